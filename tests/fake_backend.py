@@ -37,7 +37,6 @@ from llamaslot.base.commands import Constraint
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.generation.token_probs import NOT_SCORED, TokenScore
 from llamaslot.base.model import Capabilities, CheckpointSize, ModelInfo, SegmentSize, StateKind
-from llamaslot.base.segment_parts import KvPart
 from llamaslot.base.tokens import Tokens
 from tests.fake_pool import CellPool
 
@@ -263,18 +262,6 @@ class FakeBackend:
         pairs = state[: 8 * (end - start)].view(np.int32).reshape(-1, 2)
         self._states[segment] = [(token, position) for token, position in pairs.tolist()]
         self.segments[segment] = range(start, end)
-
-    def join(self, parts: Sequence[KvPart]) -> kv_ops.Kv:
-        """Put a segment together from parts of segments."""
-        assert self.info.segment_size is not None
-        pairs = [
-            part.kv[: 8 * len(part.positions)].reshape(-1, 8)[at - part.positions.start]
-            for part in parts
-            for at in part.wanted
-        ]
-        state = np.zeros(self.info.segment_size.of(len(pairs)), dtype=np.uint8)
-        state[: 8 * len(pairs)] = np.concatenate(pairs)
-        return state
 
     def seq_len(self, seq: int) -> int:
         """Return the number of tokens of a sequence."""

@@ -16,7 +16,6 @@ from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.generation.token_probs import TokenScore
 from llamaslot.base.kv_ops import IllegalCallError, Kv, Operation, StateRecord
 from llamaslot.base.model import ModelInfo
-from llamaslot.base.segment_parts import KvPart
 from llamaslot.base.tokens import Tokens
 
 
@@ -204,12 +203,6 @@ class Backend(Protocol):
         """Add a segment, with a number that is not in use, of KV that an earlier process saved; from any thread.
 
         With `start` at `end` it is a checkpoint. Raises `ValueError` if `state` does not have the size of either.
-        """
-
-    def join(self, parts: Sequence[KvPart]) -> Kv:
-        """Put a segment together from parts of segments, without a gap; from any thread.
-
-        Raises `ValueError` for bytes that are not of such segments, `MemoryError`.
         """
 
     def decode(self, runs: Sequence[Run]) -> Decoded:

@@ -30,6 +30,15 @@ Kv: TypeAlias = "npt.NDArray[np.uint8]"
 """Bytes of a segment's KV in llama.cpp's format; read-only."""
 
 
+@dataclass(frozen=True, slots=True)
+class KvPart:
+    """Positions `wanted` of a segment that has `positions`, with its KV."""
+
+    kv: Kv
+    positions: range
+    wanted: range
+
+
 class IllegalCallError(AssertionError):
     """A call that would make llama.cpp abort the process: a bug, never caused by a request."""
 

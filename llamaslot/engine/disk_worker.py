@@ -69,7 +69,7 @@ class DiskWorker:
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="llamaslot-disk-reader")
 
     @property
-    def is_writing(self) -> bool:
+    def is_busy(self) -> bool:
         """True while a segment is being written."""
         return self._n_writes > 0
 

@@ -46,7 +46,7 @@ class DropActions:
 
     def drop_paths(self, query: commands.DropPaths, respond: _Respond) -> None:
         """Drop the paths of a session."""
-        forks = self._cache.forks(query.namespace, query.paths)
+        forks = self._cache.dropper.forks(query.namespace, query.paths)
         dropped = self._cache.dropper.drop_paths(query.namespace, query.paths)
         _log.info("session.dropped", **msgspec.structs.asdict(dropped))
         if self._disk is not None:

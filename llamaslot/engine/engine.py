@@ -108,10 +108,8 @@ class Engine:
             self._disk = DiskWorker(disk, backend, self.scheduler.cache, self._post, clock)
         self._remote: RemoteWorker | None = None
         if remote is not None and sizes.uploads:
-            timeout_s = settings.remote_timeout_s
-            self._remote = RemoteWorker(
-                remote, backend, self.scheduler.cache, post=self._post, clock=clock, timeout_s=timeout_s
-            )
+            self._remote = RemoteWorker(remote, backend, self.scheduler.cache, self._post, clock)
+        self._outer_tiers = [each for each in (self._disk, self._remote) if each is not None]
         self._read_memory = read_memory
         self._self_test = PendingSelfTest(backend)
         self._reports = Reports(self.scheduler, backend.vocab, lambda: self._self_test.allows_reuse)
@@ -167,7 +165,7 @@ class Engine:
         try:
             while not self._stopping:
                 await self._step()
-            if self._disk is not None or self._remote is not None:
+            if self._outer_tiers:
                 await self._flush_tiers()
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
@@ -186,10 +184,8 @@ class Engine:
             self._flush()
             ends = [self._slot_actions.close(), *self._constraints.close()]
             self._is_closed = True
-            if self._disk is not None:
-                ends += self._disk.close()
-            if self._remote is not None:
-                ends.append(self._remote.close())
+            for each in self._outer_tiers:
+                ends += each.close()
             _, pending = await asyncio.wait(map(asyncio.wrap_future, ends), timeout=_CLOSE_TIMEOUT_S)
             self.has_hung_thread = bool(pending)
 
@@ -228,17 +224,11 @@ class Engine:
                 self._inbox.popleft()()
             if plan := self.scheduler.plan(now):
                 await self._worker.run(plan, self._commit)
-            elif self._is_flushing:
+            elif any(each.is_busy for each in self._outer_tiers):
                 self._wake.clear()
                 await self._sleep(until)
             else:
                 return
-
-    @property
-    def _is_flushing(self) -> bool:
-        """True while the disk or the remote store takes something in."""
-        is_writing = self._disk is not None and self._disk.is_writing
-        return is_writing or (self._remote is not None and self._remote.is_uploading)
 
     async def _sleep(self, until: float | None) -> None:
         """Wait for a command, or for a time on the clock."""
@@ -345,10 +335,8 @@ class Engine:
             self._fail(request.id, error, request)
 
         self._constraints.prepare(request, failed)
-        admission = self.scheduler.admission
-        # A prefix that a running request computes need not be fetched.
-        if self._remote is not None and not admission.is_in_flight(request):
-            self._remote.prepare(request, admission.match(request))
+        if self._remote is not None:
+            self._remote.prepare(request, self.scheduler.admission)
 
     def _cancel(self, request_id: str) -> None:
         live = self._replies.pop(request_id, None)
@@ -389,9 +377,8 @@ class Engine:
 
     def _fail_all(self) -> None:
         """Fail all unfinished requests because the engine was told to stop."""
-        error = stopped_error("")
         for request_id, live in self._replies.items():
-            self._fail(request_id, error, live.request)
+            self._fail(request_id, stopped_error(""), live.request)
         self._end_all()
 
     def _end_all(self) -> None:

@@ -38,8 +38,6 @@ class EngineSettings:
     """Checkpoints of one conversation at most."""
     checkpoint_step: int = 1024
     """Distance of checkpoints in a long prompt, in tokens."""
-    remote_timeout_s: float = 0.5
-    """Time that a lookup in the remote store may take."""
     lacks_disk: bool = False
     """A disk is configured but cannot be used: what it has cannot be deleted."""
     debug_invariants: bool = False

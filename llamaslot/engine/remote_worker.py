@@ -21,11 +21,9 @@ from typing import Any, TypeVar
 import structlog
 
 from llamaslot.base.backend import Backend
-from llamaslot.base.kv_ops import Kv
-from llamaslot.base.segment_parts import KvPart
+from llamaslot.base.kv_ops import Kv, KvPart
 from llamaslot.base.tokens import WIDTH
 from llamaslot.kvcache.cache import KVCache
-from llamaslot.kvcache.match import Match
 from llamaslot.kvcache.remote.remote_io import (
     Block,
     CorruptObjectError,
@@ -37,6 +35,7 @@ from llamaslot.kvcache.remote.remote_io import (
     Upload,
 )
 from llamaslot.kvcache.remote.remote_tier import Choice, Lookup
+from llamaslot.scheduler.admission import Admission
 from llamaslot.scheduler.request import Request
 
 _MAX_FETCHES = 2
@@ -51,7 +50,7 @@ _log = structlog.get_logger(__name__)
 class RemoteWorker:
     """Exchanges KV of `cache`, whose segments in RAM `backend` has. `post` runs a callback between two steps.
 
-    All methods are called on the event loop. `timeout_s` limits each lookup.
+    All methods are called on the event loop.
     """
 
     def __init__(
@@ -59,17 +58,14 @@ class RemoteWorker:
         store: RemoteStore,
         backend: Backend,
         cache: KVCache,
-        *,
         post: Callable[[Callable[[], None]], None],
         clock: Callable[[], float],
-        timeout_s: float,
     ) -> None:
         self._store = store
         self._backend = backend
         self._cache = cache
         self._post = post
         self._clock = clock
-        self._timeout_s = timeout_s
         self._waiting: dict[tuple[str, bytes], list[Request]] = {}
         """Requests that wait for what is found of their tokens, by namespace and tokens."""
         self._fetches: dict[tuple[bytes, bool, bool], asyncio.Task[Fetched | None]] = {}
@@ -83,13 +79,17 @@ class RemoteWorker:
         threading.Thread(target=self._run_loop, name="llamaslot-remote", daemon=True).start()
 
     @property
-    def is_uploading(self) -> bool:
+    def is_busy(self) -> bool:
         """True while a segment is being uploaded."""
         return bool(self._uploads)
 
-    def prepare(self, request: Request, match: Match) -> None:
+    def prepare(self, request: Request, admission: Admission) -> None:
         """Fetch what the store has of a queued request's prompt; the request `is_fetching` until that has ended."""
-        lookup = self._cache.remote.wanted(request.id, match, request.prefix)
+        # A prefix that a running request computes need not be fetched.
+        in_flight = admission.is_in_flight(request)
+        lookup = (
+            None if in_flight else self._cache.remote.wanted(request.id, admission.match(request), request.prefix)
+        )
         if lookup is None:
             return
         request.is_fetching = True
@@ -116,7 +116,7 @@ class RemoteWorker:
         calls = [lambda path=path, at=at: self._store.drop(namespace, path, at) for path, at in paths]
         self._spawn(self._delete(calls, then))
 
-    def close(self) -> Future[None]:
+    def close(self) -> list[Future[None]]:
         """Cancel all tasks and end the thread; the future is done once it has ended."""
         for each in self._tasks:
             each.cancel()
@@ -125,11 +125,11 @@ class RemoteWorker:
             for each in asyncio.all_tasks() - {asyncio.current_task()}:
                 each.cancel()
             with contextlib.suppress(Exception):
-                await asyncio.wait_for(self._store.close(), self._timeout_s)
+                await asyncio.wait_for(self._store.close(), self._store.timeout_s)
             self._loop.stop()
 
         asyncio.run_coroutine_threadsafe(end(), self._loop)
-        return self._ended
+        return [self._ended]
 
     # --- tasks ---
 
@@ -137,7 +137,7 @@ class RemoteWorker:
         """Fetch and take in what is worth it for a lookup; then the requests that wait for it may be admitted."""
         remote = self._cache.remote
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with asyncio.timeout(self._store.timeout_s):
                 with_checkpoints = lookup.restore_point is not None
                 find = self._store.find(
                     lookup.namespace, lookup.tokens, lookup.start, with_checkpoints=with_checkpoints
@@ -179,7 +179,7 @@ class RemoteWorker:
             part = KvPart(
                 fetched.kv, range(portion.object.start, portion.object.end), range(portion.start, portion.end)
             )
-            kv = await asyncio.to_thread(self._backend.join, [part])
+            kv = await asyncio.to_thread(self._store.join, [part])
             await self._between_steps(lambda portion=portion, kv=kv: self._add(lookup, portion, kv))  # type: ignore[misc]
         checkpoint = choice.checkpoint
         if checkpoint is None:
@@ -240,12 +240,12 @@ class RemoteWorker:
     # --- between two steps ---
 
     def _add(self, lookup: Lookup, portion: Portion, kv: Kv) -> None:
-        number = self._cache.add_fetched(lookup, portion, len(kv))
+        number = self._cache.remote.add(lookup, portion, len(kv))
         if number is not None:
             self._backend.put(number, portion.start, portion.end, kv)
 
     def _add_checkpoint(self, lookup: Lookup, checkpoint: RemoteObject, state: Kv) -> None:
-        number = self._cache.add_fetched_checkpoint(lookup, checkpoint, len(state))
+        number = self._cache.remote.add_checkpoint(lookup, checkpoint, len(state))
         if number is not None:
             self._backend.put(number, checkpoint.end, checkpoint.end, state)
 

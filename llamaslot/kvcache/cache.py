@@ -48,8 +48,7 @@ from llamaslot.kvcache.pools.pool import Pool
 from llamaslot.kvcache.pools.slot_snapshot import SlotSave, SlotSnapshot, SlotSnapshots, SnapshotPart
 from llamaslot.kvcache.pools.unified_pool import UnifiedPool
 from llamaslot.kvcache.radix_tree import RadixTree
-from llamaslot.kvcache.remote.remote_io import Portion, RemoteObject, Upload
-from llamaslot.kvcache.remote.remote_tier import Lookup, RemoteTier
+from llamaslot.kvcache.remote.remote_tier import RemoteTier
 from llamaslot.kvcache.sequences import Sequences
 from llamaslot.kvcache.tiers.disk_io import IoEvent, Job, SegmentMeta
 from llamaslot.kvcache.tiers.ram_budget import RamBudget
@@ -161,10 +160,6 @@ class KVCache:
         match = self.match(namespace, tokens[:-WIDTH])
         miss = miss_reason(match, self._ghosts, self.settings.min_shared)
         return probe_of(match, self._offloader.worth_loading(match), len(tokens) // WIDTH, miss)
-
-    def forks(self, namespace: str, paths: Iterable[bytes]) -> list[tuple[bytes, int]]:
-        """Return paths, each with the last position at which another one continues, ends or runs."""
-        return [(path, self._tree.match(namespace, path).last_fork()) for path in paths]
 
     def touch(self, matches: Iterable[Match]) -> None:
         """Record that prefixes are wanted now, so that they are evicted late."""
@@ -321,10 +316,6 @@ class KVCache:
         """Disk jobs to start once the operations that were taken before are done."""
         return self._tiers.take_jobs()
 
-    def take_uploads(self) -> list[Upload]:
-        """Uploads to the remote tier to start once the operations that were taken before are done."""
-        return self.remote.take_uploads()
-
     def on_io(self, event: IoEvent, now: float) -> range | None:
         """Handle the result of a job or a save; returns the positions of a segment whose bytes were read.
 
@@ -334,18 +325,6 @@ class KVCache:
         # A segment that is gone may have kept the node of a checkpoint.
         self._offloader.free_evicted()
         return range(segment.start, segment.end) if segment is not None else None
-
-    def add_fetched(self, lookup: Lookup, portion: Portion, n_bytes: int) -> int | None:
-        """Take in a portion that was fetched; returns the number of its segment, whose KV the backend must get."""
-        number = self.remote.add(lookup, portion, n_bytes)
-        self._offloader.free_evicted()
-        return number
-
-    def add_fetched_checkpoint(self, lookup: Lookup, checkpoint: RemoteObject, n_bytes: int) -> int | None:
-        """Take in a checkpoint that was fetched; returns its number, whose state the backend must be given."""
-        number = self.remote.add_checkpoint(lookup, checkpoint, n_bytes)
-        self._offloader.free_evicted()
-        return number
 
     # --- slot files ---
 

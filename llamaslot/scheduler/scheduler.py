@@ -210,7 +210,7 @@ class Scheduler:
             padding=padding,
             n_extra_steps=n_extra_steps,
             jobs=self.cache.take_jobs(),
-            uploads=self.cache.take_uploads(),
+            uploads=self.cache.remote.take_uploads(),
         )
 
     def _of_one_length(self, requests: Sequence[Request]) -> list[Request]:

@@ -5,7 +5,12 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from llamaslot.app.cache_budgets import break_even_tokens, choose_budgets, restart_flags, with_checkpoint_limits
+from llamaslot.app.cache.cache_budgets import (
+    break_even_tokens,
+    choose_budgets,
+    restart_flags,
+    with_checkpoint_limits,
+)
 from llamaslot.app.config import Config
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.model import Capabilities, CheckpointSize, KvCost, ModelInfo, SegmentSize, StateKind

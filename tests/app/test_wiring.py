@@ -18,7 +18,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from llamaslot.api.context import ApiSettings
-from llamaslot.app.cache_budgets import Budgets, choose_budgets
+from llamaslot.app.cache.cache_budgets import Budgets, choose_budgets
 from llamaslot.app.composition import serve
 from llamaslot.app.config import Config, options
 from llamaslot.app.config_reader import read_config
@@ -171,6 +171,8 @@ ELSEWHERE = {
         "drop_volatile",
     ),
     *("checkpoint_min_step", "checkpoint_ram"),
+    *("cache_remote", "cache_remote_key_file", "cache_remote_password_file", "cache_remote_ca"),
+    *("cache_remote_size", "cache_remote_ttl", "cache_remote_timeout"),
     *("session_min_match", "slot_save_path", "escape_special", "jinja"),
     *("in_process", "step_timeout", "prompt_timeout", "ssl_key_file", "ssl_cert_file"),
 }
@@ -522,8 +524,8 @@ def cache_settings(monkeypatch: pytest.MonkeyPatch) -> list[CacheSettings]:
     """The cache's settings of the servers that start from now on."""
     made: list[CacheSettings] = []
 
-    def recorded(*args: Any) -> CacheSettings:
-        made.append(make(*args))
+    def recorded(*args: Any, **fields: Any) -> CacheSettings:
+        made.append(make(*args, **fields))
         return made[-1]
 
     make = engine_module.cache_settings

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 from structlog.testing import capture_logs
 
-from llamaslot.app.cache_disk import lock_disk
+from llamaslot.app.cache.cache_disk import lock_disk
 from llamaslot.app.config import Config
 from llamaslot.backend.disk import DiskStore, text_tables
 from llamaslot.backend.disk.failure_log import FailureLog

@@ -9,10 +9,9 @@ import pytest
 
 from bench import synthetic
 from llamaslot.backend.llama import LlamaBackend
-from llamaslot.backend.llama.segment_rows import join_parts
-from llamaslot.base.kv_ops import Free, Kv, Remove, Save
+from llamaslot.backend.segment_rows import join_parts
+from llamaslot.base.kv_ops import Free, Kv, KvPart, Remove, Save
 from llamaslot.base.model import SegmentSize
-from llamaslot.base.segment_parts import KvPart
 from tests.backend.test_segments import PROMPT, feed, loaded
 
 RANGES = [(0, 200), (0, 1), (199, 200), (0, 64), (40, 120), (7, 150), (130, 200)]

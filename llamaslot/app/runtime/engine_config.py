@@ -6,7 +6,7 @@ from pathlib import Path
 
 import platformdirs
 
-from llamaslot.app.cache_budgets import Budgets
+from llamaslot.app.cache.cache_budgets import Budgets
 from llamaslot.app.config import Config
 from llamaslot.backend.llama.llama_settings import LlamaSettings
 from llamaslot.engine.engine_settings import EngineSettings
@@ -54,7 +54,6 @@ def engine_settings(config: Config, budgets: Budgets, *, lacks_disk: bool = Fals
         checkpoint_bytes=budgets.checkpoints.ram_bytes if budgets.checkpoints is not None else 0,
         checkpoints_on_path=config.ctx_checkpoints,
         checkpoint_step=config.checkpoint_min_step,
-        remote_timeout_s=config.cache_remote_timeout / 1e3,
         lacks_disk=lacks_disk,
         debug_invariants=config.debug_invariants,
     )

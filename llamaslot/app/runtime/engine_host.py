@@ -12,9 +12,9 @@ from pathlib import Path
 
 import structlog
 
-from llamaslot.app.cache_budgets import Budgets, choose_budgets, with_checkpoint_limits
-from llamaslot.app.cache_disk import lock_disk, open_disk, slot_files, slot_save_path
-from llamaslot.app.cache_remote import RemoteSettings, open_remote, remote_line, remote_settings
+from llamaslot.app.cache.cache_budgets import Budgets, choose_budgets, with_checkpoint_limits
+from llamaslot.app.cache.cache_disk import lock_disk, open_disk, slot_files, slot_save_path
+from llamaslot.app.cache.cache_remote import RemoteSettings, open_remote, remote_line, remote_settings
 from llamaslot.app.config import Config
 from llamaslot.app.runtime.engine_config import engine_settings, llama_settings
 from llamaslot.backend.disk import DiskStore
@@ -103,11 +103,11 @@ class EngineHost:
         self._has_disk_tier = bool(disk_line)
         line = ""
         remote = self._remote_settings
-        if remote is not None and self._budgets.ram_bytes and info.segment_size is not None:
+        if remote is not None and self._budgets.ram_bytes:
             key = self._disk.key if self._disk is not None and disk_line else None
-            text, join = "reading the model for its checksum", backend.join
+            text = "reading the model for its checksum"
             self._remote = await asyncio.to_thread(
-                lambda: open_remote(remote, info, key, join, lambda fraction: on_progress(text, fraction))
+                lambda: open_remote(remote, info, key, lambda fraction: on_progress(text, fraction))
             )
             line = remote_line(remote) if self._remote is not None else ""
         records = tuple(self._disk.texts.records()) if self._disk is not None and disk_line else ()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import msgspec
 
-from llamaslot.app.cache_budgets import restart_flags
+from llamaslot.app.cache.cache_budgets import restart_flags
 from llamaslot.app.config import Config
 from llamaslot.base.backend import Backend
 from llamaslot.base.errors import ConfigError, LlamaslotError

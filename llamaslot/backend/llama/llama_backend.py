@@ -24,7 +24,6 @@ from llamaslot.backend.llama.sampling.candidates import Logits
 from llamaslot.backend.llama.sampling.dry import BreakerIndex
 from llamaslot.backend.llama.sampling.probabilities import score_of
 from llamaslot.backend.llama.sampling.sampler import LlamaSampler
-from llamaslot.backend.llama.segment_rows import join_parts
 from llamaslot.backend.llama.state import capabilities, self_test, state_cost
 from llamaslot.backend.llama.vocab import LlamaVocab
 from llamaslot.base import kv_ops
@@ -34,7 +33,6 @@ from llamaslot.base.errors import ConfigError
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.generation.token_probs import TokenScore
 from llamaslot.base.model import CheckpointSize, ModelFile, ModelInfo, SegmentSize, StateKind
-from llamaslot.base.segment_parts import KvPart
 from llamaslot.base.tokens import Tokens
 
 _MAX_VIEWS = 1024
@@ -104,13 +102,6 @@ class LlamaBackend:
         if size is None or len(state) != size.of(end - start):
             raise ValueError(f"{len(state)} bytes are not {end - start} tokens")
         self._kv.segments.put(segment, range(start, end), state)
-
-    def join(self, parts: Sequence[KvPart]) -> kv_ops.Kv:
-        """Put a segment together from parts of segments."""
-        size = self.info.segment_size
-        if size is None:
-            raise ValueError("this model has no segments")
-        return join_parts(parts, size)
 
     def seq_len(self, seq: int) -> int:
         """Return the tokens of a sequence: asks llama.cpp, and corrects the backend's record by the answer."""

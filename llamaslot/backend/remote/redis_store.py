@@ -20,7 +20,7 @@ import asyncio
 import contextlib
 import struct
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, TypeVar
@@ -33,8 +33,9 @@ from redis.asyncio import Redis
 from llamaslot.backend.disk.failure_log import FailureLog
 from llamaslot.backend.memory import new_kv
 from llamaslot.backend.remote.sealing import DIGEST_BYTES, Sealer
-from llamaslot.base.kv_ops import Kv
-from llamaslot.base.segment_parts import KvPart
+from llamaslot.backend.segment_rows import join_parts
+from llamaslot.base.kv_ops import Kv, KvPart
+from llamaslot.base.model import SegmentSize
 from llamaslot.base.tokens import WIDTH
 from llamaslot.kvcache.remote.remote_io import (
     GRID_TOKENS,
@@ -75,14 +76,14 @@ class StoreSettings:
 
 
 class RedisStore:
-    """`RemoteStore` on Redis's protocol. `join` puts the KV of an object together from parts of segments."""
+    """`RemoteStore` on Redis's protocol, of segments of this `size`."""
 
     def __init__(
         self,
         client: Redis,
         sealer: Sealer,
         settings: StoreSettings,
-        join: Callable[[tuple[KvPart, ...]], Kv],
+        size: SegmentSize,
         *,
         clock: Callable[[], float] = time.time,
         failures: FailureLog | None = None,
@@ -90,10 +91,15 @@ class RedisStore:
         self._client: Any = client
         self._sealer = sealer
         self._settings = settings
-        self._join = join
+        self._size = size
         self._clock = clock
         self._failures = failures or FailureLog()
         self._prefix = f"llamaslot:1:{sealer.scope}:"
+
+    @property
+    def timeout_s(self) -> float:
+        """Time that a lookup may take."""
+        return self._settings.timeout_s
 
     async def find(self, namespace: str, tokens: bytes, start: int, *, with_checkpoints: bool) -> Found:
         """Look up what the store has of a prompt after its first `start` tokens."""
@@ -113,7 +119,7 @@ class RedisStore:
                 answers = await pipe.execute()
             return (answers[0] if grid else []), answers[bool(grid) :]
 
-        named, listed = await self._within(self._settings.timeout_s, ask)
+        named, listed = await self._within(self.timeout_s, ask)
         entries = {at: each for at, data in zip(grid, named, strict=True) if (each := _unpacked(data)) is not None}
         checkpoints = self._on_path(namespace, tokens, (data for each in listed for data in each))
         return Found(tuple(portions_of(entries, start, n_tokens)), checkpoints, perf_counter() - began)
@@ -138,7 +144,7 @@ class RedisStore:
             assert code is not None
             if not await asyncio.to_thread(self._sealer.is_genuine, wanted.digest, field, data, code):
                 _log.error("remote.corrupt_object", field=field.decode(), bytes=len(data))
-                await self._within(self._settings.timeout_s, lambda: self._client.unlink(name))
+                await self._within(self.timeout_s, lambda: self._client.unlink(name))
                 raise CorruptObjectError(f"the {field.decode()} of an object is not what was uploaded")
             found[field] = _copied(data)
         with contextlib.suppress(RemoteUnavailableError):
@@ -146,7 +152,7 @@ class RedisStore:
         return Fetched(found.get(_KV), found.get(_STATE))
 
     async def upload(
-        self, namespace: str, tokens: bytes, start: int, parts: tuple[KvPart, ...], state: Kv | None
+        self, namespace: str, tokens: bytes, start: int, parts: Sequence[KvPart], state: Kv | None
     ) -> int:
         """Store the object that begins at `start` and ends with these tokens, unless it is there."""
         end = len(tokens) // WIDTH
@@ -158,7 +164,7 @@ class RedisStore:
         ):
             return 0
         fields: dict[bytes, Kv | bytes] = {}
-        for field, data in ((_KV, await asyncio.to_thread(self._join, parts)), (_STATE, state)):
+        for field, data in ((_KV, await asyncio.to_thread(self.join, parts)), (_STATE, state)):
             if data is not None:
                 fields[field] = data
                 fields[_code(field)] = await asyncio.to_thread(self._sealer.code, digests[end], field, data)
@@ -188,6 +194,10 @@ class RedisStore:
         await self._within(_TRANSFER_TIMEOUT_S, put)
         return wanted.n_bytes + n_state
 
+    def join(self, parts: Sequence[KvPart]) -> Kv:
+        """Put a segment together from parts of segments, without a gap."""
+        return join_parts(parts, self._size)
+
     async def drop(self, namespace: str, tokens: bytes, start: int) -> None:
         """Delete the objects that have tokens of a prompt after its first `start`."""
         n_tokens = len(tokens) // WIDTH
@@ -202,14 +212,14 @@ class RedisStore:
                 answers: list[list[bytes]] = await pipe.execute()
             return answers
 
-        for data in (data for each in await self._within(self._settings.timeout_s, names) for data in each):
+        for data in (data for each in await self._within(self.timeout_s, names) for data in each):
             entry = _unpacked(data)
             if entry is not None and entry.end > start:
                 await self._delete([entry])
         # Last blocks of earlier turns, which the index does not name any more, count until they would have expired.
         gone = [self._name("d", digest) for at, digest in digests.items() if at > start]
         if gone:
-            await self._within(self._settings.timeout_s, lambda: self._client.unlink(*gone))
+            await self._within(self.timeout_s, lambda: self._client.unlink(*gone))
 
     async def clear(self) -> None:
         """Delete all objects of this model and fleet."""
@@ -246,7 +256,7 @@ class RedisStore:
                 pipe.expire(self._name("d", wanted.digest), ttl)
                 await pipe.execute()
 
-        await self._within(self._settings.timeout_s, put_off)
+        await self._within(self.timeout_s, put_off)
 
     async def _reserve(self, wanted: RemoteObject) -> None:
         """Count an object, and delete others until all fit: those that have expired, then those that will first."""
@@ -262,10 +272,10 @@ class RedisStore:
                 n_all = int(await self._client.get(total) or 0)
             return n_all
 
-        n_all = await self._within(self._settings.timeout_s, count)
+        n_all = await self._within(self.timeout_s, count)
         limit = self._settings.max_bytes
         while limit and n_all > limit:
-            oldest = await self._within(self._settings.timeout_s, lambda: self._client.zrange(listed, 0, 0))
+            oldest = await self._within(self.timeout_s, lambda: self._client.zrange(listed, 0, 0))
             if not oldest or _member_object(oldest[0]).digest == wanted.digest:
                 return
             gone = _member_object(oldest[0])
@@ -282,7 +292,7 @@ class RedisStore:
                 if await self._client.zrem(self._prefix + "l", *members):
                     await self._client.decrby(self._prefix + "n", each.n_bytes + each.state_bytes)
 
-            await self._within(self._settings.timeout_s, delete)
+            await self._within(self.timeout_s, delete)
 
     async def _within(self, seconds: float, call: Callable[[], Awaitable[_T]]) -> _T:
         """Return what a call does; raises `RemoteUnavailableError` if it fails or takes longer."""

@@ -45,6 +45,10 @@ class Dropper:
             self._drop_path(self._tree.match(namespace, tokens))
         return self._cleared(before)
 
+    def forks(self, namespace: str, paths: Iterable[bytes]) -> list[tuple[bytes, int]]:
+        """Return paths, each with the last position at which another one continues, ends or runs."""
+        return [(path, self._tree.match(namespace, path).last_fork()) for path in paths]
+
     def invalidate_path(self, namespace: str, tokens: bytes, *, with_public: bool) -> None:
         """Drop the last node of a path whose KV is not trusted, with all that continues it.
 

@@ -15,12 +15,11 @@ prompt that departs from this one at 1700 gets its tokens up to 1664.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from llamaslot.base.kv_ops import Kv
-from llamaslot.base.segment_parts import KvPart
+from llamaslot.base.kv_ops import Kv, KvPart
 
 BLOCK_TOKENS = 512
 """Tokens of an object at most. All servers of a store must agree, as on the next one."""
@@ -126,6 +125,10 @@ class RemoteUnavailableError(Exception):
 class RemoteStore(Protocol):
     """Store that several servers share. All methods may be called from any thread, concurrently."""
 
+    @property
+    def timeout_s(self) -> float:
+        """Time that a lookup may take."""
+
     async def find(self, namespace: str, tokens: bytes, start: int, *, with_checkpoints: bool) -> Found:
         """Look up what the store has of a prompt after its first `start` tokens.
 
@@ -139,11 +142,17 @@ class RemoteStore(Protocol):
         """
 
     async def upload(
-        self, namespace: str, tokens: bytes, start: int, parts: tuple[KvPart, ...], state: Kv | None
+        self, namespace: str, tokens: bytes, start: int, parts: Sequence[KvPart], state: Kv | None
     ) -> int:
         """Store the object that begins at `start` and ends with these tokens, unless it is there.
 
         Returns the bytes that were sent. Raises `RemoteUnavailableError`, `ValueError` for parts that do not fit.
+        """
+
+    def join(self, parts: Sequence[KvPart]) -> Kv:
+        """Put a segment together from parts of segments, without a gap.
+
+        Raises `ValueError` for bytes that are not of such segments, `MemoryError`.
         """
 
     async def drop(self, namespace: str, tokens: bytes, start: int) -> None:

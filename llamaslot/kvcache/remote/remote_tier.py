@@ -205,7 +205,7 @@ class RemoteTier:
     def unpin(self, request_id: str) -> None:
         """Let what was fetched for a request be evicted: it was loaded, or is not wanted any more."""
         if self._pinned_until.pop(request_id, None) is not None:
-            self._tiers.unpin_for(request_id)
+            self._tiers.load_pins.pop(request_id, None)
 
     def deny(self, namespace: str, tokens: bytes) -> None:
         """Fetch nothing for prompts that begin like this any more: its logits were invalid."""
@@ -296,8 +296,9 @@ class RemoteTier:
         return parts[-1].end if parts else match.n_resident
 
     def _pin(self, lookup: Lookup, segment: Segment) -> None:
-        self._tiers.pin_for(lookup.request_id, segment)
-        self._pinned_until[lookup.request_id] = self._tiers.now + _PIN_S
+        request_id, pins = lookup.request_id, self._tiers.load_pins
+        pins[request_id] = pins.get(request_id, frozenset()) | {segment}
+        self._pinned_until[request_id] = self._tiers.now + _PIN_S
 
     def _upload(self, segment: Segment) -> Upload | None:
         """Return the blocks that a segment completes, with the last one of a path, or that of a checkpoint.

@@ -207,14 +207,6 @@ class SegmentTiers:
         """Remove the load pins of a sequence."""
         self.load_pins.pop(seq, None)
 
-    def pin_for(self, request_id: str, segment: Segment) -> None:
-        """Keep a segment in RAM for a waiting request."""
-        self.load_pins[request_id] = self.load_pins.get(request_id, frozenset()) | {segment}
-
-    def unpin_for(self, request_id: str) -> None:
-        """Remove the pins of a waiting request."""
-        self.load_pins.pop(request_id, None)
-
     def drop(self, segments: Iterable[Segment]) -> None:
         """Drop segments, children before their parents."""
         for segment in segments:

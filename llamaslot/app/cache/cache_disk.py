@@ -12,7 +12,7 @@ from pathlib import Path
 
 import structlog
 
-from llamaslot.app.cache_budgets import Budgets, about_tokens
+from llamaslot.app.cache.cache_budgets import Budgets, about_tokens
 from llamaslot.app.config import Config
 from llamaslot.backend.disk import DiskStore, SlotFiles, fingerprint_of
 from llamaslot.backend.files import private_folder

@@ -23,9 +23,8 @@ import numpy as np
 import numpy.typing as npt
 
 from llamaslot.backend.memory import new_kv
-from llamaslot.base.kv_ops import Kv
+from llamaslot.base.kv_ops import Kv, KvPart
 from llamaslot.base.model import SegmentSize
-from llamaslot.base.segment_parts import KvPart
 
 _HEADER_BYTES = 16
 _LAYERS_BYTES = 8

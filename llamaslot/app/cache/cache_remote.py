@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import ssl
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,15 +12,13 @@ from urllib.parse import urlsplit, urlunsplit
 
 from redis.asyncio import Redis
 
-from llamaslot.app.cache_disk import kv_key
+from llamaslot.app.cache.cache_disk import kv_key
 from llamaslot.app.config import Config
 from llamaslot.backend.disk import fingerprint_of
 from llamaslot.backend.remote import RedisStore, StoreSettings
 from llamaslot.backend.remote.sealing import Sealer
 from llamaslot.base.errors import ConfigError
-from llamaslot.base.kv_ops import Kv
 from llamaslot.base.model import ModelInfo
-from llamaslot.base.segment_parts import KvPart
 
 KEY_VARIABLE = "LLAMASLOT_CACHE_REMOTE_KEY"
 PASSWORD_VARIABLE = "LLAMASLOT_CACHE_REMOTE_PASSWORD"
@@ -81,7 +79,6 @@ def open_remote(
     settings: RemoteSettings,
     info: ModelInfo,
     model_key: bytes | None,
-    join: Callable[[Sequence[KvPart]], Kv],
     on_progress: Callable[[float], bool],
 ) -> RedisStore | None:
     """Return the store for a model; None if `on_progress` stopped that, or prefixes are not offloaded.
@@ -89,6 +86,8 @@ def open_remote(
     `model_key` is the disk's key of what KV depends on, if it is known; else the model's files are read whole. The
     server is not connected to before it is needed, and need not run now. Raises `ConfigError`.
     """
+    if info.segment_size is None:
+        return None
     if model_key is None:
         try:
             weights = fingerprint_of(info.kv_files, on_progress)
@@ -97,7 +96,7 @@ def open_remote(
         if weights is None:
             return None
         model_key = kv_key(info, weights)
-    return RedisStore(_client(settings), Sealer(settings.secret, model_key), settings.store, join)
+    return RedisStore(_client(settings), Sealer(settings.secret, model_key), settings.store, info.segment_size)
 
 
 def remote_line(settings: RemoteSettings) -> str:
