@@ -31,7 +31,7 @@ from bench import (
     tree,
 )
 from bench.client import BenchmarkError
-from bench.families import kinds
+from bench.families import checkpoints, kinds
 from bench.families import published as published_families
 from bench.families import run as families
 from bench.peers import baseline, compare, parity, published
@@ -95,6 +95,7 @@ def parser() -> ArgumentParser:
     _threads(comparing)
 
     _add_families(commands.add_parser("families", help="reuse by kind of model, beside llama-server's checkpoints"))
+    _add_checkpoints(commands.add_parser("checkpoints", help="restart, a short pool, and memory, with checkpoints"))
     _add_traces(commands.add_parser("traces", help="recorded agent sessions, beside llama-server"))
     _add_one_shot(commands.add_parser("one-shot", help="bytes and hits with one-shot prompts evicted earlier"))
     _add_parity(commands.add_parser("parity", help="60 greedy requests to llama-server and llamaslot"))
@@ -271,6 +272,36 @@ def _families(options: Namespace) -> None:
     flags = options.server.split()
     common = {"repeats": options.repeats, "threads": options.threads, "folder": options.out}
     families.run(settings=settings, **common, server_flags=flags)
+
+
+def _add_checkpoints(command: ArgumentParser) -> None:
+    _common(command, run=_checkpoints, repeats=(3, 1), of="runs of each measurement", shape=None)
+    names = list(checkpoints.MEASUREMENTS)
+    command.add_argument("--only", action="append", choices=names, metavar="NAME", help=", ".join(names))
+    text = (
+        f"a GGUF file, or a shape, for all measurements (default: {checkpoints.HYBRID}, and {checkpoints.WINDOW} "
+        "for memory)"
+    )
+    command.add_argument("--model", metavar="MODEL", help=text)
+    text = "factor for the long prompts (default: 1)"
+    command.add_argument("--scale", type=float, default=1.0, metavar="X", help=text)
+    command.add_argument("--seed", type=_count, default=1, metavar="N", help="of the text (default: 1)")
+    command.add_argument("--server", default="", metavar="FLAGS", help="more flags for all servers")
+    _threads(command)
+
+
+def _checkpoints(options: Namespace) -> None:
+    settings = checkpoints.Settings(
+        measurements=[
+            name for name in checkpoints.MEASUREMENTS if name in (options.only or checkpoints.MEASUREMENTS)
+        ],
+        model=options.model,
+        scale=min(options.scale, checkpoints.QUICK_SCALE) if options.quick else options.scale,
+        seed=options.seed,
+        tiny=options.quick,
+    )
+    common = {"repeats": options.repeats, "threads": options.threads, "folder": options.out}
+    checkpoints.run(settings=settings, **common, server_flags=options.server.split())
 
 
 def _add_traces(command: ArgumentParser) -> None:

@@ -1,4 +1,4 @@
-"""The kinds of models that are compared, and the bytes of a checkpoint of each."""
+"""The kinds of models that are compared, and what the state of each takes."""
 
 from __future__ import annotations
 
@@ -43,23 +43,35 @@ KINDS = (
 )
 
 
-def checkpoint_bytes(model: Path, n_threads: int) -> int:
-    """Return the bytes of the largest checkpoint of one sequence: 0 where all KV can be trimmed."""
+@dataclass(frozen=True)
+class StateSizes:
+    """What the state of a sequence takes."""
+
+    checkpoint_bytes: int
+    """Of the largest checkpoint; 0 where all KV can be trimmed."""
+    kv_bytes: float
+    """Of each token in the layers that keep KV of every token."""
+
+
+def state_sizes(model: Path, n_threads: int) -> StateSizes:
+    """Measure what llama.cpp saves of a sequence of this model, with and without what can be trimmed."""
     library.initialise()
     loaded = llama_cpp.llama_model_load_from_file(os.fsencode(model), llama_cpp.llama_model_default_params())
     if not loaded:
         raise BenchmarkError(f"{model}: llama.cpp cannot load it")
     try:
         window = llama_cpp.llama_model_n_swa(loaded)
-        if window or llama_cpp.llama_model_is_recurrent(loaded) or llama_cpp.llama_model_is_hybrid(loaded):
-            return _partial_bytes(loaded, window + UBATCH, n_threads)
-        return 0
+        n_tokens = window + UBATCH
+        whole, partial = _saved_bytes(loaded, n_tokens, n_threads)
+        if not (window or llama_cpp.llama_model_is_recurrent(loaded) or llama_cpp.llama_model_is_hybrid(loaded)):
+            partial = 0
+        return StateSizes(partial, (whole - partial) / n_tokens)
     finally:
         llama_cpp.llama_model_free(loaded)
 
 
-def _partial_bytes(model: object, n_tokens: int, n_threads: int) -> int:
-    """Return the bytes of what cannot be trimmed of a sequence of `n_tokens`, more than a window has."""
+def _saved_bytes(model: object, n_tokens: int, n_threads: int) -> tuple[int, int]:
+    """Return the bytes of a sequence of `n_tokens`, more than a window has, and of what cannot be trimmed of it."""
     params = llama_cpp.llama_context_default_params()
     params.n_ctx = n_tokens + UBATCH
     params.n_batch = params.n_ubatch = UBATCH
@@ -74,7 +86,10 @@ def _partial_bytes(model: object, n_tokens: int, n_threads: int) -> int:
             ids = (llama_cpp.llama_token * n)(*[(start + i) % 256 for i in range(n)])
             if llama_cpp.llama_decode(context, llama_cpp.llama_batch_get_one(ids, n)) != 0:
                 raise BenchmarkError("llama.cpp cannot compute a sequence")
-        partial = llama_cpp.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
-        return int(llama_cpp.llama_state_seq_get_size_ext(context, 0, partial))
+        whole, partial = (
+            int(llama_cpp.llama_state_seq_get_size_ext(context, 0, flags))
+            for flags in (0, llama_cpp.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY)
+        )
+        return whole, partial
     finally:
         llama_cpp.llama_free(context)

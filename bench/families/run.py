@@ -19,7 +19,7 @@ from typing import Any
 from bench import synthetic
 from bench.client import BenchmarkError
 from bench.families.goals import FamilyRun, rows, table
-from bench.families.kinds import Kind, checkpoint_bytes
+from bench.families.kinds import Kind, state_sizes
 from bench.families.oracle import needs
 from bench.peers import build
 from bench.peers.baseline import revision
@@ -159,7 +159,7 @@ class Runner:
 
     def _load(self, kind: Kind) -> _OfKind:
         model = synthetic.ensure(_shape(kind, self._settings))
-        n_bytes = self.checkpoint_bytes[kind.name] = checkpoint_bytes(model, self._threads)
+        n_bytes = self.checkpoint_bytes[kind.name] = state_sizes(model, self._threads).checkpoint_bytes
         return _OfKind(kind, model, Tokens(model), n_bytes)
 
     async def _run(self, one: _OfKind, workload: Workload, server: ServerSetup, repeat: int) -> FamilyRun:
@@ -176,9 +176,9 @@ class Runner:
             run = WorkloadRun(process, one.tokens, words, settings.scale)
             await run.ask({"role": "user", "content": run.text(8)}, n_reply=4, measured=False)
             if server.name == OWN:
-                await _self_test_ended(process)
+                await self_test_ended(process)
             await workload.script(run)
-            computed = await _computed(process, run, is_own=server.name == OWN)
+            computed = await computed_tokens(process, run, is_own=server.name == OWN)
         sent = run.requests
         requests = [(one.tokens.prompt(each.messages), one.tokens.of(each.answer.text)) for each in sent]
         return FamilyRun(
@@ -216,7 +216,7 @@ class _OfKind:
     checkpoint_bytes: int
 
 
-async def _self_test_ended(server: Server) -> None:
+async def self_test_ended(server: Server) -> None:
     """Wait until the self-test of reuse has ended; a slow machine runs it after the start, while idle.
 
     Raises `BenchmarkError` if it takes too long or fails.
@@ -231,7 +231,7 @@ async def _self_test_ended(server: Server) -> None:
     raise BenchmarkError(f"the self-test of reuse takes more than {_SELF_TEST_S} s")
 
 
-async def _computed(server: Server, run: WorkloadRun, *, is_own: bool) -> list[int]:
+async def computed_tokens(server: Server, run: WorkloadRun, *, is_own: bool) -> list[int]:
     """Return the prompt tokens computed for each request; raises `BenchmarkError` if the metrics differ.
 
     llamaslot also counts what it sent to `llama_decode`: computed prompts, and replies without their last token.

@@ -131,11 +131,12 @@ class Workload:
     def n_ctx(self, scale: float) -> int:
         """Cells of all slots together, padded."""
         if self.n_cells is not None:
-            return _padded(self.n_cells * scale)
-        return self.n_slots * _padded(self.longest * scale + 4 * OVERHEAD)
+            return padded(self.n_cells * scale)
+        return self.n_slots * padded(self.longest * scale + 4 * OVERHEAD)
 
 
-def _padded(n_cells: float) -> int:
+def padded(n_cells: float) -> int:
+    """Cells of a pool that has room for so many."""
     return -(-round(n_cells) // PADDING) * PADDING
 
 

@@ -15,7 +15,7 @@ from bench.__main__ import main
 from bench.client import BenchmarkError, Client
 from bench.families import run as families
 from bench.families.goals import COLUMNS, FamilyRun, Row, rows
-from bench.families.kinds import KINDS, checkpoint_bytes
+from bench.families.kinds import KINDS, state_sizes
 from bench.families.oracle import Need, needs
 from bench.families.run import QUICK_KINDS, QUICK_WORKLOADS, Runner
 from bench.peers.servers import OWN, SERVERS
@@ -122,10 +122,17 @@ def test_repeats_are_medians_and_goal_one_holds_in_each() -> None:
 
 
 def test_checkpoints_have_a_size_where_a_state_cannot_be_trimmed(tmp_path: Path) -> None:
-    sizes = {kind.name: checkpoint_bytes(synthetic.ensure(kind.tiny, folder=tmp_path), 1) for kind in KINDS}
+    found = {kind.name: state_sizes(synthetic.ensure(kind.tiny, folder=tmp_path), 1) for kind in KINDS}
+    sizes = {name: each.checkpoint_bytes for name, each in found.items()}
     assert {name for name, size in sizes.items() if size == 0} == {"dense", "mla"}
     assert sizes["window 5:1"] > 5 * 32 * 2 * 64 * 2, "keys and values of a window of 32 tokens in 5 layers, F16"
     assert sizes["short conv"] > 2 * 3 * 128 * 4, "three columns in 2 layers, F32"
+    layers = {"dense": 3, "window 5:1": 1, "short conv": 2, "mamba2": 0}
+    row = 2 * 64 * 2
+    for name, n in layers.items():
+        assert n * row <= found[name].kv_bytes < n * row + 32, (
+            "keys and values of one head of 64, F16, and its place"
+        )
 
 
 def test_both_servers_get_the_same_bytes_for_checkpoints(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
