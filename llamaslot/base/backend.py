@@ -67,7 +67,7 @@ def check_runs(
         raise IllegalCallError("a batch needs runs of different sequences")
     if sum(len(run.tokens) for run in runs) > info.n_ubatch:
         raise IllegalCallError("more tokens than a micro-batch holds")
-    if not info.state.kind.mixes_lengths and len({len(run.tokens) for run in runs}) > 1:
+    if not info.state.kind.allows_mixed_lengths and len({len(run.tokens) for run in runs}) > 1:
         raise IllegalCallError("runs of several lengths in one step of a model with windows and recurrent states")
     targets = [run.targets for run in runs if run.targets is not None]
     if sum(map(len, targets)) > info.n_scored:

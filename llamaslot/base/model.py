@@ -164,7 +164,7 @@ class StateKind(StrEnum):
         return self in (StateKind.RECURRENT, StateKind.HYBRID, StateKind.HYBRID_WINDOW)
 
     @property
-    def mixes_lengths(self) -> bool:
+    def allows_mixed_lengths(self) -> bool:
         """True if the runs of a step may differ in length: else llama.cpp loses cells of windows (fact 33)."""
         return not (self.has_window and self.has_recurrent_state)
 
@@ -203,7 +203,8 @@ class Capabilities(msgspec.Struct, frozen=True):
 class ModelInfo(msgspec.Struct, frozen=True):
     """Facts about the loaded model and its context.
 
-    Fixed once the engine runs, unless the self-test was pending: its result replaces them (event `SelfTestEnded`).
+    Fixed once the engine runs, with one exception: when a pending self-test ends, the event `SelfTestEnded` brings
+    another `ModelInfo` in place of this one.
     """
 
     name: str
@@ -234,7 +235,10 @@ class ModelInfo(msgspec.Struct, frozen=True):
     backends: tuple[str, ...] = ()
     """Backends of ggml in the llama.cpp build, such as CUDA and CPU; empty for a backend without llama.cpp."""
     reuse_reason: str = ""
-    """The reason where `can_trim` is false, and where there are no checkpoints, why not."""
+    """Why sequences cannot be trimmed, and then why there are no checkpoints; either is empty where it is possible.
+
+    After a failed self-test it is the reason of that.
+    """
     self_test: SelfTestOutcome = ""
     """While the self-test is pending nothing may be reused, whatever `can_reuse` says."""
     self_test_reason: str = ""

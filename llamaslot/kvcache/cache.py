@@ -214,7 +214,7 @@ class KVCache:
         limit = self.settings.max_tokens_in_gap(self.settings.load_us) if self.has_streams else None
         limit = None if limit is None else max(0, limit - self._n_loaded)
         is_reading = self.restorer.is_reading(seq)
-        loaded = self._offloader.load(seq, match, limit, is_decided=self.restorer.is_waiting(seq))
+        loaded = self._offloader.load(seq, match, limit, loads_all=self.restorer.is_waiting(seq))
         if is_reading and loaded.status is LoadStatus.DONE:
             loaded = replace(loaded, status=LoadStatus.READING)
         self.restorer.finish(seq)

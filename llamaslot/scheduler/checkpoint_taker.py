@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 import numpy as np
 
 from llamaslot.kvcache.cache import KVCache
-from llamaslot.kvcache.offload.checkpoints import Evict
+from llamaslot.kvcache.offload.checkpoints import Evictable
 from llamaslot.scheduler.checkpoint_stops import prompt_stops
 from llamaslot.scheduler.request import Request
 
@@ -55,7 +55,7 @@ class CheckpointTaker:
         if not checkpoints.has_states or limit == 0:
             # A checkpoint that fits into no gap is not taken.
             return list(ready)
-        n_left = math.inf if limit is None else max(0, limit - checkpoints.n_pending)
+        n_left = math.inf if limit is None else max(0, limit - checkpoints.n_to_take)
         go_on = []
         for request in ready:
             if self._is_due(request, queue) and not checkpoints.has_at_end(request.slot):
@@ -63,7 +63,7 @@ class CheckpointTaker:
                     # It waits for the next gap.
                     continue
                 is_one_shot = request.is_one_shot(self._cache.settings.one_shot_tokens)
-                taken = checkpoints.take(request.slot, Evict.NONE if is_one_shot else Evict.ANY)
+                taken = checkpoints.take(request.slot, Evictable.NONE if is_one_shot else Evictable.ANY)
                 n_left -= taken is not None
                 if taken is not None:
                     taken.ends_message |= self._ends_message(request)

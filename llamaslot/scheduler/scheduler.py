@@ -122,7 +122,7 @@ class Scheduler:
         # llama.cpp splits steps of several sequences where states are recurrent, so padding would only cost.
         is_split = info.keeps_checkpoints and info.state.kind.has_recurrent_state
         self._padding = Padding(None if is_split else info.step_cost, cache_settings.scratch, info.n_ubatch)
-        self._mixes_lengths = info.state.kind.mixes_lengths
+        self._mixes_lengths = info.state.kind.allows_mixed_lengths
         self._was_prompt = False
         """True if the last step computed more than a token of a request; only kept if these may not be mixed."""
         self._last_prompt = ""

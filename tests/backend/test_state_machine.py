@@ -382,7 +382,7 @@ class SequencesMachine(RuleBasedStateMachine):
 
     def may_mix(self, runs: Iterable[list[int]]) -> bool:
         """True if such runs may share a step."""
-        return self.kind.mixes_lengths or len({*map(len, runs)}) == 1
+        return self.kind.allows_mixed_lengths or len({*map(len, runs)}) == 1
 
     def held(self, seq: int) -> list[int]:
         return [token for _, token in self.oracle[seq]]

@@ -426,7 +426,9 @@ class CheckpointMachine(FakeMachine):
             may_rest = self.incomplete | {a.slot for a in streams if self.cache.restorer.lacks_state(a.slot)}
             held_up = {a for a in streams - {*workers} if a.slot not in may_rest}
             # Where a prompt and streams may not share a step, they take turns.
-            assert not (held_up if self.kind.mixes_lengths else held_up & self.held_up), "a stream was held up"
+            assert not (held_up if self.kind.allows_mixed_lengths else held_up & self.held_up), (
+                "a stream was held up"
+            )
             self.held_up = held_up
         assert sum(len(work.run.tokens) for work in plan.work) <= self.backend.info.n_ubatch
         is_reading = any(asked.slot >= 0 for asked in self.living) and self.disk.reads

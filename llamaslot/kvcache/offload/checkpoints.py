@@ -1,12 +1,19 @@
 """Checkpoints: partial states that are copied to host memory, and the order in which they are evicted from it.
 
-1. The scheduler has them taken where a step of a prompt ends (`scheduler/checkpoint_stops.py`).
-2. A sequence that is about to lose its last token, and with it its state, gets one first (`take_at_end`).
-3. Over its budget of bytes, or of checkpoints on a path, one is evicted: of a tenant with more than its share
-   first, then one that is neither a fork nor the deepest of its path, then one that is on disk too, then the least
-   recently used. One that is about to be restored stays.
+Checkpoints are taken
+1. where a step of a running request ends (`scheduler/checkpoint_stops.py`);
+2. of a sequence that is about to lose its last token, and with it its state (`take_at_end`);
+3. ahead of that, of idle sequences while the server is idle (`take_ahead`): evicting them later then costs nothing.
 
-`restoring.py` decides which are restored, and when.
+They are evicted from RAM
+- over the budget of bytes (`--checkpoint-ram`): those of tenants with more than their share first; then those that
+  are neither a fork nor the deepest of their path; then those that are on disk too; then those of one-shot prompts;
+  then the least recently used. Each rule only decides between those that the rules before it treat alike
+  (`evict_for`);
+- over the limit of one path (`--ctx-checkpoints`): the one whose neighbours are closest together in relation to
+  their distance from the end of the path (`_thin_path`). The deepest stays, and forks go only if nothing else can.
+
+Those about to be restored stay in any case. `restoring.py` decides which are restored, and when.
 """
 
 from __future__ import annotations
@@ -27,12 +34,12 @@ from llamaslot.kvcache.sequences import Sequences
 from llamaslot.kvcache.tiers.segment_tiers import SegmentTiers
 
 
-class Evict(Enum):
-    """What may be evicted from RAM for a checkpoint."""
+class Evictable(Enum):
+    """Checkpoints that may be evicted from RAM to make room for a new one."""
 
-    NONE = "nothing"
-    SPARE = "those that are on disk too, and those that are neither a fork nor the deepest of their path"
-    ANY = "any but those about to be restored"
+    NONE = "none: there must be room"
+    REDUNDANT = "those that are on disk too, or neither a fork nor the deepest of their path"
+    ANY = "all but those about to be restored, read or written"
 
 
 class Checkpoints:
@@ -62,8 +69,8 @@ class Checkpoints:
         return structs.replace(self._counters, total_bytes=lru.capacity, used_bytes=lru.n_bytes, count=len(lru))
 
     @property
-    def n_pending(self) -> int:
-        """Checkpoints that are taken before the next step."""
+    def n_to_take(self) -> int:
+        """Checkpoints that the operations before the next step take."""
         return sum(isinstance(each, Take) for each in self._sequences.operations)
 
     def has_at_end(self, seq: int) -> bool:
@@ -80,10 +87,10 @@ class Checkpoints:
         is_possible = self.settings.size.of(n) <= self._tiers.checkpoints.capacity
         return is_possible and self._tiers.now >= self._tiers.saves_again_at
 
-    def take(self, seq: int, evict: Evict = Evict.ANY) -> Checkpoint | None:
+    def take(self, seq: int, evictable: Evictable = Evictable.ANY) -> Checkpoint | None:
         """Return the checkpoint at the end of a live sequence, taken now if there is none; None without room.
 
-        Room is made by evicting what `evict` allows.
+        Room is made by evicting what is `evictable`.
         """
         node = self._sequences.end(seq)
         if node.checkpoint is not None:
@@ -92,7 +99,7 @@ class Checkpoints:
         n_bytes, lru = self.settings.size.of(node.end), self._tiers.checkpoints
         if not self.can_take(node.end):
             return None
-        if lru.n_bytes + n_bytes > lru.capacity and not self.evict_for(n_bytes, node.tenant, evict):
+        if lru.n_bytes + n_bytes > lru.capacity and not self.evict_for(n_bytes, node.tenant, evictable):
             return None
         checkpoint = self._tiers.add_checkpoint(node, n_bytes)
         self._sequences.operations.append(Take(checkpoint.number, seq, node.end))
@@ -100,7 +107,7 @@ class Checkpoints:
         self._thin_path(node)
         return checkpoint
 
-    def take_at_end(self, seq: int, evict: Evict = Evict.ANY) -> bool:
+    def take_at_end(self, seq: int, evictable: Evictable = Evictable.ANY) -> bool:
         """Take a checkpoint of an idle sequence before it loses its state, if it may be wanted again.
 
         Its last token must stay cached, for else the checkpoint is dropped with it. Returns True if one was taken.
@@ -109,7 +116,7 @@ class Checkpoints:
         if node is None or not self._may_take_at_end(seq):
             return False
         has_other = any(other != seq and self._states.is_live(other) for other in node.end_of)
-        return not has_other and self._take_unless_near(seq, evict)
+        return not has_other and self._take_unless_near(seq, evictable)
 
     def take_before_end_is_evicted(self, seq: int) -> bool:
         """Take a checkpoint before the end of this sequence is evicted; returns True if one was taken.
@@ -117,19 +124,19 @@ class Checkpoints:
         All sequences that end there lose their states, so it is taken of any that is live.
         """
         live = next(filter(self._states.is_live, sorted(self._sequences.end(seq).end_of)), None)
-        return live is not None and self._may_take_at_end(live) and self._take_unless_near(live, Evict.ANY)
+        return live is not None and self._may_take_at_end(live) and self._take_unless_near(live, Evictable.ANY)
 
     def take_ahead(self) -> int:
-        """Take a checkpoint of one idle sequence ahead of time; returns how many were taken.
+        """Take a checkpoint of one idle sequence ahead of its eviction; returns how many were taken, 0 for the end.
 
-        It evicts only what is spare, and each sequence has one turn until another request runs: else those that do
-        not fit together would evict each other for as long as the server is idle.
+        Only redundant ones are evicted for it, and each sequence gets one at most until another request runs: else
+        those that do not fit together would evict each other for as long as the server is idle.
         """
         if self._ahead_at != self._sequences.clock:
             self._ahead_at, self._taken_ahead = self._sequences.clock, set()
         for seq in self._sequences.all:
             is_idle = self._sequences.in_use(seq) and not self._tree.is_pinned(seq)
-            if is_idle and seq not in self._taken_ahead and self.take_at_end(seq, Evict.SPARE):
+            if is_idle and seq not in self._taken_ahead and self.take_at_end(seq, Evictable.REDUNDANT):
                 self._taken_ahead.add(seq)
                 return 1
         return 0
@@ -138,7 +145,7 @@ class Checkpoints:
         """Count a checkpoint that was restored."""
         self._counters.restored += 1
 
-    def evict_for(self, n_bytes: int, tenant: str = "", evict: Evict = Evict.ANY) -> bool:
+    def evict_for(self, n_bytes: int, tenant: str = "", evictable: Evictable = Evictable.ANY) -> bool:
         """Evict checkpoints from RAM until there is room for one of a tenant; False if those that have to stay
         leave none.
 
@@ -148,7 +155,7 @@ class Checkpoints:
         lru = self._tiers.checkpoints
         if lru.n_bytes + n_bytes <= lru.capacity:
             return True
-        if evict is Evict.NONE:
+        if evictable is Evictable.NONE:
             return False
         pinned = self._pinned
         n_pinned = sum(each.n_bytes for each in lru if each in pinned)
@@ -160,7 +167,7 @@ class Checkpoints:
         # What is on disk too can be read again.
         order = sorted(everything, key=lambda each: (each not in interior, each.state is not S.CLEAN, each.rank))
         rest = [each for each in order if each not in pinned]
-        if evict is Evict.SPARE:
+        if evictable is Evictable.REDUNDANT:
             rest = [each for each in rest if each in interior or each.state is S.CLEAN]
             if lru.n_bytes - sum(each.n_bytes for each in rest) + n_bytes > lru.capacity:
                 return False
@@ -195,10 +202,10 @@ class Checkpoints:
             return False
         return not is_private(node.namespace)
 
-    def _take_unless_near(self, seq: int, evict: Evict) -> bool:
+    def _take_unless_near(self, seq: int, evictable: Evictable) -> bool:
         node = self._sequences.end(seq)
-        evict = Evict.NONE if node.is_one_shot else evict
-        return not self._is_near(node) and self.take(seq, evict) is not None
+        evictable = Evictable.NONE if node.is_one_shot else evictable
+        return not self._is_near(node) and self.take(seq, evictable) is not None
 
     def _is_near(self, node: Node) -> bool:
         """True if a checkpoint lies so little above the end of a path that another one is not worth taking."""

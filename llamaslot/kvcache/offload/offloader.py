@@ -178,12 +178,13 @@ class Offloader:
             parts.pop()
         return parts if self._pays(parts) else []
 
-    def load(self, seq: int, match: Match, max_tokens: int | None, *, is_decided: bool = False) -> Loaded:
+    def load(self, seq: int, match: Match, max_tokens: int | None, *, loads_all: bool = False) -> Loaded:
         """Load what segments have after the tokens of a sequence, about `max_tokens` at most.
 
-        If it `is_decided` that all of the match is loaded, the rest is, although little of it is left.
+        That is what is worth loading. With `loads_all` it is the whole match, because the sequence waits for a
+        checkpoint at its end: a small rest would not be worth loading by itself.
         """
-        parts = self._tiers.readable(match.parts) if is_decided else self.worth_loading(match)
+        parts = self._tiers.readable(match.parts) if loads_all else self.worth_loading(match)
         if not parts:
             self._tiers.unpin(seq)
             return Loaded(LoadStatus.DONE)

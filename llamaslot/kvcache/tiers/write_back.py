@@ -31,8 +31,10 @@ _MAX_WRITES = 2
 """Writes at a time: which segment comes next is chosen as late as possible."""
 MAX_DIRTY_FRACTION = 0.25
 """Fraction of RAM that may be dirty before nothing more is offloaded ahead of eviction."""
-_PRESSED_FRACTION = 0.25
-"""Fraction of RAM that is put there after a segment until it is written without delay."""
+_EARLY_WRITE_FRACTION = 0.25
+"""A partial segment is written without delay once other segments have filled this fraction of RAM after it: by LRU
+it may be evicted before its delay ends.
+"""
 
 
 class WriteBack:
@@ -41,7 +43,7 @@ class WriteBack:
     def __init__(self, tiers: SegmentTiers, bytes_per_day: int, written: WriteTotals | None = None) -> None:
         self._tiers = tiers
         self._budget = WriteBudget(bytes_per_day, written)
-        self._queue = WriteQueue(tiers.max_tokens, self._budget, self._is_pressed)
+        self._queue = WriteQueue(tiers.max_tokens, self._budget, self._may_leave_ram_soon)
         self._writes_one_shots = False
         self._replaced: dict[int, tuple[str, int]] = {}
         """Tenant and bytes of files that stay until what replaces them is written, by number."""
@@ -152,15 +154,16 @@ class WriteBack:
         """Verify that the queue has the dirty segments; raises `AssertionError`."""
         assert set(self._queue) == {segment for segment in segments if segment.state is S.DIRTY}
 
-    def _is_pressed(self, segment: Segment) -> bool:
-        """True if a segment, or a checkpoint that is written after it, may be evicted from RAM before long, since
-        much else has come there.
+    def _may_leave_ram_soon(self, segment: Segment) -> bool:
+        """True if `_EARLY_WRITE_FRACTION` of RAM was filled after a segment or a checkpoint that waits for it.
+
+        A checkpoint is written after the segment that it refers to, and has a budget of RAM of its own.
         """
         taken = [node.checkpoint for node in segment.nodes if node.checkpoint is not None]
         waiting = [each for each in taken if each.state is S.RAM and (each.is_fork or each.is_deepest)]
         for each in (segment, *waiting):
             lru = self._tiers.ram_of(each)
-            if lru.n_bytes_put - each.ram_put_before > _PRESSED_FRACTION * lru.capacity:
+            if lru.n_bytes_put - each.ram_put_before > _EARLY_WRITE_FRACTION * lru.capacity:
                 return True
         return False
 
