@@ -42,7 +42,7 @@ from llamaslot.scheduler.recovery import Recovery
 from llamaslot.scheduler.request import Request, RequestEvent, RequestState, Slot
 from llamaslot.scheduler.reuse_stats import ReuseStats
 from llamaslot.scheduler.step import StepPlan, StepResult, Work
-from llamaslot.scheduler.step_planner import StepPlanner
+from llamaslot.scheduler.step_planner import RunTurns, StepPlanner
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,11 +122,7 @@ class Scheduler:
         # llama.cpp splits steps of several sequences where states are recurrent, so padding would only cost.
         is_split = info.keeps_checkpoints and info.state.kind.has_recurrent_state
         self._padding = Padding(None if is_split else info.step_cost, cache_settings.scratch, info.n_ubatch)
-        self._mixes_lengths = info.state.kind.allows_mixed_lengths
-        self._was_prompt = False
-        """True if the last step computed more than a token of a request; only kept if these may not be mixed."""
-        self._last_prompt = ""
-        """The last request of which that was so."""
+        self._turns = None if info.state.kind.allows_mixed_lengths else RunTurns()
         self.deadlines = Deadlines()
         """Times at which to plan again although no command has arrived."""
         self.recovery = Recovery(self.cache, self.slots, self.admission)
@@ -182,7 +178,12 @@ class Scheduler:
         for request in self.admitted:
             self.cache.remote.unpin(request.id)
         able = [request for request in suspects[:1] or by_share(running) if request in ready]
-        ready = self._taker.take_due(ready if self._mixes_lengths else self._of_one_length(able), self.queue)
+        long_run, n_waiting = "", 0
+        if self._turns is not None:
+            single = [request for request in able if self._n_pending(request) == 1]
+            ready, long_run = self._turns.next(single, [request for request in able if request not in single])
+            n_waiting = len(single) if long_run else 0
+        ready = self._taker.take_due(ready, self.queue)
         n_prefill = sum(n for request in ready if not request.is_stream(n := self._n_pending(request)) and n > 1)
         self.cache.offload_idle(n_prefill, lambda: map(self.admission.match, self.queue))
         planner = StepPlanner(
@@ -195,7 +196,6 @@ class Scheduler:
             siblings=self.admission.siblings,
             n_scored=self._n_scored,
         )
-        n_waiting = 0 if self._mixes_lengths else sum(self._n_pending(r) == 1 for r in able if r not in ready)
         work = planner.grant([request for request in able if request in ready], n_waiting=n_waiting)
         padding = None if suspects else planner.pad(work)
         # What is left out of this step may be in the next one.
@@ -211,25 +211,13 @@ class Scheduler:
             n_extra_steps=n_extra_steps,
             jobs=self.cache.take_jobs(),
             uploads=self.cache.remote.take_uploads(),
+            long_run=long_run,
         )
-
-    def _of_one_length(self, requests: Sequence[Request]) -> list[Request]:
-        """Return those whose runs have one length: all that compute one token or, in turn, one that has more.
-
-        The latter take turns, too.
-        """
-        single = [request for request in requests if self._n_pending(request) == 1]
-        others = [request for request in requests if request not in single]
-        self._was_prompt = bool(others) and not (single and self._was_prompt)
-        if not self._was_prompt:
-            return single
-        last = next((i for i, request in enumerate(others) if request.id == self._last_prompt), -1)
-        chosen = others[(last + 1) % len(others)]
-        self._last_prompt = chosen.id
-        return [chosen]
 
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> list[Outcome]:
         """Change the state to what the backend did for `plan`."""
+        if self._turns is not None:
+            self._turns.commit(plan.long_run)
         if result.unsaved:
             self.cache.on_io(SaveFailed(result.unsaved), now)
         if result.incomplete:

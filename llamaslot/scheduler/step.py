@@ -66,6 +66,8 @@ class StepPlan:
     """Disk jobs to start once the operations are done."""
     uploads: list[Upload] = field(default_factory=list)
     """Uploads to the remote tier, as well."""
+    long_run: str = ""
+    """Id of the request whose turn it is to compute more than a token, where no other may share its step."""
 
     @property
     def n_tokens(self) -> int:

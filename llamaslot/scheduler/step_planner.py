@@ -30,6 +30,36 @@ MAX_CELLS_AHEAD = 32
 """Idle cells evicted at once for extra steps: more evict prefixes early, fewer need a plan more often."""
 
 
+class RunTurns:
+    """Turns of requests whose runs may not share a step, where all runs of a step must have one length (fact 33).
+
+    A step computes single tokens of any number of requests or, in turn, a longer run of one. Those with longer runs
+    take turns, too. Only `commit` changes it, so a plan that is not carried out takes no turn.
+    """
+
+    def __init__(self) -> None:
+        self._last_had_long_run = False
+        """True if the last step was for a longer run."""
+        self._last_long_run = ""
+        """Id of the last request that had one."""
+
+    def next(self, single: Sequence[Request], longer: Sequence[Request]) -> tuple[list[Request], str]:
+        """Return the requests of the next step: all of the `single` ones, or one of the `longer` ones and its id.
+
+        `single` requests have one token to compute, the `longer` ones more.
+        """
+        if not longer or (single and self._last_had_long_run):
+            return list(single), ""
+        last = next((i for i, request in enumerate(longer) if request.id == self._last_long_run), -1)
+        chosen = longer[(last + 1) % len(longer)]
+        return [chosen], chosen.id
+
+    def commit(self, long_run: str) -> None:
+        """Record the id of the request that a step was for, if it had a longer run, else an empty one."""
+        self._last_had_long_run = bool(long_run)
+        self._last_long_run = long_run or self._last_long_run
+
+
 class StepPlanner:
     """Plans one step for the `running` requests, by share; `preempt` sends one back to the queue.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from llamaslot.base.backend import Status
@@ -12,6 +14,7 @@ from llamaslot.base.tokens import packed
 from llamaslot.kvcache.segment import SegmentState, checkpoints_on
 from llamaslot.kvcache.tiers.disk_io import Write, Written
 from llamaslot.scheduler.request import Request, RequestState
+from llamaslot.scheduler.step_planner import RunTurns
 from tests.fake_backend import WINDOW, FakeBackend
 from tests.scheduler.test_scheduler import Driver, generated
 
@@ -154,6 +157,22 @@ def test_streams_and_prompts_take_turns_where_they_may_not_share_a_step() -> Non
     assert max(max(each) for each in sizes[:-4]) < 64
     served = [plan.work[0].request for plan, each in zip(plans, sizes, strict=True) if max(each) > 1]
     assert {*served[:3]} == {*prompts}
+    # As long as a prompt has more than a token left, every second step is the stream's.
+    is_stream = [max(each) == 1 for each in sizes[: 1 + max(i for i, each in enumerate(sizes) if max(each) > 1)]]
+    assert not any(first == second for first, second in pairwise(is_stream))
+
+
+def test_a_plan_that_is_not_carried_out_takes_no_turn() -> None:
+    driver = Driver(kind=StateKind.HYBRID_WINDOW, n_slots=4)
+    stream, *prompts = (driver.submit(letter * 20) for letter in "sab")
+    turns = RunTurns()
+    for chosen in (prompts[0], stream, prompts[1], stream, prompts[0]):
+        expected = [chosen], "" if chosen is stream else chosen.id
+        assert turns.next([stream], prompts) == turns.next([stream], prompts) == expected
+        turns.commit(expected[1])
+    assert turns.next([], prompts) == ([prompts[1]], prompts[1].id)
+    assert turns.next([], prompts[:1]) == ([prompts[0]], prompts[0].id)
+    assert turns.next([stream], []) == ([stream], "")
 
 
 def loads_in_gaps() -> tuple[Driver, Request]:
