@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from llamaslot.base.errors import ServerError, UnavailableError
+from llamaslot.base.errors import ServerError, UnavailableError, stopped_error
 from llamaslot.base.generation.request_context import RequestLimits
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.generation.tools import ReasoningDefaults, ReasoningFormat
@@ -51,6 +51,8 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The model's names in replies, comma-separated; empty means its file's name."""
     tags: str = ""
     """Tags of the model in `/models`, comma-separated."""
+    owned_by: str = "llamaslot"
+    """Owner of the model in `/models`, by which gateways tell engines apart."""
     cors_origins: tuple[str, ...] = ("localhost",)
     """Origins of pages that may use the server; `*` is any, `localhost` any port of this machine."""
     allowed_hosts: tuple[str, ...] = ("localhost",)
@@ -119,7 +121,8 @@ class Readiness:
 
     def __init__(self) -> None:
         self._service: Service | None = None
-        self._reason: ServerError | UnavailableError = UnavailableError("Loading model")
+        self._reason: ServerError | UnavailableError = UnavailableError("Loading model", retry_after=1)
+        self._is_draining = False
 
     def set(self, service: Service) -> None:
         """Accept requests: the model is loaded."""
@@ -130,11 +133,25 @@ class Readiness:
         self._service = None
         self._reason = reason
 
+    def drain(self) -> None:
+        """Be unhealthy from now on: the server is about to stop. Requests are served until the service refuses."""
+        self._is_draining = True
+
     def check(self) -> Service:
         """Return the service; raises the error if there is none."""
         if self._service is None:
-            raise type(self._reason)(self._reason.message)
+            raise type(self._reason)(self._reason.message, retry_after=self._reason.retry_after)
         return self._service
+
+    def check_health(self) -> None:
+        """Raise the error of a server that new requests should not be sent to.
+
+        It is one whose model is loading, whose engine is restarting, or which is about to stop.
+        """
+        service = self.check()
+        if self._is_draining:
+            raise stopped_error("")
+        service.check_running()
 
 
 def shown_id(request: web.BaseRequest) -> str:

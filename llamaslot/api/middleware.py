@@ -31,8 +31,17 @@ ACCESS = web.AppKey("ACCESS", dict[Any, Access])
 """Required access by handler; a handler that is missing requires an administrator's key."""
 
 _SESSION_OF_AGENT_HEADER, _AGENT_HEADER = "X-Claude-Code-Session-Id", "X-Claude-Code-Agent-Id"
-SESSION_HEADERS = ("X-Session-ID", _SESSION_OF_AGENT_HEADER, "Session-Id", "session_id", "X-Opencode-Session")
-"""Headers that name a session: ours, and those of Claude Code, Codex and opencode. The first one counts."""
+SESSION_HEADERS = (
+    "X-Session-ID",
+    _SESSION_OF_AGENT_HEADER,
+    "Session-Id",
+    "session_id",
+    "X-Opencode-Session",
+    "X-SMG-Routing-Key",
+)
+"""Headers that name a session: ours, those of Claude Code, Codex and opencode, and the one by which the gateway smg
+routes; it passes on none of the others. The first one counts.
+"""
 
 _log = structlog.get_logger(__name__)
 _MAX_SHOWN = 100

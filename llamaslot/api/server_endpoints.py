@@ -16,8 +16,8 @@ from llamaslot.base.model import ModelInfo
 
 
 async def health(request: web.Request) -> web.Response:
-    """Return 200; the error of a model that is loading, or of an engine that is restarting, is a 503."""
-    request.app[READINESS].check().check_running()
+    """Return 200; a model that is loading, an engine that is restarting or a server that is stopping is a 503."""
+    request.app[READINESS].check_health()
     return json_response({"status": "ok"})
 
 
@@ -134,7 +134,7 @@ def _model(request: web.Request) -> dict[str, Any]:
         "tags": settings.model_tags(),
         "object": "model",
         "created": _started(),
-        "owned_by": "llamaslot",
+        "owned_by": settings.owned_by,
         "meta": {
             "vocab_type": info.vocab_type,
             "n_vocab": info.n_vocab,

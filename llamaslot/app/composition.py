@@ -1,10 +1,11 @@
 """The composition root of `llamaslot serve`: wires engine, service and HTTP, and ends them in order.
 
-    listen (503), load the model, run; on a signal refuse and drain, stop the engine, close
+    listen (503), load the model, run; on a signal be unhealthy, then refuse and drain, stop the engine, close
 
-A second signal cuts the draining short; while the model loads it ends the process (status 130). After the draining
-the disk is flushed for at most 5 s; then threads that still run get 5 s, and so do open connections and the disk
-store. If a thread hangs even then, the process ends without it (status 1).
+While the server is only unhealthy (`--drain-delay`), gateways learn to send requests elsewhere. A second signal
+cuts that and the draining short; while the model loads it ends the process (status 130). After the draining the
+disk is flushed for at most 5 s; then threads that still run get 5 s, and so do open connections and the disk store.
+If a thread hangs even then, the process ends without it (status 1).
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from llamaslot.base.gguf_file import check_metadata
 from llamaslot.processes.messages import Loaded
 
 if TYPE_CHECKING:
+    from llamaslot.api.context import Readiness
     from llamaslot.api.http_server import Listener
     from llamaslot.service.service import Service
 
@@ -65,7 +67,7 @@ async def serve(config: Config, *, backend: Backend | None = None) -> int:
         await runtime.start()
         # While the processes start: these imports take as long as theirs.
         from llamaslot.api import http_server as http  # noqa: PLC0415
-        from llamaslot.api.context import READINESS  # noqa: PLC0415
+        from llamaslot.api.context import READINESS, SETTINGS  # noqa: PLC0415
         from llamaslot.app import http_config  # noqa: PLC0415
         from llamaslot.app.sampling_config import check_vocabulary  # noqa: PLC0415
         from llamaslot.app.start_lines import announce  # noqa: PLC0415
@@ -83,7 +85,7 @@ async def serve(config: Config, *, backend: Backend | None = None) -> int:
             _log.info("server.stopped")
             return 0
         check_vocabulary(config, loaded.info)
-        metrics = Metrics()
+        metrics = Metrics(app[SETTINGS].model_names(loaded.info)[0])
         service = Service(
             loaded.info,
             runtime.prompts.chat_template,
@@ -102,9 +104,7 @@ async def serve(config: Config, *, backend: Backend | None = None) -> int:
         if service.stopped.done():
             app[READINESS].fail(stopped_error("the engine failed"))
             return 1
-        service.refuse(stopped_error(""))
-        _log.info("server.draining", in_flight=service.n_in_flight, timeout_s=config.shutdown_timeout)
-        await _drained(service, stop.second, config.shutdown_timeout)
+        await _drain(service, app[READINESS], stop.second, config)
     _log.info("server.stopped")
     return 0
 
@@ -177,6 +177,18 @@ def _abort(reason: str, status: int) -> NoReturn:
 
 async def _first(*futures: asyncio.Future[Any]) -> None:
     await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
+
+
+async def _drain(
+    service: Service, readiness: Readiness, second_signal: asyncio.Future[None], config: Config
+) -> None:
+    """Be unhealthy for `--drain-delay`, then refuse requests, and wait for those in flight."""
+    readiness.drain()
+    delay = config.drain_delay
+    _log.info("server.draining", in_flight=service.n_in_flight, delay_s=delay, timeout_s=config.shutdown_timeout)
+    await asyncio.wait((second_signal, service.stopped), timeout=delay, return_when=asyncio.FIRST_COMPLETED)
+    service.refuse(stopped_error(""))
+    await _drained(service, second_signal, config.shutdown_timeout)
 
 
 async def _drained(service: Service, second_signal: asyncio.Future[None], seconds: float) -> None:

@@ -66,6 +66,9 @@ class Config:
     port: Annotated[int, Meta(ge=0, le=65535)] = _llama(8080, "port to listen on; 0 for a free one")
     alias: str = _llama("", "the model's name in replies", "-a --alias")
     tags: str = _llama("", "what the model is good for, comma-separated: shown beside its name")
+    owned_by: str = _own(
+        "llamaslot", "owned_by of the model in /v1/models; gateways that know vLLM's metrics look for vllm"
+    )
     ctx_size: Count = _llama(0, "cells of the KV pool; 0 for what fits in memory", "-c --ctx-size")
     kv_mem_fraction: Fraction = _own(0.85, "fraction of memory that a KV pool without --ctx-size may fill")
     parallel: Annotated[int, Meta(ge=1, le=256)] = _llama(
@@ -338,8 +341,13 @@ class Config:
     prefill_gap_ms: Annotated[float, Meta(ge=1, le=60000)] = _own(
         100.0, "target inter-token latency of streams while other prompts are prefilled, in ms"
     )
+    drain_delay: Annotated[float, Meta(ge=0, le=INT32_MAX)] = _own(
+        0.0,
+        "seconds after SIGTERM in which /health is a 503 but requests are still served, so that a gateway sends no "
+        "more before they are refused",
+    )
     shutdown_timeout: Annotated[float, Meta(ge=0, le=INT32_MAX)] = _own(
-        30.0, "seconds for running requests to finish"
+        30.0, "seconds for running requests to finish, after --drain-delay"
     )
     in_process: bool = _own(
         False, "run engine and tokenizer in the server's own process, which then ends if llama.cpp aborts"

@@ -42,6 +42,7 @@ def api_settings(config: Config) -> ApiSettings:
         max_stream_buffer_bytes=config.max_stream_buffer_kb * 2**10,
         alias=config.alias,
         tags=config.tags,
+        owned_by=config.owned_by,
         cors_origins=_cors_origins(config, has_keys=has_keys),
         allowed_hosts=_allowed_hosts(config),
         sse_ping_interval=config.sse_ping_interval,

@@ -152,7 +152,7 @@ def stopped_error(reason: str) -> ServerError | UnavailableError:
     """Return the error of requests that the engine does not serve any more; `reason` is empty for a shutdown."""
     if reason:
         return ServerError("the engine stopped because of an internal error")
-    return UnavailableError("the server is shutting down")
+    return UnavailableError("the server is shutting down", retry_after=1)
 
 
 class ConfigError(LlamaslotError):

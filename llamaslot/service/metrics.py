@@ -1,4 +1,4 @@
-"""Prometheus metrics, under llama-server's names and names of our own."""
+"""Prometheus metrics, under llama-server's names and names of our own; the load also under vLLM's."""
 
 from __future__ import annotations
 
@@ -106,9 +106,10 @@ _REUSE = ("same_slot", "cross_slot", "from_ram", "from_disk", "from_remote")
 
 
 class Metrics(Collector):
-    """One server's metrics in a registry of their own."""
+    """One server's metrics in a registry of their own; `model_name` is a label of those with vLLM's names."""
 
-    def __init__(self) -> None:
+    def __init__(self, model_name: str = "") -> None:
+        self._model_name = model_name
         self._registry = CollectorRegistry()
         self._state = EngineState()
         self._totals = {field: 0.0 for _, _, field in _REQUEST_COUNTERS}
@@ -197,6 +198,7 @@ class Metrics(Collector):
             ("llamaslot_sequences", "Sequence ids, of slots and spare.", sequences.slots + sequences.reserved),
         ):
             yield GaugeMetricFamily(name, text, value)
+        yield from self._vllm_gauges(n_busy)
         hits = CounterMetricFamily(
             "llamaslot_prefix_cache_hit_requests",
             "Requests that reused KV, by the slowest tier used.",
@@ -213,6 +215,26 @@ class Metrics(Collector):
         for reason, n in state.cache.miss_reasons.items():
             misses.add_metric([reason], n)
         yield misses
+
+    def _vllm_gauges(self, n_running: int) -> Iterator[Metric]:
+        """Yield the load under the names by which gateways such as smg and llm-d balance workers.
+
+        Cells of idle prefixes count as free, as vLLM's cached blocks do that no request refers to: a gateway must
+        not take a warm worker for a full one.
+        """
+        cells = self._state.cache.cells
+        for name, text, value in (
+            ("vllm:num_requests_running", "Requests that hold a slot.", n_running),
+            ("vllm:num_requests_waiting", "Requests that wait for a slot.", self._state.n_queued),
+            (
+                "vllm:kv_cache_usage_perc",
+                "Fraction of the KV pool's cells that running requests use.",
+                _ratio(cells.pinned, cells.total),
+            ),
+        ):
+            gauge = GaugeMetricFamily(name, text, labels=["model_name"])
+            gauge.add_metric([self._model_name], value)
+            yield gauge
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(name, text, buckets=buckets, registry=self._registry)

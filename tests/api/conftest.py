@@ -107,10 +107,11 @@ async def start() -> AsyncIterator[Start]:
         ) -> Server:
             backend = backend or FakeBackend(n_ctx=1024)
             info = backend.info
+            api_settings = ApiSettings(**settings)
             service = Service(
                 info,
                 template,
-                Metrics(),
+                Metrics(api_settings.model_names(info)[0]),
                 max_queue=max_queue,
                 max_queue_per_client=max_queue_per_client,
                 request_timeout=request_timeout,
@@ -124,7 +125,7 @@ async def start() -> AsyncIterator[Start]:
                 await run
 
             stack.push_async_callback(stop)
-            app = app or create_app(ApiSettings(**settings))
+            app = app or create_app(api_settings)
             listener = await serve(app, ["127.0.0.1"], 0, shutdown_timeout=0.1, tls=tls)
             stack.push_async_callback(listener.close)
             app[READINESS].set(service)

@@ -47,6 +47,12 @@ async def test_tags(start: Any) -> None:
     assert (await server.get("/v1/models"))[1]["data"][0]["tags"] == ["chat", "small"]
 
 
+async def test_the_owner_by_which_gateways_know_an_engine(start: Any) -> None:
+    for settings, owner in (({}, "llamaslot"), ({"owned_by": "vllm"}, "vllm")):
+        server = await start(**settings)
+        assert (await server.get("/v1/models"))[1]["data"][0]["owned_by"] == owner
+
+
 async def test_props(start: Any) -> None:
     server = await start(n_predict=64)
     _, props = await server.get("/props")
@@ -142,6 +148,37 @@ async def test_metrics_agree_with_timings(start: Any) -> None:
     assert float(values["llamacpp:prompt_tokens_total"]) == sum(t["prompt_n"] for t in timings)
     assert float(values["llamacpp:prompt_tokens_cached_total"]) == sum(t["cache_n"] for t in timings) > 0
     assert float(values["llamacpp:tokens_predicted_total"]) == 10
+
+
+async def test_the_load_has_the_names_and_labels_of_vllm(start: Any) -> None:
+    """Idle prefixes are no load: a warm server is as free as a cold one."""
+    server = await start(backend=FakeBackend(n_ctx=20_000, n_slots=2), metrics=True, alias='the "model"')
+    running = [
+        asyncio.create_task(server.post("/completion", {"prompt": text, "ignore_eos": True, "max_tokens": 9000}))
+        for text in ("a" * 100, "b" * 100, "c" * 100)
+    ]
+    await server.state_where(lambda state: state.n_queued == 1 and all(slot.n_generated for slot in state.slots))
+    n_running, n_waiting, usage = await load(server)
+    assert (n_running, n_waiting) == (2, 1)
+    assert 200 / 20_000 <= usage <= 0.9
+    for each in running:
+        each.cancel()
+    await asyncio.wait(running)
+    await server.idle()
+    assert (await server.get("/cache"))[1]["cells"]["used"] > 100
+    assert await load(server) == (0, 0, 0)
+
+
+async def load(server: Any) -> tuple[float, float, float]:
+    """The gauges by which gateways balance workers: requests that run and wait, and the KV that is in use."""
+    async with server.session.get(server.url + "/metrics") as response:
+        lines = (await response.text()).splitlines()
+    values = dict(line.rsplit(" ", 1) for line in lines if line.startswith("vllm:"))
+    assert len(values) == 3
+    label = '{model_name="the \\"model\\""}'
+    names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+    running, waiting, usage = (float(values[f"vllm:{name}{label}"]) for name in names)
+    return running, waiting, usage
 
 
 async def test_tokenize_and_back(server: Any) -> None:

@@ -41,6 +41,8 @@ async def outcome(server: Any, headers: dict[str, str] | None = None, **fields: 
         ({"session-id": "mine"}, {"prompt_cache_key": "other"}),
         ({"session_id": "mine"}, {}),
         ({"x-opencode-session": "mine"}, {}),
+        ({"x-smg-routing-key": "mine"}, {"prompt_cache_key": "other"}),
+        ({"x-smg-routing-key": "other", "x-opencode-session": "mine"}, {}),
         ({"x-opencode-session": "other", "X-Session-ID": "mine", "session-id": "other"}, {}),
         ({"X-Session-ID": "", "session-id": "mine"}, {}),
         ({"X-Session-ID": "mine", "x-claude-code-agent-id": "a"}, {}),

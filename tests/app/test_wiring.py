@@ -94,6 +94,7 @@ API: dict[str, tuple[str, object]] = {
     "--keep-alive-timeout 13": ("keep_alive_timeout", 13.0),
     "-a name": ("alias", "name"),
     "--tags x,y": ("tags", "x,y"),
+    "--owned-by vllm": ("owned_by", "vllm"),
     "--cors-origins *": ("cors_origins", ("*",)),
     "--cors-origins http://a,localhost": ("cors_origins", ("http://a", "localhost")),
     "--allowed-hosts a,b": ("allowed_hosts", ("localhost", "a", "b")),
@@ -158,6 +159,7 @@ ELSEWHERE = {
         "max_queue_per_client",
         "request_timeout",
         "prefill_gap_ms",
+        "drain_delay",
         "shutdown_timeout",
         "log_format",
         "log_level",
@@ -427,6 +429,10 @@ class Served:
         async with self.session.post(self.url + path, json=body) as reply:
             return reply.status, await reply.json()
 
+    async def get(self, path: str) -> tuple[int, Any]:
+        async with self.session.get(self.url + path) as reply:
+            return reply.status, await reply.json()
+
     async def until(self, wanted: Callable[[list[dict[str, Any]]], bool]) -> None:
         """Wait until `/slots` is as wanted."""
         for _ in range(2000):
@@ -518,6 +524,39 @@ async def test_a_request_may_end_within_the_shutdown_timeout(tmp_path: Path) -> 
         status, answer = await reply
         assert (status, answer["tokens_predicted"]) == (200, 8)
         assert await server.status == 0
+
+
+async def test_while_it_drains_it_is_unhealthy_and_serves_until_the_drain_delay_is_over(tmp_path: Path) -> None:
+    """A gateway has that time to notice; a second signal cuts it short."""
+    async with serving(tmp_path, Slow(n_ctx=512), drain_delay=600.0) as server:
+        assert (await server.get("/health"))[0] == 200
+        body = {"prompt": "x", "n_predict": -1, "ignore_eos": True}
+        running = asyncio.create_task(server.post("/completion", body))
+        await server.until(lambda slots: any(slot["is_processing"] for slot in slots))
+        os.kill(os.getpid(), signal.SIGTERM)
+        while (found := await server.get("/health"))[0] == 200:
+            await asyncio.sleep(0.01)
+        assert (found[0], found[1]["error"]["type"]) == (503, "unavailable_error")
+        assert (await server.post("/completion", {"prompt": "y", "n_predict": 2}))[0] == 200
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert await server.status == 0
+        assert (await running)[0] == 503
+
+
+async def test_what_is_refused_after_the_drain_delay_says_when_to_try_again(tmp_path: Path) -> None:
+    async with serving(tmp_path, Slow(n_ctx=512), drain_delay=0.05, shutdown_timeout=30.0) as server:
+        body = {"prompt": "x", "n_predict": -1, "ignore_eos": True}
+        running = asyncio.create_task(server.post("/completion", body))
+        await server.until(lambda slots: any(slot["is_processing"] for slot in slots))
+        os.kill(os.getpid(), signal.SIGTERM)
+        found: tuple[int, str | None] = (200, None)
+        while found[0] == 200:
+            small = {"prompt": "y", "n_predict": 1}
+            async with server.session.post(f"{server.url}/completion", json=small) as reply:
+                found = reply.status, reply.headers.get("Retry-After")
+        assert found == (503, "1")
+        os.kill(os.getpid(), signal.SIGTERM)
+        await running
 
 
 def cache_settings(monkeypatch: pytest.MonkeyPatch) -> list[CacheSettings]:
