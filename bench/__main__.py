@@ -34,6 +34,8 @@ from bench.client import BenchmarkError
 from bench.families import checkpoints, kinds
 from bench.families import published as published_families
 from bench.families import run as families
+from bench.fleet import options as fleet_options
+from bench.fleet import run as fleet
 from bench.peers import baseline, compare, parity, published
 from bench.peers.servers import SERVERS
 from bench.peers.workloads import FEW, MANY
@@ -98,6 +100,7 @@ def parser() -> ArgumentParser:
     _add_checkpoints(commands.add_parser("checkpoints", help="restart, a short pool, and memory, with checkpoints"))
     _add_traces(commands.add_parser("traces", help="recorded agent sessions, beside llama-server"))
     _add_one_shot(commands.add_parser("one-shot", help="bytes and hits with one-shot prompts evicted earlier"))
+    _add_fleet(commands.add_parser("fleet", help="workers behind a gateway, beside one large server"))
     _add_parity(commands.add_parser("parity", help="60 greedy requests to llama-server and llamaslot"))
 
     publishing = commands.add_parser("publish", help="the published comparison: one run with a fixed plan")
@@ -302,6 +305,18 @@ def _checkpoints(options: Namespace) -> None:
     )
     common = {"repeats": options.repeats, "threads": options.threads, "folder": options.out}
     checkpoints.run(settings=settings, **common, server_flags=options.server.split())
+
+
+def _add_fleet(command: ArgumentParser) -> None:
+    _common(command, run=_fleet, repeats=(1, 1), of="ignored: each setup runs once")
+    fleet_options.add_to(command)
+    _threads(command)
+
+
+def _fleet(options: Namespace) -> None:
+    measured = _measured(options)
+    settings = fleet_options.settings(options, measured["model"], measured["title"], measured["server_flags"])
+    fleet.run(settings=settings, folder=options.out)
 
 
 def _add_traces(command: ArgumentParser) -> None:

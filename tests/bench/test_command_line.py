@@ -10,6 +10,8 @@ import pytest
 
 from bench import chat, constrained, decode, idle, scenarios, tree
 from bench.__main__ import QUICK, main
+from bench.fleet import run as fleet
+from bench.fleet import setups
 from bench.peers import baseline, compare
 from bench.traces import run as traces
 
@@ -18,6 +20,7 @@ BENCHMARKS = {
     "baseline": baseline,
     "constrained": constrained,
     "decode": decode,
+    "fleet": fleet,
     "idle": idle,
     "peers": compare,
     "scenarios": scenarios,
@@ -88,3 +91,26 @@ def test_what_is_replayed_and_how(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_baseline_is_another_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
     call = called(monkeypatch, "peers", "--baseline", "there", "--repeats", "3", module="baseline")
     assert (call["baseline"], call["repeats"], call["scale"]) == (Path("there"), 3, 1.0)
+
+
+def test_a_fleet_is_measured_in_all_parts_unless_some_are_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = called(monkeypatch, "fleet", "--only", setups.ONE)["settings"]
+    assert (settings.parts, settings.setups, settings.apis) == (setups.PARTS, [setups.ONE], setups.APIS)
+    all_of_them = settings.n_conversations * settings.lengths.longest(settings.n_turns)
+    assert 3 * settings.cells >= all_of_them, "nothing is evicted where the load is even"
+
+
+def test_parts_and_workers_of_a_fleet_can_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = ("--kill", "--api", "chat", "--workers", "2", "--cache-remote", "redis://store")
+    settings = called(monkeypatch, "fleet", *chosen, "--fleet=--no-restart")["settings"]
+    assert (settings.parts, settings.apis, settings.n_workers) == (["kill"], ["chat"], 2)
+    assert settings.fleet_flags == ("--no-restart", "--cache-remote", "redis://store")
+
+
+def test_one_large_server_has_all_that_the_workers_have() -> None:
+    settings = setups.Settings(Path("model.gguf"), "title", threads=6, flags=("--metrics",))
+    for flag in ("-np", "-c", "-t"):
+        [worker, whole] = [
+            int(flags[flags.index(flag) + 1]) for flags in (settings.server_flags(), settings.server_flags(3))
+        ]
+        assert whole == 3 * worker

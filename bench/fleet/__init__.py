@@ -1,0 +1,1 @@
+"""Conversations on several workers behind a gateway, beside one large server."""
