@@ -20,6 +20,7 @@ SLOWEST = (
     "kvcache/test_cache_machine.py",
     "app/test_crashes.py",
     "processes/test_prompt_supervisor.py",
+    "fleet/test_fleet.py",
     "demo/test_workloads.py",
     "demo/test_reuse.py",
     "app/test_disk_limits.py",
