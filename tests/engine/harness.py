@@ -45,7 +45,7 @@ class LocalEngine:
     """A dispatcher with a prompt worker and an engine in this process; policies and files are given by name."""
 
     def __init__(self, backend: Backend, on_events: Callable[[list[Event]], None], **settings: Any) -> None:
-        given = "disk", "snapshots", "clock", "thread", "read_memory"
+        given = "disk", "remote", "snapshots", "clock", "thread", "read_memory"
         files = {name: settings.pop(name) for name in given if name in settings}
         use_anchors = settings.pop("text_anchors", True)
         info = backend.info

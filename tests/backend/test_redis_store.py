@@ -1,0 +1,291 @@
+"""The remote store: what was uploaded is found and fetched again, and nothing else is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import fakeredis
+import numpy as np
+import pytest
+
+from llamaslot.backend.remote import RedisStore, StoreSettings
+from llamaslot.backend.remote.sealing import Sealer
+from llamaslot.base.kv_ops import Kv, KvPart
+from llamaslot.base.model import SegmentSize
+from llamaslot.kvcache.remote.remote_io import (
+    CorruptObjectError,
+    Found,
+    RemoteObject,
+    RemoteUnavailableError,
+    portions_of,
+)
+
+SECRET, MODEL = b"secret of the fleet", b"model"
+PROMPT = np.arange(2000, dtype=np.int32)
+N_BYTES = 1000
+SIZE = SegmentSize(N_BYTES, 0)
+"""Of segments that need not be taken apart."""
+
+
+class FakeClock:
+    """Time in seconds that tests move on."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def advance(self, seconds: float) -> None:
+        self.now += seconds
+
+
+class Fleet:
+    """Stores of several servers on one server of Redis's protocol, `clock` included."""
+
+    def __init__(self) -> None:
+        self.server = fakeredis.FakeServer()
+        self.clock = FakeClock()
+
+    def client(self) -> Any:
+        return fakeredis.FakeAsyncRedis(server=self.server)
+
+    def store(self, secret: bytes = SECRET, model: bytes = MODEL, max_bytes: int = 0) -> RedisStore:
+        settings = StoreSettings(max_bytes=max_bytes, ttl_s=100, timeout_s=5.0)
+        return RedisStore(self.client(), Sealer(secret, model), settings, SIZE, clock=self.clock)
+
+
+@pytest.fixture
+def fleet() -> Fleet:
+    return Fleet()
+
+
+def packed(tokens: Any) -> bytes:
+    return np.asarray(tokens, dtype=np.int32).tobytes()
+
+
+def kv(seed: int) -> Kv:
+    return np.random.default_rng(seed).integers(0, 256, N_BYTES).astype(np.uint8)
+
+
+async def put(store: RedisStore, start: int, end: int, *, of: Any = PROMPT, state: Kv | None = None) -> int:
+    part = KvPart(kv(end), range(start, end), range(start, end))
+    return await store.upload("", packed(of[:end]), start, (part,), state)
+
+
+async def find(
+    store: RedisStore, tokens: Any, start: int = 0, *, namespace: str = "", states: bool = False
+) -> Found:
+    return await store.find(namespace, packed(tokens), start, with_checkpoints=states)
+
+
+def spans(found: Found) -> list[tuple[int, int]]:
+    return [(each.start, each.end) for each in found.portions]
+
+
+async def test_another_server_finds_what_one_uploaded(fleet: Fleet) -> None:
+    one, other = fleet.store(), fleet.store()
+    for start, end in ((0, 512), (512, 1024), (1024, 1472)):
+        assert await put(one, start, end) == N_BYTES
+        assert await put(other, start, end) == 0, "it is there already"
+    found = await find(other, PROMPT)
+    assert spans(found) == [(0, 512), (512, 1024), (1024, 1472)]
+    for portion in found.portions:
+        fetched = await other.fetch(portion.object, kv=True, state=False)
+        assert fetched is not None
+        assert np.array_equal(fetched.kv, kv(portion.object.end))
+    assert spans(await find(other, PROMPT, 700)) == [(700, 1024), (1024, 1472)]
+    assert spans(await find(other, PROMPT[:600])) == [(0, 512), (512, 576)]
+
+
+async def test_a_prompt_that_departs_finds_what_it_shares(fleet: Fleet) -> None:
+    store = fleet.store()
+    await put(store, 0, 512)
+    await put(store, 512, 1024)
+    departs = PROMPT[:900].copy()
+    departs[700:] += 1
+    assert spans(await find(store, departs)) == [(0, 512), (512, 640)]
+    departs[0] += 1
+    assert spans(await find(store, departs)) == []
+
+
+async def test_a_gap_ends_what_is_found(fleet: Fleet) -> None:
+    store = fleet.store()
+    await put(store, 0, 512)
+    await put(store, 1024, 1536)
+    assert spans(await find(store, PROMPT)) == [(0, 512)]
+    assert spans(await find(store, PROMPT, 1024)) == [(1024, 1536)]
+
+
+async def test_other_fleets_models_and_namespaces_find_nothing(fleet: Fleet) -> None:
+    await put(fleet.store(), 0, 512)
+    for other in (fleet.store(secret=b"another secret 1"), fleet.store(model=b"another")):
+        assert spans(await find(other, PROMPT)) == []
+    assert spans(await find(fleet.store(), PROMPT, namespace="salted")) == []
+
+
+async def test_checkpoints_are_found_at_their_very_position(fleet: Fleet) -> None:
+    store = fleet.store()
+    await put(store, 0, 512)
+    await put(store, 512, 700, state=kv(1))
+    await put(store, 512, 730, state=kv(2), of=np.concatenate([PROMPT[:720], PROMPT[:10]]))
+    found = await find(store, PROMPT, states=True)
+    assert [(each.start, each.end) for each in found.checkpoints] == [(512, 700)]
+    fetched = await store.fetch(found.checkpoints[0], kv=False, state=True)
+    assert fetched is not None
+    assert fetched.kv is None
+    assert np.array_equal(fetched.state, kv(1))
+    assert (await find(store, PROMPT[:699], states=True)).checkpoints == ()
+
+
+@pytest.mark.parametrize("field", [b"kv", b"kv.code"])
+async def test_a_flipped_bit_is_noticed_and_the_object_deleted(fleet: Fleet, field: bytes) -> None:
+    store, client = fleet.store(), fleet.client()
+    await put(store, 0, 512)
+    (portion,) = (await find(store, PROMPT)).portions
+    (name,) = await client.keys("llamaslot:1:*:d:*")
+    value = bytearray(await client.hget(name, field))
+    value[3] ^= 4
+    await client.hset(name, field, bytes(value))
+    with pytest.raises(CorruptObjectError):
+        await store.fetch(portion.object, kv=True, state=False)
+    assert await store.fetch(portion.object, kv=True, state=False) is None
+
+
+async def test_an_object_under_another_name_is_refused(fleet: Fleet) -> None:
+    """The code of an object covers its name, so KV cannot be passed off as that of another prompt."""
+    store, client = fleet.store(), fleet.client()
+    await put(store, 0, 512)
+    await put(store, 512, 1024)
+    first, second = (await find(store, PROMPT)).portions
+    names = {each.digest: f"{store._prefix}d:{each.digest.hex()}" for each in (first.object, second.object)}
+    await client.rename(names[second.object.digest], names[first.object.digest])
+    with pytest.raises(CorruptObjectError):
+        await store.fetch(first.object, kv=True, state=False)
+
+
+async def test_a_server_that_does_not_answer_is_unavailable(fleet: Fleet) -> None:
+    store = fleet.store()
+    await put(store, 0, 512)
+    (portion,) = (await find(store, PROMPT)).portions
+    fleet.server.connected = False
+    with pytest.raises(RemoteUnavailableError):
+        await find(store, PROMPT)
+    with pytest.raises(RemoteUnavailableError):
+        await store.fetch(portion.object, kv=True, state=False)
+    with pytest.raises(RemoteUnavailableError):
+        await put(store, 512, 1024)
+    with pytest.raises(RemoteUnavailableError):
+        await store.clear()
+
+
+async def test_all_servers_together_keep_within_the_limit(fleet: Fleet) -> None:
+    stores = [fleet.store(max_bytes=3 * N_BYTES) for _ in range(2)]
+    for i in range(6):
+        fleet.clock.advance(1)
+        await put(stores[i % 2], 0, 512, of=PROMPT + 10 * i)
+        assert int(await fleet.client().get(stores[0]._prefix + "n")) <= 3 * N_BYTES
+    found = [bool(await _fetch(stores[0], PROMPT + 10 * i)) for i in range(6)]
+    assert found == [False, False, False, True, True, True]
+
+
+async def test_what_is_used_stays_longer(fleet: Fleet) -> None:
+    store = fleet.store(max_bytes=2 * N_BYTES)
+    await put(store, 0, 512, of=PROMPT)
+    fleet.clock.advance(1)
+    await put(store, 0, 512, of=PROMPT + 10)
+    fleet.clock.advance(1)
+    assert await _fetch(store, PROMPT)
+    await put(store, 0, 512, of=PROMPT + 20)
+    assert await _fetch(store, PROMPT)
+    assert not await _fetch(store, PROMPT + 10)
+
+
+async def test_what_has_expired_does_not_count(fleet: Fleet) -> None:
+    store, client = fleet.store(max_bytes=10 * N_BYTES), fleet.client()
+    await put(store, 0, 512)
+    fleet.clock.advance(101)
+    await put(store, 0, 512, of=PROMPT + 10)
+    assert int(await client.get(store._prefix + "n")) == N_BYTES
+    assert await client.zcard(store._prefix + "l") == 1
+
+
+async def test_every_object_and_entry_expires(fleet: Fleet) -> None:
+    store, client = fleet.store(), fleet.client()
+    await put(store, 0, 512)
+    await put(store, 512, 700, state=kv(1))
+    names = await client.keys("llamaslot:1:*")
+    kept = {f"{store._prefix}{each}".encode() for each in "ln"}
+    assert {name for name in names if await client.ttl(name) < 0} == kept
+    assert len(names) == 2 + 2 + 10 + 1
+
+
+async def test_nothing_in_the_store_is_readable(fleet: Fleet) -> None:
+    store, client = fleet.store(), fleet.client()
+    part = KvPart(kv(1), range(512), range(512))
+    await store.upload("a namespace", packed(PROMPT[:512]), 0, (part,), None)
+    everything = b"".join([repr(await client.dump(name)).encode() + name for name in await client.keys("*")])
+    for secret in (b"namespace", SECRET, packed(PROMPT[10:14])):
+        assert secret not in everything
+
+
+async def test_clearing_deletes_all_of_this_model_and_no_other(fleet: Fleet) -> None:
+    store, other = fleet.store(), fleet.store(model=b"other")
+    for i in range(70):
+        await put(store, 0, 512, of=PROMPT + 10 * i)
+    await put(other, 0, 512)
+    await store.clear()
+    assert not await _fetch(store, PROMPT)
+    assert int(await fleet.client().get(store._prefix + "n")) == 0
+    assert await _fetch(other, PROMPT)
+
+
+async def test_dropping_a_path_keeps_what_comes_before(fleet: Fleet) -> None:
+    store = fleet.store()
+    await put(store, 0, 512)
+    await put(store, 512, 1024)
+    await put(store, 1024, 1300, state=kv(1))
+    await store.drop("", packed(PROMPT[:1300]), 600)
+    found = await find(store, PROMPT, states=True)
+    assert await _fetch(store, PROMPT[:512])
+    for portion in found.portions[1:]:
+        assert await store.fetch(portion.object, kv=True, state=False) is None
+    for each in found.checkpoints:
+        assert await store.fetch(each, kv=False, state=True) is None
+
+
+async def _fetch(store: RedisStore, tokens: Any) -> bool:
+    """True if the first block of a prompt can be fetched."""
+    portions = (await find(store, tokens)).portions
+    return bool(portions) and await store.fetch(portions[0].object, kv=True, state=False) is not None
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_portions_are_without_a_gap_and_reach_as_far_as_the_entries_do(seed: int) -> None:
+    draw = np.random.default_rng(seed)
+    n_tokens = int(draw.integers(1, 2000))
+    ends = draw.choice(np.arange(64, 2049, 64), size=int(draw.integers(1, 20)))
+    entries: dict[int, RemoteObject] = {}
+    for end in map(int, ends):
+        start = (end - 1) // 512 * 512
+        for at in range(start + 64, min(end, n_tokens) + 1, 64):
+            entries[at] = RemoteObject(start, end, bytes([end // 64]) * 16, 10)
+    start = int(draw.integers(0, n_tokens))
+    portions = list(portions_of(entries, start, n_tokens))
+    assert _reached(entries, start) == (portions[-1].end if portions else start)
+    at = start
+    for portion in portions:
+        assert portion.start == at
+        assert portion.object.start <= portion.start < portion.end <= portion.object.end
+        assert entries[portion.end] == portion.object
+        at = portion.end
+
+
+def _reached(entries: dict[int, RemoteObject], start: int) -> int:
+    """How far the entries reach, token by token."""
+    at = start
+    for token in range(start, 2048):
+        if not any(position > token and each.start <= token for position, each in entries.items()):
+            break
+        at = token + 1
+    return at

@@ -1,0 +1,229 @@
+"""Servers with one remote store, on real models: what one computed another one does not, and failures are misses."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import fakeredis
+import numpy as np
+import pytest
+
+from bench import synthetic
+from llamaslot.backend.llama import LlamaBackend, LlamaSettings
+from llamaslot.backend.remote import RedisStore, StoreSettings
+from llamaslot.backend.remote.sealing import Sealer
+from llamaslot.base.commands import ClearCache
+from llamaslot.base.events import Finished
+from llamaslot.base.stats import RemoteStats
+from llamaslot.kvcache.remote.remote_io import GRID_TOKENS
+from llamaslot.kvcache.tiers import upload_queue
+from tests.engine.harness import Harness, running
+
+MIB = 2**20
+KINDS = ["tiny", "tiny-swa", "tiny-lfm2", "tiny-mamba"]
+WORDS = ("alpha", "beta", "gamma", "delta", "epsilon")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture(autouse=True)
+def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Upload the last segment of a path as soon as it is in RAM."""
+    monkeypatch.setattr(upload_queue, "PARTIAL_DELAY_S", 0.0)
+
+
+class Server:
+    """A server of the fleet."""
+
+    def __init__(self, harness: Harness) -> None:
+        self.harness = harness
+        self._n = 0
+
+    @property
+    def remote(self) -> RemoteStats:
+        return self.harness.engine.scheduler.cache.stats().remote
+
+    async def ask(self, text: str, **fields: Any) -> tuple[str, Finished]:
+        """The reply to a prompt, and its result."""
+        self._n += 1
+        name = f"{self._n}"
+        end = await self.harness.submit(name, text, max_tokens=24, **fields)
+        assert isinstance(end, Finished)
+        return self.harness.text(name), end
+
+    async def uploaded(self) -> None:
+        """Wait until all that is cached was uploaded."""
+        cache = self.harness.engine.scheduler.cache
+        await asyncio.sleep(0.1)
+        async with asyncio.timeout(10):
+            while (
+                cache._policy._idle_work_at is not None
+                or cache._tiers.uploads.is_sending
+                or cache._tiers.uploads._waiting
+            ):
+                await asyncio.sleep(0.005)
+
+
+@asynccontextmanager
+async def serving(
+    folder: Path, shape: str, redis: fakeredis.FakeServer, secret: bytes = b"s" * 16
+) -> AsyncIterator[Server]:
+    chosen = LlamaSettings(
+        synthetic.ensure(shape, folder=folder), n_ctx=2048, n_slots=2, n_ubatch=128, n_threads=1, checkpoints=True
+    )
+    backend = LlamaBackend(chosen)
+    assert backend.info.self_test in ("passed", "not needed", "") or backend.run_self_test()
+    size = backend.info.segment_size
+    assert size is not None
+    client = fakeredis.FakeAsyncRedis(server=redis)
+    store = RedisStore(client, Sealer(secret, shape.encode()), StoreSettings(0, 1000, 2.0), size)
+    async with running(backend, checkpoint_bytes=64 * MIB, ram_bytes=64 * MIB, remote=store) as harness:
+        yield Server(harness)
+
+
+def words(seed: str, n: int) -> str:
+    draw = random.Random(seed)
+    return " ".join(draw.choice(WORDS) for _ in range(n))
+
+
+def opening(name: str) -> str:
+    return f"<|im_start|>system\n{words('system', 250)}<|im_end|>\n{user(name)}"
+
+
+def user(content: str) -> str:
+    return f"<|im_start|>user\n{content} {words(content, 20)}<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize("shape", KINDS)
+async def test_a_conversation_goes_on_at_another_server(folder: Path, shape: str) -> None:
+    redis = fakeredis.FakeServer()
+    async with serving(folder, shape, redis) as first, serving(folder, shape, redis) as second:
+        text, end = await first.ask(opening("Ann"))
+        await first.uploaded()
+        going_on = f"{opening('Ann')}{text}<|im_end|>\n{user('and then')}"
+        moved, there = await second.ask(going_on)
+        stayed, _ = await first.ask(going_on)
+        assert moved == stayed
+        n_before = end.progress.n_prompt
+        assert there.progress.n_fetched > n_before - 2 * GRID_TOKENS
+        assert there.progress.n_fetched == there.progress.n_cached
+        assert there.progress.n_prompt_computed == there.progress.n_prompt - there.progress.n_cached
+        # The system prompt serves another conversation there.
+        _, other = await second.ask(opening("Bob"))
+        assert other.progress.n_cached > n_before - 4 * GRID_TOKENS
+        assert second.remote.fetched_tokens >= there.progress.n_fetched
+        assert (first.remote.failures, second.remote.failures) == (0, 0)
+    assert second.remote.lookups >= 1
+
+
+async def test_the_text_is_that_of_a_cold_run(folder: Path) -> None:
+    redis = fakeredis.FakeServer()
+    async with serving(folder, "tiny", redis) as first:
+        await first.ask(opening("Ann"))
+        await first.uploaded()
+    async with serving(folder, "tiny", redis) as second, serving(folder, "tiny", fakeredis.FakeServer()) as cold:
+        warm, end = await second.ask(opening("Ann"))
+        assert end.progress.n_fetched > 0
+        assert (warm, 0) == ((await cold.ask(opening("Ann")))[0], cold.remote.fetched_tokens)
+
+
+async def test_many_at_once_fetch_an_object_once(folder: Path) -> None:
+    redis = fakeredis.FakeServer()
+    async with serving(folder, "tiny", redis) as first, serving(folder, "tiny", redis) as second:
+        await first.ask(opening("Ann"))
+        await first.uploaded()
+        ends = await asyncio.gather(*(second.ask(opening(name)) for name in ("Bob", "Cem", "Dan", "Eve")))
+        assert all(end.progress.n_cached > 0 for _, end in ends)
+        assert second.remote.fetched_tokens <= max(end.progress.n_cached for _, end in ends)
+
+
+async def test_private_requests_are_neither_looked_up_nor_uploaded(folder: Path) -> None:
+    redis = fakeredis.FakeServer()
+    async with serving(folder, "tiny", redis) as first, serving(folder, "tiny", redis) as second:
+        await first.ask(opening("Ann"), cache_prompt=False)
+        await first.uploaded()
+        assert not await fakeredis.FakeAsyncRedis(server=redis).keys("*")
+        await second.ask(opening("Ann"), cache_prompt=False)
+        assert (first.remote.lookups, second.remote.lookups) == (0, 0)
+        await first.ask(opening("Ann"), cache_salt="a salt")
+        await first.uploaded()
+        _, end = await second.ask(opening("Ann"), cache_salt="another")
+        assert end.progress.n_fetched == 0
+
+
+async def test_what_is_corrupt_is_computed(folder: Path) -> None:
+    redis = fakeredis.FakeServer()
+    client = fakeredis.FakeAsyncRedis(server=redis)
+    async with serving(folder, "tiny", redis) as first, serving(folder, "tiny", redis) as second:
+        expected, _ = await first.ask(opening("Ann"))
+        await first.uploaded()
+        for name in await client.keys("*:d:*"):
+            value = np.frombuffer(await client.hget(name, "kv"), dtype=np.uint8).copy()
+            value[len(value) // 2] ^= 16
+            await client.hset(name, "kv", value.tobytes())
+        text, end = await second.ask(opening("Ann"))
+        assert (text, end.progress.n_fetched) == (expected, 0)
+        assert second.remote.corrupt_objects == 1
+
+
+async def test_a_store_that_is_gone_costs_one_failure_and_no_reply(folder: Path) -> None:
+    redis = fakeredis.FakeServer()
+    async with serving(folder, "tiny", redis) as first, serving(folder, "tiny", redis) as second:
+        expected, _ = await first.ask(opening("Ann"))
+        await first.uploaded()
+        redis.connected = False
+        text, end = await second.ask(opening("Ann"))
+        assert (text, end.progress.n_fetched, second.remote.failures) == (expected, 0, 1)
+        assert not second.remote.is_available
+        await second.ask(opening("Bob"))
+        await second.harness.engine._sleep(second.harness.engine._clock() + 0.2)
+        assert second.remote.failures == 1, "it is not asked again at once"
+
+
+async def test_a_store_that_hangs_delays_a_reply_by_its_time_limit(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    redis = fakeredis.FakeServer()
+    async with serving(folder, "tiny", redis) as first, serving(folder, "tiny", redis) as second:
+        expected, _ = await first.ask(opening("Ann"))
+        await first.uploaded()
+        remote = second.harness.engine._remote
+        assert remote is not None
+        store: Any = remote._store
+        monkeypatch.setattr(RedisStore, "timeout_s", 0.2)
+
+        async def hang(*_: Any, **__: Any) -> None:
+            await asyncio.sleep(60)
+
+        monkeypatch.setattr(store, "find", hang)
+        text, end = await second.ask(opening("Ann"))
+        assert (text, second.remote.failures) == (expected, 1)
+        assert end.progress.queue_ms < 5000
+
+
+async def test_clearing_the_cache_clears_the_store(folder: Path) -> None:
+    redis = fakeredis.FakeServer()
+    async with serving(folder, "tiny", redis) as first, serving(folder, "tiny", redis) as second:
+        await first.ask(opening("Ann"))
+        await first.uploaded()
+        assert await first.harness.query(ClearCache())
+        _, end = await second.ask(opening("Ann"))
+        assert end.progress.n_fetched == 0
+
+
+async def test_the_last_turn_is_uploaded_when_a_server_ends(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(upload_queue, "PARTIAL_DELAY_S", 100.0)
+    redis = fakeredis.FakeServer()
+    async with serving(folder, "tiny", redis) as first:
+        await first.ask(opening("Ann"))
+    async with serving(folder, "tiny", redis) as second:
+        _, end = await second.ask(opening("Ann"))
+        assert end.progress.n_fetched > end.progress.n_prompt - 2 * GRID_TOKENS
