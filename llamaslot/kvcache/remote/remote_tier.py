@@ -241,7 +241,7 @@ class RemoteTier:
             if upload is not None:
                 uploads.append(upload)
             else:
-                self._tiers.uploads.postpone(segment)
+                self._tiers.uploads.postpone(segment, self._tiers.now)
         return uploads
 
     def on_uploaded(self, number: int, now: float, n_bytes: int | None) -> None:

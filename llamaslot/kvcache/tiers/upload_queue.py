@@ -14,6 +14,9 @@ from llamaslot.base.namespaces import is_private
 from llamaslot.kvcache.segment import Checkpoint, Segment
 from llamaslot.kvcache.tiers.disk_pacing import PARTIAL_DELAY_S, RETRY_DELAY_S
 
+RETRY_UPLOAD_S = 1.0
+"""Time until a segment is tried again whose path is not in RAM whole: the rest is usually offloaded soon."""
+_MAX_TRIES = 5
 _MAX_UPLOADS = 2
 """Uploads at a time: which segment comes next is chosen as late as possible."""
 
@@ -28,6 +31,8 @@ class UploadQueue:
         self._sending: dict[int, Segment] = {}
         self._stored: set[Segment] = set()
         """Segments of RAM that the store has."""
+        self._postponed: dict[Segment, tuple[int, float]] = {}
+        """Tries so far, and the time of the next one, of those that could not be put together."""
         self._paused_until = 0.0
         self._is_flushing = False
 
@@ -53,6 +58,7 @@ class UploadQueue:
     def remove(self, segment: Segment) -> None:
         """Forget a segment that left RAM."""
         self._waiting.pop(segment, None)
+        self._postponed.pop(segment, None)
         self._stored.discard(segment)
 
     def flush(self) -> None:
@@ -79,15 +85,24 @@ class UploadQueue:
             self._paused_until = now + RETRY_DELAY_S
             self.put([segment])
         elif segment.state.is_loadable:
+            self._postponed.pop(segment, None)
             self._stored.add(segment)
 
-    def postpone(self, segment: Segment) -> None:
-        """Upload a segment once it is used again: what comes before it on its path is not in RAM now."""
+    def postpone(self, segment: Segment, now: float) -> None:
+        """Try to upload a segment later: what comes before it on its path is not in RAM yet, or not any more."""
         del self._sending[segment.number]
+        n_tries = self._postponed.get(segment, (0, 0.0))[0] + 1
+        if n_tries < _MAX_TRIES:
+            self._postponed[segment] = n_tries, now + RETRY_UPLOAD_S
+            self._waiting[segment] = None
+        else:
+            # It is queued again once it is used.
+            self._postponed.pop(segment, None)
 
     def _due_at(self, segment: Segment) -> float:
         waits = segment.is_partial(self._max_tokens) and not self._is_flushing
-        return segment.offloaded_at + (PARTIAL_DELAY_S if waits else 0.0)
+        at = segment.offloaded_at + (PARTIAL_DELAY_S if waits else 0.0)
+        return max(at, self._postponed.get(segment, (0, at))[1]) if not self._is_flushing else at
 
     def check(self, in_ram: set[Segment]) -> None:
         """Verify that what waits or is known to be stored is in RAM; raises `AssertionError`."""
