@@ -238,6 +238,27 @@ def test_checkpoints_mend_what_a_failed_step_has_damaged(models: Models, name: s
             assert models.cold(name).share(continued(context, seq)) <= 1
 
 
+@pytest.mark.parametrize("is_failing", [False, True])
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_a_new_sequence_may_begin_with_the_state_of_another_one_after_a_failed_step(
+    models: Models, name: str, is_failing: bool
+) -> None:
+    """The step moves the state of 2 next to that of 0. Where it was is then a free one that counts as clear."""
+    cold = models.cold(name)
+    with opened(models[name]) as context:
+        expected = context.feed(0, 0, IDS[:8])
+        assert context.remove(0)
+        for seq in range(3):
+            context.feed(seq, 0, BRANCH)
+        assert context.remove(1)
+        with context.failing(1 if is_failing else -1):
+            assert context.decode((0, REUSED, BRANCH[:2]), (2, REUSED, BRANCH[:2])) == (2 if is_failing else 0)
+        for seq in range(N_SEQS):
+            assert context.remove(seq)
+        farthest = max(distance(context.feed(seq, 0, IDS[:8]), expected).max() for seq in range(N_SEQS))
+        assert farthest > OBVIOUS * cold.bound if is_failing else farthest <= cold.bound
+
+
 @pytest.mark.parametrize("name", WINDOWS)
 def test_a_failed_step_damages_no_window(models: Models, name: str) -> None:
     """Only cells that no next token sees were given to its tokens, in the sequences of the step as in others."""

@@ -97,7 +97,7 @@ class KvOperations:
         """Truncate the sequences of a failed batch to their earlier length, and strip those whose state is lost.
 
         Sequences that can be trimmed were truncated by llama.cpp itself. Of others it may report tokens that were
-        never computed, and states that are not in use may not be clear, so without checkpoints all are emptied.
+        never computed (fact 12), and free states may not be clear (fact 34): without checkpoints all are emptied.
         """
         if not self.states.has_states:
             if not self._info.can_trim:
@@ -106,7 +106,7 @@ class KvOperations:
         starts = {run.seq: run.start for run in runs}
         self.states.fail(starts, dict(enumerate(self.lengths)))
         # Those that hold tokens first: they free window cells, of which the others may need one.
-        self.partial.fill(sorted(range(len(self.lengths)), key=lambda seq: not self.lengths[seq]))
+        self.partial.occupy_all(sorted(range(len(self.lengths)), key=lambda seq: not self.lengths[seq]))
         for seq, length in enumerate(self.lengths):
             if not length:
                 llama_cpp.llama_memory_seq_rm(self._memory, seq, -1, -1)
@@ -115,7 +115,7 @@ class KvOperations:
                 llama_cpp.llama_memory_seq_rm(self._memory, seq, length, -1)
 
     def clear(self) -> None:
-        """Empty all sequences."""
+        """Empty all sequences, and clear all data: a free state may count as clear without being so (fact 34)."""
         llama_cpp.llama_memory_clear(self._memory, True)
         self.lengths = [0] * len(self.lengths)
         self.states.clear()

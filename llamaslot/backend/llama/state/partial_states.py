@@ -83,11 +83,11 @@ class PartialStates:
             if not self._load(seq, state):
                 raise MemoryError(f"the state of sequence {seq} cannot be removed")
 
-    def fill(self, seqs: Sequence[int]) -> None:
-        """Give all sequences a recurrent state each, to be stripped next; for other models it does nothing.
+    def occupy_all(self, seqs: Sequence[int]) -> None:
+        """After a failed step, give each sequence a recurrent state, so that none is free.
 
-        llama.cpp clears the state of a new sequence in its first graph, and records that before it computes. If the
-        graph fails, a free state that it was to clear counts as clear. It is cleared again once it was in use.
+        `seqs` are all sequences, to be stripped or emptied next. A free state may count as clear although it is
+        not, until it was in use again (fact 34). For models without recurrent states it does nothing.
         """
         if self._one is None:
             return
