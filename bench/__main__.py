@@ -249,7 +249,7 @@ def _add_families(command: ArgumentParser) -> None:
     command.add_argument("--interval", type=_positive, default=families.INTERVAL, metavar="N", help=text)
     command.add_argument("--seed", type=_count, default=1, metavar="N", help="of the text (default: 1)")
     command.add_argument("--server", default="", metavar="FLAGS", help="more flags for all servers")
-    text = "the published run with its fixed plan, whatever else is given: an hour on 2 cores, at a clean commit"
+    text = "the published run with its fixed plan, whatever else is given: 40 minutes on 2 cores, at a clean commit"
     command.add_argument("--publish", action="store_true", help=text)
     command.add_argument("--render", action="store_true", help="only write the published tables from the raw data")
     _threads(command)
@@ -362,6 +362,7 @@ def _one_shot(options: Namespace) -> None:
     settings = _recordings(options, time_scale=0.0, in_turn=True) if options.dir else None
     options.model = options.model or options.shape
     common = _measured(options) | {"repeats": options.repeats}
+    # The agent's longest prompt and reply then fit the 4,096 tokens that the tiny shape has as its context.
     scale = 0.1 if options.quick else 0.35
     one_shot.run(settings=settings, titles_every=options.titles_every, scale=scale, **common)
 

@@ -40,7 +40,7 @@ PEERS = tuple(each.name for each in SETUPS)
 USUAL = ("llama-server",)
 """For a look; the published run has all of them."""
 SCALE = 0.5
-"""Factor for the long prompts: all of it takes about 15 minutes, and prompts stay longer than the windows."""
+"""Factor for the long prompts: all of it takes about 10 minutes, and prompts stay longer than the windows."""
 QUICK_KINDS = ("window 5:1", "short conv")
 QUICK_WORKLOADS = ("chat", "branching")
 QUICK_SCALE = 0.25

@@ -175,6 +175,20 @@ def revision(checkout: Path) -> str:
     return git("rev-parse", "HEAD") + (" with changes" if git("status", "--porcelain") else "")
 
 
+def clean_revision(checkout: Path) -> str:
+    """The commit of a checkout whose results are to be published; raises `BenchmarkError` if it has changes."""
+    commit = revision(checkout)
+    if not commit or " " in commit:
+        raise BenchmarkError("the published run needs a clean git checkout: commit or stash all changes")
+    return commit
+
+
+def require_revision(checkout: Path, commit: str) -> None:
+    """Raise `BenchmarkError` if a checkout is not, or no longer, at a commit, without changes."""
+    if revision(checkout) != commit:
+        raise BenchmarkError("nothing is published: the checkout has changed during the run")
+
+
 def _require_package(checkout: Path) -> None:
     """Raise `BenchmarkError` unless Python imports llamaslot from this checkout when it is told to."""
     command = [

@@ -17,7 +17,7 @@ from typing import Any
 
 from bench.client import BenchmarkError
 from bench.peers import tables
-from bench.peers.baseline import revision
+from bench.peers.baseline import clean_revision, require_revision, revision
 from bench.peers.compare import engine_ratio
 from bench.peers.goals import N_ALL, Ratio, Selection, compared
 from bench.peers.results import RunResult
@@ -52,9 +52,7 @@ def run(*, threads: int, logs: Path, quick: bool) -> None:
 
     `quick` tries this out with small prompts and one pair, and publishes nothing.
     """
-    commit = revision(ROOT)
-    if not quick and (not commit or " " in commit):
-        raise BenchmarkError("the published run needs a clean git checkout: commit or stash all changes")
+    commit = revision(ROOT) if quick else clean_revision(ROOT)
     servers = [each for each in SERVERS if not quick or each.name in (OWN, "llama-server -kvu")]
     n_pairs = dict.fromkeys(N_PAIRS, 1) if quick else N_PAIRS
     facts = machine()
@@ -81,8 +79,7 @@ def run(*, threads: int, logs: Path, quick: bool) -> None:
     publish(content, logs / "published", None)
     if runner.own_failures:
         raise BenchmarkError(f"nothing is published: {runner.own_failures}")
-    if revision(ROOT) != commit:
-        raise BenchmarkError("nothing is published: the checkout has changed during the run")
+    require_revision(ROOT, commit)
     if not quick:
         publish(content, FOLDER, README)
 

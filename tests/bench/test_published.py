@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from bench.client import BenchmarkError
-from bench.peers import published
+from bench.peers import baseline, published
 from bench.peers.goals import GOALS, Selection
 from bench.peers.results import RunResult
 from bench.peers.runner import ENGINE_SECONDS, EnginePair, Runner
@@ -111,7 +111,7 @@ def test_only_the_generated_part_of_the_readme_is_replaced() -> None:
 
 def test_a_checkout_with_changes_publishes_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for revision in ("", "0123456789 with changes"):
-        monkeypatch.setattr(published, "revision", lambda _root, revision=revision: revision)
+        monkeypatch.setattr(baseline, "revision", lambda _root, revision=revision: revision)
         with pytest.raises(BenchmarkError, match="clean git checkout"):
             published.run(threads=1, logs=tmp_path, quick=False)
     assert list(tmp_path.iterdir()) == []
@@ -137,11 +137,11 @@ def finish(monkeypatch: pytest.MonkeyPatch, folder: Path, failures: dict[str, st
         "Runner": Finished,
         "Tokens": lambda _model: None,
         "model_file": lambda _shape: folder,
-        "revision": lambda _root: next(revisions),
         "FOLDER": folder / "published",
         "README": folder / "README.md",
     }.items():
         monkeypatch.setattr(published, name, value)
+    monkeypatch.setattr(baseline, "revision", lambda _root: next(revisions))
 
 
 def test_what_another_server_cannot_run_is_published_with_the_reason(

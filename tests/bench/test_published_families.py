@@ -17,6 +17,7 @@ from bench.families.goals import FamilyRun
 from bench.families.kinds import KINDS
 from bench.families.oracle import Need
 from bench.families.run import NAMES, PEERS, SAME_STEP
+from bench.peers import baseline
 from bench.peers.servers import OWN
 
 COMMIT = "0123456789abcdef"
@@ -65,7 +66,7 @@ def finish(monkeypatch: pytest.MonkeyPatch, raw: dict[str, Any], revisions: list
         return raw
 
     looks = iter(revisions)
-    monkeypatch.setattr(published, "revision", lambda _root: next(looks))
+    monkeypatch.setattr(baseline, "revision", lambda _root: next(looks))
     monkeypatch.setattr(published.families, "run", run)
 
 
