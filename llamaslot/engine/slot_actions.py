@@ -146,7 +146,8 @@ class SlotActions:
         slot = job.command.slot
         job.save = self._cache.save_slot(slot)
         if job.save is None:
-            job.respond(InvalidRequestError(f"slot {slot} holds nothing that could be saved", param="id_slot"))
+            why = "it is empty or private, or has lost the state after its last token"
+            job.respond(InvalidRequestError(f"slot {slot} cannot be saved: {why}", param="id_slot"))
             return
         job.n_tokens = self._cache.length(slot)
         self._in_step.append(job)

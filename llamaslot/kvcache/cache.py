@@ -329,9 +329,10 @@ class KVCache:
     # --- slot files ---
 
     def save_slot(self, seq: int) -> SlotSave | None:
-        """Record operations that save everything an idle slot holds; None if that is nothing.
+        """Record operations that save everything an idle slot holds; None if it cannot be saved.
 
-        The bytes are there once the next operations are done, until `SlotSaved` is reported.
+        It cannot if it is empty or private, or has lost the partial state after its last token. The
+        bytes are there once the next operations are done, until `SlotSaved` is reported.
         """
         self.pool.deduplicate()
         return self._snapshots.save(seq)

@@ -137,7 +137,7 @@ async def test_a_restore_evicts_idle_prefixes_but_no_running_request(tmp_path: P
     ("slot", "action", "filename", "words"),
     [
         (5, "save", "a", "there is no slot 5"),
-        (0, "save", "a", "holds nothing"),
+        (0, "save", "a", "cannot be saved: it is empty or private"),
         (0, "restore", "a", "there is no file a"),
         (0, "restore", "other", "it is not a slot file"),
     ],

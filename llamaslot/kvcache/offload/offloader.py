@@ -233,6 +233,7 @@ class Offloader:
     # --- inside ---
 
     def _n_idle(self) -> int:
+        """Cells that `evict` can free: of idle nodes, and duplicates that only idle sequences hold."""
         return self._tree.n_idle_tokens + self._sequences.duplicates.n_idle_cells(self._tree.is_pinned)
 
     def _evict_duplicates(self, n_free: int) -> None:

@@ -84,7 +84,7 @@ class SlotSnapshots:
     def save(self, seq: int) -> SlotSave | None:
         """Record operations that save everything an idle slot holds.
 
-        None if that is nothing, or private, or has lost the state after its last token.
+        None if it is empty or private, or has lost the partial state after its last token.
         """
         n_tokens, states = self._tree.length(seq), self._sequences.states
         if not n_tokens or is_private(self._sequences.end(seq).namespace) or not states.is_live(seq):
