@@ -103,14 +103,14 @@ def go_on(context: RawContext, seq: int, n_steps: int) -> None:
 
 
 def continued(context: RawContext, seq: int) -> Logits:
-    """Return the logits after each token behind the reused ones."""
+    """Return the logits of each position after the reused ones."""
     return context.feed(seq, REUSED, IDS[REUSED:])
 
 
 @pytest.mark.parametrize("fields", [{}, SERVED] if LONG else [{}], ids=["exact", "served"][: 1 + LONG])
 @pytest.mark.parametrize("name", ALL_STATEFUL)
 def test_a_checkpoint_serves_its_own_sequence_and_others(models: Models, name: str, fields: dict[str, Any]) -> None:
-    """Go on behind it, go back to it, and use it in a sequence that got the attention cells of the first one."""
+    """Go on after it, go back to it, and use it in a sequence that got the attention cells of the first one."""
     cold = ColdRun(models[name], IDS, REUSED, **fields) if fields else models.cold(name)
     with opened(models[name], **fields) as context:
         context.feed(0, 0, IDS[:REUSED])
@@ -223,7 +223,7 @@ def test_a_failed_step_damages_a_sequence_that_was_not_in_it(models: Models, nam
 
 @pytest.mark.parametrize("name", [*HYBRIDS, *RECURRENT])
 def test_checkpoints_mend_what_a_failed_step_has_damaged(models: Models, name: str) -> None:
-    """Also in the sequences of the step, which lose the attention cells behind the checkpoint."""
+    """Also in the sequences of the step, which lose the attention cells after the checkpoint."""
     with opened(models[name]) as context:
         context.feed(3, 0, IDS[:REUSED])
         good, bad = context.take(3), [(seq, REUSED, BRANCH[:2]) for seq in (0, 1)]
@@ -330,7 +330,7 @@ def test_a_step_without_room_changes_nothing(models: Models, name: str) -> None:
 
 @pytest.mark.parametrize("swa_full", [False, True])
 @pytest.mark.parametrize("name", WINDOWS)
-def test_cells_behind_a_window_are_taken_by_others(models: Models, name: str, swa_full: bool) -> None:
+def test_cells_outside_of_a_window_are_taken_by_others(models: Models, name: str, swa_full: bool) -> None:
     """Also where empty ones are left. What the next token still sees stays, which is one token less than n_swa."""
     window = models[name].window
     with opened(models[name], swa_full=swa_full) as context:
@@ -363,7 +363,7 @@ def test_a_window_loses_its_oldest_cell_to_others_before_it_is_saved(models: Mod
 
 
 def n_cells(blob: bytes) -> int:
-    """Number of cells in the partial state of a window: behind magic, sequence and number of streams."""
+    """Number of cells in the partial state of a window: after magic, sequence and number of streams."""
     return int.from_bytes(blob[12:16], "little")
 
 

@@ -217,7 +217,7 @@ class LlamaWorkload(Workload):
         return [self.letters(WORDS, n) for n in (30, 50, 70)]
 
     def failure(self) -> tuple[Status, int]:
-        """Somewhere in the graph, or behind its end, where no step fails."""
+        """Somewhere in the graph, or after its end, where no step fails."""
         return Status.ABORTED, self.rng.choice([1, 40, 200])
 
     def step(self, seconds: float = 0.0) -> StepPlan:

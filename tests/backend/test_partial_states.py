@@ -1,6 +1,6 @@
 """Partial states in a real backend: what sequences keep of them, and where one was lost, nothing is computed.
 
-Weights and KV are float32, so logits behind a point of reuse are those of a cold run but for little rounding.
+Weights and KV are float32, so logits after a point of reuse are those of a cold run but for little rounding.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def backend(folder: Path, request: pytest.FixtureRequest) -> Iterator[LlamaBacke
 
 
 def feed(backend: LlamaBackend, seq: int, tokens: npt.NDArray[np.int32]) -> Logits:
-    """Compute tokens behind what the sequence holds; returns the logits after the last."""
+    """Compute tokens after what the sequence holds; returns the logits after the last."""
     assert backend.decode([Run(seq, backend.seq_len(seq), tokens, True)]).status is Status.OK
     return logits(backend, len(tokens) - 1)
 
@@ -85,7 +85,7 @@ def is_same(warm: Logits, cold: Logits) -> bool:
 
 
 def is_refused(backend: LlamaBackend, seq: int) -> bool:
-    """True if nothing can be computed behind what a sequence holds."""
+    """True if nothing can be computed after what a sequence holds."""
     try:
         feed(backend, seq, TAIL)
     except IllegalCallError as error:
@@ -306,7 +306,7 @@ def test_a_failed_step_without_checkpoints_leaves_all_sequences_empty(folder: Pa
 
 
 async def test_requests_of_a_failed_step_give_the_answers_of_cold_runs(folder: Path) -> None:
-    """The step fails in the middle of a prompt, which could go on behind tokens that were not computed."""
+    """The step fails in the middle of a prompt, which could go on after tokens that were not computed."""
     path = synthetic.ensure("tiny-lfm2", folder=folder, is_exact=True)
     settings = {"flash_attn": "off", "cache_type_k": "f32", "cache_type_v": "f32"}
     backend = load(path, **settings)

@@ -137,7 +137,7 @@ def test_the_cost_is_the_time_to_take_and_to_restore_a_checkpoint_of_the_largest
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_the_pool_is_empty_behind_it_and_answers_as_before(shape: str) -> None:
+def test_the_pool_is_empty_afterwards_and_answers_as_before(shape: str) -> None:
     with loaded(shape, n_slots=1) as backend:
         feed(backend, 0, 150)
         before = logits(backend)

@@ -2,7 +2,7 @@
 
 The oracle is a list of (cell, token) pairs per sequence id. What a sequence answers is compared with the answer
 that a second, fresh backend gives to the same tokens computed cold. Models with a partial state run through it too:
-there the oracle also knows which sequences are live, and the tokens behind which each checkpoint was taken.
+there the oracle also knows which sequences are live, and the tokens after which each checkpoint was taken.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class SequencesMachine(RuleBasedStateMachine):
         self.live = set(range(N_SEQS))
         """Sequences with the state of their last token, or without tokens."""
         self.checkpoints: dict[int, list[int]] = {}
-        """All tokens behind which each was taken."""
+        """All tokens after which each was taken."""
 
     def teardown(self) -> None:
         self.backend.close()
@@ -133,7 +133,7 @@ class SequencesMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.pairs)
     @rule(data=st.data())
     def share(self, data: st.DataObject) -> None:
-        """Share a range in the middle: the target keeps its own cells before and behind it."""
+        """Share a range in the middle: the target keeps its own cells before and after it."""
         src, dst = data.draw(st.sampled_from(self.pairs))
         end = data.draw(st.integers(1, common(self.held(src), self.held(dst))))
         start = data.draw(st.integers(0, end - 1))
@@ -175,7 +175,7 @@ class SequencesMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.segments)
     @rule(data=st.data(), is_crowded=st.booleans())
     def load(self, data: st.DataObject, *, is_crowded: bool) -> None:
-        """Load a part of a segment behind some of the tokens before it; the whole segment needs room."""
+        """Load a part of a segment after some of the tokens before it; the whole segment needs room."""
         shared = {
             (number, dst): min(common(self.held(dst), history), len(history) - 1)
             for number, (_, history) in self.segments.items()
@@ -241,7 +241,7 @@ class SequencesMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.checkpoints)
     @rule(data=st.data())
     def restore(self, data: st.DataObject) -> None:
-        """Restore a checkpoint in a sequence that begins with its tokens, whatever it holds behind them."""
+        """Restore a checkpoint in a sequence that begins with its tokens, whatever it holds after them."""
         fitting = [
             (number, seq)
             for number, history in self.checkpoints.items()

@@ -63,7 +63,7 @@ class States:
     """The prefixes of each sequence."""
     live: list[bool]
     checkpoints: frozenset[int]
-    """The prefixes behind which there is a checkpoint."""
+    """The prefixes after which there is a checkpoint."""
     in_ram: frozenset[int]
     """Prefixes whose last token can be loaded."""
 

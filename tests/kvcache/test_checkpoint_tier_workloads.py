@@ -45,7 +45,7 @@ class Workload:
         self.ram_bytes, self.disk_bytes = self.rng.choice([40, 100, 1000]), self.rng.choice([40, 100, 1000])
         self.checkpoint_bytes = self.rng.choice([20, 50, 1000])
         self.taken: dict[int, bytes] = {}
-        """By number of a checkpoint: the tokens behind which it was taken."""
+        """By number of a checkpoint: the tokens after which it was taken."""
         self.start()
 
     def start(self) -> None:

@@ -19,6 +19,13 @@ from tests.fake_backend import WINDOW, FakeBackend
 from tests.scheduler.test_scheduler import Driver, generated
 
 
+def rest(driver: Driver, n_steps: int) -> None:
+    """Let seconds pass in which nothing runs: what can be offloaded and taken ahead is."""
+    for _ in range(n_steps):
+        driver.backend.now += 1
+        driver.step()
+
+
 @pytest.mark.parametrize("ram_bytes", [0, 10**6])
 def test_an_idle_sequence_that_keeps_one_cell_of_a_window_never_stops_the_only_request(ram_bytes: int) -> None:
     """Where a window is about as long as the context, a request needs all of its cells."""
@@ -62,9 +69,7 @@ def test_what_is_dropped_of_a_path_takes_its_checkpoints_along(kind: StateKind, 
         checkpoints={"step_tokens": 16},
     )
     dropped, other = driver.run("a" * 30 + "b" * 30, max_tokens=4), driver.run("a" * 30 + "c" * 20)
-    for _ in range(4):
-        driver.backend.now += 1
-        driver.step()
+    rest(driver, 4)
 
     def positions(request: Request) -> list[int]:
         end = driver.cache._tree.match(request.namespace, packed(request.tokens.view())).matched_end
@@ -80,7 +85,7 @@ def test_what_is_dropped_of_a_path_takes_its_checkpoints_along(kind: StateKind, 
 
 @pytest.mark.parametrize("kind", [StateKind.RECURRENT, StateKind.HYBRID])
 def test_a_fork_is_copied_from_the_sequence_that_has_the_state(kind: StateKind) -> None:
-    """The first holder of the prefix goes on behind it, so its state is another one."""
+    """The first holder of the prefix goes on after it, so its state is another one."""
     driver = Driver(kind=kind, n_slots=3, checkpoints={"ram_bytes": 0})
     driver.run("a" * 20, id_slot=1)
     driver.run("a" * 20 + "b" * 10, id_slot=0)
@@ -194,17 +199,12 @@ def loads_in_gaps() -> tuple[Driver, Request]:
         checkpoints={"step_tokens": 33},
     )
 
-    def rest() -> None:
-        for _ in range(20):
-            driver.backend.now += 1
-            driver.step()
-
     shared = "a" * 99
     driver.run(shared + "bcdefg" * 6, max_tokens=4, id_slot=0)
-    rest()
+    rest(driver, 20)
     driver.run("z" * 250, max_tokens=4, id_slot=1)
     driver.run("y" * 250, max_tokens=4, id_slot=0)
-    rest()
+    rest(driver, 20)
     stream = driver.submit("s", max_tokens=60, id_slot=1)
     while not stream.n_generated:
         driver.step()
