@@ -66,13 +66,15 @@ class WriteBudget:
 class WriteQueue:
     """Dirty segments in the order in which they came; partial ones, below `max_tokens`, may be replaced soon.
 
-    `may_leave_ram_soon` returns True for a segment that may be evicted from RAM before a partial one is due.
+    `may_be_evicted_soon` returns True for a segment that may be evicted from RAM before a partial one is due.
     """
 
-    def __init__(self, max_tokens: int, budget: WriteBudget, may_leave_ram_soon: Callable[[Segment], bool]) -> None:
+    def __init__(
+        self, max_tokens: int, budget: WriteBudget, may_be_evicted_soon: Callable[[Segment], bool]
+    ) -> None:
         self._max_tokens = max_tokens
         self._budget = budget
-        self._may_leave_ram_soon = may_leave_ram_soon
+        self._may_be_evicted_soon = may_be_evicted_soon
         self._segments: dict[Segment, None] = {}
         self._paused_until = 0.0
         self._is_flushing = False
@@ -115,7 +117,7 @@ class WriteQueue:
 
     def _due_at(self, segment: Segment) -> float:
         may_wait = segment.is_partial(self._max_tokens) and not self._is_flushing
-        waits = may_wait and not self._may_leave_ram_soon(segment)
+        waits = may_wait and not self._may_be_evicted_soon(segment)
         return segment.offloaded_at + (PARTIAL_DELAY_S if waits else 0.0)
 
 

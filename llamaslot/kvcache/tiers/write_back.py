@@ -43,7 +43,7 @@ class WriteBack:
     def __init__(self, tiers: SegmentTiers, bytes_per_day: int, written: WriteTotals | None = None) -> None:
         self._tiers = tiers
         self._budget = WriteBudget(bytes_per_day, written)
-        self._queue = WriteQueue(tiers.max_tokens, self._budget, self._may_leave_ram_soon)
+        self._queue = WriteQueue(tiers.max_tokens, self._budget, self._may_be_evicted_soon)
         self._writes_one_shots = False
         self._replaced: dict[int, tuple[str, int]] = {}
         """Tenant and bytes of files that stay until what replaces them is written, by number."""
@@ -154,7 +154,7 @@ class WriteBack:
         """Verify that the queue has the dirty segments; raises `AssertionError`."""
         assert set(self._queue) == {segment for segment in segments if segment.state is S.DIRTY}
 
-    def _may_leave_ram_soon(self, segment: Segment) -> bool:
+    def _may_be_evicted_soon(self, segment: Segment) -> bool:
         """True if `_EARLY_WRITE_FRACTION` of RAM was filled after a segment or a checkpoint that waits for it.
 
         A checkpoint is written after the segment that it refers to, and has a budget of RAM of its own.
