@@ -13,7 +13,9 @@ from llamaslot.base.backend import Backend
 from llamaslot.base.events import SelfTestEnded
 
 _MAX_STARTS = 2
-"""Starts of the test, each of which commands may stop but the last: they wait for its end."""
+"""Times that the test is started. An incoming command stops it, so as not to wait; the last time the command waits,
+since a server that is never idle for long enough would else never reuse anything.
+"""
 
 _log = structlog.get_logger(__name__)
 

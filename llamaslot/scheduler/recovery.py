@@ -60,7 +60,7 @@ class Recovery:
         """Keep what a failed decode applied; returns the request at fault, to be ended, if it failed alone."""
         status, restorer = result.decoded.status, self._cache.restorer
         if status in (Status.ABORTED, Status.FATAL):
-            restorer.fail({work.run.seq: work.run.start for work in plan.work})
+            restorer.on_step_failed({work.run.seq: work.run.start for work in plan.work})
         for work in plan.work:
             run = work.run
             n_applied = result.lengths[run.seq] - run.start

@@ -162,7 +162,7 @@ class Restorer:
         """Record that a sequence is no longer waiting for its state."""
         self._checkpoints.pending_restores.pop(seq, None)
 
-    def fail(self, starts: Mapping[int, int]) -> None:
+    def on_step_failed(self, starts: Mapping[int, int]) -> None:
         """Record that a step failed, whose sequences held `starts` tokens before it."""
         if not self._has_states:
             return
