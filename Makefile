@@ -15,7 +15,7 @@ SETUP = @command -v $(PYTHON) >/dev/null 2>&1 || { echo "llamaslot setup: $(PYTH
 # Hundreds of processes are started here: each would compile every module that it imports, which takes over a second.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help serve setup test test-slow check audit bench bench-peers bench-publish eval-demo dist size clean setup-dev setup-bench fuzz setup-fuzz soak test-clients
+.PHONY: help serve setup test test-slow check audit bench bench-peers bench-publish eval-demo dist size clean setup-dev setup-bench fuzz setup-fuzz soak test-clients test-remote
 
 help: ## list the targets (the default)
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -54,6 +54,9 @@ bench-peers: setup-bench ## compare with llama-server and llama-cpp-python's ser
 
 bench-publish: setup-bench ## the comparison that is published: two hours on 2 cores, at a clean commit
 	$(BIN)/python -m bench publish $(ARGS)
+
+test-remote: setup-dev ## the tests of the remote tier against redis-server, or ARGS="valkey-server"
+	LLAMASLOT_TEST_STORE=$(or $(ARGS),redis-server) $(BIN)/python -m pytest -n 0 tests/engine/test_remote_worker.py
 
 soak: setup-bench ## an hour of mixed requests to one server: does memory grow, does anything get stuck?
 	$(BIN)/python -m bench soak $(ARGS)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import fakeredis
 import numpy as np
 import pytest
+from redis.exceptions import ResponseError
 
 from bench import synthetic
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings
@@ -23,6 +23,7 @@ from llamaslot.base.stats import RemoteStats
 from llamaslot.kvcache.remote.remote_io import GRID_TOKENS
 from llamaslot.kvcache.tiers import upload_queue
 from tests.engine.harness import Harness, running
+from tests.store_server import PROGRAM, StoreServer, store_server
 
 MIB = 2**20
 KINDS = ["tiny", "tiny-swa", "tiny-lfm2", "tiny-mamba"]
@@ -32,6 +33,12 @@ WORDS = ("alpha", "beta", "gamma", "delta", "epsilon")
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture
+def redis() -> Iterator[StoreServer]:
+    with store_server() as server:
+        yield server
 
 
 @pytest.fixture(autouse=True)
@@ -76,9 +83,7 @@ class Server:
 
 
 @asynccontextmanager
-async def serving(
-    folder: Path, shape: str, redis: fakeredis.FakeServer, secret: bytes = b"s" * 16
-) -> AsyncIterator[Server]:
+async def serving(folder: Path, shape: str, redis: StoreServer, secret: bytes = b"s" * 16) -> AsyncIterator[Server]:
     chosen = LlamaSettings(
         synthetic.ensure(shape, folder=folder), n_ctx=2048, n_slots=2, n_ubatch=128, n_threads=1, checkpoints=True
     )
@@ -86,8 +91,7 @@ async def serving(
     assert backend.info.self_test in ("passed", "not needed", "") or backend.run_self_test()
     size = backend.info.segment_size
     assert size is not None
-    client = fakeredis.FakeAsyncRedis(server=redis)
-    store = RedisStore(client, Sealer(secret, shape.encode()), StoreSettings(0, 1000, 2.0), size)
+    store = RedisStore(redis.client(), Sealer(secret, shape.encode()), StoreSettings(0, 1000, 2.0), size)
     async with running(backend, checkpoint_bytes=64 * MIB, ram_bytes=64 * MIB, remote=store) as harness:
         yield Server(harness)
 
@@ -106,8 +110,7 @@ def user(content: str) -> str:
 
 
 @pytest.mark.parametrize("shape", KINDS)
-async def test_a_conversation_goes_on_at_another_server(folder: Path, shape: str) -> None:
-    redis = fakeredis.FakeServer()
+async def test_a_conversation_goes_on_at_another_server(folder: Path, redis: StoreServer, shape: str) -> None:
     async with serving(folder, shape, redis) as first, serving(folder, shape, redis) as second:
         text, end = await first.ask(opening("Ann"))
         await first.uploaded()
@@ -129,19 +132,18 @@ async def test_a_conversation_goes_on_at_another_server(folder: Path, shape: str
     assert second.remote.lookups >= 1
 
 
-async def test_the_text_is_that_of_a_cold_run(folder: Path) -> None:
-    redis = fakeredis.FakeServer()
+async def test_the_text_is_that_of_a_cold_run(folder: Path, redis: StoreServer) -> None:
     async with serving(folder, "tiny", redis) as first:
         await first.ask(opening("Ann"))
         await first.uploaded()
-    async with serving(folder, "tiny", redis) as second, serving(folder, "tiny", fakeredis.FakeServer()) as cold:
-        warm, end = await second.ask(opening("Ann"))
-        assert end.progress.n_fetched > 0
-        assert (warm, 0) == ((await cold.ask(opening("Ann")))[0], cold.remote.fetched_tokens)
+    with store_server() as empty:
+        async with serving(folder, "tiny", redis) as second, serving(folder, "tiny", empty) as cold:
+            warm, end = await second.ask(opening("Ann"))
+            assert end.progress.n_fetched > 0
+            assert (warm, 0) == ((await cold.ask(opening("Ann")))[0], cold.remote.fetched_tokens)
 
 
-async def test_many_at_once_fetch_an_object_once(folder: Path) -> None:
-    redis = fakeredis.FakeServer()
+async def test_many_at_once_fetch_an_object_once(folder: Path, redis: StoreServer) -> None:
     async with serving(folder, "tiny", redis) as first, serving(folder, "tiny", redis) as second:
         await first.ask(opening("Ann"))
         await first.uploaded()
@@ -150,12 +152,12 @@ async def test_many_at_once_fetch_an_object_once(folder: Path) -> None:
         assert second.remote.fetched_tokens <= max(end.progress.n_cached for _, end in ends)
 
 
-async def test_private_requests_are_neither_looked_up_nor_uploaded(folder: Path) -> None:
-    redis = fakeredis.FakeServer()
+async def test_private_requests_are_neither_looked_up_nor_uploaded(folder: Path, redis: StoreServer) -> None:
     async with serving(folder, "tiny", redis) as first, serving(folder, "tiny", redis) as second:
         await first.ask(opening("Ann"), cache_prompt=False)
         await first.uploaded()
-        assert not await fakeredis.FakeAsyncRedis(server=redis).keys("*")
+        async with redis.client() as client:
+            assert not await client.keys("*")
         await second.ask(opening("Ann"), cache_prompt=False)
         assert (first.remote.lookups, second.remote.lookups) == (0, 0)
         await first.ask(opening("Ann"), cache_salt="a salt")
@@ -164,27 +166,43 @@ async def test_private_requests_are_neither_looked_up_nor_uploaded(folder: Path)
         assert end.progress.n_fetched == 0
 
 
-async def test_what_is_corrupt_is_computed(folder: Path) -> None:
-    redis = fakeredis.FakeServer()
-    client = fakeredis.FakeAsyncRedis(server=redis)
+async def test_what_is_corrupt_is_computed(folder: Path, redis: StoreServer) -> None:
     async with serving(folder, "tiny", redis) as first, serving(folder, "tiny", redis) as second:
         expected, _ = await first.ask(opening("Ann"))
         await first.uploaded()
-        for name in await client.keys("*:d:*"):
-            value = np.frombuffer(await client.hget(name, "kv"), dtype=np.uint8).copy()
-            value[len(value) // 2] ^= 16
-            await client.hset(name, "kv", value.tobytes())
+        async with redis.client() as client:
+            for name in await client.keys("*:d:*"):
+                value = np.frombuffer(await client.hget(name, "kv"), dtype=np.uint8).copy()
+                value[len(value) // 2] ^= 16
+                await client.hset(name, "kv", value.tobytes())
         text, end = await second.ask(opening("Ann"))
         assert (text, end.progress.n_fetched) == (expected, 0)
         assert second.remote.corrupt_objects == 1
 
 
-async def test_a_store_that_is_gone_costs_one_failure_and_no_reply(folder: Path) -> None:
-    redis = fakeredis.FakeServer()
+@pytest.mark.skipif(not PROGRAM, reason="the server in this process has no limit of memory: make test-remote")
+async def test_a_full_store_takes_nothing_and_fails_nothing(folder: Path) -> None:
+    with store_server("--maxmemory", "3mb", "--maxmemory-policy", "noeviction") as full:
+        async with serving(folder, "tiny", full) as first, serving(folder, "tiny", full) as second:
+            async with full.client() as client:
+                for i in range(300):
+                    try:
+                        await client.set(f"other{i}", b"x" * 20000)
+                    except ResponseError:
+                        break
+            expected, _ = await first.ask(opening("Ann"))
+            await asyncio.sleep(1)
+            assert first.remote.failed_uploads > 0
+            assert first.remote.failures == 0
+            text, end = await second.ask(opening("Ann"))
+            assert (text, end.progress.n_fetched) == (expected, 0)
+
+
+async def test_a_store_that_is_gone_costs_one_failure_and_no_reply(folder: Path, redis: StoreServer) -> None:
     async with serving(folder, "tiny", redis) as first, serving(folder, "tiny", redis) as second:
         expected, _ = await first.ask(opening("Ann"))
         await first.uploaded()
-        redis.connected = False
+        redis.kill()
         text, end = await second.ask(opening("Ann"))
         assert (text, end.progress.n_fetched, second.remote.failures) == (expected, 0, 1)
         assert not second.remote.is_available
@@ -194,9 +212,8 @@ async def test_a_store_that_is_gone_costs_one_failure_and_no_reply(folder: Path)
 
 
 async def test_a_store_that_hangs_delays_a_reply_by_its_time_limit(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, redis: StoreServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    redis = fakeredis.FakeServer()
     async with serving(folder, "tiny", redis) as first, serving(folder, "tiny", redis) as second:
         expected, _ = await first.ask(opening("Ann"))
         await first.uploaded()
@@ -214,8 +231,7 @@ async def test_a_store_that_hangs_delays_a_reply_by_its_time_limit(
         assert end.progress.queue_ms < 5000
 
 
-async def test_clearing_the_cache_clears_the_store(folder: Path) -> None:
-    redis = fakeredis.FakeServer()
+async def test_clearing_the_cache_clears_the_store(folder: Path, redis: StoreServer) -> None:
     async with serving(folder, "tiny", redis) as first, serving(folder, "tiny", redis) as second:
         await first.ask(opening("Ann"))
         await first.uploaded()
@@ -224,9 +240,10 @@ async def test_clearing_the_cache_clears_the_store(folder: Path) -> None:
         assert end.progress.n_fetched == 0
 
 
-async def test_the_last_turn_is_uploaded_when_a_server_ends(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_last_turn_is_uploaded_when_a_server_ends(
+    folder: Path, redis: StoreServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(upload_queue, "PARTIAL_DELAY_S", 100.0)
-    redis = fakeredis.FakeServer()
     async with serving(folder, "tiny", redis) as first:
         await first.ask(opening("Ann"))
     async with serving(folder, "tiny", redis) as second:
