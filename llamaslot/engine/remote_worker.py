@@ -40,6 +40,8 @@ from llamaslot.scheduler.request import Request
 
 _MAX_FETCHES = 2
 """Objects of a request that are fetched at a time: the next one is received while one is verified."""
+_MAX_ALL_FETCHES = 4
+"""Objects that are fetched at a time for all requests, since they take memory beside that of the RAM tier."""
 _DROP_TIMEOUT_S = 10.0
 """Time that a query waits for the store to delete objects."""
 
@@ -70,6 +72,7 @@ class RemoteWorker:
         """Requests that wait for what is found of their tokens, by namespace and tokens."""
         self._fetches: dict[tuple[bytes, bool, bool], asyncio.Task[Fetched | None]] = {}
         """Objects that are being fetched, for any number of requests."""
+        self._fetch_slots = asyncio.Semaphore(_MAX_ALL_FETCHES)
         self._uploads: set[asyncio.Task[None]] = set()
         self._tasks: set[asyncio.Task[Any]] = set()
         """All tasks, kept from being collected while they wait."""
@@ -81,7 +84,7 @@ class RemoteWorker:
     @property
     def is_busy(self) -> bool:
         """True while a segment is being uploaded."""
-        return bool(self._uploads)
+        return self._cache.remote.is_uploading
 
     def prepare(self, request: Request, admission: Admission) -> None:
         """Fetch what the store has of a queued request's prompt; the request `is_fetching` until that has ended."""
@@ -145,8 +148,11 @@ class RemoteWorker:
                 found = await self._call(find)
             choice = await self._between_steps(lambda: remote.choose(lookup, found))
             if choice.portions or choice.checkpoint is not None:
-                async with asyncio.timeout(choice.seconds):
-                    await self._fetch_all(lookup, choice)
+                try:
+                    async with asyncio.timeout(choice.seconds):
+                        await self._fetch_all(lookup, choice)
+                except TimeoutError:
+                    self._post(remote.on_late)
         except CorruptObjectError:
             self._post(remote.on_corrupt)
         except (RemoteUnavailableError, TimeoutError) as error:
@@ -202,22 +208,28 @@ class RemoteWorker:
 
     async def _timed_fetch(self, wanted: RemoteObject, *, kv: bool, state: bool) -> Fetched | None:
         began = perf_counter()
-        fetched = await self._call(self._store.fetch(wanted, kv=kv, state=state))
+        async with self._fetch_slots:
+            fetched = await self._call(self._store.fetch(wanted, kv=kv, state=state))
         if fetched is not None:
             n_bytes, seconds = fetched.n_bytes, perf_counter() - began
             self._post(lambda: self._cache.remote.on_fetched(n_bytes, seconds))
         return fetched
 
     async def _upload(self, upload: Upload, blocks: Sequence[tuple[Block, tuple[KvPart, ...], Kv | None]]) -> None:
-        n_sent: int | None = 0
+        n_sent: int | None = None
+        n_all = 0
         try:
             for block, parts, state in blocks:
                 tokens = upload.tokens[: block.end * WIDTH]
                 n_bytes = await self._call(self._store.upload(upload.namespace, tokens, block.start, parts, state))
-                n_sent = (n_sent or 0) + n_bytes
+                n_all += n_bytes
+            n_sent = n_all
         except RemoteUnavailableError:
-            n_sent = None
+            # Told by the store; tried again after a pause.
+            pass
         except (ValueError, MemoryError) as error:
+            # It would fail again.
+            n_sent = n_all
             _log.error("remote.upload_failed", segment=upload.number, error=str(error) or type(error).__name__)
         finally:
             result = n_sent
@@ -230,10 +242,12 @@ class RemoteWorker:
         try:
             async with asyncio.timeout(_DROP_TIMEOUT_S):
                 # What is being uploaded now may be of a path that is to be deleted.
-                await asyncio.gather(*self._uploads, return_exceptions=True)
+                if self._uploads:
+                    await asyncio.wait(set(self._uploads))
                 for call in calls:
                     await self._call(call())
-        except (RemoteUnavailableError, TimeoutError) as error:
+        except Exception as error:
+            _log.warning("remote.not_deleted", error=str(error) or type(error).__name__)
             reason = f"did not delete everything ({str(error) or 'timeout'}); ask again once it can"
         self._post(lambda: then(reason))
 
@@ -288,8 +302,12 @@ class RemoteWorker:
         future: asyncio.Future[_T] = asyncio.get_running_loop().create_future()
 
         def run() -> None:
-            if not future.done():
+            if future.done():
+                return
+            try:
                 future.set_result(action())
+            except (ValueError, MemoryError) as error:
+                future.set_exception(error)
 
         self._post(run)
         return await future

@@ -164,6 +164,39 @@ async def test_an_object_under_another_name_is_refused(fleet: Fleet) -> None:
         await store.fetch(first.object, kv=True, state=False)
 
 
+async def test_an_entry_of_the_index_for_other_tokens_is_ignored(fleet: Fleet) -> None:
+    """So KV of another prompt cannot be passed off by its entry either."""
+    store, client = fleet.store(), fleet.client()
+    await put(store, 0, 512)
+    await put(store, 0, 512, of=PROMPT + 10)
+    ours = store._sealer.path_digests("", packed(PROMPT), range(64, 513, 64))
+    theirs = store._sealer.path_digests("", packed(PROMPT + 10), range(64, 513, 64))
+    for at, digest in ours.items():
+        entry = await client.get(store._name("i", theirs[at]))
+        await client.set(store._name("i", digest), entry)
+    assert spans(await find(store, PROMPT)) == []
+
+
+async def test_what_is_uploaded_again_is_found_as_long_as_it_is_kept(fleet: Fleet) -> None:
+    store, client = fleet.store(), fleet.client()
+    await put(store, 0, 512)
+    for name in await client.keys("*:i:*"):
+        await client.delete(name)
+    assert await put(store, 0, 512) == 0
+    assert spans(await find(store, PROMPT)) == [(0, 512)]
+
+
+async def test_a_sum_that_is_wrong_is_put_right(fleet: Fleet) -> None:
+    store, client = fleet.store(max_bytes=3 * N_BYTES), fleet.client()
+    await put(store, 0, 512)
+    await client.delete(store._prefix + "l")
+    await client.set(store._prefix + "n", 100 * N_BYTES)
+    await put(store, 0, 512, of=PROMPT + 10)
+    assert int(await client.get(store._prefix + "n")) == N_BYTES
+    await put(store, 0, 512, of=PROMPT + 20)
+    assert await _fetch(store, PROMPT + 10)
+
+
 async def test_a_server_that_does_not_answer_is_unavailable(fleet: Fleet) -> None:
     store = fleet.store()
     await put(store, 0, 512)
@@ -236,7 +269,7 @@ async def test_clearing_deletes_all_of_this_model_and_no_other(fleet: Fleet) -> 
     await put(other, 0, 512)
     await store.clear()
     assert not await _fetch(store, PROMPT)
-    assert int(await fleet.client().get(store._prefix + "n")) == 0
+    assert not await fleet.client().exists(store._prefix + "n", store._prefix + "l")
     assert await _fetch(other, PROMPT)
 
 

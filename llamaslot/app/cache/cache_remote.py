@@ -115,6 +115,8 @@ def _checked_url(url: str) -> str:
         raise ConfigError(
             f"{_FLAG} must be redis://HOST:PORT, rediss://HOST:PORT (TLS) or unix:///PATH", param=_FLAG
         )
+    if parts.query or parts.fragment:
+        raise ConfigError(f"{_FLAG} must have no options after '?' or '#'", param=_FLAG)
     if parts.password is not None:
         raise ConfigError(
             f"{_FLAG} must not have the password, which other users could see: use --cache-remote-password-file or "

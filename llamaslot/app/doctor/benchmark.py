@@ -113,6 +113,9 @@ def _local(config: Config) -> Config:
         cache_disk_per_key=0,
         cache_disk="",
         cache_remote="",
+        cache_remote_key_file="",
+        cache_remote_password_file="",
+        cache_remote_ca="",
         slot_save_path="",
         request_timeout=0.0,
     )
@@ -176,8 +179,11 @@ def _lines(file: Any) -> list[str]:
 def _context_of(url: str) -> int:
     connection, path = _connected(url, _LIMIT_S)
     with contextlib.closing(connection):
-        connection.request("GET", f"{path}/props")
-        return int(json.loads(connection.getresponse().read())["default_generation_settings"]["n_ctx"])
+        try:
+            connection.request("GET", f"{path}/props")
+            return int(json.loads(connection.getresponse().read())["default_generation_settings"]["n_ctx"])
+        except (OSError, http.client.HTTPException, ValueError, KeyError) as error:
+            raise BenchmarkError(f"the server does not tell its context: {error}", has_started=True) from error
 
 
 def _complete(url: str, prompt: str, n_new: int, ends_at: float) -> _Reply:

@@ -71,7 +71,8 @@ class EngineHost:
             self._disk = lock_disk(self._config)
         with self._optional_folders():
             self._slot_folder = slot_save_path(self._config)
-        self._remote_settings = remote_settings(self._config)
+        with self._optional_folders():
+            self._remote_settings = remote_settings(self._config)
 
     async def load(self, on_progress: OnProgress, backend: Backend | None = None) -> Loaded | None:
         """Load the model, or take a loaded backend, and open the disk; None if `on_progress` stopped that.

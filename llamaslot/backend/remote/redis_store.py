@@ -20,7 +20,7 @@ import asyncio
 import contextlib
 import struct
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, TypeVar
@@ -53,11 +53,11 @@ _ENTRY = struct.Struct(f"<IIQQ{DIGEST_BYTES}s")
 """Start, end, bytes of KV, bytes of state, digest."""
 _MAX_CHECKPOINTS = 16
 """Checkpoints of one entry of the index; the newest stay."""
-_KV, _STATE = b"kv", b"state"
+_KV, _STATE, _INDEX = b"kv", b"state", b"index"
 _TRANSFER_TIMEOUT_S = 30.0
 """Time to send or receive an object at most; who waits for one sets a time limit of its own."""
-_MAX_DELETED = 64
-"""Objects that are deleted by one command."""
+_MAX_DELETED = 8
+"""Objects that are deleted within one time limit."""
 
 _T = TypeVar("_T")
 _log = structlog.get_logger(__name__)
@@ -120,7 +120,11 @@ class RedisStore:
             return (answers[0] if grid else []), answers[bool(grid) :]
 
         named, listed = await self._within(self.timeout_s, ask)
-        entries = {at: each for at, data in zip(grid, named, strict=True) if (each := _unpacked(data)) is not None}
+        entries = {
+            at: each
+            for at, data in zip(grid, named, strict=True)
+            if (each := self._indexed(digests[at], data)) is not None
+        }
         checkpoints = self._on_path(namespace, tokens, (data for each in listed for data in each))
         return Found(tuple(portions_of(entries, start, n_tokens)), checkpoints, perf_counter() - began)
 
@@ -159,39 +163,29 @@ class RedisStore:
         grid = grid_positions(start, end)
         digests = self._sealer.path_digests(namespace, tokens, {*grid, end, end // GRID_TOKENS * GRID_TOKENS})
         name = self._name("d", digests[end])
-        if await self._within(
-            self._settings.timeout_s, lambda: self._client.hexists(name, _STATE if state is not None else _KV)
-        ):
+        n_state = len(state) if state is not None else 0
+        wanted = RemoteObject(start, end, digests[end], self._size.of(end - start), n_state)
+        last = _STATE if state is not None else _KV
+        if await self._within(self.timeout_s, lambda: self._client.hexists(name, last)):
+            await self._index(wanted, digests)
+            await self._keep(wanted)
             return 0
         fields: dict[bytes, Kv | bytes] = {}
         for field, data in ((_KV, await asyncio.to_thread(self.join, parts)), (_STATE, state)):
             if data is not None:
                 fields[field] = data
                 fields[_code(field)] = await asyncio.to_thread(self._sealer.code, digests[end], field, data)
-        n_state = len(state) if state is not None else 0
-        wanted = RemoteObject(start, end, digests[end], len(fields[_KV]), n_state)
-        entry = _packed(wanted)
         await self._reserve(wanted)
 
         async def put() -> None:
-            ttl = self._settings.ttl_s
             async with self._client.pipeline(transaction=False) as pipe:
-                pipe.hset(
-                    name,
-                    mapping={key: data if isinstance(data, bytes) else data.data for key, data in fields.items()},
-                )
-                pipe.expire(name, ttl)
-                for at in grid:
-                    pipe.set(self._name("i", digests[at]), entry, ex=ttl)
-                if state is not None:
-                    listed = self._name("k", digests[end // GRID_TOKENS * GRID_TOKENS])
-                    pipe.lrem(listed, 0, entry)
-                    pipe.lpush(listed, entry)
-                    pipe.ltrim(listed, 0, _MAX_CHECKPOINTS - 1)
-                    pipe.expire(listed, ttl)
+                values = {key: data if isinstance(data, bytes) else data.data for key, data in fields.items()}
+                pipe.hset(name, mapping=values)
+                pipe.expire(name, self._settings.ttl_s)
                 await pipe.execute()
 
         await self._within(_TRANSFER_TIMEOUT_S, put)
+        await self._index(wanted, digests)
         return wanted.n_bytes + n_state
 
     def join(self, parts: Sequence[KvPart]) -> Kv:
@@ -213,7 +207,7 @@ class RedisStore:
             return answers
 
         for data in (data for each in await self._within(self.timeout_s, names) for data in each):
-            entry = _unpacked(data)
+            entry = _unpacked(data[: _ENTRY.size] if data is not None else None)
             if entry is not None and entry.end > start:
                 await self._delete([entry])
         # Last blocks of earlier turns, which the index does not name any more, count until they would have expired.
@@ -227,6 +221,8 @@ class RedisStore:
             self._settings.timeout_s, lambda: self._client.zrange(self._prefix + "l", 0, _MAX_DELETED - 1)
         ):
             await self._delete([_member_object(each) for each in members])
+        names = self._prefix + "l", self._prefix + "n"
+        await self._within(self.timeout_s, lambda: self._client.unlink(*names))
 
     async def close(self) -> None:
         """Close the connections."""
@@ -245,6 +241,30 @@ class RedisStore:
         return tuple(
             each for each in able if each.digest == digests[each.end] and each.start == block_start(each.end)
         )
+
+    async def _index(self, wanted: RemoteObject, digests: Mapping[int, bytes]) -> None:
+        """Name an object at the positions of the grid within it, and a checkpoint after the last of them."""
+        ttl, entry = self._settings.ttl_s, _packed(wanted)
+
+        async def put() -> None:
+            async with self._client.pipeline(transaction=False) as pipe:
+                for at in grid_positions(wanted.start, wanted.end):
+                    code = self._sealer.code(digests[at], _INDEX, entry)
+                    pipe.set(self._name("i", digests[at]), entry + code, ex=ttl)
+                if wanted.state_bytes:
+                    listed = self._name("k", digests[wanted.end // GRID_TOKENS * GRID_TOKENS])
+                    pipe.lrem(listed, 0, entry)
+                    pipe.lpush(listed, entry)
+                    pipe.ltrim(listed, 0, _MAX_CHECKPOINTS - 1)
+                    pipe.expire(listed, ttl)
+                await pipe.execute()
+
+        await self._within(self.timeout_s, put)
+
+    def _indexed(self, digest: bytes, data: bytes | None) -> RemoteObject | None:
+        """The object of an entry of the index for these tokens; None for one that no server of the fleet wrote."""
+        packed, code = (data[: _ENTRY.size], data[_ENTRY.size :]) if data is not None else (b"", b"")
+        return _unpacked(packed) if self._sealer.is_genuine(digest, _INDEX, packed, code) else None
 
     async def _keep(self, wanted: RemoteObject) -> None:
         """Put off the time at which an object that is used expires."""
@@ -277,6 +297,8 @@ class RedisStore:
         while limit and n_all > limit:
             oldest = await self._within(self.timeout_s, lambda: self._client.zrange(listed, 0, 0))
             if not oldest or _member_object(oldest[0]).digest == wanted.digest:
+                # Only this one is left, so the sum was wrong: a server may have ended between two commands.
+                await self._within(self.timeout_s, lambda: self._client.set(total, n_bytes))
                 return
             gone = _member_object(oldest[0])
             await self._delete([gone])
@@ -326,8 +348,11 @@ def _member(each: RemoteObject) -> bytes:
 
 def _member_object(member: bytes) -> RemoteObject:
     """The object of a member of the sorted set, which has no positions; its `n_bytes` are all its bytes."""
-    digest, _, n_bytes = member.decode().partition(":")
-    return RemoteObject(0, 0, bytes.fromhex(digest), int(n_bytes))
+    digest, _, n_bytes = member.decode("ascii", "replace").partition(":")
+    try:
+        return RemoteObject(0, 0, bytes.fromhex(digest), int(n_bytes))
+    except ValueError as error:
+        raise RemoteUnavailableError("the list of objects has something else") from error
 
 
 def _copied(data: bytes) -> Kv:

@@ -118,6 +118,11 @@ class RemoteTier:
         return self._tiers.uploads.is_on
 
     @property
+    def is_uploading(self) -> bool:
+        """True while a segment is being uploaded."""
+        return self._tiers.uploads.is_sending
+
+    @property
     def stats(self) -> RemoteStats:
         """What was fetched and uploaded since the start, and whether the store answers."""
         return structs.replace(self._stats, is_available=self.is_on and self._tiers.now >= self._unavailable_until)
@@ -152,7 +157,7 @@ class RemoteTier:
         """Return what of an answer takes less time to fetch than to compute, and fits into RAM."""
         if lookup.restore_point is not None:
             return self._choose_checkpoint(lookup, found)
-        portions = found.portions
+        portions = tuple(each for each in found.portions if each.end <= lookup.end)
         while portions:
             choice = Choice(portions)
             if self._fits(lookup, choice) and (
@@ -222,10 +227,15 @@ class RemoteTier:
         """An object was not what was uploaded."""
         self._stats.corrupt_objects += 1
 
+    def on_late(self) -> None:
+        """What was fetched did not come within the time that computing it takes."""
+        self._stats.failures += 1
+
     def on_unavailable(self, now: float) -> None:
         """The store did not answer, or refused: nothing is asked of it for a while."""
         self._stats.failures += 1
         self._unavailable_until = now + RETRY_DELAY_S
+        self._tiers.uploads.pause(self._unavailable_until)
         # Its speed may be another one by then.
         self._seconds_per_byte = None
 
@@ -233,8 +243,6 @@ class RemoteTier:
 
     def take_uploads(self) -> list[Upload]:
         """Uploads that begin now, after the KV operations of the same plan."""
-        if self._tiers.now < self._unavailable_until:
-            return []
         uploads = []
         for segment in self._tiers.uploads.take_due(self._tiers.now):
             upload = self._upload(segment)

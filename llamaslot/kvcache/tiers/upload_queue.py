@@ -17,6 +17,8 @@ from llamaslot.kvcache.tiers.disk_pacing import PARTIAL_DELAY_S, RETRY_DELAY_S
 RETRY_UPLOAD_S = 1.0
 """Time until a segment is tried again whose path is not in RAM whole: the rest is usually offloaded soon."""
 _MAX_TRIES = 5
+OFFER_AGAIN_S = 600.0
+"""Time until a segment that is used is offered again: the store may have lost it, and keeps it longer if not."""
 _MAX_UPLOADS = 2
 """Uploads at a time: which segment comes next is chosen as late as possible."""
 
@@ -29,8 +31,9 @@ class UploadQueue:
         self._max_tokens = max_tokens
         self._waiting: dict[Segment, None] = {}
         self._sending: dict[int, Segment] = {}
-        self._stored: set[Segment] = set()
-        """Segments of RAM that the store has."""
+        self._stored: dict[Segment, float] = {}
+        """Segments of RAM that the store has, with the time from which on they are offered again."""
+        self._now = 0.0
         self._postponed: dict[Segment, tuple[int, float]] = {}
         """Tries so far, and the time of the next one, of those that could not be put together."""
         self._paused_until = 0.0
@@ -51,22 +54,29 @@ class UploadQueue:
     def put(self, segments: Iterable[Segment]) -> None:
         """Queue segments that are in RAM, unless the store has them."""
         for segment in segments if self.is_on else ():
-            is_stored = segment in self._stored or segment.number in self._sending
+            is_stored = self._now < self._stored.get(segment, 0.0) or segment.number in self._sending
             if segment.state.is_loadable and not is_stored and self._may_send(segment):
+                self._stored.pop(segment, None)
                 self._waiting.setdefault(segment)
 
     def remove(self, segment: Segment) -> None:
         """Forget a segment that left RAM."""
         self._waiting.pop(segment, None)
         self._postponed.pop(segment, None)
-        self._stored.discard(segment)
+        self._stored.pop(segment, None)
 
     def flush(self) -> None:
         """Make every upload due at once: the server is shutting down."""
         self._is_flushing = True
 
+    def pause(self, until: float) -> None:
+        """Upload nothing before a time, for the store does not answer, and offer all again that is used then."""
+        self._paused_until = max(until, self._paused_until)
+        self._stored.clear()
+
     def take_due(self, now: float) -> list[Segment]:
         """Return the segments whose upload begins now; `on_uploaded` is due for each of them."""
+        self._now = now
         taken: list[Segment] = []
         while self._waiting and now >= self._paused_until and len(self._sending) < _MAX_UPLOADS:
             segment = next((each for each in self._waiting if self._due_at(each) <= now), None)
@@ -86,7 +96,7 @@ class UploadQueue:
             self.put([segment])
         elif segment.state.is_loadable:
             self._postponed.pop(segment, None)
-            self._stored.add(segment)
+            self._stored[segment] = now + OFFER_AGAIN_S
 
     def postpone(self, segment: Segment, now: float) -> None:
         """Try to upload a segment later: what comes before it on its path is not in RAM yet, or not any more."""
@@ -107,8 +117,8 @@ class UploadQueue:
     def check(self, in_ram: set[Segment]) -> None:
         """Verify that what waits or is known to be stored is in RAM; raises `AssertionError`."""
         assert self._waiting.keys() <= in_ram
-        assert in_ram >= self._stored
-        assert self._stored.isdisjoint(self._waiting)
+        assert self._stored.keys() <= in_ram
+        assert self._stored.keys().isdisjoint(self._waiting)
 
     def _may_send(self, segment: Segment) -> bool:
         if is_private(segment.namespace) or segment.is_one_shot:
