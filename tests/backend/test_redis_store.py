@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from llamaslot.backend.remote import RedisStore, StoreSettings
-from llamaslot.backend.remote.sealing import Sealer
+from llamaslot.backend.remote.redis_store import _ENTRY
+from llamaslot.backend.remote.sealing import DIGEST_BYTES, Sealer
 from llamaslot.base.kv_ops import Kv, KvPart
 from llamaslot.base.model import SegmentSize
 from llamaslot.kvcache.remote.remote_io import (
@@ -177,15 +178,6 @@ async def test_an_entry_of_the_index_for_other_tokens_is_ignored(fleet: Fleet) -
     assert spans(await find(store, PROMPT)) == []
 
 
-async def test_what_is_uploaded_again_is_found_as_long_as_it_is_kept(fleet: Fleet) -> None:
-    store, client = fleet.store(), fleet.client()
-    await put(store, 0, 512)
-    for name in await client.keys("*:i:*"):
-        await client.delete(name)
-    assert await put(store, 0, 512) == 0
-    assert spans(await find(store, PROMPT)) == [(0, 512)]
-
-
 async def test_a_sum_that_is_wrong_is_put_right(fleet: Fleet) -> None:
     store, client = fleet.store(max_bytes=3 * N_BYTES), fleet.client()
     await put(store, 0, 512)
@@ -243,14 +235,71 @@ async def test_what_has_expired_does_not_count(fleet: Fleet) -> None:
     assert await client.zcard(store._prefix + "l") == 1
 
 
-async def test_every_object_and_entry_expires(fleet: Fleet) -> None:
+async def test_everything_expires(fleet: Fleet) -> None:
     store, client = fleet.store(), fleet.client()
     await put(store, 0, 512)
     await put(store, 512, 700, state=kv(1))
-    names = await client.keys("llamaslot:1:*")
-    kept = {f"{store._prefix}{each}".encode() for each in "ln"}
-    assert {name for name in names if await client.ttl(name) < 0} == kept
-    assert len(names) == 2 + 2 + 10 + 1
+    seconds = {name: await client.ttl(name) for name in await client.keys("*")}
+    assert len(seconds) == 2 + 2 + 10 + 1
+    # The list and the sum have to outlast all objects.
+    longer = {f"{store._prefix}{each}".encode() for each in "ln"}
+    assert {name for name, ttl in seconds.items() if 100 < ttl <= 200} == longer
+    assert min(seconds.values()) > 90
+
+
+async def test_what_would_be_uploaded_again_stays_with_its_index(fleet: Fleet) -> None:
+    one, other, client = fleet.store(), fleet.store(), fleet.client()
+    await put(one, 0, 512)
+    await put(one, 512, 700, state=kv(1))
+    before = set(await client.keys("*"))
+    for name in before:
+        await client.expire(name, 5)
+    (gone, *_) = await client.keys("*:i:*")
+    await client.delete(gone)
+    fleet.clock.advance(50)
+    assert await put(other, 0, 512) + await put(other, 512, 700, state=kv(1)) == 0
+    assert set(await client.keys("*")) == before
+    assert min([await client.ttl(name) for name in before]) > 90
+    assert min(score for _, score in await client.zrange(one._prefix + "l", 0, -1, withscores=True)) == 1150
+
+
+@pytest.mark.parametrize("place", range(_ENTRY.size + DIGEST_BYTES))
+async def test_a_flipped_bit_in_the_index_hides_the_object(fleet: Fleet, place: int) -> None:
+    store, client = fleet.store(), fleet.client()
+    await put(store, 0, 64)
+    (name,) = await client.keys("*:i:*")
+    value = bytearray(await client.get(name))
+    value[place] ^= 1
+    await client.set(name, bytes(value))
+    assert spans(await find(store, PROMPT)) == []
+
+
+async def test_what_is_larger_than_the_limit_is_not_stored(fleet: Fleet) -> None:
+    store = fleet.store(max_bytes=N_BYTES - 1)
+    assert await put(store, 0, 512) == 0
+    assert not await fleet.client().keys("*")
+
+
+async def test_a_state_that_comes_later_is_counted_with_its_object(fleet: Fleet) -> None:
+    store, client = fleet.store(), fleet.client()
+    await put(store, 0, 512)
+    assert await put(store, 0, 512, state=kv(1)) == 2 * N_BYTES
+    assert await client.zcard(store._prefix + "l") == 1
+    assert int(await client.get(store._prefix + "n")) == 2 * N_BYTES
+
+
+@pytest.mark.parametrize("member", [b"x", b"zz:10", b"\xff:1", b"aa:b:c"])
+async def test_foreign_members_of_the_list_are_removed(fleet: Fleet, member: bytes) -> None:
+    store, client = fleet.store(max_bytes=10 * N_BYTES), fleet.client()
+    await client.zadd(store._prefix + "l", {member: 1})
+    assert await put(store, 0, 512) == N_BYTES
+    assert await client.zscore(store._prefix + "l", member) is None
+    await client.zadd(store._prefix + "l", {member: 2000})
+    await store.clear()
+    assert not await client.exists(store._prefix + "l")
+    await client.set(store._prefix + "n", b"many")
+    with pytest.raises(RemoteUnavailableError):
+        await put(store, 0, 512)
 
 
 async def test_nothing_in_the_store_is_readable(fleet: Fleet) -> None:

@@ -2,11 +2,13 @@
 
 Keys begin with `llamaslot:1:` and the scope of fleet and model; H is a digest of a prompt's first tokens:
 
-    d:H   hash: KV and state of the object that ends there, each with its code           expires
-    i:H   the object that has the tokens before a position of the grid                   expires
-    k:H   list: checkpoints after a position of the grid and before the next one         expires
+    d:H   hash: KV and state of the object that ends there, each with its code
+    i:H   the object that has the tokens before a position of the grid, with a code
+    k:H   list: checkpoints after a position of the grid and before the next one
     l     sorted set: objects with their sizes, by the time at which they expire
     n     sum of these sizes
+
+All of them expire. An object that is fetched, or would be uploaded again, stays, with what refers to it.
 
 All servers keep the sum within the same limit: each deletes what expires first before it uploads more. An object
 that the server of the store evicts by itself counts until it would have expired.
@@ -21,7 +23,7 @@ import contextlib
 import struct
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any, TypeVar
 
@@ -165,6 +167,8 @@ class RedisStore:
         name = self._name("d", digests[end])
         n_state = len(state) if state is not None else 0
         wanted = RemoteObject(start, end, digests[end], self._size.of(end - start), n_state)
+        if self._settings.max_bytes and wanted.n_bytes + n_state > self._settings.max_bytes:
+            return 0
         last = _STATE if state is not None else _KV
         if await self._within(self.timeout_s, lambda: self._client.hexists(name, last)):
             await self._index(wanted, digests)
@@ -182,6 +186,7 @@ class RedisStore:
                 values = {key: data if isinstance(data, bytes) else data.data for key, data in fields.items()}
                 pipe.hset(name, mapping=values)
                 pipe.expire(name, self._settings.ttl_s)
+                self._keep_list(pipe)
                 await pipe.execute()
 
         await self._within(_TRANSFER_TIMEOUT_S, put)
@@ -209,7 +214,7 @@ class RedisStore:
         for data in (data for each in await self._within(self.timeout_s, names) for data in each):
             entry = _unpacked(data[: _ENTRY.size] if data is not None else None)
             if entry is not None and entry.end > start:
-                await self._delete([entry])
+                await self._delete([_member(entry)])
         # Last blocks of earlier turns, which the index does not name any more, count until they would have expired.
         gone = [self._name("d", digest) for at, digest in digests.items() if at > start]
         if gone:
@@ -220,7 +225,7 @@ class RedisStore:
         while members := await self._within(
             self._settings.timeout_s, lambda: self._client.zrange(self._prefix + "l", 0, _MAX_DELETED - 1)
         ):
-            await self._delete([_member_object(each) for each in members])
+            await self._delete(members)
         names = self._prefix + "l", self._prefix + "n"
         await self._within(self.timeout_s, lambda: self._client.unlink(*names))
 
@@ -274,9 +279,15 @@ class RedisStore:
             async with self._client.pipeline(transaction=False) as pipe:
                 pipe.zadd(self._prefix + "l", {_member(wanted): self._clock() + ttl}, xx=True)
                 pipe.expire(self._name("d", wanted.digest), ttl)
+                self._keep_list(pipe)
                 await pipe.execute()
 
         await self._within(self.timeout_s, put_off)
+
+    def _keep_list(self, pipe: Any) -> None:
+        """Let the list of objects outlast all of them, but not the last server of a model."""
+        for each in "ln":
+            pipe.expire(self._prefix + each, 2 * self._settings.ttl_s)
 
     async def _reserve(self, wanted: RemoteObject) -> None:
         """Count an object, and delete others until all fit: those that have expired, then those that will first."""
@@ -284,8 +295,11 @@ class RedisStore:
         n_bytes = wanted.n_bytes + wanted.state_bytes
 
         async def count() -> int:
-            for member in await self._client.zrangebyscore(listed, "-inf", now, start=0, num=_MAX_DELETED):
-                await self._delete([_member_object(member)])
+            await self._delete(await self._client.zrangebyscore(listed, "-inf", now, start=0, num=_MAX_DELETED))
+            # It replaces the same object without a state.
+            without = _member(replace(wanted, state_bytes=0))
+            if wanted.state_bytes and await self._client.zrem(listed, without):
+                await self._client.decrby(total, wanted.n_bytes)
             if await self._client.zadd(listed, {_member(wanted): now + self._settings.ttl_s}):
                 n_all: int = await self._client.incrby(total, n_bytes)
             else:
@@ -296,32 +310,34 @@ class RedisStore:
         limit = self._settings.max_bytes
         while limit and n_all > limit:
             oldest = await self._within(self.timeout_s, lambda: self._client.zrange(listed, 0, 0))
-            if not oldest or _member_object(oldest[0]).digest == wanted.digest:
+            if not oldest or oldest[0] == _member(wanted):
                 # Only this one is left, so the sum was wrong: a server may have ended between two commands.
                 await self._within(self.timeout_s, lambda: self._client.set(total, n_bytes))
                 return
-            gone = _member_object(oldest[0])
-            await self._delete([gone])
-            n_all -= gone.n_bytes
+            n_all -= await self._delete(oldest)
 
-    async def _delete(self, objects: Iterable[RemoteObject]) -> None:
-        for each in objects:
-            members = [_member(each)]
+    async def _delete(self, members: Iterable[bytes]) -> int:
+        """Delete the objects of these members of the list; returns their bytes."""
+        n_deleted = 0
+        for member in members:
+            digest, n_bytes = _digest_and_size(member)
 
-            async def delete(each: RemoteObject = each, members: list[bytes] = members) -> None:
-                await self._client.unlink(self._name("d", each.digest))
+            async def delete(member: bytes = member, digest: bytes = digest, n_bytes: int = n_bytes) -> None:
+                await self._client.unlink(self._name("d", digest))
                 # Of servers that delete the same object, one counts it.
-                if await self._client.zrem(self._prefix + "l", *members):
-                    await self._client.decrby(self._prefix + "n", each.n_bytes + each.state_bytes)
+                if await self._client.zrem(self._prefix + "l", member):
+                    await self._client.decrby(self._prefix + "n", n_bytes)
 
             await self._within(self.timeout_s, delete)
+            n_deleted += n_bytes
+        return n_deleted
 
     async def _within(self, seconds: float, call: Callable[[], Awaitable[_T]]) -> _T:
-        """Return what a call does; raises `RemoteUnavailableError` if it fails or takes longer."""
+        """Return what a call does; raises `RemoteUnavailableError` if it fails, takes longer or makes no sense."""
         try:
             async with asyncio.timeout(seconds):
                 return await call()
-        except (exceptions.RedisError, OSError, TimeoutError) as error:
+        except (exceptions.RedisError, OSError, TimeoutError, ValueError) as error:
             self._failures.add("remote.unavailable", error)
             raise RemoteUnavailableError(str(error) or type(error).__name__) from error
 
@@ -346,13 +362,13 @@ def _member(each: RemoteObject) -> bytes:
     return f"{each.digest.hex()}:{each.n_bytes + each.state_bytes}".encode()
 
 
-def _member_object(member: bytes) -> RemoteObject:
-    """The object of a member of the sorted set, which has no positions; its `n_bytes` are all its bytes."""
-    digest, _, n_bytes = member.decode("ascii", "replace").partition(":")
+def _digest_and_size(member: bytes) -> tuple[bytes, int]:
+    """Digest and bytes of a member of the list; no bytes for one that no server has put there."""
     try:
-        return RemoteObject(0, 0, bytes.fromhex(digest), int(n_bytes))
-    except ValueError as error:
-        raise RemoteUnavailableError("the list of objects has something else") from error
+        digest, n_bytes = member.decode("ascii").split(":")
+        return bytes.fromhex(digest), int(n_bytes)
+    except ValueError:
+        return b"", 0
 
 
 def _copied(data: bytes) -> Kv:
