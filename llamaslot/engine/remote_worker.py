@@ -112,6 +112,7 @@ class RemoteWorker:
 
     def clear(self, then: Callable[[str], None]) -> None:
         """Delete all objects of this model; call `then` between two steps, with the reason if that failed."""
+        self._cache.remote.on_cleared()
         self._spawn(self._delete([self._store.clear], then))
 
     def drop(self, namespace: str, paths: Sequence[tuple[bytes, int]], then: Callable[[str], None]) -> None:

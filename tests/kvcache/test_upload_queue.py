@@ -75,6 +75,23 @@ def test_a_store_that_does_not_answer_pauses_uploads_and_may_have_lost_what_it_h
     assert uploads.take_due(30.0) == [waiting, stored]
 
 
+def test_a_failed_upload_or_a_cleared_store_has_all_offered_again() -> None:
+    uploads, stored, failed = queue(), segment(1), segment(2)
+    uploads.put([stored])
+    uploads.take_due(0.0)
+    uploads.on_uploaded(1, 0.0, ok=True)
+    uploads.put([failed])
+    uploads.take_due(0.0)
+    uploads.on_uploaded(2, 0.0, ok=False)
+    uploads.put([stored])
+    assert uploads.take_due(RETRY_DELAY_S) == [failed, stored]
+    for each in (1, 2):
+        uploads.on_uploaded(each, RETRY_DELAY_S, ok=True)
+    uploads.forget()
+    uploads.put([stored])
+    assert uploads.take_due(RETRY_DELAY_S) == [stored]
+
+
 def test_what_cannot_be_put_together_is_tried_a_few_times() -> None:
     uploads, each = queue(), segment(1)
     uploads.put([each])

@@ -252,6 +252,10 @@ class RemoteTier:
                 self._tiers.uploads.postpone(segment, self._tiers.now)
         return uploads
 
+    def on_cleared(self) -> None:
+        """All objects of this model are to be deleted: what is still here is uploaded again once it is used."""
+        self._tiers.uploads.forget()
+
     def on_uploaded(self, number: int, now: float, n_bytes: int | None) -> None:
         """An upload has ended; `n_bytes` were sent, none if the store had it, None if it failed."""
         self._tiers.uploads.on_uploaded(number, now, ok=n_bytes is not None)

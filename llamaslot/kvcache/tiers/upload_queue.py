@@ -72,6 +72,10 @@ class UploadQueue:
     def pause(self, until: float) -> None:
         """Upload nothing before a time, for the store does not answer, and offer all again that is used then."""
         self._paused_until = max(until, self._paused_until)
+        self.forget()
+
+    def forget(self) -> None:
+        """Offer all again that is used: the store may not have it any more."""
         self._stored.clear()
 
     def take_due(self, now: float) -> list[Segment]:
@@ -92,7 +96,7 @@ class UploadQueue:
         """Handle the end of an upload; after a failure nothing is uploaded for `RETRY_DELAY_S`."""
         segment = self._sending.pop(number)
         if not ok:
-            self._paused_until = now + RETRY_DELAY_S
+            self.pause(now + RETRY_DELAY_S)
             self.put([segment])
         elif segment.state.is_loadable:
             self._postponed.pop(segment, None)
