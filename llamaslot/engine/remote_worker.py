@@ -90,9 +90,9 @@ class RemoteWorker:
         """Fetch what the store has of a queued request's prompt; the request `is_fetching` until that has ended."""
         # A prefix that a running request computes need not be fetched.
         in_flight = admission.is_in_flight(request)
-        lookup = (
-            None if in_flight else self._cache.remote.wanted(request.id, admission.match(request), request.prefix)
-        )
+        if in_flight:
+            return
+        lookup = self._cache.remote.wanted(request.id, admission.match(request), request.prefix, self._clock())
         if lookup is None:
             return
         request.is_fetching = True
@@ -153,7 +153,7 @@ class RemoteWorker:
                     async with asyncio.timeout(choice.seconds):
                         await self._fetch_all(lookup, choice)
                 except TimeoutError:
-                    self._post(remote.on_late)
+                    self._post(lambda: remote.on_late(choice, self._clock()))
         except CorruptObjectError:
             self._post(remote.on_corrupt)
         except (RemoteUnavailableError, TimeoutError) as error:
@@ -213,7 +213,7 @@ class RemoteWorker:
             fetched = await self._call(self._store.fetch(wanted, kv=kv, state=state))
         if fetched is not None:
             n_bytes, seconds = fetched.n_bytes, perf_counter() - began
-            self._post(lambda: self._cache.remote.on_fetched(n_bytes, seconds))
+            self._post(lambda: self._cache.remote.on_fetched(n_bytes, seconds, self._clock()))
         return fetched
 
     async def _upload(self, upload: Upload, blocks: Sequence[tuple[Block, tuple[KvPart, ...], Kv | None]]) -> None:

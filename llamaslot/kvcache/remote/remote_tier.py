@@ -84,6 +84,17 @@ class Choice:
     rest: Portion | None = None
     seconds: float = 0.0
 
+    @property
+    def all_portions(self) -> tuple[Portion, ...]:
+        """The portions with the rest."""
+        return self.portions if self.rest is None else (*self.portions, self.rest)
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes to fetch: objects are fetched whole."""
+        n_state = self.checkpoint.state_bytes if self.checkpoint is not None else 0
+        return n_state + sum(each.object.n_bytes for each in self.all_portions)
+
 
 class RemoteTier:
     """Decides what is asked of the store, fetched and uploaded. `seconds_to_compute` estimates prefill."""
@@ -104,8 +115,10 @@ class RemoteTier:
         self._size = size
         self._checkpoint_size = checkpoint_size
         self._seconds_to_compute = seconds_to_compute
-        self._seconds_per_byte: float | None = None
-        """Moving average over fetches; None before the first."""
+        self._seconds_per_byte = 0.0
+        """Moving average over fetches."""
+        self._speed_until = 0.0
+        """Time from which on it counts no more: a slow store is tried again."""
         self._unavailable_until = 0.0
         self._pinned_until: dict[str, float] = {}
         self._denied: deque[tuple[str, bytes]] = deque(maxlen=_MAX_DENIED)
@@ -135,10 +148,10 @@ class RemoteTier:
 
     # --- fetching for a request that waits ---
 
-    def wanted(self, request_id: str, match: Match, tokens: bytes) -> Lookup | None:
+    def wanted(self, request_id: str, match: Match, tokens: bytes, now: float) -> Lookup | None:
         """Return the question to the store for a request with this match; None if it need not be asked."""
         namespace = match.namespace
-        if not self.is_on or is_private(namespace) or self._tiers.now < self._unavailable_until:
+        if not self.is_on or is_private(namespace) or now < self._unavailable_until:
             return None
         if any(denied == namespace and tokens.startswith(prompt) for denied, prompt in self._denied):
             return None
@@ -217,19 +230,20 @@ class RemoteTier:
         if self.is_on:
             self._denied.append((namespace, tokens[: BLOCK_TOKENS * WIDTH]))
 
-    def on_fetched(self, n_bytes: int, seconds: float) -> None:
+    def on_fetched(self, n_bytes: int, seconds: float, now: float) -> None:
         """An object was fetched."""
         self._stats.fetched_bytes += n_bytes
-        per_byte, average = seconds / max(n_bytes, 1), self._seconds_per_byte
-        self._seconds_per_byte = per_byte if average is None else average + _NEWEST_WEIGHT * (per_byte - average)
+        per_byte, average = seconds / max(n_bytes, 1), self._speed(now)
+        self._learn(average + _NEWEST_WEIGHT * (per_byte - average) if average else per_byte, now)
 
     def on_corrupt(self) -> None:
         """An object was not what was uploaded."""
         self._stats.corrupt_objects += 1
 
-    def on_late(self) -> None:
-        """What was fetched did not come within the time that computing it takes."""
+    def on_late(self, choice: Choice, now: float) -> None:
+        """What was chosen did not come within its time; of this size, nothing is fetched for a while."""
         self._stats.failures += 1
+        self._learn(max(choice.seconds / max(choice.n_bytes, 1), self._speed(now)), now)
 
     def on_unavailable(self, now: float) -> None:
         """The store did not answer, or refused: nothing is asked of it for a while."""
@@ -237,7 +251,7 @@ class RemoteTier:
         self._unavailable_until = now + RETRY_DELAY_S
         self._tiers.uploads.pause(self._unavailable_until)
         # Its speed may be another one by then.
-        self._seconds_per_byte = None
+        self._speed_until = 0.0
 
     # --- uploading ---
 
@@ -287,20 +301,24 @@ class RemoteTier:
 
     def _pays(self, choice: Choice, found: Found, start: int, end: int) -> float:
         """Return how long a request waits for what saves it from computing `[start, end)`; 0 if it takes longer."""
-        wanted = [*choice.portions, *([choice.rest] if choice.rest is not None else [])]
-        n_bytes = sum(each.object.n_bytes for each in wanted)
-        n_bytes += choice.checkpoint.state_bytes if choice.checkpoint is not None else 0
         to_compute = self._seconds_to_compute(end - start)
-        to_fetch = found.seconds + n_bytes * (self._seconds_per_byte or 0.0)
-        # Before the first measurements both are tried.
+        to_fetch = found.seconds + choice.n_bytes * self._speed(self._tiers.now)
+        # What was not measured yet, or not lately, is tried.
         if to_compute and to_fetch >= to_compute:
             return 0.0
         return min(max(to_compute, _MIN_DEADLINE_S), _MAX_DEADLINE_S)
 
     def _fits(self, lookup: Lookup, choice: Choice) -> bool:
-        wanted = [*choice.portions, *([choice.rest] if choice.rest is not None else [])]
+        wanted = choice.all_portions
         match = self._tree.match(lookup.namespace, lookup.tokens)
         return not wanted or self._tiers.fits(match.matched_end, [(each.start, each.end) for each in wanted])
+
+    def _speed(self, now: float) -> float:
+        """Seconds to fetch a byte; 0 if nothing was fetched lately."""
+        return self._seconds_per_byte if now < self._speed_until else 0.0
+
+    def _learn(self, seconds_per_byte: float, now: float) -> None:
+        self._seconds_per_byte, self._speed_until = seconds_per_byte, now + RETRY_DELAY_S
 
     def _covered(self, match: Match) -> int:
         """Leading tokens of a match whose KV is in the pool or can be loaded."""
