@@ -84,7 +84,7 @@ class RemoteWorker:
     @property
     def is_busy(self) -> bool:
         """True while a segment is being uploaded."""
-        return self._cache.remote.is_uploading
+        return self._cache.remote.uploads.is_sending
 
     def prepare(self, request: Request, admission: Admission) -> None:
         """Fetch what the store has of a queued request's prompt; the request `is_fetching` until that has ended."""

@@ -87,7 +87,7 @@ def test_a_failed_upload_or_a_cleared_store_has_all_offered_again() -> None:
     assert uploads.take_due(RETRY_DELAY_S) == [failed, stored]
     for each in (1, 2):
         uploads.on_uploaded(each, RETRY_DELAY_S, ok=True)
-    uploads.forget()
+    uploads.offer_all_again()
     uploads.put([stored])
     assert uploads.take_due(RETRY_DELAY_S) == [stored]
 

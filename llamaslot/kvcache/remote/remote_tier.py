@@ -111,6 +111,8 @@ class RemoteTier:
     ) -> None:
         self._tree = tree
         self._tiers = tiers
+        self.uploads = tiers.uploads
+        """Segments to upload."""
         self._checkpoints = checkpoints
         self._size = size
         self._checkpoint_size = checkpoint_size
@@ -129,11 +131,6 @@ class RemoteTier:
     def is_on(self) -> bool:
         """True if there is a store."""
         return self._tiers.uploads.is_on
-
-    @property
-    def is_uploading(self) -> bool:
-        """True while a segment is being uploaded."""
-        return self._tiers.uploads.is_sending
 
     @property
     def stats(self) -> RemoteStats:
@@ -268,7 +265,7 @@ class RemoteTier:
 
     def on_cleared(self) -> None:
         """All objects of this model are to be deleted: what is still here is uploaded again once it is used."""
-        self._tiers.uploads.forget()
+        self._tiers.uploads.offer_all_again()
 
     def on_uploaded(self, number: int, now: float, n_bytes: int | None) -> None:
         """An upload has ended; `n_bytes` were sent, none if the store had it, None if it failed."""

@@ -72,9 +72,9 @@ class UploadQueue:
     def pause(self, until: float) -> None:
         """Upload nothing before a time, for the store does not answer, and offer all again that is used then."""
         self._paused_until = max(until, self._paused_until)
-        self.forget()
+        self.offer_all_again()
 
-    def forget(self) -> None:
+    def offer_all_again(self) -> None:
         """Offer all again that is used: the store may not have it any more."""
         self._stored.clear()
 
