@@ -54,7 +54,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Bench:
-    """What all measurements have in common."""
+    """Settings that all measurements have in common."""
 
     threads: int
     scale: float

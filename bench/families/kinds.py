@@ -45,7 +45,7 @@ KINDS = (
 
 @dataclass(frozen=True)
 class StateSizes:
-    """What the state of a sequence takes."""
+    """Bytes of the state of a sequence."""
 
     checkpoint_bytes: int
     """Of the largest checkpoint; 0 where all KV can be trimmed."""

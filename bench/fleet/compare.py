@@ -77,7 +77,7 @@ class _Run:
     tokens: Tokens
 
     async def measure(self, url: str, servers: Sequence[str]) -> Result:
-        """Let all conversations take all turns; all requests must succeed, and the counts agree."""
+        """Run all turns of all conversations; all requests must succeed, and the counts agree."""
         async with new_session() as session:
             traffic = Traffic(session, Target(url, MODEL), self.api, self.tokens, self.settings.lengths)
             chosen = traffic.conversations(

@@ -1,4 +1,4 @@
-"""What clients see when a worker is killed, and while all are restarted one after the other."""
+"""Results for clients when a worker is killed, and while all are restarted one after the other."""
 
 from __future__ import annotations
 

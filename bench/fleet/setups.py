@@ -1,4 +1,4 @@
-"""What is compared: one large server, and fleets with their gateways; the settings that all of them share."""
+"""Setups to compare: one large server, and fleets with their gateways; the settings that all of them share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from bench.report import notes
 
 ONE = "one large server"
 SETUPS = {ONE: "", "smg, by cached prefix": "smg", "nginx, by session": "nginx", "round robin": "roundrobin"}
-"""What runs, and the fleet's gateway."""
+"""A server or fleet to measure, and the fleet's gateway."""
 N_SYSTEMS = 4
 LENGTHS = Lengths(system=1000, user=60, reply=32)
 MODEL = "fleet"

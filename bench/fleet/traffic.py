@@ -27,7 +27,7 @@ SILENCE_S = 300.0
 ATTEMPTS = 5
 RETRY_S = 0.5
 WORKER_HEADERS = ("x-smg-routed-worker-id", "x-routed-worker")
-"""What smg, and nginx by the fleet's configuration, call the worker that answered."""
+"""Header by which smg, and nginx by the fleet's configuration, name the worker that answered."""
 _PATHS: dict[Api, str] = {
     "chat": "/v1/chat/completions",
     "messages": "/v1/messages",
@@ -189,7 +189,7 @@ class Traffic:
 
 
 class _Stream:
-    """What a stream of any of the three APIs has said so far."""
+    """Events that a stream of any of the three APIs has sent so far."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []

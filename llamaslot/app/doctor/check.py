@@ -22,7 +22,7 @@ class Check(msgspec.Struct, frozen=True):
     outcome: Outcome
     found: str
     advice: str = ""
-    """What to change; empty where nothing is wrong."""
+    """Advice; empty where nothing is wrong."""
 
 
 def ok(name: str, found: str) -> Check:

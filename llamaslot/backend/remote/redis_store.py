@@ -285,7 +285,7 @@ class RedisStore:
         await self._within(self.timeout_s, put_off)
 
     def _keep_list(self, pipe: Any) -> None:
-        """Let the list of objects outlast all of them, but not the last server of a model."""
+        """Keep the list of objects longer than any of them, but not after the last server of a model."""
         for each in "ln":
             pipe.expire(self._prefix + each, 2 * self._settings.ttl_s)
 

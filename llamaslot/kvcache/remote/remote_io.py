@@ -73,7 +73,7 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """What was asked for of an object."""
+    """The parts of an object that were asked for."""
 
     kv: Kv | None = None
     state: Kv | None = None

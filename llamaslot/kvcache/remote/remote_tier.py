@@ -134,7 +134,7 @@ class RemoteTier:
 
     @property
     def stats(self) -> RemoteStats:
-        """What was fetched and uploaded since the start, and whether the store answers."""
+        """Counters since the start, and whether the store answers."""
         return structs.replace(self._stats, is_available=self.is_on and self._tiers.now >= self._unavailable_until)
 
     def tick(self) -> None:
@@ -218,7 +218,7 @@ class RemoteTier:
         return added.number
 
     def unpin(self, request_id: str) -> None:
-        """Let what was fetched for a request be evicted: it was loaded, or is not wanted any more."""
+        """Allow the eviction of KV that was fetched for a request: it was loaded, or is not wanted any more."""
         if self._pinned_until.pop(request_id, None) is not None:
             self._tiers.load_pins.pop(request_id, None)
 
@@ -238,7 +238,7 @@ class RemoteTier:
         self._stats.corrupt_objects += 1
 
     def on_late(self, choice: Choice, now: float) -> None:
-        """What was chosen did not come within its time; of this size, nothing is fetched for a while."""
+        """Record that a fetch was late; nothing of this size is fetched for a while."""
         self._stats.failures += 1
         self._learn(max(choice.seconds / max(choice.n_bytes, 1), self._speed(now)), now)
 
