@@ -1,11 +1,12 @@
 """`llamaslot` in processes forked from one that has imported its libraries, which takes longer than most tests.
 
-Such a process has its own environment, output, signals and exit status, like one from a shell. What it has not seen
-is the import of the program; `tests/app/test_serve.py` and the tests that inject faults start real ones.
+Such a process has its own environment, output, signals and exit status, like one from a shell, but it does not import
+the program; `tests/app/test_serve.py` and the tests that inject faults start real ones.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -65,7 +66,9 @@ class ForkedProcess:
     def send_signal(self, number: int) -> None:
         """Send a signal if it still runs."""
         if self._process.exitcode is None:
-            os.kill(self.pid, number)
+            # The fork server may have reaped it and not told yet.
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
 
     def terminate(self) -> None:
         """Send SIGTERM."""
