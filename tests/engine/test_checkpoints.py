@@ -99,9 +99,11 @@ async def test_conversations_go_on_after_a_restart(
 
 
 async def test_eight_conversations_go_on_in_a_pool_and_ram_for_three(
-    folder: Path, shape: str, tmp_path: Path
+    folder: Path, shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The disk has what leaves RAM, the last, partial segment of each and its checkpoint too."""
+    # Each turn waits until the partial segment before it is written.
+    monkeypatch.setattr(disk_pacing, "PARTIAL_DELAY_S", 0.05)
     draw = random.Random(shape)
     backend = load(folder, shape, n_ctx=1024, n_slots=2)
     segment, checkpoint = backend.info.segment_size, backend.info.checkpoint_size
