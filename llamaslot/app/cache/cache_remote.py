@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import urlsplit
 
 from redis.asyncio import Redis
 
@@ -53,7 +53,11 @@ def remote_settings(config: Config) -> RemoteSettings | None:
         raise ConfigError(f"{_FLAG} needs RAM, which --cache-ram 0 turns off", param=_FLAG)
     shown = _checked_url(config.cache_remote)
     if config.cache_remote_ca and not config.cache_remote.startswith("rediss://"):
-        raise ConfigError("--cache-remote-ca needs a --cache-remote that begins with rediss://", param=_FLAG)
+        raise ConfigError(
+            "--cache-remote-ca needs a --cache-remote that begins with rediss://", param="--cache-remote-ca"
+        )
+    if config.cache_remote.startswith("rediss://"):
+        _check_certificates(config.cache_remote_ca)
     secret = _secret(KEY_VARIABLE, config.cache_remote_key_file, "--cache-remote-key-file").encode()
     if len(secret) < _MIN_SECRET_BYTES:
         raise ConfigError(
@@ -123,7 +127,7 @@ def _checked_url(url: str) -> str:
             f"{PASSWORD_VARIABLE}",
             param=_FLAG,
         )
-    return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
 
 def _secret(variable: str, path: str, flag: str) -> str:
@@ -138,16 +142,20 @@ def _secret(variable: str, path: str, flag: str) -> str:
         ) from None
 
 
+def _check_certificates(path: str) -> None:
+    """Raise `ConfigError` unless the file has certificates: the client reads it only once it connects."""
+    flag = "--cache-remote-ca"
+    try:
+        ssl.create_default_context(cafile=path or None)
+    except ssl.SSLError:
+        raise ConfigError(f"{flag}: no PEM certificate in {path}", param=flag) from None
+    except OSError as error:
+        raise ConfigError(f"{flag}: {path} cannot be read: {error.strerror or error}", param=flag) from None
+
+
 def _client(settings: RemoteSettings) -> Redis:
     options: dict[str, Any] = {}
     if settings.url.startswith("rediss://"):
-        try:
-            # The client reads the file only once it connects.
-            ssl.create_default_context(cafile=settings.ca_file or None)
-        except OSError as error:
-            raise ConfigError(
-                f"--cache-remote-ca: {settings.ca_file}: {error}", param="--cache-remote-ca"
-            ) from None
         options |= {"ssl_cert_reqs": "required", "ssl_check_hostname": True}
         if settings.ca_file:
             options["ssl_ca_certs"] = settings.ca_file
