@@ -1,6 +1,6 @@
 """`llamaslot` in processes forked from one that has imported its libraries, which takes longer than most tests.
 
-Such a process has its own environment, output, signals and exit status, like one from a shell, but it does not import
+Such a process has its own environment, output, signals and exit status, like one from a shell, but does not import
 the program; `tests/app/test_serve.py` and the tests that inject faults start real ones.
 """
 
