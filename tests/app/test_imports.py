@@ -15,11 +15,11 @@ SERVE = "llamaslot.cli.serve_command"
     [
         (
             f"{SERVE}, llamaslot.app.composition, llamaslot.api.http_server",
-            ("rich", "numpy", "llguidance"),
+            ("rich", "numpy", "llguidance", "redis"),
             [SERVE],
         ),
-        ("llamaslot.app.runtime.engine_main", ("rich", "aiohttp"), []),
-        ("llamaslot.app.runtime.prompt_main", ("rich", "aiohttp"), []),
+        ("llamaslot.app.runtime.engine_main", ("rich", "aiohttp", "redis"), []),
+        ("llamaslot.app.runtime.prompt_main", ("rich", "aiohttp", "redis"), []),
     ],
     ids=["server", "engine", "prompt worker"],
 )

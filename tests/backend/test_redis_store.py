@@ -8,9 +8,9 @@ import fakeredis
 import numpy as np
 import pytest
 
-from llamaslot.backend.remote import RedisStore, StoreSettings
-from llamaslot.backend.remote.redis_store import _ENTRY
+from llamaslot.backend.remote.redis_store import _ENTRY, RedisStore
 from llamaslot.backend.remote.sealing import DIGEST_BYTES, Sealer
+from llamaslot.backend.remote.store_settings import StoreSettings
 from llamaslot.base.kv_ops import Kv, KvPart
 from llamaslot.base.model import SegmentSize
 from llamaslot.kvcache.remote.remote_io import (

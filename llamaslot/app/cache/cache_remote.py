@@ -1,24 +1,16 @@
-"""The remote tier (`--cache-remote`): its server, secrets, and the key of what is in it."""
+"""Settings of the remote tier (`--cache-remote`): its server and secrets, checked before the model is loaded."""
 
 from __future__ import annotations
 
 import os
 import ssl
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
-from redis.asyncio import Redis
-
-from llamaslot.app.cache.cache_disk import kv_key
 from llamaslot.app.config import Config
-from llamaslot.backend.disk import fingerprint_of
-from llamaslot.backend.remote import RedisStore, StoreSettings
-from llamaslot.backend.remote.sealing import Sealer
+from llamaslot.backend.remote.store_settings import StoreSettings
 from llamaslot.base.errors import ConfigError
-from llamaslot.base.model import ModelInfo
 
 KEY_VARIABLE = "LLAMASLOT_CACHE_REMOTE_KEY"
 PASSWORD_VARIABLE = "LLAMASLOT_CACHE_REMOTE_PASSWORD"
@@ -79,30 +71,6 @@ def remote_settings(config: Config) -> RemoteSettings | None:
     )
 
 
-def open_remote(
-    settings: RemoteSettings,
-    info: ModelInfo,
-    model_key: bytes | None,
-    on_progress: Callable[[float], bool],
-) -> RedisStore | None:
-    """Return the store for a model; None if `on_progress` stopped that, or prefixes are not offloaded.
-
-    `model_key` is the disk's key of what KV depends on, if it is known; else the model's files are read whole. The
-    server is not connected to before it is needed, and need not run now. Raises `ConfigError`.
-    """
-    if info.segment_size is None:
-        return None
-    if model_key is None:
-        try:
-            weights = fingerprint_of(info.kv_files, on_progress)
-        except OSError as error:
-            raise ConfigError(f"{_FLAG}: the model cannot be read: {error}", param="--model") from None
-        if weights is None:
-            return None
-        model_key = kv_key(info, weights)
-    return RedisStore(_client(settings), Sealer(settings.secret, model_key), settings.store, info.segment_size)
-
-
 def remote_line(settings: RemoteSettings) -> str:
     """Return a line for the user."""
     limit = f", at most {settings.store.max_bytes / _MIB:,.0f} MiB" if settings.store.max_bytes else ""
@@ -151,22 +119,3 @@ def _check_certificates(path: str) -> None:
         raise ConfigError(f"{flag}: no PEM certificate in {path}", param=flag) from None
     except OSError as error:
         raise ConfigError(f"{flag}: {path} cannot be read: {error.strerror or error}", param=flag) from None
-
-
-def _client(settings: RemoteSettings) -> Redis:
-    options: dict[str, Any] = {}
-    if settings.url.startswith("rediss://"):
-        options |= {"ssl_cert_reqs": "required", "ssl_check_hostname": True}
-        if settings.ca_file:
-            options["ssl_ca_certs"] = settings.ca_file
-    if settings.password:
-        options["password"] = settings.password
-    return Redis.from_url(
-        settings.url,
-        protocol=2,
-        socket_connect_timeout=settings.store.timeout_s,
-        # Transfers have a time limit of their own, which also ends the connection.
-        socket_timeout=None,
-        health_check_interval=0,
-        **options,
-    )

@@ -9,18 +9,18 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import structlog
 
 from llamaslot.app.cache.cache_budgets import Budgets, choose_budgets, with_checkpoint_limits
 from llamaslot.app.cache.cache_disk import lock_disk, open_disk, slot_files, slot_save_path
-from llamaslot.app.cache.cache_remote import RemoteSettings, open_remote, remote_line, remote_settings
+from llamaslot.app.cache.cache_remote import RemoteSettings, remote_line, remote_settings
 from llamaslot.app.config import Config
 from llamaslot.app.runtime.engine_config import engine_settings, llama_settings
 from llamaslot.backend.disk import DiskStore
 from llamaslot.backend.host_memory import MemoryReader, Sources, host_memory
 from llamaslot.backend.llama import LlamaBackend, LoadingStopped
-from llamaslot.backend.remote import RedisStore
 from llamaslot.base.backend import Backend
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.events import EngineEvent
@@ -28,6 +28,9 @@ from llamaslot.engine.engine import Engine
 from llamaslot.engine.model_worker import model_thread
 from llamaslot.engine.step_watch import StepWatch
 from llamaslot.processes.messages import Loaded
+
+if TYPE_CHECKING:
+    from llamaslot.backend.remote.redis_store import RedisStore
 
 _DISK_TIMEOUT_S = 5.0
 """Time that closing the disk store may take."""
@@ -105,6 +108,9 @@ class EngineHost:
         line = ""
         remote = self._remote_settings
         if remote is not None and self._budgets.ram_bytes:
+            # Its client takes 20 MiB.
+            from llamaslot.app.cache.remote_store import open_remote  # noqa: PLC0415
+
             key = self._disk.key if self._disk is not None and disk_line else None
             text = "reading the model for its checksum"
             self._remote = await asyncio.to_thread(

@@ -23,7 +23,7 @@ import contextlib
 import struct
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from time import perf_counter
 from typing import Any, TypeVar
 
@@ -35,6 +35,7 @@ from redis.asyncio import Redis
 from llamaslot.backend.disk.failure_log import FailureLog
 from llamaslot.backend.memory import new_kv
 from llamaslot.backend.remote.sealing import DIGEST_BYTES, Sealer
+from llamaslot.backend.remote.store_settings import StoreSettings
 from llamaslot.backend.segment_rows import join_parts
 from llamaslot.base.kv_ops import Kv, KvPart
 from llamaslot.base.model import SegmentSize
@@ -63,18 +64,6 @@ _MAX_DELETED = 8
 
 _T = TypeVar("_T")
 _log = structlog.get_logger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class StoreSettings:
-    """Settings of a store."""
-
-    max_bytes: int
-    """KV that all servers may keep there; 0 for no limit of ours."""
-    ttl_s: int
-    """Seconds after which what was not used expires."""
-    timeout_s: float
-    """Time that the store has to answer whatever is no transfer of an object."""
 
 
 class RedisStore:

@@ -1,0 +1,59 @@
+"""Opening of the remote store (`--cache-remote`) for a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from redis.asyncio import Redis
+
+from llamaslot.app.cache.cache_disk import kv_key
+from llamaslot.app.cache.cache_remote import RemoteSettings
+from llamaslot.backend.disk import fingerprint_of
+from llamaslot.backend.remote.redis_store import RedisStore
+from llamaslot.backend.remote.sealing import Sealer
+from llamaslot.base.errors import ConfigError
+from llamaslot.base.model import ModelInfo
+
+
+def open_remote(
+    settings: RemoteSettings,
+    info: ModelInfo,
+    model_key: bytes | None,
+    on_progress: Callable[[float], bool],
+) -> RedisStore | None:
+    """Return the store for a model; None if `on_progress` stopped that, or prefixes are not offloaded.
+
+    `model_key` is the disk's key of what KV depends on, if it is known; else the model's files are read whole. The
+    server is not connected to before it is needed, and need not run now. Raises `ConfigError`.
+    """
+    if info.segment_size is None:
+        return None
+    if model_key is None:
+        try:
+            weights = fingerprint_of(info.kv_files, on_progress)
+        except OSError as error:
+            raise ConfigError(f"--cache-remote: the model cannot be read: {error}", param="--model") from None
+        if weights is None:
+            return None
+        model_key = kv_key(info, weights)
+    return RedisStore(_client(settings), Sealer(settings.secret, model_key), settings.store, info.segment_size)
+
+
+def _client(settings: RemoteSettings) -> Redis:
+    options: dict[str, Any] = {}
+    if settings.url.startswith("rediss://"):
+        options |= {"ssl_cert_reqs": "required", "ssl_check_hostname": True}
+        if settings.ca_file:
+            options["ssl_ca_certs"] = settings.ca_file
+    if settings.password:
+        options["password"] = settings.password
+    return Redis.from_url(
+        settings.url,
+        protocol=2,
+        socket_connect_timeout=settings.store.timeout_s,
+        # Transfers have a time limit of their own, which also ends the connection.
+        socket_timeout=None,
+        health_check_interval=0,
+        **options,
+    )
