@@ -1,7 +1,8 @@
-"""Host memory for the KV of segments."""
+"""Host memory: for the KV of segments, and what the C library keeps of it after it was freed."""
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 
 import numpy as np
@@ -29,3 +30,14 @@ def new_kv(n_bytes: int) -> Kv:
             # The number of mappings is limited too (Linux: 65,530).
             pass
     return np.empty(n_bytes, dtype=np.uint8)
+
+
+def trim_heap() -> None:
+    """Return freed memory to the system; called after a start and a self-test, which free much.
+
+    glibc keeps freed pages that lie below blocks in use: 5 MiB in the prompt worker, and 34 MiB of logits that the
+    self-test has read, at a vocabulary of 151,936 tokens. Other C libraries have no such function.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

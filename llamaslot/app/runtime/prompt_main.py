@@ -17,6 +17,7 @@ from llamaslot.app.config import Config
 from llamaslot.app.runtime.child_setup import channel_to_parent, configured, socket_of
 from llamaslot.app.runtime.prompt_config import prompt_worker
 from llamaslot.backend.llama import LlamaVocab
+from llamaslot.backend.memory import trim_heap
 from llamaslot.base.errors import LlamaslotError
 from llamaslot.processes.channel import Channel
 from llamaslot.processes.messages import (
@@ -76,6 +77,7 @@ class PromptMain:
         except LlamaslotError as error:
             self._refuse(error)
         self._worker.start()
+        trim_heap()
         self._channel.send(PromptWorkerReady(self._worker.chat_template))
 
     def _start(self, numbered: NumberedJob) -> None:

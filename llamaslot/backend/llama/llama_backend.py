@@ -26,6 +26,7 @@ from llamaslot.backend.llama.sampling.probabilities import score_of
 from llamaslot.backend.llama.sampling.sampler import LlamaSampler
 from llamaslot.backend.llama.state import capabilities, self_test, state_cost
 from llamaslot.backend.llama.vocab import LlamaVocab
+from llamaslot.backend.memory import trim_heap
 from llamaslot.base import kv_ops
 from llamaslot.base.backend import CompiledConstraint, Decoded, Run, Sampler, Status, check_runs
 from llamaslot.base.commands import Constraint
@@ -79,6 +80,7 @@ class LlamaBackend:
             self.close()
             raise
         self._set_measured(measured)
+        trim_heap()
 
     def change(self, operation: kv_ops.Operation) -> None:
         """Carry out an operation on sequences, checked first."""
@@ -187,6 +189,7 @@ class LlamaBackend:
         if folder := self._settings.measurements:
             measurements.write(folder, measurements.key_of(self._settings, info, self.n_seqs), measured.to_keep)
         self._set_measured(measured, is_later=True)
+        trim_heap()
         return True
 
     def close(self) -> None:
