@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import fakeredis
@@ -371,3 +372,10 @@ def _reached(entries: dict[int, RemoteObject], start: int) -> int:
             break
         at = token + 1
     return at
+
+
+async def test_a_burst_of_lookups_does_not_run_out_of_connections(fleet: Fleet) -> None:
+    store = fleet.store()
+    await put(store, 0, 512)
+    found = await asyncio.gather(*(find(store, PROMPT[:600]) for _ in range(150)))
+    assert {each.portions[-1].end for each in found} == {512}

@@ -61,6 +61,8 @@ _TRANSFER_TIMEOUT_S = 30.0
 """Time to send or receive an object at most; who waits for one sets a time limit of its own."""
 _MAX_DELETED = 8
 """Objects that are deleted within one time limit."""
+_MAX_LOOKUPS = 16
+"""Lookups at a time, each on a connection of its own: the client refuses to open more than a hundred."""
 
 _T = TypeVar("_T")
 _log = structlog.get_logger(__name__)
@@ -85,6 +87,7 @@ class RedisStore:
         self._size = size
         self._clock = clock
         self._failures = failures or FailureLog()
+        self._lookups = asyncio.Semaphore(_MAX_LOOKUPS)
         self._prefix = f"llamaslot:1:{sealer.scope}:"
 
     @property
@@ -110,7 +113,8 @@ class RedisStore:
                 answers = await pipe.execute()
             return (answers[0] if grid else []), answers[bool(grid) :]
 
-        named, listed = await self._within(self.timeout_s, ask)
+        async with self._lookups:
+            named, listed = await self._within(self.timeout_s, ask)
         entries = {
             at: each
             for at, data in zip(grid, named, strict=True)
