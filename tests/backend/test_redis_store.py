@@ -374,6 +374,25 @@ def _reached(entries: dict[int, RemoteObject], start: int) -> int:
     return at
 
 
+@pytest.mark.parametrize("wrong", [None, -50 * N_BYTES, 50 * N_BYTES])
+async def test_a_sum_that_is_wrong_is_corrected_after_a_while(fleet: Fleet, wrong: int | None) -> None:
+    """The store evicted it, or a server ended or timed out between two commands."""
+    store, client = fleet.store(max_bytes=3 * N_BYTES), fleet.client()
+    for i in range(3):
+        await put(store, 0, 512, of=PROMPT + 10 * i)
+        fleet.clock.advance(1)
+    if wrong is None:
+        await client.delete(store._prefix + "n")
+    else:
+        await client.set(store._prefix + "n", wrong)
+    other = fleet.store(max_bytes=3 * N_BYTES)
+    for i in range(3, 6):
+        await put(other, 0, 512, of=PROMPT + 10 * i)
+        fleet.clock.advance(1)
+    assert len(await client.keys("*:d:*")) == await client.zcard(store._prefix + "l") == 3
+    assert int(await client.get(store._prefix + "n")) == 3 * N_BYTES
+
+
 async def test_a_burst_of_lookups_does_not_run_out_of_connections(fleet: Fleet) -> None:
     store = fleet.store()
     await put(store, 0, 512)

@@ -61,6 +61,9 @@ _TRANSFER_TIMEOUT_S = 30.0
 """Time to send or receive an object at most; who waits for one sets a time limit of its own."""
 _MAX_DELETED = 8
 """Objects that are deleted within one time limit."""
+_RECOUNT_S = 600.0
+"""Time after which a server adds up the list again: a server that ended or timed out between two commands, or an
+eviction by the store, leaves a sum that is wrong for good."""
 _MAX_LOOKUPS = 16
 """Lookups at a time, each on a connection of its own: the client refuses to open more than a hundred."""
 
@@ -87,6 +90,7 @@ class RedisStore:
         self._size = size
         self._clock = clock
         self._failures = failures or FailureLog()
+        self._recounts_at = 0.0
         self._lookups = asyncio.Semaphore(_MAX_LOOKUPS)
         self._prefix = f"llamaslot:1:{sealer.scope}:"
 
@@ -299,8 +303,17 @@ class RedisStore:
                 n_all = int(await self._client.get(total) or 0)
             return n_all
 
+        async def recount() -> int:
+            members = await self._client.zrange(listed, 0, -1)
+            n_all = sum(_digest_and_size(each)[1] for each in members)
+            await self._client.set(total, n_all)
+            return n_all
+
         n_all = await self._within(self.timeout_s, count)
         limit = self._settings.max_bytes
+        if limit and now >= self._recounts_at:
+            self._recounts_at = now + _RECOUNT_S
+            n_all = await self._within(self.timeout_s, recount)
         while limit and n_all > limit:
             oldest = await self._within(self.timeout_s, lambda: self._client.zrange(listed, 0, 0))
             if not oldest or oldest[0] == _member(wanted):
