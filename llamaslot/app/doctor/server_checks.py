@@ -16,6 +16,7 @@ import psutil
 
 from llamaslot.api.keys import ApiKeys
 from llamaslot.api.middleware import is_loopback
+from llamaslot.app.cache.cache_remote import remote_settings
 from llamaslot.app.config import Config
 from llamaslot.app.config_reader import listed, read_config
 from llamaslot.app.doctor.check import Check, fail, ok, warn
@@ -37,6 +38,7 @@ def configuration(flags: argparse.Namespace, environ: Mapping[str, str]) -> tupl
         read_template(config)
         api_settings(config)
         tls_context(config, time.monotonic)
+        remote_settings(config)
     except ConfigError as error:
         return config, fail("configuration", error.message, _FIX_CONFIG)
     changed = sum(getattr(config, name) != getattr(Config(), name) for name in Config.__slots__)
