@@ -71,6 +71,15 @@ class FleetProcess:
                 return
         raise BenchmarkError(f"no worker runs at {address}")
 
+    @property
+    def pid(self) -> int:
+        """The supervisor's process id."""
+        return self._process.pid
+
+    async def ended(self) -> None:
+        """Wait until it has ended by itself. Raises `TimeoutError`."""
+        await asyncio.wait_for(self._process.wait(), END_SECONDS)
+
     async def end(self) -> None:
         """End it in order; kill it if that takes too long."""
         if self._process.returncode is not None:

@@ -146,7 +146,8 @@ class Fleet:
     async def run(self) -> None:
         """Serve until a signal or `down`."""
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
+        # SIGHUP: the terminal was closed. The children have sessions of their own, and would stay.
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             loop.add_signal_handler(number, self.stopping.set)
         control = await asyncio.start_unix_server(self._control, str(self._socket))
         self._socket.chmod(0o600)
