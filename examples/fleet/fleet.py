@@ -102,6 +102,8 @@ async def up(options: argparse.Namespace, worker_flags: list[str]) -> None:
     routes = gateway(options.gateway, settings)
     # Says so at once if the gateway is missing, not after the models are loaded.
     routes.command()
+    for each in (port, *ports):
+        check_free(each)
     flags = ["-m", options.model, "--metrics", "--owned-by", "vllm", "--drain-delay", str(routes.drain_delay_s)]
     if options.cache_remote:
         flags += ["--cache-remote", options.cache_remote]
@@ -159,6 +161,16 @@ def ports_of(options: argparse.Namespace) -> tuple[int, list[int]]:
     first = options.worker_port
     given = [first + i for i in range(options.workers)] if first else free_ports(options.workers)
     return options.port or free_ports(1, neighbours=2)[0], given
+
+
+def check_free(port: int) -> None:
+    """Raise `FleetError` if a port is in use: whatever answers there would be taken for what is to be started."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except (OSError, OverflowError) as error:
+            raise FleetError(f"port {port} cannot be used: {getattr(error, 'strerror', None) or error}") from error
 
 
 def free_ports(n: int, neighbours: int = 1) -> list[int]:

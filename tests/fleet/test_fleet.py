@@ -10,6 +10,7 @@ import os
 import random
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -203,6 +204,13 @@ async def test_what_cannot_be_done_is_one_line(tmp_path: Path, keys: Path) -> No
         done = fleet_command(tmp_path / "fleet", *command)
         assert (done.returncode, done.stderr.count("\n")) == (1, 1), done.stderr
         assert words in done.stderr
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        for flag in ("--port", "--worker-port"):
+            gateway = ("--gateway", "nginx", "--gateway-program", sys.executable)
+            done = fleet_command(tmp_path / "fleet", "up", *gateway, "--workers", "1", "--port", "0", flag, port)
+            assert (done.returncode, done.stderr.count("\n")) == (1, 1), done.stderr
+            assert f"port {port} cannot be used: Address already in use" in done.stderr
     too_long = fleet_command(tmp_path / ("x" * 100), "status")
     assert "too long" in too_long.stderr
 
