@@ -108,3 +108,7 @@ def test_a_server_that_runs_already_is_named_and_ends_with_the_doctor_that_start
         server.stdin.close()
         assert server.wait(20) == 1
         assert not psutil.wait_procs(children, timeout=20)[1]
+
+
+def test_the_benchmark_does_not_wait_for_a_drain_delay() -> None:
+    assert benchmark._local(Config(drain_delay=60.0)).drain_delay == 0.0

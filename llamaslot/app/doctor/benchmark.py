@@ -118,6 +118,7 @@ def _local(config: Config) -> Config:
         cache_remote_ca="",
         slot_save_path="",
         request_timeout=0.0,
+        drain_delay=0.0,
     )
 
 
