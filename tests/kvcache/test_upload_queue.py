@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from llamaslot.kvcache.node import Node
 from llamaslot.kvcache.segment import Segment, SegmentState
 from llamaslot.kvcache.tiers.disk_pacing import PARTIAL_DELAY_S, RETRY_DELAY_S
@@ -127,3 +129,14 @@ def test_at_shutdown_everything_is_due() -> None:
     uploads.put([partial])
     uploads.flush()
     assert uploads.take_due(0.0) == [partial]
+
+
+def test_what_waits_for_a_store_that_is_gone_is_not_gone_through_with_each_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    uploads = queue()
+    uploads.put(segment(i) for i in range(3))
+    uploads.pause(50.0)
+    assert uploads.take_due(1.0) == []
+    monkeypatch.setattr(uploads, "_due_at", None)
+    assert uploads.due_at == 50.0

@@ -44,6 +44,9 @@ class UploadQueue:
         """Time of the next upload; None if there is none, or enough are under way."""
         if not self._waiting or len(self._sending) >= _MAX_UPLOADS:
             return None
+        if self._now < self._paused_until:
+            # All of RAM may wait, and this is asked for with each step.
+            return self._paused_until
         return max(self._paused_until, min(map(self._due_at, self._waiting)))
 
     @property
