@@ -69,6 +69,19 @@ def test_after_a_fetch_that_is_late_nothing_of_its_size_is_fetched_for_a_while(c
     assert cache.stats().remote.failures == 1
 
 
+def test_a_long_prompt_whose_fetch_is_late_is_not_fetched_again_for_a_while(cache: KVCache) -> None:
+    """Computing it takes longer than a request waits at most."""
+    prompt = packed(np.arange(20 * 512, dtype=np.int32))
+    blocks = [RemoteObject(512 * i, 512 * (i + 1), bytes([i]) * 16, N_BYTES) for i in range(19)]
+    found = Found(tuple(Portion(each, each.start, each.end) for each in blocks), seconds=0.01)
+    asked = cache.remote.wanted("r", cache.match("", prompt), prompt, 1.0)
+    assert asked is not None
+    choice = cache.remote.choose(asked, found)
+    assert (len(choice.portions), choice.seconds) == (19, 10.0)
+    cache.remote.on_late(choice, 11.0)
+    assert cache.remote.choose(asked, found).portions == ()
+
+
 def test_the_store_is_asked_again_after_a_pause_in_which_nothing_ran(cache: KVCache) -> None:
     cache.remote.on_unavailable(1.0)
     assert lookup(cache, RETRY_DELAY_S) is None

@@ -83,6 +83,8 @@ class Choice:
     checkpoint: RemoteObject | None = None
     rest: Portion | None = None
     seconds: float = 0.0
+    n_tokens: int = 0
+    """Tokens that need not be computed then."""
 
     @property
     def all_portions(self) -> tuple[Portion, ...]:
@@ -173,7 +175,7 @@ class RemoteTier:
             if self._fits(lookup, choice) and (
                 seconds := self._pays(choice, found, lookup.start, portions[-1].end)
             ):
-                return Choice(portions, seconds=seconds)
+                return Choice(portions, seconds=seconds, n_tokens=portions[-1].end - lookup.start)
             portions = portions[:-1]
         return Choice()
 
@@ -240,7 +242,9 @@ class RemoteTier:
     def on_late(self, choice: Choice, now: float) -> None:
         """Record that a fetch was late; nothing of this size is fetched for a while."""
         self._stats.failures += 1
-        self._learn(max(choice.seconds / max(choice.n_bytes, 1), self._speed(now)), now)
+        # No request waits longer than `_MAX_DEADLINE_S`, but the next one like it must not wait again.
+        seconds = max(choice.seconds, self._seconds_to_compute(choice.n_tokens))
+        self._learn(max(seconds / max(choice.n_bytes, 1), self._speed(now)), now)
 
     def on_unavailable(self, now: float) -> None:
         """The store did not answer, or refused: nothing is asked of it for a while."""
@@ -291,9 +295,10 @@ class RemoteTier:
             start = max(lookup.start, each.start)
             rest = Portion(each, start, each.end) if start < each.end else None
             choice = Choice(portions, each, rest)
-            seconds = self._pays(choice, found, min(lookup.restore_point, lookup.start), each.end)
+            first = min(lookup.restore_point, lookup.start)
+            seconds = self._pays(choice, found, first, each.end)
             if seconds and self._fits(lookup, choice):
-                return Choice(portions, each, rest, seconds)
+                return Choice(portions, each, rest, seconds, each.end - first)
         return Choice()
 
     def _pays(self, choice: Choice, found: Found, start: int, end: int) -> float:
