@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from time import perf_counter
@@ -72,6 +73,8 @@ class RemoteWorker:
         """Requests that wait for what is found of their tokens, by namespace and tokens."""
         self._fetches: dict[tuple[bytes, bool, bool], asyncio.Task[Fetched | None]] = {}
         """Objects that are being fetched, for any number of requests."""
+        self._n_waiting: Counter[tuple[bytes, bool, bool]] = Counter()
+        """Requests that wait for each of them."""
         self._fetch_slots = asyncio.Semaphore(_MAX_ALL_FETCHES)
         self._uploads: set[asyncio.Task[None]] = set()
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -165,11 +168,20 @@ class RemoteWorker:
             self._post(lambda: self._release(lookup))
 
     async def _fetch_all(self, lookup: Lookup, choice: Choice) -> None:
+        asked: list[tuple[bytes, bool, bool]] = []
+        try:
+            await self._fetch_each(lookup, choice, asked)
+        finally:
+            self._n_waiting.subtract(asked)
+            # Without those that are zero.
+            self._n_waiting = +self._n_waiting
+
+    async def _fetch_each(self, lookup: Lookup, choice: Choice, asked: list[tuple[bytes, bool, bool]]) -> None:
         wanted = [(each, False) for each in choice.portions]
         if choice.rest is not None:
             wanted.append((choice.rest, True))
         fetches = [
-            self._fetch(each.object, kv=True, state=has_state) if i < _MAX_FETCHES else None
+            self._fetch(asked, each.object, kv=True, state=has_state) if i < _MAX_FETCHES else None
             for i, (each, has_state) in enumerate(wanted)
         ]
         state: Kv | None = None
@@ -179,7 +191,7 @@ class RemoteWorker:
             fetched = await asyncio.shield(fetch)
             if i + _MAX_FETCHES < len(wanted):
                 later, with_state = wanted[i + _MAX_FETCHES]
-                fetches[i + _MAX_FETCHES] = self._fetch(later.object, kv=True, state=with_state)
+                fetches[i + _MAX_FETCHES] = self._fetch(asked, later.object, kv=True, state=with_state)
             if fetched is None or fetched.kv is None:
                 return
             state = fetched.state if has_state else None
@@ -192,15 +204,19 @@ class RemoteWorker:
         if checkpoint is None:
             return
         if choice.rest is None:
-            fetched = await asyncio.shield(self._fetch(checkpoint, kv=False, state=True))
+            fetched = await asyncio.shield(self._fetch(asked, checkpoint, kv=False, state=True))
             state = fetched.state if fetched is not None else None
         if state is not None:
             taken = state
             await self._between_steps(lambda: self._add_checkpoint(lookup, checkpoint, taken))
 
-    def _fetch(self, wanted: RemoteObject, *, kv: bool, state: bool) -> asyncio.Task[Fetched | None]:
-        """Start to fetch an object, or return the fetch that another request has started."""
+    def _fetch(
+        self, asked: list[tuple[bytes, bool, bool]], wanted: RemoteObject, *, kv: bool, state: bool
+    ) -> asyncio.Task[Fetched | None]:
+        """Start to fetch an object, or return the fetch that another request has started; adds it to `asked`."""
         key = wanted.digest, kv, state
+        asked.append(key)
+        self._n_waiting[key] += 1
         task = self._fetches.get(key)
         if task is None:
             self._fetches[key] = task = self._spawn(self._timed_fetch(wanted, kv=kv, state=state))
@@ -210,6 +226,9 @@ class RemoteWorker:
     async def _timed_fetch(self, wanted: RemoteObject, *, kv: bool, state: bool) -> Fetched | None:
         began = perf_counter()
         async with self._fetch_slots:
+            if not self._n_waiting[wanted.digest, kv, state]:
+                # Those that wanted it were late, and are computing it.
+                return None
             fetched = await self._call(self._store.fetch(wanted, kv=kv, state=state))
         if fetched is not None:
             n_bytes, seconds = fetched.n_bytes, perf_counter() - began

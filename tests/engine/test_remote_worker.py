@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -21,7 +22,9 @@ from llamaslot.backend.remote.store_settings import StoreSettings
 from llamaslot.base.commands import ClearCache
 from llamaslot.base.events import Finished
 from llamaslot.base.stats import RemoteStats
-from llamaslot.kvcache.remote.remote_io import GRID_TOKENS
+from llamaslot.engine.remote_worker import RemoteWorker
+from llamaslot.kvcache.remote.remote_io import GRID_TOKENS, Portion, RemoteObject
+from llamaslot.kvcache.remote.remote_tier import Choice, Lookup
 from llamaslot.kvcache.tiers import upload_queue
 from tests.engine.harness import Harness, running
 from tests.store_server import PROGRAM, StoreServer, store_server
@@ -250,3 +253,37 @@ async def test_the_last_turn_is_uploaded_when_a_server_ends(
     async with serving(folder, "tiny", redis) as second:
         _, end = await second.ask(opening("Ann"))
         assert end.progress.n_fetched > end.progress.n_prompt - 2 * GRID_TOKENS
+
+
+async def test_what_no_request_waits_for_any_more_is_not_fetched() -> None:
+    """All were late while the store hung, and compute it; nothing is received for them once it answers."""
+    asked, answers = [], threading.Event()
+
+    class Hanging:
+        timeout_s = 1.0
+
+        async def fetch(self, wanted: RemoteObject, **_: bool) -> None:
+            asked.append(wanted.digest)
+            while not answers.is_set():
+                await asyncio.sleep(0.001)
+
+        async def close(self) -> None:
+            pass
+
+    store: Any = Hanging()
+    cache: Any = None
+    worker = RemoteWorker(store, cache, cache, lambda action: action(), lambda: 0.0)
+
+    async def late(number: int) -> None:
+        each = RemoteObject(0, 64, bytes([number]) * 16, 10)
+        lookup = Lookup("r", "", b"", 0, 64, None)
+        async with asyncio.timeout(0.1):
+            await worker._fetch_all(lookup, Choice((Portion(each, 0, 64),)))
+
+    ends = await asyncio.gather(*(late(i) for i in range(20)), return_exceptions=True)
+    assert {type(each) for each in ends} == {TimeoutError}
+    answers.set()
+    await asyncio.wait(set(worker._tasks), timeout=5)
+    assert len(asked) == 4
+    assert not worker._n_waiting
+    await asyncio.wrap_future(worker.close()[0])
