@@ -289,6 +289,17 @@ async def test_a_state_that_comes_later_is_counted_with_its_object(fleet: Fleet)
     assert int(await client.get(store._prefix + "n")) == 2 * N_BYTES
 
 
+async def test_an_object_with_a_state_stays_if_its_kv_is_used(fleet: Fleet) -> None:
+    """Another server, which has the same KV without a state, has named it in the index."""
+    store, other = fleet.store(), fleet.store()
+    await put(store, 0, 512, state=kv(1))
+    assert await put(other, 0, 512) == 0
+    fleet.clock.advance(50)
+    assert await _fetch(store, PROMPT)
+    ((_, expires),) = await fleet.client().zrange(store._prefix + "l", 0, -1, withscores=True)
+    assert expires == fleet.clock.now + 100
+
+
 @pytest.mark.parametrize("member", [b"x", b"zz:10", b"\xff:1", b"aa:b:c"])
 async def test_foreign_members_of_the_list_are_removed(fleet: Fleet, member: bytes) -> None:
     store, client = fleet.store(max_bytes=10 * N_BYTES), fleet.client()

@@ -168,6 +168,10 @@ class RedisStore:
             return 0
         last = _STATE if state is not None else _KV
         if await self._within(self.timeout_s, lambda: self._client.hexists(name, last)):
+            if state is None:
+                # The list has it under the size of all.
+                n_state = await self._within(self.timeout_s, lambda: self._client.hstrlen(name, _STATE))
+                wanted = replace(wanted, state_bytes=n_state)
             await self._index(wanted, digests)
             await self._keep(wanted)
             return 0
