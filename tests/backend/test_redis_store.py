@@ -334,6 +334,15 @@ async def test_clearing_deletes_all_of_this_model_and_no_other(fleet: Fleet) -> 
     assert await _fetch(other, PROMPT)
 
 
+async def test_clearing_deletes_what_the_list_lacks(fleet: Fleet) -> None:
+    """The store evicted the list, or another server cleared while this was uploaded."""
+    store, client = fleet.store(), fleet.client()
+    await put(store, 0, 512)
+    await client.delete(store._prefix + "l")
+    await store.clear()
+    assert not await client.keys("*")
+
+
 async def test_dropping_a_path_keeps_what_comes_before(fleet: Fleet) -> None:
     store = fleet.store()
     await put(store, 0, 512)

@@ -64,6 +64,8 @@ _MAX_DELETED = 8
 _RECOUNT_S = 600.0
 """Time after which a server adds up the list again: a server that ended or timed out between two commands, or an
 eviction by the store, leaves a sum that is wrong for good."""
+_SCANNED_NAMES = 1000
+"""Names that the store goes through within one time limit."""
 _MAX_LOOKUPS = 16
 """Lookups at a time, each on a connection of its own: the client refuses to open more than a hundred."""
 
@@ -223,12 +225,18 @@ class RedisStore:
 
     async def clear(self) -> None:
         """Delete all objects of this model and fleet."""
-        while members := await self._within(
-            self._settings.timeout_s, lambda: self._client.zrange(self._prefix + "l", 0, _MAX_DELETED - 1)
-        ):
-            await self._delete(members)
-        names = self._prefix + "l", self._prefix + "n"
-        await self._within(self.timeout_s, lambda: self._client.unlink(*names))
+        # Not by the list: it lacks what another server was uploading during the last clear, and a store whose memory
+        # is full may have evicted it.
+        cursor = 0
+
+        async def delete_some() -> int:
+            at, names = await self._client.scan(cursor, match=self._prefix + "*", count=_SCANNED_NAMES)
+            if names:
+                await self._client.unlink(*names)
+            return int(at)
+
+        while cursor := await self._within(self.timeout_s, delete_some):
+            pass
 
     async def close(self) -> None:
         """Close the connections."""
