@@ -244,7 +244,11 @@ class Fleet:
 
         # A client that goes away does not stop what it has asked for.
         with contextlib.suppress(ConnectionError), contextlib.closing(writer):
-            asked = json.loads(await reader.readline())
+            line = await reader.readline()
+            if not line:
+                # `up` only looks whether somebody answers.
+                return
+            asked = json.loads(line)
             try:
                 match asked["do"]:
                     case "status":

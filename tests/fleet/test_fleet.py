@@ -183,11 +183,13 @@ async def test_no_request_is_lost_while_a_worker_is_drained_and_started(
 async def test_closing_the_terminal_ends_all(tmp_path: Path) -> None:
     async with running(tmp_path, ["--workers", "1"], WORKERS) as process:
         status = await process.status()
+        assert "already runs" in fleet_command(tmp_path, "up").stderr
         os.kill(process.pid, signal.SIGHUP)
         await process.ended()
     for each in (status["gateway"], *status["workers"]):
         with pytest.raises(ProcessLookupError):
             os.kill(each["pid"], 0)
+    assert "Traceback" not in (tmp_path / "fleet.log").read_text()
 
 
 async def test_what_cannot_be_done_is_one_line(tmp_path: Path, keys: Path) -> None:
