@@ -225,8 +225,8 @@ class RedisStore:
 
     async def clear(self) -> None:
         """Delete all objects of this model and fleet."""
-        # Not by the list: it lacks what another server was uploading during the last clear, and a store whose memory
-        # is full may have evicted it.
+        # Not by the list: it lacks what another server was uploading during the last clear, and a store that is full
+        # may have evicted it.
         cursor = 0
 
         async def delete_some() -> int:
