@@ -225,7 +225,7 @@ class RedisStore:
 
     async def clear(self) -> None:
         """Delete all objects of this model and fleet."""
-        # Not by the list: it lacks what another server was uploading during the last clear, and a store that is full
+        # Not by the list: it lacks what another server uploaded during the last clear, and a store that is full
         # may have evicted it.
         cursor = 0
 
