@@ -14,7 +14,8 @@ from typing import Any
 
 import msgspec
 
-from llamaslot.app.config import Config, Option, options
+from llamaslot.app.config import Config, options
+from llamaslot.app.option import Option
 from llamaslot.base.errors import ConfigError
 
 

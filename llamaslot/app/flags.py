@@ -11,7 +11,8 @@ import difflib
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from llamaslot.app.config import Option, options
+from llamaslot.app.config import options
+from llamaslot.app.option import Option
 from llamaslot.base.errors import ConfigError
 
 WITHOUT_EFFECT = {

@@ -35,9 +35,7 @@ print(before - kept, kept - resident())
 """
 
 
-@pytest.mark.skipif(
-    not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="no such function"
-)
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="no such function")
 def test_pages_below_blocks_in_use_go_back() -> None:
     done = subprocess.run([sys.executable, "-c", FREED], capture_output=True, text=True, check=True)
     before, trimmed = map(int, done.stdout.split())

@@ -1,0 +1,86 @@
+"""Rows of the configuration table: how an option is described, and what flags and variables follow from that."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from functools import partial
+from types import MappingProxyType
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+SWITCH = dict.fromkeys(("on", "enabled", "true", "1"), True) | dict.fromkeys(
+    ("off", "disabled", "false", "0"), False
+)
+_T = TypeVar("_T")
+
+
+def llama(
+    default: _T,
+    text: str,
+    flags: str = "",
+    *,
+    env: str = "LLAMA_ARG_{}",
+    words: Mapping[str, Any] = MappingProxyType({}),
+) -> _T:
+    """Describe an option that llama-server has too, by its default and help text.
+
+    Its flag is its name and its environment variable `LLAMA_ARG_` and its name unless `flags` lists all flags and
+    `env` is another variable. `words` stand for values.
+    """
+    return field(default=default, metadata={"text": text, "flags": flags, "env": env, "words": words})
+
+
+own = partial(llama, env="LLAMASLOT_{}")
+"""An option that llama-server does not have."""
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One row of the table."""
+
+    name: str
+    kind: Any
+    flags: list[str]
+    env: str
+    default: Any
+    text: str
+    words: Mapping[str, Any]
+    """Values by the words that stand for them."""
+
+    @property
+    def flag(self) -> str:
+        """The long flag by which messages name the option."""
+        return next(flag for flag in self.flags if flag.startswith("--"))
+
+    @property
+    def is_bool(self) -> bool:
+        """True for a switch: on or off, without a value."""
+        return self.types[0] is bool
+
+    @property
+    def is_list(self) -> bool:
+        """True for an option that may be repeated."""
+        return get_origin(self.kind) is tuple
+
+    @property
+    def types(self) -> tuple[Any, ...]:
+        """The types of its values; several if both words and numbers are allowed."""
+        is_one = get_origin(self.kind) in (None, Literal, Annotated, tuple)
+        kinds = (self.kind,) if is_one else get_args(self.kind)
+        return tuple(get_args(each)[0] if get_origin(each) is Annotated else each for each in kinds)
+
+    @property
+    def choices(self) -> list[str]:
+        """Its words, and N where it takes a number too; empty where it takes no words."""
+        words = [word for kind in self.types if get_origin(kind) is Literal for word in get_args(kind)]
+        return [*words, "N"] if words and len(self.types) > 1 else words
+
+
+def options_of(table: type[Any]) -> Iterator[Option]:
+    """The rows of a table, a dataclass whose fields are described by `llama` and `own`, in their order."""
+    kinds = get_type_hints(table, include_extras=True)
+    for row in fields(table):
+        name, kind, meta = row.name, kinds[row.name], row.metadata
+        flags = meta["flags"].split() or [f"--{name.replace('_', '-')}"]
+        words = SWITCH if kind is bool else meta["words"]
+        yield Option(name, kind, flags, meta["env"].format(name.upper()), row.default, meta["text"], words)
