@@ -178,11 +178,12 @@ class Scheduler:
         for request in self.admitted:
             self.cache.remote.unpin(request.id)
         able = [request for request in suspects[:1] or by_share(running) if request in ready]
-        long_run, n_waiting = "", 0
+        long_runs: tuple[str, ...] = ()
+        n_waiting = 0
         if self._turns is not None:
             single = [request for request in able if self._n_pending(request) == 1]
-            ready, long_run = self._turns.next(single, [request for request in able if request not in single])
-            n_waiting = len(single) if long_run else 0
+            ready, long_runs = self._turns.next(single, [request for request in able if request not in single])
+            n_waiting = len(single) if long_runs else 0
         ready = self._taker.take_due(ready, self.queue)
         n_prefill = sum(n for request in ready if not request.is_stream(n := self._n_pending(request)) and n > 1)
         self.cache.offload_idle(n_prefill, lambda: map(self.admission.match, self.queue))
@@ -211,13 +212,13 @@ class Scheduler:
             n_extra_steps=n_extra_steps,
             jobs=self.cache.take_jobs(),
             uploads=self.cache.remote.take_uploads(),
-            long_run=long_run,
+            long_runs=long_runs,
         )
 
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> list[Outcome]:
         """Change the state to what the backend did for `plan`."""
         if self._turns is not None:
-            self._turns.commit(plan.long_run)
+            self._turns.commit(plan.long_runs)
         if result.unsaved:
             self.cache.on_io(SaveFailed(result.unsaved), now)
         if result.incomplete:

@@ -66,8 +66,10 @@ class StepPlan:
     """Disk jobs to start once the operations are done."""
     uploads: list[Upload] = field(default_factory=list)
     """Uploads to the remote tier, as well."""
-    long_run: str = ""
-    """Id of the request whose turn it is to compute more than a token, where no other may share its step."""
+    long_runs: tuple[str, ...] = ()
+    """Where runs of several lengths may not share a step, and this one is for a long one: the ids of all requests
+    that have one to compute, by their turns.
+    """
 
     @property
     def n_tokens(self) -> int:

@@ -34,30 +34,34 @@ class RunTurns:
     """Turns of requests whose runs may not share a step, where all runs of a step must have one length (fact 33).
 
     A step computes single tokens of any number of requests or, in turn, a longer run of one. Those with longer runs
-    take turns, too. Only `commit` changes it, so a plan that is not carried out takes no turn.
+    take turns, too: the one that has waited longest is next. Only `commit` changes anything, so a plan that is not
+    carried out takes no turn.
     """
 
     def __init__(self) -> None:
         self._last_had_long_run = False
         """True if the last step was for a longer run."""
-        self._last_long_run = ""
-        """Id of the last request that had one."""
+        self._order: list[str] = []
+        """Ids of the requests that had longer runs when one was computed last, the next one first."""
 
-    def next(self, single: Sequence[Request], longer: Sequence[Request]) -> tuple[list[Request], str]:
-        """Return the requests of the next step: all of the `single` ones, or one of the `longer` ones and its id.
+    def next(self, single: Sequence[Request], longer: Sequence[Request]) -> tuple[list[Request], tuple[str, ...]]:
+        """Return the requests of the next step, and the order of the longer runs if it is for one of them.
 
-        `single` requests have one token to compute, the `longer` ones more.
+        These are all of the `single` ones, which have one token to compute, or one of the `longer` ones, which have
+        more. The order has the ids of those, from the chosen one on; it is empty for single tokens.
         """
         if not longer or (single and self._last_had_long_run):
-            return list(single), ""
-        last = next((i for i, request in enumerate(longer) if request.id == self._last_long_run), -1)
-        chosen = longer[(last + 1) % len(longer)]
-        return [chosen], chosen.id
+            return list(single), ()
+        places = {name: i for i, name in enumerate(self._order)}
+        # Behind those that wait already: else short prompts that keep coming would overtake a long one forever.
+        ordered = sorted(longer, key=lambda request: places.get(request.id, len(places)))
+        return [ordered[0]], tuple(request.id for request in ordered)
 
-    def commit(self, long_run: str) -> None:
-        """Record the id of the request that a step was for, if it had a longer run, else an empty one."""
-        self._last_had_long_run = bool(long_run)
-        self._last_long_run = long_run or self._last_long_run
+    def commit(self, long_runs: Sequence[str]) -> None:
+        """Record that a step was carried out, by the order that `next` returned for it."""
+        self._last_had_long_run = bool(long_runs)
+        if long_runs:
+            self._order = [*long_runs[1:], long_runs[0]]
 
 
 class StepPlanner:

@@ -169,15 +169,40 @@ def test_streams_and_prompts_take_turns_where_they_may_not_share_a_step() -> Non
 
 def test_a_plan_that_is_not_carried_out_takes_no_turn() -> None:
     driver = Driver(kind=StateKind.HYBRID_WINDOW, n_slots=4)
-    stream, *prompts = (driver.submit(letter * 20) for letter in "sab")
+    stream, first, second = (driver.submit(letter * 20) for letter in "sab")
     turns = RunTurns()
-    for chosen in (prompts[0], stream, prompts[1], stream, prompts[0]):
-        expected = [chosen], "" if chosen is stream else chosen.id
-        assert turns.next([stream], prompts) == turns.next([stream], prompts) == expected
-        turns.commit(expected[1])
-    assert turns.next([], prompts) == ([prompts[1]], prompts[1].id)
-    assert turns.next([], prompts[:1]) == ([prompts[0]], prompts[0].id)
-    assert turns.next([stream], []) == ([stream], "")
+
+    def carry_out(chosen: Request, single: list[Request], longer: list[Request]) -> None:
+        requests, long_runs = turns.next(single, longer)
+        assert (requests, long_runs) == turns.next(single, longer)
+        assert requests == [chosen]
+        assert long_runs[:1] == (() if chosen is stream else (chosen.id,))
+        turns.commit(long_runs)
+
+    for chosen in (first, stream, second, stream, first):
+        carry_out(chosen, [stream], [first, second])
+    carry_out(second, [], [first, second])
+    carry_out(first, [], [first])
+    carry_out(stream, [stream], [])
+
+
+def test_short_prompts_that_keep_coming_do_not_overtake_a_long_one_where_they_may_not_share_a_step() -> None:
+    """Each is computed in one step, and comes before the second request of another client."""
+    driver = Driver(
+        kind=StateKind.HYBRID_WINDOW, n_slots=4, n_ctx=2000, n_ubatch=64, checkpoints={"step_tokens": 999}
+    )
+    stream = driver.submit("s" * 5, max_tokens=300, client="one")
+    while not stream.n_generated:
+        driver.step()
+    long = driver.submit("b" * 200, client="one")
+    shorts = iter(driver.submit(f"{a}{b}!", client="other") for a in "ABCDEFGH" for b in "ABCDEFGH")
+    short = next(shorts)
+    for _ in range(100):
+        if short.state is RequestState.DONE:
+            short = next(shorts)
+        driver.step()
+    assert long.state is RequestState.DONE
+    assert stream.state is RequestState.RUNNING
 
 
 def loads_in_gaps() -> tuple[Driver, Request]:
