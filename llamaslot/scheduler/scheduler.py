@@ -183,7 +183,7 @@ class Scheduler:
         if self._turns is not None:
             single = [request for request in able if self._n_pending(request) == 1]
             ready, long_runs = self._turns.next(single, [request for request in able if request not in single])
-            n_waiting = len(single) if long_runs else 0
+            n_waiting = sum(r.is_stream(self._n_pending(r)) for r in able if r not in ready)
         ready = self._taker.take_due(ready, self.queue)
         n_prefill = sum(n for request in ready if not request.is_stream(n := self._n_pending(request)) and n > 1)
         self.cache.offload_idle(n_prefill, lambda: map(self.admission.match, self.queue))

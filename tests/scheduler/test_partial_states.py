@@ -205,6 +205,26 @@ def test_short_prompts_that_keep_coming_do_not_overtake_a_long_one_where_they_ma
     assert stream.state is RequestState.RUNNING
 
 
+def test_streams_with_forced_tokens_bound_the_steps_of_prompts_that_they_may_not_share() -> None:
+    """What a constraint forces is a longer run, but the next token of that stream waits for the prompt's step."""
+    driver = Driver(
+        kind=StateKind.HYBRID_WINDOW, n_slots=2, n_ctx=2000, n_ubatch=256, checkpoints={"step_tokens": 999}
+    )
+    stream = driver.submit("s" * 5, max_tokens=300)
+    while stream.n_generated < 3:
+        driver.step()
+    prompt = driver.submit("p" * 900, max_tokens=1)
+    sizes = []
+    while not prompt.n_generated:
+        if driver.scheduler.cache.length(stream.slot) == len(stream.tokens) - 1:
+            for token in b"forced":
+                stream.add_token(token, driver.backend.now, forced=True)
+        [work] = driver.step().work
+        if work.request is prompt:
+            sizes.append(len(work.run.tokens))
+    assert max(sizes) < 256
+
+
 def loads_in_gaps() -> tuple[Driver, Request]:
     """A stream, and a request whose 99 cached tokens are loaded in four segments before its state is restored.
 
