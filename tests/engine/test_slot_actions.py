@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from llamaslot.backend.disk import SlotFiles
+from llamaslot.base.backend import Status
 from llamaslot.base.commands import ClearCache, SlotAction, SlotActionDone
 from llamaslot.base.errors import ErrorInfo
 from llamaslot.base.events import Event, Finished, Output, Progress, Reply
@@ -300,6 +301,25 @@ async def test_a_restore_is_refused_if_a_running_request_keeps_it_from_its_cells
         assert not busy.done()
         engine.cancel("b")
         await busy
+
+
+async def test_a_slot_that_lost_its_state_cannot_be_saved_until_it_is_computed_on(tmp_path: Path) -> None:
+    """A step fails in which it has no part, but recurrent states of other sequences are lost in it, too."""
+    backend = FakeBackend(n_slots=2, n_ctx=1000, n_reserved=1, n_ubatch=512, kind=StateKind.RECURRENT)
+    async with served(tmp_path, backend, debug_invariants=True) as engine:
+        await engine.complete("x" * 200)
+        assert isinstance(await engine.act(0, "save"), SlotActionDone)
+        backend.failures.append((Status.ABORTED, 0))
+        await engine.submit("failed", "y" * 100, id_slot=1, max_tokens=1)
+        assert engine.engine.scheduler.cache.length(0)
+        refused = await engine.act(0, "save")
+        assert isinstance(refused, ErrorInfo)
+        assert refused.message == (
+            "slot 0 cannot be saved: it is empty or private, or has lost the state after its last token"
+        )
+        assert refused.param == "id_slot"
+        await engine.complete("x" * 200 + "and more")
+        assert isinstance(await engine.act(0, "save"), SlotActionDone)
 
 
 async def test_actions_beyond_the_limit_are_refused(tmp_path: Path) -> None:
