@@ -143,6 +143,25 @@ def test_an_idle_server_comes_to_rest_even_if_its_states_exceed_the_budget(
     assert not any(taken[100:])
 
 
+def test_the_deepest_checkpoint_of_a_path_outlasts_those_above_deeper_ones() -> None:
+    """Although those were used later."""
+    driver = Driver(
+        kind=StateKind.RECURRENT, n_slots=2, n_ctx=2048, ram_bytes=10**6, checkpoints={"step_tokens": 999}
+    )
+    driver.run("d" * 40, id_slot=1)
+    for text in ("a" * 40, "a" * 40 + "b" * 30):
+        driver.run(text, id_slot=0)
+    checkpoints = driver.cache.checkpoints
+    tiers = checkpoints._tiers
+    [only] = checkpoints_on(driver.cache._sequences.end(1))
+    *_, above = checkpoints_on(driver.cache._sequences.end(0))
+    assert only.last_used < above.last_used
+    n_left = len(tiers.checkpoints) - 1
+    tiers.checkpoints.capacity = tiers.checkpoints.n_bytes - 1
+    assert checkpoints.evict_for(0)
+    assert (only.state.uses_ram, above.state.uses_ram, len(tiers.checkpoints)) == (True, False, n_left)
+
+
 def test_streams_and_prompts_take_turns_where_they_may_not_share_a_step() -> None:
     """Neither waits for the end of the other, and a prompt's step is no longer than a stream's gap allows."""
     driver = Driver(
