@@ -151,6 +151,8 @@ def figures_of(measurement: str, model: str, measured: Sequence[dict[str, float]
             of("prompt tokens", *(each["prompt"] for each in measured)),
             of("fewest", *(each["fewest"] for each in measured)),
             of("computed", *(each["computed"] for each in measured)),
+            # Nothing, if pool and RAM had room for all.
+            of("read from disk", *(each["read_tokens"] for each in measured)),
             of("computed / fewest", *(each["computed"] / each["fewest"] for each in measured), most=MAX_COMPUTED),
         ]
     names = {"own": "llamaslot", "peer": runs.PEER}

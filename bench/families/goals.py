@@ -161,12 +161,12 @@ def _row(
     peer_computed = min(_computed(peer.values()) for peer in paired)
     fastest = min(paired, key=lambda peer: _ttft(peer.values()))
     ratios = [own[repeat].ttft_mean / fastest[repeat].ttft_mean for repeat in own.keys() & fastest.keys()]
-    is_halved = workload in HALVED
+    most = max(peer_computed / 2, MAX_SHARE * fewest) if workload in HALVED else peer_computed
     return Row(
         **vars(alone)
         | {
             "peer_computed": peer_computed,
-            "peer_limit": max(peer_computed / 2, MAX_SHARE * fewest) if is_halved else peer_computed,
+            "peer_limit": min(peer_computed, most),
             "peer_ttft_ms": 1e3 * _ttft(fastest.values()),
             "ttft_ratio": statistics.median(ratios),
         }

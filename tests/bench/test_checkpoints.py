@@ -103,8 +103,8 @@ def test_all_is_measured_on_the_usual_shapes_unless_told(monkeypatch: pytest.Mon
     [
         ("restart", {"prompt": 10, "computed": 1, "cold_s": 2.0, "resumed_s": 0.2}, 0.1, True),
         ("restart", {"prompt": 10, "computed": 1, "cold_s": 2.0, "resumed_s": 0.25}, 0.125, False),
-        ("eight", {"prompt": 200, "fewest": 100, "computed": 120}, 1.2, True),
-        ("eight", {"prompt": 200, "fewest": 100, "computed": 130}, 1.3, False),
+        ("eight", {"prompt": 200, "fewest": 100, "computed": 120, "read_tokens": 50}, 1.2, True),
+        ("eight", {"prompt": 200, "fewest": 100, "computed": 130, "read_tokens": 50}, 1.3, False),
         ("memory", {"own_rss": 1, "own_pss": 320 * MIB, "peer_rss": 1, "peer_pss": 200 * MIB}, 1.0, True),
         ("memory", {"own_rss": 1, "own_pss": 336 * MIB, "peer_rss": 1, "peer_pss": 200 * MIB}, 1.05, False),
     ],
