@@ -295,11 +295,6 @@ class Checkpoint(Segment):
         return len(self.node.children) + len(self.node.end_of) > 1
 
     @property
-    def above(self) -> Checkpoint | None:
-        """The next checkpoint above it on its path."""
-        return next((each for each in checkpoints_on(self.node) if each is not self), None)
-
-    @property
     def ends_first_message(self) -> bool:
         """True if it is the first on its path at the end of a message, with which other conversations may begin."""
         return self.ends_message and not any(each.ends_message for each in checkpoints_on(self.node)[1:])

@@ -30,6 +30,8 @@ class CheckpointTaker:
         if not checkpoints.has_states or request.is_private:
             return
         positions = checkpoints.positions(request.slot)
+        # Of those that were taken at the end of a sequence, or read from elsewhere, the next token was not known.
+        checkpoints.mark_ends(request.slot, [at for at in positions if self._ends_message(request, at)])
         request.stops = prompt_stops(
             request.tokens.view(),
             start=request.n_cached_at_admission,
@@ -66,13 +68,13 @@ class CheckpointTaker:
                 taken = checkpoints.take(request.slot, Evictable.NONE if is_one_shot else Evictable.ANY)
                 n_left -= taken is not None
                 if taken is not None:
-                    taken.ends_message |= self._ends_message(request)
+                    taken.ends_message |= self._ends_message(request, taken.end)
             go_on.append(request)
         return go_on
 
-    def _ends_message(self, request: Request) -> bool:
-        """True if the next token of a request begins or ends a message."""
-        next_token = request.tokens.view(self._cache.length(request.slot))[:1]
+    def _ends_message(self, request: Request, position: int) -> bool:
+        """True if the token of a request at this position begins or ends a message."""
+        next_token = request.tokens.view(position)[:1]
         return bool(np.isin(next_token, self._control).any())
 
     def _is_due(self, request: Request, queue: Sequence[Request]) -> bool:

@@ -13,6 +13,7 @@ from llamaslot.base.namespaces import key_salt, key_secret, salt_namespace, tena
 from llamaslot.base.tokens import packed
 from llamaslot.kvcache.segment import SegmentState, checkpoints_on
 from llamaslot.kvcache.tiers.disk_io import Write, Written
+from llamaslot.scheduler.checkpoint_taker import CheckpointTaker
 from llamaslot.scheduler.request import Request, RequestState
 from llamaslot.scheduler.step_planner import RunTurns
 from tests.fake_backend import WINDOW, FakeBackend
@@ -160,6 +161,39 @@ def test_the_deepest_checkpoint_of_a_path_outlasts_those_above_deeper_ones() -> 
     tiers.checkpoints.capacity = tiers.checkpoints.n_bytes - 1
     assert checkpoints.evict_for(0)
     assert (only.state.uses_ram, above.state.uses_ram, len(tiers.checkpoints)) == (True, False, n_left)
+
+
+def test_a_checkpoint_above_one_that_only_the_disk_has_is_not_the_deepest() -> None:
+    driver = Driver(
+        kind=StateKind.RECURRENT, n_slots=2, n_ctx=2048, ram_bytes=10**6, checkpoints={"step_tokens": 999}
+    )
+    driver.run("d" * 40, id_slot=1)
+    for text in ("a" * 40, "a" * 40 + "b" * 30):
+        driver.run(text, id_slot=0)
+    checkpoints = driver.cache.checkpoints
+    lru = checkpoints._tiers.checkpoints
+    [only] = checkpoints_on(driver.cache._sequences.end(1))
+    deepest, *_, above = checkpoints_on(driver.cache._sequences.end(0))
+    for each in checkpoints_on(deepest.node)[:-1]:
+        lru.remove(each)
+        each.state = SegmentState.DISK
+    assert set(lru) == {only, above}
+    lru.capacity = lru.n_bytes - 1
+    assert checkpoints.evict_for(0)
+    assert set(lru) == {only}
+
+
+@pytest.mark.parametrize("is_cached_first", [False, True])
+def test_a_checkpoint_at_the_end_of_the_first_message_is_known_however_it_was_taken(is_cached_first: bool) -> None:
+    driver = Driver(kind=StateKind.RECURRENT, n_slots=2, n_ctx=2048, checkpoints={"step_tokens": 999})
+    driver.scheduler._taker = CheckpointTaker(driver.cache, [ord("|")], 2048)
+    if is_cached_first:
+        driver.run("s" * 40, max_tokens=0, id_slot=0)
+        driver.cache.checkpoints.take_at_end(0)
+    driver.run("s" * 40 + "|user question|", max_tokens=20, id_slot=1)
+    found = {each.end: each.ends_first_message for each in checkpoints_on(driver.cache._sequences.end(1))}
+    assert found.pop(40)
+    assert not any(found.values())
 
 
 def test_streams_and_prompts_take_turns_where_they_may_not_share_a_step() -> None:

@@ -18,6 +18,7 @@ Those about to be restored stay in any case. `restoring.py` decides which are re
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from enum import Enum
 
 from msgspec import structs
@@ -81,6 +82,11 @@ class Checkpoints:
     def positions(self, seq: int) -> list[int]:
         """Positions of the checkpoints on the path of a sequence, the deepest first."""
         return [each.end for each in checkpoints_on(self._sequences.end(seq))]
+
+    def mark_ends(self, seq: int, positions: Collection[int]) -> None:
+        """Mark the checkpoints on the path of a sequence that are at one of these ends of messages."""
+        for each in checkpoints_on(self._sequences.end(seq)):
+            each.ends_message |= each.end in positions
 
     def can_take(self, n: int) -> bool:
         """Return True if there is likely to be room for a checkpoint after `n` tokens."""
@@ -162,8 +168,8 @@ class Checkpoints:
         if n_bytes and n_pinned + n_bytes > lru.capacity:
             return False
         everything = [each for each in lru if isinstance(each, Checkpoint)]
-        # Neither a fork nor the deepest of its path: another one is near.
-        interior = {above for each in everything if (above := each.above) is not None and not above.is_fork}
+        # Another one is near, in RAM or on disk.
+        interior = {each for each in everything if not (each.is_fork or each.is_deepest)}
         # What is on disk too can be read again.
         order = sorted(everything, key=lambda each: (each not in interior, each.state is not S.CLEAN, each.rank))
         rest = [each for each in order if each not in pinned]
