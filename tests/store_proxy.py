@@ -1,7 +1,7 @@
-"""A proxy in front of a store for tests, which delays, stalls, cuts, refuses or changes what a server asks of it.
+"""Proxy between a llamaslot server and a store of the remote tier, which injects faults for tests.
 
-It reads one command at a time and passes its reply on whole, so that a fault is at a known command, or in the
-middle of a known command or reply.
+It delays, stalls, cuts, refuses or changes single Redis commands or their replies. It parses both, so a fault hits
+exactly the command that a test names, or the middle of it.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ Action = Literal["delay", "stall", "cut", "refuse", "flip"]
 WRITES = frozenset(
     {b"HSET", b"SET", b"ZADD", b"INCRBY", b"LPUSH", b"SETRANGE", b"EVAL"},
 )
-"""Commands that a store refuses which has no memory."""
+"""Commands that a store without free memory refuses."""
 OOM = b"-OOM command not allowed when used memory > 'maxmemory'.\r\n"
 _CHUNK = 2**16
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What is done to these commands, or to replies to them if `in_reply`."""
+    """Fault to inject into all commands of these names, or into the replies to them if `in_reply`."""
 
     action: Action
     commands: frozenset[bytes]
@@ -43,19 +43,19 @@ class Fault:
 
 
 class _CutError(Exception):
-    """The connection is to be closed."""
+    """Raised to close the connection that is being served."""
 
 
 class StoreProxy:
-    """Listens on a free port of 127.0.0.1; each connection goes on to the store at `target`."""
+    """Listens on a free port of 127.0.0.1, and forwards each connection to the store on port `target`."""
 
     def __init__(self, target: int) -> None:
         self._target = target
         self.fault: Fault | None = None
         self.seen: Counter[bytes] = Counter()
-        """Commands so far, by name."""
+        """Number of commands of each name so far."""
         self.n_faults = 0
-        """Commands and replies to which the fault happened."""
+        """Number of commands and replies that were hit by the fault."""
         self._end = threading.Event()
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listener.getsockname()[1]
@@ -63,12 +63,12 @@ class StoreProxy:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def heal(self) -> None:
-        """End the fault; connections that it has stalled are closed."""
+        """End the fault, and close all connections: some may be stalled."""
         self.fault = None
         self._close_connections()
 
     def down(self) -> None:
-        """Listen no more, and close all connections: the store was killed."""
+        """Stop listening and close all connections, as if the store was killed."""
         # Closing alone does not end a thread that accepts.
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)

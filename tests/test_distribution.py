@@ -30,7 +30,7 @@ MAX_FIRST_TOKEN_S = 60
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What `make dist` builds: a source distribution, and from it alone a wheel."""
+    """The wheel that `make dist` builds from its source distribution alone."""
     folder = tmp_path_factory.mktemp("dist")
     command = re.search(
         r"^dist:.*\n\t\$\(BIN\)/python (.*) \$\(ARGS\)$", (ROOT / "Makefile").read_text(), re.MULTILINE
@@ -62,7 +62,7 @@ def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def required_files(wheel: Path) -> set[Path]:
-    """The folders and files in which the packages lie that a wheel requires, directly or through others."""
+    """Return the folders and files of all packages that a wheel requires, directly or through others."""
     with zipfile.ZipFile(wheel) as archive:
         (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
         text = archive.read(name).decode()
@@ -87,7 +87,7 @@ def required_files(wheel: Path) -> set[Path]:
 
 @pytest.fixture
 def empty(tmp_path: Path, environment: Path) -> dict[str, str]:
-    """The environment variables of a user who has nothing yet, in an empty working directory."""
+    """Environment variables of a new user, whose home and caches are empty."""
     kept = {name: os.environ[name] for name in ("PATH", "LANG", "TMPDIR", "OMP_THREAD_LIMIT") if name in os.environ}
     own = {"HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache")}
     return kept | own | {"PATH": f"{environment / 'bin'}{os.pathsep}{kept.get('PATH', '')}"}

@@ -107,7 +107,7 @@ class Found:
     text: str
 
     def __str__(self) -> str:
-        """As compilers write it."""
+        """Return `path:line: text`, as compilers write it."""
         return f"{self.path}:{self.line}: {self.text.strip()[:100]}"
 
 
@@ -139,7 +139,7 @@ def _joined(texts: Callable[[], list[Found]]) -> str:
 
 
 def occurrences(word: Word) -> list[Found]:
-    """Where a word is used as a name or term."""
+    """Return the places where a word is used as a name or term."""
     found = []
     if word.names:
         pattern = re.compile(rf"(?<![a-z])(?:{word.names})(?![a-z])")

@@ -1,4 +1,4 @@
-"""Where idle prefixes live, by what was measured, by what the model can do and by what was asked for."""
+"""Defaults of the RAM tier and of checkpoints: sizes, and when idle prefixes are offloaded, by model and flags."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which folder there is, and what has to be the same for what is in it to be used again."""
+"""Folder of the disk tier, and its key: the settings that must be equal for stored KV to be reused."""
 
 from __future__ import annotations
 

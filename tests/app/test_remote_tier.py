@@ -34,16 +34,17 @@ upload_queue.PARTIAL_DELAY_S = 0.1
 remote_tier.RETRY_DELAY_S = upload_queue.RETRY_DELAY_S = {RETRY_S}
 redis_store._TRANSFER_TIMEOUT_S = 1.5
 """
-"""Fault: everything that takes 2 or 30 seconds takes less."""
+"""Fault: delays and timeouts of 2 to 30 seconds are shortened to at most 1.5."""
 FETCHES = f"""{SOON}
 def init(self, *args, _init=remote_tier.RemoteTier.__init__, **fields):
     _init(self, *args, **fields | {{"seconds_to_compute": lambda n: 0.003 * n}})
 remote_tier.RemoteTier.__init__ = init
 """
-"""Fault: a token is thought to take 3 ms, that of a small model. The demo model's would not be worth fetching."""
+"""Fault: the server assumes that prefill takes 3 ms a token, as with a small real model. The demo model is so fast
+that fetching would not pay."""
 GRID = 64
 LOOKUP, FETCH, UPLOAD = frozenset({b"MGET"}), frozenset({b"HMGET"}), frozenset({b"HSET"})
-"""Commands."""
+"""Redis commands that a lookup, a fetch and an upload begin with."""
 MARK = "zanzibar"
 """A word of all prompts, which the store must not have."""
 _names = itertools.count()
@@ -110,7 +111,7 @@ def remote(server: Server) -> dict[str, Any]:
 
 
 def opening(system: str, user: str = "Tell me a story.", n: int = 24) -> list[dict[str, str]]:
-    """Messages of about 13 n tokens, which begin like no others but those of the same system prompt."""
+    """Return messages of about 13 n tokens, which share a prefix only with those of the same system prompt."""
     system = f"{system} knows the way to {MARK}. " + "You tell short stories of animals and of the sea. " * n
     return [{"role": "system", "content": system}, {"role": "user", "content": user}]
 
@@ -129,7 +130,7 @@ class Reply(NamedTuple):
 
 
 def ask(server: Server, messages: list[dict[str, str]], **fields: Any) -> Reply:
-    """The greedy reply; its counts add up."""
+    """Return the greedy reply, after checking that the tokens of all tiers add up to the prompt."""
     body = {"messages": messages, "max_tokens": 24, "temperature": 0, **fields}
     began = time.monotonic()
     got = server.post("/v1/chat/completions", body)
@@ -140,14 +141,14 @@ def ask(server: Server, messages: list[dict[str, str]], **fields: Any) -> Reply:
 
 
 def cold(server: Server, messages: list[dict[str, str]]) -> str:
-    """The reply computed without a cache."""
+    """Return the reply computed without a cache."""
     reply = ask(server, messages, cache_prompt=False)
     assert reply.cache["computed"] == reply.n_prompt
     return reply.text
 
 
 def ask_and_upload(server: Server, messages: list[dict[str, str]], n: int = 1, **fields: Any) -> Reply:
-    """The reply, once at least `n` objects of its prompt are uploaded."""
+    """Return the reply once at least `n` objects were uploaded."""
     before = remote(server)["uploads"]
     reply = ask(server, messages, **fields)
     wait(lambda: remote(server)["uploads"] >= before + n)
@@ -164,7 +165,7 @@ def objects(store: StoreServer) -> dict[bytes, dict[bytes, bytes]]:
 
 
 def scopes(store: StoreServer) -> set[bytes]:
-    """The fleets and models that have objects."""
+    """Return the key prefixes of all fleets and models that have objects in the store."""
     return {name.rpartition(b":d:")[0] for name in objects(store)}
 
 
@@ -193,7 +194,7 @@ def test_a_conversation_moves_to_another_server(fleet: Fleet) -> None:
 
 
 def is_bounded(reply: Reply) -> bool:
-    """True if a request has not waited for longer than a lookup and a fetch may take, on a busy machine."""
+    """True if a request took no longer than a lookup and a fetch may delay it, even on a busy machine."""
     return reply.seconds < 4
 
 
@@ -264,7 +265,7 @@ def test_an_upload_that_fails_is_tried_again(fleet: Fleet, name: str) -> None:
 
 
 def fill(store: StoreServer) -> None:
-    """Let the store have no memory for more."""
+    """Limit the memory of the store so that it refuses the next upload."""
     client = store.connect()
     client.config_set("maxmemory-policy", "noeviction")
     client.config_set("maxmemory", client.info("memory")["used_memory"] + 200_000)

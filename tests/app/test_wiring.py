@@ -1,4 +1,4 @@
-"""That every setting reaches the part that it is for, and how a server ends; in this process, on the fake model."""
+"""Wiring of settings to the parts that they are for, and shutdown; in this process, on the fake model."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ class WatchedLlama(LlamaBackend):
         self.now = 0.0
         self.failures: deque[tuple[Status, int]] = deque()
         self.drawn: dict[int, Logits] = {}
-        """By sequence, the logits of the last step."""
+        """Logits of the last step, by sequence."""
         super().__init__(settings)
 
     @property
@@ -182,7 +182,7 @@ class LlamaWorkload(Workload):
     def __init__(self, models: Sequence[Model], seed: int) -> None:
         self.model = models[seed % len(models)]
         self.rows: dict[Request, list[Logits]] = {}
-        """What each token of a request was sampled from."""
+        """Logits from which each token of a request was sampled."""
         super().__init__(seed)
 
     def new_driver(self) -> Driver:

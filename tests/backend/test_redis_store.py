@@ -26,7 +26,7 @@ SECRET, MODEL = b"secret of the fleet", b"model"
 PROMPT = np.arange(2000, dtype=np.int32)
 N_BYTES = 1000
 SIZE = SegmentSize(N_BYTES, 0)
-"""Of segments that need not be taken apart."""
+"""Segments of a fixed size, which are stored as they are."""
 
 
 class FakeClock:
@@ -385,7 +385,7 @@ def test_portions_are_without_a_gap_and_reach_as_far_as_the_entries_do(seed: int
 
 
 def _reached(entries: dict[int, RemoteObject], start: int) -> int:
-    """How far the entries reach, token by token."""
+    """Return the position up to which entries cover the tokens from `start` on, without a gap."""
     at = start
     for token in range(start, 2048):
         if not any(position > token and each.start <= token for position, each in entries.items()):

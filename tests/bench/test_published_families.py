@@ -59,7 +59,10 @@ def pages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[Path, Path]:
 
 
 def finish(monkeypatch: pytest.MonkeyPatch, raw: dict[str, Any], revisions: list[str]) -> None:
-    """Let a run end at once with this raw data, between two looks at the checkout."""
+    """Replace the benchmark by one that ends at once with this raw data.
+
+    `revisions` are those of the checkout before it and after it.
+    """
 
     def run(*, folder: Path, **_: object) -> dict[str, Any]:
         (folder / "families.json").write_text(json.dumps(raw))

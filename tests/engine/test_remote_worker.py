@@ -1,4 +1,4 @@
-"""Servers with one remote store, on real models: what one computed another one fetches, and failures are misses."""
+"""Engines that share a remote store, on real models: one fetches what another computed, and failures are misses."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ def redis() -> Iterator[StoreServer]:
 
 @pytest.fixture(autouse=True)
 def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Upload the last segment of a path as soon as it is in RAM."""
+    """Upload partial segments as soon as they are in RAM, and retry soon."""
     monkeypatch.setattr(upload_queue, "PARTIAL_DELAY_S", 0.0)
     monkeypatch.setattr(upload_queue, "RETRY_UPLOAD_S", 0.1)
 
 
 class Server:
-    """A server of the fleet."""
+    """An engine of the fleet."""
 
     def __init__(self, harness: Harness) -> None:
         self.harness = harness
@@ -66,7 +66,7 @@ class Server:
         return self.harness.engine.scheduler.cache.stats().remote
 
     async def ask(self, text: str, **fields: Any) -> tuple[str, Finished]:
-        """The reply to a prompt, and its result."""
+        """Return the reply to a prompt, and its terminal event."""
         self._n += 1
         name = f"{self._n}"
         end = await self.harness.submit(name, text, max_tokens=24, **fields)
@@ -74,7 +74,7 @@ class Server:
         return self.harness.text(name), end
 
     async def uploaded(self) -> None:
-        """Wait until all that is cached was uploaded."""
+        """Wait until everything cached is uploaded."""
         cache = self.harness.engine.scheduler.cache
         await asyncio.sleep(0.1)
         async with asyncio.timeout(10):

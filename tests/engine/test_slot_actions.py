@@ -271,7 +271,7 @@ async def test_a_slot_keeps_what_it_still_holds_of_a_snapshot(tmp_path: Path, ki
 
 
 async def test_a_restore_evicts_idle_duplicate_cells(tmp_path: Path) -> None:
-    """With a recurrent state, two that compute the same side by side keep cells of their own for it."""
+    """Two requests that compute the same tokens at once leave duplicates: recurrent states keep their own cells."""
     backend = FakeBackend(n_slots=2, n_ctx=1000, n_reserved=1, n_ubatch=512, kind=StateKind.RECURRENT)
     async with served(tmp_path, backend, checkpoint_bytes=0, debug_invariants=True) as engine:
         await engine.complete("y" * 650)

@@ -1,6 +1,6 @@
-"""Real workers behind a real gateway, started as `examples/fleet` says: routing, keys, a kill, a restart.
+"""A fleet of real workers behind a real gateway, as `examples/fleet` starts it: routing, keys, kills, restarts.
 
-The long form is `python -m bench fleet`, which also has nginx and one large server to compare with.
+The long form is `python -m bench fleet`, which compares it with one large server, and smg with nginx.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ needs_smg = pytest.mark.skipif(not FOUND, reason="there is no smg for this syste
 
 
 def fleet_command(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """A command of `fleet.py` that ends."""
+    """Run a command of `fleet.py` to its end."""
     command = [sys.executable, str(PROGRAM), "--dir", str(folder), *words]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
@@ -75,7 +75,7 @@ def traffic_to(fleet: FleetProcess, session: aiohttp.ClientSession, tokens: Toke
 def conversation_requests(
     tokens: Tokens, chosen: list[Conversation], attempts: list[Attempt]
 ) -> list[tuple[list[int], list[int]]]:
-    """The prompts and replies of all attempts in their order, as token ids."""
+    """Return prompt and reply of each attempt as token ids, in order of time."""
     by_number = {each.number: each for each in chosen}
     found = []
     for each in sorted(attempts, key=lambda one: one.started):
@@ -91,7 +91,7 @@ def conversation_requests(
 async def test_a_fleet_computes_hardly_more_than_one_server_would(
     fleet: FleetProcess, session: aiohttp.ClientSession, tokens: Tokens, api: Api
 ) -> None:
-    """Eight conversations on two system prompts at once, streamed, through each API that smg passes on."""
+    """Eight streamed conversations share two system prompts, through each API that smg passes on."""
     traffic = traffic_to(fleet, session, tokens, api)
     chosen = traffic.conversations(8, 2, random.Random(api))
     await traffic.run(chosen, 3, api, 0.05)
@@ -154,7 +154,7 @@ async def test_conversations_of_a_worker_that_is_killed_go_on_elsewhere_and_it_i
 async def test_no_request_is_lost_while_a_worker_is_drained_and_started(
     fleet: FleetProcess, session: aiohttp.ClientSession, tokens: Tokens
 ) -> None:
-    """The other worker serves alone meanwhile; a drained worker ends by itself, and comes back."""
+    """Two conversations go on, on worker 1 alone, while worker 2 is drained, ends and is started again."""
     traffic = traffic_to(fleet, session, tokens)
     chosen = traffic.conversations(2, 2, random.Random("drain"))
     is_over = asyncio.Event()

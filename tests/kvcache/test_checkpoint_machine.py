@@ -57,7 +57,7 @@ SELDOM = (
 
 @dataclass(frozen=True)
 class States:
-    """Where sequences can be continued, before a plan or after it."""
+    """Prefixes from which sequences can be continued, before a plan or after it."""
 
     held: list[list[int]]
     """The prefixes of each sequence."""

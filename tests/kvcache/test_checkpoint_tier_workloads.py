@@ -32,9 +32,9 @@ N_BYTES = 5
 
 
 class Workload:
-    """What one seed stands for: budgets, and events one after the other.
+    """Random budgets and events, drawn from one seed.
 
-    Of each kind of event there is a method; it returns False if there is nothing that it could do.
+    Each kind of event has a method, which returns False if there is nothing that it could do.
     """
 
     def __init__(self, seed: int) -> None:
@@ -45,7 +45,7 @@ class Workload:
         self.ram_bytes, self.disk_bytes = self.rng.choice([40, 100, 1000]), self.rng.choice([40, 100, 1000])
         self.checkpoint_bytes = self.rng.choice([20, 50, 1000])
         self.taken: dict[int, bytes] = {}
-        """By number of a checkpoint: the tokens after which it was taken."""
+        """Tokens before each checkpoint, by its number."""
         self.start()
 
     def start(self) -> None:

@@ -117,7 +117,7 @@ def test_of_a_path_only_the_deepest_checkpoint_stays_on_disk_even_if_one_between
 
 @pytest.mark.parametrize("what", ["segments", "checkpoints"])
 def test_a_partial_segment_is_written_before_it_or_its_checkpoint_is_evicted(what: str) -> None:
-    """It is not delayed once a quarter of RAM was filled after it, whatever its age."""
+    """A partial segment is due as soon as a quarter of RAM was filled after it, whatever its age."""
     held = Held()
     held.extend(1, 2, 3)
     segment = held.save()

@@ -21,7 +21,7 @@ from tests.scheduler.test_scheduler import Driver, generated
 
 
 def rest(driver: Driver, n_steps: int) -> None:
-    """Let seconds pass in which nothing runs: what can be offloaded and taken ahead is."""
+    """Run steps of an idle server, a second apart, which offload prefixes and take checkpoints ahead of time."""
     for _ in range(n_steps):
         driver.backend.now += 1
         driver.step()
@@ -29,7 +29,7 @@ def rest(driver: Driver, n_steps: int) -> None:
 
 @pytest.mark.parametrize("ram_bytes", [0, 10**6])
 def test_an_idle_sequence_that_keeps_one_cell_of_a_window_never_stops_the_only_request(ram_bytes: int) -> None:
-    """Where a window is about as long as the context, a request needs all of its cells."""
+    """The window is about as long as the context, so one request needs all cells of windows."""
     few = {"n_window_cells": WINDOW + 2}
     driver = Driver(
         kind=StateKind.WINDOW, n_slots=2, n_ctx=64, n_ubatch=16, ram_bytes=ram_bytes, idle_cells=20, checkpoints=few
