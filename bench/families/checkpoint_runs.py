@@ -45,7 +45,7 @@ _TEMPLATE = 8
 
 @dataclass(frozen=True)
 class Shape:
-    """A model file, and what its state takes."""
+    """A model file, and the sizes of its state."""
 
     name: str
     model: Path
@@ -62,7 +62,7 @@ class Bench:
     """Factor for the long prompts."""
     seed: int
     log: Path
-    """Of the server that ran last."""
+    """Log file of the server that ran last."""
     flags: tuple[str, ...] = ()
     """Further flags for all servers."""
 

@@ -1,8 +1,8 @@
-"""`python -m bench checkpoints`: what checkpoints are for where prefixes leave the pool, and what they cost.
+"""`python -m bench checkpoints`: reuse by checkpoints once prefixes have left the pool, and memory for checkpoints.
 
-restart  the TTFT of a conversation's next turn after the server was started again, over that of a cold prompt
-eight    prompt tokens that eight conversations compute in a pool and RAM for three, over the fewest possible
-memory   resident memory beside llama-server with as many bytes for checkpoints
+restart  TTFT of a conversation's next turn after a restart of the server / TTFT of a cold prompt of that length
+eight    prompt tokens computed for eight conversations, with pool and RAM for three / fewest possible
+memory   resident memory / that of llama-server with the same limit for checkpoints
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Settings:
-    """What is measured, and how."""
+    """Settings of the benchmark."""
 
     measurements: Sequence[str]
     model: str | None
@@ -48,7 +48,7 @@ class Settings:
     scale: float
     """Factor for the long prompts."""
     seed: int
-    """Of the text."""
+    """Seed of the text."""
     tiny: bool = False
     """Use the tiny shapes: nothing that is timed then means anything."""
 
@@ -133,7 +133,7 @@ def _shape(name: str, threads: int) -> Shape:
 
 
 def figures_of(measurement: str, model: str, measured: Sequence[dict[str, float]]) -> list[Figure]:
-    """The figures of a measurement's runs; that of the goal comes last."""
+    """Return the figures of all runs of a measurement; that with a goal comes last."""
 
     def of(name: str, *values: float, most: float | None = None) -> Figure:
         return Figure(measurement, Path(model).name, name, list(values), most)

@@ -21,7 +21,7 @@ class Kind:
 
     name: str
     keeps: str
-    """What its layers keep of computed tokens."""
+    """State that its layers keep of computed tokens."""
     models: str
     """Some that are of this kind."""
     shape: str
@@ -48,9 +48,9 @@ class StateSizes:
     """Bytes of the state of a sequence."""
 
     checkpoint_bytes: int
-    """Of the largest checkpoint; 0 where all KV can be trimmed."""
+    """Bytes of the largest checkpoint; 0 where all KV can be trimmed."""
     kv_bytes: float
-    """Of each token in the layers that keep KV of every token."""
+    """Bytes of a token in the layers that keep KV of every token."""
 
 
 def state_sizes(model: Path, n_threads: int) -> StateSizes:

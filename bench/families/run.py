@@ -32,9 +32,9 @@ from bench.tokens import Tokens
 
 N_SLOTS = 8
 NAMES = ("chat", "fan-out cold", "fan-out warm", "interleaved", "twenty", "branching", "agent")
-"""Of `bench.peers.workloads`."""
+"""Names of the workloads, of `bench.peers.workloads`."""
 SAME_STEP = ServerSetup("llama-server, same step", "llama-server")
-"""With as many tokens between two checkpoints as llamaslot, where there are any."""
+"""llama-server with llamaslot's distance of checkpoints, for models that have any."""
 SETUPS = (*(each for each in SERVERS if each.is_peer and not each.workloads), SAME_STEP)
 PEERS = tuple(each.name for each in SETUPS)
 USUAL = ("llama-server",)
@@ -61,7 +61,7 @@ _SELF_TEST_S = 120
 
 @dataclass(frozen=True)
 class Settings:
-    """What is measured, and how."""
+    """Settings of the benchmark."""
 
     kinds: Sequence[Kind]
     workloads: Sequence[str]
@@ -72,7 +72,7 @@ class Settings:
     interval: int
     """llamaslot's `--checkpoint-min-step`, and what goal 1 allows for a new fork."""
     seed: int
-    """Of the text."""
+    """Seed of the text."""
     tiny: bool = False
     """Use the tiny shapes: nothing that is timed then means anything."""
 
@@ -129,7 +129,7 @@ class Runner:
         self.commands: dict[str, str] = {}
         """Flags by server, kind and workload."""
         self.checkpoint_bytes: dict[str, int] = {}
-        """Of the largest checkpoint, by kind."""
+        """Bytes of the largest checkpoint, by kind."""
         self.failures: dict[str, str] = {}
 
     async def measure(self, servers: Sequence[ServerSetup], repeats: int) -> list[FamilyRun]:

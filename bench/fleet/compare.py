@@ -1,4 +1,4 @@
-"""Computed prompt tokens and times to the first token of the same conversations on each setup, with each API."""
+"""Computed prompt tokens and TTFTs of the same conversations on each setup, with each API."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ async def _one(settings: Settings, api: Api, tokens: Tokens, folder: Path) -> Re
 
 @dataclass(frozen=True)
 class _Run:
-    """All conversations on one setup with one API."""
+    """One run of all conversations on one setup with one API."""
 
     settings: Settings
     setup: str
@@ -114,7 +114,7 @@ class _Run:
 
 
 def table(results: Sequence[Result], settings: Settings) -> Table:
-    """Computed tokens and times of each setup."""
+    """Return a table of computed tokens and TTFTs of each setup."""
     found = Table(title=_title(settings), caption=_caption(settings))
     names = ("API", "setup", "requests", "computed tokens", f"/ {ONE}", "goal", "TTFT mean", "p95", "by worker")
     for name in names:

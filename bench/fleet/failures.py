@@ -1,4 +1,4 @@
-"""Results for clients when a worker is killed, and while all are restarted one after the other."""
+"""Requests that fail when a worker is killed, and during a rolling restart."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from bench.tokens import Tokens
 FIRST_TURNS = 3
 """Turns of all conversations before a worker is killed."""
 WRITE_BACK_S = 4.0
-"""Time for tiers behind RAM to take in what was computed; the end of a conversation is written after 2 s."""
+"""Time to write or upload what was computed: the partial segment at the end of a conversation waits 2 s."""
 TIMEOUT_S = 600.0
 """A request that has not ended then is counted as hung."""
 OUTCOMES = ("ok", "broken", "refused", "unreachable")
@@ -209,7 +209,7 @@ def _outcomes(attempts: Sequence[Attempt]) -> dict[str, int]:
 
 
 def kill_table(results: Sequence[Killed], settings: Settings) -> Table:
-    """How requests ended, and how conversations of the killed worker went on."""
+    """Return a table of outcomes, and of TTFTs on and off the killed worker."""
     found = Table(title=f"A worker killed (kill -9) while it streams: {settings.title}")
     names = ("setup", "had text", *OUTCOMES, "turns lost", "TTFT stayed", "moved", "cold", "moved / cold")
     for name in names:
@@ -228,7 +228,7 @@ def kill_table(results: Sequence[Killed], settings: Settings) -> Table:
 
 
 def rolling_table(results: Sequence[Rolled], settings: Settings) -> Table:
-    """How requests ended while all workers were restarted."""
+    """Return a table of outcomes and TTFTs during rolling restarts."""
     found = Table(title=f"A rolling restart of {settings.n_workers} workers: {settings.title}")
     for name in ("setup", "took", *OUTCOMES, "TTFT mean", "p95"):
         found.add_column(name, justify="left" if name == "setup" else "right")

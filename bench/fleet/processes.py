@@ -1,4 +1,4 @@
-"""The fleet of `examples/fleet` as its user starts it, and one large server in its place."""
+"""The fleet of `examples/fleet`, started and controlled by `fleet.py` as its user does."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class FleetProcess:
         raise BenchmarkError(f"the fleet was not ready after {START_SECONDS:.0f} s")
 
     async def status(self) -> dict[str, Any]:
-        """What runs where."""
+        """Return the state, address and process id of gateway and workers."""
         status: dict[str, Any] = json.loads(await self.command("status", "--json"))
         return status
 

@@ -1,7 +1,7 @@
 """`python -m bench fleet`: conversations on three workers behind a gateway, beside one large server.
 
-Every setup gets the same conversations, on processes of its own and with empty disks. One large server has the
-slots and cells of all workers together, so it is what a fleet can reach where nothing is computed on two workers.
+Every setup gets the same conversations, on processes of its own and with empty disks. The one large server has the
+slots and cells of all workers together. It is the reference for computed tokens, since it computes no prefix twice.
 """
 
 from __future__ import annotations

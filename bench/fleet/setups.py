@@ -25,7 +25,7 @@ PARTS = ("compare", "kill", "rolling")
 
 @dataclass(frozen=True)
 class Settings:
-    """What is measured, and how."""
+    """Settings of the benchmark, which all setups share."""
 
     model: Path
     title: str
@@ -37,9 +37,9 @@ class Settings:
     n_turns: int = 6
     lengths: Lengths = LENGTHS
     slots: int = 4
-    """Of each worker."""
+    """Slots of each worker."""
     threads: int = 2
-    """Of one large server; those of a worker are its part of them."""
+    """Threads of the one large server; each worker has an equal part of as many."""
     pause_s: float = 1.0
     """Mean time between an answer and the next turn."""
     seed: int = 1
@@ -62,7 +62,7 @@ class Settings:
         return -(-needed // 256) * 256
 
     def server_flags(self, n_workers: int = 1) -> list[str]:
-        """The flags of a server that stands for so many workers."""
+        """Return the flags of a server with the slots and cells of so many workers."""
         threads = str(self.worker_threads if n_workers == 1 else self.threads)
         flags = ["-np", str(n_workers * self.slots), "-c", str(n_workers * self.cells), "-t", threads]
         # The APIs have no field by which all replies would get the same length.
@@ -100,5 +100,5 @@ async def fleet(settings: Settings, setup: str, *more: str) -> AsyncIterator[Fle
 
 
 def milliseconds(seconds: float) -> str:
-    """A time for a cell of a table."""
+    """Return a time as text for a table."""
     return f"{1000 * seconds:,.0f} ms"

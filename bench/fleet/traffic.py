@@ -47,9 +47,9 @@ class Attempt:
     detail: str
     worker: str
     started: float
-    """By the clock of `time.perf_counter`."""
+    """Time by `time.perf_counter`."""
     ttft: float
-    """Until the first text; 0 without any."""
+    """Time from sending the request to its first text; 0 if none came."""
     seconds: float
     n_computed: int
     n_output: int
@@ -83,7 +83,7 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Target:
-    """Where requests go, and the name by which the model is served: smg answers to no other."""
+    """Address of a server or gateway, and the model's name there: smg refuses any other name."""
 
     url: str
     model: str

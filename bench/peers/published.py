@@ -40,7 +40,7 @@ N_ENGINE_PAIRS = MANY
 N_REFERENCE_PAIRS = 1
 """Pairs of the servers that no goal depends on."""
 DECIMALS = 5
-"""Of all times in the raw data, in seconds."""
+"""Decimals of all times in the raw data, which are in seconds."""
 CPU_NOTE = (
     "Ratios depend on the CPU, most of all those of chat, agent and branching, where few new tokens follow a "
     "cached prefix: llama.cpp's attention computes 64 tokens at once and fewer one by one."
