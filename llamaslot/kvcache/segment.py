@@ -168,7 +168,7 @@ class Segment:
         self.ram_put_before = 0
         """Bytes that had been put into its part of RAM by then, itself included."""
         self.source: Literal["", "disk", "remote"] = ""
-        """Where its bytes came from, until the first load, which counts as one from there; else empty."""
+        """Tier that it was read or fetched from, which the first load counts for; empty afterwards."""
         self.retry_at = 0.0
         """Time from which on an unreadable one may be read again, in seconds."""
         self.replaces: list[int] = []

@@ -1,10 +1,10 @@
 """Benchmark of the doctor: a real server with the given configuration, measured for at most ten seconds.
 
-    a short prompt               how fast is this machine?
+    a short prompt               rates, by which the next one is sized to fit into the time
     a longer one, cold           TTFT, prefill and decode rates
     the same again, warm         TTFT with the prompt's KV in the pool
 
-Prompts are as long as fits into the time. Times are those of a client on this machine.
+Times are measured by the client.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def run_benchmark(config: Config) -> BenchmarkResult:
 
 
 def _local(config: Config) -> Config:
-    """Return the configuration without all that other servers, clients or a folder have to do with."""
+    """Return the configuration without keys, TLS, and tiers that other servers may use too."""
     return replace(
         config,
         host="127.0.0.1",
@@ -133,7 +133,7 @@ def _sizes(timings: dict[str, Any], n_ctx: int) -> tuple[int, int]:
 
 
 def _prompt(n_words: int) -> str:
-    """Return a text that begins as no other does."""
+    """Return a random text, so that no cached prefix matches it."""
     chance = random.Random()
     return " ".join(str(chance.randrange(1000)) for _ in range(n_words))
 

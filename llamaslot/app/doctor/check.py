@@ -8,7 +8,7 @@ import msgspec
 
 
 class Outcome(StrEnum):
-    """How a check went; a server starts unless one has failed."""
+    """Result of a check; a server starts unless one has failed."""
 
     OK = "ok"
     WARN = "warn"
@@ -31,12 +31,12 @@ def ok(name: str, found: str) -> Check:
 
 
 def warn(name: str, found: str, advice: str) -> Check:
-    """Return a check that found what makes a server slower, smaller or less safe."""
+    """Return a check with a finding that makes a server slower, smaller or less safe."""
     return Check(name, Outcome.WARN, found, advice)
 
 
 def fail(name: str, found: str, advice: str) -> Check:
-    """Return a check that found what keeps a server from starting or from working."""
+    """Return a check with a finding that keeps a server from starting or from working."""
     return Check(name, Outcome.FAIL, found, advice)
 
 

@@ -20,7 +20,7 @@ from llamaslot.base.gguf_file import parts
 _BUSY_S = 0.3
 """Time for which the use of the CPUs is measured."""
 OnProgress = Callable[[str], None]
-"""Gets what is being checked."""
+"""Called with a text for the terminal: the step that begins."""
 
 
 class Examination:

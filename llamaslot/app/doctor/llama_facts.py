@@ -1,6 +1,6 @@
-"""Facts about llama.cpp and a model, asked in a process of its own.
+"""Facts about llama.cpp and a model, read in a child process.
 
-A build for another CPU or GPU may end its process (SIGILL), or not load at all: then that is the fact.
+A build for another CPU or GPU may end its process (SIGILL), or not load at all. The doctor then reports that.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class ModelFacts(msgspec.Struct, frozen=True):
 
     architecture: str = ""
     reuse: str = ""
-    """How prefixes are reused: `to the token`, `by checkpoints`, or why not."""
+    """`to the token`, `by checkpoints`, or the reason why prefixes are not reused."""
     error: str = ""
 
 

@@ -47,7 +47,7 @@ class Measurements(msgspec.Struct, frozen=True):
 
     @property
     def to_keep(self) -> Measurements:
-        """What a later start may rely on: not a self-test that would go on, or may go otherwise."""
+        """Measurements for later starts: without a self-test that is pending, or whose result may change."""
         result = self.self_test
         if result is None or (result.outcome != "pending" and result.is_lasting):
             return self

@@ -54,7 +54,7 @@ class Checkpoints:
         self.has_states = self._states.has_states
         """True for a model with a partial state."""
         self.pending_restores: dict[int, Checkpoint] = {}
-        """By sequence the checkpoint that it gets once it holds all tokens before it. Not evicted until then."""
+        """Checkpoint to restore into each sequence once it holds all tokens before it; not evicted until then."""
         self._counters = CheckpointStats()
         self._ahead_at = -1
         self._taken_ahead: set[int] = set()
@@ -65,7 +65,7 @@ class Checkpoints:
 
     @property
     def stats(self) -> CheckpointStats:
-        """What there is in RAM, and counters since the start."""
+        """Checkpoints in RAM now, and counters since the start."""
         lru = self._tiers.checkpoints
         return structs.replace(self._counters, total_bytes=lru.capacity, used_bytes=lru.n_bytes, count=len(lru))
 

@@ -1,16 +1,16 @@
-"""Remote tier as plain data: what a store is asked for, what it answers, and what is uploaded to it.
+"""Remote tier: blocks of KV, and the interface of the store (`RemoteStore`).
 
-Servers cut the same tokens into different segments. In the store every prompt is cut in the same way, so that a
-prefix is there once, whoever uploads it: into blocks of `BLOCK_TOKENS`, and a last one that ends at a multiple of
-`GRID_TOKENS`, or at a checkpoint.
+Servers cut the same tokens into different segments in RAM. In the store all prompts are cut at the same positions,
+so that a prefix is stored once, whoever uploads it: into blocks of `BLOCK_TOKENS`, and a last one that ends at a
+multiple of `GRID_TOKENS`, or at a checkpoint. An object is the stored KV of a block.
 
     prompt     |0 ................................. 1930|
     objects    [0 ... 512)[512 .. 1024)[1024 .. 1536)[1536 ...... 1920)
                [1536 .... 1600) + checkpoint at 1600
     index      64 128 .. 512 576 ...          1536 1600 ... 1920
 
-An object is found at each multiple of `GRID_TOKENS` within it by a digest of all tokens before that, so another
-prompt that departs from this one at 1700 gets its tokens up to 1664.
+The index has an entry at each multiple of `GRID_TOKENS`, by a digest of all tokens before it, that names the object
+with these tokens. So another prompt that departs from this one at 1700 gets its tokens up to 1664.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from typing import Protocol
 from llamaslot.base.kv_ops import Kv, KvPart
 
 BLOCK_TOKENS = 512
-"""Tokens of an object at most. All servers of a store must agree, as on the next one."""
+"""Most tokens of an object. All servers of a store must have the same value, as of `GRID_TOKENS`."""
 GRID_TOKENS = 64
-"""Distance of the positions at which objects are found; fewer tokens at the end of a prompt are computed again."""
+"""Distance of the entries of the index; fewer tokens than this at the end of a prompt are computed again."""
 
 
 def block_start(end: int) -> int:
-    """Return where the block begins that has the token before `end`."""
+    """Return the start of the block with the token before `end`."""
     return (end - 1) // BLOCK_TOKENS * BLOCK_TOKENS
 
 
 def grid_positions(start: int, end: int) -> range:
-    """Return the positions in (start, end] at which objects may be found."""
+    """Return the positions in (start, end] at which the index may have entries."""
     return range((start // GRID_TOKENS + 1) * GRID_TOKENS, end + 1, GRID_TOKENS)
 
 
@@ -44,7 +44,7 @@ class RemoteObject:
     start: int
     end: int
     digest: bytes
-    """Keyed digest of namespace and all tokens up to its end: its name."""
+    """Keyed digest of namespace and all tokens up to its end, by which it is named."""
     n_bytes: int
     """Bytes of its KV."""
     state_bytes: int = 0
@@ -52,7 +52,7 @@ class RemoteObject:
 
 @dataclass(frozen=True, slots=True)
 class Portion:
-    """Tokens `[start, end)` of a prompt, which an object has."""
+    """The part `[start, end)` of a prompt whose KV is in an object."""
 
     object: RemoteObject
     start: int
@@ -64,11 +64,11 @@ class Found:
     """Answer to a lookup."""
 
     portions: tuple[Portion, ...] = ()
-    """From the wanted position on, without a gap."""
+    """Portions that continue the cached prefix, without a gap."""
     checkpoints: tuple[RemoteObject, ...] = ()
-    """Checkpoints on the prompt's path, with the KV of their blocks before them."""
+    """Checkpoints on the prompt's path; each object also has the KV of its block up to there."""
     seconds: float = 0.0
-    """Time that the store took."""
+    """Duration of the lookup."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class Fetched:
 
 @dataclass(frozen=True, slots=True)
 class BlockPart:
-    """Positions `wanted` of a segment in RAM that has `positions`."""
+    """The positions `wanted` of segment `number` in RAM, which has `positions`."""
 
     number: int
     positions: range
@@ -95,7 +95,7 @@ class BlockPart:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """An object to be uploaded: the parts of segments that have its tokens, and the number of its checkpoint."""
+    """A block to upload: the parts of segments with its tokens, and the number of the checkpoint at its end."""
 
     start: int
     end: int
@@ -105,7 +105,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Upload:
-    """Blocks to upload for a segment or checkpoint that came into RAM."""
+    """Blocks to upload for segment or checkpoint `number`, which came into RAM."""
 
     number: int
     namespace: str
@@ -123,7 +123,7 @@ class RemoteUnavailableError(Exception):
 
 
 class RemoteStore(Protocol):
-    """Store that several servers share. All methods may be called from any thread, concurrently."""
+    """Store that several servers share. Methods may run concurrently, on one event loop; `join` on any thread."""
 
     @property
     def timeout_s(self) -> float:
@@ -136,7 +136,7 @@ class RemoteStore(Protocol):
         """
 
     async def fetch(self, wanted: RemoteObject, *, kv: bool, state: bool) -> Fetched | None:
-        """Return the KV and the state of an object as far as they are wanted; None if it is gone.
+        """Return KV, state, or both of an object; None if it is gone.
 
         Raises `CorruptObjectError`, `RemoteUnavailableError`, `MemoryError`.
         """

@@ -84,10 +84,10 @@ class PartialStates:
                 raise MemoryError(f"the state of sequence {seq} cannot be removed")
 
     def occupy_all(self, seqs: Sequence[int]) -> None:
-        """After a failed step, give each sequence a recurrent state, so that none is free.
+        """Give each sequence a recurrent state, so that none is free; called after a failed step.
 
-        `seqs` are all sequences, to be stripped or emptied next. A free state may count as clear although it is
-        not, until it was in use again (fact 34). For models without recurrent states it does nothing.
+        `seqs` are all sequences; the caller strips or empties them next. llama.cpp may take a free state for clear
+        although it is not, until the state is used again (fact 34). Without recurrent states this does nothing.
         """
         if self._one is None:
             return
