@@ -1,16 +1,16 @@
-"""Remote tier: KV in a store that several servers share, as a prefetch and an upload of the RAM tier.
+"""Remote tier: KV in a store that several servers share, fetched into RAM and uploaded from RAM.
 
     request queued --> wanted --> store: find --> choose --> store: fetch --> add (RAM, tree) --> admitted, loaded
     segment in RAM --> upload queue --> store: upload
 
-A request whose prompt is not cached here is not admitted before the store was asked, and what is worth it was
-fetched. Fetched KV becomes an ordinary segment in RAM, so nothing else needs to know of the store. Every failure is
-a miss: the tokens are computed.
+A request whose prompt is not cached here waits in the queue while the store is asked and KV is fetched. Fetched KV
+becomes a segment in RAM like any other, so the rest of the cache does not know about the store. After any failure
+the tokens are computed, as after a miss.
 
-    the store answers   fetch what takes less time than to compute it, by recent fetches
-    not in time         ask and upload nothing for `RETRY_DELAY_S`, then try again
-    corrupt object      count it, and use nothing from it on
-    invalid logits      look up nothing that begins like that prompt
+    the store answers   fetch what takes less time to fetch than to compute, at the speed of recent fetches
+    no answer in time   send it nothing for `RETRY_DELAY_S`, then try again
+    corrupt object      count it, and fetch no further objects for this request
+    invalid logits      look up no prompt any more that begins like this one
 
 Times are seconds on the caller's clock.
 """
@@ -49,7 +49,7 @@ from llamaslot.kvcache.tiers.segment_tiers import SegmentTiers
 _MIN_DEADLINE_S, _MAX_DEADLINE_S = 0.5, 10.0
 """Limits of the time that a request waits for what is fetched: as long as computing it would take."""
 _PIN_S = 10.0
-"""Time that what was fetched stays in RAM for a request that waits for a slot."""
+"""Time that fetched KV is pinned in RAM for a request that waits for a slot."""
 _MAX_DENIED = 32
 """Prompts with invalid logits that are remembered."""
 _NEWEST_WEIGHT = 0.2
@@ -58,25 +58,25 @@ _NEWEST_WEIGHT = 0.2
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """Question to the store for a request that waits."""
+    """Tokens of a waiting request to look up in the store."""
 
     request_id: str
     namespace: str
     tokens: bytes
-    """The tokens to be found, packed."""
+    """The prompt, packed."""
     start: int
     """Tokens whose KV is cached here."""
     end: int
-    """Tokens up to which it is wanted: all, or those before a segment that is cached here."""
+    """Tokens up to which KV is wanted: all, or those before a segment that is cached here."""
     restore_point: int | None
-    """Tokens from which a path can be continued here; None for a model without a partial state."""
+    """Tokens before the deepest restore point here; None for a model without a partial state."""
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Portions that are worth fetching within `seconds`, and a checkpoint after them.
+    """KV to fetch within `seconds`: portions, and for a model with a partial state the checkpoint after them.
 
-    If `rest` is given, it is the part of the checkpoint's block that is wanted too.
+    `rest` is the portion of the checkpoint's own object before the checkpoint, if that is not cached here.
     """
 
     portions: tuple[Portion, ...] = ()
@@ -99,7 +99,7 @@ class Choice:
 
 
 class RemoteTier:
-    """Decides what is asked of the store, fetched and uploaded. `seconds_to_compute` estimates prefill."""
+    """Decides what to look up, fetch and upload. `seconds_to_compute` estimates the prefill time of n tokens."""
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ class RemoteTier:
         self._seconds_per_byte = 0.0
         """Moving average over fetches."""
         self._speed_until = 0.0
-        """Time from which on it counts no more: a slow store is tried again."""
+        """Time until which that average is used; then a fetch is tried, whatever it may take."""
         self._unavailable_until = 0.0
         self._pinned_until: dict[str, float] = {}
         self._denied: deque[tuple[str, bytes]] = deque(maxlen=_MAX_DENIED)
@@ -140,7 +140,7 @@ class RemoteTier:
         return structs.replace(self._stats, is_available=self.is_on and self._tiers.now >= self._unavailable_until)
 
     def tick(self) -> None:
-        """Begin a plan: unpin what was fetched for requests that still wait for a slot."""
+        """Begin a plan: unpin KV that was fetched over `_PIN_S` ago for requests that still wait for a slot."""
         for request_id, until in list(self._pinned_until.items()):
             if until <= self._tiers.now:
                 self.unpin(request_id)
@@ -148,7 +148,7 @@ class RemoteTier:
     # --- fetching for a request that waits ---
 
     def wanted(self, request_id: str, match: Match, tokens: bytes, now: float) -> Lookup | None:
-        """Return the question to the store for a request with this match; None if it need not be asked."""
+        """Return the lookup for a request with this match; None if the store need not be asked."""
         namespace = match.namespace
         if not self.is_on or is_private(namespace) or now < self._unavailable_until:
             return None
@@ -166,7 +166,7 @@ class RemoteTier:
         return Lookup(request_id, namespace, tokens, start, end, restore_point)
 
     def choose(self, lookup: Lookup, found: Found) -> Choice:
-        """Return what of an answer takes less time to fetch than to compute, and fits into RAM."""
+        """Return the part of an answer that is faster to fetch than to compute, and fits into RAM."""
         if lookup.restore_point is not None:
             return self._choose_checkpoint(lookup, found)
         portions = tuple(each for each in found.portions if each.end <= lookup.end)
@@ -180,9 +180,9 @@ class RemoteTier:
         return Choice()
 
     def add(self, lookup: Lookup, portion: Portion, n_bytes: int) -> int | None:
-        """Take in a portion that was fetched; returns the number of its segment, whose KV the backend must get.
+        """Add a fetched portion to tree and RAM; returns the number of its segment, whose KV the backend must get.
 
-        None if it is not wanted any more: it is here already, does not continue what is, or RAM has no room.
+        None if it is not needed any more: it is cached by now, the KV before it is gone, or RAM has no room.
         """
         path = lookup.tokens[: portion.end * WIDTH]
         match = self._tree.match(lookup.namespace, path)
@@ -203,7 +203,7 @@ class RemoteTier:
         return segment.number
 
     def add_checkpoint(self, lookup: Lookup, checkpoint: RemoteObject, n_bytes: int) -> int | None:
-        """Take in a checkpoint that was fetched; returns its number, or None if it is not wanted any more."""
+        """Add a fetched checkpoint; returns its number, or None if it is not needed any more."""
         end, size = checkpoint.end, self._checkpoint_size
         path = lookup.tokens[: end * WIDTH]
         match = self._tree.match(lookup.namespace, path)
@@ -220,34 +220,34 @@ class RemoteTier:
         return added.number
 
     def unpin(self, request_id: str) -> None:
-        """Allow the eviction of KV that was fetched for a request: it was loaded, or is not wanted any more."""
+        """Allow the eviction of KV that was fetched for a request: it was loaded, or waits for too long."""
         if self._pinned_until.pop(request_id, None) is not None:
             self._tiers.load_pins.pop(request_id, None)
 
     def deny(self, namespace: str, tokens: bytes) -> None:
-        """Fetch nothing for prompts that begin like this any more: its logits were invalid."""
+        """Look up no prompts any more that begin like this one: its logits were invalid."""
         if self.is_on:
             self._denied.append((namespace, tokens[: BLOCK_TOKENS * WIDTH]))
 
     def on_fetched(self, n_bytes: int, seconds: float, now: float) -> None:
-        """An object was fetched."""
+        """Record a fetch, and learn the speed of the store from it."""
         self._stats.fetched_bytes += n_bytes
         per_byte, average = seconds / max(n_bytes, 1), self._speed(now)
         self._learn(average + _NEWEST_WEIGHT * (per_byte - average) if average else per_byte, now)
 
     def on_corrupt(self) -> None:
-        """An object was not what was uploaded."""
+        """Count an object that differs from the uploaded one."""
         self._stats.corrupt_objects += 1
 
     def on_late(self, choice: Choice, now: float) -> None:
-        """Record that a fetch was late; nothing of this size is fetched for a while."""
+        """Record a fetch that took longer than computing; none of its size is tried for `RETRY_DELAY_S`."""
         self._stats.failures += 1
         # No request waits longer than `_MAX_DEADLINE_S`, but the next one like it must not wait again.
         seconds = max(choice.seconds, self._seconds_to_compute(choice.n_tokens))
         self._learn(max(seconds / max(choice.n_bytes, 1), self._speed(now)), now)
 
     def on_unavailable(self, now: float) -> None:
-        """The store did not answer, or refused: nothing is asked of it for a while."""
+        """Send the store nothing for `RETRY_DELAY_S`: it did not answer, or refused."""
         self._stats.failures += 1
         self._unavailable_until = now + RETRY_DELAY_S
         self._tiers.uploads.pause(self._unavailable_until)
@@ -257,7 +257,7 @@ class RemoteTier:
     # --- uploading ---
 
     def take_uploads(self) -> list[Upload]:
-        """Uploads that begin now, after the KV operations of the same plan."""
+        """Return the uploads to start now, after the KV operations of the same plan."""
         uploads = []
         for segment in self._tiers.uploads.take_due(self._tiers.now):
             upload = self._upload(segment)
@@ -268,11 +268,11 @@ class RemoteTier:
         return uploads
 
     def on_cleared(self) -> None:
-        """All objects of this model are to be deleted: what is still here is uploaded again once it is used."""
+        """Offer every segment again once it is used: all objects of this model are being deleted."""
         self._tiers.uploads.offer_all_again()
 
     def on_uploaded(self, number: int, now: float, n_bytes: int | None) -> None:
-        """An upload has ended; `n_bytes` were sent, none if the store had it, None if it failed."""
+        """Handle the end of an upload; `n_bytes` were sent, 0 if the store had them, None if it failed."""
         self._tiers.uploads.on_uploaded(number, now, ok=n_bytes is not None)
         self._stats.uploaded_bytes += n_bytes or 0
         self._stats.uploads += bool(n_bytes)
@@ -281,7 +281,7 @@ class RemoteTier:
     # --- inside ---
 
     def _choose_checkpoint(self, lookup: Lookup, found: Found) -> Choice:
-        """Return the deepest checkpoint that pays, with the cells before it: they are worth nothing without it."""
+        """Return the deepest checkpoint that pays, with the KV before it, which is of no use without it."""
         assert lookup.restore_point is not None
         covered = found.portions[-1].end if found.portions else lookup.start
         for each in sorted(found.checkpoints, key=lambda each: -each.end):
@@ -302,10 +302,10 @@ class RemoteTier:
         return Choice()
 
     def _pays(self, choice: Choice, found: Found, start: int, end: int) -> float:
-        """Return how long a request waits for what saves it from computing `[start, end)`; 0 if it takes longer."""
+        """Return how long a request may wait for a fetch; 0 if computing `[start, end)` is faster."""
         to_compute = self._seconds_to_compute(end - start)
         to_fetch = found.seconds + choice.n_bytes * self._speed(self._tiers.now)
-        # What was not measured yet, or not lately, is tried.
+        # Without a speed that was measured lately, it is tried.
         if to_compute and to_fetch >= to_compute:
             return 0.0
         return min(max(to_compute, _MIN_DEADLINE_S), _MAX_DEADLINE_S)
@@ -323,7 +323,7 @@ class RemoteTier:
         self._seconds_per_byte, self._speed_until = seconds_per_byte, now + RETRY_DELAY_S
 
     def _covered(self, match: Match) -> int:
-        """Leading tokens of a match whose KV is in the pool or can be loaded."""
+        """Return the leading tokens of a match whose KV is in the pool or can be loaded."""
         parts = self._tiers.readable(match.parts)
         return parts[-1].end if parts else match.n_resident
 
@@ -335,7 +335,7 @@ class RemoteTier:
     def _upload(self, segment: Segment) -> Upload | None:
         """Return the blocks that a segment completes, with the last one of a path, or that of a checkpoint.
 
-        None if one of them is not in RAM whole.
+        None if the KV of one of them is not completely in RAM.
         """
         end, number = segment.end, segment.number if segment.is_checkpoint else None
         n_whole = end // BLOCK_TOKENS * BLOCK_TOKENS
@@ -354,9 +354,9 @@ class RemoteTier:
 
 
 def _parts(path: Sequence[Node], start: int, end: int) -> tuple[BlockPart, ...]:
-    """The parts of segments in RAM that have `[start, end)` of a path, which is given from its end.
+    """Return the parts of segments in RAM with `[start, end)` of a path, which is given from its end to the root.
 
-    None of them if any is missing.
+    Empty if KV of any position is not in RAM.
     """
     parts: list[BlockPart] = []
     for node in reversed(path):

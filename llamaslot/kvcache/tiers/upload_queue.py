@@ -1,9 +1,13 @@
-"""Upload queue: which segments of RAM are sent to the remote tier, and when.
+"""Upload queue: segments in RAM that are to be uploaded to the remote tier, and when.
 
-A full segment is due at once, a partial one after a while, as for the disk: the next turn replaces it. Of
-checkpoints only forks, the deepest of a path and that of the system prompt are sent. What leaves RAM before it is
-due is not sent. What private requests compute never is, and what only a one-shot request has used is not before it
-is used again.
+    full segment                        due at once
+    partial segment                     due after `PARTIAL_DELAY_S`: the next turn usually replaces it before
+    checkpoint                          due at once if it is a fork, the deepest of its path, or that of the system
+                                        prompt; else never
+    segment of a private request        never due
+    segment of a one-shot request only  due once another request uses it
+
+A segment that leaves RAM leaves the queue.
 """
 
 from __future__ import annotations
@@ -15,12 +19,13 @@ from llamaslot.kvcache.segment import Checkpoint, Segment
 from llamaslot.kvcache.tiers.disk_pacing import PARTIAL_DELAY_S, RETRY_DELAY_S
 
 RETRY_UPLOAD_S = 1.0
-"""Time until a segment is tried again whose path is not in RAM whole: the rest is usually offloaded soon."""
+"""Time until a retry if KV before a segment, in the same block, is not in RAM: it is usually offloaded soon."""
 _MAX_TRIES = 5
+"""Tries of such a segment. After them it is queued again only once it is used."""
 OFFER_AGAIN_S = 600.0
-"""Time until a segment that is used is offered again: the store may have lost it, and keeps it longer if not."""
+"""Time until a stored segment is queued again once it is used: the store may have lost it, or extends its TTL."""
 _MAX_UPLOADS = 2
-"""Uploads at a time: which segment comes next is chosen as late as possible."""
+"""Most uploads at a time. Few, so that the next segment is chosen as late as possible."""
 
 
 class UploadQueue:
@@ -32,10 +37,10 @@ class UploadQueue:
         self._waiting: dict[Segment, None] = {}
         self._sending: dict[int, Segment] = {}
         self._stored: dict[Segment, float] = {}
-        """Segments of RAM that the store has, with the time from which on they are offered again."""
+        """Segments in RAM that the store has, with the time from which on a use queues them again."""
         self._now = 0.0
         self._postponed: dict[Segment, tuple[int, float]] = {}
-        """Tries so far, and the time of the next one, of those that could not be put together."""
+        """Segments of incomplete blocks, with the tries so far and the time of the next one."""
         self._paused_until = 0.0
         self._is_flushing = False
 
@@ -73,12 +78,12 @@ class UploadQueue:
         self._is_flushing = True
 
     def pause(self, until: float) -> None:
-        """Upload nothing before a time, for the store does not answer, and offer all again that is used then."""
+        """Upload nothing before a time, since the store does not answer; it may also have lost all that it had."""
         self._paused_until = max(until, self._paused_until)
         self.offer_all_again()
 
     def offer_all_again(self) -> None:
-        """Offer all again that is used: the store may not have it any more."""
+        """Queue every segment again once it is used: the store may have lost all."""
         self._stored.clear()
 
     def take_due(self, now: float) -> list[Segment]:
@@ -106,7 +111,7 @@ class UploadQueue:
             self._stored[segment] = now + OFFER_AGAIN_S
 
     def postpone(self, segment: Segment, now: float) -> None:
-        """Try to upload a segment later: what comes before it on its path is not in RAM yet, or not any more."""
+        """Retry later: KV before this segment, in the same block, is not in RAM yet, or not any more."""
         del self._sending[segment.number]
         n_tries = self._postponed.get(segment, (0, 0.0))[0] + 1
         if n_tries < _MAX_TRIES:
