@@ -1,4 +1,4 @@
-"""Putting segments together from parts of others, without llama.cpp.
+"""Joins parts of saved segments into one segment, by editing llama.cpp's state format.
 
 llama.cpp saves a sequence as
 
@@ -9,8 +9,8 @@ llama.cpp saves a sequence as
     for each layer with V: the same for V
     the rest, such as one token's window or an empty recurrent state
 
-so a part of it has the cells of some positions, and their rows. It has the same bytes as a segment that llama.cpp
-saves of those tokens, but for the order of cells where several segments are joined, which does not matter.
+so a part of it consists of the entries and rows of its cells. The result has the bytes that llama.cpp saves for
+these tokens, except for the order of cells if several segments are joined, on which nothing depends.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ _Bytes = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """A segment of which some rows are taken."""
+    """A segment, and the cells to take from it."""
 
     kv: Kv
     cells: _Bytes
     """The entries of all cells, `[cells, bytes]`."""
     keep: npt.NDArray[np.bool_]
-    """Which of them are wanted."""
+    """Mask of the cells to take."""
 
 
 def join_parts(parts: Sequence[KvPart], size: SegmentSize) -> Kv:

@@ -1,11 +1,11 @@
-"""Remote worker: exchanges KV with the remote store, concurrently with the steps.
+"""Remote worker: fetches KV from the remote store and uploads KV to it, concurrently with the steps.
 
     request queued --> find --(between two steps)--> choose --> fetch --(between two steps)--> add, next portion ...
-                                                                          any end --> the request may be admitted
+                                                        success or failure --> the request may be admitted
     plan --> uploads --> RemoteWorker.start --> upload --(between two steps)--> KVCache.remote.on_uploaded
 
-The store has an event loop of its own, on another thread, where large objects are received, verified and sent. The
-tasks here only wait for it.
+The store runs on a thread with an event loop of its own, which receives, verifies and sends objects. Tasks on the
+engine's event loop only wait for it.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ from llamaslot.scheduler.admission import Admission
 from llamaslot.scheduler.request import Request
 
 _MAX_FETCHES = 2
-"""Objects of a request that are fetched at a time: the next one is received while one is verified."""
+"""Most concurrent fetches for a request: the next object is received while one is verified."""
 _MAX_ALL_FETCHES = 4
-"""Objects that are fetched at a time for all requests, since they take memory beside that of the RAM tier."""
+"""Most concurrent fetches for all requests, since they take memory that no limit of the RAM tier counts."""
 _DROP_TIMEOUT_S = 10.0
-"""Time that a query waits for the store to delete objects."""
+"""Most time that clearing the cache or deleting a session waits for the store."""
 
 _T = TypeVar("_T")
 _log = structlog.get_logger(__name__)
 
 
 class RemoteWorker:
-    """Exchanges KV of `cache`, whose segments in RAM `backend` has. `post` runs a callback between two steps.
+    """Fetches and uploads KV of `cache`; `backend` has the bytes in RAM. `post` runs a callback between two steps.
 
     All methods are called on the event loop.
     """
@@ -70,15 +70,15 @@ class RemoteWorker:
         self._post = post
         self._clock = clock
         self._waiting: dict[tuple[str, bytes], list[Request]] = {}
-        """Requests that wait for what is found of their tokens, by namespace and tokens."""
+        """Requests that wait for the same lookup, by namespace and tokens."""
         self._fetches: dict[tuple[bytes, bool, bool], asyncio.Task[Fetched | None]] = {}
-        """Objects that are being fetched, for any number of requests."""
+        """Fetches under way, each for any number of requests, by digest and whether KV and state are fetched."""
         self._n_waiting: Counter[tuple[bytes, bool, bool]] = Counter()
-        """Requests that wait for each of them."""
+        """Number of requests that wait for each of them."""
         self._fetch_slots = asyncio.Semaphore(_MAX_ALL_FETCHES)
         self._uploads: set[asyncio.Task[None]] = set()
         self._tasks: set[asyncio.Task[Any]] = set()
-        """All tasks, kept from being collected while they wait."""
+        """All tasks: without a reference they could be garbage-collected while they wait."""
         self._loop = asyncio.new_event_loop()
         self._ended: Future[None] = Future()
         # A daemon: a store that hangs must not keep the process from ending.
@@ -90,10 +90,9 @@ class RemoteWorker:
         return self._cache.remote.uploads.is_sending
 
     def prepare(self, request: Request, admission: Admission) -> None:
-        """Fetch what the store has of a queued request's prompt; the request `is_fetching` until that has ended."""
+        """Start to fetch KV for a queued request, if the store has any; it `is_fetching` until that has ended."""
         # A prefix that a running request computes need not be fetched.
-        in_flight = admission.is_in_flight(request)
-        if in_flight:
+        if admission.is_in_flight(request):
             return
         lookup = self._cache.remote.wanted(request.id, admission.match(request), request.prefix, self._clock())
         if lookup is None:
@@ -141,7 +140,7 @@ class RemoteWorker:
     # --- tasks ---
 
     async def _fetch_for(self, lookup: Lookup) -> None:
-        """Fetch and take in what is worth it for a lookup; then the requests that wait for it may be admitted."""
+        """Look up, choose, fetch and add KV; in any case, the requests that wait may be admitted at the end."""
         remote = self._cache.remote
         try:
             async with asyncio.timeout(self._store.timeout_s):
@@ -245,7 +244,7 @@ class RemoteWorker:
                 n_all += n_bytes
             n_sent = n_all
         except RemoteUnavailableError:
-            # Told by the store; tried again after a pause.
+            # The store has logged it. The segment is tried again after a pause.
             pass
         except (ValueError, MemoryError) as error:
             # It would fail again.
@@ -290,7 +289,7 @@ class RemoteWorker:
     # --- inside ---
 
     def _kv_of(self, block: Block) -> tuple[tuple[KvPart, ...], Kv | None] | None:
-        """The KV of a block's parts, and its checkpoint; None if any is not in RAM any more."""
+        """Return the KV of a block's parts, and its checkpoint; None if any of them is not in RAM any more."""
         parts: list[KvPart] = []
         for each in block.parts:
             kv = self._backend.kv_of(each.number)
@@ -318,7 +317,7 @@ class RemoteWorker:
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
 
     async def _between_steps(self, action: Callable[[], _T]) -> _T:
-        """Return what an action returns that is run between two steps."""
+        """Run an action between two steps, and return its result."""
         future: asyncio.Future[_T] = asyncio.get_running_loop().create_future()
 
         def run() -> None:

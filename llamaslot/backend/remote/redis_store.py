@@ -1,19 +1,20 @@
-"""Remote store on a server that speaks Redis's protocol, such as Valkey or Redis itself.
+"""Remote store in Redis, Valkey, or another server of the Redis protocol.
 
-Keys begin with `llamaslot:1:` and the scope of fleet and model; H is a digest of a prompt's first tokens:
+Keys begin with `llamaslot:1:` and a digest of fleet and model (`Sealer.scope`). H is the keyed digest of all tokens
+up to a position:
 
-    d:H   hash: KV and state of the object that ends there, each with its code
-    i:H   the object that has the tokens before a position of the grid, with a code
-    k:H   list: checkpoints after a position of the grid and before the next one
-    l     sorted set: objects with their sizes, by the time at which they expire
+    d:H   hash: object that ends at this position: KV and partial state, each with its authentication code
+    i:H   entry of the index for this position of the grid: name of the object with the tokens before it, and a code
+    k:H   list: entries of checkpoints from this position of the grid up to the next one
+    l     sorted set: objects with their sizes, by time of expiry
     n     sum of these sizes
 
-All of them expire. An object that is fetched, or would be uploaded again, stays, with what refers to it.
+All keys have a TTL (`--cache-remote-ttl`), which starts again when an object is fetched, or uploaded once more.
 
-All servers keep the sum within the same limit: each deletes what expires first before it uploads more. An object
-that the server of the store evicts by itself counts until it would have expired.
+All servers keep the sum within the same limit: before an upload, a server deletes the objects that expire first. An
+object that Redis evicts by itself (`maxmemory`) counts until it would have expired.
 
-The client runs on an event loop of its own, on another thread than the engine's.
+The client runs on the event loop of the remote worker's thread.
 """
 
 from __future__ import annotations
@@ -58,23 +59,23 @@ _MAX_CHECKPOINTS = 16
 """Checkpoints of one entry of the index; the newest stay."""
 _KV, _STATE, _INDEX = b"kv", b"state", b"index"
 _TRANSFER_TIMEOUT_S = 30.0
-"""Time to send or receive an object at most; who waits for one sets a time limit of its own."""
+"""Most time to send or receive an object; requests that wait for one have a limit of their own."""
 _MAX_DELETED = 8
-"""Objects that are deleted within one time limit."""
+"""Most objects to delete at once: expired ones before an upload, and in each round of `clear`."""
 _RECOUNT_S = 600.0
 """Time after which a server adds up the list again: a server that ended or timed out between two commands, or an
 eviction by the store, leaves a sum that is wrong for good."""
 _SCANNED_NAMES = 1000
-"""Names that the store goes through within one time limit."""
+"""Most names that the store goes through within one time limit."""
 _MAX_LOOKUPS = 16
-"""Lookups at a time, each on a connection of its own: the client refuses to open more than a hundred."""
+"""Most concurrent lookups, each on a connection of its own: the client refuses to open more than a hundred."""
 
 _T = TypeVar("_T")
 _log = structlog.get_logger(__name__)
 
 
 class RedisStore:
-    """`RemoteStore` on Redis's protocol, of segments of this `size`."""
+    """`RemoteStore` that speaks the Redis protocol; `size` gives the bytes of a segment."""
 
     def __init__(
         self,
@@ -248,7 +249,7 @@ class RedisStore:
         return f"{self._prefix}{kind}:{digest.hex()}"
 
     def _on_path(self, namespace: str, tokens: bytes, entries: Iterable[bytes]) -> tuple[RemoteObject, ...]:
-        """The checkpoints among entries of the index whose tokens are the prompt's."""
+        """Return those of some listed checkpoints whose tokens are the prompt's."""
         n_tokens = len(tokens) // WIDTH
         able = [each for data in entries if (each := _unpacked(data)) is not None and each.end <= n_tokens]
         digests = self._sealer.path_digests(namespace, tokens, {each.end for each in able})
@@ -257,7 +258,7 @@ class RedisStore:
         )
 
     async def _index(self, wanted: RemoteObject, digests: Mapping[int, bytes]) -> None:
-        """Name an object at the positions of the grid within it, and a checkpoint after the last of them."""
+        """Write the index entries of an object, and list its checkpoint at the last grid position before it."""
         ttl, entry = self._settings.ttl_s, _packed(wanted)
 
         async def put() -> None:
@@ -276,12 +277,12 @@ class RedisStore:
         await self._within(self.timeout_s, put)
 
     def _indexed(self, digest: bytes, data: bytes | None) -> RemoteObject | None:
-        """The object of an entry of the index for these tokens; None for one that no server of the fleet wrote."""
+        """Return the object of an index entry; None if no server of the fleet wrote it for these tokens."""
         packed, code = (data[: _ENTRY.size], data[_ENTRY.size :]) if data is not None else (b"", b"")
         return _unpacked(packed) if self._sealer.is_genuine(digest, _INDEX, packed, code) else None
 
     async def _keep(self, wanted: RemoteObject) -> None:
-        """Put off the time at which an object that is used expires."""
+        """Start the TTL of an object again, since it is used."""
         ttl = self._settings.ttl_s
 
         async def put_off() -> None:
@@ -294,12 +295,12 @@ class RedisStore:
         await self._within(self.timeout_s, put_off)
 
     def _keep_list(self, pipe: Any) -> None:
-        """Keep the list of objects longer than any of them, but not after the last server of a model."""
+        """Set a TTL for list and sum: longer than that of any object, so that they end after the last server."""
         for each in "ln":
             pipe.expire(self._prefix + each, 2 * self._settings.ttl_s)
 
     async def _reserve(self, wanted: RemoteObject) -> None:
-        """Count an object, and delete others until all fit: those that have expired, then those that will first."""
+        """Count an object, and delete others until the sum is within the limit, in order of their expiry."""
         listed, total, now = self._prefix + "l", self._prefix + "n", self._clock()
         n_bytes = wanted.n_bytes + wanted.state_bytes
 
@@ -335,7 +336,7 @@ class RedisStore:
             n_all -= await self._delete(oldest)
 
     async def _delete(self, members: Iterable[bytes]) -> int:
-        """Delete the objects of these members of the list; returns their bytes."""
+        """Delete the objects of these members of the sorted set; returns their bytes."""
         n_deleted = 0
         for member in members:
             digest, n_bytes = _digest_and_size(member)
@@ -351,7 +352,7 @@ class RedisStore:
         return n_deleted
 
     async def _within(self, seconds: float, call: Callable[[], Awaitable[_T]]) -> _T:
-        """Return what a call does; raises `RemoteUnavailableError` if it fails, takes longer or makes no sense."""
+        """Return the result of a call; raises `RemoteUnavailableError` if it fails or takes longer."""
         try:
             async with asyncio.timeout(seconds):
                 return await call()
@@ -369,7 +370,7 @@ def _packed(each: RemoteObject) -> bytes:
 
 
 def _unpacked(data: bytes | None) -> RemoteObject | None:
-    """The object of an entry of the index; None for anything else."""
+    """Return the object of an index entry; None for bytes that are not one."""
     if data is None or len(data) != _ENTRY.size:
         return None
     start, end, n_bytes, state_bytes, digest = _ENTRY.unpack(data)
@@ -381,7 +382,7 @@ def _member(each: RemoteObject) -> bytes:
 
 
 def _digest_and_size(member: bytes) -> tuple[bytes, int]:
-    """Digest and bytes of a member of the list; no bytes for one that no server has put there."""
+    """Return digest and size of a member of the sorted set; empty and 0 for one that no server wrote."""
     try:
         digest, n_bytes = member.decode("ascii").split(":")
         return bytes.fromhex(digest), int(n_bytes)
@@ -390,7 +391,7 @@ def _digest_and_size(member: bytes) -> tuple[bytes, int]:
 
 
 def _copied(data: bytes) -> Kv:
-    """The same bytes in memory that goes back to the system once it is freed."""
+    """Return a copy in memory that goes back to the system once it is freed."""
     kv = new_kv(len(data))
     kv[:] = np.frombuffer(data, dtype=np.uint8)
     return kv

@@ -1,7 +1,7 @@
-"""Keyed digests of the remote tier: names that disclose nothing, and codes by which objects are verified.
+"""Keyed digests of the remote tier: names of objects, and authentication codes of their fields.
 
-Both are BLAKE2b keyed with a secret that all servers of the fleet have. Without it one cannot tell which prompt an
-object is of, or make one that a server accepts.
+Both are BLAKE2b, keyed with the secret that all servers of the fleet share. Without the secret one cannot tell from
+which prompt an object is, or write one that a server accepts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Sealer:
     def __init__(self, secret: bytes, model_key: bytes) -> None:
         self._key = hashlib.blake2b(secret, digest_size=32, person=b"llamaslot fleet").digest()
         self.scope = self._digest(b"scope", model_key).hex()
-        """Name of the part of the store that these servers use; those with another secret or model use another."""
+        """Prefix of all keys in the store, different for each secret and model."""
 
     def path_digests(self, namespace: str, tokens: bytes, ends: Iterable[int]) -> dict[int, bytes]:
         """Return the digests of a prompt's first tokens, up to each of `ends`."""
