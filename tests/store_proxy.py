@@ -12,6 +12,7 @@ import struct
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -139,23 +140,10 @@ class StoreProxy:
 
     def _reply(self, client: socket.socket, store: socket.socket, fault: Fault | None) -> None:
         if fault is None or not fault.in_reply:
-            # A blob as an answer is large; what is read of it is passed on at once.
-            replies = hiredis.Reader()
-            while replies.gets() is False:
-                data = store.recv(_CHUNK)
-                if not data:
-                    raise _CutError
-                replies.feed(data)
+            for data in _reply_from(store):
                 client.sendall(data)
             return
-        raw = bytearray()
-        replies = hiredis.Reader()
-        while replies.gets() is False:
-            data = store.recv(_CHUNK)
-            if not data:
-                raise _CutError
-            replies.feed(data)
-            raw += data
+        raw = bytearray(b"".join(_reply_from(store)))
         self.n_faults += 1
         middle = len(raw) // 2
         if fault.action == "delay":
@@ -179,3 +167,14 @@ class StoreProxy:
         while self.fault is fault and not self._end.is_set() and time.monotonic() < deadline:
             time.sleep(0.01)
         raise _CutError
+
+
+def _reply_from(store: socket.socket) -> Iterator[bytes]:
+    """Yield the bytes of one reply as they come, up to its end."""
+    replies = hiredis.Reader()
+    while replies.gets() is False:
+        data = store.recv(_CHUNK)
+        if not data:
+            raise _CutError
+        replies.feed(data)
+        yield data
