@@ -1,4 +1,4 @@
-"""The upload queue: what is sent, when, and again after failures."""
+"""The upload queue: order and delay of uploads, retries, and segments that are never sent."""
 
 from __future__ import annotations
 
@@ -22,6 +22,13 @@ def segment(number: int, n_tokens: int = N, namespace: str = "") -> Segment:
 
 def queue() -> UploadQueue:
     return UploadQueue(N, is_on=True)
+
+
+def upload(uploads: UploadQueue, each: Segment, *, ok: bool = True) -> None:
+    """Queue a full segment and upload it, at time 0."""
+    uploads.put([each])
+    assert uploads.take_due(0.0) == [each]
+    uploads.on_uploaded(each.number, 0.0, ok=ok)
 
 
 def test_full_segments_are_due_at_once_and_partial_ones_later() -> None:
@@ -67,9 +74,7 @@ def test_after_a_failure_nothing_is_due_for_a_while() -> None:
 
 def test_a_store_that_does_not_answer_pauses_uploads_and_may_have_lost_what_it_had() -> None:
     uploads, stored, waiting = queue(), segment(1), segment(2)
-    uploads.put([stored])
-    uploads.take_due(0.0)
-    uploads.on_uploaded(1, 0.0, ok=True)
+    upload(uploads, stored)
     uploads.put([waiting])
     uploads.pause(30.0)
     assert uploads.due_at == 30.0
@@ -79,12 +84,8 @@ def test_a_store_that_does_not_answer_pauses_uploads_and_may_have_lost_what_it_h
 
 def test_a_failed_upload_or_a_cleared_store_has_all_offered_again() -> None:
     uploads, stored, failed = queue(), segment(1), segment(2)
-    uploads.put([stored])
-    uploads.take_due(0.0)
-    uploads.on_uploaded(1, 0.0, ok=True)
-    uploads.put([failed])
-    uploads.take_due(0.0)
-    uploads.on_uploaded(2, 0.0, ok=False)
+    upload(uploads, stored)
+    upload(uploads, failed, ok=False)
     uploads.put([stored])
     assert uploads.take_due(RETRY_DELAY_S) == [failed, stored]
     for each in (1, 2):
