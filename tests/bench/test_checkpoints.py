@@ -13,12 +13,12 @@ import pytest
 
 from bench import synthetic
 from bench.__main__ import main
-from bench.client import Client
 from bench.families import checkpoint_runs, checkpoints
 from bench.families.checkpoint_runs import resident_bytes
 from bench.families.checkpoints import MEASUREMENTS, MIB, Settings, figures_of
 from bench.families.run import COUNTER, DECODED
 from tests.bench.forked_servers import forked_servers
+from tests.bench.miscount import miscount
 
 
 @pytest.fixture
@@ -64,12 +64,7 @@ def test_memory_is_that_of_the_shape_with_windows(tmp_path: Path, capsys: pytest
 def test_counts_that_the_metrics_do_not_confirm_are_no_result(
     wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    honest = Client.counter
-
-    async def one_more(client: Client, name: str) -> float:
-        return await honest(client, name) + (name == wrong)
-
-    monkeypatch.setattr(Client, "counter", one_more)
+    miscount(monkeypatch, wrong)
     monkeypatch.setattr(checkpoint_runs, "TURNS", 1)
     assert quick(tmp_path, "--only", "eight", "--scale", "0.02") == 1
     assert f"{wrong} is" in capsys.readouterr().err

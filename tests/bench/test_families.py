@@ -22,6 +22,7 @@ from bench.peers.servers import OWN, SERVERS
 from bench.peers.workloads import WORKLOADS
 from bench.tokens import fewest
 from tests.bench.forked_servers import forked_servers
+from tests.bench.miscount import miscount
 
 INTERVAL = 10
 HEAD = [1, 2, 3, 4]
@@ -208,12 +209,7 @@ def test_a_quick_look_counts_what_llamaslot_computes(tmp_path: Path) -> None:
 def test_counts_that_the_metrics_do_not_confirm_are_no_result(
     wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    honest = Client.counter
-
-    async def one_more(client: Client, name: str) -> float:
-        return await honest(client, name) + (name == wrong)
-
-    monkeypatch.setattr(Client, "counter", one_more)
+    miscount(monkeypatch, wrong)
     arguments = ["--kind", "dense", "--only", "chat", "--scale", "0.1", "--threads", "1", "--out", str(tmp_path)]
     with forked_servers():
         assert main(["families", "--quick", *arguments]) == 1
