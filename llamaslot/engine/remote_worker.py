@@ -158,8 +158,11 @@ class RemoteWorker:
                     self._post(lambda: remote.on_late(choice, self._clock()))
         except CorruptObjectError:
             self._post(remote.on_corrupt)
-        except (RemoteUnavailableError, TimeoutError) as error:
-            _log.warning("remote.unavailable", error=str(error) or "timeout")
+        except RemoteUnavailableError:
+            # The store has logged it.
+            self._post(lambda: remote.on_unavailable(self._clock()))
+        except TimeoutError:
+            _log.warning("remote.unavailable", error=f"no answer within {self._store.timeout_s:g} s")
             self._post(lambda: remote.on_unavailable(self._clock()))
         except (ValueError, MemoryError) as error:
             _log.warning("remote.unusable", error=str(error) or type(error).__name__)

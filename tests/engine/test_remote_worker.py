@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from redis.exceptions import ResponseError
+from structlog.testing import capture_logs
 
 from bench import synthetic
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings
@@ -207,7 +208,9 @@ async def test_a_store_that_is_gone_costs_one_failure_and_no_reply(folder: Path,
         expected, _ = await first.ask(opening("Ann"))
         await first.uploaded()
         redis.kill()
-        text, end = await second.ask(opening("Ann"))
+        with capture_logs() as logs:
+            text, end = await second.ask(opening("Ann"))
+        assert [each["event"] for each in logs if each["event"].startswith("remote.")] == ["remote.unavailable"]
         assert (text, end.progress.n_fetched, second.remote.failures) == (expected, 0, 1)
         assert not second.remote.is_available
         await second.ask(opening("Bob"))
