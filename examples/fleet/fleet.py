@@ -50,7 +50,7 @@ def parser() -> argparse.ArgumentParser:
     up.add_argument("--no-restart", dest="restart", action="store_false", help=text)
     text = "where workers share prefixes (llamaslot's --cache-remote)"
     up.add_argument("--cache-remote", default="", metavar="URL", help=text)
-    status = commands.add_parser("status", help="what runs where")
+    status = commands.add_parser("status", help="print state, address and process id of gateway and workers")
     status.add_argument("--json", action="store_true", help="as JSON")
     for name, text in (
         ("drain", "end a worker once its requests have ended; the others take its conversations over"),
@@ -128,7 +128,7 @@ def worker(folder: Path, number: int, port: int, flags: list[str], *, restarts: 
 
 
 def remote_key(folder: Path) -> Path:
-    """Return the file with the secret of what workers share; it stays, so that a later fleet reads it too."""
+    """Return the file with the secret of the remote tier; it stays, so that later fleets can read the store."""
     file = folder / "remote-key"
     if not file.exists():
         write_secret(file, secrets.token_urlsafe(32) + "\n")
@@ -203,7 +203,7 @@ def is_served(control: Path) -> bool:
 
 
 def ask(options: argparse.Namespace) -> None:
-    """Have the running fleet do something, and print what it does. Raises `FleetError`."""
+    """Send a command to the running fleet, and print its answers. Raises `FleetError`."""
     path = options.dir.absolute() / SOCKET
     with socket.socket(socket.AF_UNIX) as control:
         if control.connect_ex(str(path)) != 0:
@@ -227,7 +227,7 @@ def ask(options: argparse.Namespace) -> None:
 
 
 def show(status: dict, *, as_json: bool) -> None:
-    """Print what runs where."""
+    """Print the state of gateway and workers."""
     if as_json:
         print(json.dumps(status))
         return

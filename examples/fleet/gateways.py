@@ -16,7 +16,7 @@ TEMPLATE = Path(__file__).with_name("nginx.conf.in")
 TIMEOUT_S = 5.0
 HEALTH_INTERVAL_S = 1
 HEALTH_FAILURES = 2
-"""smg asks each worker so often, and sends no more to one that failed so many times in a row."""
+"""smg checks the health of each worker at this interval; after so many failures in a row it sends no more to it."""
 
 
 class FleetError(Exception):
@@ -25,17 +25,17 @@ class FleetError(Exception):
 
 @dataclass
 class Settings:
-    """Where the gateway listens, and for whom."""
+    """Settings of a gateway: its port, workers, keys and program."""
 
     folder: Path
     port: int
     workers: list[str]
     """URLs of the workers in their order."""
     worker_key: str = ""
-    """The key by which the gateway asks the workers; empty without keys."""
+    """API key of the gateway at the workers; empty without keys."""
     client_keys: list[str] = field(default_factory=list)
     shares_prefixes: bool = False
-    """True if a worker finds what another one has computed (`--cache-remote`)."""
+    """True if workers share prefixes (`--cache-remote`)."""
     program: str = ""
     """Path of smg or nginx; empty to look for it."""
     flags: list[str] = field(default_factory=list)
@@ -52,11 +52,11 @@ class Gateway(Protocol):
         """The command line that starts it in the foreground. Raises `FleetError`."""
 
     def routes_to(self, worker: int) -> bool:
-        """True if the gateway takes a worker, by its index, for healthy."""
+        """True if the gateway considers a worker, by its index, healthy."""
 
 
 class Smg:
-    """Shepherd gateway: routes by cached prefix, or in turn. It learns by `/health` which workers it may use."""
+    """Shepherd gateway: routes by cached prefix, or round robin, to the workers whose `/health` is a 200."""
 
     drain_delay_s = HEALTH_INTERVAL_S * (HEALTH_FAILURES + 1.0)
 
@@ -117,7 +117,7 @@ class Nginx:
         return [*command, "-e", str(own.folder / "nginx.log"), "-g", "daemon off;", *own.flags]
 
     def routes_to(self, worker: int) -> bool:
-        """True: it finds out with the next request."""
+        """True: nginx checks no health, and finds out with the next request."""
         return True
 
     def _configuration(self) -> str:

@@ -1,4 +1,4 @@
-"""The processes of a fleet: starts workers and gateway, restarts those that end, drains and restarts on request.
+"""Supervisor of a fleet: starts workers and gateway, restarts those that crash, drains and restarts on request.
 
 starting -> ready -> draining -> stopped        a worker; `start` begins again
     ^         |
@@ -90,7 +90,7 @@ class Child:
         self.state = "stopped"
 
     async def _keep(self) -> None:
-        """Run it again and again; the pauses grow while it ends early."""
+        """Run the process, and start it again when it ends; the pauses grow if it ends early."""
         loop, pause = asyncio.get_running_loop(), 0.0
         while self.wanted:
             self.state, began = "starting", loop.time()
@@ -121,7 +121,7 @@ class Child:
             await asyncio.sleep(pause)
 
     async def _watch(self) -> None:
-        """Follow `/health`."""
+        """Set the state by `/health`, again and again."""
         while True:
             is_well = await asyncio.to_thread(get_health, self.url)
             if self.state in ("starting", "unhealthy") and is_well:
@@ -132,7 +132,7 @@ class Child:
 
 
 class Fleet:
-    """Workers and their gateway; `actions` are what `fleet.py` may ask for while they run."""
+    """Workers and their gateway. `fleet.py` sends commands to it through a socket."""
 
     def __init__(self, workers: list[Child], gateway: Child, routes: Gateway, socket: Path) -> None:
         self.workers = workers
@@ -169,7 +169,7 @@ class Fleet:
             self._socket.unlink(missing_ok=True)
 
     async def _start(self) -> None:
-        """Start the workers, then the gateway: it looks for them once, and then only now and then."""
+        """Start the workers, then the gateway, which looks for workers at its start and seldom later."""
         for worker in self.workers:
             worker.begin()
         await asyncio.gather(*(worker.until_ready(START_TIMEOUT_S) for worker in self.workers))
@@ -221,7 +221,7 @@ class Fleet:
                 yield line
 
     def status(self) -> dict[str, Any]:
-        """Return what runs where."""
+        """Return state, address and process id of gateway and workers."""
         workers = [
             {"name": each.name, "state": each.state, "url": each.url, "pid": each.pid, "starts": each.starts}
             for each in self.workers
