@@ -23,7 +23,6 @@ from structlog.testing import capture_logs
 from llamaslot.app.cache.cache_disk import lock_disk
 from llamaslot.app.config import Config
 from llamaslot.backend.disk import DiskStore, text_tables
-from llamaslot.backend.disk.failure_log import FailureLog
 from llamaslot.backend.disk.segment_files import (
     KEY_BYTES,
     CorruptFileError,
@@ -31,6 +30,7 @@ from llamaslot.backend.disk.segment_files import (
     read_segment,
     write_segment,
 )
+from llamaslot.backend.failure_log import FailureLog
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.kv_ops import Kv
 from llamaslot.base.model import ModelFile, SegmentSize

@@ -27,10 +27,10 @@ import structlog
 
 from llamaslot.backend.disk.database import INDEX_ERRORS
 from llamaslot.backend.disk.disk_index import DiskIndex, SegmentRow
-from llamaslot.backend.disk.failure_log import FailureLog
 from llamaslot.backend.disk.fingerprints import fingerprint_of
 from llamaslot.backend.disk.segment_files import CorruptFileError, file_size, read_segment, write_segment
 from llamaslot.backend.disk.text_tables import TextTables
+from llamaslot.backend.failure_log import FailureLog
 from llamaslot.backend.files import open_private, private_folder
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.kv_ops import Kv

@@ -15,7 +15,7 @@ import msgspec
 import xxhash
 
 from llamaslot.backend.disk.database import INDEX_ERRORS, Database
-from llamaslot.backend.disk.failure_log import FailureLog
+from llamaslot.backend.failure_log import FailureLog
 from llamaslot.base.generation import replies
 from llamaslot.base.text_records import RecordKind, TextRecord
 from llamaslot.prompts import sessions, text_anchors

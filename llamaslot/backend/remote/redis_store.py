@@ -33,7 +33,7 @@ import structlog
 from redis import exceptions
 from redis.asyncio import Redis
 
-from llamaslot.backend.disk.failure_log import FailureLog
+from llamaslot.backend.failure_log import FailureLog
 from llamaslot.backend.memory import new_kv
 from llamaslot.backend.remote.sealing import DIGEST_BYTES, Sealer
 from llamaslot.backend.remote.store_settings import StoreSettings

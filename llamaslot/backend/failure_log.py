@@ -1,4 +1,4 @@
-"""Rate-limited log of disk failures: one line for each event in 30 seconds, since a full disk fails every call."""
+"""Rate-limited log of failures of disk and remote store: any call may fail, so one line an event in 30 seconds."""
 
 from __future__ import annotations
 
