@@ -16,6 +16,7 @@ from typing import Any
 import llama_cpp
 import psutil
 from rich.console import Console
+from rich.table import Table
 
 from bench import synthetic
 from bench.client import BenchmarkError
@@ -47,6 +48,14 @@ class Summary:
             f"{1000 * value:,.0f}" for value in (self.median, self.mean, self.low, self.high)
         )
         return median, mean, f"{low}-{high}"
+
+
+def new_table(title: str, headings: Sequence[str], left: Sequence[str] = (), caption: str | None = None) -> Table:
+    """Return an empty table whose columns are aligned right, but for those in `left`."""
+    result = Table(title=title, caption=caption)
+    for heading in headings:
+        result.add_column(heading, justify="left" if heading in left else "right")
+    return result
 
 
 def decode_rate(streams: Sequence[Sequence[float]]) -> float:

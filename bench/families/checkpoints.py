@@ -23,7 +23,7 @@ from bench.families.kinds import state_sizes
 from bench.peers import build
 from bench.peers.baseline import revision
 from bench.progress import progress
-from bench.report import ROOT, Summary, console, machine, model_file, notes, write_json
+from bench.report import ROOT, Summary, console, machine, model_file, new_table, notes, write_json
 from bench.tokens import Tokens
 
 MEASUREMENTS = ("restart", "eight", "memory")
@@ -174,9 +174,8 @@ def figures_of(measurement: str, model: str, measured: Sequence[dict[str, float]
 def table(figures: Sequence[Figure]) -> Table:
     """A line for each figure."""
     caption = "memory is that of all processes of a server; PSS counts shared pages once"
-    result = Table(title="Checkpoints", caption=caption)
-    for heading in ("measured", "shape", "figure", "median", "range", "goal", ""):
-        result.add_column(heading, justify="right" if heading in ("median", "range") else "left")
+    left = ("measured", "shape", "figure", "goal", "")
+    result = new_table("Checkpoints", ("measured", "shape", "figure", "median", "range", "goal", ""), left, caption)
     for each in figures:
         result.add_row(*each.cells(), end_section=each.most is not None)
     return result

@@ -10,14 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
 
-import numpy as np
 from rich.table import Table
 
 from bench.client import BenchmarkError
 from bench.fleet.processes import counted
-from bench.fleet.setups import MODEL, N_SYSTEMS, ONE, SETUPS, Settings, fleet, milliseconds
+from bench.fleet.setups import MODEL, N_SYSTEMS, ONE, SETUPS, Settings, fleet, ttft_cells
 from bench.fleet.traffic import Api, Attempt, Target, Traffic, new_session
-from bench.report import notes
+from bench.report import new_table, notes
 from bench.server import llamaslot, serving
 from bench.tokens import Tokens
 
@@ -115,27 +114,24 @@ class _Run:
 
 def table(results: Sequence[Result], settings: Settings) -> Table:
     """Return a table of computed tokens and TTFTs of each setup."""
-    found = Table(title=_title(settings), caption=_caption(settings))
-    names = ("API", "setup", "requests", "computed tokens", f"/ {ONE}", "goal", "TTFT mean", "p95", "by worker")
-    for name in names:
-        found.add_column(name, justify="left" if name in ("API", "setup") else "right")
+    headings = ("API", "setup", "requests", "computed tokens", f"/ {ONE}", "goal", "TTFT mean", "p95", "by worker")
+    result = new_table(_title(settings), headings, ("API", "setup"), _caption(settings))
     for each in results:
         whole = next((one.n_prompt_computed for one in results if one.setup == ONE and one.api == each.api), 0)
         ratio = each.n_prompt_computed / whole if whole else 0.0
         # The goal is that of a gateway that knows prefixes; the others are there to compare.
         goal = ("met" if ratio <= GOAL else "missed") if whole and SETUPS[each.setup] == "smg" else ""
-        found.add_row(
+        result.add_row(
             each.api,
             each.setup,
             str(each.n_requests),
             f"{each.n_prompt_computed:,}",
             f"{ratio:.2f}" if whole else "",
             goal,
-            milliseconds(float(np.mean(each.ttft))),
-            milliseconds(float(np.percentile(each.ttft, 95))),
+            *ttft_cells(each.ttft),
             " ".join(str(n) for n in sorted(each.by_worker.values())),
         )
-    return found
+    return result
 
 
 def _title(settings: Settings) -> str:

@@ -14,9 +14,9 @@ from rich.table import Table
 
 from bench.client import BenchmarkError
 from bench.fleet.processes import FleetProcess
-from bench.fleet.setups import MODEL, N_SYSTEMS, Settings, fleet, milliseconds
+from bench.fleet.setups import MODEL, N_SYSTEMS, Settings, fleet, milliseconds, ttft_cells
 from bench.fleet.traffic import Attempt, Conversation, Target, Traffic, new_session
-from bench.report import notes
+from bench.report import new_table, notes
 from bench.tokens import Tokens
 
 FIRST_TURNS = 3
@@ -210,13 +210,11 @@ def _outcomes(attempts: Sequence[Attempt]) -> dict[str, int]:
 
 def kill_table(results: Sequence[Killed], settings: Settings) -> Table:
     """Return a table of outcomes, and of TTFTs on and off the killed worker."""
-    found = Table(title=f"A worker killed (kill -9) while it streams: {settings.title}")
-    names = ("setup", "had text", *OUTCOMES, "turns lost", "TTFT stayed", "moved", "cold", "moved / cold")
-    for name in names:
-        found.add_column(name, justify="left" if name == "setup" else "right")
+    headings = ("setup", "had text", *OUTCOMES, "turns lost", "TTFT stayed", "moved", "cold", "moved / cold")
+    result = new_table(f"A worker killed (kill -9) while it streams: {settings.title}", headings, ("setup",))
     for each in results:
         stayed, moved, cold = (float(np.median(times or [0.0])) for times in (each.stayed, each.moved, each.cold))
-        found.add_row(
+        result.add_row(
             each.setup,
             str(each.n_in_flight),
             *(str(each.outcomes[name]) for name in OUTCOMES),
@@ -224,20 +222,18 @@ def kill_table(results: Sequence[Killed], settings: Settings) -> Table:
             *map(milliseconds, (stayed, moved, cold)),
             f"{moved / cold:.2f}" if cold else "",
         )
-    return found
+    return result
 
 
 def rolling_table(results: Sequence[Rolled], settings: Settings) -> Table:
     """Return a table of outcomes and TTFTs during rolling restarts."""
-    found = Table(title=f"A rolling restart of {settings.n_workers} workers: {settings.title}")
-    for name in ("setup", "took", *OUTCOMES, "TTFT mean", "p95"):
-        found.add_column(name, justify="left" if name == "setup" else "right")
+    headings = ("setup", "took", *OUTCOMES, "TTFT mean", "p95")
+    result = new_table(f"A rolling restart of {settings.n_workers} workers: {settings.title}", headings, ("setup",))
     for each in results:
-        found.add_row(
+        result.add_row(
             each.setup,
             f"{each.seconds:.0f} s",
             *(str(each.outcomes[name]) for name in OUTCOMES),
-            milliseconds(float(np.mean(each.ttft or [0.0]))),
-            milliseconds(float(np.percentile(each.ttft or [0.0], 95))),
+            *ttft_cells(each.ttft),
         )
-    return found
+    return result

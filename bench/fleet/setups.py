@@ -9,6 +9,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
+
 from bench.fleet.processes import FleetProcess, running
 from bench.fleet.traffic import Api, Lengths
 from bench.report import notes
@@ -97,6 +99,12 @@ async def fleet(settings: Settings, setup: str, *more: str) -> AsyncIterator[Fle
         flags += [*settings.fleet_flags, *more]
         async with running(Path(folder), flags, settings.server_flags()) as process:
             yield process
+
+
+def ttft_cells(ttft: Sequence[float]) -> tuple[str, str]:
+    """Return mean and 95th percentile of TTFTs as cells of a table."""
+    times = ttft or [0.0]
+    return milliseconds(float(np.mean(times))), milliseconds(float(np.percentile(times, 95)))
 
 
 def milliseconds(seconds: float) -> str:

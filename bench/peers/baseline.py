@@ -22,7 +22,7 @@ from bench.peers.results import DECODE, TTFT_MEAN, Metric, RunResult
 from bench.peers.runner import N_SLOTS, Runner
 from bench.peers.servers import BEFORE, OWN, CommonSettings, ServerSetup
 from bench.peers.workloads import WORKLOADS, Workload
-from bench.report import Summary, console, machine, notes, write_json
+from bench.report import Summary, console, machine, new_table, notes, write_json
 from bench.tokens import Tokens
 
 N_PAIRS = {"chat": 16, "twenty": 12, "agent": 12, "pressure": 8, "low reuse": 12, "decode 1": 20, "decode 8": 20}
@@ -149,9 +149,8 @@ def metric_of(workload: str) -> Metric:
 def table(changes: Sequence[Change], title: str) -> Table:
     """A line for each workload."""
     caption = "new / old, medians of pairs; 95%: by bootstrap; TTFT: less is better, decode: more is better"
-    result = Table(title=f"{OWN} / {BEFORE}, {title}", caption=caption)
-    for heading in ("workload", "figure", "ratio", "95%", "range", "pairs", ""):
-        result.add_column(heading, justify="left" if heading in ("workload", "figure", "") else "right")
+    headings, left = ("workload", "figure", "ratio", "95%", "range", "pairs", ""), ("workload", "figure", "")
+    result = new_table(f"{OWN} / {BEFORE}, {title}", headings, left, caption)
     for each in changes:
         result.add_row(
             each.workload,
