@@ -188,7 +188,7 @@ def _common(
 
 
 def _threads(command: ArgumentParser) -> None:
-    text = "of whatever is measured"
+    text = f"threads of what is measured (default: {default_threads()})"
     command.add_argument("--threads", type=_positive, default=default_threads(), metavar="N", help=text)
 
 
@@ -247,7 +247,7 @@ def _add_families(command: ArgumentParser) -> None:
     command.add_argument("--scale", type=float, default=families.SCALE, metavar="X", help=text)
     text = f"llamaslot's --checkpoint-min-step, allowed for each new fork (default: {families.INTERVAL})"
     command.add_argument("--interval", type=_positive, default=families.INTERVAL, metavar="N", help=text)
-    command.add_argument("--seed", type=_count, default=1, metavar="N", help="of the text (default: 1)")
+    command.add_argument("--seed", type=_count, default=1, metavar="N", help="seed of the text (default: 1)")
     command.add_argument("--server", default="", metavar="FLAGS", help="more flags for all servers")
     text = "the published run with its fixed plan, whatever else is given: 40 minutes on 2 cores, at a clean commit"
     command.add_argument("--publish", action="store_true", help=text)
@@ -288,7 +288,7 @@ def _add_checkpoints(command: ArgumentParser) -> None:
     command.add_argument("--model", metavar="MODEL", help=text)
     text = "factor for the long prompts (default: 1)"
     command.add_argument("--scale", type=float, default=1.0, metavar="X", help=text)
-    command.add_argument("--seed", type=_count, default=1, metavar="N", help="of the text (default: 1)")
+    command.add_argument("--seed", type=_count, default=1, metavar="N", help="seed of the text (default: 1)")
     command.add_argument("--server", default="", metavar="FLAGS", help="more flags for all servers")
     _threads(command)
 

@@ -13,14 +13,17 @@ from bench.fleet.setups import APIS, LENGTHS, PARTS, SETUPS, Settings, available
 
 def add_to(command: ArgumentParser) -> None:
     """Add the options of this benchmark."""
-    for part, text in zip(PARTS, ("computed tokens and TTFT", "kill -9", "a rolling restart"), strict=True):
+    texts = "computed tokens and TTFT", "a worker killed (kill -9)", "a rolling restart"
+    for part, text in zip(PARTS, texts, strict=True):
         command.add_argument(f"--{part}", action="store_true", help=f"{text} (without any of these: all)")
-    names = list(SETUPS)
-    command.add_argument("--only", action="append", choices=names, metavar="SETUP", help=", ".join(names))
-    command.add_argument("--api", action="append", choices=APIS, metavar="API", help=", ".join(APIS))
+    # Names of setups have commas.
+    text = f"may be given several times: {'; '.join(SETUPS)} (default: all)"
+    command.add_argument("--only", action="append", choices=list(SETUPS), metavar="SETUP", help=text)
+    text = f"may be given several times: {'; '.join(APIS)} (default: all)"
+    command.add_argument("--api", action="append", choices=APIS, metavar="API", help=text)
     text = "nginx, if it is not in PATH; without any, its setup is left out"
     command.add_argument("--nginx", default="", metavar="FILE", help=text)
-    command.add_argument("--cache-remote", default="", metavar="URL", help="let workers share prefixes there")
+    command.add_argument("--cache-remote", default="", metavar="URL", help="store by which workers share prefixes")
     command.add_argument(
         "--fleet", type=shlex.split, default=[], metavar="FLAGS", help="more flags for fleet.py up"
     )
@@ -28,7 +31,7 @@ def add_to(command: ArgumentParser) -> None:
         ("--workers", 3, "workers"),
         ("--conversations", 24, "conversations at once"),
         ("--system-tokens", LENGTHS.system, "tokens of a system prompt"),
-        ("--seed", 1, "of the text"),
+        ("--seed", 1, "seed of the text"),
     ):
         command.add_argument(flag, type=int, default=usual, metavar="N", help=f"{text} (default: {usual})")
     text = "mean seconds between an answer and the next turn (default: 1)"
