@@ -170,6 +170,7 @@ class Fleet:
 
     async def _start(self) -> None:
         """Start the workers, then the gateway, which looks for workers at its start and seldom later."""
+        say(f"starting {len(self.workers)} workers; logs are in {self.gateway.log.parent}")
         for worker in self.workers:
             worker.begin()
         await asyncio.gather(*(worker.until_ready(START_TIMEOUT_S) for worker in self.workers))
