@@ -11,7 +11,7 @@ import structlog
 
 from llamaslot import __version__
 from llamaslot.app.config import Config
-from llamaslot.app.doctor.gpu_use import why_no_gpu
+from llamaslot.app.doctor.gpu_use import unused_gpu
 from llamaslot.backend.host_gpus import host_gpus
 from llamaslot.base.model import QUERY_BLOCK, CheckpointLimits, ModelInfo, StateKind, StepCost
 from llamaslot.processes.messages import Loaded
@@ -24,9 +24,9 @@ def announce(loaded: Loaded, urls: Sequence[str], config: Config) -> None:
     info = loaded.info
     size = f"{info.size_bytes / 2**20:,.0f} MiB"
     print(f"llamaslot {__version__}: {_bold(info.name)} ({info.description}, {size}) on {info.device}")
-    if unused_gpu := why_no_gpu(config.gpu_layers, info.device, info.backends, host_gpus()):
-        print(_yellow(f"{unused_gpu}."))
-        _log.warning("gpu.unused", reason=unused_gpu)
+    if unused := unused_gpu(config.gpu_layers, info.device, info.backends, host_gpus()):
+        print(_yellow(f"{unused}."))
+        _log.warning("gpu.unused", reason=str(unused))
     if info.sizing:
         print(info.sizing)
     pool = "shared by all slots" if info.unified else "in equal parts"

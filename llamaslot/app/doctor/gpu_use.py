@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from llamaslot.backend.host_gpus import HostGpu
 from llamaslot.base.model import CPU
@@ -11,26 +12,42 @@ _WITHOUT_GPU = frozenset({"CPU", "BLAS", "RPC"})
 """ggml's backends that use no GPU of this machine."""
 
 
-def why_no_gpu(gpu_layers: int | str, device: str, backends: Sequence[str], host: Sequence[HostGpu]) -> str:
-    """Return why the GPU is not used, and what to do; empty where it is, or where none is wanted.
+class UnusedGpu(NamedTuple):
+    """Reason why a GPU is not used, and what to do about it."""
+
+    problem: str
+    advice: str
+
+    def __str__(self) -> str:
+        """Return both as one sentence."""
+        return f"{self.problem}: {self.advice}"
+
+
+def unused_gpu(
+    gpu_layers: int | str, device: str, backends: Sequence[str], host: Sequence[HostGpu]
+) -> UnusedGpu | None:
+    """Return why the GPU is not used; None where it is, or where none is wanted.
 
     `gpu_layers` is the flag's value, `device` what computes. With `auto`, a GPU is wanted if the machine has one.
     """
     if device != CPU or gpu_layers == 0 or not backends:
-        return ""
+        return None
     asked = f"--gpu-layers {gpu_layers} asks for a GPU" if gpu_layers != "auto" else ""
     if not asked and not host:
-        return ""
+        return None
     seen = " and ".join(gpu.name for gpu in host)
     reason = asked or f"This machine has {'an' if seen[0] in 'AN' else 'a'} {seen}"
-    gpu_backends = [each for each in backends if each not in _WITHOUT_GPU]
-    if gpu_backends:
-        return f"{reason}, but llama.cpp ({', '.join(backends)}) finds none that it can use: {_driver_advice(host)}"
+    built = ", ".join(backends)
+    if any(each not in _WITHOUT_GPU for each in backends):
+        return UnusedGpu(f"{reason}, but llama.cpp ({built}) finds none that it can use", _driver_advice(host))
     if not host:
-        return f"{reason}, but there is none here, and llama.cpp is built for {', '.join(backends)} only"
-    return (
-        f"{reason}, but llama.cpp is built for {', '.join(backends)} only: install llama-cpp-python again with "
-        f'CMAKE_ARGS="{host[0].cmake_args}" (docs/install.md), or give --gpu-layers 0'
+        return UnusedGpu(
+            f"{reason}, but there is none here, and llama.cpp is built for {built} only", "give --gpu-layers 0"
+        )
+    return UnusedGpu(
+        f"{reason}, but llama.cpp is built for {built} only",
+        f'install llama-cpp-python again with CMAKE_ARGS="{host[0].cmake_args}" (docs/install.md), '
+        "or give --gpu-layers 0",
     )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from llamaslot.app.doctor.check import Check, fail, ok, shown_size, warn
-from llamaslot.app.doctor.gpu_use import why_no_gpu
+from llamaslot.app.doctor.gpu_use import unused_gpu
 from llamaslot.app.doctor.llama_facts import LlamaError, LlamaFacts, ask_llama
 from llamaslot.app.models import resolve_model
 from llamaslot.backend.host_gpus import HostGpu
@@ -71,9 +71,8 @@ def _devices(facts: LlamaFacts, gpu_layers: int | str, host: Sequence[HostGpu]) 
         f"{device.name} ({device.description}), {shown_size(device.free)} of {shown_size(device.total)} free"
         for device in facts.devices
     )
-    if reason := why_no_gpu(gpu_layers, used, facts.backends, host):
-        problem, _, advice = reason.partition(": ")
-        return warn("devices", f"{found}. {problem}", advice or "give --gpu-layers 0")
+    if unused := unused_gpu(gpu_layers, used, facts.backends, host):
+        return warn("devices", f"{found}. {unused.problem}", unused.advice)
     return ok("devices", found)
 
 

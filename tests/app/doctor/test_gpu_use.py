@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from llamaslot.app.doctor.gpu_use import why_no_gpu
+from llamaslot.app.doctor.gpu_use import unused_gpu
 from llamaslot.backend.host_gpus import HostGpu, host_gpus
 from llamaslot.backend.llama import library
 
@@ -73,7 +73,7 @@ def test_this_machine_can_be_asked() -> None:
 def test_why_no_gpu_is_used_and_what_to_do(
     gpu_layers: int | str, backends: tuple[str, ...], host: list[HostGpu], words: str
 ) -> None:
-    assert re.search(words, why_no_gpu(gpu_layers, "CPU", backends, host))
+    assert re.search(words, str(unused_gpu(gpu_layers, "CPU", backends, host)))
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_why_no_gpu_is_used_and_what_to_do(
     [("auto", "CPU", []), (0, "CPU", [NVIDIA]), ("auto", "CUDA0 (NVIDIA H100)", [NVIDIA]), (99, "Metal", [APPLE])],
 )
 def test_nothing_is_said_where_all_is_as_wanted(gpu_layers: int | str, device: str, host: list[HostGpu]) -> None:
-    assert why_no_gpu(gpu_layers, device, ("CUDA", "CPU"), host) == ""
+    assert unused_gpu(gpu_layers, device, ("CUDA", "CPU"), host) is None
 
 
 def test_the_library_says_how_it_was_built() -> None:
