@@ -72,6 +72,7 @@ def announce(loaded: Loaded, urls: Sequence[str], config: Config) -> None:
         flash_attention=info.flash_attn,
         reuse="by checkpoints" if info.keeps_checkpoints else info.reuse_reason or "on",
         disk=config.cache_disk if loaded.disk_line else "off",
+        remote="on" if loaded.remote_line else "off",
     )
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from structlog.testing import capture_logs
 
 from bench import synthetic
 from llamaslot.app.config import Config
@@ -111,3 +112,11 @@ def test_a_line_says_that_no_gpu_is_used_although_one_was_asked_for(
     assert "CPU" in line
     for config in (Config(gpu_layers=0), Config()) if not host_gpus() else (Config(gpu_layers=0),):
         assert announced(tmp_path, capsys, "tiny", config=config, beginning=("--gpu-layers", "This machine")) == []
+
+
+@pytest.mark.parametrize("line", ["", "Remote tier: redis://127.0.0.1:6379"])
+def test_the_log_says_whether_there_is_a_remote_tier(line: str) -> None:
+    with capture_logs() as logs:
+        announce(Loaded(FakeBackend().info, "", "", remote_line=line), ["http://127.0.0.1:1"], Config())
+    [ready] = [each for each in logs if each["event"] == "server.ready"]
+    assert ready["remote"] == ("on" if line else "off")
