@@ -26,7 +26,7 @@ PROGRAM = os.environ.get("LLAMASLOT_TEST_STORE", "")
 class StoreServer:
     """The server; each client has connections of its own."""
 
-    def __init__(self, *flags: str) -> None:
+    def __init__(self, *flags: str, port: int = 0) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._tcp: TcpFakeServer | None = None
         if not PROGRAM:
@@ -35,7 +35,7 @@ class StoreServer:
         program = shutil.which(PROGRAM)
         if program is None:
             pytest.skip(f"LLAMASLOT_TEST_STORE: {PROGRAM} is not installed")
-        with socket.create_server(("127.0.0.1", 0)) as free:
+        with socket.create_server(("127.0.0.1", port)) as free:
             self._port = free.getsockname()[1]
         self._folder = tempfile.TemporaryDirectory()
         command = [
@@ -77,11 +77,11 @@ class StoreServer:
         port: int = self._tcp.server_address[1]
         return port
 
-    def connect(self) -> Any:
+    def connect(self, password: str | None = None) -> Any:
         """A client for code without an event loop."""
         if self._process is None:
             return fakeredis.FakeRedis(server=self._fake)
-        return redis.Redis(host="127.0.0.1", port=self._port, protocol=2)
+        return redis.Redis(host="127.0.0.1", port=self._port, protocol=2, password=password)
 
     def kill(self) -> None:
         """End the server; clients then fail."""
@@ -103,9 +103,9 @@ class StoreServer:
 
 
 @contextmanager
-def store_server(*flags: str) -> Iterator[StoreServer]:
-    """A server that ends with the block."""
-    server = StoreServer(*flags)
+def store_server(*flags: str, port: int = 0) -> Iterator[StoreServer]:
+    """A server on a port, 0 for a free one, that ends with the block."""
+    server = StoreServer(*flags, port=port)
     try:
         yield server
     finally:

@@ -59,15 +59,17 @@ class Fleet(NamedTuple):
     b: Server
 
 
-def url(port: int) -> tuple[str, str]:
-    return "--cache-remote", f"redis://127.0.0.1:{port}"
-
-
 @contextlib.contextmanager
-def server(folder: Path, port: int, *args: str | Path, fault: str = SOON, **environ: str) -> Iterator[Server]:
+def server(
+    folder: Path, store: int | str, *args: str | Path, fault: str = SOON, in_process: bool = True, **environ: str
+) -> Iterator[Server]:
+    """A server with the store of this URL, or on this port."""
     own = folder / f"server{next(_names)}"
     own.mkdir()
-    flags = ("--in-process", "--debug-invariants", "--metrics", "-np", "2", "-c", "8192", *url(port), *args)
+    url = store if isinstance(store, str) else f"redis://127.0.0.1:{store}"
+    flags = ("--debug-invariants", "--metrics", "-np", "2", "-c", "8192", "--cache-remote", url, *args)
+    if in_process:
+        flags = ("--in-process", *flags)
     with serving(own, *flags, environ={**KEY, **environ}, fault=fault) as started:
         yield started
 
@@ -159,8 +161,8 @@ def going_on(messages: list[dict[str, str]], reply: str) -> list[dict[str, str]]
     return [*messages, {"role": "assistant", "content": reply}, {"role": "user", "content": "And then?"}]
 
 
-def objects(store: StoreServer) -> dict[bytes, dict[bytes, bytes]]:
-    client = store.connect()
+def objects(store: StoreServer, password: str | None = None) -> dict[bytes, dict[bytes, bytes]]:
+    client = store.connect(password)
     return {name: client.hgetall(name) for name in client.keys("llamaslot:1:*:d:*")}
 
 
