@@ -57,7 +57,8 @@ bench-publish: setup-bench ## the comparison that is published: two hours on 2 c
 
 test-remote: setup-dev ## the tests of the remote tier against redis-server, or ARGS="valkey-server"
 	LLAMASLOT_TEST_STORE=$(or $(ARGS),redis-server) $(BIN)/python -m pytest -n 0 \
-		tests/engine/test_remote_worker.py tests/app/test_remote_tier.py tests/app/test_remote_stores.py
+		tests/engine/test_remote_worker.py tests/app/test_remote_tier.py tests/app/test_remote_stores.py \
+		tests/app/doctor/test_remote_checks.py
 
 soak: setup-bench ## an hour of mixed requests to one server: does memory grow, does anything get stuck?
 	$(BIN)/python -m bench soak $(ARGS)

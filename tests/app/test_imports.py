@@ -8,6 +8,7 @@ import sys
 import pytest
 
 SERVE = "llamaslot.cli.serve_command"
+DOCTOR = "llamaslot.cli.doctor_command"
 
 
 @pytest.mark.parametrize(
@@ -18,10 +19,11 @@ SERVE = "llamaslot.cli.serve_command"
             ("rich", "numpy", "llguidance", "redis"),
             [SERVE],
         ),
+        (DOCTOR, ("redis",), [DOCTOR]),
         ("llamaslot.app.runtime.engine_main", ("rich", "aiohttp", "redis"), []),
         ("llamaslot.app.runtime.prompt_main", ("rich", "aiohttp", "redis"), []),
     ],
-    ids=["server", "engine", "prompt worker"],
+    ids=["server", "doctor", "engine", "prompt worker"],
 )
 def test_processes_import_only_what_they_need(program: str, unwanted: tuple[str, ...], commands: list[str]) -> None:
     code = (

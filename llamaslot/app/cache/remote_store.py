@@ -6,6 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from redis.asyncio import Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
 
 from llamaslot.app.cache.cache_disk import kv_key
 from llamaslot.app.cache.cache_remote import RemoteSettings
@@ -37,10 +39,14 @@ def open_remote(
         if weights is None:
             return None
         model_key = kv_key(info, weights)
-    return RedisStore(_client(settings), Sealer(settings.secret, model_key), settings.store, info.segment_size)
+    return RedisStore(connect(settings), Sealer(settings.secret, model_key), settings.store, info.segment_size)
 
 
-def _client(settings: RemoteSettings) -> Redis:
+def connect(settings: RemoteSettings, n_retries: int | None = None) -> Redis:
+    """Return a client, which connects when it is first used.
+
+    It tries again `n_retries` times after a failure, None for redis-py's default.
+    """
     options: dict[str, Any] = {}
     if settings.url.startswith("rediss://"):
         options |= {"ssl_cert_reqs": "required", "ssl_check_hostname": True}
@@ -48,6 +54,8 @@ def _client(settings: RemoteSettings) -> Redis:
             options["ssl_ca_certs"] = settings.ca_file
     if settings.password:
         options["password"] = settings.password
+    if n_retries is not None:
+        options["retry"] = Retry(NoBackoff(), n_retries)
     return Redis.from_url(
         settings.url,
         protocol=2,

@@ -9,12 +9,14 @@ from pathlib import Path
 import platformdirs
 import psutil
 
+from llamaslot.app.cache.cache_remote import remote_settings
 from llamaslot.app.doctor import folder_checks, host_checks, server_checks
 from llamaslot.app.doctor.check import Check
 from llamaslot.app.doctor.llama_checks import llama_checks, model_file
 from llamaslot.backend.host_cpus import host_cpus
 from llamaslot.backend.host_gpus import host_gpus
 from llamaslot.backend.host_memory import host_memory
+from llamaslot.base.errors import ConfigError
 from llamaslot.base.gguf_file import parts
 
 _BUSY_S = 0.3
@@ -43,6 +45,7 @@ class Examination:
         yield from self._host(sum(part.stat().st_size for part in parts(model)) if model is not None else 0)
         yield from self._folders()
         yield self._configuration
+        yield from self._remote()
         yield server_checks.access(config)
         yield server_checks.port(config)
 
@@ -53,6 +56,19 @@ class Examination:
         yield host_checks.memory(free, total, model_bytes)
         yield host_checks.swap(int(swap.total), int(swap.used), total)
         yield host_checks.descriptors(self.config.max_connections)
+
+    def _remote(self) -> Iterator[Check]:
+        try:
+            settings = remote_settings(self.config)
+        except ConfigError:
+            # The check of the configuration has said so.
+            return
+        if settings is not None:
+            # Imported only with a store: redis is needed for nothing else.
+            from llamaslot.app.doctor.remote_checks import remote_checks  # noqa: PLC0415
+
+            self._on_progress(f"asking {settings.shown}")
+            yield from remote_checks(settings, self.config)
 
     def _folders(self) -> Iterator[Check]:
         cache = platformdirs.user_cache_path("llamaslot")

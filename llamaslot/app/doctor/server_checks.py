@@ -57,7 +57,7 @@ def access(config: Config) -> Check:
     if outside and not has_keys:
         advice = "--api-key-file: whoever reaches the port may use the model and clear the cache (docs/security.md)"
         return warn("access", f"{where}, without API keys (--insecure)", advice)
-    if config.api_key_file and _others_can_read(Path(config.api_key_file)):
+    if config.api_key_file and others_can_read(Path(config.api_key_file)):
         return warn("access", f"other users may read {config.api_key_file}", f"chmod 600 {config.api_key_file}")
     if outside and not config.ssl_cert_file:
         advice = (
@@ -136,7 +136,8 @@ def _listeners(number: int) -> Iterator[str]:
             continue
 
 
-def _others_can_read(path: Path) -> bool:
+def others_can_read(path: Path) -> bool:
+    """Return True if a file may be read or changed by users who are neither its owner nor of its group."""
     try:
         return bool(path.stat().st_mode & (stat.S_IRWXO | stat.S_IWGRP)) and os.name == "posix"
     except OSError:

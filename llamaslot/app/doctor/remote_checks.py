@@ -1,0 +1,205 @@
+"""Checks of the remote store (`--cache-remote`): does it answer, does it take objects, how fast, who can read it?
+
+Nothing here is a failure: a server starts without its store, and serves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from redis import exceptions
+
+from llamaslot.api.middleware import is_loopback
+from llamaslot.app.cache.cache_remote import PASSWORD_VARIABLE, RemoteSettings
+from llamaslot.app.cache.remote_store import connect
+from llamaslot.app.config import Config
+from llamaslot.app.doctor.check import Check, ok, shown_size, warn
+from llamaslot.app.doctor.server_checks import others_can_read
+
+_NAME = "--cache-remote"
+_MEASURED_BYTES = 2**22
+"""Size of the object that measures the store; a block of 512 tokens has 4 MiB and more on many models."""
+_TRANSFER_TIMEOUT_S = 10.0
+"""Time to write or to read that object."""
+_EXPIRES_S = 60
+"""Time after which the store deletes by itself what could not be deleted."""
+_SERVES_WITHOUT = "the server starts, but shares nothing"
+
+
+def remote_checks(settings: RemoteSettings, config: Config) -> list[Check]:
+    """Return the checks of a store that is configured."""
+    return [*asyncio.run(_asked(settings)), *_readers(settings, config)]
+
+
+async def _asked(settings: RemoteSettings) -> list[Check]:
+    """Return what the store itself answers; if it does not, the reason only."""
+    client: Any = connect(settings, n_retries=0)
+    timeout_s, began = settings.store.timeout_s, time.perf_counter()
+    try:
+        try:
+            async with asyncio.timeout(timeout_s):
+                await client.ping()
+                connected = time.perf_counter()
+                await client.ping()
+        except (exceptions.RedisError, OSError, TimeoutError, ValueError) as error:
+            return [_unreachable(settings, error)]
+        found = (
+            f"{settings.shown} connected in {1e3 * (connected - began):,.1f} ms, "
+            f"PING {1e3 * (time.perf_counter() - connected):,.1f} ms"
+        )
+        return [await _objects(client, timeout_s, found), *await _memory(client, settings)]
+    finally:
+        with suppress(exceptions.RedisError, OSError, TimeoutError):
+            await asyncio.wait_for(client.aclose(), timeout_s)
+
+
+def _unreachable(settings: RemoteSettings, error: Exception) -> Check:
+    """Name the flag that is probably wrong."""
+    reason = str(error).strip().rstrip(".")
+    found = f"{settings.shown} cannot be used: {reason or type(error).__name__}"
+    if isinstance(error, exceptions.AuthenticationError | exceptions.NoPermissionError):
+        what = "correct" if settings.password else "give"
+        advice = f"{what} --cache-remote-password-file (or {PASSWORD_VARIABLE}), and the user in --cache-remote"
+    elif "CERTIFICATE_VERIFY_FAILED" in reason:
+        advice = (
+            "--cache-remote-ca with the authority of its certificate, and the name in --cache-remote that it has"
+        )
+    elif "SSL" in reason:
+        advice = "if the store has no TLS, --cache-remote redis:// instead of rediss://"
+    elif isinstance(error, TimeoutError | exceptions.TimeoutError):
+        found = f"{settings.shown} does not answer within {1e3 * settings.store.timeout_s:,.0f} ms"
+        advice = "correct host and port of --cache-remote, or raise --cache-remote-timeout"
+    elif "closed" in reason.lower():
+        advice = "if the store has TLS, --cache-remote rediss:// instead of redis://"
+    else:
+        advice = "start the store, or correct --cache-remote"
+    return warn(_NAME, found, f"{advice}: {_SERVES_WITHOUT}")
+
+
+async def _objects(client: Any, timeout_s: float, found: str) -> Check:
+    """Write, read and delete a small object with the commands of a server, then measure with a large one."""
+    prefix = f"llamaslot:1:doctor:{os.urandom(8).hex()}:"
+    names = [prefix + kind for kind in "diklnm"]
+    small, large = os.urandom(64), os.urandom(_MEASURED_BYTES)
+    try:
+        try:
+            async with asyncio.timeout(timeout_s):
+                await _write_small(client, prefix, small)
+                read = await client.hmget(prefix + "d", ["kv"])
+                await client.unlink(*names)
+            async with asyncio.timeout(_TRANSFER_TIMEOUT_S):
+                write_s = await _timed(client.set(prefix + "m", large, ex=_EXPIRES_S))
+                began = time.perf_counter()
+                read_large = await client.get(prefix + "m")
+                read_s = time.perf_counter() - began
+        except TimeoutError:
+            return warn(
+                _NAME,
+                f"{found}; {shown_size(_MEASURED_BYTES)} are not written and read in {_TRANSFER_TIMEOUT_S:.0f} s",
+                "a store that is nearer: prefixes that take longer to fetch than to compute are computed",
+            )
+        except (exceptions.RedisError, OSError, ValueError) as error:
+            return warn(_NAME, f"{found}; an object cannot be stored: {error}", _refused(error))
+    finally:
+        # By then, a server that hangs has left the connection unusable; what is left expires.
+        with suppress(exceptions.RedisError, OSError, TimeoutError):
+            await asyncio.wait_for(client.unlink(*names), timeout_s)
+    if (read, read_large) != ([small], large):
+        return warn(
+            _NAME, f"{found}; it returns other bytes than it got", "another store, or a maxmemory that fits"
+        )
+    rates = f"writes {_rate(write_s)}, reads {_rate(read_s)}"
+    return ok(_NAME, f"{found}; {shown_size(_MEASURED_BYTES)}: {rates}")
+
+
+async def _write_small(client: Any, prefix: str, data: bytes) -> None:
+    """Write keys of all types that a server writes."""
+    async with client.pipeline(transaction=False) as pipe:
+        pipe.hset(prefix + "d", mapping={"kv": data})
+        pipe.set(prefix + "i", data, ex=_EXPIRES_S)
+        pipe.lpush(prefix + "k", data)
+        pipe.zadd(prefix + "l", {data: 1.0})
+        pipe.incrby(prefix + "n", len(data))
+        for kind in "dkln":
+            pipe.expire(prefix + kind, _EXPIRES_S)
+        await pipe.execute()
+
+
+def _refused(error: Exception) -> str:
+    if isinstance(error, exceptions.ReadOnlyError):
+        return "give the primary's address as --cache-remote: this is a replica"
+    if isinstance(error, exceptions.NoPermissionError):
+        return "allow the user of --cache-remote to read and write ~llamaslot:1:* in the store's ACL"
+    if isinstance(error, exceptions.OutOfMemoryError):
+        return "raise the store's maxmemory, and set its maxmemory-policy to allkeys-lru"
+    return f"look at the store: {_SERVES_WITHOUT}"
+
+
+async def _memory(client: Any, settings: RemoteSettings) -> list[Check]:
+    """Compare the store's limit with `--cache-remote-size`, if the store tells it; managed ones may refuse."""
+    limit, policy = await _limit_and_policy(client, settings.store.timeout_s)
+    if limit is None:
+        return []
+    wanted = settings.store.max_bytes
+    name, found = (
+        "remote memory",
+        f"maxmemory {shown_size(limit) if limit else 'not set'}, {policy or 'policy unknown'}",
+    )
+    if limit and wanted > limit:
+        size = f"--cache-remote-size {max(limit // 2**20, 1)}"
+        return [
+            warn(name, f"{found}; --cache-remote-size {wanted // 2**20:,} MiB", f"raise maxmemory, or give {size}")
+        ]
+    if limit and policy.startswith(("noeviction", "volatile-")):
+        advice = "maxmemory-policy allkeys-lru: a store that is full may refuse objects under another policy"
+        return [warn(name, found, advice)]
+    if not limit and not wanted:
+        return [warn(name, f"{found}; --cache-remote-size 0", "set one of them: nothing limits the store's memory")]
+    return [ok(name, found)]
+
+
+async def _limit_and_policy(client: Any, timeout_s: float) -> tuple[int | None, str]:
+    """Return bytes (0 for no limit, None if the store does not tell) and name of the policy."""
+    found: dict[str, Any] = {}
+    for ask, what in ((client.info, "memory"), (client.config_get, "maxmemory*")):
+        with suppress(exceptions.RedisError, OSError, TimeoutError, ValueError):
+            for key, value in (await asyncio.wait_for(ask(what), timeout_s)).items():
+                found[_text(key).replace("-", "_")] = _text(value)
+        if "maxmemory" in found:
+            break
+    limit = found.get("maxmemory", "")
+    return int(limit) if limit.isdecimal() else None, found.get("maxmemory_policy", "")
+
+
+def _readers(settings: RemoteSettings, config: Config) -> Iterator[Check]:
+    """Check who else may read what is sent, or the secrets of the store."""
+    name = "remote access"
+    files = [path for path in (config.cache_remote_key_file, config.cache_remote_password_file) if path]
+    for path in files:
+        if others_can_read(Path(path).expanduser()):
+            yield warn(name, f"other users may read {path}", f"chmod 600 {path}")
+    parts = urlsplit(settings.url)
+    if parts.scheme == "redis" and not is_loopback(parts.hostname or ""):
+        advice = "rediss:// and a store with TLS, or a network of your own: KV and password are sent as they are"
+        yield warn(name, f"{settings.shown} is another machine, without TLS", advice)
+
+
+async def _timed(call: Any) -> float:
+    began = time.perf_counter()
+    await call
+    return time.perf_counter() - began
+
+
+def _rate(seconds: float) -> str:
+    return f"{_MEASURED_BYTES / max(seconds, 1e-9) / 2**20:,.0f} MiB/s"
+
+
+def _text(value: object) -> str:
+    return value.decode(errors="replace") if isinstance(value, bytes) else str(value)
