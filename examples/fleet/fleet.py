@@ -16,11 +16,14 @@ import sys
 import time
 from pathlib import Path
 
+from children import Children, end_left_over
 from gateways import GATEWAYS, FleetError, Settings, gateway
-from supervisor import END_TIMEOUT_S, POLL_S, Child, Fleet
+from supervisor import END_TIMEOUT_S, POLL_S, Child, Fleet, say
 
 STATE = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "llamaslot-fleet"
 SOCKET = "fleet.sock"
+CHILDREN = "children.json"
+"""The processes that the supervisor has started."""
 REMOTE_KEY_FLAG, REMOTE_KEY_VARIABLE = "--cache-remote-key-file", "LLAMASLOT_CACHE_REMOTE_KEY"
 MAX_SOCKET_PATH = 100
 """Bytes that the name of a Unix socket may have, by the system with the lowest limit."""
@@ -92,6 +95,7 @@ async def up(options: argparse.Namespace, worker_flags: list[str]) -> None:
     control = folder / SOCKET
     if is_served(control):
         raise FleetError(f"a fleet already runs in {folder}: choose another --dir, or end it with `down`")
+    end_left_over(folder / CHILDREN, END_TIMEOUT_S, say)
     control.unlink(missing_ok=True)
     port, ports = ports_of(options)
     urls = [f"http://127.0.0.1:{each}" for each in ports]
@@ -112,19 +116,21 @@ async def up(options: argparse.Namespace, worker_flags: list[str]) -> None:
     if settings.worker_key:
         flags += ["--api-key-file", str(folder / "keys")]
     flags += worker_flags
+    children = Children(folder / CHILDREN)
     workers = [
-        worker(folder, number, each, flags, restarts=options.restart) for number, each in enumerate(ports, 1)
+        worker(folder, number, each, flags, children, restarts=options.restart)
+        for number, each in enumerate(ports, 1)
     ]
-    front = Child("gateway", routes.command, f"http://127.0.0.1:{port}", folder / "gateway.log")
+    front = Child("gateway", routes.command, f"http://127.0.0.1:{port}", folder / "gateway.log", children)
     await Fleet(workers, front, routes, control).run()
 
 
-def worker(folder: Path, number: int, port: int, flags: list[str], *, restarts: bool) -> Child:
+def worker(folder: Path, number: int, port: int, flags: list[str], children: Children, *, restarts: bool) -> Child:
     """Return a worker with a disk tier of its own, which makes it warm after a restart."""
     place = ["--host", "127.0.0.1", "--port", str(port), "--cache-disk", str(folder / f"disk-{number}")]
     command = [sys.executable, "-m", "llamaslot.cli.main", "serve", *place, *flags]
     log = folder / f"worker-{number}.log"
-    return Child(f"worker {number}", lambda: command, f"http://127.0.0.1:{port}", log, restarts)
+    return Child(f"worker {number}", lambda: command, f"http://127.0.0.1:{port}", log, children, restarts)
 
 
 def remote_key(folder: Path) -> Path:
@@ -207,6 +213,9 @@ def ask(options: argparse.Namespace) -> None:
     path = options.dir.absolute() / SOCKET
     with socket.socket(socket.AF_UNIX) as control:
         if control.connect_ex(str(path)) != 0:
+            if options.do == "down" and end_left_over(path.with_name(CHILDREN), END_TIMEOUT_S, say):
+                path.unlink(missing_ok=True)
+                return
             raise FleetError(f"no fleet runs in {options.dir}")
         asked = {"do": options.do, "worker": getattr(options, "worker", 0)}
         control.sendall(json.dumps(asked).encode() + b"\n")

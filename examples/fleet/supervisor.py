@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from children import Children, bound
 from gateways import FleetError, Gateway, get
 
 POLL_S = 0.1
@@ -40,6 +41,7 @@ class Child:
     command: Callable[[], list[str]]
     url: str
     log: Path
+    children: Children
     restarts: bool = True
     state: str = "stopped"
     starts: int = 0
@@ -98,8 +100,9 @@ class Child:
             with self.log.open("ab") as log:
                 # In a session of its own: Ctrl-C on the terminal is for the supervisor, which ends all in order.
                 self.process = await create_subprocess_exec(
-                    *self.command(), stdin=DEVNULL, stdout=log, stderr=log, start_new_session=True
+                    *bound(self.command()), stdin=DEVNULL, stdout=log, stderr=log, start_new_session=True
                 )
+            self.children.add(self.name, self.process.pid)
             watching = asyncio.create_task(self._watch())
             try:
                 status = await self.process.wait()
@@ -165,6 +168,7 @@ class Fleet:
             # Nothing arrives any more once the gateway has ended, so no worker needs its drain delay.
             await self.gateway.end(seconds=10.0)
             await asyncio.gather(*(worker.end(signals=2) for worker in self.workers))
+            self.gateway.children.clear()
             # `down` waits for this.
             self._socket.unlink(missing_ok=True)
 

@@ -192,6 +192,23 @@ async def test_closing_the_terminal_ends_all(tmp_path: Path) -> None:
     assert "Traceback" not in (tmp_path / "fleet.log").read_text()
 
 
+@needs_smg
+async def test_a_fleet_runs_again_after_its_supervisor_was_killed(tmp_path: Path) -> None:
+    """With the same ports, which what was left has."""
+    async with running(tmp_path, ["--workers", "1"], WORKERS) as process:
+        status = await process.status()
+        os.kill(process.pid, signal.SIGKILL)
+        await process.ended()
+    [worker] = status["workers"]
+    ports = [each["url"].rpartition(":")[2] for each in (status["gateway"], worker)]
+    flags = ["--workers", "1", "--port", ports[0], "--worker-port", ports[1]]
+    async with running(tmp_path, flags, WORKERS) as process:
+        assert (await process.status())["gateway"]["url"] == status["gateway"]["url"]
+    for each in (status["gateway"], worker):
+        with pytest.raises(ProcessLookupError):
+            os.kill(each["pid"], 0)
+
+
 async def test_what_cannot_be_done_is_one_line(tmp_path: Path, keys: Path) -> None:
     empty = tmp_path / "empty"
     empty.touch()
