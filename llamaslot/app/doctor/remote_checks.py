@@ -129,7 +129,10 @@ async def _write_small(client: Any, prefix: str, data: bytes) -> None:
         pipe.incrby(prefix + "n", len(data))
         for kind in "dkln":
             pipe.expire(prefix + kind, _EXPIRES_S)
-        await pipe.execute()
+        # One by one: the error of a whole pipeline has the data in its message.
+        for answer in await pipe.execute(raise_on_error=False):
+            if isinstance(answer, Exception):
+                raise answer
 
 
 def _refused(error: Exception) -> str:

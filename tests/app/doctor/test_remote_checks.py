@@ -17,6 +17,7 @@ import pytest
 
 from llamaslot.app.cache.cache_remote import KEY_VARIABLE, PASSWORD_VARIABLE, remote_settings
 from llamaslot.app.config import Config
+from llamaslot.app.doctor import remote_checks as doctor_checks
 from llamaslot.app.doctor.check import Check, Outcome
 from llamaslot.app.doctor.remote_checks import remote_checks
 from tests import certificates
@@ -78,11 +79,14 @@ def refusing(replies: Mapping[str, str]) -> Iterator[str]:
         server.shutdown()
 
 
-def test_a_store_is_measured_and_left_as_it_was() -> None:
+def test_a_store_is_measured_and_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not PROGRAM:
+        # fakeredis does not wait until a client has received what it sends.
+        monkeypatch.setattr(doctor_checks, "_MEASURED_BYTES", 2**14)
     with store_server() as store:
         check = checked(f"redis://127.0.0.1:{store.port}")[NAME]
         assert check.outcome is Outcome.OK, check
-        for words in ("connected in ", " ms, PING ", "; 4 MiB: writes ", " MiB/s, reads "):
+        for words in ("connected in ", " ms, PING ", " MiB: writes ", " MiB/s, reads "):
             assert words in check.found
         assert store.connect().keys() == []
 
