@@ -9,8 +9,9 @@ import fakeredis
 import numpy as np
 import pytest
 
-from llamaslot.backend.remote.redis_store import _ENTRY, RedisStore
+from llamaslot.backend.remote.redis_store import RedisStore
 from llamaslot.backend.remote.sealing import DIGEST_BYTES, Sealer
+from llamaslot.backend.remote.store_entries import ENTRY
 from llamaslot.backend.remote.store_settings import StoreSettings
 from llamaslot.base.kv_ops import Kv, KvPart
 from llamaslot.base.model import SegmentSize
@@ -190,6 +191,21 @@ async def test_a_sum_that_is_wrong_is_put_right(fleet: Fleet) -> None:
     assert await _fetch(store, PROMPT + 10)
 
 
+async def test_what_the_list_lacks_is_counted_again_once_it_would_be_uploaded(fleet: Fleet) -> None:
+    """The store evicted list and sum, but not the objects; they are counted with their states, and once."""
+    store, client = fleet.store(max_bytes=3 * N_BYTES), fleet.client()
+    await put(store, 0, 512, state=kv(1))
+    await client.delete(store._prefix + "l", store._prefix + "n")
+    for state in (None, kv(1), None):
+        assert await put(store, 0, 512, state=state) == 0
+        assert await client.zcard(store._prefix + "l") == 1
+        assert int(await client.get(store._prefix + "n")) == 2 * N_BYTES
+    fleet.clock.advance(1)
+    await put(store, 0, 512, of=PROMPT + 10)
+    await put(store, 0, 512, of=PROMPT + 20)
+    assert not await _fetch(store, PROMPT)
+
+
 async def test_a_server_that_does_not_answer_is_unavailable(fleet: Fleet) -> None:
     store = fleet.store()
     await put(store, 0, 512)
@@ -264,7 +280,7 @@ async def test_what_would_be_uploaded_again_stays_with_its_index(fleet: Fleet) -
     assert min(score for _, score in await client.zrange(one._prefix + "l", 0, -1, withscores=True)) == 1150
 
 
-@pytest.mark.parametrize("place", range(_ENTRY.size + DIGEST_BYTES))
+@pytest.mark.parametrize("place", range(ENTRY.size + DIGEST_BYTES))
 async def test_a_flipped_bit_in_the_index_hides_the_object(fleet: Fleet, place: int) -> None:
     store, client = fleet.store(), fleet.client()
     await put(store, 0, 64)

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import struct
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -35,7 +34,8 @@ from redis.asyncio import Redis
 
 from llamaslot.backend.failure_log import FailureLog
 from llamaslot.backend.memory import new_kv
-from llamaslot.backend.remote.sealing import DIGEST_BYTES, Sealer
+from llamaslot.backend.remote.sealing import Sealer
+from llamaslot.backend.remote.store_entries import ENTRY, digest_and_size, member_of, packed, unpacked
 from llamaslot.backend.remote.store_settings import StoreSettings
 from llamaslot.backend.segment_rows import join_parts
 from llamaslot.base.kv_ops import Kv, KvPart
@@ -53,8 +53,6 @@ from llamaslot.kvcache.remote.remote_io import (
     portions_of,
 )
 
-_ENTRY = struct.Struct(f"<IIQQ{DIGEST_BYTES}s")
-"""Start, end, bytes of KV, bytes of state, digest."""
 _MAX_CHECKPOINTS = 16
 """Checkpoints of one entry of the index; the newest stay."""
 _KV, _STATE, _INDEX = b"kv", b"state", b"index"
@@ -176,6 +174,7 @@ class RedisStore:
                 n_state = await self._within(self.timeout_s, lambda: self._client.hstrlen(name, _STATE))
                 wanted = replace(wanted, state_bytes=n_state)
             await self._index(wanted, digests)
+            await self._count_again(wanted)
             await self._keep(wanted)
             return 0
         fields: dict[bytes, Kv | bytes] = {}
@@ -216,9 +215,9 @@ class RedisStore:
             return answers
 
         for data in (data for each in await self._within(self.timeout_s, names) for data in each):
-            entry = _unpacked(data[: _ENTRY.size] if data is not None else None)
+            entry = unpacked(data[: ENTRY.size] if data is not None else None)
             if entry is not None and entry.end > start:
-                await self._delete([_member(entry)])
+                await self._delete([member_of(entry)])
         # Last blocks of earlier turns, which the index does not name any more, count until they would have expired.
         gone = [self._name("d", digest) for at, digest in digests.items() if at > start]
         if gone:
@@ -251,7 +250,7 @@ class RedisStore:
     def _on_path(self, namespace: str, tokens: bytes, entries: Iterable[bytes]) -> tuple[RemoteObject, ...]:
         """Return those of some listed checkpoints whose tokens are the prompt's."""
         n_tokens = len(tokens) // WIDTH
-        able = [each for data in entries if (each := _unpacked(data)) is not None and each.end <= n_tokens]
+        able = [each for data in entries if (each := unpacked(data)) is not None and each.end <= n_tokens]
         digests = self._sealer.path_digests(namespace, tokens, {each.end for each in able})
         return tuple(
             each for each in able if each.digest == digests[each.end] and each.start == block_start(each.end)
@@ -259,7 +258,7 @@ class RedisStore:
 
     async def _index(self, wanted: RemoteObject, digests: Mapping[int, bytes]) -> None:
         """Write the index entries of an object, and list its checkpoint at the last grid position before it."""
-        ttl, entry = self._settings.ttl_s, _packed(wanted)
+        ttl, entry = self._settings.ttl_s, packed(wanted)
 
         async def put() -> None:
             async with self._client.pipeline(transaction=False) as pipe:
@@ -278,8 +277,8 @@ class RedisStore:
 
     def _indexed(self, digest: bytes, data: bytes | None) -> RemoteObject | None:
         """Return the object of an index entry; None if no server of the fleet wrote it for these tokens."""
-        packed, code = (data[: _ENTRY.size], data[_ENTRY.size :]) if data is not None else (b"", b"")
-        return _unpacked(packed) if self._sealer.is_genuine(digest, _INDEX, packed, code) else None
+        entry, code = (data[: ENTRY.size], data[ENTRY.size :]) if data is not None else (b"", b"")
+        return unpacked(entry) if self._sealer.is_genuine(digest, _INDEX, entry, code) else None
 
     async def _keep(self, wanted: RemoteObject) -> None:
         """Start the TTL of an object again, since it is used."""
@@ -287,12 +286,22 @@ class RedisStore:
 
         async def put_off() -> None:
             async with self._client.pipeline(transaction=False) as pipe:
-                pipe.zadd(self._prefix + "l", {_member(wanted): self._clock() + ttl}, xx=True)
+                pipe.zadd(self._prefix + "l", {member_of(wanted): self._clock() + ttl}, xx=True)
                 pipe.expire(self._name("d", wanted.digest), ttl)
                 self._keep_list(pipe)
                 await pipe.execute()
 
         await self._within(self.timeout_s, put_off)
+
+    async def _count_again(self, wanted: RemoteObject) -> None:
+        """Count an object that the list lacks: the store has evicted the list, but not the object."""
+        listed, n_bytes = self._prefix + "l", wanted.n_bytes + wanted.state_bytes
+
+        async def count() -> None:
+            if await self._client.zadd(listed, {member_of(wanted): self._clock() + self._settings.ttl_s}, nx=True):
+                await self._client.incrby(self._prefix + "n", n_bytes)
+
+        await self._within(self.timeout_s, count)
 
     def _keep_list(self, pipe: Any) -> None:
         """Set a TTL for list and sum: longer than that of any object, so that they end after the last server."""
@@ -307,10 +316,10 @@ class RedisStore:
         async def count() -> int:
             await self._delete(await self._client.zrangebyscore(listed, "-inf", now, start=0, num=_MAX_DELETED))
             # It replaces the same object without a state.
-            without = _member(replace(wanted, state_bytes=0))
+            without = member_of(replace(wanted, state_bytes=0))
             if wanted.state_bytes and await self._client.zrem(listed, without):
                 await self._client.decrby(total, wanted.n_bytes)
-            if await self._client.zadd(listed, {_member(wanted): now + self._settings.ttl_s}):
+            if await self._client.zadd(listed, {member_of(wanted): now + self._settings.ttl_s}):
                 n_all: int = await self._client.incrby(total, n_bytes)
             else:
                 n_all = int(await self._client.get(total) or 0)
@@ -318,7 +327,7 @@ class RedisStore:
 
         async def recount() -> int:
             members = await self._client.zrange(listed, 0, -1)
-            n_all = sum(_digest_and_size(each)[1] for each in members)
+            n_all = sum(digest_and_size(each)[1] for each in members)
             await self._client.set(total, n_all)
             return n_all
 
@@ -329,7 +338,7 @@ class RedisStore:
             n_all = await self._within(self.timeout_s, recount)
         while limit and n_all > limit:
             oldest = await self._within(self.timeout_s, lambda: self._client.zrange(listed, 0, 0))
-            if not oldest or oldest[0] == _member(wanted):
+            if not oldest or oldest[0] == member_of(wanted):
                 # Only this one is left, so the sum was wrong: a server may have ended between two commands.
                 await self._within(self.timeout_s, lambda: self._client.set(total, n_bytes))
                 return
@@ -339,7 +348,7 @@ class RedisStore:
         """Delete the objects of these members of the sorted set; returns their bytes."""
         n_deleted = 0
         for member in members:
-            digest, n_bytes = _digest_and_size(member)
+            digest, n_bytes = digest_and_size(member)
 
             async def delete(member: bytes = member, digest: bytes = digest, n_bytes: int = n_bytes) -> None:
                 await self._client.unlink(self._name("d", digest))
@@ -363,31 +372,6 @@ class RedisStore:
 
 def _code(field: bytes) -> bytes:
     return field + b".code"
-
-
-def _packed(each: RemoteObject) -> bytes:
-    return _ENTRY.pack(each.start, each.end, each.n_bytes, each.state_bytes, each.digest)
-
-
-def _unpacked(data: bytes | None) -> RemoteObject | None:
-    """Return the object of an index entry; None for bytes that are not one."""
-    if data is None or len(data) != _ENTRY.size:
-        return None
-    start, end, n_bytes, state_bytes, digest = _ENTRY.unpack(data)
-    return RemoteObject(start, end, digest, n_bytes, state_bytes) if start < end else None
-
-
-def _member(each: RemoteObject) -> bytes:
-    return f"{each.digest.hex()}:{each.n_bytes + each.state_bytes}".encode()
-
-
-def _digest_and_size(member: bytes) -> tuple[bytes, int]:
-    """Return digest and size of a member of the sorted set; empty and 0 for one that no server wrote."""
-    try:
-        digest, n_bytes = member.decode("ascii").split(":")
-        return bytes.fromhex(digest), int(n_bytes)
-    except ValueError:
-        return b"", 0
 
 
 def _copied(data: bytes) -> Kv:

@@ -1,0 +1,38 @@
+"""Entries of the remote store's index, and members of its sorted set of objects."""
+
+from __future__ import annotations
+
+import struct
+
+from llamaslot.backend.remote.sealing import DIGEST_BYTES
+from llamaslot.kvcache.remote.remote_io import RemoteObject
+
+ENTRY = struct.Struct(f"<IIQQ{DIGEST_BYTES}s")
+"""Start, end, bytes of KV, bytes of state, digest."""
+
+
+def packed(each: RemoteObject) -> bytes:
+    """Return the index entry of an object."""
+    return ENTRY.pack(each.start, each.end, each.n_bytes, each.state_bytes, each.digest)
+
+
+def unpacked(data: bytes | None) -> RemoteObject | None:
+    """Return the object of an index entry; None for bytes that are not one."""
+    if data is None or len(data) != ENTRY.size:
+        return None
+    start, end, n_bytes, state_bytes, digest = ENTRY.unpack(data)
+    return RemoteObject(start, end, digest, n_bytes, state_bytes) if start < end else None
+
+
+def member_of(each: RemoteObject) -> bytes:
+    """Return the member of the sorted set for an object: its digest and size."""
+    return f"{each.digest.hex()}:{each.n_bytes + each.state_bytes}".encode()
+
+
+def digest_and_size(member: bytes) -> tuple[bytes, int]:
+    """Return digest and size of a member of the sorted set; empty and 0 for one that no server wrote."""
+    try:
+        digest, n_bytes = member.decode("ascii").split(":")
+        return bytes.fromhex(digest), int(n_bytes)
+    except ValueError:
+        return b"", 0
