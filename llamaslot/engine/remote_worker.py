@@ -226,14 +226,16 @@ class RemoteWorker:
         return task
 
     async def _timed_fetch(self, wanted: RemoteObject, *, kv: bool, state: bool) -> Fetched | None:
-        began = perf_counter()
         async with self._fetch_slots:
             if not self._n_waiting[wanted.digest, kv, state]:
                 # Those that wanted it were late, and are computing it.
                 return None
+            # Without the wait for a slot: the speed of the store decides what is fetched.
+            began = perf_counter()
             fetched = await self._call(self._store.fetch(wanted, kv=kv, state=state))
+            seconds = perf_counter() - began
         if fetched is not None:
-            n_bytes, seconds = fetched.n_bytes, perf_counter() - began
+            n_bytes = fetched.n_bytes
             self._post(lambda: self._cache.remote.on_fetched(n_bytes, seconds, self._clock()))
         return fetched
 

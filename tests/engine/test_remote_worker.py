@@ -8,7 +8,7 @@ import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -23,8 +23,9 @@ from llamaslot.backend.remote.store_settings import StoreSettings
 from llamaslot.base.commands import ClearCache
 from llamaslot.base.events import Finished
 from llamaslot.base.stats import RemoteStats
+from llamaslot.engine import remote_worker
 from llamaslot.engine.remote_worker import RemoteWorker
-from llamaslot.kvcache.remote.remote_io import GRID_TOKENS, Portion, RemoteObject
+from llamaslot.kvcache.remote.remote_io import GRID_TOKENS, Fetched, Portion, RemoteObject
 from llamaslot.kvcache.remote.remote_tier import Choice, Lookup
 from llamaslot.kvcache.tiers import upload_queue
 from tests.engine.harness import Harness, running
@@ -289,4 +290,39 @@ async def test_what_no_request_waits_for_any_more_is_not_fetched() -> None:
     await asyncio.wait(set(worker._tasks), timeout=5)
     assert len(asked) == 4
     assert not worker._n_waiting
+    await asyncio.wrap_future(worker.close()[0])
+
+
+async def test_the_time_of_a_fetch_is_without_its_wait_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a burst of requests makes the store look slow, and nothing is fetched for a while."""
+    now, measured = [0.0], []
+
+    class Slow:
+        timeout_s = 1.0
+
+        async def fetch(self, _wanted: RemoteObject, **_: bool) -> Fetched:
+            await asyncio.sleep(0.001)
+            now[0] += 1.0
+            return Fetched(np.zeros(10, dtype=np.uint8), None)
+
+        async def close(self) -> None:
+            pass
+
+    class Cache:
+        remote: Any
+
+        def on_fetched(self, _n_bytes: int, seconds: float, _now: float) -> None:
+            measured.append(seconds)
+
+    store, backend, cache = Slow(), None, Cache()
+    cache.remote = cache
+    monkeypatch.setattr(remote_worker, "perf_counter", lambda: now[0])
+    worker = RemoteWorker(
+        cast(Any, store), cast(Any, backend), cast(Any, cache), lambda action: action(), lambda: 0.0
+    )
+    worker._fetch_slots = asyncio.Semaphore(1)
+    asked: list[tuple[bytes, bool, bool]] = []
+    objects = [RemoteObject(0, 64, bytes([number]) * 16, 10) for number in range(3)]
+    await asyncio.gather(*(worker._fetch(asked, each, kv=True, state=False) for each in objects))
+    assert measured == [1.0, 1.0, 1.0]
     await asyncio.wrap_future(worker.close()[0])
