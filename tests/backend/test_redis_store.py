@@ -8,6 +8,7 @@ from typing import Any
 import fakeredis
 import numpy as np
 import pytest
+from redis.asyncio.client import Pipeline
 
 from llamaslot.backend.remote.redis_store import RedisStore
 from llamaslot.backend.remote.sealing import DIGEST_BYTES, Sealer
@@ -204,6 +205,35 @@ async def test_what_the_list_lacks_is_counted_again_once_it_would_be_uploaded(fl
     await put(store, 0, 512, of=PROMPT + 10)
     await put(store, 0, 512, of=PROMPT + 20)
     assert not await _fetch(store, PROMPT)
+
+
+async def test_an_object_that_takes_too_long_to_send_is_given_up_until_it_is_used_again(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, client = fleet.store(), fleet.client()
+    n_sent = 0
+
+    def late(*_args: object, **_kwargs: object) -> None:
+        nonlocal n_sent
+        n_sent += 1
+        raise TimeoutError
+
+    # Tries, a pause after each; the queue takes the last one for stored until the object is used again.
+    for _ in range(2):
+        monkeypatch.setattr(Pipeline, "hset", late)
+        for _ in range(2):
+            with pytest.raises(RemoteUnavailableError):
+                await put(store, 0, 512)
+        assert await put(store, 0, 512) == 0
+        monkeypatch.undo()
+    assert n_sent == 6
+    assert await client.keys("*:d:*") == []
+    assert await put(store, 0, 512) == N_BYTES
+    # A store that is gone is asked again for ever.
+    fleet.server.connected = False
+    for _ in range(5):
+        with pytest.raises(RemoteUnavailableError):
+            await put(store, 512, 1024)
 
 
 async def test_a_server_that_does_not_answer_is_unavailable(fleet: Fleet) -> None:

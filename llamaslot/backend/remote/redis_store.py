@@ -58,6 +58,8 @@ _MAX_CHECKPOINTS = 16
 _KV, _STATE, _INDEX = b"kv", b"state", b"index"
 _TRANSFER_TIMEOUT_S = 30.0
 """Most time to send or receive an object; requests that wait for one have a limit of their own."""
+_MAX_LATE_UPLOADS = 3
+"""Most uploads of an object that may exceed that time before it is given up until it is used again."""
 _MAX_DELETED = 8
 """Most objects to delete at once: expired ones before an upload, and in each round of `clear`."""
 _RECOUNT_S = 600.0
@@ -92,6 +94,8 @@ class RedisStore:
         self._clock = clock
         self._failures = failures or FailureLog()
         self._recounts_at = 0.0
+        self._late_uploads: dict[bytes, int] = {}
+        """Uploads of an object that took longer than a transfer may, by digest."""
         self._lookups = asyncio.Semaphore(_MAX_LOOKUPS)
         self._prefix = f"llamaslot:1:{sealer.scope}:"
 
@@ -158,7 +162,7 @@ class RedisStore:
     async def upload(
         self, namespace: str, tokens: bytes, start: int, parts: Sequence[KvPart], state: Kv | None
     ) -> int:
-        """Store the object that begins at `start` and ends with these tokens, unless it is there."""
+        """Store the object that begins at `start` and ends with these tokens, unless it is there or given up."""
         end = len(tokens) // WIDTH
         grid = grid_positions(start, end)
         digests = self._sealer.path_digests(namespace, tokens, {*grid, end, end // GRID_TOKENS * GRID_TOKENS})
@@ -192,7 +196,13 @@ class RedisStore:
                 self._keep_list(pipe)
                 await pipe.execute()
 
-        await self._within(_TRANSFER_TIMEOUT_S, put)
+        try:
+            await self._within(_TRANSFER_TIMEOUT_S, put)
+        except RemoteUnavailableError as error:
+            if not isinstance(error.__cause__, TimeoutError) or not self._gives_up(wanted):
+                raise
+            return 0
+        self._late_uploads.pop(wanted.digest, None)
         await self._index(wanted, digests)
         return wanted.n_bytes + n_state
 
@@ -302,6 +312,15 @@ class RedisStore:
                 await self._client.incrby(self._prefix + "n", n_bytes)
 
         await self._within(self.timeout_s, count)
+
+    def _gives_up(self, wanted: RemoteObject) -> bool:
+        """Count an upload that took longer than a transfer may; True if the object is not to be sent again."""
+        n_late = self._late_uploads.pop(wanted.digest, 0) + 1
+        if n_late < _MAX_LATE_UPLOADS:
+            self._late_uploads[wanted.digest] = n_late
+            return False
+        _log.warning("remote.upload_given_up", bytes=wanted.n_bytes + wanted.state_bytes, tries=n_late)
+        return True
 
     def _keep_list(self, pipe: Any) -> None:
         """Set a TTL for list and sum: longer than that of any object, so that they end after the last server."""
