@@ -56,8 +56,8 @@ class Child:
         return self.process.pid if self.process is not None and self.process.returncode is None else 0
 
     def begin(self) -> None:
-        """Start it and keep it running."""
-        self.wanted = True
+        """Start it and keep it running; if it ends before it is ready, `until_ready` raises."""
+        self.wanted, self.was_ready = True, False
         self.keeper = asyncio.create_task(self._keep())
 
     async def until_ready(self, seconds: float) -> None:
@@ -66,9 +66,11 @@ class Child:
             if self.state == "ready":
                 return
             if self.keeper is not None and self.keeper.done():
+                # The reason why, unless it ended after a moment in which it was ready.
                 self.keeper.result()
+                break
             await asyncio.sleep(POLL_S)
-        raise FleetError(f"{self.name} was not ready after {seconds:.0f} s; see {self.log}")
+        raise FleetError(f"{self.name} was not ready within {seconds:.0f} s; see {self.log}")
 
     async def end(self, *, signals: int = 1, seconds: float = END_TIMEOUT_S) -> None:
         """Terminate it and wait; kill it if it does not end. A second signal cuts a worker's draining short."""
@@ -97,20 +99,26 @@ class Child:
         while self.wanted:
             self.state, began = "starting", loop.time()
             self.starts += 1
-            with self.log.open("ab") as log:
-                # In a session of its own: Ctrl-C on the terminal is for the supervisor, which ends all in order.
-                self.process = await create_subprocess_exec(
-                    *bound(self.command()), stdin=DEVNULL, stdout=log, stderr=log, start_new_session=True
-                )
-            self.children.add(self.name, self.process.pid)
+            try:
+                process = await self._started()
+            except (FleetError, OSError) as error:
+                if not self.was_ready:
+                    self.wanted, self.state = False, "stopped"
+                    raise FleetError(f"{self.name} cannot be started: {error}") from error
+                self.state = "ended"
+                pause = min(max(1.0, 2 * pause), MAX_PAUSE_S)
+                say(f"{self.name} cannot be started: {error}; tried again in {pause:.0f} s")
+                await asyncio.sleep(pause)
+                continue
             watching = asyncio.create_task(self._watch())
             try:
-                status = await self.process.wait()
+                status = await process.wait()
             finally:
                 watching.cancel()
             if not self.wanted:
                 return
             if not self.was_ready:
+                self.wanted, self.state = False, "stopped"
                 tail = self.log.read_text(errors="replace")[-LOG_TAIL_CHARS:]
                 raise FleetError(f"{self.name} ended with status {status} before it was ready:\n{tail}")
             self.state = "ended"
@@ -122,6 +130,16 @@ class Child:
             pause = min(max(1.0, 2 * pause), MAX_PAUSE_S) if is_early else 0.0
             say(f"{self.name} ended with status {status}; it is started again in {pause:.0f} s (log: {self.log})")
             await asyncio.sleep(pause)
+
+    async def _started(self) -> Process:
+        """Start its process. Raises `FleetError` and `OSError`."""
+        with self.log.open("ab") as log:
+            # In a session of its own: Ctrl-C on the terminal is for the supervisor, which ends all in order.
+            self.process = await create_subprocess_exec(
+                *bound(self.command()), stdin=DEVNULL, stdout=log, stderr=log, start_new_session=True
+            )
+        self.children.add(self.name, self.process.pid)
+        return self.process
 
     async def _watch(self) -> None:
         """Set the state by `/health`, again and again."""
