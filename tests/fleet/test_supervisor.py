@@ -54,8 +54,9 @@ async def test_a_start_that_fails_later_is_logged_and_tried_again(
         failures += [OSError("no memory"), supervisor.FleetError("no gateway")]
         one.process.kill()
         await one.process.wait()
-        while failures:
-            await asyncio.sleep(0.05)
+        async with asyncio.timeout(30):
+            while failures:
+                await asyncio.sleep(0.05)
         await asyncio.sleep(0.05)
         await one.until_ready(30)
     finally:
