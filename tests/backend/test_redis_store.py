@@ -207,7 +207,7 @@ async def test_what_the_list_lacks_is_counted_again_once_it_would_be_uploaded(fl
     assert not await _fetch(store, PROMPT)
 
 
-async def test_an_object_that_takes_too_long_to_send_is_given_up_until_it_is_used_again(
+async def test_an_object_that_takes_too_long_to_send_is_skipped_until_it_is_used_again(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, client = fleet.store(), fleet.client()

@@ -59,7 +59,7 @@ _KV, _STATE, _INDEX = b"kv", b"state", b"index"
 _TRANSFER_TIMEOUT_S = 30.0
 """Most time to send or receive an object; requests that wait for one have a limit of their own."""
 _MAX_LATE_UPLOADS = 3
-"""Most uploads of an object that may exceed that time before it is given up until it is used again."""
+"""Most uploads of an object that may exceed that time before it is skipped until it is used again."""
 _MAX_DELETED = 8
 """Most objects to delete at once: expired ones before an upload, and in each round of `clear`."""
 _RECOUNT_S = 600.0
@@ -162,7 +162,7 @@ class RedisStore:
     async def upload(
         self, namespace: str, tokens: bytes, start: int, parts: Sequence[KvPart], state: Kv | None
     ) -> int:
-        """Store the object that begins at `start` and ends with these tokens, unless it is there or given up."""
+        """Store the object that begins at `start` and ends with these tokens, unless it is there or skipped."""
         end = len(tokens) // WIDTH
         grid = grid_positions(start, end)
         digests = self._sealer.path_digests(namespace, tokens, {*grid, end, end // GRID_TOKENS * GRID_TOKENS})
@@ -199,7 +199,7 @@ class RedisStore:
         try:
             await self._within(_TRANSFER_TIMEOUT_S, put)
         except RemoteUnavailableError as error:
-            if not isinstance(error.__cause__, TimeoutError) or not self._gives_up(wanted):
+            if not isinstance(error.__cause__, TimeoutError) or not self._is_skipped(wanted):
                 raise
             return 0
         self._late_uploads.pop(wanted.digest, None)
@@ -313,13 +313,13 @@ class RedisStore:
 
         await self._within(self.timeout_s, count)
 
-    def _gives_up(self, wanted: RemoteObject) -> bool:
+    def _is_skipped(self, wanted: RemoteObject) -> bool:
         """Count an upload that took longer than a transfer may; True if the object is not to be sent again."""
         n_late = self._late_uploads.pop(wanted.digest, 0) + 1
         if n_late < _MAX_LATE_UPLOADS:
             self._late_uploads[wanted.digest] = n_late
             return False
-        _log.warning("remote.upload_given_up", bytes=wanted.n_bytes + wanted.state_bytes, tries=n_late)
+        _log.warning("remote.upload_skipped", bytes=wanted.n_bytes + wanted.state_bytes, tries=n_late)
         return True
 
     def _keep_list(self, pipe: Any) -> None:
