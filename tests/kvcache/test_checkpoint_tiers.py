@@ -183,3 +183,40 @@ def test_metadata_that_names_another_segment_is_not_trusted() -> None:
     assert verified_checkpoint_path(meta, segment, size) == segment.prefix
     assert verified_checkpoint_path(replace(meta, parent=segment.number + 100), segment, size) is None
     assert verified_checkpoint_path(meta, None, size) is None
+
+
+def test_a_partial_segment_is_not_written_early_for_a_checkpoint_above_a_deeper_one() -> None:
+    """Of these only forks are written, so it does not matter how soon another one is evicted."""
+    held = Held()
+    held.extend(1, 2)
+    above = held.take()
+    held.tiers.checkpoints.n_bytes_put += held.tiers.checkpoints.capacity // 2
+    held.extend(3)
+    deepest, segment = held.take(), held.save()
+    held.tiers.tick(0.0)
+    assert (above.state, deepest.state, segment.state) == (
+        SegmentState.RAM,
+        SegmentState.RAM,
+        SegmentState.DIRTY,
+    )
+    held.tree.hold(1, "")
+    held.tree.extend(1, run_of([1, 2]))
+    assert above.is_fork
+    held.tiers.tick(0.0)
+    assert segment.state is SegmentState.WRITING
+
+
+@pytest.mark.parametrize("what", ["segment", "checkpoint"])
+def test_what_is_put_itself_does_not_make_a_partial_segment_due(what: str) -> None:
+    """However much of RAM it fills: it would be written at once, though the next turn usually replaces it."""
+    held = Held()
+    held.extend(1, 2, 3)
+    tiers = held.tiers
+    if what == "segment":
+        tiers.ram.capacity = 10
+    else:
+        tiers.checkpoints.capacity = 10
+    segment, checkpoint = held.save(), held.take()
+    assert {"segment": segment, "checkpoint": checkpoint}[what].n_bytes > 10 / 4
+    tiers.tick(0.0)
+    assert segment.state is SegmentState.DIRTY
