@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import numpy as np
 import pytest
 
 from llamaslot.base.backend import Status
@@ -361,3 +362,17 @@ def test_a_checkpoint_that_is_not_trusted_is_dropped_even_if_a_request_runs_ther
     assert checkpoint.state is SegmentState.DROPPED
     driver.finish(running)
     assert running.n_generated == 8
+
+
+def test_a_checkpoint_ends_a_message_if_the_next_token_is_a_control_token() -> None:
+    """Not if the one before it is, or if it was taken within a message or at the end of a prompt of text."""
+    driver = Driver(kind=StateKind.RECURRENT, n_slots=1, checkpoints={"step_tokens": 999})
+    driver.scheduler._taker._control = np.array([ord("<"), ord(">")], dtype=np.int32)
+    request = driver.submit("<" + "s" * 9 + ">" + "u" * 9 + "<" + "a" * 9, max_tokens=4)
+    driver.step()
+    for position in (10, 11, 15, 20, 21, 30):
+        request.stops.add(position)
+    driver.finish(request)
+    found = {each.end: each.ends_message for each in checkpoints_on(driver.cache._sequences.end(0))}
+    expected = {10: True, 11: False, 15: False, 20: True, 21: False, 30: False}
+    assert {position: found[position] for position in expected} == expected
