@@ -376,3 +376,46 @@ def test_a_checkpoint_ends_a_message_if_the_next_token_is_a_control_token() -> N
     found = {each.end: each.ends_message for each in checkpoints_on(driver.cache._sequences.end(0))}
     expected = {10: True, 11: False, 15: False, 20: True, 21: False, 30: False}
     assert {position: found[position] for position in expected} == expected
+
+
+def test_a_long_run_that_waits_for_the_next_gap_has_had_its_turn() -> None:
+    """Else a stream would wait for as long as checkpoints of others keep the long run from being computed."""
+    driver = Driver(
+        kind=StateKind.HYBRID_WINDOW,
+        n_slots=3,
+        n_ctx=2000,
+        n_ubatch=64,
+        checkpoints={"take_ms": 100.0, "step_tokens": 999},
+    )
+    idle = driver.run("i" * 30, id_slot=2)
+    stream = driver.submit("s" * 5, max_tokens=300, id_slot=0)
+    while not stream.n_generated:
+        driver.step()
+    long = driver.submit("p" * 300, id_slot=1)
+    while driver.step().long_runs != (long.id,):
+        pass
+    assert [work.request for work in driver.step().work] == [stream]
+    long.stops.add(driver.held(long))
+    assert driver.cache.checkpoints.take(idle.slot) is not None
+    plan = driver.step()
+    assert (plan.work, plan.long_runs) == ([], (long.id,))
+    assert [work.request for work in driver.step().work] == [stream]
+    assert [work.request for work in driver.step().work] == [long]
+
+
+def test_no_more_duplicate_cells_are_evicted_than_are_needed() -> None:
+    """Two idle sequences with cells of their own for the same tokens free twice as many cells as these tokens."""
+    driver = Driver(kind=StateKind.RECURRENT, n_slots=4, n_ctx=1000, n_ubatch=512)
+    running = driver.submit("z" * 40 + "r" * 9, max_tokens=300)
+    beside = driver.submit("z" * 40, max_tokens=1)
+    twins = [driver.submit("w" * 40 + letter, max_tokens=1) for letter in "xy"]
+    driver.finish(beside, *twins)
+    assert running.state is RequestState.RUNNING
+    n_free, n_idle = driver.cache.cells.free, driver.cache.cells.idle
+    assert (n_idle, driver.cache.pool.n_idle_duplicates) == (42, 40 + 40)
+    driver.cache.evict(n_idle + 20)
+    assert driver.cache.cells.free == n_free + 42 + 40
+    assert driver.held(beside) == 40, "it has cells of its own for what the running one holds"
+    driver.cache.evict(1)
+    assert driver.held(beside) == 0
+    driver.finish(running)
