@@ -336,3 +336,21 @@ async def test_actions_beyond_the_limit_are_refused(tmp_path: Path) -> None:
         assert erased[0] > len(LONG)
         assert erased[1:] == [0] * 7
         assert engine.engine.scheduler.cache.length(0) == 0
+
+
+async def test_the_end_of_a_covered_slot_gets_a_checkpoint_before_a_restore(tmp_path: Path) -> None:
+    """All of its tokens stay with the slot that continued them, but that one's state is a later one."""
+    backend = FakeBackend(n_slots=3, n_ctx=2000, n_reserved=2, n_ubatch=512, kind=StateKind.RECURRENT)
+    async with served(tmp_path, backend, checkpoint_bytes=10**6, debug_invariants=True) as engine:
+        await engine.complete("other " * 20, slot=2)
+        await engine.act(2, "save")
+        await engine.submit("first", "x" * 200, id_slot=0, max_tokens=40, sampling=ENDLESS)
+        turn = "x" * 200 + engine.text("first")
+        cache = engine.engine.scheduler.cache
+        await engine.complete(turn + "y" * 100, slot=1)
+        n_tokens = cache.length(0)
+        assert cache._sequences.is_covered(0)
+        assert not cache.checkpoints.has_at_end(0)
+        assert isinstance(await engine.act(0, "restore"), SlotActionDone)
+        assert n_tokens in cache.checkpoints.positions(1)
+        assert (await engine.complete(turn + "z" * 100)).n_prompt_computed == 101
