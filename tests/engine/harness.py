@@ -149,6 +149,8 @@ class Harness:
         name = f"query {len(self.replies)}"
         self.replies[name] = future
         self.local.send(Query(name, body))
+        if self.stopped is not None:
+            self._fail_replies(self.stopped)
         return future
 
     def cancel(self, request_id: str) -> None:
@@ -205,16 +207,27 @@ class Harness:
 
         return watched
 
+    def _fail_replies(self, stopped: Stopped) -> None:
+        """Fail the queries that an engine has not answered: it answers none once it has ended."""
+        for name, reply in self.replies.items():
+            if not reply.done():
+                reply.set_exception(AssertionError(f"the engine ended before {name}: {stopped.reason}"))
+                # Without this, one that no test waits for would be logged.
+                reply.exception()
+
     def _receive(self, events: list[Event]) -> None:
         self.n_batches += 1
         for event in events:
             if isinstance(event, Stopped):
                 self.stopped = event
+                self._fail_replies(event)
                 continue
             if isinstance(event, SelfTestEnded):
                 continue
             if isinstance(event, Reply):
-                self.replies[event.request_id].set_result(event)
+                reply = self.replies[event.request_id]
+                if self.stopped is None or not reply.done():
+                    reply.set_result(event)
                 continue
             self.events[event.request_id].append(event)
             end = self.ends.get(event.request_id)
