@@ -16,6 +16,7 @@ from llamaslot.kvcache.segment import SegmentState, checkpoints_on
 from llamaslot.kvcache.tiers.disk_io import Write, Written
 from llamaslot.scheduler.checkpoint_taker import CheckpointTaker
 from llamaslot.scheduler.request import Request, RequestState
+from llamaslot.scheduler.step import StepPlan
 from llamaslot.scheduler.step_planner import RunTurns
 from tests.fake_backend import WINDOW, FakeBackend
 from tests.scheduler.test_scheduler import Driver, generated
@@ -378,29 +379,38 @@ def test_a_checkpoint_ends_a_message_if_the_next_token_is_a_control_token() -> N
     assert {position: found[position] for position in expected} == expected
 
 
-def test_a_long_run_that_waits_for_the_next_gap_has_had_its_turn() -> None:
-    """Else a stream would wait for as long as checkpoints of others keep the long run from being computed."""
+def test_what_waits_for_the_next_gap_has_had_its_turn() -> None:
+    """Else others would wait for as long as checkpoints keep it from being computed."""
     driver = Driver(
         kind=StateKind.HYBRID_WINDOW,
-        n_slots=3,
+        n_slots=4,
         n_ctx=2000,
         n_ubatch=64,
         checkpoints={"take_ms": 100.0, "step_tokens": 999},
     )
-    idle = driver.run("i" * 30, id_slot=2)
+    idle = [driver.run(letter * 30, id_slot=slot) for slot, letter in ((2, "i"), (3, "j"))]
     stream = driver.submit("s" * 5, max_tokens=300, id_slot=0)
     while not stream.n_generated:
         driver.step()
     long = driver.submit("p" * 300, id_slot=1)
     while driver.step().long_runs != (long.id,):
         pass
-    assert [work.request for work in driver.step().work] == [stream]
-    long.stops.add(driver.held(long))
-    assert driver.cache.checkpoints.take(idle.slot) is not None
-    plan = driver.step()
+
+    def step() -> list[Request]:
+        return [work.request for work in driver.step().work]
+
+    def step_while_it_waits(request: Request) -> StepPlan:
+        request.stops.add(driver.held(request))
+        assert driver.cache.checkpoints.take(idle.pop().slot) is not None
+        return driver.step()
+
+    assert step() == [stream]
+    plan = step_while_it_waits(long)
     assert (plan.work, plan.long_runs) == ([], (long.id,))
-    assert [work.request for work in driver.step().work] == [stream]
-    assert [work.request for work in driver.step().work] == [long]
+    assert [step(), step()] == [[stream], [long]]
+    plan = step_while_it_waits(stream)
+    assert (plan.work, plan.long_runs) == ([], ())
+    assert [step(), step()] == [[long], [stream]]
 
 
 def test_no_more_duplicate_cells_are_evicted_than_are_needed() -> None:
