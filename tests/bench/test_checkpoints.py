@@ -19,6 +19,7 @@ from bench.families.checkpoints import MEASUREMENTS, MIB, Settings, figures_of
 from bench.families.run import COUNTER, DECODED
 from tests.bench.forked_servers import forked_servers
 from tests.bench.miscount import miscount
+from tests.conftest import LONG
 
 
 @pytest.fixture
@@ -35,7 +36,7 @@ def quick(folder: Path, *arguments: str) -> int:
 
 
 @pytest.mark.usefixtures("_quick")
-@pytest.mark.parametrize("model", [None, "tiny-swa", "tiny"])
+@pytest.mark.parametrize("model", [None, "tiny-swa", "tiny"] if LONG else [None])
 def test_a_quick_look_reuses_what_the_restart_and_the_short_pool_leave(model: str | None, tmp_path: Path) -> None:
     chosen = ["--only", "restart", "--only", "eight", *(["--model", model] if model else [])]
     assert quick(tmp_path, "--scale", "0.07", *chosen) == 0

@@ -145,7 +145,7 @@ def compare(
 
 @pytest.fixture(scope="module")
 def talks() -> list[list[str]]:
-    return conversations(200 if LONG else 16)
+    return conversations(200 if LONG else 12)
 
 
 @pytest.fixture(scope="module")
@@ -160,14 +160,14 @@ def test_warm_and_cold_texts_are_the_same(talks: list[list[str]], cold: dict[tup
 def test_they_are_the_same_when_the_pool_is_too_small_for_all(
     talks: list[list[str]], cold: dict[tuple[int, int], str]
 ) -> None:
-    assert compare(talks if LONG else talks[:10], cold, n_ctx=1024) > 0
+    assert compare(talks if LONG else talks[:8], cold, n_ctx=1024) > 0
 
 
 @pytest.mark.parametrize("n_ctx", [8192, 1024] if LONG else [1024])
 def test_they_are_the_same_when_idle_prefixes_are_in_ram(
     n_ctx: int, talks: list[list[str]], cold: dict[tuple[int, int], str]
 ) -> None:
-    assert compare(talks if LONG else talks[:10], cold, n_ctx, IN_RAM) > 0
+    assert compare(talks if LONG else talks[:8], cold, n_ctx, IN_RAM) > 0
 
 
 def test_two_requests_of_60_percent_of_the_pool_give_the_texts_they_give_alone() -> None:

@@ -34,7 +34,7 @@ from tests.engine.harness import Harness, running
 from tests.noise import Noise
 from tests.text.rendering import rendered
 
-N_WORKLOADS = 200 if LONG else 12
+N_WORKLOADS = 200 if LONG else 8
 MAX_TOKENS = 40
 SMALLEST = 256
 """Cells of the smallest pool, and of a slot where each has its own."""
