@@ -42,7 +42,7 @@ from llamaslot.scheduler.recovery import Recovery
 from llamaslot.scheduler.request import Request, RequestEvent, RequestState, Slot
 from llamaslot.scheduler.reuse_stats import ReuseStats
 from llamaslot.scheduler.step import StepPlan, StepResult, Work
-from llamaslot.scheduler.step_planner import RunTurns, StepPlanner
+from llamaslot.scheduler.step_planner import RunTurns, SharedSteps, StepPlanner
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +122,7 @@ class Scheduler:
         # llama.cpp splits steps of several sequences where states are recurrent, so padding would only cost.
         is_split = info.keeps_checkpoints and info.state.kind.has_recurrent_state
         self._padding = Padding(None if is_split else info.step_cost, cache_settings.scratch, info.n_ubatch)
-        self._turns = None if info.state.kind.allows_mixed_lengths else RunTurns()
+        self._turns = SharedSteps() if info.state.kind.allows_mixed_lengths else RunTurns()
         self.deadlines = Deadlines()
         """Times at which to plan again although no command has arrived."""
         self.recovery = Recovery(self.cache, self.slots, self.admission)
@@ -174,17 +174,12 @@ class Scheduler:
             self._taker.choose_stops(request)
         running = self.running
         self.cache.has_streams = any(request.is_stream(self._n_pending(request)) for request in running)
-        ready, is_loading = self._load(running)
+        loaded, is_loading = self._load(running)
         for request in self.admitted:
             self.cache.remote.unpin(request.id)
-        able = [request for request in suspects[:1] or by_share(running) if request in ready]
-        long_runs: tuple[str, ...] = ()
-        n_waiting = 0
-        if self._turns is not None:
-            single = [request for request in able if self._n_pending(request) == 1]
-            ready, long_runs = self._turns.next(single, [request for request in able if request not in single])
-            n_waiting = sum(r.is_stream(self._n_pending(r)) for r in able if r not in ready)
-        ready = self._taker.take_due(ready, self.queue)
+        able = [request for request in suspects[:1] or by_share(running) if request in loaded]
+        turn = self._turns.next(loaded, able, self._n_pending)
+        ready = self._taker.take_due(turn.requests, self.queue)
         n_prefill = sum(n for request in ready if not request.is_stream(n := self._n_pending(request)) and n > 1)
         self.cache.offload_idle(n_prefill, lambda: map(self.admission.match, self.queue))
         planner = StepPlanner(
@@ -197,7 +192,7 @@ class Scheduler:
             siblings=self.admission.siblings,
             n_scored=self._n_scored,
         )
-        work = planner.grant([request for request in able if request in ready], n_waiting=n_waiting)
+        work = planner.grant([request for request in able if request in ready], n_waiting=turn.n_waiting)
         padding = None if suspects else planner.pad(work)
         # What is left out of this step may be in the next one.
         is_whole = not suspects and not is_loading and len(work) == len(able)
@@ -212,13 +207,12 @@ class Scheduler:
             n_extra_steps=n_extra_steps,
             jobs=self.cache.take_jobs(),
             uploads=self.cache.remote.take_uploads(),
-            long_runs=long_runs,
+            turn=turn,
         )
 
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> list[Outcome]:
         """Change the state to what the backend did for `plan`."""
-        if self._turns is not None:
-            self._turns.commit(plan.long_runs)
+        self._turns.commit(plan.turn)
         if result.unsaved:
             self.cache.on_io(SaveFailed(result.unsaved), now)
         if result.incomplete:
@@ -257,19 +251,19 @@ class Scheduler:
 
         Returns the requests that have nothing more to load, and whether another one can load more in the next step.
         """
-        ready = []
+        loaded = []
         is_loading = False
         for request in running:
             n_pending = self._n_pending(request)
             lacks_state = self.cache.restorer.lacks_state(request.slot)
             if lacks_state or (n_pending > 1 and not request.is_stream(n_pending)):
-                loaded = self.cache.load(request.slot, request.prefix)
-                request.count_loaded(loaded)
-                is_loading |= loaded.status is LoadStatus.MORE
-                if loaded.status is not LoadStatus.DONE:
+                result = self.cache.load(request.slot, request.prefix)
+                request.count_loaded(result)
+                is_loading |= result.status is LoadStatus.MORE
+                if result.status is not LoadStatus.DONE:
                     continue
-            ready.append(request)
-        return ready, is_loading
+            loaded.append(request)
+        return loaded, is_loading
 
     def _preempt(self, request: Request, now: float) -> None:
         self.n_preempted += 1

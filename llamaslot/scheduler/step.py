@@ -50,6 +50,19 @@ class Work:
         return (self.request, *self.siblings) if self.run.output else ()
 
 
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """The requests that a step is for, where runs of several lengths may not share one."""
+
+    requests: Sequence[Request] = ()
+    long_runs: tuple[str, ...] = ()
+    """If the step is for a longer run: the ids of all requests that have one to compute, by their turns."""
+    is_forced: bool = False
+    """True if that run has tokens that a constraint forced."""
+    n_waiting: int = 0
+    """Streams that wait for the end of the step."""
+
+
 @dataclass(slots=True)
 class StepPlan:
     """Everything that one step does, in this order."""
@@ -66,10 +79,7 @@ class StepPlan:
     """Disk jobs to start once the operations are done."""
     uploads: list[Upload] = field(default_factory=list)
     """Uploads to the remote tier, as well."""
-    long_runs: tuple[str, ...] = ()
-    """Where runs of several lengths may not share a step, and this one is for a long one: the ids of all requests
-    that have one to compute, by their turns.
-    """
+    turn: Turn = Turn()
 
     @property
     def n_tokens(self) -> int:

@@ -22,7 +22,7 @@ from llamaslot.kvcache.cache import KVCache
 from llamaslot.scheduler.chunk_sizer import ChunkSizer
 from llamaslot.scheduler.padding import Padding
 from llamaslot.scheduler.request import Request
-from llamaslot.scheduler.step import Work
+from llamaslot.scheduler.step import Turn, Work
 
 FIRST_PROMPT_FRACTION = 0.25
 """Fraction of a step's prompt tokens that goes to the first prompt."""
@@ -30,38 +30,60 @@ MAX_CELLS_AHEAD = 32
 """Idle cells evicted at once for extra steps: more evict prefixes early, fewer need a plan more often."""
 
 
+class SharedSteps:
+    """Turns of requests whose runs may share a step: all of them are in each."""
+
+    def next(self, loaded: Sequence[Request], able: Sequence[Request], n_pending: Callable[[Request], int]) -> Turn:
+        """Return a turn for all the `loaded` requests."""
+        return Turn(loaded)
+
+    def commit(self, turn: Turn) -> None:
+        """Record nothing: no request waits for its turn."""
+
+
 class RunTurns:
     """Turns of requests whose runs may not share a step, where all runs of a step must have one length (fact 33).
 
     A step computes single tokens of any number of requests or, in turn, a longer run of one. Those with longer runs
-    take turns, too: the one that has waited longest is next. Only `commit` changes anything, so a plan that is not
-    carried out takes no turn.
+    take turns, too: the one that has waited longest is next, but streams, whose constraint forced tokens, alternate
+    with prompts. So a stream does not wait for a step of each prompt, nor a prompt for those of all streams. Only
+    `commit` changes anything, so a plan that is not carried out takes no turn.
     """
 
     def __init__(self) -> None:
         self._last_had_long_run = False
         """True if the last step was for a longer run."""
+        self._last_was_forced = False
+        """True if the last longer run was that of a stream."""
         self._order: list[str] = []
         """Ids of the requests that had longer runs when one was computed last, the next one first."""
 
-    def next(self, single: Sequence[Request], longer: Sequence[Request]) -> tuple[list[Request], tuple[str, ...]]:
-        """Return the requests of the next step, and the order of the longer runs if it is for one of them.
+    def next(self, loaded: Sequence[Request], able: Sequence[Request], n_pending: Callable[[Request], int]) -> Turn:
+        """Return the turn of the next step: those of the `able` requests with one token, or one with more.
 
-        These are all of the `single` ones, which have one token to compute, or one of the `longer` ones, which have
-        more. The order has the ids of those, from the chosen one on; it is empty for single tokens.
+        `n_pending` gives the tokens that a request has to compute.
         """
+        pending = [(request, n_pending(request)) for request in able]
+        single = [request for request, n in pending if n == 1]
+        longer = [(request, request.is_stream(n)) for request, n in pending if n > 1]
+        n_forced = sum(is_stream for _, is_stream in longer)
         if not longer or (single and self._last_had_long_run):
-            return list(single), ()
+            return Turn(single, n_waiting=n_forced)
         places = {name: i for i, name in enumerate(self._order)}
         # Behind those that wait already: else short prompts that keep coming would overtake a long one forever.
-        ordered = sorted(longer, key=lambda request: places.get(request.id, len(places)))
-        return [ordered[0]], tuple(request.id for request in ordered)
+        longer.sort(key=lambda each: places.get(each[0].id, len(places)))
+        chosen = next((each for each in longer if each[1] != self._last_was_forced), longer[0])
+        request, is_forced = chosen
+        longer.remove(chosen)
+        long_runs = (request.id, *(other.id for other, _ in longer))
+        return Turn([request], long_runs, is_forced, n_waiting=len(single) + n_forced - is_forced)
 
-    def commit(self, long_runs: Sequence[str]) -> None:
-        """Record that a step was carried out, by the order that `next` returned for it."""
-        self._last_had_long_run = bool(long_runs)
-        if long_runs:
-            self._order = [*long_runs[1:], long_runs[0]]
+    def commit(self, turn: Turn) -> None:
+        """Record that a step with this turn was carried out."""
+        self._last_had_long_run = bool(turn.long_runs)
+        if turn.long_runs:
+            self._last_was_forced = turn.is_forced
+            self._order = [*turn.long_runs[1:], turn.long_runs[0]]
 
 
 class StepPlanner:

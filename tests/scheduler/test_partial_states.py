@@ -228,17 +228,38 @@ def test_a_plan_that_is_not_carried_out_takes_no_turn() -> None:
     turns = RunTurns()
 
     def carry_out(chosen: Request, single: list[Request], longer: list[Request]) -> None:
-        requests, long_runs = turns.next(single, longer)
-        assert (requests, long_runs) == turns.next(single, longer)
-        assert requests == [chosen]
-        assert long_runs[:1] == (() if chosen is stream else (chosen.id,))
-        turns.commit(long_runs)
+        able = [*single, *longer]
+        turn = turns.next(able, able, lambda request: 1 if request in single else 20)
+        assert turn == turns.next(able, able, lambda request: 1 if request in single else 20)
+        assert [*turn.requests] == [chosen]
+        assert turn.long_runs[:1] == (() if chosen is stream else (chosen.id,))
+        turns.commit(turn)
 
     for chosen in (first, stream, second, stream, first):
         carry_out(chosen, [stream], [first, second])
     carry_out(second, [], [first, second])
     carry_out(first, [], [first])
     carry_out(stream, [stream], [])
+
+
+def test_a_stream_with_forced_tokens_waits_for_one_prompt_however_many_there_are() -> None:
+    driver = Driver(
+        kind=StateKind.HYBRID_WINDOW, n_slots=6, n_ctx=2000, n_ubatch=64, checkpoints={"step_tokens": 999}
+    )
+    stream = driver.submit("s" * 5, max_tokens=300)
+    while stream.n_generated < 3:
+        driver.step()
+    prompts = [driver.submit(letter * 150, max_tokens=1) for letter in "abcde"]
+    served: list[Request] = []
+    while not all(prompt.n_generated for prompt in prompts):
+        if driver.scheduler.cache.length(stream.slot) == len(stream.tokens) - 1:
+            for token in b"forced":
+                stream.add_token(token, driver.backend.now, forced=True)
+        [work] = driver.step().work
+        served.append(work.request)
+    assert all((first is stream) != (second is stream) for first, second in pairwise(served))
+    of_prompts = [request.id for request in served if request is not stream]
+    assert {*of_prompts[:5]} == {prompt.id for prompt in prompts}, "prompts take turns among themselves"
 
 
 def test_short_prompts_that_keep_coming_do_not_overtake_a_long_one_where_they_may_not_share_a_step() -> None:
