@@ -22,8 +22,8 @@ _TIMEOUT_S = 120
 WRITE_SOON = """
 import sys
 if "llamaslot.app.runtime.prompt_main" not in sys.orig_argv:
-    from llamaslot.kvcache.tiers import disk_pacing
-    disk_pacing.PARTIAL_DELAY_S = 0.1
+    from llamaslot.kvcache.tiers import pacing
+    pacing.PARTIAL_DELAY_S = 0.1
 """
 """Fault for servers whose test waits until the end of a prompt is on disk, which otherwise takes 2 s."""
 

@@ -313,8 +313,8 @@ if "llamaslot.api.file_changes" in sys.modules:
     # Of API keys, which the server reads again.
     sys.modules["llamaslot.api.file_changes"]._INTERVAL_S = 0.1
 if "llamaslot.app.runtime.engine_main" in sys.orig_argv:
-    from llamaslot.kvcache.tiers import disk_pacing
-    disk_pacing.PARTIAL_DELAY_S = 0.1
+    from llamaslot.kvcache.tiers import pacing
+    pacing.PARTIAL_DELAY_S = 0.1
 """
 DAY_S = 86_400
 

@@ -25,8 +25,8 @@ from tests.live import WRITE_SOON, Server, serving
 LIMIT = 200 * 1024
 """Bytes that a file may have: less than the KV of a long prompt, and soon than the index's write-ahead log."""
 RETRY = """
-from llamaslot.kvcache.tiers import disk_pacing
-disk_pacing.PARTIAL_DELAY_S, disk_pacing.RETRY_DELAY_S = 0.1, 0.2
+from llamaslot.kvcache.tiers import pacing
+pacing.PARTIAL_DELAY_S, pacing.RETRY_DELAY_S = 0.1, 0.2
 """
 FILE_SIZE = """
 import os, resource, sys, threading, time

@@ -29,9 +29,8 @@ RETRY_S = 0.3
 SOON = f"""
 from llamaslot.backend.remote import redis_store
 from llamaslot.kvcache.remote import remote_tier
-from llamaslot.kvcache.tiers import upload_queue
-upload_queue.PARTIAL_DELAY_S = 0.1
-remote_tier.RETRY_DELAY_S = upload_queue.RETRY_DELAY_S = {RETRY_S}
+from llamaslot.kvcache.tiers import pacing
+pacing.PARTIAL_DELAY_S, pacing.RETRY_DELAY_S = 0.1, {RETRY_S}
 redis_store._TRANSFER_TIMEOUT_S = 1.5
 """
 """Fault: delays and timeouts of 2 to 30 seconds are shortened to at most 1.5."""

@@ -27,7 +27,7 @@ from llamaslot.base.commands import SlotAction, Submit, TextPart, TokensPart
 from llamaslot.base.events import Accepted, Finished, Progress
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.kv_ops import Remove
-from llamaslot.kvcache.tiers import disk_pacing
+from llamaslot.kvcache.tiers import pacing
 from tests.conftest import LONG
 from tests.engine.harness import GREEDY, Harness, running
 from tests.kv_rows import Rows, rows_of
@@ -228,7 +228,7 @@ def first_difference(a: list[int], b: list[int]) -> int | None:
 def test_texts_of_sessions_are_the_cold_ones(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(disk_pacing, "PARTIAL_DELAY_S", 0.0)
+    monkeypatch.setattr(pacing, "PARTIAL_DELAY_S", 0.0)
     seed = int(request.config.getoption("--hypothesis-seed"))
     print("seed", seed)
     noise = Noise(SETTINGS)

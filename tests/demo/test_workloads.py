@@ -26,7 +26,7 @@ from llamaslot.base.commands import Submit, TextPart
 from llamaslot.base.events import Cancelled, Finished
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.model import StepCost
-from llamaslot.kvcache.tiers import disk_pacing
+from llamaslot.kvcache.tiers import pacing
 from llamaslot.scheduler import admission
 from llamaslot.text.template import ChatTemplate
 from tests.conftest import LONG
@@ -279,7 +279,7 @@ def test_every_text_is_the_cold_one(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(disk_pacing, "PARTIAL_DELAY_S", 0.0)
+    monkeypatch.setattr(pacing, "PARTIAL_DELAY_S", 0.0)
     # Expecting too little makes requests outgrow the pool together, so that some are preempted.
     monkeypatch.setattr(admission, "MIN_EXPECTED_TOKENS", 2)
     tally = Tally()
@@ -315,7 +315,7 @@ def test_every_text_is_the_cold_one(
 async def test_one_known_in_cells_and_one_on_disk_in_one_batch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(disk_pacing, "PARTIAL_DELAY_S", 0.0)
+    monkeypatch.setattr(pacing, "PARTIAL_DELAY_S", 0.0)
     workload = Workload([], 4096, 2, 4, 512)
     first, second = ([family[-1] for family in prompts() if len(family) > 1])[:2]
     cold = await cold_tokens({first, second}, sampling=ENDLESS)

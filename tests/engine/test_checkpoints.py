@@ -13,7 +13,7 @@ from bench import synthetic
 from llamaslot.backend.disk.disk_store import DiskStore
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings
 from llamaslot.base.events import Finished
-from llamaslot.kvcache.tiers import disk_pacing
+from llamaslot.kvcache.tiers import pacing
 from tests.engine.harness import Harness, running
 
 MIB = 2**20
@@ -79,7 +79,7 @@ async def test_more_conversations_than_slots_compute_their_new_tokens(folder: Pa
 async def test_conversations_go_on_after_a_restart(
     folder: Path, shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(disk_pacing, "PARTIAL_DELAY_S", 0.0)
+    monkeypatch.setattr(pacing, "PARTIAL_DELAY_S", 0.0)
     draw = random.Random(shape)
     texts = [f"<|im_start|>system\n{words(draw, 60)}<|im_end|>\n"] * 3
     for n in range(3):
@@ -103,7 +103,7 @@ async def test_eight_conversations_go_on_in_a_pool_and_ram_for_three(
 ) -> None:
     """The disk has what leaves RAM, the last, partial segment of each and its checkpoint too."""
     # Each turn waits until the partial segment before it is written.
-    monkeypatch.setattr(disk_pacing, "PARTIAL_DELAY_S", 0.05)
+    monkeypatch.setattr(pacing, "PARTIAL_DELAY_S", 0.05)
     draw = random.Random(shape)
     backend = load(folder, shape, n_ctx=1024, n_slots=2)
     segment, checkpoint = backend.info.segment_size, backend.info.checkpoint_size

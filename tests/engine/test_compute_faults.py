@@ -14,7 +14,7 @@ from llamaslot.base.commands import ClearCache, InspectCache, Submit, TextPart
 from llamaslot.base.events import Failed, Finished, Output
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.namespaces import PUBLIC_SALT, PUBLIC_TENANT, key_salt, key_secret, salt_namespace
-from llamaslot.kvcache.tiers import disk_pacing
+from llamaslot.kvcache.tiers import pacing
 from tests.engine.harness import GREEDY, Harness, alone, running
 from tests.fake_backend import FakeBackend
 from tests.fake_pool import Cell
@@ -252,7 +252,7 @@ async def test_bad_kv_on_disk_is_dropped_and_what_continues_it_beside(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The bad segment also holds the beginning of another prompt: that one's segment cannot stay without it."""
-    monkeypatch.setattr(disk_pacing, "PARTIAL_DELAY_S", 0.0)
+    monkeypatch.setattr(pacing, "PARTIAL_DELAY_S", 0.0)
     store = DiskStore(tmp_path)
     store.open(b"k" * 32, 10**7)
     backend = FakeBackend(n_slots=1, n_ctx=512, n_reserved=2, n_ubatch=64)

@@ -21,7 +21,7 @@ from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.kv_ops import Kv
 from llamaslot.base.stats import DiskStats
 from llamaslot.engine import disk_worker, engine
-from llamaslot.kvcache.tiers import disk_pacing, segment_tiers
+from llamaslot.kvcache.tiers import disk_pacing, pacing
 from llamaslot.kvcache.tiers.disk_io import CorruptSegmentError, SegmentMeta
 from tests.engine.harness import Harness, alone, running
 from tests.fake_backend import SEGMENT_SIZE, FakeBackend
@@ -34,7 +34,7 @@ TURNS = [HEAD + "What is a slot? ", HEAD + "Who are you? ", "Something else enti
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk_pacing, "PARTIAL_DELAY_S", 0.0)
+    monkeypatch.setattr(pacing, "PARTIAL_DELAY_S", 0.0)
 
 
 def backend() -> FakeBackend:
@@ -193,7 +193,7 @@ async def test_a_request_is_computed_after_a_read_has_failed_slowly(
             time.sleep(0.1)
             return None
 
-    monkeypatch.setattr(segment_tiers, "RETRY_DELAY_S", 0.05)
+    monkeypatch.setattr(pacing, "RETRY_DELAY_S", 0.05)
     async with restarted(tmp_path, Broken) as (harness, _):
         end = await harness.submit("x", HEAD + "x")
         assert end.progress.n_cached == 0
@@ -309,7 +309,7 @@ async def test_prefixes_larger_than_ram_together_are_read_in_turn(tmp_path: Path
 async def test_a_finished_request_is_written_while_another_one_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(disk_pacing, "PARTIAL_DELAY_S", 0.1)
+    monkeypatch.setattr(pacing, "PARTIAL_DELAY_S", 0.1)
     async with served(tmp_path) as harness:
         endless = harness.submit("b", "Go on.", max_tokens=-1, sampling=Sampling(temperature=0.0, ignore_eos=True))
         await harness.wait_for("b", Output, 1)
@@ -366,7 +366,7 @@ async def until_written(harness: Harness, stats: Callable[[Harness], Awaitable[D
 
 
 async def test_the_rest_is_written_at_shutdown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk_pacing, "PARTIAL_DELAY_S", 1000.0)
+    monkeypatch.setattr(pacing, "PARTIAL_DELAY_S", 1000.0)
     async with served(tmp_path) as harness:
         await harness.submit("a", HEAD)
         endless = harness.submit("b", HEAD + "b", max_tokens=-1)
@@ -381,7 +381,7 @@ async def test_the_rest_is_written_at_shutdown(tmp_path: Path, monkeypatch: pyte
 async def test_what_is_queued_already_is_written_at_shutdown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(disk_pacing, "PARTIAL_DELAY_S", 1000.0)
+    monkeypatch.setattr(pacing, "PARTIAL_DELAY_S", 1000.0)
     async with served(tmp_path) as harness:
         await harness.submit("a", HEAD)
         cache = harness.engine.scheduler.cache

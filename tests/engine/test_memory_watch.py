@@ -15,7 +15,7 @@ from llamaslot.base.events import Finished, Progress
 from llamaslot.base.stats import RamStats
 from llamaslot.engine import memory_watch
 from llamaslot.kvcache.segment import SegmentState
-from llamaslot.kvcache.tiers import disk_pacing, ram_budget
+from llamaslot.kvcache.tiers import pacing, ram_budget
 from llamaslot.kvcache.tiers.ram_budget import MemoryReading
 from tests.engine.harness import Harness, alone, running
 from tests.fake_backend import FakeBackend
@@ -40,7 +40,7 @@ class Memory:
 @pytest.fixture(autouse=True)
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_watch, "_INTERVAL_S", 0.001)
-    monkeypatch.setattr(disk_pacing, "PARTIAL_DELAY_S", 0.0)
+    monkeypatch.setattr(pacing, "PARTIAL_DELAY_S", 0.0)
 
 
 def backend() -> FakeBackend:

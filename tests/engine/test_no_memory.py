@@ -18,7 +18,7 @@ from llamaslot.base.events import Finished
 from llamaslot.base.kv_ops import Copy, Free, Load, NotLoadedError, NotSavedError, Operation, Remove, Save, Share
 from llamaslot.base.prompt import TokenizedPrompt
 from llamaslot.base.tokens import packed
-from llamaslot.kvcache.tiers import segment_tiers
+from llamaslot.kvcache.tiers import pacing
 from llamaslot.scheduler.request import Request
 from llamaslot.scheduler.step import StepPlan, Work, apply, next_decode_step
 from tests.conftest import LONG
@@ -44,7 +44,7 @@ class Short(FakeBackend):
 async def test_a_prefix_that_could_not_be_offloaded_is_computed_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(segment_tiers, "RETRY_DELAY_S", 0.0)
+    monkeypatch.setattr(pacing, "RETRY_DELAY_S", 0.0)
     backend = Short(n_slots=2, n_ctx=768, n_reserved=2)
     store = DiskStore(tmp_path)
     store.open(b"k" * 32, 10**7)
@@ -80,7 +80,7 @@ def test_a_failed_save_that_the_same_plan_discards_is_not_reported() -> None:
 async def test_replies_to_bursts_are_right_with_few_sequence_ids_and_failing_saves(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(segment_tiers, "RETRY_DELAY_S", 0.0)
+    monkeypatch.setattr(pacing, "RETRY_DELAY_S", 0.0)
     for seed in range(100 if LONG else 10):
         chance = random.Random(seed)
         backend = Short(n_slots=chance.choice([2, 3, 4]), n_ctx=512, n_reserved=chance.choice([0, 1, 2]))
@@ -121,7 +121,7 @@ class Failing(FakeBackend):
 
 
 async def test_no_operation_without_memory_ends_the_engine_or_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(segment_tiers, "RETRY_DELAY_S", 0.0)
+    monkeypatch.setattr(pacing, "RETRY_DELAY_S", 0.0)
     failed: Counter[str] = Counter()
     for seed in range(300 if LONG else 4):
         chance = random.Random(seed)
@@ -166,7 +166,7 @@ async def test_after_a_load_without_memory_prompts_are_computed_for_a_while(
         assert await run("paused", PROMPTS[1]) > 200
         assert backend.failed == {"Load": 1}, "tried again at once"
         backend.kinds = ()
-        now += segment_tiers.RETRY_DELAY_S
+        now += pacing.RETRY_DELAY_S
         assert await run("again", PROMPTS[2]) == 1
 
 

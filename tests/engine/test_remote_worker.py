@@ -27,7 +27,7 @@ from llamaslot.engine import remote_worker
 from llamaslot.engine.remote_worker import RemoteWorker
 from llamaslot.kvcache.remote.remote_io import GRID_TOKENS, Fetched, Portion, RemoteObject
 from llamaslot.kvcache.remote.remote_tier import Choice, Lookup
-from llamaslot.kvcache.tiers import upload_queue
+from llamaslot.kvcache.tiers import pacing, upload_queue
 from tests.engine.harness import Harness, running
 from tests.store_server import PROGRAM, StoreServer, store_server
 
@@ -50,7 +50,7 @@ def redis() -> Iterator[StoreServer]:
 @pytest.fixture(autouse=True)
 def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Upload partial segments as soon as they are in RAM, and retry soon."""
-    monkeypatch.setattr(upload_queue, "PARTIAL_DELAY_S", 0.0)
+    monkeypatch.setattr(pacing, "PARTIAL_DELAY_S", 0.0)
     monkeypatch.setattr(upload_queue, "RETRY_UPLOAD_S", 0.1)
 
 
@@ -251,7 +251,7 @@ async def test_clearing_the_cache_clears_the_store(folder: Path, redis: StoreSer
 async def test_the_last_turn_is_uploaded_when_a_server_ends(
     folder: Path, redis: StoreServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(upload_queue, "PARTIAL_DELAY_S", 100.0)
+    monkeypatch.setattr(pacing, "PARTIAL_DELAY_S", 100.0)
     async with serving(folder, "tiny", redis) as first:
         await first.ask(opening("Ann"))
     async with serving(folder, "tiny", redis) as second:

@@ -44,7 +44,7 @@ from llamaslot.kvcache.match import Acquired, Match
 from llamaslot.kvcache.node import Node
 from llamaslot.kvcache.pools.slot_snapshot import SlotSnapshot, SnapshotPart
 from llamaslot.kvcache.segment import SegmentState
-from llamaslot.kvcache.tiers import disk_pacing, ram_budget
+from llamaslot.kvcache.tiers import pacing, ram_budget
 from llamaslot.kvcache.tiers.disk_io import (
     Corrupt,
     Job,
@@ -243,7 +243,7 @@ class CacheMachine(RuleBasedStateMachine):
         # Small pools are outgrown only if requests are expected to be short.
         self.patches = [
             mock.patch.object(admission, "MIN_EXPECTED_TOKENS", n_expected),
-            mock.patch.object(disk_pacing, "PARTIAL_DELAY_S", 0.005),
+            mock.patch.object(pacing, "PARTIAL_DELAY_S", 0.005),
             mock.patch.object(ghost_list, "BLOCK_TOKENS", 2 * MIN_SHARED),
             mock.patch.object(padding, "QUERY_BLOCK", (query_block or 64) * self.stretch),
             mock.patch.object(step_planner, "QUERY_BLOCK", (query_block or 64) * self.stretch),
@@ -459,7 +459,7 @@ class CacheMachine(RuleBasedStateMachine):
     def change_memory(self, is_short: bool) -> None:
         """Segments that could not be saved are tried again after a pause."""
         if self.is_short and not is_short:
-            self.now += disk_pacing.RETRY_DELAY_S
+            self.now += pacing.RETRY_DELAY_S
         self.is_short = is_short
 
     @precondition(lambda self: self.shape.ram)
@@ -1180,7 +1180,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.change_memory(is_short=False)
         self.change_free_memory(free=40)
         assert not self.is_squeezed
-        self.now += disk_pacing.RETRY_DELAY_S
+        self.now += pacing.RETRY_DELAY_S
         self.is_shutting_down = True
         self.scheduler.stop(self.now)
         for _ in range(1000):

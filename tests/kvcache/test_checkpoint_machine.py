@@ -22,7 +22,7 @@ from llamaslot.base.backend import Backend, Status
 from llamaslot.base.kv_ops import Copy, Free, Load, Restore, Save, Take
 from llamaslot.base.model import SegmentSize, StateKind
 from llamaslot.kvcache.cache_settings import CacheSettings, CheckpointSettings
-from llamaslot.kvcache.tiers import segment_tiers
+from llamaslot.kvcache.tiers import pacing
 from llamaslot.scheduler.admission import MAX_OVERTAKEN
 from llamaslot.scheduler.step import StepPlan, StepResult
 from tests.conftest import LONG
@@ -134,7 +134,7 @@ class CheckpointMachine(FakeMachine):
         self.held_up: set[Asked] = set()
         """Streams that the last step left out."""
         super().start(**fields)
-        self.patches.append(mock.patch.object(segment_tiers, "RETRY_DELAY_S", 0.02))
+        self.patches.append(mock.patch.object(pacing, "RETRY_DELAY_S", 0.02))
         self.patches[-1].start()
 
     def new_backend(self, shape: Shape) -> Backend:

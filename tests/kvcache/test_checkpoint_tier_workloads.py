@@ -16,7 +16,7 @@ from llamaslot.kvcache.offload.offloader import _missing
 from llamaslot.kvcache.radix_tree import RadixTree
 from llamaslot.kvcache.segment import SegmentEvent, SegmentState
 from llamaslot.kvcache.tiers.disk_io import Corrupt, Read, ReadDone, ReadStarted, Reparent, SaveFailed, Written
-from llamaslot.kvcache.tiers.disk_pacing import PARTIAL_DELAY_S, RETRY_DELAY_S
+from llamaslot.kvcache.tiers.pacing import PARTIAL_DELAY_S, RETRY_DELAY_S
 from llamaslot.kvcache.tiers.segment_tiers import SegmentTiers
 from tests.conftest import LONG
 from tests.fake_disk import FakeDisk

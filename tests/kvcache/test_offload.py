@@ -12,7 +12,7 @@ from llamaslot.kvcache.cache import KVCache
 from llamaslot.kvcache.cache_settings import CacheSettings
 from llamaslot.kvcache.offload.offloader import Loaded, LoadStatus
 from llamaslot.kvcache.tiers.disk_io import SaveFailed, SegmentMeta, Write, Written, path_digest
-from llamaslot.kvcache.tiers.disk_pacing import PARTIAL_DELAY_S, RETRY_DELAY_S
+from llamaslot.kvcache.tiers.pacing import PARTIAL_DELAY_S, RETRY_DELAY_S
 from llamaslot.kvcache.tiers.ram_budget import CALM_S, MemoryReading
 from llamaslot.scheduler.step import StepPlan
 from tests.scheduler.test_scheduler import Driver, generated

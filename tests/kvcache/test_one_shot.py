@@ -10,7 +10,7 @@ from llamaslot.base.kv_ops import Load, Save
 from llamaslot.base.namespaces import PUBLIC_SALT
 from llamaslot.kvcache import ghost_list
 from llamaslot.kvcache.tiers.disk_io import Job, Write, Written
-from llamaslot.kvcache.tiers.disk_pacing import PARTIAL_DELAY_S
+from llamaslot.kvcache.tiers.pacing import PARTIAL_DELAY_S
 from llamaslot.scheduler import admission
 from tests.scheduler.test_scheduler import Driver
 

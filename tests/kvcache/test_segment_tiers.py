@@ -38,7 +38,8 @@ from llamaslot.kvcache.tiers.disk_io import (
     Written,
     path_digest,
 )
-from llamaslot.kvcache.tiers.disk_pacing import PARTIAL_DELAY_S, READ_TIMEOUT_S, RETRY_DELAY_S, WriteBudget
+from llamaslot.kvcache.tiers.disk_pacing import READ_TIMEOUT_S, WriteBudget
+from llamaslot.kvcache.tiers.pacing import PARTIAL_DELAY_S, RETRY_DELAY_S
 from llamaslot.kvcache.tiers.segment_tiers import SegmentTiers
 from tests.conftest import LONG
 from tests.fake_disk import FakeDisk

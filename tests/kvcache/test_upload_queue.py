@@ -6,7 +6,7 @@ import pytest
 
 from llamaslot.kvcache.node import Node
 from llamaslot.kvcache.segment import Segment, SegmentState
-from llamaslot.kvcache.tiers.disk_pacing import PARTIAL_DELAY_S, RETRY_DELAY_S
+from llamaslot.kvcache.tiers.pacing import PARTIAL_DELAY_S, RETRY_DELAY_S
 from llamaslot.kvcache.tiers.upload_queue import OFFER_AGAIN_S, RETRY_UPLOAD_S, UploadQueue
 
 N = 8

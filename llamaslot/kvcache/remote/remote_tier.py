@@ -43,7 +43,7 @@ from llamaslot.kvcache.remote.remote_io import (
     block_start,
 )
 from llamaslot.kvcache.segment import Segment
-from llamaslot.kvcache.tiers.disk_pacing import RETRY_DELAY_S
+from llamaslot.kvcache.tiers import pacing
 from llamaslot.kvcache.tiers.segment_tiers import SegmentTiers
 
 _MIN_DEADLINE_S, _MAX_DEADLINE_S = 0.5, 10.0
@@ -249,7 +249,7 @@ class RemoteTier:
     def on_unavailable(self, now: float) -> None:
         """Send the store nothing for `RETRY_DELAY_S`: it did not answer, or refused."""
         self._stats.failures += 1
-        self._unavailable_until = now + RETRY_DELAY_S
+        self._unavailable_until = now + pacing.RETRY_DELAY_S
         self._tiers.uploads.pause(self._unavailable_until)
         # Its speed may be another one by then.
         self._speed_until = 0.0
@@ -320,7 +320,7 @@ class RemoteTier:
         return self._seconds_per_byte if now < self._speed_until else 0.0
 
     def _learn(self, seconds_per_byte: float, now: float) -> None:
-        self._seconds_per_byte, self._speed_until = seconds_per_byte, now + RETRY_DELAY_S
+        self._seconds_per_byte, self._speed_until = seconds_per_byte, now + pacing.RETRY_DELAY_S
 
     def _covered(self, match: Match) -> int:
         """Return the leading tokens of a match whose KV is in the pool or can be loaded."""

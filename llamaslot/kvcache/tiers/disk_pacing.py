@@ -9,14 +9,9 @@ import math
 from collections.abc import Callable, Iterator
 
 from llamaslot.kvcache.segment import Segment
+from llamaslot.kvcache.tiers import pacing
 from llamaslot.kvcache.tiers.disk_io import WriteTotals
 
-PARTIAL_DELAY_S = 2.0
-"""Age at which a partial segment is written: a conversation's next turn usually replaces it before. It is written
-earlier if it may be evicted from RAM before that.
-"""
-RETRY_DELAY_S = 30.0
-"""Time until what failed is tried again: a write, a read of a segment, an offload without memory."""
 READ_TIMEOUT_S = 10.0
 """Time without an answer after which the disk counts as unresponsive, until it answers."""
 _DAY_S = 86_400.0
@@ -109,7 +104,7 @@ class WriteQueue:
 
     def pause(self, now: float) -> None:
         """Write nothing for `RETRY_DELAY_S`."""
-        self._paused_until = now + RETRY_DELAY_S
+        self._paused_until = now + pacing.RETRY_DELAY_S
 
     def flush(self) -> None:
         """Make every segment due at once: no path will be continued."""
@@ -118,7 +113,7 @@ class WriteQueue:
     def _due_at(self, segment: Segment) -> float:
         may_wait = segment.is_partial(self._max_tokens) and not self._is_flushing
         waits = may_wait and not self._may_be_evicted_soon(segment)
-        return segment.offloaded_at + (PARTIAL_DELAY_S if waits else 0.0)
+        return segment.offloaded_at + (pacing.PARTIAL_DELAY_S if waits else 0.0)
 
 
 class ReadRate:
@@ -132,7 +127,7 @@ class ReadRate:
         """Learn from one read."""
         us, average = 1e6 * seconds / n_tokens, self.us(now)
         self._us = us if average is None else average + _NEWEST_WEIGHT * (us - average)
-        self._valid_until = now + RETRY_DELAY_S
+        self._valid_until = now + pacing.RETRY_DELAY_S
 
     def us(self, now: float) -> float | None:
         """Microseconds per token; None if nothing was read lately, so that a slow disk is tried again."""
@@ -166,7 +161,7 @@ class ReadWatchdog:
         An unresponsive disk that answers with a failure gets no reads for `RETRY_DELAY_S`.
         """
         retry = failed and self.is_unresponsive(now)
-        self._unresponsive_until = now + RETRY_DELAY_S if retry else 0.0
+        self._unresponsive_until = now + pacing.RETRY_DELAY_S if retry else 0.0
         self._waiting_since = now if has_more else None
 
     def check_timeout(self, now: float) -> bool:

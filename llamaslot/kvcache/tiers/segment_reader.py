@@ -17,6 +17,7 @@ from llamaslot.kvcache.radix_tree import RadixTree
 from llamaslot.kvcache.segment import Checkpoint, Segment
 from llamaslot.kvcache.segment import SegmentEvent as E
 from llamaslot.kvcache.segment import SegmentState as S
+from llamaslot.kvcache.tiers import pacing
 from llamaslot.kvcache.tiers.disk_io import (
     CancelReads,
     Erase,
@@ -25,7 +26,7 @@ from llamaslot.kvcache.tiers.disk_io import (
     verified_checkpoint_path,
     verified_path,
 )
-from llamaslot.kvcache.tiers.disk_pacing import RETRY_DELAY_S, ReadRate, ReadWatchdog
+from llamaslot.kvcache.tiers.disk_pacing import ReadRate, ReadWatchdog
 from llamaslot.kvcache.tiers.tenant_shares import exceeds_limit
 
 if TYPE_CHECKING:
@@ -115,7 +116,7 @@ class SegmentReader:
         """A read has failed for a reason that may pass."""
         segment = self._tiers.disk.get(number)
         if segment is not None and segment.state not in (S.CLEAN, S.WRITING):
-            segment.retry_at = self._tiers.now + RETRY_DELAY_S
+            segment.retry_at = self._tiers.now + pacing.RETRY_DELAY_S
             self._tiers.transition(segment, E.READ_FAILED)
         self._on_answer(failed=True)
 

@@ -22,8 +22,7 @@ from llamaslot.kvcache.radix_tree import RadixTree
 from llamaslot.kvcache.segment import Checkpoint, Segment
 from llamaslot.kvcache.segment import SegmentEvent as E
 from llamaslot.kvcache.segment import SegmentState as S
-from llamaslot.kvcache.tiers import disk_io
-from llamaslot.kvcache.tiers.disk_pacing import RETRY_DELAY_S
+from llamaslot.kvcache.tiers import disk_io, pacing
 from llamaslot.kvcache.tiers.segment_lru import SegmentLru
 from llamaslot.kvcache.tiers.segment_reader import SegmentReader
 from llamaslot.kvcache.tiers.tenant_shares import TenantShares, exceeds_limit
@@ -255,7 +254,7 @@ class SegmentTiers:
             case disk_io.SaveFailed(numbers):
                 self._on_save_failed(numbers)
             case disk_io.LoadFailed():
-                self.loads_again_at = now + RETRY_DELAY_S
+                self.loads_again_at = now + pacing.RETRY_DELAY_S
             case disk_io.SlotSaved(numbers):
                 self._freed += numbers
         return None
@@ -364,7 +363,7 @@ class SegmentTiers:
         Their children stay, and are found again once the gap is filled. A number that RAM does not have belongs to
         a slot that was to be saved to a file.
         """
-        self.saves_again_at = self.now + RETRY_DELAY_S
+        self.saves_again_at = self.now + pacing.RETRY_DELAY_S
         for number in numbers:
             segment = self.ram.get(number) or self.checkpoints.get(number)
             if segment is not None:

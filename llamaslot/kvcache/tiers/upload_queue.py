@@ -16,7 +16,7 @@ from collections.abc import Iterable
 
 from llamaslot.base.namespaces import is_private
 from llamaslot.kvcache.segment import Checkpoint, Segment
-from llamaslot.kvcache.tiers.disk_pacing import PARTIAL_DELAY_S, RETRY_DELAY_S
+from llamaslot.kvcache.tiers import pacing
 
 RETRY_UPLOAD_S = 1.0
 """Time until a retry if KV before a segment, in the same block, is not in RAM: it is usually offloaded soon."""
@@ -104,7 +104,7 @@ class UploadQueue:
         """Handle the end of an upload; after a failure nothing is uploaded for `RETRY_DELAY_S`."""
         segment = self._sending.pop(number)
         if not ok:
-            self.pause(now + RETRY_DELAY_S)
+            self.pause(now + pacing.RETRY_DELAY_S)
             self.put([segment])
         elif segment.state.is_loadable:
             self._postponed.pop(segment, None)
@@ -123,7 +123,7 @@ class UploadQueue:
 
     def _due_at(self, segment: Segment) -> float:
         waits = segment.is_partial(self._max_tokens) and not self._is_flushing
-        at = segment.offloaded_at + (PARTIAL_DELAY_S if waits else 0.0)
+        at = segment.offloaded_at + (pacing.PARTIAL_DELAY_S if waits else 0.0)
         return max(at, self._postponed.get(segment, (0, at))[1]) if not self._is_flushing else at
 
     def check(self, in_ram: set[Segment]) -> None:
