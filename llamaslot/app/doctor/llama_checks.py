@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from llamaslot.app.doctor.check import Check, fail, ok, shown_size, warn
-from llamaslot.app.doctor.gpu_use import unused_gpu
 from llamaslot.app.doctor.llama_facts import LlamaError, LlamaFacts, ask_llama
+from llamaslot.app.gpu_use import unused_gpu
 from llamaslot.app.models import resolve_model
 from llamaslot.backend.host_gpus import HostGpu
 from llamaslot.base.errors import ConfigError

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from llamaslot.app.doctor.gpu_use import unused_gpu
+from llamaslot.app.gpu_use import unused_gpu
 from llamaslot.backend.host_gpus import HostGpu, host_gpus
 from llamaslot.backend.llama import library
 
