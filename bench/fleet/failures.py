@@ -14,7 +14,7 @@ from rich.table import Table
 
 from bench.client import BenchmarkError
 from bench.fleet.processes import FleetProcess
-from bench.fleet.setups import MODEL, N_SYSTEMS, Settings, fleet, milliseconds, ttft_cells
+from bench.fleet.setups import MODEL, N_SYSTEMS, Settings, fleet, median_cell, ttft_cells
 from bench.fleet.traffic import Attempt, Conversation, Target, Traffic, new_session
 from bench.report import new_table, notes
 from bench.tokens import Tokens
@@ -213,14 +213,14 @@ def kill_table(results: Sequence[Killed], settings: Settings) -> Table:
     headings = ("setup", "had text", *OUTCOMES, "turns lost", "TTFT stayed", "moved", "cold", "moved / cold")
     result = new_table(f"A worker killed (kill -9) while it streams: {settings.title}", headings, ("setup",))
     for each in results:
-        stayed, moved, cold = (float(np.median(times or [0.0])) for times in (each.stayed, each.moved, each.cold))
+        ratio = np.median(each.moved) / np.median(each.cold) if each.moved and each.cold else None
         result.add_row(
             each.setup,
             str(each.n_in_flight),
             *(str(each.outcomes[name]) for name in OUTCOMES),
             f"{each.n_turns_lost} of {each.n_turns}",
-            *map(milliseconds, (stayed, moved, cold)),
-            f"{moved / cold:.2f}" if cold else "",
+            *map(median_cell, (each.stayed, each.moved, each.cold)),
+            f"{ratio:.2f}" if ratio is not None else "",
         )
     return result
 

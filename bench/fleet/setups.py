@@ -102,9 +102,15 @@ async def fleet(settings: Settings, setup: str, *more: str) -> AsyncIterator[Fle
 
 
 def ttft_cells(ttft: Sequence[float]) -> tuple[str, str]:
-    """Return mean and 95th percentile of TTFTs as cells of a table."""
-    times = ttft or [0.0]
-    return milliseconds(float(np.mean(times))), milliseconds(float(np.percentile(times, 95)))
+    """Return mean and 95th percentile of TTFTs as cells of a table; empty without any."""
+    if not ttft:
+        return "", ""
+    return milliseconds(float(np.mean(ttft))), milliseconds(float(np.percentile(ttft, 95)))
+
+
+def median_cell(times: Sequence[float]) -> str:
+    """Return the median of times as a cell of a table; empty without any."""
+    return milliseconds(float(np.median(times))) if times else ""
 
 
 def milliseconds(seconds: float) -> str:
