@@ -24,7 +24,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("shell", choices=_SHELLS, metavar="{bash,zsh,fish}")
     parser.epilog = (
         "bash: source <(llamaslot completion bash), in ~/.bashrc; "
-        "zsh: llamaslot completion zsh > a file _llamaslot in a folder of $fpath; "
+        'zsh: llamaslot completion zsh > "${fpath[1]}/_llamaslot"; '
         "fish: llamaslot completion fish > ~/.config/fish/completions/llamaslot.fish"
     )
 
