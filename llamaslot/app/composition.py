@@ -93,6 +93,7 @@ async def serve(config: Config, *, backend: Backend | None = None) -> int:
             max_queue=config.max_queue,
             max_queue_per_client=http_config.max_queue_per_client(config),
             request_timeout=config.request_timeout,
+            has_remote=bool(config.cache_remote),
         )
         dispatcher = Dispatcher(loaded.info, runtime.prompts, service.receive)
         service.connect(dispatcher.send, lambda: dispatcher.is_connected)

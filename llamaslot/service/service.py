@@ -81,6 +81,7 @@ class Service:
 
     At most `max_queue` requests may wait for a slot, and of one client at most `max_queue_per_client` (0 for no
     limit of its own); one more is refused. A request ends with an error after `request_timeout` seconds (0: never).
+    `has_remote` says whether there is a remote tier, whose tokens the log then names.
     """
 
     def __init__(
@@ -92,6 +93,7 @@ class Service:
         max_queue: int,
         max_queue_per_client: int = 0,
         request_timeout: float = 0,
+        has_remote: bool = False,
     ) -> None:
         self.info = info
         self.chat_template = chat_template
@@ -103,6 +105,7 @@ class Service:
         """Completions that may run and wait together."""
         self._max_per_client = max_queue_per_client
         self.request_timeout = request_timeout
+        self._has_remote = has_remote
         self.metrics = metrics
         self._send: Callable[[Command], None] | None = None
         self._is_running: Callable[[], bool] = lambda: True
@@ -329,7 +332,7 @@ class Service:
         seconds = (progress.prompt_ms + progress.predicted_ms) / 1e3
         decay = _MEAN_DECAY if self._mean_seconds else 0.0
         self._mean_seconds = decay * self._mean_seconds + (1 - decay) * seconds
-        log.info("request.done", **_log_fields(progress), finish_reason=reason)
+        log.info("request.done", **_log_fields(progress, self._has_remote), finish_reason=reason)
 
     def _engine_stopped(self, event: Stopped) -> None:
         self._refusal = stopped_error(event.reason)
@@ -347,7 +350,7 @@ def _reason(event: Finished | Failed | Cancelled) -> str:
     return "error" if isinstance(event, Failed) else "cancelled"
 
 
-def _log_fields(progress: Progress) -> dict[str, Any]:
+def _log_fields(progress: Progress, has_remote: bool) -> dict[str, Any]:
     return {
         "slot": progress.slot,
         "queue_ms": round(progress.queue_ms, 2),
@@ -358,7 +361,7 @@ def _log_fields(progress: Progress) -> dict[str, Any]:
         "prefix_copied_tokens": progress.n_copied,
         "prefix_loaded_tokens": progress.n_loaded,
         "prefix_read_tokens": progress.n_read,
-        **({"prefix_fetched_tokens": progress.n_fetched} if progress.n_fetched else {}),
+        **({"prefix_fetched_tokens": progress.n_fetched} if has_remote else {}),
         "prefix_anchored_tokens": progress.n_anchored,
         **({"restored_tokens": progress.n_restored} if progress.n_restored else {}),
         "prefix_miss": progress.miss or None,

@@ -50,14 +50,16 @@ from tests.fake_backend import FakeBackend
 _ids = itertools.count(1)
 
 
-def service_for(backend: FakeBackend, max_queue: int = 256) -> Service:
-    return Service(backend.info, "", Metrics(), max_queue=max_queue)
+def service_for(backend: FakeBackend, max_queue: int = 256, *, has_remote: bool = False) -> Service:
+    return Service(backend.info, "", Metrics(), max_queue=max_queue, has_remote=has_remote)
 
 
 @asynccontextmanager
-async def running(backend: FakeBackend, max_queue: int = 256) -> AsyncIterator[Service]:
+async def running(
+    backend: FakeBackend, max_queue: int = 256, *, has_remote: bool = False
+) -> AsyncIterator[Service]:
     """A service whose engine runs inside the block."""
-    service = service_for(backend, max_queue)
+    service = service_for(backend, max_queue, has_remote=has_remote)
     engine = LocalEngine(backend, service.receive)
     service.connect(engine.send)
     task = asyncio.create_task(engine.run())
@@ -479,3 +481,13 @@ async def test_the_log_contains_the_id_that_the_client_gave() -> None:
         named, nameless = (line for line in lines if line["event"] == "request.done")
     assert (named["client_request_id"], named["finish_reason"]) == ("mine", "limit")
     assert "client_request_id" not in nameless
+
+
+@pytest.mark.parametrize("has_remote", [False, True])
+async def test_the_log_has_the_tokens_of_the_remote_tier_if_there_is_one(has_remote: bool) -> None:
+    async with running(FakeBackend(), has_remote=has_remote) as service:
+        with capture_logs() as lines:
+            await result(service.generate([submit()]))
+    [done] = (line for line in lines if line["event"] == "request.done")
+    assert done.get("prefix_fetched_tokens") == (0 if has_remote else None)
+    assert done["prefix_read_tokens"] == 0
