@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -121,7 +120,6 @@ class Reply(NamedTuple):
     text: str
     cache: dict[str, Any]
     n_prompt: int
-    seconds: float
 
     @property
     def n_remote(self) -> int:
@@ -133,12 +131,10 @@ class Reply(NamedTuple):
 def ask(server: Server, messages: list[dict[str, str]], **fields: Any) -> Reply:
     """Return the greedy reply, after checking that the tokens of all tiers add up to the prompt."""
     body = {"messages": messages, "max_tokens": 24, "temperature": 0, **fields}
-    began = time.monotonic()
     got = server.post("/v1/chat/completions", body)
-    seconds = time.monotonic() - began
     n_prompt, cache = got["usage"]["prompt_tokens"], got["cache"]
     assert sum(cache[each] for each in ("cells", "ram", "disk", "remote", "computed")) == n_prompt
-    return Reply(got["choices"][0]["message"]["content"], cache, n_prompt, seconds)
+    return Reply(got["choices"][0]["message"]["content"], cache, n_prompt)
 
 
 def cold(server: Server, messages: list[dict[str, str]]) -> str:
@@ -194,11 +190,6 @@ def test_a_conversation_moves_to_another_server(fleet: Fleet) -> None:
     assert float(metrics["llamaslot_remote_fetched_bytes_total"]) == now["fetched_bytes"]
 
 
-def is_bounded(reply: Reply) -> bool:
-    """True if a request took no longer than a lookup and a fetch may delay it, even on a busy machine."""
-    return reply.seconds < 4
-
-
 MISSES = {
     "lookups are cut": Fault("cut", LOOKUP),
     "answers to lookups are cut": Fault("cut", LOOKUP, in_reply=True),
@@ -214,19 +205,20 @@ MISSES = {
 @pytest.mark.parametrize("name", MISSES)
 def test_a_lookup_or_fetch_that_fails_is_a_miss(fleet: Fleet, name: str) -> None:
     first = ask_and_upload(fleet.a, opening("fox"))
-    before = remote(fleet.b)["failures"]
+    before = remote(fleet.b)
     fleet.proxy.fault = MISSES[name]
+    # The reply comes while the fault lasts, after one lookup.
     reply = ask(fleet.b, opening("fox"))
     assert fleet.proxy.n_faults > 0
     assert (reply.text, reply.n_remote) == (first.text, 0)
-    assert is_bounded(reply)
-    wait(lambda: bool(remote(fleet.b)["failures"] == before + 1))
+    wait(lambda: bool(remote(fleet.b)["failures"] == before["failures"] + 1))
+    assert remote(fleet.b)["lookups"] == before["lookups"] + 1
     fleet.proxy.heal()
     wait(lambda: bool(remote(fleet.b)["is_available"]))
     fleet.b.post("/cache/clear", {})
     second = ask_and_upload(fleet.a, opening("cow"))
     assert ask(fleet.b, opening("cow"))[:1] == second[:1]
-    assert remote(fleet.b)["failures"] == before + 1
+    assert remote(fleet.b)["failures"] == before["failures"] + 1
 
 
 def test_a_slow_store_is_used_where_that_is_faster_than_to_compute(fleet: Fleet) -> None:
