@@ -22,10 +22,12 @@ _FILES = ("config", "cacert", "cache_remote_ca")
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `llamaslot completion`."""
     parser.add_argument("shell", choices=_SHELLS, metavar="{bash,zsh,fish}")
+    # One command a line, to be copied whole.
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = (
-        "bash: source <(llamaslot completion bash), in ~/.bashrc; "
-        'zsh: llamaslot completion zsh > "${fpath[1]}/_llamaslot"; '
-        "fish: llamaslot completion fish > ~/.config/fish/completions/llamaslot.fish"
+        "bash, in ~/.bashrc:\n  source <(llamaslot completion bash)\n"
+        'zsh:\n  llamaslot completion zsh > "${fpath[1]}/_llamaslot"\n'
+        "fish:\n  llamaslot completion fish > ~/.config/fish/completions/llamaslot.fish"
     )
 
 

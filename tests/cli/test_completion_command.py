@@ -91,3 +91,18 @@ def test_zsh_completes(tmp_path: Path, capsys: pytest.CaptureFixture[str], line:
 def test_an_unknown_shell_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["completion", "tcsh"]) == 2
     assert "invalid choice: 'tcsh'" in capsys.readouterr().err
+
+
+def test_the_help_has_a_command_for_each_shell(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["completion", "--help"])
+    commands = [
+        line.strip()
+        for line in capsys.readouterr().out.splitlines()
+        if line.startswith("  source ") or " > " in line
+    ]
+    assert commands == [
+        "source <(llamaslot completion bash)",
+        'llamaslot completion zsh > "${fpath[1]}/_llamaslot"',
+        "llamaslot completion fish > ~/.config/fish/completions/llamaslot.fish",
+    ]
