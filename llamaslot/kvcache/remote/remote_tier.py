@@ -44,6 +44,7 @@ from llamaslot.kvcache.remote.remote_io import (
 )
 from llamaslot.kvcache.segment import Segment
 from llamaslot.kvcache.tiers import pacing
+from llamaslot.kvcache.tiers.pacing import TransferRate
 from llamaslot.kvcache.tiers.segment_tiers import SegmentTiers
 
 _MIN_DEADLINE_S, _MAX_DEADLINE_S = 0.5, 10.0
@@ -52,8 +53,6 @@ _PIN_S = 10.0
 """Time that fetched KV is pinned in RAM for a request that waits for a slot."""
 _MAX_DENIED = 32
 """Prompts with invalid logits that are remembered."""
-_NEWEST_WEIGHT = 0.2
-"""Weight of the newest fetch in the moving average."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,10 +118,8 @@ class RemoteTier:
         self._size = size
         self._checkpoint_size = checkpoint_size
         self._seconds_to_compute = seconds_to_compute
-        self._seconds_per_byte = 0.0
-        """Moving average over fetches."""
-        self._speed_until = 0.0
-        """Time until which that average is used; then a fetch is tried, whatever it may take."""
+        self._rate = TransferRate()
+        """Of fetches, per byte; without it a fetch is tried, whatever it may take."""
         self._unavailable_until = 0.0
         self._pinned_until: dict[str, float] = {}
         self._denied: deque[tuple[str, bytes]] = deque(maxlen=_MAX_DENIED)
@@ -232,8 +229,7 @@ class RemoteTier:
     def on_fetched(self, n_bytes: int, seconds: float, now: float) -> None:
         """Record a fetch, and learn the speed of the store from it."""
         self._stats.fetched_bytes += n_bytes
-        per_byte, average = seconds / max(n_bytes, 1), self._speed(now)
-        self._learn(average + _NEWEST_WEIGHT * (per_byte - average) if average else per_byte, now)
+        self._rate.observe(n_bytes, seconds, now)
 
     def on_corrupt(self) -> None:
         """Count an object that differs from the uploaded one."""
@@ -244,7 +240,7 @@ class RemoteTier:
         self._stats.failures += 1
         # No request waits longer than `_MAX_DEADLINE_S`, but the next one like it must not wait again.
         seconds = max(choice.seconds, self._seconds_to_compute(choice.n_tokens))
-        self._learn(max(seconds / max(choice.n_bytes, 1), self._speed(now)), now)
+        self._rate.at_least(choice.n_bytes, seconds, now)
 
     def on_unavailable(self, now: float) -> None:
         """Send the store nothing for `RETRY_DELAY_S`: it did not answer, or refused."""
@@ -252,7 +248,7 @@ class RemoteTier:
         self._unavailable_until = now + pacing.RETRY_DELAY_S
         self._tiers.uploads.pause(self._unavailable_until)
         # Its speed may be another one by then.
-        self._speed_until = 0.0
+        self._rate.reset()
 
     # --- uploading ---
 
@@ -304,7 +300,7 @@ class RemoteTier:
     def _pays(self, choice: Choice, found: Found, start: int, end: int) -> float:
         """Return how long a request may wait for a fetch; 0 if computing `[start, end)` is faster."""
         to_compute = self._seconds_to_compute(end - start)
-        to_fetch = found.seconds + choice.n_bytes * self._speed(self._tiers.now)
+        to_fetch = found.seconds + choice.n_bytes * (self._rate.seconds(self._tiers.now) or 0.0)
         # Without a speed that was measured lately, it is tried.
         if to_compute and to_fetch >= to_compute:
             return 0.0
@@ -314,13 +310,6 @@ class RemoteTier:
         wanted = choice.all_portions
         match = self._tree.match(lookup.namespace, lookup.tokens)
         return not wanted or self._tiers.fits(match.matched_end, [(each.start, each.end) for each in wanted])
-
-    def _speed(self, now: float) -> float:
-        """Seconds to fetch a byte; 0 if nothing was fetched lately."""
-        return self._seconds_per_byte if now < self._speed_until else 0.0
-
-    def _learn(self, seconds_per_byte: float, now: float) -> None:
-        self._seconds_per_byte, self._speed_until = seconds_per_byte, now + pacing.RETRY_DELAY_S
 
     def _covered(self, match: Match) -> int:
         """Return the leading tokens of a match whose KV is in the pool or can be loaded."""

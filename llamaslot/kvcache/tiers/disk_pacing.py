@@ -1,4 +1,4 @@
-"""Pacing of disk I/O: when a segment is due to be written, how fast reads are, and whether the disk responds.
+"""Pacing of disk I/O: when a segment is due to be written, and whether the disk responds.
 
 Times are seconds on the caller's clock.
 """
@@ -15,8 +15,6 @@ from llamaslot.kvcache.tiers.disk_io import WriteTotals
 READ_TIMEOUT_S = 10.0
 """Time without an answer after which the disk counts as unresponsive, until it answers."""
 _DAY_S = 86_400.0
-_NEWEST_WEIGHT = 0.2
-"""Weight of the newest read in the moving average."""
 
 
 class WriteBudget:
@@ -114,24 +112,6 @@ class WriteQueue:
         may_wait = segment.is_partial(self._max_tokens) and not self._is_flushing
         waits = may_wait and not self._may_be_evicted_soon(segment)
         return segment.offloaded_at + (pacing.PARTIAL_DELAY_S if waits else 0.0)
-
-
-class ReadRate:
-    """Moving average of the time to read a token from disk."""
-
-    def __init__(self) -> None:
-        self._us = 0.0
-        self._valid_until = 0.0
-
-    def observe(self, n_tokens: int, seconds: float, now: float) -> None:
-        """Learn from one read."""
-        us, average = 1e6 * seconds / n_tokens, self.us(now)
-        self._us = us if average is None else average + _NEWEST_WEIGHT * (us - average)
-        self._valid_until = now + pacing.RETRY_DELAY_S
-
-    def us(self, now: float) -> float | None:
-        """Microseconds per token; None if nothing was read lately, so that a slow disk is tried again."""
-        return self._us if now < self._valid_until else None
 
 
 class ReadWatchdog:

@@ -11,3 +11,36 @@ It is written earlier if it may be evicted from RAM before that.
 """
 RETRY_DELAY_S = 30.0
 """Time until what failed is tried again: a save or load without memory, a read, a write, the remote tier."""
+_NEWEST_WEIGHT = 0.2
+"""Weight of the newest transfer in the moving average."""
+
+
+class TransferRate:
+    """Moving average of the time to transfer a token or byte, known for `RETRY_DELAY_S` after the last one.
+
+    Then it is None, so that what was slow is tried again.
+    """
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        self._valid_until = 0.0
+
+    def observe(self, n: int, seconds: float, now: float) -> None:
+        """Learn from a transfer of `n` units."""
+        newest, average = seconds / max(n, 1), self.seconds(now)
+        self._learn(newest if average is None else average + _NEWEST_WEIGHT * (newest - average), now)
+
+    def at_least(self, n: int, seconds: float, now: float) -> None:
+        """Learn from a transfer of `n` units that took longer than `seconds`."""
+        self._learn(max(seconds / max(n, 1), self.seconds(now) or 0.0), now)
+
+    def reset(self) -> None:
+        """Know no rate, as at the start."""
+        self._valid_until = 0.0
+
+    def seconds(self, now: float) -> float | None:
+        """Seconds per unit; None if nothing was transferred lately."""
+        return self._seconds if now < self._valid_until else None
+
+    def _learn(self, seconds: float, now: float) -> None:
+        self._seconds, self._valid_until = seconds, now + RETRY_DELAY_S

@@ -26,7 +26,8 @@ from llamaslot.kvcache.tiers.disk_io import (
     verified_checkpoint_path,
     verified_path,
 )
-from llamaslot.kvcache.tiers.disk_pacing import ReadRate, ReadWatchdog
+from llamaslot.kvcache.tiers.disk_pacing import ReadWatchdog
+from llamaslot.kvcache.tiers.pacing import TransferRate
 from llamaslot.kvcache.tiers.tenant_shares import exceeds_limit
 
 if TYPE_CHECKING:
@@ -46,13 +47,15 @@ class SegmentReader:
         self._tree = tree
         self._size = size
         self._checkpoint_size = checkpoint_size
-        self._rate = ReadRate()
+        self._rate = TransferRate()
+        """Of reads, per token."""
         self._watchdog = ReadWatchdog()
 
     @property
     def us_per_token(self) -> float | None:
         """Microseconds to read a token, by recent reads; None if there were none."""
-        return self._rate.us(self._tiers.now)
+        seconds = self._rate.seconds(self._tiers.now)
+        return None if seconds is None else 1e6 * seconds
 
     @property
     def n_pending(self) -> int:
