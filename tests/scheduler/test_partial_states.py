@@ -414,7 +414,7 @@ def test_what_waits_for_the_next_gap_has_had_its_turn() -> None:
     while not stream.n_generated:
         driver.step()
     long = driver.submit("p" * 300, id_slot=1)
-    while driver.step().long_runs != (long.id,):
+    while driver.step().turn.long_runs != (long.id,):
         pass
 
     def step() -> list[Request]:
@@ -427,10 +427,10 @@ def test_what_waits_for_the_next_gap_has_had_its_turn() -> None:
 
     assert step() == [stream]
     plan = step_while_it_waits(long)
-    assert (plan.work, plan.long_runs) == ([], (long.id,))
+    assert (plan.work, plan.turn.long_runs) == ([], (long.id,))
     assert [step(), step()] == [[stream], [long]]
     plan = step_while_it_waits(stream)
-    assert (plan.work, plan.long_runs) == ([], ())
+    assert (plan.work, plan.turn.long_runs) == ([], ())
     assert [step(), step()] == [[long], [stream]]
 
 
