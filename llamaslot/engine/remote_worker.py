@@ -75,6 +75,8 @@ class RemoteWorker:
         """Fetches under way, each for any number of requests, by digest and whether KV and state are fetched."""
         self._n_waiting: Counter[tuple[bytes, bool, bool]] = Counter()
         """Number of requests that wait for each of them."""
+        self._answers = True
+        """False from a lookup that failed to one that did not."""
         self._fetch_slots = asyncio.Semaphore(_MAX_ALL_FETCHES)
         self._uploads: set[asyncio.Task[None]] = set()
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -149,6 +151,7 @@ class RemoteWorker:
                     lookup.namespace, lookup.tokens, lookup.start, with_checkpoints=with_checkpoints
                 )
                 found = await self._call(find)
+            self._set_answering()
             choice = await self._between_steps(lambda: remote.choose(lookup, found))
             if choice.portions or choice.checkpoint is not None:
                 try:
@@ -160,14 +163,23 @@ class RemoteWorker:
             self._post(remote.on_corrupt)
         except RemoteUnavailableError:
             # The store has logged it.
+            self._answers = False
             self._post(lambda: remote.on_unavailable(self._clock()))
         except TimeoutError:
-            _log.warning("remote.unavailable", error=f"no answer within {self._store.timeout_s:g} s")
+            if self._answers:
+                self._answers = False
+                _log.warning("remote.unavailable", error=f"no answer within {self._store.timeout_s:g} s")
             self._post(lambda: remote.on_unavailable(self._clock()))
         except (ValueError, MemoryError) as error:
             _log.warning("remote.unusable", error=str(error) or type(error).__name__)
         finally:
             self._post(lambda: self._release(lookup))
+
+    def _set_answering(self) -> None:
+        """Record that a lookup did not fail; the end of an outage is logged."""
+        if not self._answers:
+            self._answers = True
+            _log.info("remote.available")
 
     async def _fetch_all(self, lookup: Lookup, choice: Choice) -> None:
         asked: list[tuple[bytes, bool, bool]] = []

@@ -57,6 +57,9 @@ def test_a_store_may_start_after_its_servers(tmp_path: Path) -> None:
             wait(lambda: bool(remote(a)["is_available"]))
             assert ask_and_upload(a, opening("cat")).text == first.text
             assert objects(store)
+            assert not a.log_lines("remote.available")
+            ask(a, opening("dog"))
+            assert [len(a.log_lines(f"remote.{each}")) for each in ("unavailable", "available")] == [1, 1]
         assert a.stop() == 0
 
 
