@@ -15,7 +15,7 @@ from bench import synthetic
 from bench.__main__ import main
 from bench.families import checkpoint_runs, checkpoints
 from bench.families.checkpoint_runs import resident_bytes
-from bench.families.checkpoints import MEASUREMENTS, MIB, Settings, figures_of
+from bench.families.checkpoints import MEASUREMENTS, MIB, Figure, Settings, figures_of
 from bench.families.run import COUNTER, DECODED
 from tests.bench.forked_servers import forked_servers
 from tests.bench.miscount import miscount
@@ -114,6 +114,23 @@ def test_goals_are_those_of_the_medians(
     assert goal.values == pytest.approx([value, 2 * value, value])
     assert goal.is_met is is_met
     assert len({len(each.cells()) for each in (*shown, goal)}) == 1
+
+
+def test_the_published_figures_come_from_the_raw_data() -> None:
+    bench = Path(checkpoints.__file__).parents[1]
+    content = json.loads((bench / "published" / "checkpoints.json").read_text())
+    page = (bench / "README.md").read_text()
+    assert f"at {content['commit'][:7]}" in page
+    goals = 0
+    for fields in content["figures"]:
+        del fields["is_met"]
+        figure = Figure(**fields)
+        if figure.most is not None:
+            measured, _, _, *cells = figure.cells()
+            name = {"restart": "TTFT after the restart / cold"}.get(measured, figure.name)
+            assert f"| {measured} | {name} | {cells[0]} | {cells[1]} | {cells[2]}: {cells[3]} |" in page
+            goals += 1
+    assert goals == len(MEASUREMENTS)
 
 
 def test_pages_that_processes_share_count_once_in_pss() -> None:
