@@ -13,9 +13,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
+from functools import partial
 from time import perf_counter
 from typing import Any, TypeVar
 
@@ -24,6 +24,7 @@ import structlog
 from llamaslot.base.backend import Backend
 from llamaslot.base.kv_ops import Kv, KvPart
 from llamaslot.base.tokens import WIDTH
+from llamaslot.engine.shared_fetches import SharedFetches, WantedObject
 from llamaslot.kvcache.cache import KVCache
 from llamaslot.kvcache.remote.remote_io import (
     Block,
@@ -39,10 +40,6 @@ from llamaslot.kvcache.remote.remote_tier import Choice, Lookup
 from llamaslot.scheduler.admission import Admission
 from llamaslot.scheduler.request import Request
 
-_MAX_FETCHES = 2
-"""Most concurrent fetches for a request: the next object is received while one is verified."""
-_MAX_ALL_FETCHES = 4
-"""Most concurrent fetches for all requests, since they take memory that no limit of the RAM tier counts."""
 _DROP_TIMEOUT_S = 10.0
 """Most time that clearing the cache or deleting a session waits for the store."""
 
@@ -71,13 +68,9 @@ class RemoteWorker:
         self._clock = clock
         self._waiting: dict[tuple[str, bytes], list[Request]] = {}
         """Requests that wait for the same lookup, by namespace and tokens."""
-        self._fetches: dict[tuple[bytes, bool, bool], asyncio.Task[Fetched | None]] = {}
-        """Fetches under way, each for any number of requests, by digest and whether KV and state are fetched."""
-        self._n_waiting: Counter[tuple[bytes, bool, bool]] = Counter()
-        """Number of requests that wait for each of them."""
+        self._fetches = SharedFetches(self._fetch, self._spawn)
         self._answers = True
         """False from a lookup that failed to one that did not."""
-        self._fetch_slots = asyncio.Semaphore(_MAX_ALL_FETCHES)
         self._uploads: set[asyncio.Task[None]] = set()
         self._tasks: set[asyncio.Task[Any]] = set()
         """All tasks: without a reference they could be garbage-collected while they wait."""
@@ -182,70 +175,38 @@ class RemoteWorker:
             _log.info("remote.available")
 
     async def _fetch_all(self, lookup: Lookup, choice: Choice) -> None:
-        asked: list[tuple[bytes, bool, bool]] = []
-        try:
-            await self._fetch_each(lookup, choice, asked)
-        finally:
-            self._n_waiting.subtract(asked)
-            # Without those that are zero.
-            self._n_waiting = +self._n_waiting
-
-    async def _fetch_each(self, lookup: Lookup, choice: Choice, asked: list[tuple[bytes, bool, bool]]) -> None:
-        wanted = [(each, False) for each in choice.portions]
+        """Fetch the objects of a choice in their order, and add each to the cache once it is there."""
+        wanted = [WantedObject(each.object) for each in choice.portions]
         if choice.rest is not None:
-            wanted.append((choice.rest, True))
-        fetches = [
-            self._fetch(asked, each.object, kv=True, state=has_state) if i < _MAX_FETCHES else None
-            for i, (each, has_state) in enumerate(wanted)
-        ]
+            wanted.append(WantedObject(choice.rest.object, has_state=True))
         state: Kv | None = None
-        for i, (portion, has_state) in enumerate(wanted):
-            fetch = fetches[i]
-            assert fetch is not None
-            fetched = await asyncio.shield(fetch)
-            if i + _MAX_FETCHES < len(wanted):
-                later, with_state = wanted[i + _MAX_FETCHES]
-                fetches[i + _MAX_FETCHES] = self._fetch(asked, later.object, kv=True, state=with_state)
-            if fetched is None or fetched.kv is None:
-                return
-            state = fetched.state if has_state else None
-            part = KvPart(
-                fetched.kv, range(portion.object.start, portion.object.end), range(portion.start, portion.end)
-            )
-            kv = await asyncio.to_thread(self._store.join, [part])
-            await self._between_steps(lambda portion=portion, kv=kv: self._add(lookup, portion, kv))  # type: ignore[misc]
+        async with contextlib.aclosing(self._fetches.ordered(wanted)) as objects:
+            for portion in choice.all_portions:
+                fetched = await anext(objects)
+                if fetched is None or fetched.kv is None:
+                    return
+                state = fetched.state
+                part = KvPart(
+                    fetched.kv, range(portion.object.start, portion.object.end), range(portion.start, portion.end)
+                )
+                kv = await asyncio.to_thread(self._store.join, [part])
+                await self._between_steps(partial(self._add, lookup, portion, kv))
         checkpoint = choice.checkpoint
         if checkpoint is None:
             return
         if choice.rest is None:
-            fetched = await asyncio.shield(self._fetch(asked, checkpoint, kv=False, state=True))
+            alone = [WantedObject(checkpoint, has_kv=False, has_state=True)]
+            async with contextlib.aclosing(self._fetches.ordered(alone)) as objects:
+                fetched = await anext(objects)
             state = fetched.state if fetched is not None else None
         if state is not None:
-            taken = state
-            await self._between_steps(lambda: self._add_checkpoint(lookup, checkpoint, taken))
+            await self._between_steps(partial(self._add_checkpoint, lookup, checkpoint, state))
 
-    def _fetch(
-        self, asked: list[tuple[bytes, bool, bool]], wanted: RemoteObject, *, kv: bool, state: bool
-    ) -> asyncio.Task[Fetched | None]:
-        """Start to fetch an object, or return the fetch that another request has started; adds it to `asked`."""
-        key = wanted.digest, kv, state
-        asked.append(key)
-        self._n_waiting[key] += 1
-        task = self._fetches.get(key)
-        if task is None:
-            self._fetches[key] = task = self._spawn(self._timed_fetch(wanted, kv=kv, state=state))
-            task.add_done_callback(lambda _: self._fetches.pop(key, None))
-        return task
-
-    async def _timed_fetch(self, wanted: RemoteObject, *, kv: bool, state: bool) -> Fetched | None:
-        async with self._fetch_slots:
-            if not self._n_waiting[wanted.digest, kv, state]:
-                # Those that wanted it were late, and are computing it.
-                return None
-            # Without the wait for a slot: the speed of the store decides what is fetched.
-            began = perf_counter()
-            fetched = await self._call(self._store.fetch(wanted, kv=kv, state=state))
-            seconds = perf_counter() - began
+    async def _fetch(self, wanted: WantedObject) -> Fetched | None:
+        """Fetch an object from the store, and learn its speed."""
+        began = perf_counter()
+        fetched = await self._call(self._store.fetch(wanted.object, kv=wanted.has_kv, state=wanted.has_state))
+        seconds = perf_counter() - began
         if fetched is not None:
             n_bytes = fetched.n_bytes
             self._post(lambda: self._cache.remote.on_fetched(n_bytes, seconds, self._clock()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import threading
 from collections.abc import AsyncIterator, Iterator
@@ -25,6 +26,7 @@ from llamaslot.base.events import Finished
 from llamaslot.base.stats import RemoteStats
 from llamaslot.engine import remote_worker
 from llamaslot.engine.remote_worker import RemoteWorker
+from llamaslot.engine.shared_fetches import WantedObject
 from llamaslot.kvcache.remote.remote_io import GRID_TOKENS, Fetched, Portion, RemoteObject
 from llamaslot.kvcache.remote.remote_tier import Choice, Lookup
 from llamaslot.kvcache.tiers import pacing, upload_queue
@@ -289,7 +291,7 @@ async def test_what_no_request_waits_for_any_more_is_not_fetched() -> None:
     answers.set()
     await asyncio.wait(set(worker._tasks), timeout=5)
     assert len(asked) == 4
-    assert not worker._n_waiting
+    assert not worker._fetches._n_waiting
     await asyncio.wrap_future(worker.close()[0])
 
 
@@ -320,9 +322,13 @@ async def test_the_time_of_a_fetch_is_without_its_wait_for_others(monkeypatch: p
     worker = RemoteWorker(
         cast(Any, store), cast(Any, backend), cast(Any, cache), lambda action: action(), lambda: 0.0
     )
-    worker._fetch_slots = asyncio.Semaphore(1)
-    asked: list[tuple[bytes, bool, bool]] = []
-    objects = [RemoteObject(0, 64, bytes([number]) * 16, 10) for number in range(3)]
-    await asyncio.gather(*(worker._fetch(asked, each, kv=True, state=False) for each in objects))
+    worker._fetches._slots = asyncio.Semaphore(1)
+
+    async def fetch(number: int) -> None:
+        wanted = WantedObject(RemoteObject(0, 64, bytes([number]) * 16, 10))
+        async with contextlib.aclosing(worker._fetches.ordered([wanted])) as objects:
+            assert await anext(objects) is not None
+
+    await asyncio.gather(*map(fetch, range(3)))
     assert measured == [1.0, 1.0, 1.0]
     await asyncio.wrap_future(worker.close()[0])
