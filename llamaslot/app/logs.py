@@ -52,6 +52,11 @@ class _Lenient(io.TextIOBase):
             self._stream.flush()
 
 
+def _ordered(_logger: object, _method: str, values: structlog.typing.EventDict) -> structlog.typing.EventDict:
+    """Put first what a reader looks for."""
+    return {name: values[name] for name in ("timestamp", "level", "event") if name in values} | dict(values)
+
+
 def configure_logging(form: Literal["auto", "console", "json"], level: str) -> None:
     """Send every log line of this process to standard error in the given form."""
     console = form == "console" or (form == "auto" and sys.stderr.isatty())
@@ -67,7 +72,7 @@ def configure_logging(form: Literal["auto", "console", "json"], level: str) -> N
         structlog.processors.TimeStamper(fmt="iso", utc=not console),
     ]
     if not console:
-        shared.append(structlog.processors.format_exc_info)
+        shared += [structlog.processors.format_exc_info, _ordered]
     structlog.configure(
         processors=[*shared, renderer],
         wrapper_class=structlog.make_filtering_bound_logger(level),
