@@ -162,7 +162,7 @@ async def test_an_object_under_another_name_is_refused(fleet: Fleet) -> None:
     await put(store, 0, 512)
     await put(store, 512, 1024)
     first, second = (await find(store, PROMPT)).portions
-    names = {each.digest: f"{store._prefix}d:{each.digest.hex()}" for each in (first.object, second.object)}
+    names = {each.digest: f"{store._store.prefix}d:{each.digest.hex()}" for each in (first.object, second.object)}
     await client.rename(names[second.object.digest], names[first.object.digest])
     with pytest.raises(CorruptObjectError):
         await store.fetch(first.object, kv=True, state=False)
@@ -176,18 +176,18 @@ async def test_an_entry_of_the_index_for_other_tokens_is_ignored(fleet: Fleet) -
     ours = store._sealer.path_digests("", packed(PROMPT), range(64, 513, 64))
     theirs = store._sealer.path_digests("", packed(PROMPT + 10), range(64, 513, 64))
     for at, digest in ours.items():
-        entry = await client.get(store._name("i", theirs[at]))
-        await client.set(store._name("i", digest), entry)
+        entry = await client.get(store._store.name("i", theirs[at]))
+        await client.set(store._store.name("i", digest), entry)
     assert spans(await find(store, PROMPT)) == []
 
 
 async def test_a_sum_that_is_wrong_is_put_right(fleet: Fleet) -> None:
     store, client = fleet.store(max_bytes=3 * N_BYTES), fleet.client()
     await put(store, 0, 512)
-    await client.delete(store._prefix + "l")
-    await client.set(store._prefix + "n", 100 * N_BYTES)
+    await client.delete(store._store.prefix + "l")
+    await client.set(store._store.prefix + "n", 100 * N_BYTES)
     await put(store, 0, 512, of=PROMPT + 10)
-    assert int(await client.get(store._prefix + "n")) == N_BYTES
+    assert int(await client.get(store._store.prefix + "n")) == N_BYTES
     await put(store, 0, 512, of=PROMPT + 20)
     assert await _fetch(store, PROMPT + 10)
 
@@ -196,11 +196,11 @@ async def test_what_the_list_lacks_is_counted_again_once_it_would_be_uploaded(fl
     """The store evicted list and sum, but not the objects; they are counted with their states, and once."""
     store, client = fleet.store(max_bytes=3 * N_BYTES), fleet.client()
     await put(store, 0, 512, state=kv(1))
-    await client.delete(store._prefix + "l", store._prefix + "n")
+    await client.delete(store._store.prefix + "l", store._store.prefix + "n")
     for state in (None, kv(1), None):
         assert await put(store, 0, 512, state=state) == 0
-        assert await client.zcard(store._prefix + "l") == 1
-        assert int(await client.get(store._prefix + "n")) == 2 * N_BYTES
+        assert await client.zcard(store._store.prefix + "l") == 1
+        assert int(await client.get(store._store.prefix + "n")) == 2 * N_BYTES
     fleet.clock.advance(1)
     await put(store, 0, 512, of=PROMPT + 10)
     await put(store, 0, 512, of=PROMPT + 20)
@@ -278,8 +278,8 @@ async def test_what_has_expired_does_not_count(fleet: Fleet) -> None:
     await put(store, 0, 512)
     fleet.clock.advance(101)
     await put(store, 0, 512, of=PROMPT + 10)
-    assert int(await client.get(store._prefix + "n")) == N_BYTES
-    assert await client.zcard(store._prefix + "l") == 1
+    assert int(await client.get(store._store.prefix + "n")) == N_BYTES
+    assert await client.zcard(store._store.prefix + "l") == 1
 
 
 async def test_everything_expires(fleet: Fleet) -> None:
@@ -289,7 +289,7 @@ async def test_everything_expires(fleet: Fleet) -> None:
     seconds = {name: await client.ttl(name) for name in await client.keys("*")}
     assert len(seconds) == 2 + 2 + 10 + 1
     # The list and the sum have to outlast all objects.
-    longer = {f"{store._prefix}{each}".encode() for each in "ln"}
+    longer = {f"{store._store.prefix}{each}".encode() for each in "ln"}
     assert {name for name, ttl in seconds.items() if 100 < ttl <= 200} == longer
     assert min(seconds.values()) > 90
 
@@ -307,7 +307,7 @@ async def test_what_would_be_uploaded_again_stays_with_its_index(fleet: Fleet) -
     assert await put(other, 0, 512) + await put(other, 512, 700, state=kv(1)) == 0
     assert set(await client.keys("*")) == before
     assert min([await client.ttl(name) for name in before]) > 90
-    assert min(score for _, score in await client.zrange(one._prefix + "l", 0, -1, withscores=True)) == 1150
+    assert min(score for _, score in await client.zrange(one._store.prefix + "l", 0, -1, withscores=True)) == 1150
 
 
 @pytest.mark.parametrize("place", range(ENTRY.size + DIGEST_BYTES))
@@ -331,8 +331,8 @@ async def test_a_state_that_comes_later_is_counted_with_its_object(fleet: Fleet)
     store, client = fleet.store(), fleet.client()
     await put(store, 0, 512)
     assert await put(store, 0, 512, state=kv(1)) == 2 * N_BYTES
-    assert await client.zcard(store._prefix + "l") == 1
-    assert int(await client.get(store._prefix + "n")) == 2 * N_BYTES
+    assert await client.zcard(store._store.prefix + "l") == 1
+    assert int(await client.get(store._store.prefix + "n")) == 2 * N_BYTES
 
 
 async def test_an_object_with_a_state_stays_if_its_kv_is_used(fleet: Fleet) -> None:
@@ -342,20 +342,20 @@ async def test_an_object_with_a_state_stays_if_its_kv_is_used(fleet: Fleet) -> N
     assert await put(other, 0, 512) == 0
     fleet.clock.advance(50)
     assert await _fetch(store, PROMPT)
-    ((_, expires),) = await fleet.client().zrange(store._prefix + "l", 0, -1, withscores=True)
+    ((_, expires),) = await fleet.client().zrange(store._store.prefix + "l", 0, -1, withscores=True)
     assert expires == fleet.clock.now + 100
 
 
 @pytest.mark.parametrize("member", [b"x", b"zz:10", b"\xff:1", b"aa:b:c"])
 async def test_foreign_members_of_the_list_are_removed(fleet: Fleet, member: bytes) -> None:
     store, client = fleet.store(max_bytes=10 * N_BYTES), fleet.client()
-    await client.zadd(store._prefix + "l", {member: 1})
+    await client.zadd(store._store.prefix + "l", {member: 1})
     assert await put(store, 0, 512) == N_BYTES
-    assert await client.zscore(store._prefix + "l", member) is None
-    await client.zadd(store._prefix + "l", {member: 2000})
+    assert await client.zscore(store._store.prefix + "l", member) is None
+    await client.zadd(store._store.prefix + "l", {member: 2000})
     await store.clear()
-    assert not await client.exists(store._prefix + "l")
-    await client.set(store._prefix + "n", b"many")
+    assert not await client.exists(store._store.prefix + "l")
+    await client.set(store._store.prefix + "n", b"many")
     with pytest.raises(RemoteUnavailableError):
         await put(store, 0, 512)
 
@@ -376,7 +376,7 @@ async def test_clearing_deletes_all_of_this_model_and_no_other(fleet: Fleet) -> 
     await put(other, 0, 512)
     await store.clear()
     assert not await _fetch(store, PROMPT)
-    assert not await fleet.client().exists(store._prefix + "n", store._prefix + "l")
+    assert not await fleet.client().exists(store._store.prefix + "n", store._store.prefix + "l")
     assert await _fetch(other, PROMPT)
 
 
@@ -384,7 +384,7 @@ async def test_clearing_deletes_what_the_list_lacks(fleet: Fleet) -> None:
     """The store evicted the list, or another server cleared while this was uploaded."""
     store, client = fleet.store(), fleet.client()
     await put(store, 0, 512)
-    await client.delete(store._prefix + "l")
+    await client.delete(store._store.prefix + "l")
     await store.clear()
     assert not await client.keys("*")
 
@@ -448,15 +448,15 @@ async def test_a_sum_that_is_wrong_is_corrected_after_a_while(fleet: Fleet, wron
         await put(store, 0, 512, of=PROMPT + 10 * i)
         fleet.clock.advance(1)
     if wrong is None:
-        await client.delete(store._prefix + "n")
+        await client.delete(store._store.prefix + "n")
     else:
-        await client.set(store._prefix + "n", wrong)
+        await client.set(store._store.prefix + "n", wrong)
     other = fleet.store(max_bytes=3 * N_BYTES)
     for i in range(3, 6):
         await put(other, 0, 512, of=PROMPT + 10 * i)
         fleet.clock.advance(1)
-    assert len(await client.keys("*:d:*")) == await client.zcard(store._prefix + "l") == 3
-    assert int(await client.get(store._prefix + "n")) == 3 * N_BYTES
+    assert len(await client.keys("*:d:*")) == await client.zcard(store._store.prefix + "l") == 3
+    assert int(await client.get(store._store.prefix + "n")) == 3 * N_BYTES
 
 
 async def test_a_burst_of_lookups_does_not_run_out_of_connections(fleet: Fleet) -> None:

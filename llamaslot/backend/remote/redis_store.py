@@ -22,20 +22,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from time import perf_counter
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import structlog
-from redis import exceptions
 from redis.asyncio import Redis
 
 from llamaslot.backend.failure_log import FailureLog
 from llamaslot.backend.memory import new_kv
 from llamaslot.backend.remote.sealing import Sealer
-from llamaslot.backend.remote.store_entries import ENTRY, digest_and_size, member_of, packed, unpacked
+from llamaslot.backend.remote.store_budget import StoreBudget
+from llamaslot.backend.remote.store_connection import StoreConnection
+from llamaslot.backend.remote.store_entries import ENTRY, member_of, packed, unpacked
 from llamaslot.backend.remote.store_settings import StoreSettings
 from llamaslot.backend.segment_rows import join_parts
 from llamaslot.base.kv_ops import Kv, KvPart
@@ -60,11 +61,6 @@ _TRANSFER_TIMEOUT_S = 30.0
 """Most time to send or receive an object; requests that wait for one have a limit of their own."""
 _MAX_LATE_UPLOADS = 3
 """Most uploads of an object that may exceed that time before it is skipped until it is used again."""
-_MAX_DELETED = 8
-"""Most objects to delete at once: expired ones before an upload, and in each round of `clear`."""
-_RECOUNT_S = 600.0
-"""Time after which a server adds up the list again: a server that ended or timed out between two commands, or an
-eviction by the store, leaves a sum that is wrong for good."""
 _SCANNED_NAMES = 1000
 """Most names that the store goes through within one time limit."""
 _MAX_LOOKUPS = 16
@@ -87,17 +83,15 @@ class RedisStore:
         clock: Callable[[], float] = time.time,
         failures: FailureLog | None = None,
     ) -> None:
-        self._client: Any = client
+        prefix = f"llamaslot:1:{sealer.scope}:"
+        self._store = StoreConnection(client, prefix, settings.timeout_s, failures or FailureLog())
+        self._budget = StoreBudget(self._store, settings, clock)
         self._sealer = sealer
         self._settings = settings
         self._size = size
-        self._clock = clock
-        self._failures = failures or FailureLog()
-        self._recounts_at = 0.0
         self._late_uploads: dict[bytes, int] = {}
         """Uploads of an object that took longer than a transfer may, by digest."""
         self._lookups = asyncio.Semaphore(_MAX_LOOKUPS)
-        self._prefix = f"llamaslot:1:{sealer.scope}:"
 
     @property
     def timeout_s(self) -> float:
@@ -114,16 +108,16 @@ class RedisStore:
         digests = self._sealer.path_digests(namespace, tokens, {*grid, *lists})
 
         async def ask() -> tuple[list[bytes | None], list[list[bytes]]]:
-            async with self._client.pipeline(transaction=False) as pipe:
+            async with self._store.client.pipeline(transaction=False) as pipe:
                 if grid:
-                    pipe.mget([self._name("i", digests[at]) for at in grid])
+                    pipe.mget([self._store.name("i", digests[at]) for at in grid])
                 for at in lists:
-                    pipe.lrange(self._name("k", digests[at]), 0, _MAX_CHECKPOINTS - 1)
+                    pipe.lrange(self._store.name("k", digests[at]), 0, _MAX_CHECKPOINTS - 1)
                 answers = await pipe.execute()
             return (answers[0] if grid else []), answers[bool(grid) :]
 
         async with self._lookups:
-            named, listed = await self._within(self.timeout_s, ask)
+            named, listed = await self._store.within(ask)
         entries = {
             at: each
             for at, data in zip(grid, named, strict=True)
@@ -135,15 +129,15 @@ class RedisStore:
     async def fetch(self, wanted: RemoteObject, *, kv: bool, state: bool) -> Fetched | None:
         """Return the KV and the state of an object as far as they are wanted."""
         fields = [field for field, is_wanted in ((_KV, kv), (_STATE, state)) if is_wanted]
-        name = self._name("d", wanted.digest)
+        name = self._store.name("d", wanted.digest)
 
         async def get() -> list[bytes | None]:
-            data: list[bytes | None] = await self._client.hmget(
+            data: list[bytes | None] = await self._store.client.hmget(
                 name, [key for f in fields for key in (f, _code(f))]
             )
             return data
 
-        values = await self._within(_TRANSFER_TIMEOUT_S, get)
+        values = await self._store.within(get, _TRANSFER_TIMEOUT_S)
         if None in values:
             return None
         found: dict[bytes, Kv] = {}
@@ -152,11 +146,11 @@ class RedisStore:
             assert code is not None
             if not await asyncio.to_thread(self._sealer.is_genuine, wanted.digest, field, data, code):
                 _log.error("remote.corrupt_object", field=field.decode(), bytes=len(data))
-                await self._within(self.timeout_s, lambda: self._client.unlink(name))
+                await self._store.within(lambda: self._store.client.unlink(name))
                 raise CorruptObjectError(f"the {field.decode()} of an object is not what was uploaded")
             found[field] = _copied(data)
         with contextlib.suppress(RemoteUnavailableError):
-            await self._keep(wanted)
+            await self._budget.keep(wanted)
         return Fetched(found.get(_KV), found.get(_STATE))
 
     async def upload(
@@ -166,38 +160,38 @@ class RedisStore:
         end = len(tokens) // WIDTH
         grid = grid_positions(start, end)
         digests = self._sealer.path_digests(namespace, tokens, {*grid, end, end // GRID_TOKENS * GRID_TOKENS})
-        name = self._name("d", digests[end])
+        name = self._store.name("d", digests[end])
         n_state = len(state) if state is not None else 0
         wanted = RemoteObject(start, end, digests[end], self._size.of(end - start), n_state)
         if self._settings.max_bytes and wanted.n_bytes + n_state > self._settings.max_bytes:
             return 0
         last = _STATE if state is not None else _KV
-        if await self._within(self.timeout_s, lambda: self._client.hexists(name, last)):
+        if await self._store.within(lambda: self._store.client.hexists(name, last)):
             if state is None:
                 # The list has it under the size of all.
-                n_state = await self._within(self.timeout_s, lambda: self._client.hstrlen(name, _STATE))
+                n_state = await self._store.within(lambda: self._store.client.hstrlen(name, _STATE))
                 wanted = replace(wanted, state_bytes=n_state)
             await self._index(wanted, digests)
-            await self._count_again(wanted)
-            await self._keep(wanted)
+            await self._budget.count_again(wanted)
+            await self._budget.keep(wanted)
             return 0
         fields: dict[bytes, Kv | bytes] = {}
         for field, data in ((_KV, await asyncio.to_thread(self.join, parts)), (_STATE, state)):
             if data is not None:
                 fields[field] = data
                 fields[_code(field)] = await asyncio.to_thread(self._sealer.code, digests[end], field, data)
-        await self._reserve(wanted)
+        await self._budget.reserve(wanted)
 
         async def put() -> None:
-            async with self._client.pipeline(transaction=False) as pipe:
+            async with self._store.client.pipeline(transaction=False) as pipe:
                 values = {key: data if isinstance(data, bytes) else data.data for key, data in fields.items()}
                 pipe.hset(name, mapping=values)
                 pipe.expire(name, self._settings.ttl_s)
-                self._keep_list(pipe)
+                self._budget.keep_list(pipe)
                 await pipe.execute()
 
         try:
-            await self._within(_TRANSFER_TIMEOUT_S, put)
+            await self._store.within(put, _TRANSFER_TIMEOUT_S)
         except RemoteUnavailableError as error:
             if not isinstance(error.__cause__, TimeoutError) or not self._is_skipped(wanted):
                 raise
@@ -217,21 +211,21 @@ class RedisStore:
         digests = self._sealer.path_digests(namespace, tokens, lists)
 
         async def names() -> list[list[bytes]]:
-            async with self._client.pipeline(transaction=False) as pipe:
-                pipe.mget([self._name("i", digests[at]) for at in lists])
+            async with self._store.client.pipeline(transaction=False) as pipe:
+                pipe.mget([self._store.name("i", digests[at]) for at in lists])
                 for at in lists:
-                    pipe.lrange(self._name("k", digests[at]), 0, -1)
+                    pipe.lrange(self._store.name("k", digests[at]), 0, -1)
                 answers: list[list[bytes]] = await pipe.execute()
             return answers
 
-        for data in (data for each in await self._within(self.timeout_s, names) for data in each):
+        for data in (data for each in await self._store.within(names) for data in each):
             entry = unpacked(data[: ENTRY.size] if data is not None else None)
             if entry is not None and entry.end > start:
-                await self._delete([member_of(entry)])
+                await self._budget.delete([member_of(entry)])
         # Last blocks of earlier turns, which the index does not name any more, count until they would have expired.
-        gone = [self._name("d", digest) for at, digest in digests.items() if at > start]
+        gone = [self._store.name("d", digest) for at, digest in digests.items() if at > start]
         if gone:
-            await self._within(self.timeout_s, lambda: self._client.unlink(*gone))
+            await self._store.within(lambda: self._store.client.unlink(*gone))
 
     async def clear(self) -> None:
         """Delete all objects of this model and fleet."""
@@ -240,22 +234,19 @@ class RedisStore:
         cursor = 0
 
         async def delete_some() -> int:
-            at, names = await self._client.scan(cursor, match=self._prefix + "*", count=_SCANNED_NAMES)
+            at, names = await self._store.client.scan(cursor, match=self._store.prefix + "*", count=_SCANNED_NAMES)
             if names:
-                await self._client.unlink(*names)
+                await self._store.client.unlink(*names)
             return int(at)
 
-        while cursor := await self._within(self.timeout_s, delete_some):
+        while cursor := await self._store.within(delete_some):
             pass
 
     async def close(self) -> None:
         """Close the connections."""
-        await self._client.aclose()
+        await self._store.client.aclose()
 
     # --- inside ---
-
-    def _name(self, kind: str, digest: bytes) -> str:
-        return f"{self._prefix}{kind}:{digest.hex()}"
 
     def _on_path(self, namespace: str, tokens: bytes, entries: Iterable[bytes]) -> tuple[RemoteObject, ...]:
         """Return those of some listed checkpoints whose tokens are the prompt's."""
@@ -271,47 +262,24 @@ class RedisStore:
         ttl, entry = self._settings.ttl_s, packed(wanted)
 
         async def put() -> None:
-            async with self._client.pipeline(transaction=False) as pipe:
+            async with self._store.client.pipeline(transaction=False) as pipe:
                 for at in grid_positions(wanted.start, wanted.end):
                     code = self._sealer.code(digests[at], _INDEX, entry)
-                    pipe.set(self._name("i", digests[at]), entry + code, ex=ttl)
+                    pipe.set(self._store.name("i", digests[at]), entry + code, ex=ttl)
                 if wanted.state_bytes:
-                    listed = self._name("k", digests[wanted.end // GRID_TOKENS * GRID_TOKENS])
+                    listed = self._store.name("k", digests[wanted.end // GRID_TOKENS * GRID_TOKENS])
                     pipe.lrem(listed, 0, entry)
                     pipe.lpush(listed, entry)
                     pipe.ltrim(listed, 0, _MAX_CHECKPOINTS - 1)
                     pipe.expire(listed, ttl)
                 await pipe.execute()
 
-        await self._within(self.timeout_s, put)
+        await self._store.within(put)
 
     def _indexed(self, digest: bytes, data: bytes | None) -> RemoteObject | None:
         """Return the object of an index entry; None if no server of the fleet wrote it for these tokens."""
         entry, code = (data[: ENTRY.size], data[ENTRY.size :]) if data is not None else (b"", b"")
         return unpacked(entry) if self._sealer.is_genuine(digest, _INDEX, entry, code) else None
-
-    async def _keep(self, wanted: RemoteObject) -> None:
-        """Start the TTL of an object again, since it is used."""
-        ttl = self._settings.ttl_s
-
-        async def put_off() -> None:
-            async with self._client.pipeline(transaction=False) as pipe:
-                pipe.zadd(self._prefix + "l", {member_of(wanted): self._clock() + ttl}, xx=True)
-                pipe.expire(self._name("d", wanted.digest), ttl)
-                self._keep_list(pipe)
-                await pipe.execute()
-
-        await self._within(self.timeout_s, put_off)
-
-    async def _count_again(self, wanted: RemoteObject) -> None:
-        """Count an object that the list lacks: the store has evicted the list, but not the object."""
-        listed, n_bytes = self._prefix + "l", wanted.n_bytes + wanted.state_bytes
-
-        async def count() -> None:
-            if await self._client.zadd(listed, {member_of(wanted): self._clock() + self._settings.ttl_s}, nx=True):
-                await self._client.incrby(self._prefix + "n", n_bytes)
-
-        await self._within(self.timeout_s, count)
 
     def _is_skipped(self, wanted: RemoteObject) -> bool:
         """Count an upload that took longer than a transfer may; True if the object is not to be sent again."""
@@ -321,72 +289,6 @@ class RedisStore:
             return False
         _log.warning("remote.upload_skipped", bytes=wanted.n_bytes + wanted.state_bytes, tries=n_late)
         return True
-
-    def _keep_list(self, pipe: Any) -> None:
-        """Set a TTL for list and sum: longer than that of any object, so that they end after the last server."""
-        for each in "ln":
-            pipe.expire(self._prefix + each, 2 * self._settings.ttl_s)
-
-    async def _reserve(self, wanted: RemoteObject) -> None:
-        """Count an object, and delete others until the sum is within the limit, in order of their expiry."""
-        listed, total, now = self._prefix + "l", self._prefix + "n", self._clock()
-        n_bytes = wanted.n_bytes + wanted.state_bytes
-
-        async def count() -> int:
-            await self._delete(await self._client.zrangebyscore(listed, "-inf", now, start=0, num=_MAX_DELETED))
-            # It replaces the same object without a state.
-            without = member_of(replace(wanted, state_bytes=0))
-            if wanted.state_bytes and await self._client.zrem(listed, without):
-                await self._client.decrby(total, wanted.n_bytes)
-            if await self._client.zadd(listed, {member_of(wanted): now + self._settings.ttl_s}):
-                n_all: int = await self._client.incrby(total, n_bytes)
-            else:
-                n_all = int(await self._client.get(total) or 0)
-            return n_all
-
-        async def recount() -> int:
-            members = await self._client.zrange(listed, 0, -1)
-            n_all = sum(digest_and_size(each)[1] for each in members)
-            await self._client.set(total, n_all)
-            return n_all
-
-        n_all = await self._within(self.timeout_s, count)
-        limit = self._settings.max_bytes
-        if limit and now >= self._recounts_at:
-            self._recounts_at = now + _RECOUNT_S
-            n_all = await self._within(self.timeout_s, recount)
-        while limit and n_all > limit:
-            oldest = await self._within(self.timeout_s, lambda: self._client.zrange(listed, 0, 0))
-            if not oldest or oldest[0] == member_of(wanted):
-                # Only this one is left, so the sum was wrong: a server may have ended between two commands.
-                await self._within(self.timeout_s, lambda: self._client.set(total, n_bytes))
-                return
-            n_all -= await self._delete(oldest)
-
-    async def _delete(self, members: Iterable[bytes]) -> int:
-        """Delete the objects of these members of the sorted set; returns their bytes."""
-        n_deleted = 0
-        for member in members:
-            digest, n_bytes = digest_and_size(member)
-
-            async def delete(member: bytes = member, digest: bytes = digest, n_bytes: int = n_bytes) -> None:
-                await self._client.unlink(self._name("d", digest))
-                # Of servers that delete the same object, one counts it.
-                if await self._client.zrem(self._prefix + "l", member):
-                    await self._client.decrby(self._prefix + "n", n_bytes)
-
-            await self._within(self.timeout_s, delete)
-            n_deleted += n_bytes
-        return n_deleted
-
-    async def _within(self, seconds: float, call: Callable[[], Awaitable[_T]]) -> _T:
-        """Return the result of a call; raises `RemoteUnavailableError` if it fails or takes longer."""
-        try:
-            async with asyncio.timeout(seconds):
-                return await call()
-        except (exceptions.RedisError, OSError, TimeoutError, ValueError) as error:
-            self._failures.add("remote.unavailable", error)
-            raise RemoteUnavailableError(str(error) or type(error).__name__) from error
 
 
 def _code(field: bytes) -> bytes:

@@ -1,0 +1,114 @@
+"""Size and expiry of the objects in a remote store, which all servers keep within one limit together.
+
+l     sorted set: objects with their sizes, by time of expiry
+n     sum of these sizes
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+from llamaslot.backend.remote.store_connection import StoreConnection
+from llamaslot.backend.remote.store_entries import digest_and_size, member_of
+from llamaslot.backend.remote.store_settings import StoreSettings
+from llamaslot.kvcache.remote.remote_io import RemoteObject
+
+_MAX_DELETED = 8
+"""Most expired objects to delete before an upload."""
+_RECOUNT_S = 600.0
+"""Time after which a server adds up the list again: a server that ended or timed out between two commands, or an
+eviction by the store, leaves a sum that is wrong for good."""
+
+
+class StoreBudget:
+    """Counts objects, deletes those over the limit, and renews the TTL of those that are used."""
+
+    def __init__(self, store: StoreConnection, settings: StoreSettings, clock: Callable[[], float]) -> None:
+        self._store = store
+        self._client = store.client
+        self._settings = settings
+        self._clock = clock
+        self._recounts_at = 0.0
+        self._list, self._sum = store.prefix + "l", store.prefix + "n"
+
+    async def reserve(self, wanted: RemoteObject) -> None:
+        """Count an object, and delete others until the sum is within the limit, in order of their expiry."""
+        listed, total, now = self._list, self._sum, self._clock()
+        n_bytes = wanted.n_bytes + wanted.state_bytes
+
+        async def count() -> int:
+            await self.delete(await self._client.zrangebyscore(listed, "-inf", now, start=0, num=_MAX_DELETED))
+            # It replaces the same object without a state.
+            without = member_of(replace(wanted, state_bytes=0))
+            if wanted.state_bytes and await self._client.zrem(listed, without):
+                await self._client.decrby(total, wanted.n_bytes)
+            if await self._client.zadd(listed, {member_of(wanted): now + self._settings.ttl_s}):
+                n_all: int = await self._client.incrby(total, n_bytes)
+            else:
+                n_all = int(await self._client.get(total) or 0)
+            return n_all
+
+        async def recount() -> int:
+            members = await self._client.zrange(listed, 0, -1)
+            n_all = sum(digest_and_size(each)[1] for each in members)
+            await self._client.set(total, n_all)
+            return n_all
+
+        n_all = await self._store.within(count)
+        limit = self._settings.max_bytes
+        if limit and now >= self._recounts_at:
+            self._recounts_at = now + _RECOUNT_S
+            n_all = await self._store.within(recount)
+        while limit and n_all > limit:
+            oldest = await self._store.within(lambda: self._client.zrange(listed, 0, 0))
+            if not oldest or oldest[0] == member_of(wanted):
+                # Only this one is left, so the sum was wrong: a server may have ended between two commands.
+                await self._store.within(lambda: self._client.set(total, n_bytes))
+                return
+            n_all -= await self.delete(oldest)
+
+    async def keep(self, wanted: RemoteObject) -> None:
+        """Start the TTL of an object again, since it is used."""
+        ttl = self._settings.ttl_s
+
+        async def put_off() -> None:
+            async with self._client.pipeline(transaction=False) as pipe:
+                pipe.zadd(self._list, {member_of(wanted): self._clock() + ttl}, xx=True)
+                pipe.expire(self._store.name("d", wanted.digest), ttl)
+                self.keep_list(pipe)
+                await pipe.execute()
+
+        await self._store.within(put_off)
+
+    async def count_again(self, wanted: RemoteObject) -> None:
+        """Count an object that the list lacks: the store has evicted the list, but not the object."""
+        listed, n_bytes = self._list, wanted.n_bytes + wanted.state_bytes
+
+        async def count() -> None:
+            if await self._client.zadd(listed, {member_of(wanted): self._clock() + self._settings.ttl_s}, nx=True):
+                await self._client.incrby(self._sum, n_bytes)
+
+        await self._store.within(count)
+
+    def keep_list(self, pipe: Any) -> None:
+        """Set a TTL for list and sum: longer than that of any object, so that they end after the last server."""
+        for each in (self._list, self._sum):
+            pipe.expire(each, 2 * self._settings.ttl_s)
+
+    async def delete(self, members: Iterable[bytes]) -> int:
+        """Delete the objects of these members of the sorted set; returns their bytes."""
+        n_deleted = 0
+        for member in members:
+            digest, n_bytes = digest_and_size(member)
+
+            async def delete(member: bytes = member, digest: bytes = digest, n_bytes: int = n_bytes) -> None:
+                await self._client.unlink(self._store.name("d", digest))
+                # Of servers that delete the same object, one counts it.
+                if await self._client.zrem(self._list, member):
+                    await self._client.decrby(self._sum, n_bytes)
+
+            await self._store.within(delete)
+            n_deleted += n_bytes
+        return n_deleted
