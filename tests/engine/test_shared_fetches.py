@@ -1,4 +1,4 @@
-"""Objects come in order, are fetched once for all, and are left out once nobody waits for them."""
+"""Objects come in order, are fetched once for all, and are left out once no request waits for them."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Store:
             return [int(each.kv[0]) async for each in objects if each is not None and each.kv is not None]
 
 
-async def settle() -> None:
+async def run_tasks() -> None:
     for _ in range(20):
         await asyncio.sleep(0)
 
@@ -55,7 +55,7 @@ async def settle() -> None:
 async def test_objects_come_in_order_and_two_are_fetched_at_a_time() -> None:
     store = Store()
     taking = asyncio.ensure_future(store.take(3, 1, 2))
-    await settle()
+    await run_tasks()
     assert store.asked == [3, 1]
     store.released.set()
     assert await taking == [3, 1, 2]
@@ -65,7 +65,7 @@ async def test_objects_come_in_order_and_two_are_fetched_at_a_time() -> None:
 async def test_requests_share_a_fetch() -> None:
     store = Store()
     taking = [asyncio.ensure_future(store.take(1, 2)) for _ in range(3)]
-    await settle()
+    await run_tasks()
     store.released.set()
     assert await asyncio.gather(*taking) == [[1, 2]] * 3
     assert store.asked == [1, 2]
@@ -76,7 +76,7 @@ async def test_requests_share_a_fetch() -> None:
 async def test_the_end_of_a_request_does_not_end_the_fetch_of_another() -> None:
     store = Store()
     first, second = (asyncio.ensure_future(store.take(1)) for _ in range(2))
-    await settle()
+    await run_tasks()
     first.cancel()
     with pytest.raises(asyncio.CancelledError):
         await first
@@ -85,10 +85,10 @@ async def test_the_end_of_a_request_does_not_end_the_fetch_of_another() -> None:
     assert store.asked == [1]
 
 
-async def test_what_nobody_waits_for_any_more_is_left_out() -> None:
+async def test_what_no_request_waits_for_any_more_is_left_out() -> None:
     store = Store()
     taking = [asyncio.ensure_future(store.take(2 * n, 2 * n + 1)) for n in range(4)]
-    await settle()
+    await run_tasks()
     assert len(store.asked) == 4
     for each in taking:
         each.cancel()
