@@ -256,7 +256,7 @@ async def test_all_servers_together_keep_within_the_limit(fleet: Fleet) -> None:
     for i in range(6):
         fleet.clock.advance(1)
         await put(stores[i % 2], 0, 512, of=PROMPT + 10 * i)
-        assert int(await fleet.client().get(stores[0]._prefix + "n")) <= 3 * N_BYTES
+        assert int(await fleet.client().get(stores[0]._store.prefix + "n")) <= 3 * N_BYTES
     found = [bool(await _fetch(stores[0], PROMPT + 10 * i)) for i in range(6)]
     assert found == [False, False, False, True, True, True]
 
