@@ -81,12 +81,6 @@ def pytest_configure(config: pytest.Config) -> None:
         providers._get_local_constants = providers.Constants
 
 
-def pytest_xdist_auto_num_workers() -> int:
-    """Return more workers than cores: a quarter of the time, tests wait for servers and clocks."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return cores + (cores + 1) // 2
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the files that take longest, so that no worker is left with one of them in the end."""
     order = {ROOT / name: i for i, name in enumerate(SLOWEST)}
