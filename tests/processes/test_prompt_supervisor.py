@@ -130,10 +130,12 @@ async def test_a_prompt_that_takes_too_long_fails_by_the_flags_name(start: Start
 
 
 async def test_two_that_take_too_long_fail_at_once(start: Start) -> None:
-    worker = await start(limit=1.0)
+    limit = 2.0
+    worker = await start(limit=limit)
     futures = [worker.call(tokenize("a", "HANG")), worker.call(long_query("HANG"))]
     await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
-    _, pending = await asyncio.wait(futures, timeout=0.7)
+    # After that time, the other one would only be found to hang the next process.
+    _, pending = await asyncio.wait(futures, timeout=0.9 * limit)
     assert not pending, "one hangs another process"
     assert await outcomes(*futures, worker.call(tokenize("b", "b"))) == [
         *[InvalidRequestError] * 2,
