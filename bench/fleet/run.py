@@ -25,6 +25,8 @@ def run(*, settings: Settings, folder: Path) -> None:
     content: dict[str, Any] = {"benchmark": "fleet", "commit": revision(Path.cwd()), "machine": facts}
     content["settings"] = asdict(settings) | {
         "model": settings.title,
+        # Raw data that is published names no path of this machine.
+        "nginx": Path(settings.nginx).name,
         "worker_flags": " ".join(settings.server_flags()),
         "one_server_flags": " ".join(settings.server_flags(settings.n_workers)),
     }
