@@ -40,6 +40,8 @@ from llamaslot.kvcache.remote.remote_tier import Choice, Lookup
 from llamaslot.scheduler.admission import Admission
 from llamaslot.scheduler.request import Request
 
+_GRACE_S = 0.1
+"""Time that a lookup may exceed the store's own limit, such as in its queue: the store logs what exceeds that."""
 _DROP_TIMEOUT_S = 10.0
 """Most time that clearing the cache or deleting a session waits for the store."""
 
@@ -138,7 +140,7 @@ class RemoteWorker:
         """Look up, choose, fetch and add KV; in any case, the requests that wait may be admitted at the end."""
         remote = self._cache.remote
         try:
-            async with asyncio.timeout(self._store.timeout_s):
+            async with asyncio.timeout(self._store.timeout_s + _GRACE_S):
                 with_checkpoints = lookup.restore_point is not None
                 find = self._store.find(
                     lookup.namespace, lookup.tokens, lookup.start, with_checkpoints=with_checkpoints

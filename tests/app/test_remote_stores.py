@@ -55,8 +55,9 @@ def test_a_store_may_start_after_its_servers(tmp_path: Path) -> None:
         wait(lambda: remote(a)["failures"] == 1)
         with store_server(port=port) as store:
             wait(lambda: bool(remote(a)["is_available"]))
-            assert ask_and_upload(a, opening("cat")).text == first.text
-            assert objects(store)
+            # What could not be uploaded is tried again.
+            wait(lambda: bool(objects(store)))
+            assert ask(a, opening("cat")).text == first.text
             assert not a.log_lines("remote.available")
             ask(a, opening("dog"))
             assert [len(a.log_lines(f"remote.{each}")) for each in ("unavailable", "available")] == [1, 1]
