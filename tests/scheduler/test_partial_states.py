@@ -146,14 +146,20 @@ def test_an_idle_server_comes_to_rest_even_if_its_states_exceed_the_budget(
     assert not any(taken[100:])
 
 
-def test_the_deepest_checkpoint_of_a_path_outlasts_those_above_deeper_ones() -> None:
-    """Although those were used later."""
+def with_two_paths() -> Driver:
+    """A driver with one checkpoint on the path of slot 1, and then several on that of slot 0."""
     driver = Driver(
         kind=StateKind.RECURRENT, n_slots=2, n_ctx=2048, ram_bytes=10**6, checkpoints={"step_tokens": 999}
     )
     driver.run("d" * 40, id_slot=1)
     for text in ("a" * 40, "a" * 40 + "b" * 30):
         driver.run(text, id_slot=0)
+    return driver
+
+
+def test_the_deepest_checkpoint_of_a_path_outlasts_those_above_deeper_ones() -> None:
+    """Although those were used later."""
+    driver = with_two_paths()
     checkpoints = driver.cache.checkpoints
     tiers = checkpoints._tiers
     [only] = checkpoints_on(driver.cache._sequences.end(1))
@@ -166,12 +172,7 @@ def test_the_deepest_checkpoint_of_a_path_outlasts_those_above_deeper_ones() -> 
 
 
 def test_a_checkpoint_above_one_that_only_the_disk_has_is_not_the_deepest() -> None:
-    driver = Driver(
-        kind=StateKind.RECURRENT, n_slots=2, n_ctx=2048, ram_bytes=10**6, checkpoints={"step_tokens": 999}
-    )
-    driver.run("d" * 40, id_slot=1)
-    for text in ("a" * 40, "a" * 40 + "b" * 30):
-        driver.run(text, id_slot=0)
+    driver = with_two_paths()
     checkpoints = driver.cache.checkpoints
     lru = checkpoints._tiers.checkpoints
     [only] = checkpoints_on(driver.cache._sequences.end(1))
