@@ -163,7 +163,7 @@ async def memory(bench: Bench, shape: Shape, repeat: int, peer: str | None) -> d
     """Resident bytes of all processes of llamaslot, and of llama-server, after the workload `twenty`.
 
     Both may keep the same bytes of checkpoints; the order of the servers alternates. A start before it keeps what
-    llamaslot measures of a model that it has not served before: that start has up to 20 MiB more in memory.
+    llamaslot measures of a model that it has not served before: that start has more in memory.
     """
     measured: dict[str, float] = {}
     names = [OWN, *([peer] if peer else [])]
