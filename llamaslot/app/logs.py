@@ -53,7 +53,7 @@ class _Lenient(io.TextIOBase):
 
 
 def _ordered(_logger: object, _method: str, values: structlog.typing.EventDict) -> structlog.typing.EventDict:
-    """Put first what a reader looks for."""
+    """Put time, level and event first."""
     return {name: values[name] for name in ("timestamp", "level", "event") if name in values} | dict(values)
 
 

@@ -35,8 +35,8 @@ def new_kv(n_bytes: int) -> Kv:
 def trim_heap() -> None:
     """Return freed memory to the system; called after a start and a self-test, which free much.
 
-    glibc keeps freed pages that lie below blocks in use: 5 MiB in the prompt worker, and 34 MiB of logits that the
-    self-test has read, at a vocabulary of 151,936 tokens. Other C libraries have no such function.
+    glibc keeps freed pages that lie below blocks in use, such as those of the logits that the self-test has read.
+    Other C libraries have no such function.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:

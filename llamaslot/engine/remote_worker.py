@@ -72,7 +72,7 @@ class RemoteWorker:
         """Requests that wait for the same lookup, by namespace and tokens."""
         self._fetches = SharedFetches(self._fetch, self._spawn)
         self._answers = True
-        """False from a lookup that failed to one that did not."""
+        """False after a lookup failed, until one succeeds."""
         self._uploads: set[asyncio.Task[None]] = set()
         self._tasks: set[asyncio.Task[Any]] = set()
         """All tasks: without a reference they could be garbage-collected while they wait."""

@@ -108,7 +108,7 @@ class EngineHost:
         line = ""
         remote = self._remote_settings
         if remote is not None and self._budgets.ram_bytes:
-            # Its client takes 20 MiB.
+            # Its client takes much memory, which other servers need not have.
             from llamaslot.app.cache.remote_store import open_remote  # noqa: PLC0415
 
             key = self._disk.key if self._disk is not None and disk_line else None

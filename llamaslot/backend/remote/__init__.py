@@ -1,4 +1,4 @@
 """Stores of the remote tier, which several servers share.
 
-Import `redis_store` only for a server that has one: its client takes 20 MiB, and half a second to load.
+Import `redis_store` only for a server that has one: its client takes much memory, and time to import.
 """

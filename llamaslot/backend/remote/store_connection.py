@@ -22,7 +22,7 @@ class StoreConnection:
         self.client: Any = client
         self.prefix = prefix
         self.timeout_s = timeout_s
-        """Time that the store has to answer whatever is no transfer of an object."""
+        """Time limit of a call that transfers no object, in seconds."""
         self._failures = failures
 
     def name(self, kind: str, digest: bytes) -> str:
