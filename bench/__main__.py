@@ -35,6 +35,7 @@ from bench.families import checkpoints, kinds
 from bench.families import published as published_families
 from bench.families import run as families
 from bench.fleet import options as fleet_options
+from bench.fleet import published as published_fleet
 from bench.fleet import run as fleet
 from bench.peers import baseline, compare, parity, published
 from bench.peers.servers import SERVERS
@@ -314,6 +315,13 @@ def _add_fleet(command: ArgumentParser) -> None:
 
 
 def _fleet(options: Namespace) -> None:
+    if options.render:
+        published_fleet.render()
+        return
+    if options.publish:
+        given = {"remote": options.cache_remote, "nginx": options.nginx, "threads": options.threads}
+        published_fleet.run(**given, folder=options.out, quick=options.quick)
+        return
     measured = _measured(options)
     settings = fleet_options.settings(options, measured["model"], measured["title"], measured["server_flags"])
     fleet.run(settings=settings, folder=options.out)

@@ -163,6 +163,8 @@ async def _one_by_one(
         ]
         if not await traffic.turn(new, words):
             raise BenchmarkError(f"a new conversation failed: {traffic.attempts[-1].detail}")
+        if (n_computed := traffic.attempts[-1].n_computed) < settings.lengths.system:
+            raise BenchmarkError(f"a new conversation computed only {n_computed:,} tokens: its text was known")
         cold.append(traffic.attempts[-1].ttft)
     return ttft, computed, cold
 

@@ -36,6 +36,11 @@ def add_to(command: ArgumentParser) -> None:
         command.add_argument(flag, type=int, default=usual, metavar="N", help=f"{text} (default: {usual})")
     text = "mean seconds between an answer and the next turn (default: 1)"
     command.add_argument("--pause", type=float, default=1.0, metavar="S", help=text)
+    text = "the published run with its fixed plan, whatever else is given: an hour on 2 cores, at a clean commit"
+    command.add_argument(
+        "--publish", action="store_true", help=f"{text}; with --quick a trial that publishes nothing"
+    )
+    command.add_argument("--render", action="store_true", help="only write the published tables from the raw data")
 
 
 def settings(options: Namespace, model: Path, title: str, flags: Sequence[str]) -> Settings:

@@ -95,10 +95,16 @@ class FleetProcess:
 
 @asynccontextmanager
 async def running(folder: Path, flags: Sequence[str], worker_flags: Sequence[str]) -> AsyncIterator[FleetProcess]:
-    """Run a fleet in `folder`, with `flags` of `fleet.py up` and flags of its workers."""
+    """Run a fleet in `folder`, with `flags` of `fleet.py up` and flags of its workers.
+
+    Each fleet makes a key of its own for a remote store, so that it finds nothing there of an earlier fleet.
+    """
+    environment = {name: value for name, value in os.environ.items() if name != "LLAMASLOT_CACHE_REMOTE_KEY"}
     command = [sys.executable, str(PROGRAM), "--dir", str(folder), "up", "--port", "0", *flags]
     with (folder / "fleet.log").open("wb") as log:
-        process = await create_subprocess_exec(*command, "--", *worker_flags, stdin=DEVNULL, stdout=log, stderr=log)
+        process = await create_subprocess_exec(
+            *command, "--", *worker_flags, env=environment, stdin=DEVNULL, stdout=log, stderr=log
+        )
     fleet = FleetProcess(folder, process)
     try:
         await fleet.until_ready()

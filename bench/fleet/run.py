@@ -19,8 +19,11 @@ from bench.report import console, machine, write_json
 from bench.tokens import Tokens
 
 
-def run(*, settings: Settings, folder: Path) -> None:
-    """Measure, print a table for each part, write `fleet.json`. Raises `BenchmarkError` where a request failed."""
+def run(*, settings: Settings, folder: Path) -> dict[str, Any]:
+    """Measure, print a table for each part, write `fleet.json` and return what it has.
+
+    Raises `BenchmarkError` where a request failed.
+    """
     facts, began = machine(), monotonic()
     content: dict[str, Any] = {"benchmark": "fleet", "commit": revision(Path.cwd()), "machine": facts}
     content["settings"] = asdict(settings) | {
@@ -40,12 +43,9 @@ def run(*, settings: Settings, folder: Path) -> None:
         ("rolling", failures.rolling, failures.rolling_table),
     ):
         if part in settings.parts:
-            found = [
-                asyncio.run(measure(settings, setup, tokens))
-                for setup in settings.setups
-                if SETUPS[setup] in ("smg", "nginx")
-            ]
+            found = [asyncio.run(measure(settings, setup, tokens)) for setup in settings.setups if SETUPS[setup]]
             console.print(show(found, settings))
             content[part] = [asdict(each) for each in found]
     content["seconds"] = monotonic() - began
     write_json(folder / "fleet.json", content)
+    return content
