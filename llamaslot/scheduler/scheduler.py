@@ -149,6 +149,7 @@ class Scheduler:
             self.admission.withdraw(request)
         else:
             self.admission.release(request)
+        self.cache.remote.unpin(request.id)
         request.handle(RequestEvent.END, now)
         self.reuse.count(request)
         if not cancelled:
