@@ -883,11 +883,14 @@ class CacheMachine(RuleBasedStateMachine):
     def check_one_shots(self, before: Before, plan: StepPlan) -> None:
         """In the pool one-shot prefixes are evicted by their rank, in RAM nothing is evicted before them."""
         one_shots = self.one_shots()
-        gone = before.in_pool - self.backend.prefixes()
+        # A request computes its last token again, even if all of them were cached.
+        gone = (
+            before.in_pool - self.backend.prefixes() - {p for asked in self.running for p in self.prefixes(asked)}
+        )
         COUNTS["evicted one-shot prefixes"] += bool(gone & before.one_shots)
         COUNTS["one-shot prefixes in RAM"] += not one_shots.isdisjoint(self.offloaded)
         # Ids, ages and preemption take cells too, by other rules.
-        n_empty = sum(not held.cells for held in self.backend.held)
+        n_empty = min(before.n_empty, self.n_empty)
         if self.is_recovering or plan.preempted or self.pools_per_key or self.public is not None:
             return
         if gone - before.one_shots and before.ranks and self.shape.offload_after is None and n_empty > 2:
@@ -896,9 +899,11 @@ class CacheMachine(RuleBasedStateMachine):
             lowest = min((ranks[each] for each in one_shots & self.idle), default=math.inf)
             COUNTS["kept a one-shot prefix"] += lowest < math.inf
             # What was deleted by a client is in no node.
-            newest = max((before.ranks.get(each, 0) for each in gone - before.one_shots), default=0)
+            newest = max((before.ranks.get(each, -math.inf) for each in gone - before.one_shots), default=0)
             assert newest <= lowest, "evicted before a one-shot prefix"
-        lost = before.offloaded - self.offloaded - self.backend.prefixes()
+        # What is private goes with its request.
+        shared = before.prefixes_in(set())
+        lost = (before.in_ram & shared) - self.offloaded - self.backend.prefixes()
         if lost - before.one_shots and not self.was_short:
             COUNTS["lost of RAM what is kept"] += 1
             pinned = {s.number for pins in self.tiers.load_pins.values() for s in pins} | {*self.tiers.busy}
@@ -1109,9 +1114,7 @@ class CacheMachine(RuleBasedStateMachine):
         if n_free <= ((plan.n_extra_steps + 1) * len(plan.work) - 1 if are_decoding else 0):
             COUNTS["losses for cells"] += 1
             return
-        running = {asked.slot for asked in self.running}
-        n_empty = sum(not held.cells and seq not in running for seq, held in enumerate(self.backend.held))
-        assert n_empty <= 2, "lost while ids and cells are free"
+        assert self.n_empty <= 2, "lost while ids and cells are free"
         COUNTS["losses for ids"] += 1
 
     def check_work(self, plan: StepPlan, was_suspected: list[Asked]) -> None:
@@ -1271,6 +1274,12 @@ class CacheMachine(RuleBasedStateMachine):
         return sum(part.end > start for part in self.tiers.readable(match.parts))
 
     @property
+    def n_empty(self) -> int:
+        """Sequences that hold nothing and are of no running request."""
+        running = {asked.slot for asked in self.running}
+        return sum(not held.cells and seq not in running for seq, held in enumerate(self.backend.held))
+
+    @property
     def idle(self) -> set[int]:
         """Prefixes that only idle sequences hold."""
         return self.backend.prefixes() - self.backend.prefixes(asked.slot for asked in self.running)
@@ -1292,6 +1301,8 @@ class Before:
         self.ranks = machine.ranks()
         self.in_pool = machine.backend.prefixes()
         self.offloaded = machine.offloaded
+        self.in_ram = machine.prefixes_of_segments(set())
+        self.n_empty = machine.n_empty
         self.cells: dict[str, set[int]] = defaultdict(set)
         """Prefixes in the pool, by namespace."""
         for namespace, prefixes in self.held:
