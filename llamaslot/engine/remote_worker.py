@@ -40,8 +40,6 @@ from llamaslot.kvcache.remote.remote_tier import Choice, Lookup
 from llamaslot.scheduler.admission import Admission
 from llamaslot.scheduler.request import Request
 
-_GRACE_S = 0.1
-"""Time that a lookup may exceed the store's own limit, such as in its queue: the store logs what exceeds that."""
 _DROP_TIMEOUT_S = 10.0
 """Most time that clearing the cache or deleting a session waits for the store."""
 
@@ -140,13 +138,10 @@ class RemoteWorker:
         """Look up, choose, fetch and add KV; in any case, the requests that wait may be admitted at the end."""
         remote = self._cache.remote
         try:
-            async with asyncio.timeout(self._store.timeout_s + _GRACE_S):
-                with_checkpoints = lookup.restore_point is not None
-                find = self._store.find(
-                    lookup.namespace, lookup.tokens, lookup.start, with_checkpoints=with_checkpoints
-                )
-                found = await self._call(find)
-            self._set_answering()
+            with_checkpoints = lookup.restore_point is not None
+            found = await self._answer(
+                self._store.find(lookup.namespace, lookup.tokens, lookup.start, with_checkpoints=with_checkpoints)
+            )
             choice = await self._between_steps(lambda: remote.choose(lookup, found))
             if choice.portions or choice.checkpoint is not None:
                 try:
@@ -157,24 +152,28 @@ class RemoteWorker:
         except CorruptObjectError:
             self._post(remote.on_corrupt)
         except RemoteUnavailableError:
-            # The store has logged it.
+            # It is logged.
             self._answers = False
-            self._post(lambda: remote.on_unavailable(self._clock()))
-        except TimeoutError:
-            if self._answers:
-                self._answers = False
-                _log.warning("remote.unavailable", error=f"no answer within {self._store.timeout_s:g} s")
             self._post(lambda: remote.on_unavailable(self._clock()))
         except (ValueError, MemoryError) as error:
             _log.warning("remote.unusable", error=str(error) or type(error).__name__)
         finally:
             self._post(lambda: self._release(lookup))
 
-    def _set_answering(self) -> None:
-        """Record that a lookup did not fail; the end of an outage is logged."""
+    async def _answer(self, question: Coroutine[Any, Any, _T]) -> _T:
+        """Return the store's answer within its time limit, the only one of a lookup; log when an outage ends."""
+        try:
+            async with asyncio.timeout(self._store.timeout_s):
+                answer = await self._call(question)
+        except TimeoutError as error:
+            reason = f"no answer within {self._store.timeout_s:g} s"
+            if self._answers:
+                _log.warning("remote.unavailable", error=reason)
+            raise RemoteUnavailableError(reason) from error
         if not self._answers:
             self._answers = True
             _log.info("remote.available")
+        return answer
 
     async def _fetch_all(self, lookup: Lookup, choice: Choice) -> None:
         """Fetch the objects of a choice in their order, and add each to the cache once it is there."""

@@ -464,3 +464,23 @@ async def test_a_burst_of_lookups_does_not_run_out_of_connections(fleet: Fleet) 
     await put(store, 0, 512)
     found = await asyncio.gather(*(find(store, PROMPT[:600]) for _ in range(150)))
     assert {each.portions[-1].end for each in found} == {512}
+
+
+async def test_only_the_caller_limits_a_lookup(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = fleet.store()
+    await put(store, 0, 128)
+    monkeypatch.setattr(store._store, "timeout_s", 0.01)
+    pipeline = store._store.client.pipeline
+
+    def slow(**fields: Any) -> Any:
+        pipe = pipeline(**fields)
+
+        async def execute(_execute: Any = pipe.execute) -> Any:
+            await asyncio.sleep(0.05)
+            return await _execute()
+
+        pipe.execute = execute
+        return pipe
+
+    monkeypatch.setattr(store._store.client, "pipeline", slow)
+    assert spans(await find(store, PROMPT)) == [(0, 128)]

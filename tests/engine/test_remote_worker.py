@@ -241,6 +241,27 @@ async def test_a_store_that_hangs_delays_a_reply_by_its_time_limit(
         assert end.progress.queue_ms < 5000
 
 
+async def test_a_lookup_has_one_time_limit(
+    folder: Path, redis: StoreServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serving(folder, "tiny", redis) as first, serving(folder, "tiny", redis) as second:
+        await first.ask(opening("Ann"))
+        await first.uploaded()
+        monkeypatch.setattr(RedisStore, "timeout_s", 0.2)
+
+        async def find(*args: Any, _find: Any = RedisStore.find, **fields: Any) -> Any:
+            await asyncio.sleep(0.29)
+            return await _find(*args, **fields)
+
+        monkeypatch.setattr(RedisStore, "find", find)
+        with capture_logs() as logs:
+            _, end = await second.ask(opening("Ann"))
+        assert (end.progress.n_fetched, second.remote.failures) == (0, 1)
+        assert [each["error"] for each in logs if each["event"] == "remote.unavailable"] == [
+            "no answer within 0.2 s"
+        ]
+
+
 async def test_clearing_the_cache_clears_the_store(folder: Path, redis: StoreServer) -> None:
     async with serving(folder, "tiny", redis) as first, serving(folder, "tiny", redis) as second:
         await first.ask(opening("Ann"))

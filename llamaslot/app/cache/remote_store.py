@@ -59,8 +59,8 @@ def connect(settings: RemoteSettings, n_retries: int | None = None) -> Redis:
     return Redis.from_url(
         settings.url,
         protocol=2,
-        socket_connect_timeout=settings.store.timeout_s,
-        # Transfers have a time limit of their own, which also ends the connection.
+        # Every call has one time limit, which also ends the connection.
+        socket_connect_timeout=None,
         socket_timeout=None,
         health_check_interval=0,
         **options,

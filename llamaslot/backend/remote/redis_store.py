@@ -99,7 +99,10 @@ class RedisStore:
         return self._settings.timeout_s
 
     async def find(self, namespace: str, tokens: bytes, start: int, *, with_checkpoints: bool) -> Found:
-        """Look up what the store has of a prompt after its first `start` tokens."""
+        """Look up what the store has of a prompt after its first `start` tokens.
+
+        It has no time limit here: the caller's limit includes the wait for its turn.
+        """
         began = perf_counter()
         n_tokens = len(tokens) // WIDTH
         grid = grid_positions(start, n_tokens)
@@ -117,7 +120,7 @@ class RedisStore:
             return (answers[0] if grid else []), answers[bool(grid) :]
 
         async with self._lookups:
-            named, listed = await self._store.within(ask)
+            named, listed = await self._store.unlimited(ask)
         entries = {
             at: each
             for at, data in zip(grid, named, strict=True)

@@ -34,9 +34,17 @@ class StoreConnection:
 
         `timeout_s` is the default.
         """
-        try:
+
+        async def limited() -> _T:
             async with asyncio.timeout(self.timeout_s if seconds is None else seconds):
                 return await call()
+
+        return await self.unlimited(limited)
+
+    async def unlimited(self, call: Callable[[], Awaitable[_T]]) -> _T:
+        """Return the result of a call that the caller limits; raises `RemoteUnavailableError` if it fails."""
+        try:
+            return await call()
         except (exceptions.RedisError, OSError, TimeoutError, ValueError) as error:
             self._failures.add("remote.unavailable", error)
             raise RemoteUnavailableError(str(error) or type(error).__name__) from error

@@ -130,7 +130,7 @@ class RemoteStore(Protocol):
         """Time that a lookup may take."""
 
     async def find(self, namespace: str, tokens: bytes, start: int, *, with_checkpoints: bool) -> Found:
-        """Look up what the store has of a prompt after its first `start` tokens.
+        """Look up what the store has of a prompt after its first `start` tokens; the caller limits the time.
 
         Raises `RemoteUnavailableError`.
         """
