@@ -162,6 +162,8 @@ class Engine:
                 self._read_memory, self.scheduler.cache, lambda: self._post(lambda: None), self._clock
             )
             watching = asyncio.create_task(memory.run(), name="memory-watch")
+        if self._remote is not None:
+            self._remote.check()
         try:
             while not self._stopping:
                 await self._step()

@@ -84,6 +84,10 @@ class RemoteWorker:
         """True while a segment is being uploaded."""
         return self._cache.remote.uploads.is_sending
 
+    def check(self) -> None:
+        """Start to connect to the store: the log says if it does not answer, though no request needs it yet."""
+        self._spawn(self._check())
+
     def prepare(self, request: Request, admission: Admission) -> None:
         """Start to fetch KV for a queued request, if the store has any; it `is_fetching` until that has ended."""
         # A prefix that a running request computes need not be fetched.
@@ -160,6 +164,13 @@ class RemoteWorker:
         finally:
             self._post(lambda: self._release(lookup))
 
+    async def _check(self) -> None:
+        try:
+            await self._answer(self._store.ping())
+        except RemoteUnavailableError:
+            # It is logged. The next request asks all the same: the store may have started by then.
+            self._answers = False
+
     async def _answer(self, question: Coroutine[Any, Any, _T]) -> _T:
         """Return the store's answer within its time limit, the only one of a lookup; log when an outage ends."""
         try:
@@ -168,7 +179,7 @@ class RemoteWorker:
         except TimeoutError as error:
             reason = f"no answer within {self._store.timeout_s:g} s"
             if self._answers:
-                _log.warning("remote.unavailable", error=reason)
+                _log.warning("remote.unavailable", flag="--cache-remote", url=self._store.address, error=reason)
             raise RemoteUnavailableError(reason) from error
         if not self._answers:
             self._answers = True

@@ -50,6 +50,10 @@ def free_port() -> int:
 def test_a_store_may_start_after_its_servers(tmp_path: Path) -> None:
     port = free_port()
     with server(tmp_path, port) as a:
+        wait(lambda: len(a.log_lines("remote.unavailable")) == 1)
+        assert (remote(a)["lookups"], remote(a)["failures"]) == (0, 0)
+        [line] = a.log_lines("remote.unavailable")
+        assert (line["flag"], line["url"]) == ("--cache-remote", f"redis://127.0.0.1:{port}")
         first = ask(a, opening("cat"))
         assert first.n_remote == 0
         wait(lambda: remote(a)["failures"] == 1)

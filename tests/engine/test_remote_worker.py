@@ -13,6 +13,8 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+from redis.asyncio import Redis
+from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import ResponseError
 from structlog.testing import capture_logs
 
@@ -35,6 +37,7 @@ from tests.store_server import PROGRAM, StoreServer, store_server
 
 MIB = 2**20
 KINDS = ["tiny", "tiny-swa", "tiny-lfm2", "tiny-mamba"]
+ADDRESS = "redis://store"
 WORDS = ("alpha", "beta", "gamma", "delta", "epsilon")
 
 
@@ -99,7 +102,7 @@ async def serving(folder: Path, shape: str, redis: StoreServer, secret: bytes = 
     assert backend.info.self_test in ("passed", "not needed", "") or backend.run_self_test()
     size = backend.info.segment_size
     assert size is not None
-    store = RedisStore(redis.client(), Sealer(secret, shape.encode()), StoreSettings(0, 1000, 2.0), size)
+    store = RedisStore(redis.client(), Sealer(secret, shape.encode()), StoreSettings(0, 1000, 2.0, ADDRESS), size)
     async with running(backend, checkpoint_bytes=64 * MIB, ram_bytes=64 * MIB, remote=store) as harness:
         yield Server(harness)
 
@@ -219,6 +222,32 @@ async def test_a_store_that_is_gone_costs_one_failure_and_no_reply(folder: Path,
         await second.ask(opening("Bob"))
         await second.harness.engine._sleep(second.harness.engine._clock() + 0.2)
         assert second.remote.failures == 1, "it is not asked again at once"
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+async def test_the_log_says_at_the_start_that_the_store_does_not_answer(
+    folder: Path, redis: StoreServer, monkeypatch: pytest.MonkeyPatch, hangs: bool
+) -> None:
+    async def ping(*_: Any, **__: Any) -> None:
+        if hangs:
+            await asyncio.sleep(60)
+        raise RedisConnectionError("refused")
+
+    monkeypatch.setattr(Redis, "ping", ping)
+    monkeypatch.setattr(RedisStore, "timeout_s", 0.2)
+    with capture_logs() as logs:
+        async with serving(folder, "tiny", redis) as server:
+            async with asyncio.timeout(10):
+                while not any(each["event"] == "remote.unavailable" for each in logs):
+                    await asyncio.sleep(0.01)
+            assert server.remote.is_available, "the first request asks the store"
+            _, end = await server.ask(opening("Ann"))
+            assert (server.remote.lookups, server.remote.failures) == (1, 0)
+            assert end.progress.queue_ms < 5000
+    [line] = [each for each in logs if each["event"] == "remote.unavailable"]
+    assert (line["flag"], line["url"], line["log_level"]) == ("--cache-remote", ADDRESS, "warning")
+    assert line["error"] == ("no answer within 0.2 s" if hangs else "refused")
+    assert [each["event"] for each in logs].count("remote.available") == 1
 
 
 async def test_a_store_that_hangs_delays_a_reply_by_its_time_limit(

@@ -22,15 +22,18 @@ _MIB = 2**20
 
 @dataclass(frozen=True, slots=True)
 class RemoteSettings:
-    """A remote store as configured; nothing of it is printed but `shown`."""
+    """A remote store as configured; nothing of it is printed but `shown`, and the numbers."""
 
     url: str
-    shown: str
-    """The URL without user."""
     secret: bytes
     password: str
     ca_file: str
     store: StoreSettings
+
+    @property
+    def shown(self) -> str:
+        """The URL without user."""
+        return self.store.address
 
 
 def remote_settings(config: Config) -> RemoteSettings | None:
@@ -59,7 +62,6 @@ def remote_settings(config: Config) -> RemoteSettings | None:
         )
     return RemoteSettings(
         config.cache_remote,
-        shown,
         secret,
         _secret(PASSWORD_VARIABLE, config.cache_remote_password_file, "--cache-remote-password-file"),
         config.cache_remote_ca,
@@ -67,6 +69,7 @@ def remote_settings(config: Config) -> RemoteSettings | None:
             max_bytes=config.cache_remote_size * _MIB,
             ttl_s=config.cache_remote_ttl,
             timeout_s=config.cache_remote_timeout / 1e3,
+            address=shown,
         ),
     )
 

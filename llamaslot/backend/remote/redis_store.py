@@ -84,7 +84,9 @@ class RedisStore:
         failures: FailureLog | None = None,
     ) -> None:
         prefix = f"llamaslot:1:{sealer.scope}:"
-        self._store = StoreConnection(client, prefix, settings.timeout_s, failures or FailureLog())
+        self._store = StoreConnection(
+            client, prefix, settings.timeout_s, failures or FailureLog(), settings.address
+        )
         self._budget = StoreBudget(self._store, settings, clock)
         self._sealer = sealer
         self._settings = settings
@@ -97,6 +99,15 @@ class RedisStore:
     def timeout_s(self) -> float:
         """Time that a lookup may take."""
         return self._settings.timeout_s
+
+    @property
+    def address(self) -> str:
+        """The store's URL in messages."""
+        return self._store.address
+
+    async def ping(self) -> None:
+        """Connect, and wait for an answer; the caller limits the time."""
+        await self._store.unlimited(self._store.client.ping)
 
     async def find(self, namespace: str, tokens: bytes, start: int, *, with_checkpoints: bool) -> Found:
         """Look up what the store has of a prompt after its first `start` tokens.

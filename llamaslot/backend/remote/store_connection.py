@@ -18,11 +18,15 @@ _T = TypeVar("_T")
 class StoreConnection:
     """A client of the store, whose keys begin with `prefix`."""
 
-    def __init__(self, client: Redis, prefix: str, timeout_s: float, failures: FailureLog) -> None:
+    def __init__(
+        self, client: Redis, prefix: str, timeout_s: float, failures: FailureLog, address: str = ""
+    ) -> None:
         self.client: Any = client
         self.prefix = prefix
         self.timeout_s = timeout_s
         """Time limit of a call that transfers no object, in seconds."""
+        self.address = address
+        """The store's URL in messages."""
         self._failures = failures
 
     def name(self, kind: str, digest: bytes) -> str:
@@ -46,5 +50,5 @@ class StoreConnection:
         try:
             return await call()
         except (exceptions.RedisError, OSError, TimeoutError, ValueError) as error:
-            self._failures.add("remote.unavailable", error)
+            self._failures.add("remote.unavailable", error, flag="--cache-remote", url=self.address)
             raise RemoteUnavailableError(str(error) or type(error).__name__) from error

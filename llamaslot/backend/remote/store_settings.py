@@ -15,3 +15,5 @@ class StoreSettings:
     """Seconds after which what was not used expires."""
     timeout_s: float
     """Time that the store has to answer whatever is no transfer of an object."""
+    address: str = ""
+    """The store's URL in messages, without user and password."""

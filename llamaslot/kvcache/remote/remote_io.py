@@ -129,6 +129,13 @@ class RemoteStore(Protocol):
     def timeout_s(self) -> float:
         """Time that a lookup may take."""
 
+    @property
+    def address(self) -> str:
+        """The store's URL in messages, without user and password."""
+
+    async def ping(self) -> None:
+        """Connect, and wait for an answer; the caller limits the time. Raises `RemoteUnavailableError`."""
+
     async def find(self, namespace: str, tokens: bytes, start: int, *, with_checkpoints: bool) -> Found:
         """Look up what the store has of a prompt after its first `start` tokens; the caller limits the time.
 
