@@ -37,6 +37,7 @@ from llamaslot.kvcache.remote.remote_io import (
     Upload,
 )
 from llamaslot.kvcache.remote.remote_tier import Choice, Lookup
+from llamaslot.kvcache.tiers import pacing
 from llamaslot.scheduler.admission import Admission
 from llamaslot.scheduler.request import Request
 
@@ -71,6 +72,7 @@ class RemoteWorker:
         self._fetches = SharedFetches(self._fetch, self._spawn)
         self._answers = True
         """False after a lookup failed, until one succeeds."""
+        self._late_logged_until = 0.0
         self._uploads: set[asyncio.Task[None]] = set()
         self._tasks: set[asyncio.Task[Any]] = set()
         """All tasks: without a reference they could be garbage-collected while they wait."""
@@ -152,6 +154,7 @@ class RemoteWorker:
                     async with asyncio.timeout(choice.seconds):
                         await self._fetch_all(lookup, choice)
                 except TimeoutError:
+                    self._log_late(choice)
                     self._post(lambda: remote.on_late(choice, self._clock()))
         except CorruptObjectError:
             self._post(remote.on_corrupt)
@@ -185,6 +188,20 @@ class RemoteWorker:
             self._answers = True
             _log.info("remote.available")
         return answer
+
+    def _log_late(self, choice: Choice) -> None:
+        """Log a late fetch, one of those in `RETRY_DELAY_S`: many requests may be late together."""
+        now = self._clock()
+        if now >= self._late_logged_until:
+            self._late_logged_until = now + pacing.RETRY_DELAY_S
+            _log.warning(
+                "remote.late",
+                flag="--cache-remote",
+                url=self._store.address,
+                bytes=choice.n_bytes,
+                waited_s=round(choice.seconds, 2),
+                computed_tokens=choice.n_tokens,
+            )
 
     async def _fetch_all(self, lookup: Lookup, choice: Choice) -> None:
         """Fetch the objects of a choice in their order, and add each to the cache once it is there."""

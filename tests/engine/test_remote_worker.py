@@ -29,6 +29,7 @@ from llamaslot.base.stats import RemoteStats
 from llamaslot.engine import remote_worker
 from llamaslot.engine.remote_worker import RemoteWorker
 from llamaslot.engine.shared_fetches import WantedObject
+from llamaslot.kvcache.remote import remote_tier
 from llamaslot.kvcache.remote.remote_io import GRID_TOKENS, Fetched, Portion, RemoteObject
 from llamaslot.kvcache.remote.remote_tier import Choice, Lookup
 from llamaslot.kvcache.tiers import pacing, upload_queue
@@ -289,6 +290,28 @@ async def test_a_lookup_has_one_time_limit(
         assert [each["error"] for each in logs if each["event"] == "remote.unavailable"] == [
             "no answer within 0.2 s"
         ]
+
+
+async def test_late_fetches_are_logged_once_in_a_while(
+    folder: Path, redis: StoreServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote_tier, "_MIN_DEADLINE_S", 0.1)
+    monkeypatch.setattr(remote_tier, "_MAX_DEADLINE_S", 0.1)
+    async with serving(folder, "tiny", redis) as first, serving(folder, "tiny", redis) as second:
+        expected = [(await first.ask(opening(name)))[0] for name in ("Ann", "Bob")]
+        await first.uploaded()
+
+        async def hang(*_: Any, **__: Any) -> None:
+            await asyncio.sleep(60)
+
+        monkeypatch.setattr(RedisStore, "fetch", hang)
+        with capture_logs() as logs:
+            ends = await asyncio.gather(*(second.ask(opening(name)) for name in ("Ann", "Bob")))
+        assert [text for text, _ in ends] == expected
+        assert second.remote.failures == 2
+        [line] = [each for each in logs if each["event"].startswith("remote.")]
+        assert (line["event"], line["flag"], line["url"]) == ("remote.late", "--cache-remote", ADDRESS)
+        assert (line["waited_s"], line["bytes"] > 0, line["computed_tokens"] > 0) == (0.1, True, True)
 
 
 async def test_clearing_the_cache_clears_the_store(folder: Path, redis: StoreServer) -> None:
