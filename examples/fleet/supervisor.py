@@ -301,5 +301,6 @@ def get_health(url: str) -> bool:
 
 
 def say(text: str) -> None:
-    """Print a line of the supervisor."""
-    print(f"fleet: {text}", file=sys.stderr, flush=True)
+    """Print a line of the supervisor, which goes on if nothing reads it, such as a terminal that was closed."""
+    with contextlib.suppress(OSError):
+        print(f"fleet: {text}", file=sys.stderr, flush=True)

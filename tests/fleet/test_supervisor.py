@@ -1,8 +1,10 @@
-"""A child that cannot be started: at first that is an error, later it is tried again."""
+"""A child that cannot be started: at first that is an error, later it is tried again. A terminal that is closed."""
 
 from __future__ import annotations
 
 import asyncio
+import errno
+import io
 import sys
 from pathlib import Path
 from typing import Any
@@ -84,3 +86,14 @@ async def test_a_worker_that_was_ready_once_fails_at_once_if_it_cannot_be_starte
         await one.until_ready(30)
     finally:
         await one.end()
+
+
+def test_a_closed_terminal_does_not_stop_the_supervisor(supervisor: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says that it ends before it ends its children."""
+
+    class Closed(io.StringIO):
+        def write(self, _text: str) -> int:
+            raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(sys, "stderr", Closed())
+    supervisor.say("ending")
