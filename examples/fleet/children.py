@@ -65,13 +65,18 @@ class Children:
         self._file.unlink(missing_ok=True)
 
 
-def end_left_over(file: Path, seconds: float, say: Callable[[str], None]) -> bool:
-    """End the children of a supervisor that was killed; kill them after some time. False if there are none."""
+def running(file: Path) -> dict[str, psutil.Process]:
+    """Return those of the listed processes that run, by name."""
     try:
         listed = {str(name): (int(pid), float(at)) for name, (pid, at) in json.loads(file.read_text()).items()}
     except (OSError, ValueError, TypeError, AttributeError):
-        return False
-    found = {name: process for name, each in listed.items() if (process := same_process(*each)) is not None}
+        return {}
+    return {name: process for name, each in listed.items() if (process := same_process(*each)) is not None}
+
+
+def end_left_over(file: Path, seconds: float, say: Callable[[str], None]) -> bool:
+    """End the children of a supervisor that was killed; kill them after some time. False if there are none."""
+    found = running(file)
     if SUPERVISOR in found:
         # It is ending them itself.
         return False

@@ -16,7 +16,7 @@ import sys
 import time
 from pathlib import Path
 
-from children import Children, end_left_over
+from children import SUPERVISOR, Children, end_left_over, running
 from gateways import GATEWAYS, FleetError, Settings, gateway
 from supervisor import END_TIMEOUT_S, POLL_S, Child, Fleet, say
 
@@ -95,6 +95,9 @@ async def up(options: argparse.Namespace, worker_flags: list[str]) -> None:
     control = folder / SOCKET
     if is_served(control):
         raise FleetError(f"a fleet already runs in {folder}: choose another --dir, or end it with `down`")
+    if SUPERVISOR in running(folder / CHILDREN):
+        # It would remove the socket of the new one.
+        raise FleetError(f"the fleet in {folder} is still ending: try again, or choose another --dir")
     end_left_over(folder / CHILDREN, END_TIMEOUT_S, say)
     control.unlink(missing_ok=True)
     port, ports = ports_of(options)

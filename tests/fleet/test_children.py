@@ -80,6 +80,19 @@ def test_up_ends_what_a_killed_supervisor_has_left(tmp_path: Path) -> None:
     assert not runs(pid)
 
 
+def test_up_is_refused_while_a_supervisor_ends(tmp_path: Path) -> None:
+    """It serves no commands any more, and removes its files at the end: they would be those of the new one."""
+    me = os.getpid(), psutil.Process().create_time()
+    listed = json.dumps({"supervisor": me})
+    (tmp_path / "children.json").write_text(listed)
+    (tmp_path / "fleet.sock").touch()
+    done = fleet(tmp_path, "up", "--gateway-program", "nosuch")
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1), done.stderr
+    assert "is still ending" in done.stderr
+    assert (tmp_path / "children.json").read_text() == listed
+    assert (tmp_path / "fleet.sock").exists()
+
+
 def test_a_process_that_got_the_same_id_later_is_left_alone(tmp_path: Path) -> None:
     pid = killed_supervisor(tmp_path, "left")
     file = tmp_path / "children.json"
