@@ -88,23 +88,24 @@ async def _objects(client: Any, timeout_s: float, found: str) -> Check:
     prefix = f"llamaslot:1:doctor:{os.urandom(8).hex()}:"
     names = [prefix + kind for kind in "diklnm"]
     small, large = os.urandom(64), os.urandom(_MEASURED_BYTES)
+    late = f"a small object is not written and read in {1e3 * timeout_s:,.0f} ms", "raise --cache-remote-timeout"
     try:
         try:
             async with asyncio.timeout(timeout_s):
                 await _write_small(client, prefix, small)
                 read = await client.hmget(prefix + "d", ["kv"])
                 await client.unlink(*names)
+            late = (
+                f"{shown_size(_MEASURED_BYTES)} are not written and read in {_TRANSFER_TIMEOUT_S:.0f} s",
+                "a store that is nearer: prefixes that take longer to fetch than to compute are computed",
+            )
             async with asyncio.timeout(_TRANSFER_TIMEOUT_S):
                 write_s = await _timed(client.set(prefix + "m", large, ex=_EXPIRES_S))
                 began = time.perf_counter()
                 read_large = await client.get(prefix + "m")
                 read_s = time.perf_counter() - began
         except TimeoutError:
-            return warn(
-                _NAME,
-                f"{found}; {shown_size(_MEASURED_BYTES)} are not written and read in {_TRANSFER_TIMEOUT_S:.0f} s",
-                "a store that is nearer: prefixes that take longer to fetch than to compute are computed",
-            )
+            return warn(_NAME, f"{found}; {late[0]}", late[1])
         except (exceptions.RedisError, OSError, ValueError) as error:
             return warn(_NAME, f"{found}; an object cannot be stored: {error}", _refused(error))
     finally:

@@ -149,6 +149,26 @@ def test_what_a_store_refuses_is_a_warning_with_what_to_change(
     assert advice in check.advice
 
 
+@pytest.mark.parametrize(
+    ("silent", "found", "advice"),
+    [
+        ("HMGET", "a small object is not written and read in 200 ms", "--cache-remote-timeout"),
+        ("GET", "4 MiB are not written and read in 0 s", "nearer"),
+    ],
+)
+def test_a_store_that_is_late_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch, silent: str, found: str, advice: str
+) -> None:
+    monkeypatch.setattr(doctor_checks, "_TRANSFER_TIMEOUT_S", 0.3)
+    # It answers with the start of a string, and no more.
+    replies = {"HMGET": "*1\r\n$64\r\n" + 64 * "x", silent: "$9999999"}
+    with refusing(replies) as url:
+        [check] = checked(url, cache_remote_timeout=200).values()
+    assert check.outcome is Outcome.WARN
+    assert found in check.found
+    assert advice in check.advice
+
+
 def test_a_wrong_password_is_told_from_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(PASSWORD_VARIABLE, "wrong")
     with refusing({"AUTH": "-WRONGPASS invalid username-password pair or user is disabled."}) as url:
