@@ -30,7 +30,7 @@ from llamaslot.engine import remote_worker
 from llamaslot.engine.remote_worker import RemoteWorker
 from llamaslot.engine.shared_fetches import WantedObject
 from llamaslot.kvcache.remote import remote_tier
-from llamaslot.kvcache.remote.remote_io import GRID_TOKENS, Fetched, Portion, RemoteObject
+from llamaslot.kvcache.remote.remote_io import GRID_TOKENS, Fetched, Portion, RemoteObject, RemoteUnavailableError
 from llamaslot.kvcache.remote.remote_tier import Choice, Lookup
 from llamaslot.kvcache.tiers import pacing, upload_queue
 from tests.engine.harness import Harness, running
@@ -312,6 +312,30 @@ async def test_late_fetches_are_logged_once_in_a_while(
         [line] = [each for each in logs if each["event"].startswith("remote.")]
         assert (line["event"], line["flag"], line["url"]) == ("remote.late", "--cache-remote", ADDRESS)
         assert (line["waited_s"], line["bytes"] > 0, line["computed_tokens"] > 0) == (0.1, True, True)
+
+
+async def test_what_the_store_refuses_is_uploaded_later(
+    folder: Path, redis: StoreServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pacing, "RETRY_DELAY_S", 0.1)
+    n_tries = 0
+
+    async def upload(*args: Any, _upload: Any = RedisStore.upload, **fields: Any) -> Any:
+        nonlocal n_tries
+        n_tries += 1
+        if n_tries <= 2:
+            raise RemoteUnavailableError("full")
+        return await _upload(*args, **fields)
+
+    monkeypatch.setattr(RedisStore, "upload", upload)
+    async with serving(folder, "tiny", redis) as first, serving(folder, "tiny", redis) as second:
+        expected, _ = await first.ask(opening("Ann"))
+        await first.uploaded()
+        assert (first.remote.failed_uploads, first.remote.failures) == (2, 0)
+        assert first.remote.uploads > 0
+        text, end = await second.ask(opening("Ann"))
+        assert text == expected
+        assert end.progress.n_fetched > end.progress.n_prompt - 2 * GRID_TOKENS
 
 
 async def test_clearing_the_cache_clears_the_store(folder: Path, redis: StoreServer) -> None:
