@@ -34,3 +34,5 @@ def test_each_line_is_one_write_so_that_lines_of_other_processes_do_not_get_into
         assert process.wait(30) == 0
     assert all(line.endswith(b"\n") for line in written)
     assert [json.loads(line)["event"] for line in written] == ["short", "long", "of a library"]
+    # Readers see when and what first, however many fields follow.
+    assert {tuple(json.loads(line))[:3] for line in written} == {("timestamp", "level", "event")}

@@ -73,6 +73,36 @@ def test_down_ends_what_a_killed_supervisor_has_left(tmp_path: Path) -> None:
     assert "no fleet runs" in fleet(tmp_path, "down").stderr
 
 
+def test_what_does_not_end_is_killed_after_a_while(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(str(PROGRAM.parent))
+    import children  # noqa: PLC0415
+
+    deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(600)"
+    with subprocess.Popen([sys.executable, "-c", deaf], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        file = tmp_path / "children.json"
+        file.write_text(json.dumps({"worker 1": (process.pid, psutil.Process(process.pid).create_time())}))
+        try:
+            said: list[str] = []
+            assert children.end_left_over(file, 0.5, said.append)
+            assert process.wait(10) == -signal.SIGKILL
+            assert len(said) == 1
+            assert not file.exists()
+        finally:
+            process.kill()
+
+
+def test_a_child_has_the_signals_of_a_new_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python ignores SIGPIPE and SIGXFSZ, and what it starts would too."""
+    monkeypatch.syspath_prepend(str(PROGRAM.parent))
+    import children  # noqa: PLC0415
+
+    shell = ["sh", "-c", "kill -PIPE $$; echo ignored"]
+    done = subprocess.run(children.bound(shell), capture_output=True, check=False)
+    assert (done.returncode, done.stdout) == (-signal.SIGPIPE, b"")
+
+
 def test_up_ends_what_a_killed_supervisor_has_left(tmp_path: Path) -> None:
     pid = killed_supervisor(tmp_path, "left")
     done = fleet(tmp_path, "up", "--gateway-program", "nosuch")
