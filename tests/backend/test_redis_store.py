@@ -261,6 +261,19 @@ async def test_all_servers_together_keep_within_the_limit(fleet: Fleet) -> None:
     assert found == [False, False, False, True, True, True]
 
 
+async def test_a_server_whose_clock_is_behind_keeps_within_the_limit(fleet: Fleet) -> None:
+    fleet.clock.advance(50)
+    ahead = fleet.store(max_bytes=2 * N_BYTES)
+    for i in range(2):
+        await put(ahead, 0, 512, of=PROMPT + 10 * i)
+        fleet.clock.advance(1)
+    fleet.clock.advance(-50)
+    await put(fleet.store(max_bytes=2 * N_BYTES), 0, 512, of=PROMPT + 20)
+    found = [bool(await _fetch(ahead, PROMPT + 10 * i)) for i in range(3)]
+    assert found == [False, True, True]
+    assert int(await fleet.client().get(ahead._store.prefix + "n")) == 2 * N_BYTES
+
+
 async def test_what_is_used_stays_longer(fleet: Fleet) -> None:
     store = fleet.store(max_bytes=2 * N_BYTES)
     await put(store, 0, 512, of=PROMPT)
