@@ -126,9 +126,7 @@ class Engine:
         self._inbox: deque[Callable[[], None]] = deque()
         self._outbox: list[EngineEvent] = []
         self._wake = asyncio.Event()
-        self._stopping = False
-        self._is_closed = False
-        self._is_checked = False
+        self._stopping = self._is_closed = self._is_checked = False
         self._n_arrived = 0
         self._n_fatal = 0
         """Requests that failed with `Status.FATAL` since a decode succeeded."""
@@ -158,9 +156,8 @@ class Engine:
         reason = ""
         watching: asyncio.Task[None] | None = None
         if self._read_memory is not None:
-            memory = MemoryWatch(
-                self._read_memory, self.scheduler.cache, lambda: self._post(lambda: None), self._clock
-            )
+            wake = partial(self._post, lambda: None)
+            memory = MemoryWatch(self._read_memory, self.scheduler.cache, wake, self._clock)
             watching = asyncio.create_task(memory.run(), name="memory-watch")
         if self._remote is not None:
             self._remote.check()
