@@ -11,7 +11,7 @@ import ctypes
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -239,11 +239,15 @@ def report(results: list[Result], chat: Result, show: int) -> list[tuple[str, st
     ]
 
 
-def dialogue_sets(n: int, seed: int, count: Callable[[str], int]) -> Iterator[tuple[str, list[Dialogue]]]:
+def dialogue_sets(
+    n: int, seed: int, count: Callable[[str], int], fillers: Sequence[int] = FILLERS, *, tools: bool = True
+) -> Iterator[tuple[str, list[Dialogue]]]:
     """Sets by the names that they have in the model card."""
-    for filler in FILLERS:
+    for filler in fillers:
         name = f"after {filler:,} tokens" if filler else "fact asked at once"
         yield name, list(held_out(n, seed, filler, count))
+    if not tools:
+        return
     calls = list(held_out_calls(n * 3 // 5, seed))
     yield "request for a tool", [dialogue.asking() for dialogue in calls]
     yield "result of a tool", [dialogue.answering() for dialogue in calls]
@@ -254,12 +258,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, default=DEFAULT_MODEL)
     parser.add_argument("--dialogues", type=int, default=500)
+    parser.add_argument("--fillers", type=int, nargs="+", default=FILLERS, help="tokens between fact and question")
+    parser.add_argument("--without-tools", action="store_true", help="for a model that has not learned them")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--show", type=int, default=3, help="how many mistakes of each set to print")
     arguments = parser.parse_args()
     runner = Runner(arguments.model, arguments.threads)
-    sets = dialogue_sets(arguments.dialogues, arguments.seed, lambda text: len(runner.tokenize(text)))
+    sets = dialogue_sets(
+        arguments.dialogues,
+        arguments.seed,
+        lambda text: len(runner.tokenize(text)),
+        arguments.fillers,
+        tools=not arguments.without_tools,
+    )
     results = [measure(runner, name, dialogues) for name, dialogues in sets]
     chat = measure(runner, "chatter", list(chatter(max(1, arguments.dialogues // 5), arguments.seed)))
     goals = report(results, chat, arguments.show)

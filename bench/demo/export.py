@@ -1,8 +1,8 @@
 """Writes a trained demo model as a GGUF file: `python -m bench.demo.export CHECKPOINT TOKENIZER OUTPUT`.
 
-Matrices become F16 (as Q8_0 the model showed much more noise between chunks),
-norms stay F32. The rows of the query and key matrices are reordered, because training splits a head in halves for
-RoPE where llama.cpp's llama architecture pairs neighbours.
+Matrices become F16 (as Q8_0 the model showed much more noise between chunks), norms and convolutions stay F32. The
+rows of a llama's query and key matrices are reordered, because training splits a head in halves for RoPE where
+llama.cpp's llama architecture pairs neighbours.
 """
 
 import argparse
@@ -11,39 +11,41 @@ from pathlib import Path
 
 import gguf
 import numpy as np
+import torch
 from tokenizers import Tokenizer
 
 from bench.demo.chat_template import CHAT_TEMPLATE
 from bench.demo.corpus import IM_END
+from bench.demo.model import Model, Shape
 from bench.demo.tokenizer import END_OF_TEXT, SPECIALS
-from bench.demo.train import Model, Shape, load
-from bench.demo.weights import MATRICES, pair_neighbours
+from bench.demo.weights import gguf_weights
 
-NAME = "llamaslot demo"
+NAMES = {"llama": "llamaslot demo", "lfm2": "llamaslot short convolutions"}
+DESCRIPTIONS = {
+    "llama": "A tiny chat model that remembers facts, for trying and testing llamaslot.",
+    "lfm2": "A tiny hybrid model that remembers facts, for testing llamaslot.",
+}
 TEMPERATURE, MIN_P = 0.2, 0.1
 """Sampling that the file recommends: at llama-server's defaults (0.8, 0.05) 4 of 100 recalled names are wrong."""
 
 
+def load(path: Path) -> Model:
+    """The model of a training checkpoint, with its averaged weights."""
+    stored = torch.load(path)
+    model = Model(Shape(**stored["shape"]))
+    model.load_state_dict(stored["weights"])
+    return model
+
+
 def tensors(model: Model) -> dict[str, np.ndarray]:
     """The weights under llama.cpp's names, in F32."""
-    result = {
-        "token_embd.weight": model.embedding.weight.detach().numpy(),
-        "output_norm.weight": model.norm.weight.detach().numpy(),
-    }
-    for index, block in enumerate(model.blocks):
-        result[f"blk.{index}.attn_norm.weight"] = block.attention_norm.weight.detach().numpy()
-        result[f"blk.{index}.ffn_norm.weight"] = block.forward_norm.weight.detach().numpy()
-        for ours, theirs in MATRICES.items():
-            weight = getattr(block, ours).weight.detach().numpy()
-            if ours in ("q", "k"):
-                weight = pair_neighbours(weight, model.shape.head_size)
-            result[f"blk.{index}.{theirs}.weight"] = weight
-    return result
+    weights = {name: weight.detach().numpy() for name, weight in model.named_parameters()}
+    return gguf_weights(weights, model.shape.arch, model.shape.head_size)
 
 
 def add_shape(writer: gguf.GGUFWriter, shape: Shape, file_type: gguf.LlamaFileType) -> None:
-    writer.add_name(NAME)
-    writer.add_description("A tiny chat model that remembers facts, for trying and testing llamaslot.")
+    writer.add_name(NAMES[shape.arch])
+    writer.add_description(DESCRIPTIONS[shape.arch])
     writer.add_license("mit")
     writer.add_file_type(file_type)
     writer.add_vocab_size(shape.vocabulary)
@@ -52,7 +54,11 @@ def add_shape(writer: gguf.GGUFWriter, shape: Shape, file_type: gguf.LlamaFileTy
     writer.add_block_count(shape.layers)
     writer.add_feed_forward_length(shape.feed_forward)
     writer.add_head_count(shape.heads)
-    writer.add_head_count_kv(shape.kv_heads)
+    if shape.convolution:
+        writer.add_shortconv_l_cache(shape.convolution)
+        writer.add_head_count_kv([shape.kv_heads * shape.has_attention(layer) for layer in range(shape.layers)])
+    else:
+        writer.add_head_count_kv(shape.kv_heads)
     writer.add_key_length(shape.head_size)
     writer.add_value_length(shape.head_size)
     writer.add_rope_dimension_count(shape.head_size)
@@ -82,12 +88,12 @@ def add_tokenizer(writer: gguf.GGUFWriter, tokenizer: Tokenizer) -> None:
 def export(model: Model, tokenizer: Tokenizer, path: Path, matrix_type: str = "F16") -> None:
     """Writes the file beside its name first, so that no reader ever sees half of it."""
     partial = path.with_suffix(".partial")
-    writer = gguf.GGUFWriter(partial, "llama")
+    writer = gguf.GGUFWriter(partial, model.shape.arch)
     add_shape(writer, model.shape, gguf.LlamaFileType[f"MOSTLY_{matrix_type}"])
     add_tokenizer(writer, tokenizer)
     kind = gguf.GGMLQuantizationType[matrix_type]
     for name, values in tensors(model).items():
-        if values.ndim == 1:
+        if values.ndim == 1 or name.endswith("shortconv.conv.weight"):
             writer.add_tensor(name, values.astype(np.float32))
         else:
             data = gguf.quants.quantize(np.ascontiguousarray(values, np.float32), kind)

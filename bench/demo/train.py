@@ -1,9 +1,8 @@
-"""Trains the demo model: `python -m bench.demo.train [--out FOLDER]`; `bench.demo.export` makes the GGUF.
+"""Trains a demo model: `python -m bench.demo.train [--model NAME] [--gguf PATH]`.
 
-A llama-architecture model as llama.cpp computes it (RMSNorm, RoPE, grouped-query attention, SwiGLU, tied
-embeddings) learns to copy facts out of its context in stages of growing length. Muon drives the matrices, AdamW the
-embedding and the norms. A training extra, never part of CI: it needs torch, numpy, tokenizers, gguf,
-platformdirs and, for torch.compile, a C++ compiler.
+A model of `bench.demo.recipes` learns to copy facts out of its context in stages of growing length. Muon drives the
+matrices, AdamW the embedding, the norms and the convolutions. A training extra, never part of CI: it needs torch,
+numpy, tokenizers, gguf, platformdirs and, for torch.compile, a C++ compiler.
 """
 
 import argparse
@@ -12,7 +11,7 @@ import multiprocessing
 import random
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -23,128 +22,15 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from bench.demo.corpus import training_talk
+from bench.demo.export import export, load
+from bench.demo.model import Model
+from bench.demo.recipes import RECIPES, Recipe, Stage
 from bench.demo.tokenizer import TalkEncoder, load_or_train
 from bench.demo.tool_talk import tool_talk
 from bench.demo.weights import read_tokenizer, read_weights
 from bench.demo.writer import Message
 
-CHARACTERS_PER_TOKEN = 3.6  # a little above the mean, so that nearly every talk fills its row
-CHARACTERS_PER_TOOL_TOKEN = 1.8  # names and punctuation of JSON are cut finer
-
-
-@dataclass(frozen=True)
-class Shape:
-    """The model's hyperparameters, under llama.cpp's names where it has one."""
-
-    vocabulary: int = 1536
-    width: int = 192
-    layers: int = 5
-    heads: int = 4
-    kv_heads: int = 2
-    head_size: int = 64
-    feed_forward: int = 448
-    rope_base: float = 500_000.0
-    epsilon: float = 1e-5
-    context: int = 4096
-
-
-@dataclass(frozen=True)
-class Stage:
-    """A stretch of training at one length."""
-
-    steps: int
-    length: int
-    rows: int
-    far: float  # share of rows with chatter between facts and questions
-    tools: float  # share of rows with tools
-
-
-SHORT, MIDDLE, LONG, FULL = (
-    (256, 24, 0.15, 0.2),
-    (640, 10, 0.5, 0.5),
-    (2304, 3, 0.8, 0.1),
-    (4096, 2, 0.9, 0.0),
-)
-CURRICULUM = (
-    Stage(900, *SHORT),
-    *(Stage(10, *SHORT), Stage(4, *MIDDLE), Stage(6, *LONG), Stage(1, *FULL)) * 180,
-)
 AVERAGING = 0.98  # the saved weights are a running mean over about fifty steps
-
-
-class Norm(nn.Module):
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        self.weight, self.epsilon = nn.Parameter(torch.ones(shape.width)), shape.epsilon
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, (x.shape[-1],), self.weight, self.epsilon)
-
-
-def rope_table(shape: Shape) -> Tensor:
-    """Cosine and sine of every position, for the half-split layout (export interleaves the rows)."""
-    rates = shape.rope_base ** (-torch.arange(0, shape.head_size, 2, dtype=torch.float32) / shape.head_size)
-    angles = torch.outer(torch.arange(shape.context, dtype=torch.float32), rates)
-    return torch.stack((angles.cos(), angles.sin()))
-
-
-def rotate(x: Tensor, table: Tensor) -> Tensor:
-    first, second = x.chunk(2, dim=-1)
-    cos, sin = table[0].to(x.dtype), table[1].to(x.dtype)
-    return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)
-
-
-class Block(nn.Module):
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        self.shape = shape
-        queries, keys = shape.heads * shape.head_size, shape.kv_heads * shape.head_size
-        self.attention_norm, self.forward_norm = Norm(shape), Norm(shape)
-        self.q = nn.Linear(shape.width, queries, bias=False)
-        self.k = nn.Linear(shape.width, keys, bias=False)
-        self.v = nn.Linear(shape.width, keys, bias=False)
-        self.o = nn.Linear(queries, shape.width, bias=False)
-        self.gate = nn.Linear(shape.width, shape.feed_forward, bias=False)
-        self.up = nn.Linear(shape.width, shape.feed_forward, bias=False)
-        self.down = nn.Linear(shape.feed_forward, shape.width, bias=False)
-
-    def forward(self, x: Tensor, table: Tensor) -> Tensor:
-        rows, length, _ = x.shape
-        shape, normed = self.shape, self.attention_norm(x)
-        q, k, v = (
-            layer(normed).view(rows, length, -1, shape.head_size).transpose(1, 2)
-            for layer in (self.q, self.k, self.v)
-        )
-        q, k = rotate(q, table), rotate(k, table)
-        share = shape.heads // shape.kv_heads
-        k, v = k.repeat_interleave(share, dim=1), v.repeat_interleave(share, dim=1)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.o(mixed.transpose(1, 2).reshape(rows, length, -1))
-        normed = self.forward_norm(x)
-        return x + self.down(F.silu(self.gate(normed)) * self.up(normed))
-
-
-class Model(nn.Module):
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        self.shape = shape
-        self.embedding = nn.Embedding(shape.vocabulary, shape.width)
-        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
-        self.norm = Norm(shape)
-        self.register_buffer("table", rope_table(shape), persistent=False)
-        nn.init.normal_(self.embedding.weight, std=0.5 / math.sqrt(shape.width))
-        for name, weight in self.blocks.named_parameters():
-            if weight.ndim == 2:
-                nn.init.normal_(weight, std=1 / math.sqrt(weight.shape[1]))
-                if name.endswith(("o.weight", "down.weight")):
-                    nn.init.zeros_(weight)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.embedding(ids)
-        table = self.table[:, : ids.shape[1]]
-        for block in self.blocks:
-            x = block(x, table)
-        return F.linear(self.norm(x), self.embedding.weight)
 
 
 def orthogonalize(gradient: Tensor) -> Tensor:
@@ -178,17 +64,19 @@ class Muon(torch.optim.Optimizer):
                 weight.add_(update, alpha=-group["lr"] * max(1.0, weight.shape[0] / weight.shape[1]) ** 0.5)
 
 
-def _talk(stage: Stage, rng: random.Random) -> list[Message]:
+def _talk(stage: Stage, recipe: Recipe, rng: random.Random) -> list[Message]:
     if rng.random() < stage.tools:
-        return tool_talk(rng, int(stage.length * CHARACTERS_PER_TOOL_TOKEN))
-    return training_talk(rng, int(stage.length * CHARACTERS_PER_TOKEN), rng.random() < stage.far)
+        return tool_talk(rng, int(stage.length * recipe.characters_per_tool_token))
+    return training_talk(rng, int(stage.length * recipe.characters_per_token), rng.random() < stage.far)
 
 
-def make_rows(stage: Stage, encoder: TalkEncoder, rng: random.Random) -> tuple[np.ndarray, np.ndarray]:
+def make_rows(
+    stage: Stage, recipe: Recipe, encoder: TalkEncoder, rng: random.Random
+) -> tuple[np.ndarray, np.ndarray]:
     """One batch: a conversation a row, each from position 0, cut at the stage's length."""
     ids = np.zeros((stage.rows, stage.length + 1), np.int64)
     weights = np.zeros((stage.rows, stage.length + 1), np.float32)
-    talks = [_talk(stage, rng) for _ in range(stage.rows)]
+    talks = [_talk(stage, recipe, rng) for _ in range(stage.rows)]
     for row, (row_ids, row_weights) in enumerate(encoder.encode(talks)):
         count = min(len(row_ids), stage.length + 1)
         ids[row, :count], weights[row, :count] = row_ids[:count], row_weights[:count]
@@ -199,7 +87,7 @@ def make_rows(stage: Stage, encoder: TalkEncoder, rng: random.Random) -> tuple[n
 class Run:
     """Settings of one training run."""
 
-    stages: tuple[Stage, ...]
+    recipe: Recipe
     seed: int
     folder: Path
     rate: float
@@ -207,35 +95,39 @@ class Run:
     resume: Path | None
     minutes: float
 
-    def tokenizer(self, vocabulary: int) -> Tokenizer:
-        return load_or_train(self.folder / "tokenizer.json", self.seed, vocabulary)
+    @property
+    def checkpoint(self) -> Path:
+        return self.folder / "checkpoint.pt"
+
+    def tokenizer(self) -> Tokenizer:
+        return load_or_train(self.folder / "tokenizer.json", self.seed, self.recipe.shape.vocabulary)
 
 
-def _produce(queue: "multiprocessing.Queue[tuple[np.ndarray, np.ndarray]]", run: Run, vocabulary: int) -> None:
-    encoder = TalkEncoder(run.tokenizer(vocabulary))
-    for index, stage in enumerate(run.stages):
+def _produce(queue: "multiprocessing.Queue[tuple[np.ndarray, np.ndarray]]", run: Run) -> None:
+    encoder = TalkEncoder(run.tokenizer())
+    for index, stage in enumerate(run.recipe.stages):
         rng = random.Random(f"training {run.seed} {index}")
         for _ in range(stage.steps):
-            queue.put(make_rows(stage, encoder, rng))
+            queue.put(make_rows(stage, run.recipe, encoder, rng))
 
 
-def batches(run: Run, vocabulary: int) -> Iterator[tuple[Tensor, Tensor]]:
+def batches(run: Run) -> Iterator[tuple[Tensor, Tensor]]:
     """The curriculum's batches in order, written by a process of their own."""
     context = multiprocessing.get_context("spawn")
     queue = context.Queue(maxsize=8)
-    process = context.Process(target=_produce, args=(queue, run, vocabulary), daemon=True)
+    process = context.Process(target=_produce, args=(queue, run), daemon=True)
     process.start()
     try:
-        for _ in range(sum(stage.steps for stage in run.stages)):
+        for _ in range(sum(stage.steps for stage in run.recipe.stages)):
             ids, weights = queue.get()
             yield torch.from_numpy(ids), torch.from_numpy(weights)
     finally:
         process.terminate()
 
 
-def weighted_loss(model: nn.Module, ids: Tensor, weights: Tensor) -> tuple[Tensor, float, float]:
+def weighted_loss(model: nn.Module, ids: Tensor, weights: Tensor, *, half: bool) -> tuple[Tensor, float, float]:
     """The loss, its mean over copied values alone, and the share of copied tokens that are right."""
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast("cpu", torch.bfloat16, enabled=half):
         logits = model(ids[:, :-1])
     targets, weights = ids[:, 1:].flatten(), weights[:, 1:].flatten()
     each = F.cross_entropy(logits.flatten(0, 1).float(), targets, reduction="none")
@@ -250,28 +142,28 @@ def rate_at(step: int, progress: float, warmup: int, decay_share: float) -> floa
     return max(0.0, min(1.0, (step + 1) / warmup, (1 - progress) / decay_share))
 
 
-def train(run: Run, shape: Shape) -> Model:
+def train(run: Run) -> Model:
     """Runs through the stages, saving a checkpoint every fifty steps."""
     torch.manual_seed(run.seed)
-    model = Model(shape)
+    model = Model(run.recipe.shape)
     if run.resume is not None:
         model.load_state_dict(_stored(run.resume))
     matrices = [p for p in model.blocks.parameters() if p.ndim == 2]
-    others = [model.embedding.weight, *(p for p in model.parameters() if p.ndim == 1)]
+    others = [model.embedding.weight, *(p for p in model.parameters() if p.ndim != 2)]
     adam = torch.optim.AdamW(others, lr=run.rate * 0.2, betas=(0.9, 0.98), weight_decay=0.0)
     optimizers = [Muon(matrices, lr=run.rate), adam]
     compiled = torch.compile(model, dynamic=False)
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters", flush=True)
-    total, began, seen = sum(stage.steps for stage in run.stages), time.monotonic(), 0
+    total, began, seen = sum(stage.steps for stage in run.recipe.stages), time.monotonic(), 0
     average = [p.detach().clone() for p in model.parameters()]
-    for step, (ids, weights) in enumerate(batches(run, shape.vocabulary)):
+    for step, (ids, weights) in enumerate(batches(run)):
         spent = time.monotonic() - began
         progress = max(step / total, spent / (60 * run.minutes))
         factor = rate_at(step, progress, 10, run.decay_share)
         for optimizer, base in zip(optimizers, (run.rate, run.rate * 0.2), strict=True):
             for group in optimizer.param_groups:
                 group["lr"] = base * factor
-        loss, copied, right = weighted_loss(compiled, ids, weights)
+        loss, copied, right = weighted_loss(compiled, ids, weights, half=run.recipe.half)
         loss.backward()
         nn.utils.clip_grad_norm_(others, 1.0)
         for optimizer in optimizers:
@@ -288,7 +180,7 @@ def train(run: Run, shape: Shape) -> Model:
                 flush=True,
             )
         if step % 50 == 49 or is_last:
-            save(model, average, run.folder / "checkpoint.pt")
+            save(model, average, run.checkpoint)
         if is_last:
             break
     return model
@@ -312,16 +204,11 @@ def save(model: Model, average: list[Tensor], path: Path) -> None:
     partial.replace(path)
 
 
-def load(path: Path) -> Model:
-    stored = torch.load(path)
-    model = Model(Shape(**stored["shape"]))
-    model.load_state_dict(stored["weights"])
-    return model
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=platformdirs.user_cache_path("llamaslot") / "demo")
+    parser.add_argument("--model", choices=RECIPES, default="demo")
+    parser.add_argument("--out", type=Path, help="default: a folder of the model's name in the user's cache")
+    parser.add_argument("--gguf", type=Path, help="also write the trained model there, as bench.demo.export does")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--rate", type=float, default=0.02)
     parser.add_argument("--resume", type=Path, help="start from the weights of this checkpoint or GGUF")
@@ -329,18 +216,20 @@ def main() -> None:
     parser.add_argument("--decay", type=float, default=0.4, help="share of the steps over which the rate falls")
     parser.add_argument("--minutes", type=float, default=math.inf, help="end by then, at the rate that the end has")
     arguments = parser.parse_args()
-    torch.set_num_threads(2)
-    stages = CURRICULUM
+    recipe = RECIPES[arguments.model]
+    torch.set_num_threads(recipe.threads)
     if arguments.stages:
         stages = tuple(
             Stage(int(s), int(n), int(r), float(f), float(t))
             for s, n, r, f, t in (part.split("x") for part in arguments.stages.split(","))
         )
-    arguments.out.mkdir(parents=True, exist_ok=True)
+        recipe = replace(recipe, stages=stages)
+    folder = arguments.out or platformdirs.user_cache_path("llamaslot") / arguments.model
+    folder.mkdir(parents=True, exist_ok=True)
     run = Run(
-        stages,
+        recipe,
         arguments.seed,
-        arguments.out,
+        folder,
         arguments.rate,
         arguments.decay,
         arguments.resume,
@@ -348,8 +237,10 @@ def main() -> None:
     )
     if run.resume is not None and run.resume.suffix == ".gguf":
         read_tokenizer(run.resume).save(str(run.folder / "tokenizer.json"))
-    run.tokenizer(Shape().vocabulary)
-    train(run, Shape())
+    run.tokenizer()
+    train(run)
+    if arguments.gguf:
+        export(load(run.checkpoint), run.tokenizer(), arguments.gguf)
 
 
 if __name__ == "__main__":

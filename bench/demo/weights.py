@@ -1,5 +1,6 @@
-"""The demo model's weights and tokenizer as a GGUF file has them, read back to train on from there."""
+"""A demo model's weights and tokenizer as a GGUF file has them, read back to train on from there."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -10,16 +11,41 @@ from torch import Tensor
 
 from bench.demo.tokenizer import SPECIALS
 
-MATRICES = {
+LAYER_NAMES = {
+    "attention_norm": "attn_norm",
+    "forward_norm": "ffn_norm",
     "q": "attn_q",
     "k": "attn_k",
     "v": "attn_v",
     "o": "attn_output",
+    "q_norm": "attn_q_norm",
+    "k_norm": "attn_k_norm",
+    "in_proj": "shortconv.in_proj",
+    "conv": "shortconv.conv",
+    "out_proj": "shortconv.out_proj",
     "gate": "ffn_gate",
     "up": "ffn_up",
     "down": "ffn_down",
 }
-NORMS = {"attention_norm": "attn_norm", "forward_norm": "ffn_norm"}
+OUTPUT_NORM = {"llama": "output_norm", "lfm2": "token_embd_norm"}
+NEIGHBOURS = {"llama"}
+"""Architectures in which RoPE pairs neighbours, where training splits a head in halves."""
+
+
+def gguf_weights(weights: Mapping[str, np.ndarray], arch: str, head_size: int) -> dict[str, np.ndarray]:
+    """Training's weights under llama.cpp's names and in its layout."""
+    result = {
+        "token_embd.weight": weights["embedding.weight"],
+        f"{OUTPUT_NORM[arch]}.weight": weights["norm.weight"],
+    }
+    for name, weight in weights.items():
+        if name.startswith("blocks."):
+            _, index, ours, _ = name.split(".")
+            paired = ours in ("q", "k") and arch in NEIGHBOURS
+            result[f"blk.{index}.{LAYER_NAMES[ours]}.weight"] = (
+                pair_neighbours(weight, head_size) if paired else weight[:, 0] if ours == "conv" else weight
+            )
+    return result
 
 
 def pair_neighbours(weight: np.ndarray, head_size: int) -> np.ndarray:
@@ -38,14 +64,20 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     """A GGUF file's matrices (F16) and norms under the names that training has for them."""
     reader = GGUFReader(path)
     stored = {tensor.name: np.asarray(tensor.data, np.float32) for tensor in reader.tensors}
-    head_size = int(reader.fields["llama.attention.key_length"].contents())
-    result = {"embedding.weight": stored["token_embd.weight"], "norm.weight": stored["output_norm.weight"]}
-    for index in range(int(reader.fields["llama.block_count"].contents())):
-        for ours, theirs in (MATRICES | NORMS).items():
-            weight = stored[f"blk.{index}.{theirs}.weight"]
-            result[f"blocks.{index}.{ours}.weight"] = (
-                split_halves(weight, head_size) if ours in ("q", "k") else weight
-            )
+    arch = str(reader.fields["general.architecture"].contents())
+    head_size = int(reader.fields[f"{arch}.attention.key_length"].contents())
+    names = {theirs: ours for ours, theirs in LAYER_NAMES.items()}
+    result = {
+        "embedding.weight": stored.pop("token_embd.weight"),
+        "norm.weight": stored.pop(f"{OUTPUT_NORM[arch]}.weight"),
+    }
+    for name, weight in stored.items():
+        _, index, theirs = name.removesuffix(".weight").split(".", 2)
+        ours = names[theirs]
+        paired = ours in ("q", "k") and arch in NEIGHBOURS
+        result[f"blocks.{index}.{ours}.weight"] = (
+            split_halves(weight, head_size) if paired else weight[:, None] if ours == "conv" else weight
+        )
     return {name: torch.from_numpy(np.array(weight)) for name, weight in result.items()}
 
 
