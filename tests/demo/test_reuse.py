@@ -14,7 +14,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from bench.demo.corpus import Dialogue, held_out
+from bench.demo.corpus import held_out
 from llamaslot.app.models import resolve_model
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings, batch
 from llamaslot.backend.llama.operations import KvOperations
@@ -24,8 +24,8 @@ from llamaslot.base.tokens import WIDTH
 from llamaslot.kvcache.match import Match
 from llamaslot.kvcache.node import Node
 from llamaslot.kvcache.radix_tree import RadixTree
-from llamaslot.text.template import ChatTemplate
 from tests.conftest import LONG
+from tests.demo.talks import TEMPLATE, dialogues, turns
 from tests.engine.harness import Harness, running
 from tests.text.rendering import rendered
 
@@ -33,29 +33,6 @@ N_SLOTS = 3
 N_TOGETHER = 5
 MAX_TOKENS = 60
 SEED = 20
-
-
-def conversations(n: int) -> list[list[str]]:
-    """The prompts of `n` conversations, half of them twins of the other half, as lists of turns."""
-    backend = open_backend()
-    template = ChatTemplate(backend.info.chat_template, bos_token="", eos_token="")
-    backend.close()
-    found = []
-    for dialogue in held_out(n // 2, SEED):
-        for each in (dialogue, twin(dialogue)):
-            ends = [i + 1 for i, m in enumerate(each.messages) if m["role"] == "user"]
-            found.append([rendered(template, each.messages[:end]) for end in ends])
-    return found
-
-
-def twin(dialogue: Dialogue) -> Dialogue:
-    """The same conversation about another value of the same form."""
-    other = "".join(
-        chr(97 + (ord(c) - 97 + 11) % 26) if c.islower() else str((int(c) + 3) % 10) if c.isdigit() else c
-        for c in dialogue.value
-    )
-    messages = [{**m, "content": m["content"].replace(dialogue.value, other)} for m in dialogue.messages]
-    return replace(dialogue, messages=messages, value=other, answer=dialogue.answer.replace(dialogue.value, other))
 
 
 def open_backend(n_ctx: int = 8192, n_slots: int = N_SLOTS) -> LlamaBackend:
@@ -145,7 +122,7 @@ def compare(
 
 @pytest.fixture(scope="module")
 def talks() -> list[list[str]]:
-    return conversations(200 if LONG else 12)
+    return [turns(each) for each in dialogues(200 if LONG else 12, SEED)]
 
 
 @pytest.fixture(scope="module")
@@ -172,8 +149,7 @@ def test_they_are_the_same_when_idle_prefixes_are_in_ram(
 
 def test_two_requests_of_60_percent_of_the_pool_give_the_texts_they_give_alone() -> None:
     backend = open_backend()
-    template = ChatTemplate(backend.info.chat_template, bos_token="", eos_token="")
-    long_talks = [[rendered(template, d.messages)] for d in held_out(2, SEED, filler_tokens=1000)]
+    long_talks = [[rendered(TEMPLATE, d.messages)] for d in held_out(2, SEED, filler_tokens=1000)]
     needs = [len(backend.vocab.tokenize(t[0], add_special=True, parse_special=True)) + 40 for t in long_talks]
     backend.close()
     n_ctx = -(-int(max(needs) / 0.6) // 256) * 256
