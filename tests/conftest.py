@@ -34,6 +34,7 @@ SLOWEST = (
     "backend/test_splitters.py",
     "demo/test_session_workloads.py",
     "demo/test_restart.py",
+    "demo/test_checkpoints.py",
     "engine/test_slot_actions.py",
     "app/test_serve.py",
     "backend/test_disk_store.py",

@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "llamaslot"
 DOCUMENTS = [ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "bench/README.md")]
-DOCUMENTS.append(ROOT / "examples" / "fleet" / "README.md")
+DOCUMENTS += [ROOT / "examples" / "fleet" / "README.md", ROOT / "tests" / "models" / "README.md"]
 DOCUMENTS += sorted((ROOT / "docs").glob("*.md"))
 MAX_WIDTH = 120
 
