@@ -298,3 +298,14 @@ class ModelInfo(msgspec.Struct, frozen=True):
     def can_reuse(self) -> bool:
         """True if prefixes of this model are reused: by trimming sequences, or by checkpoints."""
         return self.can_trim or self.keeps_checkpoints
+
+    @property
+    def unsaved_reason(self) -> str:
+        """Reason why no KV can be saved off the pool; empty where it can."""
+        reasons = (
+            (not self.can_reuse, "no prefix of this model can be reused"),
+            (not self.unified, "that needs one pool for all slots, --kv-unified"),
+            (self.segment_size is None and not self.flash_attn, "that needs flash attention"),
+            (self.segment_size is None, "no sequence id is left for it, so lower --parallel"),
+        )
+        return next((reason for holds, reason in reasons if holds), "")

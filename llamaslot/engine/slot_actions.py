@@ -33,6 +33,7 @@ from llamaslot.kvcache.pools.slot_snapshot import (
     SlotSnapshot,
     SnapshotPart,
     SnapshotStore,
+    UnsavableSlotError,
 )
 from llamaslot.kvcache.tiers.disk_io import SlotSaved
 from llamaslot.scheduler.scheduler import Scheduler
@@ -92,11 +93,8 @@ class SlotActions:
     def handle(self, command: SlotAction, respond: Respond) -> None:
         """Accept or refuse an action; it begins as soon as its slot is idle."""
         if self._store is None or self._cache.settings.scratch is None:
-            message = (
-                "this server does not save its slots: start it with --slot-save-path, one pool for all slots and "
-                "flash attention"
-            )
-            respond(NotSupportedError(message))
+            reason = self._backend.info.unsaved_reason or "start it with --slot-save-path"
+            respond(NotSupportedError(f"this server does not save its slots: {reason}"))
         elif not 0 <= command.slot < len(self._slots):
             message = f"there is no slot {command.slot}, only 0 to {len(self._slots) - 1}"
             respond(InvalidRequestError(message, param="id_slot"))
@@ -144,10 +142,10 @@ class SlotActions:
 
     def _begin_save(self, job: _Job) -> None:
         slot = job.command.slot
-        job.save = self._cache.save_slot(slot)
-        if job.save is None:
-            why = "it is empty or private, or has lost the state after its last token"
-            job.respond(InvalidRequestError(f"slot {slot} cannot be saved: {why}", param="id_slot"))
+        try:
+            job.save = self._cache.save_slot(slot)
+        except UnsavableSlotError as error:
+            job.respond(InvalidRequestError(f"slot {slot} cannot be saved: {error}", param="id_slot"))
             return
         job.n_tokens = self._cache.length(slot)
         self._in_step.append(job)

@@ -328,11 +328,10 @@ class KVCache:
 
     # --- slot files ---
 
-    def save_slot(self, seq: int) -> SlotSave | None:
-        """Record operations that save everything an idle slot holds; None if it cannot be saved.
+    def save_slot(self, seq: int) -> SlotSave:
+        """Record operations that save everything an idle slot holds. Raises `UnsavableSlotError`.
 
-        It cannot if it is empty or private, or has lost the partial state after its last token. The
-        bytes are there once the next operations are done, until `SlotSaved` is reported.
+        The bytes are there once the next operations are done, until `SlotSaved` is reported.
         """
         self.pool.deduplicate()
         return self._snapshots.save(seq)

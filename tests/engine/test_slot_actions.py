@@ -138,7 +138,7 @@ async def test_a_restore_evicts_idle_prefixes_but_no_running_request(tmp_path: P
     ("slot", "action", "filename", "words"),
     [
         (5, "save", "a", "there is no slot 5"),
-        (0, "save", "a", "cannot be saved: it is empty or private"),
+        (0, "save", "a", "slot 0 cannot be saved: it is empty"),
         (0, "restore", "a", "there is no file a"),
         (0, "restore", "other", "it is not a slot file"),
     ],
@@ -303,6 +303,23 @@ async def test_a_restore_is_refused_if_a_running_request_keeps_it_from_its_cells
         await busy
 
 
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({}, "start it with --slot-save-path"),
+        ({"unified": False}, "that needs one pool for all slots, --kv-unified"),
+        ({"can_trim": False}, "no prefix of this model can be reused"),
+        ({"segment_size": None}, "no sequence id is left for it, so lower --parallel"),
+    ],
+)
+async def test_a_server_that_saves_no_slots_says_why(settings: dict[str, Any], reason: str) -> None:
+    backend = FakeBackend(n_slots=2, n_ctx=1000, **settings)
+    async with running(backend, kind=Files) as engine:
+        refused = await engine.act(0, "save")
+        assert isinstance(refused, ErrorInfo)
+        assert refused.message == f"this server does not save its slots: {reason}"
+
+
 async def test_a_slot_that_lost_its_state_cannot_be_saved_until_it_is_computed_on(tmp_path: Path) -> None:
     """A step fails in which it has no part, but recurrent states of other sequences are lost in it, too."""
     backend = FakeBackend(n_slots=2, n_ctx=1000, n_reserved=1, n_ubatch=512, kind=StateKind.RECURRENT)
@@ -314,9 +331,7 @@ async def test_a_slot_that_lost_its_state_cannot_be_saved_until_it_is_computed_o
         assert engine.engine.scheduler.cache.length(0)
         refused = await engine.act(0, "save")
         assert isinstance(refused, ErrorInfo)
-        assert refused.message == (
-            "slot 0 cannot be saved: it is empty or private, or has lost the state after its last token"
-        )
+        assert refused.message == "slot 0 cannot be saved: it has lost the state after its last token"
         assert refused.param == "id_slot"
         await engine.complete("x" * 200 + "and more")
         assert isinstance(await engine.act(0, "save"), SlotActionDone)

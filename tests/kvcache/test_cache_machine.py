@@ -42,7 +42,7 @@ from llamaslot.kvcache.cache import KVCache
 from llamaslot.kvcache.cache_settings import CacheSettings
 from llamaslot.kvcache.match import Acquired, Match
 from llamaslot.kvcache.node import Node
-from llamaslot.kvcache.pools.slot_snapshot import SlotSnapshot, SnapshotPart
+from llamaslot.kvcache.pools.slot_snapshot import SlotSnapshot, SnapshotPart, UnsavableSlotError
 from llamaslot.kvcache.segment import SegmentState
 from llamaslot.kvcache.tiers import pacing, ram_budget
 from llamaslot.kvcache.tiers.disk_io import (
@@ -518,7 +518,11 @@ class CacheMachine(RuleBasedStateMachine):
     def save_slot(self, slot: int) -> None:
         """Save what a slot holds, as `POST /slots/{id}?action=save` does."""
         slot %= self.shape.n_slots
-        if self.scheduler.slots[slot].request is not None or (save := self.cache.save_slot(slot)) is None:
+        if self.scheduler.slots[slot].request is not None:
+            return
+        try:
+            save = self.cache.save_slot(slot)
+        except UnsavableSlotError:
             return
         assert not self.backend.held[slot].namespace.startswith("private"), "a private prefix is saved"
         self.step(1, 0, is_late=False, n_jobs=0)

@@ -114,10 +114,8 @@ def _why_not_offloaded(config: Config, info: ModelInfo) -> str:
     cost = info.kv_cost
     reasons = (
         (config.cache_ram == 0, "--cache-ram 0"),
-        (not info.can_reuse, "no prefix of this model can be reused"),
-        (not info.unified, "that needs one pool for all slots, --kv-unified"),
+        (bool(info.unsaved_reason), info.unsaved_reason),
         (not info.flash_attn, "that needs flash attention"),
-        (info.segment_size is None, "no sequence id is left for it, so lower --parallel"),
         (
             cost is not None and cost.load_us >= cost.prefill_us,
             "loading a token takes as long as computing it",

@@ -139,7 +139,7 @@ class EngineHost:
         backend = self.backend
         snapshots = slot_files(self._slot_folder, backend.info, self._disk)
         if self._slot_folder is not None and snapshots is None:
-            _log.warning("slot_files.disabled", reason="this needs one pool for all slots and flash attention")
+            _log.warning("slot_files.disabled", reason=backend.info.unsaved_reason)
         is_mapped = self._config.mmap and not self._config.mlock
         self._engine = Engine(
             backend,

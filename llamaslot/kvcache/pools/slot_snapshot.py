@@ -37,6 +37,10 @@ class SlotSnapshot:
     """The partial state after the last token; None for a model without one."""
 
 
+class UnsavableSlotError(Exception):
+    """A slot cannot be saved; the message says why."""
+
+
 class InvalidSnapshotError(Exception):
     """A file is not what was written, or belongs to another model; the message says why."""
 
@@ -81,15 +85,16 @@ class SlotSnapshots:
     _checkpoints: Checkpoints
     _n_segments: int = 0
 
-    def save(self, seq: int) -> SlotSave | None:
-        """Record operations that save everything an idle slot holds.
-
-        None if it is empty or private, or has lost the partial state after its last token.
-        """
+    def save(self, seq: int) -> SlotSave:
+        """Record operations that save everything an idle slot holds. Raises `UnsavableSlotError`."""
         n_tokens, states = self._tree.length(seq), self._sequences.states
-        if not n_tokens or is_private(self._sequences.end(seq).namespace) or not states.is_live(seq):
-            return None
+        if not n_tokens:
+            raise UnsavableSlotError("it is empty")
         end, scratch = self._sequences.end(seq), self._offloader.scratch
+        if is_private(end.namespace):
+            raise UnsavableSlotError("its request had cache_prompt: false")
+        if not states.is_live(seq):
+            raise UnsavableSlotError("it has lost the state after its last token")
         saves = tuple(
             Save(self._new_number(), seq, start, min(start + MAX_SEGMENT_TOKENS, n_tokens), scratch)
             for start in range(0, n_tokens, MAX_SEGMENT_TOKENS)
