@@ -77,9 +77,11 @@ class Smg:
         # Prompts are compared as text: smg cannot read a GGUF's tokenizer.
         command += ["--disable-tokenizer-autoload", "--log-level", "warn", "--shutdown-grace-period-secs", "5"]
         if not own.shares_prefixes:
-            # By default smg moves a conversation away from a worker with 1.5 times the mean load, and the other one
-            # computes all of it again. No worker can have more than all of the load: nothing moves.
+            # By default smg moves a conversation from a worker with 1.5 times the mean load, or with 8 requests
+            # that wait. Then another one computes all of it again. No worker can have more than all of the load, or
+            # so many requests: nothing moves.
             command += ["--balance-rel-threshold", str(max(len(own.workers), 2))]
+            command += ["--worker-overload-waiting-requests", "1000000", "--worker-overload-token-usage", "1"]
         if own.worker_key:
             command += ["--api-key", own.worker_key]
             for number, key in enumerate(own.client_keys, 1):
