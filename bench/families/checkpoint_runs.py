@@ -23,6 +23,7 @@ from bench.families.oracle import needs
 from bench.families.run import CHECKPOINTS, MIB, computed_tokens, self_test_ended
 from bench.peers.servers import OWN, SERVERS, CommonSettings, ServerSetup
 from bench.peers.workloads import OVERHEAD, WorkloadRun, padded, system, twenty
+from bench.report import notes
 from bench.server import Server, serving
 from bench.tokens import Tokens
 
@@ -113,7 +114,13 @@ async def restart(bench: Bench, shape: Shape, repeat: int) -> dict[str, float]:
 
 
 def forget(folder: Path) -> None:
-    """Let the system drop the files of a folder from its page cache, as if the machine had been started again."""
+    """Let the system drop the files of a folder from its page cache, as if the machine had been started again.
+
+    macOS has no call for that: there they may be read from memory.
+    """
+    if not hasattr(os, "posix_fadvise"):
+        notes.print("the disk tier stays in the page cache: the restart is warmer than that of a machine")
+        return
     os.sync()
     for path in folder.rglob("*"):
         if path.is_file():

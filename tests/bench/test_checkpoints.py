@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from functools import partial
@@ -70,6 +71,14 @@ def test_counts_that_the_metrics_do_not_confirm_are_no_result(
     assert quick(tmp_path, "--only", "eight", "--scale", "0.02") == 1
     assert f"{wrong} is" in capsys.readouterr().err
     assert not (tmp_path / "checkpoints.json").exists()
+
+
+def test_a_system_that_cannot_drop_files_from_its_page_cache_is_told_of(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delattr(os, "posix_fadvise", raising=False)
+    checkpoint_runs.forget(tmp_path)
+    assert "page cache" in capsys.readouterr().err
 
 
 def test_all_is_measured_on_the_usual_shapes_unless_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
