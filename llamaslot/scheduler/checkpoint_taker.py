@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
+from llamaslot.base.tokens import WIDTH
 from llamaslot.kvcache.cache import KVCache
 from llamaslot.kvcache.offload.checkpoints import Evictable
 from llamaslot.scheduler.checkpoint_stops import prompt_stops
@@ -29,9 +30,12 @@ class CheckpointTaker:
         checkpoints = self._cache.checkpoints
         if not checkpoints.has_states or request.is_private:
             return
-        positions = checkpoints.positions(request.slot)
-        # Of those that were taken at the end of a sequence, or read from elsewhere, the next token was not known.
-        checkpoints.mark_ends(request.slot, [at for at in positions if self._ends_message(request, at)])
+        # What is loaded for it is not on the slot's path yet.
+        cached = checkpoints.cached(request.namespace, request.prefix[: request.n_cached_at_admission * WIDTH])
+        positions = [each.end for each in cached]
+        for each in cached:
+            # The next token was not known where it was taken at the end of a sequence, or read from elsewhere.
+            each.ends_message |= self._ends_message(request, each.end)
         request.stops = prompt_stops(
             request.tokens.view(),
             start=request.n_cached_at_admission,

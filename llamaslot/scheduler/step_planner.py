@@ -55,8 +55,10 @@ class RunTurns:
         """True if the last step was for a longer run."""
         self._last_was_forced = False
         """True if the last longer run was that of a stream."""
+        self._last_long_run = ""
+        """Id of the request whose longer run was computed last."""
         self._order: list[str] = []
-        """Ids of the requests that had longer runs when one was computed last, the next one first."""
+        """Ids of the other requests that had longer runs then, the next one first."""
 
     def next(self, loaded: Sequence[Request], able: Sequence[Request], n_pending: Callable[[Request], int]) -> Turn:
         """Return the turn of the next step: those of the `able` requests with one token, or one with more.
@@ -71,7 +73,8 @@ class RunTurns:
             return Turn(single, n_waiting=n_forced)
         places = {name: i for i, name in enumerate(self._order)}
         # Behind those that wait already: else short prompts that keep coming would overtake a long one forever.
-        longer.sort(key=lambda each: places.get(each[0].id, len(places)))
+        # The last one waits only since its step, so it comes behind those that are new.
+        longer.sort(key=lambda each: (each[0].id == self._last_long_run, places.get(each[0].id, len(places))))
         chosen = next((each for each in longer if each[1] != self._last_was_forced), longer[0])
         request, is_forced = chosen
         longer.remove(chosen)
@@ -83,7 +86,7 @@ class RunTurns:
         self._last_had_long_run = bool(turn.long_runs)
         if turn.long_runs:
             self._last_was_forced = turn.is_forced
-            self._order = [*turn.long_runs[1:], turn.long_runs[0]]
+            self._last_long_run, *self._order = turn.long_runs
 
 
 class StepPlanner:

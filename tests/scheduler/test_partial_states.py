@@ -199,6 +199,27 @@ def test_a_checkpoint_at_the_end_of_the_first_message_is_known_however_it_was_ta
     assert not any(found.values())
 
 
+def test_a_checkpoint_that_is_loaded_with_its_path_is_known_to_end_the_first_message() -> None:
+    """No cells have its path when the request is admitted. Others that go on differently do not change that."""
+    driver = Driver(
+        kind=StateKind.RECURRENT, n_slots=2, n_ctx=2048, ram_bytes=10**6, checkpoints={"step_tokens": 999}
+    )
+    driver.scheduler._taker = CheckpointTaker(driver.cache, [ord("|")], 2048)
+    driver.run("s" * 40, max_tokens=0, id_slot=0)
+    driver.cache.evict(driver.cache.cells.total)
+    assert driver.cache.cells.used == 0
+    request = driver.run("s" * 40 + "|user question|", max_tokens=20, id_slot=1)
+    assert request.n_loaded == 40
+
+    def first_ends() -> list[int]:
+        on_path = checkpoints_on(driver.cache._sequences.end(1))
+        return [each.end for each in on_path if each.ends_first_message]
+
+    assert first_ends() == [40]
+    driver.run("s" * 40 + "other text", id_slot=0)
+    assert first_ends() == [40]
+
+
 def test_streams_and_prompts_take_turns_where_they_may_not_share_a_step() -> None:
     """Neither waits for the end of the other, and a prompt's step is no longer than a stream's gap allows."""
     driver = Driver(
@@ -241,6 +262,36 @@ def test_a_plan_that_is_not_carried_out_takes_no_turn() -> None:
     carry_out(second, [], [first, second])
     carry_out(first, [], [first])
     carry_out(stream, [stream], [])
+
+
+def run_in_turns(turns: RunTurns, n_pending: dict[Request, int], forced: Request | None = None) -> list[Request]:
+    """Carry out the next turn of requests with so many pending tokens, and return those that it is for."""
+    if forced is not None:
+        forced.n_generated, forced.n_forced = 1, n_pending[forced] - 1
+    able = list(n_pending)
+    turn = turns.next(able, able, lambda request: n_pending[request])
+    turns.commit(turn)
+    return list(turn.requests)
+
+
+def test_a_new_prompt_comes_before_the_one_that_was_computed_last() -> None:
+    """It waits longer: since it came, not only since the last step."""
+    driver = Driver(kind=StateKind.HYBRID_WINDOW, n_slots=4)
+    first, second, third = (driver.submit(letter * 20) for letter in "abc")
+    turns = RunTurns()
+    assert run_in_turns(turns, {first: 20}) == [first]
+    assert run_in_turns(turns, {first: 20, second: 20}) == [second]
+    assert run_in_turns(turns, {first: 20, second: 20, third: 20}) == [first]
+    assert [run_in_turns(turns, {first: 20, second: 20, third: 20}) for _ in range(2)] == [[third], [second]]
+
+
+def test_prompts_and_streams_with_forced_tokens_alternate_beside_single_tokens() -> None:
+    """Steps of single tokens lie between the longer runs, and change nothing about whose turn is next."""
+    driver = Driver(kind=StateKind.HYBRID_WINDOW, n_slots=4)
+    stream, forced, prompt = (driver.submit(letter * 20) for letter in "sfp")
+    turns = RunTurns()
+    served = [run_in_turns(turns, {stream: 1, forced: 4, prompt: 20}, forced) for _ in range(8)]
+    assert served == 2 * [[forced], [stream], [prompt], [stream]]
 
 
 def test_a_stream_with_forced_tokens_waits_for_one_prompt_however_many_there_are() -> None:

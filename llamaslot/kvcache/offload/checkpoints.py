@@ -18,7 +18,6 @@ Those about to be restored stay in any case. `restoring.py` decides which are re
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from enum import Enum
 
 from msgspec import structs
@@ -83,10 +82,9 @@ class Checkpoints:
         """Positions of the checkpoints on the path of a sequence, the deepest first."""
         return [each.end for each in checkpoints_on(self._sequences.end(seq))]
 
-    def mark_ends(self, seq: int, positions: Collection[int]) -> None:
-        """Mark the checkpoints on the path of a sequence that are at one of these ends of messages."""
-        for each in checkpoints_on(self._sequences.end(seq)):
-            each.ends_message |= each.end in positions
+    def cached(self, namespace: str, tokens: bytes) -> list[Checkpoint]:
+        """The checkpoints after a prefix of some tokens, the deepest first; no sequence needs to hold it."""
+        return checkpoints_on(self._tree.match(namespace, tokens).whole_end)
 
     def can_take(self, n: int) -> bool:
         """Return True if there is likely to be room for a checkpoint after `n` tokens."""
