@@ -145,7 +145,7 @@ def test_the_published_page_agrees_with_the_raw_data() -> None:
     parts = json.loads(gzip.decompress(published.RAW.read_bytes()))["parts"]
     assert [*parts] == [*PARTS]
     for part in PARTS:
-        assert parts[part]["settings"]["n_conversations"] == Settings(Path()).n_conversations
+        assert parts[part]["settings"]["n_conversations"] == Settings(Path(), "").n_conversations
         assert published.MODELS[part] in parts[part]["settings"]["model"]
         setups = {each["setup"] for each in parts[part][part]}
         assert setups == (set(SETUPS) if part == "compare" else set(GATEWAYS))
