@@ -15,7 +15,7 @@ from tests.live import serving
 
 RUN = " " * 240_000
 """With two spaces as a token, llama.cpp takes 5 s for half of it, and 20 s for all (2.8 GHz)."""
-REQUEST = {"prompt": STORY, "n_predict": 8, "temperature": 0}
+REQUEST = {"prompt": STORY, "n_predict": 8, "temperature": 0, "ignore_eos": True}
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def test_a_run_of_spaces_on_a_vocabulary_of_quadratic_time_fails_alone(model: Pa
         serving(tmp_path, "-m", model, "-np", "2", "--prompt-timeout", "1") as server,
         concurrent.futures.ThreadPoolExecutor() as pool,
     ):
-        expected = server.post("/completion", REQUEST)["content"]
+        assert server.post("/completion", REQUEST)["tokens_predicted"] == 8
         body = {"prompt": "a", "n_predict": 1500, "ignore_eos": True}
         running = pool.submit(streamed, server, body)
         wait(lambda: n_running(server) == 1)
@@ -58,7 +58,9 @@ def test_a_run_of_spaces_on_a_vocabulary_of_quadratic_time_fails_alone(model: Pa
         status, reply, _ = slow.result()
         assert (status, "took more than 1 s" in reply["error"]["message"]) == (400, True), reply
         assert "--prompt-timeout" in reply["error"]["message"]
-        assert [(each.result()[0], each.result()[1].get("content")) for each in others] == [(200, expected)] * 3
+        # With random weights the text depends on what shares the batch: on some CPUs its best tokens are near-ties.
+        answers = [each.result() for each in others]
+        assert [(answer[0], answer[1].get("tokens_predicted")) for answer in answers] == [(200, 8)] * 3
         assert running.result()[-1]["tokens_predicted"] == 1500
         assert outcome(server, REQUEST)[0] == 200
         assert len(server.log_lines("prompt_worker.ended")) == 1
