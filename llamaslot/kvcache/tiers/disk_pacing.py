@@ -109,9 +109,10 @@ class WriteQueue:
         self._is_flushing = True
 
     def _due_at(self, segment: Segment) -> float:
-        may_wait = segment.is_partial(self._max_tokens) and not self._is_flushing
-        waits = may_wait and not self._may_be_evicted_soon(segment)
-        return segment.offloaded_at + (pacing.PARTIAL_DELAY_S if waits else 0.0)
+        return pacing.due_at(segment, self._max_tokens, self._is_urgent)
+
+    def _is_urgent(self, segment: Segment) -> bool:
+        return self._is_flushing or self._may_be_evicted_soon(segment)
 
 
 class ReadWatchdog:

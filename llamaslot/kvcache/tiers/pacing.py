@@ -5,14 +5,25 @@ Use the constants as `pacing.RETRY_DELAY_S`: tests shorten them here.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+from llamaslot.kvcache.segment import Segment
+
 PARTIAL_DELAY_S = 2.0
-"""Age at which a partial segment is written or uploaded: a conversation's next turn usually replaces it before.
-It is written earlier if it may be evicted from RAM before that.
-"""
+"""Age at which a partial segment is written or uploaded: a conversation's next turn usually replaces it before."""
 RETRY_DELAY_S = 30.0
 """Time until what failed is tried again: a save or load without memory, a read, a write, the remote tier."""
 _NEWEST_WEIGHT = 0.2
 """Weight of the newest transfer in the moving average."""
+
+
+def due_at(segment: Segment, max_tokens: int, is_urgent: Callable[[Segment], bool]) -> float:
+    """Return the time at which to write or upload a segment: at once, or after `PARTIAL_DELAY_S` if it is partial.
+
+    A full segment has `max_tokens`. A partial one `is_urgent` if it must not wait.
+    """
+    waits = segment.is_partial(max_tokens) and not is_urgent(segment)
+    return segment.offloaded_at + (PARTIAL_DELAY_S if waits else 0.0)
 
 
 class TransferRate:

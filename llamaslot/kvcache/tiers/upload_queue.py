@@ -1,11 +1,12 @@
 """Upload queue: segments in RAM that are to be uploaded to the remote tier, and when.
 
-    full segment                        due at once
-    partial segment                     due after `PARTIAL_DELAY_S`: the next turn usually replaces it before
-    checkpoint                          due at once if it is a fork, the deepest of its path, or that of the system
-                                        prompt; else never
-    segment of a private request        never due
-    segment of a one-shot request only  due once another request uses it
+    full segment, fork                      due at once
+    partial segment                         due after `PARTIAL_DELAY_S`: the next turn usually replaces it before
+    checkpoint that is the deepest of its   the same: the next turn usually takes a deeper one before
+    path, or that of the system prompt
+    other checkpoints                       never due
+    segment of a private request            never due
+    segment of a one-shot request only      due once another request uses it
 
 A segment that leaves RAM leaves the queue.
 """
@@ -122,9 +123,10 @@ class UploadQueue:
             self._postponed.pop(segment, None)
 
     def _due_at(self, segment: Segment) -> float:
-        waits = segment.is_partial(self._max_tokens) and not self._is_flushing
-        at = segment.offloaded_at + (pacing.PARTIAL_DELAY_S if waits else 0.0)
-        return max(at, self._postponed.get(segment, (0, at))[1]) if not self._is_flushing else at
+        at = pacing.due_at(segment, self._max_tokens, lambda _: self._is_flushing)
+        if self._is_flushing or segment not in self._postponed:
+            return at
+        return max(at, self._postponed[segment][1])
 
     def check(self, in_ram: set[Segment]) -> None:
         """Verify that what waits or is known to be stored is in RAM; raises `AssertionError`."""
