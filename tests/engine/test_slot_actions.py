@@ -18,6 +18,7 @@ from llamaslot.base.errors import ErrorInfo
 from llamaslot.base.events import Event, Finished, Output, Progress, Reply
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.model import StateKind
+from llamaslot.kvcache.segment import checkpoints_on
 from tests import conftest
 from tests.engine.harness import Harness, alone, running
 from tests.fake_backend import FakeBackend
@@ -367,5 +368,5 @@ async def test_the_end_of_a_covered_slot_gets_a_checkpoint_before_a_restore(tmp_
         assert cache._sequences.is_covered(0)
         assert not cache.checkpoints.has_at_end(0)
         assert isinstance(await engine.act(0, "restore"), SlotActionDone)
-        assert n_tokens in cache.checkpoints.positions(1)
+        assert n_tokens in [each.end for each in checkpoints_on(cache._sequences.end(1))]
         assert (await engine.complete(turn + "z" * 100)).n_prompt_computed == 101

@@ -78,10 +78,6 @@ class Checkpoints:
         node = self._tree.end_node(seq)
         return node is not None and node.checkpoint is not None
 
-    def positions(self, seq: int) -> list[int]:
-        """Positions of the checkpoints on the path of a sequence, the deepest first."""
-        return [each.end for each in checkpoints_on(self._sequences.end(seq))]
-
     def cached(self, namespace: str, tokens: bytes) -> list[Checkpoint]:
         """The checkpoints after a prefix of some tokens, the deepest first; no sequence needs to hold it."""
         return checkpoints_on(self._tree.match(namespace, tokens).whole_end)
