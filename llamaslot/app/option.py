@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_t
 SWITCH = dict.fromkeys(("on", "enabled", "true", "1"), True) | dict.fromkeys(
     ("off", "disabled", "false", "0"), False
 )
+"""Words for a switch in variables and files, as in llama-server."""
 _T = TypeVar("_T")
 
 
@@ -24,8 +25,9 @@ def llama(
 ) -> _T:
     """Describe an option that llama-server has too, by its default and help text.
 
-    Its flag is its name and its environment variable `LLAMA_ARG_` and its name unless `flags` lists all flags and
-    `env` is another variable. `words` stand for values.
+    An option `ctx_size` has the flag `--ctx-size` and the environment variable `LLAMA_ARG_CTX_SIZE`, unless `flags`
+    lists its flags, separated by spaces, or `env` is another variable. `words` maps words to the values that they
+    stand for.
     """
     return field(default=default, metadata={"text": text, "flags": flags, "env": env, "words": words})
 

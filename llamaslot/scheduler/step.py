@@ -52,15 +52,17 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """The requests that a step is for, where runs of several lengths may not share one."""
+    """The requests that one step may compute tokens of; see `RunTurns` for those that it leaves out."""
 
     requests: Sequence[Request] = ()
     long_runs: tuple[str, ...] = ()
-    """If the step is for a longer run: the ids of all requests that have one to compute, by their turns."""
+    """Ids of all requests that have a run of several tokens to compute: that of this step, then the others in the
+    order of their turns. Empty if the step computes single tokens, or runs of any length.
+    """
     is_forced: bool = False
-    """True if that run has tokens that a constraint forced."""
+    """True if the run of several tokens is that of a stream: a constraint forced them."""
     n_waiting: int = 0
-    """Streams that wait for the end of the step."""
+    """Streams that this step leaves out: they wait for its end."""
 
 
 @dataclass(slots=True)

@@ -31,23 +31,26 @@ MAX_CELLS_AHEAD = 32
 
 
 class SharedSteps:
-    """Turns of requests whose runs may share a step: all of them are in each."""
+    """Null implementation of `RunTurns`, for models whose steps may have runs of any lengths: most models."""
 
     def next(self, loaded: Sequence[Request], able: Sequence[Request], n_pending: Callable[[Request], int]) -> Turn:
         """Return a turn for all the `loaded` requests."""
         return Turn(loaded)
 
     def commit(self, turn: Turn) -> None:
-        """Record nothing: no request waits for its turn."""
+        """Do nothing: no request waits for a turn."""
 
 
 class RunTurns:
-    """Turns of requests whose runs may not share a step, where all runs of a step must have one length (fact 33).
+    """Turns of requests on models with both windows and recurrent states: runs of a step have one length (fact 33).
 
-    A step computes single tokens of any number of requests or, in turn, a longer run of one. Those with longer runs
-    take turns, too: the one that has waited longest is next, but streams, whose constraint forced tokens, alternate
-    with prompts. So a stream does not wait for a step of each prompt, nor a prompt for those of all streams. Only
-    `commit` changes anything, so a plan that is not carried out takes no turn.
+    1. A step computes either one token each of any number of requests, or a longer run of a single request: a chunk
+       of a prompt, or what a constraint forced after a stream's last token. Both kinds of steps alternate.
+    2. Longer runs of streams and of prompts alternate as well, so a stream does not wait for all prompts, nor a
+       prompt for all streams.
+    3. Otherwise the longer run is computed whose request has waited longest.
+
+    Only `commit` changes anything, so a plan that is not carried out takes no turn.
     """
 
     def __init__(self) -> None:
@@ -61,9 +64,10 @@ class RunTurns:
         """Ids of the other requests that had longer runs then, the next one first."""
 
     def next(self, loaded: Sequence[Request], able: Sequence[Request], n_pending: Callable[[Request], int]) -> Turn:
-        """Return the turn of the next step: those of the `able` requests with one token, or one with more.
+        """Return the turn of the next step, of `able` requests: those that may run, by share.
 
-        `n_pending` gives the tokens that a request has to compute.
+        `loaded` requests have no KV to load any more. `n_pending` gives the number of tokens that a request has to
+        compute.
         """
         pending = [(request, n_pending(request)) for request in able]
         single = [request for request, n in pending if n == 1]

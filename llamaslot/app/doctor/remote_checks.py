@@ -1,6 +1,6 @@
 """Checks of the remote store (`--cache-remote`): does it answer, does it take objects, how fast, who can read it?
 
-Nothing here is a failure: a server starts without its store, and serves.
+They warn and never fail: a server starts and serves without its store.
 """
 
 from __future__ import annotations

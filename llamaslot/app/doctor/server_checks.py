@@ -137,7 +137,7 @@ def _listeners(number: int) -> Iterator[str]:
 
 
 def others_can_read(path: Path) -> bool:
-    """Return True if a file may be read or changed by users who are neither its owner nor of its group."""
+    """Return True if users outside a file's group have any access to it, or users of its group may change it."""
     try:
         return bool(path.stat().st_mode & (stat.S_IRWXO | stat.S_IWGRP)) and os.name == "posix"
     except OSError:

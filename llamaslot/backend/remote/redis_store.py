@@ -60,9 +60,9 @@ _KV, _STATE, _INDEX = b"kv", b"state", b"index"
 _TRANSFER_TIMEOUT_S = 30.0
 """Most time to send or receive an object; requests that wait for one have a limit of their own."""
 _MAX_LATE_UPLOADS = 3
-"""Most uploads of an object that may exceed that time before it is skipped until it is used again."""
+"""Uploads of an object that may exceed `_TRANSFER_TIMEOUT_S`; then it is not sent again until it is used."""
 _SCANNED_NAMES = 1000
-"""Most names that the store goes through within one time limit."""
+"""Keys that one SCAN goes through, within one time limit."""
 _MAX_LOOKUPS = 16
 """Most concurrent lookups, each on a connection of its own: the client refuses to open more than a hundred."""
 

@@ -23,7 +23,7 @@ eviction by the store, leaves a sum that is wrong for good."""
 
 
 class StoreBudget:
-    """Counts objects, deletes those over the limit, and renews the TTL of those that are used."""
+    """Counts objects, deletes those that expire first over the limit, and renews the TTL of those that are used."""
 
     def __init__(self, store: StoreConnection, settings: StoreSettings, clock: Callable[[], float]) -> None:
         self._store = store

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class StoreSettings:
-    """Settings of a store."""
+    """Limits of a store; its URL and secrets are in `app/cache/cache_remote.py`."""
 
     max_bytes: int
-    """KV that all servers may keep there; 0 for no limit of ours."""
+    """Bytes that all servers together may keep there for a model; 0 for the store's own limit only."""
     ttl_s: int
     """Seconds after which what was not used expires."""
     timeout_s: float
-    """Time that the store has to answer whatever is no transfer of an object."""
+    """Time limit of every call that transfers no object."""
     address: str = ""
     """The store's URL in messages, without user and password."""

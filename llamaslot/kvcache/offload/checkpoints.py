@@ -162,7 +162,7 @@ class Checkpoints:
         if n_bytes and n_pinned + n_bytes > lru.capacity:
             return False
         everything = [each for each in lru if isinstance(each, Checkpoint)]
-        # Another one is near, in RAM or on disk.
+        # Their paths go on to a deeper checkpoint, in RAM or on disk.
         interior = {each for each in everything if not (each.is_fork or each.is_deepest)}
         # What is on disk too can be read again.
         order = sorted(everything, key=lambda each: (each not in interior, each.state is not S.CLEAN, each.rank))
