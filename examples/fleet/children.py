@@ -111,7 +111,7 @@ def same_process(pid: int, started: float) -> psutil.Process | None:
 
 
 def runs(process: psutil.Process) -> bool:
-    """Return False once a process has ended, also if nobody has asked for its status."""
+    """Return False once a process has ended, also if its parent has not asked for its status."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.Error:

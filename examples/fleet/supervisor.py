@@ -269,7 +269,7 @@ class Fleet:
         with contextlib.suppress(ConnectionError), contextlib.closing(writer):
             line = await reader.readline()
             if not line:
-                # `up` only looks whether somebody answers.
+                # `up` only looks whether a supervisor answers.
                 return
             asked = json.loads(line)
             try:
