@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import platform
 import statistics
@@ -118,6 +119,25 @@ def replaced_part(text: str, begin: str, end: str, part: str) -> str | None:
     before, has_begin, rest = text.partition(begin)
     _, has_end, after = rest.partition(end)
     return f"{before}{begin}\n{part}{end}{after}" if has_begin and has_end else None
+
+
+def keep_raw(results: Path, raw: Path) -> None:
+    """Keep what a published run wrote, compressed; without a time in it, the same results give the same bytes."""
+    raw.write_bytes(gzip.compress(results.read_bytes(), mtime=0))
+
+
+def raw_data(raw: Path) -> dict[str, Any]:
+    """Return the results that `keep_raw` wrote."""
+    content: dict[str, Any] = json.loads(gzip.decompress(raw.read_bytes()))
+    return content
+
+
+def page_with(page: Path, begin: str, end: str, lines: Sequence[str]) -> str:
+    """Return a page with its generated part, between two lines, replaced; raises `BenchmarkError` without these."""
+    text = replaced_part(page.read_text(), begin, end, "\n".join([*lines, ""]))
+    if text is None:
+        raise BenchmarkError(f"{page}: the lines {begin} and {end} are missing")
+    return text
 
 
 def rounded(value: Any, decimals: int = 6) -> Any:

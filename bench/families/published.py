@@ -7,8 +7,6 @@ replaced without the others. A test compares them with the raw data.
 
 from __future__ import annotations
 
-import gzip
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,7 @@ from bench.families.oracle import Need
 from bench.peers.baseline import clean_revision, require_revision
 from bench.peers.tables import markdown_table
 from bench.progress import duration
-from bench.report import ROOT, replaced_part, wrapped
+from bench.report import ROOT, keep_raw, page_with, raw_data, wrapped
 
 RAW = ROOT / "bench" / "published" / "families.json.gz"
 PAGES = ROOT / "README.md", ROOT / "bench" / "README.md"
@@ -49,8 +47,7 @@ def run(*, threads: int, folder: Path) -> None:
 
 def publish(results: Path) -> None:
     """Keep the raw data that a run of `PLAN` wrote, and write the tables."""
-    # Without a time, the same data give the same bytes.
-    RAW.write_bytes(gzip.compress(results.read_bytes(), mtime=0))
+    keep_raw(results, RAW)
     render()
 
 
@@ -62,12 +59,8 @@ def render() -> None:
 
 def rendered(page: Path) -> str:
     """Return a page as it is with its generated part made from the raw data."""
-    content = json.loads(gzip.decompress(RAW.read_bytes()))
-    part = _summary(content) if page.parent == ROOT else _tables(content)
-    text = replaced_part(page.read_text(), BEGIN, END, "\n".join([*part, ""]))
-    if text is None:
-        raise BenchmarkError(f"{page}: the lines {BEGIN} and {END} are missing")
-    return text
+    content = raw_data(RAW)
+    return page_with(page, BEGIN, END, _summary(content) if page.parent == ROOT else _tables(content))
 
 
 def _summary(content: Mapping[str, Any]) -> list[str]:
