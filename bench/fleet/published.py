@@ -7,8 +7,6 @@ a test compares them.
 
 from __future__ import annotations
 
-import gzip
-import json
 import shutil
 import statistics
 from collections.abc import Mapping, Sequence
@@ -21,11 +19,11 @@ from bench.client import BenchmarkError
 from bench.fleet import run as fleet
 from bench.fleet.compare import GOAL
 from bench.fleet.failures import OUTCOMES
-from bench.fleet.setups import APIS, ONE, PARTS, SETUPS, Settings, median_cell, milliseconds
+from bench.fleet.setups import APIS, ONE, PARTS, SETUPS, Settings, median_cell
 from bench.peers.baseline import clean_revision, require_revision
 from bench.peers.tables import markdown_table
 from bench.progress import duration
-from bench.report import ROOT, machine, model_file, replaced_part, wrapped, write_json
+from bench.report import ROOT, keep_raw, machine, model_file, page_with, raw_data, wrapped, write_json
 
 RAW = ROOT / "bench" / "published" / "fleet.json.gz"
 PAGE = ROOT / "bench" / "README.md"
@@ -79,8 +77,7 @@ def run(*, remote: str, nginx: str, threads: int, folder: Path, quick: bool) -> 
 
 def publish(results: Path) -> None:
     """Keep the raw data that a run of the plan wrote, and write the tables."""
-    # Without a time, the same data give the same bytes.
-    RAW.write_bytes(gzip.compress(results.read_bytes(), mtime=0))
+    keep_raw(results, RAW)
     render()
 
 
@@ -91,11 +88,7 @@ def render() -> None:
 
 def rendered() -> str:
     """Return the page as it is with its generated part made from the raw data."""
-    content = json.loads(gzip.decompress(RAW.read_bytes()))
-    text = replaced_part(PAGE.read_text(), BEGIN, END, "\n".join([*_part(content), ""]))
-    if text is None:
-        raise BenchmarkError(f"{PAGE}: the lines {BEGIN} and {END} are missing")
-    return text
+    return page_with(PAGE, BEGIN, END, _part(raw_data(RAW)))
 
 
 def _part(content: Mapping[str, Any]) -> list[str]:
@@ -107,15 +100,16 @@ def _part(content: Mapping[str, Any]) -> list[str]:
     for setup in parts["compare"]["settings"]["setups"]:
         found = {each["api"]: each for each in results if each["setup"] == setup}
         cells = [_computed(found[api], whole[api]) if api in found else "" for api in APIS]
-        lines.append([setup, *cells, milliseconds(statistics.mean(found["chat"]["ttft"]))])
+        lines.append([setup, *cells])
     return [
         *wrapped(_origin(content, parts["compare"]["settings"], parts["kill"]["settings"])),
         "",
-        *markdown_table(("setup", *APIS, "TTFT mean, chat"), lines),
+        *markdown_table(("setup", *APIS), lines),
         "",
         *wrapped(
             "A worker killed while it streams, then a rolling restart of all workers. TTFTs are medians of turns "
-            "that were sent one at a time; *failed* are requests of the rolling restart that did not end well:"
+            "sent one at a time (in brackets: how many); *failed* are requests of the rolling restart that did not "
+            "end well:"
         ),
         "",
         *markdown_table(
@@ -150,7 +144,7 @@ def _failures(killed: Mapping[str, Any], rolled: Mapping[str, Any]) -> list[str]
         killed["setup"],
         *(str(killed["outcomes"][name]) for name in OUTCOMES[:2]),
         f"{killed['n_turns_lost']} of {killed['n_turns']}",
-        *map(median_cell, (killed["stayed"], killed["moved"], killed["cold"])),
+        *(f"{median_cell(killed[name])} ({len(killed[name])})" for name in ("stayed", "moved", "cold")),
         f"{_moved_over_cold(killed):.2f}",
         str(sum(rolled["outcomes"].values())),
         str(_n_failed(rolled)),
