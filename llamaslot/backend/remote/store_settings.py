@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class StoreSettings:
-    """Limits of a store; its URL and secrets are in `app/cache/cache_remote.py`."""
+    """Limits of a store, and its name in messages; `app/cache/cache_remote.py` has the URL and the secrets."""
 
     max_bytes: int
     """Bytes that all servers together may keep there for a model; 0 for the store's own limit only."""
