@@ -19,7 +19,7 @@ from hypothesis.stateful import precondition, rule, run_state_machine_as_test
 
 from llamaslot.base.backend import Backend
 from llamaslot.base.kv_ops import Kv
-from llamaslot.base.tokens import unpacked
+from llamaslot.base.tokens import WIDTH, unpacked
 from llamaslot.kvcache.cache_settings import CacheSettings
 from llamaslot.kvcache.remote import remote_io, remote_tier
 from llamaslot.kvcache.remote.remote_io import Block, Found, Portion, RemoteObject, Upload, portions_of
@@ -137,6 +137,7 @@ class RemoteMachine(FakeMachine):
                     assert self.is_short
                     at = part.wanted.stop
                     continue
+                assert part.number in self.backend.segments, "a part that is not in RAM"
                 assert part.wanted.start == at, "a gap in a block"
                 assert part.positions == range(saved.start, saved.start + len(saved.tokens))
                 wanted = slice(part.wanted.start - saved.start, part.wanted.stop - saved.start)
@@ -217,6 +218,7 @@ class RemoteMachine(FakeMachine):
         assert not asked.is_private, "a private prompt is looked up"
         assert self.shape.ram
         self.check_lookup(asked.namespace, lookup)
+        COUNTS["lookups before a segment"] += lookup.end < len(lookup.tokens) // WIDTH
         found = self.store.find(lookup, 10)
         choice = remote.choose(lookup, found)
         at = lookup.start
@@ -271,6 +273,10 @@ class RemoteMachine(FakeMachine):
         tokens = unpacked(lookup.tokens).tolist()[: portion.end]
         named = self.backend.named(namespace, tokens)
         part = slice(portion.start, portion.end)
+        cached = self.backend.prefixes() | self.offloaded
+        assert cached.issuperset(named[: portion.start]), "KV is added after a gap"
+        kept = {n: each for n, each in self.backend.segments.items() if n not in self.tiers._freed}
+        assert all(named[portion.start] not in each.prefixes for each in kept.values()), "KV is added twice"
         self.backend.saved[number] = Offloaded(namespace, portion.start, tokens[part], named[part])
         kv = np.zeros(self.size_of(portion.end - portion.start), dtype=np.uint8)
         pairs = [[tokens[at], at] for at in range(portion.start, portion.end)]
