@@ -44,7 +44,6 @@ from bench.report import default_threads, model_file, notes
 from bench.soak import run as soak
 from bench.suite import run as suite
 from bench.synthetic import SHAPES
-from bench.traces import one_shot
 from bench.traces import run as traces
 from llamaslot.app.models import resolve_model
 
@@ -100,7 +99,6 @@ def parser() -> ArgumentParser:
     _add_families(commands.add_parser("families", help="reuse by kind of model, beside llama-server's checkpoints"))
     _add_checkpoints(commands.add_parser("checkpoints", help="restart, a short pool, and memory, with checkpoints"))
     _add_traces(commands.add_parser("traces", help="recorded agent sessions, beside llama-server"))
-    _add_one_shot(commands.add_parser("one-shot", help="bytes and hits with one-shot prompts evicted earlier"))
     _add_fleet(commands.add_parser("fleet", help="workers behind a gateway, beside one large server"))
     _add_parity(commands.add_parser("parity", help="60 greedy requests to llama-server and llamaslot"))
 
@@ -329,7 +327,7 @@ def _fleet(options: Namespace) -> None:
 
 def _add_traces(command: ArgumentParser) -> None:
     _common(command, run=_traces, repeats=(3, 1), of="replays on each server")
-    _add_recordings(command, required=True)
+    _add_recordings(command)
     text = "factor for the recorded pauses, each of one minute at most (default: 0.01)"
     command.add_argument("--time-scale", type=float, default=0.01, metavar="X", help=text)
     text = "one request after another, without pauses: counts repeat exactly, times mean nothing"
@@ -339,17 +337,10 @@ def _add_traces(command: ArgumentParser) -> None:
     _threads(command)
 
 
-def _add_one_shot(command: ArgumentParser) -> None:
-    _common(command, run=_one_shot, repeats=(1, 1), of="runs, each with other texts and sessions", shape="tiny")
-    _add_recordings(command, required=False)
-    text = "title requests: one after so many of the recorded ones (default: 3)"
-    command.add_argument("--titles-every", type=_positive, default=3, metavar="N", help=text)
-
-
-def _add_recordings(command: ArgumentParser, *, required: bool) -> None:
+def _add_recordings(command: ArgumentParser) -> None:
     """Add the options that choose what is replayed of a folder of recordings."""
     text = "folder of recorded sessions (*.json) in the format of kv-cache-tester"
-    command.add_argument("--dir", type=Path, required=required, metavar="DIR", help=text)
+    command.add_argument("--dir", type=Path, required=True, metavar="DIR", help=text)
     for flag, usual, text in (
         ("--sessions", 12, "sessions side by side"),
         ("--requests", 240, "requests of all sessions together"),
@@ -364,15 +355,6 @@ def _traces(options: Namespace) -> None:
     settings = _recordings(options, time_scale=options.time_scale, in_turn=options.in_turn)
     common = _measured(options) | {"repeats": options.repeats, "threads": options.threads}
     traces.run(settings=settings, **common, against=options.against or ())
-
-
-def _one_shot(options: Namespace) -> None:
-    settings = _recordings(options, time_scale=0.0, in_turn=True) if options.dir else None
-    options.model = options.model or options.shape
-    common = _measured(options) | {"repeats": options.repeats}
-    # The agent's longest prompt and reply then fit the 4,096 tokens that the tiny shape has as its context.
-    scale = 0.1 if options.quick else 0.35
-    one_shot.run(settings=settings, titles_every=options.titles_every, scale=scale, **common)
 
 
 def _recordings(options: Namespace, *, time_scale: float, in_turn: bool) -> traces.Settings:

@@ -25,7 +25,7 @@ if "llamaslot.app.runtime.prompt_main" not in sys.orig_argv:
     from llamaslot.kvcache.tiers import pacing
     pacing.PARTIAL_DELAY_S = 0.1
 """
-"""Fault for servers whose test waits until the end of a prompt is on disk, which otherwise takes 2 s."""
+"""Fault for servers whose test waits until the end of a prompt is on disk, which otherwise takes a second."""
 
 
 class Server:

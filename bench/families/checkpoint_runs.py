@@ -34,7 +34,6 @@ CONVERSATIONS, HELD = 8, 3
 """Conversations, and how many of them the pool, and RAM, have room for."""
 TURNS, SYSTEM, USER = 4, 1500, 40
 LONG_REPLY = 32
-"""More than one-shot requests ask for (`--cache-one-shot`): what those compute is written at shutdown only."""
 PAUSE_S = 0.4
 """Pause before each request of the eight: each user takes 3 s or more to reply, and the disk has that time."""
 MEMORY_SLOTS, MEMORY_CONTEXT = 8, 32_768

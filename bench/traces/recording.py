@@ -64,8 +64,6 @@ class Planned:
     """Number of the request before it in its context."""
     after: tuple[int, ...]
     """Numbers of the requests that must be answered before its delay begins."""
-    has_session: bool = True
-    """False if the request does not name its session."""
 
     def renumbered(self, number: Mapping[int, int]) -> Planned:
         """Return the same with other numbers for other requests."""

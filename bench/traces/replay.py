@@ -125,7 +125,7 @@ class Replay:
         reply = await self.client.complete(
             prompt,
             n_predict=n_reply(planned.request),
-            session_id=planned.context if planned.has_session else "",
+            session_id=planned.context,
             temperature=0,
             ignore_eos=True,
         )

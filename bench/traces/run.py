@@ -34,7 +34,7 @@ USUAL = "llama-server", "llama-server -kvu", OWN
 OWN_FLAGS = "--cache-disk", FOLDER
 WRITES_POLL_S = 3.0
 """Interval after which a server that has written nothing more has nothing more to write: partial segments wait for
-two seconds.
+a second.
 """
 
 

@@ -58,11 +58,6 @@ class Config:
         "where offloading to RAM was measured to make prefill faster",
         words={"-1": "all"},
     )
-    cache_one_shot: Count = own(
-        16,
-        "prompts of requests for at most so many tokens, without a session, are not expected again: until they "
-        "come again, they are evicted earlier, and written to disk only at shutdown; 0 for none",
-    )
     cache_ram: CountOrMinusOne | Literal["auto"] = llama(
         "auto",
         "MiB of RAM for prefixes offloaded from the pool; 0 for none, -1 for all that is free, auto for half of "

@@ -16,8 +16,6 @@ class EngineSettings:
 
     gap_ms: float
     """About how long prefill may make the time between two tokens of a stream."""
-    one_shot_tokens: int = 0
-    """Most tokens that a one-shot request may ask for; 0 if no request is one."""
     idle_cells: int | None = None
     """Cells that idle prefixes may keep; None for all that nothing else needs."""
     offload_after: int | None = None
@@ -56,7 +54,6 @@ def cache_settings(
         unified=info.unified,
         can_trim=info.can_trim,
         checkpoints=checkpoint_settings(info, backend.n_seqs, settings),
-        one_shot_tokens=settings.one_shot_tokens,
         idle_cells=settings.idle_cells,
         offload_after=settings.offload_after,
         ram_bytes=settings.ram_bytes,

@@ -78,7 +78,7 @@ class KVCache:
         self.settings = settings
         self._counters = CacheStats()
         """The fields that only grow, counted where it happens."""
-        self._tree = RadixTree(settings.one_shot_age)
+        self._tree = RadixTree()
         n_seqs = max(settings.n_slots, settings.n_seqs - 1) if settings.shares_cells else settings.n_seqs
         states = StateRecord(settings.checkpoints.kind, settings.checkpoints.n_swa)
         self._sequences = Sequences(self._tree, n_slots=settings.n_slots, n_seqs=n_seqs, states=states)
@@ -166,21 +166,12 @@ class KVCache:
         now = self._sequences.advance()
         for match in matches:
             self._tree.touch(match.resident_end, now)
-            self._tree.promote(match.resident_end, match.n_resident)
 
     # --- a running request ---
 
-    def acquire(
-        self, slots: Sequence[int], match: Match, *, is_new: bool = True, is_one_shot: bool = False
-    ) -> Acquired:
-        """Give the resident part of a match to the best of `slots`, all idle, and pin it against eviction.
-
-        What is computed after it for a one-shot request is evicted earlier, and written to disk only at shutdown,
-        until another request uses it. A request that continues everything that an earlier one left is not one-shot.
-        """
+    def acquire(self, slots: Sequence[int], match: Match, *, is_new: bool = True) -> Acquired:
+        """Give the resident part of a match to the best of `slots`, all idle, and pin it against eviction."""
         miss = miss_reason(match, self._ghosts, self.settings.min_shared)
-        # A path that ends there because its end was evicted is no conversation.
-        is_one_shot = is_one_shot and (miss == "evicted" or not match.is_whole_path)
         self._tiers.shares.use(tenant_of(match.namespace), is_new=is_new)
         if self.checkpoints.has_states:
             # Its old path may be offloaded for it, but not in the place of what it is about to load.
@@ -189,17 +180,11 @@ class KVCache:
         if pins := self._tiers.load_pins.pop(_NO_SEQ, None):
             self._tiers.load_pins[slot] = pins
         self._tree.touch(self._sequences.end(slot), self._sequences.advance(), hits=1)
-        now_cached = self._tree.match(match.namespace, match.tokens)
-        self._tree.promote(now_cached.matched_end, now_cached.n_matched)
-        self._tiers.touch(now_cached.segments)
+        self._tiers.touch(self._tree.match(match.namespace, match.tokens).segments)
         if match.public is not None:
             self._public.mark_used(match.tokens)
         self.pool.ensure_free_id()
         self._n_cached_at[slot] = match.n_cached
-        if is_one_shot:
-            n_computed = max(match.n_cached, match.n_matched)
-            n_computed = self._ghosts.computed_end(match.namespace, match.tokens, n_computed)
-            self._sequences.one_shot_from[slot] = n_computed
         return Acquired(slot, match.n_cached, self.length(slot), n_copied, miss)
 
     def load(self, seq: int, tokens: bytes) -> Loaded:
@@ -241,7 +226,6 @@ class KVCache:
         self.restorer.cancel(seq)
         end = self._tree.end_node(seq)
         n_cached = self._n_cached_at.pop(seq, 0)
-        one_shot_from = self._sequences.one_shot_from.pop(seq, None)
         if end is None:
             return
         if not is_private(end.namespace):
@@ -249,7 +233,7 @@ class KVCache:
         if end.is_root:
             self._tree.release(seq)
         else:
-            self._tree.unpin(seq, self._sequences.advance(), one_shot_from)
+            self._tree.unpin(seq, self._sequences.advance())
             self._public.save_if_public(seq, has_ended=True)
         if not self.settings.can_reuse:
             self._sequences.clear(seq)
@@ -257,7 +241,6 @@ class KVCache:
     def invalidate(self, seq: int) -> None:
         """Remove a sequence whose content is unknown after a failed decode."""
         self._tiers.unpin(seq)
-        self._sequences.one_shot_from.pop(seq, None)
         self.restorer.cancel(seq)
         end = self._tree.end_node(seq)
         if end is not None:

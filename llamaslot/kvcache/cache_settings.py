@@ -59,8 +59,6 @@ class CacheSettings:
     """True if a sequence can be trimmed and continued."""
     checkpoints: CheckpointSettings = _NO_CHECKPOINTS
     """For a model that cannot be trimmed; if it has no checkpoints either, nothing is reused."""
-    one_shot_tokens: int = 0
-    """Most tokens that a one-shot request may ask for; 0 if no request is one."""
     idle_cells: int | None = None
     """Cells that idle prefixes may keep; None for all that nothing else needs."""
     offload_after: int | None = None
@@ -106,16 +104,6 @@ class CacheSettings:
     def min_ram_for_idle(self) -> int:
         """Bytes of RAM from which on idle prefixes are offloaded early."""
         return MIN_POOLS_IN_RAM * self.segment_size.of(self.n_cells) if self.segment_size is not None else 0
-
-    @property
-    def one_shot_age(self) -> int:
-        """Prompt tokens by which the last use of a one-shot prefix counts as earlier: as many as idle prefixes may
-        have cells.
-
-        So it is evicted before what was used at the same time, but after what was not used while as many prompt
-        tokens were computed.
-        """
-        return max(1, self.n_cells if self.idle_cells is None else min(self.idle_cells, self.n_cells))
 
     @property
     def can_reuse(self) -> bool:

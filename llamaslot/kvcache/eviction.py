@@ -1,7 +1,5 @@
 """Eviction from the pool: idle leaves only, the least recently used first.
 
-What only a one-shot request has used counts as used earlier than it was (`Node.rank`).
-
 Of several tenants, those that exceed their share of the pool lose their leaves first.
 
 An eviction is planned whole before anything is touched. Leaves are kept in a heap as they come and go, ordered by a
@@ -19,7 +17,7 @@ from typing import TypeAlias
 from llamaslot.kvcache.node import Node
 
 _Entry: TypeAlias = tuple[int, int, Node]
-"""Rank of the node, a serial number that breaks ties by age, and the node."""
+"""Last use of the node, a serial number that breaks ties by age, and the node."""
 
 
 @dataclass(slots=True)
@@ -35,7 +33,7 @@ class EvictionPlan:
 
 
 class EvictionQueue:
-    """Idle leaves by rank; an entry whose node has changed since is skipped when it comes up."""
+    """Idle leaves by last use; an entry whose node has changed since is skipped when it comes up."""
 
     def __init__(self) -> None:
         self._heap: list[_Entry] = []
@@ -47,11 +45,11 @@ class EvictionQueue:
         return any(entry[2] is node for entry in self._heap if _is_current(entry))
 
     def offer(self, node: Node) -> None:
-        """Enter a node whose rank, holders or pins have changed, if it is an idle leaf."""
+        """Enter a node whose last use, holders or pins have changed, if it is an idle leaf."""
         if not node.is_idle_leaf:
             return
         self._n_offered += 1
-        heapq.heappush(self._heap, (node.rank, self._n_offered, node))
+        heapq.heappush(self._heap, (node.last_used, self._n_offered, node))
         if len(self._heap) > 64 + 2 * self._n_compacted:
             self._heap = list({id(entry[2]): entry for entry in self._heap if _is_current(entry)}.values())
             heapq.heapify(self._heap)
@@ -76,11 +74,9 @@ class EvictionQueue:
         heirs: dict[int, int] = {}
         n_left: dict[int, int] = {}
         while plan.n_cells < n_cells and (entry := leaves.next()) is not None:
-            rank, age, node = entry
-            if before is not None and rank >= before:
+            last_used, age, node = entry
+            if before is not None and last_used >= before:
                 break
-            if before is not None and node.last_used >= before:
-                continue  # a one-shot leaf, of a lower rank than others that were used as recently
             holders = node.end_of or {heirs[id(node)]}
             wanted = n_cells - plan.n_cells
             if wanted < node.n_tokens:
@@ -104,7 +100,7 @@ class EvictionQueue:
                     heirs[id(parent)] = heir = min(holders)
                     plan.keeps[heir] = parent.end
                 if not parent.n_pins:
-                    leaves.expose((parent.rank, age, parent))
+                    leaves.expose((parent.last_used, age, parent))
         leaves.put_back()
         return plan
 
@@ -136,7 +132,7 @@ class _Leaves:
                 self._taken.append(entry)
             if not self._spares or self._n_beyond[node.tenant] > 0:
                 return entry
-            # In the order of their ranks, so this is a heap.
+            # In the order of their last use, so this is a heap.
             self._spared.append(entry)
         return None
 
@@ -163,5 +159,5 @@ class _Leaves:
 
 
 def _is_current(entry: _Entry) -> bool:
-    rank, _, node = entry
-    return rank == node.rank and node.is_idle_leaf
+    last_used, _, node = entry
+    return last_used == node.last_used and node.is_idle_leaf

@@ -65,11 +65,6 @@ class Match:
         return node.parent if node.parent is not None and self.n_matched < node.end else node
 
     @property
-    def is_whole_path(self) -> bool:
-        """True if it ends where a cached path ends: its tokens continue a prompt with its reply."""
-        return 0 < self.n_matched == self.matched_end.end and not self.matched_end.children
-
-    @property
     def segments(self) -> list[Segment]:
         """Segments that cover any node of the path, from the root on."""
         found = dict.fromkeys(node.segment for node in self.matched_end.path_to_root() if node.segment is not None)

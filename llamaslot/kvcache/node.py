@@ -29,7 +29,6 @@ class Node:
         "n_pins",
         "n_resident_children",
         "namespace",
-        "one_shot_age",
         "parent",
         "run",
         "segment",
@@ -57,11 +56,11 @@ class Node:
         self.checkpoint: Checkpoint | None = None
         """The partial state after its last token, if there is a copy of it."""
         self.last_used = 0
-        """The latest use on the logical clock; never less than that of a resident child."""
+        """The latest use on the logical clock; never less than that of a resident child. The node that was used
+        least recently is evicted from the pool first.
+        """
         self.hits = 0
         """Requests that started from here or from below."""
-        self.one_shot_age = 0
-        """Logical time by which its last use counts as earlier, if only a one-shot request has used it; else 0."""
 
     @property
     def n_tokens(self) -> int:
@@ -72,16 +71,6 @@ class Node:
     def end(self) -> int:
         """Tokens on the path up to the end of this node."""
         return self.start + len(self.run) // WIDTH
-
-    @property
-    def is_one_shot(self) -> bool:
-        """True if only a one-shot request has used it; all nodes below it are one-shot too then."""
-        return self.one_shot_age > 0
-
-    @property
-    def rank(self) -> int:
-        """Its place in the order of eviction from the pool, in logical time; the lowest is evicted first."""
-        return self.last_used - self.one_shot_age
 
     @property
     def is_root(self) -> bool:
@@ -132,13 +121,12 @@ class Node:
         assert self.n_tokens > 0
         assert self.children or self.end_of or self.segment, "a leaf without KV"
         (only,) = children if len(children) == 1 else (None,)
-        is_one = only is not None and (only.segment, only.one_shot_age) == (self.segment, self.one_shot_age)
+        is_one = only is not None and only.segment is self.segment
         assert not is_one or self.end_of or self.checkpoint, "a chain that could be one node"
         assert self.checkpoint is None or self.checkpoint.node is self
         assert self.n_resident_children == sum(child.is_resident for child in children)
         assert self.n_pins == sum(child.n_pins for child in children) + len(self.end_of & pinned)
-        assert all(self.rank >= child.rank for child in children)
-        assert not (self.is_one_shot and (self.n_pins or not all(child.is_one_shot for child in children)))
+        assert all(self.last_used >= child.last_used for child in children)
 
     def holders(self) -> Iterator[int]:
         """Yield the sequences that hold this node."""

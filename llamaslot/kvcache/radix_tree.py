@@ -32,14 +32,9 @@ from llamaslot.kvcache.tree_check import check_tree
 
 
 class RadixTree:
-    """Paths of all namespaces. Sequence ids are integers from 0 on.
+    """Paths of all namespaces. Sequence ids are integers from 0 on."""
 
-    What only a one-shot request has used is evicted as if it was last used `one_shot_age` (at least 1) earlier on
-    the logical clock.
-    """
-
-    def __init__(self, one_shot_age: int = 1) -> None:
-        self._one_shot_age = one_shot_age
+    def __init__(self) -> None:
         self._roots: dict[str, Node] = {}
         self._ends: dict[int, Node] = {}
         self._pinned: set[int] = set()
@@ -125,8 +120,6 @@ class RadixTree:
         n_held = max(n_held - self._ends[seq].end, 0)
         rest = tokens[(end.end - self._ends[seq].end) * WIDTH :]
         is_own = not end.is_root and not end.children and end.end_of == {seq}
-        if rest and end.is_one_shot:
-            self.promote(end, end.end)
         if rest and is_own and end.segment is None and end.checkpoint is None:
             end.run += rest
             self.n_tokens += len(rest) // WIDTH
@@ -172,21 +165,12 @@ class RadixTree:
         self._pinned.add(seq)
         self._count_pins(self._ends[seq], None, +1)
 
-    def unpin(self, seq: int, now: int, one_shot_from: int | None = None) -> None:
-        """Remove the protection of a path from eviction; it was used at `now`.
-
-        What no other sequence ever held after its first `one_shot_from` tokens is a one-shot prefix until it is
-        used again, unless a segment covers it already.
-        """
+    def unpin(self, seq: int, now: int) -> None:
+        """Remove the protection of a path from eviction; it was used at `now`."""
         self.version += 1
         self._pinned.remove(seq)
         end = self._ends[seq]
         self._count_pins(end, None, -1)
-        is_own = end.end_of == {seq} and not (end.children or end.n_pins or end.hits or end.segment)
-        if one_shot_from is not None and is_own and one_shot_from < end.end:
-            if one_shot_from > end.start:
-                self._split(end, one_shot_from)
-            end.one_shot_age = self._one_shot_age
         self.touch(end, now)
 
     def touch(self, node: Node, now: int, hits: int = 0) -> None:
@@ -194,20 +178,6 @@ class RadixTree:
         for each in node.path_to_root():
             each.last_used = now
             each.hits += hits
-        self.eviction.offer(node)
-
-    def promote(self, node: Node, n: int) -> None:
-        """Record that the first `n` tokens of the path to a node are used again: they are evicted by last use."""
-        while node.parent is not None and n <= node.start:
-            node = node.parent
-        if not node.is_one_shot:
-            return
-        promoted = [each for each in self._split(node, n).path_to_root() if each.is_one_shot]
-        for each in promoted:
-            each.one_shot_age = 0
-        for each in reversed(promoted):
-            if each.parent is not None:
-                self._join(each.parent)
         self.eviction.offer(node)
 
     # --- segments ---
@@ -219,7 +189,6 @@ class RadixTree:
         for each, end in walk(root, tokens):
             node = self._split(each, end)
         if node.end < len(tokens) // WIDTH:
-            self.promote(node, node.end)
             child = Node(bytearray(tokens[node.end * WIDTH :]), node, node.end, namespace)
             node.children[bytes(child.run[:WIDTH])] = child
             node = child
@@ -293,7 +262,6 @@ class RadixTree:
         upper = Node(node.run[:at], node.parent, node.start, node.namespace)
         upper.n_resident_children, upper.n_pins = int(node.is_resident), node.n_pins
         upper.last_used, upper.hits, upper.segment = node.last_used, node.hits, node.segment
-        upper.one_shot_age = node.one_shot_age
         node.parent.children[bytes(upper.run[:WIDTH])] = upper
         del node.run[:at]
         node.start, node.parent = n, upper
@@ -336,8 +304,6 @@ class RadixTree:
 
     def _count_pins(self, node: Node, above: Node | None, by: int) -> None:
         """Change the pins from a node up to, and without, one of its ancestors (None: the root)."""
-        if node.is_one_shot:
-            self.promote(node, node.end)
         n_changed = 0  # bytes of tokens that became pinned, or are no longer
         while node is not above and node.parent is not None:
             n_before = node.n_pins
@@ -364,8 +330,8 @@ class RadixTree:
             self._roots.pop(node.namespace, None)
 
     def _join(self, node: Node) -> None:
-        """Make a node one with its only child, if nothing separates them: no end of a sequence, segment, checkpoint
-        or rank.
+        """Make a node one with its only child, if nothing separates them: no end of a sequence, segment or
+        checkpoint.
 
         The child stays, because sequences refer to it as their end node.
         """
@@ -373,7 +339,7 @@ class RadixTree:
         if node.parent is None or node.end_of or node.checkpoint is not None or len(node.children) != 1:
             return
         (child,) = node.children.values()
-        if child.segment is not node.segment or child.one_shot_age != node.one_shot_age:
+        if child.segment is not node.segment:
             return
         self.version += 1
         node.parent.children[bytes(node.run[:WIDTH])] = child

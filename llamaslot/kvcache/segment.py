@@ -111,8 +111,6 @@ class IllegalTransitionError(AssertionError):
 class SegmentRank(NamedTuple):
     """Place of a segment in the order of eviction; the lowest is evicted first."""
 
-    is_kept: bool
-    """False for what only a one-shot request has used."""
     last_used: int
     minus_start: int
     """Of segments used together, the one furthest from the root goes first."""
@@ -190,12 +188,7 @@ class Segment:
     @property
     def rank(self) -> SegmentRank:
         """Its place in the order of eviction."""
-        return SegmentRank(not self.is_one_shot, self.last_used, -self.start, self.number)
-
-    @property
-    def is_one_shot(self) -> bool:
-        """True if only a one-shot request has used its tokens."""
-        return bool(self.nodes) and self.nodes[0].is_one_shot
+        return SegmentRank(self.last_used, -self.start, self.number)
 
     @property
     def parent(self) -> Segment | None:

@@ -34,8 +34,6 @@ class Sequences:
         self.duplicates: Duplicates = KeptDuplicates(tree) if self.states.has_states else DuplicateCells(tree)
         self.clock = 0
         """Logical time: counts uses and computed prompt tokens."""
-        self.one_shot_from: dict[int, int] = {}
-        """By slot in which a one-shot request runs: the number of tokens before those that only it has used."""
         self._tree = tree
 
     @property
@@ -66,13 +64,9 @@ class Sequences:
         """True if all that a sequence holds is held by another one too."""
         return self.end(seq).is_shared
 
-    def is_one_shot(self, seq: int) -> bool:
-        """True if only a one-shot request has used the end of a path."""
-        return self.in_use(seq) and self.end(seq).is_one_shot
-
     def rank(self, seq: int) -> float:
         """Place of a path in the order of eviction; the lowest for a sequence that is not in use."""
-        return self.end(seq).rank if self.in_use(seq) else -math.inf
+        return self.end(seq).last_used if self.in_use(seq) else -math.inf
 
     def held(self, match: Match, seqs: Iterable[int]) -> dict[int, int]:
         """For each of some sequences the number of leading tokens of a match that it holds."""

@@ -152,11 +152,8 @@ class Admission:
 
     def _start(self, request: Request, choices: Sequence[int], now: float) -> None:
         self.queue.remove(request)
-        is_one_shot = request.is_one_shot(self._cache.settings.one_shot_tokens)
         self._cache.window_cells.evict_for(self.match(request))
-        acquired = self._cache.acquire(
-            choices, self.match(request), is_new=request.slot < 0, is_one_shot=is_one_shot
-        )
+        acquired = self._cache.acquire(choices, self.match(request), is_new=request.slot < 0)
         request.admit(acquired, now)
         self._slots[request.slot].request = request
         self._in_flight.add(request)

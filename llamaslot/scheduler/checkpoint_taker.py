@@ -9,7 +9,6 @@ import numpy as np
 
 from llamaslot.base.tokens import WIDTH
 from llamaslot.kvcache.cache import KVCache
-from llamaslot.kvcache.offload.checkpoints import Evictable
 from llamaslot.scheduler.checkpoint_stops import prompt_stops
 from llamaslot.scheduler.request import Request
 
@@ -68,8 +67,7 @@ class CheckpointTaker:
                 if n_left == 0:
                     # It waits for the next gap.
                     continue
-                is_one_shot = request.is_one_shot(self._cache.settings.one_shot_tokens)
-                taken = checkpoints.take(request.slot, Evictable.NONE if is_one_shot else Evictable.ANY)
+                taken = checkpoints.take(request.slot)
                 n_left -= taken is not None
                 if taken is not None:
                     taken.ends_message |= self._ends_message(request, taken.end)

@@ -15,7 +15,7 @@ from llamaslot.base.backend import CompiledConstraint, Sampler
 from llamaslot.base.commands import Submit
 from llamaslot.base.events import Progress
 from llamaslot.base.generation.token_probs import NOT_SCORED, TokenScore
-from llamaslot.base.namespaces import PUBLIC_NAMESPACE, private_namespace, salt_namespace
+from llamaslot.base.namespaces import private_namespace, salt_namespace
 from llamaslot.base.prompt import TokenizedPrompt
 from llamaslot.base.stats import Miss
 from llamaslot.base.tokens import WIDTH, Tokens, packed
@@ -235,15 +235,6 @@ class Request:
         self.tokens.truncate(len(self.tokens) - n)
         self.n_generated -= n
         self.n_forced -= n
-
-    def is_one_shot(self, max_tokens: int) -> bool:
-        """True if its prompt is not expected to come again: it asks for at most `max_tokens`, and has no session.
-
-        A request for no tokens at all is there to have its prompt cached.
-        """
-        submit = self.submit
-        is_shared = not self.is_private and self.namespace != PUBLIC_NAMESPACE
-        return is_shared and 0 < submit.max_tokens <= max_tokens and not submit.session_id
 
     @property
     def is_ready(self) -> bool:

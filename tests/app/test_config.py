@@ -47,8 +47,6 @@ def test_a_flag_beats_the_environment_beats_the_file_beats_the_default(tmp_path:
         (["--cache-seqs", "0"], "cache_seqs", 0),
         (["--cache-seqs", "-1"], "cache_seqs", -1),
         ([], "cache_idle_cells", "auto"),
-        ([], "cache_one_shot", 16),
-        (["--cache-one-shot", "0"], "cache_one_shot", 0),
         ([], "ctx_checkpoints", 32),
         (["-ctxcp", "0"], "ctx_checkpoints", 0),
         (["--swa-checkpoints", "7"], "ctx_checkpoints", 7),

@@ -191,9 +191,6 @@ def test_killing_the_engine_under_load_loses_nothing_that_is_on_disk(tmp_path: P
     ):
         expected = [server.post("/completion", {"prompt": p, "n_predict": 8, "temperature": 0}) for p in prompts]
         texts = [each["content"] for each in expected]
-        for prompt in prompts:
-            # One-shot prompts are written once they are used again.
-            server.post("/completion", {"prompt": prompt, "n_predict": 1})
         n_prompt = sum(each["tokens_evaluated"] for each in expected)
         wait(lambda: server.get("/cache")["disk"]["tokens"] >= n_prompt - 4 * len("Story 1."))
         for n in range(n_kills):

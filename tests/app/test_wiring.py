@@ -165,7 +165,6 @@ ELSEWHERE = {
         "log_level",
     ),
     *(
-        "cache_one_shot",
         "cache_salt_from_api_key",
         "cache_idle_cells",
         "debug_invariants",
@@ -577,9 +576,9 @@ async def test_what_the_engine_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: int | str, kept: int | None
 ) -> None:
     made = cache_settings(monkeypatch)
-    async with serving(tmp_path, FakeBackend(), prefill_gap_ms=7.0, cache_idle_cells=given, cache_one_shot=9):
+    async with serving(tmp_path, FakeBackend(), prefill_gap_ms=7.0, cache_idle_cells=given):
         [settings] = made
-        assert (settings.gap_ms, settings.idle_cells, settings.one_shot_tokens) == (7.0, kept, 9)
+        assert (settings.gap_ms, settings.idle_cells) == (7.0, kept)
 
 
 async def test_where_idle_prefixes_live_is_said_and_kept_to(

@@ -209,7 +209,6 @@ class LlamaWorkload(Workload):
             segment_tokens=rng.choice([16, 32, 512]),
             min_shared=4,
             offload_after=rng.choice([None, 40, 40]),
-            one_shot_tokens=rng.choice([0, 3]),
             checkpoints=checkpoints,
         )
 

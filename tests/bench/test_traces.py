@@ -10,14 +10,12 @@ from pathlib import Path
 import pytest
 
 from bench.client import BenchmarkError
-from bench.traces import one_shot
 from bench.traces import run as traces
 from bench.traces.recording import MAX_DELAY_S, Context, Recorded, fitting, plan, read, requests_of
 from bench.traces.replay import BlockTokens, fits, n_reply
 from bench.traces.run import Settings
 from tests.bench.forked_servers import forked_servers
 from tests.conftest import LONG
-from tests.live import WRITE_SOON
 
 TRACES = Path(__file__).parent / "traces"
 N_COMPUTED = 84
@@ -165,42 +163,3 @@ def test_the_same_seed_chooses_the_same_requests() -> None:
     assert traces.chosen(SETTINGS) == traces.chosen(SETTINGS)
     assert len(traces.chosen(replace(SETTINGS, n_requests=4))) == 4
     assert {each.scope for each in traces.chosen(replace(SETTINGS, n_sessions=1))} in ({"one"}, {"two"})
-
-
-def test_title_requests_stand_between_the_others_and_name_no_session() -> None:
-    planned = traces.chosen(SETTINGS)
-    titled = one_shot.with_titles(planned, every=3, seed=1)
-    assert [each.has_session for each in titled] == [True, True, True, False] * 3
-    others = [each for each in titled if each.has_session]
-    assert [each.request for each in others] == [each.request for each in planned]
-    for before, after in zip(planned, others, strict=True):
-        waits_for = [planned[i].request for i in before.after]
-        assert [titled[i].request for i in after.after] == waits_for
-        assert (after.previous is None) == (before.previous is None)
-
-
-def test_one_shot_prompts_are_not_written_to_disk_and_no_more_is_computed(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(traces, "WRITES_POLL_S", 0.3)
-    with forked_servers(WRITE_SOON):
-        one_shot.run(
-            settings=replace(SETTINGS, n_ctx_slot=512),
-            titles_every=3,
-            scale=0.05,
-            repeats=1,
-            model=tiny_model,
-            title="tiny",
-            folder=tmp_path,
-            server_flags=("-t", "1"),
-        )
-    runs = json.loads((tmp_path / "one-shot.json").read_text())["runs"]
-    assert [(run["workload"], run["side"]) for run in runs] == [
-        *(("agent", "off"), ("agent", "on")),
-        *(("traces", "off"), ("traces", "on")),
-    ]
-    for off, on in (runs[:2], runs[2:]):
-        for run in (off, on):
-            # Two sub-agents that start at once may compute a few tokens both.
-            assert run["n_fewest"] <= run["n_computed"] <= run["n_fewest"] + 64
-        assert 0 < on["disk_bytes"] < off["disk_bytes"]

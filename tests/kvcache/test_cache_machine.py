@@ -7,7 +7,6 @@ own account of a request. Tokens are two letters, so that prefixes are shared, b
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -79,7 +78,6 @@ COUNTS: Counter[str] = Counter()
 OFTEN = (
     *("requests", "plans", "steps", "tokens", "ended", "cancelled", "broke", "reused tokens", "extra steps"),
     *("saves", "written", "losses", "looked for what is cached", "dropped: path", "RAM reduced"),
-    "one-shot prefixes",
 )
 """Events that must come up in any run, for else a check is vacuous."""
 SHARES = "lost of its share", "lost beyond its share"
@@ -89,7 +87,6 @@ SELDOM = (
     *("losses for RAM", "losses for cells", "slots saved", "slots restored", "padded steps"),
     *("padded steps with extra ones", "looked for idle prefixes that slow prompts", "wrote everything at the end"),
     *("dropped: everything", "dropped: namespace"),
-    *("evicted one-shot prefixes", "evicted what is kept", "one-shot prefixes in RAM", "lost of RAM what is kept"),
 )
 """Events that must come up in a long run."""
 
@@ -113,7 +110,6 @@ class Shape:
     disk: float
     """The disk tier, in pools; 0 for none."""
     eos_every: int
-    one_shot_tokens: int
 
     @property
     def shares(self) -> bool:
@@ -147,8 +143,6 @@ class Asked:
     n_overtaken: int = 0
     has_waited: bool = False
     """True if it ever had a leader to wait for."""
-    shared: set[int] = field(default_factory=set)
-    """Prefixes from which others started while it ran."""
 
     @property
     def tokens(self) -> list[int]:
@@ -220,7 +214,6 @@ class CacheMachine(RuleBasedStateMachine):
         eos_every=st.sampled_from([6, 12, 10**9]),
         n_expected=st.sampled_from([1, 1, 2, 64]),
         query_block=st.sampled_from([None, 4, 12]),
-        one_shot_tokens=st.sampled_from([0, 3, 8]),
     )
     def start(
         self,
@@ -238,7 +231,6 @@ class CacheMachine(RuleBasedStateMachine):
         eos_every: int,
         n_expected: int,
         query_block: int | None,
-        one_shot_tokens: int,
     ) -> None:
         # Small pools are outgrown only if requests are expected to be short.
         self.patches = [
@@ -257,10 +249,7 @@ class CacheMachine(RuleBasedStateMachine):
         n_spare = n_spare + self.more_spare if name in ("shared", "copied partitions") else 0
         ram = ram if name == "shared" else 0
         disk = disk if ram else 0
-        shape = Shape(
-            *(name, n_slots, n_spare, n_ctx, n_ubatch, idle_cells, offload_after, ram, disk, eos_every),
-            one_shot_tokens=one_shot_tokens * self.stretch,
-        )
+        shape = Shape(name, n_slots, n_spare, n_ctx, n_ubatch, idle_cells, offload_after, ram, disk, eos_every)
         self.shape = shape
         self.backend = Recorder(self.new_backend(shape), self.public)
         info = self.backend.info
@@ -281,7 +270,6 @@ class CacheMachine(RuleBasedStateMachine):
         self.is_short = self.was_short = False
         """True while there is no memory to save in, and true if there ever was none, or little."""
         self.memory_read_at = 0.0
-        self.is_shutting_down = False
         self.scheduler = Scheduler(
             msgspec.structs.replace(info, step_cost=ALWAYS_PADDED if query_block else None),
             self.cache_settings(
@@ -290,7 +278,6 @@ class CacheMachine(RuleBasedStateMachine):
                 n_seqs=self.backend.n_seqs,
                 unified=info.unified,
                 can_trim=info.can_trim,
-                one_shot_tokens=shape.one_shot_tokens,
                 idle_cells=idle_cells,
                 offload_after=offload_after,
                 ram_bytes=self.ram_bytes,
@@ -313,8 +300,6 @@ class CacheMachine(RuleBasedStateMachine):
         self.acquire_slot, self.cache.acquire = self.cache.acquire, self.acquire
         self.is_sound = True
         self.asked: list[Asked] = []
-        self.used_once: set[int] = set()
-        """Prefixes that one request has used, and that one asked for few tokens without a session."""
         self.now = 0.0
         self.incomplete: AbstractSet[int] = frozenset()
         """Sequences that do not hold what the last plan said, for want of memory."""
@@ -437,11 +422,7 @@ class CacheMachine(RuleBasedStateMachine):
         COUNTS["cancelled"] += 1
 
     def mark_ended(self, asked: Asked) -> None:
-        """Record the end of a request, and what only it has used if it is not expected to come again."""
-        submit = asked.submit
-        is_short = 0 < submit.max_tokens <= self.shape.one_shot_tokens and not submit.session_id
-        if asked.slot >= 0 and is_short and not asked.is_private and asked.namespace != self.public:
-            self.used_once |= {*self.prefixes(asked)[asked.n_start :]} - asked.shared
+        """Record the end of a request."""
         asked.has_ended, asked.slot = True, -1
 
     # --- events ---
@@ -628,8 +609,6 @@ class CacheMachine(RuleBasedStateMachine):
                 self.states[number] = self.backend.kv_of(number)
                 saved = self.backend.saved[number]
                 assert not saved.namespace.startswith("private"), "a private prefix is written"
-                is_one_shot = bool(saved.prefixes) and self.one_shots().issuperset(saved.prefixes)
-                assert self.is_shutting_down or not is_one_shot, "a one-shot prefix is written"
 
     @property
     def is_squeezed(self) -> bool:
@@ -662,11 +641,6 @@ class CacheMachine(RuleBasedStateMachine):
         for asked in admitted:
             asked.n_start = self.n_cached(asked, self.queued_saves[asked.slot])
             asked.expected_prefixes = [*self.prefixes(asked)]
-            asked.shared = set()
-            self.used_once -= {*asked.expected_prefixes[:-1]}
-            for other in self.running:
-                if other is not asked and self.shape.shares:
-                    other.shared |= {*asked.expected_prefixes[: asked.n_start]}
         # A step is compared once, after its decode, unless a later operation was pending then.
         if not plan.work or self.was_pending:
             self.check_agreement()
@@ -679,7 +653,6 @@ class CacheMachine(RuleBasedStateMachine):
             self.check_waiting(before, plan, admitted)
         if self.shape.shares:
             self.check_losses(before, plan)
-            self.check_one_shots(before, plan)
         self.check_work(plan, was_suspected)
         self.is_recovering, self.shaken = False, set()
         return replace(plan, operations=[], jobs=[])
@@ -866,55 +839,6 @@ class CacheMachine(RuleBasedStateMachine):
         namespaces = {asked.request.namespace: asked.namespace for asked in self.asked}
         prefix = unpacked(node.prefix()).tolist()
         return [*self.backend.named(namespaces[node.namespace], prefix)[node.start :]]
-
-    def one_shots(self) -> set[int]:
-        """One-shot prefixes: none of them was used by two requests, or by one that may go on."""
-        found: set[int] = set()
-        self.used_once -= self.backend.prefixes(asked.slot for asked in self.running)
-        for node in self.cache._tree.nodes():
-            if node.is_one_shot:
-                found |= {*self.own_prefixes(node)}
-        assert found <= self.used_once, "evicted before what was used no more often"
-        COUNTS["one-shot prefixes"] += bool(found)
-        return found
-
-    def ranks(self) -> dict[int, int]:
-        """The place of every prefix of the tree in the order of eviction."""
-        if not self.shape.one_shot_tokens:
-            return {}
-        return {each: node.rank for node in self.cache._tree.nodes() for each in self.own_prefixes(node)}
-
-    def check_one_shots(self, before: Before, plan: StepPlan) -> None:
-        """In the pool one-shot prefixes are evicted by their rank, in RAM nothing is evicted before them."""
-        one_shots = self.one_shots()
-        # A request computes its last token again, even if all of them were cached.
-        gone = (
-            before.in_pool - self.backend.prefixes() - {p for asked in self.running for p in self.prefixes(asked)}
-        )
-        COUNTS["evicted one-shot prefixes"] += bool(gone & before.one_shots)
-        COUNTS["one-shot prefixes in RAM"] += not one_shots.isdisjoint(self.offloaded)
-        # Ids, ages and preemption take cells too, by other rules.
-        n_empty = min(before.n_empty, self.n_empty)
-        if self.is_recovering or plan.preempted or self.pools_per_key or self.public is not None:
-            return
-        if gone - before.one_shots and before.ranks and self.shape.offload_after is None and n_empty > 2:
-            COUNTS["evicted what is kept"] += 1
-            ranks = self.ranks()
-            lowest = min((ranks[each] for each in one_shots & self.idle), default=math.inf)
-            COUNTS["kept a one-shot prefix"] += lowest < math.inf
-            # What was deleted by a client is in no node.
-            newest = max((before.ranks.get(each, -math.inf) for each in gone - before.one_shots), default=0)
-            assert newest <= lowest, "evicted before a one-shot prefix"
-        # What is private goes with its request.
-        shared = before.prefixes_in(set())
-        lost = (before.in_ram & shared) - self.offloaded - self.backend.prefixes()
-        if lost - before.one_shots and not self.was_short:
-            COUNTS["lost of RAM what is kept"] += 1
-            pinned = {s.number for pins in self.tiers.load_pins.values() for s in pins} | {*self.tiers.busy}
-            left = [set(each.prefixes) for n, each in self.backend.segments.items() if n not in pinned]
-            # A segment with a prefix that is kept is kept whole; one that was saved in this step is in free room.
-            is_left = any(each <= one_shots & before.offloaded for each in left)
-            assert not is_left, "lost before a one-shot prefix"
 
     def check_running(self, before: Before, plan: StepPlan) -> None:
         """Nothing was taken from requests that ran already, and each used cell holds another prefix."""
@@ -1188,7 +1112,6 @@ class CacheMachine(RuleBasedStateMachine):
         self.change_free_memory(free=40)
         assert not self.is_squeezed
         self.now += pacing.RETRY_DELAY_S
-        self.is_shutting_down = True
         self.scheduler.stop(self.now)
         for _ in range(1000):
             plan = self.scheduler.plan(self.now)
@@ -1301,12 +1224,6 @@ class Before:
         self.running = {asked: list(held[asked.slot].prefixes) for asked in machine.running}
         self.fresh = {asked for asked in machine.living if asked.slot < 0 and not asked.has_started}
         self.held = [(each.namespace, set(each.prefixes)) for each in held]
-        self.one_shots = machine.one_shots()
-        self.ranks = machine.ranks()
-        self.in_pool = machine.backend.prefixes()
-        self.offloaded = machine.offloaded
-        self.in_ram = machine.prefixes_of_segments(set())
-        self.n_empty = machine.n_empty
         self.cells: dict[str, set[int]] = defaultdict(set)
         """Prefixes in the pool, by namespace."""
         for namespace, prefixes in self.held:

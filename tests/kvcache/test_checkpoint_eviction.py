@@ -8,7 +8,7 @@ from llamaslot.base.kv_ops import StateRecord
 from llamaslot.base.model import CheckpointSize, SegmentSize, StateKind
 from llamaslot.base.stats import CacheStats
 from llamaslot.kvcache.cache_settings import CheckpointSettings
-from llamaslot.kvcache.offload.checkpoints import Checkpoints, Evictable
+from llamaslot.kvcache.offload.checkpoints import Checkpoints
 from llamaslot.kvcache.radix_tree import RadixTree
 from llamaslot.kvcache.segment import Checkpoint, SegmentEvent, SegmentState
 from llamaslot.kvcache.sequences import Sequences
@@ -143,10 +143,9 @@ def test_nothing_is_evicted_if_what_is_redundant_leaves_no_room() -> None:
     taken = Taken(4)
     oldest, above, deepest, on_disk = taken.take(0, 9), taken.take(1, 1), taken.take(1, 2), taken.take(2, 7)
     taken.write(on_disk)
-    assert not taken.checkpoints.evict_for(3 * N_BYTES, evictable=Evictable.REDUNDANT)
+    assert not taken.checkpoints.evict_for(3 * N_BYTES, only_redundant=True)
     assert taken.left(oldest, above, deepest, on_disk) == [True, True, True, True]
-    assert not taken.checkpoints.evict_for(N_BYTES, evictable=Evictable.NONE)
-    assert taken.checkpoints.evict_for(2 * N_BYTES, evictable=Evictable.REDUNDANT)
+    assert taken.checkpoints.evict_for(2 * N_BYTES, only_redundant=True)
     assert taken.left(oldest, above, deepest, on_disk) == [True, False, True, False]
 
 

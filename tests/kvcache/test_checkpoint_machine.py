@@ -98,7 +98,6 @@ class CheckpointMachine(FakeMachine):
                 "eos_every": st.sampled_from([6, 12, 10**9]),
                 "n_expected": st.sampled_from([1, 1, 2, 64]),
                 "query_block": st.sampled_from([None, None, 4, 12]),
-                "one_shot_tokens": st.sampled_from([0, 0, 3, 8]),
             }
         ),
     )
@@ -461,7 +460,7 @@ class Conversations(CheckpointMachine):
         fields = {
             **{"layout": 0, "n_slots": n_slots, "n_spare": n_spare, "share": 1.0, "batch": 0.4, "idle_cells": None},
             **{"offload_after": None, "ram": ram, "disk": 0, "load_us": 0, "eos_every": 10**9, "n_expected": 1},
-            **{"query_block": None, "one_shot_tokens": 0},
+            **{"query_block": None},
         }
         self.start(
             kind=KINDS.index(kind), has_control=False, budget=1000, max_on_path=8, step_tokens=20, min_gap=2,
@@ -531,7 +530,7 @@ def test_a_suspect_does_not_wait_for_another_request_s_checkpoint(
     while len(machine.running) < 2 or not machine.cache.has_streams:
         machine.step(1, 0, is_late=False, n_jobs=0)
     monkeypatch.setattr(machine.scheduler._taker, "_is_due", lambda request, queue: True)
-    monkeypatch.setattr(machine.cache.checkpoints, "take", lambda slot, evict: None)
+    monkeypatch.setattr(machine.cache.checkpoints, "take", lambda slot: None)
     machine.scheduler.recovery.suspects = [machine.running[1].request.id]
     machine.step(1, 0, is_late=False, n_jobs=0)
     assert not machine.scheduler.recovery.suspects

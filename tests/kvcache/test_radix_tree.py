@@ -21,7 +21,6 @@ from llamaslot.kvcache.sequences import Sequences
 from tests.pool import tokens_of
 
 SEQS = 8
-ONE_SHOT_AGE = 3
 NAMESPACES = st.sampled_from(["", "salt"])
 SOME = st.lists(st.integers(1, 3), max_size=8).map(tuple)
 Path = tuple[int, ...]
@@ -56,14 +55,12 @@ class TreeMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.tree = RadixTree(one_shot_age=ONE_SHOT_AGE)
+        self.tree = RadixTree()
         self.sequences = Sequences(self.tree, n_slots=SEQS, n_seqs=SEQS)
         self.held: dict[int, tuple[str, Path]] = {}
         self.segments: dict[Segment, tuple[str, Path]] = {}
         """Segments with all tokens up to their end."""
         self.pinned: set[int] = set()
-        self.one_shot: set[tuple[str, Path]] = set()
-        """Prefixes whose last token only a one-shot request has used."""
         self.now = 0
         self.numbers = count()
         self.matches: list[Match] = []
@@ -123,9 +120,6 @@ class TreeMachine(RuleBasedStateMachine):
     def extend(self, index: int, tokens: Path) -> None:
         seq = self.pick(index, set(self.held))
         namespace, path = self.held[seq]
-        n_tracked = self.longest(namespace, path + tokens, self.in_tree())
-        if seq in self.pinned or n_tracked < len(path + tokens):
-            self.use_again(namespace, (path + tokens)[:n_tracked])
         n_held = max(0, self.longest(namespace, path + tokens, self.prefixes()) - len(path))
         assert self.tree.extend(seq, run_of(tokens)) == n_held
         self.held[seq] = (namespace, path + tokens)
@@ -152,57 +146,19 @@ class TreeMachine(RuleBasedStateMachine):
         seq = self.pick(index, set(self.held) - self.pinned)
         self.tree.pin(seq)
         self.pinned.add(seq)
-        self.use_again(*self.held[seq])
 
     @precondition(lambda self: self.pinned)
-    @rule(index=st.integers(0, 7), one_shot_from=st.sampled_from([None, 0, 0, 1, 3, 6]))
-    def unpin(self, index: int, one_shot_from: int | None) -> None:
-        self.end_request(self.pick(index, self.pinned), one_shot_from)
-
-    @precondition(lambda self: len(self.held) < SEQS)
-    @rule(namespace=NAMESPACES, tokens=SOME.filter(bool))
-    def run_one_shot(self, namespace: str, tokens: Path) -> None:
-        """Run a one-shot request in a free sequence from the start to the end."""
-        seq = min(set(range(SEQS)) - self.held.keys())
-        match = self.tree.match(namespace, run_of(tokens))
-        n, n_matched = match.n_resident, match.n_matched
-        self.tree.hold(seq, namespace, match.resident_end, n)
-        self.tree.pin(seq)
-        self.tree.extend(seq, run_of(tokens[n:]))
-        self.use_again(namespace, tokens[:n_matched])
-        self.held[seq] = (namespace, tokens)
-        self.end_request(seq, n_matched)
-
-    def end_request(self, seq: int, one_shot_from: int | None) -> None:
-        """Unpin a sequence, and note what of it is a one-shot prefix then."""
-        namespace, path = self.held[seq]
+    @rule(index=st.integers(0, 7))
+    def unpin(self, index: int) -> None:
+        seq = self.pick(index, self.pinned)
         self.now += 1
-        has_hits = end_of(self.tree, seq).hits > 0
-        self.tree.unpin(seq, self.now, one_shot_from)
+        self.tree.unpin(seq, self.now)
         self.pinned.discard(seq)
-        if one_shot_from is None or has_hits:
-            return
-        others = self.prefixes(set(self.held) - {seq}) | self.below_segments()
-        for n in range(len(path), one_shot_from, -1):
-            if (namespace, path[:n]) in others:
-                break
-            self.one_shot.add((namespace, path[:n]))
-
-    @rule(namespace=NAMESPACES, origin=st.integers(0, 20), keep=st.integers(0, 12))
-    def promote(self, namespace: str, origin: int, keep: int) -> None:
-        tracked = [path for ns, path in (*self.held.values(), *self.segments.values()) if ns == namespace] or [()]
-        tokens = tracked[origin % len(tracked)][:keep]
-        match = self.tree.match(namespace, run_of(tokens))
-        self.tree.promote(match.matched_end, match.n_matched)
-        self.use_again(namespace, tokens[: match.n_matched])
-
-    def use_again(self, namespace: str, path: Path) -> None:
-        self.one_shot -= {(namespace, path[: n + 1]) for n in range(len(path))}
 
     @rule(n_cells=st.one_of(st.integers(1, 4), st.integers(0, 30)))
     def evict(self, n_cells: int) -> None:
         before, safe = self.prefixes(), self.prefixes(self.pinned)
-        ranks = {each: self.rank(*each) for each in before}
+        used = {each: self.last_used(*each) for each in before}
         plan = self.tree.eviction.plan(n_cells)
         assert plan == self.tree.eviction.plan(n_cells)
         evicted = [
@@ -224,13 +180,11 @@ class TreeMachine(RuleBasedStateMachine):
         assert len(before) - len(after) == plan.n_cells == min(n_cells, len(before - safe))
         assert len(evicted) == plan.n_cells
         assert set(evicted) == before - after
-        left = [ranks[each] for each in after - safe]
-        assert all(ranks[each] <= min(left, default=ranks[each]) for each in evicted), "not in the order of ranks"
+        left = [used[each] for each in after - safe]
+        assert all(used[each] <= min(left, default=used[each]) for each in evicted), "not in the order of last use"
 
-    def rank(self, namespace: str, path: Path) -> int:
-        """Place of a prefix in the order of eviction: its last use, a few uses earlier if it is a one-shot one."""
-        last_used = self.tree.match(namespace, run_of(path)).matched_end.last_used
-        return last_used - ONE_SHOT_AGE * ((namespace, path) in self.one_shot)
+    def last_used(self, namespace: str, path: Path) -> int:
+        return self.tree.match(namespace, run_of(path)).matched_end.last_used
 
     # --- segments ---
 
@@ -249,8 +203,6 @@ class TreeMachine(RuleBasedStateMachine):
         if any(each.start < start or self.segments[each][1] != path[: each.end] for each in old):
             return
         segment = Segment(next(self.numbers), start, len(path), 1)
-        if (namespace, path) not in self.in_tree():
-            self.use_again(namespace, path)
         node = self.tree.insert(namespace, run_of(path))
         replaced = self.tree.attach(segment, node)
         assert replaced == sorted(old, key=lambda each: each.start)
@@ -329,10 +281,6 @@ class TreeMachine(RuleBasedStateMachine):
         assert self.tree.n_tokens == len(self.prefixes())
         assert self.tree.n_pinned_tokens == len(self.prefixes(self.pinned))
         assert sum(node.n_tokens for node in self.tree.nodes()) == len(self.in_tree())
-        self.one_shot &= self.in_tree()
-        assert sum(node.n_tokens for node in self.tree.nodes() if node.is_one_shot) == len(self.one_shot)
-        for namespace, path in self.one_shot:
-            assert self.tree.match(namespace, run_of(path)).matched_end.is_one_shot
         for seq, (_, path) in self.held.items():
             assert tuple(tokens_of(self.tree, seq)) == path
             assert self.tree.length(seq) == len(path)
@@ -640,17 +588,6 @@ def test_a_node_whose_children_are_only_offloaded_can_be_evicted() -> None:
     holding(tree, (1, 2))
     offload(tree, 0, (1, 2, 3), 2)
     assert tree.eviction.plan(9).keeps == {0: 0}
-
-
-@pytest.mark.parametrize(("n_uses", "evicted"), [(ONE_SHOT_AGE - 1, 1), (ONE_SHOT_AGE + 1, 0)])
-def test_the_use_of_a_one_shot_prefix_counts_as_earlier(n_uses: int, evicted: int) -> None:
-    tree = RadixTree(ONE_SHOT_AGE)
-    holding(tree, (1, 2, 3), (2, 3, 4))
-    for seq, now, one_shot_from in ((0, 1, None), (1, 1 + n_uses, 0)):
-        tree.pin(seq)
-        tree.unpin(seq, now, one_shot_from)
-    assert tree.eviction.plan(1).evicted == [(evicted, 2, 3)]
-    assert tree.eviction.plan(9, before=1 + n_uses).evicted == [(0, 0, 3)], "the cutoff is by real use"
 
 
 def test_a_path_diverges_where_the_tree_goes_on_with_another_token() -> None:

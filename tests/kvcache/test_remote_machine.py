@@ -27,7 +27,7 @@ from llamaslot.kvcache.remote.remote_tier import Choice, Lookup
 from llamaslot.kvcache.tiers import pacing, upload_queue
 from llamaslot.scheduler.step import StepPlan
 from tests.conftest import LONG
-from tests.kvcache.test_cache_machine import COUNTS, OFTEN, Asked, Before, FakeMachine, Shape
+from tests.kvcache.test_cache_machine import COUNTS, OFTEN, Asked, FakeMachine, Shape
 from tests.recorder import Offloaded
 
 BLOCK, GRID = 8, 4
@@ -284,10 +284,6 @@ class RemoteMachine(FakeMachine):
         self.backend.put(number, portion.start, portion.end, kv)
         self.fetched |= {*named[part]}
         COUNTS["fetched"] += 1
-
-    def check_one_shots(self, before: Before, plan: StepPlan) -> None:
-        """Only which prefixes are one-shot: the order of eviction is checked without a store."""
-        self.one_shots()
 
     def check_loaded(self, plan: StepPlan) -> None:
         super().check_loaded(plan)

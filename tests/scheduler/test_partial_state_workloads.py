@@ -95,7 +95,6 @@ class Workload:
             segment_tokens=rng.choice([8, 16, 512]),
             min_shared=4,
             offload_after=rng.choice([None, 20]),
-            one_shot_tokens=rng.choice([0, 3]),
             checkpoints={
                 "step_tokens": rng.choice([8, 16, 40]),
                 "max_on_path": rng.choice([2, 4, 32]),

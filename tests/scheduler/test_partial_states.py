@@ -416,7 +416,7 @@ def test_only_checkpoints_that_are_taken_use_up_the_gap(monkeypatch: pytest.Monk
     driver.cache.has_streams = True
     for request in requests:
         request.stops.add(driver.held(request))
-    monkeypatch.setattr(driver.cache.checkpoints, "take", lambda seq, evict: None)
+    monkeypatch.setattr(driver.cache.checkpoints, "take", lambda seq: None)
     assert driver.scheduler._taker.take_due(requests, []) == requests
     monkeypatch.undo()
     assert driver.scheduler._taker.take_due(requests, []) == requests[:1]

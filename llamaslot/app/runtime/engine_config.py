@@ -43,7 +43,6 @@ def engine_settings(config: Config, budgets: Budgets, *, lacks_disk: bool = Fals
     """Return the policies of the engine."""
     return EngineSettings(
         gap_ms=config.prefill_gap_ms,
-        one_shot_tokens=config.cache_one_shot,
         idle_cells=budgets.idle_cells,
         offload_after=budgets.offload_after,
         ram_bytes=budgets.ram_bytes,

@@ -7,9 +7,8 @@ Checkpoints are taken
 
 They are evicted from RAM
 - over the budget of bytes (`--checkpoint-ram`): those of tenants with more than their share first; then those that
-  are neither a fork nor the deepest of their path; then those that are on disk too; then those of one-shot prompts;
-  then the least recently used. Each rule only decides between those that the rules before it treat alike
-  (`evict_for`);
+  are neither a fork nor the deepest of their path; then those that are on disk too; then the least recently used.
+  Each rule only decides between those that the rules before it treat alike (`evict_for`);
 - over the limit of one path (`--ctx-checkpoints`): the one whose neighbours are closest together in relation to
   their distance from the end of the path (`_thin_path`). The deepest stays, and forks go only if nothing else can.
 
@@ -17,8 +16,6 @@ Those about to be restored stay in any case. `restoring.py` decides which are re
 """
 
 from __future__ import annotations
-
-from enum import Enum
 
 from msgspec import structs
 
@@ -32,14 +29,6 @@ from llamaslot.kvcache.segment import Checkpoint, Segment, SegmentEvent, checkpo
 from llamaslot.kvcache.segment import SegmentState as S
 from llamaslot.kvcache.sequences import Sequences
 from llamaslot.kvcache.tiers.segment_tiers import SegmentTiers
-
-
-class Evictable(Enum):
-    """Checkpoints that may be evicted from RAM to make room for a new one."""
-
-    NONE = "none: there must be room"
-    REDUNDANT = "those that are on disk too, or neither a fork nor the deepest of their path"
-    ANY = "all but those about to be restored, read or written"
 
 
 class Checkpoints:
@@ -87,10 +76,11 @@ class Checkpoints:
         is_possible = self.settings.size.of(n) <= self._tiers.checkpoints.capacity
         return is_possible and self._tiers.now >= self._tiers.saves_again_at
 
-    def take(self, seq: int, evictable: Evictable = Evictable.ANY) -> Checkpoint | None:
+    def take(self, seq: int, *, only_redundant: bool = False) -> Checkpoint | None:
         """Return the checkpoint at the end of a live sequence, taken now if there is none; None without room.
 
-        Room is made by evicting what is `evictable`.
+        Room is made by evicting others, with `only_redundant` only those that are on disk too, or neither a fork
+        nor the deepest of their path.
         """
         node = self._sequences.end(seq)
         if node.checkpoint is not None:
@@ -99,7 +89,9 @@ class Checkpoints:
         n_bytes, lru = self.settings.size.of(node.end), self._tiers.checkpoints
         if not self.can_take(node.end):
             return None
-        if lru.n_bytes + n_bytes > lru.capacity and not self.evict_for(n_bytes, node.tenant, evictable):
+        if lru.n_bytes + n_bytes > lru.capacity and not self.evict_for(
+            n_bytes, node.tenant, only_redundant=only_redundant
+        ):
             return None
         checkpoint = self._tiers.add_checkpoint(node, n_bytes)
         self._sequences.operations.append(Take(checkpoint.number, seq, node.end))
@@ -107,7 +99,7 @@ class Checkpoints:
         self._thin_path(node)
         return checkpoint
 
-    def take_at_end(self, seq: int, evictable: Evictable = Evictable.ANY) -> bool:
+    def take_at_end(self, seq: int, *, only_redundant: bool = False) -> bool:
         """Take a checkpoint of an idle sequence before it loses its state, if it may be wanted again.
 
         Its last token must stay cached, for else the checkpoint is dropped with it. Returns True if one was taken.
@@ -116,7 +108,7 @@ class Checkpoints:
         if node is None or not self._may_take_at_end(seq):
             return False
         has_other = any(other != seq and self._states.is_live(other) for other in node.end_of)
-        return not has_other and self._take_unless_near(seq, evictable)
+        return not has_other and self._take_unless_near(seq, only_redundant=only_redundant)
 
     def take_before_end_is_evicted(self, seq: int) -> bool:
         """Take a checkpoint before the end of this sequence is evicted; returns True if one was taken.
@@ -124,7 +116,7 @@ class Checkpoints:
         All sequences that end there lose their states, so it is taken of any that is live.
         """
         live = next(filter(self._states.is_live, sorted(self._sequences.end(seq).end_of)), None)
-        return live is not None and self._may_take_at_end(live) and self._take_unless_near(live, Evictable.ANY)
+        return live is not None and self._may_take_at_end(live) and self._take_unless_near(live)
 
     def take_ahead(self) -> int:
         """Take a checkpoint of one idle sequence ahead of its eviction; returns how many were taken, 0 for the end.
@@ -136,7 +128,7 @@ class Checkpoints:
             self._ahead_at, self._taken_ahead = self._sequences.clock, set()
         for seq in self._sequences.all:
             is_idle = self._sequences.in_use(seq) and not self._tree.is_pinned(seq)
-            if is_idle and seq not in self._taken_ahead and self.take_at_end(seq, Evictable.REDUNDANT):
+            if is_idle and seq not in self._taken_ahead and self.take_at_end(seq, only_redundant=True):
                 self._taken_ahead.add(seq)
                 return 1
         return 0
@@ -145,7 +137,7 @@ class Checkpoints:
         """Count a checkpoint that was restored."""
         self._counters.restored += 1
 
-    def evict_for(self, n_bytes: int, tenant: str = "", evictable: Evictable = Evictable.ANY) -> bool:
+    def evict_for(self, n_bytes: int, tenant: str = "", *, only_redundant: bool = False) -> bool:
         """Evict checkpoints from RAM until there is room for one of a tenant; False if those that have to stay
         leave none.
 
@@ -155,8 +147,6 @@ class Checkpoints:
         lru = self._tiers.checkpoints
         if lru.n_bytes + n_bytes <= lru.capacity:
             return True
-        if evictable is Evictable.NONE:
-            return False
         pinned = self._pinned
         n_pinned = sum(each.n_bytes for each in lru if each in pinned)
         if n_bytes and n_pinned + n_bytes > lru.capacity:
@@ -167,7 +157,7 @@ class Checkpoints:
         # What is on disk too can be read again.
         order = sorted(everything, key=lambda each: (each not in interior, each.state is not S.CLEAN, each.rank))
         rest = [each for each in order if each not in pinned]
-        if evictable is Evictable.REDUNDANT:
+        if only_redundant:
             rest = [each for each in rest if each in interior or each.state is S.CLEAN]
             if lru.n_bytes - sum(each.n_bytes for each in rest) + n_bytes > lru.capacity:
                 return False
@@ -202,10 +192,9 @@ class Checkpoints:
             return False
         return not is_private(node.namespace)
 
-    def _take_unless_near(self, seq: int, evictable: Evictable) -> bool:
+    def _take_unless_near(self, seq: int, *, only_redundant: bool = False) -> bool:
         node = self._sequences.end(seq)
-        evictable = Evictable.NONE if node.is_one_shot else evictable
-        return not self._is_near(node) and self.take(seq, evictable) is not None
+        return not self._is_near(node) and self.take(seq, only_redundant=only_redundant) is not None
 
     def _is_near(self, node: Node) -> bool:
         """True if a checkpoint lies so little above the end of a path that another one is not worth taking."""

@@ -122,12 +122,11 @@ class Offloader:
         self._counters.evicted_tokens += n_missing
         self._counters.offloaded_tokens += n - n_missing
 
-    def offload_ahead(self, max_tokens: int, *, with_running: bool, with_one_shots: bool = False) -> int:
+    def offload_ahead(self, max_tokens: int, *, with_running: bool) -> int:
         """Save about `max_tokens` resident tokens that no segment covers; they stay resident. Returns how many.
 
         `with_running` includes what running requests hold, but for private namespaces and for the last, partial
-        range, which still grows: it would be replaced again and again. `with_one_shots` includes what only one-shot
-        requests have used, which is saved into free RAM only.
+        range, which still grows: it would be replaced again and again.
         """
         if self._ahead_at != self._sequences.clock:
             self._ahead_at, self._offloaded_ahead = self._sequences.clock, set()
@@ -139,8 +138,6 @@ class Offloader:
             if node is None or (runs and (not with_running or is_private(node.namespace))):
                 continue
             end = node.end
-            if not with_one_shots:
-                end = min(self._kept_end(node), self._sequences.one_shot_from.get(seq, end))
             ranges = self._missing_of_path(seq, end, with_partial=not runs)
             if not self._offloaded_ahead.isdisjoint((seq, *each) for each in ranges):
                 continue
@@ -261,17 +258,6 @@ class Offloader:
         prefill_us = self._settings.prefill_us
         return read_us / prefill_us if read_us and prefill_us else _UNKNOWN_READ_COST
 
-    def _fits_free_ram(self, tenant: str, n_tokens: int) -> bool:
-        """True if a segment fits into RAM without evicting another one; False for a while after memory ran out."""
-        tiers, size = self._tiers, self._settings.segment_size
-        if size is None or tiers.now < tiers.saves_again_at:
-            return False
-        return not tiers.shares.losers(tiers.ram, tenant, size.of(n_tokens))
-
-    def _kept_end(self, node: Node) -> int:
-        """Tokens of the path to a node without what only one-shot requests have used, which is at its end."""
-        return next((each.end for each in node.path_to_root() if not each.is_one_shot), 0)
-
     def _node_at(self, seq: int, end: int) -> Node:
         """The node on the path of a sequence that has the token before `end`."""
         return next(node for node in self._sequences.end(seq).path_to_root() if node.start < end)
@@ -299,21 +285,17 @@ class Offloader:
         """Offload ranges of a sequence, about `max_tokens`, if RAM has room for its whole path up to `end`; returns
         those that were.
 
-        The node is looked up for each range, for adding a segment may split and join nodes. What only a one-shot
-        request has used gets room that is free.
+        The node is looked up for each range, for adding a segment may split and join nodes.
         """
         if not ranges:
             return ()
         node = self._node_at(seq, end)
-        end = min(end, self._kept_end(node))
-        missing = _missing(node, 0, end, self._tiers.max_tokens)
-        fits = end > 0 and self._tiers.fits(self._node_at(seq, end), missing)
+        if not self._tiers.fits(node, _missing(node, 0, end, self._tiers.max_tokens)):
+            return ()
         done: list[tuple[int, int]] = []
         for start, stop in ranges:
             if max_tokens is not None and _n_tokens(done) >= max_tokens:
                 break
-            if not (fits if stop <= end else self._fits_free_ram(node.tenant, stop - start)):
-                continue
             segment = self._tiers.add(self._node_at(seq, stop), start, stop)
             self.free_evicted()
             self._sequences.operations.append(Save(segment.number, seq, start, stop, self.scratch))
@@ -330,24 +312,19 @@ def _missing(node: Node, start: int, end: int, max_tokens: int) -> list[tuple[in
     """Ranges to offload, each as large as possible, so that segments cover `[start, end)` of the path to a
     node.
 
-    A range that continues a partial segment starts with it, and replaces it. None has both what is kept and what
-    only a one-shot request has used.
+    A range that continues a partial segment starts with it, and replaces it.
     """
     ranges: list[tuple[int, int]] = []
     at = start
     last: Segment | None = None
-    is_one_shot = False
     path = [each for each in node.path_to_root() if each.start < end][::-1]
     for each in path:
-        if each.is_one_shot and not is_one_shot:
-            ranges += _cut(at, each.start, last, max_tokens)
-            at, last, is_one_shot = max(at, each.start), None, True
         segment = each.segment
         if segment is None:
             continue
         ranges += _cut(at, each.start, last, max_tokens)
         at = max(at, each.end)
-        last = segment if segment.end == each.end == at and segment.is_one_shot == is_one_shot else None
+        last = segment if segment.end == each.end == at else None
     return ranges + _cut(at, end, last, max_tokens)
 
 

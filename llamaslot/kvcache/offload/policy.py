@@ -83,7 +83,7 @@ class OffloadPolicy:
             self._offloader.evict(self._at_most(self._tree.n_idle_tokens - budget))
 
     def keep_ram_budget(self, n_bytes: int) -> None:
-        """Evict from RAM what exceeds `n_bytes`: one-shot segments, those that are on disk too, then others.
+        """Evict from RAM what exceeds `n_bytes`: those that are on disk too first, then others.
 
         What is being read, written or loaded stays, so this is to be called again until that has ended.
         """
@@ -120,12 +120,6 @@ class OffloadPolicy:
         if self._settings.offloads_ahead:
             n_done = self._offloader.offload_ahead(self._settings.segment_tokens, with_running=False)
             n_done = n_done or self._checkpoints.take_ahead()
-        if not n_done and self._is_flushing:
-            # Only now: they must not delay what is kept, since there is little time.
-            self._tiers.writer.flush_one_shots()
-            n_done = self._offloader.offload_ahead(
-                self._settings.segment_tokens, with_running=False, with_one_shots=True
-            )
         if not n_done:
             self._idle_work_at = None
 
@@ -172,6 +166,6 @@ class OffloadPolicy:
         return self._sequences.clock + min(n_prefill - round(after * idle_share), 0)
 
 
-def _order_when_short(segment: Segment) -> tuple[bool, bool, SegmentRank]:
+def _order_when_short(segment: Segment) -> tuple[bool, SegmentRank]:
     """Sort key of eviction while memory is short."""
-    return not segment.is_one_shot, segment.state is not SegmentState.CLEAN, segment.rank
+    return segment.state is not SegmentState.CLEAN, segment.rank

@@ -103,15 +103,10 @@ class PartitionedPool:
         n_lost = self._tree.length(seq) - keep
         may_copy = seq not in self._copying and self._is_copy_worth(n_lost)
         targets = [each for each in sequences.spare if each not in self._copying] if may_copy else []
-        if sequences.end(seq).is_one_shot:
-            targets = [each for each in targets if sequences.rank(each) < sequences.rank(seq)]
         if not targets:
             self._counters.evicted_tokens += n_lost
             return
-        target = min(
-            targets,
-            key=lambda each: (0 if sequences.is_one_shot(each) else sequences.n_own(each), sequences.rank(each)),
-        )
+        target = min(targets, key=lambda each: (sequences.n_own(each), sequences.rank(each)))
         self._counters.evicted_tokens += sequences.n_own(target)
         sequences.clear(target)
         end = sequences.end(seq)

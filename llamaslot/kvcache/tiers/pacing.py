@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from llamaslot.kvcache.segment import Segment
 
-PARTIAL_DELAY_S = 2.0
+PARTIAL_DELAY_S = 1.0
 """Age at which a partial segment is written or uploaded: a conversation's next turn usually replaces it before."""
 RETRY_DELAY_S = 30.0
 """Time until what failed is tried again: a save or load without memory, a read, a write, the remote tier."""

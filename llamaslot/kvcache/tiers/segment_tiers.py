@@ -1,9 +1,9 @@
 """Segments in RAM and on disk: which are added, evicted, written and read.
 
 `segment.py` has the states and their transitions; here is what each transition entails for budgets, jobs and the
-radix tree. In each tier one-shot segments are evicted first, then the least recently used, of those whose tenants
-have more than their share (`tenant_shares.py`). A path is always used from its end to its start, so no segment is
-evicted before its children. Checkpoints are segments too, but have a budget of RAM of their own.
+radix tree. In each tier the least recently used segments are evicted first, of those whose tenants have more than
+their share (`tenant_shares.py`). A path is always used from its end to its start, so no segment is evicted before
+its children. Checkpoints are segments too, but have a budget of RAM of their own.
 
 Nothing here knows of cells, of sequences or of llama.cpp.
 """

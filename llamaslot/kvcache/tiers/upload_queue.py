@@ -6,7 +6,6 @@
     path, or that of the system prompt
     other checkpoints                       never due
     segment of a private request            never due
-    segment of a one-shot request only      due once another request uses it
 
 A segment that leaves RAM leaves the queue.
 """
@@ -135,7 +134,7 @@ class UploadQueue:
         assert self._stored.keys().isdisjoint(self._waiting)
 
     def _may_send(self, segment: Segment) -> bool:
-        if is_private(segment.namespace) or segment.is_one_shot:
+        if is_private(segment.namespace):
             return False
         if not isinstance(segment, Checkpoint):
             return True

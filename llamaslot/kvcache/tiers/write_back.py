@@ -3,8 +3,7 @@
 A segment is written once its parent is on disk, and evicted from disk only after its children: so its own tokens
 and the number of its parent are all that the index needs, and after a restart every path on disk is complete. The
 last segment of a path is replaced by a longer one as a conversation goes on, so it is written only after a while,
-or when much else has come into RAM, and the file that it replaces is erased only once it is written itself. What
-only a one-shot request has used is not written before it is used again, or the server shuts down.
+or when much else has come into RAM, and the file that it replaces is erased only once it is written itself.
 
 Of checkpoints only forks and the deepest of a path are written. The index has the parent of each; when a longer
 segment replaces the parent, that entry is changed (`Reparent`).
@@ -44,7 +43,6 @@ class WriteBack:
         self._tiers = tiers
         self._budget = WriteBudget(bytes_per_day, written)
         self._queue = WriteQueue(tiers.max_tokens, self._budget, self._may_be_evicted_soon)
-        self._writes_one_shots = False
         self._replaced: dict[int, tuple[str, int]] = {}
         """Tenant and bytes of files that stay until what replaces them is written, by number."""
 
@@ -83,15 +81,6 @@ class WriteBack:
     def flush(self) -> None:
         """Make all writes due at once: the server is shutting down."""
         self._queue.flush()
-
-    def flush_one_shots(self) -> None:
-        """Write one-shot segments too, after those that are queued."""
-        if self._writes_one_shots:
-            return
-        self._writes_one_shots = True
-        for segment in self._tiers.ram:
-            self.queue(segment)
-        self.tick()
 
     def replace(self, old: Segment, new: Segment) -> None:
         """Keep the file of a segment until the one that replaces it is written."""
@@ -169,8 +158,6 @@ class WriteBack:
 
     def _may_write(self, segment: Segment) -> bool:
         if not self._tiers.disk.capacity or is_private(segment.namespace):
-            return False
-        if segment.is_one_shot and not self._writes_one_shots:
             return False
         if isinstance(segment, Checkpoint) and not (segment.is_fork or segment.is_deepest):
             return False
