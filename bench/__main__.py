@@ -17,6 +17,7 @@ from typing import Any
 import structlog
 
 from bench import (
+    busy,
     chat,
     constrained,
     decode,
@@ -129,6 +130,12 @@ def _add_parts(commands: Any) -> None:
     )
     splitting.add_argument("--tokens", type=_positive, default=256, metavar="N", help="tokens of each answer")
     _threads(splitting)
+
+    sharing = commands.add_parser("busy", help="decode and prefill beside busy processes, by GOMP_SPINCOUNT")
+    _common(sharing, run=_busy, repeats=(7, 2), of="requests of each side")
+    sharing.add_argument("--tokens", type=_positive, default=128, metavar="N", help="tokens of each answer")
+    sharing.add_argument("--processes", type=_positive, default=2, metavar="N", help="busy processes (default: 2)")
+    _threads(sharing)
 
     telling = commands.add_parser("retokenizing", help="sampled conversations that come back as text")
     _common(telling, run=_retokenizing, repeats=(200, 10), of="conversations", shape="tiny-qwen2")
@@ -407,6 +414,11 @@ def _steps(options: Namespace) -> None:
 
 def _processes(options: Namespace) -> None:
     processes.run(**_measured(options), pairs=options.repeats, tokens=options.tokens, threads=options.threads)
+
+
+def _busy(options: Namespace) -> None:
+    common = _measured(options) | {"repeats": options.repeats, "tokens": options.tokens}
+    busy.run(**common, threads=options.threads, n_busy=options.processes)
 
 
 def _retokenizing(options: Namespace) -> None:
