@@ -18,7 +18,7 @@ from typing import Literal
 
 import hiredis
 
-Action = Literal["delay", "stall", "cut", "refuse", "flip"]
+Action = Literal["delay", "stall", "cut", "refuse", "flip", "answer"]
 WRITES = frozenset(
     {b"HSET", b"SET", b"ZADD", b"INCRBY", b"LPUSH", b"SETRANGE", b"EVAL"},
 )
@@ -36,6 +36,10 @@ class Fault:
     in_reply: bool = False
     seconds: float = 0.0
     """Length of a delay."""
+    answer: bytes = b""
+    """Sent instead of the store's reply."""
+    is_endless: bool = False
+    """Send the answer again and again."""
 
     def __post_init__(self) -> None:
         """Check the fields."""
@@ -123,15 +127,17 @@ class StoreProxy:
                 name = command[0].upper()
                 self.seen[name] += 1
                 fault = self.fault if self.fault is not None and name in self.fault.commands else None
-                if fault is not None and fault.action == "refuse":
+                if fault is not None and fault.action in ("refuse", "answer"):
                     self.n_faults += 1
-                    client.sendall(OOM)
+                    client.sendall(OOM if fault.action == "refuse" else fault.answer)
+                    while fault.is_endless and self.fault is fault and not self._end.is_set():
+                        client.sendall(fault.answer)
                     continue
                 store.sendall(hiredis.pack_command(tuple(command)))
                 self._reply(client, store, fault)
 
     def _before(self, fault: Fault) -> None:
-        if fault.in_reply or fault.action in ("refuse", "flip"):
+        if fault.in_reply or fault.action in ("refuse", "flip", "answer"):
             return
         self.n_faults += 1
         if fault.action == "cut":

@@ -13,6 +13,7 @@ from llamaslot.app.cache.cache_disk import kv_key
 from llamaslot.app.cache.cache_remote import RemoteSettings
 from llamaslot.backend.disk import fingerprint_of
 from llamaslot.backend.remote.redis_store import RedisStore
+from llamaslot.backend.remote.reply_parser import ReplyParser
 from llamaslot.backend.remote.sealing import Sealer
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.model import ModelInfo
@@ -59,6 +60,7 @@ def connect(settings: RemoteSettings, n_retries: int | None = None) -> Redis:
     return Redis.from_url(
         settings.url,
         protocol=2,
+        parser_class=ReplyParser,
         # Every call has one time limit, which also ends the connection.
         socket_connect_timeout=None,
         socket_timeout=None,

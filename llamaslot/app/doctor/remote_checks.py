@@ -22,6 +22,7 @@ from llamaslot.app.cache.remote_store import connect
 from llamaslot.app.config import Config
 from llamaslot.app.doctor.check import Check, ok, shown_size, warn
 from llamaslot.app.doctor.server_checks import others_can_read
+from llamaslot.backend.remote.reply_parser import allowing
 
 _NAME = "--cache-remote"
 _MEASURED_BYTES = 2**22
@@ -102,7 +103,8 @@ async def _objects(client: Any, timeout_s: float, found: str) -> Check:
             async with asyncio.timeout(_TRANSFER_TIMEOUT_S):
                 write_s = await _timed(client.set(prefix + "m", large, ex=_EXPIRES_S))
                 began = time.perf_counter()
-                read_large = await client.get(prefix + "m")
+                with allowing(2 * _MEASURED_BYTES):
+                    read_large = await client.get(prefix + "m")
                 read_s = time.perf_counter() - began
         except TimeoutError:
             return warn(_NAME, f"{found}; {late[0]}", late[1])

@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from time import perf_counter
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 import numpy as np
 import structlog
@@ -33,9 +33,10 @@ from redis.asyncio import Redis
 
 from llamaslot.backend.failure_log import FailureLog
 from llamaslot.backend.memory import new_kv
-from llamaslot.backend.remote.sealing import Sealer
+from llamaslot.backend.remote.reply_parser import TooLargeError
+from llamaslot.backend.remote.sealing import DIGEST_BYTES, Sealer
 from llamaslot.backend.remote.store_budget import StoreBudget
-from llamaslot.backend.remote.store_connection import StoreConnection
+from llamaslot.backend.remote.store_connection import StoreConnection, number, size_of, values
 from llamaslot.backend.remote.store_entries import ENTRY, member_of, packed, unpacked
 from llamaslot.backend.remote.store_settings import StoreSettings
 from llamaslot.backend.segment_rows import join_parts
@@ -43,6 +44,7 @@ from llamaslot.base.kv_ops import Kv, KvPart
 from llamaslot.base.model import SegmentSize
 from llamaslot.base.tokens import WIDTH
 from llamaslot.kvcache.remote.remote_io import (
+    BLOCK_TOKENS,
     GRID_TOKENS,
     CorruptObjectError,
     Fetched,
@@ -63,6 +65,8 @@ _MAX_LATE_UPLOADS = 3
 """Uploads of an object that may exceed `_TRANSFER_TIMEOUT_S`; then it is not sent again until it is used."""
 _SCANNED_NAMES = 1000
 """Keys that one SCAN goes through, within one time limit."""
+_MAX_SCANNED = 4 * _SCANNED_NAMES
+"""Keys that one SCAN may return: its count is a hint."""
 _MAX_LOOKUPS = 16
 """Most concurrent lookups, each on a connection of its own: the client refuses to open more than a hundred."""
 
@@ -121,17 +125,17 @@ class RedisStore:
         lists = range(0, n_tokens + 1, GRID_TOKENS) if with_checkpoints else ()
         digests = self._sealer.path_digests(namespace, tokens, {*grid, *lists})
 
-        async def ask() -> tuple[list[bytes | None], list[list[bytes]]]:
+        async def ask() -> tuple[list[bytes | None], list[list[bytes | None]]]:
             async with self._store.client.pipeline(transaction=False) as pipe:
                 if grid:
                     pipe.mget([self._store.name("i", digests[at]) for at in grid])
                 for at in lists:
                     pipe.lrange(self._store.name("k", digests[at]), 0, _MAX_CHECKPOINTS - 1)
                 answers = await pipe.execute()
-            return (answers[0] if grid else []), answers[bool(grid) :]
+            return (values(answers[0], len(grid)) if grid else []), list(map(values, answers[bool(grid) :]))
 
         async with self._lookups:
-            named, listed = await self._store.unlimited(ask)
+            named, listed = await self._store.unlimited(ask, self._index_bytes(len(grid), len(lists)))
         entries = {
             at: each
             for at, data in zip(grid, named, strict=True)
@@ -145,23 +149,28 @@ class RedisStore:
         fields = [field for field, is_wanted in ((_KV, kv), (_STATE, state)) if is_wanted]
         name = self._store.name("d", wanted.digest)
 
-        async def get() -> list[bytes | None]:
-            data: list[bytes | None] = await self._store.client.hmget(
-                name, [key for f in fields for key in (f, _code(f))]
-            )
-            return data
+        sizes = [
+            n for field in fields for n in (wanted.n_bytes if field == _KV else wanted.state_bytes, DIGEST_BYTES)
+        ]
 
-        values = await self._store.within(get, _TRANSFER_TIMEOUT_S)
-        if None in values:
+        async def get() -> list[bytes | None]:
+            data = await self._store.client.hmget(name, [key for f in fields for key in (f, _code(f))])
+            return values(data, len(sizes))
+
+        try:
+            got = await self._store.within(get, _TRANSFER_TIMEOUT_S, sum(size_of(1, n) for n in sizes))
+        except RemoteUnavailableError as error:
+            if isinstance(error.__cause__, TooLargeError):
+                await self._drop_corrupt(name, "an object is larger than its index entry says")
+            raise
+        if None in got:
             return None
         found: dict[bytes, Kv] = {}
-        for field, data, code in zip(fields, values[::2], values[1::2], strict=True):
+        for field, data, code in zip(fields, got[::2], got[1::2], strict=True):
             assert data is not None
             assert code is not None
             if not await asyncio.to_thread(self._sealer.is_genuine, wanted.digest, field, data, code):
-                _log.error("remote.corrupt_object", field=field.decode(), bytes=len(data))
-                await self._store.within(lambda: self._store.client.unlink(name))
-                raise CorruptObjectError(f"the {field.decode()} of an object is not what was uploaded")
+                await self._drop_corrupt(name, f"the {field.decode()} of an object is not what was uploaded")
             found[field] = _copied(data)
         with contextlib.suppress(RemoteUnavailableError):
             await self._budget.keep(wanted)
@@ -180,11 +189,14 @@ class RedisStore:
         if self._settings.max_bytes and wanted.n_bytes + n_state > self._settings.max_bytes:
             return 0
         last = _STATE if state is not None else _KV
+
+        async def state_size() -> int:
+            return number(await self._store.client.hstrlen(name, _STATE))
+
         if await self._store.within(lambda: self._store.client.hexists(name, last)):
             if state is None:
                 # The list has it under the size of all.
-                n_state = await self._store.within(lambda: self._store.client.hstrlen(name, _STATE))
-                wanted = replace(wanted, state_bytes=n_state)
+                wanted = replace(wanted, state_bytes=await self._store.within(state_size))
             await self._index(wanted, digests)
             await self._budget.count_again(wanted)
             await self._budget.keep(wanted)
@@ -194,12 +206,13 @@ class RedisStore:
             if data is not None:
                 fields[field] = data
                 fields[_code(field)] = await asyncio.to_thread(self._sealer.code, digests[end], field, data)
-        await self._budget.reserve(wanted)
+        # Deleting others to make room takes as many calls as the store says that there are others.
+        await self._store.within(lambda: self._budget.reserve(wanted), _TRANSFER_TIMEOUT_S)
 
         async def put() -> None:
             async with self._store.client.pipeline(transaction=False) as pipe:
-                values = {key: data if isinstance(data, bytes) else data.data for key, data in fields.items()}
-                pipe.hset(name, mapping=values)
+                mapping = {key: data if isinstance(data, bytes) else data.data for key, data in fields.items()}
+                pipe.hset(name, mapping=mapping)
                 pipe.expire(name, self._settings.ttl_s)
                 self._budget.keep_list(pipe)
                 await pipe.execute()
@@ -224,15 +237,15 @@ class RedisStore:
         lists = range(0, n_tokens + 1, GRID_TOKENS)
         digests = self._sealer.path_digests(namespace, tokens, lists)
 
-        async def names() -> list[list[bytes]]:
+        async def names() -> list[list[bytes | None]]:
             async with self._store.client.pipeline(transaction=False) as pipe:
                 pipe.mget([self._store.name("i", digests[at]) for at in lists])
                 for at in lists:
-                    pipe.lrange(self._store.name("k", digests[at]), 0, -1)
-                answers: list[list[bytes]] = await pipe.execute()
-            return answers
+                    pipe.lrange(self._store.name("k", digests[at]), 0, _MAX_CHECKPOINTS - 1)
+                return list(map(values, await pipe.execute()))
 
-        for data in (data for each in await self._store.within(names) for data in each):
+        size = self._index_bytes(len(lists), len(lists))
+        for data in (data for each in await self._store.within(names, n_bytes=size) for data in each):
             entry = unpacked(data[: ENTRY.size] if data is not None else None)
             if entry is not None and entry.end > start:
                 await self._budget.delete([member_of(entry)])
@@ -249,11 +262,14 @@ class RedisStore:
 
         async def delete_some() -> int:
             at, names = await self._store.client.scan(cursor, match=self._store.prefix + "*", count=_SCANNED_NAMES)
-            if names:
-                await self._store.client.unlink(*names)
+            # Of a store that does not keep to the pattern, keys of others.
+            ours = [each for each in names if each.startswith(self._store.prefix.encode())]
+            if ours:
+                await self._store.client.unlink(*ours)
             return int(at)
 
-        while cursor := await self._store.within(delete_some):
+        size = size_of(_MAX_SCANNED, len(self._store.name("d", bytes(DIGEST_BYTES))))
+        while cursor := await self._store.within(delete_some, n_bytes=size):
             pass
 
     async def close(self) -> None:
@@ -262,13 +278,28 @@ class RedisStore:
 
     # --- inside ---
 
-    def _on_path(self, namespace: str, tokens: bytes, entries: Iterable[bytes]) -> tuple[RemoteObject, ...]:
+    async def _drop_corrupt(self, name: str, reason: str) -> NoReturn:
+        _log.error("remote.corrupt_object", reason=reason)
+        await self._store.within(lambda: self._store.client.unlink(name))
+        raise CorruptObjectError(reason)
+
+    def _index_bytes(self, n_entries: int, n_lists: int) -> int:
+        """Return the size of that many entries of the index and lists of checkpoints."""
+        return size_of(n_entries, ENTRY.size + DIGEST_BYTES) + size_of(n_lists * (_MAX_CHECKPOINTS + 1), ENTRY.size)
+
+    def _is_plausible(self, each: RemoteObject) -> bool:
+        """Return true if the KV of an object has the size that this model's has."""
+        return each.end - each.start <= BLOCK_TOKENS and each.n_bytes == self._size.of(each.end - each.start)
+
+    def _on_path(self, namespace: str, tokens: bytes, entries: Iterable[bytes | None]) -> tuple[RemoteObject, ...]:
         """Return those of some listed checkpoints whose tokens are the prompt's."""
         n_tokens = len(tokens) // WIDTH
         able = [each for data in entries if (each := unpacked(data)) is not None and each.end <= n_tokens]
         digests = self._sealer.path_digests(namespace, tokens, {each.end for each in able})
         return tuple(
-            each for each in able if each.digest == digests[each.end] and each.start == block_start(each.end)
+            each
+            for each in able
+            if each.digest == digests[each.end] and each.start == block_start(each.end) and self._is_plausible(each)
         )
 
     async def _index(self, wanted: RemoteObject, digests: Mapping[int, bytes]) -> None:
@@ -293,7 +324,8 @@ class RedisStore:
     def _indexed(self, digest: bytes, data: bytes | None) -> RemoteObject | None:
         """Return the object of an index entry; None if no server of the fleet wrote it for these tokens."""
         entry, code = (data[: ENTRY.size], data[ENTRY.size :]) if data is not None else (b"", b"")
-        return unpacked(entry) if self._sealer.is_genuine(digest, _INDEX, entry, code) else None
+        found = unpacked(entry) if self._sealer.is_genuine(digest, _INDEX, entry, code) else None
+        return found if found is not None and self._is_plausible(found) else None
 
     def _is_skipped(self, wanted: RemoteObject) -> bool:
         """Count an upload that took longer than a transfer may; True if the object is not to be sent again."""

@@ -8,15 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from llamaslot.backend.remote.store_connection import StoreConnection
+from llamaslot.backend.remote.sealing import DIGEST_BYTES
+from llamaslot.backend.remote.store_connection import StoreConnection, size_of, values
 from llamaslot.backend.remote.store_entries import digest_and_size, member_of
 from llamaslot.backend.remote.store_settings import StoreSettings
 from llamaslot.kvcache.remote.remote_io import RemoteObject
 
 _MAX_DELETED = 8
 """Most expired objects to delete before an upload."""
+_MEMBER_BYTES = 2 * DIGEST_BYTES + 21
+"""Digits of a digest and of a size, with a colon between them."""
+_PAGE = 1000
+"""Members that are read at once."""
 _RECOUNT_S = 600.0
 """Time after which a server adds up the list again: a server that ended or timed out between two commands, or an
 eviction by the store, leaves a sum that is wrong for good."""
@@ -39,30 +45,34 @@ class StoreBudget:
         n_bytes = wanted.n_bytes + wanted.state_bytes
 
         async def count() -> int:
-            await self.delete(await self._client.zrangebyscore(listed, "-inf", now, start=0, num=_MAX_DELETED))
+            expired = await self._client.zrangebyscore(listed, "-inf", now, start=0, num=_MAX_DELETED)
+            await self.delete(_members(expired)[:_MAX_DELETED])
             # It replaces the same object without a state.
             without = member_of(replace(wanted, state_bytes=0))
             if wanted.state_bytes and await self._client.zrem(listed, without):
                 await self._client.decrby(total, wanted.n_bytes)
             if await self._client.zadd(listed, {member_of(wanted): now + self._settings.ttl_s}):
-                n_all: int = await self._client.incrby(total, n_bytes)
-            else:
-                n_all = int(await self._client.get(total) or 0)
-            return n_all
+                return int(await self._client.incrby(total, n_bytes))
+            return int(await self._client.get(total) or 0)
 
         async def recount() -> int:
-            members = await self._client.zrange(listed, 0, -1)
-            n_all = sum(digest_and_size(each)[1] for each in members)
-            await self._client.set(total, n_all)
+            n_all, at, has_more = 0, 0, True
+            while has_more:
+                members = await self._store.within(
+                    partial(self._page, at, at + _PAGE - 1), n_bytes=size_of(_PAGE, _MEMBER_BYTES)
+                )
+                n_all += sum(digest_and_size(each)[1] for each in members)
+                at, has_more = at + _PAGE, len(members) == _PAGE
+            await self._store.within(lambda: self._client.set(total, n_all))
             return n_all
 
-        n_all = await self._store.within(count)
+        n_all = await self._store.within(count, n_bytes=size_of(_MAX_DELETED, _MEMBER_BYTES))
         limit = self._settings.max_bytes
         if limit and now >= self._recounts_at:
             self._recounts_at = now + _RECOUNT_S
-            n_all = await self._store.within(recount)
+            n_all = await recount()
         while limit and n_all > limit:
-            oldest = await self._store.within(lambda: self._client.zrange(listed, 0, 1))
+            oldest = await self._store.within(partial(self._page, 0, 1))
             # By the clock or TTL of another server, this one may expire first.
             others = [each for each in oldest if each != member_of(wanted)]
             if not others:
@@ -70,6 +80,10 @@ class StoreBudget:
                 await self._store.within(lambda: self._client.set(total, n_bytes))
                 return
             n_all -= await self.delete(others[:1])
+
+    async def _page(self, first: int, last: int) -> list[bytes]:
+        """Return members of the list by their rank."""
+        return _members(await self._client.zrange(self._list, first, last))
 
     async def keep(self, wanted: RemoteObject) -> None:
         """Start the TTL of an object again, since it is used."""
@@ -114,3 +128,8 @@ class StoreBudget:
             await self._store.within(delete)
             n_deleted += n_bytes
         return n_deleted
+
+
+def _members(reply: object) -> list[bytes]:
+    """Return members of the list, which has no empty values; raises `ValueError`."""
+    return [each for each in values(reply) if each is not None]

@@ -1,16 +1,23 @@
-"""Connection to a remote store: names of keys, and calls with a time limit."""
+"""Connection to a remote store: names of keys, calls with limits of time and size, and checks of what they return.
+
+The store is not trusted: it may answer anything, at any length, at any time.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from redis import exceptions
 from redis.asyncio import Redis
 
 from llamaslot.backend.failure_log import FailureLog
+from llamaslot.backend.remote.reply_parser import ELEMENT_BYTES, allowing
 from llamaslot.kvcache.remote.remote_io import RemoteUnavailableError
+
+_MAX_NUMBER = 2**53
+"""Above all sizes of stores, and below what entries of the index can have."""
 
 _T = TypeVar("_T")
 
@@ -33,22 +40,55 @@ class StoreConnection:
         """Return the key of this kind for a digest."""
         return f"{self.prefix}{kind}:{digest.hex()}"
 
-    async def within(self, call: Callable[[], Awaitable[_T]], seconds: float | None = None) -> _T:
+    async def within(self, call: Callable[[], Awaitable[_T]], seconds: float | None = None, n_bytes: int = 0) -> _T:
         """Return the result of a call; raises `RemoteUnavailableError` if it fails or takes longer than `seconds`.
 
-        `timeout_s` is the default.
+        `timeout_s` is the default; `n_bytes` as in `unlimited`.
         """
 
         async def limited() -> _T:
             async with asyncio.timeout(self.timeout_s if seconds is None else seconds):
                 return await call()
 
-        return await self.unlimited(limited)
+        return await self.unlimited(limited, n_bytes)
 
-    async def unlimited(self, call: Callable[[], Awaitable[_T]]) -> _T:
-        """Return the result of a call that the caller limits; raises `RemoteUnavailableError` if it fails."""
+    async def unlimited(self, call: Callable[[], Awaitable[_T]], n_bytes: int = 0) -> _T:
+        """Return the result of a call whose time the caller limits; raises `RemoteUnavailableError` if it fails.
+
+        It may receive `n_bytes` (`size_of`) besides replies without data.
+        """
         try:
-            return await call()
+            with allowing(n_bytes):
+                return await call()
+        except RemoteUnavailableError:
+            raise
         except (exceptions.RedisError, OSError, TimeoutError, ValueError) as error:
-            self._failures.add("remote.unavailable", error, flag="--cache-remote", url=self.address)
-            raise RemoteUnavailableError(str(error) or type(error).__name__) from error
+            self._fail(error)
+        except (TypeError, LookupError, AttributeError, EOFError) as error:
+            # The client takes replies for what the command should return.
+            self._fail(ValueError(f"the store answers with other types than it should ({error})"))
+
+    def _fail(self, error: Exception) -> NoReturn:
+        self._failures.add("remote.unavailable", error, flag="--cache-remote", url=self.address)
+        raise RemoteUnavailableError(str(error) or type(error).__name__) from error
+
+
+def size_of(n_values: int, n_bytes: int) -> int:
+    """Return the size of replies with so many values of at most `n_bytes`."""
+    return n_values * (ELEMENT_BYTES + n_bytes)
+
+
+def values(reply: object, n: int | None = None) -> list[bytes | None]:
+    """Return a list of the store's, after checking that it has `n` values; raises `ValueError`."""
+    if not isinstance(reply, list) or not all(each is None or isinstance(each, bytes) for each in reply):
+        raise ValueError("the store does not answer with a list of values")
+    if n is not None and len(reply) != n:
+        raise ValueError(f"the store answers with {len(reply)} values instead of {n}")
+    return reply
+
+
+def number(reply: object) -> int:
+    """Return a count or size of the store's; raises `ValueError` for anything else."""
+    if not isinstance(reply, int) or not 0 <= reply <= _MAX_NUMBER:
+        raise ValueError("the store does not answer with a size")
+    return int(reply)

@@ -9,6 +9,7 @@ from llamaslot.kvcache.remote.remote_io import RemoteObject
 
 ENTRY = struct.Struct(f"<IIQQ{DIGEST_BYTES}s")
 """Start, end, bytes of KV, bytes of state, digest."""
+_MAX_DIGITS = 15
 
 
 def packed(each: RemoteObject) -> bytes:
@@ -31,8 +32,10 @@ def member_of(each: RemoteObject) -> bytes:
 
 def digest_and_size(member: bytes) -> tuple[bytes, int]:
     """Return digest and size of a member of the sorted set; empty and 0 for one that no server wrote."""
+    digest, _, n_bytes = member.partition(b":")
+    if len(digest) != 2 * DIGEST_BYTES or not n_bytes.isdigit() or len(n_bytes) > _MAX_DIGITS:
+        return b"", 0
     try:
-        digest, n_bytes = member.decode("ascii").split(":")
-        return bytes.fromhex(digest), int(n_bytes)
+        return bytes.fromhex(digest.decode("ascii")), int(n_bytes)
     except ValueError:
         return b"", 0

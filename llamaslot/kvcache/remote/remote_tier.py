@@ -283,6 +283,9 @@ class RemoteTier:
         for each in sorted(found.checkpoints, key=lambda each: -each.end):
             if not lookup.restore_point < each.end <= lookup.end or each.start > covered:
                 continue
+            # The list of checkpoints, unlike the index, has no authentication codes.
+            if self._checkpoint_size is None or each.state_bytes not in self._checkpoint_size.all_of(each.end):
+                continue
             portions = tuple(
                 Portion(one.object, one.start, min(one.end, each.start))
                 for one in found.portions

@@ -161,7 +161,7 @@ def test_a_store_that_is_late_is_a_warning(
 ) -> None:
     monkeypatch.setattr(doctor_checks, "_TRANSFER_TIMEOUT_S", 0.3)
     # It answers with the start of a string, and no more.
-    replies = {"HMGET": "*1\r\n$64\r\n" + 64 * "x", silent: "$9999999"}
+    replies = {"HMGET": "*1\r\n$64\r\n" + 64 * "x", silent: "$99"}
     with refusing(replies) as url:
         [check] = checked(url, cache_remote_timeout=200).values()
     assert check.outcome is Outcome.WARN
