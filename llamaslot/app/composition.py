@@ -96,7 +96,8 @@ async def serve(config: Config, *, backend: Backend | None = None) -> int:
             has_remote=bool(config.cache_remote),
         )
         dispatcher = Dispatcher(loaded.info, runtime.prompts, service.receive)
-        service.connect(dispatcher.send, lambda: dispatcher.is_connected)
+        restarting = "the engine is restarting"
+        service.connect(dispatcher.send, lambda: runtime.why_stopped if dispatcher.is_connected else restarting)
         runtime.connect(dispatcher, metrics)
         stack.push_async_callback(dispatcher.close, _REMEMBER_TIMEOUT_S)
         app[READINESS].set(service)

@@ -1,10 +1,16 @@
-"""Step watch: notices a step that takes far longer than expected, such as one in which a GPU driver hangs."""
+"""Step watch: notices a step that takes far longer than expected, such as one in which a GPU driver hangs.
+
+Time in which the process was stopped, or had to wait for a CPU because others use them, does not count.
+"""
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
+
+from llamaslot.base.process_times import ProcessTimes, process_times, starved_seconds
 
 _FACTOR = 20
 """Times its expected duration that a step may take."""
@@ -15,12 +21,23 @@ class StepWatch:
     """Limits steps to `seconds`, or to `_FACTOR` times what they are expected to take if that is longer.
 
     With 0 there is no limit. `begin` is called on the event loop (planning) and on the model thread (each step),
-    `end` when nothing is left to do.
+    `end` when nothing is left to do. `read_times` returns the accounts of this process at a time.
     """
 
-    def __init__(self, seconds: float, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        seconds: float,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        read_times: Callable[[float], ProcessTimes] = lambda at: process_times(os.getpid(), at),
+    ) -> None:
         self._seconds = seconds
         self._clock = clock
+        self._read_times = read_times
+        self._watched: float | None = None
+        """The limit of the step that was in progress at the last look."""
+        self._times: ProcessTimes | None = None
+        """The accounts at that time."""
         self._token_s = 0.0
         self._deadline: float | None = None
         self._is_active = threading.Event()
@@ -46,11 +63,26 @@ class StepWatch:
         deadline = self._deadline
         return deadline is not None and self._clock() > deadline
 
-    def allow_for_pause(self, slept: float) -> None:
-        """Move the limit if the whole process was stopped while the thread slept, such as by `docker pause`."""
-        deadline = self._deadline
-        if slept > 2 * _INTERVAL_S and deadline is not None:
-            self._deadline = deadline + slept
+    def look(self, slept: float) -> bool:
+        """Return true if the step in progress has exceeded its limit; to be called `slept` s after the last call.
+
+        The limit moves by the time in which this process did not get a CPU. A step that began since the last call
+        is not looked at: to read the accounts takes longer than a short step.
+        """
+        deadline, times = self._deadline, None
+        if deadline is not None and deadline == self._watched:
+            times = self._read_times(self._clock())
+            starved = starved_seconds(self._times, times) if self._times is not None else 0.0
+            paused = slept if slept > 2 * _INTERVAL_S else 0.0
+            self._move(deadline, max(starved, paused))
+        self._times = times
+        self._watched = self._deadline
+        return self.is_overdue
+
+    def _move(self, deadline: float, seconds: float) -> None:
+        # Another step may have begun on the model's thread.
+        if self._deadline == deadline:
+            self._deadline = deadline + seconds
 
     def run(self, on_overdue: Callable[[], None]) -> None:
         """Watch on a thread of its own for as long as the process lives; it sleeps while no step runs."""
@@ -61,8 +93,7 @@ class StepWatch:
             self._is_active.wait()
             slept = self._clock()
             time.sleep(_INTERVAL_S)
-            self.allow_for_pause(self._clock() - slept)
-            if self.is_overdue:
+            if self.look(self._clock() - slept):
                 on_overdue()
                 return
             self._is_active.clear()

@@ -55,6 +55,13 @@ class Channel(asyncio.Protocol, Generic[T]):
             self._transport.close()
             await self._closed
 
+    def abort(self) -> None:
+        """Close the socket at once; no message is passed on any more, and `on_lost` is not called."""
+        self._on_lost = lambda _: None
+        self._on_message = lambda _: None
+        if self._transport is not None:
+            self._transport.abort()
+
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Take the transport (`asyncio.Protocol`)."""
         # uvloop's transports are no `asyncio.Transport`.

@@ -12,7 +12,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import structlog
+
+from llamaslot.base.process_times import has_ended, is_stopped
 from llamaslot.processes.channel import Channel
+
+_log = structlog.get_logger(__name__)
 
 _DEFAULT_ENV = {"MALLOC_ARENA_MAX": "2", "GOMP_SPINCOUNT": "10000"}
 """Variables that children have unless this process sets them; what other libraries are linked to ignores them.
@@ -23,6 +28,10 @@ variable is read when libgomp is loaded, so it must be set before the child star
 """
 _TEARDOWN_S = 5.0
 """Time between the end of the socket and that of the process, such as for freeing memory of a GPU."""
+_HELD_S = 2.0
+"""Time that the rest of a process whose main thread has ended may take to end."""
+_LOOK_S = 0.5
+"""Time between two looks at the state of a process."""
 _OPERATOR_SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """SIGKILL is also what the system sends when memory runs out: neither says anything about a request."""
 
@@ -35,6 +44,8 @@ class Exit:
     """Its exit status, or the negative number of the signal that ended it."""
     was_killed: bool = False
     """True if this process killed it."""
+    is_held: bool = False
+    """True if a thread that waits in the kernel keeps it from ending: it still has its memory, files and locks."""
 
     @property
     def is_crash(self) -> bool:
@@ -44,6 +55,8 @@ class Exit:
     @property
     def text(self) -> str:
         """For a person to read."""
+        if self.is_held:
+            return "killed, but one of its threads waits in the kernel, as for a disk that does not respond"
         if self.status >= 0:
             return f"exit status {self.status}"
         with contextlib.suppress(ValueError):
@@ -64,6 +77,8 @@ class Child:
         self._process = process
         self._channel = channel
         self._was_killed = False
+        self.is_stopped = False
+        """True while a signal or a debugger stops it: nothing is lost, and it goes on once that lets it."""
         self.exit: Exit | None = None
         """Set once it has ended."""
         self._watching: asyncio.Future[None]
@@ -125,14 +140,33 @@ class Child:
 
     async def _watch(self, lost: asyncio.Future[str], on_exit: Callable[[Exit], None]) -> None:
         ending = asyncio.ensure_future(self._process.wait())
-        ends: list[asyncio.Future[Any]] = [lost, ending]
+        dying = asyncio.ensure_future(self._until_dead())
+        ends: list[asyncio.Future[Any]] = [lost, ending, dying]
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         # Whichever comes first: a process that is being torn down, and one whose own children hold the socket.
-        await asyncio.wait(ends, timeout=_TEARDOWN_S)
+        await asyncio.wait(ends[:2], timeout=_HELD_S if dying.done() else _TEARDOWN_S)
         if not ending.done():
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()
-            await asyncio.wait([ending], timeout=_TEARDOWN_S)
+            await asyncio.wait([ending], timeout=_HELD_S if dying.done() else _TEARDOWN_S)
+        dying.cancel()
+        # Its threads that go on, if any, must not be heard any more.
+        self._channel.abort()
         status = ending.result() if ending.done() else -signal.SIGKILL
-        self.exit = Exit(status, was_killed=self._was_killed)
+        self.exit = Exit(status, was_killed=self._was_killed, is_held=not ending.done())
         on_exit(self.exit)
+
+    async def _until_dead(self) -> None:
+        """Wait until the main thread has ended, and note whether the process is stopped.
+
+        A thread in an uninterruptible wait keeps a killed process from being reaped and its socket open, so neither
+        `wait` nor the channel tells.
+        """
+        while not has_ended(self.pid):
+            await asyncio.sleep(_LOOK_S)
+            stopped = is_stopped(self.pid)
+            if stopped and not self.is_stopped:
+                _log.warning("process.stopped", pid=self.pid, until="SIGCONT, or the end of the debugger")
+            elif self.is_stopped and not stopped:
+                _log.info("process.continued", pid=self.pid)
+            self.is_stopped = stopped

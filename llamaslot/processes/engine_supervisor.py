@@ -88,6 +88,11 @@ class EngineSupervisor:
         self._timer: asyncio.TimerHandle | None = None
         """Until a running process counts as healthy, or an ending one is killed."""
 
+    @property
+    def is_stopped(self) -> bool:
+        """True while the process is stopped, by a signal or a debugger."""
+        return self._process.is_stopped
+
     async def start(self) -> None:
         """Start to load the model; raises `OSError`."""
         await self._process.start()

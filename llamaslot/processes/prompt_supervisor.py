@@ -21,6 +21,7 @@ import structlog
 from llamaslot.base.commands import DropSession
 from llamaslot.base.errors import InvalidRequestError, LlamaslotError, ServerError, UnavailableError
 from llamaslot.base.generation import replies
+from llamaslot.base.process_times import ProcessTimes, process_times, starved_seconds
 from llamaslot.base.stats import AnchorStats, ReplyStats, SessionStats
 from llamaslot.base.text_records import RecordKind, TextRecord
 from llamaslot.base.turns import Turns
@@ -66,6 +67,8 @@ _READY_TIMEOUT_S = 30.0
 _PAUSE_S = 1.0
 """Time before the process is started again if it did not carry out a single job, times such processes in a row."""
 _MAX_PAUSE_S = 30.0
+_MIN_LOST = 0.02
+"""Fraction of the time limit: a shorter time in which a process did not get a CPU is not given to its job again."""
 _MAX_TRIES = 3
 """Processes that may end on a job before it fails, whatever ended them."""
 
@@ -177,6 +180,11 @@ class PromptSupervisor(PromptWorker):
     def pid(self) -> int:
         """The id of its process, 0 without one."""
         return self._process.pid
+
+    @property
+    def is_stopped(self) -> bool:
+        """True while its process is stopped, by a signal or a debugger."""
+        return self._process.is_stopped
 
     async def start(self) -> None:
         """Start to load the vocabulary; raises `OSError`."""
@@ -292,9 +300,26 @@ class PromptSupervisor(PromptWorker):
         if pending.client is not None:
             lane.turns.take(pending.client)
         lane.running[pending.number] = pending
-        pending.timer = asyncio.get_running_loop().call_later(self._timeout, self._is_overdue, pending)
+        # Most jobs are done before the accounts of the process need be read.
+        self._call_later(self._timeout / 4, self._begin_to_watch, pending)
 
-    def _is_overdue(self, pending: _Pending) -> None:
+    def _call_later(self, seconds: float, function: Callable[..., None], pending: _Pending, *args: Any) -> None:
+        pending.timer = asyncio.get_running_loop().call_later(seconds, function, pending, *args)
+
+    def _begin_to_watch(self, pending: _Pending) -> None:
+        now = asyncio.get_running_loop().time()
+        left = self._timeout - self._timeout / 4
+        self._call_later(left, self._is_overdue, pending, process_times(self.pid, now), now + left)
+
+    def _is_overdue(self, pending: _Pending, before: ProcessTimes, until: float) -> None:
+        """End the process, unless it was kept from running: then the job gets that time in addition."""
+        now = asyncio.get_running_loop().time()
+        times = process_times(self.pid, now)
+        # This process may have been stopped, too, such as by `docker pause`.
+        lost = max(starved_seconds(before, times), now - until)
+        if lost > _MIN_LOST * self._timeout:
+            self._call_later(lost, self._is_overdue, pending, times, now + lost)
+            return
         self._overdue.append(pending)
         self._process.kill()
 

@@ -49,6 +49,11 @@ class Supervisor:
         """The id of the process, 0 without one."""
         return self._child.pid if self._child is not None else 0
 
+    @property
+    def is_stopped(self) -> bool:
+        """True while the process is stopped, by a signal or a debugger."""
+        return self._child is not None and self._child.is_stopped
+
     async def start(self) -> None:
         """Start the process; raises `OSError`."""
         self._child = await Child.start(
@@ -79,7 +84,7 @@ class Supervisor:
             child.kill()
             await child.ended(1)
         # A process that hangs in the kernel has not ended even then.
-        return child.exit or Exit(-signal.SIGKILL, was_killed=True)
+        return child.exit or Exit(-signal.SIGKILL, was_killed=True, is_held=True)
 
     def _ended(self, end: Exit) -> None:
         self._child = None

@@ -108,7 +108,7 @@ class Service:
         self._has_remote = has_remote
         self.metrics = metrics
         self._send: Callable[[Command], None] | None = None
-        self._is_running: Callable[[], bool] = lambda: True
+        self._why_down: Callable[[], str] = lambda: ""
         self._generations: dict[str, Generation] = {}
         self._n_of_client: Counter[str] = Counter()
         """Requests of each client that were submitted and have not ended, and prompts that it has tokenized."""
@@ -125,15 +125,15 @@ class Service:
         self.stopped: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         """Done when the engine has ended; its result is the reason, empty after an ordinary stop."""
 
-    def connect(self, send: Callable[[Command], None], is_running: Callable[[], bool] = lambda: True) -> None:
-        """Set the function that passes commands on, and one that tells whether the engine runs."""
+    def connect(self, send: Callable[[Command], None], why_down: Callable[[], str] = lambda: "") -> None:
+        """Set the function that passes commands on, and one that says why the engine does not run."""
         self._send = send
-        self._is_running = is_running
+        self._why_down = why_down
 
     def check_running(self) -> None:
-        """Raise `UnavailableError` while the engine is restarting."""
-        if not self._is_running():
-            raise UnavailableError("the engine is restarting", retry_after=1)
+        """Raise `UnavailableError` while the engine is restarting, or stopped by a signal."""
+        if reason := self._why_down():
+            raise UnavailableError(reason, retry_after=1)
 
     @property
     def n_in_flight(self) -> int:

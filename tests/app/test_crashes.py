@@ -108,6 +108,15 @@ def n_running(server: Server) -> int:
         return 0
 
 
+def health(server: Server) -> tuple[int, Any, dict[str, str]]:
+    """Status, body and headers of `/health`."""
+    try:
+        return 200, server.get("/health"), {}
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, json.load(error), dict(error.headers)
+
+
 def is_healthy(server: Server) -> bool:
     try:
         return bool(server.get("/health") == {"status": "ok"})
@@ -147,6 +156,75 @@ def test_a_crash_fails_what_runs_and_a_request_that_crashes_alone_is_refused(tmp
         assert int(headers["Retry-After"]) > 500
         ends = server.log_lines("engine.ended")
         assert [(end["reason"], end["crashed"]) for end in ends] == [("SIGABRT", True)] * 2
+        assert server.stop() == 0
+
+
+LEAVE = """
+import ctypes, sys
+from pathlib import Path
+if "llamaslot.app.runtime.engine_main" in sys.orig_argv:
+    from llamaslot.engine.engine import Engine
+    def send(self, command, send=Engine.send):
+        mark = Path(__file__).with_name("leave")
+        if type(command).__name__ == "Generate" and mark.exists():
+            mark.unlink()
+            # The main thread ends, and the others keep the process and its socket.
+            ctypes.CDLL(None).pthread_exit(None)
+        send(self, command)
+    Engine.send = send
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="on Linux, a process may lose its main thread and go on")
+def test_an_engine_that_cannot_end_is_replaced(tmp_path: Path) -> None:
+    """As after SIGKILL while one of its threads waits for a disk: it is a zombie whose socket stays open."""
+    with serving(tmp_path, fault=LEAVE) as server, concurrent.futures.ThreadPoolExecutor() as pool:
+        before = engine_of(server)
+        (tmp_path / "fault" / "leave").touch()
+        waiting = pool.submit(outcome, server, {"prompt": STORY, "n_predict": 4})
+        wait(lambda: len(server.log_lines("engine.ended")) == 1)
+        assert waiting.result()[0] == 200
+        assert engine_of(server).pid != before.pid
+        assert server.stop() == 0
+
+
+SILENT_DISK = """
+import sys, time
+from pathlib import Path
+if "llamaslot.app.runtime.engine_main" in sys.orig_argv:
+    from llamaslot.app.runtime import engine_host
+    engine_host._FOLDER_TIMEOUT_S = 1.0
+    def lock_disk(config, lock=engine_host.lock_disk):
+        if Path(__file__).with_name("hang").exists():
+            time.sleep(1000)
+        return lock(config)
+    engine_host.lock_disk = lock_disk
+"""
+
+
+def test_an_engine_starts_again_beside_a_disk_that_hangs(tmp_path: Path) -> None:
+    with serving(tmp_path, "--cache-disk", tmp_path / "disk", fault=SILENT_DISK) as server:
+        (tmp_path / "fault" / "hang").touch()
+        engine_of(server).kill()
+        wait(lambda: len(server.log_lines("engine.restarted")) == 1)
+        assert server.post("/completion", {"prompt": STORY, "n_predict": 4})["content"]
+        [line] = server.log_lines("folder.unusable")
+        assert (line["flag"], "does not respond" in line["reason"]) == ("--cache-disk", True)
+        assert server.stop() == 0
+
+
+def test_a_stopped_engine_is_not_healthy_and_goes_on(tmp_path: Path) -> None:
+    with serving(tmp_path) as server, concurrent.futures.ThreadPoolExecutor() as pool:
+        for process in psutil.Process(server.process.pid).children():
+            process.suspend()
+            wait(lambda: not is_healthy(server))
+            status, body, _ = health(server)
+            assert (status, "is stopped, by a signal" in body["error"]["message"]) == (503, True)
+            waiting = pool.submit(outcome, server, {"prompt": STORY, "n_predict": 4})
+            process.resume()
+            assert waiting.result()[0] == 200
+            wait(lambda: is_healthy(server))
+        assert not server.log_lines("engine.ended")
         assert server.stop() == 0
 
 

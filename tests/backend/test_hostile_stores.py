@@ -20,6 +20,7 @@ from llamaslot.backend.remote import redis_store
 from llamaslot.backend.remote.redis_store import RedisStore
 from llamaslot.backend.remote.reply_parser import ReplyParser, allowing
 from llamaslot.backend.remote.sealing import Sealer
+from llamaslot.backend.remote.store_entries import ENTRY
 from llamaslot.backend.remote.store_settings import StoreSettings
 from llamaslot.base.kv_ops import KvPart
 from llamaslot.base.model import SegmentSize
@@ -223,9 +224,9 @@ async def test_sizes_that_the_list_of_checkpoints_announces_are_not_believed(
     client = server.connect()
     [listed] = [key for key in client.scan_iter() if b":k:" in key]
     [entry] = client.lrange(listed, 0, -1)
-    start, end, _, n_state, digest = redis_store.ENTRY.unpack(entry)
+    start, end, _, n_state, digest = ENTRY.unpack(entry)
     for n_bytes in (0, 999, 2**40, 2**63):
-        client.lpush(listed, redis_store.ENTRY.pack(start, end, n_bytes, n_state, digest))
+        client.lpush(listed, ENTRY.pack(start, end, n_bytes, n_state, digest))
     store = opened(proxy.port)
     found = await store.find("", TOKENS, 0, with_checkpoints=True)
     assert [each.n_bytes for each in found.checkpoints] == [1000]

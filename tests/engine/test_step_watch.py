@@ -6,6 +6,7 @@ import threading
 
 import pytest
 
+from llamaslot.base.process_times import ProcessTimes, _Thread
 from llamaslot.engine import step_watch
 from llamaslot.engine.step_watch import StepWatch
 
@@ -42,16 +43,67 @@ def test_nothing_is_overdue_between_steps_or_without_a_limit() -> None:
     assert not unlimited.is_overdue
 
 
+class Threads:
+    """Accounts of a process with one thread, which runs or waits as a test says."""
+
+    def __init__(self) -> None:
+        self.ran, self.waited, self.state = 1.0, 0.0, "S"
+
+    def __call__(self, at: float) -> ProcessTimes:
+        return ProcessTimes(at, {1: _Thread("S", 5.0, 0.0), 2: _Thread(self.state, self.ran, self.waited)})
+
+
 def test_the_time_for_which_the_process_was_stopped_does_not_count() -> None:
     clock = Clock()
-    watch = StepWatch(60, clock=clock)
+    watch = StepWatch(60, clock=clock, read_times=Threads())
     watch.begin()
+    assert not watch.look(0.5)
     clock.now += 86_400
-    watch.allow_for_pause(86_400)
-    assert not watch.is_overdue
+    assert not watch.look(86_400)
     clock.now += 61
-    watch.allow_for_pause(0.5)
-    assert watch.is_overdue
+    assert watch.look(0.5)
+
+
+@pytest.mark.parametrize(
+    ("state", "runs", "waits", "is_overdue"),
+    [
+        ("R", 0.05, 0.45, False),
+        ("R", 0.0, 0.0, False),
+        ("T", 0.0, 0.0, False),
+        ("R", 0.5, 0.0, True),
+        ("R", 0.25, 0.25, True),
+        ("D", 0.0, 0.0, True),
+        ("S", 0.0, 0.0, True),
+        ("S", 0.01, 0.001, True),
+    ],
+    ids=["starved", "never runs", "stopped", "runs", "runs half of the time", "disk", "lock", "GPU"],
+)
+def test_a_step_is_overdue_by_the_time_that_it_got(state: str, runs: float, waits: float, is_overdue: bool) -> None:
+    clock, threads = Clock(), Threads()
+    watch = StepWatch(60, clock=clock, read_times=threads)
+    watch.begin()
+    watch.look(0.5)
+    threads.state = state
+    ends = []
+    for _ in range(2 * 130):
+        clock.now += 0.5
+        threads.ran += runs
+        threads.waited += waits
+        ends.append(watch.look(0.5))
+    assert any(ends) is is_overdue
+
+
+def test_a_new_step_is_not_given_the_time_that_another_one_lost() -> None:
+    clock, threads = Clock(), Threads()
+    watch = StepWatch(60, clock=clock, read_times=threads)
+    watch.begin()
+    watch.look(0.5)
+    clock.now += 50
+    threads.waited += 50
+    watch.begin()
+    watch.look(0.5)
+    clock.now += 61
+    assert watch.look(0.5)
 
 
 def test_the_thread_notices_a_step_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -129,6 +129,18 @@ async def test_a_prompt_that_takes_too_long_fails_by_the_flags_name(start: Start
     assert "tokenizing the prompt took more than 1 s (--prompt-timeout)" in str(futures[1].exception())
 
 
+async def test_a_worker_that_was_stopped_meanwhile_did_not_take_too_long(start: Start) -> None:
+    worker = await start(limit=1.0)
+    pid = worker.pid
+    os.kill(pid, signal.SIGSTOP)
+    future = worker.call(tokenize("a", "a"))
+    await asyncio.sleep(1.5)
+    assert worker.is_stopped
+    os.kill(pid, signal.SIGCONT)
+    assert await outcomes(future) == [TokenizedPrompt]
+    assert worker.pid == pid
+
+
 async def test_two_that_take_too_long_fail_at_once(start: Start) -> None:
     limit = 2.0
     worker = await start(limit=limit)

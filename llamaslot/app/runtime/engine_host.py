@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import structlog
 
@@ -34,9 +35,12 @@ if TYPE_CHECKING:
 
 _DISK_TIMEOUT_S = 5.0
 """Time that closing the disk store may take."""
+_FOLDER_TIMEOUT_S = 10.0
+"""Time that a disk gets to answer at start: one that hangs must not keep an engine from being started again."""
 OnProgress = Callable[[str, float], bool]
 """Gets what is being done and the fraction done, on another thread; false to stop."""
 
+_T = TypeVar("_T")
 _log = structlog.get_logger(__name__)
 
 
@@ -68,12 +72,12 @@ class EngineHost:
         assert self._backend is not None
         return self._backend
 
-    def lock(self) -> None:
+    async def lock(self) -> None:
         """Lock the folders against other servers; raises `ConfigError`."""
         with self._optional_folders():
-            self._disk = lock_disk(self._config)
+            self._disk = await _responding("--cache-disk", lambda: lock_disk(self._config))
         with self._optional_folders():
-            self._slot_folder = slot_save_path(self._config)
+            self._slot_folder = await _responding("--slot-save-path", lambda: slot_save_path(self._config))
         with self._optional_folders():
             self._remote_settings = remote_settings(self._config)
 
@@ -174,3 +178,39 @@ class EngineHost:
         with contextlib.suppress(OSError):
             closing.result()
         return ""
+
+
+async def _responding(flag: str, use: Callable[[], _T]) -> _T:
+    """Return the result of using a folder; raises `ConfigError`, also if its disk does not respond.
+
+    The thread is a daemon's: in a wait for a disk it can be neither ended nor waited for.
+    """
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[_T] = loop.create_future()
+
+    def settle(result: _T | None, error: BaseException | None) -> None:
+        if done.done():
+            return
+        if error is not None:
+            done.set_exception(error)
+        else:
+            done.set_result(cast(_T, result))
+
+    def run() -> None:
+        result: _T | None = None
+        failed: BaseException | None = None
+        try:
+            result = use()
+        except BaseException as error:
+            failed = error
+        # After a timeout the loop may be closed.
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(settle, result, failed)
+
+    threading.Thread(target=run, name="llamaslot-folder", daemon=True).start()
+    try:
+        async with asyncio.timeout(_FOLDER_TIMEOUT_S):
+            return await done
+    except TimeoutError:
+        message = f"{flag}: its disk does not respond within {_FOLDER_TIMEOUT_S:g} s"
+        raise ConfigError(message, param=flag) from None

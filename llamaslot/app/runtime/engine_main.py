@@ -68,7 +68,7 @@ class EngineMain:
                 loop.call_soon_threadsafe(self._channel.send, Loading(text, fraction))
             return not self._must_stop
 
-        host.lock()
+        await host.lock()
         loaded = await host.load(on_progress)
         if loaded is None or self._must_stop:
             return False

@@ -41,6 +41,10 @@ class Runtime(Protocol):
     def prompts(self) -> PromptWorker:
         """The prompt worker, once the model is loaded."""
 
+    @property
+    def why_stopped(self) -> str:
+        """Why no request is carried out though no process has ended; empty if they are."""
+
     async def start(self) -> None:
         """Start the processes, if there are any; raises `OSError`."""
 
@@ -79,6 +83,11 @@ class InProcessRuntime:
         self._engine: Engine | None = None
         self._running: asyncio.Task[None] | None = None
 
+    @property
+    def why_stopped(self) -> str:
+        """Empty: a process that is stopped does not answer."""
+        return ""
+
     async def start(self) -> None:
         """There is nothing to start before `load`."""
 
@@ -90,7 +99,7 @@ class InProcessRuntime:
             self._on_progress(text, fraction)
             return not self._is_interrupted
 
-        self._host.lock()
+        await self._host.lock()
         loaded = await self._host.load(on_progress, self._given)
         if loaded is not None:
             model = SetModel(loaded.info, *self._template)
@@ -141,6 +150,14 @@ class MultiProcessRuntime:
         self.prompts = PromptSupervisor(_PROMPT_MAIN, self._config, timeout=config.prompt_timeout)
         self._is_interrupted = False
         self.engine = EngineSupervisor(_ENGINE_MAIN, self._config, on_progress)
+
+    @property
+    def why_stopped(self) -> str:
+        """Why no request is carried out though no process has ended; empty if they are."""
+        for process, name in ((self.engine, "engine"), (self.prompts, "prompt worker")):
+            if process.is_stopped:
+                return f"the {name} is stopped, by a signal or a debugger"
+        return ""
 
     async def start(self) -> None:
         """Start both processes, which begin to load."""

@@ -1,0 +1,116 @@
+"""Times and states of a process and its threads: whether it has ended, is stopped, hangs, or waits for a CPU.
+
+A limit on wall time alone takes a process for hung that other programs keep from running. Limits that use
+`starved_seconds` do not count that time:
+
+    thread                              its time in the kernel's accounts           counts
+    runs                                running                                     yes
+    waits for a CPU                     waiting on a run queue                      no
+    is stopped, as by a debugger        none                                        no
+    waits for a disk, a driver, a lock  none                                        yes
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+_NS = 1e-9
+_READY = "RTt"
+"""States of threads that run, wait for a CPU, or are stopped."""
+_MIN_SHARE = 0.01
+"""Without accounts of waiting: a process that uses less of a CPU than this waits for something else."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Thread:
+    state: str
+    """R, S, D, T, ... as in /proc."""
+    ran_s: float
+    waited_s: float
+    """For a CPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessTimes:
+    """The accounts of a process at one moment."""
+
+    at: float
+    threads: dict[int, _Thread]
+    """By id; empty where the system does not tell how long they waited."""
+    cpu_s: float = 0.0
+    """CPU time of all threads, where `threads` is empty."""
+    is_stopped: bool = False
+
+
+def process_times(pid: int, at: float) -> ProcessTimes:
+    """Return the accounts of a process now, at `at` seconds; those of one that has ended are empty.
+
+    Those of the process that asks lack the thread that asks.
+    """
+    threads: dict[int, _Thread] = {}
+    own = threading.get_native_id()
+    tasks = Path("/proc", str(pid), "task")
+    try:
+        for tid in os.listdir(tasks):
+            try:
+                ran, waited, _ = (tasks / tid / "schedstat").read_text().split()
+                state = (tasks / tid / "stat").read_text().rpartition(")")[2].split()[0]
+            except FileNotFoundError:
+                # The kernel does not keep the first, or the thread has ended.
+                continue
+            if int(tid) != own:
+                threads[int(tid)] = _Thread(state, int(ran) * _NS, int(waited) * _NS)
+    except (OSError, ValueError, IndexError):
+        pass
+    if any(each.ran_s for each in threads.values()):
+        return ProcessTimes(at, threads)
+    try:
+        process = psutil.Process(pid)
+        times = process.cpu_times()
+        return ProcessTimes(at, {}, times.user + times.system, process.status() == psutil.STATUS_STOPPED)
+    except psutil.Error:
+        return ProcessTimes(at, {})
+
+
+def starved_seconds(before: ProcessTimes, after: ProcessTimes) -> float:
+    """Return for how many seconds between both the thread of the process that waited longest got no CPU.
+
+    All threads of a step wait for the slowest one. 0 for a process whose threads all waited for something else.
+    """
+    elapsed = after.at - before.at
+    if not after.threads:
+        if after.is_stopped:
+            return elapsed
+        ran = after.cpu_s - before.cpu_s
+        return max(elapsed - ran, 0.0) if ran >= _MIN_SHARE * elapsed else 0.0
+    starved = 0.0
+    for tid, thread in after.threads.items():
+        earlier = before.threads.get(tid)
+        ran = thread.ran_s - (earlier.ran_s if earlier is not None else 0.0)
+        waited = thread.waited_s - (earlier.waited_s if earlier is not None else 0.0)
+        # The kernel adds a wait to the accounts once it has ended, which with a low priority may take seconds.
+        is_ready = earlier is not None and earlier.state in _READY and thread.state in _READY
+        starved = max(starved, elapsed - ran if is_ready else waited)
+    return min(starved, elapsed)
+
+
+def has_ended(pid: int) -> bool:
+    """Return true for a process whose main thread has ended, even if others keep it from being reaped."""
+    return _status(pid) in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD, "")
+
+
+def is_stopped(pid: int) -> bool:
+    """Return true for a process that is stopped by a signal or a debugger."""
+    return _status(pid) in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+
+
+def _status(pid: int) -> str:
+    try:
+        return str(psutil.Process(pid).status())
+    except psutil.Error:
+        return ""
