@@ -90,6 +90,7 @@ class Format(ABC):
             trim=options.reads_calls or self.reasoning is not None,
             reasoning_as_content=options.reasoning_format == "none",
             parallel=options.parallel,
+            calls_only=options.calls_only,
         )
         return StreamParser(reader, output, self.steps(reader, output, options))
 

@@ -1,16 +1,17 @@
 """Reading calls that are written as JSON objects, such as `{"name": "f", "arguments": {...}}`.
 
 A call is certain once its name is known and its arguments begin; they are then copied as they arrive. Where the
-arguments come before the name they are kept back until the name is known.
+arguments come before the name they are kept back until the name is known. Nothing is reported of a call without
+arguments that is not closed: they may have been about to follow.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Container
+from collections.abc import Callable, Collection, Iterable
 
-from llamaslot.formats.json_value import QUOTES, ValueCopier, read_string
+from llamaslot.formats.json_value import QUOTES, ValueCopier, copy_arguments, copy_string, read_string
 from llamaslot.formats.output import Output
 from llamaslot.formats.reader import Reader, Steps
 
@@ -18,6 +19,8 @@ _ARGUMENT_KEYS = ("arguments", "parameters")
 _ID_KEYS = ("id", "tool_call_id", "call_id")
 _TEXT_KEYS = ("name", "function", "type", *_ID_KEYS)
 _WRAPPER_KEYS = ("function", "tool_call", "tool_calls")
+_CALL_KEYS = (*_ARGUMENT_KEYS, "name", "type", *_WRAPPER_KEYS)
+"""Keys that tell a call from an answer in JSON."""
 
 
 class JsonCalls:
@@ -33,7 +36,7 @@ class JsonCalls:
         reader: Reader,
         output: Output,
         *,
-        only: Container[str] | None = None,
+        only: Collection[str] | None = None,
         ids: re.Pattern[str] | None = None,
     ) -> None:
         self._reader = reader
@@ -67,7 +70,7 @@ def read_list(reader: Reader, output: Output, read_call: Callable[[], Steps[bool
         if not is_call:
             if output.n_calls == n_calls:
                 return False
-            output.content(rejected)
+            output.rejected(rejected, reader)
             return True
         yield from reader.whitespace()
         if not (yield from reader.accept(",")):
@@ -79,7 +82,7 @@ class _Call:
     """The fields of one call that have been read."""
 
     def __init__(
-        self, reader: Reader, output: Output, only: Container[str] | None, ids: re.Pattern[str] | None
+        self, reader: Reader, output: Output, only: Collection[str] | None, ids: re.Pattern[str] | None
     ) -> None:
         self._reader = reader
         self._output = output
@@ -93,9 +96,12 @@ class _Call:
 
     def read(self) -> Steps[bool]:
         closed = yield from self._object()
+        if self._only is not None and self._id is not None and self._name is self._arguments is None:
+            self._reader.is_undecided = False  # answers have ids, too
         if not self._reported and self._name is not None and (closed or self._arguments is not None):
             self._report()
             self._output.arguments(self._arguments or "{}")
+            self._output.end_call(was_closed=not closed)
         return self._output.n_calls > self._n_calls_before
 
     def _report(self) -> None:
@@ -114,7 +120,7 @@ class _Call:
                 return True
             if end:
                 continue
-            key = yield from read_string(self._reader)
+            key = yield from self._string(_CALL_KEYS if self._name is None else (*_CALL_KEYS, *_ID_KEYS))
             yield from self._reader.whitespace()
             if key is None or not (yield from self._reader.accept(":")):
                 return False
@@ -128,13 +134,36 @@ class _Call:
         if key in _ARGUMENT_KEYS and self._arguments is None and not self._reported:
             return (yield from self._read_arguments(quoted))
         if quoted and key in _TEXT_KEYS:
-            text = yield from read_string(self._reader)
+            text = yield from self._string(self._possible_texts(key))
             return text is not None and self._take_text(key, text)
         if key in _WRAPPER_KEYS and self._name is None:
             return (yield from self._wrapped())
         if self._only is not None and key not in _ID_KEYS:
             return False
         return (yield from ValueCopier(self._reader, lambda _: None).copy())
+
+    def _string(self, possible: Iterable[str] | None) -> Steps[str | None]:
+        """Read a string; None if there is none, or the text ends inside it.
+
+        Where no marker tells that this is a call, it is none unless the string may still become one of `possible`,
+        which is None for any.
+        """
+        raw: list[str] = []
+        quote = yield from self._reader.accept(*QUOTES)
+        if quote and (yield from copy_string(self._reader, quote, raw.append)):
+            return str(json.loads(f'"{"".join(raw)}"'))
+        begun = "".join(raw)
+        if self._only is not None and possible is not None and not any(each.startswith(begun) for each in possible):
+            self._reader.is_undecided = False
+        return None
+
+    def _possible_texts(self, key: str) -> Iterable[str] | None:
+        """Return the texts of a field that a call has which no answer has; None for any."""
+        if key == "type":
+            return ("function",)
+        if key in _ID_KEYS:
+            return () if self._name is None else None
+        return self._only
 
     def _take_text(self, key: str, text: str) -> bool:
         """Keep the text of a field; False if this cannot be a call."""
@@ -159,7 +188,7 @@ class _Call:
             return False
         if self._name is not None and self._ids is None:
             self._report()
-            return (yield from ValueCopier(self._reader, self._output.arguments).copy())
+            return (yield from copy_arguments(self._reader, self._output))
         parts: list[str] = []
         complete = yield from ValueCopier(self._reader, parts.append).copy()
         self._arguments = "".join(parts) if complete else None

@@ -2,7 +2,8 @@
 
 Valid JSON is copied character by character as it arrives. Mistakes that models make are corrected on the way: line
 breaks in strings, wrong escapes, single quotes, Python's literals and tuples, names without quotes, superfluous and
-missing commas, missing brackets. At a character that cannot belong to the value, all open brackets are closed.
+missing commas, missing brackets. All open brackets are closed at a character that cannot belong to the value, and
+where the model ends its text after a whole value. Where it ends inside one, or a limit cuts it, nothing is closed.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import re
 from collections.abc import Sequence
 from enum import Enum, auto
 
+from llamaslot.formats.output import Output
 from llamaslot.formats.reader import Emit, Reader, Steps
 
 QUOTES = ('"', "'")
@@ -49,6 +51,8 @@ class ValueCopier:
         """Read, but only copied if another value follows."""
         self._in_string = False
         self._done = False
+        self.was_closed = False
+        """True if the model ended the text where nothing but brackets was missing."""
 
     def copy(self) -> Steps[bool]:
         """Copy the value; False if the text ends inside it."""
@@ -56,7 +60,11 @@ class ValueCopier:
             self._separator.append((yield from self._reader.whitespace()))
             char = yield from self._reader.peek()
             if not char:
-                return False
+                if not self._reader.ended_by_itself or self._expected is not _Expected.MORE:
+                    return False
+                self.was_closed = True
+                self.close()
+                return True
             match self._expected:
                 case _Expected.VALUE:
                     ended = yield from self._value(char)
@@ -90,6 +98,8 @@ class ValueCopier:
             self._in_string = False
             self._emit('"')
             self._after_value()
+        elif self._reader.fragment(*self._quotes):
+            return True
         elif char in _CLOSERS:
             self._reader.skip()
             self._flush()
@@ -109,7 +119,7 @@ class ValueCopier:
             word = yield from self._reader.all(_WORD)
             if not word:
                 self.close()
-            elif not (yield from self._reader.peek()) and self._open:
+            elif not (yield from self._reader.peek()) and not (word in _LITERALS and self._reader.ended_by_itself):
                 return True  # it may be cut
             else:
                 self._flush()
@@ -180,6 +190,17 @@ class ValueCopier:
         return copy_string(self._reader, quote, emit, escapes=self._escapes)
 
 
+def copy_arguments(
+    reader: Reader, output: Output, *, quotes: Sequence[str] = QUOTES, escapes: bool = True
+) -> Steps[bool]:
+    """Copy the object with a call's arguments, which ends the call; False if the text ends inside it."""
+    copier = ValueCopier(reader, output.arguments, quotes=quotes, escapes=escapes)
+    is_whole = yield from copier.copy()
+    if is_whole:
+        output.end_call(was_closed=copier.was_closed)
+    return is_whole
+
+
 def copy_string(reader: Reader, quote: str, emit: Emit, *, escapes: bool = True) -> Steps[bool]:
     """Copy a string after its opening quote as the inside of a JSON string; False if the text ends inside it."""
     plain = _PLAIN[quote[0]]
@@ -192,6 +213,8 @@ def copy_string(reader: Reader, quote: str, emit: Emit, *, escapes: bool = True)
             continue
         if char == quote[0] and (yield from reader.accept(quote)):
             return True
+        if reader.fragment(quote):
+            return False
         reader.skip()
         if char != "\\":
             emit(_inner(json.dumps(char)))

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
+from llamaslot.base.events import FinishReason
 from llamaslot.base.generation.tools import ParserOptions
 from llamaslot.formats.calls import Delta
 from llamaslot.formats.output import Output
@@ -22,13 +23,18 @@ class OutputParser(Protocol):
         """Add output and return what is certain of it."""
         ...
 
-    def finish(self) -> Delta:
+    def finish(self, reason: FinishReason = "eos") -> Delta:
         """End the output and return the rest."""
         ...
 
     @property
     def is_partial(self) -> bool:
-        """True if the model has written something that the message does not have."""
+        """True if the message differs from what the model has written: something was left out of it, or closed."""
+        ...
+
+    @property
+    def is_cut(self) -> bool:
+        """True if the output ended inside a call that the message has not, or only a part of."""
         ...
 
 
@@ -56,8 +62,6 @@ class CallMarkers:
     """Texts that end calls: left out of the content once there was a call."""
     ignored: tuple[str, ...] = ()
     """Texts that are always left out of the content."""
-    end_reasoning: bool = False
-    """A call may begin in the reasoning, which it ends."""
 
 
 ReadCalls: TypeAlias = Callable[[str], Steps[bool]]
@@ -79,20 +83,33 @@ class StreamParser:
         self._machine.feed(text)
         return self._output.take()
 
-    def finish(self) -> Delta:
+    def finish(self, reason: FinishReason = "eos") -> Delta:
         """End the output and return the rest."""
-        self._machine.end()
+        self._machine.end(reason)
         self._output.finish()
         return self._output.take()
 
     @property
     def is_partial(self) -> bool:
-        """True if the model has written something that the message does not have."""
+        """True if the message differs from what the model has written: something was left out of it, or closed."""
         return self._output.is_partial
+
+    @property
+    def is_cut(self) -> bool:
+        """True if the output ended inside a call that the message has not, or only a part of."""
+        return self._output.is_cut
 
 
 class TaggedMessage:
-    """A message of reasoning between tags, text, and calls that begin with markers."""
+    """A message of reasoning between tags, text, and calls that begin with markers.
+
+    A call in the reasoning ends it if no end tag follows: models at times forget the tag. If one follows, the call
+    is a part of the reasoning. So a call is kept back there until the text ends, or the tag comes.
+
+    The beginning of a marker at the end of the text is left out inside a structure: in the reasoning, right after a
+    call, or where only calls may come. In other text it may be meant as it is (`a <`), so it stays, unless a limit
+    has cut the text behind two or more of its characters.
+    """
 
     def __init__(
         self,
@@ -112,6 +129,7 @@ class TaggedMessage:
         self._markers = markers if options.reads_calls else CallMarkers(ignored=markers.ignored)
         self._line_markers = tuple("\n" + text for text in self._markers.lines)
         self._reasoning_tags = (tags.start, tags.end) if tags is not None and tags.anywhere else ()
+        self._seen_ignored = False
         output.on_call = reader.unmark
 
     def steps(self) -> Steps[None]:
@@ -126,10 +144,12 @@ class TaggedMessage:
             self._output.begin_reasoning(opened, continued=opened.strip() != tags.start)
         whitespace = yield from self._reader.whitespace()
         tag = yield from self._reader.accept(tags.start, tags.end)
+        begun = "" if tag else self._reader.fragment(tags.start, tags.end)
         if opened and tag == tags.end:
             self._output.reasoning(whitespace)
             self._output.end_reasoning(tag)
         elif opened:
+            self._output.leave_out(begun)
             self._output.reasoning(whitespace + (tag if self._options.reasoning_format == "none" else ""))
             yield from self._reasoning(tags)
         elif tag == tags.start:
@@ -140,17 +160,52 @@ class TaggedMessage:
             self._output.end_reasoning(tag)
         else:
             self._output.content(whitespace)
+            self._fragment(begun)
 
     def _reasoning(self, tags: ReasoningTags) -> Steps[None]:
-        calls = self._markers.calls if self._markers.end_reasoning else ()
-        markers = Markers([tags.end, *calls])
+        markers = Markers([tags.end, *self._markers.calls, *self._line_markers])
+        line = yield from self._reader.looking_at(*self._markers.lines)
         while True:
-            marker = yield from self._reader.until(markers, self._output.reasoning)
+            before, marker = "", line
+            if not line:
+                before = marker = yield from self._reader.until(markers, self._output.reasoning)
+            line = ""
             if marker in ("", tags.end):
+                rest = self._reader.rest()
+                if rest.isspace():
+                    self._output.reasoning(rest)
+                else:
+                    self._output.leave_out(rest)
                 self._output.end_reasoning(marker)
                 return
-            if (yield from self._call(marker, marker, self._output.reasoning)):
+            if marker in self._line_markers:
+                before, marker = "\n", marker[1:]
+                self._reader.unread(marker)
+            if (yield from self._ends_behind_call(tags, before, marker)):
                 return
+            if self._reader.has_ended and not self._reader.has_later(tags.end):
+                if (yield from self._call(before, marker, self._output.reasoning)):
+                    return
+            else:
+                self._output.reasoning(before)
+
+    def _ends_behind_call(self, tags: ReasoningTags, before: str, marker: str) -> Steps[bool]:
+        """Read the rest of the reasoning if a call begins here, and the end tag follows it; otherwise nothing."""
+        if self._reader.has_ended:
+            return False
+        mark = self._reader.mark()
+        self._output.mute()
+        is_call = yield from self._read_calls(marker)
+        end = ""
+        if self._output.unmute() and is_call:
+            end = yield from self._reader.until(Markers([tags.end]), lambda _: None)
+        text = self._reader.release(mark)
+        if not end:
+            self._reader.unread(text)
+            return False
+        self._output.reasoning(before + text.removesuffix(end))
+        self._output.end_reasoning(end)
+        return True
 
     def _content(self) -> Steps[None]:
         left_over, ignored = self._markers.left_over, self._markers.ignored
@@ -161,13 +216,16 @@ class TaggedMessage:
         while True:
             marker = yield from self._reader.until(markers, self._output.content)
             if not marker:
+                self._fragment(self._reader.rest())
                 return
             if self._tags is not None and marker in self._reasoning_tags:
                 if marker == self._tags.start:
                     self._output.begin_reasoning(marker)
                     yield from self._reasoning(self._tags)
                 continue
-            if marker in ignored or (marker in left_over and self._output.n_calls):
+            is_call = marker in self._markers.calls
+            if (marker in ignored and not is_call) or (marker in left_over and self._output.n_calls):
+                self._seen_ignored |= marker in ignored
                 continue
             if marker in left_over:
                 self._output.content(marker)
@@ -175,7 +233,7 @@ class TaggedMessage:
                 self._reader.unread(marker[1:])
                 if (yield from self._call("\n", marker[1:], self._output.content)):
                     yield from self._lines()
-            elif (yield from self._call(marker, marker, self._output.content)):
+            elif (yield from self._call("" if marker in ignored else marker, marker, self._output.content)):
                 yield from self._lines()
 
     def _lines(self) -> Steps[None]:
@@ -189,6 +247,27 @@ class TaggedMessage:
         mark = self._reader.mark()
         is_call = yield from self._read_calls(marker)
         rejected = self._reader.release(mark)
-        if not is_call:
+        if is_call:
+            return True
+        if not self._reader.is_undecided:
             otherwise(before + rejected)
-        return is_call
+            return False
+        text = rejected + self._reader.rest()
+        # A marker alone may be meant as text, as its beginning may.
+        n_least = 2 if marker in self._markers.lines else int(self._reader.end_reason != "limit")
+        in_structure = self._output.after_call or otherwise != self._output.content
+        if in_structure or len(text.strip()) >= n_least:
+            self._output.cut(before + text)
+        else:
+            otherwise(before + text)
+        return False
+
+    def _fragment(self, rest: str) -> None:
+        """Add the beginning of a marker, with which the text ends, to the content, or leave it out."""
+        text, output = rest.strip(), self._output
+        closing = self._seen_ignored * self._markers.ignored + bool(output.n_calls) * self._markers.left_over
+        is_marker = self._reader.end_reason == "limit" or any(each.startswith(text) for each in closing)
+        if output.after_call or (is_marker and len(text) > 1):
+            output.leave_out(rest)
+        else:
+            output.content(rest)

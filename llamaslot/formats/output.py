@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from llamaslot.formats.calls import Delta, ToolCallDelta
+from llamaslot.formats.reader import Reader
 
 
 @dataclass(slots=True)
@@ -32,18 +33,27 @@ class Output:
     """Content, reasoning and calls that are not taken yet.
 
     Without `trim` all content is passed on as it is. With `reasoning_as_content`, reasoning and its markers become
-    content. Calls after the first are left out unless they are `parallel`.
+    content. Calls after the first are left out unless they are `parallel`. With `calls_only` there is no content.
     """
 
-    def __init__(self, *, trim: bool, reasoning_as_content: bool, parallel: bool) -> None:
+    def __init__(self, *, trim: bool, reasoning_as_content: bool, parallel: bool, calls_only: bool = False) -> None:
         self.n_calls = 0
+        self.is_cut = False
+        """True if the text ended inside a call that the message has not, or only a part of."""
         self.is_partial = False
-        """True if the model has written something that the message does not have."""
+        """True if the message differs from what the model has written: something was left out of it, or closed."""
+        self.in_call = False
+        """True if the last call has not ended."""
+        self.after_call = False
+        """True if nothing but whitespace came after the last call."""
         self.on_call: Callable[[], object] = lambda: None
         """Called when a call is certain."""
         self._trims = trim
         self._as_content = reasoning_as_content
         self._parallel = parallel
+        self._calls_only = calls_only
+        self._is_muted = False
+        self._before_mute = (0, False, False, False)
         self._parts: list[_Part] = []
         self._whitespace: list[str] = []
         self._reasoning_whitespace: list[str] = []
@@ -54,6 +64,12 @@ class Output:
 
     def content(self, text: str) -> None:
         """Add text of the answer."""
+        if self._is_muted:
+            return
+        if self._calls_only:
+            self.leave_out(text)
+            return
+        self.after_call &= text.isspace() or not text
         if not self._trims:
             self._add_content(text)
             return
@@ -78,6 +94,7 @@ class Output:
             whitespace = self._reasoning_whitespace
             if not self._reasoning_began:
                 whitespace, body = [self._reasoning_gap], body.lstrip()
+            self._end_arguments()
             self._part("reasoning").texts += [*whitespace, body]
             self._reasoning_whitespace.clear()
             self._reasoning_began = True
@@ -87,6 +104,18 @@ class Output:
     def leave_out(self, text: str) -> None:
         """Leave out text that is no part of the message."""
         self.is_partial |= bool(text.strip())
+
+    def cut(self, text: str) -> None:
+        """Leave out the beginning of a call whose name is not known yet, inside which the text ended."""
+        self.leave_out(text)
+        self.is_cut |= self._parallel or not self.n_calls
+
+    def rejected(self, text: str, reader: Reader) -> None:
+        """Add text that is no call to the content; leave it out if it was about to become one when it ended."""
+        if reader.is_undecided:
+            self.cut(text + reader.rest())
+        else:
+            self.content(text)
 
     def begin_reasoning(self, marker: str, *, continued: bool = False) -> None:
         """Begin a section of reasoning, which the prompt may have `continued`; whitespace before it is left out."""
@@ -107,21 +136,44 @@ class Output:
 
     def call(self, name: str, call_id: str | None) -> None:
         """Begin a call."""
-        self.on_call()
         self._end_arguments()
+        self.n_calls += 1
+        self.in_call = True
+        if self._is_muted:
+            return
+        self.on_call()
         self._whitespace.clear()
         self._at_section_start = True
-        self.n_calls += 1
         if self._shows_call:
             self._part("calls").calls.append(ToolCallDelta(self.n_calls - 1, name, call_id or None))
 
     def arguments(self, text: str) -> None:
         """Add to the arguments of the call that began last."""
-        if self._shows_call:
+        if self._shows_call and not self._is_muted:
             self._arguments.append(text)
+
+    def end_call(self, *, was_closed: bool = False) -> None:
+        """End the call, whose arguments are whole; `was_closed` if the model left out what closes them."""
+        self.in_call = False
+        self.after_call = True
+        self.is_partial |= was_closed
+
+    def mute(self) -> None:
+        """Add nothing to the message until `unmute`, so that a call can be read to see whether it is one."""
+        self._is_muted = True
+        self._before_mute = (self.n_calls, self.is_cut, self.is_partial, self.after_call)
+
+    def unmute(self) -> bool:
+        """End that, and forget what was read; True if the text has not ended inside a call."""
+        is_whole = not self.in_call and not self.is_cut
+        self.n_calls, self.is_cut, self.is_partial, self.after_call = self._before_mute
+        self._is_muted = self.in_call = False
+        return is_whole
 
     def finish(self) -> None:
         """End the message: whitespace at the end of its content belongs to it."""
+        if self.in_call and self._shows_call:
+            self.is_cut = self.is_partial = True
         if self._whitespace and not self._at_section_start:
             self._add_content(*self._whitespace)
         self._whitespace.clear()
@@ -154,5 +206,6 @@ class Output:
             return
         index = self.n_calls - 1 if self._parallel else 0
         calls = self._part("calls").calls
-        last = calls.pop() if calls and calls[-1].index == index else ToolCallDelta(index)
-        calls.append(ToolCallDelta(index, last.name, last.id, last.arguments + text))
+        # The name has a delta of its own, as OpenAI sends it.
+        earlier = calls.pop().arguments if calls and calls[-1].index == index and calls[-1].name is None else ""
+        calls.append(ToolCallDelta(index, arguments=earlier + text))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from llamaslot.base.events import Finished
+from llamaslot.base.events import FinishReason
 from llamaslot.base.generation.tools import ParserOptions
 from llamaslot.formats.calls import Delta, ToolCall, ToolCallDelta
 from llamaslot.formats.fields import is_object
@@ -27,15 +27,23 @@ class ParsedMessage:
         self._content: list[str] = []
         self._reasoning: list[str] = []
         self._calls: list[list[ToolCallDelta]] = []
+        self.reason: FinishReason | None = None
+        """Why the message ended, once it has.
 
-    def push(self, text: str, *, is_last: bool) -> Delta:
-        """Add text; return what it adds to the message, in which each call has an id."""
+        A message that the model ended inside a call is one that a limit has cut: `limit`.
+        """
+
+    def push(self, text: str, end: FinishReason | None = None) -> Delta:
+        """Add text, with the last one the reason of its `end`; return what that adds to the message.
+
+        Each call has an id.
+        """
         if self._parser is None:
             delta = Delta(text)
         else:
             delta = self._parser.push(text)
-            if is_last:
-                delta = Delta.of([delta, self._parser.finish()])
+            if end is not None:
+                delta = Delta.of([delta, self._parser.finish(end)])
             if delta.tool_calls:
                 delta = Delta.of(map(self._with_ids, delta.parts or (delta,)))
         self._content.append(delta.content)
@@ -44,6 +52,8 @@ class ParsedMessage:
             if call.index == len(self._calls):
                 self._calls.append([])
             self._calls[call.index].append(call)
+        is_cut = self._parser is not None and self._parser.is_cut
+        self.reason = "limit" if end == "eos" and is_cut else end
         return delta
 
     @property
@@ -69,14 +79,14 @@ class ParsedMessage:
         """True once there is a call."""
         return bool(self._calls)
 
-    def has_cut_call(self, end: Finished) -> bool:
-        """Return True if a limit or a stop string has cut the last call, which no client must carry out."""
-        arguments = "".join(part.arguments for part in self._calls[-1]) if self._calls else "{}"
-        return end.reason != "eos" and not is_object(arguments)
+    @property
+    def has_cut_call(self) -> bool:
+        """True if the last call is not complete, so that no client must carry it out."""
+        return bool(self._calls) and not is_object("".join(part.arguments for part in self._calls[-1]))
 
     @property
     def is_partial(self) -> bool:
-        """True if the model has written something that the message does not have."""
+        """True if the message differs from what the model has written: something was left out of it, or closed."""
         return self._parser is not None and self._parser.is_partial
 
     def _with_ids(self, part: Delta) -> Delta:

@@ -44,6 +44,8 @@ class PythonCalls:
         if name.removesuffix(".call") in self._tools:
             name = name.removesuffix(".call")  # as Llama calls built-in tools
         if not name or (self._known_only and name not in self._tools):
+            if not any(f"{each}.call".startswith(name) for each in self._tools):
+                self._reader.is_undecided = False
             return False
         if not (yield from self._reader.accept("(")):
             return False
@@ -51,17 +53,25 @@ class PythonCalls:
         self._output.arguments("{")
         if (yield from self._arguments(name)):
             self._output.arguments("}")
+            self._output.end_call(was_closed=self._reader.is_undecided)
         return True
 
     def _arguments(self, name: str) -> Steps[bool]:
-        """Copy the arguments as the fields of an object; False if the text ends inside them."""
+        """Copy the arguments as the fields of an object; False if the text ends inside them.
+
+        If the model ends it after a whole argument, they are whole.
+        """
         tool = self._tools.get(name)
         properties = tool.parameters.get("properties") if tool else None
         names = list(properties) if isinstance(properties, Mapping) else []
         n_arguments = 0
+        follows_value = False
         while True:
             yield from self._reader.whitespace()
+            if not (yield from self._reader.peek()):
+                return follows_value and self._reader.ended_by_itself
             if (yield from self._reader.accept(",")):
+                follows_value = False
                 continue
             if (yield from self._reader.accept(")")):
                 return True
@@ -76,6 +86,7 @@ class PythonCalls:
             n_arguments += 1
             if not (yield from self._value()):
                 return False
+            follows_value = True
 
     def _parameter_name(self, by_position: Sequence[str]) -> Steps[str | None]:
         """Read the name before a value; without one it is the name `by_position`. None if there is none either."""

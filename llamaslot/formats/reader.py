@@ -12,6 +12,8 @@ import re
 from collections.abc import Callable, Generator, Iterable
 from typing import TypeAlias, TypeVar
 
+from llamaslot.base.events import FinishReason
+
 T = TypeVar("T")
 Steps: TypeAlias = Generator[None, None, T]
 """A computation that yields when it needs more text."""
@@ -45,18 +47,31 @@ class Reader:
     def __init__(self) -> None:
         self._text = ""
         self._at = 0
-        self._ended = False
         self._marks = 0
         self._kept: list[str] = []
+        self.end_reason: FinishReason | None = None
+        """Why the text ended; None while more may come."""
+        self.is_undecided = False
+        """True once the end of the text has decided what comes next: more text might have decided otherwise."""
 
     def feed(self, text: str) -> None:
         """Append text."""
         self._text = self._text[self._at :] + text
         self._at = 0
 
-    def end(self) -> None:
+    def end(self, reason: FinishReason) -> None:
         """Declare that no more text comes."""
-        self._ended = True
+        self.end_reason = reason
+
+    @property
+    def has_ended(self) -> bool:
+        """True if no more text comes."""
+        return self.end_reason is not None
+
+    @property
+    def ended_by_itself(self) -> bool:
+        """True if the model ended the text, which neither a limit nor a stop string has cut."""
+        return self.end_reason == "eos"
 
     def mark(self) -> int:
         """Keep all text that is read from here on, until `release`; marks may be nested."""
@@ -78,9 +93,12 @@ class Reader:
 
     def peek(self) -> Steps[str]:
         """Return the next character without reading it; nothing at the end."""
-        while self._at == len(self._text) and not self._ended:
+        while self._at == len(self._text):
+            if self.has_ended:
+                self.is_undecided = True
+                return ""
             yield
-        return self._text[self._at : self._at + 1]
+        return self._text[self._at]
 
     def skip(self) -> str:
         """Read one character, which `peek` has returned."""
@@ -97,7 +115,10 @@ class Reader:
         while True:
             text = self.run(pattern)
             found.append(text)
-            if self._at < len(self._text) or self._ended:
+            if self._at < len(self._text):
+                return "".join(found)
+            if self.has_ended:
+                self.is_undecided = True
                 return "".join(found)
             yield
 
@@ -113,11 +134,17 @@ class Reader:
                 if self._text.startswith(text, self._at) and not undecided:
                     return text
                 n_arrived = len(self._text) - self._at
-                if not self._ended and n_arrived < len(text) and text.startswith(self._text[self._at :]):
+                if n_arrived < len(text) and text.startswith(self._text[self._at :]):
                     undecided = True
             if not undecided:
                 return ""
+            if self.has_ended:
+                self.is_undecided = True
+                return self._first(texts)
             yield
+
+    def _first(self, texts: Iterable[str]) -> str:
+        return next((text for text in texts if self._text.startswith(text, self._at)), "")
 
     def accept(self, *texts: str) -> Steps[str]:
         """Read and return the first of `texts` that comes next; nothing if none does."""
@@ -127,22 +154,47 @@ class Reader:
     def until(self, markers: Markers, emit: Emit) -> Steps[str]:
         """Read up to the first marker and through it, pass the text before it to `emit`, return the marker.
 
-        Returns nothing if the text ends without a marker.
+        Returns nothing if the text ends without a marker; the beginning of one at the end is then left for `rest`.
         """
         while True:
             found = markers.pattern.search(self._text, self._at)
-            end = len(self._text) if self._ended else markers.possible(self._text, self._at)
-            if found is not None and found.start() < end:
+            end = markers.possible(self._text, self._at)
+            if found is not None and (found.start() < end or self.has_ended):
                 self._pass(found.start(), emit)
                 return self._read(found.end())
             self._pass(end, emit)
-            if self._ended:
+            if self.has_ended:
+                self.is_undecided = True
                 return ""
             yield
 
+    def rest(self) -> str:
+        """Read all that is left of a text that has ended."""
+        return self._read(len(self._text)) if self.has_ended else ""
+
+    def fragment(self, *texts: str) -> str:
+        """Read what is left of a text that has ended if one of `texts` begins with it; nothing otherwise."""
+        left = self._text[self._at :]
+        is_fragment = self.has_ended and any(len(left) < len(text) and text.startswith(left) for text in texts)
+        return self.rest() if is_fragment else ""
+
+    def has_later(self, text: str) -> bool:
+        """Return True if a text is in what has arrived and is not read."""
+        return text in self._text[self._at :]
+
     def unread(self, text: str) -> None:
-        """Go back before `text`, which ends the marker that `until` has just returned; no mark may be set."""
-        self._at -= len(text)
+        """Go back before `text`, which was read last, after any mark that is set."""
+        if self._text.endswith(text, 0, self._at):
+            self._at -= len(text)
+        else:
+            self._text, self._at = text + self._text[self._at :], 0
+        self.is_undecided = False
+        n_left = len(text) if self._marks else 0
+        while n_left:
+            last = self._kept.pop()
+            if len(last) > n_left:
+                self._kept.append(last[:-n_left])
+            n_left -= min(n_left, len(last))
 
     def _pass(self, end: int, emit: Emit) -> None:
         if end > self._at:
@@ -169,9 +221,9 @@ class Machine:
         self._reader.feed(text)
         self._advance()
 
-    def end(self) -> None:
+    def end(self, reason: FinishReason = "eos") -> None:
         """End the text and the computation."""
-        self._reader.end()
+        self._reader.end(reason)
         self._advance()
 
     def _advance(self) -> None:

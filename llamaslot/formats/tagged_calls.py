@@ -4,18 +4,23 @@ The text of an argument says nothing of its type, so the tool's schema decides. 
 arrive, and so are objects and lists where nothing else is allowed; any other value is kept back until its end.
 
 The tag that closes a value may occur in the value: it counts only if another tag, or the end of the text, follows,
-on a new line if the value began on one.
+on a new line if the value began on one. Models at times leave it out. So a value also ends before another parameter
+of the tool, and before the tags that close the call if the text ends with them, or another call follows.
+
+Where the model ends the text after a whole argument, or in the tag that closes one, only tags are missing, and the
+call is whole; so it is where a stop string takes the place of the tags. Where the text ends after the function's
+name, or in a value, or where a limit cuts it, the call is not.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from llamaslot.base.generation.tools import Tool
-from llamaslot.formats.json_value import ValueCopier
+from llamaslot.formats.json_value import ValueCopier, copy_arguments
 from llamaslot.formats.output import Output
 from llamaslot.formats.reader import Emit, Machine, Markers, Reader, Steps
 from llamaslot.formats.schema_types import ALL_TYPES, json_of, parameter_types
@@ -48,18 +53,27 @@ MINIMAX_TAGS = Tags('<invoke name="', '">', '<parameter name="', '">', "", "</pa
 
 
 class TaggedCalls:
-    """Reads calls from `reader` to `output`; `section_close` is the tag after the last one."""
+    """Reads calls from `reader` to `output`; `section` are the tags before the first and after the last one."""
 
     def __init__(
-        self, reader: Reader, output: Output, tools: Mapping[str, Tool], tags: Tags, *, section_close: str
+        self, reader: Reader, output: Output, tools: Mapping[str, Tool], tags: Tags, *, section: tuple[str, str]
     ) -> None:
+        section_open, section_close = section
         self._reader = reader
         self._output = output
         self._tools = tools
         self._tags = tags
         self._ends = tuple(text for text in (tags.call_close, section_close) if text)
-        closing = (tags.value_close, *(["\n" + tags.value_close] if tags.lines else ()))
-        self._value_end = Markers(closing)
+        # A parameter without its end may also have lost the last character of the closing tag.
+        closing = (tags.value_close, tags.value_close[:-1])
+        others = (tags.parameter_open, *self._ends)
+        on_new_line = tuple("\n" + text for text in ((*closing, *others) if tags.lines else others))
+        self._value_end = {
+            True: Markers([*closing, *on_new_line]),
+            False: Markers([*closing, *others, *on_new_line]),
+        }
+        """Where a value may end, if it began on a new line or not."""
+        self._next_call = tuple(text for text in (section_open, tags.name_open) if text)
 
     def read(self, *, opened: bool = False) -> Steps[bool]:
         """Read one call; False if it is none, and nothing was reported.
@@ -75,7 +89,7 @@ class TaggedCalls:
         if tags.name_close:
             if not (yield from self._reader.accept(tags.name_close)):
                 return False
-        elif not (yield from self._at_tag()):
+        elif not (yield from self._at_tag()) or self._reader.is_undecided:
             return False
         yield from self.read_arguments(name)
         return True
@@ -85,13 +99,16 @@ class TaggedCalls:
         self._output.call(name, None)
         yield from self._reader.whitespace()
         if (yield from self._reader.looking_at("{")):
-            yield from ValueCopier(self._reader, self._output.arguments).copy()
-            yield from self._reader.whitespace()
-            yield from self._reader.accept(self._tags.call_close)
+            if (yield from copy_arguments(self._reader, self._output)):
+                yield from self._reader.whitespace()
+                yield from self._reader.accept(self._tags.call_close)
+                self._reader.fragment(self._tags.call_close)
             return
         self._output.arguments("{")
         tool = self._tools.get(name)
         parameters = tool.parameters if tool is not None else {}
+        properties = parameters.get("properties")
+        names = set(properties) if isinstance(properties, Mapping) and properties else None
         n_arguments = 0
         while True:
             yield from self._reader.whitespace()
@@ -99,26 +116,44 @@ class TaggedCalls:
                 break
             parameter = yield from self._parameter_name()
             if parameter is None:
-                return
+                if self._reader.is_undecided:
+                    self._reader.rest()
+                    return
+                break
+            if names is not None:
+                names.discard(parameter)
             self._output.arguments(f"{', ' if n_arguments else ''}{json.dumps(parameter, ensure_ascii=False)}: ")
             n_arguments += 1
             types = parameter_types(parameters, parameter) if tool is not None else ALL_TYPES
-            if not (yield from self._value(types)):
+            if not (yield from self._value(types, names)):
                 return
+        closed = yield from self._reader.accept(self._tags.call_close)
+        is_open = not closed and self._reader.is_undecided
+        if is_open and not (n_arguments and self._reader.end_reason != "limit" and self._ends_in_tag()):
+            self._reader.rest()
+            return
         self._output.arguments("}")
-        yield from self._reader.accept(self._tags.call_close)
+        self._output.end_call(was_closed=is_open)
+
+    def _ends_in_tag(self) -> bool:
+        """Read the rest of the text; True if it is nothing, or the beginning of a tag that closes the call.
+
+        That of a parameter's tag is no end.
+        """
+        rest = self._reader.rest()
+        return not rest or not self._tags.parameter_open.startswith(rest)
 
     def _at_tag(self, *, on_new_line: bool = False) -> Steps[bool]:
         """Return True if whitespace, and then the tag of an argument or of the call's end, comes next.
 
-        So does the end of the text. With `on_new_line` there must be a line break before the tag.
+        So does the end of the text, in which the tag may be cut. With `on_new_line` there must be a line break
+        before the tag.
         """
         whitespace = yield from self._reader.whitespace()
-        if not (yield from self._reader.peek()):
-            return True
-        if on_new_line and "\n" not in whitespace:
+        if (yield from self._reader.peek()) and on_new_line and "\n" not in whitespace:
             return False
-        return bool((yield from self._reader.looking_at(self._tags.parameter_open, *self._ends)))
+        found = yield from self._reader.looking_at(self._tags.parameter_open, *self._ends)
+        return bool(found) or self._reader.is_undecided
 
     def _parameter_name(self) -> Steps[str | None]:
         """Read the name and what stands before the value; None if the text ends or something is wrong."""
@@ -131,20 +166,64 @@ class TaggedCalls:
                 return None
         return "".join(parts).strip()
 
-    def _value(self, types: frozenset[str]) -> Steps[bool]:
-        """Copy one value; False if the text ends inside it."""
+    def _value(self, types: frozenset[str], names: Collection[str] | None) -> Steps[bool]:
+        """Copy one value; False if the text ends inside it. `names` are those of other arguments, None for any."""
         value = _value_sink(types, self._output.arguments)
         has_line = bool(self._tags.lines and (yield from self._reader.accept("\n")))
         while True:
-            closing = yield from self._reader.until(self._value_end, value.feed)
-            if not closing:
+            marker = yield from self._reader.until(self._value_end[has_line], value.feed)
+            if not marker:
+                if self._ends_in_closing_tag(has_line=has_line):
+                    value.end()
+                    return True
                 return False
             mark = self._reader.mark()
-            if (yield from self._at_tag(on_new_line=has_line)):
-                self._reader.release(mark)
+            ends = yield from self._ends_value(marker, names, has_line=has_line)
+            behind = self._reader.release(mark)
+            if self._reader.is_undecided and not (ends and self._reader.end_reason != "limit"):
+                self._reader.rest()
+                return False
+            if ends:
+                if self._tags.value_close[:-1] not in marker:
+                    self._reader.unread(marker + behind)
                 value.end()
                 return True
-            value.feed(closing + self._reader.release(mark))
+            self._reader.unread(behind)
+            value.feed(marker)
+
+    def _ends_in_closing_tag(self, *, has_line: bool) -> bool:
+        """Read the rest of the text; True if the model ended it in the second half of a tag that ends a value."""
+        rest = self._reader.rest()
+        tag = rest.removeprefix("\n")
+        on_new_line = tag != rest
+        if not self._reader.ended_by_itself or (has_line and not on_new_line):
+            return False
+        closing = (self._tags.value_close, *(self._ends if on_new_line else ()))
+        return any(each.startswith(tag) and 2 * len(tag) >= len(each) for each in closing)
+
+    def _ends_value(self, marker: str, names: Collection[str] | None, *, has_line: bool) -> Steps[bool]:
+        """Return True if the marker ends the value, by what follows it."""
+        tags, tag = self._tags, marker.removeprefix("\n")
+        if tag in (tags.value_close, tags.value_close[:-1]):
+            return (yield from self._at_tag(on_new_line=has_line))
+        if tag == tags.parameter_open:
+            return (yield from self._at_parameter(names))
+        if tag == tags.call_close:
+            yield from self._reader.whitespace()
+            yield from self._reader.accept(*self._ends[1:])
+        yield from self._reader.whitespace()
+        found = yield from self._reader.looking_at(*self._next_call)
+        return bool(found) or self._reader.is_undecided
+
+    def _at_parameter(self, names: Collection[str] | None) -> Steps[bool]:
+        """Return True if the name of another argument comes next, and what stands before its value."""
+        name = yield from self._reader.all(_NAME)
+        if not name or (names is not None and name not in names):
+            return False
+        if not (yield from self._reader.accept(self._tags.parameter_close)):
+            return False
+        yield from self._reader.whitespace()
+        return not self._tags.value_open or bool((yield from self._reader.accept(self._tags.value_open)))
 
 
 class _String:

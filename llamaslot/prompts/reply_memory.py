@@ -16,6 +16,7 @@ import numpy as np
 from msgspec import structs
 
 from llamaslot.base.commands import TextPart
+from llamaslot.base.events import FinishReason
 from llamaslot.base.generation.replies import MAX_BYTES, ChatTurn, RememberedReply, ReplyStore
 from llamaslot.base.generation.tools import ParserOptions
 from llamaslot.base.namespaces import salt_namespace
@@ -110,7 +111,7 @@ def remembered_reply(
     text, ids, has_ended = sent
     if turn is None or not ids:
         return None
-    message = _received(turn, completion_id, text, format_)
+    message = _received(turn, completion_id, sent, format_)
     if message is not None and message.has_calls and not has_ended:
         return None
     meaning = reply_meaning(message.content, message.calls) if message is not None else None
@@ -174,20 +175,24 @@ def _before(context: PromptContext, turn: ChatTurn) -> _Before | None:
     return _Before(n_restored, 0, turn.begun, n_text, rendering.digest(0, n_text), turn.opening)
 
 
-def _received(turn: ChatTurn, completion_id: str, text: str, format_: Format) -> ParsedMessage | None:
-    """Return the message that the client got, None if calls or other texts were left out of it."""
-    message = _parsed(turn.parser, completion_id, turn.begun + text, format_)
+def _received(turn: ChatTurn, completion_id: str, sent: SentReply, format_: Format) -> ParsedMessage | None:
+    """Return the message that the client got, None if it differs from the model's text, or calls were left out."""
+    text = turn.begun + sent.text
+    end: FinishReason = "eos" if sent.has_ended else "limit"
+    message = _parsed(turn.parser, completion_id, text, end, format_)
     if message.is_partial:
         return None
     parser = structs.replace(turn.parser, parse_tools=True, parallel=True)
-    if parser != turn.parser and _parsed(parser, completion_id, turn.begun + text, format_).calls != message.calls:
+    if parser != turn.parser and _parsed(parser, completion_id, text, end, format_).calls != message.calls:
         return None
     return message
 
 
-def _parsed(parser: ParserOptions, completion_id: str, text: str, format_: Format) -> ParsedMessage:
+def _parsed(
+    parser: ParserOptions, completion_id: str, text: str, end: FinishReason, format_: Format
+) -> ParsedMessage:
     message = ParsedMessage(format_, parser, completion_id)
-    message.push(text, is_last=True)
+    message.push(text, end)
     return message
 
 

@@ -88,6 +88,7 @@ class ChatReader:
             packed_tools=packed(use.tools),
             parse_tools=use.mode != "none",
             parallel=use.parallel,
+            calls_only=use.mode == "required",
             reasoning_open=opened,
             reasoning_format=body.reasoning_format or context.reasoning.format,
         )

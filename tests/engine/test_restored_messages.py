@@ -59,7 +59,7 @@ async def chat(engine: Harness, *messages: dict[str, Any], **fields: Any) -> tup
     end = await engine.send(parsed.submits[0])
     assert isinstance(end, Finished)
     message = ParsedMessage(format_of(TEMPLATE, {}), parsed.options.parser, request_id)
-    message.push(engine.text(request_id), is_last=True)
+    message.push(engine.text(request_id), end.reason)
     calls = [
         {"type": "function", "id": each.id, "function": {"name": each.name, "arguments": each.arguments}}
         for each in message.calls

@@ -58,7 +58,7 @@ HERMES = [
         '<tool_call>{"name": "get_weather", "arguments": {"city": "Par',
         calls=(("get_weather", '{"city": "Par'),),
     ),
-    Case("hermes", "cut before the name", '<tool_call>{"name": "get_w', '<tool_call>{"name": "get_w'),
+    Case("hermes", "cut before the name", '<tool_call>{"name": "get_w'),
     Case("hermes", "no JSON", "<tool_call>\nhello</tool_call>!", "<tool_call>\nhello</tool_call>!"),
     Case("hermes", "another tag", "a <tool_cal> b <tool_call", content="a <tool_cal> b <tool_call"),
     Case(

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from llamaslot.base.events import FinishReason
 from llamaslot.base.generation.tools import ParserOptions, Tool, packed
 from llamaslot.formats.calls import Delta, ToolCall
 from llamaslot.formats.format import Format
@@ -80,6 +81,7 @@ class Message:
         for part in delta.tool_calls:
             if part.name is not None:
                 assert part.index == len(self.calls)
+                assert not part.arguments, "the name comes alone, as OpenAI sends it"
                 self.calls.append(ToolCall(part.name, part.arguments, part.id))
             else:
                 assert part.id is None
@@ -99,12 +101,12 @@ class Message:
                 self.parts.append((kind, text))
 
 
-def fed(parser: OutputParser, pieces: Sequence[str]) -> Message:
+def fed(parser: OutputParser, pieces: Sequence[str], reason: FinishReason = "eos") -> Message:
     """The message of an output that arrives in pieces."""
     message = Message()
     for piece in pieces:
         message.add(parser.push(piece))
-    message.add(parser.finish())
+    message.add(parser.finish(reason))
     return message
 
 

@@ -386,7 +386,7 @@ HARMONY = [
         " to=functions.python<|channel|>commentary<|message|>print(1)<|call|>",
         content="print(1)",
     ),
-    Case("gpt-oss", "cut in the header", "<|channel|>fin", content="<|channel|>fin"),
+    Case("gpt-oss", "cut in the header", "<|channel|>fin"),
     Case(
         "gpt-oss",
         "calls are not parsed",

@@ -79,7 +79,7 @@ class BlockEvents:
 def blocks_of(events: Iterable[BlockEvent]) -> list[Block]:
     """Return the whole blocks that events add up to.
 
-    A call whose arguments are cut has none, as llama-server's.
+    A call that is not complete is left out: with empty arguments a client might run it.
     """
     blocks: list[Block] = []
     texts: list[str] = []
@@ -91,15 +91,19 @@ def blocks_of(events: Iterable[BlockEvent]) -> list[Block]:
             case ContentBlockDelta(delta=TextDelta(text) | ThinkingDelta(text) | InputJsonDelta(text)):
                 texts.append(text)
             case ContentBlockStop():
-                _complete(blocks[-1], "".join(texts))
+                if not _complete(blocks[-1], "".join(texts)):
+                    blocks.pop()
     return blocks
 
 
-def _complete(block: Block, text: str) -> None:
+def _complete(block: Block, text: str) -> bool:
+    """Set what a block has; False if it is a call that is not complete."""
     match block:
         case TextBlock():
             block.text = text
         case ThinkingBlock():
             block.thinking = text
         case ToolUseBlock():
-            block.input = msgspec.Raw(text.encode()) if is_object(text) else _NO_ARGUMENTS
+            block.input = msgspec.Raw(text.encode())
+            return is_object(text)
+    return True

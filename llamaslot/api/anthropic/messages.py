@@ -18,7 +18,7 @@ from llamaslot.api.anthropic.reply_bodies import (
     StopReason,
 )
 from llamaslot.api.generation.reply_stats import TokenCount
-from llamaslot.api.generation.reply_writer import ReplyContext, ReplyWriter
+from llamaslot.api.generation.reply_writer import ReplyContext, ReplyWriter, end_reason
 from llamaslot.api.generation.request_handling import complete, count_prompt_tokens
 from llamaslot.api.json_bodies import json_response
 from llamaslot.api.sse import typed_event
@@ -53,7 +53,7 @@ class MessagesReplyWriter(ReplyWriter):
         if not self._is_started:
             self._is_started = True
             yield typed_event(MessageStart(self._empty(AnthropicUsage.of(output.progress))))
-        added = self._message.push(output.content, is_last=isinstance(output, Finished))
+        added = self._message.push(output.content, end_reason(output))
         for each in self._blocks.add(added):
             yield typed_event(each)
         if isinstance(output, Finished):
@@ -69,7 +69,7 @@ class MessagesReplyWriter(ReplyWriter):
         """Return the whole message."""
         (generation,) = self._generations
         end = generation.end
-        added = self._message.push(generation.text, is_last=True)
+        added = self._message.push(generation.text, end.reason)
         content = blocks_of([*self._blocks.add(added), *self._blocks.close()])
         message = self._empty(AnthropicUsage.of(end.progress))
         stop = self._stop(end)
@@ -82,7 +82,7 @@ class MessagesReplyWriter(ReplyWriter):
 
     def _stop(self, end: Finished) -> Stop:
         reason: StopReason = "tool_use" if self._message.has_calls else "end_turn"
-        if end.reason == "limit":
+        if self._message.reason == "limit":
             reason = "max_tokens"
         elif end.stopping_word:
             return Stop("stop_sequence", end.stopping_word)

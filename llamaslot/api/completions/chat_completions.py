@@ -22,7 +22,7 @@ from llamaslot.api.completions.reply_bodies import (
 )
 from llamaslot.api.generation.logprobs import ChatLogprobs
 from llamaslot.api.generation.reply_stats import PromptProgress, TokenCount, stats_of, timings
-from llamaslot.api.generation.reply_writer import ReplyContext
+from llamaslot.api.generation.reply_writer import ReplyContext, end_reason
 from llamaslot.api.generation.request_handling import complete, count_prompt_tokens
 from llamaslot.api.json_bodies import encode, json_response
 from llamaslot.api.middleware import caller_of, key_namespace
@@ -69,19 +69,23 @@ class ChatReplyWriter(OpenAIReplyWriter):
             frame = self._frames[index] = (before, after)
             self._messages[index] = self.new_message(generation)
             yield self._delta(index, Delta(role="assistant", content=None))
-        added = self._messages[index].push(output.content, is_last=isinstance(output, Finished))
+        added = self._messages[index].push(output.content, end_reason(output))
         if progress := PromptProgress.of(output):
             yield self._delta(index, Delta(), prompt_progress=progress)
         elif generation.has_probs or self._options.timings_per_token:
             if output.content or output.probs or added != _NOTHING:
-                yield self._with_details(generation, output, _delta_of(added))
+                first, *others = _deltas_of(added)
+                yield self._with_details(generation, output, first)
+                for each in others:
+                    yield self._delta(index, each)
         elif added.content and not (added.reasoning or added.tool_calls):
             yield encode(added.content).join(frame)
         elif added != _NOTHING:
-            yield self._delta(index, _delta_of(added))
+            for each in _deltas_of(added):
+                yield self._delta(index, each)
         if isinstance(output, Finished):
             shown = {} if self._options.include_usage else stats_of([output.progress])
-            reason = _reason(output, self._messages[index])
+            reason = _reason(self._messages[index], output)
             yield self._delta(index, Delta(), reason, verbose=self._verbose(generation), **shown)
 
     def closing(self) -> Iterator[bytes]:
@@ -112,8 +116,8 @@ class ChatReplyWriter(OpenAIReplyWriter):
 
     def _choice(self, generation: Generation) -> ChatChoice:
         message = self.new_message(generation)
-        message.push(generation.text, is_last=True)
-        reason = _reason(generation.end, message)
+        message.push(generation.text, generation.end.reason)
+        reason = _reason(message, generation.end)
         return ChatChoice(
             generation.index, _whole_message(message), reason, self._logprobs(generation, generation.probs)
         )
@@ -132,12 +136,13 @@ class ChatReplyWriter(OpenAIReplyWriter):
         return self.probs_writer(generation).chat(rows) if generation.has_probs else UNSET
 
 
-def _delta_of(added: ParsedDelta) -> Delta:
-    return Delta(
-        content=added.content or UNSET,
-        reasoning_content=added.reasoning or UNSET,
-        tool_calls=[Call.part_of(part) for part in added.tool_calls] or UNSET,
-    )
+def _deltas_of(added: ParsedDelta) -> list[Delta]:
+    """Return the deltas of what was added, each with one part of a call at most, as OpenAI sends them."""
+    first = Delta(content=added.content or UNSET, reasoning_content=added.reasoning or UNSET)
+    calls = [[Call.part_of(part)] for part in added.tool_calls]
+    if calls:
+        first.tool_calls = calls[0]
+    return [first, *(Delta(tool_calls=each) for each in calls[1:])]
 
 
 def _whole_message(message: ParsedMessage) -> Message:
@@ -150,6 +155,7 @@ def _whole_message(message: ParsedMessage) -> Message:
     )
 
 
-def _reason(end: Finished, message: ParsedMessage) -> OpenAIReason:
-    is_cut = end.reason == "limit" or message.has_cut_call(end)
-    return "tool_calls" if message.has_calls and not is_cut else REASONS[end.reason]
+def _reason(message: ParsedMessage, end: Finished) -> OpenAIReason:
+    reason = message.reason or end.reason
+    is_whole = message.has_calls and reason != "limit" and not message.has_cut_call
+    return "tool_calls" if is_whole else REASONS[reason]

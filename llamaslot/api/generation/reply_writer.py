@@ -14,7 +14,7 @@ from llamaslot.api import http_errors
 from llamaslot.api.generation.logprobs import ProbsWriter
 from llamaslot.api.sse import PING
 from llamaslot.base.errors import LlamaslotError
-from llamaslot.base.events import Finished, Output
+from llamaslot.base.events import Finished, FinishReason, Output
 from llamaslot.base.generation.request_context import ReplyOptions
 from llamaslot.formats.format import Format
 from llamaslot.formats.parsed_message import ParsedMessage
@@ -35,6 +35,11 @@ class ReplyContext:
     """The format in which the model writes chat messages."""
     created: int = field(default_factory=lambda: int(time.time()))
     """Seconds since 1970."""
+
+
+def end_reason(output: Output | Finished) -> FinishReason | None:
+    """Return why a completion ended with an event; None if it has not."""
+    return output.reason if isinstance(output, Finished) else None
 
 
 class ReplyWriter(ABC):

@@ -43,7 +43,7 @@ class CompactionWriter(ResponsesReplyWriter):
     def whole(self) -> Any:
         """Return the compaction."""
         end = self._generation.end
-        self._message.push(self._generation.text, is_last=True)
+        self._message.push(self._generation.text, end.reason)
         content = encoded_compaction(self._fields.user_texts, self._message.content.strip())
         item_id = self._reply.id.replace(self.id_prefix, "cmp_", 1)
         return Compaction(

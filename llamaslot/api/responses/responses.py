@@ -13,7 +13,7 @@ from aiohttp import web
 from llamaslot.api.generation.logprobs import Prob
 from llamaslot.api.generation.reply_stats import PromptProgress, stats_of, timings
 from llamaslot.api.generation.reply_stats import usage as chat_usage
-from llamaslot.api.generation.reply_writer import ReplyContext, ReplyWriter
+from llamaslot.api.generation.reply_writer import ReplyContext, ReplyWriter, end_reason
 from llamaslot.api.json_bodies import encode
 from llamaslot.api.middleware import key_namespace
 from llamaslot.api.responses import events
@@ -96,7 +96,7 @@ class ResponsesReplyWriter(ReplyWriter):
                 each.timings = timings([output.progress])
             yield self._event(each)
         if isinstance(output, Finished):
-            is_cut = _status(output) == "incomplete" and self._reply.request.path != LLAMA_SERVER_PATH
+            is_cut = self._status == "incomplete" and self._reply.request.path != LLAMA_SERVER_PATH
             kind = events.Incomplete if is_cut else events.Completed
             yield from self._lifecycle(kind, self._finished(output), timings=timings([output.progress]))
 
@@ -122,18 +122,18 @@ class ResponsesReplyWriter(ReplyWriter):
 
     def _added(self, output: Output | Finished, probs: Sequence[Any] | None = None) -> Iterator[events.ItemEvent]:
         """Add the text of an event, and yield the events of that."""
-        ends = isinstance(output, Finished)
+        end = end_reason(output)
         if not self._generation.has_probs:
-            yield from self._parts(self._message.push(output.content, is_last=ends))
+            yield from self._parts(self._message.push(output.content, end))
         else:
             rows = self.probs_writer(self._generation).native(probs if probs is not None else output.probs or ())
             for text, found in self._tokens.add(output.content, rows):
                 self._pending += found
-                yield from self._parts(self._message.push(text, is_last=False))
-            if ends:
-                yield from self._parts(self._message.push(self._tokens.rest(), is_last=True))
-        if isinstance(output, Finished):
-            yield from self._output.end(_status(output), cuts_call=self._message.has_cut_call(output))
+                yield from self._parts(self._message.push(text))
+            if end is not None:
+                yield from self._parts(self._message.push(self._tokens.rest(), end))
+        if end is not None:
+            yield from self._output.end(self._status, cuts_call=self._message.has_cut_call)
 
     def _parts(self, delta: Delta) -> Iterator[events.ItemEvent]:
         """Add the parts of a message, its text with the probabilities of the last tokens that cover it."""
@@ -151,7 +151,7 @@ class ResponsesReplyWriter(ReplyWriter):
         """Return the response that is complete; it is stored before the client can ask for it."""
         # From here on it cannot be cancelled, although its client may take long to read the end of the stream.
         self._reply.request.app[RUNNING].pop(self._key, None)
-        status, output = _status(end), self._output.items
+        status, output = self._status, self._output.items
         fields = {
             "completed_at": int(time.time()),
             "incomplete_details": IncompleteDetails() if status == "incomplete" else None,
@@ -184,6 +184,11 @@ class ResponsesReplyWriter(ReplyWriter):
             **fields,
         )
         return encode(generated)[:-1] + b",", self._echo
+
+    @property
+    def _status(self) -> Status:
+        """The status of a response that has ended."""
+        return "incomplete" if self._message.reason == "limit" else "completed"
 
     def _usage(self) -> ResponseUsage:
         counts = chat_usage([self._generation])
@@ -240,7 +245,3 @@ class _TokenTexts:
     def rest(self) -> str:
         """Return the text that no token has."""
         return self._text[self._at :]
-
-
-def _status(end: Output | Finished) -> Status:
-    return "incomplete" if isinstance(end, Finished) and end.reason == "limit" else "completed"

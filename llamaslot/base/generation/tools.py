@@ -49,6 +49,8 @@ class ParserOptions(msgspec.Struct, frozen=True):
     """False leaves calls in the content."""
     parallel: bool = True
     """Report all calls, not only the first."""
+    calls_only: bool = False
+    """The reply must be calls, and reasoning before them: there is no content."""
     reasoning_open: str = ""
     """The end of the prompt from the tag that opens reasoning; empty if it opens none."""
     reasoning_format: ReasoningFormat = "auto"

@@ -10,7 +10,7 @@ from llamaslot.formats.calls import ToolCall
 from llamaslot.formats.fields import as_json
 from llamaslot.formats.format import Format
 from llamaslot.formats.grammar import GrammarWriter
-from llamaslot.formats.json_value import ValueCopier
+from llamaslot.formats.json_value import copy_arguments
 from llamaslot.formats.message import CallMarkers, ReadCalls
 from llamaslot.formats.output import Output
 from llamaslot.formats.reader import Reader, Steps
@@ -99,9 +99,10 @@ def _read_call(reader: Reader, output: Output) -> Steps[bool]:
         if not name or not (yield from reader.looking_at("{")):
             return False
     output.call(name, None)
-    yield from ValueCopier(reader, output.arguments).copy()
+    yield from copy_arguments(reader, output)
     yield from reader.whitespace()
     yield from reader.accept("```")
+    reader.fragment("```")
     yield from reader.whitespace()
     yield from reader.accept(CALL_CLOSE)
     return True

@@ -11,7 +11,7 @@ from llamaslot.formats.families.gemma_notation import Notation, rendered
 from llamaslot.formats.fields import fields_of
 from llamaslot.formats.format import Format
 from llamaslot.formats.grammar import GrammarWriter
-from llamaslot.formats.json_value import ValueCopier
+from llamaslot.formats.json_value import copy_arguments
 from llamaslot.formats.message import CallMarkers, ReadCalls, ReasoningTags
 from llamaslot.formats.output import Output
 from llamaslot.formats.reader import Reader, Steps
@@ -58,7 +58,7 @@ class Gemma(Format):
                 return False
             output.call(name, None)
             quotes = (self.quote, '"')
-            yield from ValueCopier(reader, output.arguments, quotes=quotes, escapes=False).copy()
+            yield from copy_arguments(reader, output, quotes=quotes, escapes=False)
             yield from reader.whitespace()
             yield from reader.accept(self.closing)
             return True

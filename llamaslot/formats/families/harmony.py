@@ -10,10 +10,10 @@ from llamaslot.formats.calls import ToolCall
 from llamaslot.formats.fields import as_json
 from llamaslot.formats.format import Format
 from llamaslot.formats.grammar import GrammarWriter, Thinking
-from llamaslot.formats.json_value import ValueCopier
+from llamaslot.formats.json_value import copy_arguments
 from llamaslot.formats.message import CallMarkers, ReadCalls, ReasoningTags
 from llamaslot.formats.output import Output
-from llamaslot.formats.reader import Markers, Reader, Steps
+from llamaslot.formats.reader import Emit, Markers, Reader, Steps
 
 START, END, CALL, RETURN = "<|start|>", "<|end|>", "<|call|>", "<|return|>"
 CHANNEL, MESSAGE, CONSTRAIN = "<|channel|>", "<|message|>", "<|constrain|>"
@@ -22,7 +22,8 @@ FINAL = f"{CHANNEL}final{MESSAGE}"
 _NAMESPACE = "functions."
 
 _HEADER_END = Markers([MESSAGE, START, END, CALL, RETURN])
-_BODY_END = Markers([START, END, CALL, RETURN])
+_BODY_END = Markers([CHANNEL, START, END, CALL, RETURN])
+"""The models at times begin another message by its channel, without the end of the last."""
 _HEADER_BEGINNINGS = (CHANNEL, CONSTRAIN, MESSAGE, START, "to=", "assistant")
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 _CHANNEL = re.compile(re.escape(CHANNEL) + r"\s*(\w+)")
@@ -60,7 +61,7 @@ class Harmony(Format):
             if not (yield from reader.looking_at("{")):
                 return False
             output.call(name, None)
-            yield from ValueCopier(reader, output.arguments).copy()
+            yield from copy_arguments(reader, output)
             return True
 
         return read
@@ -118,6 +119,8 @@ class _Messages:
         self._tools = options.tools_by_name
         self._read_call = read_call
         self._in_content = False
+        self._is_first = True
+        """True in the first message, which may have no header."""
 
     def steps(self) -> Steps[None]:
         """Read all messages."""
@@ -127,11 +130,17 @@ class _Messages:
             yield from self._reasoning()
         while (yield from self._reader.peek()):
             yield from self._message()
+            self._is_first = False
 
     def _message(self) -> Steps[None]:
         whitespace = yield from self._reader.whitespace()
         if not (yield from self._reader.looking_at(*_HEADER_BEGINNINGS)):
-            self._output.content(whitespace)
+            begun = self._reader.fragment(*_HEADER_BEGINNINGS)
+            is_header = len(begun) > 1 and self._reader.end_reason == "limit"
+            if begun and (is_header or not self._is_first):
+                self._output.leave_out(begun)
+                return
+            self._output.content(whitespace + begun)
             yield from self._content()
             return
         header: list[str] = []
@@ -140,7 +149,11 @@ class _Messages:
         if ended == MESSAGE:
             yield from self._body(text)
         elif not ended:
-            self._output.content(whitespace + text)
+            self._reader.rest()
+            if "to=" in text:
+                self._output.cut(text)
+            else:
+                self._output.leave_out(text)
 
     def _body(self, header: str) -> Steps[None]:
         """Read a message of this header."""
@@ -152,7 +165,7 @@ class _Messages:
         if recipient != name or recipient in self._tools:
             yield from self._call(name)
         elif recipient != "assistant":
-            yield from self._reader.until(_BODY_END, self._output.leave_out)
+            yield from self._until_end(self._output.leave_out)
         elif channel == "analysis":
             self._output.begin_reasoning(ANALYSIS)
             yield from self._reasoning()
@@ -161,13 +174,16 @@ class _Messages:
 
     def _call(self, name: str) -> Steps[None]:
         if not self._options.reads_calls:
-            yield from self._reader.until(_BODY_END, self._output.leave_out)
+            yield from self._until_end(self._output.leave_out)
             return
         mark = self._reader.mark()
         is_call = yield from self._read_call(name)
         rejected = self._reader.release(mark)
         if is_call:
-            yield from self._reader.until(_BODY_END, self._output.leave_out)
+            yield from self._until_end(self._output.leave_out)
+        elif self._reader.is_undecided:
+            self._output.cut(name)
+            self._reader.rest()
         elif (yield from self._reader.looking_at(START, END, CALL, RETURN)):
             self._output.call(name, None)
             self._output.arguments("{}")
@@ -176,11 +192,21 @@ class _Messages:
             yield from self._content()
 
     def _reasoning(self) -> Steps[None]:
-        yield from self._reader.until(_BODY_END, self._output.reasoning)
+        self._output.leave_out((yield from self._until_end(self._output.reasoning)))
         self._output.end_reasoning(END)
 
     def _content(self) -> Steps[None]:
         if self._in_content:
             self._output.content("\n")
         self._in_content = True
-        yield from self._reader.until(_BODY_END, self._output.content)
+        rest = yield from self._until_end(self._output.content)
+        if len(rest) > 1 and (self._reader.end_reason == "limit" or not self._is_first):
+            self._output.leave_out(rest)
+        else:
+            self._output.content(rest)
+
+    def _until_end(self, emit: Emit) -> Steps[str]:
+        """Read the text of a message through its end; return the beginning of a marker that ends all text."""
+        if (yield from self._reader.until(_BODY_END, emit)) == CHANNEL:
+            self._reader.unread(CHANNEL)
+        return self._reader.rest()

@@ -52,8 +52,8 @@ class ToolCallTag:
     def __init__(self, reader: Reader, output: Output, tools: Mapping[str, Tool], tags: Tags = QWEN_TAGS) -> None:
         self._reader = reader
         self._json = JsonCalls(reader, output)
-        self._tagged = TaggedCalls(reader, output, tools, tags, section_close=CLOSE)
-        self._qwen = TaggedCalls(reader, output, tools, QWEN_TAGS, section_close=CLOSE)
+        self._tagged = TaggedCalls(reader, output, tools, tags, section=(OPEN, CLOSE))
+        self._qwen = TaggedCalls(reader, output, tools, QWEN_TAGS, section=(OPEN, CLOSE))
         self._output = output
 
     def read(self, marker: str) -> Steps[bool]:
@@ -68,15 +68,17 @@ class ToolCallTag:
             return False
         while True:
             yield from self._reader.all(_BRACKETS)
-            if (yield from self._reader.accept(CLOSE)):
+            if (yield from self._reader.accept(CLOSE)) or self._reader.fragment(QWEN_TAGS.call_close, CLOSE):
                 return True
             if not (yield from self._reader.looking_at("{", QWEN_TAGS.name_open)):
+                if begun := self._reader.fragment(QWEN_TAGS.name_open):
+                    self._output.cut(begun)
                 return True
             mark = self._reader.mark()
             is_call = yield from self._one()
             rejected = self._reader.release(mark)
             if not is_call:
-                self._output.content(rejected)
+                self._output.rejected(rejected, self._reader)
                 return True
 
     def _one(self) -> Steps[bool]:

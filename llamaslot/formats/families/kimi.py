@@ -10,7 +10,7 @@ from llamaslot.formats.calls import ToolCall
 from llamaslot.formats.fields import as_json
 from llamaslot.formats.format import Format
 from llamaslot.formats.grammar import GrammarWriter
-from llamaslot.formats.json_value import ValueCopier
+from llamaslot.formats.json_value import copy_arguments
 from llamaslot.formats.message import CallMarkers, ReadCalls, ReasoningTags
 from llamaslot.formats.output import Output
 from llamaslot.formats.reader import Reader, Steps
@@ -31,7 +31,7 @@ class Kimi(Format):
 
     name = "kimi-k2"
     markers = CallMarkers(
-        calls=(CALL_OPEN,), left_over=(CALL_CLOSE,), ignored=(SECTION_OPEN, SECTION_CLOSE), end_reasoning=True
+        calls=(SECTION_OPEN, CALL_OPEN), left_over=(CALL_CLOSE,), ignored=(SECTION_OPEN, SECTION_CLOSE)
     )
 
     def __init__(self, source: str, special: Mapping[str, int], reasoning: ReasoningTags | None) -> None:
@@ -50,8 +50,12 @@ class Kimi(Format):
     def read_calls(self, reader: Reader, output: Output, tools: Mapping[str, Tool]) -> ReadCalls:
         """Return the computation that reads calls."""
 
-        def read(_: str) -> Steps[bool]:
+        def read(marker: str) -> Steps[bool]:
             yield from reader.whitespace()
+            if marker == SECTION_OPEN:
+                if not (yield from reader.accept(CALL_OPEN)):
+                    return False
+                yield from reader.whitespace()
             call_id = yield from reader.all(_ID)
             yield from reader.whitespace()
             if not call_id or not (yield from reader.accept(ARGUMENTS)):
@@ -61,7 +65,7 @@ class Kimi(Format):
             if name is None or not (yield from reader.looking_at("{")):
                 return False
             output.call(name[1], call_id)
-            yield from ValueCopier(reader, output.arguments).copy()
+            yield from copy_arguments(reader, output)
             yield from reader.whitespace()
             yield from reader.accept(CALL_CLOSE)
             return True

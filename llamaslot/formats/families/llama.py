@@ -90,7 +90,7 @@ class UnmarkedCalls:
         self._output = output
         self._json = JsonCalls(reader, output, only=tools)
         self._python = PythonCalls(reader, output, tools, known_only=True)
-        self._tagged = TaggedCalls(reader, output, tools, QWEN_TAGS, section_close="")
+        self._tagged = TaggedCalls(reader, output, tools, QWEN_TAGS, section=("", ""))
 
     def read(self, marker: str) -> Steps[bool]:
         """Read calls that begin with a bracket, or stand after a marker, and what separates them."""
@@ -108,7 +108,10 @@ class UnmarkedCalls:
             is_call = separator == ";" and (yield from self._one())
             rest = self._reader.release(mark)
             if not is_call:
-                self._output.content("" if separator == PYTHON_CLOSE else rest)
+                if separator == PYTHON_CLOSE or rest.strip() == separator:
+                    self._output.leave_out(separator)
+                else:
+                    self._output.rejected(rest, self._reader)
                 return True
 
     def _one(self) -> Steps[bool]:

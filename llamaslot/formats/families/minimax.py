@@ -30,7 +30,7 @@ class MiniMax(Format):
 
     def read_calls(self, reader: Reader, output: Output, tools: Mapping[str, Tool]) -> ReadCalls:
         """Return the computation that reads calls."""
-        calls = TaggedCalls(reader, output, tools, MINIMAX_TAGS, section_close=CLOSE)
+        calls = TaggedCalls(reader, output, tools, MINIMAX_TAGS, section=(OPEN, CLOSE))
 
         def read(_: str) -> Steps[bool]:
             yield from reader.whitespace()
@@ -38,14 +38,17 @@ class MiniMax(Format):
                 return False
             while True:
                 yield from reader.whitespace()
+                if (yield from reader.accept(CLOSE)) or reader.fragment(MINIMAX_TAGS.call_close, CLOSE):
+                    return True
                 if not (yield from reader.looking_at(MINIMAX_TAGS.name_open)):
-                    yield from reader.accept(CLOSE)
+                    if begun := reader.fragment(MINIMAX_TAGS.name_open):
+                        output.cut(begun)
                     return True
                 mark = reader.mark()
                 is_call = yield from calls.read()
                 rejected = reader.release(mark)
                 if not is_call:
-                    output.content(rejected)
+                    output.rejected(rejected, reader)
                     return True
 
         return read

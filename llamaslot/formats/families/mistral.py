@@ -13,7 +13,7 @@ from llamaslot.formats.fields import as_json
 from llamaslot.formats.format import Format
 from llamaslot.formats.grammar import GrammarWriter
 from llamaslot.formats.json_calls import JsonCalls
-from llamaslot.formats.json_value import ValueCopier
+from llamaslot.formats.json_value import copy_arguments
 from llamaslot.formats.message import CallMarkers, ReadCalls
 from llamaslot.formats.output import Output
 from llamaslot.formats.reader import Reader, Steps
@@ -64,7 +64,7 @@ class Mistral(Format):
             if not (yield from reader.looking_at("{")):
                 return False
             output.call(name, call_id if _ID.fullmatch(call_id) else None)
-            yield from ValueCopier(reader, output.arguments).copy()
+            yield from copy_arguments(reader, output)
             return True
 
         return read

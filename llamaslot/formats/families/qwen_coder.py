@@ -23,7 +23,7 @@ class QwenCoder(Format):
     """
 
     name = "qwen3-coder"
-    markers = CallMarkers(calls=(OPEN, QWEN_TAGS.name_open), left_over=(CLOSE,), end_reasoning=True)
+    markers = CallMarkers(calls=(OPEN, QWEN_TAGS.name_open), left_over=(CLOSE,))
 
     @classmethod
     def recognises(cls, source: str) -> bool:
