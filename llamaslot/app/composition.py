@@ -29,6 +29,7 @@ from llamaslot.app.runtime.runtime import InProcessRuntime, MultiProcessRuntime,
 from llamaslot.app.template_config import read_template
 from llamaslot.base.backend import Backend
 from llamaslot.base.errors import stopped_error
+from llamaslot.base.executors import start_default_executor
 from llamaslot.base.gguf_file import check_metadata
 from llamaslot.processes.messages import Loaded
 
@@ -53,6 +54,7 @@ async def serve(config: Config, *, backend: Backend | None = None) -> int:
         check_metadata(model)
     template = read_template(config)
     config = replace(config, model=str(model))
+    start_default_executor()
     async with contextlib.AsyncExitStack() as stack:
         on_progress = stack.enter_context(_progress())
         is_local = backend is not None or config.in_process

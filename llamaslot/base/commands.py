@@ -52,6 +52,10 @@ class Constraint(msgspec.Struct, frozen=True):
     """llguidance's JSON form of a grammar."""
     param: str
     """The request field that it comes from, for errors."""
+    seconds: float = 0.0
+    """CPU time that it took to compile when it was checked."""
+    n_bytes: int = 0
+    """Memory that it took then; 0 if that is not known."""
 
 
 class Submit(msgspec.Struct, frozen=True, tag="submit"):

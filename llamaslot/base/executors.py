@@ -1,11 +1,45 @@
-"""Ending threads without waiting for them: a call that never returns must not hold up the end of the server.
+"""Threads that run from the start, and end without being waited for.
 
-Python joins all executor threads when it exits, so a process with a hung one must end by `os._exit`.
+A thread that is started when the first request needs it fails then, at a limit of threads or memory, with an
+error that nothing expects. And a call that never returns must not hold up the end of the server: Python joins all
+executor threads when it exits, so a process with a hung one must end by `os._exit`.
 """
 
 from __future__ import annotations
 
-from concurrent.futures import Executor, Future
+import asyncio
+import threading
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+
+GRAMMAR_STACK_BYTES = 16 * 2**20
+"""Stack of a thread that compiles and follows grammars, which llguidance does by recursion. Only what is used of it
+takes memory.
+"""
+_N_DEFAULT = 4
+
+
+def started_executor(n_threads: int, name: str, stack_bytes: int = 0) -> ThreadPoolExecutor:
+    """Return an executor whose threads are running, each with a stack of that size, or of the usual one for 0."""
+    executor = ThreadPoolExecutor(n_threads, thread_name_prefix=name)
+    usual = threading.stack_size(stack_bytes)
+    all_running = threading.Barrier(n_threads + 1)
+    try:
+        for _ in range(n_threads):
+            # An executor starts a further thread only while none is idle.
+            executor.submit(all_running.wait)
+    except RuntimeError:
+        all_running.abort()
+        executor.shutdown(wait=False)
+        raise
+    finally:
+        threading.stack_size(usual)
+    all_running.wait()
+    return executor
+
+
+def start_default_executor() -> None:
+    """Start the threads that the running loop's `asyncio.to_thread` uses."""
+    asyncio.get_running_loop().set_default_executor(started_executor(_N_DEFAULT, "llamaslot-io"))
 
 
 def close_after_queue(executor: Executor) -> Future[None]:

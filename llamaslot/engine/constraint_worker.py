@@ -1,36 +1,37 @@
-"""Constraint worker: compiles the constraints of requests on a thread of its own, so that no step waits."""
+"""Constraint worker: compiles the constraints of requests on threads of its own, so that no step waits.
+
+What comes here has been compiled before, in the prompt worker's trial, whose time says which thread takes it.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from functools import partial
 
 import structlog
 
 from llamaslot.base.backend import Backend, CompiledConstraint
+from llamaslot.base.commands import Constraint
 from llamaslot.base.errors import LlamaslotError, ServerError, UnavailableError
-from llamaslot.base.executors import close_after_queue
+from llamaslot.base.executors import GRAMMAR_STACK_BYTES, close_after_queue, started_executor
+from llamaslot.base.turns import Turns
 from llamaslot.scheduler.request import Request, RequestState
 
 COMPILE_TIMEOUT_S = 30.0
-"""Time from a request's arrival to its compiled constraint.
-
-The prompt worker has compiled it before, on a small vocabulary and with a time limit of its own, so this is long
-only where many others come first.
-"""
-
-MAX_BUSY_THREADS = 2
-"""Threads that may go on compiling after the time limit; with one more, later requests wait for the last one."""
+"""Time from a request's arrival to its compiled constraint: long only where many others come first."""
+QUICK_S = 0.1
+"""CPU time to compile up to which a constraint does not wait for those that take longer."""
 
 _log = structlog.get_logger(__name__)
 
 
 class ConstraintWorker:
-    """Compiles one constraint after the other; `post` runs an action between two steps.
+    """Compiles constraints; `post` runs an action between two steps.
 
-    All methods are called on the event loop. llguidance cannot be interrupted: a thread that is busy at the time
-    limit goes on, and another one takes its place, unless `MAX_BUSY_THREADS` are busy already.
+    All methods are called on the event loop. There is a thread for constraints that are quickly compiled, and one
+    for all others. On each, clients take turns.
     """
 
     def __init__(
@@ -38,17 +39,11 @@ class ConstraintWorker:
         backend: Backend,
         post: Callable[[Callable[[], None]], None],
         *,
-        executor: Executor | None = None,
         timeout_s: float = COMPILE_TIMEOUT_S,
     ) -> None:
-        self._backend = backend
         self._post = post
         self._timeout_s = timeout_s
-        self._executor = executor or _thread()
-        self._overdue: list[Future[CompiledConstraint]] = []
-        """Constraints that are still being compiled after the time limit, each on a thread of its own."""
-        self._ends: list[Future[None]] = []
-        """Done once their threads have ended."""
+        self._quick, self._slow = (_CompileQueue(backend) for _ in range(2))
         self._tasks: set[asyncio.Task[CompiledConstraint | LlamaslotError]] = set()
         """Kept from being collected while they wait."""
 
@@ -71,24 +66,16 @@ class ConstraintWorker:
             if not task.cancelled():
                 self._post(lambda: finish(task.result()))
 
-        future = self._executor.submit(self._backend.compile, constraint)
-        task = asyncio.ensure_future(self._result(future, constraint.param))
+        queue = self._quick if constraint.seconds <= QUICK_S else self._slow
+        task = asyncio.ensure_future(
+            self._result(queue.submit(constraint, request.submit.client), constraint.param)
+        )
         self._tasks.add(task)
         task.add_done_callback(done)
 
     def close(self) -> list[Future[None]]:
-        """End the threads, which must not outlive the backend; the futures are done once their queues are."""
-        return [*self._ends, close_after_queue(self._executor)]
-
-    def _replace_thread(self, future: Future[CompiledConstraint]) -> None:
-        """Have another thread compile what comes next, if this constraint is still being compiled."""
-        self._overdue = [each for each in self._overdue if not each.done()]
-        self._ends = [each for each in self._ends if not each.done()]
-        if future.running() and len(self._overdue) < MAX_BUSY_THREADS:
-            self._overdue.append(future)
-            self._ends.append(close_after_queue(self._executor))
-            self._executor = _thread()
-            _log.warning("constraint.overdue", seconds=self._timeout_s, threads=len(self._overdue))
+        """End the threads, which must not outlive the backend; the futures are done once what they compile is."""
+        return [queue.close() for queue in (self._quick, self._slow)]
 
     async def _result(self, future: Future[CompiledConstraint], param: str) -> CompiledConstraint | LlamaslotError:
         try:
@@ -96,7 +83,6 @@ class ConstraintWorker:
         except LlamaslotError as error:
             return error
         except TimeoutError:
-            self._replace_thread(future)
             return UnavailableError(
                 f"'{param}' was not compiled within {self._timeout_s:g} s; simplify it, or try later", param=param
             )
@@ -105,5 +91,46 @@ class ConstraintWorker:
             return ServerError(f"'{param}' could not be compiled", param=param)
 
 
-def _thread() -> Executor:
-    return ThreadPoolExecutor(1, thread_name_prefix="llamaslot-constraints")
+class _CompileQueue:
+    """Constraints that one thread compiles one after the other."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._thread = started_executor(1, "llamaslot-constraints", GRAMMAR_STACK_BYTES)
+        self._waiting: dict[Future[CompiledConstraint], tuple[Constraint, str]] = {}
+        """With their clients."""
+        self._turns = Turns()
+        self._is_busy = False
+
+    def submit(self, constraint: Constraint, client: str) -> Future[CompiledConstraint]:
+        """Add a constraint; one that is cancelled before its turn is not compiled."""
+        future: Future[CompiledConstraint] = Future()
+        self._waiting[future] = constraint, client
+        self._compile_next()
+        return future
+
+    def close(self) -> Future[None]:
+        """Compile nothing more; the future is done once the thread has ended."""
+        self._waiting.clear()
+        return close_after_queue(self._thread)
+
+    def _compile_next(self) -> None:
+        while self._waiting and not self._is_busy:
+            future = self._turns.next(self._waiting, lambda each: self._waiting[each][1])
+            constraint, client = self._waiting.pop(future)
+            if not future.set_running_or_notify_cancel():
+                continue
+            self._turns.take(client)
+            self._is_busy = True
+            compiling = asyncio.get_running_loop().run_in_executor(self._thread, self._backend.compile, constraint)
+            compiling.add_done_callback(partial(self._finish, future))
+
+    def _finish(self, future: Future[CompiledConstraint], done: asyncio.Future[CompiledConstraint]) -> None:
+        self._is_busy = False
+        if done.cancelled():
+            future.cancel()
+        elif (error := done.exception()) is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(done.result())
+        self._compile_next()

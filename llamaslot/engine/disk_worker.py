@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from time import perf_counter
@@ -20,7 +20,7 @@ from typing import Protocol
 import structlog
 
 from llamaslot.base.backend import Backend
-from llamaslot.base.executors import close_after_queue
+from llamaslot.base.executors import close_after_queue, started_executor
 from llamaslot.base.kv_ops import Kv
 from llamaslot.base.text_records import TextRecord, TextStore
 from llamaslot.kvcache.cache import KVCache
@@ -65,8 +65,8 @@ class DiskWorker:
         self._n_writes = 0
         self._reads: set[Future[tuple[Kv | None, float]]] = set()
         self._is_unresponsive = False
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="llamaslot-disk-writer")
-        self._reader = ThreadPoolExecutor(1, thread_name_prefix="llamaslot-disk-reader")
+        self._writer = started_executor(1, "llamaslot-disk-writer")
+        self._reader = started_executor(1, "llamaslot-disk-reader")
 
     @property
     def is_busy(self) -> bool:

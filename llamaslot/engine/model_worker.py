@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import Executor
 from typing import TypeAlias, TypeVar
 
 from llamaslot.base.backend import Backend
+from llamaslot.base.executors import started_executor
 from llamaslot.engine.step_watch import StepWatch
 from llamaslot.scheduler.step import StepPlan, StepResult, apply, next_decode_step
 
@@ -27,7 +28,7 @@ def model_thread() -> Executor:
     It should be the same one: OpenMP keeps a team of threads for each thread that computes, and with more threads
     in all than cores it waits in the kernel instead of spinning, which makes every step slower.
     """
-    return ThreadPoolExecutor(1, thread_name_prefix="llamaslot-model")
+    return started_executor(1, "llamaslot-model")
 
 
 class Worker:

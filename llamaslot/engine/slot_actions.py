@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import structlog
@@ -24,7 +24,7 @@ from llamaslot.base.errors import (
     ServerError,
     UnavailableError,
 )
-from llamaslot.base.executors import close_after_queue
+from llamaslot.base.executors import close_after_queue, started_executor
 from llamaslot.base.tokens import WIDTH
 from llamaslot.engine.reports import Respond
 from llamaslot.kvcache.pools.slot_snapshot import (
@@ -83,7 +83,7 @@ class SlotActions:
         self._cache = scheduler.cache
         self._post = post
         self._clock = clock
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="llamaslot-slots")
+        self._thread = started_executor(1, "llamaslot-slots")
         self._n_reading = 0
         self._waiting: list[_Job] = []
         """Actions whose slots are busy, in the order of their arrival."""

@@ -100,10 +100,13 @@ class _Lane:
         self.running: dict[int, _Pending] = {}
         self._n_at_once = n_at_once
 
-    @property
-    def is_free(self) -> bool:
-        """True if a further job may be carried out."""
-        return len(self.running) < self._n_at_once
+    def next(self) -> _Pending | None:
+        """Return the job whose turn it is, if one may be carried out; of a client one at a time is."""
+        if len(self.running) >= self._n_at_once:
+            return None
+        busy = {each.client for each in self.running.values() if each.client is not None}
+        free = [each for each in self.waiting.values() if each.client not in busy]
+        return self.turns.next(free, lambda each: each.client) if free else None
 
     @property
     def n_queries(self) -> int:
@@ -286,8 +289,8 @@ class PromptSupervisor(PromptWorker):
                 self._send(alone.pop(0))
             return
         for lane in self._lanes:
-            while lane.is_free and lane.waiting:
-                self._send(lane.turns.next(lane.waiting.values(), lambda each: each.client))
+            while (pending := lane.next()) is not None:
+                self._send(pending)
 
     def _send(self, pending: _Pending) -> None:
         lane = pending.lane

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future
 from typing import TYPE_CHECKING, Any, Protocol
 
 import structlog
 
 from llamaslot.base.commands import AnswerBody, ParseBody
 from llamaslot.base.errors import InvalidRequestError, LlamaslotError, QueueFullError, ServerError
-from llamaslot.base.executors import close_after_queue
+from llamaslot.base.executors import close_after_queue, started_executor
 from llamaslot.base.generation.responses import ListItems
 from llamaslot.base.stats import AnchorStats, ReplyStats, SessionStats
 from llamaslot.base.turns import Turns
@@ -29,6 +29,7 @@ from llamaslot.prompts.prompt_jobs import (
 if TYPE_CHECKING:
     from llamaslot.prompts.tokenizer import Tokenizer
     from llamaslot.protocol.request_reader import RequestReader
+    from llamaslot.text.grammars.trial_process import TrialProcess
 
 _MAX_SHORT_QUERY = 2**14
 """Bytes of a body up to which a query is answered on the thread of the prompts."""
@@ -43,9 +44,9 @@ _PROMPT_LANE, _LONG_LANE, _GRAMMAR_LANE = range(3)
 """Numbers of the lanes for prompts and all that belongs to them, for long jobs, and for bodies whose grammars may
 be compiled.
 """
-JOBS_AT_ONCE = (1, 1, 2)
-"""Jobs of each lane that are carried out at once. Of the last one two, so that a grammar that takes long holds up
-no other: llguidance releases the GIL while it compiles, but cannot be interrupted.
+JOBS_AT_ONCE = (1, 1, 4)
+"""Jobs of each lane that are carried out at once. Of the last one several, and one of a client at most, so that
+grammars that take long hold up those of no other client: they are compiled in a process of their own.
 """
 
 _log = structlog.get_logger(__name__)
@@ -127,11 +128,14 @@ class PromptWorker(Protocol):
 class PromptThreads(PromptWorker):
     """Carries out the jobs of each lane on threads of its own. All methods are called on the event loop."""
 
-    def __init__(self, tokenizer: Tokenizer, reader: RequestReader) -> None:
+    def __init__(self, tokenizer: Tokenizer, reader: RequestReader, trials: TrialProcess | None = None) -> None:
         self._jobs = PromptJobs(tokenizer, reader)
         self._reader = reader
+        self._trials = trials
         self._lanes = [
-            _JobLane([_thread(name, tokenizer.stack_bytes) for _ in range(n)], self._jobs)
+            _JobLane(
+                [started_executor(1, f"llamaslot-{name}", tokenizer.stack_bytes) for _ in range(n)], self._jobs
+            )
             for name, n in zip(("tokenizer", "queries", "grammars"), JOBS_AT_ONCE, strict=True)
         ]
         self._n_queries = 0
@@ -158,8 +162,10 @@ class PromptThreads(PromptWorker):
         return self._jobs.n_contexts
 
     def start(self) -> None:
-        """Probe for exact cut points, so that the first prompt need not wait for it."""
+        """Probe for exact cut points and start the trial process, so that no request need wait for that."""
         self._lanes[0].threads[0].submit(self._prepare)
+        if self._trials is not None:
+            self._lanes[_GRAMMAR_LANE].threads[0].submit(self._trials.start)
 
     def close(self) -> list[Future[None]]:
         """End the threads, which must not outlive the vocabulary; the futures are done once their jobs are."""
@@ -200,6 +206,8 @@ class _JobLane:
         self._lock = threading.Lock()
         self._waiting: dict[Future[JobResult], Job] = {}
         self._turns = Turns()
+        self._busy: set[str | None] = set()
+        """Clients of which a job is running."""
         self.n_jobs = 0
         """Jobs waiting or running."""
 
@@ -225,14 +233,26 @@ class _JobLane:
             self.n_jobs -= 1
 
     def _run_next(self) -> None:
-        """Carry out the job whose turn it is, if any; each thread has a call for each job, so none is left."""
-        with self._lock:
-            if not self._waiting:
-                return
-            future = self._turns.next(self._waiting, lambda each: client_of(self._waiting[each]))
-            job = self._waiting.pop(future)
-            if (client := client_of(job)) is not None:
-                self._turns.take(client)
+        """Carry out the job whose turn it is, if any; each thread has a call for each job, so none is left.
+
+        While a job runs, its client's others wait; the thread that has carried it out looks for a further one.
+        """
+        client: str | None = None
+        while True:
+            with self._lock:
+                self._busy.discard(client)
+                free = [each for each, job in self._waiting.items() if client_of(job) not in self._busy]
+                if not free:
+                    return
+                future = self._turns.next(free, lambda each: client_of(self._waiting[each]))
+                job = self._waiting.pop(future)
+                client = client_of(job)
+                if client is not None:
+                    self._turns.take(client)
+                    self._busy.add(client)
+            self._run(future, job)
+
+    def _run(self, future: Future[JobResult], job: Job) -> None:
         if not future.set_running_or_notify_cancel():
             return
         try:
@@ -245,14 +265,3 @@ class _JobLane:
 
 def _is_prompt_of(job: Job, request_id: str) -> bool:
     return isinstance(job, TokenizePrompt) and job.submit.request_id == request_id
-
-
-def _thread(name: str, stack_bytes: int) -> ThreadPoolExecutor:
-    """Return a running thread with a stack of that size, or of the usual one for 0."""
-    executor = ThreadPoolExecutor(1, thread_name_prefix=f"llamaslot-{name}")
-    usual = threading.stack_size(stack_bytes)
-    try:
-        executor.submit(lambda: None)
-    finally:
-        threading.stack_size(usual)
-    return executor

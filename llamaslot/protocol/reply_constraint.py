@@ -72,21 +72,19 @@ class ReplyConstraints:
 
         # `own` was checked: what is wrong now is in the tools.
         made = self._made(use, tools, grammar, "tools" if tools else own.param)
-        return Constraint(made.grammar, own.param)
+        return msgspec.structs.replace(made, param=own.param)
 
     def _made(
         self, use: ToolUse, tools: Sequence[Tool], grammar: Callable[[], str], param: str = "tools"
     ) -> Constraint:
         """Return a grammar of replies with calls as a constraint; an error names the tool that is wrong."""
         try:
-            constraint = _written(grammar, param)
-            self.constraints.check(constraint)
+            return self.constraints.check(_written(grammar, param))
         except GrammarTooLongError:
             raise
         except InvalidRequestError:
             self._check_each(use, tools)
             raise
-        return constraint
 
     def _check_each(self, use: ToolUse, tools: Sequence[Tool]) -> None:
         """Raise the error of the first tool of which no calls can be forced."""

@@ -51,7 +51,7 @@ from llamaslot.protocol.submission import (
     submissions,
     wants_probs,
 )
-from llamaslot.text.grammars.compiling import GrammarChecker, UnknownGrammarError
+from llamaslot.text.grammars.compiling import GrammarChecker, LocalTrial, Trial, UnknownGrammarError
 from llamaslot.text.template import ChatTemplate
 
 
@@ -65,7 +65,8 @@ class RequestReader:
     """Reads bodies for a model with this chat template, on any thread.
 
     `grammars` are the files of `--grammar-file` and their texts; a wrong one raises `InvalidRequestError`. Replies
-    in chats are restored by `restorer`; without it none are, nor remembered.
+    in chats are restored by `restorer`; without it none are, nor remembered. Grammars are tried by `trial`, without
+    it on the thread that reads a body.
     """
 
     def __init__(
@@ -78,11 +79,12 @@ class RequestReader:
         *,
         tags: Mapping[str, int] = MappingProxyType({}),
         restorer: ReplyRestorer | None = None,
+        trial: Trial | None = None,
     ) -> None:
         self._info = info
         self.template = template
         self._tokenizer = tokenizer
-        checker = GrammarChecker(info.control_tokens, info.n_vocab)
+        checker = GrammarChecker(trial or LocalTrial.of_bytes(info.control_tokens, info.n_vocab))
         self._restorer = restorer
         self._constraints = ConstraintReader(checker, self._token_of, tags)
         self._known_constraints = ConstraintReader(checker, self._token_of, tags, may_compile=False)

@@ -54,25 +54,24 @@ class ConstraintReader:
             return None
         ((param, kind, value),) = asked
         whitespace = options.structured_outputs is not None and options.structured_outputs.disable_any_whitespace
-        constraint = self._constraint(param, kind, value, compact=bool(whitespace))
-        self.check(constraint)
-        return constraint
+        return self.check(self._constraint(param, kind, value, compact=bool(whitespace)))
 
     def grammar(self, name: str, text: str) -> Constraint:
         """Return the constraint of a grammar, GBNF or Lark; `name` stands for it in `InvalidRequestError`s."""
-        constraint = self._constraint(name, "grammar", text, compact=False)
-        self.check(constraint)
-        return constraint
+        return self.check(self._constraint(name, "grammar", text, compact=False))
 
-    def check(self, constraint: Constraint) -> None:
-        """Raise `InvalidRequestError` for a grammar that is too long, invalid or not supported."""
+    def check(self, constraint: Constraint) -> Constraint:
+        """Return a constraint with its cost.
+
+        Raises `InvalidRequestError` for a grammar that is too long, too expensive, invalid or not supported.
+        """
         if len(constraint.grammar) > MAX_GRAMMAR_CHARS:
             message = (
                 f"'{constraint.param}': the grammar made of it has {len(constraint.grammar)} characters, and may "
                 f"have {MAX_GRAMMAR_CHARS} at most; make it simpler"
             )
             raise GrammarTooLongError(message, param=constraint.param)
-        self._checker.check(constraint, may_compile=self._may_compile)
+        return self._checker.check(constraint, may_compile=self._may_compile)
 
     def _constraint(self, param: str, kind: str, value: Any, *, compact: bool) -> Constraint:
         # Before it is converted, which takes long for a long text.

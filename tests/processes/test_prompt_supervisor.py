@@ -52,13 +52,13 @@ def restore(self, records):
         os.abort()
     return _restore(self, records)
 Tokenizer.restore = restore
-from llamaslot.text.grammars.compiling import GrammarChecker
-_check = GrammarChecker._check
-def check(self, constraint, tokenizer):
+from llamaslot.text.grammars.trial_process import TrialProcess
+_try = TrialProcess.__call__
+def try_(self, constraint):
     if "HANG" in constraint.grammar or "SLOW" in constraint.grammar:
         time.sleep(60 if "HANG" in constraint.grammar else 0.2)
-    return _check(self, constraint, tokenizer)
-GrammarChecker._check = check
+    return _try(self, constraint)
+TrialProcess.__call__ = try_
 """
 Start = Callable[..., Awaitable[PromptSupervisor]]
 

@@ -17,7 +17,7 @@ from llamaslot.protocol.bodies import ChatBody
 from llamaslot.protocol.reply_constraint import ReplyConstraints
 from llamaslot.protocol.structured_output import MAX_GRAMMAR_CHARS, ConstraintReader
 from llamaslot.protocol.tools import read_tools
-from llamaslot.text.grammars.compiling import MAX_CONSTRAINT_CHARS, GrammarChecker
+from llamaslot.text.grammars.compiling import MAX_CONSTRAINT_CHARS, GrammarChecker, LocalTrial
 from llamaslot.text.grammars.json_schema import MAX_PROPERTIES
 from tests.fake_backend import FakeBackend
 from tests.formats.messages import EXCERPTS, made
@@ -39,7 +39,7 @@ BYTES = LLTokenizer("byte")
 def constraint(family: str, body: dict[str, Any]) -> str:
     """The grammar of a body's reply, in a vocabulary without control tokens."""
     options = msgspec.convert({"messages": QUESTION, **body}, ChatBody)
-    reader = ConstraintReader(GrammarChecker((), FakeBackend().info.n_vocab), lambda _: None)
+    reader = ConstraintReader(GrammarChecker(LocalTrial.of_bytes((), FakeBackend().info.n_vocab)), lambda _: None)
     constraints = ReplyConstraints(made(family), reader)
     found = constraints.constraint(reader.read(options), read_tools(options), "none")
     assert found is not None
@@ -154,7 +154,8 @@ def test_what_is_too_long_is_said_in_plain_words() -> None:
 def test_a_grammar_that_is_too_long_with_tokens_for_tags_has_their_text(monkeypatch: pytest.MonkeyPatch) -> None:
     options = msgspec.convert({"messages": QUESTION, "grammar": 'root ::= [a-c]{0,2} "<tool_call>"? "a"'}, ChatBody)
     texts, both = (
-        ConstraintReader(GrammarChecker((), 1000), lambda _: None, tags) for tags in ({}, {"<tool_call>": 99})
+        ConstraintReader(GrammarChecker(LocalTrial.of_bytes((), 1000)), lambda _: None, tags)
+        for tags in ({}, {"<tool_call>": 99})
     )
     long, short = both.read(options), texts.read(options)
     assert long is not None

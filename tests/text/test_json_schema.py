@@ -12,14 +12,14 @@ from jsonschema import Draft202012Validator
 from llguidance import LLMatcher
 
 from llamaslot.base.errors import InvalidRequestError
-from llamaslot.text.grammars.compiling import GrammarChecker, compile_grammar
+from llamaslot.text.grammars.compiling import GrammarChecker, LocalTrial, compile_grammar
 from llamaslot.text.grammars.json_schema import MAX_MULTIPLE_OF, MAX_PROPERTIES, json_schema_constraint
 from llamaslot.text.grammars.schema_fixes import ecmascript_pattern
 from tests.conftest import LONG, new_seed
 from tests.fake_backend import byte_tokenizer
 from tests.json_schemas import SchemaMaker, random_text
 
-CHECKER = GrammarChecker(["<s>", "</s>"], 258)
+CHECKER = GrammarChecker(LocalTrial.of_bytes(["<s>", "</s>"], 258))
 TOKENIZER = byte_tokenizer()
 
 

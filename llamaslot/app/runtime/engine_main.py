@@ -18,6 +18,7 @@ from llamaslot.app.runtime.child_setup import channel_to_parent, configured, soc
 from llamaslot.app.runtime.engine_host import EngineHost
 from llamaslot.base.errors import LlamaslotError
 from llamaslot.base.events import EngineEvent, Stopped
+from llamaslot.base.executors import start_default_executor
 from llamaslot.engine.engine import Engine
 from llamaslot.processes.channel import Channel
 from llamaslot.processes.messages import OVERDUE_STATUS, Events, LoadEngine, Loading, Refused, Stop, ToEngine
@@ -112,6 +113,7 @@ def main() -> None:
     """Run until the parent ends, or says stop."""
 
     async def run() -> None:
+        start_default_executor()
         await EngineMain(int(sys.argv[1])).run()
 
     uvloop.run(run())

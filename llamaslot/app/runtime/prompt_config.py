@@ -19,6 +19,7 @@ from llamaslot.prompts.tokenizer import Tokenizer
 from llamaslot.protocol.replies.restoring import ReplyRestorer
 from llamaslot.protocol.request_reader import RequestReader
 from llamaslot.text.builtin_templates import resolve
+from llamaslot.text.grammars.trial_process import TrialProcess
 from llamaslot.text.template import ChatTemplate
 from llamaslot.text.volatile import pattern
 
@@ -26,8 +27,13 @@ _log = structlog.get_logger(__name__)
 _FALLBACK_TEMPLATE = "chatml"
 
 
-def prompt_worker(config: Config, vocab: Vocab, model: SetModel) -> PromptThreads:
-    """Return the prompt worker for a loaded model. Raises `ConfigError` for an unusable template."""
+def prompt_worker(
+    config: Config, vocab: Vocab, model: SetModel, trials: TrialProcess | None = None
+) -> PromptThreads:
+    """Return the prompt worker for a loaded model, which tries grammars in a process if there is one.
+
+    Raises `ConfigError` for an unusable template.
+    """
     info, source, flag = model.info, model.template, model.template_flag
     if not config.jinja and not source:
         source, flag = resolve(info.builtin_template), "--no-jinja"
@@ -49,10 +55,12 @@ def prompt_worker(config: Config, vocab: Vocab, model: SetModel) -> PromptThread
     grammars = _grammars(config.grammar_file)
     try:
         named, tags = vocab.named_tokens, vocab.added_tags
-        reader = RequestReader(info, template, tokenizer, named, grammars, tags=tags, restorer=restorer)
+        reader = RequestReader(
+            info, template, tokenizer, named, grammars, tags=tags, restorer=restorer, trial=trials
+        )
     except InvalidRequestError as error:
         raise ConfigError(f"--grammar-file: {error.message}", param="--grammar-file") from None
-    return PromptThreads(tokenizer, reader)
+    return PromptThreads(tokenizer, reader, trials)
 
 
 def _grammars(files: Sequence[str]) -> list[tuple[str, str]]:

@@ -17,8 +17,10 @@ from llamaslot.app.config import Config
 from llamaslot.app.runtime.child_setup import channel_to_parent, configured, socket_of
 from llamaslot.app.runtime.prompt_config import prompt_worker
 from llamaslot.backend.llama import LlamaVocab
+from llamaslot.backend.llama.constraint_tokenizer import token_texts
 from llamaslot.backend.memory import trim_heap
 from llamaslot.base.errors import LlamaslotError
+from llamaslot.base.executors import start_default_executor
 from llamaslot.processes.channel import Channel
 from llamaslot.processes.messages import (
     JobDone,
@@ -31,6 +33,7 @@ from llamaslot.processes.messages import (
     ToPrompts,
 )
 from llamaslot.prompts.prompt_worker import PromptThreads, invalid_unicode
+from llamaslot.text.grammars.trial_process import TrialProcess
 
 
 class PromptMain:
@@ -73,7 +76,8 @@ class PromptMain:
 
     def _use(self, message: SetModel) -> None:
         try:
-            self._worker = prompt_worker(self._config, self._vocab, message)
+            trials = TrialProcess(lambda: (token_texts(self._vocab), sorted(self._vocab.eog)))
+            self._worker = prompt_worker(self._config, self._vocab, message, trials)
         except LlamaslotError as error:
             self._refuse(error)
         self._worker.start()
@@ -105,6 +109,7 @@ def main() -> None:
     """Run until the parent ends."""
 
     async def run() -> None:
+        start_default_executor()
         await PromptMain().run(int(sys.argv[1]))
 
     uvloop.run(run())

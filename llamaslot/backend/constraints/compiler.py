@@ -6,20 +6,21 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from llguidance import LLMatcher, LLTokenizer
 
 from llamaslot.backend.constraints.matcher import Matcher, TokenMask, next_mask
 from llamaslot.base.commands import Constraint
+from llamaslot.base.executors import GRAMMAR_STACK_BYTES, started_executor
 from llamaslot.text.grammars.compiling import compile_grammar, grammar_error
 
 MAX_CACHE_BYTES = 256 * 2**20
 """Estimated bytes of the compiled grammars that are kept."""
 _BYTES_EACH = 512 * 2**10
 _BYTES_PER_BYTE = 512
-"""Estimate of what llguidance, which does not tell, takes for a grammar and for each byte of its text.
+"""Estimate of what llguidance, which does not tell, takes for a grammar and for each byte of its text, where its
+trial has measured no more.
 
 Measured: 7.4 MB for 27 KB (1,000 optional properties), 2.9 MB for 3 KB (50 patterns, after 10 replies).
 """
@@ -58,10 +59,11 @@ class ConstraintCompiler:
         self.eog = tuple(eog)
         # As many as leave most processors to the model.
         n_threads = max(1, min(_MAX_MASK_THREADS, (os.cpu_count() or 1) // 4))
-        self.executor = ThreadPoolExecutor(n_threads, thread_name_prefix="llamaslot-masks")
+        self.executor = started_executor(n_threads, "llamaslot-masks", GRAMMAR_STACK_BYTES)
         self._make_tokenizer = make_tokenizer
         self._tokenizer: LLTokenizer | None = None
-        self._cache: OrderedDict[str, Compiled] = OrderedDict()
+        self._cache: OrderedDict[str, tuple[Compiled, int]] = OrderedDict()
+        """With estimated bytes."""
         self._n_bytes = 0
         self._lock = threading.Lock()
 
@@ -76,7 +78,7 @@ class ConstraintCompiler:
         with self._lock:
             if (found := self._cache.get(grammar)) is not None:
                 self._cache.move_to_end(grammar)
-                return found
+                return found[0]
             if self._tokenizer is None:
                 self._tokenizer = self._make_tokenizer()
         state = compile_grammar(constraint, self._tokenizer)
@@ -85,21 +87,18 @@ class ConstraintCompiler:
             raise grammar_error(state.get_error(), constraint.param)
         compiled = Compiled(state, first, self)
         with self._lock:
-            self._keep(grammar, compiled)
+            self._keep(constraint, compiled)
         return compiled
 
     def close(self) -> None:
         """Wait for the masks that are being computed."""
         self.executor.shutdown()
 
-    def _keep(self, grammar: str, compiled: Compiled) -> None:
-        if grammar not in self._cache:
-            self._n_bytes += _estimate(grammar)
-        self._cache[grammar] = compiled
+    def _keep(self, constraint: Constraint, compiled: Compiled) -> None:
+        _, n_before = self._cache.get(constraint.grammar, (None, 0))
+        n_bytes = max(_BYTES_EACH + _BYTES_PER_BYTE * len(constraint.grammar), constraint.n_bytes)
+        self._cache[constraint.grammar] = compiled, n_bytes
+        self._n_bytes += n_bytes - n_before
         while self._n_bytes > MAX_CACHE_BYTES and len(self._cache) > 1:
-            oldest, _ = self._cache.popitem(last=False)
-            self._n_bytes -= _estimate(oldest)
-
-
-def _estimate(grammar: str) -> int:
-    return _BYTES_EACH + _BYTES_PER_BYTE * len(grammar)
+            _, (_, n_bytes) = self._cache.popitem(last=False)
+            self._n_bytes -= n_bytes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from llguidance import LLMatcher
 
-from llamaslot.text.grammars.compiling import first_lines
+from llamaslot.text.grammars.compiling import MASK_S, MAX_MASK_EXCESS_S, TOO_AMBIGUOUS, first_lines
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,8 @@ class Matcher:
         self._eog = eog
         self._executor = executor
         self._has_ended = False
+        self._excess = 0.0
+        """CPU time of masks beyond `MASK_S` each."""
         self.failure = ""
         """Reason for which the reply cannot go on; empty while it can."""
 
@@ -109,9 +112,14 @@ class Matcher:
             self._mask = computing.result()
 
     def _compute(self) -> TokenMask | None:
+        began = time.thread_time()
         mask = next_mask(self._state, self._n_vocab)
+        self._excess += max(0.0, time.thread_time() - began - MASK_S)
         if self._state.is_error():
             self._fail()
+        elif self._excess > MAX_MASK_EXCESS_S:
+            # Requests beside this one wait for its masks.
+            self.failure = TOO_AMBIGUOUS
         elif not len(mask.tokens) and mask.is_allowed:
             self.failure = "no token of this vocabulary can follow"
         return mask

@@ -10,9 +10,8 @@ from llguidance import LLTokenizer
 
 from llamaslot.backend.llama.vocab import LlamaVocab
 from llamaslot.base.errors import NotSupportedError
+from llamaslot.text.grammars.compiling import SPECIAL_PREFIX
 
-_SPECIAL_PREFIX = b"\xff"
-"""Marks tokens that are no text: a grammar allows them by name or id only."""
 _PART_BYTES = 2048
 """Bytes tokenized at once where llama.cpp takes stack for each (fact 21); a grammar may force many more."""
 _TOKENIZE = ctypes.CFUNCTYPE(
@@ -35,7 +34,7 @@ class ConstraintTokenizer:
     def make(self, eog: tuple[int, ...]) -> LLTokenizer:
         """Return the tokenizer, a second later for 151,936 tokens; raises `NotSupportedError`."""
         vocab = self._vocab
-        tokens = [_token_bytes(vocab, token) for token in range(vocab.n_tokens)]
+        tokens = token_texts(vocab)
         is_native = not vocab.stack_bytes and not self._tag_parts
         function: Any = llama_cpp.llama_cpp._lib.llama_tokenize if is_native else self._callback
         try:
@@ -89,10 +88,15 @@ class ConstraintTokenizer:
         return len(found)
 
 
+def token_texts(vocab: LlamaVocab) -> list[bytes]:
+    """Return the texts of all tokens as llguidance takes them."""
+    return [_token_bytes(vocab, token) for token in range(vocab.n_tokens)]
+
+
 def _token_bytes(vocab: LlamaVocab, token: int) -> bytes:
     """Return what a client gets of a token, or the name of one of which it gets nothing."""
     text = vocab.piece(token)
     name = vocab.detokenize([token])
     if text and vocab.named_tokens.get(name.decode(errors="replace")) != token:
         return text
-    return _SPECIAL_PREFIX + name if name else b""
+    return SPECIAL_PREFIX + name if name else b""
