@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 from llguidance import LLMatcher
 
@@ -228,8 +229,10 @@ class SlowBackend(FakeBackend):
         super().__init__(**sizes)
         self.go = threading.Event()
         self.slow: list[Constraint] = []
+        self.compiled: list[Constraint] = []
 
     def compile(self, constraint: Constraint) -> CompiledConstraint:
+        self.compiled.append(constraint)
         assert (self.slow and constraint not in self.slow) or self.go.wait(30)
         return super().compile(constraint)
 
@@ -270,26 +273,30 @@ async def test_compiling_has_a_time_limit(monkeypatch: pytest.MonkeyPatch) -> No
     assert constraint_worker.COMPILE_TIMEOUT_S > 1
 
 
-async def test_a_compilation_that_goes_on_after_the_limit_does_not_hold_up_later_ones(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_what_compiles_quickly_does_not_wait_for_what_takes_long() -> None:
     backend = SlowBackend(n_slots=1)
-    slow = [of_lark(f'start: "slow {i}"') for i in range(constraint_worker.MAX_BUSY_THREADS + 1)]
-    backend.slow = slow
+    backend.slow = [msgspec.structs.replace(of_lark(f'start: "slow {i}"'), seconds=1.0) for i in range(3)]
     async with running(backend) as harness:
-        worker = harness.engine._constraints
-        for i, constraint in enumerate(slow):
-            await harness.submit(f"free {i}", f"free {i}", constraint=PERSON, max_tokens=200)
-            monkeypatch.setattr(worker, "_timeout_s", 0.05)
-            harness.submit(f"slow {i}", "slow", constraint=constraint)
-            assert isinstance(await harness.ends[f"slow {i}"], Failed)
-            monkeypatch.setattr(worker, "_timeout_s", 30)
-        # No more threads are begun: the next one waits for the last.
-        harness.submit("waits", "waits", constraint=PERSON, max_tokens=200)
-        await harness.submit("free", "free")
-        assert not harness.ends["waits"].done()
+        for i, constraint in enumerate(backend.slow):
+            harness.submit(f"slow {i}", "slow", constraint=constraint, client=f"client {min(i, 1)}")
+        await harness.submit("quick", "quick", constraint=PERSON, max_tokens=200)
+        assert not any(harness.ends[f"slow {i}"].done() for i in range(3))
         backend.go.set()
-        await ended(harness, "waits")
+        for i in range(3):
+            await ended(harness, f"slow {i}")
+    assert backend.compiled.index(backend.slow[1]) < backend.compiled.index(backend.slow[2])
+
+
+async def test_clients_take_turns_at_compiling() -> None:
+    backend = SlowBackend(n_slots=1)
+    backend.slow = [of_lark(f'start: "{i}"') for i in range(6)]
+    async with running(backend) as harness:
+        for i, constraint in enumerate(backend.slow):
+            harness.submit(f"r{i}", "r", constraint=constraint, client="other" if i == 5 else "many")
+        backend.go.set()
+        for i in range(6):
+            await ended(harness, f"r{i}")
+    assert backend.compiled.index(backend.slow[5]) == 1
 
 
 async def test_an_engine_that_stops_fails_what_is_being_compiled() -> None:

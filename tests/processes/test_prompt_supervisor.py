@@ -26,6 +26,7 @@ from llamaslot.base.errors import InvalidRequestError, LlamaslotError, QueueFull
 from llamaslot.base.model import ModelInfo
 from llamaslot.base.prompt import TokenizedPrompt
 from llamaslot.base.text_records import TextRecord
+from llamaslot.base.turns import Sender
 from llamaslot.processes import prompt_supervisor
 from llamaslot.processes.messages import SetModel
 from llamaslot.processes.prompt_supervisor import PromptSupervisor
@@ -273,27 +274,31 @@ async def test_a_template_that_does_not_end_fails_its_request_only(start: Start)
 
 
 async def test_a_grammar_whose_check_does_not_end_fails_its_request_only(start: Start) -> None:
-    worker = await start(1.0)
+    limit = 6.0
+    worker = await start(limit)
     pid = worker.pid
 
-    def read(text: str, *, may_compile: bool) -> asyncio.Future[ParsedBody]:
+    def read(text: str, client: str = "a", *, may_compile: bool) -> asyncio.Future[ParsedBody]:
         job = parse("native", {"prompt": "a", "grammar": f'root ::= "{text}"'})
-        return worker.call(msgspec.structs.replace(job, may_compile=may_compile))
+        context = msgspec.structs.replace(job.context, sender=Sender(address=client))
+        return worker.call(msgspec.structs.replace(job, may_compile=may_compile, context=context))
 
     assert (await read("HANG", may_compile=False)).is_deferred
     hanging = read("HANG", may_compile=True)
-    async with asyncio.timeout(0.9):
-        # The second waits for the first only.
-        slow, fine = (read(text, may_compile=True) for text in ("SLOW", "fine"))
+    async with asyncio.timeout(0.9 * limit):
+        # Each client waits for its own only, of which one is checked at a time.
+        waits = read("fine too", may_compile=True)
+        slow, fine = (read(text, "b", may_compile=True) for text in ("SLOW", "fine"))
         assert (await fine).submits[0].constraint is not None
         assert slow.done()
+        assert not waits.done()
         # It is known by now.
         assert (await read("fine", may_compile=False)).submits[0].constraint is not None
         assert await outcomes(*(worker.call(chat(text)) for text in "abc")) == [ParsedBody] * 3
     assert not hanging.done()
     assert await outcomes(hanging) == [InvalidRequestError]
-    assert "took more than 1 s (--prompt-timeout)" in str(hanging.exception())
-    assert await outcomes(worker.call(tokenize("b", "b"))) == [TokenizedPrompt]
+    assert f"took more than {limit:g} s (--prompt-timeout)" in str(hanging.exception())
+    assert await outcomes(waits, worker.call(tokenize("b", "b"))) == [ParsedBody, TokenizedPrompt]
     assert worker.pid != pid
 
 
