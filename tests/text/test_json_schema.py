@@ -73,15 +73,14 @@ def test_every_allowed_text_is_valid_and_few_schemas_are_refused(is_rough: bool)
     ("schema", "words"),
     [
         ({"not": {"type": "string"}}, "JSON Schema's 'not' is not supported"),
-        ({"if": {}, "then": {}}, "JSON Schema's 'if', 'then' is not supported"),
+        ({"if": {}, "then": {"minimum": 1}}, "JSON Schema's 'if', 'then' is not supported"),
         ({"type": "array", "uniqueItems": True}, "JSON Schema's 'uniqueItems' is not supported"),
         ({"type": "object", "properties": {"a": {"type": "array", "contains": {}}}}, "'contains'"),
-        ({"type": "object", "propertyNames": {"maxLength": 3}}, "'propertyNames'"),
+        ({"type": "object", "propertyNames": {"maxLength": 3, "pattern": "^a"}}, "'propertyNames'"),
         ({"type": "object", "dependentRequired": {"a": ["b"]}}, "'dependentRequired'"),
         ({"oneOf": [{"type": "number"}, {"type": "integer"}]}, "oneOf"),
         ({"type": "string", "pattern": "^(?=a)"}, "look-ahead"),
         ({"type": "string", "pattern": r"(a)\1"}, "backreferences"),
-        ({"type": "string", "format": "regex"}, "Unknown format: regex"),
         ({"type": "object", "minProperties": 1, "properties": {"a": {}}}, "min/maxProperties"),
         ({"$ref": "http://example.com/schema"}, "not present"),
         ({"$ref": "#/$defs/missing"}, "does not exist"),
@@ -122,10 +121,70 @@ def test_deep_schemas_are_refused() -> None:
 def test_keywords_without_effect_are_removed() -> None:
     assert allows({"type": "array", "uniqueItems": False}, "[1,1]")
     assert allows({"type": "integer", "format": "int32"}, "1")
-    assert allows({"type": "string", "format": "password"}, '"x"')
+    for name in ("password", "regex", "json-pointer", "uri-reference"):
+        assert allows({"type": "string", "format": name}, '"x"')
     # A property may have the name of a keyword.
     assert not allows({"properties": {"format": {"const": 1}}, "required": ["format"], "type": "object"}, "{}")
     assert allows({"const": {"format": "int32", "uniqueItems": False}}, '{"format":"int32","uniqueItems":false}')
+
+
+@pytest.mark.parametrize(
+    "keywords",
+    [
+        {"propertyNames": {"type": "string"}},
+        {"propertyNames": {"$ref": "#/$defs/name"}, "$defs": {"name": {"type": "string", "title": "name"}}},
+        {"propertyNames": {}},
+        {"propertyNames": True},
+        {"minProperties": 0},
+        {"minProperties": 1, "required": ["a"]},
+        {"maxProperties": 1, "additionalProperties": False},
+        {"not": False},
+        {"contains": {"type": "integer"}, "minContains": 0},
+        {"minContains": 3},
+        {"dependentRequired": {}},
+        {"dependentRequired": {"a": []}},
+        {"dependentSchemas": {"a": True}},
+        {"dependencies": {}},
+        {"if": {"minimum": 3}},
+        {"if": {"minimum": 3}, "then": True, "else": {"description": "any"}},
+        {"then": {"minimum": 3}},
+        {"unevaluatedProperties": True},
+        {"unevaluatedProperties": {}},
+        {"unevaluatedItems": True},
+        {"additionalItems": False},
+        {"patternProperties": {}},
+        {"allOf": [True, {}]},
+        {"minItems": 0, "minLength": 0},
+        {"uniqueItems": False},
+        {"uniqueItems": True, "maxItems": 1},
+    ],
+)
+def test_keywords_that_say_nothing_are_removed(keywords: Any) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, **keywords}
+    assert allows(schema, '{"a":1}')
+    assert not allows(schema, '{"a":"x"}')
+    nested = {"type": "array", "items": {"anyOf": [schema, {"type": "null"}]}, "$defs": keywords.get("$defs", {})}
+    assert allows(nested, '[{"a":1},null]')
+
+
+@pytest.mark.parametrize(
+    ("names", "allowed", "other"),
+    [
+        ({"enum": ["x", "y"]}, ['{"x":1}', '{"x":1,"y":2}', "{}"], ['{"z":1}', '{"x":"a"}']),
+        ({"$ref": "#/$defs/n"}, ['{"x":1}'], ['{"z":1}']),
+        ({"const": "x"}, ['{"x":1}'], ['{"y":1}']),
+        ({"type": "string", "pattern": "^k[0-9]$"}, ['{"k1":1}'], ['{"a":1}', '{"k1":"a"}']),
+        ({"type": "string", "minLength": 2, "maxLength": 3}, ['{"ab":1}'], ['{"a":1}', '{"abcd":1}']),
+    ],
+)
+def test_names_of_properties_are_followed(names: Any, allowed: list[str], other: list[str]) -> None:
+    schema = {
+        "type": "object",
+        "propertyNames": names,
+        "additionalProperties": {"type": "integer"},
+        "$defs": {"n": {"enum": ["x"]}},
+    }
+    assert [text for text in (*allowed, *other) if allows(schema, text)] == allowed
 
 
 @pytest.mark.parametrize("schema", [True, {}])
@@ -204,6 +263,137 @@ def test_alternatives_with_a_discriminator_are_exclusive() -> None:
     schema = {"oneOf": options, "discriminator": {"propertyName": "kind"}}
     assert allows(schema, '{"kind":"cat","cat":1}')
     assert not allows(schema, '{"kind":"bird"}')
+
+
+def _tagged(kind: str, **fields: Any) -> dict[str, Any]:
+    properties = {"kind": {"const": kind}, **fields}
+    return {"type": "object", "properties": properties, "required": ["kind", *fields]}
+
+
+INTEGER, CAT, DOG = {"type": "integer"}, _tagged("cat", n={"type": "integer"}), _tagged("dog", n={"type": "number"})
+DEFS = {
+    "cat": CAT,
+    "dog": DOG,
+    "pet": {"oneOf": [{"$ref": "#/$defs/cat"}, {"$ref": "#/$defs/dog"}]},
+    "node": {"type": "object", "properties": {"next": {"oneOf": [{"type": "null"}, {"$ref": "#/$defs/node"}]}}},
+    "far": {"$ref": "#/$defs/cat"},
+    "color": {"enum": ["red", "blue"]},
+}
+
+
+@pytest.mark.parametrize(
+    ("options", "allowed"),
+    [
+        ([{"type": "null"}, {"$ref": "#/$defs/cat"}], ["null", '{"kind":"cat","n":1}']),
+        ([{"type": "null"}, {"$ref": "#/$defs/far"}], ["null"]),
+        ([{"type": "null"}, {"$ref": "#/$defs/node"}], ["null", '{"next":{"next":null}}']),
+        ([{"$ref": "#/$defs/cat"}, {"$ref": "#/$defs/dog"}], ['{"kind":"dog","n":0.5}']),
+        ([{"type": "null"}, {"$ref": "#/$defs/pet"}], ['{"kind":"dog","n":0.5}']),
+        ([{"$ref": "#/$defs/color"}, {"type": "integer"}], ['"red"', "3"]),
+        ([{"$ref": "#/$defs/color"}, {"const": "green"}], ['"green"', '"red"']),
+        ([{"type": ["string", "null"]}, {"type": ["object", "array"]}], ["null", "[]"]),
+        ([{"allOf": [{"$ref": "#/$defs/cat"}]}, {"allOf": [DOG, {"type": "object"}]}], ['{"kind":"cat","n":1}']),
+        ([{"anyOf": [CAT, {"type": "null"}]}, {"anyOf": [DOG, {"const": 1}]}], ["1", "null"]),
+        ([{"type": "integer", "maximum": 3}, {"type": "integer", "exclusiveMinimum": 3}], ["3", "4"]),
+        ([{"type": "string", "maxLength": 2}, {"type": "string", "minLength": 3}], ['"ab"', '"abc"']),
+        ([{"type": "array", "maxItems": 1}, {"type": "array", "minItems": 2}], ["[]", "[1,2]"]),
+        (
+            [
+                {"type": "array", "prefixItems": [{"const": "a"}, INTEGER], "minItems": 2, "maxItems": 2},
+                {"type": "array", "prefixItems": [{"const": "b"}, INTEGER], "minItems": 2, "maxItems": 2},
+            ],
+            ['["b",1]'],
+        ),
+        (
+            [
+                {"type": "object", "properties": {name: INTEGER}, "required": [name], "additionalProperties": False}
+                for name in ("x", "y")
+            ],
+            ['{"x":1}', '{"y":1}'],
+        ),
+        ([{"type": "integer"}], ["1"]),
+        ([False, {"type": "integer"}], ["1"]),
+        ([_tagged("a", v={"oneOf": [CAT, DOG]}), _tagged("b")], ['{"kind":"a","v":{"kind":"cat","n":1}}']),
+    ],
+)
+def test_alternatives_are_told_apart(options: list[Any], allowed: list[str]) -> None:
+    schema = {"oneOf": options, "$defs": DEFS}
+    for text in allowed:
+        assert not list(Draft202012Validator(schema).iter_errors(json.loads(text)))
+        assert allows(schema, text), text
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        [{"type": "number"}, {"type": "integer"}],
+        [{"type": "null"}, {"$ref": "#/$defs/maybe"}],
+        [
+            {"type": "object", "properties": {"k": {"const": 1}}},
+            {"type": "object", "properties": {"k": {"const": 2}}},
+        ],
+        [{"$ref": "#/$defs/cat"}, {"type": "object", "properties": {"kind": {"const": "cat"}}}],
+        [{"type": "integer", "maximum": 3}, {"type": "integer", "minimum": 3}],
+        [{"type": "string", "maxLength": 3}, {"type": "string", "minLength": 3}],
+        [{"enum": [1, 2]}, {"enum": [2, 3]}],
+        [{"enum": [1]}, {"enum": [1.0]}],
+        [{"enum": ["a", "b"]}, {"type": "string"}],
+        [True, {"type": "integer"}],
+        [CAT, CAT],
+        [{"$ref": "#/$defs/loop"}, {"$ref": "#/$defs/loop"}],
+    ],
+)
+def test_alternatives_that_may_both_match_are_refused(options: list[Any]) -> None:
+    definitions = {**DEFS, "maybe": {"type": ["null", "string"]}, "loop": {"$ref": "#/$defs/loop"}}
+    message = refusal({"oneOf": options, "$defs": definitions})
+    assert "oneOf" in message or "no text can match" in message or "no alternative" in message
+    assert "coerce" not in message
+
+
+def _below(schema: Any) -> list[Any]:
+    """Schemas that hold another one, each with what is before and after the text of its value."""
+    tagged = {"type": "object", "properties": {"k": {"const": 1}, "v": schema}, "required": ["k", "v"]}
+    other = {"type": "object", "properties": {"k": {"const": 2}}, "required": ["k"]}
+    reference = {"$ref": "#/$defs/s"}
+    return [
+        (schema, "", ""),
+        ({"anyOf": [schema, {"type": "null"}]}, "", ""),
+        ({"oneOf": [schema, {"type": "null"}]}, "", ""),
+        ({"allOf": [schema]}, "", ""),
+        ({"allOf": [schema, {"minimum": -1}]}, "", ""),
+        ({"allOf": [{"$ref": "#/$defs/s"}, {"title": "t"}], "$defs": {"s": schema}}, "", ""),
+        ({**reference, "$defs": {"s": schema}}, "", ""),
+        ({**reference, "minimum": -1, "$defs": {"s": schema}}, "", ""),
+        ({"oneOf": [tagged, other]}, '{"k":1,"v":', "}"),
+        ({"oneOf": [{"$ref": "#/$defs/t"}, other], "$defs": {"t": tagged}}, '{"k":1,"v":', "}"),
+        ({"type": "array", "items": schema}, "[", "]"),
+        ({"type": "array", "prefixItems": [schema], "minItems": 1}, "[", "]"),
+        ({"type": "object", "additionalProperties": schema}, '{"a":', "}"),
+        ({"type": "object", "patternProperties": {"^a": schema}}, '{"a":', "}"),
+        ({"type": "object", "properties": {"a": schema}, "additionalProperties": schema}, '{"a":', "}"),
+        ({"allOf": [{"type": "object", "properties": {"a": schema}}, {"required": ["a"]}]}, '{"a":', "}"),
+        ({"type": "array", "items": {"oneOf": [{"type": "array", "items": schema}, other]}}, "[[", "]]"),
+    ]
+
+
+@pytest.mark.parametrize("place", range(len(_below({}))))
+@pytest.mark.parametrize(
+    ("kind", "longest"),
+    [
+        ("integer", 18 * "9"),
+        (["integer", "null"], 18 * "9"),
+        ("number", "0." + 10 * "3"),
+        (["number", "null"], "0." + 10 * "3"),
+    ],
+)
+def test_digits_are_limited_in_every_subschema(kind: Any, longest: str, place: int) -> None:
+    schema, before, after = _below({"type": kind, "minimum": -2} if isinstance(kind, str) else {"type": kind})[
+        place
+    ]
+    if isinstance(kind, list) and {"type": "null"} in schema.get("oneOf", []):
+        pytest.skip("its alternatives may both match")
+    assert allows(schema, before + longest + after)
+    assert not allows(schema, before + longest + "3" + after)
 
 
 def test_bounds_are_not_rounded_outwards() -> None:

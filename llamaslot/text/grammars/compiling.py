@@ -50,6 +50,8 @@ SPECIAL_PREFIX = b"\xff"
 _UNIMPLEMENTED = re.compile(r"Unimplemented keys: \[(.*)\]")
 _TOO_MANY_SYMBOLS = "grammar.symbols.len()"
 """Part of the assertion that fails in llguidance at 65,525 symbols, such as of 16,000 optional properties."""
+_ONE_OF = "coerce_one_of"
+"""Part of llguidance's message on alternatives that it cannot tell apart, whose advice no client can follow."""
 _HARMLESS = "no tokenizer"
 """Beginning of the warnings about what cannot be checked without a vocabulary."""
 _NO_TEXT = "no text can match"
@@ -222,6 +224,12 @@ def grammar_error(message: str, param: str) -> InvalidRequestError:
     if found := _UNIMPLEMENTED.search(message):
         names = found[1].replace('"', "'")
         return InvalidRequestError(f"'{param}': JSON Schema's {names} is not supported", param=param)
+    if _ONE_OF in message:
+        return InvalidRequestError(
+            f"'{param}': JSON Schema's 'oneOf' is supported where no value can match two of its alternatives, as "
+            "with a required property that has another 'const' in each; otherwise use 'anyOf'",
+            param=param,
+        )
     if _TOO_MANY_SYMBOLS in message:
         return GrammarTooLongError(
             f"'{param}': the grammar made of it has too many parts; make it simpler", param=param

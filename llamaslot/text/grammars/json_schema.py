@@ -8,16 +8,18 @@ llguidance follows a schema, and refuses by name the keywords that it does not k
   would make alternatives look exclusive).
 - As in llama-server, a schema that only says what the items of an array or the properties of an object are is for
   arrays or objects, although every other value matches it too, and a tuple of schemas is for just as many items.
-- Keywords without effect that llguidance refuses are removed: `uniqueItems: false`, and formats that JSON Schema
-  does not define, such as OpenAPI's `int32`. So are descriptions, which are most of the text of tools' schemas.
+- Keywords without effect that llguidance refuses are removed (`vacuous.py`), and formats that it does not know. So
+  are descriptions, which are most of the text of tools' schemas.
+- `oneOf` becomes `anyOf` where no value can match two of its alternatives (`exclusive.py`).
 - `multipleOf` and the properties of an object are bounded: the time to compile them grows with their square.
 - What llguidance gets wrong is rewritten (`schema_fixes.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from decimal import Decimal
+from functools import partial
 from typing import Any, TypeAlias
 from urllib.parse import unquote
 
@@ -27,7 +29,9 @@ from llguidance import LLMatcher
 from llamaslot.base.commands import Constraint
 from llamaslot.base.errors import InvalidRequestError
 from llamaslot.text.grammars.compiling import MAX_CONSTRAINT_CHARS, too_long
-from llamaslot.text.grammars.schema_fixes import ecmascript_pattern, exact_bounds, limit_digits
+from llamaslot.text.grammars.exclusive import are_exclusive
+from llamaslot.text.grammars.schema_fixes import ecmascript_pattern, exact_bounds, has_wide_numbers, limit_digits
+from llamaslot.text.grammars.vacuous import remove_vacuous
 
 Schema: TypeAlias = dict[str, Any]
 
@@ -46,13 +50,10 @@ _SINGLE = (
 )
 _IN_PLACE = ("allOf", "anyOf", "oneOf")
 """Keywords whose schemas apply to the same value."""
-_KNOWN_FORMATS = frozenset(
-    """
-    date-time date time duration email idn-email hostname idn-hostname ipv4 ipv6 uri uri-reference iri iri-reference
-    uuid uri-template json-pointer relative-json-pointer regex
-    """.split()  # noqa: SIM905 - one name a line would take a page
+_KNOWN_FORMATS = frozenset({"date-time", "date", "time", "duration", "email", "hostname"}) | frozenset(
+    {"ipv4", "ipv6", "uri", "uuid"}
 )
-"""Formats of JSON Schema; llguidance refuses those of them that it cannot follow."""
+"""Formats that llguidance follows. For JSON Schema a format is a remark, unless both sides agree on more."""
 _WORDS = frozenset(
     {"$comment", "title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"}
 )
@@ -130,16 +131,21 @@ def _check_properties(schema: Schema, param: str) -> None:
 def _prepare(root: Schema, param: str, *, limits_digits: bool) -> None:
     """Remove what has no effect, rewrite what llguidance gets wrong, and close objects."""
     root.pop("x-guidance", None)
-    open_ = _open_schemas(root)
+    resolve = partial(_target, root)
     for each in _subschemas(root):
         for name in _WORDS & each.keys():
             del each[name]
-        if each.get("uniqueItems") is False:
-            del each["uniqueItems"]
         if isinstance(each.get("format"), str) and each["format"] not in _KNOWN_FORMATS:
             del each["format"]
+    for each in _subschemas(root):
+        remove_vacuous(each, resolve)
+    _make_any_of(root, resolve)
+    open_ = _open_schemas(root)
+    is_wide = has_wide_numbers(root)
+    for each in _subschemas(root):
         exact_bounds(each)
-        if limits_digits and open_ is not None and id(each) not in open_:
+        is_open = open_ is None or id(each) in open_
+        if limits_digits and not (is_open and is_wide):
             limit_digits(each)
         if isinstance(each.get("pattern"), str):
             each["pattern"] = _pattern(each["pattern"], param)
@@ -158,6 +164,20 @@ def _prepare(root: Schema, param: str, *, limits_digits: bool) -> None:
             each["additionalProperties"] = False
         if open_ is not None and id(each) not in open_:
             _state_type(each)
+
+
+def _make_any_of(root: Schema, resolve: Callable[[object], object | None]) -> None:
+    """Replace `oneOf` where its alternatives exclude each other, before any of them is changed."""
+    schemas = list(_subschemas(root))
+    if any("/oneOf/" in str(each.get("$ref")) for each in schemas):
+        return
+    found = [
+        each
+        for each in schemas
+        if isinstance(each.get("oneOf"), list) and "anyOf" not in each and are_exclusive(each["oneOf"], resolve)
+    ]
+    for each in found:
+        each["anyOf"] = each.pop("oneOf")
 
 
 def _state_type(schema: Schema) -> None:

@@ -53,8 +53,9 @@ def limit_digits(schema: dict[str, Any]) -> None:
 
     llguidance writes numbers with bounds without an exponent; so are those without bounds then.
     """
-    kind = schema.get("type")
-    if kind not in ("integer", "number") or not _LIMITS_OF_ITS_OWN.isdisjoint(schema):
+    said = schema.get("type")
+    kinds = set(said) if isinstance(said, list) and all(isinstance(each, str) for each in said) else {said}
+    if kinds.isdisjoint({"integer", "number"}) or not _LIMITS_OF_ITS_OWN.isdisjoint(schema):
         return
     bounds = [_number(schema.get(name)) for name in ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")]
     if any(each is not None and (abs(each) > MAX_NUMBER or each % _LAST_DIGIT) for each in bounds):
@@ -63,8 +64,28 @@ def limit_digits(schema: dict[str, Any]) -> None:
         schema["minimum"] = -MAX_NUMBER
     if bounds[2:] == [None, None]:
         schema["maximum"] = MAX_NUMBER
-    if kind == "number":
+    if "number" in kinds:
         schema["multipleOf"] = float(_LAST_DIGIT)
+
+
+def has_wide_numbers(schema: object) -> bool:
+    """Return True if a number anywhere in a schema is beyond the limits of those that have none.
+
+    Beside such a one, the limits could make a schema impossible: `allOf: [{type: number}, {const: 1e30}]`.
+    """
+    todo = [schema]
+    while todo:
+        each = todo.pop()
+        if isinstance(each, dict):
+            # Steps of their own do not go together with those of `limit_digits`.
+            if "multipleOf" in each:
+                return True
+            todo += each.values()
+        elif isinstance(each, list):
+            todo += each
+        elif (number := _number(each)) is not None and (abs(number) > MAX_NUMBER or number % _LAST_DIGIT):
+            return True
+    return False
 
 
 def ecmascript_pattern(pattern: str) -> str | None:

@@ -1,0 +1,242 @@
+"""Which schemas no value can match at once, so that `oneOf` is `anyOf`.
+
+The rules say no where they do not know. Schemas are compared as they were sent: objects that are closed here (see
+`json_schema.py`) would look exclusive although a valid answer of one may match the other.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from decimal import Decimal
+from typing import Any, TypeAlias
+
+Schema: TypeAlias = dict[str, Any]
+Resolve: TypeAlias = Callable[[object], object | None]
+"""Gives the schema that a reference points to, None if there is none."""
+
+_TYPES = frozenset({"null", "boolean", "number", "string", "array", "object"})
+_MAX_STEPS = 5000
+"""Pairs of schemas that are compared for one `oneOf`: more alternatives than a client has, and 20 ms."""
+_MAX_DEPTH = 12
+"""Properties within properties, and alternatives within alternatives."""
+_LENGTHS = {"string": ("minLength", "maxLength"), "array": ("minItems", "maxItems")}
+_NO_VALUES: list[Any] = []
+
+
+def are_exclusive(schemas: list[Any], resolve: Resolve) -> bool:
+    """Return True if no value can match two of the schemas."""
+    judge = _Judge(resolve)
+    return all(judge.excludes([a], [b], 0) for a, b in itertools.combinations(schemas, 2))
+
+
+class _Judge:
+    """Compares schemas; each side is a list of schemas that hold at once."""
+
+    def __init__(self, resolve: Resolve) -> None:
+        self._resolve = resolve
+        self._n_steps = 0
+
+    def excludes(self, one: list[Any], other: list[Any], depth: int) -> bool:
+        """Return True if no value can match all schemas of both sides."""
+        self._n_steps += 1
+        if depth > _MAX_DEPTH or self._n_steps > _MAX_STEPS:
+            return False
+        a, b = self._parts(one), self._parts(other)
+        if a is None or b is None:
+            # One of them matches nothing.
+            return True
+        return self._directly(a, b, depth) or self._by_alternatives(a, b, depth)
+
+    def _parts(self, schemas: list[Any]) -> list[Schema] | None:
+        """Return schemas with those that `$ref` and `allOf` add; None if one is `false`."""
+        found: list[Schema] = []
+        seen: set[int] = set()
+        todo = list(schemas)
+        while todo:
+            schema = todo.pop()
+            if schema is False:
+                return None
+            if not isinstance(schema, dict) or id(schema) in seen:
+                continue
+            seen.add(id(schema))
+            found.append(schema)
+            todo += _list(schema.get("allOf"))
+            if "$ref" in schema:
+                todo.append(self._resolve(schema["$ref"]))
+        return found
+
+    def _by_alternatives(self, a: list[Schema], b: list[Schema], depth: int) -> bool:
+        """Return True if each alternative of a schema of one side excludes the other side."""
+        for mine, theirs in ((a, b), (b, a)):
+            for schema in mine:
+                for name in ("anyOf", "oneOf"):
+                    options = _list(schema.get(name))
+                    rest = list(_without(mine, schema, name))
+                    if options and all(self.excludes([*rest, each], theirs, depth + 1) for each in options):
+                        return True
+        return False
+
+    def _directly(self, a: list[Schema], b: list[Schema], depth: int) -> bool:
+        types = _types(a) & _types(b)
+        values = _values(a), _values(b)
+        for mine, theirs, parts in ((values[0], values[1], b), (values[1], values[0], a)):
+            if mine is not None:
+                return all(
+                    _type_of(each) not in types
+                    or (theirs is not None and not any(_same(each, value) for value in theirs))
+                    or any(_breaks(each, schema) for schema in parts)
+                    or (isinstance(each, dict) and self._breaks_object(each, parts, depth))
+                    for each in mine
+                )
+        return all(self._excludes_type(kind, a, b, depth) for kind in types)
+
+    def _breaks_object(self, value: dict[str, Any], parts: list[Schema], depth: int) -> bool:
+        return any(
+            name in value and self.excludes([{"const": value[name]}], [schema], depth + 1)
+            for part in parts
+            for name, schema in _dict(part.get("properties")).items()
+        )
+
+    def _excludes_type(self, kind: str, a: list[Schema], b: list[Schema], depth: int) -> bool:
+        """Return True if no value of a type can match both sides."""
+        if kind == "number":
+            (low, low_open), (high, high_open) = _bound(a + b, "inimum", max), _bound(a + b, "aximum", min)
+            if low is None or high is None:
+                return False
+            return low > high or (low == high and (low_open or high_open))
+        if kind in _LENGTHS:
+            least, most = _LENGTHS[kind]
+            lows = [each[least] for each in a + b if _is_number(each.get(least))]
+            highs = [each[most] for each in a + b if _is_number(each.get(most))]
+            if lows and highs and max(lows) > min(highs):
+                return True
+        if kind == "array":
+            n_sure = max((each["minItems"] for each in a + b if _is_number(each.get("minItems"))), default=0)
+            first = _list_of(a, "prefixItems"), _list_of(b, "prefixItems")
+            return any(
+                self.excludes([mine], [theirs], depth + 1)
+                for n, (mine, theirs) in enumerate(zip(*first, strict=False))
+                if n < n_sure
+            )
+        return kind == "object" and self._excludes_objects(a, b, depth)
+
+    def _excludes_objects(self, a: list[Schema], b: list[Schema], depth: int) -> bool:
+        names = _required(a) | _required(b)
+        for name in sorted(names):
+            mine, theirs = _property(a, name), _property(b, name)
+            if mine is None or theirs is None:
+                # One side does not allow a property that must be there.
+                return True
+            if mine and theirs and self.excludes(mine, theirs, depth + 1):
+                return True
+        return False
+
+
+def _without(schemas: list[Schema], schema: Schema, name: str) -> Iterator[Schema]:
+    """Yield schemas, one of them without a keyword, whose `$ref` and `allOf` are among them already."""
+    for each in schemas:
+        left_out = ("allOf", "$ref", *((name,) if each is schema else ()))
+        yield {key: value for key, value in each.items() if key not in left_out}
+
+
+def _types(parts: list[Schema]) -> frozenset[str]:
+    found = _TYPES
+    for each in parts:
+        said = each.get("type")
+        names = [said] if isinstance(said, str) else said
+        if isinstance(names, list):
+            found &= frozenset("number" if name == "integer" else str(name) for name in names)
+    return found
+
+
+def _values(parts: list[Schema]) -> list[Any] | None:
+    """Return the values of the first `const` or `enum`; None if there is neither."""
+    for each in parts:
+        if "const" in each:
+            return [each["const"]]
+        if isinstance(each.get("enum"), list):
+            return list(each["enum"])
+    return None
+
+
+def _type_of(value: object) -> str:
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else "boolean"
+    if isinstance(value, int | float):
+        return "number"
+    return "string" if isinstance(value, str) else "array" if isinstance(value, list) else "object"
+
+
+def _same(one: object, other: object) -> bool:
+    return _type_of(one) == _type_of(other) and one == other
+
+
+def _breaks(value: object, schema: Schema) -> bool:
+    """Return True if a value cannot match a schema, by its own keywords about numbers, names and lengths."""
+    kind = _type_of(value)
+    if kind == "number":
+        said = schema.get("type")
+        number = Decimal(str(value))
+        if said == "integer" and number % 1:
+            return True
+        (low, low_open), (high, high_open) = _bound([schema], "inimum", max), _bound([schema], "aximum", min)
+        return (low is not None and (number < low or (low_open and number == low))) or (
+            high is not None and (number > high or (high_open and number == high))
+        )
+    if isinstance(value, str | list):
+        least, most = (schema.get(name) for name in _LENGTHS[kind])
+        return (least is not None and _is_number(least) and len(value) < least) or (
+            most is not None and _is_number(most) and len(value) > most
+        )
+    if isinstance(value, dict):
+        return not _required([schema]) <= value.keys() or any(_property([schema], name) is None for name in value)
+    return False
+
+
+def _bound(
+    parts: list[Schema], name: str, choose: Callable[[list[Decimal]], Decimal]
+) -> tuple[Decimal | None, bool]:
+    """Return the bound that holds for numbers, and True if it is excluded itself."""
+    found = [Decimal(str(each[f"m{name}"])) for each in parts if _is_number(each.get(f"m{name}"))]
+    excluded = [
+        Decimal(str(each[f"exclusiveM{name}"])) for each in parts if _is_number(each.get(f"exclusiveM{name}"))
+    ]
+    if not found and not excluded:
+        return None, False
+    bound = choose([*found, *excluded])
+    return bound, bound in excluded
+
+
+def _required(parts: list[Schema]) -> set[str]:
+    return {name for each in parts for name in _list(each.get("required")) if isinstance(name, str)}
+
+
+def _property(parts: list[Schema], name: str) -> list[Any] | None:
+    """Return the schemas of a property; None if it is not allowed."""
+    found: list[Any] = []
+    for each in parts:
+        properties = _dict(each.get("properties"))
+        if name in properties:
+            found.append(properties[name])
+        elif not each.get("patternProperties") and "additionalProperties" in each:
+            if each["additionalProperties"] is False:
+                return None
+            found.append(each["additionalProperties"])
+    return found
+
+
+def _list_of(parts: list[Schema], name: str) -> list[Any]:
+    return next((each[name] for each in parts if isinstance(each.get(name), list)), _NO_VALUES)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _list(value: object) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _dict(value: object) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
