@@ -68,6 +68,8 @@ class Connections:
     def __init__(self, limit: int, clock: Callable[[], float]) -> None:
         self._limit = limit
         self._clock = clock
+        self.encoding = asyncio.Lock()
+        """Held while a part of a large reply is made, so that many of them take no longer turns than one."""
         self._open: set[Abortable] = set()
         self._idle: dict[Abortable, None] = {}
         """The one that has been idle longest first."""
@@ -140,6 +142,11 @@ class Connection(web.RequestHandler):
         self._n_acknowledged: int | None = 0
         """`_acknowledged` when the timer was started."""
         self._request: web.Request | None = None
+
+    @property
+    def encoding(self) -> asyncio.Lock:
+        """The turn to make a part of a large reply."""
+        return self._connections.encoding
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Take the connection, or answer 503 and close it."""

@@ -34,6 +34,8 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_logit_bias_entries: int = 1024
     max_choices: int = 256
     """Completions of a request: `n` for each of its prompts."""
+    max_reply_probs: int = 2**19
+    """Probabilities of tokens in a reply."""
     max_stop_strings: int = 256
     max_stop_chars: int = 8192
     """Characters of all stop strings of a request."""

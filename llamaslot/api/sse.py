@@ -1,21 +1,21 @@
 """Server-sent events.
 
-Headers are sent by `open`, so errors that need another status must be raised before. Each `send` is one write. So
-is each `write_now`, which needs no turn of the event loop: where the model uses all cores, turns delay decoding. It
-bypasses aiohttp, and so frames its data itself: in chunks of HTTP/1.1, for HTTP/1.0 not at all.
+Headers are sent by `open`, so errors that need another status must be raised before. A `send` is one write unless
+it is large. So is each `write_now`, which needs no turn of the event loop: where the model uses all cores, turns
+delay decoding. It bypasses aiohttp, and so frames its data itself: in chunks of HTTP/1.1, for HTTP/1.0 not at all.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import msgspec
 from aiohttp import web
 
 from llamaslot.api.connections import Connection
-from llamaslot.api.json_bodies import encode
+from llamaslot.api.json_bodies import chunks, encode, with_values
 
 DONE = b"data: [DONE]\n\n"
 PING = b": ping\n\n"
@@ -25,6 +25,13 @@ T = TypeVar("T")
 def event(body: Any) -> bytes:
     """Return a body as one event."""
     return b"data: " + encode(body) + b"\n\n"
+
+
+def long_event(body: Any, *values: Iterable[bytes]) -> Iterator[bytes]:
+    """Yield a body as one event, with values in the places that are `LATER`."""
+    yield b"data: "
+    yield from with_values(body, *values)
+    yield b"\n\n"
 
 
 def typed_event(body: msgspec.Struct) -> bytes:
@@ -48,7 +55,7 @@ class EventStream:
         self._sent_at = self._loop.time()
         self._transport: asyncio.Transport | None = None
         """The connection, once events can be written to it directly."""
-        self._is_chunked = False
+        self._is_chunked = self._has_begun = False
         self.response = web.StreamResponse(
             headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         )
@@ -58,12 +65,20 @@ class EventStream:
         await self.response.prepare(self._request)
 
     async def send(self, events: Iterable[bytes]) -> None:
-        """Write events at once; raises `ConnectionError` when the client is gone."""
-        if data := b"".join(events):
+        """Write events, which may come in parts; raises `ConnectionError` when the client is gone.
+
+        Until all are written, none can be written directly: they would come between these.
+        """
+        self._transport = None
+        has_written = False
+        async for data in chunks(self._request, events):
             self._sent_at = self._loop.time()
             await self.response.write(data)
-            # Headers are sent with the first write.
-            self._is_chunked = self.response.headers.get("Transfer-Encoding") == "chunked"
+            has_written = True
+        # Headers are sent with the first write.
+        self._is_chunked = self.response.headers.get("Transfer-Encoding") == "chunked"
+        self._has_begun |= has_written
+        if self._has_begun:
             self._transport = self._request.transport
 
     @property
@@ -88,7 +103,12 @@ class EventStream:
     async def close(self, events: Iterable[bytes] = ()) -> None:
         """Write the last events and end the reply."""
         self._transport = None
-        await self.response.write_eof(b"".join(events))
+        last = b""
+        async for data in chunks(self._request, events):
+            if last:
+                await self.response.write(last)
+            last = data
+        await self.response.write_eof(last)
 
     async def wait(self, source: Callable[[], Awaitable[T]]) -> T:
         """Wait for `source`, which must lose nothing when cancelled, with a ping at each interval of silence."""

@@ -8,7 +8,7 @@ import msgspec
 from aiohttp import web
 
 from llamaslot.api.context import READINESS, SETTINGS
-from llamaslot.api.json_bodies import BODY_READER, json_response
+from llamaslot.api.json_bodies import BODY_READER, json_reply, json_response
 from llamaslot.api.middleware import caller_of
 from llamaslot.base.commands import AnswerBody, JsonReply
 
@@ -22,22 +22,22 @@ class TokenizerInfo(msgspec.Struct):
     chat_template: str
 
 
-async def apply_template(request: web.Request) -> web.Response:
+async def apply_template(request: web.Request) -> web.StreamResponse:
     """Return the prompt that the template makes of a conversation and its tools."""
     return await _answered(request, "apply_template")
 
 
-async def tokenize(request: web.Request) -> web.Response:
+async def tokenize(request: web.Request) -> web.StreamResponse:
     """Return the token ids of a text or of texts and ids, with the text of each token if asked for."""
     return await _answered(request, "tokenize")
 
 
-async def detokenize(request: web.Request) -> web.Response:
+async def detokenize(request: web.Request) -> web.StreamResponse:
     """Return the text of token ids."""
     return await _answered(request, "detokenize")
 
 
-async def tokenizer_info(request: web.Request) -> web.Response:
+async def tokenizer_info(request: web.Request) -> web.StreamResponse:
     """Return what vLLM's clients need to know of the vocabulary, such as lm-eval."""
     service = request.app[READINESS].check()
     info, template = service.info, service.chat_template
@@ -46,11 +46,12 @@ async def tokenizer_info(request: web.Request) -> web.Response:
 
 async def _answered(
     request: web.Request, kind: Literal["apply_template", "tokenize", "detokenize"]
-) -> web.Response:
+) -> web.StreamResponse:
     service, settings = request.app[READINESS].check(), request.app[SETTINGS]
     async with request.app[BODY_READER].body(request) as raw:
         caller = caller_of(request)
         client = caller.sender.client(caller.session_id)
         job = AnswerBody(kind, raw, client, settings.reasoning_defaults)
         reply = await service.ask(job, JsonReply)
-    return web.Response(body=reply.data, content_type="application/json")
+    with service.reply_memory.held(caller.sender.owner, len(reply.data)):
+        return await json_reply(request, [reply.data])

@@ -248,6 +248,9 @@ class Config:
         "for half of --max-queue with API keys and 0 without",
     )
     max_choices: Positive = own(256, "completions that a request may ask for: n for each of its prompts")
+    max_reply_probs: Positive = own(
+        2**19, "probabilities that a reply may have: completions x tokens x (n_probs or top_logprobs + 1)"
+    )
     request_timeout: Annotated[float, Meta(ge=0, le=INT32_MAX)] = own(
         0.0, "seconds after which a request gets a 504, whether it waits or runs; 0 for never"
     )

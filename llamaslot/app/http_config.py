@@ -32,6 +32,7 @@ def api_settings(config: Config) -> ApiSettings:
         body_timeout=config.body_timeout,
         max_logit_bias_entries=config.max_logit_bias_entries,
         max_choices=config.max_choices,
+        max_reply_probs=config.max_reply_probs,
         max_stop_strings=config.max_stop_strings,
         max_stop_chars=config.max_stop_chars,
         max_stored_responses=config.max_stored_responses,

@@ -7,7 +7,15 @@ import io
 import logging
 import sys
 from collections.abc import Iterator
-from typing import Literal, TextIO, cast
+from pathlib import PurePath
+from typing import Any, Literal, TextIO, cast
+
+from llamaslot.base.errors import MAX_MESSAGE_CHARS, shortened
+
+_MAX_ITEM_CHARS = 200
+_MAX_TRACE_CHARS = 20_000
+_MAX_ITEMS = 100
+"""Items of a list or a map that a line names."""
 
 
 @contextlib.contextmanager
@@ -52,6 +60,37 @@ class _Lenient(io.TextIOBase):
             self._stream.flush()
 
 
+def _bounded(_logger: object, _method: str, values: structlog.typing.EventDict) -> structlog.typing.EventDict:
+    """Bound each value: some come from a client or from a file, such as the keys of a GGUF file."""
+    for name, value in values.items():
+        # The others are structlog's own.
+        if name != "exc_info" and not name.startswith("_"):
+            values[name] = _short(value, _MAX_TRACE_CHARS if name == "exception" else MAX_MESSAGE_CHARS)
+    return values
+
+
+def _short(value: Any, most: int) -> Any:
+    match value:
+        case str():
+            return shortened(value, most)
+        case list() | tuple():
+            items = [_short(each, _MAX_ITEM_CHARS) for each in value[:_MAX_ITEMS]]
+            return [*items, f"and {len(value) - _MAX_ITEMS} others"] if len(value) > _MAX_ITEMS else items
+        case dict():
+            names = list(value)[:_MAX_ITEMS]
+            return {_short(name, _MAX_ITEM_CHARS): _short(value[name], _MAX_ITEM_CHARS) for name in names}
+        case int() | float() | None | BaseException():
+            return value
+    # Other objects are written by their `repr`.
+    return shortened(str(value) if isinstance(value, PurePath) else repr(value), most)
+
+
+def _traceback(file: TextIO, info: Any) -> None:
+    text = io.StringIO()
+    structlog.dev.plain_traceback(text, info)
+    file.write(shortened(text.getvalue(), _MAX_TRACE_CHARS))
+
+
 def _ordered(_logger: object, _method: str, values: structlog.typing.EventDict) -> structlog.typing.EventDict:
     """Put time, level and event first."""
     return {name: values[name] for name in ("timestamp", "level", "event") if name in values} | dict(values)
@@ -63,9 +102,7 @@ def configure_logging(form: Literal["auto", "console", "json"], level: str) -> N
     renderer: structlog.typing.Processor = structlog.processors.JSONRenderer()
     if console:
         # Not the default formatter: it prints local variables, and with them what users wrote.
-        renderer = structlog.dev.ConsoleRenderer(
-            colors=sys.stderr.isatty(), exception_formatter=structlog.dev.plain_traceback
-        )
+        renderer = structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), exception_formatter=_traceback)
     shared: list[structlog.typing.Processor] = [
         structlog.contextvars.merge_contextvars,
         structlog.processors.add_log_level,
@@ -73,6 +110,7 @@ def configure_logging(form: Literal["auto", "console", "json"], level: str) -> N
     ]
     if not console:
         shared += [structlog.processors.format_exc_info, _ordered]
+    shared.append(_bounded)
     structlog.configure(
         processors=[*shared, renderer],
         wrapper_class=structlog.make_filtering_bound_logger(level),

@@ -9,6 +9,18 @@ from typing import ClassVar
 
 import msgspec
 
+MAX_MESSAGE_CHARS = 4000
+"""Characters of a message: some quote a request's field, which may have many MiB."""
+_MAX_PARAM_CHARS = 200
+
+
+def shortened(text: str, most: int) -> str:
+    """Return a text with its middle left out if it is longer than `most` characters."""
+    if len(text) <= most:
+        return text
+    half = most // 2
+    return f"{text[:half]} [... {len(text) - 2 * half} characters left out ...] {text[-half:]}"
+
 
 class ErrorInfo(msgspec.Struct, frozen=True):
     """An error as a plain value that can cross a process boundary."""
@@ -48,9 +60,10 @@ class LlamaslotError(Exception):
         retry_after: int = 0,
         at_least: bool = False,
     ) -> None:
+        message = shortened(message, MAX_MESSAGE_CHARS)
         super().__init__(message)
         self.message = message
-        self.param = param
+        self.param = shortened(param, _MAX_PARAM_CHARS) if param else param
         self.n_prompt_tokens = n_prompt_tokens
         self.n_ctx = n_ctx
         self.retry_after = retry_after

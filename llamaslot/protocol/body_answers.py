@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import msgspec
 
-from llamaslot.base.commands import AnswerBody, Detokenize, JsonReply, TextPart
+from llamaslot.base.commands import AnswerBody, Detokenize, JsonReply, PromptPart, TextPart
+from llamaslot.base.errors import InvalidRequestError
 from llamaslot.base.model import ModelInfo
 from llamaslot.protocol.bodies import ChatBody, DetokenizeBody, TokenizeBody
 from llamaslot.protocol.chat_prompt import ChatReader
 from llamaslot.protocol.decoding import decode
 from llamaslot.protocol.submission import BodyTokenizer, checked, parse_prompt, refuse_missing
+
+_MAX_TOKENS = 2**20
+"""Tokens of a text: with their texts each of them is an object."""
+_MAX_REPLY_BYTES = 16 * 2**20
+"""Bytes of a reply, which the server's parent process keeps until it is read."""
 
 
 class BodyAnswers:
@@ -30,7 +36,19 @@ class BodyAnswers:
 
     def answer(self, job: AnswerBody) -> JsonReply:
         """Answer a body; raises `InvalidRequestError`."""
-        return JsonReply(msgspec.json.encode(self._methods[job.kind](job)))
+        data = msgspec.json.encode(self._methods[job.kind](job))
+        if len(data) > _MAX_REPLY_BYTES:
+            raise InvalidRequestError(
+                f"the reply would have {len(data)} bytes, and the limit is {_MAX_REPLY_BYTES}: send less at a time"
+            )
+        return JsonReply(data)
+
+    def _tokenize(self, parts: Iterable[PromptPart], param: str, *, add_special: bool) -> list[int]:
+        tokens = self._tokenizer.tokenize(tuple(parts), add_special=add_special)
+        if len(tokens) > _MAX_TOKENS:
+            message = f"'{param}' has {len(tokens)} tokens, and the limit is {_MAX_TOKENS}: send less at a time"
+            raise InvalidRequestError(message, param=param)
+        return tokens
 
     def _apply_template(self, job: AnswerBody) -> dict[str, str]:
         """Return the prompt that the template makes of a conversation and its tools."""
@@ -49,7 +67,7 @@ class BodyAnswers:
             adds = body.add_special_tokens is not False
             own = body.prompt
             text = (TextPart(own),) if own is not None else self._rendered(job, keeps_added=not adds)
-            tokens = self._tokenizer.tokenize(text, add_special=adds)
+            tokens = self._tokenize(text, "prompt" if own is not None else "messages", add_special=adds)
             reply = {"tokens": tokens, "count": len(tokens), "max_model_len": self._info.n_ctx_slot}
             if body.return_token_strs:
                 reply["token_strs"] = [self._tokenizer.piece(token).decode(errors="replace") for token in tokens]
@@ -58,7 +76,7 @@ class BodyAnswers:
             return {"tokens": []}
         special = body.parse_special is not False
         parts = parse_prompt(body.content, self._info.n_vocab, "content", special=special)
-        tokens = self._tokenizer.tokenize(parts, add_special=bool(body.add_special))
+        tokens = self._tokenize(parts, "content", add_special=bool(body.add_special))
         if not body.with_pieces:
             return {"tokens": tokens}
         return {"tokens": [{"id": token, "piece": _piece(self._tokenizer.piece(token))} for token in tokens]}

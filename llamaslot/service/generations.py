@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import math
+from array import array
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TypeAlias
 
+import msgspec
+
 from llamaslot.base.commands import Submit
-from llamaslot.base.errors import ServerError
+from llamaslot.base.errors import LlamaslotError, ServerError
 from llamaslot.base.events import Accepted, Cancelled, Failed, Finished, Output
-from llamaslot.base.generation.token_probs import FLOAT_MIN, TokenProb
+from llamaslot.base.generation.token_probs import FLOAT_MIN, ProbRows
+from llamaslot.service.reply_memory import ProbsLimit, ReplyMemory
 
 RequestEvent: TypeAlias = Accepted | Output | Finished | Failed | Cancelled
 
@@ -26,15 +30,16 @@ class Generation:
     def __init__(self, index: int, submit: Submit, put: Callable[[Generation, RequestEvent], None]) -> None:
         self.index = index
         self.submit = submit
+        self.n_prompt = 0
         self.prompt_tokens: tuple[int, ...] = ()
         """The prompt's token ids, if `submit` asks for them."""
-        self.tokens: list[int] = []
-        self.probs: list[TokenProb] = []
-        """Those of `tokens`, if the request asks for them."""
-        self.prompt_probs: list[TokenProb] = []
+        self.tokens = array("i")
+        self.probs = ProbRows()
+        """Those of `tokens`, if the request asks for them and the reply has them at its end."""
+        self.prompt_probs = ProbRows()
         """Those of the prompt, if the request asks for them; complete before the first text."""
         self.finished: Finished | None = None
-        self._texts: list[str] = []
+        self._text = bytearray()
         self._put = put
 
     @property
@@ -45,7 +50,7 @@ class Generation:
     @property
     def mean_logprob(self) -> float:
         """The mean log-probability of its tokens, if they have some; that of no tokens is less than any."""
-        values = [prob.value for prob in self.probs if prob.value is not None]
+        values = self.probs.values()
         if self.submit.sampling.post_sampling_probs:
             values = [math.log(value) if value > 0 else FLOAT_MIN for value in values]
         return math.fsum(values) / len(values) if values else -math.inf
@@ -53,7 +58,7 @@ class Generation:
     @property
     def text(self) -> str:
         """All text so far."""
-        return "".join(self._texts)
+        return self._text.decode(errors="surrogatepass")
 
     @property
     def end(self) -> Finished:
@@ -65,16 +70,24 @@ class Generation:
         """Receive an event from the engine."""
         self._put(self, event)
 
-    def add(self, event: Output | Finished) -> None:
-        """Append an event's text and tokens."""
-        self._texts.append(event.content)
-        self.tokens.extend(event.tokens)
-        if event.probs is not None:
-            self.probs.extend(event.probs)
+    def add(self, event: Output | Finished, *, keeps_tokens: bool = True) -> int:
+        """Append an event's text and tokens; return how many bytes that takes."""
+        text = event.content.encode(errors="surrogatepass")
+        self._text += text
+        n_bytes = len(text)
+        if keeps_tokens:
+            self.tokens.extend(event.tokens)
+            n_bytes += 4 * len(event.tokens)
+            if event.probs is not None:
+                self.probs.extend(event.probs)
+                n_bytes += event.probs.n_bytes
         if isinstance(event, Finished):
-            self.finished = event
+            # What it carried is kept here.
+            self.finished = msgspec.structs.replace(event, probs=None, tokens=(), generated=None)
         elif event.prompt_probs is not None:
             self.prompt_probs.extend(event.prompt_probs)
+            n_bytes += event.prompt_probs.n_bytes
+        return n_bytes
 
 
 Batch: TypeAlias = list[tuple[Generation, Output | Finished]]
@@ -82,16 +95,36 @@ Sink: TypeAlias = Callable[[Generation, Output], None]
 
 
 class Generations:
-    """An async context manager. Inside it every completion is accepted, and `next_batch` returns their events."""
+    """An async context manager. Inside it every completion is accepted, and `next_batch` returns their events.
 
-    def __init__(self, submits: Sequence[Submit], cancel: Callable[[str], object]) -> None:
+    What they produce is charged to `memory`. With `probs`, the limit of probabilities in the reply, all of them are
+    kept for it; without, tokens and probabilities are passed on and not kept.
+    """
+
+    def __init__(
+        self,
+        submits: Sequence[Submit],
+        cancel: Callable[[str], object],
+        memory: ReplyMemory | None = None,
+        *,
+        n_ctx: int = 0,
+        probs: ProbsLimit | None = None,
+    ) -> None:
         self.all = [Generation(index, submit, self._put) for index, submit in enumerate(submits)]
         self._cancel = cancel
+        self._memory = memory or ReplyMemory()
+        self._owner = submits[0].owner
+        self._n_ctx = n_ctx
+        self._probs = probs
+        self._n_probs = 0
+        self._n_bytes = 0
+        """Bytes that are charged."""
         self._queue: asyncio.Queue[tuple[Generation, RequestEvent | Exception]] = asyncio.Queue()
         self._batch: Batch = []
         self._failure: Exception | None = None
         self._sink: Sink | None = None
         self._is_ready: Callable[[], bool] = lambda: False
+        self._is_closed = False
         self._n_unaccepted = self._n_unfinished = len(self.all)
 
     async def __aenter__(self) -> Generations:
@@ -101,16 +134,26 @@ class Generations:
                 self._take(*await self._queue.get())
                 if self._failure is not None:
                     raise self._failure
+            if self._probs is not None:
+                each = [(generation.submit, generation.n_prompt) for generation in self.all]
+                self._probs.check([submit for submit, _ in each], self._n_ctx, [n_prompt for _, n_prompt in each])
         except BaseException:
-            self.cancel()
+            self.close()
             raise
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Cancel what still runs."""
+        """Cancel what still runs, and release the memory."""
+        self.close()
+
+    def close(self) -> None:
+        """Cancel every completion that has not ended, and release the memory; further events take none."""
         self.cancel()
+        self._is_closed = True
+        self._memory.charge(self._owner, -self._n_bytes)
+        self._n_bytes = 0
 
     def cancel(self) -> None:
         """Cancel every completion that has not ended."""
@@ -147,22 +190,31 @@ class Generations:
 
     def _put(self, generation: Generation, event: RequestEvent) -> None:
         has_earlier = bool(self._batch) or not self._queue.empty()
-        if self._sink is None or not isinstance(event, Output) or has_earlier or not self._is_ready():
-            self._queue.put_nowait((generation, event))
-            return
-        generation.add(event)
         try:
-            self._sink(generation, event)
+            if self._sink is None or not isinstance(event, Output) or has_earlier or not self._is_ready():
+                if isinstance(event, Output):
+                    # The client of a stream may read slowly.
+                    self._charge(_waiting_bytes(event))
+                self._queue.put_nowait((generation, event))
+            else:
+                self._add(generation, event)
+                self._sink(generation, event)
         except Exception as error:
             self._queue.put_nowait((generation, error))
 
     def _take(self, generation: Generation, event: RequestEvent | Exception) -> None:
         match event:
             case Accepted():
-                generation.prompt_tokens = event.prompt_tokens
+                generation.prompt_tokens, generation.n_prompt = event.prompt_tokens, event.n_prompt
                 self._n_unaccepted -= 1
             case Output() | Finished():
-                generation.add(event)
+                if isinstance(event, Output):
+                    self._charge(-_waiting_bytes(event))
+                try:
+                    self._add(generation, event)
+                except LlamaslotError as error:
+                    self._failure = error
+                    return
                 self._n_unfinished -= isinstance(event, Finished)
                 self._batch.append((generation, event))
             case Failed():
@@ -171,3 +223,24 @@ class Generations:
                 self._failure = ServerError("the request was cancelled")
             case Exception():
                 self._failure = event
+
+    def _add(self, generation: Generation, event: Output | Finished) -> None:
+        n_bytes = generation.add(event, keeps_tokens=self._probs is not None)
+        if self._probs is not None:
+            new = (event.probs, event.prompt_probs if isinstance(event, Output) else None)
+            self._n_probs += sum(each.n_entries for each in new if each is not None)
+            if self._n_probs > self._probs.most // self._probs.n_copies:
+                raise self._probs.error(f"already has {self._n_probs}")
+            n_bytes *= self._probs.n_copies
+        self._charge(n_bytes)
+
+    def _charge(self, n_bytes: int) -> None:
+        if self._is_closed:
+            return
+        self._memory.charge(self._owner, n_bytes, n_own=self._n_bytes)
+        self._n_bytes += n_bytes
+
+
+def _waiting_bytes(event: Output) -> int:
+    """Return the bytes that an event takes in the queue, about."""
+    return 512 + len(event.content) + (event.probs.n_bytes if event.probs is not None else 0)

@@ -54,6 +54,7 @@ from llamaslot.base.stats import EngineState
 from llamaslot.formats.recognition import format_of
 from llamaslot.service.generations import Generation, Generations
 from llamaslot.service.metrics import Metrics, per_second
+from llamaslot.service.reply_memory import ProbsLimit, ReplyMemory
 
 _log = structlog.get_logger(__name__)
 _R = TypeVar("_R", bound=msgspec.Struct)
@@ -107,6 +108,7 @@ class Service:
         self.request_timeout = request_timeout
         self._has_remote = has_remote
         self.metrics = metrics
+        self.reply_memory = ReplyMemory()
         self._send: Callable[[Command], None] | None = None
         self._why_down: Callable[[], str] = lambda: ""
         self._generations: dict[str, Generation] = {}
@@ -193,15 +195,23 @@ class Service:
         """Return the error of a request that has not ended at its deadline."""
         return DeadlineError(f"the request took more than {self.request_timeout:g} s (--request-timeout)")
 
-    def generate(self, submits: Sequence[Submit], deadline: float | None = None) -> Generations:
+    def generate(
+        self, submits: Sequence[Submit], deadline: float | None = None, probs: ProbsLimit | None = None
+    ) -> Generations:
         """Submit the completions of one request, of one prompt or several, all or none.
 
-        Raises what `check_capacity` raises. Those that have not ended by `deadline` fail with `deadline_error`.
+        Raises what `check_capacity` raises, and `InvalidRequestError` for a reply over the limit `probs`, without
+        which tokens and probabilities are passed on and not kept. Those that have not ended by `deadline` fail with
+        `deadline_error`.
         """
         client = submits[0].client
         self.check_capacity(sum(submit.n for submit in submits), client)
+        if probs is not None:
+            probs.check(submits, self.info.n_ctx_slot)
         completions = [completion for submit in submits for completion in submit.completions()]
-        generations = Generations(completions, self.cancel)
+        generations = Generations(
+            completions, self.cancel, self.reply_memory, n_ctx=self.info.n_ctx_slot, probs=probs
+        )
         self._generations |= {each.submit.request_id: each for each in generations.all}
         self._n_of_client[client] += len(completions)
         if deadline is not None:

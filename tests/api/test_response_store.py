@@ -241,8 +241,9 @@ async def test_a_response_that_has_ended_is_not_cancelled_while_its_stream_is_re
     close = EventStream.close
 
     async def closed_late(self: EventStream, events: Iterable[bytes] = ()) -> None:
+        made = list(events)
         await is_read.wait()
-        await close(self, events)
+        await close(self, made)
 
     monkeypatch.setattr(EventStream, "close", closed_late)
     events = asyncio.create_task(events_of(server, {"input": "x", **SHORT}))

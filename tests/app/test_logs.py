@@ -15,7 +15,7 @@ import logging
 from llamaslot.app.logs import configure_logging, get_logger
 configure_logging("json", "info")
 get_logger("a").info("short")
-get_logger("a").info("long", text="x" * 20_000)
+get_logger("a").info("long", **{name: "x" * 4_000 for name in "abcde"})
 logging.getLogger("aiohttp").warning("of a library")
 """
 
@@ -36,3 +36,30 @@ def test_each_line_is_one_write_so_that_lines_of_other_processes_do_not_get_into
     assert [json.loads(line)["event"] for line in written] == ["short", "long", "of a library"]
     # Readers see when and what first, however many fields follow.
     assert {tuple(json.loads(line))[:3] for line in written} == {("timestamp", "level", "event")}
+
+
+BOUNDED = """
+import logging
+from llamaslot.app.logs import configure_logging, get_logger
+configure_logging("{form}", "info")
+log = get_logger("a")
+log.info("text", key="x" * 300_000)
+log.info("list", ids=["x" * 300_000] * 300_000)
+log.info("map", fields={{"x" * 300_000: "y" * 300_000}})
+log.info("object", value=ValueError("x" * 300_000).args)
+log.info("bytes", value=b"x" * 300_000)
+logging.getLogger("aiohttp").warning("x" * 300_000)
+try:
+    raise ValueError("x" * 300_000)
+except ValueError as error:
+    log.error("crash", exc_info=error)
+"""
+
+
+@pytest.mark.parametrize("form", ["json", "console"])
+def test_a_line_is_short_whatever_a_client_or_a_file_has_put_into_it(form: str) -> None:
+    program = BOUNDED.format(form=form)
+    process = subprocess.run([sys.executable, "-c", program], stderr=subprocess.PIPE, timeout=60, check=True)
+    lines = process.stderr.splitlines()
+    assert len(lines) >= 7
+    assert max(map(len, lines)) < 30_000

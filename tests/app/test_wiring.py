@@ -87,6 +87,7 @@ API: dict[str, tuple[str, object]] = {
     "--max-stream-buffer-kb 17": ("max_stream_buffer_bytes", 17 * 2**10),
     "--write-timeout 17": ("write_timeout", 17.0),
     "--max-choices 17": ("max_choices", 17),
+    "--max-reply-probs 18": ("max_reply_probs", 18),
     "--max-stop-strings 17": ("max_stop_strings", 17),
     "--max-stop-chars 17": ("max_stop_chars", 17),
     "--max-stored-responses 17": ("max_stored_responses", 17),

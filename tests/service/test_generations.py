@@ -12,8 +12,9 @@ from llamaslot.base.commands import Cancel, Submit
 from llamaslot.base.errors import ErrorInfo, InvalidRequestError, ServerError
 from llamaslot.base.events import Accepted, Cancelled, Failed, Finished, Output, Progress
 from llamaslot.base.generation.sampling import Sampling
-from llamaslot.base.generation.token_probs import FLOAT_MIN, TokenProb
+from llamaslot.base.generation.token_probs import FLOAT_MIN, TokenProbs, TokenScore
 from llamaslot.service.generations import Generation, Generations
+from llamaslot.service.reply_memory import ProbsLimit
 from tests.service.test_service import Wire, submit
 
 PROGRESS = Progress(**dict.fromkeys(Progress.__struct_fields__, 1))
@@ -22,7 +23,7 @@ OUT_OF_LUCK = ErrorInfo("server_error", "out of luck")
 
 async def accepted(wire: Wire, n: int) -> tuple[Generations, list[str]]:
     """Completions of one prompt that the engine has accepted, and their ids."""
-    generations = wire.service.generate([msgspec.structs.replace(submit(), n=n)])
+    generations = wire.service.generate([msgspec.structs.replace(submit(), n=n)], probs=ProbsLimit(1000, ["n"]))
     names = [each.submit.request_id for each in generations.all]
     wire.service.receive([Accepted(name, 5) for name in names])
     await generations.__aenter__()
@@ -74,7 +75,7 @@ async def test_output_is_passed_on_at_once_unless_earlier_output_waits() -> None
     assert seen == ["a", "d"]
     assert [event.content for _, event in await generations.next_batch()] == ["e"]
     assert generations.done
-    assert (generations.all[0].text, generations.all[0].tokens) == ("abcde", [1, 2, 3, 4, 5])
+    assert (generations.all[0].text, generations.all[0].tokens.tolist()) == ("abcde", [1, 2, 3, 4, 5])
 
 
 async def test_an_error_of_the_sink_is_raised_to_the_reader_and_not_to_the_engine() -> None:
@@ -122,7 +123,8 @@ def test_the_mean_log_probability_of_a_completion() -> None:
     def mean(*values: float, is_sampled: bool = False) -> float:
         sampling = Sampling(n_probs=0, post_sampling_probs=is_sampled)
         generation = Generation(0, msgspec.structs.replace(submit(), sampling=sampling), lambda *_: None)
-        generation.probs = [TokenProb(1, b"a", value) for value in values]
+        scores = [TokenScore(1, value, [2], [9.0]) for value in values]
+        generation.probs.extend(TokenProbs.of(scores, lambda _: b"a"))
         return generation.mean_logprob
 
     assert mean(-1, -2, -6) == -3

@@ -20,7 +20,7 @@ from llamaslot.api.anthropic.reply_bodies import (
 from llamaslot.api.generation.reply_stats import TokenCount
 from llamaslot.api.generation.reply_writer import ReplyContext, ReplyWriter, end_reason
 from llamaslot.api.generation.request_handling import complete, count_prompt_tokens
-from llamaslot.api.json_bodies import json_response
+from llamaslot.api.json_bodies import encode, json_response
 from llamaslot.api.sse import typed_event
 from llamaslot.base.events import Finished, Output
 from llamaslot.service.generations import Generation
@@ -65,8 +65,8 @@ class MessagesReplyWriter(ReplyWriter):
         """Yield the last event."""
         yield typed_event(MessageStop())
 
-    def whole(self) -> AnthropicMessage:
-        """Return the whole message."""
+    def whole(self) -> Iterator[bytes]:
+        """Yield the whole message."""
         (generation,) = self._generations
         end = generation.end
         added = self._message.push(generation.text, end.reason)
@@ -75,7 +75,7 @@ class MessagesReplyWriter(ReplyWriter):
         stop = self._stop(end)
         message.content = content
         message.stop_reason, message.stop_sequence = stop.stop_reason, stop.stop_sequence
-        return message
+        yield encode(message)
 
     def _empty(self, usage: AnthropicUsage) -> AnthropicMessage:
         return AnthropicMessage(id=self._reply.id, model=self._reply.model, content=[], usage=usage)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from aiohttp import web
-from msgspec import UNSET, UnsetType, structs
+from msgspec import UNSET, UnsetType
 
 from llamaslot.api.completions.chat_store import CHATS, StoredChat
 from llamaslot.api.completions.openai_writer import OpenAIReplyWriter
@@ -16,15 +16,14 @@ from llamaslot.api.completions.reply_bodies import (
     ChatChoice,
     ChatChunkChoice,
     Delta,
-    Envelope,
     Message,
     OpenAIReason,
 )
-from llamaslot.api.generation.logprobs import ChatLogprobs
+from llamaslot.api.generation.logprobs import ChatLogprobs, ProbsWriter
 from llamaslot.api.generation.reply_stats import PromptProgress, TokenCount, stats_of, timings
 from llamaslot.api.generation.reply_writer import ReplyContext, end_reason
 from llamaslot.api.generation.request_handling import complete, count_prompt_tokens
-from llamaslot.api.json_bodies import encode, json_response
+from llamaslot.api.json_bodies import LATER, encode, json_response, with_values
 from llamaslot.api.middleware import caller_of, key_namespace
 from llamaslot.base.events import Finished, Output
 from llamaslot.base.generation.chats import ChatToStore
@@ -51,6 +50,7 @@ class ChatReplyWriter(OpenAIReplyWriter):
     """Writes OpenAI's chat completions."""
 
     id_prefix = "chatcmpl-"
+    probs_fields = ("n", "max_tokens", "top_logprobs")
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
@@ -86,41 +86,45 @@ class ChatReplyWriter(OpenAIReplyWriter):
         if isinstance(output, Finished):
             shown = {} if self._options.include_usage else stats_of([output.progress])
             reason = _reason(self._messages[index], output)
-            yield self._delta(index, Delta(), reason, verbose=self._verbose(generation), **shown)
+            yield from self._last_chunk(generation, ChatChunkChoice(index, Delta(), reason), **shown)
 
     def closing(self) -> Iterator[bytes]:
         """Yield the usage, if it was asked for, and the end mark."""
         if self._options.include_usage:
             yield self._chunk([], **self._totals())
         if self._options.chat is not None:
-            self._store(self._options.chat, self._all_choices())
+            yield from self._storing(self._options.chat)
         yield from super().closing()
 
-    def whole(self) -> Envelope:
-        """Return one body with all choices."""
-        body = self._all_choices()
+    def whole(self) -> Iterator[bytes]:
+        """Yield one body with all choices."""
         if self._options.chat is not None:
-            self._store(self._options.chat, body)
-        return body
+            yield from self._storing(self._options.chat)
+        yield from self._whole(map(self._choice, self._generations))
 
-    def _all_choices(self) -> Envelope:
-        return self._whole([self._choice(each) for each in self._generations])
-
-    def _store(self, chat: ChatToStore, body: Envelope) -> None:
-        """Store the completion before the client can ask for it."""
-        request = self._reply.request
-        reply = encode(structs.replace(body, verbose=UNSET))
+    def _storing(self, chat: ChatToStore) -> Iterator[bytes]:
+        """Store the completion before the client can ask for it; yield an empty piece for each of its pieces."""
+        request, reply = self._reply.request, self._reply
+        store, pieces, n_bytes = request.app[CHATS], list[bytes](), 0
+        for piece in self._whole(map(self._choice, self._generations), is_verbose=False):
+            pieces.append(piece)
+            n_bytes += len(piece)
+            if n_bytes > store.max_bytes:
+                return
+            yield b""
         owner = caller_of(request).sender.owner
-        stored = StoredChat(body.id, body.model, reply, chat.messages, chat.metadata, owner)
-        request.app[CHATS].put(key_namespace(request), stored)
+        stored = StoredChat(reply.id, reply.model, b"".join(pieces), chat.messages, chat.metadata, owner)
+        store.put(key_namespace(request), stored)
 
-    def _choice(self, generation: Generation) -> ChatChoice:
+    def _choice(self, generation: Generation) -> Iterator[bytes]:
         message = self.new_message(generation)
         message.push(generation.text, generation.end.reason)
         reason = _reason(message, generation.end)
-        return ChatChoice(
-            generation.index, _whole_message(message), reason, self._logprobs(generation, generation.probs)
-        )
+        choice = ChatChoice(generation.index, _whole_message(message), reason)
+        if not generation.has_probs:
+            return with_values(choice)
+        choice.logprobs = ChatLogprobs(LATER)
+        return with_values(choice, ProbsWriter(generation.submit).native_later(generation.probs))
 
     def _with_details(self, generation: Generation, output: Output | Finished, delta: Delta) -> bytes:
         """Return a chunk with new text, and with what the client wants to know about it."""

@@ -27,10 +27,10 @@ class StoredChat:
     owner: str = ""
     """The `Sender.owner` whose share is charged for it."""
 
-    @property
-    def body(self) -> bytes:
-        """The completion with its metadata, a JSON object."""
-        return self.reply[:-1] + b',"metadata":' + encode(self.metadata) + b"}"
+    def body(self) -> Iterator[bytes]:
+        """Yield the completion with its metadata, a JSON object."""
+        yield self.reply.removesuffix(b"}")
+        yield b',"metadata":%b}' % encode(self.metadata)
 
     @property
     def size(self) -> int:
@@ -45,18 +45,16 @@ class ChatStore:
 
     def __init__(self, *, max_chats: int, max_bytes: int) -> None:
         self._max_chats = max_chats
-        self._max_bytes = max_bytes
+        self.max_bytes = max_bytes
         self._chats: dict[tuple[str, str], StoredChat] = {}
         """In the order in which they were stored."""
         self._shares: OwnerShares[tuple[str, str]] = OwnerShares(time.monotonic)
 
     def put(self, namespace: str, chat: StoredChat) -> None:
         """Store a completion, unless it is too large, and evict others for it."""
-        if not self._max_chats or chat.size > self._max_bytes:
+        if not self._max_chats or chat.size > self.max_bytes:
             return
-        while (
-            is_full := len(self._chats) >= self._max_chats
-        ) or self._shares.n_bytes + chat.size > self._max_bytes:
+        while (is_full := len(self._chats) >= self._max_chats) or self._shares.n_bytes + chat.size > self.max_bytes:
             evicted = self._shares.evicted_next(chat.owner, chat.size, by_count=is_full)
             if evicted is None:
                 return
@@ -85,7 +83,7 @@ class ChatStore:
         before = chat.size
         chat.metadata = metadata
         self._shares.charge(chat.owner, chat.size - before)
-        while self._shares.n_bytes > self._max_bytes and (evicted := self._shares.evicted_next(chat.owner, 0)):
+        while self._shares.n_bytes > self.max_bytes and (evicted := self._shares.evicted_next(chat.owner, 0)):
             self._drop(evicted)
         return chat
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
-from llamaslot.api.generation.logprobs import ProbsWriter
 from llamaslot.api.generation.reply_stats import stats_of
+from llamaslot.api.json_bodies import LATER
 from llamaslot.base.commands import Detokenize, Detokenized, Submit
 from llamaslot.base.generation.request_context import ReplyOptions
 from llamaslot.base.generation.sampling import Sampling
@@ -45,12 +45,12 @@ class NativeBodies:
                 texts[each.prompt_tokens] = (await service.ask(query, Detokenized)).content
         return cls([texts[each.prompt_tokens] for each in generations], service.info.eog, model, options)
 
-    def whole(self, generation: Generation, writer: ProbsWriter) -> dict[str, Any]:
-        """Return the body of a completion with all of its text."""
-        tokens = generation.tokens if self._options.return_tokens else []
+    def whole(self, generation: Generation) -> dict[str, Any]:
+        """Return the body of a completion with all of its text; its probabilities, if it has any, are `LATER`."""
+        tokens = generation.tokens.tolist() if self._options.return_tokens else []
         body = self.final(generation, content=generation.text, tokens=tokens)
         if generation.has_probs:
-            body["completion_probabilities"] = writer.native(generation.probs)
+            body["completion_probabilities"] = LATER
         return body
 
     def final(self, generation: Generation, *, content: str = "", tokens: Sequence[int] = ()) -> dict[str, Any]:

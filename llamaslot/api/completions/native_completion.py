@@ -12,6 +12,7 @@ from llamaslot.api.context import READINESS
 from llamaslot.api.generation.reply_stats import PromptProgress, timings
 from llamaslot.api.generation.reply_writer import ReplyWriter
 from llamaslot.api.generation.request_handling import complete
+from llamaslot.api.json_bodies import LATER, list_of, with_values
 from llamaslot.api.sse import event
 from llamaslot.base.errors import NotSupportedError
 from llamaslot.base.events import Finished, Output
@@ -36,6 +37,7 @@ class NativeReplyWriter(ReplyWriter):
 
     id_prefix = "cmpl-"
     returns_prompt = True
+    probs_fields = ("n", "n_predict", "n_probs")
     _bodies: NativeBodies
 
     async def prepare(self, service: Service) -> None:
@@ -78,10 +80,15 @@ class NativeReplyWriter(ReplyWriter):
         """Yield nothing: the last event says `stop`."""
         return iter(())
 
-    def whole(self) -> Any:
-        """Return the final event of the completion with all of its text; a list if there are several."""
-        bodies = [self._picked(self._bodies.whole(each, self.probs_writer(each))) for each in self._generations]
-        return bodies[0] if len(bodies) == 1 else bodies
+    def whole(self) -> Iterator[bytes]:
+        """Yield the final event of the completion with all of its text; a list if there are several."""
+        bodies = (self._whole(each) for each in self._generations)
+        return list_of(bodies) if len(self._generations) > 1 else next(bodies)
+
+    def _whole(self, generation: Generation) -> Iterator[bytes]:
+        body = self._picked(self._bodies.whole(generation))
+        shown = [self.probs_writer(generation).native_later(generation.probs)] * (LATER in body.values())
+        return with_values(body, *shown)
 
     def _picked(self, body: dict[str, Any]) -> dict[str, Any]:
         return _picked_fields(body, self._options.response_fields) if self._options.response_fields else body

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, ClassVar
 
 from msgspec import UNSET, UnsetType
 
 from llamaslot.api.completions.native_body import NativeBodies
 from llamaslot.api.completions.reply_bodies import Choice, Envelope, ObjectName
+from llamaslot.api.generation.logprobs import ProbsWriter
 from llamaslot.api.generation.reply_stats import stats_of, usage
 from llamaslot.api.generation.reply_writer import ReplyWriter
-from llamaslot.api.sse import DONE, event
+from llamaslot.api.json_bodies import LATER, list_of, with_values
+from llamaslot.api.sse import DONE, event, long_event
+from llamaslot.base.generation.request_context import ReplyOptions
 from llamaslot.service.generations import Generation
+from llamaslot.service.reply_memory import ProbsLimit
 from llamaslot.service.service import Service
 
 
@@ -21,7 +25,14 @@ class OpenAIReplyWriter(ReplyWriter):
 
     object: ClassVar[ObjectName]
     chunk_object: ClassVar[ObjectName]
+    probs_fields = ("n", "max_tokens", "logprobs")
     _bodies: NativeBodies | None = None
+
+    @classmethod
+    def probs_limit(cls, options: ReplyOptions, most: int) -> ProbsLimit | None:
+        """Return the limit of the reply's probabilities; some streams repeat all at their end, or store them."""
+        keeps = options.verbose or options.chat is not None or not options.stream
+        return ProbsLimit(most, cls.probs_fields) if keeps else None
 
     async def prepare(self, service: Service) -> None:
         """Decode the prompts for a verbose reply."""
@@ -32,18 +43,31 @@ class OpenAIReplyWriter(ReplyWriter):
         """Yield the end mark."""
         yield DONE
 
-    def _whole(self, choices: Sequence[Choice]) -> Envelope:
-        reply = self._reply
-        shown = self._verbose(self._generations[0])
-        return Envelope(reply.id, self.object, reply.created, reply.model, choices, verbose=shown, **self._totals())
+    def _whole(self, choices: Iterable[Iterable[bytes]], *, is_verbose: bool = True) -> Iterator[bytes]:
+        reply, first = self._reply, self._generations[0]
+        shown = self._verbose(first) if is_verbose else UNSET
+        body = Envelope(reply.id, self.object, reply.created, reply.model, LATER, verbose=shown, **self._totals())
+        return with_values(body, list_of(choices), *self._verbose_values(first, shown))
 
     def _chunk(self, choices: Sequence[Choice], **stats: Any) -> bytes:
         reply = self._reply
         return event(Envelope(reply.id, self.chunk_object, reply.created, reply.model, choices, **stats))
 
+    def _last_chunk(self, generation: Generation, end: Choice, **stats: Any) -> Iterator[bytes]:
+        """Yield the last chunk of a choice, with llama-server's own reply if it is asked for."""
+        reply, shown = self._reply, self._verbose(generation)
+        body = Envelope(reply.id, self.chunk_object, reply.created, reply.model, [end], verbose=shown, **stats)
+        return long_event(body, *self._verbose_values(generation, shown))
+
     def _verbose(self, generation: Generation) -> dict[str, Any] | UnsetType:
-        """Return llama-server's own reply for a finished completion, if it is asked for."""
-        return UNSET if self._bodies is None else self._bodies.whole(generation, self.probs_writer(generation))
+        return UNSET if self._bodies is None else self._bodies.whole(generation)
+
+    def _verbose_values(
+        self, generation: Generation, shown: dict[str, Any] | UnsetType
+    ) -> Iterator[Iterator[bytes]]:
+        """Yield the values that are `LATER` in llama-server's own reply."""
+        if shown is not UNSET and generation.has_probs:
+            yield ProbsWriter(generation.submit).native_later(generation.probs)
 
     def _totals(self) -> dict[str, Any]:
         """Return the usage of all finished completions, and their stats."""

@@ -7,9 +7,9 @@ from typing import Literal
 import msgspec
 from aiohttp import web
 
-from llamaslot.api.completions.chat_store import CHATS, StoredChat
+from llamaslot.api.completions.chat_store import CHATS
 from llamaslot.api.generation.pages import ListReply, Paging, page_of_stored
-from llamaslot.api.json_bodies import json_response, read
+from llamaslot.api.json_bodies import LATER, json_reply, json_response, list_of, read, with_values
 from llamaslot.api.middleware import key_namespace
 from llamaslot.protocol.bodies import StoredChatBody
 
@@ -24,7 +24,7 @@ class ChatDeleted(msgspec.Struct):
     deleted: Literal[True] = True
 
 
-async def list_chats(request: web.Request) -> web.Response:
+async def list_chats(request: web.Request) -> web.StreamResponse:
     """Return the stored chat completions, those of a `model` or with some `metadata` only if that is asked for."""
     paging, model = Paging(request, "asc", 0), request.query.get("model")
     wanted = [
@@ -38,19 +38,19 @@ async def list_chats(request: web.Request) -> web.Response:
         if model in (None, chat.model) and all(chat.metadata.get(name) == value for name, value in wanted)
     ]
     page = paging.page(chats, lambda chat: chat.id)
-    bodies = [msgspec.Raw(chat.body) for chat in page.data]
-    return json_response(ListReply(bodies, page.first_id, page.last_id, page.has_more))
+    body = ListReply(LATER, page.first_id, page.last_id, page.has_more)
+    return await json_reply(request, with_values(body, list_of(chat.body() for chat in page.data)))
 
 
-async def retrieve(request: web.Request) -> web.Response:
+async def retrieve(request: web.Request) -> web.StreamResponse:
     """Return a stored chat completion."""
-    return _body_of(request.app[CHATS].get(*_key(request)))
+    return await json_reply(request, request.app[CHATS].get(*_key(request)).body())
 
 
-async def update(request: web.Request) -> web.Response:
+async def update(request: web.Request) -> web.StreamResponse:
     """Replace the metadata of a stored chat completion."""
     body = await read(request, StoredChatBody)
-    return _body_of(request.app[CHATS].update(*_key(request), body.metadata or {}))
+    return await json_reply(request, request.app[CHATS].update(*_key(request), body.metadata or {}).body())
 
 
 async def delete(request: web.Request) -> web.Response:
@@ -60,7 +60,7 @@ async def delete(request: web.Request) -> web.Response:
     return json_response(ChatDeleted(chat_id))
 
 
-async def list_messages(request: web.Request) -> web.Response:
+async def list_messages(request: web.Request) -> web.StreamResponse:
     """Return the messages that a stored chat completion answers."""
     paging = Paging(request, "asc", 0)
     return await page_of_stored(request, (request.app[CHATS].get(*_key(request)).messages,), paging)
@@ -68,7 +68,3 @@ async def list_messages(request: web.Request) -> web.Response:
 
 def _key(request: web.Request) -> tuple[str, str]:
     return key_namespace(request), request.match_info["completion_id"]
-
-
-def _body_of(chat: StoredChat) -> web.Response:
-    return web.Response(body=chat.body, content_type="application/json")

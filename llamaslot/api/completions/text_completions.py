@@ -9,11 +9,12 @@ from aiohttp import web
 from msgspec import UNSET
 
 from llamaslot.api.completions.openai_writer import OpenAIReplyWriter
-from llamaslot.api.completions.reply_bodies import REASONS, Envelope, TextChoice
-from llamaslot.api.generation.logprobs import TextLogprobs
+from llamaslot.api.completions.reply_bodies import REASONS, TextChoice
+from llamaslot.api.generation.logprobs import ProbsWriter, TextLogprobs
 from llamaslot.api.generation.reply_stats import PromptProgress, stats_of, timings, usage
 from llamaslot.api.generation.reply_writer import ReplyContext
 from llamaslot.api.generation.request_handling import complete
+from llamaslot.api.json_bodies import LATER, with_values
 from llamaslot.base.commands import Detokenize, Detokenized, TextPart
 from llamaslot.base.events import Finished, Output
 from llamaslot.base.generation.token_probs import TokenProb
@@ -64,19 +65,20 @@ class TextReplyWriter(OpenAIReplyWriter):
             self._n_ended += 1
             total = usage(self._generations) if self._n_ended == len(self._generations) else UNSET
             end = TextChoice(generation.index, "", REASONS[output.reason])
-            native = self._verbose(generation)
-            yield self._chunk([end], usage=total, verbose=native, **stats_of([output.progress]))
+            yield from self._last_chunk(generation, end, usage=total, **stats_of([output.progress]))
 
-    def whole(self) -> Envelope:
-        """Return one body with all choices, or with the best ones."""
-        return self._whole(
-            [
-                TextChoice(
-                    i, self._prompt(each.index) + each.text, REASONS[each.end.reason], self._all_logprobs(each)
-                )
-                for i, each in enumerate(self._best())
-            ]
-        )
+    def whole(self) -> Iterator[bytes]:
+        """Yield one body with all choices, or with the best ones."""
+        return self._whole(self._choice(i, each) for i, each in enumerate(self._best()))
+
+    def _choice(self, index: int, generation: Generation) -> Iterator[bytes]:
+        prompt = self._prompt(generation.index)
+        choice = TextChoice(index, prompt + generation.text, REASONS[generation.end.reason])
+        if not self._shows_probs(generation):
+            return with_values(choice)
+        choice.logprobs = TextLogprobs(LATER, LATER, LATER, LATER, LATER)
+        of_prompt = generation.prompt_probs if self._prompts else None
+        return with_values(choice, *ProbsWriter(generation.submit).text_later(of_prompt, prompt, generation.probs))
 
     def _best(self) -> Iterator[Generation]:
         """Yield the completions of each prompt that are most likely per token; all of them if all are wanted."""
@@ -92,23 +94,16 @@ class TextReplyWriter(OpenAIReplyWriter):
     def _echo(self, generation: Generation) -> Iterator[bytes]:
         """Yield the prompt of a choice, once."""
         index = generation.index
-        if index in self._unsent:
-            self._unsent.remove(index)
-            yield self._chunk([TextChoice(index, self._prompts[index], logprobs=self._prompt_logprobs(generation))])
-
-    def _prompt_logprobs(self, generation: Generation) -> TextLogprobs | None:
-        if not (self._shows_probs(generation) and self._prompts):
-            return None
-        return self.probs_writer(generation).prompt(generation.prompt_probs, self._prompts[generation.index])
-
-    def _all_logprobs(self, generation: Generation) -> TextLogprobs | None:
-        prompt = self._prompt_logprobs(generation)
-        generated = self._logprobs(generation, generation.probs)
-        if prompt is None or generated is None:
-            return generated
-        for name in TextLogprobs.__struct_fields__:
-            getattr(prompt, name).extend(getattr(generated, name))
-        return prompt
+        if index not in self._unsent:
+            return
+        self._unsent.remove(index)
+        text = self._prompts[index]
+        parts: Iterator[TextLogprobs] = iter(())
+        if self._shows_probs(generation):
+            parts = self.probs_writer(generation).prompt(generation.prompt_probs, text)
+        yield self._chunk([TextChoice(index, text, logprobs=next(parts, None))])
+        for part in parts:
+            yield self._chunk([TextChoice(index, "", logprobs=part)])
 
     def _logprobs(self, generation: Generation, rows: Sequence[TokenProb]) -> TextLogprobs | None:
         return self.probs_writer(generation).text(rows) if self._shows_probs(generation) else None

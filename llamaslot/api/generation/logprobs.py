@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterable, Sequence
-from itertools import accumulate
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
+from typing import Any
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from llamaslot.api.json_bodies import encode, joined_lists
 from llamaslot.base.commands import Submit
-from llamaslot.base.generation.token_probs import TokenProb
+from llamaslot.base.generation.token_probs import ProbRows, TokenProb
+
+_MAX_TOPS = 4096
+"""Tokens whose JSON is kept."""
 
 
 class TopProb(msgspec.Struct):
@@ -31,9 +35,6 @@ class Prob(TopProb, kw_only=True):
 
     top_logprobs: list[TopProb] | UnsetType = UNSET
     top_probs: list[TopProb] | UnsetType = UNSET
-
-
-P = TypeVar("P", TopProb, Prob)
 
 
 class ChatLogprobs(msgspec.Struct):
@@ -64,10 +65,16 @@ class ProbsWriter:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._are_sampled = submit.sampling.post_sampling_probs
         self._n = 0
+        self._tops: dict[int, bytes] = {}
+        """By token the JSON of a `TopProb` up to its probability: the same tokens are likely in many places."""
 
     def native(self, rows: Iterable[TokenProb]) -> list[Prob]:
         """Return the next tokens in llama-server's format, which has all fields of OpenAI's for chat."""
         return [self._prob(row, self._next(row)[1]) for row in rows]
+
+    def native_later(self, rows: ProbRows) -> Iterator[bytes]:
+        """Yield the JSON of `native`."""
+        return joined_lists(self.native(part) for part in rows.parts())
 
     def chat(self, rows: Iterable[TokenProb]) -> ChatLogprobs:
         """Return the next tokens in OpenAI's format for chat."""
@@ -79,27 +86,59 @@ class ProbsWriter:
         return TextLogprobs(
             tokens=[_name(row) for row in rows],
             token_logprobs=[row.value for row in rows],
-            top_logprobs=[_by_name([*row.top, row]) if row.value is not None else None for row in rows],
+            top_logprobs=[_top_of(row) for row in rows],
             text_offset=[offset for offset, _ in places],
             content=[self._prob(row, text) for row, (_, text) in zip(rows, places, strict=True)],
         )
 
-    def prompt(self, rows: Sequence[TokenProb], text: str) -> TextLogprobs:
-        """Return the tokens of a prompt, and count its text, which all that follows comes after.
+    def text_later(self, prompt: ProbRows | None, text: str, rows: ProbRows) -> tuple[Iterator[bytes], ...]:
+        """Return the JSON of each list of a `TextLogprobs`: a prompt's tokens, if wanted, then the reply's."""
+        both = (rows,) if prompt is None else (prompt, rows)
+
+        def each(value: Callable[[TokenProb], Any], *, with_top: bool = False) -> Iterator[bytes]:
+            parts = (part for each in both for part in each.parts(with_top=with_top))
+            return joined_lists([value(row) for row in part] for part in parts)
+
+        def offsets() -> Iterator[bytes]:
+            places = _Offsets()
+            of_prompt = self._prompt_offsets(prompt, text) if prompt is not None else iter(())
+            of_reply = ([len(text) + places.next(row) for row in part] for part in rows.parts(with_top=False))
+            return joined_lists(chain(of_prompt, of_reply))
+
+        return (
+            each(_name),
+            each(lambda row: row.value),
+            each(_top_of, with_top=True),
+            offsets(),
+            self.native_later(rows),
+        )
+
+    def prompt(self, rows: ProbRows, text: str) -> Iterator[TextLogprobs]:
+        """Yield the tokens of a prompt in parts, and count its text, which all that follows comes after.
 
         A tokenizer may have put BOS and a space before it, which the text does not have.
         """
-        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        ends = list(accumulate(len(decoder.decode(row.piece)) for row in rows))
-        n_added = max(ends[-1] - len(text), 0) if ends else 0
         self._n = len(text)
-        return TextLogprobs(
-            tokens=[_name(row) for row in rows],
-            token_logprobs=[row.value for row in rows],
-            top_logprobs=[_by_name([*row.top, row]) if row.value is not None else None for row in rows],
-            text_offset=[max(end - n_added, 0) for end in [0, *ends[:-1]][: len(rows)]],
-            content=[],
-        )
+        places = filter(None, self._prompt_offsets(rows, text))
+        for part, offsets in zip(rows.parts(), places, strict=True):
+            yield TextLogprobs(
+                tokens=[_name(row) for row in part],
+                token_logprobs=[row.value for row in part],
+                top_logprobs=[_top_of(row) for row in part],
+                text_offset=offsets,
+                content=[],
+            )
+
+    def _prompt_offsets(self, rows: ProbRows, text: str) -> Iterator[list[int]]:
+        """Yield the offsets of each part of a prompt's tokens, after an empty list for each part."""
+        counted = _Offsets()
+        for part in rows.parts(with_top=False):
+            for row in part:
+                counted.next(row)
+            yield []
+        n_added, places = max(counted.n - len(text), 0), _Offsets()
+        for part in rows.parts():
+            yield [max(places.next(row) - n_added, 0) for row in part]
 
     def _next(self, row: TokenProb) -> tuple[int, str]:
         """Return the characters before the next token, and its text."""
@@ -108,21 +147,44 @@ class ProbsWriter:
         return offset, text
 
     def _prob(self, row: TokenProb, text: str) -> Prob:
-        top = [self._value(TopProb(each.token, _text(each.piece), list(each.piece)), each) for each in row.top]
-        found = self._value(Prob(row.token, text, list(row.piece)), row)
+        assert row.value is not None
+        found = Prob(row.token, text, list(row.piece))
+        top: Any = msgspec.Raw(b"[%b]" % b",".join(map(self._top, row.top)))
         if self._are_sampled:
-            found.top_probs = top
+            found.prob, found.top_probs = row.value, top
         else:
-            found.top_logprobs = top
+            found.logprob, found.top_logprobs = row.value, top
         return found
 
-    def _value(self, found: P, row: TokenProb) -> P:
-        assert row.value is not None
-        if self._are_sampled:
-            found.prob = row.value
-        else:
-            found.logprob = row.value
-        return found
+    def _top(self, row: TokenProb) -> bytes:
+        """Return the JSON of a `TopProb`."""
+        begin = self._tops.get(row.token)
+        if begin is None:
+            if len(self._tops) >= _MAX_TOPS:
+                self._tops.clear()
+            begin = encode(TopProb(row.token, _text(row.piece), list(row.piece)))[:-1]
+            begin += b',"prob":' if self._are_sampled else b',"logprob":'
+            self._tops[row.token] = begin
+        return b"%b%b}" % (begin, encode(row.value))
+
+
+class _Offsets:
+    """Characters before each token of a text."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self.n = 0
+
+    def next(self, row: TokenProb) -> int:
+        """Count a token; return the characters before it."""
+        before = self.n
+        self.n += len(self._decoder.decode(row.piece))
+        return before
+
+
+def _top_of(row: TokenProb) -> dict[str, float] | None:
+    """Return the most likely tokens of a place by text, with its own; None where nothing is scored."""
+    return _by_name([*row.top, row]) if row.value is not None else None
 
 
 def _text(piece: bytes) -> str:

@@ -10,6 +10,7 @@ import msgspec
 from aiohttp import web
 
 from llamaslot.api.context import READINESS
+from llamaslot.api.json_bodies import json_reply
 from llamaslot.api.middleware import caller_of, valid_unicode
 from llamaslot.base.commands import JsonReply
 from llamaslot.base.errors import InvalidRequestError
@@ -62,7 +63,7 @@ class Paging:
         return ListReply(page, first, last, has_more=len(listed) > len(page))
 
 
-async def page_of_stored(request: web.Request, lists: Sequence[bytes], paging: Paging) -> web.Response:
+async def page_of_stored(request: web.Request, lists: Sequence[bytes], paging: Paging) -> web.StreamResponse:
     """Return a page of stored items, which are given as JSON lists, the oldest item first.
 
     The prompt worker decodes them. Here many MiB would hold up the event loop, on another thread too, since
@@ -76,5 +77,7 @@ async def page_of_stored(request: web.Request, lists: Sequence[bytes], paging: P
         after=valid_unicode(paging.after),
         client=caller.sender.client(caller.session_id),
     )
-    reply = await request.app[READINESS].check().ask(job, JsonReply)
-    return web.Response(body=reply.data, content_type="application/json")
+    service = request.app[READINESS].check()
+    reply = await service.ask(job, JsonReply)
+    with service.reply_memory.held(caller.sender.owner, len(reply.data)):
+        return await json_reply(request, [reply.data])

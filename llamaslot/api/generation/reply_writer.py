@@ -6,7 +6,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from aiohttp import web
 
@@ -19,6 +19,7 @@ from llamaslot.base.generation.request_context import ReplyOptions
 from llamaslot.formats.format import Format
 from llamaslot.formats.parsed_message import ParsedMessage
 from llamaslot.service.generations import Generation
+from llamaslot.service.reply_memory import ProbsLimit
 from llamaslot.service.service import Service
 
 
@@ -51,12 +52,19 @@ class ReplyWriter(ABC):
     """An event of a stream that means nothing, and keeps its connection open."""
     returns_prompt: ClassVar[bool] = False
     """True if the reply contains the prompt."""
+    probs_fields: ClassVar[Sequence[str]] = ("max_tokens",)
+    """Request fields that multiply the probabilities in the reply."""
 
     def __init__(self, reply: ReplyContext, generations: Sequence[Generation]) -> None:
         self._reply = reply
         self._options = reply.options
         self._generations = generations
         self._probs_writers: dict[int, ProbsWriter] = {}
+
+    @classmethod
+    def probs_limit(cls, options: ReplyOptions, most: int) -> ProbsLimit | None:
+        """Return the limit of the reply's probabilities; None for a stream that keeps none of them."""
+        return None if options.stream else ProbsLimit(most, cls.probs_fields)
 
     def probs_writer(self, generation: Generation) -> ProbsWriter:
         """Return the writer of the probabilities of a completion's tokens."""
@@ -74,7 +82,7 @@ class ReplyWriter(ABC):
 
     @abstractmethod
     def chunks(self, generation: Generation, output: Output | Finished) -> Iterable[bytes]:
-        """Yield the server-sent events for an event of a completion."""
+        """Yield the server-sent events for an event of a completion, each whole or in parts."""
 
     @abstractmethod
     def closing(self) -> Iterable[bytes]:
@@ -85,5 +93,5 @@ class ReplyWriter(ABC):
         yield http_errors.event(error, self._reply.request)
 
     @abstractmethod
-    def whole(self) -> Any:
-        """Return the body of a reply that is not streamed."""
+    def whole(self) -> Iterable[bytes]:
+        """Yield the JSON body of a reply that is not streamed."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import TypeAlias, TypeVar
 
 from aiohttp import web
@@ -11,7 +12,7 @@ from msgspec import Struct, structs
 from llamaslot.api import http_errors
 from llamaslot.api.context import READINESS, SETTINGS, UNIQUE_ID
 from llamaslot.api.generation.reply_writer import ReplyContext, ReplyWriter
-from llamaslot.api.json_bodies import BODY_READER, json_response
+from llamaslot.api.json_bodies import BODY_READER, json_reply
 from llamaslot.api.keys import GRANTED, Access
 from llamaslot.api.middleware import caller_of
 from llamaslot.api.sse import EventStream
@@ -43,7 +44,8 @@ async def complete(
     context = _context(request, reply_id, returns_prompt=writer_type.returns_prompt)
     async with service.limited_by(deadline):
         submits, options = await _read(request, kind, context, find)
-    async with service.generate(submits, deadline) as generations:
+    probs = writer_type.probs_limit(options, settings.max_reply_probs)
+    async with service.generate(submits, deadline, probs) as generations:
         model = settings.model_names(service.info)[0]
         reply = ReplyContext(request, reply_id, model, options, service.output_format)
         writer = writer_type(reply, generations.all)
@@ -55,7 +57,7 @@ async def complete(
             return await _stream(stream, generations, writer)
         while await generations.next_batch():
             pass
-        return json_response(writer.whole())
+        return await json_reply(request, writer.whole())
 
 
 async def inspect_prompt(
@@ -119,9 +121,9 @@ async def _stream(stream: EventStream, generations: Generations, writer: ReplyWr
     )
     try:
         while batch := await stream.wait(generations.next_batch):
-            events = [data for generation, output in batch for data in writer.chunks(generation, output)]
+            events = (data for generation, output in batch for data in writer.chunks(generation, output))
             if generations.done:
-                await stream.close([*events, *writer.closing()])
+                await stream.close(chain(events, writer.closing()))
             else:
                 await stream.send(events)
     except ConnectionError:

@@ -6,11 +6,12 @@ The summary is asked for after the conversation, whose prefix is in the cache al
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
 from llamaslot.api.generation.reply_stats import CacheUse, Timings, stats_of
+from llamaslot.api.json_bodies import encode
 from llamaslot.api.responses.reply_bodies import CompactionItem, ResponseUsage
 from llamaslot.api.responses.responses import ResponsesReplyWriter
 from llamaslot.base.errors import ServerError
@@ -40,16 +41,17 @@ class CompactionWriter(ResponsesReplyWriter):
         """Raise an error: a request for a stream was refused."""
         raise ServerError("a compaction is not streamed")
 
-    def whole(self) -> Any:
-        """Return the compaction."""
+    def whole(self) -> Iterator[bytes]:
+        """Yield the compaction."""
         end = self._generation.end
         self._message.push(self._generation.text, end.reason)
         content = encoded_compaction(self._fields.user_texts, self._message.content.strip())
         item_id = self._reply.id.replace(self.id_prefix, "cmp_", 1)
-        return Compaction(
+        compaction = Compaction(
             id=self._reply.id,
             created_at=self._reply.created,
             output=[CompactionItem(id=item_id, encrypted_content=content)],
             usage=self._usage(),
             **stats_of([end.progress]),
         )
+        yield encode(compaction)

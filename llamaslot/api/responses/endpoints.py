@@ -10,7 +10,7 @@ from aiohttp import web
 from llamaslot.api.context import READINESS, SETTINGS, UNIQUE_ID
 from llamaslot.api.generation.pages import Paging, page_of_stored
 from llamaslot.api.generation.request_handling import complete, count_prompt_tokens
-from llamaslot.api.json_bodies import json_response
+from llamaslot.api.json_bodies import json_reply, json_response
 from llamaslot.api.middleware import caller_of, key_namespace
 from llamaslot.api.responses.compaction import CompactionWriter
 from llamaslot.api.responses.replay import N_FIRST, replayed
@@ -22,8 +22,6 @@ from llamaslot.base.commands import BodyKind
 from llamaslot.base.errors import LlamaslotError, NotSupportedError
 
 RESPONSES = web.AppKey("RESPONSES", ResponseStore)
-_MAX_WRITE_BYTES = 2**20
-"""Bytes of a stored response that are written at a time."""
 
 
 async def create(request: web.Request) -> web.StreamResponse:
@@ -36,7 +34,7 @@ async def compact(request: web.Request) -> web.StreamResponse:
     return await _complete(request, "compact", CompactionWriter)
 
 
-async def cancel(request: web.Request) -> web.Response:
+async def cancel(request: web.Request) -> web.StreamResponse:
     """Cancel a response that runs, for its client too; return one that has ended as it is.
 
     If its generation has ended, and its client has yet to read the rest, it is in progress until then.
@@ -44,7 +42,7 @@ async def cancel(request: web.Request) -> web.Response:
     service, key = request.app[READINESS].check(), (key_namespace(request), request.match_info["response_id"])
     running = request.app[RUNNING].get(key)
     if running is None:
-        return web.Response(body=_stored(request).body, content_type="application/json")
+        return await json_reply(request, [_stored(request).body])
     running.is_cancelled |= service.cancel(running.id)
     return web.Response(body=running.unfinished(), content_type="application/json")
 
@@ -77,7 +75,7 @@ async def retrieve(request: web.Request) -> web.StreamResponse:
     """Return a stored response, as a whole or, with `stream`, as events."""
     body = _stored(request).body
     if request.query.get("stream") != "true":
-        return web.Response(body=body, content_type="application/json")
+        return await json_reply(request, [body])
     after = request.query.get("starting_after")
     if after is not None and after not in map(str, range(N_FIRST)):
         message = "'starting_after': later events have other numbers than when the response was generated"
@@ -88,8 +86,7 @@ async def retrieve(request: web.Request) -> web.StreamResponse:
     with suppress(ConnectionError):
         # Events that repeat a long response take long to encode and to copy: each on a thread, and in parts.
         while event := await asyncio.to_thread(next, events, b""):
-            for start in range(0, len(event), _MAX_WRITE_BYTES):
-                await stream.send([event[start : start + _MAX_WRITE_BYTES]])
+            await stream.send([event])
         await stream.close()
     return stream.response
 
@@ -101,7 +98,7 @@ async def delete(request: web.Request) -> web.Response:
     return json_response(Deleted(response.id))
 
 
-async def input_items(request: web.Request) -> web.Response:
+async def input_items(request: web.Request) -> web.StreamResponse:
     """Return the items that a stored response answers, those of earlier turns included."""
     paging = Paging(request, "desc", 1)
     return await page_of_stored(request, _stored(request).input_lists(), paging)

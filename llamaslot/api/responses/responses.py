@@ -31,8 +31,10 @@ from llamaslot.api.responses.store import StoreAccess
 from llamaslot.api.sse import typed_event
 from llamaslot.base.errors import LlamaslotError
 from llamaslot.base.events import Finished, Output
+from llamaslot.base.generation.request_context import ReplyOptions
 from llamaslot.formats.calls import Delta
 from llamaslot.service.generations import Generation
+from llamaslot.service.reply_memory import ProbsLimit
 
 _CODES = {
     "rate_limit_error": "rate_limit_exceeded",
@@ -40,6 +42,8 @@ _CODES = {
     "invalid_request_error": "invalid_prompt",
 }
 """OpenAI's codes of failed responses by our types of errors."""
+_N_COPIES = 4
+"""Copies of a reply's probabilities: in its text, its part, its item and the response, or in the store."""
 LLAMA_SERVER_PATH = "/responses"
 """Path on which a stream that a limit has cut ends with `response.completed`, as llama-server's clients expect."""
 _Json: TypeAlias = tuple[bytes, ...]
@@ -54,6 +58,7 @@ class ResponsesReplyWriter(ReplyWriter):
     id_prefix = "resp_"
     is_cancellable: ClassVar[bool] = True
     """True if `POST /v1/responses/{id}/cancel` cancels it while it runs."""
+    probs_fields = ("max_output_tokens", "top_logprobs")
 
     def __init__(self, reply: ReplyContext, generations: Sequence[Generation]) -> None:
         super().__init__(reply, generations)
@@ -70,6 +75,11 @@ class ResponsesReplyWriter(ReplyWriter):
         """True once the response was cancelled by its id."""
         if self.is_cancellable:
             reply.request.app[RUNNING][self._key] = self
+
+    @classmethod
+    def probs_limit(cls, options: ReplyOptions, most: int) -> ProbsLimit | None:
+        """Return the limit of the reply's probabilities; the last events of a stream repeat all of them."""
+        return ProbsLimit(most, cls.probs_fields, n_copies=_N_COPIES)
 
     @property
     def id(self) -> str:
@@ -112,21 +122,24 @@ class ResponsesReplyWriter(ReplyWriter):
         yield self._event(events.Error(code=error.type, message=error.message, param=error.param))
         yield from self._lifecycle(events.Failed, self._response("failed", error=details))
 
-    def whole(self) -> Any:
-        """Return the response."""
+    def whole(self) -> Iterator[bytes]:
+        """Yield the response, after an empty piece for each event that it is made of."""
         generation = self._generation
-        end = msgspec.structs.replace(generation.end, content=generation.text, probs=None)
-        for _ in self._added(end, generation.probs):
-            pass
-        return msgspec.Raw(b"".join(self._finished(end)))
+        for part in generation.probs.parts():
+            self._tokens.put(self.probs_writer(generation).native(part))
+            yield b""
+        end = msgspec.structs.replace(generation.end, content=generation.text)
+        for _ in self._added(end):
+            yield b""
+        yield from self._finished(end)
 
-    def _added(self, output: Output | Finished, probs: Sequence[Any] | None = None) -> Iterator[events.ItemEvent]:
+    def _added(self, output: Output | Finished) -> Iterator[events.ItemEvent]:
         """Add the text of an event, and yield the events of that."""
         end = end_reason(output)
         if not self._generation.has_probs:
             yield from self._parts(self._message.push(output.content, end))
         else:
-            rows = self.probs_writer(self._generation).native(probs if probs is not None else output.probs or ())
+            rows = self.probs_writer(self._generation).native(output.probs or ())
             for text, found in self._tokens.add(output.content, rows):
                 self._pending += found
                 yield from self._parts(self._message.push(text))
@@ -232,11 +245,15 @@ class _TokenTexts:
         """Characters of it that belong to tokens already."""
         self._probs: deque[Prob] = deque()
 
+    def put(self, probs: Iterable[Prob]) -> None:
+        """Add tokens whose text comes later."""
+        self._probs.extend(probs)
+
     def add(self, text: str, probs: Iterable[Prob]) -> Iterator[tuple[str, list[Prob]]]:
         """Add text and tokens; yield each token whose text is there."""
         # Not for each token: a whole reply has a hundred thousand.
         self._text, self._at = self._text[self._at :] + text, 0
-        self._probs.extend(probs)
+        self.put(probs)
         while self._probs and self._at + len(self._probs[0].token) <= len(self._text):
             prob = self._probs.popleft()
             start, self._at = self._at, self._at + len(prob.token)

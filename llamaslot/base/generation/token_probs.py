@@ -5,16 +5,16 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
+from itertools import accumulate, islice
 from math import isnan, nan
 from typing import NamedTuple
 
 import msgspec
 
-from llamaslot.base.tokens import ids_of
-
 FLOAT_MIN = -3.4028234663852886e38
 """The lowest float32, which stands for the logarithm of 0: JSON has no infinity."""
+_PART_ENTRIES = 1024
+"""Probabilities of a part of many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +49,16 @@ class TokenProbs(msgspec.Struct, frozen=True, array_like=True):
     """Where the text of each of them ends in `text`."""
     text: bytes
 
+    @property
+    def n_entries(self) -> int:
+        """Count the probabilities."""
+        return len(self.packed_tokens) // 4
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes that it takes, about."""
+        return 4 * len(self.packed_tokens) + len(self.text)
+
     @classmethod
     def of(cls, scores: Sequence[TokenScore], piece: Callable[[int], bytes]) -> TokenProbs:
         """Pack scores; `piece` gives the text of a token."""
@@ -70,19 +80,69 @@ class TokenProbs(msgspec.Struct, frozen=True, array_like=True):
 
     def __iter__(self) -> Iterator[TokenProb]:
         """Yield the tokens with their probabilities."""
-        ends = ids_of(self.packed_ends)
-        pieces = (self.text[start:end] for start, end in pairwise([0, *ends]))
-        values = (None if isnan(value) else value for value in _floats(self.packed_values))
-        all_ = map(TokenProb, ids_of(self.packed_tokens), pieces, values)
-        for count in ids_of(self.packed_counts):
-            yield next(all_)._replace(top=[next(all_) for _ in range(count - 1)])
+        rows = ProbRows()
+        rows.extend(self)
+        for part in rows.parts():
+            yield from part
+
+
+class ProbRows:
+    """Scores of the tokens of a text so far, in about 20 bytes each: objects would take ten times as many."""
+
+    def __init__(self) -> None:
+        self._counts = array("i")
+        self._tokens = array("i")
+        self._values = array("f")
+        self._ends = array("i")
+        self._text = bytearray()
+
+    def __len__(self) -> int:
+        """Count the tokens of the text."""
+        return len(self._counts)
+
+    @property
+    def n_entries(self) -> int:
+        """Count the probabilities: those of the text's tokens, and of the most likely ones in their places."""
+        return len(self._tokens)
+
+    def extend(self, probs: TokenProbs) -> None:
+        """Append scores."""
+        n_before = len(self._text)
+        self._counts.frombytes(probs.packed_counts)
+        self._tokens.frombytes(probs.packed_tokens)
+        self._values.frombytes(probs.packed_values)
+        ends = array("i", probs.packed_ends)
+        self._ends.extend(array("i", [end + n_before for end in ends]) if n_before else ends)
+        self._text += probs.text
+
+    def values(self) -> list[float]:
+        """Return the probabilities of the text's tokens, without those that are not scored."""
+        chosen = map(self._values.__getitem__, self._starts())
+        return [value for value in chosen if not isnan(value)]
+
+    def parts(self, *, with_top: bool = True) -> Iterator[list[TokenProb]]:
+        """Yield the tokens in lists that take about a millisecond to encode; without the most likely ones if so."""
+        part: list[TokenProb] = []
+        n_entries = 0
+        for start, count in zip(self._starts(), self._counts, strict=True):
+            top = [self._prob(at) for at in range(start + 1, start + count)] if with_top else ()
+            part.append(self._prob(start, top))
+            n_entries += count if with_top else 1
+            if n_entries >= _PART_ENTRIES:
+                yield part
+                part, n_entries = [], 0
+        if part:
+            yield part
+
+    def _starts(self) -> Iterator[int]:
+        """Yield the place of each of the text's tokens among all."""
+        return islice(accumulate(self._counts, initial=0), len(self._counts))
+
+    def _prob(self, at: int, top: Sequence[TokenProb] = ()) -> TokenProb:
+        piece = bytes(self._text[self._ends[at - 1] if at else 0 : self._ends[at]])
+        value = self._values[at]
+        return TokenProb(self._tokens[at], piece, None if isnan(value) else value, top)
 
 
 NOT_SCORED = nan
 """The value of a prompt's first token, which nothing comes before."""
-
-
-def _floats(data: bytes) -> array[float]:
-    found = array("f")
-    found.frombytes(data)
-    return found

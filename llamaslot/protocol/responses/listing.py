@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import Any
 
 import msgspec
@@ -17,6 +18,8 @@ class _Identified(msgspec.Struct):
     id: Any = None
 
 
+_MAX_PAGE_BYTES = 4 * 2**20
+"""Bytes after which a page ends, however many items were asked for: `has_more` tells of the others."""
 _items = msgspec.json.Decoder(list[msgspec.Raw]).decode
 _identified = msgspec.json.Decoder(_Identified).decode
 
@@ -32,6 +35,8 @@ def list_items(job: ListItems) -> JsonReply:
             raise InvalidRequestError(f"'after': there is no item '{job.after}'", param="after")
         items = items[place + 1 :]
     page = items[: job.limit]
+    sizes = accumulate(len(bytes(item)) for item in page)
+    page = page[: max(1, sum(size <= _MAX_PAGE_BYTES for size in sizes))]
     first, last = (_identified(page[0]).id, _identified(page[-1]).id) if page else (None, None)
     has_more = len(items) > len(page)
     body = {"object": "list", "data": page, "first_id": first, "last_id": last, "has_more": has_more}

@@ -1,0 +1,91 @@
+"""Memory of replies that are generated or sent: what one request may ask for, and what all may take together.
+
+Only the packed form is kept (`ProbRows`): the JSON of a probability is four times as long, and is made while it is
+sent. An owner (`Sender.owner`) may take as much as it leaves free, so one alone gets half, and there is always room
+for the next one.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from llamaslot.base.commands import Submit
+from llamaslot.base.errors import InvalidRequestError, QueueFullError
+
+MAX_BYTES = 64 * 2**20
+"""Bytes of all replies."""
+_MIB = 2**20
+
+
+class ReplyMemory:
+    """Bytes that replies take, by owner."""
+
+    def __init__(self, max_bytes: int = MAX_BYTES) -> None:
+        self._max_bytes = max_bytes
+        self._bytes: Counter[str] = Counter()
+        self.n_bytes = 0
+        """Bytes of all owners."""
+
+    def charge(self, owner: str, n_bytes: int, *, n_own: int = 0) -> None:
+        """Count further bytes of a request that has `n_own`; raises `QueueFullError` if its owner has too many.
+
+        One request alone may have any number.
+        """
+        n_total, n_owner = self.n_bytes + n_bytes, self._bytes[owner] + n_bytes
+        if n_bytes > 0 and n_owner > self._max_bytes - n_total and n_total > n_own + n_bytes:
+            raise QueueFullError(
+                f"replies of this client that are not complete, or not read yet, take {n_owner / _MIB:.0f} MiB; "
+                "try later, send fewer requests at once, or ask for less",
+                retry_after=1,
+            )
+        self.n_bytes = n_total
+        self._bytes[owner] = n_owner
+        if not n_owner:
+            del self._bytes[owner]
+
+    @contextmanager
+    def held(self, owner: str, n_bytes: int) -> Iterator[None]:
+        """Count the bytes of a reply while it is sent; raises as `charge` does."""
+        self.charge(owner, n_bytes)
+        try:
+            yield
+        finally:
+            self.charge(owner, -n_bytes)
+
+
+class ProbsLimit(NamedTuple):
+    """Limit of the probabilities in one reply."""
+
+    most: int
+    fields: Sequence[str]
+    """Request fields that ask for them."""
+    n_copies: int = 1
+    """Times that the reply has each of them."""
+
+    def check(self, submits: Sequence[Submit], n_ctx: int, n_prompts: Sequence[int] | None = None) -> None:
+        """Raise `InvalidRequestError` if a reply would have more; `n_prompts` has the tokens of each prompt.
+
+        A reply without `max_tokens` is known to be long with `ignore_eos` only.
+        """
+        n = 0
+        for submit, n_prompt in zip(submits, n_prompts or [1] * len(submits), strict=True):
+            n_new = n_ctx - n_prompt
+            if submit.max_tokens >= 0:
+                n_new = min(n_new, submit.max_tokens)
+            elif not submit.sampling.ignore_eos:
+                n_new = 0
+            n += submit.n * (n_new * (1 + submit.sampling.n_probs) + n_prompt * (1 + submit.prompt_probs))
+        if n > self.most // self.n_copies:
+            raise self.error(f"would have {n}")
+
+    def error(self, has: str) -> InvalidRequestError:
+        """Return the error of a reply that has too many."""
+        *others, last = [f"'{field}'" for field in self.fields]
+        return InvalidRequestError(
+            f"the reply {has} probabilities, and the limit is {self.most // self.n_copies} (--max-reply-probs): "
+            f"lower {', '.join(others)} or {last}" + ("" if self.n_copies > 1 else "; a stream has no limit"),
+            param=self.fields[-1],
+        )
