@@ -31,7 +31,7 @@ from llamaslot.base.model import KvCost, ModelInfo, StateCost, StepCost
 MAX_AGE_S = 7 * 86_400
 """Age at which measurements are taken again: the machine may have been busy, or have changed."""
 _MAX_FILE_BYTES = 2**16
-FORMAT = 2
+FORMAT = 3
 """Counted up whenever something is measured in another way."""
 
 
