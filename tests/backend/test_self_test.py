@@ -16,45 +16,107 @@ import pytest
 from bench import synthetic
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings
 from llamaslot.backend.llama.state import self_test
+from llamaslot.backend.state_format import HEADER_BYTES, LAYOUTS, SavedCells, read_cells
 from llamaslot.base.backend import Decoded, Run, Status
-from llamaslot.base.kv_ops import Copy, IllegalCallError, Operation, Remove, Restore, Save, Take
+from llamaslot.base.kv_ops import (
+    Copy,
+    CopyStream,
+    IllegalCallError,
+    Kv,
+    Load,
+    Operation,
+    Remove,
+    Restore,
+    Save,
+    Take,
+)
+from llamaslot.base.model import StateKind
 from tests.backend.test_models import failing
+from tests.conftest import LONG
+from tests.gguf_copies import rewritten
+from tests.noisy_backend import NoisyBackend
 
 WINDOWS = ("tiny-swa", "tiny-oss")
 RECURRENT = ("tiny-mamba", "tiny-mamba2", "tiny-rwkv7")
 HYBRIDS = ("tiny-lfm2", "tiny-next", "tiny-qwen35", "tiny-granite")
 STATES = (*WINDOWS, *HYBRIDS, *RECURRENT)
+KINDS = (*STATES, "oss-128", "hybrid window") if LONG else ("oss-128", "tiny-lfm2", "tiny-rwkv7", "hybrid window")
+"""Models on which bugs are planted that every kind can have."""
 EXACT = {"flash_attn": "off", "cache_type_k": "f32", "cache_type_v": "f32"}
 LONG_WINDOWS = {
     "swa-200": replace(synthetic.SHAPES["tiny-swa"], window=200),
     "oss-128": replace(synthetic.SHAPES["tiny-oss"], window=128),
 }
 """Shapes in which one token of a window hardly matters, and rounding moves logits as much."""
+Q8 = {"cache_type_k": "q8_0", "cache_type_v": "q8_0"}
+TRIMMED = ("tiny-mla", "M-RoPE")
+NOISES = (0.0, 0.2, 0.8, 1.6) if LONG else (0.0, 0.8)
+"""Rms distance between logits of equal tokens; random weights give logits with a deviation of 2."""
+ALL_V = "no V"
+N_COLD = 3
+"""Cold runs of which the test compares logits."""
+PLACES = {
+    "a checkpoint after another token": "after a checkpoint in its own sequence",
+    "a checkpoint one token late": "after a checkpoint in its own sequence",
+    "a checkpoint of another branch": "after a checkpoint in its own sequence",
+    "another checkpoint in place": "after a checkpoint in its own sequence",
+    "no restore": "after a checkpoint in another sequence",
+    "a state that is not used": "after a checkpoint in its own sequence, logits",
+}
+"""Bugs of all models with checkpoints, and the step of the test that notices each."""
+PLANTED = [
+    *((bug, shape, where) for bug, where in PLACES.items() for shape in KINDS),
+    *(
+        (bug, shape, "after segments")
+        for bug in ("no load", "a segment twice")
+        for shape in ("tiny-swa", "tiny-next")
+    ),
+    *(("a load into another sequence", shape, "after segments") for shape in ("tiny-swa", "hybrid window")),
+    # A window may keep the cells of the prefix, so that nothing needs to be restored.
+    *(("no restore in place", shape, "after a checkpoint in its own") for shape in ("tiny-lfm2", "tiny-rwkv7")),
+    *(("no copy", shape, "after a checkpoint in another") for shape in (*WINDOWS, "hybrid window", "tiny-lfm2")),
+    *(("a fork of another branch", shape, "in a copy of a whole") for shape in ("tiny-lfm2", "tiny-mamba")),
+    ("no trim", "tiny-mla", "in a sequence that was cut"),
+    ("cells of another branch", "tiny-mla", "in a copy of a sequence"),
+    ("no copy", "M-RoPE", "in a copy of a sequence"),
+    ("no copy of a stream", "tiny-mla", "in a copy of a stream"),
+    ("a state that is not used", "tiny-mla", "in a sequence that was cut, logits"),
+]
 OTHER = 9
 """Number of a checkpoint that only the bug takes."""
 TOKEN = np.array([301], dtype=np.int32)
 
 
-class WrongBackend(LlamaBackend):
-    """A backend with a bug."""
+class WrongBackend(NoisyBackend):
+    """A backend with a bug, and with noise in its logits."""
 
-    def __init__(self, settings: LlamaSettings, bug: str = "") -> None:
+    def __init__(self, settings: LlamaSettings, bug: str = "", noise: float = 0.0) -> None:
         self._bug = bug
         self._held: dict[int, list[int]] = defaultdict(list)
+        self._unused: list[np.ndarray] = []
         self.n_decoded = 0
-        super().__init__(settings)
+        super().__init__(settings, noise)
 
     def decode(self, runs: Sequence[Run]) -> Decoded:
         self.n_decoded += sum(len(run.tokens) for run in runs)
         for run in runs:
             self._held[run.seq][run.start :] = run.tokens.tolist()
-        return super().decode(runs)
+        decoded = super().decode(runs)
+        if self._bug == "a state that is not used" and runs[0].targets is not None:
+            self._compute_without_state(len(runs[0].tokens))
+        return decoded
 
-    def change(self, operation: Operation) -> None:
+    def change(self, operation: Operation) -> None:  # noqa: PLR0912
+        kv = self._kv
         match self._bug, operation:
             case "a checkpoint after another token", Take(number, src, end):
                 ids = self._held[src][:end]
                 self._of_other(1, [*ids[:-1], ids[0]], Take(number, 1, end))
+            case "a checkpoint one token late", Take(number, src, end):
+                ids = self._held[src][:end]
+                self._of_other(1, [*ids, ids[0]], Take(number, 1, end + 1))
+                kv.partial._states[number] = moved(kv.partial._states[number], self.info.state.kind)
+                kv.states.checkpoints[number] = end
             case "a checkpoint of another branch", Take(number, src, end):
                 self._of_other(1, self._held[src][:end][::-1], Take(number, 1, end))
             case "cells of another segment", Save(number, src, start, end, scratch):
@@ -64,19 +126,39 @@ class WrongBackend(LlamaBackend):
                 self._of_other(1, self._held[src][:end][::-1], Take(OTHER, 1, end))
             case "another checkpoint in place", Restore(_, 0):
                 super().change(Restore(OTHER, 0))
-            case "no restore", Restore(number, 1):
-                end = self._kv.states.checkpoints[number]
-                llama_cpp.llama_memory_seq_rm(self._memory, 1, end, -1)
-                self._kv.states.restore(1)
-                self._kv.lengths[1] = end
+            case ("no restore", Restore(number, 1 as dst)) | ("no restore in place", Restore(number, 0 as dst)):
+                end = kv.states.checkpoints[number]
+                llama_cpp.llama_memory_seq_rm(self._memory, dst, end, -1)
+                kv.states.restore(dst)
+                kv.lengths[dst] = end
+            case "no copy", Copy(_, dst, 0, end):
+                kv.lengths[dst] = end
+            case "no load", Load(_, dst, _, end):
+                kv.lengths[dst] = end
+            case "no copy of a stream", CopyStream(_, dst, keep):
+                self._compute(dst, self._held[dst][:1] * keep)
+            case "a load into another sequence", Load(number, 0, start, end, scratch):
+                super().change(Load(number, 1, start, end, scratch))
+                kv.lengths[0] = end
+            case "a segment twice", Load(number, dst, start, end, scratch) if start:
+                kv.segments._states[number] = shifted(kv.segments._states[number + 1], start)
+                super().change(operation)
             case "cells of another branch", Copy(src, dst, 0, end):
                 self._compute(dst, self._held[src][:end][::-1])
             case "a fork of another branch", Copy(src, dst, 0, end) if end == self.seq_len(src):
                 self._compute(dst, self._held[src][:end][::-1])
             case "no trim", Remove(seq, keep) if keep:
-                self._kv.lengths[seq] = keep
+                kv.lengths[seq] = keep
             case _:
                 super().change(operation)
+
+    def _compute_without_state(self, n_tokens: int) -> None:
+        """Give later runs the logits of the first cold one, which follows another prefix, with new noise."""
+        address = llama_cpp.llama_get_logits(self._context)
+        rows = np.ctypeslib.as_array(address, (n_tokens, self.vocab.n_tokens))
+        self._unused.append(rows.copy())
+        if len(self._unused) > N_COLD:
+            rows[:] = self._unused[0] + self._drawn(n_tokens)
 
     def _of_other(self, seq: int, ids: list[int], operation: Operation) -> None:
         """Carry out an operation on an empty sequence while it holds other tokens."""
@@ -91,12 +173,77 @@ class WrongBackend(LlamaBackend):
             assert super().decode([run]).status is Status.OK
 
 
+def saved_cells(state: Kv, n_caches: int) -> tuple[list[SavedCells], int]:
+    """The cells of each cache of a saved sequence, and the place of what follows them."""
+    for cell_bytes, has_v in LAYOUTS:
+        try:
+            caches, at = [], HEADER_BYTES
+            for _ in range(n_caches):
+                caches.append(read_cells(state, at + 4, cell_bytes=cell_bytes, has_v=has_v))
+                at = caches[-1].end
+            return caches, at
+        except ValueError:
+            continue
+    raise AssertionError("another format")
+
+
+def shifted(state: Kv, by: int) -> Kv:
+    """A segment at later positions."""
+    state = state.copy()
+    [cells], _ = saved_cells(state, 1)
+    cells.cells[:, :4] = (cells.positions + by).view(np.uint8).reshape(-1, 4)
+    return state
+
+
+def moved(state: Kv, kind: StateKind) -> Kv:
+    """A checkpoint with all positions one earlier."""
+    state = state.copy()
+    caches, at = saved_cells(state, int(kind.has_window))
+    for each in caches:
+        each.cells[:, :4] = (each.positions - 1).view(np.uint8).reshape(-1, 4)
+    if kind.has_recurrent_state:
+        state[at + 4 : at + 8] = (state[at + 4 : at + 8].copy().view(np.int32) - 1).view(np.uint8)
+    return state
+
+
+def damaged(state: Kv, kind: StateKind, damage: str, *, is_partial: bool) -> Kv:
+    """A saved sequence in which something is missing, or not where it belongs."""
+    state = state.copy()
+    n_caches = int(kind.has_window) + int(not is_partial and kind is not StateKind.RECURRENT)
+    caches, at = saved_cells(state, n_caches)
+    for each in caches:
+        if len(each.cells) < 2:
+            continue
+        match damage:
+            case "a missing layer":
+                each.tensors[0].rows[:] = 0
+            case "no V":
+                for tensor in each.tensors[len(each.tensors) // 2 :]:
+                    tensor.rows[:] = 0
+            case "rows in each other's place":
+                for tensor in each.tensors:
+                    tensor.rows[[0, 1]] = tensor.rows[[1, 0]]
+            case "one cell short":
+                keep = each.positions > each.positions.min()
+                start = each.end - len(each.cells) * each.bytes_per_token - 12 - 12 * len(each.tensors)
+                parts = [np.array([keep.sum()], np.uint32).view(np.uint8), each.cells[keep], each.layers]
+                parts += [part for tensor in each.tensors for part in (tensor.header, tensor.rows[keep])]
+                flat = [state[:start], *(part.reshape(-1) for part in parts), state[each.end :]]
+                return np.concatenate(flat)
+    if kind.has_recurrent_state and damage != "one cell short" and state[at]:
+        # After its position and the headers of layers and the first row.
+        state[at + 32 : at + 48] ^= 1
+    return state
+
+
 @contextmanager
-def loaded(shape: str, bug: str = "", **fields: Any) -> Iterator[WrongBackend]:
+def loaded(
+    shape: str | Path, bug: str = "", noise: float = 0.0, is_exact: bool = False, **fields: Any
+) -> Iterator[WrongBackend]:
     chosen: dict[str, Any] = {"n_ctx": 1024, "n_slots": 2, "n_ubatch": 512, "n_threads": 1, "checkpoints": True}
-    is_exact = fields.get("flash_attn") == "off"
-    settings = LlamaSettings(synthetic.ensure(shape, is_exact=is_exact), **chosen | fields)
-    backend = WrongBackend(settings, bug)
+    is_exact |= fields.get("flash_attn") == "off"
+    model = shape if isinstance(shape, Path) else synthetic.ensure(shape, is_exact=is_exact)
+    backend = WrongBackend(LlamaSettings(model, **chosen | fields), bug, noise)
     try:
         yield backend
     finally:
@@ -115,27 +262,126 @@ def _long_windows(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(synthetic.SHAPES, name, shape)
 
 
-@pytest.mark.parametrize("shape", [*STATES, *LONG_WINDOWS, "tiny-mla"])
-@pytest.mark.parametrize("fields", [EXACT, {}, {"n_ubatch": 64}, {"n_slots": 1}], ids=str)
-def test_a_right_model_passes_and_leaves_nothing(shape: str, fields: dict[str, Any]) -> None:
-    with loaded(shape, **fields) as backend:
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Models that are rewritten from others, by name; each bug is tried on a smaller choice of kinds."""
+    folder = tmp_path_factory.mktemp("models")
+    window: dict[str, Any] = {"attention.sliding_window": 16}
+    dimensions: dict[str, Any] = {"rope.dimension_sections": [8, 12, 12, 0]}
+    lfm2, tiny = synthetic.ensure("tiny-lfm2"), synthetic.ensure("tiny")
+    return {
+        "hybrid window": rewritten(lfm2, folder / "lfm2-swa.gguf", "lfm2", values=window),
+        "M-RoPE": rewritten(tiny, folder / "mrope.gguf", "qwen2vl", values=dimensions),
+    }
+
+
+@pytest.mark.parametrize("noise", NOISES)
+@pytest.mark.parametrize("shape", [*STATES, *LONG_WINDOWS, "hybrid window", "M-RoPE", "tiny-mla"])
+@pytest.mark.parametrize("fields", [EXACT, {}, {"n_ubatch": 64}, {"n_slots": 1}, Q8], ids=str)
+def test_a_right_model_passes_and_leaves_nothing(
+    shape: str, fields: dict[str, Any], noise: float, models: dict[str, Path]
+) -> None:
+    with loaded(models.get(shape, shape), noise=noise, **fields) as backend:
         info = backend.info
         assert (info.self_test, info.self_test_reason) == ("passed", "")
-        assert info.keeps_checkpoints is (shape != "tiny-mla")
-        assert info.can_trim is (shape == "tiny-mla")
+        assert info.keeps_checkpoints is (shape not in TRIMMED)
+        assert info.can_trim is (shape in TRIMMED)
         assert is_empty(backend)
 
 
+@pytest.mark.parametrize("noise", NOISES)
 @pytest.mark.parametrize(
-    "bug", ["a checkpoint after another token", "a checkpoint of another branch", "no restore"]
+    "fields", [EXACT, {}, Q8, {"unified": False, "n_cache_seqs": 1}, {"unified": False} | EXACT], ids=str
 )
-@pytest.mark.parametrize("fields", [EXACT, {}], ids=["exact", "rounded"])
-@pytest.mark.parametrize("shape", [*STATES, *LONG_WINDOWS])
-def test_a_wrong_state_fails(shape: str, fields: dict[str, Any], bug: str) -> None:
-    with loaded(shape, bug, **fields) as backend:
-        assert backend.info.self_test == "failed"
-        assert backend.info.reuse_reason.startswith("self-test failed: ")
+@pytest.mark.parametrize("shape", ["tiny", "tiny-mla", "M-RoPE"])
+def test_a_right_dense_model_passes(
+    shape: str, fields: dict[str, Any], noise: float, models: dict[str, Path]
+) -> None:
+    """Also one that needs no test."""
+    with loaded(models.get(shape, shape), noise=noise, **fields) as backend:
+        assert self_test.run(backend, backend._context, limit_s=None) == self_test.SelfTestResult("passed")
         assert is_empty(backend)
+
+
+@pytest.mark.parametrize("noise", NOISES)
+@pytest.mark.parametrize(("bug", "shape", "where"), PLANTED)
+def test_a_planted_bug_fails_in_any_noise(
+    bug: str, shape: str, where: str, noise: float, models: dict[str, Path]
+) -> None:
+    fields = {"unified": False, "n_cache_seqs": 1} if "stream" in bug else {}
+    with loaded(models.get(shape, shape), bug, noise, **fields) as backend:
+        assert backend.info.self_test == "failed"
+        assert backend.info.reuse_reason.startswith(f"self-test failed: {where}")
+        assert is_empty(backend)
+
+
+@pytest.mark.parametrize("noise", NOISES)
+@pytest.mark.parametrize("damage", ["a missing layer", "rows in each other's place", "one cell short"])
+@pytest.mark.parametrize(
+    ("shape", "call"),
+    [
+        *((shape, "_ext") for shape in (*WINDOWS, *LONG_WINDOWS, "hybrid window")),
+        *((shape, "") for shape in ("tiny-swa", "oss-128", "tiny-lfm2", "tiny-mla")),
+    ],
+)
+def test_a_damaged_state_fails_in_any_noise(
+    request: pytest.FixtureRequest, shape: str, call: str, damage: str, noise: float
+) -> None:
+    """The bytes that llama.cpp is given to load are not those that it has saved."""
+    models, monkeypatch = request.getfixturevalue("models"), request.getfixturevalue("monkeypatch")
+    name = f"llama_state_seq_set_data{call}"
+    load = getattr(llama_cpp, name)
+
+    def load_damaged(context: Any, pointer: Any, n_bytes: int, *args: Any) -> int:
+        state = np.ctypeslib.as_array(pointer, (n_bytes,))
+        wrong = damaged(state, backend.info.state.kind, damage, is_partial=bool(call))
+        loaded: int = load(context, wrong.ctypes.data_as(type(pointer)), len(wrong), *args)
+        return n_bytes if loaded == len(wrong) else loaded
+
+    with loaded(models.get(shape, shape), noise=noise, self_test_limit_s=0.0) as backend:
+        monkeypatch.setattr(llama_cpp, name, load_damaged)
+        assert backend.run_self_test()
+        assert backend.info.self_test == "failed"
+        where = "after a checkpoint in its own sequence, " if call else "after segments that were loaded, "
+        assert where in backend.info.reuse_reason
+        assert "are not what was computed" in backend.info.reuse_reason
+        assert is_empty(backend)
+
+
+@pytest.mark.parametrize("shape", RECURRENT)
+def test_a_damaged_recurrent_state_fails(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    load = llama_cpp.llama_state_seq_set_data_ext
+
+    def load_damaged(context: Any, pointer: Any, n_bytes: int, *args: Any) -> int:
+        state = np.ctypeslib.as_array(pointer, (n_bytes,))
+        wrong = damaged(state, StateKind.RECURRENT, "a missing layer", is_partial=True)
+        return int(load(context, wrong.ctypes.data_as(type(pointer)), n_bytes, *args))
+
+    with loaded(shape, self_test_limit_s=0.0) as backend:
+        monkeypatch.setattr(llama_cpp, "llama_state_seq_set_data_ext", load_damaged)
+        assert backend.run_self_test()
+        assert "the recurrent state" in backend.info.reuse_reason
+
+
+@pytest.mark.parametrize("shape", ["tiny", "tiny-swa", "tiny-lfm2", "tiny-mla"])
+def test_a_layer_that_llama_cpp_never_saves_shows_in_the_logits(
+    shape: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two saved sequences then are equal, whatever the cells hold."""
+    save = llama_cpp.llama_state_seq_get_data
+
+    def save_in_part(context: Any, pointer: Any, n_bytes: int, seq: int) -> int:
+        n_saved = int(save(context, pointer, n_bytes, seq))
+        state = np.ctypeslib.as_array(pointer, (n_bytes,))
+        kind = backend.info.state.kind
+        state[:] = damaged(state, StateKind.WINDOW if kind.has_window else StateKind.NONE, ALL_V, is_partial=False)
+        return n_saved
+
+    with loaded(shape) as backend:
+        monkeypatch.setattr(llama_cpp, "llama_state_seq_get_data", save_in_part)
+        result = self_test.run(backend, backend._context, limit_s=None)
+        assert result.outcome == "failed"
+        assert "logits" in result.reason
 
 
 @pytest.mark.parametrize("shape", [*WINDOWS, *HYBRIDS, "tiny-mla"])
