@@ -135,18 +135,30 @@ class Noise:
         second half: its chunks lie between those of the first. Attention adds up V in the order of the cells
         (fact 9), so this may move logits several times as far as chunk sizes do.
         """
-        backend._clear()
-        n_free = backend.info.n_ctx - len(history)
-        n_taken = 0
-        for at in range(0, len(history), chunk):
-            n_others = min(n_before, n_free - n_taken, self._settings.n_ubatch)
-            if n_others > 0 and (at == 0 or (is_scattered and at < len(history) // 2)):
-                backend.decode([Run(1, n_taken, np.full(n_others, 97, dtype=np.int32), False)])
-                n_taken += n_others
-            elif n_taken:
-                backend.change(Remove(1, 0))
-                n_taken = n_free
-            part = np.array(history[at : at + chunk], dtype=np.int32)
-            backend.decode([Run(0, at, part, at + chunk >= len(history))])
-        row = llama_cpp.llama_get_logits_ith(backend._context, -1)
-        return np.ctypeslib.as_array(row, (backend.info.n_vocab,)).copy()
+        return logits_after(backend, history, chunk, n_before, is_scattered)
+
+
+def logits_after(
+    backend: LlamaBackend, history: Sequence[int], chunk: int, n_before: int = 0, is_scattered: bool = False
+) -> np.ndarray:
+    """Decode `history` into sequence 0 of an empty pool and return the logits behind it; sequence 1 is for others."""
+    backend._clear()
+    n_free = backend.info.n_ctx - len(history)
+    n_taken = 0
+    for at in range(0, len(history), chunk):
+        n_others = min(n_before, n_free - n_taken, backend.info.n_ubatch)
+        if n_others > 0 and (at == 0 or (is_scattered and at < len(history) // 2)):
+            backend.decode([Run(1, n_taken, np.full(n_others, 97, dtype=np.int32), False)])
+            n_taken += n_others
+        elif n_taken:
+            backend.change(Remove(1, 0))
+            n_taken = n_free
+        part = np.array(history[at : at + chunk], dtype=np.int32)
+        backend.decode([Run(0, at, part, at + chunk >= len(history))])
+    return last_logits(backend)
+
+
+def last_logits(backend: LlamaBackend) -> np.ndarray:
+    """Return the logits of the last output of the last step."""
+    row = llama_cpp.llama_get_logits_ith(backend._context, -1)
+    return np.ctypeslib.as_array(row, (backend.info.n_vocab,)).copy()

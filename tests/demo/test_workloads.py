@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ from llamaslot.app.models import resolve_model
 from llamaslot.backend.disk import DiskStore
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings
 from llamaslot.base.backend import Decoded, Run
-from llamaslot.base.commands import Submit, TextPart
 from llamaslot.base.events import Cancelled, Finished
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.model import StepCost
@@ -30,29 +28,17 @@ from llamaslot.kvcache.tiers import pacing
 from llamaslot.scheduler import admission
 from llamaslot.text.template import ChatTemplate
 from tests.conftest import LONG
-from tests.engine.harness import Harness, running
+from tests.engine.harness import GREEDY, running
 from tests.noise import Noise
 from tests.text.rendering import rendered
+from tests.workloads import Answer, Ask, Tally, answered
 
 N_WORKLOADS = 200 if LONG else 8
 MAX_TOKENS = 40
 SMALLEST = 256
 """Cells of the smallest pool, and of a slot where each has its own."""
-GREEDY = Sampling(temperature=0.0)
 ENDLESS = Sampling(temperature=0.0, ignore_eos=True)
 """Sampling of replies that are as long as they may be, whatever the model would say."""
-
-
-@dataclass(frozen=True)
-class Ask:
-    """One request: what it sends, in how many copies, after how many turns of the loop, and its patience."""
-
-    prompt: str
-    n: int = 1
-    pause: int = 0
-    patience: int | None = None
-    cache_prompt: bool = True
-    id_slot: int = -1
 
 
 @dataclass
@@ -64,16 +50,6 @@ class Workload:
     n_slots: int
     n_cache_seqs: int
     n_ubatch: int
-
-
-@dataclass
-class Tally:
-    """Counts of what the workloads did, so that the test can say what it covered."""
-
-    n_requests: int = 0
-    n_cancelled: int = 0
-    n_differing: int = 0
-    seen: Counter[str] = field(default_factory=Counter)
 
 
 def prompts() -> list[list[str]]:
@@ -159,51 +135,15 @@ def count_pairs(backend: LlamaBackend, tally: Tally) -> None:
 
 async def run(
     workload: Workload, tally: Tally, *, unified: bool, storing: dict[str, Any], padded: bool
-) -> list[tuple[Ask, list[int], bool]]:
-    """The tokens of every request, and whether it came to its end."""
-    answers = []
+) -> list[Answer]:
+    """Return the replies to all requests."""
     backend = open_backend(workload, unified=unified)
     if padded:
         pad(backend, tally)
     async with running(backend, **storing) as engine:
-
-        async def ask(index: int, each: Ask) -> None:
-            for _ in range(each.pause):
-                await asyncio.sleep(0.0005)
-            submit = Submit(
-                f"request {index}",
-                (TextPart(each.prompt),),
-                sampling=GREEDY,
-                max_tokens=MAX_TOKENS,
-                cache_prompt=each.cache_prompt,
-                id_slot=each.id_slot,
-                n=each.n,
-            )
-            engine.submit_all(submit)
-            names = [completion.request_id for completion in submit.completions()]
-            if each.patience is not None:
-                await asyncio.sleep(each.patience * 0.001)
-                engine.cancel(names[0])
-            for name in names:
-                end = await engine.ends[name]
-                assert isinstance(end, Finished | Cancelled), end
-                answers.append((each, tokens_of(engine, name), isinstance(end, Finished)))
-
-        await asyncio.gather(*(ask(i, each) for i, each in enumerate(workload.asks)))
-        scheduler = engine.engine.scheduler
-        stats = scheduler.cache_stats()
-        tally.seen["evicted tokens"] += stats.evicted_tokens
-        tally.seen["copied tokens"] += stats.copied_tokens
-        tally.seen["read tokens"] += stats.read_tokens
-        tally.seen["restored tokens"] += stats.loaded_tokens
-        tally.seen["moved prefixes"] += stats.moved_prefixes
-        tally.seen["waits"] += scheduler.admission.n_waits
-        tally.seen["preemptions"] += scheduler.n_preempted
+        answers = await answered(engine, workload.asks, sampling=GREEDY, max_tokens=MAX_TOKENS)
+        tally.count(engine)
     return answers
-
-
-def tokens_of(engine: Harness, name: str) -> list[int]:
-    return [token for event in engine.events[name] for token in getattr(event, "tokens", ())]
 
 
 async def cold_tokens(prompts: set[str], n_ubatch: int = 512, sampling: Sampling = GREEDY) -> dict[str, list[int]]:
@@ -212,13 +152,13 @@ async def cold_tokens(prompts: set[str], n_ubatch: int = 512, sampling: Sampling
     async with running(open_backend(Workload([], 4096, 1, 0, n_ubatch), unified=True)) as engine:
         for prompt in sorted(prompts):
             await engine.submit(prompt, prompt, sampling=sampling, max_tokens=MAX_TOKENS, cache_prompt=False)
-            answers[prompt] = tokens_of(engine, prompt)
+            answers[prompt] = engine.tokens(prompt)
     return answers
 
 
-def run_twice(workload: Workload, tally: Tally, folder: Path) -> list[tuple[Ask, list[int], bool]]:
+def run_twice(workload: Workload, tally: Tally, folder: Path) -> list[Answer]:
     """The same with a disk, and again on another server that finds on it what the first one wrote."""
-    answers = []
+    answers: list[Answer] = []
     for _ in range(2):
         store = DiskStore(folder)
         store.open(b"k" * 32, 2**30)
@@ -290,7 +230,8 @@ def test_every_text_is_the_cold_one(
             if on_disk
             else asyncio.run(run(workload, tally, unified=unified, storing=storing, padded=padded))
         )
-        for each, tokens, is_whole in answers:
+        for answer in answers:
+            each, tokens, is_whole = answer.ask, answer.tokens, answer.is_whole
             expected = cold[each.prompt]
             tally.n_requests += 1
             tally.n_cancelled += not is_whole
@@ -341,7 +282,7 @@ async def test_one_known_in_cells_and_one_on_disk_in_one_batch(
                 assert in_cells.progress.n_cached > 0 == in_cells.progress.n_loaded
                 assert on_disk.progress.n_read > 0
                 for prompt in (first, second):
-                    tokens, expected = tokens_of(engine, prompt), cold[prompt]
+                    tokens, expected = engine.tokens(prompt), cold[prompt]
                     pairs = enumerate(zip(tokens, expected, strict=False))
                     at = next((i for i, (a, b) in pairs if a != b), None)
                     context = noise.tokenize(prompt) + expected[:at]
