@@ -129,19 +129,19 @@ class Noise:
     def _logits(
         self, backend: LlamaBackend, history: Sequence[int], chunk: int, n_before: int, is_scattered: bool = False
     ) -> np.ndarray:
-        """The same in an empty pool.
-
-        If `is_scattered`, each chunk of the first half lies behind as many cells, which come free before the
-        second half: its chunks lie between those of the first. Attention adds up V in the order of the cells
-        (fact 9), so this may move logits several times as far as chunk sizes do.
-        """
         return logits_after(backend, history, chunk, n_before, is_scattered)
 
 
 def logits_after(
     backend: LlamaBackend, history: Sequence[int], chunk: int, n_before: int = 0, is_scattered: bool = False
 ) -> np.ndarray:
-    """Decode `history` into sequence 0 of an empty pool and return the logits behind it; sequence 1 is for others."""
+    """Return the logits after `history`, decoded in chunks into sequence 0 of an empty pool.
+
+    Sequence 1 takes `n_before` cells before the first chunk, which come free behind it. If it `is_scattered`, each
+    chunk of the first half lies behind as many, which come free before the second half: its chunks lie between
+    those of the first. Attention adds up V in the order of the cells (fact 9), so this may move logits several
+    times as far as chunk sizes do.
+    """
     backend._clear()
     n_free = backend.info.n_ctx - len(history)
     n_taken = 0

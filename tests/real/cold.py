@@ -1,0 +1,165 @@
+"""Cold replies of a real model, and how far they move when only chunk sizes and cells are others.
+
+On real weights even two cold runs give different texts (fact 9), so a warm reply is judged by what cold ones do:
+`Control` collects, for every position of a reply before two cold runs part, how far the log-probabilities of the
+likeliest tokens move. The cold runs decode straight through the backend, without engine and cache.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+
+from llamaslot.backend.llama import LlamaBackend, LlamaSettings
+from llamaslot.base.backend import Run
+from tests.noise import last_logits, logits_after
+
+N_SCORES = 5
+"""Likeliest tokens that are compared at each position."""
+SHAPES: tuple[tuple[int, int, bool], ...] = ((512, 0, False), (64, 0, False), (24, 40, True))
+"""Of the cold runs: size of chunks, cells taken before, and True if they lie between the chunks. The first is the
+reference."""
+LONG_SHAPES = (SHAPES[0], (128, 40, True))
+"""Of prompts that take seconds to compute."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """Greedy tokens, and the log-probabilities of the likeliest ones at each place, which may be left out."""
+
+    tokens: list[int]
+    scores: list[dict[int, float]]
+
+
+class ColdModel:
+    """A model that computes every prompt whole, alone."""
+
+    def __init__(self, model: Path, n_ctx: int) -> None:
+        self.backend = LlamaBackend(LlamaSettings(model, n_ctx=n_ctx, n_slots=2, n_threads=1))
+
+    def tokenize(self, prompt: str) -> list[int]:
+        """Return the ids of a prompt."""
+        return self.backend.vocab.tokenize(prompt, add_special=True, parse_special=True).tolist()
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """Return the text of a reply without its end."""
+        kept = [token for token in tokens if token not in self.backend.info.eog]
+        return self.backend.vocab.detokenize(kept).decode(errors="ignore")
+
+    def reply(self, ids: Sequence[int], n: int, shape: tuple[int, int, bool] = SHAPES[0]) -> Reply:
+        """Return the first `n` greedy tokens after a prompt."""
+        reply = Reply([], [])
+        logits = logits_after(self.backend, ids, *shape)
+        while True:
+            token = int(logits.argmax())
+            reply.tokens.append(token)
+            reply.scores.append(scores_of(logits))
+            if len(reply.tokens) == n or token in self.backend.info.eog:
+                return reply
+            at = len(ids) + len(reply.tokens) - 1
+            self.backend.decode([Run(0, at, np.array([token], dtype=np.int32), True)])
+            logits = last_logits(self.backend)
+
+
+def scores_of(logits: np.ndarray) -> dict[int, float]:
+    """Return the log-probabilities of the likeliest tokens, the likeliest first."""
+    exact = logits.astype(np.float64)
+    total = exact.max() + math.log(np.exp(exact - exact.max()).sum())
+    best = np.argpartition(-exact, N_SCORES)[:N_SCORES]
+    return {int(token): float(exact[token] - total) for token in sorted(best, key=lambda token: -exact[token])}
+
+
+def parting(one: Sequence[int], other: Sequence[int]) -> int | None:
+    """Return the first place at which two replies have other tokens; None if one begins with the other."""
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), None)
+
+
+def moves(one: Reply, other: Reply) -> list[float]:
+    """Return how far log-probabilities lie apart at each place with the same history."""
+    at = parting(one.tokens, other.tokens)
+    pairs = zip(one.scores, other.scores, strict=False)
+    return [_move(*pair) for i, pair in enumerate(pairs) if at is None or i <= at]
+
+
+def _move(one: Mapping[int, float], other: Mapping[int, float]) -> float:
+    """Return the greatest change of the distance of two tokens that are among the likeliest in both runs.
+
+    Distances of tokens, unlike their log-probabilities, decide which one is taken.
+    """
+    changes = [other[token] - one[token] for token in one if token in other]
+    return max((abs(a - b) for a, b in combinations(changes, 2)), default=math.inf)
+
+
+@dataclass
+class Control:
+    """What chunk sizes and cells alone do to the replies of one model, from cold runs."""
+
+    moves: list[float] = field(default_factory=list)
+    n_texts: int = 0
+    n_differing: int = 0
+
+    def add(self, cold: Reply, other: Reply) -> None:
+        """Take in two cold replies to the same prompt."""
+        self.moves += moves(cold, other)
+        self.n_texts += 1
+        self.n_differing += parting(cold.tokens, other.tokens) is not None
+
+    @property
+    def farthest(self) -> float:
+        """The farthest that the distance of two likely tokens moved."""
+        return max(self.moves)
+
+    @property
+    def rms(self) -> float:
+        """The root mean square of the moves."""
+        return rms(self.moves)
+
+
+def rms(values: Sequence[float]) -> float:
+    """Return the root mean square."""
+    return math.sqrt(sum(value * value for value in values) / max(1, len(values)))
+
+
+@dataclass
+class Comparison:
+    """Warm replies beside cold ones."""
+
+    control: Control
+    moves: list[float] = field(default_factory=list)
+    n_texts: int = 0
+    n_differing: int = 0
+    faults: list[str] = field(default_factory=list)
+    """Differences that no cold run has."""
+
+    def add(self, name: str, cold: Reply, warm: Reply) -> None:
+        """Judge a warm reply, which may be shorter or longer than the cold one.
+
+        It may take another token only where the two lie closer together than cold runs move such tokens. All
+        log-probabilities up to there may be twice as far apart as those of cold runs: there are many more of them.
+        """
+        self.n_texts += 1
+        at = parting(cold.tokens, warm.tokens)
+        if at is not None:
+            self.n_differing += 1
+            best, row = cold.tokens[at], cold.scores[at]
+            gap = row[best] - row.get(warm.tokens[at], -math.inf)
+            if gap > self.control.farthest:
+                self.faults.append(f"{name}: token {at} is {warm.tokens[at]} for {best}, {gap:.3f} less likely")
+        found = moves(cold, warm)
+        self.moves += found
+        if found and max(found) > 2 * self.control.farthest:
+            self.faults.append(f"{name}: token {found.index(max(found))} moved by {max(found):.3f}")
+
+    def check(self) -> None:
+        """Raise `AssertionError` if warm replies differ otherwise, farther or more often than cold ones do."""
+        limit = self.control.farthest
+        assert not self.faults, f"cold runs move likely tokens by {limit:.3f} at most: {self.faults}"
+        assert rms(self.moves) <= 1.5 * self.control.rms, (rms(self.moves), self.control.rms)
+        # Where 3 are expected, none is seen once in 20 times.
+        share = (self.control.n_differing + 3) / self.control.n_texts
+        assert self.n_differing <= share * self.n_texts + 3, (self.n_differing, self.n_texts, share)
