@@ -15,7 +15,7 @@ SETUP = @command -v $(PYTHON) >/dev/null 2>&1 || { echo "llamaslot setup: $(PYTH
 # Hundreds of processes are started here: each would compile every module that it imports, which takes over a second.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help serve setup test test-slow check audit bench bench-peers bench-publish eval-demo dist size clean setup-dev setup-bench fuzz setup-fuzz soak test-clients test-remote
+.PHONY: help serve setup test test-slow check audit bench bench-peers bench-publish eval-demo dist size clean setup-dev setup-bench fuzz setup-fuzz soak test-clients test-remote test-real
 
 help: ## list the targets (the default)
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -59,6 +59,11 @@ test-remote: setup-dev ## the tests of the remote tier against redis-server, or 
 	LLAMASLOT_TEST_STORE=$(or $(ARGS),redis-server) $(BIN)/python -m pytest -n 0 \
 		tests/engine/test_remote_worker.py tests/app/test_remote_tier.py tests/app/test_remote_stores.py \
 		tests/app/doctor/test_remote_checks.py
+
+test-real: setup-dev ## the cache on real weights, beside llama-server: 20 minutes; ARGS="-k smollm2" for one model
+	$(BIN)/python -m tests.real.models
+	LLAMASLOT_TEST_REAL=1 LLAMASLOT_TESTS=long $(BIN)/python -m pytest -n logical --maxprocesses 2 --dist worksteal \
+		tests/real $(ARGS)
 
 soak: setup-bench ## an hour of mixed requests to one server: does memory grow, does anything get stuck?
 	$(BIN)/python -m bench soak $(ARGS)
