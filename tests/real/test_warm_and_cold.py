@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import llama_cpp
+import numpy as np
 import pytest
 
 from llamaslot.backend.disk import DiskStore
@@ -23,10 +24,9 @@ from llamaslot.backend.llama import LlamaBackend, LlamaSettings
 from llamaslot.backend.llama.state.partial_states import PartialStates
 from llamaslot.base.commands import ClearCache
 from llamaslot.base.generation.sampling import Sampling
-from llamaslot.base.kv_ops import Load, Operation
+from llamaslot.base.kv_ops import Kv, Load, Operation, Restore
 from llamaslot.kvcache.tiers import pacing
 from llamaslot.scheduler import admission
-from tests.demo.test_checkpoints import foreign
 from tests.demo.test_reuse import load_another_segment
 from tests.engine.harness import running
 from tests.real.cold import N_SCORES, Comparison, Control, Reply
@@ -210,8 +210,32 @@ def shift_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def restore_foreign(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Restore the checkpoint that was taken before the right one."""
-    monkeypatch.setattr(PartialStates, "restore", foreign)
+    """Restore the window of another checkpoint, in the cells and at the positions of the right one."""
+    restore = PartialStates.restore
+
+    def wrong(partial: PartialStates, operation: Restore, end: int) -> None:
+        own = partial._states[operation.checkpoint]
+        mixed, other = own.copy(), max((s for s in partial._states.values() if s is not own), key=len, default=own)
+        for to, source in zip(window_rows(mixed), window_rows(other), strict=True):
+            to[:] = np.resize(source, len(to))
+        partial._states[operation.checkpoint] = mixed
+        restore(partial, operation, end)
+        partial._states[operation.checkpoint] = own
+
+    monkeypatch.setattr(PartialStates, "restore", wrong)
+
+
+def window_rows(state: Kv) -> list[Kv]:
+    """Return the K and V of each layer in a checkpoint of a window."""
+    # As in `tests/kv_rows.py`.
+    n_cells = int(state[12:16].view(np.uint32)[0])
+    at, rows = 16 + 12 * n_cells + 8, []
+    while at < len(state):
+        n_bytes = n_cells * int(state[at + 4 : at + 12].copy().view(np.uint64)[0])
+        rows.append(state[at + 12 : at + 12 + n_bytes])
+        at += 12 + n_bytes
+    assert at == len(state)
+    return rows
 
 
 FAULTS: list[tuple[str, str, Callable[[pytest.MonkeyPatch], None]]] = [
