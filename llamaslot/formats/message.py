@@ -159,8 +159,9 @@ class TaggedMessage:
         elif tag:
             self._output.end_reasoning(tag)
         else:
-            self._output.content(whitespace)
-            self._fragment(begun)
+            is_tag = len(begun) > 1 and self._reader.end_reason == "limit" and tags.start.startswith(begun)
+            self._output.content(whitespace + ("" if is_tag else begun))
+            self._output.leave_out(begun if is_tag else "")
 
     def _reasoning(self, tags: ReasoningTags) -> Steps[None]:
         markers = Markers([tags.end, *self._markers.calls, *self._line_markers])
@@ -171,7 +172,7 @@ class TaggedMessage:
                 before = marker = yield from self._reader.until(markers, self._output.reasoning)
             line = ""
             if marker in ("", tags.end):
-                rest = self._reader.rest()
+                rest = "" if marker else self._reader.rest()
                 if rest.isspace():
                     self._output.reasoning(rest)
                 else:
@@ -264,10 +265,13 @@ class TaggedMessage:
 
     def _fragment(self, rest: str) -> None:
         """Add the beginning of a marker, with which the text ends, to the content, or leave it out."""
-        text, output = rest.strip(), self._output
-        closing = self._seen_ignored * self._markers.ignored + bool(output.n_calls) * self._markers.left_over
-        is_marker = self._reader.end_reason == "limit" or any(each.startswith(text) for each in closing)
-        if output.after_call or (is_marker and len(text) > 1):
+        text, output, markers = rest.strip(), self._output, self._markers
+        expected = bool(output.n_calls) * markers.left_over + self._seen_ignored * markers.ignored
+        if self._reader.end_reason == "limit":
+            openings = (*markers.calls, *self._line_markers, *markers.ignored, *self._reasoning_tags[:1])
+            expected += tuple(each for each in openings if not each.startswith("</"))
+        is_marker = len(text) > 1 and any(each.startswith(text) for each in expected)
+        if output.after_call or is_marker:
             output.leave_out(rest)
         else:
             output.content(rest)

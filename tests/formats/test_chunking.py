@@ -83,11 +83,15 @@ def test_a_marker_is_held_back_no_longer_than_needed(family: str) -> None:
 def test_work_is_linear_in_the_length_of_the_output(family: str) -> None:
     """Near-markers, unfinished calls, deep nesting and whitespace, in pieces: twice the text, twice the work."""
     call = made(family).render([ToolCall("python", '{"code": "x"}', "abcdefgh1")])
-    inside = call[: call.find("x")]
-    for part in (call[:-1], call[: len(call) // 2], call[: call.find("python") + 3], "\n{", "[[", " "):
+    inside, half = call[: call.find("x")], call[: len(call) // 2]
+    reasoning = made(family).reasoning
+    opened = reasoning.start if reasoning is not None else ""
+    parts = (call[:-1], half, call[: call.find("python") + 3], "\n{", "[[", " ")
+    tags = ("\n</function>\n", "\n</invoke>\n</parameter>", "\n<parameter=code>\n", "\n</tool_call>\n\n")
+    cases = [(start, part) for part in parts for start in ("", inside)]
+    for start, part in [*cases, *((inside, tag) for tag in tags), (opened, call), (opened, half)]:
         n = 800 // len(part)
-        for start in ("", inside):
-            assert n_calls(family, start + 2 * n * part) < 2.2 * n_calls(family, start + n * part) + 500
+        assert n_calls(family, start + 2 * n * part) < 2.2 * n_calls(family, start + n * part) + 500
 
 
 @pytest.mark.parametrize("family", EXCERPTS)

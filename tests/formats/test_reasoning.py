@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from llamaslot.base.generation.tools import ParserOptions
+from llamaslot.formats.calls import ToolCall
 from tests.formats.messages import EXCERPTS, made, parsed
 
 OPEN = {"reasoning_open": "<think>\n"}
@@ -80,3 +83,44 @@ def test_reasoning_is_streamed(family: str) -> None:
     assert format_.reasoning is not None
     parser = format_.parser(ParserOptions(reasoning_open=format_.reasoning.start))
     assert "".join(parser.push(char).reasoning for char in " Let me see. ") == "Let me see."
+
+
+REASONING_FAMILIES = [name for name in EXCERPTS if made(name).reasoning and name != "gpt-oss"]
+CALL = ToolCall("get_weather", '{"city": "Paris"}', "a1b2c3d4e")
+
+
+@pytest.mark.parametrize("opened", [True, False])
+@pytest.mark.parametrize("family", REASONING_FAMILIES)
+def test_a_call_in_reasoning_that_is_not_closed_is_a_call(family: str, opened: bool) -> None:
+    """Otherwise an agent would get neither text nor a call."""
+    format_ = made(family)
+    assert format_.reasoning is not None
+    start, end = format_.reasoning.start, format_.reasoning.end
+    options = {"reasoning_open": f"{start}\n"} if opened else {}
+    before = "" if opened else f"{start}\n"
+    call = format_.render([CALL])
+    for text in (f"{before}I do\n{call}", f"{before}I do\n{call}\n{call}"):
+        message = parsed(family, text, **options)
+        assert (message.content, message.reasoning) == ("", "I do")
+        assert {(each.name, json.loads(each.arguments)["city"]) for each in message.calls} == {
+            ("get_weather", "Paris")
+        }
+        assert len(message.calls) == text.count("Paris")
+    message = parsed(family, f"{before}\n{call}", **options)
+    assert (message.content, message.reasoning, len(message.calls)) == ("", "", 1)
+    # Not one that is only considered: the reasoning goes on behind it, and is closed.
+    for behind in ("", " would do, too"):
+        message = parsed(family, f"{before}I could\n{call}{behind}\n{end}No.", **options)
+        assert (message.content, message.calls) == ("No.", [])
+        assert message.reasoning == f"I could\n{call}{behind}"
+    # Reasoning about calls that have no meaning is streamed, and does not end.
+    message = parsed(family, f"{before}I could\n{call[:-20]} or not\n{end}No.", **options)
+    assert (message.content, message.calls) == ("No.", [])
+
+
+def test_a_channel_without_the_end_of_the_last_begins_a_call() -> None:
+    call = '<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{"city": "Paris"}'
+    for text in (f"<|channel|>analysis<|message|>I do{call}", f"<|channel|>analysis<|message|>I do<|end|>{call}"):
+        message = parsed("gpt-oss", text)
+        assert (message.content, message.reasoning) == ("", "I do")
+        assert [(each.name, each.arguments) for each in message.calls] == [("get_weather", '{"city": "Paris"}')]

@@ -136,8 +136,8 @@ class _Messages:
         whitespace = yield from self._reader.whitespace()
         if not (yield from self._reader.looking_at(*_HEADER_BEGINNINGS)):
             begun = self._reader.fragment(*_HEADER_BEGINNINGS)
-            is_header = len(begun) > 1 and self._reader.end_reason == "limit"
-            if begun and (is_header or not self._is_first):
+            is_marker = len(begun) > 1 and self._reader.end_reason == "limit" and not "assistant".startswith(begun)
+            if begun and (is_marker or not self._is_first):
                 self._output.leave_out(begun)
                 return
             self._output.content(whitespace + begun)
@@ -149,11 +149,21 @@ class _Messages:
         if ended == MESSAGE:
             yield from self._body(text)
         elif not ended:
-            self._reader.rest()
-            if "to=" in text:
+            text += self._reader.rest()
+            if self._begins_call(text):
                 self._output.cut(text)
+            elif self._is_first and text.startswith(("to=", "assistant")):
+                self._output.content(whitespace + text)
             else:
                 self._output.leave_out(text)
+
+    def _begins_call(self, header: str) -> bool:
+        """Return True if a header that the text ends in names a function, or may be about to."""
+        if header.endswith("to="):
+            return not self._is_first or self._reader.end_reason == "limit"
+        recipients = _RECIPIENT.findall(header)
+        name = recipients[-1] if recipients else ""
+        return bool(name) and (name.startswith(_NAMESPACE) or _NAMESPACE.startswith(name) or name in self._tools)
 
     def _body(self, header: str) -> Steps[None]:
         """Read a message of this header."""
