@@ -195,7 +195,12 @@ class SlotActions:
             return
         parts = tuple(SnapshotPart(each.start, each.end, kvs[each.segment]) for each in save.saves)
         state = kvs[save.take.checkpoint] if save.take is not None else None
-        snapshot = SlotSnapshot(save.namespace, save.tokens, parts, state)
+        checkpoints = tuple(
+            SnapshotPart(end, end, kv)
+            for number, end in save.checkpoints
+            if (kv := self._backend.kv_of(number)) is not None
+        )
+        snapshot = SlotSnapshot(save.namespace, save.tokens, parts, state, checkpoints)
         write = self._store.write
         future = asyncio.get_running_loop().run_in_executor(self._thread, write, job.command.filename, snapshot)
 

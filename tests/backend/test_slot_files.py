@@ -6,15 +6,21 @@ import os
 import random
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
 from llamaslot.backend.disk import SlotFiles
 from llamaslot.backend.disk.segment_files import checksum_of
-from llamaslot.backend.disk.slot_files import _HEADER
+from llamaslot.backend.disk.slot_files import _HEADER, VERSION
 from llamaslot.base.kv_ops import Kv
-from llamaslot.base.model import SegmentSize
-from llamaslot.kvcache.pools.slot_snapshot import InvalidSnapshotError, SlotSnapshot, SnapshotPart
+from llamaslot.base.model import CheckpointSize, SegmentSize
+from llamaslot.kvcache.pools.slot_snapshot import (
+    MAX_SAVED_CHECKPOINTS,
+    InvalidSnapshotError,
+    SlotSnapshot,
+    SnapshotPart,
+)
 from tests.conftest import LONG
 
 KEY, OTHER = b"k" * 32, b"o" * 32
@@ -128,6 +134,115 @@ def test_a_complete_file_with_impossible_parts_is_refused(tmp_path: Path, parts:
     folder.write("a.bin", SlotSnapshot("", slot().tokens, parts))
     with pytest.raises(InvalidSnapshotError):
         folder.read("a.bin")
+
+
+STATES = CheckpointSize(4, 2, 3)
+
+
+def state(end: int, n_bytes: int | None = None) -> SnapshotPart:
+    size = STATES.of(end) if n_bytes is None else n_bytes
+    return SnapshotPart(end, end, np.frombuffer(random.Random(end).randbytes(size), dtype=np.uint8))
+
+
+def with_states(*checkpoints: SnapshotPart) -> SlotSnapshot:
+    whole = slot()
+    return SlotSnapshot(whole.namespace, whole.tokens, whole.parts, state(7).kv, checkpoints)
+
+
+def test_checkpoints_are_read_as_they_were_written(tmp_path: Path) -> None:
+    folder = SlotFiles(tmp_path, lambda: KEY, SIZE, N_CTX, STATES)
+    for checkpoints in ((), (state(1),), (state(1), state(2), state(6))):
+        n_bytes = folder.write("a.bin", with_states(*checkpoints))
+        saved, n_read = folder.read("a.bin")
+        assert (facts(saved), n_read) == (facts(slot()), n_bytes)
+        assert saved.state is not None
+        assert saved.state.tobytes() == state(7).kv.tobytes()
+        assert [(each.start, each.end, each.kv.tobytes()) for each in saved.checkpoints] == [
+            (each.start, each.end, each.kv.tobytes()) for each in checkpoints
+        ]
+
+
+@pytest.mark.parametrize(
+    "checkpoints",
+    [
+        (state(2), state(1)),
+        (state(2), state(2)),
+        (state(7),),
+        (state(8),),
+        (state(0, 4),),
+        (SnapshotPart(0, -1, state(1).kv),),
+        (state(2, 3), state(3, 11)),
+        (state(2, 9),),
+        (state(2, 0),),
+        (state(2, 100),),
+    ],
+    ids=["order", "twice", "last", "after", "0", "before 0", "sizes", "large", "empty", "very large"],
+)
+def test_a_complete_file_with_impossible_checkpoints_is_refused(
+    tmp_path: Path, checkpoints: tuple[SnapshotPart, ...]
+) -> None:
+    folder = SlotFiles(tmp_path, lambda: KEY, SIZE, N_CTX, STATES)
+    folder.write("a.bin", with_states(*checkpoints))
+    with pytest.raises(InvalidSnapshotError):
+        folder.read("a.bin")
+
+
+def test_a_file_has_checkpoints_only_of_a_model_with_states(tmp_path: Path) -> None:
+    whole = slot()
+    folder_of(tmp_path).write("a.bin", SlotSnapshot("", whole.tokens, whole.parts, None, (state(2),)))
+    with pytest.raises(InvalidSnapshotError):
+        folder_of(tmp_path).read("a.bin")
+
+
+def test_more_checkpoints_than_a_snapshot_may_have_are_refused(tmp_path: Path) -> None:
+    n = MAX_SAVED_CHECKPOINTS + 1
+    folder = SlotFiles(tmp_path, lambda: KEY, SIZE, 1000, STATES)
+    tokens = np.arange(n + 1, dtype="<i4").tobytes()
+    parts = (SnapshotPart(0, n + 1, kv(n + 1)),)
+    for count in (n - 1, n):
+        states = tuple(state(end) for end in range(1, count + 1))
+        folder.write("a.bin", SlotSnapshot("", tokens, parts, state(n + 1).kv, states))
+        if count < n:
+            assert len(folder.read("a.bin")[0].checkpoints) == count
+        else:
+            with pytest.raises(InvalidSnapshotError, match="checkpoints"):
+                folder.read("a.bin")
+
+
+def test_counts_in_the_head_cost_no_memory(tmp_path: Path) -> None:
+    """Even if the checksum fits: MessagePack announces sizes, too."""
+    folder = SlotFiles(tmp_path, lambda: KEY, SIZE, N_CTX, STATES)
+    huge = (0xFFFFFFFF).to_bytes(4, "big")
+    number = msgspec.msgpack.encode
+    for head in (
+        b"\x95" + b"\xdb" + huge,
+        b"\x95" + number("") + b"\xc6" + huge,
+        b"\x95" + number("") + number(b"") + b"\xdd" + huge,
+        b"\x95" + number("") + number(b"") + number([]) + number(0) + b"\xdd" + huge,
+        b"\xdd" + huge,
+        b"\x91" * 10_000,
+        number(("", b"abcd", [1], 2**60, [(2**60, 2**60)])),
+        number(("", b"abcd", [1], -(2**60), [(1, 2**60)])),
+        number(("", b"abcd", [2**62], 0, [])),
+    ):
+        header = _HEADER.pack(b"llamslotslot", VERSION, KEY, len(head), checksum_of(memoryview(head)))
+        (tmp_path / "a.bin").write_bytes(header + head)
+        with pytest.raises(InvalidSnapshotError):
+            folder.read("a.bin")
+
+
+def test_a_file_without_checkpoints_of_an_earlier_version_is_read(tmp_path: Path) -> None:
+    folder = SlotFiles(tmp_path, lambda: KEY, SIZE, N_CTX, STATES)
+    whole = with_states()
+    assert whole.state is not None
+    head = msgspec.msgpack.encode((whole.namespace, whole.tokens, [4, 7], len(whole.state)))
+    body = head + b"".join(part.kv.tobytes() for part in whole.parts) + whole.state.tobytes()
+    header = _HEADER.pack(b"llamslotslot", 3, KEY, len(head), checksum_of(memoryview(body)))
+    (tmp_path / "a.bin").write_bytes(header + body)
+    saved, _ = folder.read("a.bin")
+    assert (facts(saved), saved.checkpoints) == (facts(whole), ())
+    assert saved.state is not None
+    assert saved.state.tobytes() == whole.state.tobytes()
 
 
 def test_a_namespace_that_is_no_text_is_refused(tmp_path: Path) -> None:

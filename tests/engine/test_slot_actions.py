@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
+from bench import synthetic
 from llamaslot.backend.disk import SlotFiles
+from llamaslot.backend.llama import LlamaBackend, LlamaSettings
 from llamaslot.base.backend import Status
 from llamaslot.base.commands import ClearCache, SlotAction, SlotActionDone
 from llamaslot.base.errors import ErrorInfo
@@ -269,6 +271,107 @@ async def test_a_slot_keeps_what_it_still_holds_of_a_snapshot(tmp_path: Path, ki
         assert not busy.done()
         engine.cancel("busy")
         await busy
+
+
+KINDS = [kind for kind in StateKind if kind is not StateKind.NONE]
+TEXT = "One thing that is said, and then another one. " * 20
+
+
+async def leave_early(engine: Files, at: int, kind: StateKind) -> Progress:
+    """Ask for a prompt that departs from the saved text after `at` characters; check that its reply is right."""
+    prompt = TEXT[:at] + "But no. "
+    end = await engine.complete(prompt)
+    assert engine.last_text() == await alone(prompt, FakeBackend(n_slots=1, n_ctx=4096, kind=kind), max_tokens=4)
+    return end
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_restored_slot_has_its_checkpoints(tmp_path: Path, kind: StateKind) -> None:
+    settings = {"checkpoint_bytes": 10**6, "checkpoint_step": 100, "debug_invariants": True}
+    async with served(tmp_path, FakeBackend(n_slots=2, n_ctx=4096, kind=kind), **settings) as engine:
+        await engine.complete(TEXT)
+        assert isinstance(await engine.act(0, "save"), SlotActionDone)
+        before = [each.end for each in checkpoints_on(engine.engine.scheduler.cache._sequences.end(0))]
+        # The same server, after everything was dropped.
+        await engine.ask(ClearCache())
+        await engine.act(0, "restore")
+        end = await leave_early(engine, 500, kind)
+        assert 400 <= end.n_prompt - end.n_prompt_computed <= 501
+    async with served(tmp_path, FakeBackend(n_slots=2, n_ctx=4096, kind=kind), **settings) as engine:
+        await engine.act(0, "restore")
+        await engine.wait_a_turn()
+        after = [each.end for each in checkpoints_on(engine.engine.scheduler.cache._sequences.end(0))]
+        assert after == [each for each in before if each < len(TEXT)]
+        for at in (800, 300, 150):
+            end = await leave_early(engine, at, kind)
+            assert at - 101 <= end.n_prompt - end.n_prompt_computed <= at + 1
+    # Twice: those that are there already are not added again.
+    async with served(tmp_path, FakeBackend(n_slots=2, n_ctx=4096, kind=kind), **settings) as engine:
+        for slot in (0, 1, 0):
+            assert isinstance(await engine.act(slot, "restore"), SlotActionDone)
+        await leave_early(engine, 500, kind)
+
+
+@pytest.mark.parametrize("kind", [StateKind.WINDOW, StateKind.HYBRID])
+@pytest.mark.parametrize(("n_bytes", "on_path"), [(0, 32), (150, 32), (400, 32), (10**6, 2)])
+async def test_a_restore_adds_as_many_checkpoints_as_there_is_room_for(
+    tmp_path: Path, kind: StateKind, n_bytes: int, on_path: int
+) -> None:
+    full = {"checkpoint_bytes": 10**6, "checkpoint_step": 50, "debug_invariants": True}
+    async with served(tmp_path, FakeBackend(n_slots=2, n_ctx=4096, kind=kind), **full) as engine:
+        await engine.complete(TEXT)
+        assert isinstance(await engine.act(0, "save"), SlotActionDone)
+    little = {**full, "checkpoint_bytes": n_bytes, "checkpoints_on_path": on_path}
+    async with served(tmp_path, FakeBackend(n_slots=2, n_ctx=4096, kind=kind), **little) as engine:
+        assert isinstance(await engine.act(0, "restore"), SlotActionDone)
+        await engine.wait_a_turn()
+        cache = engine.engine.scheduler.cache
+        assert cache.stats().checkpoints.used_bytes <= n_bytes
+        assert len(checkpoints_on(cache._sequences.end(0))) <= on_path
+        for at in (900, 300):
+            await leave_early(engine, at, kind)
+
+
+@pytest.mark.parametrize("name", ["short_conv", "tiny-swa"])
+async def test_a_prompt_that_leaves_a_restored_text_early_is_as_cold(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, name: str
+) -> None:
+    """On real models: one with a recurrent state, one with sliding windows."""
+    path = conftest.ROOT / "models" / "short_conv.gguf"
+    if name != "short_conv":
+        path = synthetic.ensure(name, folder=tmp_path_factory.getbasetemp())
+
+    @asynccontextmanager
+    async def fresh() -> AsyncIterator[Files]:
+        chosen = LlamaSettings(path, n_ctx=2048, n_slots=2, n_ubatch=128, n_threads=1, checkpoints=True)
+        backend = LlamaBackend(chosen)
+        assert backend.info.self_test in ("passed", "not needed", "") or backend.run_self_test()
+        assert backend.info.segment_size is not None
+        files = SlotFiles(tmp_path, lambda: KEY, backend.info.segment_size, 2048, backend.info.checkpoint_size)
+        budgets = {"checkpoint_bytes": 2**26, "ram_bytes": 2**26, "checkpoint_step": 128}
+        async with running(backend, kind=Files, snapshots=files, debug_invariants=True, **budgets) as harness:
+            assert isinstance(harness, Files)
+            yield harness
+
+    text = "The cat was told the name of the house. " * 60
+    early = text[: len(text) // 2] + "Then the dog came. "
+    async with fresh() as engine:
+        cold = await engine.complete(early)
+        assert cold.n_prompt_computed == cold.n_prompt
+        expected = engine.last_text()
+    async with fresh() as engine:
+        await engine.complete(text)
+        assert isinstance(await engine.act(0, "save"), SlotActionDone)
+        await engine.act(0, "erase")
+        await engine.ask(ClearCache())
+        assert isinstance(await engine.act(0, "restore"), SlotActionDone)
+        warm = await engine.complete(early)
+        assert engine.last_text() == expected
+        assert warm.n_prompt_computed < 0.6 * warm.n_prompt
+    async with fresh() as engine:
+        assert isinstance(await engine.act(1, "restore"), SlotActionDone)
+        warm = await engine.complete(early, slot=1)
+        assert (engine.last_text(), warm.n_prompt_computed < 0.6 * warm.n_prompt) == (expected, True)
 
 
 async def test_a_restore_evicts_idle_duplicate_cells(tmp_path: Path) -> None:

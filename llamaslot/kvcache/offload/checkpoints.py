@@ -17,11 +17,14 @@ Those about to be restored stay in any case. `restoring.py` decides which are re
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from msgspec import structs
 
 from llamaslot.base.kv_ops import Take
 from llamaslot.base.namespaces import is_private
 from llamaslot.base.stats import CheckpointStats
+from llamaslot.base.tokens import WIDTH
 from llamaslot.kvcache.cache_settings import CheckpointSettings
 from llamaslot.kvcache.node import Node
 from llamaslot.kvcache.radix_tree import RadixTree
@@ -132,6 +135,27 @@ class Checkpoints:
                 self._taken_ahead.add(seq)
                 return 1
         return 0
+
+    def add(self, namespace: str, tokens: bytes, sizes: Mapping[int, int]) -> dict[int, int]:
+        """Add checkpoints that come from a file, given by position and bytes; returns the numbers of those added.
+
+        A sequence must hold the tokens. The shallowest are left out if there is no room for all of them.
+        """
+        wanted: dict[int, int] = {}
+        for end, n_bytes in sorted(sizes.items(), reverse=True):
+            last = self._tree.match(namespace, tokens[: end * WIDTH]).whole_end
+            has_one = last.end == end and last.checkpoint is not None
+            if not has_one and self.can_take(end) and len(wanted) < self.settings.max_on_path:
+                wanted[end] = n_bytes
+        tenant = self._tree.match(namespace, tokens).matched_end.tenant
+        while wanted and not self.evict_for(sum(wanted.values()), tenant):
+            wanted.popitem()
+        added: dict[int, int] = {}
+        for end, n_bytes in reversed(wanted.items()):
+            node = self._tree.insert(namespace, tokens[: end * WIDTH])
+            added[end] = self._tiers.add_checkpoint(node, n_bytes).number
+            self._thin_path(node)
+        return added
 
     def count_restored(self) -> None:
         """Count a checkpoint that was restored."""

@@ -12,7 +12,11 @@ from llamaslot.kvcache.offload.checkpoints import Checkpoints
 from llamaslot.kvcache.offload.offloader import Offloader
 from llamaslot.kvcache.pools.pool import Pool
 from llamaslot.kvcache.radix_tree import RadixTree
+from llamaslot.kvcache.segment import checkpoints_on
 from llamaslot.kvcache.sequences import Sequences
+
+MAX_SAVED_CHECKPOINTS = 64
+"""Checkpoints of a snapshot, the deepest of its path."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +39,8 @@ class SlotSnapshot:
     """From the first token to the last, without a gap."""
     state: Kv | None = None
     """The partial state after the last token; None for a model without one."""
+    checkpoints: tuple[SnapshotPart, ...] = ()
+    """Partial states after fewer tokens, in the order of their positions, from which the text can be left early."""
 
 
 class UnsavableSlotError(Exception):
@@ -66,6 +72,8 @@ class SlotSave:
     """Operations that save its KV, from the first token to the last."""
     take: Take | None = None
     """Operation that takes its partial state; None for a model without one."""
+    checkpoints: tuple[tuple[int, int], ...] = ()
+    """Number and position of the checkpoints in RAM on its path; one that is evicted meanwhile is left out."""
 
     @property
     def numbers(self) -> tuple[int, ...]:
@@ -103,7 +111,12 @@ class SlotSnapshots:
         take = Take(self._new_number(), seq, n_tokens) if states.has_states else None
         if take is not None:
             self._sequences.operations.append(take)
-        return SlotSave(end.namespace, end.prefix(), saves, take)
+        checkpoints = tuple(
+            (each.number, each.end)
+            for each in reversed(checkpoints_on(end)[: MAX_SAVED_CHECKPOINTS + 1])
+            if each.state.is_loadable and each.end < n_tokens
+        )
+        return SlotSave(end.namespace, end.prefix(), saves, take, checkpoints)
 
     def restore(self, seq: int, snapshot: SlotSnapshot) -> dict[int, SnapshotPart] | None:
         """Replace what an idle slot holds by a snapshot, sharing resident cells; None if there are too few cells.
@@ -144,6 +157,9 @@ class SlotSnapshots:
             parts[number] = SnapshotPart(n, n, snapshot.state)
             self._sequences.restore(seq, number, n)
             self._sequences.operations.append(Free(number))
+        sizes = {part.end: len(part.kv) for part in snapshot.checkpoints}
+        numbers = self._checkpoints.add(snapshot.namespace, tokens, sizes)
+        parts |= {numbers[part.end]: part for part in snapshot.checkpoints if part.end in numbers}
         self._pool.ensure_free_id()
         self._tree.unpin(seq, self._sequences.advance())
         return parts
