@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import resource
 import signal
 import sqlite3
 import subprocess
@@ -519,6 +520,43 @@ def test_an_unusable_index_is_moved_aside(folder: Path, kind: str) -> None:
     store.close()
     store = opened(folder)
     assert len(store.take_segments()) == 1
+    store.close()
+
+
+@pytest.mark.parametrize("size", [100_000, 100_000_000])
+@pytest.mark.parametrize("column", ["namespace", "tokens", "path_digest", "key", "checksum"])
+def test_an_index_with_a_huge_value_takes_no_memory(folder: Path, column: str, size: int) -> None:
+    """A file that announces it is enough: SQLite writes zeros sparsely in no time."""
+    store = opened(folder)
+    write(store, segment(1))
+    store.close()
+    with contextlib.closing(sqlite3.connect(folder / "index.sqlite")) as database:
+        database.execute(f"UPDATE segments SET {column} = zeroblob({size})")
+        database.commit()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    store = opened(folder)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 40_000
+    assert store.take_segments() == []
+    assert [each.name for each in (folder / "corrupt").iterdir()] == ["index.sqlite"]
+    store.close()
+
+
+@pytest.mark.parametrize("column", ["digest", "parent", "content", "checksum"])
+def test_a_huge_remembered_text_takes_no_memory(folder: Path, column: str) -> None:
+    store = opened(folder)
+    store.texts.write(anchor(1).record())
+    store.texts.write(session(1).record(b"a"))
+    store.close()
+    with contextlib.closing(sqlite3.connect(folder / "index.sqlite")) as database:
+        database.execute(f"UPDATE anchors SET {column} = zeroblob(100000000)")
+        database.commit()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    store = opened(folder)
+    # Only the content is trimmed; no other value is ever long.
+    assert (anchors(store), [name for name, *_ in facts(store)]) == ([], [b"a"] if column == "content" else [])
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 40_000
+    store.texts.write(anchor(2).record())
+    assert anchors(store) == [anchor(2)]
     store.close()
 
 

@@ -11,6 +11,9 @@ from pathlib import Path
 INDEX_ERRORS = (sqlite3.Error, UnicodeDecodeError)
 """Errors of an unusable index. SQLite's messages about a damaged file are not always UTF-8, as Python expects."""
 
+_MAX_VALUE_BYTES = 2**25
+"""Bytes of a value or a row: remembered replies have up to 16 MiB, and a damaged file may announce a gigabyte."""
+
 
 class Database:
     """An SQLite file that several threads use, one at a time; any of them may close it.
@@ -21,6 +24,7 @@ class Database:
 
     def __init__(self, path: Path) -> None:
         self._connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+        self._connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _MAX_VALUE_BYTES)
         self._lock = threading.Lock()
 
     @contextmanager

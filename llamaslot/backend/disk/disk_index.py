@@ -13,10 +13,21 @@ from typing import Any, NamedTuple
 
 from llamaslot.backend.disk import text_tables
 from llamaslot.backend.disk.database import INDEX_ERRORS, Database
+from llamaslot.base.tokens import WIDTH
+from llamaslot.kvcache.cache_settings import MAX_SEGMENT_TOKENS
 from llamaslot.kvcache.tiers.disk_io import SegmentMeta
 
 _SCHEMA_VERSION = 5
 _INTEGER_LIMIT = 2**62
+_MAX_LENGTHS = {
+    "segments": {
+        "namespace": 2**12,
+        "tokens": MAX_SEGMENT_TOKENS * WIDTH,
+        **dict.fromkeys(("path_digest", "key", "checksum"), 64),
+    },
+    **text_tables.MAX_LENGTHS,
+}
+"""Lengths of what is written, by table and column; a file is not trusted to have no others."""
 _SCHEMA = """
     CREATE TABLE segments (
         number INTEGER PRIMARY KEY,
@@ -140,6 +151,11 @@ class DiskIndex:
             elif version != _SCHEMA_VERSION:
                 raise sqlite3.DatabaseError(f"its version is {version}, not {_SCHEMA_VERSION}")
             execute(_WRITES_SCHEMA)
+            for table, columns in _MAX_LENGTHS.items():
+                # A length is known without reading the value.
+                too_long = " OR ".join(f"length({name}) > {most}" for name, most in columns.items())
+                if execute(f"SELECT 1 FROM {table} NOT INDEXED WHERE {too_long} LIMIT 1").fetchone():
+                    raise sqlite3.DatabaseError(f"a row of {table} has a value that is too long")
 
     def _rows(self) -> list[SegmentRow]:
         """All segments by last use, but each after its children: only the use of a path's end is marked."""

@@ -39,6 +39,8 @@ from llamaslot.kvcache.tiers.disk_io import CorruptSegmentError, SegmentMeta, Wr
 
 _MAX_CORRUPT_FILES = 8
 """Corrupt files to keep for inspection."""
+_UNUSABLE = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR, sqlite3.SQLITE_TOOBIG)
+"""Errors of an index with another content than what was written."""
 _IS_OURS = re.compile(r"\d{12}\.(kv|tmp)|index\.sqlite.*").fullmatch
 
 _log = structlog.get_logger(__name__)
@@ -264,7 +266,7 @@ class DiskStore:
             return DiskIndex(path)
         except INDEX_ERRORS as error:
             code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF
-            if code not in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR):
+            if code not in _UNUSABLE:
                 raise OSError(f"{path}: {error}") from error
             _log.warning("disk.corrupt_index", error=str(error), moved_to=str(self._corrupt))
             for each in self.folder.glob(f"{path.name}*"):

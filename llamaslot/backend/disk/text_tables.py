@@ -36,6 +36,11 @@ SCHEMA = "".join(
     """
     for table in ("anchors", "sessions", "replies")
 )
+MAX_LENGTHS = {
+    table: dict.fromkeys(("key", "digest", "parent", "checksum"), 2**10)
+    for table in ("anchors", "sessions", "replies")
+}
+"""Lengths of what is written, by table and column; that of the content has a limit for all rows together."""
 _TABLES: dict[RecordKind, str] = {"anchor": "anchors", "session": "sessions", "reply": "replies"}
 _encode = msgspec.msgpack.encode
 
