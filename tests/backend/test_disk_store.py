@@ -523,10 +523,15 @@ def test_an_unusable_index_is_moved_aside(folder: Path, kind: str) -> None:
     store.close()
 
 
-@pytest.mark.parametrize("size", [100_000, 100_000_000])
-@pytest.mark.parametrize("column", ["namespace", "tokens", "path_digest", "key", "checksum"])
+HUGE = 60_000_000
+"""Bytes of a value, more than SQLite is allowed to read."""
+
+
+@pytest.mark.parametrize(
+    ("column", "size"),
+    [("tokens", HUGE), *((each, 10_000) for each in ("namespace", "tokens", "path_digest", "key", "checksum"))],
+)
 def test_an_index_with_a_huge_value_takes_no_memory(folder: Path, column: str, size: int) -> None:
-    """A file that announces it is enough: SQLite writes zeros sparsely in no time."""
     store = opened(folder)
     write(store, segment(1))
     store.close()
@@ -535,26 +540,26 @@ def test_an_index_with_a_huge_value_takes_no_memory(folder: Path, column: str, s
         database.commit()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     store = opened(folder)
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 40_000
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < HUGE // 2048
     assert store.take_segments() == []
     assert [each.name for each in (folder / "corrupt").iterdir()] == ["index.sqlite"]
     store.close()
 
 
-@pytest.mark.parametrize("column", ["digest", "parent", "content", "checksum"])
+@pytest.mark.parametrize("column", ["digest", "parent", "content", "checksum"] if LONG else ["digest", "content"])
 def test_a_huge_remembered_text_takes_no_memory(folder: Path, column: str) -> None:
     store = opened(folder)
     store.texts.write(anchor(1).record())
     store.texts.write(session(1).record(b"a"))
     store.close()
     with contextlib.closing(sqlite3.connect(folder / "index.sqlite")) as database:
-        database.execute(f"UPDATE anchors SET {column} = zeroblob(100000000)")
+        database.execute(f"UPDATE anchors SET {column} = zeroblob({HUGE})")
         database.commit()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     store = opened(folder)
     # Only the content is trimmed; no other value is ever long.
     assert (anchors(store), [name for name, *_ in facts(store)]) == ([], [b"a"] if column == "content" else [])
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 40_000
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < HUGE // 2048
     store.texts.write(anchor(2).record())
     assert anchors(store) == [anchor(2)]
     store.close()
