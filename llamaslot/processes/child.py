@@ -144,7 +144,8 @@ class Child:
         ends: list[asyncio.Future[Any]] = [lost, ending, dying]
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         # Whichever comes first: a process that is being torn down, and one whose own children hold the socket.
-        await asyncio.wait(ends[:2], timeout=_HELD_S if dying.done() else _TEARDOWN_S)
+        if not dying.done():
+            await asyncio.wait(ends[:2], timeout=_TEARDOWN_S)
         if not ending.done():
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import json
 import os
 import shutil
@@ -12,7 +13,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -193,7 +194,7 @@ import sys, time
 from pathlib import Path
 if "llamaslot.app.runtime.engine_main" in sys.orig_argv:
     from llamaslot.app.runtime import engine_host
-    engine_host._FOLDER_TIMEOUT_S = 1.0
+    engine_host._FOLDER_TIMEOUT_AGAIN_S = 1.0
     def lock_disk(config, lock=engine_host.lock_disk):
         if Path(__file__).with_name("hang").exists():
             time.sleep(1000)
@@ -211,6 +212,52 @@ def test_an_engine_starts_again_beside_a_disk_that_hangs(tmp_path: Path) -> None
         [line] = server.log_lines("folder.unusable")
         assert (line["flag"], "does not respond" in line["reason"]) == ("--cache-disk", True)
         assert server.stop() == 0
+
+
+@contextlib.contextmanager
+def freezable(folder: Path) -> Iterator[Path]:
+    """A file system that `fsfreeze` can freeze: threads that write to it then wait uninterruptibly."""
+    image, mounted = folder / "image", folder / "mounted"
+    mounted.mkdir()
+    with image.open("wb") as file:
+        file.truncate(2**26)
+    for command in (["mkfs.ext4", "-q", image], ["mount", "-o", "loop", image, mounted]):
+        if (
+            not shutil.which(str(command[0]))
+            or subprocess.run(command, capture_output=True, check=False).returncode
+        ):
+            pytest.skip("no file system can be mounted here")
+    try:
+        yield mounted
+    finally:
+        subprocess.run(["fsfreeze", "-u", mounted], capture_output=True, check=False)
+        subprocess.run(["umount", "-l", mounted], check=True)
+
+
+@pytest.mark.skipif(not LONG, reason="needs the right to mount; the tests above have it without a disk")
+def test_an_engine_that_is_killed_while_its_disk_hangs_is_replaced(tmp_path: Path) -> None:
+    with (
+        freezable(tmp_path) as disk,
+        serving(tmp_path, "--cache-disk", disk / "cache", fault=WRITE_SOON) as server,
+        concurrent.futures.ThreadPoolExecutor() as pool,
+    ):
+        before = engine_of(server)
+        subprocess.run(["fsfreeze", "-f", disk], check=True)
+        server.post("/completion", {"prompt": STORY * 30, "n_predict": 40})
+        wait(lambda: any(state_of(each) == "D" for each in Path(f"/proc/{before.pid}/task").iterdir()))
+        before.kill()
+        wait(lambda: not is_healthy(server), seconds=6)
+        waiting = pool.submit(outcome, server, {"prompt": STORY, "n_predict": 4})
+        wait(lambda: len(server.log_lines("engine.restarted")) == 1)
+        assert waiting.result()[0] == 200
+        assert before.status() == psutil.STATUS_ZOMBIE
+        assert [line["flag"] for line in server.log_lines("folder.unusable")] == ["--cache-disk"]
+        assert is_healthy(server)
+        assert server.stop() == 0
+
+
+def state_of(thread: Path) -> str:
+    return (thread / "stat").read_text().rpartition(")")[2].split()[0]
 
 
 def test_a_stopped_engine_is_not_healthy_and_goes_on(tmp_path: Path) -> None:

@@ -35,8 +35,10 @@ if TYPE_CHECKING:
 
 _DISK_TIMEOUT_S = 5.0
 """Time that closing the disk store may take."""
-_FOLDER_TIMEOUT_S = 10.0
-"""Time that a disk gets to answer at start: one that hangs must not keep an engine from being started again."""
+_FOLDER_TIMEOUT_S, _FOLDER_TIMEOUT_AGAIN_S = 10.0, 3.0
+"""Time that a disk gets to answer when the server starts, and when the engine is started again: requests wait then,
+and the disk that hangs may be why the last engine ended.
+"""
 OnProgress = Callable[[str, float], bool]
 """Gets what is being done and the fraction done, on another thread; false to stop."""
 
@@ -74,10 +76,11 @@ class EngineHost:
 
     async def lock(self) -> None:
         """Lock the folders against other servers; raises `ConfigError`."""
+        seconds = _FOLDER_TIMEOUT_S if self._needs_folders else _FOLDER_TIMEOUT_AGAIN_S
         with self._optional_folders():
-            self._disk = await _responding("--cache-disk", lambda: lock_disk(self._config))
+            self._disk = await _responding("--cache-disk", seconds, lambda: lock_disk(self._config))
         with self._optional_folders():
-            self._slot_folder = await _responding("--slot-save-path", lambda: slot_save_path(self._config))
+            self._slot_folder = await _responding("--slot-save-path", seconds, lambda: slot_save_path(self._config))
         with self._optional_folders():
             self._remote_settings = remote_settings(self._config)
 
@@ -180,7 +183,7 @@ class EngineHost:
         return ""
 
 
-async def _responding(flag: str, use: Callable[[], _T]) -> _T:
+async def _responding(flag: str, seconds: float, use: Callable[[], _T]) -> _T:
     """Return the result of using a folder; raises `ConfigError`, also if its disk does not respond.
 
     The thread is a daemon's: in a wait for a disk it can be neither ended nor waited for.
@@ -209,8 +212,8 @@ async def _responding(flag: str, use: Callable[[], _T]) -> _T:
 
     threading.Thread(target=run, name="llamaslot-folder", daemon=True).start()
     try:
-        async with asyncio.timeout(_FOLDER_TIMEOUT_S):
+        async with asyncio.timeout(seconds):
             return await done
     except TimeoutError:
-        message = f"{flag}: its disk does not respond within {_FOLDER_TIMEOUT_S:g} s"
+        message = f"{flag}: its disk does not respond within {seconds:g} s"
         raise ConfigError(message, param=flag) from None
