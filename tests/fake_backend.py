@@ -333,6 +333,10 @@ class FakeBackend:
         """Return True: no test of this backend is ever pending."""
         return True
 
+    def measure_costs(self, should_stop: Callable[[], bool] = lambda: False) -> bool:
+        """Return True: no cost of this backend is ever pending."""
+        return True
+
     def close(self) -> None:
         """End the threads that compute masks; there is no model to free."""
         self._constraints.close()

@@ -40,6 +40,8 @@ def announce(loaded: Loaded, urls: Sequence[str], config: Config) -> None:
     if info.checkpoint_limits is not None:
         print(_checkpoints_line(info, info.checkpoint_limits))
     print(loaded.ram_line)
+    if info.costs_pending:
+        print(_yellow(_pending_line(info)))
     if info.step_cost is not None:
         print(_small_steps_line(info.step_cost))
     if loaded.disk_line:
@@ -145,6 +147,18 @@ def _checkpoints_line(info: ModelInfo, limits: CheckpointLimits) -> str:
 def _mib(n_bytes: int) -> str:
     n_mib = n_bytes / 2**20
     return f"{n_mib:,.{0 if n_mib >= 10 else 1 if n_mib >= 1 else 2}f} MiB"
+
+
+def _pending_line(info: ModelInfo) -> str:
+    """Return why costs were not measured, and what holds until they are."""
+    defaults = ["idle prefixes stay in the pool until their cells are needed"] if info.unified else []
+    defaults.append("small steps are not padded" if info.unified else "no sequence is copied to another slot")
+    if info.keeps_checkpoints:
+        defaults.append("checkpoints are restored whatever that costs")
+    return (
+        f"Costs were not measured, because other programs use this machine ({info.costs_pending}). Until they are, "
+        f"while the server is idle: {', '.join(defaults)}."
+    )
 
 
 def _small_steps_line(cost: StepCost) -> str:

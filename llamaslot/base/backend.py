@@ -238,5 +238,12 @@ class Backend(Protocol):
         otherwise `info` has the result. Raises `IllegalCallError` if something is held.
         """
 
+    def measure_costs(self, should_stop: Callable[[], bool] = lambda: False) -> bool:
+        """Measure the costs that are pending; sequences must be empty, but something may be saved.
+
+        `should_stop` is asked now and then. Returns False if they still are pending, since it was stopped or
+        disturbed; otherwise `info` has them. Raises `IllegalCallError` if a sequence holds something.
+        """
+
     def close(self) -> None:
         """Free the model; further use is an error."""

@@ -203,8 +203,8 @@ class Capabilities(msgspec.Struct, frozen=True):
 class ModelInfo(msgspec.Struct, frozen=True):
     """Facts about the loaded model and its context.
 
-    Fixed once the engine runs, with one exception: when a pending self-test ends, the event `SelfTestEnded` brings
-    another `ModelInfo` in place of this one.
+    Fixed once the engine runs, with two exceptions: when a pending self-test ends, the event `SelfTestEnded` brings
+    another `ModelInfo` in place of this one, and costs that are pending are measured while the engine is idle.
     """
 
     name: str
@@ -274,6 +274,8 @@ class ModelInfo(msgspec.Struct, frozen=True):
     """Durations of small steps; None where they were not measured."""
     state_cost: StateCost | None = None
     """Cost of checkpoints; None where it was not measured."""
+    costs_pending: str = ""
+    """Why none of these costs could be measured yet: what other programs disturbed; empty where nothing did."""
     segment_size: SegmentSize | None = None
     """Size of KV that is saved off the pool; None where nothing can be saved."""
     checkpoint_size: CheckpointSize | None = None

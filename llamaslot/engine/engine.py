@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -36,6 +37,7 @@ from llamaslot.engine.drop_actions import DropActions
 from llamaslot.engine.engine_settings import EngineSettings, cache_settings
 from llamaslot.engine.memory_watch import MemoryWatch, ReadMemory
 from llamaslot.engine.model_worker import Worker, model_thread
+from llamaslot.engine.pending_costs import PendingCosts
 from llamaslot.engine.pending_self_test import PendingSelfTest
 from llamaslot.engine.remote_worker import RemoteWorker
 from llamaslot.engine.reply_stream import ReplyStream, prefill_events
@@ -112,6 +114,7 @@ class Engine:
         self._outer_tiers = [each for each in (self._disk, self._remote) if each is not None]
         self._read_memory = read_memory
         self._self_test = PendingSelfTest(backend)
+        self._costs = PendingCosts(backend)
         self._reports = Reports(self.scheduler, backend.vocab, lambda: self._self_test.allows_reuse)
         self._slot_actions = SlotActions(snapshots, backend, self.scheduler, post=self._post, clock=clock)
         drops = DropActions(self.scheduler.cache, self._disk, self._remote, settings.lacks_disk)
@@ -205,8 +208,15 @@ class Engine:
                 await self._check_invariants()
             if self._self_test.is_pending and not (self._inbox or self._replies or self._stopping):
                 await self._test_reuse()
+            is_idle = not (self._inbox or self._replies or self._stopping)
+            self._costs.note(self._clock(), is_idle=is_idle)
+            due_at = self._costs.due_at
+            if due_at is not None and due_at <= self._clock():
+                await self._measure_costs()
+                return
             if not self._inbox and not self._stopping:
-                await self._sleep(self.scheduler.deadlines.idle)
+                times = (self.scheduler.deadlines.idle, due_at)
+                await self._sleep(min((each for each in times if each is not None), default=None))
             self._wake.clear()
             return
         self._is_checked = False
@@ -284,6 +294,24 @@ class Engine:
         if tested is not None:
             self._outbox.append(tested)
             self._flush()
+
+    async def _measure_costs(self) -> None:
+        """Measure the costs that are pending, once the pool is empty: idle prefixes go to RAM for that."""
+        cache = self.scheduler.cache
+        if cache.cells.used:
+            if not cache.vacate():
+                self._costs.postpone(self._clock())
+            # The next plan carries it out.
+            return
+        self._watch.end()
+        if await self._costs.measure(self._worker.call, lambda: self._stopping or bool(self._inbox)):
+            info = self._backend.info
+            by_now = replace(self._settings, offload_after=self._settings.offload_after_by(info))
+            self.scheduler.learn(info, cache_settings(self._backend, by_now, None))
+            cost = info.kv_cost
+            self._watch.expect(cost.prefill_us if cost is not None else 0.0)
+        else:
+            self._costs.postpone(self._clock())
 
     def _needs_plan(self) -> bool:
         """True if the next step needs a plan; called on the worker's thread."""

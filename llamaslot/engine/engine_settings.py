@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from llamaslot.base.backend import Backend
@@ -21,6 +22,8 @@ class EngineSettings:
     offload_after: int | None = None
     """Further prompt tokens after which an idle prefix is offloaded; None for only when its cells are needed.
     """
+    offload_after_by: Callable[[ModelInfo], int | None] = lambda _info: None
+    """Returns the same once the costs have been measured that were pending at start."""
     ram_bytes: int = 0
     """Host memory for what leaves the pool."""
     ram_is_fixed: bool = True

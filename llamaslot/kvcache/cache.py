@@ -102,7 +102,7 @@ class KVCache:
         self.checkpoints = Checkpoints(self._tree, self._sequences, settings.checkpoints, self._tiers)
         """Copies of partial states, for models that have one."""
         shared = self._tree, self._sequences, self._tiers
-        self.restorer = Restorer(*shared, self.checkpoints, min_restored=settings.min_restored)
+        self.restorer = Restorer(*shared, self.checkpoints, min_restored=lambda: settings.min_restored)
         """Gives sequences their partial states."""
         self._offloader = Offloader(*shared, settings, self._counters, lambda: self.cells.free, self.checkpoints)
         self.window_cells = WindowCells(self._tree, self._sequences, self.checkpoints, self._offloader, settings)
@@ -273,6 +273,15 @@ class KVCache:
         if n_prefill and self._policy.slows_prefill(n_prefill):
             self.touch(wanted())
             self._policy.offload_idle(n_prefill)
+
+    def vacate(self) -> bool:
+        """Evict all idle prefixes from the pool, if RAM has room for them beside what it has; True if it had."""
+        settings, size = self.settings, self.settings.segment_size
+        ram = self._tiers.ram
+        if not settings.offloads or size is None or ram.n_bytes + size.of(self.cells.used) > ram.capacity:
+            return False
+        self._offloader.evict(self.cells.total)
+        return True
 
     def evict(self, n_cells: int) -> int:
         """Evict `n_cells` idle cells, or all there are; returns how many."""

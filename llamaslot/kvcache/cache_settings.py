@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from llamaslot.base.model import CheckpointSize, SegmentSize, StateKind
 from llamaslot.kvcache.tiers.disk_io import WriteTotals
@@ -14,9 +14,12 @@ MIN_POOLS_IN_RAM = 2
 _NO_SIZE = CheckpointSize(0)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class CheckpointSettings:
-    """Checkpoints of a model with a partial state, by which its prefixes are reused."""
+    """Checkpoints of a model with a partial state, by which its prefixes are reused.
+
+    Fixed, but for costs, which `CacheSettings.learn` may set later.
+    """
 
     kind: StateKind = StateKind.NONE
     """NONE for a model without a partial state, which needs no checkpoints."""
@@ -41,12 +44,13 @@ class CheckpointSettings:
     """Milliseconds to take a checkpoint and to restore one; 0 where that was not measured."""
 
 
-_NO_CHECKPOINTS = CheckpointSettings()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class CacheSettings:
-    """Size and policy of the cache. Costs are microseconds per token, 0 where they are not known."""
+    """Size and policy of the cache. Costs are microseconds per token, 0 where they are not known.
+
+    Fixed, but for costs and what follows from them: they are known later if they could not be measured at start
+    (`learn`).
+    """
 
     n_slots: int
     n_cells: int
@@ -57,7 +61,7 @@ class CacheSettings:
     """True if all sequences share one pool."""
     can_trim: bool = True
     """True if a sequence can be trimmed and continued."""
-    checkpoints: CheckpointSettings = _NO_CHECKPOINTS
+    checkpoints: CheckpointSettings = field(default_factory=CheckpointSettings)
     """For a model that cannot be trimmed; if it has no checkpoints either, nothing is reused."""
     idle_cells: int | None = None
     """Cells that idle prefixes may keep; None for all that nothing else needs."""
@@ -94,6 +98,14 @@ class CacheSettings:
     """
     stream_copy_ms: float = 0.0
     """Time to copy all cells of a sequence in a partitioned pool; 0 if that is not possible."""
+
+    def learn(self, measured: CacheSettings) -> None:
+        """Take the costs of settings that were made once they were measured."""
+        self.offload_after = measured.offload_after
+        self.prefill_us, self.save_us, self.load_us = measured.prefill_us, measured.save_us, measured.load_us
+        self.stream_copy_ms = measured.stream_copy_ms
+        self.checkpoints.take_ms = measured.checkpoints.take_ms
+        self.checkpoints.restore_ms = measured.checkpoints.restore_ms
 
     @property
     def pool_cells(self) -> int:

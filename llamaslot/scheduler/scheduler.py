@@ -119,9 +119,7 @@ class Scheduler:
         self.queue = self.admission.queue
         """Waiting requests by arrival."""
         self.reuse = ReuseStats()
-        # llama.cpp splits steps of several sequences where states are recurrent, so padding would only cost.
-        is_split = info.keeps_checkpoints and info.state.kind.has_recurrent_state
-        self._padding = Padding(None if is_split else info.step_cost, cache_settings.scratch, info.n_ubatch)
+        self._padding = _padding(info, cache_settings)
         self._turns = SharedSteps() if info.state.kind.allows_mixed_lengths else RunTurns()
         self.deadlines = Deadlines()
         """Times at which to plan again although no command has arrived."""
@@ -131,6 +129,11 @@ class Scheduler:
         self.n_preempted = 0
         """Times that a request was sent back to the queue."""
         self._is_stopping = False
+
+    def learn(self, info: ModelInfo, measured: CacheSettings) -> None:
+        """Take costs that could not be measured when the model was loaded."""
+        self.cache.settings.learn(measured)
+        self._padding = _padding(info, measured)
 
     @property
     def running(self) -> list[Request]:
@@ -366,3 +369,9 @@ class Scheduler:
         n_prefill = sum(n for n, _ in lengths) - n_decoding
         n_padding = len(plan.padding.tokens) if plan.padding and n_prefill else 0
         self.chunks.observe(n_prefill + n_padding, n_decoding, result.seconds)
+
+
+def _padding(info: ModelInfo, settings: CacheSettings) -> Padding:
+    # llama.cpp splits steps of several sequences where states are recurrent, so padding would only cost.
+    is_split = info.keeps_checkpoints and info.state.kind.has_recurrent_state
+    return Padding(None if is_split else info.step_cost, settings.scratch, info.n_ubatch)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -120,3 +121,23 @@ def test_the_log_says_whether_there_is_a_remote_tier(line: str) -> None:
         announce(Loaded(FakeBackend().info, "", "", remote_line=line), ["http://127.0.0.1:1"], Config())
     [ready] = [each for each in logs if each["event"] == "server.ready"]
     assert ready["remote"] == ("on" if line else "off")
+
+
+@pytest.mark.parametrize(
+    ("changes", "defaults"),
+    [
+        ({}, "idle prefixes stay in the pool until their cells are needed, small steps are not padded"),
+        ({"unified": False}, "no sequence is copied to another slot"),
+    ],
+)
+def test_a_line_says_that_costs_could_not_be_measured_and_what_holds_until_they_are(
+    capsys: pytest.CaptureFixture[str], changes: dict[str, Any], defaults: str
+) -> None:
+    pending = {"costs_pending": "threads waited 0.50 s for CPUs within 1.00 s", **changes}
+    info = msgspec.structs.replace(FakeBackend().info, **pending)
+    announce(Loaded(info, ram_line="", disk_line=""), ["http://127.0.0.1:1"], Config())
+    [line] = [each for each in capsys.readouterr().out.splitlines() if each.startswith("Costs")]
+    assert line == (
+        "Costs were not measured, because other programs use this machine (threads waited 0.50 s for CPUs within "
+        f"1.00 s). Until they are, while the server is idle: {defaults}."
+    )

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 
 from bench import synthetic
-from llamaslot.backend.llama import LlamaBackend, LlamaSettings, kv_cost, library, measurements, step_cost
+from llamaslot.backend import host_load
+from llamaslot.backend.host_load import Reading
+from llamaslot.backend.llama import LlamaBackend, LlamaSettings, kv_cost, library, measurements, quiet, step_cost
 from llamaslot.backend.llama.measurements import Measurements
+from llamaslot.backend.llama.state import state_cost
 from llamaslot.base.backend import Run, Status
+from llamaslot.base.kv_ops import IllegalCallError, Load, Remove, Save
 from llamaslot.base.model import KvCost, StateCost, StepCost
 
 MEASURED = Measurements(
@@ -204,3 +211,150 @@ def test_the_pool_is_empty_after_a_start_with_or_without_measuring(tiny_model: P
             assert backend.decode([Run(0, start, tokens, output=False)]).status is Status.OK
         backend.close()
     assert len(list(tmp_path.iterdir())) == 1
+
+
+class Clocks:
+    """The clocks of a thread that waited `delay_s` for a CPU."""
+
+    def __init__(self) -> None:
+        self.now = self.delay_s = 0.0
+
+    def read(self) -> Reading:
+        return Reading(self.now, self.now - self.delay_s, {"1": self.delay_s})
+
+
+MEASURES: dict[str, tuple[Any, str, object]] = {
+    "stream_copy_ms": (LlamaBackend, "_measure_stream_copy", 0.5),
+    "kv_cost": (kv_cost, "measure", MEASURED.kv_cost),
+    "step_cost": (step_cost, "measure", MEASURED.step_cost),
+    "state_cost": (state_cost, "measure", StateCost(take_ms=1.0, restore_ms=2.0)),
+}
+"""All that is measured and kept, and where: here each takes a second, and returns this."""
+
+
+@pytest.mark.parametrize("share", [0.05, 0.5])
+@pytest.mark.parametrize("name", MEASURES)
+def test_what_was_measured_while_other_programs_ran_is_not_kept_and_is_measured_later(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, share: float
+) -> None:
+    clocks, shares = Clocks(), [share]
+    monkeypatch.setattr(host_load, "read", clocks.read)
+
+    def measure(measured: str) -> Any:
+        clocks.now += 1.0
+        clocks.delay_s += shares[0] * (measured == name)
+        return MEASURES[measured][2]
+
+    for each, (owner, function, _) in MEASURES.items():
+        monkeypatch.setattr(owner, function, lambda *_, each=each: measure(each))
+    given = settings(tiny_model, tmp_path, unified=name != "stream_copy_ms", n_threads=1)
+    backend = LlamaBackend(given)
+    costs = {each: getattr(backend.info, each) for each in MEASURES}
+    if share < quiet.MAX_WAITING_SHARE:
+        assert not backend.info.costs_pending
+        assert costs[name] == MEASURES[name][2]
+        assert backend.measure_costs()
+        backend.close()
+        assert len(list(tmp_path.iterdir())) == 1
+        return
+    assert backend.info.costs_pending == "threads waited 0.50 s for CPUs within 1.00 s"
+    assert not any(costs.values()), "all are measured again"
+    assert not list(tmp_path.iterdir())
+    assert not backend.measure_costs(), "it is still disturbed"
+    shares[0] = 0.0
+    assert not backend.measure_costs(lambda: True), "it was to be stopped"
+    assert backend.info.costs_pending
+    assert backend.measure_costs()
+    assert not backend.info.costs_pending
+    assert getattr(backend.info, name) == MEASURES[name][2]
+    backend.close()
+    again = LlamaBackend(given)
+    again.close()
+    for each in MEASURES:
+        assert getattr(again.info, each) == getattr(backend.info, each)
+
+
+def test_costs_are_measured_on_empty_sequences_only_and_leave_what_is_saved(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefill = kv_cost._prefill
+    monkeypatch.setattr(kv_cost, "_prefill", lambda *given: min(prefill(*given), 0.005))
+    monkeypatch.setattr(kv_cost, "_N_PAIRS", 1)
+    ticking = iter(range(10**6))
+    monkeypatch.setattr(host_load, "read", lambda: Reading(t := float(next(ticking)), 0.0, {"1": t}))
+    backend = LlamaBackend(settings(tiny_model, None, n_ctx=4096, n_ubatch=512, n_threads=1))
+    assert backend.info.costs_pending
+    backend.decode([Run(0, 0, np.arange(100, 140, dtype=np.int32), output=False)])
+    with pytest.raises(IllegalCallError):
+        backend.measure_costs()
+    backend.change(Save(0, 0, 0, 40, backend.n_seqs - 1))
+    backend.change(Remove(0, 0))
+    kept = bytes(backend.kv_of(0).data)  # type: ignore[union-attr]
+    monkeypatch.setattr(host_load, "read", lambda: Reading(0.0, 0.0, {}))
+    stops = iter([False, False, True])
+    assert not backend.measure_costs(lambda: next(stops))
+    assert [backend.seq_range(seq) for seq in range(backend.n_seqs)] == [range(0)] * backend.n_seqs
+    assert backend.measure_costs()
+    assert backend.info.kv_cost is not None
+    assert bytes(backend.kv_of(0).data) == kept  # type: ignore[union-attr]
+    backend.change(Load(0, 0, 0, 40, backend.n_seqs - 1))
+    assert backend.seq_range(0) == range(40)
+    backend.close()
+
+
+READINGS = [
+    # before, after, on a CPU, seconds of waiting
+    (Reading(0, 0, {"1": 0.0}), Reading(1, 0.2, {"1": 0.3, "2": 0.1}), True, 0.4),
+    (Reading(0, 0, {"1": 0.0, "9": 5.0}), Reading(1, 0.2, {"1": 0.3}), False, 0.3),
+    (Reading(0, 0, {"1": 0.0}), Reading(1, 0.1, {"1": 0.0}), True, 0.0),
+    (Reading(0, 0, None), Reading(1, 0.75, None), True, 0.25),
+    (Reading(0, 0, None), Reading(1, 0.1, None), False, 0.0),
+]
+
+
+@pytest.mark.parametrize(("before", "after", "on_cpu", "waited"), READINGS)
+def test_waiting_is_what_the_kernel_counts_else_the_time_without_a_cpu(
+    before: Reading, after: Reading, on_cpu: bool, waited: float
+) -> None:
+    assert host_load.waited_s(before, after, on_cpu=on_cpu) == pytest.approx(waited)
+
+
+def test_equal_work_that_takes_unequal_times_is_a_disturbance_on_any_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(quiet, "MAX_SPREAD", 1.5)
+    quiet.Quiet.compare([0.20, 0.21, 0.9])
+    with pytest.raises(quiet.DisturbedError, match=r"took 0\.200 to 0\.900 s"):
+        quiet.Quiet.compare([0.20, 0.8, 0.9])
+
+
+def test_files_of_earlier_versions_are_not_read(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They may have been measured on a busy machine."""
+    backend = LlamaBackend(LlamaSettings(tiny_model, n_ctx=256))
+    backend.close()
+    key = measurements.key_of(LlamaSettings(tiny_model), backend.info, 4)
+    monkeypatch.setattr(measurements, "FORMAT", 2)
+    assert measurements.key_of(LlamaSettings(tiny_model), backend.info, 4) != key
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="CPUs are chosen")
+def test_on_a_busy_machine_nothing_is_kept(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quiet_machine: None
+) -> None:
+    """Really busy: three other processes want the one CPU that this one may use."""
+    monkeypatch.undo()
+    allowed = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(allowed)})
+    loop = "import time; end = time.monotonic() + 30\nwhile time.monotonic() < end: pass"
+    others = [subprocess.Popen([sys.executable, "-c", loop]) for _ in range(3)]
+    try:
+        backend = LlamaBackend(settings(tiny_model, tmp_path, n_ctx=4096, n_ubatch=512, n_threads=1))
+        backend.close()
+    finally:
+        for each in others:
+            each.kill()
+            each.wait()
+        os.sched_setaffinity(0, allowed)
+    assert backend.info.costs_pending
+    assert backend.info.kv_cost is backend.info.step_cost is None
+    assert not list(tmp_path.iterdir())

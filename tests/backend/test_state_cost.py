@@ -12,6 +12,7 @@ import pytest
 
 from bench import synthetic
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings
+from llamaslot.backend.llama.quiet import Quiet
 from llamaslot.backend.llama.state import state_cost
 from llamaslot.backend.llama.state.partial_states import PartialStates
 from llamaslot.base.backend import Run, Status
@@ -171,7 +172,7 @@ def test_without_memory_for_a_checkpoint_its_cost_is_unknown(call: str, monkeypa
 
 
 def measured(backend: LlamaBackend) -> StateCost | None:
-    return state_cost.measure(backend, backend._context, backend._kv.partial)
+    return state_cost.measure(backend, backend._context, backend._kv.partial, Quiet(on_cpu=True))
 
 
 def logits(backend: LlamaBackend) -> npt.NDArray[np.float32]:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings, step_cost
+from llamaslot.backend.llama.quiet import Quiet
 from llamaslot.base.backend import Run, Status
 from llamaslot.base.commands import Submit
 from llamaslot.base.model import QUERY_BLOCK
@@ -42,7 +43,7 @@ def test_the_cost_is_that_of_a_few_tokens_and_of_a_query_block_alone_and_after_m
     monkeypatch.setattr(step_cost, "compute", timed)
     monkeypatch.setattr(step_cost, "perf_counter", lambda: now)
     backend = LlamaBackend(settings(tiny_model))
-    cost = step_cost.measure(backend, backend._context)
+    cost = step_cost.measure(backend, backend._context, Quiet(on_cpu=True))
     assert cost is not None
     assert (cost.step_us, cost.token_us, cost.token_cell_us) == pytest.approx((3000, 1000, 2))
     assert (cost.block_us, cost.block_cell_us) == (pytest.approx(20_000), pytest.approx(10))
@@ -53,7 +54,7 @@ def test_the_cost_is_that_of_a_few_tokens_and_of_a_query_block_alone_and_after_m
 def test_the_pool_is_empty_behind_it(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_cost, "_LIMIT_S", math.inf)
     backend = LlamaBackend(settings(tiny_model, n_ctx=4096))
-    assert step_cost.measure(backend, backend._context) is not None
+    assert step_cost.measure(backend, backend._context, Quiet(on_cpu=True)) is not None
     assert [backend.seq_range(seq) for seq in range(backend.n_seqs)] == [range(0)] * backend.n_seqs
     for start in range(0, 4096, 512):
         assert backend.decode([Run(0, start, np.full(512, 5, dtype=np.int32), output=False)]).status is Status.OK
@@ -70,7 +71,7 @@ def test_a_slow_model_is_not_kept_from_serving(tiny_model: Path, monkeypatch: py
 
     backend = LlamaBackend(settings(tiny_model))
     monkeypatch.setattr(step_cost, "_seconds", slow)
-    assert step_cost.measure(backend, backend._context) is None
+    assert step_cost.measure(backend, backend._context, Quiet(on_cpu=True)) is None
     assert n_computed == 1
     backend.close()
 

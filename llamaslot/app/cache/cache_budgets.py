@@ -84,12 +84,17 @@ def _prefix_budgets(config: Config, info: ModelInfo, n_free: int) -> Budgets:
     if reason := _why_not_offloaded(config, info):
         return Budgets(0, idle_cells, None, f"RAM: not used for prefixes ({reason}){_slowdown(info.kv_cost)}")
     ram_bytes = _ram_bytes(config, n_free)
-    offload_after = None
+    after = offload_after(config, info, ram_bytes)
+    line = _line(info, ram_bytes, after, idle_cells)
+    return Budgets(ram_bytes, idle_cells, after, line, ram_is_fixed=config.cache_ram not in ("auto", -1))
+
+
+def offload_after(config: Config, info: ModelInfo, ram_bytes: int) -> int | None:
+    """Return after how many further prompt tokens an idle prefix is offloaded; None for never."""
     fits = ram_bytes > 0 and ram_bytes >= MIN_POOLS_IN_RAM * _pool_bytes(info)
-    if config.cache_idle_cells == "auto" and info.kv_cost is not None and fits:
-        offload_after = break_even_tokens(info.kv_cost)
-    line = _line(info, ram_bytes, offload_after, idle_cells)
-    return Budgets(ram_bytes, idle_cells, offload_after, line, ram_is_fixed=config.cache_ram not in ("auto", -1))
+    if config.cache_idle_cells != "auto" or info.kv_cost is None or not fits:
+        return None
+    return break_even_tokens(info.kv_cost)
 
 
 def break_even_tokens(cost: KvCost) -> int | None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import platformdirs
 
-from llamaslot.app.cache.cache_budgets import Budgets
+from llamaslot.app.cache.cache_budgets import Budgets, offload_after
 from llamaslot.app.config import Config
 from llamaslot.backend.llama.llama_settings import LlamaSettings
 from llamaslot.engine.engine_settings import EngineSettings
@@ -45,6 +45,7 @@ def engine_settings(config: Config, budgets: Budgets, *, lacks_disk: bool = Fals
         gap_ms=config.prefill_gap_ms,
         idle_cells=budgets.idle_cells,
         offload_after=budgets.offload_after,
+        offload_after_by=lambda info: offload_after(config, info, budgets.ram_bytes),
         ram_bytes=budgets.ram_bytes,
         ram_is_fixed=budgets.ram_is_fixed,
         disk_bytes_per_day=config.cache_disk_write_per_day * 2**20,

@@ -18,6 +18,7 @@ from typing import Any
 import llama_cpp
 import numpy as np
 
+from llamaslot.backend.llama.quiet import Quiet
 from llamaslot.base.backend import Backend, Run, Status
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.kv_ops import Free, Load, NotSavedError, Operation, Remove, Save
@@ -29,6 +30,8 @@ MAX_IDLE_CELLS = 8192
 MIN_IDLE_CELLS = 2048
 """Fewer say little, and cost little."""
 
+_SEGMENT = -1
+"""Number of what is saved; the engine uses it for none."""
 _SAVED_TOKENS = 64
 """Tokens of the sequence that is loaded again and again."""
 _PROBE_TOKENS = 16
@@ -39,7 +42,7 @@ _N_PAIRS = 5
 """Prefills with and without idle cells."""
 
 
-def measure(backend: Backend, context: Any) -> KvCost | None:
+def measure(backend: Backend, context: Any, quiet: Quiet) -> KvCost | None:
     """Measure the cost on a backend with this context, empty before and after; takes about two seconds.
 
     None where nothing can be saved, be it for want of memory, the pool has less than `MIN_IDLE_CELLS` to spare, or
@@ -50,16 +53,20 @@ def measure(backend: Backend, context: Any) -> KvCost | None:
     if info.segment_size is None or info.n_ubatch < _SAVED_TOKENS or n_idle < MIN_IDLE_CELLS:
         return None
     try:
-        return _measured(backend, context, n_idle)
+        return _measured(backend, context, n_idle, quiet)
     except NotSavedError:
         return None
     finally:
+        if backend.kv_of(_SEGMENT) is not None:
+            backend.change(Free(_SEGMENT))
         backend.change(Remove(0, 0))
+        llama_cpp.llama_memory_seq_rm(llama_cpp.llama_get_memory(context), 1, -1, -1)
 
 
-def _measured(backend: Backend, context: Any, n_idle: int) -> KvCost | None:
-    """Measure; sequence 0 may be left with cells."""
+def _measured(backend: Backend, context: Any, n_idle: int, quiet: Quiet) -> KvCost | None:
+    """Measure; sequences 0 and 1 may be left with cells."""
     _prefill(backend, context, _PROBE_TOKENS)
+    quiet.check()
     fastest = min(_prefill(backend, context, _PROBE_TOKENS) for _ in range(3))
     n_tokens = min(round(_PROBE_TOKENS * _TARGET_S / fastest), backend.info.n_ubatch)
     if n_tokens < _PROBE_TOKENS:
@@ -68,6 +75,7 @@ def _measured(backend: Backend, context: Any, n_idle: int) -> KvCost | None:
     ratios, prefill, saving, loading = [], [], [], []
     for _ in range(_N_PAIRS):
         alone = _prefill(backend, context, n_tokens)
+        quiet.check()
         save, load = _save_and_load(backend, n_saved)
         is_full = fill(backend, context, n_idle)
         crowded = _prefill(backend, context, n_tokens)
@@ -78,6 +86,8 @@ def _measured(backend: Backend, context: Any, n_idle: int) -> KvCost | None:
         prefill.append(alone)
         saving.append(save)
         loading.append(load)
+        quiet.check()
+    quiet.compare(prefill)
     return KvCost(
         n_idle_cells=n_idle,
         prefill_slowdown=max(statistics.median(ratios), 1.0),
@@ -100,10 +110,10 @@ def _prefill(backend: Backend, context: Any, n_tokens: int) -> float:
 def _save_and_load(backend: Backend, n_tokens: int) -> tuple[float, float]:
     """Seconds to save `n_tokens` of sequence 0, and to load them again."""
     scratch = backend.n_seqs - 1
-    save = _change(backend, Save(0, 0, 0, n_tokens, scratch))
+    save = _change(backend, Save(_SEGMENT, 0, 0, n_tokens, scratch))
     backend.change(Remove(0, 0))
-    load = _change(backend, Load(0, 0, 0, n_tokens, scratch))
-    backend.change(Free(0))
+    load = _change(backend, Load(_SEGMENT, 0, 0, n_tokens, scratch))
+    backend.change(Free(_SEGMENT))
     return save, load
 
 
@@ -122,17 +132,17 @@ def fill(backend: Backend, context: Any, n_cells: int) -> bool:
     backend.change(Remove(0, 0))
     compute(backend, _SAVED_TOKENS)
     try:
-        backend.change(Save(0, 0, 0, _SAVED_TOKENS, backend.n_seqs - 1))
+        backend.change(Save(_SEGMENT, 0, 0, _SAVED_TOKENS, backend.n_seqs - 1))
     except NotSavedError:
         return False
-    kv = backend.kv_of(0)
+    kv = backend.kv_of(_SEGMENT)
     assert kv is not None
     state = kv.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
     n_loaded = 0
     while n_loaded < n_cells and llama_cpp.llama_state_seq_set_data(context, state, len(kv), 0):
         llama_cpp.llama_memory_seq_cp(memory, 0, 1, -1, -1)
         n_loaded += _SAVED_TOKENS
-    backend.change(Free(0))
+    backend.change(Free(_SEGMENT))
     backend.change(Remove(0, 0))
     return n_loaded == n_cells
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeVar
 
 import llama_cpp
 import msgspec
@@ -20,6 +20,7 @@ from llamaslot.backend.llama.llama_settings import LlamaSettings, sequences
 from llamaslot.backend.llama.loading import Context
 from llamaslot.backend.llama.measurements import Measurements
 from llamaslot.backend.llama.operations import KvOperations
+from llamaslot.backend.llama.quiet import DisturbedError, Quiet, StoppedError
 from llamaslot.backend.llama.sampling.candidates import Logits
 from llamaslot.backend.llama.sampling.dry import BreakerIndex
 from llamaslot.backend.llama.sampling.probabilities import score_of
@@ -33,9 +34,10 @@ from llamaslot.base.commands import Constraint
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.generation.token_probs import TokenScore
-from llamaslot.base.model import CheckpointSize, ModelFile, ModelInfo, SegmentSize, StateKind
+from llamaslot.base.model import CPU, CheckpointSize, ModelFile, ModelInfo, SegmentSize, StateKind
 from llamaslot.base.tokens import Tokens
 
+T = TypeVar("T")
 _MAX_VIEWS = 1024
 
 
@@ -186,11 +188,30 @@ class LlamaBackend:
             return False
         info = self.info
         measured = Measurements(info.stream_copy_ms, info.kv_cost, info.step_cost, info.state_cost, result)
-        if folder := self._settings.measurements:
-            measurements.write(folder, measurements.key_of(self._settings, info, self.n_seqs), measured.to_keep)
+        if not info.costs_pending:
+            self._keep(measured)
         self._set_measured(measured, is_later=True)
         trim_heap()
         return True
+
+    def measure_costs(self, should_stop: Callable[[], bool] = lambda: False) -> bool:
+        """Measure the costs that are pending; False if they still are."""
+        self._check_open()
+        if not self.info.costs_pending:
+            return True
+        if any(self._kv.lengths):
+            raise kv_ops.IllegalCallError("costs are measured on empty sequences")
+        measured = self._measure(should_stop)
+        self._rows, self._targets = {}, {}
+        if measured is not None:
+            fields = msgspec.structs.asdict(measured)
+            fields.pop("self_test")
+            self.info = msgspec.structs.replace(self.info, **fields)
+            if self.info.self_test == "passed":
+                measured = msgspec.structs.replace(measured, self_test=self_test.SelfTestResult("passed"))
+            self._keep(measured)
+            trim_heap()
+        return measured is not None
 
     def close(self) -> None:
         """Free context and model; without effect if that is done already."""
@@ -288,24 +309,50 @@ class LlamaBackend:
         settings, folder = self._settings, self._settings.measurements
         key = measurements.key_of(settings, self.info, self.n_seqs) if folder else ""
         kept = measurements.read(folder, key) if folder else None
-        measured = kept or self._measure(settings)
+        measured = kept or self._measure() or Measurements()
         if self_test.is_needed(self.info) and measured.self_test is None:
             result = self_test.run(self, self._context, limit_s=settings.self_test_limit_s)
             self._rows, self._targets = {}, {}
             measured = msgspec.structs.replace(measured, self_test=result)
-        if folder and measured.to_keep != kept:
+        if folder and measured.to_keep != kept and not self.info.costs_pending:
             measurements.write(folder, key, measured.to_keep)
         return measured
 
-    def _measure(self, settings: LlamaSettings) -> Measurements:
-        copies = not self.info.unified and self.info.can_trim and self.n_seqs > 1
-        costs = settings.measure_costs
-        return Measurements(
-            stream_copy_ms=self._measure_stream_copy() if copies else 0.0,
-            kv_cost=kv_cost.measure(self, self._context) if costs else None,
-            step_cost=step_cost.measure(self, self._context) if costs else None,
-            state_cost=state_cost.measure(self, self._context, self._kv.partial) if costs else None,
-        )
+    def _keep(self, measured: Measurements) -> None:
+        if folder := self._settings.measurements:
+            measurements.write(
+                folder, measurements.key_of(self._settings, self.info, self.n_seqs), measured.to_keep
+            )
+
+    def _measure(self, should_stop: Callable[[], bool] = lambda: False) -> Measurements | None:
+        """Measure all costs; None, and the reason in `info`, if that was disturbed or stopped."""
+        info, costs = self.info, self._settings.measure_costs
+        copies = not info.unified and info.can_trim and self.n_seqs > 1
+        quiet = Quiet(on_cpu=info.device == CPU, should_stop=should_stop)
+
+        def watched(measure: Callable[[], T]) -> T:
+            quiet.begin()
+            result = measure()
+            quiet.check()
+            return result
+
+        pending = ""
+        try:
+            return Measurements(
+                stream_copy_ms=watched(self._measure_stream_copy) if copies else 0.0,
+                kv_cost=watched(lambda: kv_cost.measure(self, self._context, quiet)) if costs else None,
+                step_cost=watched(lambda: step_cost.measure(self, self._context, quiet)) if costs else None,
+                state_cost=watched(lambda: state_cost.measure(self, self._context, self._kv.partial, quiet))
+                if costs
+                else None,
+            )
+        except DisturbedError as error:
+            pending = str(error)
+        except StoppedError:
+            pending = info.costs_pending
+        finally:
+            self.info = msgspec.structs.replace(self.info, costs_pending=pending)
+        return None
 
     def _set_measured(self, measured: Measurements, *, is_later: bool = False) -> None:
         """Fill in what was measured; sequences must be empty.
@@ -337,7 +384,8 @@ class LlamaBackend:
         for _ in range(3):
             self.change(kv_ops.CopyStream(0, 1, self._kv.lengths[0]))
             copying.append(step())
-        self._clear()
+        for seq in (0, 1):
+            self.change(kv_ops.Remove(seq, 0))
         return max(min(copying[1:]) - plain, 0.01)
 
     def _measure_sizes(self, token: Tokens) -> None:

@@ -1,8 +1,8 @@
 """Start-up measurements, kept in the user's cache folder so that the next start of the same model needs none.
 
 A file holds the measurements of one key: the model's files, all settings and sizes that times depend on, the
-library and the machine. Servers may share the folder: a file is replaced as a whole, and one that is corrupt or of
-another key counts as missing.
+library and the machine. What other programs disturbed is never kept (`quiet.py`). Servers may share the folder: a
+file is replaced as a whole, and one that is corrupt or of another key counts as missing.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from llamaslot.base.gguf_file import parts
 from llamaslot.base.model import KvCost, ModelInfo, StateCost, StepCost
 
 MAX_AGE_S = 7 * 86_400
-"""Age at which measurements are taken again: the machine may have been busy, or have changed."""
+"""Age at which measurements are taken again: the machine may have changed."""
 _MAX_FILE_BYTES = 2**16
 FORMAT = 3
 """Counted up whenever something is measured in another way."""

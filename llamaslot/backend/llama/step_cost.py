@@ -12,6 +12,7 @@ from typing import Any
 import llama_cpp
 
 from llamaslot.backend.llama.kv_cost import compute, fill
+from llamaslot.backend.llama.quiet import Quiet
 from llamaslot.base.backend import Backend
 from llamaslot.base.kv_ops import Remove
 from llamaslot.base.model import QUERY_BLOCK, StepCost
@@ -26,7 +27,7 @@ _MAX_REPEATS = 5
 """Times that a step is computed."""
 
 
-def measure(backend: Backend, context: Any) -> StepCost | None:
+def measure(backend: Backend, context: Any, quiet: Quiet) -> StepCost | None:
     """Measure the cost on a backend with this context, empty before and after; takes half a second, slow models
     some.
 
@@ -42,7 +43,7 @@ def measure(backend: Backend, context: Any) -> StepCost | None:
     ):
         return None
     try:
-        return _measured(backend, context)
+        return _measured(backend, context, quiet)
     finally:
         for seq in (0, 1):
             # What `fill` did is not in the backend's record; asking sets that right.
@@ -50,10 +51,11 @@ def measure(backend: Backend, context: Any) -> StepCost | None:
             backend.change(Remove(seq, 0))
 
 
-def _measured(backend: Backend, context: Any) -> StepCost | None:
+def _measured(backend: Backend, context: Any, quiet: Quiet) -> StepCost | None:
     """Measure; sequence 1 may be left with cells."""
     if (few := _seconds(backend, context, _FEW_TOKENS)) > _LIMIT_S:
         return None
+    quiet.check()
     more, block = _seconds(backend, context, _MORE_TOKENS), _seconds(backend, context, QUERY_BLOCK)
     if not fill(backend, context, _MANY_CELLS):
         return None

@@ -29,7 +29,7 @@ from llamaslot.kvcache.tiers.segment_tiers import SegmentTiers
 class Restorer:
     """Gives sequences their partial states. For a model without one it does nothing.
 
-    `min_restored` is the number of tokens that take as long to compute as a checkpoint takes to restore.
+    `min_restored` returns the number of tokens that take as long to compute as a checkpoint takes to restore.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class Restorer:
         tiers: SegmentTiers,
         checkpoints: Checkpoints,
         *,
-        min_restored: int,
+        min_restored: Callable[[], int],
     ) -> None:
         self._tree = tree
         self._sequences = sequences
@@ -203,7 +203,7 @@ class Restorer:
             public = checkpoints_on(match.public_end)
             found += [each.node for each in public if each.end <= n_covered and self._is_readable(each)]
             found.sort(key=lambda node: -node.end)
-        return [node for node in found if node.end >= self._min_restored or self._gives_state(node)]
+        return [node for node in found if node.end >= self._min_restored() or self._gives_state(node)]
 
     def _is_readable(self, checkpoint: Checkpoint | None) -> bool:
         """True if a checkpoint can be restored, now or once it is read from disk."""

@@ -16,6 +16,7 @@ from typing import Any
 import llama_cpp
 
 from llamaslot.backend.llama.kv_cost import compute
+from llamaslot.backend.llama.quiet import Quiet
 from llamaslot.backend.llama.state.partial_states import PartialStates
 from llamaslot.base.backend import Backend
 from llamaslot.base.kv_ops import NotLoadedError, NotSavedError, Remove, Restore, Take
@@ -24,17 +25,19 @@ from llamaslot.base.model import StateCost
 _COMPUTED_TOKENS = 64
 """Tokens of the sequence that is loaded again and again."""
 _N_REPEATS = 5
+_CHECKPOINT = -1
+"""Number of the checkpoint; the engine uses it for none."""
 
 
-def measure(backend: Backend, context: Any, states: PartialStates) -> StateCost | None:
-    """Measure the cost on a backend with this context and no checkpoints, empty before and after.
+def measure(backend: Backend, context: Any, states: PartialStates, quiet: Quiet) -> StateCost | None:
+    """Measure the cost on a backend with this context, whose sequences are empty before and after.
 
     None where no checkpoints are taken, or where the pool or memory is too small for one of the largest size.
     """
     if not backend.info.keeps_checkpoints:
         return None
     try:
-        return _measured(backend, context, states)
+        return _measured(backend, context, states, quiet)
     except (NotSavedError, NotLoadedError):
         return None
     finally:
@@ -42,20 +45,22 @@ def measure(backend: Backend, context: Any, states: PartialStates) -> StateCost 
         backend.change(Remove(0, 0))
 
 
-def _measured(backend: Backend, context: Any, states: PartialStates) -> StateCost | None:
+def _measured(backend: Backend, context: Any, states: PartialStates, quiet: Quiet) -> StateCost | None:
     """Measure; sequences 0 and 1 may be left with cells."""
     n_swa = backend.info.state.n_swa
     n_tokens = min(n_swa or 1, _COMPUTED_TOKENS, backend.info.n_ubatch)
     compute(backend, n_tokens)
     if not _fill_state(context, -(-n_swa // n_tokens) or 1):
         return None
+    quiet.begin()
     taking, restoring = [], []
     for _ in range(_N_REPEATS):
-        taking.append(_ms(context, lambda: states.take(Take(0, src=1, end=n_tokens))))
+        taking.append(_ms(context, lambda: states.take(Take(_CHECKPOINT, src=1, end=n_tokens))))
         try:
-            restoring.append(_ms(context, lambda: states.restore(Restore(0, dst=1), n_tokens)))
+            restoring.append(_ms(context, lambda: states.restore(Restore(_CHECKPOINT, dst=1), n_tokens)))
         finally:
-            states.free(0)
+            states.free(_CHECKPOINT)
+        quiet.check()
     return StateCost(take_ms=statistics.median(taking), restore_ms=statistics.median(restoring))
 
 

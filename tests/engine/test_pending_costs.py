@@ -1,0 +1,88 @@
+"""Costs that other programs kept from being measured at start are measured while the engine is idle, and used."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+
+from llamaslot.base.events import Finished
+from llamaslot.base.model import KvCost, StepCost
+from llamaslot.engine import pending_costs
+from tests.engine.harness import running
+from tests.fake_backend import FakeBackend
+
+COST = KvCost(n_idle_cells=100, prefill_slowdown=2.0, prefill_us=100.0, save_us=1.0, first_save_us=3.0, load_us=2.0)
+STEP = StepCost(step_us=1.0, token_us=2.0, token_cell_us=3.0, block_us=4.0, block_cell_us=5.0)
+
+
+PROMPT = "a prompt that is as long as this one, at least"
+
+
+class BusyMachine(FakeBackend):
+    """A backend whose costs could not be measured, and cannot before `is_quiet`."""
+
+    def __init__(self, **fields: Any) -> None:
+        super().__init__(**fields)
+        self.info = msgspec.structs.replace(self.info, costs_pending="threads waited for CPUs")
+        self.is_quiet = False
+        self.n_tries = 0
+
+    def measure_costs(self, should_stop: Callable[[], bool] = lambda: False) -> bool:
+        assert not any(self.seq_len(seq) for seq in range(self.n_seqs)), "the pool is not empty"
+        self.n_tries += 1
+        if not self.is_quiet or should_stop():
+            return False
+        self.info = msgspec.structs.replace(self.info, costs_pending="", kv_cost=COST, step_cost=STEP)
+        return True
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pending_costs, "IDLE_S", 0.02)
+    monkeypatch.setattr(pending_costs, "_RETRY_S", 0.02)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+async def test_once_the_machine_is_quiet_they_are_measured_and_used() -> None:
+    backend = BusyMachine(n_reserved=3, n_ctx=512, n_ubatch=64)
+    settings = {"ram_bytes": 10**6, "offload_after_by": lambda info: 7 if info.kv_cost is not None else None}
+    async with running(backend, **settings) as engine:
+        made = engine.engine.scheduler.cache.settings
+        await until(lambda: backend.n_tries > 1)
+        assert (made.offload_after, made.prefill_us) == (None, 0.0)
+        await engine.submit("first", PROMPT, max_tokens=4)
+        n_tries = backend.n_tries
+        await until(lambda: backend.n_tries > n_tries)
+        backend.is_quiet = True
+        await until(lambda: not backend.info.costs_pending)
+        await until(lambda: made.offload_after is not None)
+        assert (made.offload_after, made.prefill_us, made.save_us, made.load_us) == (7, 100.0, 3.0, 2.0)
+        assert engine.engine.scheduler._padding._cost == STEP
+        n_tries = backend.n_tries
+        end = await engine.submit("again", PROMPT, max_tokens=4)
+        assert isinstance(end, Finished)
+        assert engine.text("again") == engine.text("first")
+        assert end.progress.n_loaded > 30, "what was in the pool went to RAM for the measurement"
+        await asyncio.sleep(0.1)
+        assert backend.n_tries == n_tries
+
+
+async def test_what_ram_has_no_room_for_stays_in_the_pool() -> None:
+    backend = BusyMachine(n_reserved=3, n_ctx=512, n_ubatch=64)
+    async with running(backend) as engine:
+        await engine.submit("first", PROMPT, max_tokens=4)
+        await asyncio.sleep(0.1)
+        end = await engine.submit("again", PROMPT, max_tokens=4)
+        assert isinstance(end, Finished)
+        assert end.progress.n_cached > 30
+        assert engine.engine.scheduler.cache.cells.used > 30
+        assert backend.info.costs_pending
