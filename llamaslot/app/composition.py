@@ -29,8 +29,8 @@ from llamaslot.app.runtime.runtime import InProcessRuntime, MultiProcessRuntime,
 from llamaslot.app.template_config import read_template
 from llamaslot.base.backend import Backend
 from llamaslot.base.errors import stopped_error
-from llamaslot.base.executors import start_default_executor
 from llamaslot.base.gguf_file import check_metadata
+from llamaslot.processes.default_executor import start_default_executor
 from llamaslot.processes.messages import Loaded
 
 if TYPE_CHECKING:

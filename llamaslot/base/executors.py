@@ -7,7 +7,6 @@ executor threads when it exits, so a process with a hung one must end by `os._ex
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 
@@ -15,7 +14,6 @@ GRAMMAR_STACK_BYTES = 16 * 2**20
 """Stack of a thread that compiles and follows grammars, which llguidance does by recursion. Only what is used of it
 takes memory.
 """
-_N_DEFAULT = 4
 
 
 def started_executor(n_threads: int, name: str, stack_bytes: int = 0) -> ThreadPoolExecutor:
@@ -35,11 +33,6 @@ def started_executor(n_threads: int, name: str, stack_bytes: int = 0) -> ThreadP
         threading.stack_size(usual)
     all_running.wait()
     return executor
-
-
-def start_default_executor() -> None:
-    """Start the threads that the running loop's `asyncio.to_thread` uses."""
-    asyncio.get_running_loop().set_default_executor(started_executor(_N_DEFAULT, "llamaslot-io"))
 
 
 def close_after_queue(executor: Executor) -> Future[None]:

@@ -29,7 +29,6 @@ from llamaslot.prompts.prompt_jobs import (
 if TYPE_CHECKING:
     from llamaslot.prompts.tokenizer import Tokenizer
     from llamaslot.protocol.request_reader import RequestReader
-    from llamaslot.text.grammars.trial_process import TrialProcess
 
 _MAX_SHORT_QUERY = 2**14
 """Bytes of a body up to which a query is answered on the thread of the prompts."""
@@ -126,12 +125,17 @@ class PromptWorker(Protocol):
 
 
 class PromptThreads(PromptWorker):
-    """Carries out the jobs of each lane on threads of its own. All methods are called on the event loop."""
+    """Carries out the jobs of each lane on threads of its own. All methods are called on the event loop.
 
-    def __init__(self, tokenizer: Tokenizer, reader: RequestReader, trials: TrialProcess | None = None) -> None:
+    `start_trials` starts the process that tries grammars.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, reader: RequestReader, start_trials: Callable[[], None] | None = None
+    ) -> None:
         self._jobs = PromptJobs(tokenizer, reader)
         self._reader = reader
-        self._trials = trials
+        self._start_trials = start_trials
         self._lanes = [
             _JobLane(
                 [started_executor(1, f"llamaslot-{name}", tokenizer.stack_bytes) for _ in range(n)], self._jobs
@@ -164,8 +168,8 @@ class PromptThreads(PromptWorker):
     def start(self) -> None:
         """Probe for exact cut points and start the trial process, so that no request need wait for that."""
         self._lanes[0].threads[0].submit(self._prepare)
-        if self._trials is not None:
-            self._lanes[_GRAMMAR_LANE].threads[0].submit(self._trials.start)
+        if self._start_trials is not None:
+            self._lanes[_GRAMMAR_LANE].threads[0].submit(self._start_trials)
 
     def close(self) -> list[Future[None]]:
         """End the threads, which must not outlive the vocabulary; the futures are done once their jobs are."""

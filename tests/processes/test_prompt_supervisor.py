@@ -53,7 +53,7 @@ def restore(self, records):
         os.abort()
     return _restore(self, records)
 Tokenizer.restore = restore
-from llamaslot.text.grammars.trial_process import TrialProcess
+from llamaslot.processes.trial_process import TrialProcess
 _try = TrialProcess.__call__
 def try_(self, constraint):
     if "HANG" in constraint.grammar or "SLOW" in constraint.grammar:

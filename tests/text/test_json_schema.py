@@ -88,6 +88,14 @@ def test_every_allowed_text_is_valid_and_few_schemas_are_refused(is_rough: bool)
         ({"type": "integer", "minimum": 3, "maximum": 2}, "Unsatisfiable"),
         ({"type": "integer", "multipleOf": MAX_MULTIPLE_OF + 1}, "'multipleOf'"),
         ({"items": [{"multipleOf": 6000}, {"multipleOf": 0.6}, {"multipleOf": 6000}]}, "'multipleOf'"),
+        ({"allOf": [{"pattern": f"^.*a.{{{i}}}b.*$"} for i in range(22)]}, "22 patterns must match at once"),
+        (
+            {
+                "items": {"$ref": "#/$defs/a", "allOf": [{"pattern": "(a|b.{200}){9}"}, {"$ref": "#/$defs/b"}]},
+                "$defs": {"a": {"pattern": "c{1,90}"}, "b": {"allOf": [{"pattern": "d{5,}"}]}},
+            },
+            "3 patterns must match at once",
+        ),
         (
             {"items": {"properties": {f"p{i}": {} for i in range(MAX_PROPERTIES + 1)}}},
             f"{MAX_PROPERTIES} are supported",

@@ -18,9 +18,9 @@ from llamaslot.app.runtime.child_setup import channel_to_parent, configured, soc
 from llamaslot.app.runtime.engine_host import EngineHost
 from llamaslot.base.errors import LlamaslotError
 from llamaslot.base.events import EngineEvent, Stopped
-from llamaslot.base.executors import start_default_executor
 from llamaslot.engine.engine import Engine
 from llamaslot.processes.channel import Channel
+from llamaslot.processes.default_executor import start_default_executor
 from llamaslot.processes.messages import OVERDUE_STATUS, Events, LoadEngine, Loading, Refused, Stop, ToEngine
 
 _PROGRESS_STEP = 0.02

@@ -14,12 +14,12 @@ from llamaslot.base.backend import Vocab
 from llamaslot.base.errors import ConfigError, InvalidRequestError
 from llamaslot.base.model import ModelInfo
 from llamaslot.processes.messages import SetModel
+from llamaslot.processes.trial_process import TrialProcess
 from llamaslot.prompts.prompt_worker import PromptThreads
 from llamaslot.prompts.tokenizer import Tokenizer
 from llamaslot.protocol.replies.restoring import ReplyRestorer
 from llamaslot.protocol.request_reader import RequestReader
 from llamaslot.text.builtin_templates import resolve
-from llamaslot.text.grammars.trial_process import TrialProcess
 from llamaslot.text.template import ChatTemplate
 from llamaslot.text.volatile import pattern
 
@@ -60,7 +60,7 @@ def prompt_worker(
         )
     except InvalidRequestError as error:
         raise ConfigError(f"--grammar-file: {error.message}", param="--grammar-file") from None
-    return PromptThreads(tokenizer, reader, trials)
+    return PromptThreads(tokenizer, reader, trials.start if trials is not None else None)
 
 
 def _grammars(files: Sequence[str]) -> list[tuple[str, str]]:

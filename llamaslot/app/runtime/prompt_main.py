@@ -20,8 +20,8 @@ from llamaslot.backend.llama import LlamaVocab
 from llamaslot.backend.llama.constraint_tokenizer import token_texts
 from llamaslot.backend.memory import trim_heap
 from llamaslot.base.errors import LlamaslotError
-from llamaslot.base.executors import start_default_executor
 from llamaslot.processes.channel import Channel
+from llamaslot.processes.default_executor import start_default_executor
 from llamaslot.processes.messages import (
     JobDone,
     LoadVocab,
@@ -32,8 +32,8 @@ from llamaslot.processes.messages import (
     Stop,
     ToPrompts,
 )
+from llamaslot.processes.trial_process import TrialProcess
 from llamaslot.prompts.prompt_worker import PromptThreads, invalid_unicode
-from llamaslot.text.grammars.trial_process import TrialProcess
 
 
 class PromptMain:

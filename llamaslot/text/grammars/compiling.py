@@ -10,7 +10,6 @@ from __future__ import annotations
 import random
 import re
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
@@ -52,6 +51,12 @@ _TOO_MANY_SYMBOLS = "grammar.symbols.len()"
 """Part of the assertion that fails in llguidance at 65,525 symbols, such as of 16,000 optional properties."""
 _ONE_OF = "coerce_one_of"
 """Part of llguidance's message on alternatives that it cannot tell apart, whose advice no client can follow."""
+ADVICE = (
+    "make it simpler (what costs most: intersections of patterns, nested repetitions such as (a{1,100}){1,100}, "
+    "and long chains of references)"
+)
+_TOO_EXPENSIVE = re.compile("fuel exhausted|grammar. too big|too many (expressions|items|states)", re.IGNORECASE)
+"""Messages of llguidance's own limits."""
 _HARMLESS = "no tokenizer"
 """Beginning of the warnings about what cannot be checked without a vocabulary."""
 _NO_TEXT = "no text can match"
@@ -135,10 +140,14 @@ class GrammarChecker:
 
 
 class LocalTrial:
-    """Tries grammars on the thread that asks: in tests, and in the process that the server started for it."""
+    """Tries grammars on the thread that asks: in tests, and in a process that can be killed.
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
+    `clock` gives the thread's CPU time; without it, time has no limits.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, clock: Callable[[], float] = lambda: 0.0) -> None:
         self._vocabulary = vocabulary
+        self._clock = clock
         self._tokenizer: LLTokenizer | None = None
 
     @classmethod
@@ -158,7 +167,7 @@ class LocalTrial:
     def __call__(self, constraint: Constraint) -> TrialResult:
         """Compile a grammar and follow it at random."""
         tokenizer = self.prepare()
-        began = time.thread_time()
+        began = self._clock()
         matcher = LLMatcher(tokenizer, constraint.grammar, log_level=0, limits=limits())
         if matcher.is_error():
             return TrialResult(matcher.get_error())
@@ -168,14 +177,14 @@ class LocalTrial:
         mask = matcher.compute_bitmask()
         if matcher.is_error():
             return TrialResult(_NO_TEXT)
-        seconds = time.thread_time() - began
-        return TrialResult(_follow(matcher, mask, set(tokenizer.eos_tokens)), seconds)
+        seconds = self._clock() - began
+        return TrialResult(_follow(matcher, mask, set(tokenizer.eos_tokens), self._clock), seconds)
 
 
-def _follow(matcher: LLMatcher, mask: bytes, eos: set[int]) -> str:
+def _follow(matcher: LLMatcher, mask: bytes, eos: set[int], clock: Callable[[], float]) -> str:
     """Follow a grammar for some tokens, so that one whose masks take too long or fail is refused, not its reply."""
     choice = random.Random(0)
-    began = time.thread_time()
+    began = clock()
     excess = 0.0
     for _ in range(_MAX_STEPS):
         tokens = np.flatnonzero(np.unpackbits(np.frombuffer(mask, dtype=np.uint8), bitorder="little"))
@@ -183,11 +192,11 @@ def _follow(matcher: LLMatcher, mask: bytes, eos: set[int]) -> str:
         options = [token for token in choice.choices(tokens, k=8) if token not in eos] if len(tokens) else []
         if not options or not matcher.consume_token(int(options[0])) or matcher.is_stopped():
             break
-        start = time.thread_time()
+        start = clock()
         mask = matcher.compute_bitmask()
         if matcher.is_error():
             return matcher.get_error()
-        now = time.thread_time()
+        now = clock()
         excess += max(0.0, now - start - MASK_S)
         if excess > MAX_MASK_EXCESS_S:
             return TOO_AMBIGUOUS
@@ -234,7 +243,8 @@ def grammar_error(message: str, param: str) -> InvalidRequestError:
         return GrammarTooLongError(
             f"'{param}': the grammar made of it has too many parts; make it simpler", param=param
         )
-    return InvalidRequestError(f"'{param}': {first_lines(message)}", param=param)
+    advice = f"; {ADVICE}" if _TOO_EXPENSIVE.search(message) else ""
+    return InvalidRequestError(f"'{param}': {first_lines(message)}{advice}", param=param)
 
 
 def first_lines(message: str) -> str:

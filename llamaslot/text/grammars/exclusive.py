@@ -18,6 +18,7 @@ Resolve: TypeAlias = Callable[[object], object | None]
 _TYPES = frozenset({"null", "boolean", "number", "string", "array", "object"})
 _MAX_STEPS = 5000
 """Pairs of schemas that are compared for one `oneOf`: more alternatives than a client has, and 20 ms."""
+_MAX_CONJUNCTS = 200
 _MAX_DEPTH = 12
 """Properties within properties, and alternatives within alternatives."""
 _LENGTHS = {"string": ("minLength", "maxLength"), "array": ("minItems", "maxItems")}
@@ -28,6 +29,25 @@ def are_exclusive(schemas: list[Any], resolve: Resolve) -> bool:
     """Return True if no value can match two of the schemas."""
     judge = _Judge(resolve)
     return all(judge.excludes([a], [b], 0) for a, b in itertools.combinations(schemas, 2))
+
+
+def conjuncts(schemas: list[Any], resolve: Resolve) -> list[Schema] | None:
+    """Return schemas with those that `$ref` and `allOf` add, which hold too; None if one is `false`."""
+    found: list[Schema] = []
+    seen: set[int] = set()
+    todo = list(schemas)
+    while todo and len(found) < _MAX_CONJUNCTS:
+        schema = todo.pop()
+        if schema is False:
+            return None
+        if not isinstance(schema, dict) or id(schema) in seen:
+            continue
+        seen.add(id(schema))
+        found.append(schema)
+        todo += _list(schema.get("allOf"))
+        if "$ref" in schema:
+            todo.append(resolve(schema["$ref"]))
+    return found
 
 
 class _Judge:
@@ -42,29 +62,11 @@ class _Judge:
         self._n_steps += 1
         if depth > _MAX_DEPTH or self._n_steps > _MAX_STEPS:
             return False
-        a, b = self._parts(one), self._parts(other)
+        a, b = conjuncts(one, self._resolve), conjuncts(other, self._resolve)
         if a is None or b is None:
             # One of them matches nothing.
             return True
         return self._directly(a, b, depth) or self._by_alternatives(a, b, depth)
-
-    def _parts(self, schemas: list[Any]) -> list[Schema] | None:
-        """Return schemas with those that `$ref` and `allOf` add; None if one is `false`."""
-        found: list[Schema] = []
-        seen: set[int] = set()
-        todo = list(schemas)
-        while todo:
-            schema = todo.pop()
-            if schema is False:
-                return None
-            if not isinstance(schema, dict) or id(schema) in seen:
-                continue
-            seen.add(id(schema))
-            found.append(schema)
-            todo += _list(schema.get("allOf"))
-            if "$ref" in schema:
-                todo.append(self._resolve(schema["$ref"]))
-        return found
 
     def _by_alternatives(self, a: list[Schema], b: list[Schema], depth: int) -> bool:
         """Return True if each alternative of a schema of one side excludes the other side."""

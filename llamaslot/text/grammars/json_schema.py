@@ -17,6 +17,7 @@ llguidance follows a schema, and refuses by name the keywords that it does not k
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from decimal import Decimal
 from functools import partial
@@ -29,7 +30,7 @@ from llguidance import LLMatcher
 from llamaslot.base.commands import Constraint
 from llamaslot.base.errors import InvalidRequestError
 from llamaslot.text.grammars.compiling import MAX_CONSTRAINT_CHARS, too_long
-from llamaslot.text.grammars.exclusive import are_exclusive
+from llamaslot.text.grammars.exclusive import are_exclusive, conjuncts
 from llamaslot.text.grammars.schema_fixes import ecmascript_pattern, exact_bounds, has_wide_numbers, limit_digits
 from llamaslot.text.grammars.vacuous import remove_vacuous
 
@@ -39,6 +40,9 @@ MAX_MULTIPLE_OF = 10_000
 """Sum of all `multipleOf`, each without its decimal point: 0.1 s of compiling, where 1,000,000 took 27 s."""
 MAX_PROPERTIES = 4000
 """Properties of an object: the time to compile grows with their square; 4,000 take 1.5 s, 8,000 took 7 s."""
+MAX_INTERSECTION = 10_000
+"""Product of the counted repetitions of patterns that apply to one string, about the states of all together."""
+_COUNTS = re.compile(r"[{,](\d{1,9})\}")
 WHITESPACE = r"( |\n[ \t]{0,20})?"
 """Whitespace between JSON's tokens, as in llama-server: a model can indent, but not write blanks forever."""
 
@@ -97,6 +101,7 @@ def prepared_schema(schema: object, param: str, *, limits_digits: bool = True) -
         root: Schema = msgspec.json.decode(text) or {"type": "object"}
         _check_multiples(root, param)
         _check_properties(root, param)
+        _check_intersections(root, param)
         _prepare(root, param, limits_digits=limits_digits)
     except (ValueError, RecursionError) as error:
         raise InvalidRequestError(f"'{param}': {str(error) or 'nested too deeply'}", param=param) from error
@@ -126,6 +131,24 @@ def _check_properties(schema: Schema, param: str) -> None:
                 f"'{param}': an object has {len(properties)} properties, and at most {MAX_PROPERTIES} are supported"
             )
             raise InvalidRequestError(message, param=param)
+
+
+def _check_intersections(root: Schema, param: str) -> None:
+    """Refuse patterns that must match at once if their counted repetitions multiply to too many states."""
+    for each in _subschemas(root):
+        if "allOf" not in each and not ("$ref" in each and "pattern" in each):
+            continue
+        parts = conjuncts([each], partial(_target, root)) or ()
+        patterns = {part["pattern"] for part in parts if isinstance(part.get("pattern"), str)}
+        n_states = 1
+        for pattern in patterns:
+            n_states = min(n_states * (1 + sum(map(int, _COUNTS.findall(pattern)))), 10**9)
+        if len(patterns) > 1 and n_states > MAX_INTERSECTION:
+            raise InvalidRequestError(
+                f"'{param}': {len(patterns)} patterns must match at once ('allOf'), and the product of their "
+                f"repetitions is above {MAX_INTERSECTION}; make them simpler",
+                param=param,
+            )
 
 
 def _prepare(root: Schema, param: str, *, limits_digits: bool) -> None:

@@ -31,12 +31,12 @@ import msgspec
 from llamaslot.base.commands import Constraint
 from llamaslot.base.errors import UnavailableError
 from llamaslot.base.executors import GRAMMAR_STACK_BYTES
-from llamaslot.text.grammars.compiling import LocalTrial, TrialResult, Vocabulary
+from llamaslot.text.grammars.compiling import ADVICE, LocalTrial, TrialResult, Vocabulary
 
-MAX_CPU_S = 2.0
-"""CPU time of a trial. The calls of 200 tools with five parameters take 0.6 s."""
+MAX_CPU_S = 1.5
+"""CPU time of a trial. The calls of 200 tools with five parameters take 0.3 s, 3,900 optional properties 1 s."""
 MAX_BYTES = 256 * 2**20
-"""Memory of a trial. The calls of 200 tools take 60 MB."""
+"""Memory of a trial. The calls of 200 tools take 20 MB."""
 _STACK_BYTES = GRAMMAR_STACK_BYTES // 8
 _MAX_WALL_S = 20.0
 """Time after which a trial is ended because the machine gives it no CPU time."""
@@ -50,10 +50,6 @@ _CAUSES: dict[int, str] = {
     signal.SIGSEGV: "its rules, references or brackets are nested too deeply",
     signal.SIGBUS: "its rules, references or brackets are nested too deeply",
 }
-_ADVICE = (
-    "make it simpler (what costs most: intersections of patterns, nested repetitions such as (a{1,100}){1,100}, "
-    "and long chains of references)"
-)
 
 
 class TrialProcess:
@@ -86,7 +82,7 @@ class TrialProcess:
         if cause is None:
             message = f"'{param}' was not checked in time, since the server is busy; try later"
             raise UnavailableError(message, param=param, retry_after=1)
-        return TrialResult(f"{cause}; {_ADVICE}")
+        return TrialResult(f"{cause}; {ADVICE}")
 
     def start(self) -> None:
         """Start the process, if it is not running."""
@@ -100,19 +96,26 @@ class TrialProcess:
 
     def _tried(self, grammar: bytes) -> TrialResult | int | None:
         """Try a grammar; None if the process, or its fork, could not be started or was ended."""
-        ours, theirs = socket.socketpair()
-        with ours:
-            try:
+        try:
+            ours, theirs = socket.socketpair()
+            with ours:
                 with theirs, self._lock:
                     control = self._connected()
                     try:
                         socket.send_fds(control, [b"t"], [theirs.fileno()])
                     except OSError:
                         self._disconnect()
-                        return None
-                return _answer(ours, grammar)
-            except OSError:
-                return None
+                        raise
+                try:
+                    return _answer(ours, grammar)
+                except ConnectionError:
+                    # It has ended.
+                    with self._lock:
+                        if self._socket is control:
+                            self._disconnect()
+                    return None
+        except OSError:
+            return None
 
     def _connected(self) -> socket.socket:
         """Return the socket of the running process; raises `OSError`."""
@@ -128,6 +131,8 @@ class TrialProcess:
                     [sys.executable, "-P", "-m", __name__, str(theirs.fileno())],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
+                    # A thread would reserve address space for one of its own, which counts against the limit.
+                    env={**os.environ, "MALLOC_ARENA_MAX": "1"},
                     pass_fds=(theirs.fileno(),),
                 )
             except BaseException:
@@ -197,10 +202,9 @@ def _received(source: socket.socket, n_bytes: int) -> bytes:
 def _run_trial(trial: socket.socket, local: LocalTrial) -> NoReturn:
     """Try the grammar that the socket gives, in the fork."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    before = _resident_bytes()
-    limit = _address_space() + MAX_BYTES
-    if limit > MAX_BYTES:
-        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    n_virtual, n_resident = _memory()
+    if n_virtual:
+        resource.setrlimit(resource.RLIMIT_AS, (n_virtual + MAX_BYTES, n_virtual + MAX_BYTES))
     # llguidance runs on the thread below; a handler of Python's would wait for it.
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -216,7 +220,7 @@ def _run_trial(trial: socket.socket, local: LocalTrial) -> NoReturn:
             result = local(Constraint(grammar.decode(), ""))
         except MemoryError:
             os.abort()
-        result = msgspec.structs.replace(result, n_bytes=max(0, _resident_bytes() - before))
+        result = msgspec.structs.replace(result, n_bytes=max(0, _memory()[1] - n_resident))
         trial.sendall(msgspec.msgpack.encode(result))
         os._exit(0)
 
@@ -228,20 +232,14 @@ def _run_trial(trial: socket.socket, local: LocalTrial) -> NoReturn:
     os._exit(1)
 
 
-def _resident_bytes() -> int:
+def _memory() -> tuple[int, int]:
+    """Return the bytes of address space and of memory that this process has; zeros where that is not known."""
     try:
         with open("/proc/self/statm", encoding="ascii") as file:
-            return int(file.read().split()[1]) * resource.getpagesize()
+            pages = [int(number) * resource.getpagesize() for number in file.read().split()]
     except OSError:
-        return 0
-
-
-def _address_space() -> int:
-    try:
-        with open("/proc/self/statm", encoding="ascii") as file:
-            return int(file.read().split()[0]) * resource.getpagesize()
-    except OSError:
-        return 0
+        return 0, 0
+    return pages[0], pages[1]
 
 
 def _serve(control: socket.socket, local: LocalTrial) -> None:
@@ -295,7 +293,7 @@ def main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
     size = int.from_bytes(_received(control, 4), "little")
     tokens, eog = msgspec.msgpack.decode(_received(control, size), type=tuple[list[bytes], list[int]])
-    local = LocalTrial(Vocabulary(tokens, eog))
+    local = LocalTrial(Vocabulary(tokens, eog), time.thread_time)
     local.prepare()
     _serve(control, local)
 
