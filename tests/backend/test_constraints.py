@@ -19,6 +19,7 @@ from llguidance import LLMatcher
 from bench import synthetic
 from llamaslot import demo
 from llamaslot.backend.constraints import compiler as compiling
+from llamaslot.backend.constraints import matcher as matching
 from llamaslot.backend.constraints.compiler import ConstraintCompiler
 from llamaslot.backend.constraints.matcher import Matcher, TokenMask
 from llamaslot.backend.llama.constraint_tokenizer import ConstraintTokenizer
@@ -265,6 +266,24 @@ def test_masks_are_computed_beside_the_thread_that_samples(vocab: LlamaVocab, co
     json.loads(text_of(tokens[:-1], vocab))
     assert len(threads) > 3
     assert all("masks" in name for name in threads)
+
+
+def test_a_reply_whose_masks_take_too_long_ends(
+    vocab: LlamaVocab, compiler: ConstraintCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The items of such a grammar grow with the square of the text, and those beside it wait for its masks."""
+    monkeypatch.setattr(matching, "MASK_S", 0.0)
+    monkeypatch.setattr(matching, "MAX_MASK_EXCESS_S", 0.05)
+    matcher = compiler.compile(of_lark('start: s\ns: s s | "a" | s s s')).matcher()
+    free = compiler.compile(of_lark("start: /a*/")).matcher()
+    token = vocab.tokenize("a", add_special=False, parse_special=False).tolist()[-1]
+    for _ in range(300):
+        if matcher.mask() is None:
+            break
+        matcher.accept(token)
+        assert free.mask() is not None
+        free.accept(token)
+    assert "too long to follow" in matcher.failure
 
 
 def test_copies_of_a_compiled_grammar_are_independent(vocab: LlamaVocab, compiler: ConstraintCompiler) -> None:

@@ -292,14 +292,14 @@ class _Writer:
     def _find_regular(self, start: str) -> None:
         """Find out whether rules have recursion or tokens, by depth-first search without recursion of its own."""
         stack = [start]
-        active: list[str] = []
+        active: set[str] = set()
         while stack:
             name = stack[-1]
             if name in self.regular and name not in active:
                 stack.pop()
                 continue
             if name not in active:
-                active.append(name)
+                active.add(name)
                 self.regular[name] = True
                 stack += [each for each in self._references(name) if each not in self.regular]
                 # A rule that is being looked at refers to itself by way of this one.
