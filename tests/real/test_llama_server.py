@@ -138,7 +138,7 @@ def workloads(name: str, shared: Path) -> list[tuple[str, list[Family]]]:
     """Return families by twos; the long ones one by one."""
     short = [family_of(name, i, False, shared) for i in range(N_SHORT)]
     some = [(f"short {i}", short[2 * i : 2 * i + 2]) for i in range(N_SHORT // 2)]
-    return some + [(f"long {i}", [family_of(name, i, True, shared)]) for i in range(N_LONG // 2)]
+    return some + [(f"long {i}", [family_of(name, i, True, shared)]) for i in range(N_LONG)]
 
 
 def test_no_more_tokens_are_computed_than_by_llama_server(pair: Pair, shared: Path) -> None:
