@@ -94,19 +94,24 @@ def is_healthy(server: Server) -> bool:
     return True
 
 
-@pytest.fixture(scope="module", params=NAMES)
-def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    """Both servers with the same flags."""
-    name = request.param
-    template = ("--chat-template-file", GEMMA_TEMPLATE) if name == "gemma3" else ()
-    flags = ("-m", path_of(name), *FLAGS, *template)
-    folder = tmp_path_factory.mktemp("pair")
+@contextmanager
+def both(name: str, folder: Path, template: Path | None) -> Iterator[Pair]:
+    """Start both servers with the same flags."""
+    flags = ("-m", path_of(name), *FLAGS, *(() if template is None else ("--chat-template-file", template)))
     with serving(folder, *flags) as own, llama_server(folder, *flags, "--jinja") as peer:
         deadline = time.monotonic() + 60
         while own.get("/props")["prefix_reuse"]["self_test"] == "pending":
             assert time.monotonic() < deadline
             time.sleep(0.2)
         yield Pair(name, own, peer)
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    """Both servers with one model."""
+    template = GEMMA_TEMPLATE if request.param == "gemma3" else None
+    with both(request.param, tmp_path_factory.mktemp("pair"), template) as started:
+        yield started
 
 
 def ask(server: Server, prompt: str, n: int, **fields: Any) -> dict[str, Any]:
@@ -220,10 +225,24 @@ def test_chats_are_those_of_llama_server(pair: Pair, shared: Path) -> None:
     parity(pair, shared, "chats beside llama-server", comparison)
 
 
-@pytest.mark.parametrize("kind", ["plain", "tools", "schema"])
-def test_prompts_are_those_of_llama_server(pair: Pair, kind: str) -> None:
-    form = {"type": "json_schema", "json_schema": {"name": "reply", "schema": SCHEMAS["object"]}}
-    more: dict[str, Any] = {"plain": {}, "tools": {"tools": TOOLS}, "schema": {"response_format": form}}[kind]
+FORM = {"type": "json_schema", "json_schema": {"name": "reply", "schema": SCHEMAS["object"]}}
+
+
+@pytest.mark.parametrize("more", [{}, {"response_format": FORM}], ids=["plain", "schema"])
+def test_prompts_are_those_of_llama_server(pair: Pair, more: dict[str, Any]) -> None:
+    compare_prompts(pair, more)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_prompts_with_tools_are_those_of_llama_server(name: str, tmp_path: Path) -> None:
+    # The models' own templates have no tools: there llamaslot describes them in words (docs/api.md).
+    with both(name, tmp_path, build.chat_template("Qwen-Qwen2.5-7B-Instruct")) as pair:
+        compare_prompts(pair, {"tools": TOOLS})
+        compare_prompts(pair, {"tools": TOOLS, "tool_choice": "required"})
+
+
+def compare_prompts(pair: Pair, more: dict[str, Any]) -> None:
+    """Compare the texts of prompts, and how many tokens they have."""
     for messages in CHATS:
         body = {"messages": messages, **more}
         own, peer = (server.post("/apply-template", body)["prompt"] for server in (pair.own, pair.peer))
