@@ -24,6 +24,8 @@ N_SCORES = 5
 SHAPES: tuple[tuple[int, int, bool], ...] = ((512, 0, False), (64, 0, False), (24, 40, True))
 """Of the cold runs: size of chunks, cells taken before, and True if they lie between the chunks. The first is the
 reference."""
+SLACK = 1.5
+"""What the farthest move of a few hundred positions is multiplied with to bound that of thousands."""
 LONG_SHAPES = (SHAPES[0], (128, 40, True))
 """Of prompts that take seconds to compute."""
 
@@ -139,8 +141,9 @@ class Comparison:
     def add(self, name: str, cold: Reply, warm: Reply) -> None:
         """Judge a warm reply, which may be shorter or longer than the cold one.
 
-        It may take another token only where the two lie closer together than cold runs move such tokens. All
-        log-probabilities up to there may be twice as far apart as those of cold runs: there are many more of them.
+        It may take another token only where the two lie closer together than cold runs move such tokens, and no
+        two likely tokens may move twice as far as in those: warm replies have many times as many positions, so the
+        farthest move is farther (`SLACK`).
         """
         self.n_texts += 1
         at = parting(cold.tokens, warm.tokens)
@@ -148,7 +151,7 @@ class Comparison:
             self.n_differing += 1
             best, row = cold.tokens[at], cold.scores[at]
             gap = row[best] - row.get(warm.tokens[at], -math.inf)
-            if gap > self.control.farthest:
+            if gap > SLACK * self.control.farthest:
                 self.faults.append(f"{name}: token {at} is {warm.tokens[at]} for {best}, {gap:.3f} less likely")
         found = moves(cold, warm)
         self.moves += found

