@@ -102,7 +102,7 @@ def _prefix_reuse(info: ModelInfo) -> dict[str, Any]:
     is_pending = info.self_test == "pending"
     return {
         "enabled": info.can_reuse and not is_pending,
-        "reason": info.self_test_reason if is_pending else "" if info.can_reuse else info.reuse_reason,
+        "reason": info.self_test_note or ("" if info.can_reuse else info.reuse_reason),
         "self_test": info.self_test,
         "state": info.state,
         "checkpoints": checkpoints,

@@ -116,6 +116,11 @@ class Config:
         "MiB of RAM for checkpoints; auto for an eighth of what is free, at most 2048, or what 8 large ones "
         "take if that is more and at most a quarter",
     )
+    reuse_self_test: Literal["auto", "on", "off"] = own(
+        "auto",
+        "reuse of models with sliding windows, recurrent states, MLA or M-RoPE: auto once the self-test on the "
+        "loaded model has passed, on without the test or although it failed, off for none",
+    )
     slot_save_path: str = llama("", "folder for what POST /slots/N?action=save writes; empty for none")
     batch_size: Positive = llama(2048, "limit of --ubatch-size", "-b --batch-size", env="LLAMA_ARG_BATCH")
     ubatch_size: Positive = llama(

@@ -36,7 +36,7 @@ def announce(loaded: Loaded, urls: Sequence[str], config: Config) -> None:
         f"request{spare}; KV {info.cache_type_k}/{info.cache_type_v}, flash attention "
         f"{'on' if info.flash_attn else 'off'}"
     )
-    print(_reuse_line(info) if info.can_reuse else _yellow(_reuse_line(info)))
+    print(_reuse_line(info) if info.can_reuse and not info.self_test_note else _yellow(_reuse_line(info)))
     if info.checkpoint_limits is not None:
         print(_checkpoints_line(info, info.checkpoint_limits))
     print(loaded.ram_line)
@@ -72,6 +72,7 @@ def announce(loaded: Loaded, urls: Sequence[str], config: Config) -> None:
         tokens_a_slot=info.n_ctx_slot,
         cache_seqs=info.n_cache_seqs,
         flash_attention=info.flash_attn,
+        self_test=info.self_test or "not needed",
         reuse="by checkpoints" if info.keeps_checkpoints else info.reuse_reason or "on",
         disk=config.cache_disk if loaded.disk_line else "off",
         remote="on" if loaded.remote_line else "off",
@@ -97,7 +98,8 @@ def _reuse_line(info: ModelInfo) -> str:
     if info.keeps_checkpoints and info.checkpoint_size is not None:
         at_most = "at most " if info.checkpoint_size.per_cell else ""
         size = _mib(info.checkpoint_size.of(info.n_ctx_slot))
-        pending = ", once the self-test has passed" if info.self_test == "pending" else ""
+        pending = f", once the self-test has passed ({info.self_test_note})" if info.self_test_note else ""
+        pending += ", without a self-test (--reuse-self-test on)" if info.self_test == "skipped" else ""
         return f"Prefix reuse: by checkpoints{pending} ({_partial_state(info)}; one takes {at_most}{size})"
     latent = " (MLA)" if state.has_mla else ""
     kept = []
@@ -109,8 +111,9 @@ def _reuse_line(info: ModelInfo) -> str:
         kept.append("a recurrent state in all")
     layers = f"; {state.n_layers} layers: {', '.join(kept)}" if kept else ""
     if info.can_trim:
-        return f"Prefix reuse: on{layers}"
-    return f"Prefix reuse: off, every prompt is computed whole ({info.reuse_reason}){layers}"
+        pending = f", once the self-test has passed ({info.self_test_note})" if info.self_test_note else ""
+        return f"Prefix reuse: on{pending}{layers}"
+    return f"Prefix reuse: off, every prompt is computed whole ({info.self_test_note or info.reuse_reason}){layers}"
 
 
 def _partial_state(info: ModelInfo) -> str:

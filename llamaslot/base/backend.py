@@ -232,10 +232,11 @@ class Backend(Protocol):
         """
 
     def run_self_test(self, should_stop: Callable[[], bool] = lambda: False) -> bool:
-        """Run the self-test of reuse if it is pending; sequences must be empty, and nothing saved.
+        """Run the self-test of reuse if it is pending; sequences hold afterwards what they held before.
 
-        `should_stop` is asked before each step. Returns False if it stopped the test, which is still pending then;
-        otherwise `info` has the result. Raises `IllegalCallError` if something is held.
+        They must not share cells. `should_stop` is asked before each step. Returns False if it stopped the test,
+        which is still pending then; otherwise `info` has the result. After a failed test sequences may be empty.
+        Raises `NotSavedError`, and runs no test, if there is no memory for what they hold.
         """
 
     def measure_costs(self, should_stop: Callable[[], bool] = lambda: False) -> bool:

@@ -16,7 +16,7 @@ and restoring a checkpoint makes it live again:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -223,6 +223,11 @@ class StateRecord:
         lost = {**lengths, **starts}.keys() if self._kind.has_recurrent_state else starts.keys()
         for seq in lost:
             self._set(seq, is_live=not starts.get(seq, lengths.get(seq, 0)))
+
+    def set_live(self, is_live: Sequence[bool]) -> None:
+        """Record for each sequence if it is live."""
+        for seq, each in enumerate(is_live):
+            self._set(seq, is_live=each)
 
     def clear(self) -> None:
         """Record that all sequences are empty."""

@@ -8,8 +8,11 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-SelfTestOutcome: TypeAlias = Literal["", "passed", "failed", "pending"]
-"""Outcome of the self-test of reuse (`backend/llama/state/self_test.py`); empty for models that need none."""
+SelfTestOutcome: TypeAlias = Literal["", "passed", "failed", "pending", "skipped", "off"]
+"""Outcome of the self-test of reuse (`backend/llama/state/self_test.py`); empty for models that need none.
+
+By `--reuse-self-test`: `skipped` where `on` reuses prefixes without a test, `off` where nothing is reused.
+"""
 
 
 class KvCost(msgspec.Struct, frozen=True):
@@ -242,7 +245,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
     self_test: SelfTestOutcome = ""
     """While the self-test is pending nothing may be reused, whatever `can_reuse` says."""
     self_test_reason: str = ""
-    """The reason where the self-test failed or is pending."""
+    """The reason unless the self-test was passed or is not needed."""
     state: Capabilities = Capabilities()
     keeps_checkpoints: bool = False
     """True if the backend takes and restores checkpoints of the state that cannot be trimmed."""
@@ -300,6 +303,18 @@ class ModelInfo(msgspec.Struct, frozen=True):
     def can_reuse(self) -> bool:
         """True if prefixes of this model are reused: by trimming sequences, or by checkpoints."""
         return self.can_trim or self.keeps_checkpoints
+
+    @property
+    def self_test_note(self) -> str:
+        """Why the self-test does not allow reuse, and the flag that overrides it; empty where it does."""
+        if self.self_test == "pending":
+            return (
+                f"{self.self_test_reason}; it runs between requests, "
+                "and --reuse-self-test on reuses prefixes without it"
+            )
+        if self.self_test == "failed":
+            return f"{self.self_test_reason}; --reuse-self-test on reuses prefixes all the same"
+        return self.self_test_reason if self.self_test == "off" else ""
 
     @property
     def unsaved_reason(self) -> str:

@@ -15,7 +15,17 @@ from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.prompt import SessionMatch
 
 Miss: TypeAlias = Literal[
-    "", "cold", "salted", "diverged", "changed", "evicted", "no_checkpoint", "off", "unsupported"
+    "",
+    "cold",
+    "salted",
+    "diverged",
+    "changed",
+    "evicted",
+    "no_checkpoint",
+    "off",
+    "unsupported",
+    "self_test_pending",
+    "self_test_failed",
 ]
 """Reason why no more of a prompt was cached when its request got a slot.
 
@@ -28,6 +38,8 @@ Miss: TypeAlias = Literal[
     no_checkpoint  KV of more of it is cached, but no checkpoint from which to continue it
     off            `cache_prompt` was false, or the prompt is scored
     unsupported    nothing of this model is reused
+    self_test_pending, self_test_failed
+                   nothing is reused before the self-test of reuse has passed; `--reuse-self-test on` overrides it
 """
 
 

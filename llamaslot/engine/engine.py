@@ -29,6 +29,7 @@ from llamaslot.base.errors import (
     stopped_error,
 )
 from llamaslot.base.events import Cancelled, EngineEvent, Failed, Generated, Reply, Started, Stopped
+from llamaslot.base.kv_ops import NotSavedError
 from llamaslot.base.namespaces import PUBLIC_SALT
 from llamaslot.base.tokens import packed
 from llamaslot.engine.constraint_worker import ConstraintWorker
@@ -113,9 +114,11 @@ class Engine:
             self._remote = RemoteWorker(remote, backend, self.scheduler.cache, self._post, clock)
         self._outer_tiers = [each for each in (self._disk, self._remote) if each is not None]
         self._read_memory = read_memory
-        self._self_test = PendingSelfTest(backend)
+        self._self_test = PendingSelfTest(backend, clock)
         self._costs = PendingCosts(backend)
-        self._reports = Reports(self.scheduler, backend.vocab, lambda: self._self_test.allows_reuse)
+        # Without checkpoints, sequences with the same tokens would be made to share cells, which is not tested yet.
+        self.scheduler.cache.is_on_trial = self._self_test.is_pending and info.keeps_checkpoints
+        self._reports = Reports(self.scheduler, backend.vocab, lambda: self._self_test.why_not_reused)
         self._slot_actions = SlotActions(snapshots, backend, self.scheduler, post=self._post, clock=clock)
         drops = DropActions(self.scheduler.cache, self._disk, self._remote, settings.lacks_disk)
         self._queries: dict[type[msgspec.Struct], Callable[[Any, Respond], None]] = {
@@ -197,6 +200,8 @@ class Engine:
             self._inbox.popleft()()
         self._slot_actions.begin()
         self._flush()
+        if self._self_test.is_pending:
+            await self._test_reuse()
         plan = self.scheduler.plan(self._clock())
         if self.scheduler.admitted:
             self._outbox += [Started(each.id, each.n_matched, each.miss) for each in self.scheduler.admitted]
@@ -206,9 +211,7 @@ class Engine:
         if not plan:
             if self._settings.debug_invariants and not self._is_checked:
                 await self._check_invariants()
-            if self._self_test.is_pending and not (self._inbox or self._replies or self._stopping):
-                await self._test_reuse()
-            is_idle = not (self._inbox or self._replies or self._stopping)
+            is_idle = not (self._inbox or self._replies or self._stopping or self._self_test.is_pending)
             self._costs.note(self._clock(), is_idle=is_idle)
             due_at = self._costs.due_at
             if due_at is not None and due_at <= self._clock():
@@ -287,13 +290,34 @@ class Engine:
         _log.debug("invariants.ok", cells_used=cache.cells.used)
 
     async def _test_reuse(self) -> None:
+        """Run the self-test of reuse if it is due, and use or drop what was kept until then."""
+        scheduler = self.scheduler
+        scheduler.admission.is_held = self._self_test.holds_requests
+        if self._stopping or scheduler.running or not self._self_test.is_due(is_waiting=bool(scheduler.queue)):
+            return
+        # What was planned for the sequences is carried out first.
+        if operations := scheduler.cache.take_operations():
+            await self._worker.run(StepPlan(operations), self._commit)
         self._watch.end()
-        tested = await self._self_test.run(
-            self._worker.call, is_busy=lambda: bool(self._inbox), is_stopping=lambda: self._stopping
-        )
-        if tested is not None:
-            self._outbox.append(tested)
-            self._flush()
+        try:
+            tested = await self._self_test.run(
+                self._worker.call, is_busy=lambda: bool(self._inbox), is_stopping=lambda: self._stopping
+            )
+        except NotSavedError:
+            scheduler.cache.dropper.drop_resident()
+            return
+        finally:
+            scheduler.admission.is_held = False
+            self._watch.begin()
+        if tested is None:
+            return
+        allows_reuse = not self._self_test.why_not_reused
+        if not allows_reuse:
+            scheduler.cache.dropper.drop_resident()
+        scheduler.cache.is_on_trial = False
+        scheduler.admission.end_trial(allows_reuse=allows_reuse)
+        self._outbox.append(tested)
+        self._flush()
 
     async def _measure_costs(self) -> None:
         """Measure the costs that are pending, once the pool is empty: idle prefixes go to RAM for that."""
@@ -342,8 +366,8 @@ class Engine:
             self._fail(command.submit.request_id, NotSupportedError(message, param="cache_public"))
             return
         self._n_arrived += 1
-        submit, allows_reuse = command.submit, self._self_test.allows_reuse
-        if self.scheduler.cache.settings.can_reuse and not allows_reuse:
+        cache, submit, why_not = self.scheduler.cache, command.submit, self._self_test.why_not_reused
+        if cache.settings.can_reuse and why_not:
             # Choices of one prompt may not share a state before the self-test has passed either.
             submit = msgspec.structs.replace(submit, group="")
         request = Request(
@@ -351,7 +375,8 @@ class Engine:
             command.prompt,
             arrival=self._n_arrived,
             now=arrived,
-            can_reuse=self.scheduler.cache.settings.can_reuse and allows_reuse,
+            can_reuse=cache.settings.can_reuse and (not why_not or cache.is_on_trial),
+            why_not=(why_not or "unsupported") if cache.settings.can_reuse else "unsupported",
         )
         self.scheduler.submit(request)
         self._replies[request.id] = ReplyStream(request, self._backend.vocab)

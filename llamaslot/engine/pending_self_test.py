@@ -1,6 +1,16 @@
-"""The self-test of reuse, where it took too long at load: run while nothing else is to be done.
+"""The self-test of reuse, where it took too long at load: run when no request runs.
 
-Until then nothing of the model is reused. A model that fails is never reused; the log has the reason.
+Until then nothing of the model is reused. Where it is reused by checkpoints, what requests compute is kept already,
+with its checkpoints (`KVCache.is_on_trial`): it is used once the test has passed, and dropped if it fails. A model
+that fails is never reused; the log has the reason.
+
+The test runs in the context of the requests, whose sequences are set aside meanwhile. It never runs beside a
+running request, since a state that llama.cpp cannot save would be lost with it. So:
+
+    idle                        it runs, and an incoming command stops it once, so as not to wait
+    after `_OVERDUE_S`          it runs as soon as no request runs, although others wait
+    after `_OVERDUE_S` more     if requests always run, no further one is admitted for at most `_MAX_HOLD_S`
+    after `_HOLD_EVERY_S`       if a request took longer than that, again
 """
 
 from __future__ import annotations
@@ -11,21 +21,27 @@ import structlog
 
 from llamaslot.base.backend import Backend
 from llamaslot.base.events import SelfTestEnded
+from llamaslot.base.stats import Miss
 
 _MAX_STARTS = 2
-"""Times that the test is started. An incoming command stops it, so as not to wait; the last time the command waits,
-since a server that is never idle for long enough would else never reuse anything.
-"""
+"""Times that the test is started; the last time commands wait for it."""
+_OVERDUE_S = 10.0
+_MAX_HOLD_S = 20.0
+_HOLD_EVERY_S = 300.0
 
 _log = structlog.get_logger(__name__)
 
 
 class PendingSelfTest:
-    """The self-test of one backend: if it is pending, and whether its result allows reuse."""
+    """The self-test of one backend: if it is pending and due, and whether its result allows reuse."""
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Backend, clock: Callable[[], float]) -> None:
         self._backend = backend
+        self._clock = clock
+        self._since = clock()
         self._n_started = 0
+        if self.is_pending:
+            _log.warning("reuse.pending", reason=backend.info.self_test_note)
 
     @property
     def is_pending(self) -> bool:
@@ -33,9 +49,25 @@ class PendingSelfTest:
         return self._backend.info.self_test == "pending"
 
     @property
-    def allows_reuse(self) -> bool:
-        """True unless the self-test is pending or has failed."""
-        return self._backend.info.self_test in ("", "passed")
+    def why_not_reused(self) -> Miss:
+        """Why requests reuse nothing now; empty if they do as far as the self-test is concerned."""
+        match self._backend.info.self_test:
+            case "pending":
+                return "self_test_pending"
+            case "failed":
+                return "self_test_failed"
+            case _:
+                return ""
+
+    def is_due(self, *, is_waiting: bool) -> bool:
+        """Return True if the test should run now that no request runs; `is_waiting` if any waits."""
+        return self.is_pending and (not is_waiting or self._overdue_s > 0)
+
+    @property
+    def holds_requests(self) -> bool:
+        """True if no further request should be admitted, so that the test can run."""
+        held_s = self._overdue_s - _OVERDUE_S
+        return self.is_pending and held_s > 0 and held_s % _HOLD_EVERY_S < _MAX_HOLD_S
 
     async def run(
         self,
@@ -46,7 +78,7 @@ class PendingSelfTest:
     ) -> SelfTestEnded | None:
         """Run the self-test by `call`, on the thread that computes; None if it was stopped for other work."""
         self._n_started += 1
-        may_stop = self._n_started < _MAX_STARTS
+        may_stop = self._n_started < _MAX_STARTS and self._overdue_s <= 0
 
         def should_stop() -> bool:
             return is_stopping() or (may_stop and is_busy())
@@ -57,5 +89,9 @@ class PendingSelfTest:
         if info.self_test == "passed":
             _log.info("reuse.on")
         else:
-            _log.warning("reuse.off", reason=info.self_test_reason)
+            _log.warning("reuse.off", reason=info.self_test_note)
         return SelfTestEnded(info)
+
+    @property
+    def _overdue_s(self) -> float:
+        return self._clock() - self._since - _OVERDUE_S

@@ -11,7 +11,7 @@ from llamaslot.base.backend import Vocab
 from llamaslot.base.commands import InspectCache, InspectEngine, ProbePrompt
 from llamaslot.base.errors import LlamaslotError
 from llamaslot.base.namespaces import salt_namespace
-from llamaslot.base.stats import CacheProbe, CacheState, EngineState, SlotState
+from llamaslot.base.stats import CacheProbe, CacheState, EngineState, Miss, SlotState
 from llamaslot.scheduler.request import Slot
 from llamaslot.scheduler.scheduler import Scheduler
 from llamaslot.scheduler.step import StepPlan, StepResult
@@ -26,13 +26,13 @@ REPORTED = (InspectEngine, InspectCache, ProbePrompt)
 class Reports:
     """Counts what was decoded, and answers queries between two steps.
 
-    `allows_reuse` returns True if the model's self-test lets requests reuse prefixes now.
+    `why_not_reused` returns the reason why requests reuse nothing now; empty if the model's self-test allows it.
     """
 
-    def __init__(self, scheduler: Scheduler, vocab: Vocab, allows_reuse: Callable[[], bool]) -> None:
+    def __init__(self, scheduler: Scheduler, vocab: Vocab, why_not_reused: Callable[[], Miss]) -> None:
         self._scheduler = scheduler
         self._vocab = vocab
-        self._allows_reuse = allows_reuse
+        self._why_not_reused = why_not_reused
         self._n_decode_calls = 0
         self._n_decoded = 0
         self._n_busy_slots = 0
@@ -78,8 +78,9 @@ class Reports:
         n_tokens = prompt.n_tokens
         if not submit.cache_prompt:
             return CacheProbe(n_tokens, 0, 0, 0, n_tokens, 0, "off")
-        if not (self._scheduler.cache.settings.can_reuse and self._allows_reuse()):
-            return CacheProbe(n_tokens, 0, 0, 0, n_tokens, 0, "unsupported")
+        why_not = self._why_not_reused() if self._scheduler.cache.settings.can_reuse else "unsupported"
+        if why_not:
+            return CacheProbe(n_tokens, 0, 0, 0, n_tokens, 0, why_not)
         found = self._scheduler.cache.probe(salt_namespace(submit.cache_salt), prompt.packed_tokens)
         if found.miss == "diverged" and prompt.is_reply_edited:
             found.miss = "changed"

@@ -137,6 +137,15 @@ class KVCache:
         self.ignored = self._tiers.restore(on_disk, first_number)
         """Numbers of segments on disk that are too large to be used."""
 
+    @property
+    def is_on_trial(self) -> bool:
+        """True while it is not known whether reuse is right: what is computed is kept in the pool, and not used."""
+        return self._tiers.is_on_trial
+
+    @is_on_trial.setter
+    def is_on_trial(self, value: bool) -> None:
+        self._tiers.is_on_trial = value
+
     # --- lookups ---
 
     @property
@@ -153,7 +162,8 @@ class KVCache:
         """Return the longest cached prefix of `tokens`; that is `last` if nothing has changed since."""
         if last is not None and last.version == self._tree.version and len(last.tokens) == len(tokens):
             return last
-        return self.restorer.cut(self._public.match(namespace, tokens), self._offloader.worth_loading)
+        match = self.restorer.cut(self._public.match(namespace, tokens), self._offloader.worth_loading)
+        return match.cut(0, ()) if self.is_on_trial else match
 
     def probe(self, namespace: str, tokens: bytes) -> CacheProbe:
         """Return where the KV of a prompt's tokens is, as a request that came now would find it."""
@@ -172,6 +182,8 @@ class KVCache:
     def acquire(self, slots: Sequence[int], match: Match, *, is_new: bool = True) -> Acquired:
         """Give the resident part of a match to the best of `slots`, all idle, and pin it against eviction."""
         miss = miss_reason(match, self._ghosts, self.settings.min_shared)
+        if self.is_on_trial:
+            miss = "self_test_pending"
         self._tiers.shares.use(tenant_of(match.namespace), is_new=is_new)
         if self.checkpoints.has_states:
             # Its old path may be offloaded for it, but not in the place of what it is about to load.
@@ -189,7 +201,7 @@ class KVCache:
 
     def load(self, seq: int, tokens: bytes) -> Loaded:
         """Extend a running sequence by what else is cached of `tokens`: copy it, then load it."""
-        if not self.restorer.may_load(seq):
+        if self.is_on_trial or not self.restorer.may_load(seq):
             return Loaded(LoadStatus.DONE)
         match = self._public.match(self._sequences.end(seq).namespace, tokens)
         match = self.restorer.cut_to_pending(seq, match)

@@ -43,6 +43,8 @@ class Admission:
         self._mean_generated = 0.0
         self.queue: list[Request] = []
         """Waiting requests by arrival."""
+        self.is_held = False
+        """True while no request is admitted, so that those that run come to an end."""
         self.n_waits = 0
         """Requests that waited for a prefix that another one computed."""
 
@@ -69,6 +71,8 @@ class Admission:
 
     def admit(self, running: Sequence[Request], now: float) -> list[Request]:
         """Move every request that may run now from the queue into a slot; `running` are those that run already."""
+        if self.is_held:
+            return []
         admitted: list[Request] = []
         free = [slot for slot in self._slots if slot.request is None]
         candidates = self._candidates(running, free) if free else []
@@ -85,6 +89,15 @@ class Admission:
                 is_later = request.arrival > other.arrival
                 other.n_overtaken += is_later and other.submit.id_slot in (-1, request.slot)
         return admitted
+
+    def end_trial(self, *, allows_reuse: bool) -> None:
+        """Match all waiting requests again after `KVCache.is_on_trial`; without reuse they share nothing."""
+        for request in self.queue:
+            if allows_reuse:
+                request.match = None
+            elif not request.is_private:
+                request.isolate(b"")
+                request.miss = "self_test_failed"
 
     def release(self, request: Request) -> None:
         """Take a request from its slot, whose sequence keeps what was computed."""
@@ -165,6 +178,8 @@ class Admission:
         That part must be worth it: it counts how much of it the leader had to compute when it was admitted, however
         little of that is left. A request that has waited for a prefix keeps waiting when another one leads.
         """
+        if self._cache.is_on_trial:
+            return False
         match = self.match(request)
         n_in_flight, leaders = self._in_flight.longest(request)
         sharing = self._cache.pool.sharing(match, choices, n_in_flight)

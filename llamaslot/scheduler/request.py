@@ -88,7 +88,7 @@ class TokenBuffer:
 class Request:
     """State of one request. Times are seconds on the caller's clock.
 
-    `can_reuse` tells whether prefixes of this model are reused.
+    `can_reuse` tells whether prefixes of this model are reused, and `why_not` why they are not.
     """
 
     _admitted: float | None = None
@@ -107,7 +107,14 @@ class Request:
     """Later requests that were admitted while this one could have been."""
 
     def __init__(
-        self, submit: Submit, prompt: TokenizedPrompt, *, arrival: int, now: float, can_reuse: bool = True
+        self,
+        submit: Submit,
+        prompt: TokenizedPrompt,
+        *,
+        arrival: int,
+        now: float,
+        can_reuse: bool = True,
+        why_not: Miss = "unsupported",
     ) -> None:
         self.submit = submit
         self.prompt = prompt
@@ -146,7 +153,7 @@ class Request:
         """Of `n_reused`, those loaded from RAM."""
         self.n_read = 0
         """Of `n_loaded`, those read from disk for it."""
-        self.miss: Miss = "" if not self.is_private else "off" if can_reuse else "unsupported"
+        self.miss: Miss = "" if not self.is_private else "off" if can_reuse else why_not
         """Why no more of its prompt was cached when it was first admitted."""
         self.n_matched = 0
         """Prompt tokens that were cached then."""

@@ -64,7 +64,7 @@ async def test_a_probe_finds_nothing_while_the_self_test_is_pending(start: Any) 
     backend.run_self_test = lambda should_stop=lambda: False: False  # type: ignore[method-assign]
     server = await start(backend=backend, engine={"checkpoint_bytes": 10**6})
     for _ in range(2):
-        assert (await agree(server, CHAT, {"messages": MESSAGES}))["miss"] == "unsupported"
+        assert (await agree(server, CHAT, {"messages": MESSAGES}))["miss"] == "self_test_pending"
 
 
 async def test_a_probe_runs_nothing_and_keeps_nothing(start: Any) -> None:

@@ -15,7 +15,7 @@ from llamaslot.app.config import Config
 from llamaslot.app.start_lines import announce
 from llamaslot.backend.host_gpus import host_gpus
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings, library
-from llamaslot.base.model import CheckpointLimits, StateCost, StateKind
+from llamaslot.base.model import CheckpointLimits, SelfTestOutcome, StateCost, StateKind
 from llamaslot.processes.messages import Loaded
 from tests.fake_backend import FakeBackend
 
@@ -84,13 +84,26 @@ def test_another_line_says_how_many_checkpoints_there_are(
     )
 
 
-def test_the_line_says_that_the_self_test_is_pending(capsys: pytest.CaptureFixture[str]) -> None:
-    info = msgspec.structs.replace(FakeBackend(kind=StateKind.HYBRID).info, self_test="pending")
+@pytest.mark.parametrize("kind", [StateKind.HYBRID, StateKind.WINDOW, StateKind.NONE])
+@pytest.mark.parametrize(
+    ("outcome", "can_reuse", "expected"),
+    [
+        ("pending", True, ", once the self-test has passed (the reason; it runs between requests, and "),
+        ("failed", False, "off, every prompt is computed whole (the reason; --reuse-self-test on reuses "),
+        ("off", False, "off, every prompt is computed whole (the reason)"),
+    ],
+)
+def test_the_line_says_why_the_self_test_does_not_allow_reuse(
+    kind: StateKind, outcome: SelfTestOutcome, can_reuse: bool, expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    info = msgspec.structs.replace(FakeBackend(kind=kind).info, self_test=outcome, self_test_reason="the reason")
+    if not can_reuse:
+        state = msgspec.structs.replace(info.state, can_trim=False)
+        info = msgspec.structs.replace(info, keeps_checkpoints=False, checkpoint_size=None, state=state)
     announce(Loaded(info, ram_line="", disk_line=""), ["http://127.0.0.1:1"], Config())
-    assert (
-        "Prefix reuse: by checkpoints, once the self-test has passed (recurrent state; one takes 0.00 MiB)\n"
-        in capsys.readouterr().out
-    )
+    [line] = [each for each in capsys.readouterr().out.splitlines() if each.startswith("Prefix reuse")]
+    assert expected in line
+    assert outcome == "off" or "--reuse-self-test on" in line
 
 
 def test_a_line_says_that_there_is_no_room_for_a_checkpoint(

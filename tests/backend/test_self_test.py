@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,9 +15,9 @@ import numpy as np
 import pytest
 
 from bench import synthetic
-from llamaslot.backend.llama import LlamaBackend, LlamaSettings
+from llamaslot.backend.llama import LlamaBackend, LlamaSettings, operations
 from llamaslot.backend.llama.state import self_test
-from llamaslot.backend.state_format import HEADER_BYTES, LAYOUTS, SavedCells, read_cells
+from llamaslot.backend.state_format import HEADER_BYTES, LAYOUTS, SavedCells, digests, read_cells
 from llamaslot.base.backend import Decoded, Run, Status
 from llamaslot.base.kv_ops import (
     Copy,
@@ -24,6 +25,7 @@ from llamaslot.base.kv_ops import (
     IllegalCallError,
     Kv,
     Load,
+    NotSavedError,
     Operation,
     Remove,
     Restore,
@@ -250,6 +252,14 @@ def loaded(
         backend.close()
 
 
+def held(backend: LlamaBackend, seq: int) -> dict[str, bytes]:
+    """Digests of what a sequence holds."""
+    data = np.zeros(llama_cpp.llama_state_seq_get_size(backend._context, seq), np.uint8)
+    pointer = data.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
+    assert llama_cpp.llama_state_seq_get_data(backend._context, pointer, len(data), seq) == len(data)
+    return digests(data, backend.info.state.kind)
+
+
 def is_empty(backend: LlamaBackend) -> bool:
     kv = backend._kv
     holds = any(backend.seq_range(seq) for seq in range(backend.n_seqs))
@@ -472,15 +482,63 @@ def test_a_later_test_may_fail() -> None:
         assert is_empty(backend)
 
 
-def test_a_later_test_needs_an_empty_backend() -> None:
-    with loaded("tiny-mamba", self_test_limit_s=0.0) as backend:
-        backend.decode([Run(1, 0, TOKEN, True)])
-        with pytest.raises(IllegalCallError, match="empty"):
+@pytest.mark.parametrize("bug", ["", "a checkpoint of another branch"])
+@pytest.mark.parametrize("stops_after", [0, 3, 1000])
+@pytest.mark.parametrize("fields", [EXACT, Q8, {"n_slots": 1}], ids=str)
+@pytest.mark.parametrize("shape", ["tiny-swa", "tiny-lfm2", "tiny-mamba", "hybrid window", "tiny-mla"])
+def test_a_later_test_leaves_sequences_as_they_were(
+    request: pytest.FixtureRequest, shape: str, fields: dict[str, Any], stops_after: int, bug: str
+) -> None:
+    models = request.getfixturevalue("models")
+    if bug and (stops_after < 1000 or shape == "tiny-mla"):
+        pytest.skip("the bug is never met")
+    with loaded(models.get(shape, shape), bug, self_test_limit_s=0.0, **fields) as backend:
+        seqs = range(backend.info.n_slots)
+        for seq in seqs:
+            backend._compute(seq, list(range(300 + seq, 350 + 7 * seq)))
+        if backend.info.keeps_checkpoints:
+            super(WrongBackend, backend).change(Take(5, 0, 50))
+        if len(seqs) > 1:
+            backend.change(Remove(1, 20))
+        before = [held(backend, seq) for seq in seqs]
+        lengths, live = list(backend._kv.lengths), [backend._kv.states.is_live(seq) for seq in seqs]
+        asked = iter(range(2000))
+        assert backend.run_self_test(lambda: next(asked) >= stops_after) is (stops_after == 1000)
+        expected = "pending" if stops_after < 1000 else "failed" if bug else "passed"
+        assert backend.info.self_test == expected
+        assert [held(backend, seq) for seq in seqs] == before
+        assert backend._kv.lengths == lengths
+        assert [backend._kv.states.is_live(seq) for seq in seqs] == live
+        assert list(backend._kv.states.checkpoints) == [5] * backend._kv.states.has_states
+        if not bug and live[0]:
+            assert backend.decode([Run(0, lengths[0], TOKEN, True)]).status is Status.OK
+
+
+def test_a_later_test_does_not_run_without_memory_for_what_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    with loaded("tiny-swa", self_test_limit_s=0.0) as backend:
+        backend._compute(0, list(range(300, 350)))
+        before = held(backend, 0)
+        monkeypatch.setattr(operations, "_MAX_SET_ASIDE_BYTES", 1000)
+        with pytest.raises(NotSavedError):
             backend.run_self_test()
-        backend.change(Take(5, 1, 1))
-        backend.change(Remove(1, 0))
-        with pytest.raises(IllegalCallError, match="empty"):
-            backend.run_self_test()
+        assert (backend.info.self_test, held(backend, 0)) == ("pending", before)
+
+
+@pytest.mark.parametrize("bug", ["", "no restore", "cells of another branch"])
+@pytest.mark.parametrize("shape", ["tiny-swa", "tiny-lfm2", "tiny-mamba", "tiny-mla"])
+def test_the_flag_overrides_the_test(shape: str, bug: str, tmp_path: Path) -> None:
+    """Whatever an earlier start has kept."""
+    for choice in ("auto", "on", "off", "on", "off", "auto"):
+        with loaded(shape, bug, measurements=tmp_path, reuse_self_test=choice) as backend:
+            info, n_decoded = backend.info, backend.n_decoded
+            if choice == "auto":
+                assert info.self_test in ("passed", "failed")
+                continue
+            assert info.self_test == {"on": "skipped", "off": "off"}[choice]
+            assert info.can_reuse is (choice == "on")
+            assert n_decoded < 5
+            assert info.self_test_reason == f"--reuse-self-test {choice}"
+            assert backend.run_self_test()
 
 
 @pytest.mark.parametrize(

@@ -162,7 +162,7 @@ def _why_no_checkpoints(config: Config, info: ModelInfo) -> str:
     """Return why a model that would be reused by checkpoints has none; empty for any other model."""
     if (
         info.can_reuse
-        or info.self_test == "failed"
+        or info.self_test in ("failed", "off")
         or info.state.kind is StateKind.NONE
         or info.state.has_own_cache
     ):

@@ -30,6 +30,7 @@ def llama_settings(config: Config, model: Path) -> LlamaSettings:
         use_mlock=config.mlock,
         swa_full=config.swa_full,
         checkpoints=config.ctx_checkpoints > 0,
+        reuse_self_test=config.reuse_self_test,
         flash_attn=config.flash_attn,
         unified=config.kv_unified,
         cache_type_k=config.cache_type_k,

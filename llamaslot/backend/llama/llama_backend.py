@@ -179,11 +179,11 @@ class LlamaBackend:
         self._check_open()
         if self.info.self_test != "pending":
             return True
-        kv = self._kv
-        if any(kv.lengths) or kv.segments.positions or kv.states.checkpoints:
-            raise kv_ops.IllegalCallError("the self-test needs an empty backend")
+        held = self._kv.set_aside()
         result = self_test.run(self, self._context, limit_s=None, should_stop=should_stop)
         self._rows, self._targets = {}, {}
+        if not self._kv.put_back(held):
+            result = self_test.SelfTestResult("failed", "self-test failed: no memory after it", is_lasting=False)
         if result.outcome == "pending":
             return False
         info = self.info
@@ -310,12 +310,15 @@ class LlamaBackend:
         key = measurements.key_of(settings, self.info, self.n_seqs) if folder else ""
         kept = measurements.read(folder, key) if folder else None
         measured = kept or self._measure() or Measurements()
-        if self_test.is_needed(self.info) and measured.self_test is None:
+        chosen = self_test.overridden(settings.reuse_self_test)
+        if chosen is None and self_test.is_needed(self.info) and measured.self_test is None:
             result = self_test.run(self, self._context, limit_s=settings.self_test_limit_s)
             self._rows, self._targets = {}, {}
             measured = msgspec.structs.replace(measured, self_test=result)
         if folder and measured.to_keep != kept and not self.info.costs_pending:
             measurements.write(folder, key, measured.to_keep)
+        if chosen is not None and self_test.is_needed(self.info):
+            measured = msgspec.structs.replace(measured, self_test=chosen)
         return measured
 
     def _keep(self, measured: Measurements) -> None:
@@ -365,7 +368,7 @@ class LlamaBackend:
         if result is None:
             return
         self.info = self_test.applied(self.info, result)
-        if result.outcome == "failed" and not is_later:
+        if result.outcome in ("failed", "off") and not is_later:
             # Operations that failed the self-test are refused from now on.
             self._kv = KvOperations(self._context, self.info, self.n_seqs)
 

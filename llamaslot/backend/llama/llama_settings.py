@@ -63,6 +63,8 @@ class LlamaSettings:
     """Folder in which start-up measurements are kept for the next start; None to measure at each."""
     self_test_limit_s: float = 0.5
     """Seconds that the self-test of reuse may take at load; where it would take more, it is pending."""
+    reuse_self_test: Literal["auto", "on", "off"] = "auto"
+    """`on` reuses prefixes without the self-test, or although it failed; `off` reuses nothing that needs one."""
 
 
 def sequences(settings: LlamaSettings, *, reusable: bool, has_states: bool = False) -> tuple[int, int]:

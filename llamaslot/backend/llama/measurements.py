@@ -49,7 +49,7 @@ class Measurements(msgspec.Struct, frozen=True):
     def to_keep(self) -> Measurements:
         """Measurements for later starts: without a self-test that is pending, or whose result may change."""
         result = self.self_test
-        if result is None or (result.outcome != "pending" and result.is_lasting):
+        if result is None or (result.outcome in ("passed", "failed") and result.is_lasting):
             return self
         return msgspec.structs.replace(self, self_test=None)
 
@@ -66,7 +66,15 @@ def key_of(settings: LlamaSettings, info: ModelInfo, n_seqs: int) -> str:
         FORMAT,
         _identities(parts(settings.model)),
         (info.architecture, info.name, info.n_params, info.size_bytes, info.n_vocab, info.n_embd),
-        replace(settings, model=Path(), n_ctx=0, kv_mem_fraction=0.0, measurements=None, self_test_limit_s=0.0),
+        replace(
+            settings,
+            model=Path(),
+            n_ctx=0,
+            kv_mem_fraction=0.0,
+            measurements=None,
+            self_test_limit_s=0.0,
+            reuse_self_test="auto",
+        ),
         # A larger pool does not change what is measured in one pool for all.
         (min(info.n_ctx, MAX_IDLE_CELLS + info.n_ubatch) if info.unified else info.n_ctx, n_seqs, info.flash_attn),
         (llama_cpp.__version__, _identities(library.paths())),

@@ -6,16 +6,32 @@ position -1 or not at all, so both length and liveness are recorded here.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import llama_cpp
 
 from llamaslot.backend.llama.segments import SegmentStore
 from llamaslot.backend.llama.state.partial_states import PartialStates
+from llamaslot.backend.memory import new_kv
 from llamaslot.base import kv_ops
 from llamaslot.base.backend import Run
 from llamaslot.base.model import ModelInfo, StateKind
+
+_MAX_SET_ASIDE_BYTES = 2 * 2**30
+"""Most bytes of sequences that are kept in host memory while the self-test uses the context."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What the sequences of a context held before the self-test."""
+
+    states: dict[int, kv_ops.Kv]
+    """By sequence, as llama.cpp saves it."""
+    lengths: list[int]
+    is_live: list[bool]
 
 
 class KvOperations:
@@ -29,6 +45,7 @@ class KvOperations:
         """Record of which sequences can be computed on."""
         self.segments = SegmentStore(context)
         self.partial = PartialStates(context, kind)
+        self._context = context
         self._memory = llama_cpp.llama_get_memory(context)
         self._info = info
         self._copying: set[int] = set()
@@ -120,6 +137,38 @@ class KvOperations:
         self.lengths = [0] * len(self.lengths)
         self.states.clear()
 
+    def set_aside(self) -> Held:
+        """Empty all sequences, and return what they held; raises `NotSavedError` without memory for it.
+
+        Sequences must not share cells.
+        """
+        seqs = [seq for seq, length in enumerate(self.lengths) if length]
+        sizes = {seq: int(llama_cpp.llama_state_seq_get_size(self._context, seq)) for seq in seqs}
+        if sum(sizes.values()) > _MAX_SET_ASIDE_BYTES:
+            raise kv_ops.NotSavedError(seqs[0])
+        states = {}
+        for seq, n_bytes in sizes.items():
+            try:
+                states[seq] = state = new_kv(n_bytes)
+            except MemoryError as error:
+                raise kv_ops.NotSavedError(seq) from error
+            if llama_cpp.llama_state_seq_get_data(self._context, _bytes(state), n_bytes, seq) != n_bytes:
+                raise kv_ops.NotSavedError(seq)
+        held = Held(states, list(self.lengths), [self.states.is_live(seq) for seq in range(len(self.lengths))])
+        self.clear()
+        return held
+
+    def put_back(self, held: Held) -> bool:
+        """Give all sequences what they held; False if there is no memory, and all are empty then."""
+        self.clear()
+        for seq, state in held.states.items():
+            if llama_cpp.llama_state_seq_set_data(self._context, _bytes(state), len(state), seq) != len(state):
+                self.clear()
+                return False
+        self.lengths = held.lengths
+        self.states.set_live(held.is_live)
+        return True
+
     def _set_length(self, seq: int, length: int) -> None:
         """Record a sequence's length; strip it unless it is live, as `seq_cp` may have given it a wrong state.
 
@@ -167,3 +216,7 @@ class KvOperations:
         if keep < self.lengths[src]:
             llama_cpp.llama_memory_seq_rm(self._memory, dst, keep, -1)
         self.lengths[dst] = keep
+
+
+def _bytes(state: kv_ops.Kv) -> Any:
+    return state.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))

@@ -38,6 +38,15 @@ class Dropper:
             self._sequences.clear(seq)
         return self._cleared(before)
 
+    def drop_resident(self) -> None:
+        """Drop all idle sequences, and the checkpoints that are not on disk."""
+        nodes = [*self._tree.nodes(None)]
+        taken = [node.checkpoint for node in nodes if node.checkpoint is not None]
+        self._tiers.drop([each for each in taken if not each.state.uses_disk])
+        for seq in self._sequences.all:
+            if not self._tree.is_pinned(seq):
+                self._sequences.clear(seq)
+
     def drop_paths(self, namespace: str, paths: Sequence[bytes]) -> CacheCleared:
         """Drop paths, each back to the last position at which another one continues, ends or runs."""
         before = self._counts()

@@ -156,6 +156,11 @@ class Offloader:
         end = self._sequences.end(seq).end
         self._offload(seq, self._missing_of_path(seq, end, with_partial=with_partial), end)
 
+    @property
+    def is_on_trial(self) -> bool:
+        """True while nothing is saved, since it is not known whether reuse is right."""
+        return self._tiers.is_on_trial
+
     def tenants_beyond_ids(self) -> set[str]:
         """Tenants that have more than their share of the sequence ids."""
         sequences = self._sequences
@@ -287,7 +292,7 @@ class Offloader:
 
         The node is looked up for each range, for adding a segment may split and join nodes.
         """
-        if not ranges:
+        if not ranges or self._tiers.is_on_trial:
             return ()
         node = self._node_at(seq, end)
         if not self._tiers.fits(node, _missing(node, 0, end, self._tiers.max_tokens)):

@@ -147,7 +147,7 @@ class RemoteTier:
     def wanted(self, request_id: str, match: Match, tokens: bytes, now: float) -> Lookup | None:
         """Return the lookup for a request with this match; None if the store need not be asked."""
         namespace = match.namespace
-        if not self.is_on or is_private(namespace) or now < self._unavailable_until:
+        if not self.is_on or self._tiers.is_on_trial or is_private(namespace) or now < self._unavailable_until:
             return None
         if any(denied == namespace and tokens.startswith(prompt) for denied, prompt in self._denied):
             return None

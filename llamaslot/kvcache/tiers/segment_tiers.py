@@ -65,6 +65,8 @@ class SegmentTiers:
         self.writer = WriteBack(self, disk_bytes_per_day, disk_written)
         self.reader = SegmentReader(self, tree, size, checkpoint_size)
         self.uploads = UploadQueue(max_tokens, is_on=uploads and ram_bytes > 0)
+        self.is_on_trial = False
+        """True while it is not known whether reuse is right (`KVCache.is_on_trial`): nothing is saved then."""
         self.now = 0.0
         self.counters = counters
         if disk_written is not None:

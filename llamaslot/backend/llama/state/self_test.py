@@ -21,7 +21,7 @@ import ctypes
 import math
 from collections.abc import Callable
 from time import perf_counter
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import llama_cpp
 import msgspec
@@ -106,15 +106,12 @@ def is_needed(info: ModelInfo) -> bool:
 
 def applied(info: ModelInfo, result: SelfTestResult) -> ModelInfo:
     """Return the facts about a model with the result of its self-test; one that failed reuses nothing."""
-    info = msgspec.structs.replace(info, self_test=result.outcome)
-    if result.outcome == "pending":
-        return msgspec.structs.replace(info, self_test_reason=result.reason)
-    if result.outcome != "failed":
-        return msgspec.structs.replace(info, self_test_reason="")
+    info = msgspec.structs.replace(info, self_test=result.outcome, self_test_reason=result.reason)
+    if result.outcome not in ("failed", "off"):
+        return info
     return msgspec.structs.replace(
         info,
         reuse_reason=result.reason,
-        self_test_reason=result.reason,
         keeps_checkpoints=False,
         checkpoint_size=None,
         segment_size=None,
@@ -122,6 +119,13 @@ def applied(info: ModelInfo, result: SelfTestResult) -> ModelInfo:
         n_cache_seqs=0,
         state=msgspec.structs.replace(info.state, can_trim=False),
     )
+
+
+def overridden(choice: Literal["auto", "on", "off"]) -> SelfTestResult | None:
+    """Return the result that `--reuse-self-test` sets in place of the test; None if the test decides."""
+    if choice == "auto":
+        return None
+    return SelfTestResult("skipped" if choice == "on" else "off", f"--reuse-self-test {choice}", is_lasting=False)
 
 
 def run(
