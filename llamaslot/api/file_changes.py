@@ -1,29 +1,71 @@
-"""Changes of files that are read again while the server runs: API keys, the certificate."""
+"""Files that are read again while the server runs: API keys, the certificate.
+
+A thread of their own looks at them. A file system that hangs keeps that thread waiting and nothing else: the server
+goes on with what it has read before.
+"""
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import structlog
+
 _INTERVAL_S = 1.0
+_SILENT_S = 30.0
+"""Time after which a file system that does not answer is reported."""
+
+_log = structlog.get_logger(__name__)
 
 
 class FileChanges:
-    """Watches files as of its creation, at most once a second. `clock` gives seconds."""
+    """Calls `reload` when files were changed or replaced, or their rights were, since this was made."""
 
-    def __init__(self, files: Sequence[Path], clock: Callable[[], float]) -> None:
+    def __init__(self, files: Sequence[Path], reload: Callable[[], None]) -> None:
         self._files = files
-        self._clock = clock
-        self._checked_at = clock()
+        self._reload = reload
         self._versions = self._read()
+        self._looked_at = time.monotonic()
+        self._is_silent = False
+        self._wake = threading.Event()
+        self._is_stopped = False
 
-    def is_new(self) -> bool:
-        """Return True, once for each change, if a file was changed or replaced, or its rights were."""
-        if self._clock() - self._checked_at < _INTERVAL_S:
-            return False
-        self._checked_at = self._clock()
+    def check(self) -> None:
+        """Look at the files now."""
         before, self._versions = self._versions, self._read()
-        return self._versions != before
+        if self._versions != before:
+            self._reload()
+
+    def start(self) -> None:
+        """Look at the files once a second, until `stop`."""
+        if self._files:
+            self._is_stopped = False
+            threading.Thread(target=self._run, name="file-changes", daemon=True).start()
+
+    def check_soon(self) -> None:
+        """Have the thread look at the files at once."""
+        self._wake.set()
+
+    def stop(self) -> None:
+        """Look at them no more; a thread that a file system keeps is left to the end of the process."""
+        self._is_stopped = True
+        self._wake.set()
+
+    def report_silence(self) -> None:
+        """Log, once, that the files cannot be looked at."""
+        is_silent = bool(self._files) and time.monotonic() - self._looked_at > _SILENT_S
+        if is_silent and not self._is_silent:
+            _log.error("files.unresponsive", files=list(map(str, self._files)), seconds=_SILENT_S)
+        self._is_silent = is_silent
+
+    def _run(self) -> None:
+        while not self._is_stopped:
+            self.check()
+            self._looked_at = time.monotonic()
+            self._wake.wait(_INTERVAL_S)
+            self._wake.clear()
 
     def _read(self) -> list[tuple[int, int, int] | None]:
         return [_version(each) for each in self._files]

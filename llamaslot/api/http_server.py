@@ -6,8 +6,7 @@ import asyncio
 import errno
 import socket
 import ssl
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 
 from aiohttp import web
@@ -37,6 +36,7 @@ from llamaslot.api.responses.responses import LLAMA_SERVER_PATH, RUNNING
 from llamaslot.api.responses.store import ResponseStore
 from llamaslot.base.errors import ConfigError
 
+Application = web.Application
 ROUTES = (
     ("GET", "/health", server_endpoints.health, Access.PUBLIC),
     ("GET", "/v1/health", server_endpoints.health, Access.PUBLIC),
@@ -92,7 +92,7 @@ def create_app(settings: ApiSettings) -> web.Application:
     """
     app = web.Application(middlewares=[mark_busy, identify, error_middleware, admit])
     app[SETTINGS] = settings
-    app[KEYS] = ApiKeys(settings.api_keys, settings.api_key_file, time.monotonic)
+    app[KEYS] = ApiKeys(settings.api_keys, settings.api_key_file)
     app[ACCESS] = {handler: access for _, _, handler, access in ROUTES}
     app[BODY_READER] = BodyReader(
         max_bytes=settings.max_body_bytes, max_total=settings.max_total_body_bytes, timeout=settings.body_timeout
@@ -105,6 +105,7 @@ def create_app(settings: ApiSettings) -> web.Application:
     app[READINESS] = Readiness()
     app[OPENAPI] = OpenApi(ROUTES)
     app.on_response_prepare.append(add_headers)
+    app.cleanup_ctx.append(_watched_keys)
     for method, path, handler, _ in ROUTES:
         # `add_get` answers HEAD too.
         if method == "GET":
@@ -112,6 +113,13 @@ def create_app(settings: ApiSettings) -> web.Application:
         else:
             app.router.add_route(method, path, handler, expect_handler=accept_expect)
     return app
+
+
+async def _watched_keys(app: web.Application) -> AsyncIterator[None]:
+    """Read the file of API keys again when it changes, while the application runs."""
+    app[KEYS].changes.start()
+    yield
+    app[KEYS].changes.stop()
 
 
 class Listener:

@@ -1,13 +1,13 @@
 """API keys and what they open.
 
 Keys of `--api-key` are administrators'. A line of `--api-key-file` is a key, and after a space its role: `admin`
-(the default) or `user`. The file is read again once it changes. Keys are compared in constant time.
+(the default) or `user`. The file is read again once it changes, on a thread. Keys are compared in constant time.
 """
 
 from __future__ import annotations
 
 import hmac
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from aiohttp import web
 
 from llamaslot.api.file_changes import FileChanges
 from llamaslot.base.errors import ConfigError
+from llamaslot.base.named_files import read_named_text
 
 _log = structlog.get_logger(__name__)
 
@@ -35,15 +36,15 @@ GRANTED = web.RequestKey("GRANTED", Access)
 
 
 class ApiKeys:
-    """The keys of flags and of a file; without both, no key is needed. `clock` gives seconds.
+    """The keys of flags and of a file; without both, no key is needed. `changes` is to be started.
 
     Raises `ConfigError` for a file that cannot be read or has no key.
     """
 
-    def __init__(self, given: Sequence[str], file: str, clock: Callable[[], float]) -> None:
+    def __init__(self, given: Sequence[str], file: str) -> None:
         self._given = dict.fromkeys(given, Access.ADMIN)
         self._file = Path(file) if file else None
-        self._changes = FileChanges((self._file,) if self._file is not None else (), clock)
+        self.changes = FileChanges((self._file,) if self._file is not None else (), self._reload)
         self._from_file = _read(self._file) if self._file is not None else {}
 
     def __bool__(self) -> bool:
@@ -52,7 +53,7 @@ class ApiKeys:
 
     def access_of(self, key: str) -> Access | None:
         """Return what a key opens, None for an unknown one."""
-        self._reload()
+        self.changes.report_silence()
         raw = key.encode("utf-8", "surrogateescape")
         found = None
         for known, access in (*self._from_file.items(), *self._given.items()):
@@ -61,8 +62,7 @@ class ApiKeys:
         return found
 
     def _reload(self) -> None:
-        if self._file is None or not self._changes.is_new():
-            return
+        assert self._file is not None
         try:
             self._from_file = _read(self._file)
         except ConfigError as error:
@@ -73,12 +73,7 @@ class ApiKeys:
 
 def _read(path: Path) -> Mapping[str, Access]:
     flag = "--api-key-file"
-    try:
-        text = path.read_text()
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}", param=flag) from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"{path} is not text", param=flag) from None
+    text = read_named_text(path, flag)
     keys: dict[str, Access] = {}
     for number, line in enumerate(text.splitlines(), 1):
         words = line.split()

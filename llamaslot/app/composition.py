@@ -15,10 +15,10 @@ import contextlib
 import os
 import signal
 import sys
-import time
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 import structlog
 
@@ -35,10 +35,12 @@ from llamaslot.processes.messages import Loaded
 
 if TYPE_CHECKING:
     from llamaslot.api.context import Readiness
-    from llamaslot.api.http_server import Listener
+    from llamaslot.api.file_changes import FileChanges
+    from llamaslot.api.http_server import Application, Listener
     from llamaslot.service.service import Service
 
 _log = structlog.get_logger(__name__)
+T = TypeVar("T")
 _REMEMBER_TIMEOUT_S = 2.0
 """Time to end the remaining requests and to remember their replies."""
 
@@ -68,22 +70,17 @@ async def serve(config: Config, *, backend: Backend | None = None) -> int:
         stack.push_async_callback(_stop, runtime, listeners)
         await runtime.start()
         # While the processes start: these imports take as long as theirs.
-        from llamaslot.api import http_server as http  # noqa: PLC0415
         from llamaslot.api.context import READINESS, SETTINGS  # noqa: PLC0415
         from llamaslot.app import http_config  # noqa: PLC0415
         from llamaslot.app.sampling_config import check_vocabulary  # noqa: PLC0415
         from llamaslot.app.start_lines import announce  # noqa: PLC0415
-        from llamaslot.app.tls import tls_context  # noqa: PLC0415
         from llamaslot.service.dispatcher import Dispatcher  # noqa: PLC0415
         from llamaslot.service.metrics import Metrics  # noqa: PLC0415
         from llamaslot.service.service import Service  # noqa: PLC0415
 
-        app = http.create_app(http_config.api_settings(config))
-        tls = tls_context(config, time.monotonic)
-        listener = await http.serve(app, listed(config.host), config.port, tls=tls)
-        listeners.append(listener)
-        loaded = await _load(runtime, stop, on_progress)
-        if loaded is None:
+        app = await _listen(config, stop, stack, listeners)
+        loaded = await _load(runtime, stop, on_progress) if app is not None else None
+        if app is None or loaded is None:
             _log.info("server.stopped")
             return 0
         check_vocabulary(config, loaded.info)
@@ -103,7 +100,7 @@ async def serve(config: Config, *, backend: Backend | None = None) -> int:
         runtime.connect(dispatcher, metrics)
         stack.push_async_callback(dispatcher.close, _REMEMBER_TIMEOUT_S)
         app[READINESS].set(service)
-        announce(loaded, _urls(listener, "https" if tls is not None else "http"), config)
+        announce(loaded, _urls(listeners[0], "https" if config.ssl_cert_file else "http"), config)
         await _first(service.stopped, stop.first)
         if service.stopped.done():
             app[READINESS].fail(stopped_error("the engine failed"))
@@ -111,6 +108,30 @@ async def serve(config: Config, *, backend: Backend | None = None) -> int:
         await _drain(service, app[READINESS], stop.second, config)
     _log.info("server.stopped")
     return 0
+
+
+async def _listen(
+    config: Config, stop: _Signals, stack: contextlib.AsyncExitStack, listeners: list[Listener]
+) -> Application | None:
+    """Return the application, with a listener for it; None if a signal came before its files were read."""
+    from llamaslot.api.http_server import create_app, serve  # noqa: PLC0415
+    from llamaslot.api.middleware import KEYS  # noqa: PLC0415
+    from llamaslot.app.http_config import api_settings  # noqa: PLC0415
+    from llamaslot.app.tls import certificate  # noqa: PLC0415
+
+    opening = _in_thread(lambda: (create_app(api_settings(config)), certificate(config)))
+    await _first(opening, stop.first)
+    if not opening.done():
+        return None
+    app, tls = opening.result()
+    stop.changes.append(app[KEYS].changes)
+    if tls is not None:
+        stop.changes.append(tls.changes)
+        tls.changes.start()
+        stack.callback(tls.changes.stop)
+    context = tls.context if tls is not None else None
+    listeners.append(await serve(app, listed(config.host), config.port, tls=context))
+    return app
 
 
 def _urls(listener: Listener, scheme: str) -> list[str]:
@@ -202,8 +223,39 @@ async def _drained(service: Service, second_signal: asyncio.Future[None], second
         await asyncio.wait([second_signal], timeout=0.05)
 
 
+def _in_thread(function: Callable[[], T]) -> asyncio.Future[T]:
+    """Run a function that may wait for a file system, on a thread that the end of the process does not wait for."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def set_result(result: T | None, error: Exception | None) -> None:
+        if not future.done():
+            if error is not None:
+                future.set_exception(error)
+            else:
+                future.set_result(cast(T, result))
+
+    def run() -> None:
+        try:
+            result = function()
+        except Exception as error:
+            outcome: tuple[T | None, Exception | None] = (None, error)
+        else:
+            outcome = (result, None)
+        with contextlib.suppress(RuntimeError):
+            # The loop may be closed.
+            loop.call_soon_threadsafe(set_result, *outcome)
+
+    threading.Thread(target=run, name="files", daemon=True).start()
+    return future
+
+
 class _Signals:
-    """Futures for the first and the second SIGINT or SIGTERM."""
+    """Futures for the first and the second SIGINT or SIGTERM.
+
+    SIGHUP is like them where a terminal is closed, and reads keys and certificates again where there is none; with
+    `nohup` it stays ignored.
+    """
 
     def __init__(self) -> None:
         loop = asyncio.get_running_loop()
@@ -211,6 +263,20 @@ class _Signals:
         self.second: asyncio.Future[None] = loop.create_future()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._arrived)
+        self.changes: list[FileChanges] = []
+        """Files to be read again."""
+        # Once it is closed, it cannot be told from another file.
+        self._has_terminal = sys.stdin is not None and sys.stdin.isatty()
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            loop.add_signal_handler(signal.SIGHUP, self._hung_up)
+
+    def _hung_up(self) -> None:
+        if self._has_terminal:
+            self._arrived()
+            return
+        _log.info("server.reloading")
+        for each in self.changes:
+            each.check_soon()
 
     def _arrived(self) -> None:
         pending = next((f for f in (self.first, self.second) if not f.done()), None)

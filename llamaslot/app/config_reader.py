@@ -17,6 +17,7 @@ import msgspec
 from llamaslot.app.config import Config, options
 from llamaslot.app.option import Option
 from llamaslot.base.errors import ConfigError
+from llamaslot.base.named_files import read_named_text
 
 
 def read_config(flags: argparse.Namespace, environ: Mapping[str, str]) -> Config:
@@ -80,10 +81,8 @@ def _checked(config: Config) -> Config:
 
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text())
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}", param="--config") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        return tomllib.loads(read_named_text(path, "--config"))
+    except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path} is not TOML: {error}", param="--config") from None
 
 

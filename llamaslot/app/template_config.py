@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from llamaslot.app.config import Config
-from llamaslot.base.errors import ConfigError
+from llamaslot.base.named_files import read_named_text
 from llamaslot.text.builtin_templates import resolve
 from llamaslot.text.volatile import pattern
 
@@ -23,9 +23,4 @@ def read_template(config: Config) -> tuple[str, str]:
 
 def read_text(path: str, flag: str) -> str:
     """Return the text of a file that a flag names; raises `ConfigError`."""
-    try:
-        return Path(path).read_text()
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}", param=flag) from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"{path} is not text", param=flag) from None
+    return read_named_text(Path(path), flag)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ssl
-from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
@@ -12,6 +11,7 @@ import structlog
 from llamaslot.api.file_changes import FileChanges
 from llamaslot.app.config import Config
 from llamaslot.base.errors import ConfigError
+from llamaslot.base.named_files import read_named
 
 _CERT_FLAG, _KEY_FLAG = "--ssl-cert-file", "--ssl-key-file"
 _CIPHERS = "ECDHE+AESGCM:ECDHE+CHACHA20"
@@ -20,36 +20,34 @@ _CIPHERS = "ECDHE+AESGCM:ECDHE+CHACHA20"
 _log = structlog.get_logger(__name__)
 
 
-def tls_context(config: Config, clock: Callable[[], float]) -> ssl.SSLContext | None:
-    """Return the context for HTTPS; None without the two flags. Raises `ConfigError`."""
+def certificate(config: Config) -> Certificate | None:
+    """Return the certificate for HTTPS; None without the two flags. Raises `ConfigError`."""
     cert, key = config.ssl_cert_file, config.ssl_key_file
     if not cert and not key:
         return None
     if not cert or not key:
         given, missing = (_CERT_FLAG, _KEY_FLAG) if cert else (_KEY_FLAG, _CERT_FLAG)
         raise ConfigError(f"{given} needs {missing}", param=missing)
-    return Certificate(Path(cert).expanduser(), Path(key).expanduser(), clock).context
+    return Certificate(Path(cert).expanduser(), Path(key).expanduser())
 
 
 class Certificate:
-    """The certificate in two files. `clock` gives seconds. Raises `ConfigError` for files that cannot be used."""
+    """The certificate in two files; `changes` is to be started. Raises `ConfigError` for unusable files."""
 
-    def __init__(self, cert: Path, key: Path, clock: Callable[[], float]) -> None:
+    def __init__(self, cert: Path, key: Path) -> None:
         self._cert = cert
         self._key = key
-        self._changes = FileChanges((cert, key), clock)
+        self.changes = FileChanges((cert, key), self._reload)
         self.context = self._newest = _context(cert, key)
         """Gives each new connection the newest certificate."""
         self.context.sni_callback = self._choose
 
     def _choose(self, connection: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
-        self._reload()
+        self.changes.report_silence()
         if self._newest is not self.context:
             connection.context = self._newest
 
     def _reload(self) -> None:
-        if not self._changes.is_new():
-            return
         try:
             # A new context: one into which only half of a pair was loaded could not be used any more.
             self._newest = _context(self._cert, self._key)
@@ -60,8 +58,9 @@ class Certificate:
 
 
 def _context(cert: Path, key: Path) -> ssl.SSLContext:
-    _check_readable(cert, _CERT_FLAG)
-    _check_readable(key, _KEY_FLAG)
+    # OpenSSL itself would wait for a pipe.
+    read_named(cert, _CERT_FLAG)
+    read_named(key, _KEY_FLAG)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.set_ciphers(_CIPHERS)
@@ -91,10 +90,3 @@ def _context(cert: Path, key: Path) -> ssl.SSLContext:
             message = f"there is no PEM private key in {key} ({_KEY_FLAG})"
         raise ConfigError(message, param=_KEY_FLAG) from None
     return context
-
-
-def _check_readable(path: Path, flag: str) -> None:
-    try:
-        path.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror} ({flag})", param=flag) from None

@@ -13,6 +13,7 @@ from io import BufferedReader
 from pathlib import Path
 
 from llamaslot.base.errors import ConfigError
+from llamaslot.base.named_files import open_regular
 
 MAX_METADATA_BYTES = 2**27
 """Bytes before the weights, where a vocabulary takes most: those of known models have up to 20 MiB."""
@@ -307,7 +308,7 @@ def _printable(raw: bytes) -> str:
 
 def _opened(path: Path) -> BufferedReader:
     try:
-        return path.open("rb")
+        return open_regular(path)
     except FileNotFoundError:
         raise ConfigError(f"there is no model file {path}", param="--model") from None
     except OSError as error:

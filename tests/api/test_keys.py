@@ -171,30 +171,29 @@ async def test_an_unknown_address_is_shown_to_users_only(start: Any, file: Path)
 
 
 def test_a_key_has_the_role_of_its_line(file: Path) -> None:
-    keys = ApiKeys(["own"], str(file), Clock())
+    keys = ApiKeys(["own"], str(file))
     found = {key: keys.access_of(key) for key in ("own", "boss", "anna", "bert", "", "ann", "user")}
     assert found == {
         **{"own": Access.ADMIN, "boss": Access.ADMIN, "anna": Access.USER, "bert": Access.ADMIN},
         **{"": None, "ann": None, "user": None},
     }
-    assert ApiKeys(["anna"], str(file), Clock()).access_of("anna") is Access.ADMIN, "a flag wins over the file"
+    assert ApiKeys(["anna"], str(file)).access_of("anna") is Access.ADMIN, "a flag wins over the file"
 
 
 def test_a_changed_file_is_read_again_and_a_broken_one_is_not_used(file: Path) -> None:
-    clock = Clock()
-    keys = ApiKeys([], str(file), clock)
+    keys = ApiKeys([], str(file))
     file.write_text("carl user\n")
     assert keys.access_of("carl") is None, "it is looked at once a second"
-    clock.now = 1.5
+    keys.changes.check()
     assert keys.access_of("carl") is Access.USER
     assert keys.access_of("anna") is None
     for broken in ("", "carl boss\n", "a b c\n", None):
-        clock.now += 1.5
         with capture_logs() as logs:
             if broken is None:
                 file.unlink()
             else:
                 file.write_text(broken)
+            keys.changes.check()
             assert keys.access_of("carl") is Access.USER
             assert keys.access_of("carl") is Access.USER
         assert [line["event"] for line in logs] == ["api_keys.reload_failed"]
@@ -206,6 +205,6 @@ def test_a_file_without_valid_keys_is_refused_at_the_start(tmp_path: Path, text:
     path = tmp_path / "keys"
     path.write_text(text)
     with pytest.raises(ConfigError, match=r"key"):
-        ApiKeys([], str(path), Clock())
+        ApiKeys([], str(path))
     with pytest.raises(ConfigError, match="cannot read"):
-        ApiKeys([], str(tmp_path / "nowhere"), Clock())
+        ApiKeys([], str(tmp_path / "nowhere"))

@@ -54,13 +54,13 @@ def config(**given: object) -> Config:
                 "cache_remote_ca": "--cache-remote-ca",
             }.items()
         ),
-        ({"cache_remote_key_file": "/none"}, "--cache-remote-key-file", "/none cannot be read: No such file"),
-        ({"cache_remote_password_file": "/"}, "--cache-remote-password-file", "/ cannot be read: Is a directory"),
+        ({"cache_remote_key_file": "/none"}, "--cache-remote-key-file", "cannot read /none: No such file"),
+        ({"cache_remote_password_file": "/"}, "--cache-remote-password-file", "cannot read /: Is a directory"),
         ({"cache_remote_ca": "file"}, "--cache-remote-ca", "rediss://"),
         *(
             ({"cache_remote": "rediss://127.0.0.1", "cache_remote_ca": path}, "--cache-remote-ca", message)
             for path, message in {
-                "/none": "/none cannot be read: No such file",
+                "/none": "cannot read /none: No such file",
                 "/": "/ cannot be read: Is a directory",
                 __file__: "no PEM certificate in",
             }.items()
@@ -111,4 +111,4 @@ def test_the_url_is_shown_without_user(url: str, shown: str) -> None:
 
 def test_the_server_does_not_start(tmp_path: Path) -> None:
     line = refused(tmp_path, "--cache-remote", "rediss://127.0.0.1", "--cache-remote-ca", "/none")
-    assert line.endswith("--cache-remote-ca: /none cannot be read: No such file or directory")
+    assert line.endswith("cannot read /none: No such file or directory (--cache-remote-ca)")

@@ -19,7 +19,7 @@ from structlog.testing import capture_logs
 from llamaslot.api.context import ApiSettings
 from llamaslot.api.http_server import create_app, serve
 from llamaslot.app.config import Config
-from llamaslot.app.tls import Certificate, tls_context
+from llamaslot.app.tls import Certificate, certificate
 from llamaslot.base.errors import ConfigError
 from llamaslot.cli.client import Client
 from llamaslot.cli.main import main
@@ -67,18 +67,19 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_wrong_file_is_named_with_its_flag(made: Path, cert: str, key: str, param: str, message: str) -> None:
     given = {name: str(made / file) for name, file in (("ssl_cert_file", cert), ("ssl_key_file", key)) if file}
     with pytest.raises(ConfigError, match=message) as caught:
-        tls_context(replace(Config(), **given), lambda: 0.0)
+        certificate(replace(Config(), **given))
     assert caught.value.param == param
     assert "\n" not in caught.value.message
 
 
 def test_without_flags_there_is_no_tls() -> None:
-    assert tls_context(Config(), lambda: 0.0) is None
+    assert certificate(Config()) is None
 
 
 def test_key_and_certificate_may_be_one_file(made: Path) -> None:
     both = str(made / "both.pem")
-    context = tls_context(Config(ssl_cert_file=both, ssl_key_file=both), lambda: 0.0)
+    made_of = certificate(Config(ssl_cert_file=both, ssl_key_file=both))
+    context = made_of and made_of.context
     assert context is not None
     assert context.minimum_version is ssl.TLSVersion.TLSv1_2
     assert {"AES-CBC", "SHA1", "SHA-1"}.isdisjoint({each["symmetric"].upper() for each in context.get_ciphers()})
@@ -105,23 +106,22 @@ def copied(made: Path, name: str, cert: Path, key: Path) -> str:
 async def test_a_changed_certificate_is_served_and_a_broken_one_is_not(made: Path, tmp_path: Path) -> None:
     cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
     one = copied(made, "one", cert, key)
-    now = [0.0]
-    certificate = Certificate(cert, key, lambda: now[0])
+    certificate = Certificate(cert, key)
     listener = await serve(create_app(ApiSettings()), ["127.0.0.1"], 0, tls=certificate.context)
     port = listener.addresses[0][1]
     assert await served_certificate(port) == one
     # First only one file of the pair is replaced, as a renewal does it.
     shutil.copy(made / "two.pem", cert)
-    assert await served_certificate(port) == one, "it is looked at once a second"
-    now[0] += 1.5
+    assert await served_certificate(port) == one
     with capture_logs() as logs:
+        certificate.changes.check()
         assert await served_certificate(port) == one
     assert [line["event"] for line in logs] == ["tls.reload_failed"]
     two = copied(made, "two", cert, key)
-    now[0] += 1.5
+    certificate.changes.check()
     assert await served_certificate(port) == two
     cert.unlink()
-    now[0] += 1.5
+    certificate.changes.check()
     assert await served_certificate(port) == two
     await listener.close()
 

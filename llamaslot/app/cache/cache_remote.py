@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 from llamaslot.app.config import Config
 from llamaslot.backend.remote.store_settings import StoreSettings
 from llamaslot.base.errors import ConfigError
+from llamaslot.base.named_files import read_named, read_named_text
 
 KEY_VARIABLE = "LLAMASLOT_CACHE_REMOTE_KEY"
 PASSWORD_VARIABLE = "LLAMASLOT_CACHE_REMOTE_PASSWORD"
@@ -105,17 +106,15 @@ def _secret(variable: str, path: str, flag: str) -> str:
     """Return a secret from a file's first line or a variable; empty without either."""
     if not path:
         return os.environ.get(variable, "")
-    try:
-        return Path(path).expanduser().read_text(encoding="utf-8").partition("\n")[0].strip()
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"{flag}: {path} cannot be read: {getattr(error, 'strerror', None) or error}", param=flag
-        ) from None
+    return read_named_text(Path(path).expanduser(), flag).partition("\n")[0].strip()
 
 
 def _check_certificates(path: str) -> None:
     """Raise `ConfigError` unless the file has certificates: the client reads it only once it connects."""
     flag = "--cache-remote-ca"
+    if path and not Path(path).is_dir():
+        # OpenSSL would wait for a pipe.
+        read_named(Path(path), flag)
     try:
         ssl.create_default_context(cafile=path or None)
     except ssl.SSLError:

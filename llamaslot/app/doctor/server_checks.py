@@ -8,7 +8,6 @@ import http.client
 import os
 import socket
 import stat
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -22,7 +21,7 @@ from llamaslot.app.config_reader import listed, read_config
 from llamaslot.app.doctor.check import Check, fail, ok, warn
 from llamaslot.app.http_config import api_settings
 from llamaslot.app.template_config import read_template
-from llamaslot.app.tls import tls_context
+from llamaslot.app.tls import certificate
 from llamaslot.base.errors import ConfigError
 
 _ASK_TIMEOUT_S = 1.0
@@ -37,7 +36,7 @@ def configuration(flags: argparse.Namespace, environ: Mapping[str, str]) -> tupl
         config = read_config(flags, environ)
         read_template(config)
         api_settings(config)
-        tls_context(config, time.monotonic)
+        certificate(config)
         remote_settings(config)
     except ConfigError as error:
         return config, fail("configuration", error.message, _FIX_CONFIG)
@@ -51,7 +50,7 @@ def access(config: Config) -> Check:
     outside = [host for host in listed(config.host) if not is_loopback(host)]
     where = f"listens on {config.host}"
     try:
-        has_keys = bool(ApiKeys(listed(config.api_key), config.api_key_file, time.monotonic))
+        has_keys = bool(ApiKeys(listed(config.api_key), config.api_key_file))
     except ConfigError as error:
         return fail("access", error.message, _FIX_CONFIG)
     if outside and not has_keys:

@@ -64,7 +64,7 @@ def test_what_serve_refuses_fails(tmp_path: Path) -> None:
         ("cannot read", "--chat-template-file", tmp_path / "nowhere"),
         ("--ssl-cert-file needs", "--ssl-cert-file", tmp_path / "nowhere"),
         ("--cache-remote must be redis://", "--cache-remote", "http://127.0.0.1"),
-        ("cannot be read", "--cache-remote", "redis://h", "--cache-remote-key-file", tmp_path / "nowhere"),
+        ("cannot read", "--cache-remote", "redis://h", "--cache-remote-key-file", tmp_path / "nowhere"),
     ):
         config, check = configured(*args, "--port", "9001")
         assert config.port == 9001
