@@ -164,4 +164,9 @@ def translated(request: web.BaseRequest, error: web.HTTPException) -> errors.Lla
 def _not_found(request: web.BaseRequest) -> errors.LlamaslotError:
     if request.method == "POST" and (feature := _OTHER_MODELS.get(request.path)) is not None:
         return errors.NotSupportedError(f"this server generates text; it has no {feature}")
+    if request.path == "/api" or request.path.startswith("/api/"):
+        return errors.NotFoundError(
+            f"there is nothing at {request.path}: Ollama's API is not served; this server has OpenAI's API at /v1 "
+            "(chat: POST /v1/chat/completions, text: POST /v1/completions, models: GET /v1/models)"
+        )
     return errors.NotFoundError(f"there is nothing at {request.path}; GET /openapi.json lists the endpoints")

@@ -50,8 +50,15 @@ _VALID_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 _PREFLIGHT_HEADERS = {
     "Access-Control-Allow-Credentials": "true",
     "Access-Control-Allow-Methods": "GET, POST, DELETE, OPTIONS",
-    "Access-Control-Allow-Headers": "*",
 }
+_ARE_HEADER_NAMES = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~, -]{1,2000}")
+_CONTAINER_NAMES = frozenset(
+    {"host.docker.internal", "gateway.docker.internal", "host.containers.internal", "host.lima.internal"}
+)
+"""Names by which containers reach the machine that they run on, where it forwards them to its loopback addresses.
+
+No page can take one by DNS rebinding: `.internal` is reserved for private use, and never delegated to anybody.
+"""
 
 
 class Caller(NamedTuple):
@@ -128,13 +135,20 @@ async def admit(request: web.Request, handler: Handler) -> web.StreamResponse:
     is_allowed = _origin_is_allowed(request)
     if request.method == "OPTIONS":
         # Without the headers, the browser does not send the request that it asks about.
-        return web.Response(headers=_PREFLIGHT_HEADERS if is_allowed else None)
+        return web.Response(headers=_preflight_headers(request) if is_allowed else None)
     if not is_allowed:
         origin = _shown(request.headers["Origin"])
         raise ForbiddenError(f"pages of {origin} may not use this server; --cors-origins allows them")
     request.app[READINESS].check()
     request[GRANTED] = _granted(request)
     return await handler(request)
+
+
+def _preflight_headers(request: web.Request) -> dict[str, str]:
+    """Return the headers of a preflight's answer; `*` for the page's own would not cover `Authorization`."""
+    wanted = request.headers.get("Access-Control-Request-Headers", "")
+    names = wanted if _ARE_HEADER_NAMES.fullmatch(wanted) else "*"
+    return {**_PREFLIGHT_HEADERS, "Access-Control-Allow-Headers": names, "Access-Control-Max-Age": "600"}
 
 
 def _granted(request: web.Request) -> Access:
@@ -175,7 +189,7 @@ def _shown(header: str) -> str:
 
 def host_allowed(host: str, allowed: Sequence[str]) -> bool:
     """Return True if the name in a `Host` header is one of these, whatever its port; `localhost` stands for all
-    loopback addresses, and no names at all for any.
+    loopback addresses and for the names that containers have for this machine, and no names at all for any.
     """
     return not allowed or "*" in allowed or _is_host(host_name(host), allowed)
 
@@ -193,7 +207,9 @@ def _name_in(url: str) -> str:
 
 
 def _is_host(name: str, allowed: Sequence[str]) -> bool:
-    return bool(name) and (name in allowed or ("localhost" in allowed and is_loopback(name)))
+    return bool(name) and (
+        name in allowed or ("localhost" in allowed and (is_loopback(name) or name in _CONTAINER_NAMES))
+    )
 
 
 def is_loopback(host: str) -> bool:

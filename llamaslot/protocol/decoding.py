@@ -18,7 +18,8 @@ FieldNames: TypeAlias = Sequence[tuple[str, str]]
 def decode(raw: bytes, kind: type[B]) -> B:
     """Decode a body; raises an `InvalidRequestError` that names the field at fault."""
     try:
-        return _decoded(raw, kind)
+        # Clients on Windows write it before UTF-8.
+        return _decoded(raw.removeprefix(_BOM), kind)
     except msgspec.ValidationError as error:
         raise _named(str(error)) from error
     except RecursionError as error:
@@ -60,6 +61,7 @@ def renamed(error: LlamaslotError, names: FieldNames) -> LlamaslotError:
     return msgspec.structs.replace(error.info(), message=message, param=param).exception()
 
 
+_BOM = b"\xef\xbb\xbf"
 _WORDS = {
     "int": "an integer",
     "float": "a number",

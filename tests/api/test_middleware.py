@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import AsyncIterator
 from typing import Any
@@ -221,3 +222,95 @@ async def test_several_hosts_share_a_port() -> None:
     assert {one, other} == {"127.0.0.1", "::1"}
     assert port == same
     await listener.close()
+
+
+@pytest.mark.parametrize(
+    "name", ["host.docker.internal", "gateway.docker.internal", "host.containers.internal", "Host.Docker.Internal"]
+)
+async def test_containers_reach_a_server_on_loopback_by_their_name_of_the_machine(start: Any, name: str) -> None:
+    server = await start()
+    for host, wanted in ((name, 200), (f"{name}:8080", 200), (f"{name}.evil.example", 403), (f"x.{name}", 403)):
+        assert (await server.get("/health", headers={"Host": host}))[0] == wanted, host
+    elsewhere = await start(allowed_hosts=("llm.example",))
+    assert (await elsewhere.get("/health", headers={"Host": name}))[0] == 403
+
+
+async def test_a_preflight_allows_the_headers_that_the_page_names(start: Any) -> None:
+    server = await start(cors_origins=("*",), api_keys=("key",))
+    for wanted, allowed in (
+        ("authorization, content-type", "authorization, content-type"),
+        ("Authorization,X-Api-Key,anthropic-version", "Authorization,X-Api-Key,anthropic-version"),
+        (None, "*"),
+        ("", "*"),
+        ("a" * 3000, "*"),
+        ("a;b=<c>", "*"),
+    ):
+        headers = {"Origin": "https://app.example", "Access-Control-Request-Method": "POST"}
+        if wanted is not None:
+            headers["Access-Control-Request-Headers"] = wanted
+        for path in ("/v1/chat/completions", "/v1/messages", "/nowhere"):
+            async with server.session.options(server.url + path, headers=headers) as response:
+                assert response.status == 200
+                assert response.headers["Access-Control-Allow-Headers"] == allowed
+
+
+OLLAMA = ("chat", "generate", "tags", "show", "ps", "version", "embed", "embeddings", "pull", "create", "blobs/a:0")
+
+
+@pytest.mark.parametrize("name", OLLAMA)
+async def test_ollamas_endpoints_are_told_where_openais_are(server: Any, name: str) -> None:
+    for method in ("GET", "POST", "DELETE"):
+        async with server.session.request(method, f"{server.url}/api/{name}", json={"model": "x"}) as response:
+            assert response.status == 404
+            message = (await response.json())["error"]["message"]
+        assert "Ollama" in message
+        assert "/v1/chat/completions" in message
+
+
+CHAT = [{"role": "user", "content": "a"}]
+JSON_BODIES: dict[str, Any] = {
+    "/completion": {"prompt": "a", "n_predict": 1},
+    "/completions": {"prompt": "a", "n_predict": 1},
+    "/v1/completions": {"prompt": "a", "max_tokens": 1.0},
+    "/chat/completions": {"messages": CHAT, "max_tokens": 1},
+    "/v1/chat/completions": {"messages": CHAT, "max_tokens": 1},
+    "/v1/chat/completions/input_tokens": {"messages": CHAT},
+    "/v1/responses": {"input": "a", "max_output_tokens": 1},
+    "/v1/responses/input_tokens": {"input": "a"},
+    "/v1/responses/compact": {"input": "a", "max_output_tokens": 1},
+    "/v1/messages": {"messages": CHAT, "max_tokens": 1},
+    "/v1/messages/count_tokens": {"messages": CHAT},
+    "/cache/probe": {"messages": CHAT},
+    "/tokenize": {"content": "a"},
+    "/detokenize": {"tokens": [97]},
+    "/apply-template": {"messages": CHAT},
+}
+
+
+@pytest.mark.parametrize("path", JSON_BODIES)
+async def test_a_byte_order_mark_before_a_body_is_skipped(server: Any, path: str) -> None:
+    data = json.dumps(JSON_BODIES[path]).encode()
+    async with server.session.post(server.url + path, data=b"\xef\xbb\xbf" + data) as response:
+        assert response.status == 200, await response.text()
+    async with server.session.post(server.url + path, data=b"\xef\xbb\xbf") as response:
+        assert response.status == 400
+
+
+async def test_a_byte_order_mark_before_a_small_body_is_skipped(server: Any) -> None:
+    stored = await server.ok("/v1/chat/completions", {"messages": CHAT, "max_tokens": 1, "store": True})
+    data = b'\xef\xbb\xbf{"metadata": {"a": "b"}}'
+    async with server.session.post(f"{server.url}/v1/chat/completions/{stored['id']}", data=data) as response:
+        assert (await response.json())["metadata"] == {"a": "b"}
+    async with server.session.delete(f"{server.url}/sessions/x", data=b"\xef\xbb\xbf{}") as response:
+        assert response.status == 404, "it is read, and there is no such session"
+
+
+async def test_an_empty_input_is_taken_where_a_prompt_results(server: Any) -> None:
+    path, short = "/v1/responses", {"max_output_tokens": 1}
+    first = await server.ok(path, {"input": "a", **short})
+    for body in ({"previous_response_id": first["id"]}, {"instructions": "Say a."}):
+        await server.ok(path, {"input": [], **body, **short})
+        await server.ok(f"{path}/input_tokens", {"input": [], **body})
+    status, reply = await server.post(path, {"input": [], **short})
+    assert (status, reply["error"]["param"]) == (400, "input")
+    await server.ok(path, short)

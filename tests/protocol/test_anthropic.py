@@ -306,3 +306,15 @@ def test_what_changes_nothing_is_accepted() -> None:
 def test_images_are_refused_in_the_words_of_llama_server() -> None:
     with pytest.raises(LlamaslotError, match="image input is not supported"):
         chat([user({"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}})])
+
+
+@pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "read"}])
+def test_a_forced_call_is_made_without_thinking_unless_that_is_asked_for(choice: dict[str, str]) -> None:
+    forced = {"tools": [TOOL], "tool_choice": choice}
+    assert chat(**forced).chat_template_kwargs == {"enable_thinking": False}
+    own = chat(**forced, chat_template_kwargs={"enable_thinking": True})
+    assert own.chat_template_kwargs == {"enable_thinking": True}
+    asked = chat(**forced, thinking={"type": "enabled", "budget_tokens": 1024})
+    assert asked.chat_template_kwargs == {"enable_thinking": True}
+    for free in ({"type": "auto"}, {"type": "none"}):
+        assert chat(tools=[TOOL], tool_choice=free).chat_template_kwargs is None

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from llamaslot.base.errors import InvalidRequestError, NotSupportedError
-from llamaslot.protocol.anthropic.bodies import CountTokensBody, ThinkingConfig, ToolChoice
+from llamaslot.protocol.anthropic.bodies import CountTokensBody, ToolChoice
 from llamaslot.protocol.anthropic.messages import conversation_of
 from llamaslot.protocol.bodies import ChatBody, options_of
 from llamaslot.protocol.decoding import FieldNames, whole
@@ -50,7 +50,7 @@ def chat_of(body: CountTokensBody) -> ChatBody:
         reasoning_effort=_EFFORTS.get(effort, effort) if effort else None,
         reasoning_format=body.reasoning_format,
         thinking_budget_tokens=body.thinking.budget_tokens if body.thinking is not None else None,
-        chat_template_kwargs={**_thinking_kwargs(body.thinking), **(body.chat_template_kwargs or {})} or None,
+        chat_template_kwargs={**_thinking_kwargs(body), **(body.chat_template_kwargs or {})} or None,
     )
 
 
@@ -100,10 +100,16 @@ def _choice(choice: ToolChoice | None) -> Any:
     return {"type": "function", "function": {"name": choice.name}}
 
 
-def _thinking_kwargs(thinking: ThinkingConfig | None) -> dict[str, Any]:
-    """Return the template's variable that turns thinking on or off; the server's default holds if none is set."""
+def _thinking_kwargs(body: CountTokensBody) -> dict[str, Any]:
+    """Return the template's variable that turns thinking on or off; the server's default holds if none is set.
+
+    Without `thinking`, a forced call is made at once, as Anthropic's models do it: thinking could take all of
+    `max_tokens`.
+    """
+    thinking = body.thinking
     if thinking is None:
-        return {}
+        is_forced = body.tool_choice is not None and body.tool_choice.type in ("any", "tool")
+        return {"enable_thinking": False} if is_forced else {}
     if thinking.type == "enabled" and thinking.budget_tokens is None:
         raise InvalidRequestError("'thinking.budget_tokens' is required", param="thinking.budget_tokens")
     return {"enable_thinking": thinking.type != "disabled"}

@@ -54,9 +54,11 @@ class TextOptions(msgspec.Struct):
 
 
 class ResponsesBody(Options, kw_only=True):
-    """`POST /v1/responses` and `POST /v1/responses/input_tokens`; `input` may be absent, as in OpenAI's API."""
+    """`POST /v1/responses` and `POST /v1/responses/input_tokens`; `input` may be absent, as in OpenAI's API,
+    and empty where something else makes a prompt.
+    """
 
-    input: str | Annotated[list[dict[str, Any]], Meta(min_length=1)] | None = None
+    input: str | list[dict[str, Any]] | None = None
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool | None = None

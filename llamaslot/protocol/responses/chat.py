@@ -102,6 +102,9 @@ def _items_and_turns(body: ResponsesBody, earlier: EarlierItems) -> tuple[list[I
             turns.add(each, "previous_response_id")
     for index, item in enumerate(items):
         turns.add(item, "input" if is_text else f"input[{index}]")
+    if body.input == [] and not body.instructions and not earlier.history:
+        message = "'input' is empty: give it an item, or continue a response by 'previous_response_id'"
+        raise InvalidRequestError(message, param="input")
     if not items and not earlier.history:
         # Templates need a message.
         turns.add(_user(""), "input")
