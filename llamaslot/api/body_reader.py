@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import io
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from aiohttp import HttpVersion11, web
 
+from llamaslot.api.connections import OWNER_SHARE
+from llamaslot.api.context import OWNER
 from llamaslot.base.errors import (
     InvalidRequestError,
     QueueFullError,
@@ -28,6 +31,8 @@ class BodyReader:
         self._max_total = max_total
         self._timeout = timeout
         self._n_bytes = 0
+        self._n_of: Counter[str] = Counter()
+        """Bytes by owner."""
 
     @asynccontextmanager
     async def body(self, request: web.Request, max_bytes: int | None = None) -> AsyncIterator[bytes]:
@@ -50,15 +55,21 @@ class BodyReader:
             # Without a copy, which would hold up the event loop.
             yield received.getvalue()
         finally:
+            owner = request.get(OWNER, "")
             self._n_bytes -= received.tell()
+            self._n_of[owner] -= received.tell()
+            if not self._n_of[owner]:
+                del self._n_of[owner]
 
     async def _receive(self, request: web.Request, received: io.BytesIO, most: int) -> None:
+        owner = request.get(OWNER, "")
         try:
             async with asyncio.timeout(self._timeout):
                 while chunk := await request.content.readany():
                     _check_size(received.tell() + len(chunk), most, self._max_bytes)
-                    self._check_total(received.tell(), len(chunk))
+                    self._check_total(received.tell(), len(chunk), owner)
                     self._n_bytes += len(chunk)
+                    self._n_of[owner] += len(chunk)
                     received.write(chunk)
         except TimeoutError:
             message = f"the body did not arrive within {self._timeout:g} s (--body-timeout)"
@@ -66,12 +77,13 @@ class BodyReader:
         except web.RequestPayloadError as error:
             raise InvalidRequestError("the body cannot be read: it is not encoded as its headers say") from error
 
-    def _check_total(self, n_received: int, n_more: int) -> None:
-        # One body alone is always read.
-        if self._n_bytes > n_received and self._n_bytes + n_more > self._max_total:
+    def _check_total(self, n_received: int, n_more: int, owner: str) -> None:
+        """Raise unless the owner leaves enough free for others; one body alone is always read."""
+        n_free = self._max_total - self._n_bytes - n_more
+        if self._n_bytes > n_received and OWNER_SHARE * n_free < self._n_of[owner] + n_more:
             raise QueueFullError(
-                f"request bodies take {self._n_bytes / _MIB:.0f} MiB, and the limit is {self._max_total / _MIB:g} "
-                "MiB (--max-total-body-mb); try later",
+                f"request bodies take {self._n_bytes / _MIB:.0f} MiB, {self._n_of[owner] / _MIB:.0f} of them this "
+                f"client's, and the limit is {self._max_total / _MIB:g} MiB (--max-total-body-mb); try later",
                 retry_after=1,
             )
 

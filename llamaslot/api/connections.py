@@ -3,6 +3,10 @@
 A connection is idle while no request on it is being answered, and during its TLS handshake. If all connections are
 taken, a new one replaces the one that has been idle longest, so that clients that open connections without using
 them do not lock others out.
+
+A busy connection, on which a request is being answered or its body awaited, is not replaced. So an owner (an API
+key, else an address) may have four times as many of them as it leaves free: one alone gets four fifths, and there
+is always room for the next one. Some are kept for `/health` and administrators.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ import resource
 import socket
 import ssl
 import sys
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, Protocol, cast
 
@@ -23,11 +28,15 @@ from aiohttp import web
 from llamaslot.api import http_errors
 from llamaslot.api.context import shown_id
 from llamaslot.api.http_errors import Handler
-from llamaslot.base.errors import InvalidRequestError, UnavailableError
+from llamaslot.base.errors import InvalidRequestError, QueueFullError, UnavailableError
 
 _OTHER_DESCRIPTORS = 128
 """Descriptors that are not for connections: the model's files, the disk tier, libraries."""
 _LOG_INTERVAL_S = 60.0
+OWNER_SHARE = 4
+"""An owner may take so many times what it leaves free."""
+_KEPT_FRACTION = 16
+"""One connection of so many is kept for `/health` and administrators."""
 _TCP_INFO_BYTES, _BYTES_ACKED = 128, slice(120, 128)
 """Beginning of Linux' `struct tcp_info`, up to and with `tcpi_bytes_acked`."""
 _HANDSHAKE_TIMEOUT_S = 10.0
@@ -73,6 +82,11 @@ class Connections:
         self._open: set[Abortable] = set()
         self._idle: dict[Abortable, None] = {}
         """The one that has been idle longest first."""
+        self._owner_of: dict[Abortable, str] = {}
+        """Owners of busy connections, but for `/health` and administrators."""
+        self._n_of: Counter[str] = Counter()
+        """Busy connections by owner."""
+        self._max_busy = limit - limit // _KEPT_FRACTION
         self._logged_at = float("-inf")
 
     def add(self, connection: Abortable, handshake: Handshake | None = None) -> bool:
@@ -97,13 +111,38 @@ class Connections:
         """Note that a request has arrived."""
         self._idle.pop(connection, None)
 
+    def occupy(self, connection: Abortable, owner: str) -> None:
+        """Charge an owner for the request that has arrived, until its `end`; raises if it has too many connections.
+
+        That is a `QueueFullError`, or an `UnavailableError` if it is because of others.
+        """
+        n_owner, n_free = self._n_of[owner], self._max_busy - len(self._owner_of)
+        if n_owner > OWNER_SHARE * n_free or n_free <= 0:
+            self._log_full(idle=len(self._idle))
+            flag = f"of {self._limit} (--max-connections)"
+            if not n_owner:
+                raise UnavailableError(f"almost all connections {flag} are in use; try later", retry_after=1)
+            message = f"{n_owner} connections of this client {flag} are in use, and others need the rest; try later"
+            raise QueueFullError(message, retry_after=1)
+        self._owner_of[connection] = owner
+        self._n_of[owner] += 1
+
+    def _release(self, connection: Abortable) -> None:
+        owner = self._owner_of.pop(connection, None)
+        if owner is not None:
+            self._n_of[owner] -= 1
+            if not self._n_of[owner]:
+                del self._n_of[owner]
+
     def end(self, connection: Abortable) -> None:
         """Note that the request was answered."""
+        self._release(connection)
         if connection in self._open:
             self._idle[connection] = None
 
     def remove(self, connection: Abortable) -> None:
         """Remove a connection that is closed."""
+        self._release(connection)
         self._open.discard(connection)
         self._idle.pop(connection, None)
 
@@ -233,6 +272,10 @@ class Connection(web.RequestHandler):
         """Note that a request has arrived."""
         self._request = request
         self._connections.begin(self)
+
+    def occupy(self, owner: str) -> None:
+        """Charge an owner for the request; raises if it has too many busy connections."""
+        self._connections.occupy(self, owner)
 
     async def finish_response(
         self, request: web.BaseRequest, resp: web.StreamResponse, *args: Any

@@ -165,5 +165,7 @@ READINESS = web.AppKey("READINESS", Readiness)
 SETTINGS = web.AppKey("SETTINGS", ApiSettings)
 UNIQUE_ID = web.RequestKey("UNIQUE_ID", str)
 """The server's id of a request; the ids of completions and replies derive from it."""
+OWNER = web.RequestKey("OWNER", str)
+"""The `Sender.owner` of a request."""
 CLIENT_REQUEST_ID = web.RequestKey("CLIENT_REQUEST_ID", str)
 """The client's `X-Request-Id`; empty without a valid one."""

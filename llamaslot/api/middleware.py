@@ -18,7 +18,8 @@ import structlog
 from aiohttp import web
 
 from llamaslot.api.anthropic.errors import is_anthropic
-from llamaslot.api.context import CLIENT_REQUEST_ID, READINESS, SETTINGS, UNIQUE_ID, shown_id
+from llamaslot.api.connections import Connection
+from llamaslot.api.context import CLIENT_REQUEST_ID, OWNER, READINESS, SETTINGS, UNIQUE_ID, shown_id
 from llamaslot.api.http_errors import Handler
 from llamaslot.api.keys import GRANTED, Access, ApiKeys
 from llamaslot.base.errors import AuthenticationError, ForbiddenError, InvalidRequestError
@@ -140,8 +141,22 @@ async def admit(request: web.Request, handler: Handler) -> web.StreamResponse:
         origin = _shown(request.headers["Origin"])
         raise ForbiddenError(f"pages of {origin} may not use this server; --cors-origins allows them")
     request.app[READINESS].check()
-    request[GRANTED] = _granted(request)
+    granted = request[GRANTED] = _granted(request)
+    _occupy(request, granted)
     return await handler(request)
+
+
+def _occupy(request: web.Request, granted: Access) -> None:
+    """Charge the sender for a connection and, later, for its body; not so administrators' keys, and `/health`."""
+    keys = request.app[KEYS]
+    owner = request[OWNER] = Sender.of(
+        given_key(request) if keys and granted > Access.PUBLIC else None, request.remote or ""
+    ).owner
+    is_exempt = (keys and granted is Access.ADMIN) or (
+        request.app[ACCESS].get(request.match_info.handler) is Access.PUBLIC
+    )
+    if not is_exempt and isinstance(request.protocol, Connection):
+        request.protocol.occupy(owner)
 
 
 def _preflight_headers(request: web.Request) -> dict[str, str]:

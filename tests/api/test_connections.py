@@ -7,9 +7,11 @@ import json
 import resource
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import aiohttp
 import pytest
 from structlog.testing import capture_logs
 
@@ -249,3 +251,86 @@ def test_the_limit_of_descriptors_is_raised_or_obeyed(
     monkeypatch.setattr(resource, "setrlimit", lambda _, pair: now.append(pair))
     assert available_connections(wanted) == allowed
     assert now[-1] == (soft, limits[1])
+
+
+UNFINISHED = (
+    "POST {path} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {key}\r\nContent-Length: 100\r\n\r\n{{"
+)
+WITH_BODY = (
+    *("/completion", "/completions", "/v1/completions", "/infill", "/chat/completions", "/v1/chat/completions"),
+    *("/v1/responses", "/v1/responses/compact", "/v1/responses/input_tokens", "/v1/messages", "/tokenize"),
+    *("/v1/messages/count_tokens", "/detokenize", "/apply-template", "/cache/probe", "/sessions/x"),
+)
+
+
+async def test_a_key_cannot_hold_all_connections_by_unfinished_bodies(start: Start, tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("boss\none user\ntwo user\n")
+    server = await start(api_key_file=str(file), max_connections=32)
+    async with sockets(server, 60) as clients:
+        for i, client in enumerate(clients):
+            path = WITH_BODY[i % len(WITH_BODY)]
+            method = UNFINISHED.replace("POST", "DELETE") if path.startswith("/sessions") else UNFINISHED
+            await client.send(method.format(path=path, key="one").encode())
+        await asyncio.sleep(0.1)
+        boss, two, one = ({"Authorization": f"Bearer {key}"} for key in ("boss", "two", "one"))
+        body = {"prompt": "x", "n_predict": 1}
+        for _ in range(3):
+            # Each on a connection of its own.
+            async with aiohttp.ClientSession() as session:
+                for path, headers in (("/health", {}), ("/v1/models", boss), ("/v1/models", two)):
+                    async with session.get(server.url + path, headers=headers) as response:
+                        assert response.status == 200, (path, headers)
+                async with session.post(server.url + "/completion", json=body, headers=two) as response:
+                    assert response.status == 200
+        assert (await server.post("/completion", body, headers=one))[0] == 429
+    for _ in range(100):
+        if (await server.post("/completion", body, headers=one))[0] == 200:
+            return
+        await asyncio.sleep(0.02)
+    raise AssertionError("its connections were not released")
+
+
+async def test_a_few_keys_cannot_hold_all_connections_together(start: Start, tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("boss\n" + "".join(f"user-{i} user\n" for i in range(20)))
+    server = await start(api_key_file=str(file), max_connections=32)
+    async with sockets(server, 80) as clients:
+        for i, client in enumerate(clients):
+            await client.send(UNFINISHED.format(path="/completion", key=f"user-{i % 19}").encode())
+        await asyncio.sleep(0.1)
+        headers = {"Authorization": "Bearer boss"}
+        for _ in range(3):
+            async with aiohttp.ClientSession() as session:
+                for path in ("/health", "/v1/models"):
+                    async with session.get(server.url + path, headers=headers) as response:
+                        assert response.status == 200
+        status, reply = await server.get("/v1/models", headers={"Authorization": "Bearer user-19"})
+        assert (status, reply["error"]["type"]) == (503, "unavailable_error")
+
+
+async def test_without_keys_an_address_cannot_hold_all_connections(start: Start) -> None:
+    server = await start(max_connections=32)
+    async with sockets(server, 60) as clients:
+        for client in clients:
+            await client.send(UNFINISHED.format(path="/completion", key="").encode())
+        await asyncio.sleep(0.1)
+        for _ in range(3):
+            async with aiohttp.ClientSession() as session, session.get(server.url + "/health") as response:
+                assert response.status == 200
+
+
+async def test_the_unfinished_bodies_of_a_key_leave_room_for_those_of_others(start: Start, tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("one user\ntwo user\n")
+    server = await start(api_key_file=str(file), max_total_body_bytes=100_000)
+    head = (
+        "POST /completion HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer one\r\nContent-Length: 90000\r\n\r\n"
+    )
+    async with sockets(server, 9) as clients:
+        for client in clients:
+            await client.send(head.encode() + b" " * 20_000)
+        await received(server, 80_000)
+        body = {"prompt": "x", "n_predict": 1, "user": "y" * 5_000}
+        assert (await server.post("/completion", body, headers={"Authorization": "Bearer two"}))[0] == 200
+        assert (await server.post("/completion", body, headers={"Authorization": "Bearer one"}))[0] == 429

@@ -74,7 +74,7 @@ async def test_connections_with_a_request_are_kept_and_a_further_one_gets_503(
 
 
 async def test_many_requests_at_once_are_answered(start: Start, tls: ssl.SSLContext) -> None:
-    server = await start(tls=tls, max_connections=50)
+    server = await start(tls=tls, max_connections=60)
     async with asyncio.timeout(30):
         replies = await asyncio.gather(*(server.post("/tokenize", {"content": "x" * 5000}) for _ in range(40)))
     assert {status for status, _ in replies} == {200}
