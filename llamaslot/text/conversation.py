@@ -19,6 +19,9 @@ SYSTEM_ROLES = ("system", "developer")
 """Roles of instructions."""
 
 
+_ANY_ARGUMENTS: Message = {"type": "object", "properties": {}}
+
+
 def clean_message(message: Mapping[str, Any], index: int) -> Message:
     """Return the role, the content (text or text parts, never null) and the other fields that templates read."""
     where = f"messages[{index}]"
@@ -45,12 +48,14 @@ def clean_tool(tool: Mapping[str, Any], index: int) -> Message:
     """Return a tool that has a name, a description and parameters."""
     where = f"tools[{index}]"
     function = _function(tool, where)
+    parameters = function.get("parameters")
     return {
         "type": "function",
         "function": {
             "name": text_of(function, "name", f"{where}.function"),
             "description": function.get("description") or "",
-            "parameters": function.get("parameters") or {"type": "object", "properties": {}},
+            # The schema `true` says nothing either.
+            "parameters": parameters if parameters and parameters is not True else dict(_ANY_ARGUMENTS),
         },
     }
 

@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
+from functools import partial
 from typing import Any
 
 from jinja2 import TemplateError, TemplateSyntaxError
@@ -21,10 +22,12 @@ from llamaslot.base.commands import TextPart
 from llamaslot.base.errors import ConfigError, InvalidRequestError
 from llamaslot.text.call_arguments import parsed_arguments
 from llamaslot.text.control_tokens import ControlTokens, Placeholders, restored
-from llamaslot.text.conversation import Conversation, Message, clean_message, clean_tool, joined
+from llamaslot.text.conversation import SYSTEM_ROLES, Conversation, Message, clean_message, clean_tool, joined
 from llamaslot.text.jinja_sandbox import ChatSandbox, copied
 from llamaslot.text.message_form import MessageForm
 from llamaslot.text.roles import fitted, results_from_user, without_system
+from llamaslot.text.tool_schemas import simpler_tools
+from llamaslot.text.turns import Preambles, TurnForm, probed
 from llamaslot.text.volatile import without
 
 MAX_CHARACTERS = 2**26
@@ -73,13 +76,18 @@ class ChatTemplate:
         except Exception as error:
             raise ConfigError(f"the chat template does not compile: {_described(error)}") from error
         self._form = MessageForm(self._attempt)
+        self._turns: dict[tuple[bool, bool, bool], TurnForm] = {}
         self._probe()
 
-    def prepared(self, messages: Sequence[Mapping[str, Any]]) -> Conversation:
+    def prepared(self, messages: Sequence[Mapping[str, Any]], *, continues: bool = True) -> Conversation:
         """Return the messages as they are rendered: checked, in one form, without what is `volatile`, and in roles
         that the template takes.
+
+        If the last message `continues`, it and the assistant's messages right before it are one.
         """
         conversation = [clean_message(message, index) for index, message in enumerate(messages)]
+        while continues and len(conversation) > 1 and all(map(_is_text_of_reply, conversation[-2:])):
+            conversation[-2:] = [_as_one(*conversation[-2:])]
         if self._volatile is not None:
             conversation = without(self._volatile, conversation)
         return fitted(conversation, later_system=self._takes_later_system, user_twice=self._takes_user_twice)
@@ -107,12 +115,12 @@ class ChatTemplate:
         Raises `InvalidRequestError` for messages or tools that are not in OpenAI's form, that contain other things
         than text, or that the template refuses.
         """
-        conversation = self.prepared(messages)
+        conversation = self.prepared(messages, continues=add_generation_prompt)
         if not conversation:
             raise InvalidRequestError("'messages' must not be empty", param="messages")
         continued = _take_continued_message(conversation) if add_generation_prompt else []
         inputs = _Inputs(
-            [*self._adapted(conversation), *continued],
+            conversation,
             self._now(),
             n_continued=len(continued),
             tools=[clean_tool(tool, index) for index, tool in enumerate(tools or ())],
@@ -120,13 +128,33 @@ class ChatTemplate:
             kwargs=kwargs or {},
             keeps_added=keeps_added,
         )
-        prompt = self._prompt(inputs)
+        inputs, prompt = self._first_taken(inputs, continued)
         try:
             if not only_text and self._control.begin_in((inputs.messages, inputs.tools, inputs.kwargs)):
                 return self._parts(inputs, prompt)
         except RecursionError as error:
             raise InvalidRequestError("the messages or tools are nested too deep", param="messages") from error
         return (TextPart(prompt),)
+
+    def _first_taken(self, inputs: _Inputs, continued: Conversation) -> tuple[_Inputs, str]:
+        """Return the first form of a conversation that the template takes, and its prompt.
+
+        Tools in simpler words are tried where it does not take those given, whatever the messages are.
+        """
+        conversation = inputs.messages
+        has_system = bool(conversation) and conversation[0]["role"] in SYSTEM_ROLES
+        refusal: InvalidRequestError | None = None
+        for tools in self._printable(inputs.tools):
+            for refusals in (False, True):
+                form = self._turn_form(refusals=refusals, has_tools=bool(tools), has_system=has_system)
+                messages = [*self._adapted(copied(conversation), form), *continued]
+                tried = replace(inputs, messages=messages, tools=tools, call_head=form.head)
+                try:
+                    return tried, self._prompt(tried)
+                except InvalidRequestError as error:
+                    refusal = refusal or error
+        assert refusal is not None
+        raise refusal
 
     def without_volatile(self, messages: Sequence[Mapping[str, Any]]) -> list[Message]:
         """Return checked messages as `render` takes them, without what changes with every request."""
@@ -158,9 +186,10 @@ class ChatTemplate:
         return prompt
 
     def _rendered(self, inputs: _Inputs, placeholders: Placeholders | None = None) -> str:
-        variables = self._variables(inputs)
+        preambles = Preambles(inputs.call_head, inputs.messages)
+        variables = self._variables(replace(inputs, messages=preambles.marked(inputs.messages)))
         try:
-            text = self._joined(self._template.generate(variables))
+            text = preambles.written(self._joined(self._template.generate(variables)))
         except TemplateError as error:
             raise _RefusedError(f"the chat template refuses the messages: {error.message}") from error
         except _RefusedError:
@@ -265,23 +294,63 @@ class ChatTemplate:
 
     def _attempt(self, conversation: Conversation, tools: Sequence[Message] = ()) -> str:
         """Return the prompt, or nothing if the template refuses the conversation."""
-        try:
-            return self._rendered(_Inputs(conversation, self._now(), tools=tools))
-        except _RefusedError:
-            return ""
+        return self._tried(_Inputs(conversation, self._now(), tools=tools)) or ""
 
-    def _adapted(self, conversation: Conversation) -> Conversation:
+    def _tried(self, inputs: _Inputs) -> str | None:
+        try:
+            return self._rendered(inputs)
+        except _RefusedError:
+            return None
+
+    def _turn_form(self, *, refusals: bool, has_tools: bool, has_system: bool) -> TurnForm:
+        """Return which order of messages the template takes; probed when it is first asked for."""
+        key = refusals, has_tools, has_system
+        if key not in self._turns:
+            tools = [_PROBED_TOOL] if has_tools else []
+
+            def render(conversation: Conversation, *, wants_reply: bool = False) -> str | None:
+                messages = self._adapted(copied(conversation), TurnForm())
+                return self._tried(_Inputs(messages, self._now(), tools=tools, add_generation_prompt=wants_reply))
+
+            self._turns[key] = probed(
+                render,
+                refusals=refusals,
+                has_system=has_system,
+                takes_calls=self.takes_calls,
+                written=[_DESCRIPTION] if tools and self.takes_tools else [],
+                generation_prompt=partial(render, wants_reply=True),
+            )
+        return self._turns[key]
+
+    def _printable(self, tools: Sequence[Message]) -> Iterator[Sequence[Message]]:
+        """Yield the tools, and if the template refuses them after a question, those that it does not."""
+        yield tools
+        question = _Inputs([self._form.shaped({"role": "user", "content": "?"})], self._now())
+        if not tools or self._tried(question) is None:
+            return
+        try:
+            self._rendered(replace(question, tools=tools))
+        except _RefusedError as error:
+            for simpler in simpler_tools(tools):
+                if self._tried(replace(question, tools=simpler)) is not None:
+                    yield simpler
+                    return
+            said = str(error).replace("the messages", "the tools", 1)
+            raise InvalidRequestError(said, param="tools") from error
+
+    def _adapted(self, conversation: Conversation, form: TurnForm) -> Conversation:
         """Return the conversation in the form that this template understands."""
         for message in conversation:
             if message["role"] == "developer" and "<|channel|>" not in self.source:
                 message["role"] = "system"
             for call in message.get("tool_calls", ()) if self._takes_arguments else ():
                 call["function"]["arguments"] = parsed_arguments(call["function"]["arguments"])
+        conversation = form.with_question(form.fitted(conversation))
         if conversation and conversation[0]["role"] == "system" and not self._takes_system:
             conversation = without_system(conversation)
         if not self._takes_results:
             conversation = results_from_user(conversation)
-        return [self._form.shaped(message) for message in conversation]
+        return [self._form.shaped(message) for message in form.alternated(conversation)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,21 +364,30 @@ class _Inputs:
     add_generation_prompt: bool = False
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     keeps_added: bool = False
+    call_head: str | None = None
+    """As in `TurnForm`."""
 
 
 class _RefusedError(Exception):
     """The template did not render a conversation."""
 
 
+def _is_text_of_reply(message: Message) -> bool:
+    return message["role"] == "assistant" and "tool_calls" not in message
+
+
+def _as_one(first: Message, second: Message) -> Message:
+    joined_texts = {
+        key: "\n\n".join(filter(None, (joined(each.get(key, ""), "\n\n") for each in (first, second))))
+        for key in ("content", "reasoning_content")
+    }
+    return {"role": "assistant", **{key: text for key, text in joined_texts.items() if text or key == "content"}}
+
+
 def _take_continued_message(conversation: Conversation) -> Conversation:
     """Remove and return the last message of the conversation if it is the beginning of the reply."""
-    roles = [message["role"] for message in conversation[-2:]]
-    if roles[-1] != "assistant":
+    if conversation[-1]["role"] != "assistant":
         return []
-    if roles == ["assistant", "assistant"]:
-        raise InvalidRequestError(
-            "there cannot be two assistant messages at the end of 'messages'", param="messages"
-        )
     if "tool_calls" in conversation[-1]:
         raise InvalidRequestError(
             "an assistant message with tool calls cannot be continued; add their results", param="messages"
@@ -332,3 +410,12 @@ def _described(error: Exception) -> str:
 
 
 _ENVIRONMENT = ChatSandbox()
+_DESCRIPTION = "a description to be found"
+_PROBED_TOOL: Message = {
+    "type": "function",
+    "function": {
+        "name": "a_called_function",
+        "description": _DESCRIPTION,
+        "parameters": {"type": "object", "properties": {"argument": {"type": "string", "description": "?"}}},
+    },
+}

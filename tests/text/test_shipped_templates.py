@@ -331,7 +331,7 @@ def test_tools_are_written_as_indented_json() -> None:
 
 
 def test_a_template_refuses_in_its_own_words() -> None:
-    with pytest.raises(InvalidRequestError, match="Roles must take turns"):
-        rendered(ours("instruction_pairs"), [TURNS[1], TURNS[0]])
-    with pytest.raises(InvalidRequestError, match="Only one call a turn"):
-        rendered(ours("dated_headers"), [TURNS[0], {"role": "assistant", "tool_calls": [CALL, CALL]}, TURNS[0]])
+    template = ChatTemplate("{{ raise_exception('No chats.') }}", bos_token="", eos_token="")
+    with pytest.raises(InvalidRequestError, match="refuses the messages: No chats") as raised:
+        rendered(template, TURNS[:1], tools=TOOLS)
+    assert raised.value.param == "messages"

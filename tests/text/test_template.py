@@ -178,10 +178,6 @@ class TestContinuing:
     @pytest.mark.parametrize(
         ("messages", "said"),
         [
-            (
-                [{"role": "assistant", "content": "a"}, {"role": "assistant", "content": "b"}],
-                "two assistant messages",
-            ),
             ([USER, {"role": "assistant", "tool_calls": [CALL]}], "with tool calls cannot be continued"),
         ],
     )

@@ -20,6 +20,7 @@ _CALLS: list[Message] = [
 ]
 CALL = _CALLS[0]
 _QUESTION: Message = {"role": "user", "content": "?"}
+_RESULT = "the result of a probed function"
 _MAX_PROBES = 64
 """Combinations of variables for which findings are kept."""
 
@@ -30,6 +31,8 @@ class Findings:
 
     own_ends: dict[int, str] = field(default_factory=dict)
     strips: dict[int, bool] = field(default_factory=dict)
+    takes_calls: list[bool] = field(default_factory=list)
+    """Whether a message with several calls is written as one."""
     prompts: list[str] = field(default_factory=list)
     """Those of a question, and of the result of a call."""
 
@@ -68,6 +71,18 @@ class ProbedTemplate:
         own = own.replace(_CALLS[n_calls - 1]["id"], calls[-1].get("id", ""))
         return own.replace(_NAME, calls[-1]["function"]["name"])
 
+    def own_calls(self, calls: Sequence[Message]) -> Sequence[Message]:
+        """Return the calls with which a message is rendered where its own tokens replace it: all, or the first.
+
+        Templates that take one call only have the result of each right after it, which must not be replaced.
+        """
+        if len(calls) < len(_CALLS):
+            return calls
+        if not self.known.takes_calls:
+            text, span = self._probe(len(_CALLS), is_last=False)
+            self.known.takes_calls.append(span is None or _RESULT not in text[span.start : span.until])
+        return calls if self.known.takes_calls[0] else calls[:1]
+
     def strips_reasoning(self, calls: Sequence[Message]) -> bool:
         """Return True if the template leaves out the reasoning of a reply once another question follows."""
         n_calls = min(len(calls), len(_CALLS))
@@ -95,7 +110,7 @@ class ProbedTemplate:
         placeholders = Placeholders()
         calls = _CALLS[:n_calls]
         reply = placeholders.message(0, calls)
-        results = [{"role": "tool", "content": "!", "tool_call_id": call["id"]} for call in calls]
+        results = [{"role": "tool", "content": _RESULT, "tool_call_id": call["id"]} for call in calls]
         followers = [] if is_last else [*results, _QUESTION]
         try:
             text = Rendering(self.render([_QUESTION, reply, *followers], not is_last)).text

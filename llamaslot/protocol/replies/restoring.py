@@ -205,7 +205,7 @@ class ReplyRestorer:
                 at += 1
                 continue
             merged, reply = found
-            calls = merged.message.get("tool_calls", ())
+            calls = template.own_calls(merged.message.get("tool_calls", ()))
             plan.messages.append(plan.placeholders.message(len(plan.found), calls))
             meaning = plan.meanings.of(merged.message)
             assert meaning is not None

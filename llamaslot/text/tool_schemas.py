@@ -1,0 +1,144 @@
+"""Tools in simpler words, for chat templates that cannot print their JSON schemas.
+
+Some templates write a schema as TypeScript or Python, and fail on what they do not know: a list of types, `anyOf`,
+a missing type. The schema that arguments have to match is never the simpler one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from llamaslot.text.conversation import Message
+
+_MAX_DEPTH = 12
+_MAX_SCHEMAS = 4096
+"""Schemas that one tool may become: references multiply them."""
+_TYPES = ("object", "array", "string", "integer", "number", "boolean")
+_CHOICES = ("anyOf", "oneOf")
+
+
+def simpler_tools(tools: Sequence[Message]) -> Iterator[list[Message]]:
+    """Yield the tools with less and less in their schemas."""
+    yield [_with_parameters(tool, _Simplifier(tool["function"]["parameters"]).parameters()) for tool in tools]
+    yield [_described(tool) for tool in tools]
+
+
+def _with_parameters(tool: Message, parameters: Message) -> Message:
+    return {**tool, "function": {**tool["function"], "parameters": parameters}}
+
+
+def _described(tool: Message) -> Message:
+    """Return a tool without parameters, whose description has their schema as JSON."""
+    function = tool["function"]
+    try:
+        schema = json.dumps(function["parameters"], ensure_ascii=False)
+    except RecursionError:
+        schema = ""
+    description = "\n".join(filter(None, [str(function["description"]), schema]))
+    return {
+        **tool,
+        "function": {**function, "description": description, "parameters": {"type": "object", "properties": {}}},
+    }
+
+
+class _Simplifier:
+    """Writes the schemas of one tool with a type, a description, and what belongs to the type."""
+
+    def __init__(self, root: Any) -> None:
+        self._root = root
+        self._n_left = _MAX_SCHEMAS
+
+    def parameters(self) -> Message:
+        """Return the whole schema, which is that of an object."""
+        return {"properties": {}, **self._schema(self._root, 0), "type": "object"}
+
+    def _schema(self, schema: Any, depth: int) -> Message:
+        self._n_left -= 1
+        found = self._merged(schema, depth)
+        kind = _type_of(found)
+        description = found.get("description") or found.get("title") or ""
+        simple: Message = {"type": kind, "description": description if isinstance(description, str) else ""}
+        values = [each for each in _listed(found.get("enum")) if each is not None]
+        if values and kind not in ("object", "array"):
+            simple["enum"] = values
+        is_cut = depth >= _MAX_DEPTH or self._n_left <= 0
+        if kind == "array":
+            items = found.get("items", found.get("prefixItems"))
+            items = items[0] if isinstance(items, list) and items else items
+            simple["items"] = {"type": "string"} if is_cut or items is None else self._schema(items, depth + 1)
+        if kind == "object":
+            properties = found.get("properties")
+            known = properties if isinstance(properties, Mapping) and not is_cut else {}
+            simple["properties"] = {name: self._schema(each, depth + 1) for name, each in known.items()}
+            simple["required"] = [each for each in _listed(found.get("required")) if each in known]
+        return simple
+
+    def _merged(self, schema: Any, depth: int) -> Mapping[str, Any]:
+        """Return a schema with its reference, its first choice and all its parts in it."""
+        found = schema if isinstance(schema, Mapping) else {}
+        for _ in range(_MAX_DEPTH):
+            parts = [self._referenced(found["$ref"])] if "$ref" in found else []
+            parts += [_first_choice(found[key]) for key in _CHOICES if key in found]
+            parts += _listed(found.get("allOf"))
+            if not parts:
+                break
+            rest: dict[str, Any] = {
+                key: value for key, value in found.items() if key not in ("$ref", "allOf", *_CHOICES)
+            }
+            for part in parts:
+                for key, value in part.items() if isinstance(part, Mapping) else ():
+                    if key == "properties" and isinstance(value, Mapping) and isinstance(rest.get(key), Mapping):
+                        rest[key] = {**value, **rest[key]}
+                    elif key not in rest:
+                        rest[key] = value
+            found = rest
+        return found
+
+    def _referenced(self, reference: Any) -> Any:
+        if not isinstance(reference, str) or not reference.startswith("#"):
+            return {}
+        found = self._root
+        for name in filter(None, reference[1:].split("/")):
+            key = name.replace("~1", "/").replace("~0", "~")
+            found = found.get(key) if isinstance(found, Mapping) else None
+        return found
+
+
+def _first_choice(choices: Any) -> Any:
+    """Return the first choice that is not null."""
+    for each in _listed(choices):
+        if isinstance(each, Mapping) and each.get("type") != "null" and each.get("const", "") is not None:
+            return each
+    return {}
+
+
+def _type_of(schema: Mapping[str, Any]) -> str:
+    given = schema.get("type")
+    for kind in given if isinstance(given, list) else [given]:
+        if kind in _TYPES:
+            return str(kind)
+    if "properties" in schema or "additionalProperties" in schema:
+        return "object"
+    if "items" in schema or "prefixItems" in schema:
+        return "array"
+    values = _listed(schema.get("enum")) or [schema.get("const")]
+    for value, kind in ((values[0], kind) for kind in _TYPES):
+        if type(value) is _PYTHON_TYPES[kind]:
+            return kind
+    return "string"
+
+
+_PYTHON_TYPES = {
+    "object": dict,
+    "array": list,
+    "string": str,
+    "integer": int,
+    "number": float,
+    "boolean": bool,
+}
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []

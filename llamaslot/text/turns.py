@@ -1,0 +1,433 @@
+"""The order of messages that a chat template takes, and conversations brought into it.
+
+Templates refuse, or silently leave out, what agents send: a question right after the result of a tool, two calls in
+one message, ids in another server's form, no question at all. Small conversations, rendered once, show what a
+template takes, with and without tools and a system message. Only what it does not take is rewritten, so all other
+prompts are what the template makes of the messages as they are. A rewrite depends on the messages before it, and on
+the results of its own calls: a growing conversation keeps its prefix.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import string
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, takewhile
+from typing import Any, TypeAlias
+
+from llamaslot.text.conversation import SYSTEM_ROLES, Conversation, Message, joined
+from llamaslot.text.roles import results_from_user
+
+Render: TypeAlias = Callable[[Conversation], str | None]
+"""Renders a conversation; returns None if the template refuses it."""
+
+PREAMBLE = "preamble"
+"""Field of a message: its text, which is written where the markup of its calls begins (`Preambles`)."""
+_ALPHABET = string.ascii_letters + string.digits
+_QUESTION: Message = {"role": "user", "content": ""}
+_ALL = frozenset({"assistant", "assistant+", "call", "tool", "system", ""})
+_LATER: Message = {"role": "system", "content": "another system text"}
+_FILLERS = ("", " ", "...")
+_SHORT_IDS = "call00001", "call00002"
+"""Nine letters and digits: templates that check ids take these."""
+_LONG_ID = "call_of_another_server_0001"
+_NAME = "a_called_function"
+
+
+@dataclass(frozen=True, slots=True)
+class TurnForm:
+    """What a template takes; True is what most do."""
+
+    repeats: bool = True
+    """Two replies in a row: roles need not alternate."""
+    counts_calls: bool = True
+    """Where roles alternate, a message with calls is a turn."""
+    first: frozenset[str] = _ALL
+    """Roles that a conversation may begin with: `assistant`, `call` (a message with calls) and `tool`."""
+    without_question: frozenset[str] = _ALL
+    """The same for conversations without a message of the user; `assistant+` if calls or results follow, `system`
+    for nothing but the system message, and nothing for no message at all.
+    """
+    system_last: bool = True
+    """Instructions after which neither a question nor a result follows."""
+    system_before_results: bool = True
+    """Instructions after which no question follows."""
+    keeps_system: bool = True
+    """The system message is written whatever the last message is."""
+    parallel: bool = True
+    """Several calls in one message."""
+    orphans_after: frozenset[str] = frozenset({"user", "assistant"})
+    """Roles after which results without their call are taken."""
+    text_in_loop: bool = True
+    """Text beside calls, until a reply without calls follows."""
+    text_before_reply: bool = True
+    """Text beside calls, after that."""
+    head: str | None = None
+    """The beginning of a call's markup up to the function's name, if a text may stand before it."""
+    filler: str = ""
+    """The text of a reply that stands for none."""
+    ids: str | None = None
+    """Regular expression of the ids that the template takes; None for any."""
+
+    def fitted(self, conversation: Conversation) -> Conversation:
+        """Return the messages as the template takes them, but for roles that have to alternate."""
+        if self.ids is not None:
+            conversation = _with_ids(conversation, self.ids)
+        if len(self.orphans_after) < 2:
+            conversation = _without_orphans(conversation, self.orphans_after)
+        if not self.parallel:
+            conversation = list(_one_call_each(conversation))
+        if not (self.text_in_loop and self.text_before_reply):
+            conversation = list(self._with_texts(conversation))
+        return conversation
+
+    def with_question(self, conversation: Conversation) -> Conversation:
+        """Add an empty question where the template needs one, or put the system message into the last question."""
+        start = sum(1 for _ in takewhile(_is_system, conversation))
+        if not self._begins(conversation, start):
+            conversation = [*conversation[:start], dict(_QUESTION), *conversation[start:]]
+        later = max(
+            (i for i, each in enumerate(conversation) if each["role"] in SYSTEM_ROLES and i > start), default=0
+        )
+        after = {each["role"] for each in conversation[later:]} if later else {"user"}
+        is_kept = self.system_before_results if "tool" in after else self.system_last
+        if "user" not in after and not is_kept:
+            conversation = [*conversation[: later + 1], dict(_QUESTION), *conversation[later + 1 :]]
+        if not self.keeps_system and conversation[0]["role"] == "system" and conversation[-1]["role"] != "user":
+            conversation = _with_system_in_question(conversation)
+        return conversation
+
+    def alternated(self, conversation: Conversation) -> Conversation:
+        """Return the messages with alternating roles.
+
+        Neighbours of one role become one message; others get a message of the other role between them.
+        """
+        if self.repeats:
+            return conversation
+        found: Conversation = []
+        last: Message | None = None
+        for message in conversation:
+            if not self._is_turn(message):
+                found.append(message)
+                continue
+            if last is not None and last["role"] == message["role"]:
+                if found[-1] is last and not last.get("tool_calls") and not message.get("tool_calls"):
+                    texts = [joined(each["content"], "\n") for each in (last, message)]
+                    last = found[-1] = {**last, "content": "\n\n".join(filter(None, texts))}
+                    continue
+                is_reply = message["role"] == "assistant"
+                found.append(dict(_QUESTION) if is_reply else {"role": "assistant", "content": self.filler})
+            found.append(message)
+            last = message
+        return found
+
+    def _is_turn(self, message: Message) -> bool:
+        is_call = bool(message.get("tool_calls"))
+        return message["role"] == "user" or (message["role"] == "assistant" and (self.counts_calls or not is_call))
+
+    def _begins(self, conversation: Conversation, start: int) -> bool:
+        """Return True if the template takes what the conversation begins with after the system messages."""
+        rest = conversation[start:]
+        first = "call" if rest and rest[0].get("tool_calls") else rest[0]["role"] if rest else "user"
+        if first != "user" and first not in self.first:
+            return False
+        if any(each["role"] == "user" for each in rest):
+            return True
+        if start and not self.keeps_system:
+            return False
+        if not rest:
+            return ("system" if start else "") in self.without_question
+        has_calls = any(each.get("tool_calls") or each["role"] == "tool" for each in rest)
+        return (f"{first}+" if first == "assistant" and has_calls else first) in self.without_question
+
+    def _with_texts(self, conversation: Conversation) -> Iterator[Message]:
+        """Move texts beside calls, where the template loses them, before the markup or into a message before."""
+        last_reply = max(
+            (i for i, each in enumerate(conversation) if each["role"] == "assistant" and "tool_calls" not in each),
+            default=-1,
+        )
+        for i, message in enumerate(conversation):
+            is_lost = not (self.text_before_reply if i < last_reply else self.text_in_loop)
+            text = joined(message["content"], "\n") if is_lost and message.get("tool_calls") else ""
+            if not text.strip():
+                yield message
+            elif self.head is not None:
+                yield {**message, "content": "", PREAMBLE: text}
+            else:
+                yield {"role": "assistant", "content": message["content"]}
+                yield {**message, "content": ""}
+
+
+class Preambles:
+    """Marks in rendered calls, at which texts that the template leaves out are written."""
+
+    def __init__(self, head: str | None, messages: Sequence[Message]) -> None:
+        self._head = head or ""
+        texts = [each[PREAMBLE] for each in messages if PREAMBLE in each]
+        digest = hashlib.blake2b("\0".join(texts).encode(errors="surrogatepass"), digest_size=8).hexdigest()
+        self._texts = {f"p{digest}x{i}e": text for i, text in enumerate(texts)}
+
+    def marked(self, messages: Sequence[Message]) -> Sequence[Message]:
+        """Return the messages with a mark before the name of the first call of each that has such a text."""
+        if not self._texts:
+            return messages
+        marks = iter(self._texts)
+        return [_marked(each, next(marks)) if PREAMBLE in each else each for each in messages]
+
+    def written(self, prompt: str) -> str:
+        """Return the prompt with the texts in place of the marks."""
+        for mark, text in self._texts.items():
+            prompt = prompt.replace(self._head + mark, f"{text}\n{self._head}", 1).replace(mark, "")
+        return prompt
+
+
+def _marked(message: Message, mark: str) -> Message:
+    call, *others = message["tool_calls"]
+    function = {**call["function"], "name": mark + call["function"]["name"]}
+    kept = {key: value for key, value in message.items() if key != PREAMBLE}
+    return {**kept, "tool_calls": [{**call, "function": function}, *others]}
+
+
+def probed(
+    render: Render,
+    *,
+    refusals: bool,
+    has_system: bool,
+    takes_calls: bool,
+    written: Sequence[str],
+    generation_prompt: Render,
+) -> TurnForm:
+    """Render small conversations, and return what the template takes.
+
+    Without `refusals`, what it refuses counts as taken, and only what it leaves out does not. `generation_prompt`
+    renders with a generation prompt. Without `takes_calls`, calls are text. `written` must be in each prompt.
+    """
+    start: Conversation = [{"role": "system", "content": "a system text"}] if has_system else []
+    question, other_question = ({"role": "user", "content": f"a {nth} question"} for nth in ("first", "second"))
+    reply, other_reply = ({"role": "assistant", "content": f"a {nth} reply"} for nth in ("first", "second"))
+    call = _calling("", _SHORT_IDS[:1]) if takes_calls else {"role": "assistant", "content": "a call"}
+    result, other_result = _results(_SHORT_IDS)
+
+    def takes(*messages: Message) -> bool:
+        text = render([*start, *messages])
+        if text is None:
+            return not refusals
+        return all(part in text for part in (*written, *chain(*map(_texts, (*start, *messages)))))
+
+    if not takes(question, reply, question):
+        return TurnForm()
+    has_loops = takes(question, call, result, reply, question)
+    repeats = takes(question, reply, other_reply, other_question)
+    if has_system and (not takes(question, reply) or (has_loops and not takes(question, call, result))):
+        moved = {"role": "user", "content": f"{start[0]['content']}\n\n{question['content']}"}
+        if render([*start, question]) == render([moved]):
+            # The rest is then as for conversations without a system message.
+            without = probed(
+                render,
+                refusals=refusals,
+                has_system=False,
+                takes_calls=takes_calls,
+                written=written,
+                generation_prompt=generation_prompt,
+            )
+            return replace(without, keeps_system=False)
+    no_message = render([])
+    alone = dict.fromkeys(_ALL, True) | {
+        "": not refusals if no_message is None else all(each in no_message for each in written),
+        "system": takes(),
+        "assistant": takes(reply),
+    }
+    first = {"assistant": takes(reply, question), "call": True, "tool": True}
+    form: dict[str, Any] = {
+        "repeats": repeats,
+        "counts_calls": not takes_calls or takes(question, call, other_question),
+        "system_last": takes(question, reply, _LATER),
+    }
+    if has_loops:
+        alone |= {"assistant+": takes(reply, call, result), "call": takes(call, result), "tool": takes(result)}
+        form["system_before_results"] = takes(question, _LATER, call, result)
+        first |= {"call": takes(call, result, reply, question), "tool": takes(result, reply, question)}
+    form["without_question"] = frozenset(kind for kind, is_taken in alone.items() if is_taken)
+    form["first"] = frozenset(kind for kind, is_taken in first.items() if is_taken)
+    if not has_loops:
+        return TurnForm(**form)
+    orphans = {"user": (question, result, reply, question), "assistant": (question, reply, result, other_reply)}
+    form["orphans_after"] = frozenset(role for role, loop in orphans.items() if takes(*loop) or not repeats)
+    if not takes_calls:
+        return TurnForm(**form)
+    bridged = ([question, call, result, {**reply, "content": text}, other_question] for text in _FILLERS)
+    takes_fillers = [True] if repeats else [takes(*loop) for loop in bridged]
+    form["filler"] = next((text for text, is_taken in zip(_FILLERS, takes_fillers, strict=False) if is_taken), "")
+    both = _calling("", _SHORT_IDS)
+    form["parallel"] = takes(question, both, result, other_result)
+    beside = _calling("a text beside it", _SHORT_IDS[:1])
+    form["text_in_loop"] = takes(question, beside, result)
+    form["text_before_reply"] = takes(question, beside, result, reply, question)
+    return TurnForm(
+        **form,
+        head=_head([*start, question], call, reply, render, generation_prompt),
+        ids=_taken_ids([*start, question], render),
+    )
+
+
+def _is_system(message: Message) -> bool:
+    return message["role"] in SYSTEM_ROLES
+
+
+def _texts(message: Message) -> Iterator[str]:
+    yield message["content"]
+    for call in message.get("tool_calls", ()):
+        yield call["function"]["arguments"].split('"')[3]
+
+
+def _calling(text: str, ids: Sequence[str]) -> Message:
+    calls = [
+        {
+            "type": "function",
+            "id": call_id,
+            "function": {"name": _NAME, "arguments": f'{{"argument": "argument_of_{nth}"}}'},
+        }
+        for nth, call_id in enumerate(ids)
+    ]
+    return {"role": "assistant", "content": text, "tool_calls": calls}
+
+
+def _results(ids: Sequence[str]) -> Conversation:
+    return [
+        {"role": "tool", "tool_call_id": call_id, "content": f"result {nth} of a call"}
+        for nth, call_id in enumerate(ids)
+    ]
+
+
+def _head(
+    before: Conversation, call: Message, reply: Message, render: Render, generation_prompt: Render
+) -> str | None:
+    """Return what the template writes between the generation prompt and the name of a called function.
+
+    None if a reply's text does not follow the generation prompt either: a text may not stand there then.
+    """
+    prompt, called, replied = (
+        generation_prompt(before),
+        render([*before, call]),
+        render([*before, reply]),
+    )
+    if prompt is None or called is None or replied is None or not called.startswith(prompt):
+        return None
+    if not replied.startswith(prompt + reply["content"]):
+        return None
+    head, name, _ = called[len(prompt) :].partition(_NAME)
+    return head if name else None
+
+
+def _taken_ids(before: Conversation, render: Render) -> str | None:
+    def takes(call_id: str, **of_result: str) -> bool:
+        result = {"role": "tool", "content": "!", **of_result}
+        return render([*before, _calling("", [call_id]), result]) is not None
+
+    if not takes(_SHORT_IDS[0], tool_call_id=_SHORT_IDS[0]):
+        return None
+    if takes(_LONG_ID, tool_call_id=_LONG_ID):
+        return None if takes(_LONG_ID) else ".+"
+    return ".{9}" if takes("call-000_", tool_call_id="call-000_") else "[A-Za-z0-9]{9}"
+
+
+def _with_ids(conversation: Conversation, taken: str) -> Conversation:
+    """Give calls and results ids that the template takes: the same for the same id, others for others.
+
+    Ids that are missing are those of the calls before, in their order.
+    """
+    pattern = re.compile(taken, re.DOTALL)
+    new: dict[str, str] = {}
+    used = set[str]()
+
+    def fitting(call_id: str) -> str:
+        if call_id not in new:
+            found, n = call_id, 0
+            while not pattern.fullmatch(found) or found in used:
+                found, n = _short_id(f"{n} {call_id}"), n + 1
+            new[call_id] = found
+            used.add(found)
+        return new[call_id]
+
+    changed: Conversation = []
+    waiting: list[str] = []
+    for i, message in enumerate(conversation):
+        if calls := message.get("tool_calls"):
+            ids = [fitting(call.get("id") or f"call {n} of message {i}") for n, call in enumerate(calls)]
+            waiting = list(ids)
+            named = [{**call, "id": call_id} for call, call_id in zip(calls, ids, strict=True)]
+            changed.append({**message, "tool_calls": named})
+        elif message["role"] == "tool":
+            given = message.get("tool_call_id")
+            call_id = fitting(given) if given else (waiting[0] if waiting else fitting(f"result {i}"))
+            if call_id in waiting:
+                waiting.remove(call_id)
+            changed.append({**message, "tool_call_id": call_id})
+        else:
+            changed.append(message)
+    return changed
+
+
+def _short_id(text: str) -> str:
+    number = int.from_bytes(hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest())
+    return "".join(_ALPHABET[number // len(_ALPHABET) ** i % len(_ALPHABET)] for i in range(9))
+
+
+def _without_orphans(conversation: Conversation, taken_after: frozenset[str]) -> Conversation:
+    """Make results of calls that are not right before them messages of the user, but after the roles given."""
+    changed: Conversation = []
+    waiting: list[str | None] = []
+    before = "user"
+    for message in conversation:
+        if message["role"] != "tool":
+            waiting = [call.get("id") for call in message.get("tool_calls", ())]
+            before = "assistant" if message["role"] == "assistant" else "user"
+            changed.append(message)
+            continue
+        call_id = message.get("tool_call_id")
+        if call_id in waiting or (call_id is None and waiting):
+            waiting.remove(call_id if call_id in waiting else waiting[0])
+            changed.append(message)
+        elif before in taken_after:
+            changed.append(message)
+        else:
+            changed += results_from_user([message])
+    return changed
+
+
+def _one_call_each(conversation: Conversation) -> Iterator[Message]:
+    """Divide messages with several calls, each followed by the result of its call."""
+    i = 0
+    while i < len(conversation):
+        message = conversation[i]
+        i += 1
+        calls = message.get("tool_calls", ())
+        if len(calls) < 2:
+            yield message
+            continue
+        results: Conversation = []
+        while i < len(conversation) and conversation[i]["role"] == "tool":
+            results.append(conversation[i])
+            i += 1
+        ids = {call.get("id") for call in calls}
+        for n, call in enumerate(calls):
+            first = message if n == 0 else {"role": "assistant", "content": ""}
+            yield {**first, "tool_calls": [call]}
+            of_call = [each for each in results if each.get("tool_call_id") == call.get("id")]
+            if not of_call and results and results[0].get("tool_call_id") not in ids:
+                of_call = results[:1]
+            yield from of_call
+            results = [each for each in results if all(each is not used for used in of_call)]
+        yield from results
+
+
+def _with_system_in_question(conversation: Conversation) -> Conversation:
+    """Put the system message before the last question, as the template does where that is at the end."""
+    system, *rest = conversation
+    last = max((i for i, each in enumerate(rest) if each["role"] == "user"), default=None)
+    if last is None:
+        return conversation
+    text = "\n\n".join(joined(each["content"], "\n") for each in (system, rest[last]))
+    return [*rest[:last], {**rest[last], "content": text}, *rest[last + 1 :]]
