@@ -291,9 +291,9 @@ class Config:
         True, "take control tokens written out in a message as plain text; llama-server takes them as real ones"
     )
     drop_volatile: str = own(
-        "",
-        "strip this from the start of the system message, because it differs in each request: claude-code, "
-        "or a regular expression",
+        "claude-code",
+        "strip this from the start of system messages, because it differs in each session and means nothing: "
+        "claude-code (its billing header), a regular expression, or off",
     )
     text_anchors: bool = own(
         True, "reuse generated token ids when a client sends a reply back as text, which may tokenize differently"

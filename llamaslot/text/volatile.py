@@ -1,8 +1,8 @@
-"""Text at the start of a system message that changes with every request and so defeats the prefix cache.
+"""Text of system messages that differs in every session or request, means nothing, and defeats the prefix cache.
 
-Some agents put a billing header with a random number there. No two prompts have a common prefix then, and
-everything after the header is computed again. It is removed only if the server is told to, since the client sent
-it.
+Claude Code begins its system prompt with a billing header, in which numbers are made of the first message or of the
+whole request. No two sessions would have a common prefix, and everything after the header would be computed again.
+It is for the provider's accounting, so it is removed before the prompt is made; a date or a folder is not.
 """
 
 from __future__ import annotations
@@ -12,18 +12,20 @@ import re
 from llamaslot.base.errors import ConfigError
 from llamaslot.text.conversation import SYSTEM_ROLES, Conversation, Message
 
-KNOWN = {"claude-code": r"x-anthropic-billing-header:[^\n]*(?:\n+|$)"}
-"""Patterns by the agent that sends such text."""
+OFF = "off"
+_FIELD = r"[ \t]*[\w.-]+=[^;\s]*(?:;|(?=\s)|$)"
+KNOWN = {"claude-code": rf"x-anthropic-billing-header:(?=[^\n]*\bcc\w+=)(?:{_FIELD})+[ \t]*(?:\r?\n)*"}
+"""Patterns by the agent that sends such text: a header has nothing but fields, one of which begins with `cc`."""
 
 
 def pattern(words: str) -> re.Pattern[str] | None:
-    """Compile what to remove: names of `KNOWN` separated by commas, or one regular expression; None for nothing.
+    """Compile what to remove: names of `KNOWN` separated by commas, or one regular expression; None for `OFF`.
 
     Raises `ConfigError` for anything else, and for an expression that matches an empty text.
     """
     names = [word.strip() for word in words.split(",")]
     source = "|".join(KNOWN[name] for name in names) if all(name in KNOWN for name in names) else words
-    if not source:
+    if source in ("", OFF):
         return None
     try:
         found = re.compile(source)
@@ -41,25 +43,30 @@ def pattern(words: str) -> re.Pattern[str] | None:
 
 
 def without(volatile: re.Pattern[str], conversation: Conversation) -> Conversation:
-    """Remove what `volatile` matches at the start of the system message; drop the message if nothing is left."""
-    if not conversation or conversation[0]["role"] not in SYSTEM_ROLES:
-        return conversation
-    first, *rest = conversation
-    kept = _kept(volatile, first)
-    return [kept, *rest] if kept["content"] or kept == first else rest
+    """Remove what `volatile` matches at the start of each part of the system messages at the start.
+
+    Parts and messages of which nothing is left are dropped.
+    """
+    for start, message in enumerate(conversation):
+        if message["role"] not in SYSTEM_ROLES:
+            break
+        kept = _kept(volatile, message)
+        if kept != message:
+            rest = without(volatile, conversation[start + 1 :])
+            return [*conversation[:start], *([kept] if kept["content"] else []), *rest]
+    return conversation
 
 
 def _kept(volatile: re.Pattern[str], message: Message) -> Message:
     content = message["content"]
     if isinstance(content, str):
-        return {**message, "content": _cut(volatile, content)}
-    if not content:
-        return message
-    part, *others = content
-    text = _cut(volatile, part["text"])
-    return {**message, "content": [{**part, "text": text}, *others] if text else others}
-
-
-def _cut(volatile: re.Pattern[str], text: str) -> str:
-    found = volatile.match(text)
-    return text[found.end() :] if found else text
+        found = volatile.match(content)
+        return {**message, "content": content[found.end() :]} if found else message
+    cut = [
+        {**part, "text": part["text"][found.end() :]} if (found := volatile.match(part["text"])) else part
+        for part in content
+    ]
+    return {
+        **message,
+        "content": [part for part, given in zip(cut, content, strict=True) if part["text"] or part is given],
+    }

@@ -65,7 +65,7 @@ def test_a_flag_beats_the_environment_beats_the_file_beats_the_default(tmp_path:
         (["--cache-debug-text"], "cache_debug_text", True),
         (["--no-cache-debug-text"], "cache_debug_text", False),
         (["--debug-invariants"], "debug_invariants", True),
-        (["--drop-volatile", "claude-code"], "drop_volatile", "claude-code"),
+        (["--drop-volatile", "off"], "drop_volatile", "off"),
         (["--no-text-anchors"], "text_anchors", False),
         (["--no-escape-special"], "escape_special", False),
         (["--slot-save-path", "/tmp/x"], "slot_save_path", "/tmp/x"),

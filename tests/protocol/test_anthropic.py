@@ -163,19 +163,6 @@ def test_a_conversation_without_messages_has_an_empty_one(messages: Any) -> None
     assert chat(messages, system="s").messages[1:] == [{"role": "user", "content": ""}]
 
 
-def test_the_number_in_a_billing_header_is_overwritten() -> None:
-    """It differs in each request, and stands before everything else."""
-    header = "x-anthropic-billing-header: cc_version=2.1.101.e51; cc_entrypoint=cli; cch={};You are Claude Code."
-    for system in (header.format("a5145"), text(header.format("a5145"))):
-        assert chat(system=system).messages[0]["content"] == header.format("fffff")
-    for other in (
-        "Mind x-anthropic-billing-header: cch=a5145;",
-        "x-anthropic-billing-header: cch=a51;b",
-        "cch=a5145;",
-    ):
-        assert chat(system=other).messages[0]["content"] == other
-
-
 def test_tools() -> None:
     tools = [{**TOOL, **CACHED}, {"type": "custom", "name": "f", "input_schema": {}, "strict": True}]
     tools.append({**TOOL, "input_examples": [{"path": "a"}], "eager_input_streaming": True, "defer_loading": True})

@@ -1,4 +1,4 @@
-"""Volatile text is removed if the server was told to, and nothing else is."""
+"""Volatile text of system messages is removed, and nothing else is."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
+from llamaslot.app.config import Config
 from llamaslot.base.errors import ConfigError
+from llamaslot.protocol.anthropic.messages import conversation_of
 from llamaslot.text.template import ChatTemplate
 from llamaslot.text.volatile import pattern
 from tests.text.rendering import rendered
@@ -41,10 +43,45 @@ def test_a_message_that_holds_nothing_else_is_gone(content: Any) -> None:
 
 
 def test_a_part_that_holds_nothing_else_is_gone_and_the_others_are_there() -> None:
-    messages = {"role": "system", "content": parts(HEADER, "You are helpful.", HEADER)}, USER
-    assert prompt(*messages) == prompt(
-        {"role": "system", "content": parts("You are helpful.", HEADER)}, USER, words=""
-    )
+    for given in (
+        (HEADER, "You are helpful."),
+        ("You are helpful.", HEADER),
+        (HEADER, f"{HEADER}\nYou are helpful."),
+    ):
+        messages = {"role": "system", "content": parts(*given)}, USER
+        assert prompt(*messages) == prompt({"role": "system", "content": parts("You are helpful.")}, USER, words="")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        "cc_version=2.1.197.8a5; cc_entrypoint=sdk-cli;",
+        "cc_version=2.1.197.fff; cc_entrypoint=claude-vscode; cch=00000;",
+        "cc_version=2.1.77; cc_entrypoint=sdk-py; cc_workload=cron; cch=1a2b3;",
+        "cch=1a2b3;cc_entrypoint=cli;cc_version=2.1.37.0d9",
+        "other=1; cc_version=2.1.37.0d9;",
+        "cc_version=2.1.37.0d9;",
+    ],
+)
+@pytest.mark.parametrize("after", ["", "\n", "\r\n", " \n\n"])
+def test_the_header_with_any_fields_in_any_order(fields: str, after: str) -> None:
+    header = f"x-anthropic-billing-header: {fields}{after}"
+    for content in (header + "Be kind." if after else header, parts(header, "Be kind.")):
+        kind = "<system>Be kind." if after or isinstance(content, list) else ""
+        assert prompt({"role": "system", "content": content}, USER) == f"{kind}<user>hi"
+
+
+def test_the_default_removes_it_from_both_apis_and_off_does_not() -> None:
+    volatile = pattern(Config().drop_volatile)
+    assert volatile is not None
+    for number in ("8a5", "0d9"):
+        header = f"x-anthropic-billing-header: cc_version=2.1.197.{number}; cc_entrypoint=sdk-cli;"
+        system = [{"type": "text", "text": header}, {"type": "text", "text": "Be kind."}]
+        messages = conversation_of(system, [USER])
+        template = ChatTemplate(SOURCE, bos_token="", eos_token="", volatile=volatile)
+        assert rendered(template, messages) == "<system>Be kind.<user>hi"
+        assert rendered(template, [{"role": "system", "content": system}, USER]) == "<system>Be kind.<user>hi"
+    assert pattern("off") is None
 
 
 @pytest.mark.parametrize(
@@ -52,18 +89,20 @@ def test_a_part_that_holds_nothing_else_is_gone_and_the_others_are_there() -> No
     [
         ({"role": "system", "content": f"You are helpful.\n{HEADER}"}, USER),
         ({"role": "user", "content": f"{HEADER}\nhi"},),
-        ({"role": "system", "content": "Be kind."}, {"role": "system", "content": f"{HEADER}\nBe."}, USER),
+        (USER, {"role": "system", "content": f"{HEADER}\nBe."}, USER),
+        ({"role": "system", "content": "x-anthropic-billing-header: a line that Claude Code sends"}, USER),
+        ({"role": "system", "content": "x-anthropic-billing-header: is cc_version=1; there?"}, USER),
+        ({"role": "system", "content": f"Remove {HEADER}"}, USER),
         ({"role": "system", "content": ""}, USER),
         ({"role": "system", "content": "x-anthropic-version: 1"}, USER),
     ],
-    ids=["further down", "a user's", "a later message", "empty", "another line"],
 )
 def test_anything_else_stays(messages: tuple[dict[str, Any], ...]) -> None:
     assert prompt(*messages) == prompt(*messages, words="")
 
 
-def test_nothing_is_left_out_unless_it_is_asked_for() -> None:
-    assert prompt({"role": "system", "content": HEADER}, USER, words="") == f"<system>{HEADER}<user>hi"
+def test_nothing_is_left_out_if_it_is_turned_off() -> None:
+    assert prompt({"role": "system", "content": HEADER}, USER, words="off") == f"<system>{HEADER}<user>hi"
 
 
 def test_an_expression_of_ones_own() -> None:

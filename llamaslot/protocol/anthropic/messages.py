@@ -9,7 +9,6 @@ gives what was generated.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -19,9 +18,6 @@ from llamaslot.text.json_fields import object_of, refuse_field, text_of
 
 Blocks: TypeAlias = list[tuple[str, Mapping[str, Any], str]]
 
-_BILLING_STAMP = re.compile(r"(x-anthropic-billing-header:.*?cch=)[^;]{5}(?=;)", re.DOTALL)
-"""A number in the header of Claude Code's system prompts that differs in each request."""
-
 
 def conversation_of(system: str | Sequence[Any] | None, messages: Sequence[Mapping[str, Any]]) -> list[Message]:
     """Return the messages; raises `InvalidRequestError` for what is not in Anthropic's form, and
@@ -29,7 +25,7 @@ def conversation_of(system: str | Sequence[Any] | None, messages: Sequence[Mappi
     """
     conversation: list[Message] = []
     if system is not None:
-        _add(conversation, "system", [_without_stamp(part) for part in _texts(content_blocks(system, "system"))])
+        _add(conversation, "system", _texts(content_blocks(system, "system")))
     for i, message in enumerate(messages):
         where = f"messages[{i}]"
         role = message.get("role")
@@ -150,11 +146,3 @@ def _texts(blocks: Blocks) -> list[str]:
         if kind != "text":
             raise unsupported_block(kind, where)
     return [text_of(block, "text", where) for _, block, where in blocks]
-
-
-def _without_stamp(text: str) -> str:
-    """Return a text with the number of a billing header overwritten, as llama-server does.
-
-    It would end every match with the cache at the first line of the prompt.
-    """
-    return _BILLING_STAMP.sub(r"\1fffff", text, count=1) if _BILLING_STAMP.match(text) else text
