@@ -63,6 +63,8 @@ async def test_threads_of_a_child_spin_briefly_unless_the_operator_chose_how_lon
     async with asyncio.timeout(30):
         assert (await ended).status == 0
     assert f"GOMP_SPINCOUNT = '{expected}'" in capfd.readouterr().err
+
+
 ZOMBIE = """
 import ctypes, socket, sys, threading, time
 from pathlib import Path
