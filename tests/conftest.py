@@ -86,6 +86,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the files that take longest, so that no worker is left with one of them in the end."""
     order = {ROOT / name: i for i, name in enumerate(SLOWEST)}
     items.sort(key=lambda item: order.get(item.path, len(order)))
+    only = [item for item in items if item.get_closest_marker("cpu_only")]
+    if only and has_gpu():
+        for item in only:
+            item.add_marker(pytest.mark.skip(reason="presumes llama.cpp's CPU backend"))
+
+
+def has_gpu() -> bool:
+    """Return True if llama.cpp computes on a GPU here: it was built for one, and there is one."""
+    import llama_cpp  # noqa: PLC0415 - most runs of single tests need no llama.cpp
+
+    from llamaslot.backend.llama import library  # noqa: PLC0415
+
+    return bool(llama_cpp.llama_supports_gpu_offload()) and bool(library.gpus())
 
 
 def pytest_report_header(config: pytest.Config) -> str:

@@ -77,6 +77,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _measured(result: BenchmarkResult) -> Iterator[Check]:
     yield ok("server", "\n".join(result.start_lines))
+    if result.self_test:
+        advice = "--reuse-self-test on if you trust reuse all the same; a failed test is worth an issue"
+        yield warn("self-test of reuse", result.self_test, advice)
     found = (
         f"ready after {result.load_s:,.1f} s; prompt of {result.prompt_tokens:,} tokens: prefill "
         f"{result.prefill_rate:,.0f} tokens/s, decode {result.decode_rate:,.1f} tokens/s; TTFT "

@@ -144,6 +144,7 @@ def test_full_size_windows_have_the_cells_of_the_pool(folder: Path) -> None:
         assert not backend.info.can_trim
 
 
+@pytest.mark.cpu_only
 def test_layers_with_a_window_of_no_size_are_not_trusted(folder: Path) -> None:
     """Gemma 2 has them whatever the file says, and `llama_model_n_swa` returns the file's 0."""
     gemma = synthetic.ensure("tiny-swa", folder=folder)

@@ -20,6 +20,8 @@ from tests.gguf_copies import rewritten
 from tests.raw_context import Logits, RawContext, RawModel
 from tests.state_noise import N_COMPARED, ColdRun, distance, opened
 
+pytestmark = pytest.mark.cpu_only
+"""These facts were found in float32, and with a callback that aborts a graph on the CPU."""
 ALL_WINDOWS = ("tiny-oss", "tiny-swa")
 ALL_HYBRIDS = ("tiny-next", "tiny-lfm2", "tiny-qwen35", "tiny-granite")
 ALL_RECURRENT = ("tiny-mamba2", "tiny-mamba", "tiny-rwkv7")

@@ -235,6 +235,7 @@ def test_the_pool_is_one_or_in_parts(tiny_model: Path) -> None:
         assert (backend.seq_len(0), backend.seq_len(1), backend.seq_len(2)) == (100, 1, 0)
 
 
+@pytest.mark.cpu_only
 async def test_conversations_side_by_side_in_a_pool_in_parts(tiny_model: Path) -> None:
     parts = {"n_slots": 2, "unified": False}
     async with running(load(tiny_model, **parts)) as harness:

@@ -223,6 +223,7 @@ def test_cells_of_a_failed_step_are_free_before_anything_is_restored(backend: Ll
         feed(backend, 1, IDS[:n])
 
 
+@pytest.mark.cpu_only
 def test_a_failed_step_of_which_a_part_was_applied_leaves_nothing(backend: LlamaBackend) -> None:
     """Beside recurrent states, llama.cpp first computes as many tokens of each sequence as the shortest run has."""
     expected = cold(backend, OTHER)
@@ -271,6 +272,7 @@ def test_a_checkpoint_without_memory_leaves_its_number_unused(
     assert not is_refused(backend, 0)
 
 
+@pytest.mark.cpu_only
 @pytest.mark.parametrize(("n_held", "is_whole"), [(N_SWA - 1, True), (N_SWA, False)])
 def test_a_window_that_is_full_cannot_be_cut(folder: Path, n_held: int, is_whole: bool) -> None:
     """No next token sees the oldest cell of a full window, so llama.cpp gives it to another sequence."""
@@ -287,6 +289,7 @@ def test_a_window_that_is_full_cannot_be_cut(folder: Path, n_held: int, is_whole
             assert is_same(feed(backend, 0, TAIL), cold(backend, IDS[:10], TAIL))
 
 
+@pytest.mark.cpu_only
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_failed_step_without_checkpoints_leaves_all_sequences_empty(folder: Path, shape: str) -> None:
     """llama.cpp cannot trim recurrent states, so it claims that the tokens of the failed step were computed.

@@ -78,6 +78,8 @@ def test_a_part_has_the_bytes_that_llama_cpp_saves(tiny_model: Path, cache_type:
 @pytest.mark.parametrize("shape", KINDS)
 def test_a_part_has_them_for_each_kind_of_model(shape: str) -> None:
     with loaded(synthetic.ensure(shape), checkpoints=True) as backend:
+        if backend.info.segment_size is None:
+            pytest.skip("this device has no flash attention for this head size, so nothing is saved")
         check_parts(backend)
 
 

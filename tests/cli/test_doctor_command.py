@@ -15,7 +15,9 @@ import pytest
 
 from llamaslot.app.config import Config
 from llamaslot.app.doctor import benchmark, server_checks
+from llamaslot.app.doctor.benchmark import BenchmarkResult
 from llamaslot.app.doctor.check import Outcome
+from llamaslot.cli.doctor_command import _measured
 from tests.forked import Command, Ended
 
 
@@ -112,3 +114,14 @@ def test_a_server_that_runs_already_is_named_and_ends_with_the_doctor_that_start
 
 def test_the_benchmark_does_not_wait_for_a_drain_delay() -> None:
     assert benchmark._local(Config(drain_delay=60.0)).drain_delay == 0.0
+
+
+@pytest.mark.parametrize("reason", ["", "self-test failed: a reason; --reuse-self-test on reuses all the same"])
+def test_it_says_why_the_self_test_allows_no_reuse(reason: str) -> None:
+    result = BenchmarkResult(1.0, 100, 100.0, 10.0, 100.0, 10.0, 99, ("a line",), reason)
+    checks = {check.name: check for check in _measured(result)}
+    assert ("self-test of reuse" in checks) is bool(reason)
+    if reason:
+        check = checks["self-test of reuse"]
+        assert (check.outcome, check.found) == (Outcome.WARN, reason)
+        assert "--reuse-self-test on" in check.advice

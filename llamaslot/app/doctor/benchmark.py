@@ -37,6 +37,8 @@ _PREFILL_S, _DECODE_S = 3.0, 2.0
 """Times that the longer prompt and its reply should take."""
 _FIRST_NEW_TOKENS, _MAX_NEW_TOKENS = 8, 128
 _WARM_REPEATS = 3
+_SELF_TEST_S = 20.0
+"""Time that a self-test of reuse gets which is still pending after that."""
 
 
 class BenchmarkError(Exception):
@@ -61,6 +63,8 @@ class BenchmarkResult(msgspec.Struct, frozen=True):
     """Prompt tokens that were cached the second time."""
     start_lines: tuple[str, ...]
     """Lines that the server printed on model, pool and reuse."""
+    self_test: str = ""
+    """Why the self-test of reuse does not allow reuse after all that; empty if it does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +88,7 @@ def run_benchmark(config: Config) -> BenchmarkResult:
             # What is left of the time may not suffice for more than one.
             if len(warm) == 1 or time.monotonic() + 2 * warm[-1].ttft_s < ends_at:
                 warm.append(_complete(url, prompt, 1, ends_at))
+        self_test = _self_test_of(url)
     return BenchmarkResult(
         load_s=load_s,
         prompt_tokens=cold.timings["prompt_n"] + cold.timings["cache_n"],
@@ -93,6 +98,7 @@ def run_benchmark(config: Config) -> BenchmarkResult:
         warm_ttft_ms=1e3 * min(reply.ttft_s for reply in warm[1:]),
         warm_cached_tokens=warm[-1].timings["cache_n"],
         start_lines=tuple(lines),
+        self_test=self_test,
     )
 
 
@@ -178,13 +184,25 @@ def _lines(file: Any) -> list[str]:
 
 
 def _context_of(url: str) -> int:
+    return int(_props(url)["default_generation_settings"]["n_ctx"])
+
+
+def _self_test_of(url: str) -> str:
+    """Return why the self-test of reuse does not allow reuse, once it is not pending any more, or after a while."""
+    ends_at = time.monotonic() + _SELF_TEST_S
+    while (reuse := _props(url)["prefix_reuse"])["self_test"] == "pending" and time.monotonic() < ends_at:
+        time.sleep(0.2)
+    return str(reuse["reason"]) if reuse["self_test"] in ("pending", "failed") else ""
+
+
+def _props(url: str) -> Any:
     connection, path = _connected(url, _LIMIT_S)
     with contextlib.closing(connection):
         try:
             connection.request("GET", f"{path}/props")
-            return int(json.loads(connection.getresponse().read())["default_generation_settings"]["n_ctx"])
-        except (OSError, http.client.HTTPException, ValueError, KeyError) as error:
-            raise BenchmarkError(f"the server does not tell its context: {error}", has_started=True) from error
+            return json.loads(connection.getresponse().read())
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            raise BenchmarkError(f"the server does not answer /props: {error}", has_started=True) from error
 
 
 def _complete(url: str, prompt: str, n_new: int, ends_at: float) -> _Reply:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import re
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,12 +20,15 @@ from llamaslot.base.model import CPU
 
 _log = structlog.get_logger("llama.cpp")
 
-_DEBUG, _WARN, _ERROR = 1, 3, 4
+_DEBUG, _INFO, _WARN, _ERROR = 1, 2, 3, 4
 GPU, INTEGRATED_GPU = 1, 2
 """ggml's device types of GPUs with memory of their own and of those that use the host's (0 is the CPU)."""
 
 _HARMLESS = ("possible training context overflow",)
 """Warnings that do not apply: a slot never gets more than the model's training context, whatever the pool has."""
+
+_NO_GPU = re.compile(r"ggml_cuda_init: failed to initialize \w+: ")
+"""Said where no GPU can be used: an error, unless GPUs are hidden from this process."""
 
 _recent: deque[str] = deque(maxlen=200)
 _errors: deque[str] = deque(maxlen=20)
@@ -38,6 +43,8 @@ def _on_log(level: int, text: bytes | None, _user: Any) -> None:
     line = (text or b"").decode(errors="replace").strip()
     if not line or line == "." * len(line):
         return
+    if level == _ERROR and _NO_GPU.match(line) and _hides_gpus():
+        level = _INFO
     _recent.append(line)
     if level == _ERROR:
         _errors.append(line)
@@ -47,6 +54,11 @@ def _on_log(level: int, text: bytes | None, _user: Any) -> None:
         _log.warning("llama.cpp", line=line)
     else:
         _log.debug("llama.cpp", line=line)
+
+
+def _hides_gpus() -> bool:
+    """True in a process that is not meant to use a GPU, such as the prompt worker."""
+    return any(os.environ.get(name) in ("", "-1") for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"))
 
 
 def initialise() -> None:
