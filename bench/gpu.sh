@@ -13,7 +13,8 @@
 # A finished stage is not run again. The build is continued where it was stopped: run the stage again until it is
 # done. What a stage leaves is in two folders of the checkout that git ignores:
 #   .gpu/state     virtual environment, build folder, models, which stages are done; lost with the machine
-#   $OUT           one .log for each stage and the .json of each benchmark (default: .gpu/results)
+#   $OUT           one .log for each stage, tests/ with one for each file of tests, and the .json of each benchmark
+#                  (default: .gpu/results)
 # Where the machine may be lost between stages, `pack` writes what was built to $OUT in parts of 15 MiB. Copied into
 # .gpu/carry/built, they save the stages `build` and `peers` on the next machine with the same Python and CUDA.
 #
@@ -197,7 +198,14 @@ stage_models() {
 }
 
 stage_tests() {
-    "$PYTHON" -m pytest tests/backend -n logical --maxprocesses 8 --dist loadfile -p no:cacheprovider
+    # llama.cpp writes why it aborts to stderr, which pytest-xdist drops with the worker: each file has a process and
+    # a log of its own, in which nothing is captured. All files run, whatever fails.
+    mkdir -p "$OUT/tests"
+    find tests/backend tests/demo -name 'test_*.py' -print0 | sort -z | xargs -0 -P 8 -I {} bash -c '
+        "$0" -X faulthandler -m pytest -n 0 --capture=no -p no:cacheprovider "$1" >"$2/$(basename "$1" .py).log" 2>&1 ||
+            echo "gpu: $1 failed with status $?, see tests/$(basename "$1" .py).log"' "$PYTHON" {} "$OUT/tests" |
+        tee "$OUT/tests/failed"
+    [ ! -s "$OUT/tests/failed" ]
 }
 
 stage_small-chat() { compare "$SMALL" chat "fan-out cold" "fan-out warm"; }
