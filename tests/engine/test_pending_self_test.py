@@ -62,7 +62,7 @@ async def ask(engine: Harness, name: str, text: str) -> Finished:
     return end
 
 
-async def settle() -> None:
+async def steps() -> None:
     for _ in range(20):
         await asyncio.sleep(0)
 
@@ -76,7 +76,7 @@ async def test_choices_of_one_prompt_share_no_state_that_is_not_proved(
     backend.outcome = outcome
     async with running(backend, **STORES) as harness:
         await harness.submit("first", "to have the test run")
-        await settle()
+        await steps()
         assert backend.info.self_test == outcome
         ends = [harness.submit(f"r-{i}", "the prompt of all", group="r") for i in range(3)]
         ends.append(harness.submit("other", "the prompt of all"))
@@ -121,7 +121,7 @@ async def test_what_does_not_fit_beside_the_test_is_dropped_and_the_test_runs_la
     backend.lacks_memory = True
     async with running(backend, **STORES) as engine:
         await ask(engine, "first", FIRST)
-        await settle()
+        await steps()
         assert engine.engine.scheduler.cache.stats().cells.used == 0
         backend.lacks_memory, backend.outcome = False, "passed"
         await ask(engine, "second", FIRST)
