@@ -17,7 +17,7 @@ from llamaslot.formats.grammar import Thinking
 from llamaslot.protocol.structured_output import ConstraintReader
 from llamaslot.protocol.tools import ToolUse
 from llamaslot.text.grammars.compiling import GrammarTooLongError
-from llamaslot.text.grammars.json_schema import MAX_PROPERTIES, prepared_schema
+from llamaslot.text.grammars.json_schema import MAX_OPTIONAL, prepared_schema
 
 RAW_GRAMMAR = "grammar"
 """The field whose grammar matches all that the model generates, as in llama-server, reasoning included."""
@@ -120,7 +120,7 @@ def _loose(tool: Tool) -> Tool:
     properties = tool.parameters.get("properties")
     names = properties if isinstance(properties, dict) else {}
     is_open = tool.parameters.get("additionalProperties") or any(key in tool.parameters for key in _UNDECLARED)
-    if is_open or len(names) > MAX_PROPERTIES:
+    if is_open or len(names) > MAX_OPTIONAL:
         return Tool(tool.name, {"type": "object", "additionalProperties": True})
     return Tool(tool.name, {"type": "object", "properties": {name: {} for name in names}})
 

@@ -18,7 +18,7 @@ from llamaslot.protocol.reply_constraint import ReplyConstraints
 from llamaslot.protocol.structured_output import MAX_GRAMMAR_CHARS, ConstraintReader
 from llamaslot.protocol.tools import read_tools
 from llamaslot.text.grammars.compiling import MAX_CONSTRAINT_CHARS, GrammarChecker, LocalTrial
-from llamaslot.text.grammars.json_schema import MAX_PROPERTIES
+from llamaslot.text.grammars.json_schema import MAX_OPTIONAL
 from tests.fake_backend import FakeBackend
 from tests.formats.messages import EXCERPTS, made
 
@@ -136,9 +136,9 @@ def test_what_is_too_long_is_said_in_plain_words() -> None:
     with pytest.raises(InvalidRequestError, match="'tools': the grammar made of it has"):
         constraint("hermes", body)
     assert constraint("hermes", {**body, "tools": tools[:1]})
-    parts = {"type": "object", "properties": {f"p{i}": {} for i in range(3000)}}
+    parts = {"type": "object", "properties": {f"p{i}": {} for i in range(1000)}}
     with pytest.raises(InvalidRequestError, match="'tools': the grammar made of it has too many parts"):
-        constraint("hermes", {**body, "tools": [named(f"f{i}", parts) for i in range(6)]})
+        constraint("hermes", {**body, "tools": [named(f"f{i}", parts) for i in range(18)]})
     tools[2] = named("f2", {"type": "object", "properties": {"a": {"const": "x" * MAX_CONSTRAINT_CHARS}}})
     with pytest.raises(InvalidRequestError, match="is longer than") as error:
         constraint("hermes", body)
@@ -185,7 +185,7 @@ def test_patterns_are_anchored_as_they_say(family: str, pattern: str, good: str,
         {"anyOf": [PARAMETERS, {"type": "object", "properties": {"zip": {"type": "integer"}}}]},
         {"$ref": "#/$defs/a", "$defs": {"a": PARAMETERS}},
         {"type": "object", "additionalProperties": {"type": "string"}},
-        {"type": "object", "properties": {"city": {}, **{f"p{i}": {} for i in range(MAX_PROPERTIES)}}},
+        {"type": "object", "properties": {"city": {}, **{f"p{i}": {} for i in range(MAX_OPTIONAL)}}},
     ],
     ids=["anyOf", "$ref", "additionalProperties", "too many to list"],
 )

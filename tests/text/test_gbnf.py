@@ -193,10 +193,10 @@ def test_the_checker_knows_the_names_and_the_number_of_tokens() -> None:
 def test_no_check_waits_until_the_tokenizer_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     begun, gate = threading.Event(), threading.Event()
 
-    def made(vocabulary: TokenizerWrapper) -> LLTokenizer:
+    def made(vocabulary: TokenizerWrapper, **options: list[int]) -> LLTokenizer:
         begun.set()
         assert gate.wait(10)
-        return LLTokenizer(vocabulary)
+        return LLTokenizer(vocabulary, **options)
 
     monkeypatch.setattr(compiling, "LLTokenizer", made)
     checker = GrammarChecker(LocalTrial.of_bytes((), 1000))

@@ -97,6 +97,10 @@ def test_every_allowed_text_is_valid_and_few_schemas_are_refused(is_rough: bool)
             "3 patterns must match at once",
         ),
         (
+            {"properties": {f"p{i}": {} for i in range(1001)}},
+            "1001 optional properties, and at most 1000 are supported",
+        ),
+        (
             {"items": {"properties": {f"p{i}": {} for i in range(MAX_PROPERTIES + 1)}}},
             f"{MAX_PROPERTIES} are supported",
         ),

@@ -33,10 +33,12 @@ llguidance bounds the items of a mask, but an item of an ambiguous grammar takes
 0.7 s for a mask.
 """
 MASK_S = 0.05
-_MAX_ITEMS_IN_ROW = 20_000
+_MAX_ITEMS_IN_ROW = 10_000
 """Places of a grammar at which a text may be at once; llguidance's 2,000 do for 500 optional properties only."""
-_MAX_ITEMS_IN_MASK = 500_000
-"""Places in all texts that a mask looks at; llguidance's 50,000 do for 200 optional properties."""
+_MAX_ITEMS_IN_MASK = 250_000
+"""Places in all texts that a mask looks at. 1,000 optional properties take as many, llguidance's 50,000 do for 200.
+At the worst they take 1.5 s, once in a reply.
+"""
 _MAX_LEXER_STATES = 100_000
 """At 1 to 2 KB each."""
 _MAX_STEPS = 32
