@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from aiohttp import HttpVersion11, web
+from aiohttp.http import HttpProcessingError
 
 from llamaslot.api.connections import OWNER_SHARE
 from llamaslot.api.context import OWNER
@@ -74,7 +75,7 @@ class BodyReader:
         except TimeoutError:
             message = f"the body did not arrive within {self._timeout:g} s (--body-timeout)"
             raise RequestTimeoutError(message) from None
-        except web.RequestPayloadError as error:
+        except (web.RequestPayloadError, HttpProcessingError) as error:
             raise InvalidRequestError("the body cannot be read: it is not encoded as its headers say") from error
 
     def _check_total(self, n_received: int, n_more: int, owner: str) -> None:

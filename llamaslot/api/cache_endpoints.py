@@ -2,7 +2,7 @@
 
 Prefixes are other users' prompts: neither text nor token ids nor the salt of their namespace is shown, unless the
 server was started with --cache-debug-text, and then only the text, for administrators. Where keys are tenants, only
-administrators see other prefixes at all.
+administrators see `GET /cache` at all.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from llamaslot.api.context import READINESS, SETTINGS
 from llamaslot.api.generation.request_handling import inspect_prompt
 from llamaslot.api.json_bodies import json_response, read
 from llamaslot.api.keys import GRANTED, Access
-from llamaslot.api.middleware import given_key, valid_unicode
+from llamaslot.api.middleware import check_sees_all, given_key, valid_unicode
 from llamaslot.base.commands import CacheCleared, ClearCache, DropSession, InspectCache, ProbeCache
 from llamaslot.base.errors import ForbiddenError, InvalidRequestError, NotSupportedError
 from llamaslot.base.stats import CacheProbe, CacheState
@@ -30,17 +30,15 @@ _IS_COUNT = re.compile(r"[0-9]{1,9}").fullmatch
 async def cache(request: web.Request) -> web.Response:
     """Return the cache's statistics and the `top` prefixes with the most hits."""
     service = _service(request)
+    # Even lengths, hits and counters tell what other keys send.
+    check_sees_all(request, "statistics of the cache")
     settings, is_admin = request.app[SETTINGS], request[GRANTED] is Access.ADMIN
     query = InspectCache(
         top=_top(request),
         text=settings.cache_debug_text and is_admin,
         tenants=settings.cache_salt_from_api_key and is_admin,
     )
-    state = await service.ask(query, CacheState)
-    if settings.cache_salt_from_api_key and not is_admin:
-        # Even lengths and hits tell what other keys send.
-        state.prefixes = ()
-    return json_response(state)
+    return json_response(await service.ask(query, CacheState))
 
 
 async def probe(request: web.Request) -> web.Response:

@@ -184,6 +184,19 @@ def _granted(request: web.Request) -> Access:
     return granted
 
 
+def sees_all(request: web.Request) -> bool:
+    """Return False for a key that may see nothing of what other keys do, not even how much they do."""
+    return request[GRANTED] is Access.ADMIN or not request.app[SETTINGS].cache_salt_from_api_key
+
+
+def check_sees_all(request: web.Request, what: str) -> None:
+    """Raise `ForbiddenError` for a key that may not see what others do."""
+    if not sees_all(request):
+        raise ForbiddenError(
+            f"{what} of all keys need an administrator's API key (the server runs with --cache-salt-from-api-key)"
+        )
+
+
 def _check_host(request: web.Request) -> None:
     """Raise `ForbiddenError` for a request to a name that is not the server's."""
     host = request.headers.get("Host")

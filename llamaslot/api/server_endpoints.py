@@ -11,6 +11,7 @@ from llamaslot.api.completions.native_body import generation_settings
 from llamaslot.api.completions.reply_bodies import FINGERPRINT
 from llamaslot.api.context import READINESS, SETTINGS, ApiSettings
 from llamaslot.api.json_bodies import json_response
+from llamaslot.api.middleware import check_sees_all
 from llamaslot.base.errors import NotFoundError, NotSupportedError
 from llamaslot.base.model import ModelInfo
 
@@ -80,6 +81,7 @@ async def metrics(request: web.Request) -> web.Response:
     """Return the metrics for Prometheus."""
     if not request.app[SETTINGS].metrics:
         raise NotSupportedError("this server does not show its metrics; start it with --metrics")
+    check_sees_all(request, "metrics")
     return web.Response(
         body=await request.app[READINESS].check().exposition(),
         headers={

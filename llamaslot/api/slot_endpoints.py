@@ -9,8 +9,9 @@ import msgspec
 from aiohttp import web
 
 from llamaslot.api.completions.native_body import generation_settings
-from llamaslot.api.context import READINESS, SETTINGS
+from llamaslot.api.context import OWNER, READINESS, SETTINGS
 from llamaslot.api.json_bodies import json_response, read
+from llamaslot.api.middleware import sees_all
 from llamaslot.base.commands import InspectEngine, SlotAction, SlotActionDone, SlotVerb
 from llamaslot.base.errors import InvalidRequestError, NotSupportedError, UnavailableError
 from llamaslot.base.stats import EngineState, SlotState
@@ -30,6 +31,11 @@ async def slots(request: web.Request) -> web.Response:
     state = await request.app[READINESS].check().ask(InspectEngine(), EngineState)
     if request.query.get("fail_on_no_slot") and all(slot.request_id for slot in state.slots):
         raise UnavailableError("no slot is idle")
+    if not sees_all(request):
+        owner, service = request[OWNER], request.app[READINESS].check()
+        state.slots = tuple(
+            slot if service.owner_of(slot.request_id) == owner else _of_others(slot) for slot in state.slots
+        )
     return json_response([_slot(slot) for slot in state.slots])
 
 
@@ -64,6 +70,11 @@ async def _filename(request: web.Request) -> str:
             param="filename",
         )
     return filename
+
+
+def _of_others(slot: SlotState) -> SlotState:
+    """Return a slot without what its request is and was, but for whether there is one."""
+    return SlotState(id=slot.id, n_ctx=slot.n_ctx, n_held=0, request_id="another key's" if slot.request_id else "")
 
 
 def _slot(slot: SlotState) -> dict[str, Any]:

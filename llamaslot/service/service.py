@@ -142,6 +142,11 @@ class Service:
         """Requests that were submitted and have not ended."""
         return len(self._generations)
 
+    def owner_of(self, request_id: str) -> str:
+        """Return the `Sender.owner` of a completion that runs; empty for an unknown one."""
+        generation = self._generations.get(request_id)
+        return generation.submit.owner if generation is not None else ""
+
     def refuse(self, error: LlamaslotError) -> None:
         """Refuse further requests with this error; those in flight continue."""
         self._refusal = error

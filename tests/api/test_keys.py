@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from llamaslot.api.keys import Access, ApiKeys
 from llamaslot.api.middleware import ACCESS
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.namespaces import tenant_name
+from tests.fake_backend import FakeBackend
 
 ROUTES = {
     Access.PUBLIC: {("GET", "/health"), ("GET", "/v1/health")},
@@ -91,6 +93,8 @@ async def test_each_route_asks_for_the_key_that_it_should(start: Any, file: Path
     assert routes_of(app) == set(needed)
     handlers = {route.handler for route in app.router.routes()}
     assert handlers == set(app[ACCESS]), "every handler has its access, and nothing else has"
+    # With this flag, what shows all keys' use is the administrators'.
+    needed |= {(method, "/cache"): Access.ADMIN for method in ("GET", "HEAD")}
     server = await start(api_key_file=str(file), cache_salt_from_api_key=True)
     for (method, path), access in needed.items():
         url = server.url + path.replace("{id_slot}", "0").replace("{session_id}", "a").replace("{name}", "a")
@@ -154,9 +158,7 @@ async def test_administrators_see_what_each_key_has_in_the_cache(start: Any, fil
     for key, salt in (("anna", "x"), ("anna", "y"), ("boss", "x")):
         body = {"prompt": "Hello", "n_predict": 1, "cache_salt": salt}
         assert (await server.post("/completion", body, headers={"X-Api-Key": key}))[0] == 200
-    _, cache = await server.get("/cache", headers={"X-Api-Key": "anna"})
-    assert "tenants" not in cache
-    assert cache["prefixes"] == []
+    assert (await server.get("/cache", headers={"X-Api-Key": "anna"}))[0] == 403
     _, cache = await server.get("/cache", headers={"X-Api-Key": "boss"})
     found = {each["tenant"]: (each["cells"], each["requests"]) for each in cache["tenants"]}
     assert {name: n for name, (_, n) in found.items()} == {tenant_name("anna"): 2, tenant_name("boss"): 1}
@@ -208,3 +210,41 @@ def test_a_file_without_valid_keys_is_refused_at_the_start(tmp_path: Path, text:
         ApiKeys([], str(path))
     with pytest.raises(ConfigError, match="cannot read"):
         ApiKeys([], str(tmp_path / "nowhere"))
+
+
+async def test_a_user_sees_nothing_of_what_other_keys_do(start: Any, file: Path) -> None:
+    settings = {"api_key_file": str(file), "metrics": True}
+    for is_separate in (True, False):
+        server = await start(**settings, backend=FakeBackend(n_ctx=8192), cache_salt_from_api_key=is_separate)
+        anna, dora, boss = ({"X-Api-Key": key} for key in ("anna", "dora", "boss"))
+        body = {"prompt": "Hello", "n_predict": 8000, "ignore_eos": True, "stream": True, "temperature": 0.625}
+        async with server.session.post(server.url + "/completion", json=body, headers=anna) as running:
+            await running.content.readany()
+            for headers, sees_it in ((anna, True), (dora, not is_separate), (boss, True)):
+                status, slots = await server.get("/slots", headers=headers)
+                assert status == 200, slots
+                (busy,) = [slot for slot in slots if slot["is_processing"]]
+                assert (busy["params"]["temperature"] == 0.625) is sees_it
+                assert (busy["n_prompt_tokens"] > 0) is sees_it
+                assert (busy["next_token"][0]["n_decoded"] > 0) is sees_it
+                assert busy["request_id"].startswith("cmpl-") is sees_it
+            running.close()
+        await server.idle()
+        for headers, sees_all in ((anna, not is_separate), (boss, True)):
+            assert any(slot["n_held"] for slot in (await server.get("/slots", headers=headers))[1]) is sees_all
+            for path in ("/cache", "/metrics"):
+                async with server.session.get(server.url + path, headers=headers) as response:
+                    assert response.status == (200 if sees_all else 403)
+        prompt = {"prompt": "Hello", "n_predict": 1}
+        for headers, cached in ((dora, not is_separate), (anna, True)):
+            _, probe = await server.post("/cache/probe", prompt, headers=headers)
+            assert (probe["cells"] > 0) is cached
+        stored = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1, "store": True}
+        _, chat = await server.post("/v1/chat/completions", stored, headers=anna)
+        for headers, found in ((dora, False), (boss, False), (anna, True)):
+            _, listed = await server.get("/v1/chat/completions", headers=headers)
+            assert bool(listed["data"]) is found
+            status, _ = await server.get(f"/v1/chat/completions/{chat['id']}", headers=headers)
+            assert status == (200 if found else 404)
+        shown = json.dumps((await server.get("/props", headers=dora))[1])
+        assert "0.625" not in shown
