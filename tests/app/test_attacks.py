@@ -1,6 +1,6 @@
 """Requests that are made to hurt others: one key's cannot stall `/health`, another key's request, or fill memory.
 
-The long form prints the figures: `LLAMASLOT_TESTS=long pytest -n 0 -s tests/app/test_attacks.py` on an idle machine.
+The long form prints the figures, on an idle machine: `LLAMASLOT_TESTS=long pytest -n 0 -s tests/app/test_attacks.py`
 """
 
 from __future__ import annotations
@@ -24,6 +24,10 @@ SCALE = 8 if LONG else 1
 MAX_HEALTH_S, MAX_RSS_MB = (0.3, 150) if LONG else (3.0, 250)
 """The short form runs beside other tests on a machine with few cores; today's faults exceed these, too."""
 EVIL, OTHER, BOSS = "evil-key", "other-key", "boss-key"
+HEAD = (
+    f"POST {{path}} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {EVIL}\r\n"
+    "Content-Length: {length}\r\n\r\n"
+)
 MESSAGES = [{"role": "user", "content": "abc"}]
 NO_END = {"ignore_eos": True, "seed": 1}
 N = 16 * SCALE
@@ -122,20 +126,19 @@ def check_beside(server: Server, attack: Callable[[], Any], name: str) -> Any:
     return results[0]
 
 
-@pytest.mark.parametrize(
-    "name", REPLIES if LONG else ["the issue's", "a stored chat", "a streamed response", "pieces"]
-)
+@pytest.mark.parametrize("name", REPLIES if LONG else ["the issue's"])
 def test_a_reply_of_any_size_stalls_nobody(server: Server, name: str) -> None:
     path, body = REPLIES[name]
     status, _ = check_beside(server, lambda: post(server, path, {**body, **NO_END}, EVIL), name)
     assert status in (200, 400, 429)
 
 
+@pytest.mark.skipif(not LONG, reason="takes some seconds")
 def test_clients_that_do_not_read_their_replies_fill_no_memory(server: Server) -> None:
     """Each asks for a reply of some MiB, and reads nothing of it."""
     path, body = REPLIES["just allowed"]
     data = json.dumps({**body, **NO_END, "n": 10}).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {EVIL}\r\nContent-Length: {len(data)}\r\n\r\n"
+    head = HEAD.format(path=path, length=len(data))
     address = urlsplit(server.url)
     clients = [socket.create_connection((address.hostname, address.port)) for _ in range(3 * SCALE)]
 
@@ -149,6 +152,7 @@ def test_clients_that_do_not_read_their_replies_fill_no_memory(server: Server) -
         client.close()
 
 
+@pytest.mark.skipif(not LONG, reason="takes some seconds")
 def test_a_list_of_large_chats_is_sent_in_pieces(server: Server) -> None:
     path, body = REPLIES["a stored chat"]
     for _ in range(3):
@@ -168,7 +172,7 @@ def test_a_list_of_large_chats_is_sent_in_pieces(server: Server) -> None:
 
 def test_unfinished_bodies_lock_nobody_out(server: Server) -> None:
     address = urlsplit(server.url)
-    head = f"POST /completion HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {EVIL}\r\nContent-Length: 99\r\n\r\n{{"
+    head = HEAD.format(path="/completion", length=99) + "{"
     clients = []
     for _ in range(100):
         client = socket.create_connection((address.hostname, address.port))
