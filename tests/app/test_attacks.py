@@ -1,6 +1,6 @@
-"""Requests that are made to hurt others: one key's cannot stall `/health`, another key's request, or fill memory.
+"""Requests that are made to hurt others: one key cannot stall `/health` or another key, nor fill memory.
 
-The long form prints the figures, on an idle machine: `LLAMASLOT_TESTS=long pytest -n 0 -s tests/app/test_attacks.py`
+The long form prints figures, on an idle machine: `LLAMASLOT_TESTS=long pytest -n 0 -s tests/app/test_attacks.py`
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ from llamaslot.app.logs import configure_logging, get_logger
 configure_logging("{form}", "info")
 log = get_logger("a")
 log.info("text", key="x" * 300_000)
-log.info("list", ids=["x" * 300_000] * 300_000)
+log.info("list", ids=["x" * 30_000] * 1_000)
 log.info("map", fields={{"x" * 300_000: "y" * 300_000}})
 log.info("object", value=ValueError("x" * 300_000).args)
 log.info("bytes", value=b"x" * 300_000)
