@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import signal
 import socket
 import time
@@ -15,6 +16,7 @@ from tests.app.test_crashes import engine_of, is_healthy, wait
 from tests.app.test_remote_tier import (
     FETCHES,
     GRID,
+    LOOKUP,
     ask,
     ask_and_upload,
     cold,
@@ -27,6 +29,7 @@ from tests.app.test_remote_tier import (
 from tests.certificates import make
 from tests.conftest import LONG
 from tests.live import Server
+from tests.store_proxy import Fault, StoreProxy
 from tests.store_server import PROGRAM, StoreServer, store_server
 
 pytestmark = pytest.mark.skipif(not (PROGRAM or LONG), reason="long: make test-remote")
@@ -118,6 +121,44 @@ def test_the_store_stays_within_its_size(tmp_path: Path, store: StoreServer) -> 
         a.post("/cache/clear", {})
         assert {name: ask(a, opening(name)).text for name in replies} == replies
         assert a.stop() == 0
+
+
+HOSTILE = {
+    "a huge list": Fault("answer", LOOKUP, answer=b"*2147483647\r\n"),
+    "a huge value": Fault("answer", LOOKUP, answer=b"$2147483647\r\n"),
+    "nested lists": Fault("answer", LOOKUP, answer=b"*1\r\n" * 100_000),
+    "many values": Fault("answer", LOOKUP, answer=b"*1000000\r\n" + b"$-1\r\n" * 1_000_000),
+    "a line without end": Fault("answer", LOOKUP, answer=b"+" * 2**16, is_endless=True),
+    "a long error": Fault("answer", LOOKUP, answer=b"-ERR " + b"x" * 50_000_000 + b"\r\n"),
+    "a value without end": Fault("answer", LOOKUP, answer=b"*1\r\n$4000\r\n" + b"x" * 2**16, is_endless=True),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_prompt_that_needs_no_lookup_does_not_wait_for_a_hostile_store(
+    tmp_path: Path, store: StoreServer, name: str
+) -> None:
+    proxy = StoreProxy(store.port)
+    short = [{"role": "user", "content": "Hi"}]
+    with server(tmp_path, proxy.port, fault=FETCHES, in_process=False) as a:
+        ask(a, short, max_tokens=1)
+        engine = engine_of(a)
+        before = engine.memory_info().rss
+        proxy.fault = HOSTILE[name]
+        times = []
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            others = [pool.submit(ask, a, opening(f"{i}"), max_tokens=1) for i in range(6)]
+            while not all(each.done() for each in others) or len(times) < 10:
+                began = time.perf_counter()
+                ask(a, short, max_tokens=1)
+                times.append(time.perf_counter() - began)
+        assert proxy.n_faults
+        assert max(times) < 2
+        assert engine.memory_info().rss - before < 2**27
+        assert engine.memory_info().vms < 2**35
+        print(name, f"{max(times):.3f} s, +{(engine.memory_info().rss - before) / 2**20:.0f} MiB")
+        assert a.stop() == 0
+    proxy.close()
 
 
 def log_probs(server: Server, prompt: str, **fields: bool) -> dict[int, float]:
