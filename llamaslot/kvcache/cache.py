@@ -287,13 +287,12 @@ class KVCache:
             self._policy.offload_idle(n_prefill)
 
     def vacate(self) -> bool:
-        """Evict all idle prefixes from the pool, if RAM has room for them beside what it has; True if it had."""
+        """Evict all idle prefixes from the pool, if RAM has room for them beside what it has; True if any were."""
         settings, size = self.settings, self.settings.segment_size
         ram = self._tiers.ram
         if not settings.offloads or size is None or ram.n_bytes + size.of(self.cells.used) > ram.capacity:
             return False
-        self._offloader.evict(self.cells.total)
-        return True
+        return self._offloader.evict(self.cells.total) > 0
 
     def evict(self, n_cells: int) -> int:
         """Evict `n_cells` idle cells, or all there are; returns how many."""
