@@ -67,7 +67,7 @@ KINDS = {
     "small": Kind(3, n_ctx=512, must=("evicted tokens",)),
     "RAM": Kind(3, n_ctx=512, storing=IN_RAM, must=("restored tokens",)),
     "disk": Kind(2, n_ctx=512, storing=IN_RAM, on_disk=True, must=("read tokens",)),
-    "preempted": Kind(2, n_ctx=1024, n_slots=4, storing=IN_RAM, is_crowded=True, must=("preemptions",)),
+    "preempted": Kind(2, n_ctx=512, n_slots=8, storing=IN_RAM, is_crowded=True, must=("preemptions",)),
     "partitioned": Kind(2, n_ctx=1536, n_slots=3, settings={"unified": False, "n_cache_seqs": 0}),
 }
 """188 workloads on SmolLM2 and 180 on Gemma, without what says nothing about it; `test_servers.py` has 20 more."""
@@ -100,7 +100,7 @@ def asks(chance: random.Random, some: list[Family], kind: Kind) -> list[Ask]:
     return [
         Ask(
             prompt=chance.choice(chance.choice(drawn).prompts),
-            n=chance.choice((1, 1, 1, 1, 2)),
+            n=chance.choice((1, kind.n_slots) if kind.is_crowded else (1, 1, 1, 1, 2)),
             patience=chance.choice((None,) * 7 + (chance.randint(1, 800),)),
             cache_prompt=chance.random() < 0.95,
             id_slot=chance.choice((-1, -1, -1, 0)),
