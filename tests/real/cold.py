@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,6 +25,8 @@ N_SCORES = 5
 SHAPES: tuple[tuple[int, int, bool], ...] = ((512, 0, False), (64, 0, False), (24, 40, True))
 """Of the cold runs: size of chunks, cells taken before, and True if they lie between the chunks. The first is the
 reference."""
+FURTHER_SHAPES = ((128, 0, False), (24, 0, False), (100, 7, False), (512, 33, False), (7, 7, True), (64, 128, True))
+"""Of further cold runs of a prompt, for a place that is more sensitive than those of the others."""
 SLACK = 1.5
 """What the farthest move of a few hundred positions is multiplied with to bound that of thousands."""
 LONG_SHAPES = (SHAPES[0], (128, 40, True))
@@ -127,6 +130,19 @@ def rms(values: Sequence[float]) -> float:
     return math.sqrt(sum(value * value for value in values) / max(1, len(values)))
 
 
+class Fault(NamedTuple):
+    """A difference that is larger than any of the control."""
+
+    prompt: str
+    cold: Reply
+    at: int
+    """Place in the reply."""
+    size: float
+    """How far tokens moved, or how far apart the two lie of which a warm run took the wrong one."""
+    allowed: float
+    """Multiple of the farthest move that is allowed."""
+
+
 @dataclass
 class Comparison:
     """Warm replies beside cold ones."""
@@ -135,10 +151,9 @@ class Comparison:
     moves: list[float] = field(default_factory=list)
     n_texts: int = 0
     n_differing: int = 0
-    faults: list[str] = field(default_factory=list)
-    """Differences that no cold run has."""
+    faults: list[Fault] = field(default_factory=list)
 
-    def add(self, name: str, cold: Reply, warm: Reply) -> None:
+    def add(self, prompt: str, cold: Reply, warm: Reply) -> None:
         """Judge a warm reply, which may be shorter or longer than the cold one.
 
         It may take another token only where the two lie closer together than cold runs move such tokens, and no
@@ -147,22 +162,39 @@ class Comparison:
         """
         self.n_texts += 1
         at = parting(cold.tokens, warm.tokens)
-        if at is not None:
-            self.n_differing += 1
-            best, row = cold.tokens[at], cold.scores[at]
-            gap = row[best] - row.get(warm.tokens[at], -math.inf)
-            if gap > SLACK * self.control.farthest:
-                self.faults.append(f"{name}: token {at} is {warm.tokens[at]} for {best}, {gap:.3f} less likely")
         found = moves(cold, warm)
         self.moves += found
-        if found and max(found) > 2 * self.control.farthest:
-            self.faults.append(f"{name}: token {found.index(max(found))} moved by {max(found):.3f}")
-
-    def check(self) -> None:
-        """Raise `AssertionError` if warm replies differ otherwise, farther or more often than cold ones do."""
+        sizes = [(i, size, 2.0) for i, size in enumerate(found)]
+        if at is not None:
+            self.n_differing += 1
+            row = cold.scores[at]
+            sizes.append((at, row[cold.tokens[at]] - row.get(warm.tokens[at], -math.inf), SLACK))
         limit = self.control.farthest
-        assert not self.faults, f"cold runs move likely tokens by {limit:.3f} at most: {self.faults}"
+        self.faults += [
+            Fault(prompt, cold, i, size, allowed) for i, size, allowed in sizes if size > allowed * limit
+        ]
+
+    def check(self, model: ColdModel) -> None:
+        """Raise `AssertionError` if warm replies differ otherwise, farther or more often than cold ones do.
+
+        Some places are more sensitive than all of the control: there, further cold runs must move as far.
+        """
+        limit = self.control.farthest
+        faults = [fault for fault in self.faults if not self._is_explained(model, fault)]
+        assert not faults, f"cold runs move likely tokens by {limit:.3f} at most: {faults}"
         assert rms(self.moves) <= 1.5 * self.control.rms, (rms(self.moves), self.control.rms)
         # Where 3 are expected, none is seen once in 20 times.
         share = (self.control.n_differing + 3) / self.control.n_texts
         assert self.n_differing <= share * self.n_texts + 3, (self.n_differing, self.n_texts, share)
+
+    @staticmethod
+    def _is_explained(model: ColdModel, fault: Fault) -> bool:
+        """Return True if cold runs in other chunks and cells move the tokens at that place as far."""
+        if math.isinf(fault.size):
+            return False
+        ids = model.tokenize(fault.prompt)
+        replies = [model.reply(ids, fault.at + 1, shape) for shape in FURTHER_SHAPES]
+        found = [moves(fault.cold, reply)[fault.at :] for reply in replies]
+        farthest = max((each[0] for each in found if each), default=0.0)
+        print(f"{fault.size:.3f} at {fault.at} beside {farthest:.3f} of further cold runs")
+        return fault.size <= fault.allowed * farthest

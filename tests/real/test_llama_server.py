@@ -188,7 +188,7 @@ def test_completions_are_those_of_llama_server(pair: Pair, shared: Path) -> None
     comparison = Comparison(control)
     for prompt in (prompt for each in some for prompt in each.prompts):
         peer, own = (ask(server, prompt, 16, cache_prompt=False) for server in (pair.peer, pair.own))
-        comparison.add(prompt[-40:], *(reply_of(each["completion_probabilities"]) for each in (peer, own)))
+        comparison.add(prompt, *(reply_of(each["completion_probabilities"]) for each in (peer, own)))
         assert own["tokens_evaluated"] == peer["tokens_evaluated"]
     parity(pair, shared, "completions beside llama-server", comparison)
 
@@ -202,7 +202,7 @@ def parity(pair: Pair, shared: Path, kind: str, comparison: Comparison) -> None:
         differing=comparison.n_differing,
         **{"largest move": max(comparison.moves)},
     )
-    comparison.check()
+    comparison.check(cold_model(pair.name))
 
 
 def test_chats_are_those_of_llama_server(pair: Pair, shared: Path) -> None:
@@ -220,7 +220,8 @@ def test_chats_are_those_of_llama_server(pair: Pair, shared: Path) -> None:
         }
         peer, own = (server.post(CHAT, {**body, "cache_prompt": False}) for server in (pair.peer, pair.own))
         rows = [got["choices"][0]["logprobs"]["content"] for got in (peer, own)]
-        comparison.add(messages[-1]["content"], *map(reply_of, rows))
+        prompt = pair.own.post("/apply-template", {"messages": messages})["prompt"]
+        comparison.add(prompt, *map(reply_of, rows))
         assert own["usage"]["prompt_tokens"] == peer["usage"]["prompt_tokens"]
     parity(pair, shared, "chats beside llama-server", comparison)
 

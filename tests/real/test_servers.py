@@ -19,7 +19,7 @@ from tests.app.test_remote_tier import FETCHES, remote, server
 from tests.live import WRITE_SOON, Server, serving
 from tests.real.cold import N_SCORES, Comparison, Control, Reply
 from tests.real.conftest import NAMES, REAL, note, path_of
-from tests.real.conversations import N_TOKENS, Family, families
+from tests.real.conversations import N_TOKENS, Family, cold_model, families
 from tests.store_server import store_server
 
 pytestmark = pytest.mark.skipif(not REAL, reason="long: make test-real")
@@ -77,11 +77,11 @@ def test_texts_after_a_kill_differ_only_as_cold_ones_do(name: str, tmp_path: Pat
             running.stop(signal.SIGKILL)
             for thread in threads:
                 thread.join()
-    for i, (prompt, reply) in enumerate(replies):
-        comparison.add(f"reply {i}", cold[prompt], reply)
+    for prompt, reply in replies:
+        comparison.add(prompt, cold[prompt], reply)
     report(shared, name, "killed", comparison, from_disk=n_from_disk)
     assert n_from_disk > 0
-    comparison.check()
+    comparison.check(cold_model(name))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -103,7 +103,7 @@ def test_texts_on_two_servers_with_a_store_differ_only_as_cold_ones_do(
             for prompt in sorted(chance.sample(chance.choice(some).prompts, 4), key=len):
                 on = chance.choice((a, b))
                 before = remote(on)["uploads"]
-                comparison.add(f"workload {i}", cold[prompt], ask(on, prompt))
+                comparison.add(prompt, cold[prompt], ask(on, prompt))
                 if chance.random() < 0.5:
                     # What is uploaded can be asked for by the other server.
                     wait_a_while(lambda on=on, before=before: remote(on)["uploads"] > before)  # type: ignore[misc]
@@ -114,7 +114,7 @@ def test_texts_on_two_servers_with_a_store_differ_only_as_cold_ones_do(
         assert [each.stop() for each in (a, b)] == [0, 0]
     report(shared, name, "two servers", comparison, fetched_tokens=fetched)
     assert fetched > 0
-    comparison.check()
+    comparison.check(cold_model(name))
 
 
 def wait_a_while(condition: Any) -> None:
