@@ -21,6 +21,7 @@ SLOWEST = (
     "app/test_crashes.py",
     "processes/test_prompt_supervisor.py",
     "fleet/test_fleet.py",
+    "real/test_warm_and_cold.py",
     "demo/test_workloads.py",
     "demo/test_reuse.py",
     "app/test_disk_limits.py",
