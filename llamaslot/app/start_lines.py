@@ -99,7 +99,7 @@ def _reuse_line(info: ModelInfo) -> str:
         at_most = "at most " if info.checkpoint_size.per_cell else ""
         size = _mib(info.checkpoint_size.of(info.n_ctx_slot))
         pending = f", once the self-test has passed ({info.self_test_note})" if info.self_test_note else ""
-        pending += ", without a self-test (--reuse-self-test on)" if info.self_test == "skipped" else ""
+        pending += ", untested as --reuse-self-test on asks" if info.self_test == "skipped" else ""
         return f"Prefix reuse: by checkpoints{pending} ({_partial_state(info)}; one takes {at_most}{size})"
     latent = " (MLA)" if state.has_mla else ""
     kept = []
