@@ -277,3 +277,10 @@ async def test_a_page_ends_before_it_is_large(server: Any, monkeypatch: pytest.M
         seen += [each["id"] for each in page["data"]]
         page = (await server.get(f"{path}&after={page['last_id']}"))[1]
     assert len([*seen, *page["data"]]) == 9
+
+
+async def test_a_request_for_61_mb_of_probabilities_is_refused_by_default(server: Any) -> None:
+    body = {"prompt": "abc", "n": 128, "n_predict": 50, "ignore_eos": True, "n_probs": 128}
+    status, reply = await server.post("/completion", body)
+    assert (status, reply["error"]["param"]) == (400, "n_probs")
+    assert "524288" in reply["error"]["message"]
