@@ -148,14 +148,15 @@ async def prepare(server: StoreServer) -> None:
 
 async def outcome(proxy: StoreProxy, method: str) -> str:
     store = opened(proxy.port, TIMEOUT_S)
+    is_limited = method in ("upload", "upload again", "fetch")
     try:
-        async with asyncio.timeout(4 * TIMEOUT_S):
+        async with asyncio.timeout(30 if is_limited else 4 * TIMEOUT_S):
             await call(store, method)
     except (RemoteUnavailableError, CorruptObjectError) as error:
         return type(error).__name__
     except TimeoutError:
         # `ping` and `find` are limited by their caller, `clear` and `drop` as a whole.
-        return "TimeoutError" if method in ("ping", "find", "clear", "drop") else "late"
+        return "late" if is_limited else "TimeoutError"
     finally:
         with contextlib.suppress(Exception):
             await store.close()
@@ -197,8 +198,14 @@ async def test_no_answer_fails_otherwise_than_a_store_may(server: StoreServer, p
         proxy.fault = Fault("answer", frozenset({command.encode()}), answer=ANSWERS[name])
         n_before = proxy.n_faults
         try:
-            assert await outcome(proxy, method) != "late", name
-            assert proxy.n_faults > n_before, "it was not asked"
+            for _ in range(20):
+                assert await outcome(proxy, method) != "late", name
+                if proxy.n_faults > n_before:
+                    break
+                # On a busy machine, an earlier command may take too long.
+                await prepare(server)
+            else:
+                raise AssertionError("it was not asked")
         finally:
             proxy.heal()
 
