@@ -20,10 +20,15 @@ from bench.demo.model import Model, Shape
 from bench.demo.tokenizer import END_OF_TEXT, SPECIALS
 from bench.demo.weights import gguf_weights
 
-NAMES = {"llama": "llamaslot demo", "lfm2": "llamaslot short convolutions"}
+NAMES = {
+    "llama": "llamaslot demo",
+    "lfm2": "llamaslot short convolutions",
+    "gemma3": "llamaslot sliding windows",
+}
 DESCRIPTIONS = {
     "llama": "A tiny chat model that remembers facts, for trying and testing llamaslot.",
     "lfm2": "A tiny hybrid model that remembers facts, for testing llamaslot.",
+    "gemma3": "A tiny model with sliding windows that remembers facts, for testing llamaslot.",
 }
 TEMPERATURE, MIN_P = 0.2, 0.1
 """Sampling that the file recommends: at llama-server's defaults (0.8, 0.05) 4 of 100 recalled names are wrong."""
@@ -63,6 +68,10 @@ def add_shape(writer: gguf.GGUFWriter, shape: Shape, file_type: gguf.LlamaFileTy
     writer.add_value_length(shape.head_size)
     writer.add_rope_dimension_count(shape.head_size)
     writer.add_rope_freq_base(shape.rope_base)
+    if shape.window:
+        writer.add_rope_freq_base_swa(shape.rope_base)
+        writer.add_sliding_window(shape.window)
+        writer.add_sliding_window_pattern([shape.window_of(layer) > 0 for layer in range(shape.layers)])
     writer.add_layer_norm_rms_eps(shape.epsilon)
     writer.add_sampling_temp(TEMPERATURE)
     writer.add_sampling_min_p(MIN_P)

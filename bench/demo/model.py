@@ -1,8 +1,9 @@
 """The trained models' layers as llama.cpp computes them.
 
-RMSNorm, RoPE, grouped-query attention and SwiGLU; the embedding is the output matrix too. A shape with convolutions
-is an LFM2: they are gated and alternate with attention whose queries and keys have norms of their own. One without
-is a llama.
+RMSNorm, RoPE, grouped-query attention and a gated feed-forward; the embedding is the output matrix too. A shape
+with convolutions is an LFM2: they are gated and alternate with attention whose queries and keys have norms of their
+own. One with a window is a Gemma 3: layers that attend to the last tokens only alternate with layers that attend to
+all, and what each adds has a norm, too. One with neither is a llama.
 """
 
 import math
@@ -28,19 +29,24 @@ class Shape:
     epsilon: float = 1e-5
     context: int = 4096
     convolution: int = 0  # tokens that a short convolution sums over; 0 for none, as in a llama
+    window: int = 0  # tokens that every other layer attends to, beginning with the first; 0 for all
 
     @property
     def arch(self) -> str:
-        return "lfm2" if self.convolution else "llama"
+        return "lfm2" if self.convolution else "gemma3" if self.window else "llama"
+
+    def window_of(self, layer: int) -> int:
+        """Tokens that a layer attends to, 0 for all."""
+        return self.window if layer % 2 == 0 else 0
 
     def has_attention(self, layer: int) -> bool:
         return not self.convolution or layer % 2 == 1
 
 
 class Norm(nn.Module):
-    def __init__(self, shape: Shape, size: int) -> None:
+    def __init__(self, shape: Shape, size: int, initial: float = 1.0) -> None:
         super().__init__()
-        self.weight, self.epsilon = nn.Parameter(torch.ones(size)), shape.epsilon
+        self.weight, self.epsilon = nn.Parameter(torch.full((size,), initial)), shape.epsilon
 
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, (x.shape[-1],), self.weight, self.epsilon)
@@ -59,8 +65,12 @@ def rotate(x: Tensor, table: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)
 
 
+POST_NORM = 0.25
+"""What a layer of Gemma 3 adds at first; the others add nothing, which a norm would undo."""
+
+
 class Block(nn.Module):
-    """A layer: what mixes positions, then SwiGLU."""
+    """A layer: what mixes positions, then a gated feed-forward."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -69,25 +79,33 @@ class Block(nn.Module):
         self.gate = nn.Linear(shape.width, shape.feed_forward, bias=False)
         self.up = nn.Linear(shape.width, shape.feed_forward, bias=False)
         self.down = nn.Linear(shape.feed_forward, shape.width, bias=False)
+        if shape.window:
+            self.attention_post_norm = Norm(shape, shape.width, POST_NORM)
+            self.forward_post_norm = Norm(shape, shape.width, POST_NORM)
 
     def mix(self, normed: Tensor, table: Tensor) -> Tensor:
         raise NotImplementedError
 
     def forward(self, x: Tensor, table: Tensor) -> Tensor:
-        x = x + self.mix(self.attention_norm(x), table)
+        mixed = self.mix(self.attention_norm(x), table)
+        x = x + (self.attention_post_norm(mixed) if self.shape.window else mixed)
         normed = self.forward_norm(x)
+        if self.shape.window:
+            gated = F.gelu(self.gate(normed), approximate="tanh") * self.up(normed)
+            return x + self.forward_post_norm(self.down(gated))
         return x + self.down(F.silu(self.gate(normed)) * self.up(normed))
 
 
 class AttentionBlock(Block):
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: Shape, window: int) -> None:
         super().__init__(shape)
+        self.window = window
         queries, keys = shape.heads * shape.head_size, shape.kv_heads * shape.head_size
         self.q = nn.Linear(shape.width, queries, bias=False)
         self.k = nn.Linear(shape.width, keys, bias=False)
         self.v = nn.Linear(shape.width, keys, bias=False)
         self.o = nn.Linear(queries, shape.width, bias=False)
-        if shape.convolution:
+        if shape.arch != "llama":
             self.q_norm, self.k_norm = Norm(shape, shape.head_size), Norm(shape, shape.head_size)
 
     def mix(self, normed: Tensor, table: Tensor) -> Tensor:
@@ -97,12 +115,16 @@ class AttentionBlock(Block):
             layer(normed).view(rows, length, -1, shape.head_size).transpose(1, 2)
             for layer in (self.q, self.k, self.v)
         )
-        if shape.convolution:
+        if shape.arch != "llama":
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, table), rotate(k, table)
         share = shape.heads // shape.kv_heads
         k, v = k.repeat_interleave(share, dim=1), v.repeat_interleave(share, dim=1)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        if self.window:
+            seen = torch.ones(length, length, dtype=torch.bool).tril().triu(1 - self.window)
+            mixed = F.scaled_dot_product_attention(q, k, v, seen)
+        else:
+            mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.o(mixed.transpose(1, 2).reshape(rows, length, -1))
 
 
@@ -128,7 +150,7 @@ class Model(nn.Module):
         self.shape = shape
         self.embedding = nn.Embedding(shape.vocabulary, shape.width)
         self.blocks = nn.ModuleList(
-            (AttentionBlock if shape.has_attention(layer) else ConvolutionBlock)(shape)
+            AttentionBlock(shape, shape.window_of(layer)) if shape.has_attention(layer) else ConvolutionBlock(shape)
             for layer in range(shape.layers)
         )
         self.norm = Norm(shape, shape.width)
@@ -137,11 +159,13 @@ class Model(nn.Module):
         for name, weight in self.blocks.named_parameters():
             if weight.ndim == 2:
                 nn.init.normal_(weight, std=1 / math.sqrt(weight.shape[1]))
-                if name.endswith(("o.weight", "down.weight", "out_proj.weight")):
+                if name.endswith(("o.weight", "down.weight", "out_proj.weight")) and not shape.window:
                     nn.init.zeros_(weight)
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embedding(ids)
+        if self.shape.window:
+            x = x * math.sqrt(self.shape.width)
         table = self.table[:, : ids.shape[1]]
         for block in self.blocks:
             x = block(x, table)

@@ -1,6 +1,6 @@
 """Shapes and curricula of the models that `bench.demo.train` trains."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from bench.demo.model import Shape
 
@@ -34,6 +34,27 @@ SHORT, MIDDLE, LONG, FULL = (
     (2304, 3, 0.8, 0.1),
     (4096, 2, 0.9, 0.0),
 )
+SMALL = Recipe(
+    Shape(
+        vocabulary=448,
+        width=64,
+        layers=4,
+        heads=1,
+        kv_heads=1,
+        head_size=64,  # CUDA's flash attention takes no smaller one
+        feed_forward=32,
+        rope_base=10_000.0,
+        context=2048,
+    ),
+    (
+        Stage(2000, 256, 24, 0.05, 0.0),
+        *(Stage(12, 256, 24, 0.05, 0.0), Stage(6, 640, 10, 0.3, 0.0), Stage(1, 2048, 3, 0.5, 0.0)) * 360,
+    ),
+    characters_per_token=2.5,
+    # A model so narrow trains faster like this.
+    half=False,
+    threads=1,
+)
 RECIPES = {
     "demo": Recipe(
         Shape(),
@@ -43,26 +64,6 @@ RECIPES = {
         ),
         characters_per_token=3.6,
     ),
-    "short-conv": Recipe(
-        Shape(
-            vocabulary=512,
-            width=64,
-            layers=4,
-            heads=2,
-            kv_heads=1,
-            head_size=32,
-            feed_forward=56,
-            rope_base=10_000.0,
-            context=2048,
-            convolution=9,
-        ),
-        (
-            Stage(2000, 256, 24, 0.05, 0.0),
-            *(Stage(12, 256, 24, 0.05, 0.0), Stage(6, 640, 10, 0.3, 0.0), Stage(1, 2048, 3, 0.5, 0.0)) * 360,
-        ),
-        characters_per_token=2.6,
-        # A model so narrow trains faster like this.
-        half=False,
-        threads=1,
-    ),
+    "short-conv": replace(SMALL, shape=replace(SMALL.shape, convolution=9)),
+    "window": replace(SMALL, shape=replace(SMALL.shape, window=32)),
 }

@@ -26,8 +26,10 @@ LAYER_NAMES = {
     "gate": "ffn_gate",
     "up": "ffn_up",
     "down": "ffn_down",
+    "attention_post_norm": "post_attention_norm",
+    "forward_post_norm": "post_ffw_norm",
 }
-OUTPUT_NORM = {"llama": "output_norm", "lfm2": "token_embd_norm"}
+OUTPUT_NORM = {"llama": "output_norm", "lfm2": "token_embd_norm", "gemma3": "output_norm"}
 NEIGHBOURS = {"llama"}
 """Architectures in which RoPE pairs neighbours, where training splits a head in halves."""
 
