@@ -27,7 +27,9 @@ _MIN_SHARE = 0.01
 
 
 @dataclass(frozen=True, slots=True)
-class _Thread:
+class ThreadTimes:
+    """The accounts of a thread at one moment."""
+
     state: str
     """R, S, D, T, ... as in /proc."""
     ran_s: float
@@ -40,11 +42,30 @@ class ProcessTimes:
     """The accounts of a process at one moment."""
 
     at: float
-    threads: dict[int, _Thread]
+    threads: dict[int, ThreadTimes]
     """By id; empty where the system does not tell how long they waited."""
     cpu_s: float = 0.0
     """CPU time of all threads, where `threads` is empty."""
     is_stopped: bool = False
+
+
+def thread_times(pid: int) -> dict[int, ThreadTimes]:
+    """Return the accounts of each thread of a process by id; empty where the system does not keep them."""
+    found: dict[int, ThreadTimes] = {}
+    tasks = Path("/proc", str(pid), "task")
+    try:
+        for tid in os.listdir(tasks):
+            try:
+                ran, waited, _ = (tasks / tid / "schedstat").read_text().split()
+                state = (tasks / tid / "stat").read_text().rpartition(")")[2].split()[0]
+            except (FileNotFoundError, ProcessLookupError):
+                # The kernel does not keep the first, or the thread has ended.
+                continue
+            found[int(tid)] = ThreadTimes(state, int(ran) * _NS, int(waited) * _NS)
+    except (OSError, ValueError, IndexError):
+        pass
+    # Some kernels have the file, but only zeros in it.
+    return found if any(each.ran_s for each in found.values()) else {}
 
 
 def process_times(pid: int, at: float) -> ProcessTimes:
@@ -52,22 +73,9 @@ def process_times(pid: int, at: float) -> ProcessTimes:
 
     Those of the process that asks lack the thread that asks.
     """
-    threads: dict[int, _Thread] = {}
-    own = threading.get_native_id()
-    tasks = Path("/proc", str(pid), "task")
-    try:
-        for tid in os.listdir(tasks):
-            try:
-                ran, waited, _ = (tasks / tid / "schedstat").read_text().split()
-                state = (tasks / tid / "stat").read_text().rpartition(")")[2].split()[0]
-            except FileNotFoundError:
-                # The kernel does not keep the first, or the thread has ended.
-                continue
-            if int(tid) != own:
-                threads[int(tid)] = _Thread(state, int(ran) * _NS, int(waited) * _NS)
-    except (OSError, ValueError, IndexError):
-        pass
-    if any(each.ran_s for each in threads.values()):
+    threads = thread_times(pid)
+    threads.pop(threading.get_native_id(), None)
+    if threads:
         return ProcessTimes(at, threads)
     try:
         process = psutil.Process(pid)

@@ -7,12 +7,11 @@ import time
 
 import pytest
 
-from llamaslot.backend import host_load
 from llamaslot.backend.llama import quiet
 
 
 @pytest.fixture(autouse=True)
 def quiet_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """To measurements the machine seems idle, however many tests run side by side."""
-    monkeypatch.setattr(host_load, "read", lambda: host_load.Reading(time.perf_counter(), 0.0, {}))
+    monkeypatch.setattr(quiet, "read_clocks", lambda: quiet.Clocks(time.perf_counter(), 0.0, {}))
     monkeypatch.setattr(quiet, "MAX_SPREAD", math.inf)

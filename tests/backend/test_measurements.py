@@ -14,8 +14,6 @@ import numpy as np
 import pytest
 
 from bench import synthetic
-from llamaslot.backend import host_load
-from llamaslot.backend.host_load import Reading
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings, kv_cost, library, measurements, quiet, step_cost
 from llamaslot.backend.llama.measurements import Measurements
 from llamaslot.backend.llama.state import state_cost
@@ -219,8 +217,8 @@ class Clocks:
     def __init__(self) -> None:
         self.now = self.delay_s = 0.0
 
-    def read(self) -> Reading:
-        return Reading(self.now, self.now - self.delay_s, {"1": self.delay_s})
+    def read(self) -> quiet.Clocks:
+        return quiet.Clocks(self.now, self.now - self.delay_s, {1: self.delay_s})
 
 
 MEASURES: dict[str, tuple[Any, str, object]] = {
@@ -238,7 +236,7 @@ def test_what_was_measured_while_other_programs_ran_is_not_kept_and_is_measured_
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, share: float
 ) -> None:
     clocks, shares = Clocks(), [share]
-    monkeypatch.setattr(host_load, "read", clocks.read)
+    monkeypatch.setattr(quiet, "read_clocks", clocks.read)
 
     def measure(measured: str) -> Any:
         clocks.now += 1.0
@@ -281,7 +279,7 @@ def test_costs_are_measured_on_empty_sequences_only_and_leave_what_is_saved(
     monkeypatch.setattr(kv_cost, "_prefill", lambda *given: min(prefill(*given), 0.005))
     monkeypatch.setattr(kv_cost, "_N_PAIRS", 1)
     ticking = iter(range(10**6))
-    monkeypatch.setattr(host_load, "read", lambda: Reading(t := float(next(ticking)), 0.0, {"1": t}))
+    monkeypatch.setattr(quiet, "read_clocks", lambda: quiet.Clocks(t := float(next(ticking)), 0.0, {1: t}))
     backend = LlamaBackend(settings(tiny_model, None, n_ctx=4096, n_ubatch=512, n_threads=1))
     assert backend.info.costs_pending
     backend.decode([Run(0, 0, np.arange(100, 140, dtype=np.int32), output=False)])
@@ -290,7 +288,7 @@ def test_costs_are_measured_on_empty_sequences_only_and_leave_what_is_saved(
     backend.change(Save(0, 0, 0, 40, backend.n_seqs - 1))
     backend.change(Remove(0, 0))
     kept = bytes(backend.kv_of(0).data)  # type: ignore[union-attr]
-    monkeypatch.setattr(host_load, "read", lambda: Reading(0.0, 0.0, {}))
+    monkeypatch.setattr(quiet, "read_clocks", lambda: quiet.Clocks(0.0, 0.0, {}))
     stops = iter([False, False, True])
     assert not backend.measure_costs(lambda: next(stops))
     assert [backend.seq_range(seq) for seq in range(backend.n_seqs)] == [range(0)] * backend.n_seqs
@@ -304,19 +302,19 @@ def test_costs_are_measured_on_empty_sequences_only_and_leave_what_is_saved(
 
 READINGS = [
     # before, after, on a CPU, seconds of waiting
-    (Reading(0, 0, {"1": 0.0}), Reading(1, 0.2, {"1": 0.3, "2": 0.1}), True, 0.4),
-    (Reading(0, 0, {"1": 0.0, "9": 5.0}), Reading(1, 0.2, {"1": 0.3}), False, 0.3),
-    (Reading(0, 0, {"1": 0.0}), Reading(1, 0.1, {"1": 0.0}), True, 0.0),
-    (Reading(0, 0, None), Reading(1, 0.75, None), True, 0.25),
-    (Reading(0, 0, None), Reading(1, 0.1, None), False, 0.0),
+    (quiet.Clocks(0, 0, {1: 0.0}), quiet.Clocks(1, 0.2, {1: 0.3, 2: 0.1}), True, 0.4),
+    (quiet.Clocks(0, 0, {1: 0.0, 9: 5.0}), quiet.Clocks(1, 0.2, {1: 0.3}), False, 0.3),
+    (quiet.Clocks(0, 0, {1: 0.0}), quiet.Clocks(1, 0.1, {1: 0.0}), True, 0.0),
+    (quiet.Clocks(0, 0, None), quiet.Clocks(1, 0.75, None), True, 0.25),
+    (quiet.Clocks(0, 0, None), quiet.Clocks(1, 0.1, None), False, 0.0),
 ]
 
 
 @pytest.mark.parametrize(("before", "after", "on_cpu", "waited"), READINGS)
 def test_waiting_is_what_the_kernel_counts_else_the_time_without_a_cpu(
-    before: Reading, after: Reading, on_cpu: bool, waited: float
+    before: quiet.Clocks, after: quiet.Clocks, on_cpu: bool, waited: float
 ) -> None:
-    assert host_load.waited_s(before, after, on_cpu=on_cpu) == pytest.approx(waited)
+    assert quiet.waited_s(before, after, on_cpu=on_cpu) == pytest.approx(waited)
 
 
 def test_equal_work_that_takes_unequal_times_is_a_disturbance_on_any_device(

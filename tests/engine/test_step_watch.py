@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from llamaslot.base.process_times import ProcessTimes, _Thread
+from llamaslot.base.process_times import ProcessTimes, ThreadTimes
 from llamaslot.engine import step_watch
 from llamaslot.engine.step_watch import StepWatch
 
@@ -50,7 +50,7 @@ class Threads:
         self.ran, self.waited, self.state = 1.0, 0.0, "S"
 
     def __call__(self, at: float) -> ProcessTimes:
-        return ProcessTimes(at, {1: _Thread("S", 5.0, 0.0), 2: _Thread(self.state, self.ran, self.waited)})
+        return ProcessTimes(at, {1: ThreadTimes("S", 5.0, 0.0), 2: ThreadTimes(self.state, self.ran, self.waited)})
 
 
 def test_the_time_for_which_the_process_was_stopped_does_not_count() -> None:
