@@ -15,10 +15,9 @@ import contextlib
 import os
 import signal
 import sys
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import structlog
 
@@ -30,8 +29,8 @@ from llamaslot.app.template_config import read_template
 from llamaslot.base.backend import Backend
 from llamaslot.base.errors import stopped_error
 from llamaslot.base.gguf_file import check_metadata
-from llamaslot.processes.default_executor import start_default_executor
 from llamaslot.processes.messages import Loaded
+from llamaslot.processes.threads import in_daemon_thread, start_default_executor
 
 if TYPE_CHECKING:
     from llamaslot.api.context import Readiness
@@ -40,7 +39,6 @@ if TYPE_CHECKING:
     from llamaslot.service.service import Service
 
 _log = structlog.get_logger(__name__)
-T = TypeVar("T")
 _REMEMBER_TIMEOUT_S = 2.0
 """Time to end the remaining requests and to remember their replies."""
 
@@ -119,9 +117,10 @@ async def _listen(
     from llamaslot.app.http_config import api_settings  # noqa: PLC0415
     from llamaslot.app.tls import certificate  # noqa: PLC0415
 
-    opening = _in_thread(lambda: (create_app(api_settings(config)), certificate(config)))
+    opening = in_daemon_thread(lambda: (create_app(api_settings(config)), certificate(config)))
     await _first(opening, stop.first)
     if not opening.done():
+        opening.cancel()
         return None
     app, tls = opening.result()
     stop.changes.append(app[KEYS].changes)
@@ -221,33 +220,6 @@ async def _drained(service: Service, second_signal: asyncio.Future[None], second
     deadline = asyncio.get_running_loop().time() + seconds
     while service.n_in_flight and not second_signal.done() and asyncio.get_running_loop().time() < deadline:
         await asyncio.wait([second_signal], timeout=0.05)
-
-
-def _in_thread(function: Callable[[], T]) -> asyncio.Future[T]:
-    """Run a function that may wait for a file system, on a thread that the end of the process does not wait for."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[T] = loop.create_future()
-
-    def set_result(result: T | None, error: Exception | None) -> None:
-        if not future.done():
-            if error is not None:
-                future.set_exception(error)
-            else:
-                future.set_result(cast(T, result))
-
-    def run() -> None:
-        try:
-            result = function()
-        except Exception as error:
-            outcome: tuple[T | None, Exception | None] = (None, error)
-        else:
-            outcome = (result, None)
-        with contextlib.suppress(RuntimeError):
-            # The loop may be closed.
-            loop.call_soon_threadsafe(set_result, *outcome)
-
-    threading.Thread(target=run, name="files", daemon=True).start()
-    return future
 
 
 class _Signals:

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar
 
 import structlog
 
@@ -29,6 +28,7 @@ from llamaslot.engine.engine import Engine
 from llamaslot.engine.model_worker import model_thread
 from llamaslot.engine.step_watch import StepWatch
 from llamaslot.processes.messages import Loaded
+from llamaslot.processes.threads import in_daemon_thread
 
 if TYPE_CHECKING:
     from llamaslot.backend.remote.redis_store import RedisStore
@@ -184,36 +184,10 @@ class EngineHost:
 
 
 async def _responding(flag: str, seconds: float, use: Callable[[], _T]) -> _T:
-    """Return the result of using a folder; raises `ConfigError`, also if its disk does not respond.
-
-    The thread is a daemon's: in a wait for a disk it can be neither ended nor waited for.
-    """
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[_T] = loop.create_future()
-
-    def settle(result: _T | None, error: BaseException | None) -> None:
-        if done.done():
-            return
-        if error is not None:
-            done.set_exception(error)
-        else:
-            done.set_result(cast(_T, result))
-
-    def run() -> None:
-        result: _T | None = None
-        failed: BaseException | None = None
-        try:
-            result = use()
-        except BaseException as error:
-            failed = error
-        # After a timeout the loop may be closed.
-        with contextlib.suppress(RuntimeError):
-            loop.call_soon_threadsafe(settle, result, failed)
-
-    threading.Thread(target=run, name="llamaslot-folder", daemon=True).start()
+    """Return the result of using a folder; raises `ConfigError`, also if its disk does not respond."""
     try:
         async with asyncio.timeout(seconds):
-            return await done
+            return await in_daemon_thread(use)
     except TimeoutError:
         message = f"{flag}: its disk does not respond within {seconds:g} s"
         raise ConfigError(message, param=flag) from None

@@ -20,8 +20,8 @@ from llamaslot.base.errors import LlamaslotError
 from llamaslot.base.events import EngineEvent, Stopped
 from llamaslot.engine.engine import Engine
 from llamaslot.processes.channel import Channel
-from llamaslot.processes.default_executor import start_default_executor
 from llamaslot.processes.messages import OVERDUE_STATUS, Events, LoadEngine, Loading, Refused, Stop, ToEngine
+from llamaslot.processes.threads import start_default_executor
 
 _PROGRESS_STEP = 0.02
 """Fraction of the file between two reports."""

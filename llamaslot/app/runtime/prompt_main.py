@@ -21,7 +21,6 @@ from llamaslot.backend.llama.constraint_tokenizer import token_texts
 from llamaslot.backend.memory import trim_heap
 from llamaslot.base.errors import LlamaslotError
 from llamaslot.processes.channel import Channel
-from llamaslot.processes.default_executor import start_default_executor
 from llamaslot.processes.messages import (
     JobDone,
     LoadVocab,
@@ -32,6 +31,7 @@ from llamaslot.processes.messages import (
     Stop,
     ToPrompts,
 )
+from llamaslot.processes.threads import start_default_executor
 from llamaslot.processes.trial_process import TrialProcess
 from llamaslot.prompts.prompt_worker import PromptThreads, invalid_unicode
 
