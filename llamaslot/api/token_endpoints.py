@@ -53,5 +53,5 @@ async def _answered(
         client = caller.sender.client(caller.session_id)
         job = AnswerBody(kind, raw, client, settings.reasoning_defaults)
         reply = await service.ask(job, JsonReply)
-    with service.reply_memory.held(caller.sender.owner, len(reply.data)):
+    with service.reply_budget.held(caller.sender.owner, len(reply.data)):
         return await json_reply(request, [reply.data])

@@ -19,7 +19,7 @@ from llamaslot.base.commands import Submit
 from llamaslot.base.errors import LlamaslotError, ServerError
 from llamaslot.base.events import Accepted, Cancelled, Failed, Finished, Output
 from llamaslot.base.generation.token_probs import FLOAT_MIN, ProbRows
-from llamaslot.service.reply_memory import ProbsLimit, ReplyMemory
+from llamaslot.service.reply_budget import ProbsLimit, ReplyBudget
 
 RequestEvent: TypeAlias = Accepted | Output | Finished | Failed | Cancelled
 
@@ -97,7 +97,7 @@ Sink: TypeAlias = Callable[[Generation, Output], None]
 class Generations:
     """An async context manager. Inside it every completion is accepted, and `next_batch` returns their events.
 
-    What they produce is charged to `memory`. With `probs`, the limit of probabilities in the reply, all of them are
+    What they produce is charged to `budget`. With `probs`, the limit of probabilities in the reply, all of them are
     kept for it; without, tokens and probabilities are passed on and not kept.
     """
 
@@ -105,14 +105,14 @@ class Generations:
         self,
         submits: Sequence[Submit],
         cancel: Callable[[str], object],
-        memory: ReplyMemory | None = None,
+        budget: ReplyBudget | None = None,
         *,
         n_ctx: int = 0,
         probs: ProbsLimit | None = None,
     ) -> None:
         self.all = [Generation(index, submit, self._put) for index, submit in enumerate(submits)]
         self._cancel = cancel
-        self._memory = memory or ReplyMemory()
+        self._budget = budget or ReplyBudget()
         self._owner = submits[0].owner
         self._n_ctx = n_ctx
         self._probs = probs
@@ -152,7 +152,7 @@ class Generations:
         """Cancel every completion that has not ended, and release the memory; further events take none."""
         self.cancel()
         self._is_closed = True
-        self._memory.charge(self._owner, -self._n_bytes)
+        self._budget.charge(self._owner, -self._n_bytes)
         self._n_bytes = 0
 
     def cancel(self) -> None:
@@ -237,7 +237,7 @@ class Generations:
     def _charge(self, n_bytes: int) -> None:
         if self._is_closed:
             return
-        self._memory.charge(self._owner, n_bytes, n_own=self._n_bytes)
+        self._budget.charge(self._owner, n_bytes, n_own=self._n_bytes)
         self._n_bytes += n_bytes
 
 

@@ -54,7 +54,7 @@ from llamaslot.base.stats import EngineState
 from llamaslot.formats.recognition import format_of
 from llamaslot.service.generations import Generation, Generations
 from llamaslot.service.metrics import Metrics, per_second
-from llamaslot.service.reply_memory import ProbsLimit, ReplyMemory
+from llamaslot.service.reply_budget import ProbsLimit, ReplyBudget
 
 _log = structlog.get_logger(__name__)
 _R = TypeVar("_R", bound=msgspec.Struct)
@@ -108,7 +108,7 @@ class Service:
         self.request_timeout = request_timeout
         self._has_remote = has_remote
         self.metrics = metrics
-        self.reply_memory = ReplyMemory()
+        self.reply_budget = ReplyBudget()
         self._send: Callable[[Command], None] | None = None
         self._why_down: Callable[[], str] = lambda: ""
         self._generations: dict[str, Generation] = {}
@@ -215,7 +215,7 @@ class Service:
             probs.check(submits, self.info.n_ctx_slot)
         completions = [completion for submit in submits for completion in submit.completions()]
         generations = Generations(
-            completions, self.cancel, self.reply_memory, n_ctx=self.info.n_ctx_slot, probs=probs
+            completions, self.cancel, self.reply_budget, n_ctx=self.info.n_ctx_slot, probs=probs
         )
         self._generations |= {each.submit.request_id: each for each in generations.all}
         self._n_of_client[client] += len(completions)

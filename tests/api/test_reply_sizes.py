@@ -10,8 +10,8 @@ import pytest
 
 from llamaslot.api import json_bodies
 from llamaslot.base.errors import MAX_MESSAGE_CHARS, QueueFullError
-from llamaslot.service import reply_memory
-from llamaslot.service.reply_memory import ReplyMemory
+from llamaslot.service import reply_budget
+from llamaslot.service.reply_budget import ReplyBudget
 
 MESSAGES = [{"role": "user", "content": "abc"}]
 SHORT = {"ignore_eos": True, "seed": 1}
@@ -176,14 +176,14 @@ async def test_what_replies_take_is_released(start: Any) -> None:
     await server.ok("/tokenize", {"content": "abc" * 1000})
     await server.idle()
     for _ in range(200):
-        if not server.service.reply_memory.n_bytes:
+        if not server.service.reply_budget.n_bytes:
             return
         await asyncio.sleep(0.01)
-    raise AssertionError(server.service.reply_memory.n_bytes)
+    raise AssertionError(server.service.reply_budget.n_bytes)
 
 
 def test_an_owner_takes_as_much_memory_as_it_leaves_free() -> None:
-    memory = ReplyMemory(1000)
+    memory = ReplyBudget(1000)
     memory.charge("a", 5000)
     memory.charge("a", -5000)
     memory.charge("a", 400)
@@ -203,14 +203,14 @@ async def test_a_request_fails_whose_client_has_too_many_replies(
     start: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = await start()
-    server.service.reply_memory = ReplyMemory(20_000)
-    server.service.reply_memory.charge("other", 100)
+    server.service.reply_budget = ReplyBudget(20_000)
+    server.service.reply_budget.charge("other", 100)
     body = {"prompt": "abc", "n": 8, "n_predict": 50, "n_probs": 10, **SHORT}
     status, reply = await server.post("/completion", body)
     assert (status, reply["error"]["type"]) == (429, "rate_limit_error")
     await server.idle()
-    assert server.service.reply_memory.n_bytes == 100
-    assert reply_memory.MAX_BYTES == 64 * 2**20
+    assert server.service.reply_budget.n_bytes == 100
+    assert reply_budget.MAX_BYTES == 64 * 2**20
 
 
 LONG = "x" * 400_000

@@ -14,7 +14,7 @@ from llamaslot.base.events import Accepted, Cancelled, Failed, Finished, Output,
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.generation.token_probs import FLOAT_MIN, TokenProbs, TokenScore
 from llamaslot.service.generations import Generation, Generations
-from llamaslot.service.reply_memory import ProbsLimit
+from llamaslot.service.reply_budget import ProbsLimit
 from tests.service.test_service import Wire, submit
 
 PROGRESS = Progress(**dict.fromkeys(Progress.__struct_fields__, 1))

@@ -16,7 +16,7 @@ from llamaslot.api.json_bodies import LATER, list_of, with_values
 from llamaslot.api.sse import DONE, event, long_event
 from llamaslot.base.generation.request_context import ReplyOptions
 from llamaslot.service.generations import Generation
-from llamaslot.service.reply_memory import ProbsLimit
+from llamaslot.service.reply_budget import ProbsLimit
 from llamaslot.service.service import Service
 
 

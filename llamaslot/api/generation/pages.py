@@ -79,5 +79,5 @@ async def page_of_stored(request: web.Request, lists: Sequence[bytes], paging: P
     )
     service = request.app[READINESS].check()
     reply = await service.ask(job, JsonReply)
-    with service.reply_memory.held(caller.sender.owner, len(reply.data)):
+    with service.reply_budget.held(caller.sender.owner, len(reply.data)):
         return await json_reply(request, [reply.data])

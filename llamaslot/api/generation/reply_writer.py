@@ -19,7 +19,7 @@ from llamaslot.base.generation.request_context import ReplyOptions
 from llamaslot.formats.format import Format
 from llamaslot.formats.parsed_message import ParsedMessage
 from llamaslot.service.generations import Generation
-from llamaslot.service.reply_memory import ProbsLimit
+from llamaslot.service.reply_budget import ProbsLimit
 from llamaslot.service.service import Service
 
 

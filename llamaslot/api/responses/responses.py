@@ -34,7 +34,7 @@ from llamaslot.base.events import Finished, Output
 from llamaslot.base.generation.request_context import ReplyOptions
 from llamaslot.formats.calls import Delta
 from llamaslot.service.generations import Generation
-from llamaslot.service.reply_memory import ProbsLimit
+from llamaslot.service.reply_budget import ProbsLimit
 
 _CODES = {
     "rate_limit_error": "rate_limit_exceeded",

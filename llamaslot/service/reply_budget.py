@@ -1,4 +1,4 @@
-"""Memory of replies that are generated or sent: what one request may ask for, and what all may take together.
+"""Memory of replies while they are generated and sent: what one may ask for, and what all may take together.
 
 Only the packed form is kept (`ProbRows`): the JSON of a probability is four times as long, and is made while it is
 sent. An owner (`Sender.owner`) may take as much as it leaves free, so one alone gets half, and there is always room
@@ -20,7 +20,7 @@ MAX_BYTES = 64 * 2**20
 _MIB = 2**20
 
 
-class ReplyMemory:
+class ReplyBudget:
     """Bytes that replies take, by owner."""
 
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
