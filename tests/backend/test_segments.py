@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from bench import synthetic
-from llamaslot.backend.llama import LlamaBackend, LlamaSettings, segments
+from llamaslot.backend.llama import LlamaBackend, LlamaSettings, saved_sequences
 from llamaslot.base.backend import Run, Status
 from llamaslot.base.gguf_file import parts
 from llamaslot.base.kv_ops import (
@@ -277,7 +277,7 @@ def test_a_segment_for_which_there_is_no_memory_leaves_everything_as_it_was(
     with loaded(tiny_model) as backend:
         feed(backend, 0, PROMPT)
         with monkeypatch.context() as patched:
-            patched.setattr(segments, "new_kv", nothing)
+            patched.setattr(saved_sequences, "new_kv", nothing)
             with pytest.raises(NotSavedError) as error:
                 backend.change(Save(7, 0, 50, 100, SCRATCH))
         assert error.value.segment == 7

@@ -10,7 +10,6 @@ In RAM they cost the time to save and to load them, measured with the tokens of 
 
 from __future__ import annotations
 
-import ctypes
 import statistics
 from time import perf_counter
 from typing import Any
@@ -18,6 +17,7 @@ from typing import Any
 import llama_cpp
 import numpy as np
 
+from llamaslot.backend.llama import saved_sequences
 from llamaslot.backend.llama.quiet import Quiet
 from llamaslot.base.backend import Backend, Run, Status
 from llamaslot.base.errors import ConfigError
@@ -137,9 +137,8 @@ def fill(backend: Backend, context: Any, n_cells: int) -> bool:
         return False
     kv = backend.kv_of(_SEGMENT)
     assert kv is not None
-    state = kv.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
     n_loaded = 0
-    while n_loaded < n_cells and llama_cpp.llama_state_seq_set_data(context, state, len(kv), 0):
+    while n_loaded < n_cells and saved_sequences.load(context, 0, kv):
         llama_cpp.llama_memory_seq_cp(memory, 0, 1, -1, -1)
         n_loaded += _SAVED_TOKENS
     backend.change(Free(_SEGMENT))

@@ -6,16 +6,15 @@ position -1 or not at all, so both length and liveness are recorded here.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import llama_cpp
 
+from llamaslot.backend.llama import saved_sequences
 from llamaslot.backend.llama.segments import SegmentStore
 from llamaslot.backend.llama.state.partial_states import PartialStates
-from llamaslot.backend.memory import new_kv
 from llamaslot.base import kv_ops
 from llamaslot.base.backend import Run
 from llamaslot.base.model import ModelInfo, StateKind
@@ -143,17 +142,14 @@ class KvOperations:
         Sequences must not share cells.
         """
         seqs = [seq for seq, length in enumerate(self.lengths) if length]
-        sizes = {seq: int(llama_cpp.llama_state_seq_get_size(self._context, seq)) for seq in seqs}
-        if sum(sizes.values()) > _MAX_SET_ASIDE_BYTES:
+        if sum(saved_sequences.size_of(self._context, seq) for seq in seqs) > _MAX_SET_ASIDE_BYTES:
             raise kv_ops.NotSavedError(seqs[0])
         states = {}
-        for seq, n_bytes in sizes.items():
+        for seq in seqs:
             try:
-                states[seq] = state = new_kv(n_bytes)
+                states[seq] = saved_sequences.save(self._context, seq)
             except MemoryError as error:
                 raise kv_ops.NotSavedError(seq) from error
-            if llama_cpp.llama_state_seq_get_data(self._context, _bytes(state), n_bytes, seq) != n_bytes:
-                raise kv_ops.NotSavedError(seq)
         held = Held(states, list(self.lengths), [self.states.is_live(seq) for seq in range(len(self.lengths))])
         self.clear()
         return held
@@ -162,7 +158,7 @@ class KvOperations:
         """Give all sequences what they held; False if there is no memory, and all are empty then."""
         self.clear()
         for seq, state in held.states.items():
-            if llama_cpp.llama_state_seq_set_data(self._context, _bytes(state), len(state), seq) != len(state):
+            if not saved_sequences.load(self._context, seq, state):
                 self.clear()
                 return False
         self.lengths = held.lengths
@@ -216,7 +212,3 @@ class KvOperations:
         if keep < self.lengths[src]:
             llama_cpp.llama_memory_seq_rm(self._memory, dst, keep, -1)
         self.lengths[dst] = keep
-
-
-def _bytes(state: kv_ops.Kv) -> Any:
-    return state.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))

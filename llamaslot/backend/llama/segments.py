@@ -7,14 +7,13 @@ partial state that comes along with the range is stripped before it is saved.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import llama_cpp
 
-from llamaslot.backend.memory import new_kv
+from llamaslot.backend.llama import saved_sequences
 from llamaslot.base.kv_ops import Kv, Load, NotLoadedError, NotSavedError, Save
 
 
@@ -31,7 +30,7 @@ class SegmentStore:
     def n_bytes(self, operation: Save, strip: Callable[[int], None]) -> int:
         """Size of the segment that an operation would save."""
         with self._range_in_scratch(operation, strip):
-            return self._size_of(operation.scratch)
+            return saved_sequences.size_of(self._context, operation.scratch)
 
     def kv_of(self, segment: int) -> Kv | None:
         """Return the KV of a segment, None if there is no such segment."""
@@ -48,7 +47,8 @@ class SegmentStore:
         `strip` removes the partial state that llama.cpp copies along with the range from the scratch sequence.
         """
         try:
-            state = self._saved(operation, strip)
+            with self._range_in_scratch(operation, strip):
+                state = saved_sequences.save(self._context, operation.scratch)
         except MemoryError as error:
             raise NotSavedError(operation.segment) from error
         self.put(operation.segment, range(operation.start, operation.end), state)
@@ -61,7 +61,7 @@ class SegmentStore:
         """
         state = self._states[operation.segment]
         start, end, scratch = operation.start, operation.end, operation.scratch
-        if llama_cpp.llama_state_seq_set_data(self._context, _bytes(state), len(state), scratch) != len(state):
+        if not saved_sequences.load(self._context, scratch, state):
             llama_cpp.llama_memory_seq_rm(self._memory, scratch, -1, -1)
             raise NotLoadedError(operation.segment)
         llama_cpp.llama_memory_seq_cp(self._memory, scratch, operation.dst, start, end)
@@ -70,18 +70,6 @@ class SegmentStore:
     def free(self, segment: int) -> None:
         """Free a segment."""
         del self._states[segment], self.positions[segment]
-
-    def _saved(self, operation: Save, strip: Callable[[int], None]) -> Kv:
-        scratch = operation.scratch
-        with self._range_in_scratch(operation, strip):
-            state = new_kv(self._size_of(scratch))
-            n_bytes = llama_cpp.llama_state_seq_get_data(self._context, _bytes(state), len(state), scratch)
-        # Both calls return 0 if llama.cpp has no memory for what it needs on the way.
-        if not n_bytes or n_bytes != len(state):
-            raise MemoryError(
-                f"llama.cpp could not save [{operation.start}, {operation.end}) of sequence {operation.src}"
-            )
-        return state
 
     @contextmanager
     def _range_in_scratch(self, operation: Save, strip: Callable[[int], None]) -> Iterator[None]:
@@ -93,11 +81,3 @@ class SegmentStore:
             yield
         finally:
             llama_cpp.llama_memory_seq_rm(self._memory, scratch, -1, -1)
-
-    def _size_of(self, seq: int) -> int:
-        n_bytes: int = llama_cpp.llama_state_seq_get_size(self._context, seq)
-        return n_bytes
-
-
-def _bytes(state: Kv) -> Any:
-    return state.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))

@@ -8,12 +8,12 @@ sequence for recurrent layers, and that of one token for windows, on which an em
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from typing import Any
 
 import llama_cpp
 
+from llamaslot.backend.llama.saved_sequences import pointer
 from llamaslot.backend.memory import new_kv
 from llamaslot.base.kv_ops import IllegalCallError, Kv, NotLoadedError, NotSavedError, Restore, Take
 from llamaslot.base.model import StateKind
@@ -100,16 +100,12 @@ class PartialStates:
         del self._states[checkpoint]
 
     def _load(self, seq: int, state: Kv) -> bool:
-        n_bytes = llama_cpp.llama_state_seq_set_data_ext(self._context, _bytes(state), len(state), seq, _PARTIAL)
+        n_bytes = llama_cpp.llama_state_seq_set_data_ext(self._context, pointer(state), len(state), seq, _PARTIAL)
         return bool(n_bytes == len(state))
 
     def _saved(self, seq: int) -> Kv:
         state = new_kv(self.n_bytes(seq))
-        n_bytes = llama_cpp.llama_state_seq_get_data_ext(self._context, _bytes(state), len(state), seq, _PARTIAL)
+        n_bytes = llama_cpp.llama_state_seq_get_data_ext(self._context, pointer(state), len(state), seq, _PARTIAL)
         if not n_bytes or n_bytes != len(state):
             raise MemoryError(f"llama.cpp could not save the state of sequence {seq}")
         return state
-
-
-def _bytes(state: Kv) -> Any:
-    return state.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))

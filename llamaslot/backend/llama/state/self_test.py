@@ -17,7 +17,6 @@ One that can be trimmed is trimmed and copied instead. Two checks follow each ti
 
 from __future__ import annotations
 
-import ctypes
 import math
 from collections.abc import Callable
 from time import perf_counter
@@ -28,7 +27,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from llamaslot.backend.memory import new_kv
+from llamaslot.backend.llama import saved_sequences
 from llamaslot.backend.state_format import digests
 from llamaslot.base.backend import Backend, Run, Status
 from llamaslot.base.kv_ops import (
@@ -358,10 +357,7 @@ class _Trial:
         """
         if self._should_stop():
             raise _StoppedError
-        state = new_kv(llama_cpp.llama_state_seq_get_size(self._context, seq))
-        pointer = state.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
-        if llama_cpp.llama_state_seq_get_data(self._context, pointer, len(state), seq) != len(state):
-            raise MemoryError(f"llama.cpp could not save sequence {seq}")
+        state = saved_sequences.save(self._context, seq)
         try:
             return digests(state, self._info.state.kind)
         except ValueError as error:
