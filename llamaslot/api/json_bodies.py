@@ -86,7 +86,8 @@ async def json_reply(request: web.Request, pieces: Iterable[bytes]) -> web.Strea
             await response.write(chunk)
         await response.write_eof()
     except ConnectionError:
-        pass  # The client is gone.
+        # The client is gone.
+        pass
     except Exception as error:
         # The status is sent: only a connection that ends too soon can tell of the error.
         http_errors.described(error)
@@ -96,8 +97,11 @@ async def json_reply(request: web.Request, pieces: Iterable[bytes]) -> web.Strea
 
 
 async def chunks(request: web.BaseRequest, pieces: Iterable[bytes]) -> AsyncIterator[bytes]:
-    """Yield the pieces of a reply in chunks; after each first chunk, of all replies one
-    is made in a turn of the event loop."""
+    """Yield the pieces of a reply in chunks.
+
+    The first is made at once. Of all further ones, whichever replies they are of, each turn of the event loop makes
+    one.
+    """
     connection, rest = request.protocol, _cut(pieces)
     chunk, is_all = _next_chunk(rest)
     if chunk:

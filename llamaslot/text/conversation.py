@@ -17,8 +17,6 @@ Conversation: TypeAlias = list[Message]
 
 SYSTEM_ROLES = ("system", "developer")
 """Roles of instructions."""
-
-
 _ANY_ARGUMENTS: Message = {"type": "object", "properties": {}}
 
 
