@@ -334,18 +334,6 @@ def _fleet(options: Namespace) -> None:
 
 def _add_traces(command: ArgumentParser) -> None:
     _common(command, run=_traces, repeats=(3, 1), of="replays on each server")
-    _add_recordings(command)
-    text = "factor for the recorded pauses, each of one minute at most (default: 0.01)"
-    command.add_argument("--time-scale", type=float, default=0.01, metavar="X", help=text)
-    text = "one request after another, without pauses: counts repeat exactly, times mean nothing"
-    command.add_argument("--in-turn", action="store_true", help=text)
-    text = f"{', '.join(traces.NAMES)} (may be repeated; default: {', '.join(traces.USUAL)})"
-    command.add_argument("--against", action="append", choices=traces.NAMES, metavar="SERVER", help=text)
-    _threads(command)
-
-
-def _add_recordings(command: ArgumentParser) -> None:
-    """Add the options that choose what is replayed of a folder of recordings."""
     text = "folder of recorded sessions (*.json) in the format of kv-cache-tester"
     command.add_argument("--dir", type=Path, required=True, metavar="DIR", help=text)
     for flag, usual, text in (
@@ -356,25 +344,28 @@ def _add_recordings(command: ArgumentParser) -> None:
         ("--seed", 1, "of the choice of sessions"),
     ):
         command.add_argument(flag, type=_positive, default=usual, metavar="N", help=f"{text} (default: {usual})")
+    text = "factor for the recorded pauses, each of one minute at most (default: 0.01)"
+    command.add_argument("--time-scale", type=float, default=0.01, metavar="X", help=text)
+    text = "one request after another, without pauses: counts repeat exactly, times mean nothing"
+    command.add_argument("--in-turn", action="store_true", help=text)
+    text = f"{', '.join(traces.NAMES)} (may be repeated; default: {', '.join(traces.USUAL)})"
+    command.add_argument("--against", action="append", choices=traces.NAMES, metavar="SERVER", help=text)
+    _threads(command)
 
 
 def _traces(options: Namespace) -> None:
-    settings = _recordings(options, time_scale=options.time_scale, in_turn=options.in_turn)
-    common = _measured(options) | {"repeats": options.repeats, "threads": options.threads}
-    traces.run(settings=settings, **common, against=options.against or ())
-
-
-def _recordings(options: Namespace, *, time_scale: float, in_turn: bool) -> traces.Settings:
-    return traces.Settings(
+    settings = traces.Settings(
         directory=options.dir,
         n_sessions=options.sessions,
         n_requests=min(options.requests, 40) if options.quick else options.requests,
         n_slots=options.slots,
         n_ctx_slot=options.context,
-        time_scale=time_scale,
-        in_turn=in_turn,
+        time_scale=options.time_scale,
+        in_turn=options.in_turn,
         seed=options.seed,
     )
+    common = _measured(options) | {"repeats": options.repeats, "threads": options.threads}
+    traces.run(settings=settings, **common, against=options.against or ())
 
 
 def _add_parity(command: ArgumentParser) -> None:
