@@ -38,7 +38,7 @@ _NAME = "a_called_function"
 
 @dataclass(frozen=True, slots=True)
 class TurnForm:
-    """What a template takes; True is what most do."""
+    """The order and form of messages that a template takes; True is what most do."""
 
     repeats: bool = True
     """Two replies in a row: roles need not alternate."""

@@ -1,4 +1,4 @@
-"""What was computed is on disk soon after a request ends, however few tokens it asks for: `kill -9` shows it.
+"""Durability: what was computed is on disk soon after a request, however few tokens it asks for.
 
 Every kind of request is sent once, with a prompt of its own. A server that is started on the folder then has all of
 each prompt but its last token.

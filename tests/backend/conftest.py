@@ -1,4 +1,4 @@
-"""What all tests of backends have in common."""
+"""Fixture of all tests of backends."""
 
 from __future__ import annotations
 

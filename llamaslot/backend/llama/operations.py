@@ -25,7 +25,7 @@ _MAX_SET_ASIDE_BYTES = 2 * 2**30
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What the sequences of a context held before the self-test."""
+    """Content of all sequences, while the self-test uses their context."""
 
     states: dict[int, kv_ops.Kv]
     """By sequence, as llama.cpp saves it."""

@@ -58,7 +58,7 @@ _allowance: ContextVar[_Allowance | None] = ContextVar("allowance", default=None
 
 @contextmanager
 def allowing(n_bytes: int) -> Iterator[None]:
-    """Let the calls in this block receive so many bytes together, with `ELEMENT_BYTES` for each value.
+    """Allow the calls in this block so many bytes together, with `ELEMENT_BYTES` for each value.
 
     A call outside of any block may receive what a reply without data takes.
     """

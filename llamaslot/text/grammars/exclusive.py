@@ -1,4 +1,4 @@
-"""Which schemas no value can match at once, so that `oneOf` is `anyOf`.
+"""Proofs that no value matches two of some schemas, so that `oneOf` is `anyOf`.
 
 The rules say no where they do not know. Schemas are compared as they were sent: objects that are closed here (see
 `json_schema.py`) would look exclusive although a valid answer of one may match the other.
@@ -103,7 +103,7 @@ class _Judge:
     def _excludes_type(self, kind: str, a: list[Schema], b: list[Schema], depth: int) -> bool:
         """Return True if no value of a type can match both sides."""
         if kind == "number":
-            (low, low_open), (high, high_open) = _bound(a + b, "inimum", max), _bound(a + b, "aximum", min)
+            (low, low_open), (high, high_open) = _bound(a + b, "minimum", max), _bound(a + b, "maximum", min)
             if low is None or high is None:
                 return False
             return low > high or (low == high and (low_open or high_open))
@@ -182,7 +182,7 @@ def _breaks(value: object, schema: Schema) -> bool:
         number = Decimal(str(value))
         if said == "integer" and number % 1:
             return True
-        (low, low_open), (high, high_open) = _bound([schema], "inimum", max), _bound([schema], "aximum", min)
+        (low, low_open), (high, high_open) = _bound([schema], "minimum", max), _bound([schema], "maximum", min)
         return (low is not None and (number < low or (low_open and number == low))) or (
             high is not None and (number > high or (high_open and number == high))
         )
@@ -200,10 +200,9 @@ def _bound(
     parts: list[Schema], name: str, choose: Callable[[list[Decimal]], Decimal]
 ) -> tuple[Decimal | None, bool]:
     """Return the bound that holds for numbers, and True if it is excluded itself."""
-    found = [Decimal(str(each[f"m{name}"])) for each in parts if _is_number(each.get(f"m{name}"))]
-    excluded = [
-        Decimal(str(each[f"exclusiveM{name}"])) for each in parts if _is_number(each.get(f"exclusiveM{name}"))
-    ]
+    exclusive = f"exclusive{name.capitalize()}"
+    found = [Decimal(str(each[name])) for each in parts if _is_number(each.get(name))]
+    excluded = [Decimal(str(each[exclusive])) for each in parts if _is_number(each.get(exclusive))]
     if not found and not excluded:
         return None, False
     bound = choose([*found, *excluded])

@@ -14,7 +14,7 @@ Resolve: TypeAlias = Callable[[object], object | None]
 
 _OF_CONTAINS = ("contains", "minContains", "maxContains")
 _MAPS = ("dependentRequired", "dependentSchemas", "dependencies")
-_OPEN = ("unevaluatedProperties", "unevaluatedItems", "additionalItems")
+_OPEN = ("unevaluatedProperties", "unevaluatedItems")
 _REMARKS = frozenset({"$schema", "$id", "$comment", "$defs", "definitions"})
 
 
@@ -38,7 +38,7 @@ def remove_vacuous(schema: Schema, resolve: Resolve) -> None:
         "allOf": isinstance(schema.get("allOf"), list) and all(map(_says_nothing, schema["allOf"])),
         "patternProperties": schema.get("patternProperties") == {},
         **{name: _is_empty_map(schema.get(name)) for name in _MAPS},
-        **{name: _says_nothing(schema[name]) for name in _OPEN if name in schema and name != "additionalItems"},
+        **{name: _says_nothing(schema[name]) for name in _OPEN if name in schema},
     }
     for name, is_vacuous in without_effect.items():
         if is_vacuous and name in schema and not isinstance(schema[name], str):
