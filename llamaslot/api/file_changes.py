@@ -14,7 +14,7 @@ from pathlib import Path
 import structlog
 
 _INTERVAL_S = 1.0
-_SILENT_S = 30.0
+_UNRESPONSIVE_S = 30.0
 """Time after which a file system that does not answer is reported."""
 
 _log = structlog.get_logger(__name__)
@@ -28,7 +28,7 @@ class FileChanges:
         self._reload = reload
         self._versions = self._read()
         self._looked_at = time.monotonic()
-        self._is_silent = False
+        self._is_unresponsive = False
         self._wake = threading.Event()
         self._is_stopped = False
 
@@ -53,12 +53,12 @@ class FileChanges:
         self._is_stopped = True
         self._wake.set()
 
-    def report_silence(self) -> None:
+    def report_unresponsive(self) -> None:
         """Log, once, that the files cannot be looked at."""
-        is_silent = bool(self._files) and time.monotonic() - self._looked_at > _SILENT_S
-        if is_silent and not self._is_silent:
-            _log.error("files.unresponsive", files=list(map(str, self._files)), seconds=_SILENT_S)
-        self._is_silent = is_silent
+        is_unresponsive = bool(self._files) and time.monotonic() - self._looked_at > _UNRESPONSIVE_S
+        if is_unresponsive and not self._is_unresponsive:
+            _log.error("files.unresponsive", files=list(map(str, self._files)), seconds=_UNRESPONSIVE_S)
+        self._is_unresponsive = is_unresponsive
 
     def _run(self) -> None:
         while not self._is_stopped:

@@ -53,7 +53,7 @@ class ApiKeys:
 
     def access_of(self, key: str) -> Access | None:
         """Return what a key opens, None for an unknown one."""
-        self.changes.report_silence()
+        self.changes.report_unresponsive()
         raw = key.encode("utf-8", "surrogateescape")
         found = None
         for known, access in (*self._from_file.items(), *self._given.items()):

@@ -43,7 +43,7 @@ class Certificate:
         self.context.sni_callback = self._choose
 
     def _choose(self, connection: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
-        self.changes.report_silence()
+        self.changes.report_unresponsive()
         if self._newest is not self.context:
             connection.context = self._newest
 

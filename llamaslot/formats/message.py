@@ -182,7 +182,7 @@ class TaggedMessage:
             if marker in self._line_markers:
                 before, marker = "\n", marker[1:]
                 self._reader.unread(marker)
-            if (yield from self._ends_behind_call(tags, before, marker)):
+            if (yield from self._ends_after_call(tags, before, marker)):
                 return
             if self._reader.has_ended and not self._reader.has_later(tags.end):
                 if (yield from self._call(before, marker, self._output.reasoning)):
@@ -190,7 +190,7 @@ class TaggedMessage:
             else:
                 self._output.reasoning(before)
 
-    def _ends_behind_call(self, tags: ReasoningTags, before: str, marker: str) -> Steps[bool]:
+    def _ends_after_call(self, tags: ReasoningTags, before: str, marker: str) -> Steps[bool]:
         """Read the rest of the reasoning if a call begins here, and the end tag follows it; otherwise nothing."""
         if self._reader.has_ended:
             return False

@@ -179,16 +179,16 @@ class TaggedCalls:
                 return False
             mark = self._reader.mark()
             ends = yield from self._ends_value(marker, names, has_line=has_line)
-            behind = self._reader.release(mark)
+            text_after = self._reader.release(mark)
             if self._reader.is_undecided and not (ends and self._reader.end_reason != "limit"):
                 self._reader.rest()
                 return False
             if ends:
                 if self._tags.value_close[:-1] not in marker:
-                    self._reader.unread(marker + behind)
+                    self._reader.unread(marker + text_after)
                 value.end()
                 return True
-            self._reader.unread(behind)
+            self._reader.unread(text_after)
             value.feed(marker)
 
     def _ends_in_closing_tag(self, *, has_line: bool) -> bool:

@@ -127,7 +127,7 @@ def check_beside(server: Server, attack: Callable[[], Any], name: str) -> Any:
 
 
 @pytest.mark.parametrize("name", REPLIES if LONG else ["the issue's"])
-def test_a_reply_of_any_size_stalls_nobody(server: Server, name: str) -> None:
+def test_a_reply_of_any_size_stalls_no_other_request(server: Server, name: str) -> None:
     path, body = REPLIES[name]
     status, _ = check_beside(server, lambda: post(server, path, {**body, **NO_END}, EVIL), name)
     assert status in (200, 400, 429)
@@ -170,7 +170,7 @@ def test_a_list_of_large_chats_is_sent_in_pieces(server: Server) -> None:
     check_beside(server, attack, "a list")
 
 
-def test_unfinished_bodies_lock_nobody_out(server: Server) -> None:
+def test_unfinished_bodies_lock_no_other_key_out(server: Server) -> None:
     address = urlsplit(server.url)
     head = HEAD.format(path="/completion", length=99) + "{"
     clients = []

@@ -48,7 +48,7 @@ if not LONG:
 
 @pytest.fixture(scope="module")
 def pipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A named pipe that nobody writes to."""
+    """A named pipe without a writer."""
     path = tmp_path_factory.mktemp("files") / "pipe"
     os.mkfifo(path)
     return path
@@ -108,7 +108,7 @@ def test_a_file_system_that_hangs_keeps_one_thread_waiting_and_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(file_changes, "_INTERVAL_S", 0.01)
-    monkeypatch.setattr(file_changes, "_SILENT_S", 0.0)
+    monkeypatch.setattr(file_changes, "_UNRESPONSIVE_S", 0.0)
     path, hung, free = tmp_path / "file", threading.Event(), threading.Event()
     path.write_text("a")
 
@@ -121,8 +121,8 @@ def test_a_file_system_that_hangs_keeps_one_thread_waiting_and_is_reported(
     path.write_text("another")
     assert hung.wait(10)
     time.sleep(0.01)
-    changes.report_silence()
-    assert changes._is_silent
+    changes.report_unresponsive()
+    assert changes._is_unresponsive
     changes.stop()
     free.set()
 

@@ -107,7 +107,7 @@ async def test_a_child_of_which_only_threads_are_left_has_ended(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="on Linux, a process may lose its main thread and go on")
-async def test_a_child_that_a_thread_keeps_from_ending_is_given_up(
+async def test_a_child_that_a_thread_keeps_from_ending_is_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`SIGKILL` does not end a thread in an uninterruptible wait; here it is not sent."""
