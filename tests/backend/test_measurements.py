@@ -16,7 +16,7 @@ import pytest
 from bench import synthetic
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings, kv_cost, library, measurements, quiet, step_cost
 from llamaslot.backend.llama.measurements import Measurements
-from llamaslot.backend.llama.state import state_cost
+from llamaslot.backend.llama.state import self_test, state_cost
 from llamaslot.base.backend import Run, Status
 from llamaslot.base.kv_ops import IllegalCallError, Load, Remove, Save
 from llamaslot.base.model import KvCost, StateCost, StepCost
@@ -270,6 +270,47 @@ def test_what_was_measured_while_other_programs_ran_is_not_kept_and_is_measured_
     again.close()
     for each in MEASURES:
         assert getattr(again.info, each) == getattr(backend.info, each)
+
+
+def test_the_result_of_the_self_test_is_kept_though_costs_were_disturbed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n_measured: list[int]
+) -> None:
+    """Else nothing would be reused at each start on a busy machine, until the self-test has passed again."""
+    ticking = iter(range(10**6))
+    monkeypatch.setattr(host_load, "read", lambda: Reading(t := float(next(ticking)), 0.0, {"1": t}))
+    given = settings(synthetic.ensure("tiny-lfm2"), tmp_path, checkpoints=True, n_threads=1)
+    LlamaBackend(given).close()
+    monkeypatch.setattr(self_test, "run", lambda *_, **__: pytest.fail("it was passed already"))
+    backend = LlamaBackend(given)
+    assert backend.info.costs_pending
+    assert backend.info.self_test == "passed"
+    monkeypatch.setattr(host_load, "read", lambda: Reading(0.0, 0.0, {}))
+    assert backend.measure_costs()
+    backend.close()
+    n_measured[0] = 0
+    again = LlamaBackend(given)
+    again.close()
+    assert (again.info.self_test, again.info.kv_cost, n_measured) == ("passed", MEASURED.kv_cost, [0])
+
+
+@pytest.mark.parametrize("outcome", ["off", "failed"])
+def test_costs_that_are_measured_later_without_reuse_are_not_kept_for_starts_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, outcome: Any
+) -> None:
+    ticking = iter(range(10**6))
+    monkeypatch.setattr(host_load, "read", lambda: Reading(t := float(next(ticking)), 0.0, {"1": t}))
+    failed = self_test.SelfTestResult("failed", "the reason")
+    monkeypatch.setattr(self_test, "run", lambda *_, **__: failed)
+    given = settings(synthetic.ensure("tiny-lfm2"), tmp_path, checkpoints=True, n_threads=1)
+    choice: Any = "off" if outcome == "off" else "auto"
+    backend = LlamaBackend(replace(given, reuse_self_test=choice))
+    assert backend.info.self_test == outcome
+    monkeypatch.setattr(host_load, "read", lambda: Reading(0.0, 0.0, {}))
+    assert backend.measure_costs()
+    backend.close()
+    again = LlamaBackend(replace(given, reuse_self_test="on"))
+    again.close()
+    assert again.info.state_cost is not None
 
 
 def test_costs_are_measured_on_empty_sequences_only_and_leave_what_is_saved(

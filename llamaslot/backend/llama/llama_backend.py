@@ -187,9 +187,9 @@ class LlamaBackend:
         if result.outcome == "pending":
             return False
         info = self.info
-        measured = Measurements(info.stream_copy_ms, info.kv_cost, info.step_cost, info.state_cost, result)
-        if not info.costs_pending:
-            self._keep(measured)
+        costs = info.stream_copy_ms, info.kv_cost, info.step_cost, info.state_cost
+        measured = Measurements(*costs, result, has_costs=not info.costs_pending)
+        self._keep(measured)
         self._set_measured(measured, is_later=True)
         trim_heap()
         return True
@@ -204,12 +204,12 @@ class LlamaBackend:
         measured = self._measure(should_stop)
         self._rows, self._targets = {}, {}
         if measured is not None:
-            fields = msgspec.structs.asdict(measured)
-            fields.pop("self_test")
-            self.info = msgspec.structs.replace(self.info, **fields)
+            self.info = msgspec.structs.replace(self.info, **measured.costs)
             if self.info.self_test == "passed":
                 measured = msgspec.structs.replace(measured, self_test=self_test.SelfTestResult("passed"))
-            self._keep(measured)
+            if self.info.self_test not in ("failed", "off"):
+                # Without reuse there is little to measure; a later start may have it.
+                self._keep(measured)
             trim_heap()
         return measured is not None
 
@@ -309,13 +309,17 @@ class LlamaBackend:
         settings, folder = self._settings, self._settings.measurements
         key = measurements.key_of(settings, self.info, self.n_seqs) if folder else ""
         kept = measurements.read(folder, key) if folder else None
-        measured = kept or self._measure() or Measurements()
+        measured = kept
+        if measured is None or not measured.has_costs:
+            measured = self._measure() or Measurements(has_costs=False)
+            if kept is not None:
+                measured = msgspec.structs.replace(measured, self_test=kept.self_test)
         chosen = self_test.overridden(settings.reuse_self_test)
         if chosen is None and self_test.is_needed(self.info) and measured.self_test is None:
             result = self_test.run(self, self._context, limit_s=settings.self_test_limit_s)
             self._rows, self._targets = {}, {}
             measured = msgspec.structs.replace(measured, self_test=result)
-        if folder and measured.to_keep != kept and not self.info.costs_pending:
+        if folder and measured.to_keep != kept:
             measurements.write(folder, key, measured.to_keep)
         if chosen is not None and self_test.is_needed(self.info):
             measured = msgspec.structs.replace(measured, self_test=chosen)
@@ -362,9 +366,8 @@ class LlamaBackend:
 
         Who uses the backend already may still save and trim a preempted request, but continues it from no state.
         """
-        fields = msgspec.structs.asdict(measured)
-        result: self_test.SelfTestResult | None = fields.pop("self_test")
-        self.info = msgspec.structs.replace(self.info, **fields)
+        result = measured.self_test
+        self.info = msgspec.structs.replace(self.info, **measured.costs)
         if result is None:
             return
         self.info = self_test.applied(self.info, result)

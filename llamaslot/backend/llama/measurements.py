@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import llama_cpp
 import msgspec
@@ -44,6 +45,14 @@ class Measurements(msgspec.Struct, frozen=True):
     state_cost: StateCost | None = None
     self_test: SelfTestResult | None = None
     """Result of the self-test of reuse; None where there is none."""
+    has_costs: bool = True
+    """False if other programs disturbed the measurement of costs: only the self-test's result is kept then."""
+
+    @property
+    def costs(self) -> dict[str, Any]:
+        """The fields of `ModelInfo` by name."""
+        names = "stream_copy_ms", "kv_cost", "step_cost", "state_cost"
+        return {name: getattr(self, name) for name in names}
 
     @property
     def to_keep(self) -> Measurements:
@@ -109,6 +118,8 @@ def write(folder: Path, key: str, measurements: Measurements) -> None:
     RAM and disk off at every start.
     """
     cost = measurements.kv_cost
+    if not measurements.has_costs and measurements.self_test is None:
+        return
     if cost is not None and cost.load_us >= cost.prefill_us:
         return
     unfinished = folder / f".{key}.{os.getpid()}"
