@@ -173,7 +173,7 @@ class Stopped(msgspec.Struct, frozen=True, tag="stopped"):
 
 
 class SelfTestEnded(msgspec.Struct, frozen=True, tag="self_test_ended"):
-    """The self-test of reuse has ended, and with it changed what is known of the model."""
+    """The self-test of reuse has ended, or another engine runs: what is known of the model has changed."""
 
     info: ModelInfo
 

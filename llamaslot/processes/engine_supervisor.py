@@ -24,7 +24,7 @@ import structlog
 
 from llamaslot.base.commands import EngineCommand
 from llamaslot.base.errors import ConfigError
-from llamaslot.base.events import EngineEvent, Finished, Stopped
+from llamaslot.base.events import EngineEvent, Finished, SelfTestEnded, Stopped
 from llamaslot.base.model import ModelInfo
 from llamaslot.processes.child import Exit
 from llamaslot.processes.messages import (
@@ -65,7 +65,9 @@ class EngineSupervisor:
     def __init__(self, module: str, config: Any, on_progress: Callable[[str, float], None]) -> None:
         self.config = config
         self._on_progress = on_progress
-        self._on_events: Callable[[list[EngineEvent]], None] = lambda _: None
+        self._early: list[EngineEvent] = []
+        """Events from before `listen`, such as of a self-test that ends while the vocabulary is loaded."""
+        self._on_events: Callable[[list[EngineEvent]], None] = self._early.extend
         self._on_lost: Callable[[bool], None] = lambda _: None
         self._on_restarted: Callable[[], None] = lambda: None
         self._process = Supervisor(
@@ -116,6 +118,8 @@ class EngineSupervisor:
         again.
         """
         self._on_events, self._on_lost, self._on_restarted = on_events, on_lost, on_restarted
+        if self._early:
+            on_events(self._early)
         if self._state is not _State.RUNNING:
             on_lost(False)
 
@@ -196,6 +200,8 @@ class EngineSupervisor:
             self._on_events([Stopped(reason)])
         else:
             _log.info("engine.restarted", pid=self._process.pid)
+            # The last engine may have ended before its self-test, or this one has to run it again.
+            self._on_events([SelfTestEnded(info)])
             self._on_restarted()
 
     def _is_healthy(self) -> None:
