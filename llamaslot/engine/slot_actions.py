@@ -95,6 +95,9 @@ class SlotActions:
         if self._store is None or self._cache.settings.scratch is None:
             reason = self._backend.info.unsaved_reason or "start it with --slot-save-path"
             respond(NotSupportedError(f"this server does not save its slots: {reason}"))
+        elif command.action != "erase" and (reason := self._backend.info.self_test_note):
+            # Beside the self-test no cells may be shared, and after a failed one the backend loads nothing.
+            respond(NotSupportedError(f"slots are neither saved nor restored now: {reason}"))
         elif not 0 <= command.slot < len(self._slots):
             message = f"there is no slot {command.slot}, only 0 to {len(self._slots) - 1}"
             respond(InvalidRequestError(message, param="id_slot"))

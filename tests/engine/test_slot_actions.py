@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from bench import synthetic
@@ -473,3 +474,40 @@ async def test_the_end_of_a_covered_slot_gets_a_checkpoint_before_a_restore(tmp_
         assert isinstance(await engine.act(0, "restore"), SlotActionDone)
         assert n_tokens in [each.end for each in checkpoints_on(cache._sequences.end(1))]
         assert (await engine.complete(turn + "z" * 100)).n_prompt_computed == 101
+
+
+@pytest.mark.parametrize("kind", [StateKind.NONE, StateKind.WINDOW, StateKind.RECURRENT, StateKind.HYBRID])
+async def test_slots_are_neither_saved_nor_restored_before_the_self_test_has_passed_or_after_it_failed(
+    kind: StateKind, tmp_path: Path
+) -> None:
+    """Restored cells would be shared beside the self-test; after it failed, the backend takes no segments."""
+
+    class Untested(FakeBackend):
+        is_due = False
+
+        def run_self_test(self, should_stop: Callable[[], bool] = lambda: False) -> bool:
+            if self.is_due:
+                self.info = msgspec.structs.replace(
+                    self.info, self_test="failed", keeps_checkpoints=False, checkpoint_size=None, segment_size=None
+                )
+            return self.is_due
+
+    budgets = {"checkpoint_bytes": 10**6, "ram_bytes": 10**6}
+    async with served(tmp_path, FakeBackend(n_ctx=4096, kind=kind), **budgets) as engine:
+        await engine.complete(LONG)
+        assert isinstance(await engine.act(0, "save"), SlotActionDone)
+    backend = Untested(n_slots=2, n_ctx=4096, n_reserved=4, kind=kind)
+    backend.info = msgspec.structs.replace(backend.info, self_test="pending", self_test_reason="the reason")
+    async with served(tmp_path, backend, **budgets) as engine:
+        for outcome in ("pending", "failed"):
+            backend.is_due = outcome == "failed"
+            await engine.complete(LONG)
+            await engine.wait_a_turn()
+            assert backend.info.self_test == outcome
+            for action in ("save", "restore"):
+                answer = await engine.act(0, action)
+                assert isinstance(answer, ErrorInfo)
+                assert "the reason" in answer.message
+                assert "--reuse-self-test on" in answer.message
+            assert isinstance(await engine.act(0, "erase"), SlotActionDone)
+        assert (await engine.complete(LONG)).miss == "self_test_failed"

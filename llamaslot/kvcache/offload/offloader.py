@@ -156,11 +156,6 @@ class Offloader:
         end = self._sequences.end(seq).end
         self._offload(seq, self._missing_of_path(seq, end, with_partial=with_partial), end)
 
-    @property
-    def is_on_trial(self) -> bool:
-        """True while nothing is saved, since it is not known whether reuse is right."""
-        return self._tiers.is_on_trial
-
     def tenants_beyond_ids(self) -> set[str]:
         """Tenants that have more than their share of the sequence ids."""
         sequences = self._sequences

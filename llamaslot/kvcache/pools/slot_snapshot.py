@@ -101,8 +101,6 @@ class SlotSnapshots:
         end, scratch = self._sequences.end(seq), self._offloader.scratch
         if is_private(end.namespace):
             raise UnsavableSlotError("its request had cache_prompt: false")
-        if self._offloader.is_on_trial:
-            raise UnsavableSlotError("the self-test of reuse has not passed yet (--reuse-self-test)")
         if not states.is_live(seq):
             raise UnsavableSlotError("it has lost the state after its last token")
         saves = tuple(
