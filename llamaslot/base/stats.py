@@ -39,8 +39,10 @@ Miss: TypeAlias = Literal[
     off            `cache_prompt` was false, or the prompt is scored
     unsupported    nothing of this model is reused
     self_test_pending, self_test_failed
-                   nothing is reused before the self-test of reuse has passed; `--reuse-self-test on` overrides it
+                   nothing is reused before the self-test of reuse has passed (`MISS_FLAGS`)
 """
+MISS_FLAGS: dict[Miss, str] = dict.fromkeys(("self_test_pending", "self_test_failed"), "--reuse-self-test on")
+"""Flags of the server with which a request would not have missed for this reason."""
 
 
 class CacheProbe(msgspec.Struct):

@@ -67,6 +67,25 @@ async def test_a_probe_finds_nothing_while_the_self_test_is_pending(start: Any) 
         assert (await agree(server, CHAT, {"messages": MESSAGES}))["miss"] == "self_test_pending"
 
 
+@pytest.mark.parametrize("outcome", ["pending", "failed"])
+async def test_a_reply_names_the_flag_that_overrides_the_self_test(start: Any, outcome: Any) -> None:
+    backend = FakeBackend(n_ctx=4096, n_slots=1, kind=StateKind.HYBRID)
+    backend.info = msgspec.structs.replace(backend.info, self_test=outcome)
+    backend.run_self_test = lambda should_stop=lambda: False: False  # type: ignore[method-assign]
+    server = await start(backend=backend, engine={"checkpoint_bytes": 10**6})
+    flag = "--reuse-self-test on"
+    for path, body in (
+        (CHAT, {"messages": MESSAGES}),
+        ("/v1/completions", {"prompt": LONG}),
+        ("/completion", {"prompt": LONG}),
+        ("/v1/responses", {"input": LONG}),
+    ):
+        cache = (await server.ok(path, body | {"max_tokens": 1}))["cache"]
+        assert (cache["miss"], cache["miss_flag"]) == (f"self_test_{outcome}", flag)
+    server = await start(backend=FakeBackend(n_ctx=4096))
+    assert "miss_flag" not in (await server.ok(CHAT, {"messages": MESSAGES, "max_tokens": 1}))["cache"]
+
+
 async def test_a_probe_runs_nothing_and_keeps_nothing(start: Any) -> None:
     backend = FakeBackend(n_ctx=4096)
     server = await start(backend=backend)

@@ -6,10 +6,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from llamaslot.base.events import Finished, Output, Progress
 from llamaslot.base.prompt import SessionMatch
-from llamaslot.base.stats import Miss
+from llamaslot.base.stats import MISS_FLAGS, Miss
 from llamaslot.service.generations import Generation
 
 
@@ -38,6 +39,8 @@ class CacheUse(msgspec.Struct):
     computed: int
     miss: Miss | None
     """A value of `Miss`; null if all cached tokens of the prompt were reused."""
+    miss_flag: str | UnsetType = UNSET
+    """The server's flag that overrides this; only where there is one."""
     diverged_at: int | None = None
     """Character at which the prompt departs from the cached tokens.
 
@@ -98,6 +101,7 @@ def cache_use(progress: Progress) -> CacheUse:
         remote=progress.n_fetched,
         computed=progress.n_prompt_computed,
         miss=progress.miss or None,
+        miss_flag=MISS_FLAGS.get(progress.miss, UNSET),
         diverged_at=progress.diverged_at if progress.diverged_at >= 0 else None,
         session_match=progress.session_match or None,
         approximate_tokens=progress.n_approximate,
