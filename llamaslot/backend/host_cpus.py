@@ -33,6 +33,11 @@ class HostCpus:
         quota = self.logical if self.quota is None else int(self.quota)
         return max(1, min(self.cores, self.allowed, quota))
 
+    @property
+    def n_at_once(self) -> float:
+        """Threads that can run at the same time."""
+        return self.allowed if self.quota is None else min(self.allowed, self.quota)
+
 
 def host_cpus(cgroups: Path = CGROUPS, own: Path = OWN_GROUPS) -> HostCpus:
     """Return the CPUs of this machine within the limits of this process."""

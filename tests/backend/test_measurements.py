@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from bench import synthetic
+from llamaslot.backend.host_cpus import HostCpus, host_cpus
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings, kv_cost, library, measurements, quiet, step_cost
 from llamaslot.backend.llama.measurements import Measurements
 from llamaslot.backend.llama.state import self_test, state_cost
@@ -270,6 +271,26 @@ def test_what_was_measured_while_other_programs_ran_is_not_kept_and_is_measured_
     again.close()
     for each in MEASURES:
         assert getattr(again.info, each) == getattr(backend.info, each)
+
+
+def test_threads_that_wait_for_each_other_are_no_disturbance(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, n_measured: list[int]
+) -> None:
+    """With more threads than CPUs they always do, so costs would be pending for ever."""
+    ticking = iter(range(10**6))
+    monkeypatch.setattr(host_load, "read", lambda: Reading(t := float(next(ticking)), 0.0, {"1": t}))
+    n_cpus = int(host_cpus().n_at_once)
+    for fields in ({"n_threads": n_cpus + 1}, {"n_threads_batch": n_cpus + 1}):
+        backend = LlamaBackend(settings(tiny_model, None, **fields))
+        backend.close()
+        assert (backend.info.costs_pending, backend.info.kv_cost) == ("", MEASURED.kv_cost)
+
+
+@pytest.mark.parametrize(("allowed", "quota", "n_at_once"), [(4, None, 4), (4, 2.5, 2.5), (2, 8.0, 2)])
+def test_no_more_threads_run_at_once_than_affinity_and_quota_allow(
+    allowed: int, quota: float | None, n_at_once: float
+) -> None:
+    assert HostCpus(cores=8, logical=16, allowed=allowed, quota=quota).n_at_once == n_at_once
 
 
 def test_the_result_of_the_self_test_is_kept_though_costs_were_disturbed(

@@ -335,7 +335,12 @@ class LlamaBackend:
         """Measure all costs; None, and the reason in `info`, if that was disturbed or stopped."""
         info, costs = self.info, self._settings.measure_costs
         copies = not info.unified and info.can_trim and self.n_seqs > 1
-        quiet = Quiet(on_cpu=info.device == CPU, should_stop=should_stop)
+        n_threads = max(self._settings.n_threads, self._settings.n_threads_batch)
+        quiet = Quiet(
+            on_cpu=info.device == CPU,
+            exceeds_cpus=n_threads > host_cpus().n_at_once,
+            should_stop=should_stop,
+        )
 
         def watched(measure: Callable[[], T]) -> T:
             quiet.begin()
