@@ -278,7 +278,7 @@ def test_threads_that_wait_for_each_other_are_no_disturbance(
 ) -> None:
     """With more threads than CPUs they always do, so costs would be pending for ever."""
     ticking = iter(range(10**6))
-    monkeypatch.setattr(host_load, "read", lambda: Reading(t := float(next(ticking)), 0.0, {"1": t}))
+    monkeypatch.setattr(quiet, "read_clocks", lambda: quiet.Clocks(t := float(next(ticking)), 0.0, {1: t}))
     n_cpus = int(host_cpus().n_at_once)
     for fields in ({"n_threads": n_cpus + 1}, {"n_threads_batch": n_cpus + 1}):
         backend = LlamaBackend(settings(tiny_model, None, **fields))
@@ -298,14 +298,14 @@ def test_the_result_of_the_self_test_is_kept_though_costs_were_disturbed(
 ) -> None:
     """Else nothing would be reused at each start on a busy machine, until the self-test has passed again."""
     ticking = iter(range(10**6))
-    monkeypatch.setattr(host_load, "read", lambda: Reading(t := float(next(ticking)), 0.0, {"1": t}))
+    monkeypatch.setattr(quiet, "read_clocks", lambda: quiet.Clocks(t := float(next(ticking)), 0.0, {1: t}))
     given = settings(synthetic.ensure("tiny-lfm2"), tmp_path, checkpoints=True, n_threads=1)
     LlamaBackend(given).close()
     monkeypatch.setattr(self_test, "run", lambda *_, **__: pytest.fail("it was passed already"))
     backend = LlamaBackend(given)
     assert backend.info.costs_pending
     assert backend.info.self_test == "passed"
-    monkeypatch.setattr(host_load, "read", lambda: Reading(0.0, 0.0, {}))
+    monkeypatch.setattr(quiet, "read_clocks", lambda: quiet.Clocks(0.0, 0.0, {}))
     assert backend.measure_costs()
     backend.close()
     n_measured[0] = 0
@@ -319,14 +319,14 @@ def test_costs_that_are_measured_later_without_reuse_are_not_kept_for_starts_wit
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, outcome: Any
 ) -> None:
     ticking = iter(range(10**6))
-    monkeypatch.setattr(host_load, "read", lambda: Reading(t := float(next(ticking)), 0.0, {"1": t}))
+    monkeypatch.setattr(quiet, "read_clocks", lambda: quiet.Clocks(t := float(next(ticking)), 0.0, {1: t}))
     failed = self_test.SelfTestResult("failed", "the reason")
     monkeypatch.setattr(self_test, "run", lambda *_, **__: failed)
     given = settings(synthetic.ensure("tiny-lfm2"), tmp_path, checkpoints=True, n_threads=1)
     choice: Any = "off" if outcome == "off" else "auto"
     backend = LlamaBackend(replace(given, reuse_self_test=choice))
     assert backend.info.self_test == outcome
-    monkeypatch.setattr(host_load, "read", lambda: Reading(0.0, 0.0, {}))
+    monkeypatch.setattr(quiet, "read_clocks", lambda: quiet.Clocks(0.0, 0.0, {}))
     assert backend.measure_costs()
     backend.close()
     again = LlamaBackend(replace(given, reuse_self_test="on"))
