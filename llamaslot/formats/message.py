@@ -104,7 +104,8 @@ class TaggedMessage:
     """A message of reasoning between tags, text, and calls that begin with markers.
 
     A call in the reasoning ends it if no end tag follows: models at times forget the tag. If one follows, the call
-    is a part of the reasoning. So a call is kept back there until the text ends, or the tag comes.
+    is a part of the reasoning, unless the model ends the message right behind call and tag: nothing would be left
+    of it. So a call is kept back there until the text ends, or goes on behind the tag.
 
     The beginning of a marker at the end of the text is left out inside a structure: in the reasoning, right after a
     call, or where only calls may come. In other text it may be meant as it is (`a <`), so it stays, unless a limit
@@ -191,22 +192,44 @@ class TaggedMessage:
                 self._output.reasoning(before)
 
     def _ends_after_call(self, tags: ReasoningTags, before: str, marker: str) -> Steps[bool]:
-        """Read the rest of the reasoning if a call begins here, and the end tag follows it; otherwise nothing."""
+        """Read the rest of the reasoning if a call begins here that is a part of it; otherwise nothing.
+
+        The end tag is left out if it follows a call that is none.
+        """
         if self._reader.has_ended:
             return False
         mark = self._reader.mark()
         self._output.mute()
         is_call = yield from self._read_calls(marker)
-        end = ""
-        if self._output.unmute() and is_call:
+        is_last = is_call and (yield from self._more_calls(tags.end))
+        end = tags.end if is_last else ""
+        if self._output.unmute() and is_call and not end:
             end = yield from self._reader.until(Markers([tags.end]), lambda _: None)
+        if is_last:
+            yield from self._reader.whitespace()
+            is_last = not (yield from self._reader.peek()) and self._reader.end_reason != "limit"
         text = self._reader.release(mark)
-        if not end:
-            self._reader.unread(text)
+        thought, _, behind = text.rpartition(end) if end else (text, "", "")
+        self._reader.unread(behind if end and not is_last else thought)
+        if not end or is_last:
             return False
-        self._output.reasoning(before + text.removesuffix(end))
+        self._output.reasoning(before + thought)
         self._output.end_reasoning(end)
         return True
+
+    def _more_calls(self, end: str) -> Steps[bool]:
+        """Read other calls, and the end tag; False if there is anything else."""
+        calls, lines = self._markers.calls, self._markers.lines
+        between = tuple(each for each in (*self._markers.left_over, *self._markers.ignored) if each not in calls)
+        while True:
+            yield from self._reader.whitespace()
+            if tag := (yield from self._reader.accept(end, *between)):
+                if tag == end:
+                    return True
+                continue
+            marker = (yield from self._reader.accept(*calls)) or (yield from self._reader.looking_at(*lines))
+            if not marker or not (yield from self._read_calls(marker)):
+                return False
 
     def _content(self) -> Steps[None]:
         left_over, ignored = self._markers.left_over, self._markers.ignored

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import pytest
 
-from llamaslot.base.generation.tools import ParserOptions
+from llamaslot.base.generation.tools import ParserOptions, packed
 from llamaslot.formats.calls import ToolCall
-from tests.formats.messages import EXCERPTS, made, parsed
+from tests.formats.messages import EXCERPTS, TOOLS, fed, made, parsed
 
 OPEN = {"reasoning_open": "<think>\n"}
 
@@ -113,6 +114,20 @@ def test_a_call_in_reasoning_that_is_not_closed_is_a_call(family: str, opened: b
         message = parsed(family, f"{before}I could\n{call}{behind}\n{end}No.", **options)
         assert (message.content, message.calls) == ("No.", [])
         assert message.reasoning == f"I could\n{call}{behind}"
+    # Behind the closed reasoning nothing follows: an agent would get neither text nor a call.
+    for calls, behind in itertools.product((call, f"{call}\n{call}"), ("", "\n\n")):
+        closed = f"{before}I do\n{calls}\n{end}{behind}"
+        for pieces in ([closed], list(closed), [closed[:-3], closed[-3:]]):
+            parser = format_.parser(ParserOptions(packed(TOOLS), **options))
+            message = fed(parser, pieces)
+            assert (message.content, message.reasoning) == ("", "I do")
+            assert len(message.calls) == closed.count("Paris")
+            assert not parser.is_cut
+        assert fed(format_.parser(ParserOptions(packed(TOOLS), **options)), [closed], "limit").calls == []
+    message = parsed(family, f"{before}I could\n{call} would do, too\n{end}", **options)
+    assert (message.content, message.calls) == ("", [])
+    message = parsed(family, f"{before}I could\n{call}\n{end}\n\n{call}", **options)
+    assert (message.content, message.reasoning, len(message.calls)) == ("", f"I could\n{call}", 1)
     # Reasoning about calls that have no meaning is streamed, and does not end.
     message = parsed(family, f"{before}I could\n{call[:-20]} or not\n{end}No.", **options)
     assert (message.content, message.calls) == ("No.", [])
