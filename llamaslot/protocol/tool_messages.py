@@ -30,7 +30,9 @@ def with_text_of_tools(
     Calls are written as models of the format write them. Raises `InvalidRequestError` for invalid messages.
     """
     adds_tools = bool(tools) and not template.takes_tools
-    has_calls = any(isinstance(each, Mapping) and each.get("tool_calls") for each in messages)
+    has_calls = any(
+        isinstance(each, Mapping) and (each.get("tool_calls") or each.get("function_call")) for each in messages
+    )
     adds_calls = has_calls and not template.takes_calls
     if not (adds_tools or adds_calls):
         return messages

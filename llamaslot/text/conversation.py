@@ -21,10 +21,17 @@ _ANY_ARGUMENTS: Message = {"type": "object", "properties": {}}
 
 
 def clean_message(message: Mapping[str, Any], index: int) -> Message:
-    """Return the role, the content (text or text parts, never null) and the other fields that templates read."""
+    """Return the role, the content (text or text parts, never null) and the other fields that templates read.
+
+    OpenAI's older `function_call` is a call without an id, and a message of the role `function` its result.
+    """
     where = f"messages[{index}]"
     checked_object(message, where)
     role = text_of(message, "role", where)
+    if role == "function":
+        role = "tool"
+    if role == "assistant" and isinstance(message.get("function_call"), Mapping) and not message.get("tool_calls"):
+        message = {**message, "tool_calls": [{"type": "function", "function": message["function_call"]}]}
     has_calls = role == "assistant" and bool(message.get("tool_calls"))
     if "content" not in message and not has_calls:
         extra = " or 'tool_calls'" if role == "assistant" else ""
@@ -66,7 +73,7 @@ def joined(content: str | Sequence[Mapping[str, Any]], separator: str) -> str:
 def _content(content: Any, where: str) -> str | list[Message]:
     if content is None or isinstance(content, str):
         return content or ""
-    return [_part(part, f"{where}[{i}]") for i, part in enumerate(checked_list(content, where))]
+    return [_part(part, f"{where}[{i}]") for i, part in enumerate(checked_list(content, where))] or ""
 
 
 def _part(part: Any, where: str) -> Message:
