@@ -37,7 +37,9 @@ class MessageForm:
         if self._reads_thinking:
             shaped["thinking"] = message["reasoning_content"]
             if "tool_calls" in message and self._takes_either:
-                shaped["content"] = ""
+                # The template writes either as reasoning.
+                both = message["reasoning_content"], joined(message["content"], "\n")
+                shaped |= {"thinking": "\n\n".join(filter(None, both)), "content": ""}
         # Ministral 3 refuses such a part in a question, and prints the list in a result.
         elif self._thinks_in_parts and message["role"] in ("system", "assistant"):
             texts = [{"type": "text", "text": content}] if isinstance(content, str) else content

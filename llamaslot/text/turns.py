@@ -73,6 +73,8 @@ class TurnForm:
 
     def fitted(self, conversation: Conversation) -> Conversation:
         """Return the messages as the template takes them, but for roles that have to alternate."""
+        if self.filler:
+            conversation = [self._filled(each) for each in conversation]
         if self.ids is not None:
             conversation = _with_ids(conversation, self.ids)
         if len(self.orphans_after) < 2:
@@ -82,6 +84,10 @@ class TurnForm:
         if not (self.text_in_loop and self.text_before_reply):
             conversation = list(self._with_texts(conversation))
         return conversation
+
+    def _filled(self, message: Message) -> Message:
+        is_empty = message["role"] == "assistant" and not (message["content"] or message.get("tool_calls"))
+        return {**message, "content": self.filler} if is_empty and "reasoning_content" not in message else message
 
     def with_question(self, conversation: Conversation) -> Conversation:
         """Add an empty question where the template needs one, or put the system message into the last question."""
@@ -249,6 +255,9 @@ def probed(
         alone |= {"assistant+": takes(reply, call, result), "call": takes(call, result), "tool": takes(result)}
         form["system_before_results"] = takes(question, _LATER, call, result)
         first |= {"call": takes(call, result, reply, question), "tool": takes(result, reply, question)}
+    loop = (call, result) if has_loops else ()
+    bridged = ((question, *loop, {**reply, "content": text}, other_question) for text in _FILLERS)
+    form["filler"] = next((text for text, turns in zip(_FILLERS, bridged, strict=True) if takes(*turns)), "")
     form["without_question"] = frozenset(kind for kind, is_taken in alone.items() if is_taken)
     form["first"] = frozenset(kind for kind, is_taken in first.items() if is_taken)
     if not has_loops:
@@ -257,9 +266,6 @@ def probed(
     form["orphans_after"] = frozenset(role for role, loop in orphans.items() if takes(*loop) or not repeats)
     if not takes_calls:
         return TurnForm(**form)
-    bridged = ([question, call, result, {**reply, "content": text}, other_question] for text in _FILLERS)
-    takes_fillers = [True] if repeats else [takes(*loop) for loop in bridged]
-    form["filler"] = next((text for text, is_taken in zip(_FILLERS, takes_fillers, strict=False) if is_taken), "")
     both = _calling("", _SHORT_IDS)
     form["parallel"] = takes(question, both, result, other_result)
     beside = _calling("a text beside it", _SHORT_IDS[:1])
@@ -376,12 +382,18 @@ def _short_id(text: str) -> str:
 
 
 def _without_orphans(conversation: Conversation, taken_after: frozenset[str]) -> Conversation:
-    """Make results of calls that are not right before them messages of the user, but after the roles given."""
+    """Make results of calls that are not right before them messages of the user, but after the roles given.
+
+    They stand behind the results of the calls right before, which would not be right after their calls otherwise.
+    """
     changed: Conversation = []
     waiting: list[str | None] = []
+    orphans: Conversation = []
     before = "user"
     for message in conversation:
         if message["role"] != "tool":
+            changed += results_from_user(orphans)
+            orphans = []
             waiting = [call.get("id") for call in message.get("tool_calls", ())]
             before = "assistant" if message["role"] == "assistant" else "user"
             changed.append(message)
@@ -393,8 +405,8 @@ def _without_orphans(conversation: Conversation, taken_after: frozenset[str]) ->
         elif before in taken_after:
             changed.append(message)
         else:
-            changed += results_from_user([message])
-    return changed
+            orphans.append(message)
+    return changed + results_from_user(orphans)
 
 
 def _one_call_each(conversation: Conversation) -> Iterator[Message]:

@@ -179,6 +179,84 @@ def _keeps(chat: ChatReader, turns: str) -> bool:
     return all(n_common_characters(earlier, later) > len(earlier) - 100 for earlier, later in pairs)
 
 
+def called(*values: str, text: str | None = None, thought: str = "") -> dict[str, Any]:
+    """A message that calls a function with each of the values, which are also the ids of the calls."""
+    calls = [
+        {
+            "type": "function",
+            "id": value,
+            "function": {"name": "first_function", "arguments": json.dumps({"value": value})},
+        }
+        for value in values
+    ]
+    message = {"role": "assistant", "content": text, "tool_calls": calls}
+    return message | ({"reasoning_content": thought} if thought else {})
+
+
+def said(role: str, content: Any, **fields: Any) -> dict[str, Any]:
+    return {"role": role, "content": content, **fields}
+
+
+def result(of: str, content: Any = None) -> dict[str, Any]:
+    return said("tool", f"result of {of}" if content is None else content, tool_call_id=of)
+
+
+ASKED, THEN = said("user", "first question"), said("user", "second question")
+LAST = said("user", "third question")
+OLD_RESULT = said("function", "old result", name="first_function")
+OLD_CALL = {"name": "first_function", "arguments": '{"value": "VALUE1"}'}
+HISTORIES: dict[str, list[dict[str, Any]]] = {
+    "calls of the older form": [
+        ASKED, said("assistant", None, function_call=OLD_CALL), OLD_RESULT, THEN,
+    ],
+    "the same without content": [
+        ASKED, {"role": "assistant", "function_call": OLD_CALL}, OLD_RESULT,
+    ],
+    "calls in two messages, then their results": [
+        ASKED, called("VALUE1"), called("VALUE2"), result("VALUE1"), result("VALUE2"), THEN,
+    ],
+    "a foreign result before the call's own": [
+        ASKED, called("VALUE1"), result("VALUE9"), result("VALUE1"), said("assistant", "reply"), THEN,
+    ],
+    "a question between results": [
+        ASKED, called("VALUE1", "VALUE2"), result("VALUE1"), THEN, result("VALUE2"), LAST,
+    ],
+    "several results of one call": [
+        ASKED, called("VALUE1"), result("VALUE1"), result("VALUE1", "more of it"), THEN,
+    ],
+    "three calls, results of two": [
+        ASKED, called("VALUE1", "VALUE2", "VALUE3"), result("VALUE3"), result("VALUE1"), THEN,
+    ],
+    "the same id twice": [
+        ASKED, called("VALUE1"), result("VALUE1"), called("VALUE1"), result("VALUE1", "other result"), THEN,
+    ],
+    "empty results": [ASKED, called("VALUE1", "VALUE2"), result("VALUE1", ""), result("VALUE2", []), THEN],
+    "results of parts": [
+        ASKED, called("VALUE1"), result("VALUE1", [{"type": "text", "text": text} for text in ("one", "two")]),
+    ],
+    "empty replies": [ASKED, said("assistant", ""), THEN, said("assistant", None), said("user", []), THEN],
+    "empty replies in a row": [ASKED, said("assistant", None), said("assistant", ""), said("assistant", []), THEN],
+    "text and reasoning beside a call": [
+        ASKED, called("VALUE1", text="text beside it", thought="thought"), result("VALUE1"),
+    ],
+}  # fmt: skip
+
+
+def test_nothing_is_left_out_of_unusual_histories(chat: ChatReader) -> None:
+    for (name, messages), tools in itertools.product(HISTORIES.items(), (TOOLS, None)):
+        written = prompt(chat, messages, tools)
+        assert [text for text in _strings(messages) if text not in written] == [], name
+
+
+def _strings(messages: list[dict[str, Any]]) -> Iterator[str]:
+    for message in messages:
+        content = message.get("content") or ""
+        yield from [content] if isinstance(content, str) else (part["text"] for part in content)
+        functions = [call["function"] for call in message.get("tool_calls", [])]
+        for function in [*functions, message.get("function_call")]:
+            yield from [function["name"], *json.loads(function["arguments"]).values()] if function else []
+
+
 def _object(**properties: Any) -> dict[str, Any]:
     return {"type": "object", "properties": properties}
 
