@@ -27,7 +27,7 @@ from llamaslot.text.jinja_sandbox import ChatSandbox, copied
 from llamaslot.text.message_form import MessageForm
 from llamaslot.text.roles import fitted, results_from_user, without_system
 from llamaslot.text.tool_schemas import simpler_tools
-from llamaslot.text.turns import Preambles, TurnForm, probed
+from llamaslot.text.turns import CALLED, Preambles, TurnForm, probed
 from llamaslot.text.volatile import without
 
 MAX_CHARACTERS = 2**26
@@ -306,7 +306,7 @@ class ChatTemplate:
         """Return which order of messages the template takes; probed when it is first asked for."""
         key = refusals, has_tools, has_system
         if key not in self._turns:
-            tools = [_PROBED_TOOL] if has_tools else []
+            tools = _PROBED_TOOLS if has_tools else []
 
             def render(conversation: Conversation, *, wants_reply: bool = False) -> str | None:
                 messages = self._adapted(copied(conversation), TurnForm())
@@ -317,7 +317,7 @@ class ChatTemplate:
                 refusals=refusals,
                 has_system=has_system,
                 takes_calls=self.takes_calls,
-                written=[_DESCRIPTION] if tools and self.takes_tools else [],
+                written=[_DESCRIBED] if tools and self.takes_tools else [],
                 generation_prompt=partial(render, wants_reply=True),
             )
         return self._turns[key]
@@ -410,12 +410,15 @@ def _described(error: Exception) -> str:
 
 
 _ENVIRONMENT = ChatSandbox()
-_DESCRIPTION = "a description to be found"
-_PROBED_TOOL: Message = {
-    "type": "function",
-    "function": {
-        "name": "a_called_function",
-        "description": _DESCRIPTION,
-        "parameters": {"type": "object", "properties": {"argument": {"type": "string", "description": "?"}}},
-    },
-}
+_DESCRIBED = "a_function_to_be_found"
+_PROBED_TOOLS: list[Message] = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": "?",
+            "parameters": {"type": "object", "properties": {"argument": {"type": "string", "description": "?"}}},
+        },
+    }
+    for name in (CALLED, _DESCRIBED)
+]

@@ -33,7 +33,8 @@ _FILLERS = ("", " ", "...")
 _SHORT_IDS = "call00001", "call00002"
 """Nine letters and digits: templates that check ids take these."""
 _LONG_ID = "call_of_another_server_0001"
-_NAME = "a_called_function"
+CALLED = "a_called_function"
+"""The function of probed calls."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,7 +294,7 @@ def _calling(text: str, ids: Sequence[str]) -> Message:
         {
             "type": "function",
             "id": call_id,
-            "function": {"name": _NAME, "arguments": f'{{"argument": "argument_of_{nth}"}}'},
+            "function": {"name": CALLED, "arguments": f'{{"argument": "argument_of_{nth}"}}'},
         }
         for nth, call_id in enumerate(ids)
     ]
@@ -323,7 +324,7 @@ def _head(
         return None
     if not replied.startswith(prompt + reply["content"]):
         return None
-    head, name, _ = called[len(prompt) :].partition(_NAME)
+    head, name, _ = called[len(prompt) :].partition(CALLED)
     return head if name else None
 
 

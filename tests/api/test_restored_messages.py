@@ -890,3 +890,40 @@ async def test_a_reply_is_restored_only_before_text_that_gets_no_space_from_the_
     assert (reply["cache"]["restored_tokens"] > 0) is (end == "</s>")
     assert f"A  wall.{end}" in chat.text
     assert "A  wall.  " not in chat.text
+
+
+TRIMMING = TEMPLATE.replace("{{- m.content }}", "{{- m.content | trim }}")
+
+
+@pytest.mark.parametrize("text", [" two", "two\n", "\n two ", "\t two", "two"])
+@pytest.mark.parametrize("template", [TEMPLATE, TRIMMING], ids=["keeps", "trims"])
+async def test_whitespace_around_a_reply_is_what_the_template_writes(start: Any, text: str, template: str) -> None:
+    """Also where the client trims it: the prompt is the one that a server without memory makes."""
+    chat = await chats(start, text, "a", "b", template=template)
+    message = reply_of(await chat.ask(QUESTION))
+    # The fake model may add a space.
+    text = message["content"]
+    assert text.strip() == "two"
+    for content in (text, text.strip(), [{"type": "text", "text": text}]):
+        history = [QUESTION, {**message, "content": content}, QUESTION]
+        _, plain = await chat.server.post("/apply-template", {"messages": history, "tools": [TOOL]})
+        await chat.ask(*history)
+        assert chat.text.removeprefix("<s>") == plain["prompt"].removeprefix("<s>"), content
+
+
+async def test_several_calls_are_restored_in_a_template_that_takes_one_only(start: Any) -> None:
+    one = TEMPLATE.replace(
+        "{%- for c in m.tool_calls or [] %}",
+        "{%- if m.tool_calls and m.tool_calls | length > 1 %}{{ raise_exception('One call!') }}{% endif %}"
+        "{%- for c in m.tool_calls or [] %}",
+    )
+    chat = await chats(start, TWO_CALLS, "It is a wall.", template=one)
+    message = reply_of(await chat.ask(QUESTION))
+    assert len(message["tool_calls"]) == 2
+    first, second = ({**each, "content": f"a wall{n}"} for n, each in enumerate(results(message)))
+    await chat.ask(QUESTION, message, first, second)
+    assert chat.text.endswith(f"[assistant]{TWO_CALLS}</s>\n[tool]a wall0</s>\n[tool]a wall1</s>\n[assistant]")
+    await chat.ask(QUESTION, with_call(message, name="see"), first, second)
+    see, look = (f'"name": "{name}"' for name in ("see", "look"))
+    places = [chat.text.index(part) for part in (see, "a wall0", look, "a wall1")]
+    assert places == sorted(places)

@@ -20,6 +20,7 @@ _CALLS: list[Message] = [
 ]
 CALL = _CALLS[0]
 _QUESTION: Message = {"role": "user", "content": "?"}
+_TEXT = "the_text_of_a_probed_reply"
 _RESULT = "the result of a probed function"
 _MAX_PROBES = 64
 """Combinations of variables for which findings are kept."""
@@ -33,6 +34,8 @@ class Findings:
     strips: dict[int, bool] = field(default_factory=dict)
     takes_calls: list[bool] = field(default_factory=list)
     """Whether a message with several calls is written as one."""
+    outer: dict[tuple[str, str], tuple[str, str] | None] = field(default_factory=dict)
+    """What is written of the whitespace around a reply's text."""
     prompts: list[str] = field(default_factory=list)
     """Those of a question, and of the result of a call."""
 
@@ -90,6 +93,35 @@ class ProbedTemplate:
             _, span = self._probe(n_calls, is_last=False)
             self.known.strips[n_calls] = span is not None and not span.has_reasoning
         return self.known.strips[n_calls]
+
+    def outer_of(self, content: str) -> tuple[str, str] | None:
+        """Return what the template writes of the whitespace around a reply's text; None if that is unknown."""
+        core = content.strip()
+        lead, trail = content[: len(content) - len(content.lstrip())], content[len(content.rstrip()) :]
+        if not core or not (lead or trail):
+            return "", ""
+        if (lead, trail) not in self.known.outer:
+            if len(self.known.outer) >= _MAX_PROBES:
+                self.known.outer.clear()
+            self.known.outer[lead, trail] = self._outer(lead, trail)
+        return self.known.outer[lead, trail]
+
+    def _outer(self, lead: str, trail: str) -> tuple[str, str] | None:
+        bare, full = (
+            self._around({"role": "assistant", "content": content}) for content in (_TEXT, f"{lead}{_TEXT}{trail}")
+        )
+        if not (bare and full and full[0].startswith(bare[0]) and full[1].endswith(bare[1])):
+            return None
+        return full[0][len(bare[0]) :], full[1][: len(full[1]) - len(bare[1])]
+
+    def _around(self, reply: Message) -> tuple[str, str] | None:
+        """Return the texts around that of a reply between two questions."""
+        try:
+            text = Rendering(self.render([_QUESTION, reply, _QUESTION], True)).text
+        except InvalidRequestError:
+            return None
+        before, found, after = text.partition(_TEXT)
+        return (before, after) if found else None
 
     def opens_replies(self, text: str) -> bool:
         """Return True if a text is what the template writes before replies, and nothing of a message."""

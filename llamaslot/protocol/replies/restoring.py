@@ -23,6 +23,7 @@ from llamaslot.protocol.replies.meaning import (
     START,
     Meanings,
     Merged,
+    content_of,
     digest_of,
     merged_replies,
     reasoning_meaning,
@@ -55,6 +56,7 @@ class _Found:
     """A remembered reply in a conversation."""
 
     reply: RememberedReply
+    content: str
     calls: Sequence[Message]
     is_in_loop: bool
     """True if no message of a user follows."""
@@ -210,7 +212,7 @@ class ReplyRestorer:
             meaning = plan.meanings.of(merged.message)
             assert meaning is not None
             plan.conversation = with_meaning(plan.conversation, meaning)
-            plan.found.append(_Found(reply, calls, at + merged.n_runs > last_question))
+            plan.found.append(_Found(reply, content_of(merged.message), calls, at + merged.n_runs > last_question))
             for result in merged.results:
                 plan.add(result)
             at += merged.n_runs
@@ -275,6 +277,8 @@ class ReplyRestorer:
             before = at + reply.n_text
             if span is None or span.start < before or rendering.digest(at, before) != reply.text:
                 break
+            if not each.calls and not self._has_outer_whitespace_of(each, template):
+                break
             keeps = span.has_reasoning or (each.is_in_loop and bool(each.calls))
             if not keeps and reply.has_reasoning:
                 break
@@ -289,6 +293,22 @@ class ReplyRestorer:
             ends.append(end)
             at = end
         return ends
+
+    def _has_outer_whitespace_of(self, found: _Found, template: ProbedTemplate) -> bool:
+        """Return True if the whitespace around a reply's text is what the template writes of the message.
+
+        Some templates trim it: the restored prompt would be another one than the rendered one.
+        """
+        reply, core = found.reply, found.content.strip()
+        text = reply.begun + self._text_of(ids_of(reply.tokens)[-reply.n_reply :])
+        before, is_there, trail = text.rpartition(core)
+        outer = template.outer_of(found.content)
+        if not is_there or trail.strip():
+            # The format has markup after the text.
+            return True
+        lead = before[len(before.rstrip()) :]
+        # What is between markup or reasoning and the text belongs to the format.
+        return outer is not None and outer[1] == trail and (bool(before.strip()) or outer[0] == lead)
 
     def _with_reply(self, plan: _Plan, render: Render) -> str:
         """Return the text of the conversation with another reply."""
