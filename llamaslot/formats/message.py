@@ -209,8 +209,8 @@ class TaggedMessage:
             yield from self._reader.whitespace()
             is_last = not (yield from self._reader.peek()) and self._reader.end_reason != "limit"
         text = self._reader.release(mark)
-        thought, _, behind = text.rpartition(end) if end else (text, "", "")
-        self._reader.unread(behind if end and not is_last else thought)
+        thought, _, after = text.rpartition(end) if end else (text, "", "")
+        self._reader.unread(after if end and not is_last else thought)
         if not end or is_last:
             return False
         self._output.reasoning(before + thought)
