@@ -275,8 +275,6 @@ class RemoteMachine(FakeMachine):
         part = slice(portion.start, portion.end)
         cached = self.backend.prefixes() | self.offloaded
         assert cached.issuperset(named[: portion.start]), "KV is added after a gap"
-        kept = {n: each for n, each in self.backend.segments.items() if n not in self.tiers._freed}
-        assert all(named[portion.start] not in each.prefixes for each in kept.values()), "KV is added twice"
         self.backend.saved[number] = Offloaded(namespace, portion.start, tokens[part], named[part])
         kv = np.zeros(self.size_of(portion.end - portion.start), dtype=np.uint8)
         pairs = [[tokens[at], at] for at in range(portion.start, portion.end)]
