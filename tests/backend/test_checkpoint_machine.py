@@ -47,4 +47,4 @@ def test_the_cache_on_a_real_model_with_a_partial_state(shape: str, tmp_path: Pa
     class Machine(LlamaCheckpointMachine):
         """One of its own for each model."""
 
-    run_machine(Machine, chosen, n_examples=60 if LONG else 4, expected=("tokens", "takes", "restores"))
+    run_machine(Machine, chosen, n_examples=60 if LONG else 8, expected=("tokens", "takes", "restores"))

@@ -103,10 +103,9 @@ async def events(generations: Generations) -> AsyncIterator[Output | Finished]:
 
 async def result(generations: Generations) -> tuple[str, tuple[int, ...], Finished]:
     """All text, all tokens and the end of a completion."""
-    async for _ in events(generations):
-        pass
+    tokens = [token async for event in events(generations) for token in event.tokens]
     (generation,) = generations.all
-    return generation.text, tuple(generation.tokens), generation.end
+    return generation.text, tuple(tokens), generation.end
 
 
 def submit(
