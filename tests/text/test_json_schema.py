@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import re
+import time
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from jsonschema import Draft202012Validator
 from llguidance import LLMatcher
 
 from llamaslot.base.errors import InvalidRequestError
-from llamaslot.text.grammars.compiling import GrammarChecker, LocalTrial, compile_grammar
+from llamaslot.text.grammars.compiling import MAX_CONSTRAINT_CHARS, GrammarChecker, LocalTrial, compile_grammar
 from llamaslot.text.grammars.json_schema import MAX_MULTIPLE_OF, MAX_PROPERTIES, json_schema_constraint
 from llamaslot.text.grammars.schema_fixes import ecmascript_pattern
 from tests.conftest import LONG, new_seed
@@ -197,6 +199,49 @@ def test_names_of_properties_are_followed(names: Any, allowed: list[str], other:
         "$defs": {"n": {"enum": ["x"]}},
     }
     assert [text for text in (*allowed, *other) if allows(schema, text)] == allowed
+
+
+def _nested_names(n: int) -> Any:
+    inner: Any = {"type": "integer"}
+    for _ in range(n):
+        inner = {"type": "object", "propertyNames": {"enum": list("abcdefghij")}, "additionalProperties": inner}
+    return inner
+
+
+def test_names_of_properties_within_others_are_followed() -> None:
+    schema = _nested_names(8)
+    text = "{" + '"a":{' * 7 + '"b":2,"j":1' + "}" * 8
+    assert allows(schema, text)
+    assert not allows(schema, text.replace('"j"', '"k"'))
+
+
+EVEN, ODD = list(range(0, 6000, 2)), list(range(1, 6000, 2))
+ALL = {"anyOf": [{"$ref": "#/$defs/all"}, {"$ref": "#/$defs/all"}]}
+EXPENSIVE_TO_JUDGE: dict[str, Any] = {
+    "values": {
+        "anyOf": 200 * [{"oneOf": [{"$ref": "#/$defs/even"}, {"$ref": "#/$defs/odd"}]}],
+        "$defs": {"even": {"enum": EVEN}, "odd": {"enum": ODD}},
+    },
+    "pairs": {"oneOf": [{"enum": [f"{i}_{j}" for j in range(100)]} for i in range(100)]},
+    "alternatives": {"oneOf": [ALL, ALL], "$defs": {"all": ALL}},
+    "long patterns": {
+        "anyOf": 1500 * [{"allOf": [{"$ref": "#/$defs/p"}]}],
+        "$defs": {"p": {"pattern": "{1}" * 23_000}},
+    },
+    "many allOf": {"anyOf": 1500 * [{"allOf": [{"$ref": "#/$defs/p"}]}], "$defs": {"p": {"allOf": [True] * 9000}}},
+    "names": _nested_names(12),
+}
+
+
+@pytest.mark.parametrize("name", EXPENSIVE_TO_JUDGE)
+def test_a_schema_is_prepared_in_a_bounded_time(name: str) -> None:
+    """All threads of the prompt worker wait for what is done in Python; some of these took minutes."""
+    schema = EXPENSIVE_TO_JUDGE[name]
+    assert len(json.dumps(schema, separators=(",", ":"))) < MAX_CONSTRAINT_CHARS
+    began = time.thread_time()
+    with contextlib.suppress(InvalidRequestError):
+        assert len(json_schema_constraint(schema, "f").grammar) < 4 * MAX_CONSTRAINT_CHARS
+    assert time.thread_time() - began < 2.5
 
 
 @pytest.mark.parametrize("schema", [True, {}])

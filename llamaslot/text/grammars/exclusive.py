@@ -11,13 +11,20 @@ from collections.abc import Callable, Iterator
 from decimal import Decimal
 from typing import Any, TypeAlias
 
+import msgspec
+
 Schema: TypeAlias = dict[str, Any]
 Resolve: TypeAlias = Callable[[object], object | None]
 """Gives the schema that a reference points to, None if there is none."""
 
 _TYPES = frozenset({"null", "boolean", "number", "string", "array", "object"})
-_MAX_STEPS = 5000
-"""Pairs of schemas that are compared for one `oneOf`: more alternatives than a client has, and 20 ms."""
+_MAX_STEPS = 100_000
+"""Schemas, values and names that are looked at for one request's schema: 100 alternatives that are told apart by a
+property take half of them, and all take 0.3 s. What is not judged then is left to llguidance, which judges by
+properties only.
+"""
+_ALTERNATIVES_STEPS = 50
+"""Steps that it counts as to go on with the alternatives of an alternative."""
 _MAX_CONJUNCTS = 200
 _MAX_DEPTH = 12
 """Properties within properties, and alternatives within alternatives."""
@@ -25,18 +32,14 @@ _LENGTHS = {"string": ("minLength", "maxLength"), "array": ("minItems", "maxItem
 _NO_VALUES: list[Any] = []
 
 
-def are_exclusive(schemas: list[Any], resolve: Resolve) -> bool:
-    """Return True if no value can match two of the schemas."""
-    judge = _Judge(resolve)
-    return all(judge.excludes([a], [b], 0) for a, b in itertools.combinations(schemas, 2))
-
-
 def conjuncts(schemas: list[Any], resolve: Resolve) -> list[Schema] | None:
     """Return schemas with those that `$ref` and `allOf` add, which hold too; None if one is `false`."""
     found: list[Schema] = []
     seen: set[int] = set()
     todo = list(schemas)
-    while todo and len(found) < _MAX_CONJUNCTS:
+    for _ in range(_MAX_CONJUNCTS):
+        if not todo:
+            break
         schema = todo.pop()
         if schema is False:
             return None
@@ -50,22 +53,34 @@ def conjuncts(schemas: list[Any], resolve: Resolve) -> list[Schema] | None:
     return found
 
 
-class _Judge:
-    """Compares schemas; each side is a list of schemas that hold at once."""
+class Judge:
+    """Compares the alternatives of a schema, all in at most `_MAX_STEPS`.
+
+    Each side of a comparison is a list of schemas that hold at once.
+    """
 
     def __init__(self, resolve: Resolve) -> None:
         self._resolve = resolve
-        self._n_steps = 0
+        self._n_left = _MAX_STEPS
+
+    def are_exclusive(self, schemas: list[Any]) -> bool:
+        """Return True if no value can match two of the schemas."""
+        return all(self.excludes([a], [b], 0) for a, b in itertools.combinations(schemas, 2))
+
+    def _may_take(self, n_steps: int) -> bool:
+        self._n_left -= n_steps
+        return self._n_left >= 0
 
     def excludes(self, one: list[Any], other: list[Any], depth: int) -> bool:
         """Return True if no value can match all schemas of both sides."""
-        self._n_steps += 1
-        if depth > _MAX_DEPTH or self._n_steps > _MAX_STEPS:
+        if depth > _MAX_DEPTH or not self._may_take(1):
             return False
         a, b = conjuncts(one, self._resolve), conjuncts(other, self._resolve)
         if a is None or b is None:
             # One of them matches nothing.
             return True
+        if not self._may_take(sum(map(_size, a + b))):
+            return False
         return self._directly(a, b, depth) or self._by_alternatives(a, b, depth)
 
     def _by_alternatives(self, a: list[Schema], b: list[Schema], depth: int) -> bool:
@@ -74,8 +89,10 @@ class _Judge:
             for schema in mine:
                 for name in ("anyOf", "oneOf"):
                     options = _list(schema.get(name))
+                    if not options or not self._may_take(_ALTERNATIVES_STEPS):
+                        continue
                     rest = list(_without(mine, schema, name))
-                    if options and all(self.excludes([*rest, each], theirs, depth + 1) for each in options):
+                    if all(self.excludes([*rest, each], theirs, depth + 1) for each in options):
                         return True
         return False
 
@@ -84,9 +101,12 @@ class _Judge:
         values = _values(a), _values(b)
         for mine, theirs, parts in ((values[0], values[1], b), (values[1], values[0], a)):
             if mine is not None:
+                if not self._may_take(_comparisons(mine, parts)):
+                    return False
+                found = None if theirs is None else _Values(theirs)
                 return all(
                     _type_of(each) not in types
-                    or (theirs is not None and not any(_same(each, value) for value in theirs))
+                    or (found is not None and each not in found)
                     or any(_breaks(each, schema) for schema in parts)
                     or (isinstance(each, dict) and self._breaks_object(each, parts, depth))
                     for each in mine
@@ -135,6 +155,30 @@ class _Judge:
         return False
 
 
+class _Values:
+    """The values of an `enum`: a list of them is only searched for lists and objects."""
+
+    def __init__(self, values: list[Any]) -> None:
+        self._simple = {(_type_of(each), each) for each in values if not isinstance(each, list | dict)}
+        self._others = [each for each in values if isinstance(each, list | dict)]
+
+    def __contains__(self, value: object) -> bool:
+        if isinstance(value, list | dict):
+            return value in self._others
+        return (_type_of(value), value) in self._simple
+
+
+def _comparisons(values: list[Any], parts: list[Schema]) -> int:
+    """Return about how many it takes to compare values with schemas."""
+    n_bytes = sum(len(msgspec.json.encode(each)) for each in values if isinstance(each, list | dict))
+    return len(values) * len(parts) + n_bytes // 8 * sum(map(_size, parts))
+
+
+def _size(schema: Schema) -> int:
+    """Return a schema's number of keywords, and of what is listed in it."""
+    return len(schema) + sum(len(each) for each in schema.values() if isinstance(each, list | dict))
+
+
 def _without(schemas: list[Schema], schema: Schema, name: str) -> Iterator[Schema]:
     """Yield schemas, one of them without a keyword, whose `$ref` and `allOf` are among them already."""
     for each in schemas:
@@ -168,10 +212,6 @@ def _type_of(value: object) -> str:
     if isinstance(value, int | float):
         return "number"
     return "string" if isinstance(value, str) else "array" if isinstance(value, list) else "object"
-
-
-def _same(one: object, other: object) -> bool:
-    return _type_of(one) == _type_of(other) and one == other
 
 
 def _breaks(value: object, schema: Schema) -> bool:

@@ -17,10 +17,11 @@ llguidance follows a schema, and refuses by name the keywords that it does not k
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Iterator
 from decimal import Decimal
-from functools import partial
+from functools import cache, partial
 from typing import Any, TypeAlias
 from urllib.parse import unquote
 
@@ -30,7 +31,7 @@ from llguidance import LLMatcher
 from llamaslot.base.commands import Constraint
 from llamaslot.base.errors import InvalidRequestError
 from llamaslot.text.grammars.compiling import MAX_CONSTRAINT_CHARS, too_long
-from llamaslot.text.grammars.exclusive import are_exclusive, conjuncts
+from llamaslot.text.grammars.exclusive import Judge, conjuncts
 from llamaslot.text.grammars.schema_fixes import ecmascript_pattern, exact_bounds, has_wide_numbers, limit_digits
 from llamaslot.text.grammars.vacuous import remove_vacuous
 
@@ -102,9 +103,10 @@ def prepared_schema(schema: object, param: str, *, limits_digits: bool = True) -
             raise too_long(param)
         root: Schema = msgspec.json.decode(text) or {"type": "object"}
         _check_multiples(root, param)
-        _check_properties(root, param)
         _check_intersections(root, param)
         _prepare(root, param, limits_digits=limits_digits)
+        # Also those that `propertyNames` was replaced by.
+        _check_properties(root, param)
     except (ValueError, RecursionError) as error:
         raise InvalidRequestError(f"'{param}': {str(error) or 'nested too deeply'}", param=param) from error
     return root
@@ -139,6 +141,7 @@ def _check_properties(schema: Schema, param: str) -> None:
 
 def _check_intersections(root: Schema, param: str) -> None:
     """Refuse patterns that must match at once if their counted repetitions multiply to too many states."""
+    n_states_of = cache(lambda pattern: 1 + sum(map(int, _COUNTS.findall(pattern))))
     for each in _subschemas(root):
         if "allOf" not in each and not ("$ref" in each and "pattern" in each):
             continue
@@ -146,7 +149,7 @@ def _check_intersections(root: Schema, param: str) -> None:
         patterns = {part["pattern"] for part in parts if isinstance(part.get("pattern"), str)}
         n_states = 1
         for pattern in patterns:
-            n_states = min(n_states * (1 + sum(map(int, _COUNTS.findall(pattern)))), 10**9)
+            n_states = min(n_states * n_states_of(pattern), 10**9)
         if len(patterns) > 1 and n_states > MAX_INTERSECTION:
             raise InvalidRequestError(
                 f"'{param}': {len(patterns)} patterns must match at once ('allOf'), and the product of their "
@@ -164,8 +167,10 @@ def _prepare(root: Schema, param: str, *, limits_digits: bool) -> None:
             del each[name]
         if isinstance(each.get("format"), str) and each["format"] not in _KNOWN_FORMATS:
             del each["format"]
-    for each in _subschemas(root):
-        remove_vacuous(each, resolve)
+    todo: list[object] = [root]
+    while todo:
+        for each in _subschemas(todo.pop()):
+            remove_vacuous(each, resolve, partial(_shared, root, todo))
     _make_any_of(root, resolve)
     open_ = _open_schemas(root)
     is_wide = has_wide_numbers(root)
@@ -198,10 +203,11 @@ def _make_any_of(root: Schema, resolve: Callable[[object], object | None]) -> No
     schemas = list(_subschemas(root))
     if any("/oneOf/" in str(each.get("$ref")) for each in schemas):
         return
+    judge = Judge(resolve)
     found = [
         each
         for each in schemas
-        if isinstance(each.get("oneOf"), list) and "anyOf" not in each and are_exclusive(each["oneOf"], resolve)
+        if isinstance(each.get("oneOf"), list) and "anyOf" not in each and judge.are_exclusive(each["oneOf"])
     ]
     for each in found:
         each["anyOf"] = each.pop("oneOf")
@@ -291,6 +297,19 @@ def _target(root: Schema, reference: object) -> object | None:
         else:
             return None
     return found
+
+
+def _shared(root: Schema, added: list[object], schema: object) -> object:
+    """Return a reference to a schema, which is added to the definitions; or a schema that is as short."""
+    if not isinstance(schema, dict) or not schema or "$ref" in schema:
+        return schema
+    definitions = root.setdefault("$defs", {})
+    if not isinstance(definitions, dict):
+        raise ValueError("'$defs' must be an object")
+    name = next(name for n in itertools.count(len(definitions)) if (name := f"shared-{n}") not in definitions)
+    definitions[name] = schema
+    added.append(schema)
+    return {"$ref": f"#/$defs/{name}"}
 
 
 def _list(value: object) -> list[Any]:

@@ -11,6 +11,8 @@ from typing import Any, TypeAlias
 
 Schema: TypeAlias = dict[str, Any]
 Resolve: TypeAlias = Callable[[object], object | None]
+Share: TypeAlias = Callable[[object], object]
+"""Gives a schema that may stand in several places, however long the one is that it stands for."""
 
 _OF_CONTAINS = ("contains", "minContains", "maxContains")
 _MAPS = ("dependentRequired", "dependentSchemas", "dependencies")
@@ -18,9 +20,9 @@ _OPEN = ("unevaluatedProperties", "unevaluatedItems")
 _REMARKS = frozenset({"$schema", "$id", "$comment", "$defs", "definitions"})
 
 
-def remove_vacuous(schema: Schema, resolve: Resolve) -> None:
+def remove_vacuous(schema: Schema, resolve: Resolve, share: Share) -> None:
     """Remove from a schema, but not from those in it, the keywords without effect."""
-    _write_names_otherwise(schema, resolve)
+    _write_names_otherwise(schema, resolve, share)
     required, properties = schema.get("required"), schema.get("properties")
     n_required = len(set(map(str, required))) if isinstance(required, list) else 0
     n_allowed = None
@@ -51,7 +53,7 @@ def remove_vacuous(schema: Schema, resolve: Resolve) -> None:
                 schema.pop(name, None)
 
 
-def _write_names_otherwise(schema: Schema, resolve: Resolve) -> None:
+def _write_names_otherwise(schema: Schema, resolve: Resolve, share: Share) -> None:
     """Replace `propertyNames` by `properties` or `patternProperties`, where that says the same."""
     names = _resolved(schema.get("propertyNames"), resolve)
     if names is None or "patternProperties" in schema:
@@ -66,7 +68,8 @@ def _write_names_otherwise(schema: Schema, resolve: Resolve) -> None:
         allowed = [each for each in options if isinstance(each, str)] if isinstance(options, list) else []
         properties = {name: each for name, each in listed.items() if name in allowed}
         if others is not False:
-            properties |= {name: others for name in allowed if name not in properties}
+            shared = share(others)
+            properties |= {name: shared for name in allowed if name not in properties}
         schema["properties"] = properties
         schema["additionalProperties"] = False
     elif not listed and others is not False and said == {"pattern"}:
