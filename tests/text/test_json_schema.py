@@ -13,6 +13,7 @@ import pytest
 from jsonschema import Draft202012Validator
 from llguidance import LLMatcher
 
+from llamaslot.base.commands import Constraint
 from llamaslot.base.errors import InvalidRequestError
 from llamaslot.text.grammars.compiling import MAX_CONSTRAINT_CHARS, GrammarChecker, LocalTrial, compile_grammar
 from llamaslot.text.grammars.json_schema import MAX_MULTIPLE_OF, MAX_PROPERTIES, json_schema_constraint
@@ -405,6 +406,14 @@ def test_alternatives_that_may_both_match_are_refused(options: list[Any]) -> Non
     message = refusal({"oneOf": options, "$defs": definitions})
     assert "oneOf" in message or "no text can match" in message or "no alternative" in message
     assert "coerce" not in message
+
+
+def test_an_error_in_a_tool_is_not_taken_for_one_of_alternatives() -> None:
+    """llguidance's messages on tools have the line of the grammar, with the options of the schema."""
+    overlapping = {"patternProperties": {"^a": INTEGER, "b$": INTEGER}, "x-guidance": {"coerce_one_of": False}}
+    constraint = Constraint(LLMatcher.grammar_from_lark(f"start: %json {json.dumps(overlapping)}"), "tools")
+    with pytest.raises(InvalidRequestError, match="not disjoint"):
+        CHECKER.check(constraint)
 
 
 def _below(schema: Any) -> list[Any]:

@@ -51,7 +51,7 @@ SPECIAL_PREFIX = b"\xff"
 _UNIMPLEMENTED = re.compile(r"Unimplemented keys: \[(.*)\]")
 _TOO_MANY_SYMBOLS = "grammar.symbols.len()"
 """Part of the assertion that fails in llguidance at 65,525 symbols, such as of 16,000 optional properties."""
-_ONE_OF = "coerce_one_of"
+_ONE_OF = "oneOf constraints are not supported"
 """Part of llguidance's message on alternatives that it cannot tell apart, whose advice no client can follow."""
 ADVICE = (
     "make it simpler (what costs most: intersections of patterns, nested repetitions such as (a{1,100}){1,100}, "
