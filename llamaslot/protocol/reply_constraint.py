@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +15,7 @@ from llamaslot.base.errors import InvalidRequestError
 from llamaslot.base.generation.tools import Tool
 from llamaslot.formats.format import Format
 from llamaslot.formats.grammar import Thinking
-from llamaslot.protocol.structured_output import ConstraintReader
+from llamaslot.protocol.structured_output import ConstraintReader, check_length
 from llamaslot.protocol.tools import ToolUse
 from llamaslot.text.grammars.compiling import GrammarTooLongError
 from llamaslot.text.grammars.json_schema import MAX_OPTIONAL, prepared_schema
@@ -24,6 +25,8 @@ RAW_GRAMMAR = "grammar"
 _CONTENT = "content"
 """Name of the grammar of the content beside that of the reply around it."""
 
+_MAX_BLAME_S = 5.0
+"""Time to look for the tool that is wrong: each may take as long to compile as a grammar may."""
 _UNDECLARED = ("anyOf", "oneOf", "allOf", "$ref", "patternProperties")
 """Keywords that may allow names of arguments which `properties` does not have."""
 
@@ -87,8 +90,11 @@ class ReplyConstraints:
             raise
 
     def _check_each(self, use: ToolUse, tools: Sequence[Tool]) -> None:
-        """Raise the error of the first tool of which no calls can be forced."""
+        """Raise the error of the first tool of which no calls can be forced, if it is found soon."""
+        end = time.monotonic() + _MAX_BLAME_S
         for tool in tools:
+            if time.monotonic() > end:
+                break
             if tool.name in use.strict or use.mode == "required":
                 self.constraints.check(_written(partial(self.format.grammar, [tool]), use.places[tool.name]))
 
@@ -98,12 +104,18 @@ class ReplyConstraints:
         return [*strict, *(_loose(tool) for tool in use.tools if tool.name not in use.strict)]
 
     def _prepared(self, use: ToolUse, tools: Sequence[Tool]) -> list[Tool]:
-        """Return tools with the schemas that llguidance follows; raises `InvalidRequestError`."""
+        """Return tools with the schemas that llguidance follows; raises `InvalidRequestError`.
+
+        Also for schemas of which the grammar will be too long, before all of them are prepared.
+        """
         prepared = []
+        n_chars = 0
         for tool in tools:
             where, parameters = use.places[tool.name], {"type": "object", **tool.parameters}
             schema = prepared_schema(parameters, where, limits_digits=not self.format.limits_digits)
             prepared.append(Tool(tool.name, schema))
+            n_chars += len(msgspec.json.encode(schema))
+            check_length(n_chars, "tools")
         return prepared
 
 

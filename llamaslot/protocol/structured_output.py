@@ -25,6 +25,16 @@ compiled grammar of this length at most.
 """
 
 
+def check_length(n_chars: int, param: str) -> None:
+    """Raise `GrammarTooLongError` for a grammar of more than `MAX_GRAMMAR_CHARS`."""
+    if n_chars > MAX_GRAMMAR_CHARS:
+        message = (
+            f"'{param}': the grammar made of it has {n_chars} characters, and may have {MAX_GRAMMAR_CHARS} at "
+            "most; make it simpler"
+        )
+        raise GrammarTooLongError(message, param=param)
+
+
 class ConstraintReader:
     """Reads and checks constraints, on any thread.
 
@@ -65,12 +75,7 @@ class ConstraintReader:
 
         Raises `InvalidRequestError` for a grammar that is too long, too expensive, invalid or not supported.
         """
-        if len(constraint.grammar) > MAX_GRAMMAR_CHARS:
-            message = (
-                f"'{constraint.param}': the grammar made of it has {len(constraint.grammar)} characters, and may "
-                f"have {MAX_GRAMMAR_CHARS} at most; make it simpler"
-            )
-            raise GrammarTooLongError(message, param=constraint.param)
+        check_length(len(constraint.grammar), constraint.param)
         return self._checker.check(constraint, may_compile=self._may_compile)
 
     def _constraint(self, param: str, kind: str, value: Any, *, compact: bool) -> Constraint:

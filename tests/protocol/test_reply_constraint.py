@@ -12,13 +12,13 @@ from llguidance import LLMatcher, LLTokenizer
 
 from llamaslot.base.errors import InvalidRequestError
 from llamaslot.formats.calls import ToolCall
-from llamaslot.protocol import structured_output
+from llamaslot.protocol import reply_constraint, structured_output
 from llamaslot.protocol.bodies import ChatBody
 from llamaslot.protocol.reply_constraint import ReplyConstraints
 from llamaslot.protocol.structured_output import MAX_GRAMMAR_CHARS, ConstraintReader
 from llamaslot.protocol.tools import read_tools
 from llamaslot.text.grammars.compiling import MAX_CONSTRAINT_CHARS, GrammarChecker, LocalTrial
-from llamaslot.text.grammars.json_schema import MAX_OPTIONAL
+from llamaslot.text.grammars.json_schema import MAX_OPTIONAL, prepared_schema
 from tests.fake_backend import FakeBackend
 from tests.formats.messages import EXCERPTS, made
 
@@ -67,6 +67,22 @@ def test_schemas_of_forced_calls_that_cannot_be_followed_are_refused(family: str
                 constraint(family, {**body, **more})
             assert error.value.param == "tools[1].function.parameters"
             assert "'tools[1].function.parameters'" in error.value.message
+
+
+def test_tools_are_prepared_only_while_their_grammar_may_be_short_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each takes time, and there may be thousands in a body."""
+    prepared: list[str] = []
+
+    def prepare(schema: object, param: str, **options: bool) -> Any:
+        prepared.append(param)
+        return prepared_schema(schema, param, **options)
+
+    monkeypatch.setattr(reply_constraint, "prepared_schema", prepare)
+    long = {"type": "object", "properties": {f"property_{i}": {"type": "string"} for i in range(900)}}
+    tools = [named(f"f{i}", long) for i in range(200)]
+    with pytest.raises(InvalidRequestError, match=f"'tools': .* {MAX_GRAMMAR_CHARS} at most"):
+        constraint("hermes", {"tools": tools, "tool_choice": "required"})
+    assert len(prepared) < 40
 
 
 def follows(family: str, body: dict[str, Any], call: ToolCall) -> bool:

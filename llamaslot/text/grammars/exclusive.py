@@ -19,10 +19,12 @@ Resolve: TypeAlias = Callable[[object], object | None]
 
 _TYPES = frozenset({"null", "boolean", "number", "string", "array", "object"})
 _MAX_STEPS = 100_000
-"""Schemas, values and names that are looked at for one request's schema: 100 alternatives that are told apart by a
-property take half of them, and all take 0.3 s. What is not judged then is left to llguidance, which judges by
-properties only.
+"""Schemas, values and names that are looked at for one schema: 100 alternatives that are told apart by a property
+take half of them, and all take 0.3 s. What is not judged then is left to llguidance, which judges by properties.
 """
+_STEPS_PER_CHAR = 4
+"""So that many short schemas, such as those of tools, take no longer than a long one."""
+_LEAST_STEPS = 500
 _ALTERNATIVES_STEPS = 50
 """Steps that it counts as to go on with the alternatives of an alternative."""
 _MAX_CONJUNCTS = 200
@@ -54,14 +56,14 @@ def conjuncts(schemas: list[Any], resolve: Resolve) -> list[Schema] | None:
 
 
 class Judge:
-    """Compares the alternatives of a schema, all in at most `_MAX_STEPS`.
+    """Compares the alternatives of a schema of `n_chars` characters, all in a limited number of steps.
 
     Each side of a comparison is a list of schemas that hold at once.
     """
 
-    def __init__(self, resolve: Resolve) -> None:
+    def __init__(self, resolve: Resolve, n_chars: int) -> None:
         self._resolve = resolve
-        self._n_left = _MAX_STEPS
+        self._n_left = min(_MAX_STEPS, _LEAST_STEPS + _STEPS_PER_CHAR * n_chars)
 
     def are_exclusive(self, schemas: list[Any]) -> bool:
         """Return True if no value can match two of the schemas."""

@@ -203,7 +203,7 @@ def _make_any_of(root: Schema, resolve: Callable[[object], object | None]) -> No
     schemas = list(_subschemas(root))
     if any("/oneOf/" in str(each.get("$ref")) for each in schemas):
         return
-    judge = Judge(resolve)
+    judge = Judge(resolve, len(msgspec.json.encode(root)))
     found = [
         each
         for each in schemas
