@@ -320,10 +320,13 @@ class Engine:
         self._flush()
 
     async def _measure_costs(self) -> None:
-        """Measure the costs that are pending, once the pool is empty: idle prefixes go to RAM for that."""
+        """Measure the costs that are pending, once the pool is empty: idle prefixes go to RAM for that.
+
+        Not where slots can be saved: a client may be about to do that.
+        """
         cache = self.scheduler.cache
         if cache.cells.used:
-            if not cache.vacate():
+            if self._slot_actions.has_store or not cache.vacate():
                 self._costs.postpone(self._clock())
             # The next plan carries it out.
             return

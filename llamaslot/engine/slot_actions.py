@@ -76,6 +76,8 @@ class SlotActions:
         post: Callable[[Callable[[], None]], None],
         clock: Callable[[], float],
     ) -> None:
+        self.has_store = store is not None
+        """True if slots can be saved."""
         self._store = store
         self._backend = backend
         self._slots = scheduler.slots

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
+from llamaslot.backend.disk import SlotFiles
+from llamaslot.base.commands import SlotAction, SlotActionDone
 from llamaslot.base.events import Finished
 from llamaslot.base.model import KvCost, StepCost
 from llamaslot.engine import pending_costs
@@ -86,3 +89,18 @@ async def test_what_ram_has_no_room_for_stays_in_the_pool() -> None:
         assert end.progress.n_cached > 30
         assert engine.engine.scheduler.cache.cells.used > 30
         assert backend.info.costs_pending
+
+
+async def test_slots_that_may_be_saved_are_not_emptied_for_it(tmp_path: Path) -> None:
+    backend = BusyMachine(n_reserved=3, n_ctx=512, n_ubatch=64)
+    assert backend.info.segment_size is not None
+    files = SlotFiles(tmp_path, lambda: b"k" * 32, backend.info.segment_size, 512)
+    async with running(backend, ram_bytes=10**6, snapshots=files) as engine:
+        await engine.submit("first", PROMPT, max_tokens=4, id_slot=0)
+        await asyncio.sleep(0.1)
+        saved = await engine.ask(SlotAction(0, "save", "a.bin"))
+        assert isinstance(saved, SlotActionDone)
+        assert saved.n_tokens > 30
+        await engine.ask(SlotAction(0, "erase", ""))
+        backend.is_quiet = True
+        await until(lambda: not backend.info.costs_pending)
