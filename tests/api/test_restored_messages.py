@@ -15,10 +15,12 @@ import pytest
 from llamaslot.base.commands import Generate
 from llamaslot.base.events import Finished
 from llamaslot.base.tokens import Tokens, ids_of
+from llamaslot.formats.recognition import format_of
 from llamaslot.prompts.reply_memory import ReplyMemory
 from llamaslot.protocol.replies import meaning
 from tests.conftest import LONG
 from tests.fake_backend import BOS, FakeBackend, FakeVocab
+from tests.text.test_turns import SOURCES
 
 CHAT = "/v1/chat/completions"
 THINK = "<think>"
@@ -892,11 +894,12 @@ async def test_a_reply_is_restored_only_before_text_that_gets_no_space_from_the_
     assert "A  wall.  " not in chat.text
 
 
+SPACED = TEMPLATE.replace("{{- '[assistant]' }}", "{{- '[assistant] ' }}")
 TRIMMING = TEMPLATE.replace("{{- m.content }}", "{{- m.content | trim }}")
 
 
 @pytest.mark.parametrize("text", [" two", "two\n", "\n two ", "\t two", "two"])
-@pytest.mark.parametrize("template", [TEMPLATE, TRIMMING], ids=["keeps", "trims"])
+@pytest.mark.parametrize("template", [TEMPLATE, TRIMMING, SPACED], ids=["keeps", "trims", "adds a space"])
 async def test_whitespace_around_a_reply_is_what_the_template_writes(start: Any, text: str, template: str) -> None:
     """Also where the client trims it: the prompt is the one that a server without memory makes."""
     chat = await chats(start, text, "a", "b", template=template)
@@ -909,6 +912,28 @@ async def test_whitespace_around_a_reply_is_what_the_template_writes(start: Any,
         _, plain = await chat.server.post("/apply-template", {"messages": history, "tools": [TOOL]})
         await chat.ask(*history)
         assert chat.text.removeprefix("<s>") == plain["prompt"].removeprefix("<s>"), content
+
+
+@pytest.mark.parametrize("name", SOURCES if LONG else ["builtin vicuna", "builtin llama3", "two_roles"])
+async def test_a_reply_has_the_whitespace_of_any_template(start: Any, name: str) -> None:
+    """Where markup of the format is before the text, only that at the end."""
+    tags = format_of(SOURCES[name], {}).reasoning
+    reasoned = [] if tags is None or "channel" in tags.start else [f"{tags.start}\nI think.\n{tags.end}\n\n two\n"]
+    for text in (" two", "\n two \n", "two", *reasoned):
+        chat = await chats(start, text, "a", "b", template=SOURCES[name], n_ctx=16384)
+        message = reply_of(await chat.ask(QUESTION))
+        if not message["content"]:
+            # The prompt begins with reasoning.
+            continue
+        history = [QUESTION, message, QUESTION]
+        _, plain = await chat.server.post("/apply-template", {"messages": history, "tools": [TOOL]})
+        await chat.ask(*history)
+        (before, after), (plain_before, plain_after) = (
+            (whole[0], whole[2]) for whole in (each.rpartition("two") for each in (chat.text, plain["prompt"]))
+        )
+        assert after == plain_after, text
+        if before.rstrip()[-5:] == plain_before.rstrip()[-5:]:
+            assert before[len(before.rstrip()) :] == plain_before[len(plain_before.rstrip()) :], text
 
 
 async def test_several_calls_are_restored_in_a_template_that_takes_one_only(start: Any) -> None:

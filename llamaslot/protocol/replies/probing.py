@@ -95,11 +95,8 @@ class ProbedTemplate:
         return self.known.strips[n_calls]
 
     def outer_of(self, content: str) -> tuple[str, str] | None:
-        """Return what the template writes of the whitespace around a reply's text; None if that is unknown."""
-        core = content.strip()
+        """Return the whitespace that the template writes around a reply's text; None if that is unknown."""
         lead, trail = content[: len(content) - len(content.lstrip())], content[len(content.rstrip()) :]
-        if not core or not (lead or trail):
-            return "", ""
         if (lead, trail) not in self.known.outer:
             if len(self.known.outer) >= _MAX_PROBES:
                 self.known.outer.clear()
@@ -111,8 +108,12 @@ class ProbedTemplate:
             self._around({"role": "assistant", "content": content}) for content in (_TEXT, f"{lead}{_TEXT}{trail}")
         )
         if not (bare and full and full[0].startswith(bare[0]) and full[1].endswith(bare[1])):
-            return None
-        return full[0][len(bare[0]) :], full[1][: len(full[1]) - len(bare[1])]
+            return None if lead or trail else ("", "")
+        prompt = self._prompt([_QUESTION])
+        # Some write a space of their own behind the generation prompt, others markup, which is the format's.
+        behind = full[0][len(prompt) :] if full[0].startswith(prompt) else lead
+        lead = full[0][len(bare[0]) :] if behind.strip() else behind
+        return lead, full[1][: len(full[1]) - len(bare[1])]
 
     def _around(self, reply: Message) -> tuple[str, str] | None:
         """Return the texts around that of a reply between two questions."""

@@ -36,6 +36,10 @@ from llamaslot.text.conversation import Conversation, Message
 
 _MAX_TRIES = 8
 """Renderings of a conversation until nothing is restored."""
+_N_HEAD = 64
+"""Tokens of a reply whose text is read to see what it begins with."""
+_N_COMPARED = 8
+"""Characters by which the text of a message is told from markup."""
 _MAX_EARLIER = 8
 """States of earlier replies after which a reply is looked up that is not found after the last one."""
 
@@ -300,15 +304,17 @@ class ReplyRestorer:
         Some templates trim it: the restored prompt would be another one than the rendered one.
         """
         reply, core = found.reply, found.content.strip()
-        text = reply.begun + self._text_of(ids_of(reply.tokens)[-reply.n_reply :])
-        before, is_there, trail = text.rpartition(core)
         outer = template.outer_of(found.content)
-        if not is_there or trail.strip():
+        head = reply.begun + self._text_of(ids_of(reply.tokens)[-reply.n_reply :][:_N_HEAD])
+        text = reply.closing.rstrip()
+        if not text or not text.endswith(core[-len(text) :]):
             # The format has markup after the text.
             return True
-        lead = before[len(before.rstrip()) :]
+        if outer is None or outer[1] != reply.closing[len(text) :]:
+            return False
         # What is between markup or reasoning and the text belongs to the format.
-        return outer is not None and outer[1] == trail and (bool(before.strip()) or outer[0] == lead)
+        has_markup = not core.startswith(head.strip()[:_N_COMPARED])
+        return has_markup or outer[0] == head[: len(head) - len(head.lstrip())]
 
     def _with_reply(self, plan: _Plan, render: Render) -> str:
         """Return the text of the conversation with another reply."""
