@@ -13,7 +13,7 @@ from llamaslot.base.errors import ConfigError
 from llamaslot.text.conversation import SYSTEM_ROLES, Conversation, Message
 
 OFF = "off"
-_FIELD = r"[ \t]*[\w.-]+=[^;\s]*(?:;|(?=\s)|$)"
+_FIELD = r"[ \t]*[\w.-]+=[^;\s]*(?:;|(?=[ \t]*(?:\r?\n|$)))"
 KNOWN = {"claude-code": rf"x-anthropic-billing-header:(?=[^\n]*\bcc\w+=)(?:{_FIELD})+[ \t]*(?:\r?\n)*"}
 """Patterns by the agent that sends such text: a header has nothing but fields, one of which begins with `cc`."""
 

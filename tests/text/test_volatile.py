@@ -87,6 +87,11 @@ def test_the_default_removes_it_from_both_apis_and_off_does_not() -> None:
 @pytest.mark.parametrize(
     "messages",
     [
+        # A half of it would be worse than all of it.
+        (
+            {"role": "system", "content": "x-anthropic-billing-header: cc_version=2.1 (cli); cch=fa690;\nBe kind."},
+            USER,
+        ),
         ({"role": "system", "content": f"You are helpful.\n{HEADER}"}, USER),
         ({"role": "user", "content": f"{HEADER}\nhi"},),
         (USER, {"role": "system", "content": f"{HEADER}\nBe."}, USER),
