@@ -111,8 +111,8 @@ class ProbedTemplate:
             return None if lead or trail else ("", "")
         prompt = self._prompt([_QUESTION])
         # Some write a space of their own behind the generation prompt, others markup, which is the format's.
-        behind = full[0][len(prompt) :] if full[0].startswith(prompt) else lead
-        lead = full[0][len(bare[0]) :] if behind.strip() else behind
+        after = full[0][len(prompt) :] if full[0].startswith(prompt) else lead
+        lead = full[0][len(bare[0]) :] if after.strip() else after
         return lead, full[1][: len(full[1]) - len(bare[1])]
 
     def _around(self, reply: Message) -> tuple[str, str] | None:
