@@ -24,4 +24,15 @@ def run(args: argparse.Namespace) -> int:
     # llama.cpp is loaded only now, so that wrong flags are answered at once.
     from llamaslot.app.composition import serve  # noqa: PLC0415
 
-    return uvloop.run(serve(config))
+    ended: list[int] = []
+
+    async def main() -> None:
+        ended.append(await serve(config))
+
+    try:
+        uvloop.run(main())
+    except RuntimeError:
+        # To close the loop takes a thread, of which there may be too many.
+        if not ended:
+            raise
+    return ended[0]

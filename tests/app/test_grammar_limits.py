@@ -7,6 +7,7 @@ import json
 import time
 import urllib.error
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -131,6 +132,21 @@ def test_requests_are_served_where_no_thread_can_be_started(server: Server) -> N
             process.rlimit(psutil.RLIMIT_AS, (psutil.RLIM_INFINITY, psutil.RLIM_INFINITY))
     now = {name: child.pid for name, child in children(server).items()}
     assert now == before
+
+
+def test_a_server_ends_in_order_where_no_thread_can_be_started(tmp_path: Path) -> None:
+    fault = """
+import threading
+start = threading.Thread.start
+def limited(thread):
+    if getattr(thread._target, "__name__", "") == "_do_shutdown":
+        raise RuntimeError("can't start new thread")
+    start(thread)
+threading.Thread.start = limited
+"""
+    with serving(tmp_path, "-m", "demo", "--in-process", fault=fault) as started:
+        assert started.stop() == 0
+        assert "Traceback" not in started.log.read_text()
 
 
 def test_no_grammar_ends_a_process(server: Server) -> None:
