@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -26,7 +25,7 @@ _CONTENT = "content"
 """Name of the grammar of the content beside that of the reply around it."""
 
 _MAX_BLAME_S = 5.0
-"""Time to look for the tool that is wrong: each may take as long to compile as a grammar may."""
+"""CPU time to look for the tool that is wrong: each may take as long to compile as a grammar may."""
 _UNDECLARED = ("anyOf", "oneOf", "allOf", "$ref", "patternProperties")
 """Keywords that may allow names of arguments which `properties` does not have."""
 
@@ -91,12 +90,13 @@ class ReplyConstraints:
 
     def _check_each(self, use: ToolUse, tools: Sequence[Tool]) -> None:
         """Raise the error of the first tool of which no calls can be forced, if it is found soon."""
-        end = time.monotonic() + _MAX_BLAME_S
+        seconds = 0.0
         for tool in tools:
-            if time.monotonic() > end:
+            if seconds > _MAX_BLAME_S:
                 break
             if tool.name in use.strict or use.mode == "required":
-                self.constraints.check(_written(partial(self.format.grammar, [tool]), use.places[tool.name]))
+                written = _written(partial(self.format.grammar, [tool]), use.places[tool.name])
+                seconds += self.constraints.check(written).seconds
 
     def _by_strictness(self, use: ToolUse) -> list[Tool]:
         """Return the tools with the schemas that calls must follow; those that are not strict allow any value."""
