@@ -278,6 +278,9 @@ def _serve(control: socket.socket, local: LocalTrial) -> None:
                 if not pid:
                     signal.set_wakeup_fd(-1)
                     control.close()
+                    # The clients of others wait for the end of their streams.
+                    for each in running.values():
+                        each.close()
                     _run_trial(trial, local)
                 running[pid] = trial
                 with contextlib.suppress(OSError):

@@ -107,9 +107,22 @@ def test_what_is_nested_too_deeply_is_refused(trials: TrialProcess, make: Callab
 
 
 FAR_APART = [rf"/.*a.{{{i}}}b.*/" for i in range(16)]
+DOUBLING: dict[str, Any] = {
+    f"{i}": {
+        "type": "object",
+        "properties": {
+            "a": {"$ref": f"#/$defs/{i + 1}", "required": ["a"]},
+            "b": {"$ref": f"#/$defs/{i + 1}", "required": ["b"]},
+        },
+        "required": ["a", "b"],
+    }
+    for i in range(40)
+}
+"""Each reference with a keyword beside it is a copy; llguidance itself does not end this."""
 EXPENSIVE: dict[str, Callable[[], Constraint]] = {
     "intersection": lambda: lark("start: T\nT: " + " & ".join(FAR_APART)),
     "doubling rules": lambda: gbnf("root ::= r0\n" + rules(24, "r{0} ::= r{1} r{1}", 'r{} ::= "a"')),
+    "doubling references": lambda: schema({"$ref": "#/$defs/0", "$defs": {**DOUBLING, "40": {"type": "object"}}}),
 }
 
 
@@ -124,10 +137,25 @@ def test_a_small_grammar_is_checked_while_expensive_ones_are_refused(trials: Tri
         messages = [str(each.exception()) for each in running]
     assert all(message.startswith("'field': ") for message in messages), messages
     assert all("make it simpler" in message for message in messages), messages
+    assert "to compile" in messages[-1]
     # They are known then.
     for bomb in bombs:
         with pytest.raises(InvalidRequestError):
             checker.check(bomb, may_compile=False)
+
+
+def test_a_small_grammar_does_not_wait_for_those_that_come_after_it(trials: TrialProcess) -> None:
+    """A trial that is begun meanwhile has copies of what the process has open."""
+    checker = GrammarChecker(trials)
+    bomb = EXPENSIVE["doubling references"]()
+    checker.check(gbnf('root ::= "a"'))
+    with ThreadPoolExecutor(9) as threads:
+        small = [threads.submit(checker.check, gbnf(f'root ::= "small {i}"')) for i in range(8)]
+        running = threads.submit(checker.check, bomb)
+        for each in small:
+            each.result()
+        assert not running.done()
+        assert "to compile" in str(running.exception())
 
 
 def test_the_cost_of_what_passes_is_known(trials: TrialProcess) -> None:
