@@ -215,7 +215,7 @@ async def test_remembered_messages_survive_its_crash(start: Start) -> None:
     known = reply.removeprefix(added)
     await worker.call(Remember(first.request_id, known, len("a  time"), first.request_id))
     assert worker.stats[2].known == 1
-    body = {"messages": [question, {"role": "assistant", "content": " a  time\n"}, question]}
+    body = {"messages": [question, {"role": "assistant", "content": "a  time"}, question]}
 
     async def is_restored() -> bool:
         (submit,) = (await worker.call(parse("chat", body))).submits
