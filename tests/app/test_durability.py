@@ -93,7 +93,7 @@ def usage(reply: Any) -> tuple[int, int]:
 
 
 def wait_until_written(server: Server, n_checkpoints: int = 0) -> None:
-    """Wait until the disk has every token that the pool has, and so many checkpoints."""
+    """Wait until the disk has every token that the pool has, and so many checkpoints, and writes nothing more."""
     # Beside partial states, a token that two requests computed may keep both cells.
     n_duplicates = 10 * n_checkpoints
     deadline = time.monotonic() + 30
@@ -102,7 +102,11 @@ def wait_until_written(server: Server, n_checkpoints: int = 0) -> None:
         disk, ram = stats["disk"], stats["ram"]
         n_missing = stats["cells"]["used"] - n_duplicates - disk["tokens"]
         if n_missing <= 0 and disk["segments"] >= ram["segments"] + n_checkpoints:
-            return
+            if not n_checkpoints:
+                return
+            time.sleep(1.0)
+            if server.get("/cache")["disk"]["written_bytes"] == disk["written_bytes"]:
+                return
         assert time.monotonic() < deadline, (stats["cells"]["used"], disk, ram)
         time.sleep(0.05)
 
