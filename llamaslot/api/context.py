@@ -40,7 +40,7 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_stop_chars: int = 8192
     """Characters of all stop strings of a request."""
     max_stored_responses: int = 1024
-    max_stored_responses_bytes: int = 64 * 2**20
+    max_stored_responses_bytes: int = 24 * 2**20
     """Limits of the responses that can be continued by their ids."""
     max_connections: int = 1024
     keep_alive_timeout: float = 75.0

@@ -273,7 +273,7 @@ class Config:
         1024, "stored responses, and likewise stored chats, that are kept in memory; 0 for none"
     )
     max_stored_responses_mb: Positive = own(
-        64, "MiB that they may take, responses and chats each; the least recently used are evicted"
+        24, "MiB that they may take, responses and chats each; the least recently used are evicted"
     )
     max_connections: Positive = own(
         1024, "connections that may be open; a new one replaces the one that has been idle longest"
