@@ -63,6 +63,7 @@ test-remote: setup-dev ## the tests of the remote tier against redis-server, or 
 test-real: setup-dev ## the cache on real weights, beside llama-server: 20 minutes; ARGS="-k smollm2" for one model
 	$(BIN)/python -m tests.real.models
 	LLAMASLOT_TEST_REAL=1 LLAMASLOT_TESTS=long $(BIN)/python -m pytest -n logical --maxprocesses 2 --dist worksteal \
+		-o faulthandler_timeout=0 \
 		tests/real $(ARGS)
 
 soak: setup-bench ## an hour of mixed requests to one server: does memory grow, does anything get stuck?
