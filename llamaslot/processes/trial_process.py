@@ -269,6 +269,8 @@ def _serve(control: socket.socket, local: LocalTrial) -> None:
                 break
             for fd in fds:
                 trial = socket.socket(fileno=fd)
+                # For the first one, as a second of work after the start would slow the first requests.
+                local.prepare()
                 try:
                     pid = os.fork()
                 except OSError:
@@ -297,7 +299,6 @@ def main() -> None:
     size = int.from_bytes(_received(control, 4), "little")
     tokens, eog = msgspec.msgpack.decode(_received(control, size), type=tuple[list[bytes], list[int]])
     local = LocalTrial(Vocabulary(tokens, eog), time.thread_time)
-    local.prepare()
     _serve(control, local)
 
 
