@@ -22,9 +22,6 @@ _log = structlog.get_logger(__name__)
 _DEFAULT_ENV = {"MALLOC_ARENA_MAX": "2"}
 """Variables that children have unless this process sets them. glibc keeps freed memory in an arena for each thread;
 other C libraries ignore the variable.
-
-GOMP_SPINCOUNT is left alone: with 10,000 instead of libgomp's 300,000, decode of one stream took 2.2 times as long
-on a virtual machine with 2 CPUs and nothing else to do (12 pairs, 60M model), where waking a thread takes long.
 """
 _TEARDOWN_S = 5.0
 """Time between the end of the socket and that of the process, such as for freeing memory of a GPU."""
