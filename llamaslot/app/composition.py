@@ -117,7 +117,7 @@ def _bound_heap() -> None:
     """Have the C library give the memory of large bodies and replies back to the system.
 
     glibc maps large blocks by themselves at first, but takes blocks of up to 32 MiB from the heap once one of that
-    size was freed: after 20 large replies this process had 184 MiB instead of 139, of which little was in use.
+    size was freed: after 20 large replies this process had 175 MiB instead of 141, of which little was in use.
     Other C libraries have no such function.
     """
     choose = getattr(ctypes.CDLL(None), "mallopt", None)
