@@ -69,6 +69,8 @@ _PAUSE_S = 1.0
 _MAX_PAUSE_S = 30.0
 _MIN_LOST = 0.02
 """Fraction of the time limit: a shorter time in which a process did not get a CPU is not given to its job again."""
+_ALMOST = 0.1
+"""Fraction of the time limit: a job that has less left when another one has none would hang the next process."""
 _MAX_TRIES = 3
 """Processes that may end on a job before it fails, whatever ended them."""
 
@@ -89,6 +91,9 @@ class _Pending:
     is_suspect: bool = False
     """True if it, or another job that ran beside it, has crashed the process: it is tried alone."""
     timer: asyncio.TimerHandle | None = None
+    """Watches the time of a running job."""
+    until: float = 0.0
+    """When it has had its time, on the clock of the event loop."""
 
 
 class _Lane:
@@ -303,27 +308,28 @@ class PromptSupervisor(PromptWorker):
         if pending.client is not None:
             lane.turns.take(pending.client)
         lane.running[pending.number] = pending
+        loop = asyncio.get_running_loop()
+        pending.until = loop.time() + self._timeout
         # Most jobs are done before the accounts of the process need be read.
-        self._call_later(self._timeout / 4, self._begin_to_watch, pending)
+        pending.timer = loop.call_later(self._timeout / 4, self._watch, pending)
 
-    def _call_later(self, seconds: float, function: Callable[..., None], pending: _Pending, *args: Any) -> None:
-        pending.timer = asyncio.get_running_loop().call_later(seconds, function, pending, *args)
+    def _watch(self, pending: _Pending) -> None:
+        """Look again when the job has had its time."""
+        loop = asyncio.get_running_loop()
+        times = process_times(self.pid, loop.time())
+        pending.timer = loop.call_at(pending.until, self._end_overdue, pending, times)
 
-    def _begin_to_watch(self, pending: _Pending) -> None:
-        now = asyncio.get_running_loop().time()
-        left = self._timeout - self._timeout / 4
-        self._call_later(left, self._is_overdue, pending, process_times(self.pid, now), now + left)
-
-    def _is_overdue(self, pending: _Pending, before: ProcessTimes, until: float) -> None:
+    def _end_overdue(self, pending: _Pending, before: ProcessTimes) -> None:
         """End the process, unless it was kept from running: then the job gets that time in addition."""
         now = asyncio.get_running_loop().time()
-        times = process_times(self.pid, now)
         # This process may have been stopped, too, such as by `docker pause`.
-        lost = max(starved_seconds(before, times), now - until)
+        lost = max(starved_seconds(before, process_times(self.pid, now)), now - pending.until)
         if lost > _MIN_LOST * self._timeout:
-            self._call_later(lost, self._is_overdue, pending, times, now + lost)
+            pending.until = now + lost
+            self._watch(pending)
             return
-        self._overdue.append(pending)
+        running = [each for lane in self._lanes for each in lane.running.values()]
+        self._overdue = [each for each in running if each.until - now < _ALMOST * self._timeout]
         self._process.kill()
 
     def _done(self, done: JobDone) -> None:

@@ -296,8 +296,12 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     control = socket.socket(fileno=int(sys.argv[1]))
-    size = int.from_bytes(_received(control, 4), "little")
-    tokens, eog = msgspec.msgpack.decode(_received(control, size), type=tuple[list[bytes], list[int]])
+    try:
+        size = int.from_bytes(_received(control, 4), "little")
+        encoded = _received(control, size)
+    except OSError:
+        return
+    tokens, eog = msgspec.msgpack.decode(encoded, type=tuple[list[bytes], list[int]])
     local = LocalTrial(Vocabulary(tokens, eog), time.thread_time)
     _serve(control, local)
 
