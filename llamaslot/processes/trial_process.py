@@ -53,7 +53,7 @@ _CAUSES: dict[int, str] = {
 
 
 class TrialProcess:
-    """Tries grammars in a process that is started for the first one, or by `start`; on any thread.
+    """Tries grammars in a process that is started for the first one; on any thread.
 
     `tokens` gives the texts of the model's tokens, and which of them end a reply; it is called once, on the thread
     that starts the process.
@@ -83,11 +83,6 @@ class TrialProcess:
             message = f"'{param}' was not checked in time, since the server is busy; try later"
             raise UnavailableError(message, param=param, retry_after=1)
         return TrialResult(f"{cause}; {ADVICE}")
-
-    def start(self) -> None:
-        """Start the process, if it is not running."""
-        with self._lock, contextlib.suppress(OSError):
-            self._connected()
 
     def close(self) -> None:
         """End the process."""

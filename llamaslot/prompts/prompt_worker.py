@@ -125,17 +125,11 @@ class PromptWorker(Protocol):
 
 
 class PromptThreads(PromptWorker):
-    """Carries out the jobs of each lane on threads of its own. All methods are called on the event loop.
+    """Carries out the jobs of each lane on threads of its own. All methods are called on the event loop."""
 
-    `start_trials` starts the process that tries grammars.
-    """
-
-    def __init__(
-        self, tokenizer: Tokenizer, reader: RequestReader, start_trials: Callable[[], None] | None = None
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer, reader: RequestReader) -> None:
         self._jobs = PromptJobs(tokenizer, reader)
         self._reader = reader
-        self._start_trials = start_trials
         self._lanes = [
             _JobLane(
                 [started_executor(1, f"llamaslot-{name}", tokenizer.stack_bytes) for _ in range(n)], self._jobs
@@ -166,10 +160,8 @@ class PromptThreads(PromptWorker):
         return self._jobs.n_contexts
 
     def start(self) -> None:
-        """Probe for exact cut points and start the trial process, so that no request need wait for that."""
+        """Probe for exact cut points, so that no request need wait for that."""
         self._lanes[0].threads[0].submit(self._prepare)
-        if self._start_trials is not None:
-            self._lanes[_GRAMMAR_LANE].threads[0].submit(self._start_trials)
 
     def close(self) -> list[Future[None]]:
         """End the threads, which must not outlive the vocabulary; the futures are done once their jobs are."""

@@ -167,7 +167,7 @@ def test_the_cost_of_what_passes_is_known(trials: TrialProcess) -> None:
 
 
 def test_the_process_is_started_again(trials: TrialProcess) -> None:
-    trials.start()
+    assert not trials(gbnf('root ::= "a"')).error
     assert trials._process is not None
     os.kill(trials._process.pid, signal.SIGKILL)
     assert not trials(gbnf('root ::= "b"')).error
@@ -180,7 +180,6 @@ def test_without_a_process_one_request_fails(monkeypatch: pytest.MonkeyPatch) ->
     process = TrialProcess(lambda: TOKENS)
     with monkeypatch.context() as patch:
         patch.setattr(subprocess, "Popen", fails)
-        process.start()
         with pytest.raises(UnavailableError, match="'field'"):
             process(gbnf('root ::= "a"'))
     assert not process(gbnf('root ::= "a"')).error
@@ -189,9 +188,10 @@ def test_without_a_process_one_request_fails(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_the_process_ends_with_the_one_that_started_it() -> None:
     code = (
-        "import os; from llamaslot.processes.trial_process import TrialProcess\n"
-        "process = TrialProcess(lambda: ([b'a'], [0])); process.start(); print(process._process.pid, flush=True)\n"
-        "os.kill(os.getpid(), 9)"
+        "import os; from llamaslot.base.commands import Constraint\n"
+        "from llamaslot.processes.trial_process import TrialProcess\n"
+        "process = TrialProcess(lambda: ([b'a'], [0])); process(Constraint('{}', 'field'))\n"
+        "print(process._process.pid, flush=True); os.kill(os.getpid(), 9)"
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     pid = int(ended.stdout)

@@ -60,7 +60,7 @@ def prompt_worker(
         )
     except InvalidRequestError as error:
         raise ConfigError(f"--grammar-file: {error.message}", param="--grammar-file") from None
-    return PromptThreads(tokenizer, reader, trials.start if trials is not None else None)
+    return PromptThreads(tokenizer, reader)
 
 
 def _grammars(files: Sequence[str]) -> list[tuple[str, str]]:

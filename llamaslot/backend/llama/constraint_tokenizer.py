@@ -89,14 +89,10 @@ class ConstraintTokenizer:
 
 
 def token_texts(vocab: LlamaVocab) -> list[bytes]:
-    """Return the texts of all tokens as llguidance takes them."""
-    return [_token_bytes(vocab, token) for token in range(vocab.n_tokens)]
-
-
-def _token_bytes(vocab: LlamaVocab, token: int) -> bytes:
-    """Return what a client gets of a token, or the name of one of which it gets nothing."""
-    text = vocab.piece(token)
-    name = vocab.detokenize([token])
-    if text and vocab.named_tokens.get(name.decode(errors="replace")) != token:
-        return text
-    return SPECIAL_PREFIX + name if name else b""
+    """Return for each token what a client gets of it, or the name of one that a grammar allows by name only."""
+    named = set(vocab.named_tokens.values())
+    texts = [b"" if token in named else vocab.piece(token) for token in range(vocab.n_tokens)]
+    for token, text in enumerate(texts):
+        if not text and (name := vocab.detokenize([token])):
+            texts[token] = SPECIAL_PREFIX + name
+    return texts
