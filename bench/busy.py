@@ -1,6 +1,6 @@
 """Decode and prefill alone and beside busy processes, by how long idle threads of OpenMP spin (`GOMP_SPINCOUNT`).
 
-Three servers take turns, with libgomp's own spin count, with a shorter one, and with passive waiting: alone, and
+Three servers take turns, with libgomp's own spin count, with llamaslot's, and with passive waiting: alone, and
 beside processes that use a CPU each. Times are the server's own. Only where llama.cpp is built with libgomp, as on
 Linux.
 """
@@ -25,7 +25,7 @@ from bench.tokens import Tokens
 
 SIDES = {
     "300,000 (libgomp's)": "GOMP_SPINCOUNT=300000",
-    "10,000": "GOMP_SPINCOUNT=10000",
+    "10,000 (llamaslot's)": "GOMP_SPINCOUNT=10000",
     "0 (passive)": "OMP_WAIT_POLICY=passive",
 }
 PROMPT = 512

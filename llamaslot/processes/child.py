@@ -19,9 +19,12 @@ from llamaslot.processes.channel import Channel
 
 _log = structlog.get_logger(__name__)
 
-_DEFAULT_ENV = {"MALLOC_ARENA_MAX": "2"}
-"""Variables that children have unless this process sets them. glibc keeps freed memory in an arena for each thread;
-other C libraries ignore the variable.
+_DEFAULT_ENV = {"MALLOC_ARENA_MAX": "2", "GOMP_SPINCOUNT": "10000"}
+"""Variables that children have unless this process sets them; what other libraries are linked to ignores them.
+
+glibc keeps freed memory in an arena for each thread. Threads of libgomp spin 300,000 times for their next work
+before they sleep; where other processes want the CPUs too, that keeps them from the threads that have work. The
+variable is read when libgomp is loaded, so it must be set before the child starts.
 """
 _TEARDOWN_S = 5.0
 """Time between the end of the socket and that of the process, such as for freeing memory of a GPU."""
@@ -61,6 +64,12 @@ class Exit:
         return f"signal {-self.status}"
 
 
+def _defaults(chosen: Mapping[str, str]) -> dict[str, str]:
+    """Variables for children of a process that has these; `OMP_WAIT_POLICY` chooses how long threads spin."""
+    is_left_out = {"GOMP_SPINCOUNT"} if "OMP_WAIT_POLICY" in chosen else set()
+    return {name: value for name, value in _DEFAULT_ENV.items() if name not in is_left_out}
+
+
 class Child:
     """A running child; its output goes where this process' output goes."""
 
@@ -97,7 +106,7 @@ class Child:
                 stdin=asyncio.subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
-                env={**_DEFAULT_ENV, **os.environ, **(env or {})},
+                env={**_defaults(os.environ), **os.environ, **(env or {})},
             )
         except BaseException:
             ours.close()
