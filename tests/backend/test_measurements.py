@@ -273,6 +273,25 @@ def test_what_was_measured_while_other_programs_ran_is_not_kept_and_is_measured_
         assert getattr(again.info, each) == getattr(backend.info, each)
 
 
+def test_a_start_that_is_disturbed_for_a_moment_measures_again(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clocks = Clocks()
+    monkeypatch.setattr(quiet, "read_clocks", clocks.read)
+    disturbed = [True, True, False]
+
+    def measure(*_: object) -> KvCost | None:
+        clocks.now += 1.0
+        clocks.delay_s += 0.5 * disturbed.pop(0)
+        return MEASURED.kv_cost
+
+    monkeypatch.setattr(kv_cost, "measure", measure)
+    monkeypatch.setattr(step_cost, "measure", lambda *_: MEASURED.step_cost)
+    assert start(tiny_model, tmp_path, n_threads=1).kv_cost == MEASURED.kv_cost
+    assert not disturbed
+    assert len(list(tmp_path.iterdir())) == 1
+
+
 def test_threads_that_wait_for_each_other_are_no_disturbance(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch, n_measured: list[int]
 ) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
-from time import perf_counter
+from time import perf_counter, sleep
 from typing import Any, TypeVar
 
 import llama_cpp
@@ -39,6 +39,8 @@ from llamaslot.base.tokens import Tokens
 
 T = TypeVar("T")
 _MAX_VIEWS = 1024
+_PAUSES_S = (0.2, 0.5)
+"""Times between tries to measure the costs at start."""
 
 
 class LlamaBackend:
@@ -311,7 +313,7 @@ class LlamaBackend:
         kept = measurements.read(folder, key) if folder else None
         measured = kept
         if measured is None or not measured.has_costs:
-            measured = self._measure() or Measurements(has_costs=False)
+            measured = self._measured_at_start() or Measurements(has_costs=False)
             if kept is not None:
                 measured = msgspec.structs.replace(measured, self_test=kept.self_test)
         chosen = self_test.overridden(settings.reuse_self_test)
@@ -323,6 +325,15 @@ class LlamaBackend:
             measurements.write(folder, key, measured.to_keep)
         if chosen is not None and self_test.is_needed(self.info):
             measured = msgspec.structs.replace(measured, self_test=chosen)
+        return measured
+
+    def _measured_at_start(self) -> Measurements | None:
+        """Measure the costs, again if that is disturbed: this server's other processes start at the same time."""
+        measured = self._measure()
+        for pause_s in _PAUSES_S:
+            if measured is None:
+                sleep(pause_s)
+                measured = self._measure()
         return measured
 
     def _keep(self, measured: Measurements) -> None:
