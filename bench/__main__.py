@@ -22,6 +22,7 @@ from bench import (
     constrained,
     decode,
     idle,
+    layouts,
     processes,
     profile,
     retokenizing,
@@ -123,6 +124,13 @@ def _add_parts(commands: Any) -> None:
     stepping = commands.add_parser("steps", help="time of steps of few tokens, plain and padded")
     _common(stepping, run=_steps, repeats=(7, 2), of="computations of each step")
     _threads(stepping)
+
+    placing = commands.add_parser("layouts", help="what it costs how cells lie in the pool")
+    _common(placing, run=_layouts, repeats=(5, 1), of="computations of each step")
+    most = max(case.n_tokens for case in layouts.CASES)
+    text = f"leave out longer conversations (default: {most})"
+    placing.add_argument("--max-tokens", type=_positive, default=most, metavar="N", help=text)
+    _threads(placing)
 
     splitting = commands.add_parser("processes", help="cost of processes and of other clients' load")
     _common(
@@ -401,6 +409,13 @@ def _profile(options: Namespace) -> None:
 
 def _steps(options: Namespace) -> None:
     steps.run(**_measured(options, "-t", str(options.threads)), repeats=options.repeats)
+
+
+def _layouts(options: Namespace) -> None:
+    cases = [case for case in layouts.CASES if case.n_tokens <= (500 if options.quick else options.max_tokens)]
+    measured = _measured(options)
+    measured.pop("server_flags")
+    layouts.run(**measured, repeats=options.repeats, threads=options.threads, cases=cases)
 
 
 def _processes(options: Namespace) -> None:

@@ -149,8 +149,8 @@ class Comparison:
 
     control: Control
     moves: list[float] = field(default_factory=list)
-    n_texts: int = 0
-    n_differing: int = 0
+    differing: dict[str, list[bool]] = field(default_factory=dict)
+    """By prompt, for each reply whether it has other tokens than the cold one."""
     faults: list[Fault] = field(default_factory=list)
 
     def add(self, prompt: str, cold: Reply, warm: Reply) -> None:
@@ -160,19 +160,28 @@ class Comparison:
         two likely tokens may move twice as far as in those: warm replies have many times as many positions, so the
         farthest move is farther (`SLACK`).
         """
-        self.n_texts += 1
         at = parting(cold.tokens, warm.tokens)
+        self.differing.setdefault(prompt, []).append(at is not None)
         found = moves(cold, warm)
         self.moves += found
         sizes = [(i, size, 2.0) for i, size in enumerate(found)]
         if at is not None:
-            self.n_differing += 1
             row = cold.scores[at]
             sizes.append((at, row[cold.tokens[at]] - row.get(warm.tokens[at], -math.inf), SLACK))
         limit = self.control.farthest
         self.faults += [
             Fault(prompt, cold, i, size, allowed) for i, size, allowed in sizes if size > allowed * limit
         ]
+
+    @property
+    def n_texts(self) -> int:
+        """Replies that were compared."""
+        return sum(map(len, self.differing.values()))
+
+    @property
+    def n_differing(self) -> int:
+        """Replies that have other tokens than the cold ones."""
+        return sum(map(sum, self.differing.values()))
 
     def check(self, model: ColdModel) -> None:
         """Raise `AssertionError` if warm replies differ otherwise, farther or more often than cold ones do.
@@ -183,9 +192,10 @@ class Comparison:
         faults = [fault for fault in self.faults if not self._is_explained(model, fault)]
         assert not faults, f"cold runs move likely tokens by {limit:.3f} at most: {faults}"
         assert rms(self.moves) <= 1.5 * self.control.rms, (rms(self.moves), self.control.rms)
-        # Where 3 are expected, none is seen once in 20 times.
-        share = (self.control.n_differing + 3) / self.control.n_texts
-        assert self.n_differing <= share * self.n_texts + 3, (self.n_differing, self.n_texts, share)
+        # Replies to one prompt differ together. Where 3 are expected, none is seen once in 20 times.
+        n, found = len(self.differing), sum(sum(each) / len(each) for each in self.differing.values())
+        share = min(1.0, (self.control.n_differing + 3) / self.control.n_texts)
+        assert found <= share * n + 3 * math.sqrt(n * share * (1 - share)) + 1, (found, n, share)
 
     @staticmethod
     def _is_explained(model: ColdModel, fault: Fault) -> bool:
