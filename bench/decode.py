@@ -17,6 +17,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.progress import Progress
 from rich.table import Table
@@ -130,12 +131,18 @@ async def _measure(commands: Commands, text: Tokens, pairs: int, tokens: int, lo
 
 
 def batched_bench_rate(command: Sequence[str]) -> float:
-    """The rate that llama-batched-bench prints; raises `BenchmarkError` with its output if it fails."""
+    """The decode rate that llama-batched-bench prints; raises `BenchmarkError` with its output if it fails."""
+    return float(batched_bench_figures(command)["speed_tg"])
+
+
+def batched_bench_figures(command: Sequence[str]) -> dict[str, Any]:
+    """The figures that llama-batched-bench prints; raises `BenchmarkError` with its output if it fails."""
     done = subprocess.run([*command, "--output-format", "jsonl"], capture_output=True, text=True, check=False)
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if done.returncode != 0 or len(lines) != 1:
         raise BenchmarkError(f"llama-batched-bench failed ({done.returncode}):\n{done.stderr[-2000:]}")
-    return float(json.loads(lines[0])["speed_tg"])
+    figures: dict[str, Any] = json.loads(lines[0])
+    return figures
 
 
 def engine_rate(command: Sequence[str]) -> float:

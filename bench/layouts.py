@@ -20,6 +20,8 @@ import numpy as np
 from rich.table import Table
 
 from bench.client import BenchmarkError
+from bench.decode import batched_bench_figures
+from bench.peers import build
 from bench.report import console, machine, notes, write_json
 from llamaslot.backend.llama import library
 from llamaslot.backend.llama.batch import Batch
@@ -33,6 +35,9 @@ N_UBATCH = 512
 MAX_KV_BYTES = 12 * 2**30
 _SAVED = 64
 """Tokens whose KV fills the pools."""
+MAX_COMPUTED = 24_000
+"""Tokens that llama-batched-bench is given at most: it computes them all."""
+_DECODED = 32
 _SLOW_S = 4.0
 """A step that takes longer is not repeated."""
 
@@ -212,6 +217,8 @@ def run(*, model: Path, title: str, repeats: int, threads: int, cases: Sequence[
                 continue
             for layout in LAYOUTS_OF_POOL if case.n > 1 else LAYOUTS_OF_POOL[:2]:
                 results += _measured(weights, case, layout, repeats=repeats, threads=threads)
+            if case.n > 1 and case.n * case.n_tokens <= MAX_COMPUTED:
+                results += _batched_bench(model, case, threads)
             console.print(_table(case, results))
             content = {"benchmark": "layouts", "model": title, "threads": threads, "machine": facts}
             write_json(folder / "layouts.json", content | {"results": results})
@@ -224,17 +231,31 @@ def _measured(weights: Any, case: Case, layout: str, *, repeats: int, threads: i
             times = [pool.seconds(steps)]
             if times[0] < _SLOW_S:
                 times = [pool.seconds(steps) for _ in range(repeats)]
-            yield {
-                "conversations": case.n,
-                "tokens": case.n_tokens,
-                "shared": case.shared,
-                "layout": layout,
-                "step": name,
-                "computed": n_tokens,
-                "seconds": times,
-            }
+            yield _result(case, layout, name, n_tokens, times)
     finally:
         pool.close()
+
+
+def _batched_bench(model: Path, case: Case, threads: int) -> Iterator[dict[str, Any]]:
+    """The whole prompts and some tokens of each, by llama-batched-bench, which has no partly shared prompts."""
+    if case.shared:
+        return
+    n_ctx = case.n * -(-(case.n_tokens + _DECODED) // 256) * 256
+    command = [str(build.batched_bench()), "-m", str(model), "-c", str(n_ctx), "-b", "2048", "-ub", str(N_UBATCH)]
+    command += ["-t", str(threads), "-tb", str(threads), "-fa", "on"]
+    command += ["-npp", str(case.n_tokens), "-ntg", str(_DECODED), "-npl", str(case.n)]
+    for layout, flags in (("apart", []), ("tidy", ["--kv-unified"])):
+        figures = batched_bench_figures([*command, *flags])
+        for name, n, key in (
+            ("llama-batched-bench: prompts", case.n * case.n_tokens, "t_pp"),
+            ("llama-batched-bench: decode", case.n * _DECODED, "t_tg"),
+        ):
+            yield _result(case, layout, name, n, [float(figures[key])])
+
+
+def _result(case: Case, layout: str, step: str, n_computed: int, seconds: Sequence[float]) -> dict[str, Any]:
+    of_case = {"conversations": case.n, "tokens": case.n_tokens, "shared": case.shared}
+    return of_case | {"layout": layout, "step": step, "computed": n_computed, "seconds": [*seconds]}
 
 
 def _kv_bytes(model: Any) -> int:
@@ -259,5 +280,5 @@ def _table(case: Case, results: Sequence[dict[str, Any]]) -> Table:
         table.add_column(heading, justify="left" if heading == "step" else "right")
     for step in dict.fromkeys(each["step"] for each in here):
         rates = {e["layout"]: e["computed"] / statistics.median(e["seconds"]) for e in here if e["step"] == step}
-        table.add_row(step, *(f"{rates[layout]:,.0f}" for layout in layouts))
+        table.add_row(step, *(f"{rates[layout]:,.0f}" if layout in rates else "" for layout in layouts))
     return table
