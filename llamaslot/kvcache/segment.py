@@ -246,7 +246,7 @@ class Checkpoint(Segment):
     The KV of the tokens before it is not part of it: cells or segments have that.
     """
 
-    __slots__ = ("ends_message",)
+    __slots__ = ("ends_message", "precedes_reply")
 
     is_checkpoint = True
 
@@ -257,6 +257,8 @@ class Checkpoint(Segment):
         self.nodes = [node]
         self.ends_message = False
         """True if it was taken at the end of a message, such as the system prompt."""
+        self.precedes_reply = False
+        """True if a prompt ends a few tokens after it: the same one continues from it if it comes again."""
 
     @property
     def node(self) -> Node:
@@ -295,7 +297,24 @@ class Checkpoint(Segment):
     @property
     def is_deepest(self) -> bool:
         """True if no path has another checkpoint after it."""
-        return not any(node.checkpoint is not None for node in self.node.subtree() if node is not self.node)
+        return not self._below
+
+    @property
+    def is_to_last(self) -> bool:
+        """True if it is written to disk and uploaded, since other prompts are likely to continue from it.
+
+        Those are forks, the deepest of a path, the one at the end of its first message, and the one before its last
+        reply, which is where the last prompt continues if it comes again.
+        """
+        below = self._below
+        precedes_last_reply = self.precedes_reply and not any(each.precedes_reply for each in below)
+        return not below or self.is_fork or precedes_last_reply or self.ends_first_message
+
+    @property
+    def _below(self) -> list[Checkpoint]:
+        """The checkpoints on all paths after it."""
+        found = (node.checkpoint for node in self.node.subtree() if node is not self.node)
+        return [each for each in found if each is not None]
 
 
 def checkpoints_on(node: Node) -> list[Checkpoint]:

@@ -35,6 +35,7 @@ class CheckpointTaker:
         for each in cached:
             # The next token was not known where it was taken at the end of a sequence, or read from elsewhere.
             each.ends_message |= self._ends_message(request, each.end)
+            each.precedes_reply |= self._precedes_reply(request, each.end)
         request.stops = prompt_stops(
             request.tokens.view(),
             start=request.n_cached_at_admission,
@@ -71,6 +72,7 @@ class CheckpointTaker:
                 n_left -= taken is not None
                 if taken is not None:
                     taken.ends_message |= self._ends_message(request, taken.end)
+                    taken.precedes_reply |= self._precedes_reply(request, taken.end)
             go_on.append(request)
         return go_on
 
@@ -78,6 +80,10 @@ class CheckpointTaker:
         """True if the token of a request at this position begins or ends a message."""
         next_token = request.tokens.view(position)[:1]
         return bool(np.isin(next_token, self._control).any())
+
+    def _precedes_reply(self, request: Request, position: int) -> bool:
+        """True if the prompt of a request ends a few tokens after this position."""
+        return 0 < request.n_prompt - position < self._cache.checkpoints.settings.min_gap
 
     def _is_due(self, request: Request, queue: Sequence[Request]) -> bool:
         """True at a stop, and at the end of a prompt of which other choices wait for a slot."""

@@ -98,6 +98,34 @@ async def test_conversations_go_on_after_a_restart(
         store.close()
 
 
+async def test_prompts_that_leave_a_conversation_are_cached_after_a_restart(
+    folder: Path, shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same prompt again, such as one that asked for a short reply, and another chat with the system prompt."""
+    monkeypatch.setattr(pacing, "PARTIAL_DELAY_S", 0.0)
+    draw = random.Random(shape)
+    system = f"<|im_start|>system\n{words(draw, 60)}<|im_end|>\n"
+    one_shot = words(draw, 100)
+    text, other = system + user("alpha"), system + user("beta")
+    for is_restarted in (False, True):
+        store = DiskStore(tmp_path / "disk")
+        store.open(b"k" * 32, 64 * MIB)
+        backend = load(folder, shape, n_ctx=2048, n_slots=2)
+        async with running(backend, checkpoint_bytes=64 * MIB, ram_bytes=64 * MIB, disk=store) as engine:
+            if not is_restarted:
+                text, _ = await turn(engine, "first", text)
+                text += user("gamma")
+            for name, prompt, limit in ((text, text, 20), (one_shot, one_shot, 20), ("other", other, 1)):
+                if name == "other" and not is_restarted:
+                    continue
+                end = await engine.submit(name, prompt, max_tokens=limit)
+                assert isinstance(end, Finished)
+                if is_restarted:
+                    assert end.progress.n_prompt_computed <= MAX_AGAIN < end.progress.n_prompt, name
+        backend.close()
+        store.close()
+
+
 async def test_eight_conversations_go_on_in_a_pool_and_ram_for_three(
     folder: Path, shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

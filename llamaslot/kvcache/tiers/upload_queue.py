@@ -2,8 +2,7 @@
 
     full segment, fork                      due at once
     partial segment                         due after `PARTIAL_DELAY_S`: the next turn usually replaces it before
-    checkpoint that is the deepest of its   the same: the next turn usually takes a deeper one before
-    path, or that of the system prompt
+    checkpoint that `is_to_last`            the same: the next turn usually takes a deeper one before
     other checkpoints                       never due
     segment of a private request            never due
 
@@ -136,6 +135,4 @@ class UploadQueue:
     def _may_send(self, segment: Segment) -> bool:
         if is_private(segment.namespace):
             return False
-        if not isinstance(segment, Checkpoint):
-            return True
-        return segment.is_fork or segment.is_deepest or segment.ends_first_message
+        return not isinstance(segment, Checkpoint) or segment.is_to_last
