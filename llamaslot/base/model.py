@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 
@@ -15,20 +15,24 @@ By `--reuse-self-test`: `skipped` where `on` reuses prefixes without a test, `of
 """
 
 
+Cost: TypeAlias = Annotated[float, msgspec.Meta(ge=0.0, le=1e9)]
+"""A measured time; the bounds hold for what is read from a file."""
+
+
 class KvCost(msgspec.Struct, frozen=True):
     """Measured cost of idle KV in the pool, and of saving, loading and computing KV; times are per token."""
 
-    n_idle_cells: int
+    n_idle_cells: Annotated[int, msgspec.Meta(ge=1)]
     """Idle cells in the pool while `prefill_slowdown` was measured."""
-    prefill_slowdown: float
+    prefill_slowdown: Annotated[float, msgspec.Meta(ge=1.0, le=1e6)]
     """Duration of a prefill with them in the pool, divided by its duration in an empty pool."""
-    prefill_us: float
+    prefill_us: Cost
     """Microseconds to compute a token in an empty pool."""
-    save_us: float
+    save_us: Cost
     """Microseconds to save a token's KV to host memory that was written to before."""
-    first_save_us: float
+    first_save_us: Cost
     """Microseconds to save it to memory that the system has to provide first."""
-    load_us: float
+    load_us: Cost
     """Microseconds to load a token's KV back into the pool."""
 
 
@@ -39,15 +43,15 @@ class StepCost(msgspec.Struct, frozen=True):
     token by token, and each of them costs several times as much (facts 22 and 27).
     """
 
-    step_us: float
+    step_us: Cost
     """Microseconds of a small step, whatever is in it."""
-    token_us: float
+    token_us: Cost
     """Microseconds that each token adds to a small step."""
-    token_cell_us: float
+    token_cell_us: Cost
     """Microseconds that each pair of a token and a cell it attends to adds to a small step."""
-    block_us: float
+    block_us: Cost
     """Microseconds of a step of `QUERY_BLOCK` tokens."""
-    block_cell_us: float
+    block_cell_us: Cost
     """Microseconds that each cell that any of its tokens attends to adds to it."""
 
     def small_ms(self, n_tokens: int, n_attended: float) -> float:
@@ -62,9 +66,9 @@ class StepCost(msgspec.Struct, frozen=True):
 class StateCost(msgspec.Struct, frozen=True):
     """Measured cost of a checkpoint of the largest size."""
 
-    take_ms: float
+    take_ms: Cost
     """Milliseconds to copy the state of a sequence to host memory."""
-    restore_ms: float
+    restore_ms: Cost
     """Milliseconds to give it back to a sequence."""
 
 

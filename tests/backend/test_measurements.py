@@ -3,20 +3,33 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import llama_cpp
 import msgspec
 import numpy as np
 import pytest
 
 from bench import synthetic
 from llamaslot.backend.host_cpus import HostCpus, host_cpus
-from llamaslot.backend.llama import LlamaBackend, LlamaSettings, kv_cost, library, measurements, quiet, step_cost
+from llamaslot.backend.llama import (
+    LlamaBackend,
+    LlamaSettings,
+    kv_cost,
+    library,
+    llama_backend,
+    measurements,
+    quiet,
+    step_cost,
+)
 from llamaslot.backend.llama.measurements import Measurements
+from llamaslot.backend.llama.quiet import Quiet
 from llamaslot.backend.llama.state import self_test, state_cost
 from llamaslot.base.backend import Run, Status
 from llamaslot.base.kv_ops import IllegalCallError, Load, Remove, Save
@@ -140,6 +153,10 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
     assert measurements.read(tmp_path, KEY) == MEASURED
 
 
+ODD_NUMBERS = (b"-1.0", b"1e300", b"1e400", b"NaN", b"0.0")
+"""The last is less than the time to load a token."""
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -150,8 +167,11 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
         lambda data: data.replace(b"8192", b'"many"'),
         lambda data: data.replace(KEY.encode(), b"another"),
         lambda data: b"[1, 2]",
+        *(partial(re.sub, rb'"prefill_us":[^,]*', b'"prefill_us":' + value) for value in ODD_NUMBERS),
+        *(partial(re.sub, rb'"block_us":[^,]*', b'"block_us":' + value) for value in ODD_NUMBERS[:4]),
+        partial(re.sub, rb'"n_idle_cells":[^,]*', b'"n_idle_cells":0'),
+        partial(re.sub, rb'"prefill_slowdown":[^,]*', b'"prefill_slowdown":0.0'),
     ],
-    ids=["cut", "empty", "no text", "no UTF-8", "a wrong type", "another key", "other JSON"],
 )
 def test_a_corrupt_or_foreign_file_counts_as_missing_and_is_replaced(tmp_path: Path, change: object) -> None:
     measurements.write(tmp_path, KEY, MEASURED)
@@ -289,6 +309,25 @@ def test_a_start_that_is_disturbed_for_a_moment_measures_again(
     monkeypatch.setattr(step_cost, "measure", lambda *_: MEASURED.step_cost)
     assert start(tiny_model, tmp_path, n_threads=1).kv_cost == MEASURED.kv_cost
     assert not disturbed
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_costs_without_memory_for_a_segment_are_not_kept_and_are_measured_later(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Quiet, "check", lambda _: None)
+    monkeypatch.setattr(Quiet, "compare", lambda *_: None)
+    prefill = kv_cost._prefill
+    monkeypatch.setattr(kv_cost, "_prefill", lambda *args: min(prefill(*args), 0.01))
+    with monkeypatch.context() as patch:
+        patch.setattr(llama_cpp, "llama_state_seq_get_data", lambda *_: 0)
+        patch.setattr(llama_backend, "_PAUSES_S", ())
+        backend = LlamaBackend(settings(tiny_model, tmp_path, n_ctx=4096, n_ubatch=512))
+        assert (backend.info.kv_cost, list(tmp_path.iterdir())) == (None, [])
+        assert "no memory" in backend.info.costs_pending
+    assert backend.measure_costs()
+    backend.close()
+    assert (backend.info.kv_cost is not None, backend.info.costs_pending) == (True, "")
     assert len(list(tmp_path.iterdir())) == 1
 
 

@@ -21,7 +21,7 @@ from llamaslot.backend.llama import saved_sequences
 from llamaslot.backend.llama.quiet import Quiet
 from llamaslot.base.backend import Backend, Run, Status
 from llamaslot.base.errors import ConfigError
-from llamaslot.base.kv_ops import Free, Load, NotSavedError, Operation, Remove, Save
+from llamaslot.base.kv_ops import Free, Load, Operation, Remove, Save
 from llamaslot.base.model import KvCost
 from llamaslot.kvcache.cache_settings import MAX_SEGMENT_TOKENS
 
@@ -45,8 +45,8 @@ _N_PAIRS = 5
 def measure(backend: Backend, context: Any, quiet: Quiet) -> KvCost | None:
     """Measure the cost on a backend with this context, empty before and after; takes about two seconds.
 
-    None where nothing can be saved, be it for want of memory, the pool has less than `MIN_IDLE_CELLS` to spare, or
-    the model is too slow to measure.
+    None where nothing can be saved, the pool has less than `MIN_IDLE_CELLS` to spare, or the model is too slow to
+    measure. Raises `NotSavedError` for want of memory.
     """
     info = backend.info
     n_idle = min(info.n_ctx - info.n_ubatch, MAX_IDLE_CELLS) // _SAVED_TOKENS * _SAVED_TOKENS
@@ -54,8 +54,6 @@ def measure(backend: Backend, context: Any, quiet: Quiet) -> KvCost | None:
         return None
     try:
         return _measured(backend, context, n_idle, quiet)
-    except NotSavedError:
-        return None
     finally:
         if backend.kv_of(_SEGMENT) is not None:
             backend.change(Free(_SEGMENT))
@@ -124,17 +122,14 @@ def _change(backend: Backend, operation: Operation) -> float:
 
 
 def fill(backend: Backend, context: Any, n_cells: int) -> bool:
-    """Fill sequence 1 with `n_cells` without computing them; False if that fails.
+    """Fill sequence 1 with `n_cells` without computing them; False if that fails, `NotSavedError` without memory.
 
     They are loaded from a segment, so layers with a sliding window, which have fewer cells, are not filled.
     """
     memory = llama_cpp.llama_get_memory(context)
     backend.change(Remove(0, 0))
     compute(backend, _SAVED_TOKENS)
-    try:
-        backend.change(Save(_SEGMENT, 0, 0, _SAVED_TOKENS, backend.n_seqs - 1))
-    except NotSavedError:
-        return False
+    backend.change(Save(_SEGMENT, 0, 0, _SAVED_TOKENS, backend.n_seqs - 1))
     kv = backend.kv_of(_SEGMENT)
     assert kv is not None
     n_loaded = 0

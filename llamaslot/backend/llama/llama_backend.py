@@ -373,6 +373,8 @@ class LlamaBackend:
             pending = str(error)
         except StoppedError:
             pending = info.costs_pending
+        except kv_ops.NotSavedError:
+            pending = "there was no memory to save a prefix in"
         finally:
             self.info = msgspec.structs.replace(self.info, costs_pending=pending)
         return None

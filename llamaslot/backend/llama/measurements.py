@@ -27,7 +27,7 @@ from llamaslot.backend.llama.kv_cost import MAX_IDLE_CELLS
 from llamaslot.backend.llama.llama_settings import LlamaSettings
 from llamaslot.backend.llama.state.self_test import SelfTestResult
 from llamaslot.base.gguf_file import parts
-from llamaslot.base.model import KvCost, ModelInfo, StateCost, StepCost
+from llamaslot.base.model import Cost, KvCost, ModelInfo, StateCost, StepCost
 
 MAX_AGE_S = 7 * 86_400
 """Age at which measurements are taken again: the machine may have changed."""
@@ -39,7 +39,7 @@ FORMAT = 3
 class Measurements(msgspec.Struct, frozen=True):
     """The fields of `ModelInfo` that are measured at start, and the result of the self-test."""
 
-    stream_copy_ms: float = 0.0
+    stream_copy_ms: Cost = 0.0
     kv_cost: KvCost | None = None
     step_cost: StepCost | None = None
     state_cost: StateCost | None = None
@@ -108,7 +108,7 @@ def read(folder: Path, key: str) -> Measurements | None:
             kept = msgspec.json.decode(file.read(_MAX_FILE_BYTES), type=_Kept)
     except (OSError, UnicodeDecodeError, msgspec.DecodeError):
         return None
-    return kept.measurements if kept.key == key else None
+    return kept.measurements if kept.key == key and _may_offload(kept.measurements) else None
 
 
 def write(folder: Path, key: str, measurements: Measurements) -> None:
@@ -117,10 +117,9 @@ def write(folder: Path, key: str, measurements: Measurements) -> None:
     Costs by which nothing would be offloaded are not kept: a busy machine may have caused them, and they would turn
     RAM and disk off at every start.
     """
-    cost = measurements.kv_cost
     if not measurements.has_costs and measurements.self_test is None:
         return
-    if cost is not None and cost.load_us >= cost.prefill_us:
+    if not _may_offload(measurements):
         return
     unfinished = folder / f".{key}.{os.getpid()}"
     with contextlib.suppress(OSError):
@@ -132,6 +131,12 @@ def write(folder: Path, key: str, measurements: Measurements) -> None:
             with contextlib.suppress(OSError):
                 if (path.suffix == ".json" or path.name.startswith(".")) and _is_old(path):
                     path.unlink()
+
+
+def _may_offload(measurements: Measurements) -> bool:
+    """True unless nothing would be offloaded by these costs."""
+    cost = measurements.kv_cost
+    return cost is None or cost.load_us < cost.prefill_us
 
 
 def _is_old(path: Path) -> bool:
