@@ -54,7 +54,17 @@ _PREFLIGHT_HEADERS = {
 }
 _ARE_HEADER_NAMES = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~, -]{1,2000}")
 _CONTAINER_NAMES = frozenset(
-    {"host.docker.internal", "gateway.docker.internal", "host.containers.internal", "host.lima.internal"}
+    {
+        "host.docker.internal",
+        "gateway.docker.internal",
+        "kubernetes.docker.internal",
+        "host.containers.internal",
+        "host.lima.internal",
+        "host.rancher-desktop.internal",
+        "host.orb.internal",
+        "host.minikube.internal",
+        "host.k3d.internal",
+    }
 )
 """Names by which containers reach the machine that they run on, where it forwards them to its loopback addresses.
 
@@ -229,15 +239,21 @@ def host_name(host: str) -> str:
 
 def _name_in(url: str) -> str:
     try:
-        return urlsplit(url).hostname or ""
+        # With a dot at its end, a name is the same.
+        return (urlsplit(url).hostname or "").removesuffix(".")
     except ValueError:
         return ""
 
 
 def _is_host(name: str, allowed: Sequence[str]) -> bool:
     return bool(name) and (
-        name in allowed or ("localhost" in allowed and (is_loopback(name) or name in _CONTAINER_NAMES))
+        name in allowed or ("localhost" in allowed and (_is_this_machine(name) or name in _CONTAINER_NAMES))
     )
+
+
+def _is_this_machine(name: str) -> bool:
+    """Return True for loopback addresses and their names; `.localhost` is reserved for them (RFC 6761)."""
+    return is_loopback(name) or name.endswith(".localhost")
 
 
 def is_loopback(host: str) -> bool:
@@ -268,4 +284,4 @@ def origin_allowed(origin: str, allowed: Sequence[str]) -> bool:
     """Return True if pages of this origin may use the server."""
     if "*" in allowed or origin in allowed:
         return True
-    return "localhost" in allowed and is_loopback(_name_in(origin))
+    return "localhost" in allowed and _is_this_machine(_name_in(origin))

@@ -125,6 +125,11 @@ async def test_a_foreign_page_gets_nothing_done(start: Any) -> None:
         (("localhost",), "127.1.2.3:80", 200),
         (("localhost",), "[::1]:8080", 200),
         (("localhost",), "LOCALHOST", 200),
+        (("localhost",), "localhost.:8080", 200),
+        (("localhost",), "llm.localhost:8080", 200),
+        (("localhost",), "evillocalhost", 403),
+        (("localhost",), "evil.example.", 403),
+        (("localhost", "box.lan"), "box.lan.", 200),
         (("localhost",), "evil.example", 403),
         (("localhost",), "localhost.evil.example:8080", 403),
         (("localhost",), "192.168.0.9:8080", 403),
@@ -225,11 +230,23 @@ async def test_several_hosts_share_a_port() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["host.docker.internal", "gateway.docker.internal", "host.containers.internal", "Host.Docker.Internal"]
+    "name",
+    [
+        "host.docker.internal",
+        "gateway.docker.internal",
+        "kubernetes.docker.internal",
+        "host.containers.internal",
+        "host.lima.internal",
+        "host.rancher-desktop.internal",
+        "host.orb.internal",
+        "host.minikube.internal",
+        "host.k3d.internal",
+        "Host.Docker.Internal",
+    ],
 )
 async def test_containers_reach_a_server_on_loopback_by_their_name_of_the_machine(start: Any, name: str) -> None:
     server = await start()
-    for host, wanted in ((name, 200), (f"{name}:8080", 200), (f"{name}.evil.example", 403), (f"x.{name}", 403)):
+    for host, wanted in ((name, 200), (f"{name}.:8080", 200), (f"{name}.evil.example", 403), (f"x.{name}", 403)):
         assert (await server.get("/health", headers={"Host": host}))[0] == wanted, host
     elsewhere = await start(allowed_hosts=("llm.example",))
     assert (await elsewhere.get("/health", headers={"Host": name}))[0] == 403
