@@ -324,7 +324,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
     def unsaved_reason(self) -> str:
         """Reason why no KV can be saved off the pool; empty where it can."""
         reasons = (
-            (not self.can_reuse, "no prefix of this model can be reused"),
+            (not self.can_reuse, self.self_test_note or "no prefix of this model can be reused"),
             (not self.unified, "that needs one pool for all slots, --kv-unified"),
             (self.segment_size is None and not self.flash_attn, "that needs flash attention"),
             (self.segment_size is None, "no sequence id is left for it, so lower --parallel"),

@@ -379,7 +379,7 @@ class Engine:
             arrival=self._n_arrived,
             now=arrived,
             can_reuse=cache.settings.can_reuse and (not why_not or cache.is_on_trial),
-            why_not=(why_not or "unsupported") if cache.settings.can_reuse else "unsupported",
+            why_not=why_not or "unsupported",
         )
         self.scheduler.submit(request)
         self._replies[request.id] = ReplyStream(request, self._backend.vocab)

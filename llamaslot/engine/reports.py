@@ -78,7 +78,7 @@ class Reports:
         n_tokens = prompt.n_tokens
         if not submit.cache_prompt:
             return CacheProbe(n_tokens, 0, 0, 0, n_tokens, 0, "off")
-        why_not = self._why_not_reused() if self._scheduler.cache.settings.can_reuse else "unsupported"
+        why_not = self._why_not_reused() or ("" if self._scheduler.cache.settings.can_reuse else "unsupported")
         if why_not:
             return CacheProbe(n_tokens, 0, 0, 0, n_tokens, 0, why_not)
         found = self._scheduler.cache.probe(salt_namespace(submit.cache_salt), prompt.packed_tokens)

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from llamaslot.backend.llama.state import self_test
 from llamaslot.base.model import StateKind
 from tests.fake_backend import FakeBackend
 
@@ -69,8 +70,9 @@ async def test_a_probe_finds_nothing_while_the_self_test_is_pending(start: Any) 
 
 @pytest.mark.parametrize("outcome", ["pending", "failed"])
 async def test_a_reply_names_the_flag_that_overrides_the_self_test(start: Any, outcome: Any) -> None:
+    """Also if it failed at start, after which the model keeps no checkpoints."""
     backend = FakeBackend(n_ctx=4096, n_slots=1, kind=StateKind.HYBRID)
-    backend.info = msgspec.structs.replace(backend.info, self_test=outcome)
+    backend.info = self_test.applied(backend.info, self_test.SelfTestResult(outcome))
     backend.run_self_test = lambda should_stop=lambda: False: False  # type: ignore[method-assign]
     server = await start(backend=backend, engine={"checkpoint_bytes": 10**6})
     flag = "--reuse-self-test on"
@@ -82,6 +84,7 @@ async def test_a_reply_names_the_flag_that_overrides_the_self_test(start: Any, o
     ):
         cache = (await server.ok(path, body | {"max_tokens": 1}))["cache"]
         assert (cache["miss"], cache["miss_flag"]) == (f"self_test_{outcome}", flag)
+    assert (await server.ok("/cache/probe", {"messages": MESSAGES}))["miss"] == f"self_test_{outcome}"
     server = await start(backend=FakeBackend(n_ctx=4096))
     assert "miss_flag" not in (await server.ok(CHAT, {"messages": MESSAGES, "max_tokens": 1}))["cache"]
 

@@ -15,6 +15,7 @@ import pytest
 from bench import synthetic
 from llamaslot.backend.disk import SlotFiles
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings
+from llamaslot.backend.llama.state import self_test
 from llamaslot.base.backend import Status
 from llamaslot.base.commands import ClearCache, SlotAction, SlotActionDone
 from llamaslot.base.errors import ErrorInfo
@@ -511,3 +512,9 @@ async def test_slots_are_neither_saved_nor_restored_before_the_self_test_has_pas
                 assert "--reuse-self-test on" in answer.message
             assert isinstance(await engine.act(0, "erase"), SlotActionDone)
         assert (await engine.complete(LONG)).miss == "self_test_failed"
+    at_start = FakeBackend(n_slots=2, n_ctx=4096, kind=kind)
+    at_start.info = self_test.applied(at_start.info, self_test.SelfTestResult("failed", "the reason"))
+    async with running(at_start, kind=Files) as engine:
+        answer = await engine.act(0, "save")
+        assert isinstance(answer, ErrorInfo)
+        assert "the reason; --reuse-self-test on" in answer.message
