@@ -13,6 +13,7 @@ states, and is the child of the segment that has the token before it.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from enum import Enum
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -297,24 +298,23 @@ class Checkpoint(Segment):
     @property
     def is_deepest(self) -> bool:
         """True if no path has another checkpoint after it."""
-        return not self._below
+        return next(self._below(), None) is None
 
     @property
-    def is_to_last(self) -> bool:
+    def is_worth_storing(self) -> bool:
         """True if it is written to disk and uploaded, since other prompts are likely to continue from it.
 
         Those are forks, the deepest of a path, the one at the end of its first message, and the one before its last
         reply, which is where the last prompt continues if it comes again.
         """
-        below = self._below
-        precedes_last_reply = self.precedes_reply and not any(each.precedes_reply for each in below)
-        return not below or self.is_fork or precedes_last_reply or self.ends_first_message
+        if self.is_fork or self.is_deepest or self.ends_first_message:
+            return True
+        return self.precedes_reply and not any(each.precedes_reply for each in self._below())
 
-    @property
-    def _below(self) -> list[Checkpoint]:
-        """The checkpoints on all paths after it."""
+    def _below(self) -> Iterator[Checkpoint]:
+        """Yield the checkpoints on all paths after it."""
         found = (node.checkpoint for node in self.node.subtree() if node is not self.node)
-        return [each for each in found if each is not None]
+        return (each for each in found if each is not None)
 
 
 def checkpoints_on(node: Node) -> list[Checkpoint]:

@@ -2,7 +2,7 @@
 
     full segment, fork                      due at once
     partial segment                         due after `PARTIAL_DELAY_S`: the next turn usually replaces it before
-    checkpoint that `is_to_last`            the same: the next turn usually takes a deeper one before
+    checkpoint that `is_worth_storing`            the same: the next turn usually takes a deeper one before
     other checkpoints                       never due
     segment of a private request            never due
 
@@ -135,4 +135,4 @@ class UploadQueue:
     def _may_send(self, segment: Segment) -> bool:
         if is_private(segment.namespace):
             return False
-        return not isinstance(segment, Checkpoint) or segment.is_to_last
+        return not isinstance(segment, Checkpoint) or segment.is_worth_storing

@@ -5,8 +5,8 @@ and the number of its parent are all that the index needs, and after a restart e
 last segment of a path is replaced by a longer one as a conversation goes on, so it is written only after a while,
 or when much else has come into RAM, and the file that it replaces is erased only once it is written itself.
 
-Of checkpoints only those are written that other prompts are likely to continue from (`is_to_last`). The index has
-the parent of each; when a longer segment replaces the parent, that entry is changed (`Reparent`).
+Of checkpoints only those are written that other prompts are likely to continue from (`is_worth_storing`). The index
+has the parent of each; when a longer segment replaces the parent, that entry is changed (`Reparent`).
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ class WriteBack:
         A checkpoint is written after the segment that it refers to, and has a budget of RAM of its own.
         """
         taken = [node.checkpoint for node in segment.nodes if node.checkpoint is not None]
-        waiting = [each for each in taken if each.state is S.RAM and each.is_to_last]
+        waiting = [each for each in taken if each.state is S.RAM and each.is_worth_storing]
         for each in (segment, *waiting):
             lru = self._tiers.ram_of(each)
             if lru.n_bytes_put - each.ram_put_before > _EARLY_WRITE_FRACTION * lru.capacity:
@@ -159,7 +159,7 @@ class WriteBack:
     def _may_write(self, segment: Segment) -> bool:
         if not self._tiers.disk.capacity or is_private(segment.namespace):
             return False
-        if isinstance(segment, Checkpoint) and not segment.is_to_last:
+        if isinstance(segment, Checkpoint) and not segment.is_worth_storing:
             return False
         parent = segment.parent
         return segment.start == 0 or (
@@ -200,9 +200,9 @@ class WriteBack:
         return True
 
     def _thin(self, checkpoint: Checkpoint) -> None:
-        """Evict the checkpoints above one that is written now, unless they are to last."""
+        """Evict the checkpoints above one that is written now, unless they are worth storing."""
         for above in checkpoints_on(checkpoint.node)[1:]:
-            if above.state.uses_disk and not above.state.is_busy and not above.is_to_last:
+            if above.state.uses_disk and not above.state.is_busy and not above.is_worth_storing:
                 self._tiers.transition(above, E.EVICT_DISK)
 
     def _erase_replaced(self, segment: Segment) -> None:
