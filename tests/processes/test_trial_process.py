@@ -106,6 +106,20 @@ def test_what_is_nested_too_deeply_is_refused(trials: TrialProcess, make: Callab
     assert len(caught.value.message) < 500
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Constraint(LLMatcher.grammar_from_regex("(a{1000}){1000}"), "field"),
+        lambda: lark('start: a{1000000}\na: "b"'),
+    ],
+    ids=["regex", "forced"],
+)
+def test_what_fails_after_its_first_token_is_refused(trials: TrialProcess, make: Callable[[], Constraint]) -> None:
+    with pytest.raises(InvalidRequestError, match=r"'field'.*(many expressions|Too many items)") as caught:
+        GrammarChecker(trials).check(make())
+    assert "non-verbose" not in caught.value.message
+
+
 FAR_APART = [rf"/.*a.{{{i}}}b.*/" for i in range(16)]
 DOUBLING: dict[str, Any] = {
     f"{i}": {

@@ -192,7 +192,12 @@ def _follow(matcher: LLMatcher, mask: bytes, eos: set[int], clock: Callable[[], 
         tokens = np.flatnonzero(np.unpackbits(np.frombuffer(mask, dtype=np.uint8), bitorder="little"))
         # A token that ends the reply would end the trial.
         options = [token for token in choice.choices(tokens, k=8) if token not in eos] if len(tokens) else []
-        if not options or not matcher.consume_token(int(options[0])) or matcher.is_stopped():
+        if not options:
+            break
+        # As `Matcher` does: the grammar may go on by itself, and fail at that.
+        if not matcher.consume_token(int(options[0])) or not matcher.consume_tokens(matcher.compute_ff_tokens()):
+            return matcher.get_error()
+        if matcher.is_stopped():
             break
         start = clock()
         mask = matcher.compute_bitmask()
@@ -251,5 +256,5 @@ def grammar_error(message: str, param: str) -> InvalidRequestError:
 
 def first_lines(message: str) -> str:
     """Return the part of llguidance's message that says what is wrong, without its internal state."""
-    text = message.partition("<state>")[0].partition("<backtrace>")[0].strip()
+    text = re.split("<(?:state|backtrace|non-verbose)", message, maxsplit=1)[0].strip()
     return text if len(text) <= MAX_ERROR_CHARS else text[:MAX_ERROR_CHARS] + "…"
