@@ -102,10 +102,13 @@ class ConstraintReader:
 
     def _lark(self, gbnf: str, param: str) -> str:
         """Return a GBNF grammar as Lark, with text for tags if it is too long with their tokens besides."""
-        lark = gbnf_to_lark(gbnf, param, self._token_of, self._tags)
-        if len(LLMatcher.grammar_from_lark(lark)) <= MAX_GRAMMAR_CHARS:
-            return lark
-        return gbnf_to_lark(gbnf, param, self._token_of)
+        try:
+            lark = gbnf_to_lark(gbnf, param, self._token_of, self._tags)
+            if len(LLMatcher.grammar_from_lark(lark)) <= MAX_GRAMMAR_CHARS:
+                return lark
+            return gbnf_to_lark(gbnf, param, self._token_of)
+        except RecursionError as error:
+            raise InvalidRequestError(f"'{param}': nested too deeply", param=param) from error
 
 
 def _asked(options: StructuredOptions) -> list[tuple[str, str, Any]]:

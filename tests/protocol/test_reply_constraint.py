@@ -152,7 +152,7 @@ def test_what_is_too_long_is_said_in_plain_words() -> None:
     with pytest.raises(InvalidRequestError, match="'tools': the grammar made of it has"):
         constraint("hermes", body)
     assert constraint("hermes", {**body, "tools": tools[:1]})
-    parts = {"type": "object", "properties": {f"p{i}": {} for i in range(1000)}}
+    parts = {"type": "object", "properties": {f"p{i}": {"const": 0} for i in range(1000)}}
     with pytest.raises(InvalidRequestError, match="'tools': the grammar made of it has too many parts"):
         constraint("hermes", {**body, "tools": [named(f"f{i}", parts) for i in range(18)]})
     tools[2] = named("f2", {"type": "object", "properties": {"a": {"const": "x" * MAX_CONSTRAINT_CHARS}}})
@@ -211,3 +211,9 @@ def test_tools_beside_a_strict_one_take_the_names_that_their_schemas_allow(
     body = {"tools": [named("strict", PARAMETERS, strict=True), named("free", parameters)]}
     assert follows(family, body, ToolCall("free", '{"city": "Rome"}', "a1b2c3d4e"))
     assert not follows(family, body, ToolCall("strict", '{"town": "Rome"}', "a1b2c3d4e"))
+
+
+def test_a_grammar_of_many_nested_repetitions_is_refused_by_name() -> None:
+    with pytest.raises(InvalidRequestError, match="'grammar': nested too deeply") as caught:
+        constraint("hermes", {"grammar": 'root ::= "a"' + 30_000 * "*"})
+    assert caught.value.param == "grammar"
