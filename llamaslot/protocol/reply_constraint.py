@@ -100,8 +100,8 @@ class ReplyConstraints:
 
     def _by_strictness(self, use: ToolUse) -> list[Tool]:
         """Return the tools with the schemas that calls must follow; those that are not strict allow any value."""
-        strict = self._prepared(use, [tool for tool in use.tools if tool.name in use.strict])
-        return [*strict, *(_loose(tool) for tool in use.tools if tool.name not in use.strict)]
+        strict = [tool for tool in use.tools if tool.name in use.strict]
+        return self._prepared(use, [*strict, *(_loose(tool) for tool in use.tools if tool.name not in use.strict)])
 
     def _prepared(self, use: ToolUse, tools: Sequence[Tool]) -> list[Tool]:
         """Return tools with the schemas that llguidance follows; raises `InvalidRequestError`.

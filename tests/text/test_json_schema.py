@@ -108,7 +108,16 @@ def test_every_allowed_text_is_valid_and_few_schemas_are_refused(is_rough: bool)
             f"{MAX_PROPERTIES} are supported",
         ),
         ({"type": "hiccup"}, "hiccup"),
-        ({"type": 123}, "type"),
+        *(
+            ({"anyOf": [{"type": each}]}, "'type' must be")
+            for each in (123, None, True, {}, {"a": 1}, [1], [[]], [{}])
+        ),
+        ({"oneOf": [{"type": "integer"}, {"enum": [1e30, 2.5]}]}, "oneOf"),
+        ({"type": "integer", "minimum": 10**18}, "beyond +999999999999999999"),
+        (
+            {"items": {"type": "number", "exclusiveMaximum": -1e30}},
+            "the bound -1e+30 is beyond -999999999999999999",
+        ),
         (123, "must be a JSON schema"),
         (False, "must be a JSON schema"),
         ({"type": "string", "pattern": r"^[\x00-\x1f]$"}, "pattern"),
@@ -460,6 +469,65 @@ def test_digits_are_limited_in_every_subschema(kind: Any, longest: str, place: i
         pytest.skip("its alternatives may both match")
     assert allows(schema, before + longest + after)
     assert not allows(schema, before + longest + "3" + after)
+
+
+COMBINED = (3, 4, 5, 7, 15)
+"""Places of `_below` where others say something of the same value."""
+
+
+@pytest.mark.parametrize("place", range(len(_below({}))))
+@pytest.mark.parametrize(
+    "schema",
+    [
+        *({}, True, {"title": "t"}, {"minimum": -2}, {"type": ["string", "array", "number", "object"]}),
+        *({"type": "array"}, {"type": "array", "items": {}}, {"type": "array", "prefixItems": [True]}),
+        *({"type": "array", "items": [{}]}, {"type": "array", "prefixItems": [{"const": 1}], "items": True}),
+        *({"type": "object"}, {"additionalProperties": True}, {"type": "object", "required": ["a"]}),
+        {"type": "object", "properties": {"a": True, "b": {"type": "number", "multipleOf": 0.01}}},
+        {"type": "object", "patternProperties": {"^a": {}}},
+    ],
+)
+def test_digits_are_limited_in_values_of_any_kind(schema: Any, place: int) -> None:
+    around, before, after = _below(schema)[place]
+    if place in COMBINED or (schema is True and not place) or {"type": "null"} in around.get("oneOf", []):
+        pytest.skip("combined with others, no schema, or alternatives that may both match")
+    values = [('{"a":', "}"), ("[", "]"), ("[1,", "]"), ('{"a":[{"a":', "}]}"), ("", "")]
+    found = [each for each in values if allows(around, f"{before}{each[0]}0.3333333333{each[1]}{after}")]
+    assert found
+    for start, end in values:
+        assert not allows(around, f"{before}{start}0.33333333333{end}{after}")
+        assert not allows(around, f"{before}{start}{19 * '9'}{end}{after}")
+
+
+@pytest.mark.parametrize(
+    ("schema", "longest"),
+    [
+        ({"type": "number", "multipleOf": 0.5}, 18 * "9" + ".5"),
+        ({"type": "integer", "multipleOf": 3}, 18 * "9"),
+        ({"type": ["number", "null"], "multipleOf": 9973}, str(9973 * (10**18 // 9973))),
+        ({"type": "number", "minimum": 0, "maximum": 2**64}, "0.3333333333"),
+        ({"type": "number", "minimum": 1e-15}, "0.3333333333"),
+        ({"type": "number", "minimum": 0.5, "maximum": 0.5}, "0.5"),
+        ({"type": "integer", "minimum": -(2**63), "maximum": 2**64 - 1}, 18 * "9"),
+    ],
+)
+def test_digits_are_limited_beside_steps_and_wide_bounds(schema: Any, longest: str) -> None:
+    for each, before, after in (
+        (schema, "", ""),
+        ({"properties": {"a": schema, "b": {"const": 1e30}}}, '{"a":', "}"),
+    ):
+        assert allows(each, before + longest + after)
+        assert not allows(each, before + longest + "5" + after)
+
+
+def test_values_of_any_kind_that_are_combined_are_not_refused() -> None:
+    some = {"type": "object", "properties": {"a": {}}, "additionalProperties": True}
+    for schema in (
+        {"allOf": [some, {"properties": {"b": True}, "required": ["b"]}]},
+        {"$ref": "#/$defs/a", "properties": {"b": {}}, "$defs": {"a": some}},
+        {"properties": {"b": {}}, "patternProperties": {"^b": {}}},
+    ):
+        assert allows(schema, '{"b":[1]}'), schema
 
 
 def test_bounds_are_not_rounded_outwards() -> None:

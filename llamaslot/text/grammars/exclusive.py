@@ -222,7 +222,7 @@ def _breaks(value: object, schema: Schema) -> bool:
     if kind == "number":
         said = schema.get("type")
         number = Decimal(str(value))
-        if said == "integer" and number % 1:
+        if said == "integer" and number != number.to_integral_value():
             return True
         (low, low_open), (high, high_open) = _bound([schema], "minimum", max), _bound([schema], "maximum", min)
         return (low is not None and (number < low or (low_open and number == low))) or (

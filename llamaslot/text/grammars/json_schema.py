@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from decimal import Decimal
 from functools import cache, partial
 from typing import Any, TypeAlias
@@ -32,7 +32,14 @@ from llamaslot.base.commands import Constraint
 from llamaslot.base.errors import InvalidRequestError
 from llamaslot.text.grammars.compiling import MAX_CONSTRAINT_CHARS, too_long
 from llamaslot.text.grammars.exclusive import Judge, conjuncts
-from llamaslot.text.grammars.schema_fixes import ecmascript_pattern, exact_bounds, has_wide_numbers, limit_digits
+from llamaslot.text.grammars.schema_fixes import (
+    ALL_TYPES,
+    ecmascript_pattern,
+    exact_bounds,
+    has_wide_numbers,
+    limit_any_value,
+    limit_digits,
+)
 from llamaslot.text.grammars.vacuous import remove_vacuous
 
 Schema: TypeAlias = dict[str, Any]
@@ -77,7 +84,7 @@ def json_schema_constraint(schema: object, param: str, *, compact: bool = False)
 
     Raises `InvalidRequestError` for what is no schema or not supported; a `GrammarChecker` finds more.
     """
-    root = prepared_schema(schema, param)
+    root = prepared_schema(schema, param, is_of_arguments=False)
     try:
         whitespace = {"whitespace_flexible": False} if compact else {"whitespace_pattern": WHITESPACE}
         options: Any = {"lenient": False, "coerce_one_of": False, **whitespace}
@@ -87,13 +94,16 @@ def json_schema_constraint(schema: object, param: str, *, compact: bool = False)
         raise InvalidRequestError(f"'{param}': {str(error) or 'nested too deeply'}", param=param) from error
 
 
-def prepared_schema(schema: object, param: str, *, limits_digits: bool = True) -> Schema:
+def prepared_schema(
+    schema: object, param: str, *, limits_digits: bool = True, is_of_arguments: bool = True
+) -> Schema:
     """Return a copy of a schema that llguidance follows correctly; raises `InvalidRequestError`.
 
-    Without `limits_digits`, numbers have as many digits as the schema allows.
+    Without `limits_digits`, numbers have as many digits as the schema allows. What is not said of the names of
+    arguments is for the format of calls to decide.
     """
     if schema is True:
-        schema = {"type": ["object", "array", "string", "number", "boolean", "null"]}
+        schema = {"type": list(ALL_TYPES)}
     if not isinstance(schema, dict):
         raise InvalidRequestError(f"'{param}' must be a JSON schema, an object", param=param)
     try:
@@ -104,7 +114,7 @@ def prepared_schema(schema: object, param: str, *, limits_digits: bool = True) -
         root: Schema = msgspec.json.decode(text) or {"type": "object"}
         _check_multiples(root, param)
         _check_intersections(root, param)
-        _prepare(root, param, limits_digits=limits_digits)
+        _prepare(root, param, limits_digits=limits_digits, is_of_arguments=is_of_arguments)
         # Also those that `propertyNames` was replaced by.
         _check_properties(root, param)
     except (ValueError, RecursionError) as error:
@@ -158,7 +168,7 @@ def _check_intersections(root: Schema, param: str) -> None:
             )
 
 
-def _prepare(root: Schema, param: str, *, limits_digits: bool) -> None:
+def _prepare(root: Schema, param: str, *, limits_digits: bool, is_of_arguments: bool) -> None:
     """Remove what has no effect, rewrite what llguidance gets wrong, and close objects."""
     root.pop("x-guidance", None)
     resolve = partial(_target, root)
@@ -167,18 +177,19 @@ def _prepare(root: Schema, param: str, *, limits_digits: bool) -> None:
             del each[name]
         if isinstance(each.get("format"), str) and each["format"] not in _KNOWN_FORMATS:
             del each["format"]
+        kinds = each.get("type", [])
+        if not isinstance(kinds, str) and not (
+            isinstance(kinds, list) and all(isinstance(kind, str) for kind in kinds)
+        ):
+            raise ValueError("'type' must be the name of a type, or a list of names")
     todo: list[object] = [root]
     while todo:
         for each in _subschemas(todo.pop()):
             remove_vacuous(each, resolve, partial(_shared, root, todo))
     _make_any_of(root, resolve)
     open_ = _open_schemas(root)
-    is_wide = has_wide_numbers(root)
     for each in _subschemas(root):
         exact_bounds(each)
-        is_open = open_ is None or id(each) in open_
-        if limits_digits and not (is_open and is_wide):
-            limit_digits(each)
         if isinstance(each.get("pattern"), str):
             each["pattern"] = _pattern(each["pattern"], param)
         if isinstance(each.get("patternProperties"), dict):
@@ -196,6 +207,63 @@ def _prepare(root: Schema, param: str, *, limits_digits: bool) -> None:
             each["additionalProperties"] = False
         if open_ is not None and id(each) not in open_:
             _state_type(each)
+    if limits_digits:
+        _limit_digits(root, is_of_arguments=is_of_arguments)
+
+
+def _limit_digits(root: Schema, *, is_of_arguments: bool) -> None:
+    """Limit the digits of all numbers, those in values of any kind too, where that makes no schema impossible."""
+    schemas = list(_subschemas(root))
+    combined = _combined_schemas(root)
+    is_wide = any(has_wide_numbers(each) for each in schemas if combined is None or id(each) in combined)
+    any_value = cache(partial(_any_value, root))
+    for each in schemas:
+        is_alone = combined is not None and id(each) not in combined
+        if is_alone and ("$id" not in each or each is root):
+            names = not (is_of_arguments and each is root)
+            limit_any_value(each, any_value, each.keys() - _ANNOTATIONS, names=names)
+        if is_alone or not is_wide:
+            limit_digits(each)
+
+
+def _any_value(root: Schema) -> Schema:
+    """Return a reference to a schema of any value, which is added to the definitions."""
+    schema: Schema = {"type": list(ALL_TYPES)}
+    reference: Any = _shared(root, [], schema)
+    schema |= {"items": reference, "additionalProperties": reference}
+    limit_digits(schema)
+    return dict(reference)
+
+
+def _combined_schemas(root: Schema) -> set[int] | None:
+    """Return the ids of the schemas that apply to values of which others say something too, and of those in them.
+
+    llguidance makes one schema of them, and cannot for references of references to themselves. None if references
+    make that unknown.
+    """
+    found: set[int] = set()
+    for each in _subschemas(root):
+        if "$ref" in each and (_target(root, each["$ref"]) is None or "$dynamicRef" in each):
+            return None
+        n_others = len(each.keys() - _ANNOTATIONS) - 1
+        patterns = each.get("patternProperties")
+        if (
+            ({"$ref", *_IN_PLACE} & each.keys() and (n_others or len(_list(each.get("allOf"))) > 1))
+            or (patterns and "properties" in each)
+            or (isinstance(patterns, dict) and len(patterns) > 1)
+        ):
+            _add_all(root, each, found)
+    return found
+
+
+def _add_all(root: Schema, schema: object, found: set[int]) -> None:
+    """Add the ids of a schema, of all in it and of all that they refer to."""
+    todo = [schema]
+    while todo:
+        for each in _subschemas(todo.pop(), found):
+            found.add(id(each))
+            if "$ref" in each:
+                todo.append(_target(root, each["$ref"]))
 
 
 def _make_any_of(root: Schema, resolve: Callable[[object], object | None]) -> None:
@@ -267,12 +335,15 @@ def _open_schemas(root: Schema) -> set[int] | None:
     return found
 
 
-def _subschemas(root: object) -> Iterator[Schema]:
-    """Yield a schema and all in it, those that are objects; values such as a `const` are none."""
+def _subschemas(root: object, known: Container[int] = ()) -> Iterator[Schema]:
+    """Yield a schema and all in it, those that are objects; values such as a `const` are none.
+
+    Those with `known` ids are left out, with all in them.
+    """
     todo = [root]
     while todo:
         schema = todo.pop()
-        if not isinstance(schema, dict):
+        if not isinstance(schema, dict) or id(schema) in known:
             continue
         yield schema
         for name in _MAPS:

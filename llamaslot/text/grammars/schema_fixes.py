@@ -6,6 +6,7 @@ Found by comparing it with a validator (`tests/text/test_json_schema.py` does th
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Set
 from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
 from typing import Any
 
@@ -13,7 +14,15 @@ MAX_NUMBER = 10**18 - 1
 """Numbers without a bound of their own are at most this, and at least its negative."""
 _LAST_DIGIT = Decimal("1e-10")
 """llguidance refuses 1e-12 as having too many digits."""
-_LIMITS_OF_ITS_OWN = frozenset({"multipleOf", "enum", "const"})
+_BOUNDS = (("minimum", "exclusiveMinimum"), -MAX_NUMBER), (("maximum", "exclusiveMaximum"), MAX_NUMBER)
+_VALUES = frozenset({"enum", "const"})
+_ABOUT_NUMBERS = (*_VALUES, *_BOUNDS[0][0], *_BOUNDS[1][0])
+ALL_TYPES = ("object", "array", "string", "number", "boolean", "null")
+_VALUES_BY_OTHERS = frozenset({"$ref", "allOf", "anyOf", "oneOf", "not", "if"}) | _VALUES
+"""Keywords by which a schema without a `type` is not one of any value."""
+_HAVE_SCHEMAS = frozenset({"items", "prefixItems", "anyOf", "oneOf"}) | frozenset(
+    {"properties", "patternProperties", "$defs", "definitions"}
+)
 _EXACT_DIGITS = 12
 _SMALLEST_STEP = Decimal("0.000001")
 _NAMES_CONTROL = re.compile(r"\\x00|\\x\{0+\}|\\u0000|\\u\{0+\}|\\0|\\[pP]\{?(?:gc=|General_Category=)?C|\x00")
@@ -51,41 +60,87 @@ def exact_bounds(schema: dict[str, Any]) -> None:
 def limit_digits(schema: dict[str, Any]) -> None:
     """Limit the digits of numbers, which a model could go on with forever, such as those of 1/3.
 
-    llguidance writes numbers with bounds without an exponent; so are those without bounds then.
+    llguidance writes numbers with bounds without an exponent; so are those without bounds then. It reads bounds as
+    64-bit integers, so that wider ones are an error or wrong. Raises `ValueError` for those that no number keeps.
     """
     said = schema.get("type")
-    kinds = set(said) if isinstance(said, list) and all(isinstance(each, str) for each in said) else {said}
-    if kinds.isdisjoint({"integer", "number"}) or not _LIMITS_OF_ITS_OWN.isdisjoint(schema):
+    kinds = said if isinstance(said, list) else [said]
+    if not {"integer", "number"} & set(map(str, kinds)) or not _VALUES.isdisjoint(schema):
         return
-    bounds = [_number(schema.get(name)) for name in ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")]
-    if any(each is not None and (abs(each) > MAX_NUMBER or each % _LAST_DIGIT) for each in bounds):
-        return
-    if bounds[:2] == [None, None]:
-        schema["minimum"] = -MAX_NUMBER
-    if bounds[2:] == [None, None]:
-        schema["maximum"] = MAX_NUMBER
-    if "number" in kinds:
+    step = _number(schema.get("multipleOf"))
+    if step is not None and step == step.to_integral_value():
+        # Fractions of zeros would take too many states with large steps.
+        kinds = list(dict.fromkeys("integer" if kind == "number" else kind for kind in kinds))
+        schema["type"] = kinds if isinstance(said, list) else kinds[0]
+    ends = []
+    for names, limit in _BOUNDS:
+        for name in names:
+            bound = _number(schema.get(name))
+            if bound is None or abs(bound) <= MAX_NUMBER:
+                continue
+            if (bound > 0) != (limit > 0):
+                raise ValueError(f"the bound {bound:g} is beyond {-limit:+}, up to which numbers are supported")
+            del schema[name]
+        if not schema.keys() & set(names):
+            schema[names[0]] = limit
+        found = [number for name in names if (number := _number(schema.get(name))) is not None]
+        ends.append((max if limit < 0 else min)(found, default=Decimal(limit)))
+    if "number" in kinds and step is None and _has_multiple(*ends):
         schema["multipleOf"] = float(_LAST_DIGIT)
 
 
-def has_wide_numbers(schema: object) -> bool:
-    """Return True if a number anywhere in a schema is beyond the limits of those that have none.
+def _has_multiple(low: Decimal, high: Decimal) -> bool:
+    """Return True if there is a number with few enough digits between two bounds."""
+    return high - low > 2 * _LAST_DIGIT or not (low % _LAST_DIGIT or high % _LAST_DIGIT)
 
-    Beside such a one, the limits could make a schema impossible: `allOf: [{type: number}, {const: 1e30}]`.
+
+def has_wide_numbers(schema: dict[str, Any]) -> bool:
+    """Return True if a schema, but not one in it, has a number that the limits of others could make impossible.
+
+    Such as `allOf: [{type: number}, {const: 1e30}]`.
     """
-    todo = [schema]
+    # Steps of their own do not go together with those of `limit_digits`.
+    if "multipleOf" in schema:
+        return True
+    todo = [schema[name] for name in _ABOUT_NUMBERS if name in schema]
     while todo:
         each = todo.pop()
-        if isinstance(each, dict):
-            # Steps of their own do not go together with those of `limit_digits`.
-            if "multipleOf" in each:
-                return True
-            todo += each.values()
-        elif isinstance(each, list):
-            todo += each
+        if isinstance(each, dict | list):
+            todo += each.values() if isinstance(each, dict) else each
         elif (number := _number(each)) is not None and (abs(number) > MAX_NUMBER or number % _LAST_DIGIT):
             return True
     return False
+
+
+def limit_any_value(
+    schema: dict[str, Any], any_value: Callable[[], dict[str, Any]], said: Set[str], *, names: bool
+) -> None:
+    """Write what a schema leaves open, such as the items of `{"type": "array"}`, as references to `any_value`.
+
+    `said` has its keywords but those that are remarks. Without `names`, an object gets no other properties.
+    """
+    if not said:
+        schema |= any_value()
+        return
+    for name in (_HAVE_SCHEMAS) & schema.keys():
+        children = schema[name]
+        if not isinstance(children, dict | list):
+            continue
+        # A copy, since `any_value` may add to the definitions.
+        places = list(children) if isinstance(children, dict) else range(len(children))
+        for place in places:
+            if children[place] is True:
+                children[place] = any_value()
+    if said & _VALUES_BY_OTHERS:
+        return
+    kinds = schema.setdefault("type", list(ALL_TYPES))
+    kinds = kinds if isinstance(kinds, list) else [kinds]
+    # Others than those of a tuple are in `additionalItems`.
+    rest = "additionalItems" if isinstance(schema.get("items"), list) else "items"
+    opens = {rest: "array" in kinds, "additionalProperties": "object" in kinds and names}
+    for name, is_open in opens.items():
+        if is_open and schema.get(name, True) is True:
+            schema[name] = any_value()
 
 
 def ecmascript_pattern(pattern: str) -> str | None:
