@@ -75,6 +75,12 @@ class BodyReader:
         except TimeoutError:
             message = f"the body did not arrive within {self._timeout:g} s (--body-timeout)"
             raise RequestTimeoutError(message) from None
+        except RuntimeError as error:
+            if request.transport is not None:
+                raise
+            # aiohttp's error if the connection was closed before its handler came to read the body, as that of one
+            # that another has replaced.
+            raise ConnectionResetError("the connection was closed before its body was read") from error
         except (web.RequestPayloadError, HttpProcessingError) as error:
             raise InvalidRequestError("the body cannot be read: it is not encoded as its headers say") from error
 

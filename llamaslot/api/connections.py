@@ -298,6 +298,9 @@ class Connection(web.RequestHandler):
         message: str | None = None,
     ) -> web.StreamResponse:
         """Return the reply to malformed HTTP, and to a request whose handler failed outside of the middleware."""
+        if isinstance(exc, ConnectionError):
+            # The client is gone: aiohttp ends the connection.
+            raise exc
         if request.writer.output_size > 0:
             raise ConnectionError("an error after the reply had begun")
         if status < 500:

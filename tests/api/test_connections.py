@@ -13,9 +13,11 @@ from urllib.parse import urlsplit
 
 import aiohttp
 import pytest
+from aiohttp import web
 from structlog.testing import capture_logs
 
-from llamaslot.api.connections import available_connections
+from llamaslot.api import body_reader
+from llamaslot.api.connections import Connection, available_connections
 from tests.api.conftest import Server, Start
 from tests.fake_backend import FakeBackend
 
@@ -85,6 +87,27 @@ async def test_new_connections_replace_silent_ones(start: Start) -> None:
     full = [line for line in logs if line["event"] == "connections.full"]
     assert len(full) == 1, "once a minute at most"
     assert full[0]["flag"] == "--max-connections"
+
+
+async def test_a_connection_that_is_closed_before_its_body_is_read_is_no_crash(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a busy server a connection is replaced, or its client goes away, between its head and its handler."""
+    server = await start()
+
+    async def close(request: web.Request) -> None:
+        assert isinstance(request.protocol, Connection)
+        request.protocol.abort()
+
+    monkeypatch.setattr(body_reader, "_continue", close)
+    with capture_logs() as logs:
+        for path in ("/completion", "/v1/chat/completions", "/v1/messages", "/v1/responses", "/tokenize"):
+            async with sockets(server, 1) as (client,):
+                await client.send(
+                    b"POST %b HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n" % path.encode()
+                )
+                assert await client.reply() == b""
+    assert not [line for line in logs if line.get("log_level") in ("error", "critical")]
 
 
 async def test_connections_with_a_request_are_kept_and_a_further_one_gets_503(start: Start) -> None:
