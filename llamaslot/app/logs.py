@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import PurePath
 from typing import Any, Literal, TextIO, cast
 
-from llamaslot.base.errors import MAX_MESSAGE_CHARS, shortened
+from llamaslot.base.errors import MAX_MESSAGE_CHARS, printable, shortened
 
 _MAX_ITEM_CHARS = 200
 _MAX_TRACE_CHARS = 20_000
@@ -88,7 +88,16 @@ def _short(value: Any, most: int) -> Any:
 def _traceback(file: TextIO, info: Any) -> None:
     text = io.StringIO()
     structlog.dev.plain_traceback(text, info)
-    file.write(shortened(text.getvalue(), _MAX_TRACE_CHARS))
+    file.write(printable(shortened(text.getvalue(), _MAX_TRACE_CHARS)))
+
+
+def _on_one_line(_logger: object, _method: str, values: structlog.typing.EventDict) -> structlog.typing.EventDict:
+    """Escape the control characters of texts, which a terminal would obey. JSON has escapes of its own."""
+    for name, value in values.items():
+        if isinstance(value, str) and name != "exception":
+            # Values with newlines are quoted by structlog, but events are not.
+            values[name] = printable(value.replace("\n", "\\n") if name == "event" else value)
+    return values
 
 
 def _ordered(_logger: object, _method: str, values: structlog.typing.EventDict) -> structlog.typing.EventDict:
@@ -111,6 +120,8 @@ def configure_logging(form: Literal["auto", "console", "json"], level: str) -> N
     if not console:
         shared += [structlog.processors.format_exc_info, _ordered]
     shared.append(_bounded)
+    if console:
+        shared.append(_on_one_line)
     structlog.configure(
         processors=[*shared, renderer],
         wrapper_class=structlog.make_filtering_bound_logger(level),

@@ -13,6 +13,7 @@ from llamaslot import __version__
 from llamaslot.app.config import Config
 from llamaslot.app.gpu_use import unused_gpu
 from llamaslot.backend.host_gpus import host_gpus
+from llamaslot.base.errors import printable
 from llamaslot.base.model import QUERY_BLOCK, CheckpointLimits, ModelInfo, StateKind, StepCost
 from llamaslot.processes.messages import Loaded
 
@@ -23,7 +24,8 @@ def announce(loaded: Loaded, urls: Sequence[str], config: Config) -> None:
     """Print the start lines, and log the same as one event."""
     info = loaded.info
     size = f"{info.size_bytes / 2**20:,.0f} MiB"
-    print(f"llamaslot {__version__}: {_bold(info.name)} ({info.description}, {size}) on {info.device}")
+    name, description = printable(info.name), printable(info.description)
+    print(f"llamaslot {__version__}: {_bold(name)} ({description}, {size}) on {info.device}")
     if unused := unused_gpu(config.gpu_layers, info.device, info.backends, host_gpus()):
         print(_yellow(f"{unused}."))
         _log.warning("gpu.unused", reason=str(unused))

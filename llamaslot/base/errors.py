@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import ClassVar
 
 import msgspec
@@ -12,6 +13,13 @@ import msgspec
 MAX_MESSAGE_CHARS = 4000
 """Characters of a message: some quote a request's field, which may have many MiB."""
 _MAX_PARAM_CHARS = 200
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
+"""Characters that control a terminal or the direction of text, but not tab and newline."""
+
+
+def printable(text: str) -> str:
+    """Return a text with escapes for the characters that would control a terminal or reverse its text."""
+    return _CONTROLS.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 def shortened(text: str, most: int) -> str:

@@ -8,7 +8,7 @@ from importlib import import_module
 
 from llamaslot import __version__
 from llamaslot.app.flags import Parser
-from llamaslot.base.errors import ConfigError
+from llamaslot.base.errors import ConfigError, printable
 
 _COMMANDS = {
     "serve": "Serve a model over HTTP.",
@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parsed = parser.parse(args)
         status: int = parsed.run(parsed)
     except ConfigError as error:
-        print(f"llamaslot: {error.message}", file=sys.stderr)
+        print(f"llamaslot: {printable(error.message)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

@@ -63,3 +63,28 @@ def test_a_line_is_short_whatever_a_client_or_a_file_has_put_into_it(form: str) 
     lines = process.stderr.splitlines()
     assert len(lines) >= 7
     assert max(map(len, lines)) < 30_000
+
+
+CONTROLS = """
+import logging
+from llamaslot.app.logs import configure_logging, get_logger
+configure_logging("{form}", "info")
+bad = "\\x1b]0;title\\x07\\x9b31m\\u202e"
+get_logger("a").info("text", key=bad, items=[bad], fields={{bad: bad}}, lines="a\\nforged")
+logging.getLogger("aiohttp").warning(bad + "\\nforged")
+try:
+    raise ValueError(bad)
+except ValueError as error:
+    get_logger("a").error("crash", exc_info=error)
+"""
+
+
+@pytest.mark.parametrize("form", ["json", "console"])
+def test_control_characters_do_not_reach_a_terminal(form: str) -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", CONTROLS.format(form=form)], stderr=subprocess.PIPE, check=True, timeout=30
+    )
+    text = result.stderr.decode()
+    assert "title" in text
+    assert not [char for char in text if char != "\n" and not char.isprintable()]
+    assert not [line for line in text.split("\n") if line.startswith("forged")]
