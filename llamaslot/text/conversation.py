@@ -32,13 +32,15 @@ def clean_message(message: Mapping[str, Any], index: int) -> Message:
         role = "tool"
     if role == "assistant" and isinstance(message.get("function_call"), Mapping) and not message.get("tool_calls"):
         message = {**message, "tool_calls": [{"type": "function", "function": message["function_call"]}]}
-    has_calls = role == "assistant" and bool(message.get("tool_calls"))
-    if "content" not in message and not has_calls:
+    is_reply = role == "assistant" and bool(message.get("tool_calls") or message.get("reasoning_content"))
+    if "content" not in message and not (is_reply or role == "tool"):
         extra = " or 'tool_calls'" if role == "assistant" else ""
         refuse_field(where, f"must contain 'content'{extra}")
     content = message.get("content")
-    if content is None and role != "assistant":
-        refuse_field(f"{where}.content", "must be text or a list of parts: only an assistant's may be null")
+    if content is None and role not in ("assistant", "tool"):
+        refuse_field(
+            f"{where}.content", "must be text or a list of parts: only an assistant's or a tool's may be null"
+        )
     clean: Message = {"role": role, "content": _content(content, f"{where}.content")}
     for key in ("reasoning_content", "name", "tool_call_id"):
         if message.get(key):

@@ -119,6 +119,11 @@ class TestMessages:
 
     def test_null_content_is_empty(self) -> None:
         assert render(CHAT, USER, {"role": "assistant", "content": None}, USER).count("<assistant></>") == 1
+        assert (
+            render(CHAT, USER, {"role": "assistant", "reasoning_content": "?"}, USER).count("<assistant></>") == 1
+        )
+        for message in ({"role": "tool"}, {"role": "tool", "content": None}):
+            assert "<tool>" in render(CHAT, USER, message, USER)
 
     @pytest.mark.parametrize(
         ("message", "said"),
