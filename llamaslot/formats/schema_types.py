@@ -16,6 +16,7 @@ _TYPES = (
     (type(None), "null"),
     (object, "object"),
 )
+_BESIDE_A_REFERENCE = {"$ref", "$defs", "definitions", "$schema", "$id", "type", "title", "description"}
 _MAX_DEPTH = 16
 _PYTHON_LITERALS = {"True": "true", "False": "false", "None": "null"}
 
@@ -25,6 +26,14 @@ def parameter_types(parameters: Mapping[str, Any], name: str) -> frozenset[str]:
     properties = parameters.get("properties")
     schema = properties.get(name) if isinstance(properties, Mapping) else None
     return value_types(schema, parameters)
+
+
+def without_reference(parameters: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the schema of a tool's arguments with what its own `$ref` names in its place."""
+    found = resolved(parameters.get("$ref"), parameters)
+    if not isinstance(found, Mapping) or "$ref" in found or not parameters.keys() <= _BESIDE_A_REFERENCE:
+        return parameters
+    return {**found, **{key: value for key, value in parameters.items() if key != "$ref"}}
 
 
 def value_types(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
@@ -97,9 +106,9 @@ def _type_of(value: Any) -> str:
     return next(name for kind, name in _TYPES if isinstance(value, kind))
 
 
-def resolved(reference: str, root: Mapping[str, Any]) -> Any:
+def resolved(reference: object, root: Mapping[str, Any]) -> Any:
     """Return the part of `root` that a reference such as `#/$defs/item` names; None if there is none."""
-    if not reference.startswith("#"):
+    if not isinstance(reference, str) or not reference.startswith("#"):
         return None
     node: Any = root
     for part in reference[1:].split("/")[1:]:

@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeAlias
 
 from llamaslot.base.errors import InvalidRequestError
 from llamaslot.base.generation.tools import Tool
+from llamaslot.formats.schema_types import without_reference
 from llamaslot.protocol.bodies import ChatBody
 from llamaslot.text.conversation import clean_tool
 
@@ -51,7 +52,7 @@ def read_tools(body: ChatBody) -> ToolUse:
     return ToolUse(
         definitions,
         tuple(
-            Tool(function["name"], function["parameters"])
+            Tool(function["name"], without_reference(function["parameters"]))
             for function in functions
             if names is None or function["name"] in names
         ),

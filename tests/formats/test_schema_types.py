@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from llamaslot.formats.schema_types import ALL_TYPES, json_of, value_types
+from llamaslot.formats.schema_types import ALL_TYPES, json_of, parameter_types, value_types, without_reference
 
 ROOT = {"$defs": {"name": {"type": "string"}, "loop": {"$ref": "#/$defs/loop"}, "a/b": {"type": "null"}}}
 
@@ -70,3 +70,13 @@ def test_types_of_schemas_with_many_references_are_found_at_once(cyclic: bool) -
     started = time.perf_counter()
     assert value_types({"$ref": "#/$defs/s0"}, root) == (ALL_TYPES if cyclic else {"integer"})
     assert time.perf_counter() - started < 1, "the number of paths is 30 to the power of 7"
+
+
+def test_a_reference_to_all_arguments_is_resolved() -> None:
+    node = {"type": "object", "properties": {"next": {"$ref": "#/$defs/node"}, "name": {"type": "string"}}}
+    schema = {"$ref": "#/$defs/node", "$defs": {"node": node}, "title": "A node"}
+    found = without_reference(schema)
+    assert found == {**node, "$defs": {"node": node}, "title": "A node"}
+    assert parameter_types(found, "name") == {"string"}
+    for other in ({"$ref": "#"}, {"$ref": "#/none"}, {"$ref": 5}, {**schema, "properties": {}}, {"type": "object"}):
+        assert without_reference(other) is other

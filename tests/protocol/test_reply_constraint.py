@@ -101,7 +101,8 @@ def test_what_a_format_cannot_follow_of_the_arguments_as_a_whole_is_refused(fami
     either = [{**PARAMETERS, "required": [name]} for name in ("city", "days")]
     for parameters in ({"anyOf": either}, {"$ref": "#/$defs/a", "$defs": {"a": PARAMETERS}}):
         body = {"tools": [named("f", parameters)], "tool_choice": "required"}
-        if family in ONE_BY_ONE:
+        # What the schema itself refers to stands in its place.
+        if family in ONE_BY_ONE and "$ref" not in parameters:
             with pytest.raises(InvalidRequestError, match=f"'{re.escape(next(iter(parameters)))}'"):
                 constraint(family, body)
         else:
