@@ -11,9 +11,10 @@ import json
 import re
 from collections.abc import Callable, Collection, Iterable
 
+from llamaslot.formats.fields import is_object
 from llamaslot.formats.json_value import QUOTES, ValueCopier, copy_arguments, copy_string, read_string
 from llamaslot.formats.output import Output
-from llamaslot.formats.reader import Reader, Steps
+from llamaslot.formats.reader import Machine, Reader, Steps
 
 _ARGUMENT_KEYS = ("arguments", "parameters")
 _ID_KEYS = ("id", "tool_call_id", "call_id")
@@ -203,7 +204,11 @@ class _Call:
 
 def _as_object(text: str | None) -> str | None:
     """Return `text` if it is a JSON object: some models write arguments as a string."""
-    try:
-        return text if text is not None and isinstance(json.loads(text), dict) else None
-    except (ValueError, RecursionError):
+    if text is None or not is_object(text):
         return None
+    # `json` takes `NaN` as well.
+    reader, parts = Reader(), list[str]()
+    machine = Machine(reader, ValueCopier(reader, parts.append).copy())
+    machine.feed(text)
+    machine.end()
+    return "".join(parts)

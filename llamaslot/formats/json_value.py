@@ -2,8 +2,9 @@
 
 Valid JSON is copied character by character as it arrives. Mistakes that models make are corrected on the way: line
 breaks in strings, wrong escapes, single quotes, Python's literals and tuples, names without quotes, superfluous and
-missing commas, missing brackets. All open brackets are closed at a character that cannot belong to the value, and
-where the model ends its text after a whole value. Where it ends inside one, or a limit cuts it, nothing is closed.
+missing commas, missing brackets, other whitespace than JSON's. All open brackets are closed at a character that
+cannot belong to the value, and where the model ends its text after a whole value. Where it ends inside one, or a
+limit cuts it, nothing is closed.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ QUOTES = ('"', "'")
 PYTHON_QUOTES = ('"""', "'''", '"', "'")
 
 _CLOSERS = {"{": "}", "[": "]", "(": ")"}
+_NO_JSON_WHITESPACE = re.compile(r"[^\S \t\n\r]")
 _WORD = re.compile(r"[^\s,:\[\]{}()\"'<>;=]+")
+_NAME = re.compile(r"[^\r\n,:\[\]{}()\"'<>;=]+")
+"""A name without quotes, which may have spaces in it."""
 _PLAIN = {first: re.compile(rf'[^{first}"\\\x00-\x1f]+') for first in "\"'<"}
 """Characters of a string that need no care, by the first character of its closing quote."""
 _HEX = re.compile(r"[0-9a-fA-F]")
@@ -139,7 +143,8 @@ class ValueCopier:
             if not (yield from self._string(quote, raw.append)):
                 return True
         else:
-            raw.append(_inner(json.dumps((yield from self._reader.all(_WORD)), ensure_ascii=False)))
+            name = yield from self._reader.all(_NAME)
+            raw.append(_inner(json.dumps(name.rstrip(), ensure_ascii=False)))
         yield from self._reader.whitespace()
         colon = yield from self._reader.accept(":", "=")
         if not colon and not (yield from self._reader.peek()):
@@ -181,7 +186,7 @@ class ValueCopier:
         self._done = not self._open
 
     def _flush(self) -> None:
-        text = "".join(self._separator)
+        text = _NO_JSON_WHITESPACE.sub(" ", "".join(self._separator))
         self._separator.clear()
         if text:
             self._emit(text)

@@ -10,7 +10,7 @@ from llamaslot.base.events import FinishReason
 from llamaslot.base.generation.tools import ParserOptions
 from llamaslot.formats.calls import Delta
 from llamaslot.formats.output import Output
-from llamaslot.formats.reader import Emit, Machine, Markers, Reader, Steps
+from llamaslot.formats.reader import Emit, Machine, Markers, Reader, Steps, beginnings
 
 
 class OutputParser(Protocol):
@@ -183,7 +183,7 @@ class TaggedMessage:
             if marker in self._line_markers:
                 before, marker = "\n", marker[1:]
                 self._reader.unread(marker)
-            if (yield from self._ends_after_call(tags, before, marker)):
+            if (yield from self._ends_with_call(tags, before, marker)):
                 return
             if self._reader.has_ended and not self._reader.has_later(tags.end):
                 if (yield from self._call(before, marker, self._output.reasoning)):
@@ -191,10 +191,10 @@ class TaggedMessage:
             else:
                 self._output.reasoning(before)
 
-    def _ends_after_call(self, tags: ReasoningTags, before: str, marker: str) -> Steps[bool]:
-        """Read the rest of the reasoning if a call begins here that is a part of it; otherwise nothing.
+    def _ends_with_call(self, tags: ReasoningTags, before: str, marker: str) -> Steps[bool]:
+        """Read a whole call that begins here, and the rest of the reasoning if it is a part of that; else nothing.
 
-        The end tag is left out if it follows a call that is none.
+        It ends the reasoning if no end tag follows, or if nothing follows behind one, which is then left out.
         """
         if self._reader.has_ended:
             return False
@@ -203,7 +203,8 @@ class TaggedMessage:
         is_call = yield from self._read_calls(marker)
         is_last = is_call and (yield from self._more_calls(tags.end))
         end = tags.end if is_last else ""
-        if self._output.unmute() and is_call and not end:
+        is_whole = self._output.unmute() and is_call
+        if is_whole and not end:
             end = yield from self._reader.until(Markers([tags.end]), lambda _: None)
         if is_last:
             yield from self._reader.whitespace()
@@ -211,7 +212,9 @@ class TaggedMessage:
         text = self._reader.release(mark)
         thought, _, after = text.rpartition(end) if end else (text, "", "")
         self._reader.unread(after if end and not is_last else thought)
-        if not end or is_last:
+        if is_last or (is_whole and not end):
+            return (yield from self._call(before, marker, self._output.reasoning))
+        if not end:
             return False
         self._output.reasoning(before + thought)
         self._output.end_reasoning(end)
@@ -238,6 +241,8 @@ class TaggedMessage:
             self._output.content((yield from self._reader.whitespace()))
             yield from self._lines()
         while True:
+            if self._output.after_call:
+                yield from self._cut_left_over()
             marker = yield from self._reader.until(markers, self._output.content)
             if not marker:
                 self._fragment(self._reader.rest())
@@ -259,6 +264,21 @@ class TaggedMessage:
                     yield from self._lines()
             elif (yield from self._call("" if marker in ignored else marker, marker, self._output.content)):
                 yield from self._lines()
+
+    def _cut_left_over(self) -> Steps[None]:
+        """Leave out the beginning of a text that ends calls, right behind a call and before another marker."""
+        markers = self._markers
+        mark = self._reader.mark()
+        yield from self._reader.whitespace()
+        cut = yield from self._reader.accept(*(text for each in markers.left_over for text in beginnings(each, 2)))
+        yield from self._reader.whitespace()
+        following = (*markers.calls, *markers.left_over, *markers.ignored)
+        is_left_out = bool(cut) and bool((yield from self._reader.looking_at(*following)))
+        text = self._reader.release(mark)
+        if is_left_out:
+            self._output.leave_out(text)
+        else:
+            self._reader.unread(text)
 
     def _lines(self) -> Steps[None]:
         """Read calls at the start of the message, or right after another call."""

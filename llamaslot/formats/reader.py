@@ -23,6 +23,11 @@ Emit: TypeAlias = Callable[[str], object]
 _WHITESPACE = re.compile(r"\s+")
 
 
+def beginnings(text: str, shortest: int) -> tuple[str, ...]:
+    """Return the beginnings of a marker from which its end is missing, the longest first."""
+    return tuple(text[:end] for end in range(len(text) - 1, shortest - 1, -1))
+
+
 class Markers:
     """Texts to search for; where several begin at the same place the longest is found."""
 

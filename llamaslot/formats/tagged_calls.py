@@ -4,8 +4,9 @@ The text of an argument says nothing of its type, so the tool's schema decides. 
 arrive, and so are objects and lists where nothing else is allowed; any other value is kept back until its end.
 
 The tag that closes a value may occur in the value: it counts only if another tag, or the end of the text, follows,
-on a new line if the value began on one. Models at times leave it out. So a value also ends before another parameter
-of the tool, and before the tags that close the call if the text ends with them, or another call follows.
+on a new line if the value began on one. Models at times leave out a closing tag, or its second half. So a value
+also ends before another parameter of the tool, and before the tags that close the call if the text ends with them,
+or another call follows.
 
 Where the model ends the text after a whole argument, or in the tag that closes one, only tags are missing, and the
 call is whole; so it is where a stop string takes the place of the tags. Where the text ends after the function's
@@ -22,7 +23,7 @@ from dataclasses import dataclass
 from llamaslot.base.generation.tools import Tool
 from llamaslot.formats.json_value import ValueCopier, copy_arguments
 from llamaslot.formats.output import Output
-from llamaslot.formats.reader import Emit, Machine, Markers, Reader, Steps
+from llamaslot.formats.reader import Emit, Machine, Markers, Reader, Steps, beginnings
 from llamaslot.formats.schema_types import ALL_TYPES, json_of, parameter_types
 
 _NAME = re.compile(r"[^\s<>{}\[\]\"']+")
@@ -64,8 +65,9 @@ class TaggedCalls:
         self._tools = tools
         self._tags = tags
         self._ends = tuple(text for text in (tags.call_close, section_close) if text)
-        # A parameter without its end may also have lost the last character of the closing tag.
-        closing = (tags.value_close, tags.value_close[:-1])
+        # A closing tag may have lost its second half.
+        n_least = len(tags.value_close) // 2
+        closing = self._closing = (tags.value_close, *beginnings(tags.value_close, n_least))
         others = (tags.parameter_open, *self._ends)
         on_new_line = tuple("\n" + text for text in ((*closing, *others) if tags.lines else others))
         self._value_end = {
@@ -74,6 +76,7 @@ class TaggedCalls:
         }
         """Where a value may end, if it began on a new line or not."""
         self._next_call = tuple(text for text in (section_open, tags.name_open) if text)
+        self._cut_ends = tuple(text for end in self._ends for text in beginnings(end, 2))
 
     def read(self, *, opened: bool = False) -> Steps[bool]:
         """Read one call; False if it is none, and nothing was reported.
@@ -127,8 +130,10 @@ class TaggedCalls:
             types = parameter_types(parameters, parameter) if tool is not None else ALL_TYPES
             if not (yield from self._value(types, names)):
                 return
-        closed = yield from self._reader.accept(self._tags.call_close)
-        is_open = not closed and self._reader.is_undecided
+        call_close = self._tags.call_close
+        cut = beginnings(call_close, len(call_close) // 2) if call_close else ()
+        is_open = (yield from self._reader.accept(call_close, *cut)) != call_close
+        is_open = (is_open or not call_close) and self._reader.is_undecided
         if is_open and not (n_arguments and self._reader.end_reason != "limit" and self._ends_in_tag()):
             self._reader.rest()
             return
@@ -158,8 +163,13 @@ class TaggedCalls:
     def _parameter_name(self) -> Steps[str | None]:
         """Read the name and what stands before the value; None if the text ends or something is wrong."""
         parts: list[str] = []
-        if not (yield from self._reader.until(Markers([self._tags.parameter_close]), parts.append)):
+        # A name ends at a line break as well, where the model left out what closes its tag.
+        ends = Markers([self._tags.parameter_close, *(["\n"] if self._tags.lines else [])])
+        end = yield from self._reader.until(ends, parts.append)
+        if not end:
             return None
+        if end == "\n":
+            self._reader.unread(end)
         if self._tags.value_open:
             yield from self._reader.whitespace()
             if not (yield from self._reader.accept(self._tags.value_open)):
@@ -184,8 +194,8 @@ class TaggedCalls:
                 self._reader.rest()
                 return False
             if ends:
-                if self._tags.value_close[:-1] not in marker:
-                    self._reader.unread(marker + text_after)
+                is_closing = marker.removeprefix("\n") in self._closing
+                self._reader.unread(text_after if is_closing else marker + text_after)
                 value.end()
                 return True
             self._reader.unread(text_after)
@@ -204,8 +214,14 @@ class TaggedCalls:
     def _ends_value(self, marker: str, names: Collection[str] | None, *, has_line: bool) -> Steps[bool]:
         """Return True if the marker ends the value, by what follows it."""
         tags, tag = self._tags, marker.removeprefix("\n")
-        if tag in (tags.value_close, tags.value_close[:-1]):
-            return (yield from self._at_tag(on_new_line=has_line))
+        if tag in self._closing:
+            if (yield from self._at_tag(on_new_line=has_line)):
+                return True
+            # The next closing tags may be cut or missing, too, if others or another call follow.
+            is_cut = yield from self._reader.accept(*self._cut_ends)
+            yield from self._reader.whitespace()
+            found = yield from self._reader.looking_at(*self._next_call, *(self._ends if is_cut else ()))
+            return bool(found) or self._reader.is_undecided
         if tag == tags.parameter_open:
             return (yield from self._at_parameter(names))
         if tag == tags.call_close:

@@ -74,6 +74,12 @@ HERMES = [
         calls=(("get_weather", PARIS),),
     ),
     Case(
+        "hermes",
+        "arguments as a string that is JSON for Python only",
+        '<tool_call>{"name": "set", "arguments": "{\\"any\\": [NaN, 1]}"}</tool_call>',
+        calls=(("set", {"any": ["NaN", 1]}),),
+    ),
+    Case(
         "hermes", "no arguments", '<tool_call>{"name": "no_arguments"}</tool_call>', calls=(("no_arguments", {}),)
     ),
     Case(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from typing import Any
 
 import pytest
@@ -138,6 +139,51 @@ def test_a_value_ends_before_the_next_parameter_or_call(family: str) -> None:
         message = fed(format_.parser(ParserOptions(packed(TOOLS))), list(text))
         found = [(call.name, json.loads(call.arguments)) for call in message.calls]
         assert (message.content, found) == ("", [("edit", arguments), ("no_arguments", {})]), text
+
+
+CLOSING_TAG = re.compile(r"\n?</[^>]+>")
+
+
+@pytest.mark.parametrize("family", TAGS)
+def test_a_closing_tag_may_be_cut_or_missing_before_other_tags(family: str) -> None:
+    """That of a value, of a call, or of the section: neither a value nor the content has anything of it."""
+    format_ = made(family)
+    arguments = {"path": "a", "old": "b c", "new": "d"}
+    whole = format_.render([ToolCall("edit", json.dumps(arguments)), ToolCall("get_weather", '{"city": "e"}')])
+    for found in CLOSING_TAG.finditer(whole, whole.index("b c")):
+        if found[0] != "</arg_key>":
+            tag = found[0].strip()
+            for left in ("", *(found[0].removesuffix(tag) + tag[:n] for n in (len(tag) // 2, len(tag) - 1))):
+                text = whole[: found.start()] + left + whole[found.end() :]
+                for pieces in ([text], list(text)):
+                    message = fed(format_.parser(ParserOptions(packed(TOOLS))), pieces)
+                    calls = [(call.name, json.loads(call.arguments)) for call in message.calls]
+                    assert calls == [("edit", arguments), ("get_weather", {"city": "e"})], text
+                    assert message.content == "", text
+
+
+@pytest.mark.parametrize("family", EXCERPTS)
+def test_what_is_left_of_a_text_that_ends_a_call_is_no_content(family: str) -> None:
+    format_ = made(family)
+    calls = [ToolCall("python", '{"code": "x"}', f"a1b2c3d4{n}") for n in range(2)]
+    rendered = format_.render(calls)
+    for marker in format_.markers.left_over:
+        for n in range(2, len(marker)):
+            text = rendered.replace(marker, marker[:n], 1)
+            message = fed(format_.parser(ParserOptions(packed(TOOLS))), list(text))
+            assert (message.content, [call.name for call in message.calls]) == ("", ["python"] * 2), text
+            # Text that begins like one is text.
+            told = f"{rendered}\n{marker[:n]} is told"
+            assert fed(format_.parser(ParserOptions(packed(TOOLS))), list(told)).content == f"{marker[:n]} is told"
+
+
+@pytest.mark.parametrize("family", ["qwen3-coder", "qwen3.5"])
+def test_the_name_of_a_parameter_ends_at_a_line_break(family: str) -> None:
+    format_ = made(family)
+    arguments = {"path": "a\nb", "new": "c"}
+    text = format_.render([ToolCall("edit", json.dumps(arguments))]).replace("<parameter=path>", "<parameter=path")
+    message = fed(format_.parser(ParserOptions(packed(TOOLS))), list(text))
+    assert [json.loads(call.arguments) for call in message.calls] == [arguments]
 
 
 @pytest.mark.parametrize("family", TAGS)

@@ -56,6 +56,8 @@ def test_json_is_copied_unchanged(value: object, ascii_only: bool, indent: int |
         ('{"a" "b"}', {}, '"b"}'),
         ("[1, .5, 2., +3, 007, 1e5, NaN, x]", [1, 0.5, 2.0, 3, 7, 1e5, "NaN", "x"], ""),
         ("[,1,,2,]", [1, 2], ""),
+        ('{\u3000"a":\xa0"\xa0",\u2028\x0b"b":\x85[\x1c] }', {"a": "\xa0", "b": []}, ""),
+        ("{a b: 1, c d :2}", {"a b": 1, "c d": 2}, ""),
     ],
 )
 def test_mistakes_are_corrected(text: str, value: object, rest: str) -> None:

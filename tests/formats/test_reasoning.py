@@ -133,6 +133,20 @@ def test_a_call_in_reasoning_that_is_not_closed_is_a_call(family: str, opened: b
     assert (message.content, message.calls) == ("No.", [])
 
 
+@pytest.mark.parametrize("family", REASONING_FAMILIES)
+def test_an_end_tag_in_the_arguments_of_a_call_closes_no_reasoning(family: str) -> None:
+    format_ = made(family)
+    assert format_.reasoning is not None
+    start, end = format_.reasoning.start, format_.reasoning.end
+    code = {"code": f"a{end}b"}
+    call = format_.render([ToolCall("python", json.dumps(code), "a1b2c3d4e")])
+    for text in (f"{start}\nI do\n{call}", f"{start}\nI do\n{call}\n{end}", f"{start}\nI do\n{call}\n{call}"):
+        for pieces in ([text], list(text)):
+            message = fed(format_.parser(ParserOptions(packed(TOOLS))), pieces)
+            assert (message.content, message.reasoning) == ("", "I do")
+            assert [json.loads(each.arguments) for each in message.calls] == [code] * text.count("python")
+
+
 def test_a_channel_without_the_end_of_the_last_begins_a_call() -> None:
     call = '<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{"city": "Paris"}'
     for text in (f"<|channel|>analysis<|message|>I do{call}", f"<|channel|>analysis<|message|>I do<|end|>{call}"):
