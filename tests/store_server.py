@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import shutil
 import socket
 import subprocess
@@ -17,8 +18,21 @@ import fakeredis
 import pytest
 import redis
 from fakeredis import TcpFakeServer
+from fakeredis._clients._tcp_server import Writer
 from redis.asyncio import Redis
 
+
+def _write_all(writer: Writer, data: bytes) -> None:
+    """Send a whole reply; the class's own method fails where one of megabytes has to wait for its client."""
+    client, rest = writer.request_handler.connection, memoryview(data)
+    while rest:
+        try:
+            rest = rest[client.send(rest) :]
+        except BlockingIOError:
+            select.select([], [client], [], 10.0)
+
+
+Writer.write = _write_all
 PROGRAM = os.environ.get("LLAMASLOT_TEST_STORE", "")
 """Such as redis-server or valkey-server."""
 

@@ -59,6 +59,8 @@ class BodyReader:
             owner = request.get(OWNER, "")
             self._n_bytes -= received.tell()
             self._n_of[owner] -= received.tell()
+            # aiohttp keeps what broke the connection, and with it these frames, for longer than the connection.
+            received.close()
             if not self._n_of[owner]:
                 del self._n_of[owner]
 
@@ -83,6 +85,8 @@ class BodyReader:
             raise ConnectionResetError("the connection was closed before its body was read") from error
         except (web.RequestPayloadError, HttpProcessingError) as error:
             raise InvalidRequestError("the body cannot be read: it is not encoded as its headers say") from error
+        finally:
+            chunk = b""
 
     def _check_total(self, n_received: int, n_more: int, owner: str) -> None:
         """Raise unless the owner leaves enough free for others; one body alone is always read."""

@@ -24,6 +24,7 @@ from typing import Any, Protocol, cast
 
 import structlog
 from aiohttp import web
+from aiohttp.http import RawRequestMessage
 
 from llamaslot.api import http_errors
 from llamaslot.api.context import shown_id
@@ -40,6 +41,11 @@ _KEPT_FRACTION = 16
 _TCP_INFO_BYTES, _BYTES_ACKED = 128, slice(120, 128)
 """Beginning of Linux' `struct tcp_info`, up to and with `tcpi_bytes_acked`."""
 _HANDSHAKE_TIMEOUT_S = 10.0
+_FREELY_RECEIVING = 64
+_RECEIVE_BYTES = 2**16
+"""Bytes that the system keeps of each further connection: all of them may be read at once, for which there is one
+buffer each.
+"""
 """Time that a TLS handshake may take."""
 _MAX_REFUSED_HANDSHAKES = 32
 """Handshakes in progress beyond the limit of connections, so that their clients can be told that it is reached."""
@@ -106,6 +112,11 @@ class Connections:
         self._open.add(connection)
         self._idle[connection] = None
         return True
+
+    @property
+    def n_open(self) -> int:
+        """Connections that are open."""
+        return len(self._open)
 
     def begin(self, connection: Abortable) -> None:
         """Note that a request has arrived."""
@@ -191,6 +202,8 @@ class Connection(web.RequestHandler):
         """Take the connection, or answer 503 and close it."""
         handshake, self._handshake = self._handshake, None
         if self._connections.add(self, handshake):
+            if self._connections.n_open > _FREELY_RECEIVING:
+                transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _RECEIVE_BYTES)
             super().connection_made(transport)
             return
         error = UnavailableError("all connections of the server (--max-connections) are in use; try later")
@@ -208,6 +221,8 @@ class Connection(web.RequestHandler):
         self._connections.remove(self)
         self._stop_timer()
         super().connection_lost(exc)
+        # A timer of aiohttp's keeps this object, and errors in what was received keep the bytes.
+        self._messages.clear()
 
     def pause_writing(self) -> None:
         """Wait for a client that is behind, but not for ever."""
@@ -257,8 +272,11 @@ class Connection(web.RequestHandler):
             self._start_timer()
 
     def data_received(self, data: bytes) -> None:
-        """Take in data; a connection that was refused ignores it."""
-        if self.transport is not None:
+        """Take in data; a connection that was refused ignores it, and so does one after malformed HTTP.
+
+        aiohttp would make an error of each further piece of a large body, and keep the piece with it.
+        """
+        if self.transport is not None and all(isinstance(each, RawRequestMessage) for each, _ in self._messages):
             super().data_received(data)
 
     def abort(self) -> None:

@@ -27,7 +27,7 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
     api_key_file: str = ""
     """Keys of administrators, and a file with further keys; without both, no key is asked for."""
     max_body_bytes: int = 64 * 2**20
-    max_total_body_bytes: int = 256 * 2**20
+    max_total_body_bytes: int = 64 * 2**20
     """Bytes of all bodies that are being received or parsed."""
     body_timeout: float = 60.0
     """Seconds for a body to arrive."""

@@ -83,6 +83,8 @@ ROUTES = (
 """Method, path, handler, and the access that it requires."""
 _BACKLOG = 512
 """Connections that the kernel may keep until they are accepted."""
+_READ_BUFFER_BYTES = 2**14
+"""Half of what a connection keeps of a body before it stops receiving: all connections may have as much unread."""
 
 
 def create_app(settings: ApiSettings) -> web.Application:
@@ -178,6 +180,7 @@ async def serve(
         access_log=None,
         auto_decompress=False,
         keepalive_timeout=settings.keep_alive_timeout,
+        read_bufsize=_READ_BUFFER_BYTES,
         write_timeout=settings.write_timeout,
     )
     if tls is None:

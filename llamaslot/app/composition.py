@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 _log = structlog.get_logger(__name__)
 _M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8
 """Options of glibc's malloc.h."""
-_MAPPED_BLOCK_BYTES = 256 * 2**10
+_MAPPED_BLOCK_BYTES = 64 * 2**10
 _REMEMBER_TIMEOUT_S = 2.0
 """Time to end the remaining requests and to remember their replies."""
 

@@ -261,7 +261,7 @@ class Config:
     )
     max_body_mb: Positive = own(64, "MiB of the largest request body")
     max_total_body_mb: Positive = own(
-        256, "MiB of all request bodies that are being received or parsed; more get a 429"
+        64, "MiB of all request bodies that are being received or parsed; more get a 429"
     )
     body_timeout: Annotated[float, Meta(gt=0, le=INT32_MAX)] = own(60.0, "seconds for a request body to arrive")
     max_logit_bias_entries: Count = own(

@@ -5,6 +5,7 @@ The long form prints figures, on an idle machine: `LLAMASLOT_TESTS=long pytest -
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import socket
@@ -17,6 +18,7 @@ from urllib.parse import urlsplit
 import psutil
 import pytest
 
+from tests.app.test_crashes import wait
 from tests.conftest import LONG
 from tests.live import Server, serving
 
@@ -182,3 +184,25 @@ def test_unfinished_bodies_lock_no_other_key_out(server: Server) -> None:
     assert post(server, "/completion", {"prompt": "Hi", "n_predict": 1}, BOSS)[0] == 200
     for client in clients:
         client.close()
+
+
+def test_memory_of_unfinished_bodies_goes_back(server: Server) -> None:
+    address, parent = urlsplit(server.url), psutil.Process(server.process.pid)
+    before = parent.memory_info().rss
+    clients = [socket.create_connection((address.hostname, address.port)) for _ in range(50)]
+    for client in clients:
+        client.setblocking(False)
+        client.sendall(HEAD.format(path="/completion", length=20_000_000).encode())
+
+    def attack() -> None:
+        for _ in range(20 * SCALE):
+            for client in clients:
+                with contextlib.suppress(OSError):
+                    while client.send(b"x" * 2**16):
+                        pass
+            time.sleep(0.05)
+
+    check_beside(server, attack, "large unfinished bodies")
+    for client in clients:
+        client.close()
+    wait(lambda: parent.memory_info().rss < before + 48 * 2**20, 10)

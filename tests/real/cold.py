@@ -92,12 +92,20 @@ def moves(one: Reply, other: Reply) -> list[float]:
 
 
 def _move(one: Mapping[int, float], other: Mapping[int, float]) -> float:
-    """Return the greatest change of the distance of two tokens that are among the likeliest in both runs.
+    """Return the greatest change of the distance of two tokens that are among the likeliest in one run.
 
-    Distances of tokens, unlike their log-probabilities, decide which one is taken.
+    Distances of tokens, unlike their log-probabilities, decide which one is taken. Where a token is not among the
+    likeliest in the other run, it is the least that it can be.
     """
     changes = [other[token] - one[token] for token in one if token in other]
-    return max((abs(a - b) for a, b in combinations(changes, 2)), default=math.inf)
+    at_most = [_at_most(other, token) - one[token] for token in one if token not in other]
+    found = [abs(a - b) for a, b in combinations(changes, 2)]
+    return max(0.0, *found, *(a - b for a in changes for b in at_most))
+
+
+def _at_most(row: Mapping[int, float], token: int) -> float:
+    """Return the log-probability of a token, or that of the least likely one of a row that does not have it."""
+    return row.get(token, min(row.values()))
 
 
 @dataclass
@@ -167,7 +175,7 @@ class Comparison:
         sizes = [(i, size, 2.0) for i, size in enumerate(found)]
         if at is not None:
             row = cold.scores[at]
-            sizes.append((at, row[cold.tokens[at]] - row.get(warm.tokens[at], -math.inf), SLACK))
+            sizes.append((at, row[cold.tokens[at]] - _at_most(row, warm.tokens[at]), SLACK))
         limit = self.control.farthest
         self.faults += [
             Fault(prompt, cold, i, size, allowed) for i, size, allowed in sizes if size > allowed * limit
@@ -200,8 +208,6 @@ class Comparison:
     @staticmethod
     def _is_explained(model: ColdModel, fault: Fault) -> bool:
         """Return True if cold runs in other chunks and cells move the tokens at that place as far."""
-        if math.isinf(fault.size):
-            return False
         ids = model.tokenize(fault.prompt)
         replies = [model.reply(ids, fault.at + 1, shape) for shape in FURTHER_SHAPES]
         found = [moves(fault.cold, reply)[fault.at :] for reply in replies]
