@@ -144,8 +144,8 @@ class Child:
         ends: list[asyncio.Future[Any]] = [lost, ending, dying]
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         # Whichever comes first: a process that is being torn down, and one whose own children hold the socket.
-        if not dying.done():
-            await asyncio.wait(ends[:2], timeout=_TEARDOWN_S)
+        # One that is only about to be reaped must not be killed: `kill` would reap it, and its status be lost.
+        await asyncio.wait(ends[:2], timeout=_LOOK_S if dying.done() else _TEARDOWN_S)
         if not ending.done():
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()
