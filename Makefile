@@ -60,7 +60,7 @@ test-remote: setup-dev ## the tests of the remote tier against redis-server, or 
 		tests/engine/test_remote_worker.py tests/app/test_remote_tier.py tests/app/test_remote_stores.py \
 		tests/app/doctor/test_remote_checks.py
 
-test-real: setup-dev ## the cache on real weights, beside llama-server: over 12 minutes a model; ARGS="-k smollm2" for one model
+test-real: setup-dev ## the cache on real weights, beside llama-server: 20 to 30 minutes a model; ARGS="-k smollm2" for one model
 	$(BIN)/python -m tests.real.models
 	LLAMASLOT_TEST_REAL=1 LLAMASLOT_TESTS=long $(BIN)/python -m pytest -n logical --maxprocesses 2 --dist worksteal \
 		-o faulthandler_timeout=0 \
