@@ -42,10 +42,9 @@ _TCP_INFO_BYTES, _BYTES_ACKED = 128, slice(120, 128)
 """Beginning of Linux' `struct tcp_info`, up to and with `tcpi_bytes_acked`."""
 _HANDSHAKE_TIMEOUT_S = 10.0
 _FREELY_RECEIVING = 64
+"""Connections of which the system keeps as many unread bytes as it likes."""
 _RECEIVE_BYTES = 2**16
-"""Bytes that the system keeps of each further connection: all of them may be read at once, for which there is one
-buffer each.
-"""
+"""Unread bytes that the system keeps of each further one: what it has of all of them may be read at once."""
 """Time that a TLS handshake may take."""
 _MAX_REFUSED_HANDSHAKES = 32
 """Handshakes in progress beyond the limit of connections, so that their clients can be told that it is reached."""
@@ -202,8 +201,11 @@ class Connection(web.RequestHandler):
         """Take the connection, or answer 503 and close it."""
         handshake, self._handshake = self._handshake, None
         if self._connections.add(self, handshake):
-            if self._connections.n_open > _FREELY_RECEIVING:
-                transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _RECEIVE_BYTES)
+            accepted = transport.get_extra_info("socket")
+            if self._connections.n_open > _FREELY_RECEIVING and accepted is not None:
+                # The client may be gone already.
+                with contextlib.suppress(OSError):
+                    accepted.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _RECEIVE_BYTES)
             super().connection_made(transport)
             return
         error = UnavailableError("all connections of the server (--max-connections) are in use; try later")

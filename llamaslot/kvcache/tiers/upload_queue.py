@@ -2,7 +2,7 @@
 
     full segment, fork                      due at once
     partial segment                         due after `PARTIAL_DELAY_S`: the next turn usually replaces it before
-    checkpoint that `is_worth_storing`            the same: the next turn usually takes a deeper one before
+    checkpoint that `is_worth_storing`      the same: the next turn usually takes a deeper one before
     other checkpoints                       never due
     segment of a private request            never due
 
