@@ -18,7 +18,6 @@ from urllib.parse import urlsplit
 import psutil
 import pytest
 
-from tests.app.test_crashes import wait
 from tests.conftest import LONG
 from tests.live import Server, serving
 
@@ -186,9 +185,8 @@ def test_unfinished_bodies_lock_no_other_key_out(server: Server) -> None:
         client.close()
 
 
-def test_memory_of_unfinished_bodies_goes_back(server: Server) -> None:
-    address, parent = urlsplit(server.url), psutil.Process(server.process.pid)
-    before = parent.memory_info().rss
+def test_large_unfinished_bodies_fill_no_memory(server: Server) -> None:
+    address = urlsplit(server.url)
     clients = [socket.create_connection((address.hostname, address.port)) for _ in range(50)]
     for client in clients:
         client.setblocking(False)
@@ -205,4 +203,3 @@ def test_memory_of_unfinished_bodies_goes_back(server: Server) -> None:
     check_beside(server, attack, "large unfinished bodies", max_bodies_mb=64)
     for client in clients:
         client.close()
-    wait(lambda: parent.memory_info().rss < before + 48 * 2**20, 10)
