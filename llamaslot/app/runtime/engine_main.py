@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import socket
 import sys
@@ -80,6 +81,7 @@ class EngineMain:
             self._channel.send(Events(events))
 
         self._engine = host.start(on_events)
+        gc.freeze()
         self._channel.send(loaded)
         host.watch.run(lambda: _exit_overdue(self._fd))
         await self._engine.run()

@@ -6,6 +6,7 @@ It has the vocabulary only. It ends with its parent, whose end closes the socket
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import sys
 from pathlib import Path
@@ -82,6 +83,7 @@ class PromptMain:
             self._refuse(error)
         self._worker.start()
         trim_heap()
+        gc.freeze()
         self._channel.send(PromptWorkerReady(self._worker.chat_template))
 
     def _start(self, numbered: NumberedJob) -> None:
