@@ -25,7 +25,7 @@ from bench.tokens import Tokens
 
 SIDES = {
     "300,000 (libgomp's)": "GOMP_SPINCOUNT=300000",
-    "10,000 (llamaslot's)": "GOMP_SPINCOUNT=10000",
+    "30,000 (llamaslot's)": "GOMP_SPINCOUNT=30000",
     "0 (passive)": "OMP_WAIT_POLICY=passive",
 }
 PROMPT = 512

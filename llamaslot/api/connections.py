@@ -41,11 +41,11 @@ _KEPT_FRACTION = 16
 _TCP_INFO_BYTES, _BYTES_ACKED = 128, slice(120, 128)
 """Beginning of Linux' `struct tcp_info`, up to and with `tcpi_bytes_acked`."""
 _HANDSHAKE_TIMEOUT_S = 10.0
+"""Time that a TLS handshake may take."""
 _FREELY_RECEIVING = 64
 """Connections of which the system keeps as many unread bytes as it likes."""
 _RECEIVE_BYTES = 2**16
 """Unread bytes that the system keeps of each further one: what it has of all of them may be read at once."""
-"""Time that a TLS handshake may take."""
 _MAX_REFUSED_HANDSHAKES = 32
 """Handshakes in progress beyond the limit of connections, so that their clients can be told that it is reached."""
 _MIN_READ_BYTES = 2**16

@@ -19,12 +19,13 @@ from llamaslot.processes.channel import Channel
 
 _log = structlog.get_logger(__name__)
 
-_DEFAULT_ENV = {"MALLOC_ARENA_MAX": "2", "GOMP_SPINCOUNT": "10000"}
+_DEFAULT_ENV = {"MALLOC_ARENA_MAX": "2", "GOMP_SPINCOUNT": "30000"}
 """Variables that children have unless this process sets them; what other libraries are linked to ignores them.
 
 glibc keeps freed memory in an arena for each thread. Threads of libgomp spin 300,000 times for their next work
-before they sleep; where other processes want the CPUs too, that keeps them from the threads that have work. The
-variable is read when libgomp is loaded, so it must be set before the child starts.
+before they sleep; where other processes want the CPUs too, that keeps them from the threads that have work. With
+10,000 they sleep between two steps, too: the one that is woken may be put beside the one that woke it, and the step
+takes twice as long. The variable is read when libgomp is loaded, so it must be set before the child starts.
 """
 _TEARDOWN_S = 5.0
 """Time between the end of the socket and that of the process, such as for freeing memory of a GPU."""
