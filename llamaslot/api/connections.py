@@ -276,10 +276,18 @@ class Connection(web.RequestHandler):
     def data_received(self, data: bytes) -> None:
         """Take in data; a connection that was refused ignores it, and so does one after malformed HTTP.
 
-        aiohttp would make an error of each further piece of a large body, and keep the piece with it.
+        aiohttp would make an error of each further piece of a large body.
         """
-        if self.transport is not None and all(isinstance(each, RawRequestMessage) for each, _ in self._messages):
+        if self.transport is not None and not self._errors:
             super().data_received(data)
+            for error in self._errors:
+                # Its frames hold the piece, and refer to the error: nothing but a collection would free them.
+                error.__traceback__ = None
+
+    @property
+    def _errors(self) -> list[BaseException]:
+        """What was malformed in what has been received, but not handled yet."""
+        return [each.exc for each, _ in self._messages if not isinstance(each, RawRequestMessage)]
 
     def abort(self) -> None:
         """Close the connection without sending what is buffered."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import resource
 from collections.abc import AsyncIterator
@@ -14,6 +15,7 @@ from urllib.parse import urlsplit
 import aiohttp
 import pytest
 from aiohttp import web
+from aiohttp.http import HttpProcessingError
 from structlog.testing import capture_logs
 
 from llamaslot.api import body_reader
@@ -160,6 +162,21 @@ async def test_what_is_no_http_gets_a_json_error(server: Server, sent: bytes) ->
         assert b"Content-Type: application/json" in reply
         status, error = error_of(reply)
         assert (status, error["type"]) == (400, "invalid_request_error")
+
+
+async def test_what_is_no_http_is_not_kept_until_a_garbage_collection(server: Server) -> None:
+    """Errors of a parser refer to the frames that raised them, and these to what was received."""
+    gc.collect()
+    gc.disable()
+    try:
+        async with sockets(server, 3) as clients:
+            for client in clients:
+                await client.send(b"x" * 200_000 + b"\r\n\r\n")
+                await client.reply()
+        await asyncio.sleep(0.1)
+        assert not [each for each in gc.get_objects() if isinstance(each, HttpProcessingError)]
+    finally:
+        gc.enable()
 
 
 async def received(server: Server, n_bytes: int) -> None:
