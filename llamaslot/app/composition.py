@@ -103,7 +103,7 @@ async def serve(config: Config, *, backend: Backend | None = None) -> int:
         service.connect(dispatcher.send, lambda: runtime.why_stopped if dispatcher.is_connected else restarting)
         runtime.connect(dispatcher, metrics)
         stack.push_async_callback(dispatcher.close, _REMEMBER_TIMEOUT_S)
-        # The collector need not look at modules and other objects that stay: each full collection took 90 ms, in which
+        # Collections need not look at modules and other objects that stay: one of all objects took 90 ms, in which
         # no stream went on.
         gc.freeze()
         app[READINESS].set(service)
