@@ -244,6 +244,8 @@ def window_rows(state: Kv) -> list[Kv]:
     return rows
 
 
+N_TRIES = 4
+"""Batches of workloads in which a planted fault must be noticed."""
 FAULTS: list[tuple[str, str, Callable[[pytest.MonkeyPatch], None]]] = [
     ("smollm2", "RAM", load_another_segment),
     ("smollm2", "RAM", shift_by_one),
@@ -271,7 +273,16 @@ def test_the_comparison_notices_planted_faults(
         patch.setattr(f"{__name__}.load", lambda *_: loaded)
         # The self-test would notice it, so it is planted behind that.
         plant(patch)
-        # By the texts, or by the invariants that the engine checks.
-        with pytest.raises(AssertionError):
-            compared(name, what, some, batch=0, folder=tmp_path, tally=Tally()).check(cold_model(name))
+
+        def is_noticed(batch: int) -> bool:
+            """By the texts, or by the invariants that the engine checks."""
+            try:
+                comparison = compared(name, what, some, batch=batch, folder=tmp_path / str(batch), tally=Tally())
+                comparison.check(cold_model(name))
+            except AssertionError:
+                return True
+            return False
+
+        # A fault changes nothing where, say, no other segment has the same positions: that depends on timing.
+        assert any(map(is_noticed, range(N_TRIES)))
     note(shared, model=name, kind="planted faults", noticed=1)
