@@ -6,6 +6,8 @@ import json
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
+from llamaslot.base.schema_references import referenced
+
 ALL_TYPES = frozenset({"string", "number", "integer", "boolean", "object", "array", "null"})
 _TYPES = (
     (bool, "boolean"),
@@ -30,7 +32,7 @@ def parameter_types(parameters: Mapping[str, Any], name: str) -> frozenset[str]:
 
 def without_reference(parameters: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the schema of a tool's arguments with what its own `$ref` names in its place."""
-    found = resolved(parameters.get("$ref"), parameters)
+    found = referenced(parameters.get("$ref"), parameters)
     if not isinstance(found, Mapping) or "$ref" in found or not parameters.keys() <= _BESIDE_A_REFERENCE:
         return parameters
     return {**found, **{key: value for key, value in parameters.items() if key != "$ref"}}
@@ -63,7 +65,7 @@ class _SchemaTypes:
     def _computed(self, schema: Mapping[str, Any], depth: int) -> frozenset[str]:
         types = ALL_TYPES
         if isinstance(reference := schema.get("$ref"), str):
-            types &= self.of(resolved(reference, self._root), depth + 1)
+            types &= self.of(referenced(reference, self._root), depth + 1)
         declared = schema.get("type")
         if isinstance(declared, str):
             types &= {declared}
@@ -104,19 +106,6 @@ def json_of(text: str, types: frozenset[str]) -> str:
 
 def _type_of(value: Any) -> str:
     return next(name for kind, name in _TYPES if isinstance(value, kind))
-
-
-def resolved(reference: object, root: Mapping[str, Any]) -> Any:
-    """Return the part of `root` that a reference such as `#/$defs/item` names; None if there is none."""
-    if not isinstance(reference, str) or not reference.startswith("#"):
-        return None
-    node: Any = root
-    for part in reference[1:].split("/")[1:]:
-        key = part.replace("~1", "/").replace("~0", "~")
-        if not isinstance(node, Mapping) or key not in node:
-            return None
-        node = node[key]
-    return node
 
 
 def _refuse(constant: str) -> NoReturn:

@@ -10,12 +10,13 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from llamaslot.base.schema_references import referenced
 from llamaslot.text.conversation import Message
 
 _MAX_DEPTH = 12
 _MAX_SCHEMAS = 4096
 """Schemas that one tool may become: references multiply them."""
-_TYPES = ("object", "array", "string", "integer", "number", "boolean")
+_TYPES = {"object": dict, "array": list, "string": str, "integer": int, "number": float, "boolean": bool}
 _CHOICES = ("anyOf", "oneOf")
 
 
@@ -79,7 +80,7 @@ class _Simplifier:
         """Return a schema with its reference, its first choice and all its parts in it."""
         found = schema if isinstance(schema, Mapping) else {}
         for _ in range(_MAX_DEPTH):
-            parts = [self._referenced(found["$ref"])] if "$ref" in found else []
+            parts = [referenced(found["$ref"], self._root)] if "$ref" in found else []
             parts += [_first_choice(found[key]) for key in _CHOICES if key in found]
             parts += _listed(found.get("allOf"))
             if not parts:
@@ -96,15 +97,6 @@ class _Simplifier:
             found = rest
         return found
 
-    def _referenced(self, reference: Any) -> Any:
-        if not isinstance(reference, str) or not reference.startswith("#"):
-            return {}
-        found = self._root
-        for name in filter(None, reference[1:].split("/")):
-            key = name.replace("~1", "/").replace("~0", "~")
-            found = found.get(key) if isinstance(found, Mapping) else None
-        return found
-
 
 def _first_choice(choices: Any) -> Any:
     """Return the first choice that is not null."""
@@ -117,27 +109,14 @@ def _first_choice(choices: Any) -> Any:
 def _type_of(schema: Mapping[str, Any]) -> str:
     given = schema.get("type")
     for kind in given if isinstance(given, list) else [given]:
-        if kind in _TYPES:
-            return str(kind)
+        if isinstance(kind, str) and kind in _TYPES:
+            return kind
     if "properties" in schema or "additionalProperties" in schema:
         return "object"
     if "items" in schema or "prefixItems" in schema:
         return "array"
-    values = _listed(schema.get("enum")) or [schema.get("const")]
-    for value, kind in ((values[0], kind) for kind in _TYPES):
-        if type(value) is _PYTHON_TYPES[kind]:
-            return kind
-    return "string"
-
-
-_PYTHON_TYPES = {
-    "object": dict,
-    "array": list,
-    "string": str,
-    "integer": int,
-    "number": float,
-    "boolean": bool,
-}
+    value, *_ = _listed(schema.get("enum")) or [schema.get("const")]
+    return next((kind for kind, of_python in _TYPES.items() if type(value) is of_python), "string")
 
 
 def _listed(value: Any) -> list[Any]:

@@ -10,7 +10,15 @@ import pytest
 
 from llamaslot.formats.schema_types import ALL_TYPES, json_of, parameter_types, value_types, without_reference
 
-ROOT = {"$defs": {"name": {"type": "string"}, "loop": {"$ref": "#/$defs/loop"}, "a/b": {"type": "null"}}}
+ROOT = {
+    "type": "object",
+    "$defs": {
+        "name": {"type": "string"},
+        "loop": {"$ref": "#/$defs/loop"},
+        "a/b": {"type": "null"},
+        "of several": {"anyOf": [{"type": "integer"}, {"type": "boolean"}]},
+    },
+}
 
 
 @pytest.mark.parametrize(
@@ -25,6 +33,12 @@ ROOT = {"$defs": {"name": {"type": "string"}, "loop": {"$ref": "#/$defs/loop"}, 
         ({"allOf": [{"type": ["string", "null"]}, {"enum": ["a"]}]}, {"string"}),
         ({"$ref": "#/$defs/name"}, {"string"}),
         ({"$ref": "#/$defs/a~1b"}, {"null"}),
+        ({"$ref": "#/$defs/of%20several"}, {"integer", "boolean"}),
+        ({"$ref": "#/$defs/of several/anyOf/1"}, {"boolean"}),
+        ({"$ref": "#/$defs/of several/anyOf/2"}, ALL_TYPES),
+        ({"$ref": "#/$defs/of several/anyOf/²"}, ALL_TYPES),
+        ({"$ref": "#"}, {"object"}),
+        ({"$ref": "#name"}, ALL_TYPES),
         ({"$ref": "#/$defs/missing"}, ALL_TYPES),
         ({"$ref": "#/$defs/loop"}, ALL_TYPES),
         ({"$ref": "other.json"}, ALL_TYPES),

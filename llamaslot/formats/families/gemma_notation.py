@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from llamaslot.base.generation.tools import Tool
+from llamaslot.base.schema_references import referenced
 from llamaslot.formats.grammar import GrammarWriter, object_schema, parameters_of, takes_any_names
-from llamaslot.formats.schema_types import ALL_TYPES, resolved, value_types
+from llamaslot.formats.schema_types import ALL_TYPES, value_types
 
 _INTEGER = "/-?(0|[1-9][0-9]{0,17})/"
 _NUMBER = "/-?(0|[1-9][0-9]{0,17})(\\.[0-9]{1,17})?([eE][+-]?[0-9]{1,3})?/"
@@ -83,7 +84,7 @@ class Notation:
     def _reference(self, reference: str) -> str:
         if reference not in self._references:
             name = self._references[reference] = self._writer.declare()
-            self._writer.define(name, self._value(resolved(reference, self._root)))
+            self._writer.define(name, self._value(referenced(reference, self._root)))
         return self._references[reference]
 
     def _any_object(self) -> str:

@@ -23,13 +23,13 @@ from collections.abc import Callable, Container, Iterator
 from decimal import Decimal
 from functools import cache, partial
 from typing import Any, TypeAlias
-from urllib.parse import unquote
 
 import msgspec
 from llguidance import LLMatcher
 
 from llamaslot.base.commands import Constraint
 from llamaslot.base.errors import InvalidRequestError
+from llamaslot.base.schema_references import referenced
 from llamaslot.text.grammars.compiling import MAX_CONSTRAINT_CHARS, too_long
 from llamaslot.text.grammars.exclusive import Judge, conjuncts
 from llamaslot.text.grammars.schema_fixes import (
@@ -155,7 +155,7 @@ def _check_intersections(root: Schema, param: str) -> None:
     for each in _subschemas(root):
         if "allOf" not in each and not ("$ref" in each and "pattern" in each):
             continue
-        parts = conjuncts([each], partial(_target, root)) or ()
+        parts = conjuncts([each], partial(referenced, root=root)) or ()
         patterns = {part["pattern"] for part in parts if isinstance(part.get("pattern"), str)}
         n_states = 1
         for pattern in patterns:
@@ -171,7 +171,7 @@ def _check_intersections(root: Schema, param: str) -> None:
 def _prepare(root: Schema, param: str, *, limits_digits: bool, is_of_arguments: bool) -> None:
     """Remove what has no effect, rewrite what llguidance gets wrong, and close objects."""
     root.pop("x-guidance", None)
-    resolve = partial(_target, root)
+    resolve = partial(referenced, root=root)
     for each in _subschemas(root):
         for name in _WORDS & each.keys():
             del each[name]
@@ -243,7 +243,7 @@ def _combined_schemas(root: Schema) -> set[int] | None:
     """
     found: set[int] = set()
     for each in _subschemas(root):
-        if "$ref" in each and (_target(root, each["$ref"]) is None or "$dynamicRef" in each):
+        if "$ref" in each and (referenced(each["$ref"], root) is None or "$dynamicRef" in each):
             return None
         n_others = len(each.keys() - _ANNOTATIONS) - 1
         patterns = each.get("patternProperties")
@@ -263,7 +263,7 @@ def _add_all(root: Schema, schema: object, found: set[int]) -> None:
         for each in _subschemas(todo.pop(), found):
             found.add(id(each))
             if "$ref" in each:
-                todo.append(_target(root, each["$ref"]))
+                todo.append(referenced(each["$ref"], root))
 
 
 def _make_any_of(root: Schema, resolve: Callable[[object], object | None]) -> None:
@@ -316,7 +316,7 @@ def _open_schemas(root: Schema) -> set[int] | None:
         if not each.keys() - {"anyOf"} <= _ANNOTATIONS | {"type"}:
             todo += [(child, False) for child in _list(each.get("anyOf"))]
         if "$ref" in each:
-            target = _target(root, each["$ref"])
+            target = referenced(each["$ref"], root)
             if target is None or "$dynamicRef" in each:
                 return None
             if not each.keys() - {"$ref"} <= _ANNOTATIONS:
@@ -330,7 +330,7 @@ def _open_schemas(root: Schema) -> set[int] | None:
         for each in _subschemas(schema) if is_deep else (schema,):
             found.add(id(each))
             if "$ref" in each:
-                todo.append((_target(root, each["$ref"]), is_deep))
+                todo.append((referenced(each["$ref"], root), is_deep))
             todo += [(child, is_deep) for name in _IN_PLACE for child in _list(each.get(name))]
     return found
 
@@ -352,22 +352,6 @@ def _subschemas(root: object, known: Container[int] = ()) -> Iterator[Schema]:
         for name in _LISTS:
             todo += _list(schema.get(name))
         todo += [schema[name] for name in _SINGLE if name in schema]
-
-
-def _target(root: Schema, reference: object) -> object | None:
-    """Return what a reference within the schema points to, None for any other reference."""
-    if not isinstance(reference, str) or not reference.startswith("#") or reference[1:2] not in ("", "/"):
-        return None
-    found: object = root
-    for part in reference[1:].split("/")[1:]:
-        name = unquote(part).replace("~1", "/").replace("~0", "~")
-        if isinstance(found, dict) and name in found:
-            found = found[name]
-        elif isinstance(found, list) and name.isdigit() and int(name) < len(found):
-            found = found[int(name)]
-        else:
-            return None
-    return found
 
 
 def _shared(root: Schema, added: list[object], schema: object) -> object:
