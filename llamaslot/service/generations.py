@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import TypeAlias
 
@@ -18,7 +18,7 @@ import msgspec
 from llamaslot.base.commands import Submit
 from llamaslot.base.errors import LlamaslotError, ServerError
 from llamaslot.base.events import Accepted, Cancelled, Failed, Finished, Output
-from llamaslot.base.generation.token_probs import FLOAT_MIN, ProbRows
+from llamaslot.base.generation.token_probs import FLOAT_MIN, ProbRows, TokenProbs
 from llamaslot.service.reply_budget import ProbsLimit, ReplyBudget
 
 RequestEvent: TypeAlias = Accepted | Output | Finished | Failed | Cancelled
@@ -135,8 +135,8 @@ class Generations:
                 if self._failure is not None:
                     raise self._failure
             if self._probs is not None:
-                each = [(generation.submit, generation.n_prompt) for generation in self.all]
-                self._probs.check([submit for submit, _ in each], self._n_ctx, [n_prompt for _, n_prompt in each])
+                n_prompts = [each.n_prompt for each in self.all]
+                self._probs.check([each.submit for each in self.all], self._n_ctx, n_prompts)
         except BaseException:
             self.close()
             raise
@@ -227,9 +227,8 @@ class Generations:
     def _add(self, generation: Generation, event: Output | Finished) -> None:
         n_bytes = generation.add(event, keeps_tokens=self._probs is not None)
         if self._probs is not None:
-            new = (event.probs, event.prompt_probs if isinstance(event, Output) else None)
-            self._n_probs += sum(each.n_entries for each in new if each is not None)
-            if self._n_probs > self._probs.most // self._probs.n_copies:
+            self._n_probs += sum(each.n_entries for each in _probs_of(event))
+            if self._n_probs > self._probs.most:
                 raise self._probs.error(f"already has {self._n_probs}")
             n_bytes *= self._probs.n_copies
         self._charge(n_bytes)
@@ -241,6 +240,12 @@ class Generations:
         self._n_bytes += n_bytes
 
 
+def _probs_of(event: Output | Finished) -> Iterator[TokenProbs]:
+    for probs in (event.probs, event.prompt_probs if isinstance(event, Output) else None):
+        if probs is not None:
+            yield probs
+
+
 def _waiting_bytes(event: Output) -> int:
     """Return the bytes that an event takes in the queue, about."""
-    return 512 + len(event.content) + (event.probs.n_bytes if event.probs is not None else 0)
+    return 512 + len(event.content) + sum(each.n_bytes for each in _probs_of(event))

@@ -59,11 +59,17 @@ class ReplyBudget:
 class ProbsLimit(NamedTuple):
     """Limit of the probabilities in one reply."""
 
-    most: int
+    flag_value: int
+    """That of `--max-reply-probs`, which counts all copies."""
     fields: Sequence[str]
     """Request fields that ask for them."""
     n_copies: int = 1
     """Times that the reply has each of them."""
+
+    @property
+    def most(self) -> int:
+        """The most probabilities of which the reply may have its copies."""
+        return self.flag_value // self.n_copies
 
     def check(self, submits: Sequence[Submit], n_ctx: int, n_prompts: Sequence[int] | None = None) -> None:
         """Raise `InvalidRequestError` if a reply would have more; `n_prompts` has the tokens of each prompt.
@@ -78,14 +84,14 @@ class ProbsLimit(NamedTuple):
             elif not submit.sampling.ignore_eos:
                 n_new = 0
             n += submit.n * (n_new * (1 + submit.sampling.n_probs) + n_prompt * (1 + submit.prompt_probs))
-        if n > self.most // self.n_copies:
+        if n > self.most:
             raise self.error(f"would have {n}")
 
     def error(self, has: str) -> InvalidRequestError:
         """Return the error of a reply that has too many."""
         *others, last = [f"'{field}'" for field in self.fields]
         return InvalidRequestError(
-            f"the reply {has} probabilities, and the limit is {self.most // self.n_copies} (--max-reply-probs): "
+            f"the reply {has} probabilities, and the limit is {self.most} (--max-reply-probs): "
             f"lower {', '.join(others)} or {last}" + ("" if self.n_copies > 1 else "; a stream has no limit"),
             param=self.fields[-1],
         )

@@ -131,3 +131,18 @@ def test_the_mean_log_probability_of_a_completion() -> None:
     assert mean(0.5, 0.125, is_sampled=True) == pytest.approx(math.log(0.25))
     assert mean(0.0, is_sampled=True) == FLOAT_MIN
     assert mean() == -math.inf
+
+
+async def test_what_waits_to_be_read_is_charged_with_the_probabilities_of_the_prompt() -> None:
+    wire = Wire()
+    generations = wire.service.generate([submit()])
+    (name,) = (each.submit.request_id for each in generations.all)
+    wire.service.receive([Accepted(name, 5)])
+    async with generations:
+        charged = []
+        for probs in (None, TokenProbs.of([TokenScore(token, 0.0) for token in range(1000)], lambda _: b"a")):
+            before = wire.service.reply_budget.n_bytes
+            wire.service.receive([Output(name, "", (), PROGRESS, prompt_probs=probs)])
+            charged.append(wire.service.reply_budget.n_bytes - before)
+        assert charged[1] > charged[0] + 10_000
+    assert wire.service.reply_budget.n_bytes == 0
