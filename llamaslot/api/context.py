@@ -14,6 +14,7 @@ from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.generation.tools import ReasoningDefaults, ReasoningFormat
 from llamaslot.base.model import ModelInfo
 from llamaslot.base.namespaces import key_secret
+from llamaslot.base.turns import Sender
 from llamaslot.service.service import Service
 
 
@@ -165,7 +166,7 @@ READINESS = web.AppKey("READINESS", Readiness)
 SETTINGS = web.AppKey("SETTINGS", ApiSettings)
 UNIQUE_ID = web.RequestKey("UNIQUE_ID", str)
 """The server's id of a request; the ids of completions and replies derive from it."""
-OWNER = web.RequestKey("OWNER", str)
-"""The `Sender.owner` of a request."""
+SENDER = web.RequestKey("SENDER", Sender)
+"""The sender of a request."""
 CLIENT_REQUEST_ID = web.RequestKey("CLIENT_REQUEST_ID", str)
 """The client's `X-Request-Id`; empty without a valid one."""

@@ -19,7 +19,7 @@ from aiohttp import web
 
 from llamaslot.api.anthropic.errors import is_anthropic
 from llamaslot.api.connections import Connection
-from llamaslot.api.context import CLIENT_REQUEST_ID, OWNER, READINESS, SETTINGS, UNIQUE_ID, shown_id
+from llamaslot.api.context import CLIENT_REQUEST_ID, READINESS, SENDER, SETTINGS, UNIQUE_ID, shown_id
 from llamaslot.api.http_errors import Handler
 from llamaslot.api.keys import GRANTED, Access, ApiKeys
 from llamaslot.base.errors import AuthenticationError, ForbiddenError, InvalidRequestError
@@ -86,9 +86,7 @@ class Caller(NamedTuple):
 def caller_of(request: web.Request) -> Caller:
     """Return who sent a request; raises `InvalidRequestError` for the id of a session that is too long."""
     session_id = _session_in(request)
-    api_key = given_key(request)
-    sender = Sender.of(api_key if request.app[KEYS] else None, request.remote or "")
-    return Caller(request[CLIENT_REQUEST_ID], api_key, session_id, sender)
+    return Caller(request[CLIENT_REQUEST_ID], given_key(request), session_id, request[SENDER])
 
 
 def _session_in(request: web.Request) -> str:
@@ -152,21 +150,19 @@ async def admit(request: web.Request, handler: Handler) -> web.StreamResponse:
         raise ForbiddenError(f"pages of {origin} may not use this server; --cors-origins allows them")
     request.app[READINESS].check()
     granted = request[GRANTED] = _granted(request)
+    has_key = request.app[KEYS] and granted > Access.PUBLIC
+    request[SENDER] = Sender.of(given_key(request) if has_key else None, request.remote or "")
     _occupy(request, granted)
     return await handler(request)
 
 
 def _occupy(request: web.Request, granted: Access) -> None:
-    """Charge the sender for a connection and, later, for its body; not so administrators' keys, and `/health`."""
-    keys = request.app[KEYS]
-    owner = request[OWNER] = Sender.of(
-        given_key(request) if keys and granted > Access.PUBLIC else None, request.remote or ""
-    ).owner
-    is_exempt = (keys and granted is Access.ADMIN) or (
+    """Charge the sender for a connection, but for `/health` and administrators' keys."""
+    is_exempt = (request.app[KEYS] and granted is Access.ADMIN) or (
         request.app[ACCESS].get(request.match_info.handler) is Access.PUBLIC
     )
     if not is_exempt and isinstance(request.protocol, Connection):
-        request.protocol.occupy(owner)
+        request.protocol.occupy(request[SENDER].owner)
 
 
 def _preflight_headers(request: web.Request) -> dict[str, str]:

@@ -9,7 +9,7 @@ import msgspec
 from aiohttp import web
 
 from llamaslot.api.completions.native_body import generation_settings
-from llamaslot.api.context import OWNER, READINESS, SETTINGS
+from llamaslot.api.context import READINESS, SENDER, SETTINGS
 from llamaslot.api.json_bodies import json_response, read
 from llamaslot.api.middleware import sees_all
 from llamaslot.base.commands import InspectEngine, SlotAction, SlotActionDone, SlotVerb
@@ -32,7 +32,7 @@ async def slots(request: web.Request) -> web.Response:
     if request.query.get("fail_on_no_slot") and all(slot.request_id for slot in state.slots):
         raise UnavailableError("no slot is idle")
     if not sees_all(request):
-        owner, service = request[OWNER], request.app[READINESS].check()
+        owner, service = request[SENDER].owner, request.app[READINESS].check()
         state.slots = tuple(
             slot if service.owner_of(slot.request_id) == owner else _of_others(slot) for slot in state.slots
         )
