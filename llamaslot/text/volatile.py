@@ -8,6 +8,7 @@ It is for the provider's accounting, so it is removed before the prompt is made;
 from __future__ import annotations
 
 import re
+from itertools import takewhile
 
 from llamaslot.base.errors import ConfigError
 from llamaslot.text.conversation import SYSTEM_ROLES, Conversation, Message
@@ -47,14 +48,9 @@ def without(volatile: re.Pattern[str], conversation: Conversation) -> Conversati
 
     Parts and messages of which nothing is left are dropped.
     """
-    for start, message in enumerate(conversation):
-        if message["role"] not in SYSTEM_ROLES:
-            break
-        kept = _kept(volatile, message)
-        if kept != message:
-            rest = without(volatile, conversation[start + 1 :])
-            return [*conversation[:start], *([kept] if kept["content"] else []), *rest]
-    return conversation
+    first = list(takewhile(lambda message: message["role"] in SYSTEM_ROLES, conversation))
+    kept = [(message, _kept(volatile, message)) for message in first]
+    return [*(left for given, left in kept if left["content"] or left == given), *conversation[len(first) :]]
 
 
 def _kept(volatile: re.Pattern[str], message: Message) -> Message:
