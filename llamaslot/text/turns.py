@@ -12,7 +12,8 @@ from __future__ import annotations
 import hashlib
 import re
 import string
-from collections.abc import Callable, Iterator, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, takewhile
 from typing import Any, TypeAlias
@@ -54,7 +55,7 @@ class TurnForm:
     system_last: bool = True
     """Instructions after which neither a question nor a result follows."""
     system_before_results: bool = True
-    """Instructions after which no question follows."""
+    """Instructions after which a result, but no question, follows."""
     keeps_system: bool = True
     """The system message is written whatever the last message is."""
     parallel: bool = True
@@ -64,7 +65,7 @@ class TurnForm:
     text_in_loop: bool = True
     """Text beside calls, until a reply without calls follows."""
     text_before_reply: bool = True
-    """Text beside calls, after that."""
+    """Text beside calls once such a reply follows."""
     head: str | None = None
     """The beginning of a call's markup up to the function's name, if a text may stand before it."""
     filler: str = ""
@@ -340,6 +341,29 @@ def _taken_ids(before: Conversation, render: Render) -> str | None:
     return ".{9}" if takes("call-000_", tool_call_id="call-000_") else "[A-Za-z0-9]{9}"
 
 
+class _Unanswered:
+    """Ids of the calls right before that have no result yet, in their order."""
+
+    def __init__(self, ids: Iterable[str | None] = ()) -> None:
+        self._n_of: OrderedDict[str | None, int] = OrderedDict()
+        for call_id in ids:
+            self._n_of[call_id] = self._n_of.get(call_id, 0) + 1
+
+    @property
+    def first(self) -> str | None:
+        """The first of them; None if there is none, or if it has no id."""
+        return next(iter(self._n_of), None)
+
+    def take(self, call_id: str | None) -> bool:
+        """Count a result of this call; False if none is expected."""
+        if call_id not in self._n_of:
+            return False
+        self._n_of[call_id] -= 1
+        if not self._n_of[call_id]:
+            del self._n_of[call_id]
+        return True
+
+
 def _with_ids(conversation: Conversation, taken: str) -> Conversation:
     """Give calls and results ids that the template takes: the same for the same id, others for others.
 
@@ -359,18 +383,17 @@ def _with_ids(conversation: Conversation, taken: str) -> Conversation:
         return new[call_id]
 
     changed: Conversation = []
-    waiting: list[str] = []
+    waiting = _Unanswered()
     for i, message in enumerate(conversation):
         if calls := message.get("tool_calls"):
             ids = [fitting(call.get("id") or f"call {n} of message {i}") for n, call in enumerate(calls)]
-            waiting = list(ids)
+            waiting = _Unanswered(ids)
             named = [{**call, "id": call_id} for call, call_id in zip(calls, ids, strict=True)]
             changed.append({**message, "tool_calls": named})
         elif message["role"] == "tool":
             given = message.get("tool_call_id")
-            call_id = fitting(given) if given else (waiting[0] if waiting else fitting(f"result {i}"))
-            if call_id in waiting:
-                waiting.remove(call_id)
+            call_id = fitting(given) if given else (waiting.first or fitting(f"result {i}"))
+            waiting.take(call_id)
             changed.append({**message, "tool_call_id": call_id})
         else:
             changed.append(message)
@@ -388,22 +411,19 @@ def _without_orphans(conversation: Conversation, taken_after: frozenset[str]) ->
     They stand behind the results of the calls right before, which would not be right after their calls otherwise.
     """
     changed: Conversation = []
-    waiting: list[str | None] = []
+    waiting = _Unanswered()
     orphans: Conversation = []
     before = "user"
     for message in conversation:
         if message["role"] != "tool":
             changed += results_from_user(orphans)
             orphans = []
-            waiting = [call.get("id") for call in message.get("tool_calls", ())]
+            waiting = _Unanswered(call.get("id") for call in message.get("tool_calls", ()))
             before = "assistant" if message["role"] == "assistant" else "user"
             changed.append(message)
             continue
         call_id = message.get("tool_call_id")
-        if call_id in waiting or (call_id is None and waiting):
-            waiting.remove(call_id if call_id in waiting else waiting[0])
-            changed.append(message)
-        elif before in taken_after:
+        if waiting.take(call_id) or (call_id is None and waiting.take(waiting.first)) or before in taken_after:
             changed.append(message)
         else:
             orphans.append(message)
@@ -424,16 +444,24 @@ def _one_call_each(conversation: Conversation) -> Iterator[Message]:
         while i < len(conversation) and conversation[i]["role"] == "tool":
             results.append(conversation[i])
             i += 1
-        ids = {call.get("id") for call in calls}
+        of_id: dict[str | None, list[int]] = {call.get("id"): [] for call in calls}
+        others: deque[int] = deque()
+        """Results of no call here, each for the first call that has none."""
+        for n, result in enumerate(results):
+            of_id.get(result.get("tool_call_id"), others).append(n)
+        used = set[int]()
+        at = 0
         for n, call in enumerate(calls):
             first = message if n == 0 else {"role": "assistant", "content": ""}
             yield {**first, "tool_calls": [call]}
-            of_call = [each for each in results if each.get("tool_call_id") == call.get("id")]
-            if not of_call and results and results[0].get("tool_call_id") not in ids:
-                of_call = results[:1]
-            yield from of_call
-            results = [each for each in results if all(each is not used for used in of_call)]
-        yield from results
+            while at in used:
+                at += 1
+            of_call = of_id.pop(call.get("id"), [])
+            if not of_call and others and others[0] == at:
+                of_call = [others.popleft()]
+            yield from (results[each] for each in of_call)
+            used.update(of_call)
+        yield from (result for n, result in enumerate(results) if n not in used)
 
 
 def _with_system_in_question(conversation: Conversation) -> Conversation:

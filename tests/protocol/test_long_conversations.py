@@ -15,6 +15,8 @@ from llamaslot.protocol.responses.tools import Toolbox
 from llamaslot.text.call_arguments import parsed_arguments
 from llamaslot.text.roles import fitted
 from llamaslot.text.template import ChatTemplate
+from llamaslot.text.turns import TurnForm
+from llamaslot.text.volatile import pattern, without
 
 N = 100_000
 NO_RESULTS = "{% for m in messages %}{% if m.role == 'user' %}user: {{ m.content }}\n{% endif %}{% endfor %}"
@@ -53,6 +55,23 @@ def tools() -> Any:
     return toolbox.functions
 
 
+def headers() -> Any:
+    """Like those with which the system prompts of Claude Code begin."""
+    system = {"role": "system", "content": "x-anthropic-billing-header: cc_version=2.1.197.8a5;\nsome words"}
+    volatile = pattern("claude-code")
+    assert volatile is not None
+    return without(volatile, [system] * N)
+
+
+def calls_of(form: TurnForm) -> Any:
+    """Results in another order than that of their calls."""
+    function = {"name": "f", "arguments": "{}"}
+    calls = [{"type": "function", "id": f"call {i}", "function": function} for i in range(N)]
+    results = [{"role": "tool", "tool_call_id": call["id"], "content": "some words"} for call in reversed(calls)]
+    found = form.fitted([{"role": "assistant", "content": "", "tool_calls": calls}, *results])
+    return [each for each in found if each["role"] == "tool"]
+
+
 def arguments() -> Any:
     texts = parsed_arguments('{"a": ["b", ' + '{"c": "d"}, ' * N)["a"][1:]
     assert parsed_arguments("{" + '"a": {' * N) == {"arguments": "{" + '"a": {' * N}, "nested too deep"
@@ -70,7 +89,16 @@ def results() -> Any:
 
 @pytest.mark.parametrize(
     "read",
-    [users, assistants, lambda: items_of("user"), lambda: items_of("system"), reminders, tools, results, arguments],
+    [
+        *(users, assistants, lambda: items_of("user"), lambda: items_of("system"), reminders, headers, tools),
+        *(
+            results,
+            arguments,
+            lambda: calls_of(TurnForm(parallel=False)),
+            lambda: calls_of(TurnForm(ids="[A-Za-z0-9]{9}")),
+        ),
+        lambda: calls_of(TurnForm(orphans_after=frozenset())),
+    ],
 )
 def test_long_requests_are_read_in_linear_time(read: Callable[[], Any]) -> None:
     started = time.process_time()
