@@ -88,7 +88,7 @@ class CacheSettings:
     save_us: float = 0.0
     load_us: float = 0.0
     min_shared: int = 64
-    """Tokens from which on a shared prefix is worth waiting for, and a tail worth a sequence id."""
+    """Shortest shared prefix worth waiting for; also the shortest unshared tail that keeps a sequence id."""
     gap_ms: float
     """Time that saving or loading may add between two tokens of a stream."""
     write_interval_ms: float = 200.0

@@ -34,7 +34,9 @@ from llamaslot.base.executors import GRAMMAR_STACK_BYTES
 from llamaslot.text.grammars.compiling import ADVICE, LocalTrial, TrialResult, Vocabulary
 
 MAX_CPU_S = 1.5
-"""CPU time of a trial. The calls of 200 tools with five parameters take 0.3 s, 3,900 optional properties 1 s."""
+"""CPU time of a trial. The calls of 200 tools with five parameters take 0.3 s, an object of 4,000
+properties 0.8 s.
+"""
 MAX_BYTES = 256 * 2**20
 """Memory of a trial. The calls of 200 tools take 20 MB."""
 _STACK_BYTES = GRAMMAR_STACK_BYTES // 8
@@ -72,8 +74,9 @@ class TrialProcess:
         Raises `InvalidRequestError` for one that takes too much to compile, and `UnavailableError` if no process
         can be started for it.
         """
-        result = self._tried(constraint.grammar.encode()) or self._tried(constraint.grammar.encode())
-        param = constraint.param
+        param, grammar = constraint.param, constraint.grammar.encode()
+        # Again in a new process, if the first one had ended, as one that was killed for want of memory.
+        result = self._tried(grammar) or self._tried(grammar)
         if result is None:
             raise UnavailableError(f"no process can be started to check '{param}'; try later", param=param)
         if isinstance(result, TrialResult):

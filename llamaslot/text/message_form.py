@@ -1,4 +1,4 @@
-"""In which form a chat template reads contents and reasoning, as rendering small conversations shows."""
+"""The form in which a chat template reads contents and reasoning, as rendering small conversations shows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Attempt: TypeAlias = Callable[[Conversation, Sequence[Message]], str]
 
 
 class MessageForm:
-    """What a template reads: content as text or as parts, and reasoning by its name or in a part."""
+    """The form that a template reads: content as text or as parts, and reasoning by its name or in a part."""
 
     def __init__(self, attempt: Attempt) -> None:
         self._attempt = attempt

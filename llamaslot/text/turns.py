@@ -29,6 +29,7 @@ PREAMBLE = "preamble"
 _ALPHABET = string.ascii_letters + string.digits
 _QUESTION: Message = {"role": "user", "content": ""}
 _ALL = frozenset({"assistant", "assistant+", "call", "tool", "system", ""})
+"""Beginnings of a conversation other than a question."""
 _LATER: Message = {"role": "system", "content": "another system text"}
 _FILLERS = ("", " ", "...")
 _SHORT_IDS = "call00001", "call00002"

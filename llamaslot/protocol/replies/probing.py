@@ -32,10 +32,10 @@ class Findings:
 
     own_ends: dict[int, str] = field(default_factory=dict)
     strips: dict[int, bool] = field(default_factory=dict)
-    takes_calls: list[bool] = field(default_factory=list)
-    """Whether a message with several calls is written as one."""
+    takes_several_calls: list[bool] = field(default_factory=list)
+    """True if a message with several calls is written as one; empty until that is known."""
     outer: dict[tuple[str, str], tuple[str, str] | None] = field(default_factory=dict)
-    """What is written of the whitespace around a reply's text."""
+    """Whitespace that is written around a reply's text, by that of the message; None where that is unknown."""
     prompts: list[str] = field(default_factory=list)
     """Those of a question, and of the result of a call."""
 
@@ -81,10 +81,10 @@ class ProbedTemplate:
         """
         if len(calls) < len(_CALLS):
             return calls
-        if not self.known.takes_calls:
+        if not self.known.takes_several_calls:
             text, span = self._probe(len(_CALLS), is_last=False)
-            self.known.takes_calls.append(span is None or _RESULT not in text[span.start : span.until])
-        return calls if self.known.takes_calls[0] else calls[:1]
+            self.known.takes_several_calls.append(span is None or _RESULT not in text[span.start : span.until])
+        return calls if self.known.takes_several_calls[0] else calls[:1]
 
     def strips_reasoning(self, calls: Sequence[Message]) -> bool:
         """Return True if the template leaves out the reasoning of a reply once another question follows."""

@@ -122,7 +122,7 @@ def limit_any_value(
     if not said:
         schema |= any_value()
         return
-    for name in (_HAVE_SCHEMAS) & schema.keys():
+    for name in _HAVE_SCHEMAS & schema.keys():
         children = schema[name]
         if not isinstance(children, dict | list):
             continue
