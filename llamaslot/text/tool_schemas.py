@@ -12,6 +12,7 @@ from typing import Any
 
 from llamaslot.base.schema_references import referenced
 from llamaslot.text.conversation import Message
+from llamaslot.text.grammars.schema_parts import list_of
 
 _MAX_DEPTH = 12
 _MAX_SCHEMAS = 4096
@@ -61,7 +62,7 @@ class _Simplifier:
         kind = _type_of(found)
         description = found.get("description") or found.get("title") or ""
         simple: Message = {"type": kind, "description": description if isinstance(description, str) else ""}
-        values = [each for each in _listed(found.get("enum")) if each is not None]
+        values = [each for each in list_of(found.get("enum")) if each is not None]
         if values and kind not in ("object", "array"):
             simple["enum"] = values
         is_cut = depth >= _MAX_DEPTH or self._n_left <= 0
@@ -73,7 +74,7 @@ class _Simplifier:
             properties = found.get("properties")
             known = properties if isinstance(properties, Mapping) and not is_cut else {}
             simple["properties"] = {name: self._schema(each, depth + 1) for name, each in known.items()}
-            simple["required"] = [each for each in _listed(found.get("required")) if each in known]
+            simple["required"] = [each for each in list_of(found.get("required")) if each in known]
         return simple
 
     def _merged(self, schema: Any, depth: int) -> Mapping[str, Any]:
@@ -82,7 +83,7 @@ class _Simplifier:
         for _ in range(_MAX_DEPTH):
             parts = [referenced(found["$ref"], self._root)] if "$ref" in found else []
             parts += [_first_choice(found[key]) for key in _CHOICES if key in found]
-            parts += _listed(found.get("allOf"))
+            parts += list_of(found.get("allOf"))
             if not parts:
                 break
             rest: dict[str, Any] = {
@@ -100,7 +101,7 @@ class _Simplifier:
 
 def _first_choice(choices: Any) -> Any:
     """Return the first choice that is not null."""
-    for each in _listed(choices):
+    for each in list_of(choices):
         if isinstance(each, Mapping) and each.get("type") != "null" and each.get("const", "") is not None:
             return each
     return {}
@@ -115,9 +116,5 @@ def _type_of(schema: Mapping[str, Any]) -> str:
         return "object"
     if "items" in schema or "prefixItems" in schema:
         return "array"
-    value, *_ = _listed(schema.get("enum")) or [schema.get("const")]
+    value, *_ = list_of(schema.get("enum")) or [schema.get("const")]
     return next((kind for kind, of_python in _TYPES.items() if type(value) is of_python), "string")
-
-
-def _listed(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []

@@ -9,13 +9,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from decimal import Decimal
-from typing import Any, TypeAlias
+from typing import Any
 
 import msgspec
 
-Schema: TypeAlias = dict[str, Any]
-Resolve: TypeAlias = Callable[[object], object | None]
-"""Gives the schema that a reference points to, None if there is none."""
+from llamaslot.text.grammars.schema_parts import Resolve, Schema, conjuncts, dict_of, is_number, list_of
 
 _TYPES = frozenset({"null", "boolean", "number", "string", "array", "object"})
 _MAX_STEPS = 100_000
@@ -27,32 +25,10 @@ _STEPS_PER_CHAR = 4
 _LEAST_STEPS = 500
 _ALTERNATIVES_STEPS = 50
 """Steps that it counts as to go on with the alternatives of an alternative."""
-_MAX_CONJUNCTS = 200
 _MAX_DEPTH = 12
 """Properties within properties, and alternatives within alternatives."""
 _LENGTHS = {"string": ("minLength", "maxLength"), "array": ("minItems", "maxItems")}
 _NO_VALUES: list[Any] = []
-
-
-def conjuncts(schemas: list[Any], resolve: Resolve) -> list[Schema] | None:
-    """Return schemas with those that `$ref` and `allOf` add, which hold too; None if one is `false`."""
-    found: list[Schema] = []
-    seen: set[int] = set()
-    todo = list(schemas)
-    for _ in range(_MAX_CONJUNCTS):
-        if not todo:
-            break
-        schema = todo.pop()
-        if schema is False:
-            return None
-        if not isinstance(schema, dict) or id(schema) in seen:
-            continue
-        seen.add(id(schema))
-        found.append(schema)
-        todo += _list(schema.get("allOf"))
-        if "$ref" in schema:
-            todo.append(resolve(schema["$ref"]))
-    return found
 
 
 class Judge:
@@ -90,7 +66,7 @@ class Judge:
         for mine, theirs in ((a, b), (b, a)):
             for schema in mine:
                 for name in ("anyOf", "oneOf"):
-                    options = _list(schema.get(name))
+                    options = list_of(schema.get(name))
                     if not options or not self._may_take(_ALTERNATIVES_STEPS):
                         continue
                     rest = list(_without(mine, schema, name))
@@ -119,7 +95,7 @@ class Judge:
         return any(
             name in value and self.excludes([{"const": value[name]}], [schema], depth + 1)
             for part in parts
-            for name, schema in _dict(part.get("properties")).items()
+            for name, schema in dict_of(part.get("properties")).items()
         )
 
     def _excludes_type(self, kind: str, a: list[Schema], b: list[Schema], depth: int) -> bool:
@@ -131,12 +107,12 @@ class Judge:
             return low > high or (low == high and (low_open or high_open))
         if kind in _LENGTHS:
             least, most = _LENGTHS[kind]
-            lows = [each[least] for each in a + b if _is_number(each.get(least))]
-            highs = [each[most] for each in a + b if _is_number(each.get(most))]
+            lows = [each[least] for each in a + b if is_number(each.get(least))]
+            highs = [each[most] for each in a + b if is_number(each.get(most))]
             if lows and highs and max(lows) > min(highs):
                 return True
         if kind == "array":
-            n_sure = max((each["minItems"] for each in a + b if _is_number(each.get("minItems"))), default=0)
+            n_sure = max((each["minItems"] for each in a + b if is_number(each.get("minItems"))), default=0)
             first = _list_of(a, "prefixItems"), _list_of(b, "prefixItems")
             return any(
                 self.excludes([mine], [theirs], depth + 1)
@@ -230,8 +206,8 @@ def _breaks(value: object, schema: Schema) -> bool:
         )
     if isinstance(value, str | list):
         least, most = (schema.get(name) for name in _LENGTHS[kind])
-        return (least is not None and _is_number(least) and len(value) < least) or (
-            most is not None and _is_number(most) and len(value) > most
+        return (least is not None and is_number(least) and len(value) < least) or (
+            most is not None and is_number(most) and len(value) > most
         )
     if isinstance(value, dict):
         return not _required([schema]) <= value.keys() or any(_property([schema], name) is None for name in value)
@@ -243,8 +219,8 @@ def _bound(
 ) -> tuple[Decimal | None, bool]:
     """Return the bound that holds for numbers, and True if it is excluded itself."""
     exclusive = f"exclusive{name.capitalize()}"
-    found = [Decimal(str(each[name])) for each in parts if _is_number(each.get(name))]
-    excluded = [Decimal(str(each[exclusive])) for each in parts if _is_number(each.get(exclusive))]
+    found = [Decimal(str(each[name])) for each in parts if is_number(each.get(name))]
+    excluded = [Decimal(str(each[exclusive])) for each in parts if is_number(each.get(exclusive))]
     if not found and not excluded:
         return None, False
     bound = choose([*found, *excluded])
@@ -252,14 +228,14 @@ def _bound(
 
 
 def _required(parts: list[Schema]) -> set[str]:
-    return {name for each in parts for name in _list(each.get("required")) if isinstance(name, str)}
+    return {name for each in parts for name in list_of(each.get("required")) if isinstance(name, str)}
 
 
 def _property(parts: list[Schema], name: str) -> list[Any] | None:
     """Return the schemas of a property; None if it is not allowed."""
     found: list[Any] = []
     for each in parts:
-        properties = _dict(each.get("properties"))
+        properties = dict_of(each.get("properties"))
         if name in properties:
             found.append(properties[name])
         elif not each.get("patternProperties") and "additionalProperties" in each:
@@ -271,15 +247,3 @@ def _property(parts: list[Schema], name: str) -> list[Any] | None:
 
 def _list_of(parts: list[Schema], name: str) -> list[Any]:
     return next((each[name] for each in parts if isinstance(each.get(name), list)), _NO_VALUES)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _list(value: object) -> list[Any]:
-    return value if isinstance(value, list) else []
-
-
-def _dict(value: object) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}

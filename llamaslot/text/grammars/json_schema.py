@@ -19,10 +19,10 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable
 from decimal import Decimal
 from functools import cache, partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import msgspec
 from llguidance import LLMatcher
@@ -31,7 +31,7 @@ from llamaslot.base.commands import Constraint
 from llamaslot.base.errors import InvalidRequestError
 from llamaslot.base.schema_references import referenced
 from llamaslot.text.grammars.compiling import MAX_CONSTRAINT_CHARS, too_long
-from llamaslot.text.grammars.exclusive import Judge, conjuncts
+from llamaslot.text.grammars.exclusive import Judge
 from llamaslot.text.grammars.schema_fixes import (
     ALL_TYPES,
     ecmascript_pattern,
@@ -40,9 +40,8 @@ from llamaslot.text.grammars.schema_fixes import (
     limit_any_value,
     limit_digits,
 )
+from llamaslot.text.grammars.schema_parts import Schema, conjuncts, is_number, list_of, subschemas
 from llamaslot.text.grammars.vacuous import remove_vacuous
-
-Schema: TypeAlias = dict[str, Any]
 
 MAX_MULTIPLE_OF = 10_000
 """Sum of all `multipleOf`, each without its decimal point: 0.1 s of compiling, where 1,000,000 took 27 s."""
@@ -56,12 +55,6 @@ _COUNTS = re.compile(r"[{,](\d{1,9})\}")
 WHITESPACE = r"( |\n[ \t]{0,20})?"
 """Whitespace between JSON's tokens, as in llama-server: a model can indent, but not write blanks forever."""
 
-_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
-_SINGLE = (
-    *("items", "additionalItems", "additionalProperties", "unevaluatedItems", "unevaluatedProperties"),
-    *("contains", "propertyNames", "not", "if", "then", "else"),
-)
 _IN_PLACE = ("allOf", "anyOf", "oneOf")
 """Keywords whose schemas apply to the same value."""
 _KNOWN_FORMATS = frozenset({"date-time", "date", "time", "duration", "email", "hostname"}) | frozenset(
@@ -124,9 +117,9 @@ def prepared_schema(
 
 def _check_multiples(schema: Schema, param: str) -> None:
     total = 0
-    for each in _subschemas(schema):
+    for each in subschemas(schema):
         value = each.get("multipleOf")
-        if isinstance(value, int | float) and not isinstance(value, bool):
+        if is_number(value):
             number = Decimal(str(value))
             total += int(abs(number.scaleb(max(0, -int(number.as_tuple().exponent)))))
     if total > MAX_MULTIPLE_OF:
@@ -138,11 +131,11 @@ def _check_multiples(schema: Schema, param: str) -> None:
 
 
 def _check_properties(schema: Schema, param: str) -> None:
-    for each in _subschemas(schema):
+    for each in subschemas(schema):
         properties = each.get("properties")
         if not isinstance(properties, dict):
             continue
-        n_optional = len(properties.keys() - set(map(str, _list(each.get("required")))))
+        n_optional = len(properties.keys() - set(map(str, list_of(each.get("required")))))
         for n, most, kind in ((len(properties), MAX_PROPERTIES, ""), (n_optional, MAX_OPTIONAL, "optional ")):
             if n > most:
                 message = f"'{param}': an object has {n} {kind}properties, and at most {most} are supported"
@@ -152,7 +145,7 @@ def _check_properties(schema: Schema, param: str) -> None:
 def _check_intersections(root: Schema, param: str) -> None:
     """Refuse patterns that must match at once if their counted repetitions multiply to too many states."""
     n_states_of = cache(lambda pattern: 1 + sum(map(int, _COUNTS.findall(pattern))))
-    for each in _subschemas(root):
+    for each in subschemas(root):
         if "allOf" not in each and not ("$ref" in each and "pattern" in each):
             continue
         parts = conjuncts([each], partial(referenced, root=root)) or ()
@@ -172,7 +165,7 @@ def _prepare(root: Schema, param: str, *, limits_digits: bool, is_of_arguments: 
     """Remove what has no effect, rewrite what llguidance gets wrong, and close objects."""
     root.pop("x-guidance", None)
     resolve = partial(referenced, root=root)
-    for each in _subschemas(root):
+    for each in subschemas(root):
         for name in _WORDS & each.keys():
             del each[name]
         if isinstance(each.get("format"), str) and each["format"] not in _KNOWN_FORMATS:
@@ -184,11 +177,11 @@ def _prepare(root: Schema, param: str, *, limits_digits: bool, is_of_arguments: 
             raise ValueError("'type' must be the name of a type, or a list of names")
     todo: list[object] = [root]
     while todo:
-        for each in _subschemas(todo.pop()):
+        for each in subschemas(todo.pop()):
             remove_vacuous(each, resolve, partial(_shared, root, todo))
     _make_any_of(root, resolve)
     open_ = _open_schemas(root)
-    for each in _subschemas(root):
+    for each in subschemas(root):
         exact_bounds(each)
         if isinstance(each.get("pattern"), str):
             each["pattern"] = _pattern(each["pattern"], param)
@@ -213,7 +206,7 @@ def _prepare(root: Schema, param: str, *, limits_digits: bool, is_of_arguments: 
 
 def _limit_digits(root: Schema, *, is_of_arguments: bool) -> None:
     """Limit the digits of all numbers, those in values of any kind too, where that makes no schema impossible."""
-    schemas = list(_subschemas(root))
+    schemas = list(subschemas(root))
     combined = _combined_schemas(root)
     is_wide = any(has_wide_numbers(each) for each in schemas if combined is None or id(each) in combined)
     any_value = cache(partial(_any_value, root))
@@ -242,13 +235,13 @@ def _combined_schemas(root: Schema) -> set[int] | None:
     make that unknown.
     """
     found: set[int] = set()
-    for each in _subschemas(root):
+    for each in subschemas(root):
         if "$ref" in each and (referenced(each["$ref"], root) is None or "$dynamicRef" in each):
             return None
         n_others = len(each.keys() - _ANNOTATIONS) - 1
         patterns = each.get("patternProperties")
         if (
-            ({"$ref", *_IN_PLACE} & each.keys() and (n_others or len(_list(each.get("allOf"))) > 1))
+            ({"$ref", *_IN_PLACE} & each.keys() and (n_others or len(list_of(each.get("allOf"))) > 1))
             or (patterns and "properties" in each)
             or (isinstance(patterns, dict) and len(patterns) > 1)
         ):
@@ -260,7 +253,7 @@ def _add_all(root: Schema, schema: object, found: set[int]) -> None:
     """Add the ids of a schema, of all in it and of all that they refer to."""
     todo = [schema]
     while todo:
-        for each in _subschemas(todo.pop(), found):
+        for each in subschemas(todo.pop(), found):
             found.add(id(each))
             if "$ref" in each:
                 todo.append(referenced(each["$ref"], root))
@@ -268,7 +261,7 @@ def _add_all(root: Schema, schema: object, found: set[int]) -> None:
 
 def _make_any_of(root: Schema, resolve: Callable[[object], object | None]) -> None:
     """Replace `oneOf` where its alternatives exclude each other, before any of them is changed."""
-    schemas = list(_subschemas(root))
+    schemas = list(subschemas(root))
     if any("/oneOf/" in str(each.get("$ref")) for each in schemas):
         return
     judge = Judge(resolve, len(msgspec.json.encode(root)))
@@ -289,7 +282,7 @@ def _state_type(schema: Schema) -> None:
     if not {"items", "prefixItems"} & said or not said <= _ARRAY:
         return
     schema.setdefault("type", "array")
-    items = _list(schema.get("prefixItems")) or _list(schema.get("items"))
+    items = list_of(schema.get("prefixItems")) or list_of(schema.get("items"))
     if items and schema["type"] == "array":
         # A schema in `items`, beside a tuple in `prefixItems`, describes further items.
         schema["minItems"] = len(items)
@@ -310,11 +303,11 @@ def _open_schemas(root: Schema) -> set[int] | None:
     found: set[int] = set()
     todo: list[tuple[object, bool]] = []
     """Schemas to be left open, with all below them if true, else with those that apply to the same value."""
-    for each in _subschemas(root):
-        todo += [(child, True) for child in _list(each.get("oneOf"))]
-        todo += [(child, False) for child in _list(each.get("allOf"))]
+    for each in subschemas(root):
+        todo += [(child, True) for child in list_of(each.get("oneOf"))]
+        todo += [(child, False) for child in list_of(each.get("allOf"))]
         if not each.keys() - {"anyOf"} <= _ANNOTATIONS | {"type"}:
-            todo += [(child, False) for child in _list(each.get("anyOf"))]
+            todo += [(child, False) for child in list_of(each.get("anyOf"))]
         if "$ref" in each:
             target = referenced(each["$ref"], root)
             if target is None or "$dynamicRef" in each:
@@ -327,31 +320,12 @@ def _open_schemas(root: Schema) -> set[int] | None:
         if not isinstance(schema, dict) or (id(schema), is_deep) in seen:
             continue
         seen.add((id(schema), is_deep))
-        for each in _subschemas(schema) if is_deep else (schema,):
+        for each in subschemas(schema) if is_deep else (schema,):
             found.add(id(each))
             if "$ref" in each:
                 todo.append((referenced(each["$ref"], root), is_deep))
-            todo += [(child, is_deep) for name in _IN_PLACE for child in _list(each.get(name))]
+            todo += [(child, is_deep) for name in _IN_PLACE for child in list_of(each.get(name))]
     return found
-
-
-def _subschemas(root: object, known: Container[int] = ()) -> Iterator[Schema]:
-    """Yield a schema and all in it, those that are objects; values such as a `const` are none.
-
-    Those with `known` ids are left out, with all in them.
-    """
-    todo = [root]
-    while todo:
-        schema = todo.pop()
-        if not isinstance(schema, dict) or id(schema) in known:
-            continue
-        yield schema
-        for name in _MAPS:
-            children = schema.get(name)
-            todo += children.values() if isinstance(children, dict) else ()
-        for name in _LISTS:
-            todo += _list(schema.get(name))
-        todo += [schema[name] for name in _SINGLE if name in schema]
 
 
 def _shared(root: Schema, added: list[object], schema: object) -> object:
@@ -365,7 +339,3 @@ def _shared(root: Schema, added: list[object], schema: object) -> object:
     definitions[name] = schema
     added.append(schema)
     return {"$ref": f"#/$defs/{name}"}
-
-
-def _list(value: object) -> list[Any]:
-    return value if isinstance(value, list) else []

@@ -10,6 +10,8 @@ from collections.abc import Callable, Set
 from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
 from typing import Any
 
+from llamaslot.text.grammars.schema_parts import is_number
+
 MAX_NUMBER = 10**18 - 1
 """Numbers without a bound of their own are at most this, and at least its negative."""
 _LAST_DIGIT = Decimal("1e-10")
@@ -182,4 +184,4 @@ def ecmascript_pattern(pattern: str) -> str | None:
 
 
 def _number(value: object) -> Decimal | None:
-    return None if isinstance(value, bool) or not isinstance(value, int | float) else Decimal(str(value))
+    return Decimal(str(value)) if is_number(value) else None

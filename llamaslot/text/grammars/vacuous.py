@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-Schema: TypeAlias = dict[str, Any]
-Resolve: TypeAlias = Callable[[object], object | None]
+from llamaslot.text.grammars.schema_parts import Resolve, Schema, is_number, list_of
+
 Share: TypeAlias = Callable[[object], object]
 """Gives a schema that may stand in several places, however long the one is that it stands for."""
 
@@ -101,20 +101,16 @@ def _says_nothing(schema: object, kind: str = "", resolve: Resolve = lambda _: N
     if found is None:
         return False
     said = found.keys() - _REMARKS
-    return not said or (bool(kind) and said == {"type"} and kind in (found["type"], *_items(found["type"])))
-
-
-def _items(value: object) -> list[Any]:
-    return value if isinstance(value, list) else []
+    return not said or (bool(kind) and said == {"type"} and kind in (found["type"], *list_of(found["type"])))
 
 
 def _is_empty_map(value: object) -> bool:
     return isinstance(value, dict) and all(each in ([], True, {}) for each in value.values())
 
 
-def _is_at_most(value: object, bound: int) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value <= bound
+def _is_at_most(value: Any, bound: int) -> bool:
+    return is_number(value) and value <= bound
 
 
-def _is_at_least(value: object, bound: int) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value >= bound
+def _is_at_least(value: Any, bound: int) -> bool:
+    return is_number(value) and value >= bound
