@@ -62,15 +62,14 @@ class ProbsWriter:
     """
 
     def __init__(self, submit: Submit) -> None:
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._texts = _Texts()
         self._are_sampled = submit.sampling.post_sampling_probs
-        self._n = 0
         self._tops: dict[int, bytes] = {}
         """By token the JSON of a `TopProb` up to its probability: the same tokens are likely in many places."""
 
     def native(self, rows: Iterable[TokenProb]) -> list[Prob]:
         """Return the next tokens in llama-server's format, which has all fields of OpenAI's for chat."""
-        return [self._prob(row, self._next(row)[1]) for row in rows]
+        return [self._prob(row, self._texts.next(row)[1]) for row in rows]
 
     def native_later(self, rows: ProbRows) -> Iterator[bytes]:
         """Yield the JSON of `native`."""
@@ -82,7 +81,7 @@ class ProbsWriter:
 
     def text(self, rows: Sequence[TokenProb]) -> TextLogprobs:
         """Return the next tokens in OpenAI's format for text completions."""
-        places = [self._next(row) for row in rows]
+        places = [self._texts.next(row) for row in rows]
         return TextLogprobs(
             tokens=[_name(row) for row in rows],
             token_logprobs=[row.value for row in rows],
@@ -100,9 +99,9 @@ class ProbsWriter:
             return joined_lists([value(row) for row in part] for part in parts)
 
         def offsets() -> Iterator[bytes]:
-            places = _Offsets()
+            places = _Texts(len(text))
             of_prompt = self._prompt_offsets(prompt, text) if prompt is not None else iter(())
-            of_reply = ([len(text) + places.next(row) for row in part] for part in rows.parts(with_top=False))
+            of_reply = ([places.next(row)[0] for row in part] for part in rows.parts(with_top=False))
             return joined_lists(chain(of_prompt, of_reply))
 
         return (
@@ -118,7 +117,7 @@ class ProbsWriter:
 
         A tokenizer may have put BOS and a space before it, which the text does not have.
         """
-        self._n = len(text)
+        self._texts = _Texts(len(text))
         places = filter(None, self._prompt_offsets(rows, text))
         for part, offsets in zip(rows.parts(), places, strict=True):
             yield TextLogprobs(
@@ -131,20 +130,14 @@ class ProbsWriter:
 
     def _prompt_offsets(self, rows: ProbRows, text: str) -> Iterator[list[int]]:
         """Yield the offsets of each part of a prompt's tokens, after an empty list for each part."""
-        counted = _Offsets()
+        counted = _Texts()
         for part in rows.parts(with_top=False):
             for row in part:
                 counted.next(row)
             yield []
-        n_added, places = max(counted.n - len(text), 0), _Offsets()
+        n_added, places = max(counted.n - len(text), 0), _Texts()
         for part in rows.parts():
-            yield [max(places.next(row) - n_added, 0) for row in part]
-
-    def _next(self, row: TokenProb) -> tuple[int, str]:
-        """Return the characters before the next token, and its text."""
-        offset, text = self._n, self._decoder.decode(row.piece)
-        self._n += len(text)
-        return offset, text
+            yield [max(places.next(row)[0] - n_added, 0) for row in part]
 
     def _prob(self, row: TokenProb, text: str) -> Prob:
         assert row.value is not None
@@ -168,18 +161,18 @@ class ProbsWriter:
         return b"%b%b}" % (begin, encode(row.value))
 
 
-class _Offsets:
-    """Characters before each token of a text."""
+class _Texts:
+    """The texts of consecutive tokens, and `n` characters so far, those before the first one included."""
 
-    def __init__(self) -> None:
+    def __init__(self, n: int = 0) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self.n = 0
+        self.n = n
 
-    def next(self, row: TokenProb) -> int:
-        """Count a token; return the characters before it."""
-        before = self.n
-        self.n += len(self._decoder.decode(row.piece))
-        return before
+    def next(self, row: TokenProb) -> tuple[int, str]:
+        """Count a token; return the characters before it, and its text."""
+        before, text = self.n, self._decoder.decode(row.piece)
+        self.n += len(text)
+        return before, text
 
 
 def _top_of(row: TokenProb) -> dict[str, float] | None:
