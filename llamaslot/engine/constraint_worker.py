@@ -38,11 +38,8 @@ class ConstraintWorker:
         self,
         backend: Backend,
         post: Callable[[Callable[[], None]], None],
-        *,
-        timeout_s: float = COMPILE_TIMEOUT_S,
     ) -> None:
         self._post = post
-        self._timeout_s = timeout_s
         self._quick, self._slow = (_CompileQueue(backend) for _ in range(2))
         self._tasks: set[asyncio.Task[CompiledConstraint | LlamaslotError]] = set()
         """Kept from being collected while they wait."""
@@ -79,12 +76,12 @@ class ConstraintWorker:
 
     async def _result(self, future: Future[CompiledConstraint], param: str) -> CompiledConstraint | LlamaslotError:
         try:
-            return await asyncio.wait_for(asyncio.wrap_future(future), self._timeout_s)
+            return await asyncio.wait_for(asyncio.wrap_future(future), COMPILE_TIMEOUT_S)
         except LlamaslotError as error:
             return error
         except TimeoutError:
             return UnavailableError(
-                f"'{param}' was not compiled within {self._timeout_s:g} s; simplify it, or try later", param=param
+                f"'{param}' was not compiled within {COMPILE_TIMEOUT_S:g} s; simplify it, or try later", param=param
             )
         except Exception:
             _log.exception("constraint.failed")

@@ -263,14 +263,13 @@ async def test_a_request_can_be_cancelled_while_its_constraint_is_compiled() -> 
 async def test_compiling_has_a_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = SlowBackend(n_slots=1)
     async with running(backend) as harness:
-        monkeypatch.setattr(harness.engine._constraints, "_timeout_s", 0.05)
+        monkeypatch.setattr(constraint_worker, "COMPILE_TIMEOUT_S", 0.05)
         harness.submit("slow", "slow", constraint=PERSON)
         end = await harness.ends["slow"]
         assert isinstance(end, Failed)
         assert end.error.type == "unavailable_error"
         assert "not compiled within" in end.error.message
         backend.go.set()
-    assert constraint_worker.COMPILE_TIMEOUT_S > 1
 
 
 async def test_what_compiles_quickly_does_not_wait_for_what_takes_long() -> None:

@@ -133,8 +133,8 @@ class ChatReplyWriter(OpenAIReplyWriter):
         shown = timings([output.progress]) if self._options.timings_per_token else UNSET
         return self._chunk([choice], timings=shown)
 
-    def _delta(self, index: int, delta: Delta, finish_reason: OpenAIReason | None = None, **stats: Any) -> bytes:
-        return self._chunk([ChatChunkChoice(index, delta, finish_reason)], **stats)
+    def _delta(self, index: int, delta: Delta, **stats: Any) -> bytes:
+        return self._chunk([ChatChunkChoice(index, delta)], **stats)
 
     def _logprobs(self, generation: Generation, rows: Iterable[TokenProb]) -> ChatLogprobs | UnsetType:
         return self.probs_writer(generation).chat(rows) if generation.has_probs else UNSET

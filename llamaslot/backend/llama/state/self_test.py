@@ -369,9 +369,9 @@ class _Trial:
         rows = (llama_cpp.llama_get_logits_ith(self._context, row) for row in range(self._n_compared))
         return np.stack([np.ctypeslib.as_array(row, (self._info.n_vocab,)) for row in rows])
 
-    def _feed(self, seq: int, tokens: Tokens, chunk: int = 0) -> None:
-        """Compute tokens after what a sequence holds, in chunks as large as possible or of this size."""
-        chunk = chunk or self._info.n_ubatch
+    def _feed(self, seq: int, tokens: Tokens) -> None:
+        """Compute tokens after what a sequence holds, in chunks as large as possible."""
+        chunk = self._info.n_ubatch
         for at in range(0, len(tokens), chunk):
             self._step(Run(seq, self._backend.seq_len(seq), tokens[at : at + chunk], False))
 
