@@ -22,6 +22,7 @@ from llamaslot.base.errors import ErrorInfo
 from llamaslot.base.events import Event, Finished, Output, Progress, Reply
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.model import StateKind
+from llamaslot.kvcache.pools.slot_snapshot import MAX_SAVED_CHECKPOINTS
 from llamaslot.kvcache.segment import checkpoints_on
 from tests import conftest
 from tests.engine.harness import Harness, alone, running
@@ -332,6 +333,21 @@ async def test_a_restore_adds_as_many_checkpoints_as_there_is_room_for(
         assert len(checkpoints_on(cache._sequences.end(0))) <= on_path
         for at in (900, 300):
             await leave_early(engine, at, kind)
+
+
+async def test_no_more_checkpoints_are_saved_than_a_file_may_have(tmp_path: Path) -> None:
+    kind = StateKind.RECURRENT
+    settings = {"checkpoint_bytes": 10**6, "checkpoint_step": 64, "checkpoints_on_path": 200}
+    async with served(tmp_path, FakeBackend(n_slots=2, n_ctx=16_384, kind=kind), **settings) as engine:
+        sequences = engine.engine.scheduler.cache._sequences
+        await engine.complete(TEXT * 6)
+        n_before = len(checkpoints_on(sequences.end(0)))
+        assert n_before > MAX_SAVED_CHECKPOINTS + 1
+        assert isinstance(await engine.act(0, "save"), SlotActionDone)
+        await engine.ask(ClearCache())
+        assert isinstance(await engine.act(0, "restore"), SlotActionDone)
+        await engine.wait_a_turn()
+        assert len(checkpoints_on(sequences.end(0))) == MAX_SAVED_CHECKPOINTS
 
 
 @pytest.mark.parametrize("name", ["short_conv", "tiny-swa"])

@@ -16,7 +16,7 @@ from llamaslot.kvcache.segment import checkpoints_on
 from llamaslot.kvcache.sequences import Sequences
 
 MAX_SAVED_CHECKPOINTS = 64
-"""Checkpoints of a snapshot, the deepest of its path."""
+"""Checkpoints of a snapshot, the deepest of its path before its end. A file with more is refused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,11 +111,8 @@ class SlotSnapshots:
         take = Take(self._new_number(), seq, n_tokens) if states.has_states else None
         if take is not None:
             self._sequences.operations.append(take)
-        checkpoints = tuple(
-            (each.number, each.end)
-            for each in reversed(checkpoints_on(end)[: MAX_SAVED_CHECKPOINTS + 1])
-            if each.state.is_loadable and each.end < n_tokens
-        )
+        in_ram = [each for each in checkpoints_on(end) if each.state.is_loadable and each.end < n_tokens]
+        checkpoints = tuple((each.number, each.end) for each in reversed(in_ram[:MAX_SAVED_CHECKPOINTS]))
         return SlotSave(end.namespace, end.prefix(), saves, take, checkpoints)
 
     def restore(self, seq: int, snapshot: SlotSnapshot) -> dict[int, SnapshotPart] | None:
