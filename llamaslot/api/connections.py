@@ -82,7 +82,7 @@ class Connections:
     def __init__(self, limit: int, clock: Callable[[], float]) -> None:
         self._limit = limit
         self._clock = clock
-        self.encoding = asyncio.Lock()
+        self.encoding_turn = asyncio.Lock()
         """Held while a part of a large reply is made, so that many of them take no longer turns than one."""
         self._open: set[Abortable] = set()
         self._idle: dict[Abortable, None] = {}
@@ -193,9 +193,9 @@ class Connection(web.RequestHandler):
         self._request: web.Request | None = None
 
     @property
-    def encoding(self) -> asyncio.Lock:
+    def encoding_turn(self) -> asyncio.Lock:
         """The turn to make a part of a large reply."""
-        return self._connections.encoding
+        return self._connections.encoding_turn
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Take the connection, or answer 503 and close it."""

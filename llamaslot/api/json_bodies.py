@@ -106,7 +106,7 @@ async def chunks(request: web.BaseRequest, pieces: Iterable[bytes]) -> AsyncIter
     chunk, is_all = _next_chunk(rest)
     if chunk:
         yield chunk
-    turn = connection.encoding if isinstance(connection, Connection) else asyncio.Lock()
+    turn = connection.encoding_turn if isinstance(connection, Connection) else asyncio.Lock()
     while not is_all:
         async with turn:
             chunk, is_all = _next_chunk(rest)
@@ -116,7 +116,7 @@ async def chunks(request: web.BaseRequest, pieces: Iterable[bytes]) -> AsyncIter
 
 
 def _next_chunk(pieces: Iterator[bytes]) -> tuple[bytes, bool]:
-    """Return the next chunk, and whether it is the last one."""
+    """Return the next chunk, and True if it is the last one."""
     chunk: list[bytes] = []
     n_bytes, now = 0, asyncio.get_running_loop().time
     end = now() + _CHUNK_S

@@ -317,7 +317,7 @@ class ChatTemplate:
                 refusals=refusals,
                 has_system=has_system,
                 takes_calls=self.takes_calls,
-                written=[_DESCRIBED] if tools and self.takes_tools else [],
+                written=[_NOT_CALLED] if tools and self.takes_tools else [],
                 generation_prompt=partial(render, wants_reply=True),
             )
         return self._turns[key]
@@ -410,7 +410,8 @@ def _described(error: Exception) -> str:
 
 
 _ENVIRONMENT = ChatSandbox()
-_DESCRIBED = "a_function_to_be_found"
+_NOT_CALLED = "a_function_to_be_found"
+"""A probed tool of which there are no calls: its name is in a prompt only if the tools are."""
 _PROBED_TOOLS: list[Message] = [
     {
         "type": "function",
@@ -420,5 +421,5 @@ _PROBED_TOOLS: list[Message] = [
             "parameters": {"type": "object", "properties": {"argument": {"type": "string", "description": "?"}}},
         },
     }
-    for name in (CALLED, _DESCRIBED)
+    for name in (CALLED, _NOT_CALLED)
 ]
