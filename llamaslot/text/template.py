@@ -40,7 +40,7 @@ class ChatTemplate:
     `bos_token` and `eos_token` are the texts of the model's tokens. Where the tokenizer adds them itself
     (`adds_bos`, `adds_eos`), a leading BOS or trailing EOS of the template is left out. `control_tokens` are the
     texts of the vocabulary's control tokens; without `mark_control_tokens` those in the caller's text are parsed
-    too. `volatile` is left out where the system message begins with it (`text/volatile.py`). `now` is the clock of
+    too. `volatile` is left out where system messages begin with it (`text/volatile.py`). `now` is the clock of
     templates that print the date. A prompt has at most `max_characters`. Raises `ConfigError` with the line if
     `source` does not parse.
     """
@@ -148,7 +148,7 @@ class ChatTemplate:
             for refusals in (False, True):
                 form = self._turn_form(refusals=refusals, has_tools=bool(tools), has_system=has_system)
                 messages = [*self._adapted(copied(conversation), form), *continued]
-                tried = replace(inputs, messages=messages, tools=tools, call_head=form.head)
+                tried = replace(inputs, messages=messages, tools=tools, call_head=form.call_head)
                 try:
                     return tried, self._prompt(tried)
                 except InvalidRequestError as error:

@@ -67,7 +67,7 @@ class TurnForm:
     """Text beside calls, until a reply without calls follows."""
     text_before_reply: bool = True
     """Text beside calls once such a reply follows."""
-    head: str | None = None
+    call_head: str | None = None
     """The beginning of a call's markup up to the function's name, if a text may stand before it."""
     filler: str = ""
     """The text of a reply that stands for none."""
@@ -162,7 +162,7 @@ class TurnForm:
             text = joined(message["content"], "\n") if is_lost and message.get("tool_calls") else ""
             if not text.strip():
                 yield message
-            elif self.head is not None:
+            elif self.call_head is not None:
                 yield {**message, "content": "", PREAMBLE: text}
             else:
                 yield {"role": "assistant", "content": message["content"]}
@@ -276,7 +276,7 @@ def probed(
     form["text_before_reply"] = takes(question, beside, result, reply, question)
     return TurnForm(
         **form,
-        head=_head([*start, question], call, reply, render, generation_prompt),
+        call_head=_head([*start, question], call, reply, render, generation_prompt),
         ids=_taken_ids([*start, question], render),
     )
 
