@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import partial
+from itertools import takewhile
 from typing import Any
 
 from jinja2 import TemplateError, TemplateSyntaxError
@@ -86,8 +87,9 @@ class ChatTemplate:
         If the last message `continues`, it and the assistant's messages right before it are one.
         """
         conversation = [clean_message(message, index) for index, message in enumerate(messages)]
-        while continues and len(conversation) > 1 and all(map(_is_text_of_reply, conversation[-2:])):
-            conversation[-2:] = [_as_one(*conversation[-2:])]
+        n_last = sum(1 for _ in takewhile(_is_text_of_reply, reversed(conversation))) if continues else 0
+        if n_last > 1:
+            conversation[-n_last:] = [_as_one(conversation[-n_last:])]
         if self._volatile is not None:
             conversation = without(self._volatile, conversation)
         return fitted(conversation, later_system=self._takes_later_system, user_twice=self._takes_user_twice)
@@ -376,9 +378,9 @@ def _is_text_of_reply(message: Message) -> bool:
     return message["role"] == "assistant" and "tool_calls" not in message
 
 
-def _as_one(first: Message, second: Message) -> Message:
+def _as_one(replies: Conversation) -> Message:
     joined_texts = {
-        key: "\n\n".join(filter(None, (joined(each.get(key, ""), "\n\n") for each in (first, second))))
+        key: "\n\n".join(filter(None, (joined(each.get(key, ""), "\n\n") for each in replies)))
         for key in ("content", "reasoning_content")
     }
     return {"role": "assistant", **{key: text for key, text in joined_texts.items() if text or key == "content"}}

@@ -116,6 +116,8 @@ class TurnForm:
         if self.repeats:
             return conversation
         found: Conversation = []
+        merged: dict[int, list[str]] = {}
+        """By place in `found` the texts of a message, of which it becomes one."""
         last: Message | None = None
         for message in conversation:
             if not self._is_turn(message):
@@ -123,13 +125,15 @@ class TurnForm:
                 continue
             if last is not None and last["role"] == message["role"]:
                 if found[-1] is last and not last.get("tool_calls") and not message.get("tool_calls"):
-                    texts = [joined(each["content"], "\n") for each in (last, message)]
-                    last = found[-1] = {**last, "content": "\n\n".join(filter(None, texts))}
+                    texts = merged.setdefault(len(found) - 1, [joined(last["content"], "\n")])
+                    texts.append(joined(message["content"], "\n"))
                     continue
                 is_reply = message["role"] == "assistant"
                 found.append(dict(_QUESTION) if is_reply else {"role": "assistant", "content": self.filler})
             found.append(message)
             last = message
+        for place, texts in merged.items():
+            found[place] = {**found[place], "content": "\n\n".join(filter(None, texts))}
         return found
 
     def _is_turn(self, message: Message) -> bool:
@@ -177,6 +181,7 @@ class Preambles:
         texts = [each[PREAMBLE] for each in messages if PREAMBLE in each]
         digest = hashlib.blake2b("\0".join(texts).encode(errors="surrogatepass"), digest_size=8).hexdigest()
         self._texts = {f"p{digest}x{i}e": text for i, text in enumerate(texts)}
+        self._mark = re.compile(f"p{digest}x[0-9]+e")
 
     def marked(self, messages: Sequence[Message]) -> Sequence[Message]:
         """Return the messages with a mark before the name of the first call of each that has such a text."""
@@ -187,9 +192,20 @@ class Preambles:
 
     def written(self, prompt: str) -> str:
         """Return the prompt with the texts in place of the marks."""
-        for mark, text in self._texts.items():
-            prompt = prompt.replace(self._head + mark, f"{text}\n{self._head}", 1).replace(mark, "")
-        return prompt
+        left = dict(self._texts)
+        written: list[str] = []
+        at = 0
+        for found in self._mark.finditer(prompt) if left else ():
+            end = found.start()
+            text = left.pop(found[0], None) if prompt.endswith(self._head, at, end) else None
+            if text is not None:
+                end -= len(self._head)
+                written += [prompt[at:end], text, "\n", self._head]
+            else:
+                # Some templates write a name twice.
+                written.append(prompt[at:end])
+            at = found.end()
+        return "".join([*written, prompt[at:]])
 
 
 def _marked(message: Message, mark: str) -> Message:

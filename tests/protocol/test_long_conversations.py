@@ -15,7 +15,7 @@ from llamaslot.protocol.responses.tools import Toolbox
 from llamaslot.text.call_arguments import parsed_arguments
 from llamaslot.text.roles import fitted
 from llamaslot.text.template import ChatTemplate
-from llamaslot.text.turns import TurnForm
+from llamaslot.text.turns import PREAMBLE, Preambles, TurnForm
 from llamaslot.text.volatile import pattern, without
 
 N = 100_000
@@ -72,6 +72,25 @@ def calls_of(form: TurnForm) -> Any:
     return [each for each in found if each["role"] == "tool"]
 
 
+def replies(*, merged: bool) -> Any:
+    reply, question = {"role": "assistant", "content": "some words"}, {"role": "user", "content": "?"}
+    if merged:
+        _, message, _ = TurnForm(repeats=False).alternated([question, *[reply] * N, question])
+    else:
+        _, message = ChatTemplate(NO_RESULTS, bos_token="", eos_token="").prepared([question, *[reply] * N])
+    return message["content"].split("\n\n")
+
+
+def texts_beside_calls() -> Any:
+    call = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
+    messages = [{"role": "assistant", "content": "", PREAMBLE: "some words", "tool_calls": [call]}] * N
+    preambles = Preambles("<call>", messages)
+    names = [each["tool_calls"][0]["function"]["name"] for each in preambles.marked(messages)]
+    prompt = preambles.written("".join(f"<call>{name}</call>" for name in names))
+    assert prompt == "some words\n<call>f</call>" * N
+    return prompt.split("some words")[1:]
+
+
 def arguments() -> Any:
     texts = parsed_arguments('{"a": ["b", ' + '{"c": "d"}, ' * N)["a"][1:]
     assert parsed_arguments("{" + '"a": {' * N) == {"arguments": "{" + '"a": {' * N}, "nested too deep"
@@ -98,6 +117,7 @@ def results() -> Any:
             lambda: calls_of(TurnForm(ids="[A-Za-z0-9]{9}")),
         ),
         lambda: calls_of(TurnForm(orphans_after=frozenset())),
+        *(lambda: replies(merged=True), lambda: replies(merged=False), texts_beside_calls),
     ],
 )
 def test_long_requests_are_read_in_linear_time(read: Callable[[], Any]) -> None:
