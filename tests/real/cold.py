@@ -99,8 +99,11 @@ def _move(one: Mapping[int, float], other: Mapping[int, float]) -> float:
     """
     changes = [other[token] - one[token] for token in one if token in other]
     at_most = [_at_most(other, token) - one[token] for token in one if token not in other]
+    if not changes:
+        # The likeliest token of either run was not among the likeliest of the other one.
+        return sum(max(row.values()) - min(row.values()) for row in (one, other))
     found = [abs(a - b) for a, b in combinations(changes, 2)]
-    return max(0.0, *found, *(a - b for a in changes for b in at_most))
+    return max([0.0, *found, *(a - b for a in changes for b in at_most)])
 
 
 def _at_most(row: Mapping[int, float], token: int) -> float:
