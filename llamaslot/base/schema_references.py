@@ -15,8 +15,7 @@ def referenced(reference: object, root: Mapping[str, Any]) -> Any:
     if not isinstance(reference, str) or not reference.startswith("#") or reference[1:2] not in ("", "/"):
         return None
     found: Any = root
-    for part in reference[1:].split("/")[1:]:
-        name = unquote(part).replace("~1", "/").replace("~0", "~")
+    for name in names_in(reference):
         if isinstance(found, Mapping) and name in found:
             found = found[name]
         elif isinstance(found, list) and _is_index(name) and int(name) < len(found):
@@ -24,3 +23,8 @@ def referenced(reference: object, root: Mapping[str, Any]) -> Any:
         else:
             return None
     return found
+
+
+def names_in(reference: str) -> list[str]:
+    """Return the names and indices of which a reference within a schema consists."""
+    return [unquote(part).replace("~1", "/").replace("~0", "~") for part in reference[1:].split("/")[1:]]

@@ -591,3 +591,37 @@ def test_whitespace_is_bounded_and_can_be_left_out() -> None:
     assert not allows(schema, "[  1]")
     assert not allows(schema, "[ 1]", compact=True)
     assert allows(schema, "[1,1]", compact=True)
+
+
+@pytest.mark.parametrize(
+    "unknown",
+    [
+        {"discriminator": {"propertyName": "t", "mapping": {"add": "#/$defs/Add", "num": "#/$defs/Num"}}},
+        {"x-order": ["t"]},
+        {"nullable": False},
+        {"example": {"t": "num"}, "externalDocs": {"url": "/"}, "xml": {"name": "a"}},
+    ],
+)
+def test_keywords_that_are_not_json_schema_do_not_matter(unknown: dict[str, Any]) -> None:
+    """Pydantic writes `discriminator` for tagged unions, and OpenAPI has more; recursive unions have it, too."""
+
+    def schema(beside: dict[str, Any]) -> dict[str, Any]:
+        union = {"oneOf": [{"$ref": "#/$defs/Add"}, {"$ref": "#/$defs/Num"}], **beside}
+        add, num = (
+            {"type": "object", "properties": properties, "required": list(properties), **beside}
+            for properties in (
+                {"t": {"const": "add"}, "left": union, "right": union},
+                {"t": {"const": "num"}, "value": {"type": "number", **beside}},
+            )
+        )
+        return {**union, "$defs": {"Add": add, "Num": num}}
+
+    for text, is_allowed in (
+        ('{"t":"add","left":{"t":"num","value":1},"right":{"t":"num","value":2.5}}', True),
+        ('{"t":"num","value":1,"more":2}', False),
+        ('{"t":"num","value":' + 30 * "9" + "}", False),
+    ):
+        assert allows(schema({}), text) is is_allowed
+        assert allows(schema(unknown), text) is is_allowed
+    below = {"components": {"schemas": {"A": {"$ref": "#/shared/B"}}}, "shared": {"B": {"type": "integer"}}}
+    assert allows({"items": {"$ref": "#/components/schemas/A", **unknown}, **below}, "[1]")

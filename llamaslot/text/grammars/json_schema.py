@@ -29,7 +29,7 @@ from llguidance import LLMatcher
 
 from llamaslot.base.commands import Constraint
 from llamaslot.base.errors import InvalidRequestError
-from llamaslot.base.schema_references import referenced
+from llamaslot.base.schema_references import names_in, referenced
 from llamaslot.text.grammars.compiling import MAX_CONSTRAINT_CHARS, too_long
 from llamaslot.text.grammars.exclusive import Judge
 from llamaslot.text.grammars.schema_fixes import (
@@ -40,7 +40,7 @@ from llamaslot.text.grammars.schema_fixes import (
     limit_any_value,
     limit_digits,
 )
-from llamaslot.text.grammars.schema_parts import Schema, conjuncts, is_number, list_of, subschemas
+from llamaslot.text.grammars.schema_parts import APPLICATORS, Schema, conjuncts, is_number, list_of, subschemas
 from llamaslot.text.grammars.vacuous import remove_vacuous
 
 MAX_MULTIPLE_OF = 10_000
@@ -66,6 +66,18 @@ _WORDS = frozenset(
 )
 """Keywords for readers."""
 _ANNOTATIONS = frozenset({"$schema", "$id", "$defs", "definitions"}) | _WORDS
+_KEYWORDS = (
+    frozenset({"$schema", "$id", "id", "$ref", "$dynamicRef", "$recursiveRef", "$vocabulary"})
+    | frozenset({"$anchor", "$dynamicAnchor", "$recursiveAnchor", "type", "enum", "const", "format", "pattern"})
+    | frozenset({"minLength", "maxLength", "contentEncoding", "contentMediaType", "contentSchema", "multipleOf"})
+    | frozenset(
+        {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "minItems", "maxItems", "uniqueItems"}
+    )
+    | frozenset({"minContains", "maxContains", "required", "minProperties", "maxProperties"})
+    | frozenset({"dependentRequired", "dependencies"})
+    | APPLICATORS
+)
+"""Keywords of JSON Schema, any draft, but those for readers."""
 _OBJECT = frozenset({"type", "properties", "required"})
 """Keywords beside which an object can be closed."""
 _ARRAY = frozenset({"type", "items", "prefixItems"})
@@ -165,8 +177,11 @@ def _prepare(root: Schema, param: str, *, limits_digits: bool, is_of_arguments: 
     """Remove what has no effect, rewrite what llguidance gets wrong, and close objects."""
     root.pop("x-guidance", None)
     resolve = partial(referenced, root=root)
+    # A reference may lead through an unknown keyword, such as OpenAPI's `components`.
+    kept = _KEYWORDS | (_names_in_references(root) - _WORDS)
     for each in subschemas(root):
-        for name in _WORDS & each.keys():
+        # llguidance ignores unknown ones, too, but refuses references to what contains them beside any keyword.
+        for name in each.keys() - kept:
             del each[name]
         if isinstance(each.get("format"), str) and each["format"] not in _KNOWN_FORMATS:
             del each["format"]
@@ -325,6 +340,21 @@ def _open_schemas(root: Schema) -> set[int] | None:
             if "$ref" in each:
                 todo.append((referenced(each["$ref"], root), is_deep))
             todo += [(child, is_deep) for name in _IN_PLACE for child in list_of(each.get(name))]
+    return found
+
+
+def _names_in_references(root: Schema) -> set[str]:
+    """Return the names in all references, those in what is no schema, too."""
+    found: set[str] = set()
+    todo: list[object] = [root]
+    while todo:
+        each = todo.pop()
+        if isinstance(each, dict):
+            todo += each.values()
+            if isinstance(reference := each.get("$ref"), str):
+                found.update(names_in(reference))
+        elif isinstance(each, list):
+            todo += each
     return found
 
 

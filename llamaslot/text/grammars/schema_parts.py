@@ -15,6 +15,8 @@ _SINGLE = (
     *("items", "additionalItems", "additionalProperties", "unevaluatedItems", "unevaluatedProperties"),
     *("contains", "propertyNames", "not", "if", "then", "else"),
 )
+APPLICATORS = frozenset({*_MAPS, *_LISTS, *_SINGLE})
+"""Keywords whose values are schemas, or have them as items or members."""
 _MAX_CONJUNCTS = 200
 
 
