@@ -98,10 +98,11 @@ class TrialProcess:
             ours, theirs = socket.socketpair()
             with ours:
                 with theirs, self._lock:
-                    control = self._connected()
                     try:
+                        control = self._connected()
                         socket.send_fds(control, [b"t"], [theirs.fileno()])
                     except OSError:
+                        # Also where it did not take all tokens: it would take the next message for the rest.
                         self._disconnect()
                         raise
                 try:
@@ -202,7 +203,10 @@ def _run_trial(trial: socket.socket, local: LocalTrial) -> NoReturn:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     n_virtual, n_resident = _memory()
     if n_virtual:
-        resource.setrlimit(resource.RLIMIT_AS, (n_virtual + MAX_BYTES, n_virtual + MAX_BYTES))
+        _, hard = resource.getrlimit(resource.RLIMIT_AS)
+        # A lower limit, such as of `ulimit -v`, may not be raised.
+        most = n_virtual + MAX_BYTES if hard == resource.RLIM_INFINITY else min(n_virtual + MAX_BYTES, hard)
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
     # llguidance runs on the thread below; a handler of Python's would wait for it.
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -198,6 +199,29 @@ def test_without_a_process_one_request_fails(monkeypatch: pytest.MonkeyPatch) ->
             process(gbnf('root ::= "a"'))
     assert not process(gbnf('root ::= "a"')).error
     process.close()
+
+
+def test_grammars_are_tried_below_a_limit_of_memory_that_cannot_be_raised() -> None:
+    """As by `ulimit -v`; root may raise it, unless it gives that up."""
+    code = (
+        "import os, resource; from llamaslot.base.commands import Constraint\n"
+        "from llamaslot.processes import trial_process as module\n"
+        "process = module.TrialProcess(lambda: ([b'a'], [0])); process(Constraint('{}', 'field'))\n"
+        "pid = process._process.pid; pages = int(open(f'/proc/{pid}/statm').read().split()[0])\n"
+        "most = pages * resource.getpagesize() + module.MAX_BYTES // 2\n"
+        "resource.prlimit(pid, resource.RLIMIT_AS, (most, most))\n"
+        "print(process(Constraint('start: \"a\"', 'field')), process._process.pid == pid)"
+    )
+    pr_capbset_drop = cap_sys_resource = 24
+    ended = subprocess.run(
+        [sys.executable, "-c", code],
+        preexec_fn=lambda: ctypes.CDLL(None).prctl(pr_capbset_drop, cap_sys_resource, 0, 0, 0),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.stdout.startswith("TrialResult(error=''"), ended
+    assert ended.stdout.strip().endswith("True"), "the process that has the limit did it"
 
 
 def test_the_process_ends_with_the_one_that_started_it() -> None:
