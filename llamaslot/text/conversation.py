@@ -81,6 +81,9 @@ def _content(content: Any, where: str) -> str | list[Message]:
 def _part(part: Any, where: str) -> Message:
     checked_object(part, where)
     kind = text_of(part, "type", where)
+    if kind == "refusal":
+        # OpenAI's clients send back what a model refused with.
+        return {"type": "text", "text": text_of(part, "refusal", where)}
     if kind != "text":
         refuse_field(where, f"is of type '{kind}': this server takes text only")
     return {"type": "text", "text": text_of(part, "text", where)}

@@ -125,6 +125,10 @@ class TestMessages:
         for message in ({"role": "tool"}, {"role": "tool", "content": None}):
             assert "<tool>" in render(CHAT, USER, message, USER)
 
+    def test_a_refusal_is_text(self) -> None:
+        parts = [{"type": "refusal", "refusal": "No."}]
+        assert "<assistant>No.</>" in render(CHAT, USER, {"role": "assistant", "content": parts}, USER)
+
     @pytest.mark.parametrize(
         ("message", "said"),
         [
