@@ -25,6 +25,8 @@ _NO_JSON_WHITESPACE = re.compile(r"[^\S \t\n\r]")
 _WORD = re.compile(r"[^\s,:\[\]{}()\"'<>;=]+")
 _NAME = re.compile(r"[^\r\n,:\[\]{}()\"'<>;=]+")
 """A name without quotes, which may have spaces in it."""
+_NAME_BEFORE_COLON = re.compile(r"[^\r\n,:{}=<]+")
+"""One in a notation where no name has quotes, so that those of JSON are a part of it, as in `filter["a"]`."""
 _PLAIN = {first: re.compile(rf'[^{first}"\\\x00-\x1f]+') for first in "\"'<"}
 """Characters of a string that need no care, by the first character of its closing quote."""
 _HEX = re.compile(r"[0-9a-fA-F]")
@@ -49,6 +51,7 @@ class ValueCopier:
         self._emit = emit
         self._quotes = tuple(quotes)
         self._escapes = escapes
+        self._name = _NAME if escapes else _NAME_BEFORE_COLON
         self._open: list[str] = []
         self._expected = _Expected.VALUE
         self._separator: list[str] = []
@@ -143,7 +146,7 @@ class ValueCopier:
             if not (yield from self._string(quote, raw.append)):
                 return True
         else:
-            name = yield from self._reader.all(_NAME)
+            name = yield from self._reader.all(self._name)
             raw.append(_inner(json.dumps(name.rstrip(), ensure_ascii=False)))
         yield from self._reader.whitespace()
         colon = yield from self._reader.accept(":", "=")

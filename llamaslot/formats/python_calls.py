@@ -13,17 +13,18 @@ from llamaslot.formats.grammar import GrammarWriter, object_schema, parameters_o
 from llamaslot.formats.json_calls import read_list
 from llamaslot.formats.json_value import PYTHON_QUOTES, ValueCopier
 from llamaslot.formats.output import Output
-from llamaslot.formats.reader import Reader, Steps
+from llamaslot.formats.reader import Markers, Reader, Steps
 
 _NAME = re.compile(r"[\w.\-]+")
-_PARAMETER = re.compile(r"\w+")
+_PARAMETER = re.compile(r"[^\s=,()\[\]{}\"']+")
 _LITERALS = {True: "True", False: "False", None: "None"}
 
 
 class PythonCalls:
     """Reads calls from `reader` to `output`; with `known_only` only ones of the given tools are calls.
 
-    Arguments without a name are those of the tool's schema in its order.
+    Arguments without a name are those of the tool's schema in its order. The names of a schema need not be names of
+    Python: many are like `content-type` or `$filter`.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class PythonCalls:
         tool = self._tools.get(name)
         properties = tool.parameters.get("properties") if tool else None
         names = list(properties) if isinstance(properties, Mapping) else []
+        known = sorted((f"{each}=" for each in names), key=len, reverse=True)
         n_arguments = 0
         follows_value = False
         while True:
@@ -75,12 +77,14 @@ class PythonCalls:
                 continue
             if (yield from self._reader.accept(")")):
                 return True
-            parameter = yield from self._parameter_name(names[n_arguments : n_arguments + 1])
+            parameter = yield from self._parameter_name(known, names[n_arguments : n_arguments + 1])
             yield from self._reader.whitespace()
             if not (yield from self._reader.peek()):
                 return False
             if parameter is None:
-                return True
+                # A tool must not run without what cannot be read.
+                yield from self._reader.until(Markers(()), lambda _: None)
+                return False
             field = json.dumps(parameter, ensure_ascii=False) + ": "
             self._output.arguments((", " if n_arguments else "") + field)
             n_arguments += 1
@@ -88,15 +92,23 @@ class PythonCalls:
                 return False
             follows_value = True
 
-    def _parameter_name(self, by_position: Sequence[str]) -> Steps[str | None]:
-        """Read the name before a value; without one it is the name `by_position`. None if there is none either."""
-        if (yield from self._reader.looking_at(*PYTHON_QUOTES, "[", "{", "-")):
-            return next(iter(by_position), None)
-        name = yield from self._reader.all(_PARAMETER)
-        yield from self._reader.whitespace()
-        if (yield from self._reader.accept("=")):
-            return name or None
-        return None
+    def _parameter_name(self, known: Sequence[str], by_position: Sequence[str]) -> Steps[str | None]:
+        """Read the name before a value; without one it is the name `by_position`. None if there is none either.
+
+        `known` has the tool's names with what follows them, the longest first.
+        """
+        if found := (yield from self._reader.accept(*known)):
+            return found.removesuffix("=")
+        if not (yield from self._reader.looking_at(*PYTHON_QUOTES, "[", "{", "-")):
+            name = yield from self._reader.all(_PARAMETER)
+            space = yield from self._reader.whitespace()
+            if (yield from self._reader.accept("=")):
+                return name or None
+            if not (yield from self._reader.peek()):
+                # It may be the beginning of a name.
+                return None
+            self._reader.unread(name + space)
+        return next(iter(by_position), None)
 
     def _value(self) -> Steps[bool]:
         """Copy one value; False if the text ends inside it."""

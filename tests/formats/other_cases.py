@@ -235,6 +235,14 @@ LFM2 = [
         calls=(("get_weather", PARIS),),
     ),
     Case("lfm2", "no end", '<|tool_call_start|>[get_weather(city="Paris")', calls=(("get_weather", PARIS),)),
+    Case(
+        "lfm2",
+        "no name",
+        "<|tool_call_start|>[get_weather(Paris, 3)]",
+        calls=(("get_weather", {"city": "Paris", "days": 3}),),
+    ),
+    Case("lfm2", "cut name", "<|tool_call_start|>[get_weather(ci", calls=(("get_weather", "{"),)),
+    Case("lfm2", "no argument", "<|tool_call_start|>[get_weather(=, 3)]", calls=(("get_weather", "{"),)),
     Case("lfm2", "cut", "<|tool_call_start|>[get_weather(city=", calls=(("get_weather", "{"),)),
     Case(
         "lfm2",

@@ -11,6 +11,7 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from llamaslot.base.errors import InvalidRequestError
+from llamaslot.base.generation.tools import ParserOptions, Tool, packed
 from llamaslot.formats.calls import ToolCall
 from llamaslot.protocol import reply_constraint, structured_output
 from llamaslot.protocol.bodies import ChatBody
@@ -20,7 +21,7 @@ from llamaslot.protocol.tools import read_tools
 from llamaslot.text.grammars.compiling import MAX_CONSTRAINT_CHARS, GrammarChecker, LocalTrial
 from llamaslot.text.grammars.json_schema import MAX_OPTIONAL, prepared_schema
 from tests.fake_backend import FakeBackend
-from tests.formats.messages import EXCERPTS, made
+from tests.formats.messages import EXCERPTS, fed, made
 
 QUESTION = [{"role": "user", "content": "How is the weather?"}]
 PARAMETERS = {
@@ -94,6 +95,22 @@ def follows(family: str, body: dict[str, Any], call: ToolCall) -> bool:
 
 def named(name: str, parameters: dict[str, Any], **fields: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "parameters": parameters, **fields}}
+
+
+ODD_NAMES = ("$filter", "content-type", "a.b", "x y", "@type", "a[0]", "from", "1a", "it's", 'a"b', "ü")
+
+
+@pytest.mark.parametrize("family", [name for name in EXCERPTS if name != "gpt-oss"])
+def test_arguments_may_have_any_name(family: str) -> None:
+    """Many are not as Python or XML would have them; a call without them is another one."""
+    parameters = {"type": "object", "properties": {name: {"type": "string"} for name in ODD_NAMES}}
+    call = ToolCall("f", json.dumps({name: f"<{name}>" for name in ODD_NAMES}), "a1b2c3d4e")
+    assert follows(family, {"tools": [named("f", parameters)], "tool_choice": "required"}, call)
+    text = made(family).render([call])
+    for pieces in ([text], list(text)):
+        parser = made(family).parser(ParserOptions(packed([Tool("f", parameters)])))
+        [found] = fed(parser, pieces, "eos").calls
+        assert json.loads(found.arguments) == json.loads(call.arguments)
 
 
 @pytest.mark.parametrize("family", [name for name in EXCERPTS if name != "gpt-oss"])
