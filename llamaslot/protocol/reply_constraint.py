@@ -111,7 +111,8 @@ class ReplyConstraints:
         prepared = []
         n_chars = 0
         for tool in tools:
-            where, parameters = use.places[tool.name], {"type": "object", **tool.parameters}
+            # Also where the schema allows null besides.
+            where, parameters = use.places[tool.name], {**tool.parameters, "type": "object"}
             schema = prepared_schema(parameters, where, limits_digits=not self.format.limits_digits)
             prepared.append(Tool(tool.name, schema))
             n_chars += len(msgspec.json.encode(schema))

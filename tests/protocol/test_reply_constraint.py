@@ -134,6 +134,13 @@ def test_numbers_are_allowed_in_forced_calls(family: str) -> None:
     assert not follows(family, body, ToolCall("f", '{"city": "Rome", "days": "x"}', "a1b2c3d4e"))
 
 
+@pytest.mark.parametrize("family", [name for name in EXCERPTS if name != "gpt-oss"])
+def test_arguments_are_an_object_where_their_schema_allows_null(family: str) -> None:
+    parameters = {**PARAMETERS, "type": ["object", "null"]}
+    grammar = constraint(family, {"tools": [named("f", parameters)], "tool_choice": "required"})
+    assert grammar == constraint(family, {"tools": [named("f", PARAMETERS)], "tool_choice": "required"})
+
+
 DESCRIPTION = "What this is, in as many words as the authors of such schemas use for it. " * 4
 MANY: dict[str, Any] = {
     "type": "object",
