@@ -141,6 +141,45 @@ def test_arguments_are_an_object_where_their_schema_allows_null(family: str) -> 
     assert grammar == constraint(family, {"tools": [named("f", PARAMETERS)], "tool_choice": "required"})
 
 
+POINT = {
+    "type": "object",
+    "properties": {"x": {"type": "integer"}, "tags": {"type": "array", "items": {"type": "string"}}},
+    "required": ["x"],
+}
+
+
+@pytest.mark.parametrize("family", [name for name in EXCERPTS if name != "gpt-oss"])
+@pytest.mark.parametrize(
+    ("properties", "good", "bad"),
+    [
+        (
+            {"a": POINT, "b": {"$ref": "#/properties/a"}},
+            '{"a": {"x": 1}, "b": {"x": 2}}',
+            '{"a": {"x": 1}, "b": {}}',
+        ),
+        (
+            {"a": POINT, "b": {"$ref": "#/properties/a/properties/tags"}, "c": {"$ref": "#/properties/b"}},
+            '{"a": {"x": 1}, "b": ["y"], "c": ["z"]}',
+            '{"a": {"x": 1}, "b": ["y"], "c": [1]}',
+        ),
+        (
+            {"a": {"type": "array", "items": {"$ref": "#"}}},
+            '{"a": [{"a": []}, {"a": [{"a": []}]}]}',
+            '{"a": [{"a": []}, {}]}',
+        ),
+    ],
+    ids=["a property", "in a property", "the whole"],
+)
+def test_references_to_other_places_than_definitions_are_followed(
+    family: str, properties: dict[str, Any], good: str, bad: str
+) -> None:
+    """zod-to-json-schema writes them where parts are alike; many formats write each argument by itself."""
+    parameters = {"type": "object", "properties": properties, "required": list(properties)}
+    body = {"tools": [named("f", parameters)], "tool_choice": "required"}
+    assert follows(family, body, ToolCall("f", good, "a1b2c3d4e"))
+    assert not follows(family, body, ToolCall("f", bad, "a1b2c3d4e"))
+
+
 DESCRIPTION = "What this is, in as many words as the authors of such schemas use for it. " * 4
 MANY: dict[str, Any] = {
     "type": "object",

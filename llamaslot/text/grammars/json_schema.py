@@ -120,6 +120,8 @@ def prepared_schema(
         _check_multiples(root, param)
         _check_intersections(root, param)
         _prepare(root, param, limits_digits=limits_digits, is_of_arguments=is_of_arguments)
+        if is_of_arguments:
+            _refer_to_definitions(root)
         # Also those that `propertyNames` was replaced by.
         _check_properties(root, param)
     except (ValueError, RecursionError) as error:
@@ -219,6 +221,23 @@ def _prepare(root: Schema, param: str, *, limits_digits: bool, is_of_arguments: 
         _limit_digits(root, is_of_arguments=is_of_arguments)
 
 
+def _refer_to_definitions(root: Schema) -> None:
+    """Have all references lead to definitions, which formats that write each argument by itself add to each.
+
+    Others are usual: `#` for what contains itself, and `#/properties/a` where two properties are alike.
+    """
+    definitions: dict[str, str] = {}
+    for each in list(_subschemas(root)):
+        reference = each.get("$ref")
+        target = _target(root, reference)
+        if not isinstance(reference, str) or target is None or _path(reference)[:1] in (["$defs"], ["definitions"]):
+            continue
+        if reference not in definitions:
+            whole = {name: value for name, value in root.items() if name not in _ANNOTATIONS}
+            definitions[reference] = _defined(root, whole if target is root else target)["$ref"]
+        each["$ref"] = definitions[reference]
+
+
 def _limit_digits(root: Schema, *, is_of_arguments: bool) -> None:
     """Limit the digits of all numbers, those in values of any kind too, where that makes no schema impossible."""
     schemas = list(subschemas(root))
@@ -237,7 +256,7 @@ def _limit_digits(root: Schema, *, is_of_arguments: bool) -> None:
 def _any_value(root: Schema) -> Schema:
     """Return a reference to a schema of any value, which is added to the definitions."""
     schema: Schema = {"type": list(ALL_TYPES)}
-    reference: Any = _shared(root, [], schema)
+    reference = _defined(root, schema)
     schema |= {"items": reference, "additionalProperties": reference}
     limit_digits(schema)
     return dict(reference)
@@ -362,10 +381,15 @@ def _shared(root: Schema, added: list[object], schema: object) -> object:
     """Return a reference to a schema, which is added to the definitions; or a schema that is as short."""
     if not isinstance(schema, dict) or not schema or "$ref" in schema:
         return schema
+    added.append(schema)
+    return _defined(root, schema)
+
+
+def _defined(root: Schema, schema: object) -> dict[str, str]:
+    """Return a reference to a schema, which is added to the definitions."""
     definitions = root.setdefault("$defs", {})
     if not isinstance(definitions, dict):
         raise ValueError("'$defs' must be an object")
     name = next(name for n in itertools.count(len(definitions)) if (name := f"shared-{n}") not in definitions)
     definitions[name] = schema
-    added.append(schema)
     return {"$ref": f"#/$defs/{name}"}
