@@ -101,13 +101,13 @@ class PythonCalls:
             return found.removesuffix("=")
         if not (yield from self._reader.looking_at(*PYTHON_QUOTES, "[", "{", "-")):
             name = yield from self._reader.all(_PARAMETER)
-            space = yield from self._reader.whitespace()
+            blanks = yield from self._reader.whitespace()
             if (yield from self._reader.accept("=")):
                 return name or None
             if not (yield from self._reader.peek()):
                 # It may be the beginning of a name.
                 return None
-            self._reader.unread(name + space)
+            self._reader.unread(name + blanks)
         return next(iter(by_position), None)
 
     def _value(self) -> Steps[bool]:
