@@ -51,6 +51,8 @@ MAX_OPTIONAL = 1000
 """Properties of an object that may be left out: a mask looks at all that may come next."""
 MAX_INTERSECTION = 10_000
 """Product of the counted repetitions of patterns that apply to one string, about the states of all together."""
+_MAX_HOPS = 8
+"""References from one to the next that are followed to find a type."""
 _COUNTS = re.compile(r"[{,](\d{1,9})\}")
 WHITESPACE = r"( |\n[ \t]{0,20})?"
 """Whitespace between JSON's tokens, as in llama-server: a model can indent, but not write blanks forever."""
@@ -196,6 +198,7 @@ def _prepare(root: Schema, param: str, *, limits_digits: bool, is_of_arguments: 
     while todo:
         for each in subschemas(todo.pop()):
             remove_vacuous(each, resolve, partial(_shared, root, todo))
+            _leave_type_to_alternatives(each, resolve)
     _make_any_of(root, resolve)
     open_ = _open_schemas(root)
     for each in subschemas(root):
@@ -219,6 +222,28 @@ def _prepare(root: Schema, param: str, *, limits_digits: bool, is_of_arguments: 
             _state_type(each)
     if limits_digits:
         _limit_digits(root, is_of_arguments=is_of_arguments)
+
+
+def _leave_type_to_alternatives(schema: Schema, resolve: Callable[[object], object | None]) -> None:
+    """Remove a type that all alternatives have.
+
+    llguidance refuses unions that contain themselves beside any keyword.
+    """
+    types = _types(schema)
+    for name in ("anyOf", "oneOf"):
+        options = _list(schema.get(name))
+        if types and options and all(_types(each, resolve) and _types(each, resolve) <= types for each in options):
+            schema.pop("type", None)
+
+
+def _types(schema: object, resolve: Callable[[object], object | None] = lambda _: None) -> frozenset[str]:
+    """Return the types that a schema names, or the one that it refers to; none if it says nothing of them."""
+    for _ in range(_MAX_HOPS):
+        if not isinstance(schema, dict) or "type" in schema:
+            break
+        schema = resolve(schema.get("$ref"))
+    said = schema.get("type", []) if isinstance(schema, dict) else []
+    return frozenset([said] if isinstance(said, str) else said)
 
 
 def _refer_to_definitions(root: Schema) -> None:
