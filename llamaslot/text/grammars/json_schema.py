@@ -231,7 +231,7 @@ def _leave_type_to_alternatives(schema: Schema, resolve: Callable[[object], obje
     """
     types = _types(schema)
     for name in ("anyOf", "oneOf"):
-        options = _list(schema.get(name))
+        options = list_of(schema.get(name))
         if types and options and all(_types(each, resolve) and _types(each, resolve) <= types for each in options):
             schema.pop("type", None)
 
@@ -252,10 +252,12 @@ def _refer_to_definitions(root: Schema) -> None:
     Others are usual: `#` for what contains itself, and `#/properties/a` where two properties are alike.
     """
     definitions: dict[str, str] = {}
-    for each in list(_subschemas(root)):
+    for each in list(subschemas(root)):
         reference = each.get("$ref")
-        target = _target(root, reference)
-        if not isinstance(reference, str) or target is None or _path(reference)[:1] in (["$defs"], ["definitions"]):
+        target = referenced(reference, root)
+        if not isinstance(reference, str) or target is None:
+            continue
+        if names_in(reference)[:1] in (["$defs"], ["definitions"]):
             continue
         if reference not in definitions:
             whole = {name: value for name, value in root.items() if name not in _ANNOTATIONS}
