@@ -267,22 +267,22 @@ def test_the_comparison_notices_planted_faults(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     what = replace(KINDS[kind], n_workloads=8)
-    some = families(name, 0, shared)
-    with monkeypatch.context() as patch:
-        loaded = load(name, what)
-        patch.setattr(f"{__name__}.load", lambda *_: loaded)
-        # The self-test would notice it, so it is planted behind that.
-        plant(patch)
 
-        def is_noticed(batch: int) -> bool:
-            """By the texts, or by the invariants that the engine checks."""
+    def is_noticed(batch: int) -> bool:
+        """By the texts, or by the invariants that the engine checks."""
+        some = families(name, batch, shared)
+        with monkeypatch.context() as patch:
+            loaded = load(name, what)
+            patch.setattr(f"{__name__}.load", lambda *_: loaded)
+            # The self-test would notice it, so it is planted behind that.
+            plant(patch)
             try:
                 comparison = compared(name, what, some, batch=batch, folder=tmp_path / str(batch), tally=Tally())
                 comparison.check(cold_model(name))
             except AssertionError:
                 return True
-            return False
+        return False
 
-        # A fault changes nothing where, say, no other segment has the same positions: that depends on timing.
-        assert any(map(is_noticed, range(N_TRIES)))
+    # A fault changes nothing where, say, no other segment has the same positions: that depends on timing.
+    assert any(map(is_noticed, range(N_TRIES)))
     note(shared, model=name, kind="planted faults", noticed=1)
