@@ -141,7 +141,6 @@ class FakeBackend:
         n_ubatch: int = 32,
         unified: bool = True,
         can_trim: bool = True,
-        stream_copy_ms: float = 0.0,
         segment_size: SegmentSize | None = SEGMENT_SIZE,
         n_scored: int = 8,
         eos_every: int = 40,
@@ -152,7 +151,9 @@ class FakeBackend:
         can_trim = can_trim and not has_states
         n_seqs = n_seqs or (n_slots + n_reserved + 2 if has_states else None)
         self.n_seqs = n_seqs or n_slots + n_reserved + 2 * (unified and can_trim)
-        has_scratch = unified and (can_trim or has_states) and self.n_seqs > n_slots
+        self._scratch = self.n_seqs - 1 if unified and self.n_seqs > n_slots else None
+        self._can_reuse = can_trim or has_states
+        can_save = self._can_reuse and (self._scratch is not None or not unified)
         self.info = ModelInfo(
             name="fake", path="fake.gguf", architecture="fake", description="fake", n_params=0, size_bytes=0,
             n_vocab=self.vocab.n_tokens, vocab_type=2, n_embd=1, n_ctx_train=n_ctx, n_ctx=n_ctx,
@@ -160,8 +161,8 @@ class FakeBackend:
             n_ubatch=n_ubatch, unified=unified, flash_attn=True, cache_type_k="f16", cache_type_v="f16",
             device="none", reuse_reason="" if can_trim else "turned off by the test",
             bos_token="<s>",
-            eos_token=self.vocab.names[EOS], eog=(EOS,), n_cache_seqs=n_reserved, stream_copy_ms=stream_copy_ms,
-            segment_size=segment_size if has_scratch else None, n_scored=n_scored,
+            eos_token=self.vocab.names[EOS], eog=(EOS,), n_cache_seqs=n_reserved,
+            segment_size=segment_size if can_save else None, n_scored=n_scored,
             state=Capabilities(kind=kind, can_trim=can_trim, n_swa=WINDOW), keeps_checkpoints=has_states,
             checkpoint_size=CheckpointSize(64, 8 * ("window" in kind), WINDOW) if has_states else None,
         )  # fmt: skip
@@ -179,7 +180,6 @@ class FakeBackend:
         self.pools = [CellPool(size) for _ in range(n_pools)]
         self._rows: dict[int, int] = {}
         self._targets: dict[int, Run] = {}
-        self._copying: set[int] = set()
         self.states = kv_ops.StateRecord(kind, WINDOW)
         self._partial: dict[int, int] = {}
         """The partial state of each sequence that has one: a hash of all tokens that it stands for."""
@@ -192,15 +192,20 @@ class FakeBackend:
             lambda: byte_tokenizer(self.vocab), n_vocab=self.vocab.n_tokens, eog=sorted(self.vocab.eog)
         )
 
-    def change(self, operation: kv_ops.Operation) -> None:
+    def change(self, operation: kv_ops.Operation) -> None:  # noqa: PLR0912
         """Carry out an operation on sequences."""
-        shares = self.info.unified and (self.info.can_trim or self.states.has_states)
         kv_ops.check_operation(
-            operation, length_of=self.seq_len, segments=self.segments, shares=shares, states=self.states
+            operation,
+            length_of=self.seq_len,
+            segments=self.segments,
+            can_reuse=self._can_reuse,
+            unified=self.info.unified,
+            scratch=self._scratch,
+            states=self.states,
         )
         match operation:
             case kv_ops.Remove(seq, keep):
-                if not shares and not self.info.can_trim and 0 < keep < self.seq_len(seq):
+                if not self._can_reuse and not self.info.can_trim and 0 < keep < self.seq_len(seq):
                     raise kv_ops.IllegalCallError("this model's sequences can only be cleared whole")
                 self._remove(seq, keep)
             case kv_ops.Share(src, dst, start, end):
@@ -208,20 +213,20 @@ class FakeBackend:
                 self._pool(dst).copy(src, dst, start, end)
             case kv_ops.Copy(src, dst, start, end):
                 self.states.copy(operation, self.seq_len(src))
-                self._pool(dst).copy(src, dst, start, end)
+                if self.info.unified:
+                    self._pool(dst).copy(src, dst, start, end)
+                else:
+                    self._pool(dst).copy_from(self._pool(src), src, dst, start, end)
                 self._set_state(dst, self._partial.get(src))
-            case kv_ops.CopyStream(src, dst, keep):
-                self._copy_stream(src, dst, keep)
             case kv_ops.Save(segment, src, start, end):
                 self.segments[segment] = range(start, end)
                 cells = self._pool(src).of(src, start, end)
                 self._states[segment] = [(cell.token, cell.position) for cell in cells]
                 if any(cell.is_bad for cell in cells):
                     self.bad_segments.add(segment)
-            case kv_ops.Load(segment, dst, start, end, scratch):
-                self._place(scratch, self._states[segment], is_bad=segment in self.bad_segments)
-                self._pool(dst).copy(scratch, dst, start, end)
-                self._pool(scratch).remove(scratch, 0, self.seq_len(scratch))
+            case kv_ops.Load(dst):
+                for segment, start, end in operation.ranges:
+                    self._load(segment, dst, start, end)
                 self.states.load(dst)
                 self._set_state(dst, None)
             case kv_ops.Take(checkpoint, src, end):
@@ -263,6 +268,9 @@ class FakeBackend:
         self._states[segment] = [(token, position) for token, position in pairs.tolist()]
         self.segments[segment] = range(start, end)
 
+    def end_changes(self) -> None:
+        """Do nothing: nothing is kept for further operations."""
+
     def seq_len(self, seq: int) -> int:
         """Return the number of tokens of a sequence."""
         kv_ops.check_seq(seq, self.n_seqs)
@@ -278,7 +286,6 @@ class FakeBackend:
     def decode(self, runs: Sequence[Run]) -> Decoded:
         """Place a batch in the pool, or fail as `failures` says."""
         check_runs(runs, length_of=self.seq_len, info=self.info, states=self.states)
-        self._copying.clear()
         sent = {run.seq: (run.start, len(run.tokens)) for run in runs}
         status, n_applied = self.failures.popleft() if self.failures else (Status.OK, len(runs))
         self._rows = {}
@@ -400,11 +407,15 @@ class FakeBackend:
         for seq in range(self.n_seqs):
             self._set_state(seq, self._partial.get(seq) if self.seq_len(seq) else None)
 
-    def _copy_stream(self, src: int, dst: int, keep: int) -> None:
-        if self.info.unified or not self.info.can_trim or self._copying & {src, dst}:
-            raise kv_ops.IllegalCallError(f"the stream of {src} cannot be copied to that of {dst} now")
-        self._copying |= {src, dst}
-        self.pools[dst].take_over(self.pools[src], src, dst, keep)
+    def _load(self, segment: int, dst: int, start: int, end: int) -> None:
+        is_bad = segment in self.bad_segments
+        if self._scratch is None:
+            wanted = [(token, position) for token, position in self._states[segment] if start <= position < end]
+            self._place(dst, wanted, is_bad=is_bad)
+            return
+        self._place(self._scratch, self._states[segment], is_bad=is_bad)
+        self._pool(dst).copy(self._scratch, dst, start, end)
+        self._pool(self._scratch).remove(self._scratch, 0, self.seq_len(self._scratch))
 
     def _draw(self, row: int, sampler: Sampler) -> int:
         if not isinstance(sampler, FakeSampler) or sampler.closed:

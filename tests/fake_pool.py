@@ -82,18 +82,11 @@ class CellPool:
                 heapq.heappush(self._free, cell.number)
         self._seen.pop(seq, None)
 
-    def take_over(self, other: CellPool, src: int, dst: int, end: int) -> None:
-        """Become a copy of another pool, of which `dst` uses what `src` has before position `end`."""
-        for seq in list(self._held):
-            self.remove(seq, 0, len(self.cells))
-        self._free = []
-        for old, new in zip(other.cells, self.cells, strict=True):
-            new.token, new.position = old.token, old.position
-            if src in old.seqs and old.position < end:
-                self._fill(new, dst, old.token, old.position, is_bad=new.is_bad)
-            else:
-                # In ascending order, which is a heap.
-                self._free.append(new.number)
+    def copy_from(self, other: CellPool, src: int, dst: int, start: int, end: int) -> None:
+        """Give a sequence cells of its own with what one of another pool has at these positions."""
+        for cell in other.of(src, start, end):
+            free = self.cells[heapq.heappop(self._free)]
+            self._fill(free, dst, cell.token, cell.position, is_bad=cell.is_bad)
 
     def check(self) -> None:
         """Verify that the indices are what the cells say; raises `AssertionError`."""

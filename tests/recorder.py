@@ -17,7 +17,6 @@ from llamaslot.base.commands import Constraint
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.kv_ops import (
     Copy,
-    CopyStream,
     Free,
     Kv,
     Load,
@@ -109,8 +108,6 @@ class Recorder:
         """Parts of saved slots in memory; their numbers are below 0, and they belong to no tier."""
         self.saved: dict[int, Offloaded] = {}
         """All segments that were ever saved, by number."""
-        self._is_copying = False
-        """True if a stream is copied with the next decode."""
         self._n_cells = 0
         self._prefixes: dict[tuple[str | int, int], int] = {}
 
@@ -171,21 +168,12 @@ class Recorder:
             self.held[operation.seq].truncate(operation.keep)
             return
         if isinstance(operation, Save | Load):
-            assert not self.held[operation.scratch].cells
             self._save(operation) if isinstance(operation, Save) else self._load(operation)
             return
         if isinstance(operation, Free):
             del self._place_of(operation.segment)[operation.segment]
             return
         source, target = self.held[operation.src], self.held[operation.dst]
-        if isinstance(operation, CopyStream):
-            self._is_copying = True
-            target.truncate(0)
-            target.namespace = source.namespace
-            target.tokens += source.tokens[: operation.keep]
-            target.prefixes += source.prefixes[: operation.keep]
-            self._take_cells(target)
-            return
         start, end = operation.start, operation.end
         assert source.namespace == target.namespace or not target.cells, f"{operation} between two namespaces"
         if isinstance(operation, Copy):
@@ -195,7 +183,10 @@ class Recorder:
             target.prefixes += source.prefixes[start:end]
         assert isinstance(operation, Copy | Share)
         assert source.prefixes[:end] == target.prefixes[:end], f"{operation} of something else"
-        target.cells[start:end] = source.cells[start:end]
+        if self.info.unified:
+            target.cells[start:end] = source.cells[start:end]
+        else:
+            self._take_cells(target)
 
     def is_live(self, seq: int) -> bool:
         """True if the backend can decode a sequence."""
@@ -264,30 +255,31 @@ class Recorder:
         self._place_of(save.segment)[save.segment] = self.saved[save.segment] = stored
 
     def _load(self, load: Load) -> None:
-        """Load a segment that continues what the target holds; it gets cells of its own."""
-        stored, target = self._place_of(load.segment)[load.segment], self.held[load.dst]
-        namespace = stored.namespace
-        if namespace == self._public and load.segment >= 0:
-            namespace = self.namespaces.get(load.dst, namespace)
-        assert namespace == target.namespace or not target.cells, f"{load} into another namespace"
-        assert len(target) == load.start
-        part = slice(load.start - stored.start, load.end - stored.start)
-        target.namespace = namespace
-        target.tokens += stored.tokens[part]
-        before = self.named(stored.namespace, target.tokens)
-        assert before[load.start :] == stored.prefixes[part], f"{load} after something else"
-        target.prefixes += self.named(namespace, target.tokens)[load.start :]
-        assert target.prefixes == self.named(namespace, target.tokens), f"{load} after something else"
-        self._take_cells(target)
-        n_dropped = len(stored.tokens) - (load.end - load.start)
-        assert len(self.cells) + n_dropped <= self.info.n_ctx, f"{load} of more than there was room for"
+        """Load parts of segments that continue what the target holds; it gets cells of its own."""
+        for segment, start, end in load.ranges:
+            stored, target = self._place_of(segment)[segment], self.held[load.dst]
+            namespace = stored.namespace
+            if namespace == self._public and segment >= 0:
+                namespace = self.namespaces.get(load.dst, namespace)
+            assert namespace == target.namespace or not target.cells, f"{load} into another namespace"
+            assert len(target) == start
+            part = slice(start - stored.start, end - stored.start)
+            target.namespace = namespace
+            target.tokens += stored.tokens[part]
+            before = self.named(stored.namespace, target.tokens)
+            assert before[start:] == stored.prefixes[part], f"{load} after something else"
+            target.prefixes += self.named(namespace, target.tokens)[start:]
+            assert target.prefixes == self.named(namespace, target.tokens), f"{load} after something else"
+            self._take_cells(target)
+            n_dropped = len(stored.tokens) - (end - start) if self.info.unified else 0
+            assert len(self.cells) + n_dropped <= self.info.n_ctx, f"{load} of more than there was room for"
+
+    def end_changes(self) -> None:
+        self.inner.end_changes()
 
     def decode(self, runs: Sequence[Run]) -> Decoded:
         self.n_calls += 1
         failure, self.failure = self.failure, None
-        if self._is_copying:
-            # A decode that is not made would leave the copy unmade: the next one fails.
-            self.failure, failure, self._is_copying = failure, None, False
         if failure is None:
             decoded = self.inner.decode(runs)
             assert decoded.status is Status.OK, decoded.status

@@ -156,8 +156,9 @@ def _mib(n_bytes: int) -> str:
 
 def _pending_line(info: ModelInfo) -> str:
     """Return why costs were not measured, and what holds until they are."""
-    defaults = ["idle prefixes stay in the pool until their cells are needed"] if info.unified else []
-    defaults.append("small steps are not padded" if info.unified else "no sequence is copied to another slot")
+    defaults = ["idle prefixes stay in the pool until their cells are needed"]
+    if info.unified:
+        defaults.append("small steps are not padded")
     if info.keeps_checkpoints:
         defaults.append("checkpoints are restored whatever that costs")
     return (

@@ -1,15 +1,18 @@
-"""Joins parts of saved segments into one segment, by editing llama.cpp's format of a saved sequence.
+"""Rows of saved sequences: parts of segments, and of whole streams, joined by editing llama.cpp's format.
 
 A segment has the cells of its tokens (`state_format.py`), then what follows them, such as one token's window or an
 empty recurrent state. So a part of it consists of the entries and rows of its cells. The result has the bytes that
 llama.cpp saves for these tokens, except for the order of cells if several segments are joined, on which nothing
 depends.
+
+A context in streams saves a sequence with the number of its streams, and of each stream the number of its cells: 0
+but for that of the sequence. Segments have one stream, whatever the context that saved them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -21,17 +24,37 @@ from llamaslot.base.kv_ops import Kv, KvPart
 from llamaslot.base.model import SegmentSize
 
 _CELLS_AT = HEADER_BYTES + 4
-"""Place of the number of cells, after the number of streams, which is 1."""
+"""Place of the number of cells of the first stream."""
+_COUNT_BYTES = 4
+"""Size of a number of streams or cells."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Source:
-    """A segment, and the cells to take from it."""
+class Rows:
+    """Cells of some positions in saved bytes, without a copy of them."""
 
-    kv: Kv
+    head: Bytes
+    """Magic and sequence id."""
     saved: SavedCells
-    keep: npt.NDArray[np.bool_]
-    """Mask of the cells to take."""
+    keep: npt.NDArray[np.bool_] | slice
+    """The cells to take; a slice, which is faster, if there are no others between them."""
+    tail: Bytes
+    """What follows the cells, and belongs to no token."""
+
+    @property
+    def cells(self) -> Bytes:
+        """Their entries."""
+        return self.saved.cells[self.keep]
+
+
+def rows_of_sequence(state: Kv, positions: range, wanted: range, *, stream: int = 0, n_streams: int = 1) -> Rows:
+    """Return some rows of a saved sequence, which holds `positions` in a stream, and nothing but their KV.
+
+    Raises `ValueError` for other bytes.
+    """
+    end = len(state) - (n_streams - 1 - stream) * _COUNT_BYTES
+    at = _CELLS_AT + stream * _COUNT_BYTES
+    return _rows(state, at, positions, wanted, lambda saved: saved.end == end, tail=state[:0])
 
 
 def join_parts(parts: Sequence[KvPart], size: SegmentSize) -> Kv:
@@ -40,7 +63,6 @@ def join_parts(parts: Sequence[KvPart], size: SegmentSize) -> Kv:
     Raises `ValueError` for bytes that are not such segments, or lack any of these positions, `MemoryError` if there
     is no memory.
     """
-    n_tokens = sum(len(part.wanted) for part in parts)
     for part in parts:
         is_within = part.positions.start <= part.wanted.start < part.wanted.stop <= part.positions.stop
         if not is_within or len(part.kv) != size.of(len(part.positions)):
@@ -49,45 +71,73 @@ def join_parts(parts: Sequence[KvPart], size: SegmentSize) -> Kv:
         raise ValueError("a segment has a gap")
     if not size.per_token:
         return parts[0].kv
-    sources = [_source(part, size) for part in parts]
-    if len(parts) == 1 and sources[0].keep.all():
+    rows = [_rows_of(part, size) for part in parts]
+    if len(parts) == 1 and len(rows[0].cells) == len(rows[0].saved.cells):
         return parts[0].kv
-    result = new_kv(size.of(n_tokens))
+    return join(rows)
+
+
+def join(rows: Sequence[Rows], *, n_streams: int = 1) -> Kv:
+    """Return the saved bytes of these rows in the format of a context of `n_streams`; raises as `join_parts`.
+
+    llama.cpp loads the cells of one sequence into its stream, whichever of the saved ones has them.
+    """
+    n_tokens = sum(len(each.cells) for each in rows)
+    first = rows[0].saved
+    rest = np.zeros((n_streams - 1) * _COUNT_BYTES, np.uint8)
+    n_bytes = _CELLS_AT + _COUNT_BYTES + n_tokens * first.bytes_per_token + first.layers.size
+    n_bytes += sum(tensor.header.size for tensor in first.tensors) + rest.size + rows[0].tail.size
+    result = new_kv(n_bytes)
     writer = _Writer(result)
-    writer.put(sources[0].kv[:_CELLS_AT])
-    writer.put(np.array([n_tokens], np.uint32).view(np.uint8))
-    for each in sources:
-        writer.put(each.saved.cells[each.keep])
-    writer.put(_same([each.saved.layers for each in sources]))
-    for tensors in zip(*(each.saved.tensors for each in sources), strict=True):
-        writer.put(_same([tensor.header for tensor in tensors]))
-        for tensor, each in zip(tensors, sources, strict=True):
-            writer.put(tensor.rows[each.keep])
-    writer.put(sources[0].kv[sources[0].saved.end :])
+    writer.put(rows[0].head)
+    writer.put(np.array([n_streams, n_tokens], np.uint32).view(np.uint8))
+    for each in rows:
+        writer.put(each.cells)
+    writer.put(_same([each.saved.layers for each in rows]))
+    for i, tensors in enumerate(zip(*(each.saved.tensors for each in rows), strict=True)):
+        header = _same([tensor.header for tensor in tensors])
+        writer.put(header)
+        chosen = [tensor.rows[each.keep] for tensor, each in zip(tensors, rows, strict=True)]
+        if first.is_transposed and i >= len(first.tensors) // 2:
+            element = int(header[4:8].copy().view(np.uint32)[0])
+            chosen = [np.concatenate(chosen).reshape(n_tokens, -1, element).swapaxes(0, 1)]
+        for each in chosen:
+            writer.put(each)
+    writer.put(rest)
+    writer.put(rows[0].tail)
     if writer.at != len(result):
         raise ValueError("a segment has another layout")
     return result
 
 
-def _source(part: KvPart, size: SegmentSize) -> _Source:
-    """Read the cells of a segment; raises `ValueError` for another layout, or other positions."""
-    saved = _cells(part.kv, len(part.positions), size)
-    held = saved.positions
-    if not np.array_equal(np.sort(held), np.arange(part.positions.start, part.positions.stop)):
-        raise ValueError(f"a segment of {part.positions} has other positions")
-    return _Source(part.kv, saved, (held >= part.wanted.start) & (held < part.wanted.stop))
+def _rows_of(part: KvPart, size: SegmentSize) -> Rows:
+    def fits(saved: SavedCells) -> bool:
+        return saved.bytes_per_token == size.per_token and not saved.is_transposed
+
+    rows = _rows(part.kv, _CELLS_AT, part.positions, part.wanted, fits, tail=part.kv[:0])
+    return replace(rows, tail=part.kv[rows.saved.end :])
 
 
-def _cells(kv: Kv, n_cells: int, size: SegmentSize) -> SavedCells:
+def _rows(
+    state: Kv, at: int, positions: range, wanted: range, fits: Callable[[SavedCells], bool], *, tail: Bytes
+) -> Rows:
+    """Read the cells whose number is at that place; raises `ValueError` for another layout, or other positions."""
     for cell_bytes, has_v in LAYOUTS:
         try:
-            saved = read_cells(kv, _CELLS_AT, cell_bytes=cell_bytes, has_v=has_v)
+            saved = read_cells(state, at, cell_bytes=cell_bytes, has_v=has_v)
         except ValueError:
             continue
-        fits = len(saved.cells) == n_cells and saved.bytes_per_token == size.per_token
-        if fits and not saved.is_transposed:
-            return saved
-    raise ValueError("a segment has another layout")
+        if len(saved.cells) == len(positions) and fits(saved):
+            break
+    else:
+        raise ValueError("a segment has another layout")
+    held = saved.positions
+    if not np.array_equal(np.sort(held), np.arange(positions.start, positions.stop)):
+        raise ValueError(f"a segment of {positions} has other positions")
+    keep = (held >= wanted.start) & (held < wanted.stop)
+    first, n_kept = int(keep.argmax()), int(np.count_nonzero(keep))
+    is_together = bool(keep[first : first + n_kept].all())
+    return Rows(state[:HEADER_BYTES], saved, slice(first, first + n_kept) if is_together else keep, tail)
 
 
 def _same(headers: Sequence[Bytes]) -> Bytes:

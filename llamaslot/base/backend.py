@@ -190,6 +190,9 @@ class Backend(Protocol):
         Besides the errors of each operation, raises `MemoryError` if there is none; the target is empty then.
         """
 
+    def end_changes(self) -> None:
+        """Free what is kept for further operations on the same sequences; called after those of a step."""
+
     def seq_len(self, seq: int) -> int:
         """Number of tokens that a sequence holds: its highest position + 1."""
 

@@ -52,7 +52,7 @@ class NotSavedError(Exception):
 
 
 class NotLoadedError(Exception):
-    """The host has no memory for a `Load`, and the target was not changed, or for a `Restore`, and it is empty."""
+    """There is no memory for a `Load` or `Restore`; the target is empty then."""
 
     def __init__(self, segment: int) -> None:
         super().__init__(f"segment {segment} could not be loaded")
@@ -69,7 +69,11 @@ class Remove:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Append positions `[start, end)` of `src` to `dst`, which holds `start` tokens; they share the cells then."""
+    """Append positions `[start, end)` of `src` to `dst`, which holds `start` tokens.
+
+    In a unified pool they share the cells then. In a partitioned one `dst` gets cells of its own, which takes as
+    long as to save both and to load `dst`; raises `MemoryError` without memory for it, and `dst` is empty then.
+    """
 
     src: int
     dst: int
@@ -79,54 +83,54 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Replace the cells of `dst` in `[start, end)` by those of `src`, which hold the same tokens."""
+    """Replace the cells of `dst` in `[start, end)` by those of `src`, which hold the same tokens.
+
+    In a unified pool only.
+    """
 
     src: int
     dst: int
     start: int
     end: int
-
-
-@dataclass(frozen=True, slots=True)
-class CopyStream:
-    """Replace all that `dst` holds by a copy of the first `keep` tokens of `src`; in a partitioned pool only.
-
-    llama.cpp copies the whole stream with the next decode (fact 3): until then neither may be copied again.
-    """
-
-    src: int
-    dst: int
-    keep: int
 
 
 @dataclass(frozen=True, slots=True)
 class Save:
     """Copy the KV of `src` in `[start, end)` to host memory, as a segment with a number that is not in use.
 
-    Raises `NotSavedError` if there is no memory for it. `scratch` is an empty sequence, before and after.
+    Raises `NotSavedError` if there is no memory for it.
     """
 
     segment: int
     src: int
     start: int
     end: int
-    scratch: int
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Append positions `[start, end)` of a segment to `dst`, which holds `start` tokens, in cells of their own.
+    """Append parts of segments to `dst`, which holds `start` tokens, in cells of their own.
 
-    llama.cpp loads a segment whole, into the lowest free cells: there must be one for each of its tokens, and those
-    outside of `[start, end)` are freed at once. `scratch` is an empty sequence, before and after.
-    Raises `NotLoadedError` if there is no memory for it.
+    `parts` are the numbers of segments, each with the position up to which it is loaded. In a unified pool each is
+    loaded whole, into the lowest free cells: there must be one for each of its tokens, and those outside of its
+    part are freed at once. In a partitioned pool all parts are loaded at once, with what `dst` holds already.
+    Raises `NotLoadedError` without memory for it, and `dst` is empty then.
     """
 
-    segment: int
     dst: int
     start: int
-    end: int
-    scratch: int
+    parts: tuple[tuple[int, int], ...]
+
+    @property
+    def end(self) -> int:
+        """Tokens that `dst` holds afterwards."""
+        return self.parts[-1][1]
+
+    @property
+    def ranges(self) -> list[tuple[int, int, int]]:
+        """Number of each segment, and the positions that are loaded from it."""
+        starts = (self.start, *(end for _, end in self.parts[:-1]))
+        return [(number, start, end) for (number, end), start in zip(self.parts, starts, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +164,7 @@ class Free:
     segment: int
 
 
-Operation: TypeAlias = Remove | Copy | Share | CopyStream | Save | Load | Take | Restore | Free
+Operation: TypeAlias = Remove | Copy | Share | Save | Load | Take | Restore | Free
 """One change of sequences or segments between two decodes."""
 
 
@@ -251,13 +255,16 @@ def check_operation(
     *,
     length_of: Callable[[int], int],
     segments: Mapping[int, range],
-    shares: bool,
+    can_reuse: bool,
+    unified: bool,
+    scratch: int | None,
     states: StateRecord,
 ) -> None:
     """Raise `IllegalCallError` for what would leave a hole, a duplicate position, or a foreign cell or state.
 
-    `length_of` returns the tokens of a sequence, `segments` has the positions of each saved segment by number, and
-    `shares` says if sequences can share cells.
+    `length_of` returns the tokens of a sequence, `segments` has the positions of each saved segment by number,
+    `can_reuse` says if anything but whole sequences may be changed, `unified` if they share one pool, and
+    `scratch` is the empty sequence through which such a pool saves and loads; None where it has none to spare.
     """
     if isinstance(operation, Remove):
         if operation.keep < 0:
@@ -269,18 +276,14 @@ def check_operation(
         return
     if isinstance(operation, Free) and operation.segment in states.checkpoints:
         return
-    if isinstance(operation, Share | CopyStream) and states.has_states:
-        raise IllegalCallError(f"{operation}: the target would get the source's state")
-    if isinstance(operation, CopyStream):
-        n_src = length_of(operation.src)
-        length_of(operation.dst)
-        if operation.src == operation.dst or not 0 < operation.keep <= n_src:
-            raise IllegalCallError(f"{operation}: the source holds {n_src} tokens")
-        return
-    if not shares:
-        raise IllegalCallError("cells cannot be shared here")
+    if not can_reuse:
+        raise IllegalCallError(f"{operation}: nothing is reused here")
+    if isinstance(operation, Share) and (states.has_states or not unified):
+        raise IllegalCallError(f"{operation}: the target would get the source's state, or cells of another stream")
     if isinstance(operation, Save | Load | Free):
-        _check_segment(operation, length_of, segments, states)
+        if unified and (scratch is None or length_of(scratch)):
+            raise IllegalCallError(f"{operation}: there is no empty scratch sequence")
+        _check_segment(operation, length_of, segments, states, scratch)
         return
     start, end = operation.start, operation.end
     n_src, n_dst = length_of(operation.src), length_of(operation.dst)
@@ -316,23 +319,24 @@ def _check_segment(
     length_of: Callable[[int], int],
     segments: Mapping[int, range],
     states: StateRecord,
+    scratch: int | None,
 ) -> None:
-    saved = segments.get(operation.segment)
-    if isinstance(operation, Save) and operation.segment in states.checkpoints:
-        raise IllegalCallError(f"{operation}: a checkpoint has this number")
-    if (saved is None) != isinstance(operation, Save):
-        raise IllegalCallError(f"{operation}: the segment is {'not ' if saved is None else ''}saved")
-    if isinstance(operation, Free):
-        return
-    start, end = operation.start, operation.end
-    if length_of(operation.scratch):
-        raise IllegalCallError(f"{operation}: the scratch sequence holds something")
-    if isinstance(operation, Save):
-        if not 0 <= start < end <= length_of(operation.src):
-            raise IllegalCallError(f"{operation}: the source holds {length_of(operation.src)} tokens")
-    else:
-        assert saved is not None
-        if operation.dst == operation.scratch or length_of(operation.dst) != start:
+    if isinstance(operation, Load):
+        if operation.dst == scratch or length_of(operation.dst) != operation.start:
             raise IllegalCallError(f"{operation}: the target holds {length_of(operation.dst)} tokens")
-        if not saved.start <= start < end <= saved.stop:
-            raise IllegalCallError(f"{operation}: the segment has [{saved.start}, {saved.stop})")
+        for number, start, end in operation.ranges:
+            saved = segments.get(number)
+            if saved is None:
+                raise IllegalCallError(f"{operation}: segment {number} is not saved")
+            if not saved.start <= start < end <= saved.stop:
+                raise IllegalCallError(f"{operation}: segment {number} has [{saved.start}, {saved.stop})")
+        return
+    is_saved = operation.segment in segments
+    if isinstance(operation, Free):
+        if not is_saved:
+            raise IllegalCallError(f"{operation}: the segment is not saved")
+        return
+    if is_saved or operation.segment in states.checkpoints:
+        raise IllegalCallError(f"{operation}: the number is in use")
+    if operation.src == scratch or not 0 <= operation.start < operation.end <= length_of(operation.src):
+        raise IllegalCallError(f"{operation}: the source holds {length_of(operation.src)} tokens")

@@ -22,8 +22,8 @@ Cost: TypeAlias = Annotated[float, msgspec.Meta(ge=0.0, le=1e9)]
 class KvCost(msgspec.Struct, frozen=True):
     """Measured cost of idle KV in the pool, and of saving, loading and computing KV; times are per token."""
 
-    n_idle_cells: Annotated[int, msgspec.Meta(ge=1)]
-    """Idle cells in the pool while `prefill_slowdown` was measured."""
+    n_idle_cells: Annotated[int, msgspec.Meta(ge=0)]
+    """Idle cells in the pool while `prefill_slowdown` was measured; 0 in a partitioned pool."""
     prefill_slowdown: Annotated[float, msgspec.Meta(ge=1.0, le=1e6)]
     """Duration of a prefill with them in the pool, divided by its duration in an empty pool."""
     prefill_us: Cost
@@ -273,8 +273,6 @@ class ModelInfo(msgspec.Struct, frozen=True):
     """True if the tokenizer puts EOS after a prompt."""
     n_cache_seqs: int = 0
     """Spare sequence ids (`--cache-seqs`), not counting the one that is kept free and the scratch one."""
-    stream_copy_ms: float = 0.0
-    """Time to copy all cells of one sequence to another in a partitioned pool; 0 where that is impossible."""
     kv_cost: KvCost | None = None
     """Cost of idle prefixes, and of saving and loading them; None where it was not measured."""
     step_cost: StepCost | None = None
@@ -325,7 +323,6 @@ class ModelInfo(msgspec.Struct, frozen=True):
         """Reason why no KV can be saved off the pool; empty where it can."""
         reasons = (
             (not self.can_reuse, self.self_test_note or "no prefix of this model can be reused"),
-            (not self.unified, "that needs one pool for all slots, --kv-unified"),
             (self.segment_size is None and not self.flash_attn, "that needs flash attention"),
             (self.segment_size is None, "no sequence id is left for it, so lower --parallel"),
         )

@@ -72,7 +72,6 @@ def cache_settings(
         save_us=cost.first_save_us if cost is not None else 0.0,
         load_us=cost.load_us if cost is not None else 0.0,
         gap_ms=settings.gap_ms,
-        stream_copy_ms=info.stream_copy_ms,
     )
 
 

@@ -94,7 +94,7 @@ class SlotActions:
 
     def handle(self, command: SlotAction, respond: Respond) -> None:
         """Accept or refuse an action; it begins as soon as its slot is idle."""
-        if self._store is None or self._cache.settings.scratch is None:
+        if self._store is None or not self._cache.settings.saves:
             reason = self._backend.info.unsaved_reason or "start it with --slot-save-path"
             respond(NotSupportedError(f"this server does not save its slots: {reason}"))
         elif command.action != "erase" and (reason := self._backend.info.self_test_note):

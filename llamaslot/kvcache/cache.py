@@ -43,10 +43,8 @@ from llamaslot.kvcache.offload.policy import Deadlines, OffloadPolicy
 from llamaslot.kvcache.offload.public_prefix import PublicPrefix
 from llamaslot.kvcache.offload.restoring import Restorer
 from llamaslot.kvcache.offload.window_cells import WindowCells
-from llamaslot.kvcache.pools.partitioned_pool import PartitionedPool
 from llamaslot.kvcache.pools.pool import Pool
 from llamaslot.kvcache.pools.slot_snapshot import SlotSave, SlotSnapshot, SlotSnapshots, SnapshotPart
-from llamaslot.kvcache.pools.unified_pool import UnifiedPool
 from llamaslot.kvcache.radix_tree import RadixTree
 from llamaslot.kvcache.remote.remote_tier import RemoteTier
 from llamaslot.kvcache.sequences import Sequences
@@ -81,7 +79,9 @@ class KVCache:
         self._tree = RadixTree()
         n_seqs = max(settings.n_slots, settings.n_seqs - 1) if settings.shares_cells else settings.n_seqs
         states = StateRecord(settings.checkpoints.kind, settings.checkpoints.n_swa)
-        self._sequences = Sequences(self._tree, n_slots=settings.n_slots, n_seqs=n_seqs, states=states)
+        self._sequences = Sequences(
+            self._tree, n_slots=settings.n_slots, n_seqs=n_seqs, states=states, shares_cells=settings.shares_cells
+        )
         self._tiers = SegmentTiers(
             self._tree,
             settings.ram_bytes if settings.offloads else 0,
@@ -118,12 +118,15 @@ class KVCache:
         """KV that several servers share."""
         self._policy = OffloadPolicy(settings, *shared, self._offloader, self.checkpoints, lambda: self.has_streams)
         self._public = PublicPrefix(self._tree, self._tiers, self._offloader)
-        parts = self._tree, self._sequences, settings, self._counters
-        self.pool: Pool
-        if settings.shares_cells:
-            self.pool = UnifiedPool(*parts, self._offloader, self.checkpoints, self.restorer)
-        else:
-            self.pool = PartitionedPool(*parts, prefill_seconds)
+        self.pool = Pool(
+            self._tree,
+            self._sequences,
+            settings,
+            self._counters,
+            self._offloader,
+            self.checkpoints,
+            self.restorer,
+        )
         self.dropper = Dropper(*shared, self._offloader)
         """Deletes prefixes in all tiers."""
         self._snapshots = SlotSnapshots(self._tree, self._sequences, self.pool, self._offloader, self.checkpoints)
@@ -196,8 +199,11 @@ class KVCache:
         if match.public is not None:
             self._public.mark_used(match.tokens)
         self.pool.ensure_free_id()
-        self._n_cached_at[slot] = match.n_cached
-        return Acquired(slot, match.n_cached, self.length(slot), n_copied, miss)
+        n_resident = self.length(slot)
+        is_left = not self.settings.unified and n_resident < min(match.n_resident, match.n_cached)
+        n_cached = n_resident if is_left else match.n_cached
+        self._n_cached_at[slot] = n_cached
+        return Acquired(slot, n_cached, n_resident, n_copied, miss)
 
     def load(self, seq: int, tokens: bytes) -> Loaded:
         """Extend a running sequence by what else is cached of `tokens`: copy it, then load it."""
@@ -206,9 +212,15 @@ class KVCache:
         match = self._public.match(self._sequences.end(seq).namespace, tokens)
         match = self.restorer.cut_to_pending(seq, match)
         n_copied = self.pool.copy_resident(seq, match)
+        if not self.settings.unified and self.length(seq) < min(match.n_resident, match.n_cached):
+            # A copy between partitions does not pay, so what follows it is computed, too.
+            self._tiers.unpin(seq)
+            return Loaded(LoadStatus.DONE)
         if n_copied:
             self.pool.deduplicate()
-        limit = self.settings.max_tokens_in_gap(self.settings.load_us) if self.has_streams else None
+        # In a partitioned pool each further load loads everything again.
+        is_limited = self.has_streams and self.settings.unified
+        limit = self.settings.max_tokens_in_gap(self.settings.load_us) if is_limited else None
         limit = None if limit is None else max(0, limit - self._n_loaded)
         is_reading = self.restorer.is_reading(seq)
         loaded = self._offloader.load(seq, match, limit, loads_all=self.restorer.is_waiting(seq))
@@ -387,4 +399,4 @@ class KVCache:
             assert seq in self._sequences.slots or not self._tree.is_pinned(seq)
             assert self._tree.is_pinned(seq) or seq not in self._tiers.load_pins, f"sequence {seq} keeps segments"
         assert self.settings.scratch is None or range_of(self.settings.scratch) == range(0)
-        assert 0 <= self.cells.used <= self.settings.n_cells or not self.settings.shares_cells
+        assert 0 <= self.cells.used <= self.settings.n_cells

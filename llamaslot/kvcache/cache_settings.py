@@ -58,7 +58,7 @@ class CacheSettings:
     n_seqs: int
     """Sequence ids: slots first, then spare ones; where cells are shared, the last one is for scratch."""
     unified: bool = True
-    """True if all sequences share one pool."""
+    """True if all sequences share one pool; false if each has a part of it, a stream of llama.cpp's."""
     can_trim: bool = True
     """True if a sequence can be trimmed and continued."""
     checkpoints: CheckpointSettings = field(default_factory=CheckpointSettings)
@@ -96,14 +96,11 @@ class CacheSettings:
     idle_delay_ms: float = 50.0
     """Time without requests after which idle prefixes are offloaded ahead; a client's next turn may come at once.
     """
-    stream_copy_ms: float = 0.0
-    """Time to copy all cells of a sequence in a partitioned pool; 0 if that is not possible."""
 
     def learn(self, measured: CacheSettings) -> None:
         """Take the costs of settings that were made once they were measured."""
         self.offload_after = measured.offload_after
         self.prefill_us, self.save_us, self.load_us = measured.prefill_us, measured.save_us, measured.load_us
-        self.stream_copy_ms = measured.stream_copy_ms
         self.checkpoints.take_ms = measured.checkpoints.take_ms
         self.checkpoints.restore_ms = measured.checkpoints.restore_ms
 
@@ -133,6 +130,12 @@ class CacheSettings:
         return self.n_seqs - 1 if self.shares_cells and self.n_seqs > self.n_slots else None
 
     @property
+    def saves(self) -> bool:
+        """True if KV can be saved to host memory and loaded."""
+        has_way = self.scratch is not None if self.unified else self.can_trim
+        return has_way and self.segment_size is not None
+
+    @property
     def n_spare(self) -> int:
         """Ids that may keep idle prefixes while all slots run; in a shared pool that can trim one more is free."""
         return max(0, self.n_seqs - self.n_slots - (1 + self.can_trim) * self.shares_cells)
@@ -140,7 +143,7 @@ class CacheSettings:
     @property
     def offloads(self) -> bool:
         """True if what leaves the pool is kept in RAM."""
-        return self.scratch is not None and self.ram_bytes > 0 and self.segment_size is not None
+        return self.saves and self.ram_bytes > 0
 
     @property
     def writes(self) -> bool:
@@ -155,22 +158,29 @@ class CacheSettings:
     @property
     def offloads_ahead(self) -> bool:
         """True if idle prefixes are offloaded before their cells are needed."""
-        return self.offloads and (self.offload_after is not None or self.copies_running)
+        return self.offloads and (self.offload_after is not None or self.writes or self.uploads)
 
     @property
     def copies_running(self) -> bool:
-        """True if what running requests hold is copied to RAM, to be written or uploaded from there."""
-        return self.writes or self.uploads
+        """True if what running requests hold is copied to RAM, to be written or uploaded from there.
+
+        Not in a partitioned pool, where each segment takes saving all that its sequence holds.
+        """
+        return self.unified and (self.writes or self.uploads)
 
     @property
-    def copies_streams(self) -> bool:
-        """True if a sequence may become a copy of another one in a partitioned pool."""
-        return not self.unified and self.can_trim and self.stream_copy_ms > 0
+    def ahead_tokens(self) -> int:
+        """Tokens that are offloaded ahead in one step, while nothing runs."""
+        return self.segment_tokens if self.unified else self.n_cells // self.n_slots
 
     @property
     def load_cost(self) -> float:
         """Time to load a token over the time to compute it; 0 if it is not known."""
         return self.load_us / self.prefill_us if self.prefill_us else 0.0
+
+    def pays_to_load(self, n_wanted: int, n_loaded: int) -> bool:
+        """True if loading `n_loaded` tokens takes less time than computing the `n_wanted` ones among them."""
+        return n_wanted > self.load_cost * n_loaded
 
     @property
     def min_restored(self) -> int:

@@ -7,8 +7,8 @@
 
 They are removed before the next step, so a duplicate lives as long as the step that filled it.
 
-With a partial state, a sequence cannot take the cells of another one. There, duplicates stay until their holders
-drop them, and `KeptDuplicates` counts them:
+In a partitioned pool each sequence has cells of its own (`OwnCells`). With a partial state, a sequence cannot take
+the cells of another one. There, duplicates stay until their holders drop them, and `KeptDuplicates` counts them:
 
     1 is copied to 2:     2:  a b c' d'    1 and 2 share c' d': 2 cells beside those that the tree counts
     0 is released:                         all holders of [c d] share c' d', so these are what the tree counts
@@ -133,6 +133,47 @@ class DuplicateCells:
                 if source is not None:
                     shares.append(Share(source, seq, *part))
         return shares
+
+
+class OwnCells:
+    """Duplicates in a partitioned pool, where each sequence has a cell for each of its tokens.
+
+    Implements `Duplicates` by counting: there is nothing to record, and nothing to remove.
+    """
+
+    def __init__(self, tree: RadixTree, n_seqs: int) -> None:
+        self._tree = tree
+        self._seqs = range(n_seqs)
+
+    @property
+    def n_cells(self) -> int:
+        """Cells in addition to those that the tree counts."""
+        return sum(map(self._tree.length, self._seqs)) - self._tree.n_tokens
+
+    def add(self, seq: int, start: int, end: int) -> None:
+        """Do nothing."""
+
+    def copy(self, src: int, dst: int, start: int, end: int) -> None:
+        """Do nothing."""
+
+    def truncate(self, seq: int, keep: int) -> None:
+        """Do nothing."""
+
+    def idle_holders(self, is_pinned: Callable[[int], bool]) -> set[int]:
+        """None: a sequence that runs has its own cells free, so none is emptied for it."""
+        return set()
+
+    def n_idle_cells(self, is_pinned: Callable[[int], bool]) -> int:
+        """Cells of idle sequences in addition to those that the tree counts as idle."""
+        idle = [seq for seq in self._seqs if not is_pinned(seq)]
+        return sum(map(self._tree.length, idle)) - self._tree.n_idle_tokens
+
+    def resolve(self) -> list[Share]:
+        """None: cells cannot be shared."""
+        return []
+
+    def check(self) -> None:
+        """Do nothing: `n_cells` follows from the tree."""
 
 
 class _Group(NamedTuple):

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 
 from llamaslot.base.kv_ops import Copy, Load, Operation, Remove, Restore, StateRecord
 from llamaslot.base.model import StateKind
 from llamaslot.base.tokens import WIDTH
-from llamaslot.kvcache.duplicates import DuplicateCells, Duplicates, KeptDuplicates
+from llamaslot.kvcache.duplicates import DuplicateCells, Duplicates, KeptDuplicates, OwnCells
 from llamaslot.kvcache.match import Match
 from llamaslot.kvcache.node import Node
 from llamaslot.kvcache.radix_tree import RadixTree
@@ -24,14 +25,26 @@ class Sequences:
     `states` follows which sequences have their partial state, for models that have one.
     """
 
-    def __init__(self, tree: RadixTree, *, n_slots: int, n_seqs: int, states: StateRecord | None = None) -> None:
+    def __init__(
+        self,
+        tree: RadixTree,
+        *,
+        n_slots: int,
+        n_seqs: int,
+        states: StateRecord | None = None,
+        shares_cells: bool = True,
+    ) -> None:
         self.slots = range(n_slots)
         self.spare = range(n_slots, n_seqs)
         self.all = range(n_seqs)
         self.operations: list[Operation] = []
         self.states = states or StateRecord(StateKind.NONE, 0)
         # To exchange cells would move the partial state that comes with them.
-        self.duplicates: Duplicates = KeptDuplicates(tree) if self.states.has_states else DuplicateCells(tree)
+        self.duplicates: Duplicates = (
+            (KeptDuplicates(tree) if self.states.has_states else DuplicateCells(tree))
+            if shares_cells
+            else OwnCells(tree, n_seqs)
+        )
         self.clock = 0
         """Logical time: counts uses and computed prompt tokens."""
         self._tree = tree
@@ -131,11 +144,16 @@ class Sequences:
         self._tree.hold(dst, end.namespace, end, end.end)
         self.duplicates.copy(src, dst, 0, end.end)
 
-    def load(self, segment: int, seq: int, end: int, scratch: int, tokens: bytes) -> None:
+    def load(self, segment: int, seq: int, end: int, tokens: bytes) -> None:
         """Extend a sequence by what a segment has up to token `end`; `tokens` are those of the path."""
         start = self._tree.length(seq)
         self.states.load(seq)
-        self.operations.append(Load(segment, seq, start, end, scratch))
+        last = self.operations[-1] if self.operations else None
+        if isinstance(last, Load) and last.dst == seq:
+            # In a partitioned pool each further load would load everything again.
+            self.operations[-1] = replace(last, parts=(*last.parts, (segment, end)))
+        else:
+            self.operations.append(Load(seq, start, ((segment, end),)))
         if n_held := self._tree.extend(seq, tokens[start * WIDTH : end * WIDTH]):
             self.duplicates.add(seq, start, start + n_held)
 

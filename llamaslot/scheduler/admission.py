@@ -16,7 +16,6 @@ import numpy as np
 
 from llamaslot.kvcache.cache import KVCache
 from llamaslot.kvcache.match import Match
-from llamaslot.kvcache.pools.pool import Sharing
 from llamaslot.scheduler.fair_share import FairShare
 from llamaslot.scheduler.in_flight import InFlight
 from llamaslot.scheduler.request import Request, Slot
@@ -136,7 +135,7 @@ class Admission:
                 choices = _free_slots(request, free)
                 if not request.is_ready or not choices or (is_fresh and n_fresh >= MAX_CANDIDATES):
                     continue
-                if not self._waits_for_prefix(request, running, choices):
+                if not self._waits_for_prefix(request, running):
                     candidates.append(request)
                     n_fresh += is_fresh
         return candidates
@@ -152,7 +151,7 @@ class Admission:
             is_full = False
             for request in sorted(group, key=_order):
                 choices = _free_slots(request, free)
-                if not choices or self._waits_for_prefix(request, running, choices):
+                if not choices or self._waits_for_prefix(request, running):
                     continue
                 if self._fits(request, running):
                     return request, group
@@ -172,19 +171,16 @@ class Admission:
         self._in_flight.add(request)
         self._shares.take_turn(request.submit.client)
 
-    def _waits_for_prefix(self, request: Request, running: Sequence[Request], choices: Sequence[int]) -> bool:
+    def _waits_for_prefix(self, request: Request, running: Sequence[Request]) -> bool:
         """True if a request should wait while a running one computes a part of its prompt.
 
         That part must be worth it: it counts how much of it the leader had to compute when it was admitted, however
         little of that is left. A request that has waited for a prefix keeps waiting when another one leads.
         """
-        if self._cache.is_on_trial:
+        if self._cache.is_on_trial or not self._cache.settings.can_reuse:
             return False
         match = self.match(request)
         n_in_flight, leaders = self._in_flight.longest(request)
-        sharing = self._cache.pool.sharing(match, choices, n_in_flight)
-        if sharing is not Sharing.SHARE:
-            return sharing is Sharing.WAIT
         if any(_are_siblings(leader, request) and leader.sampler is None for leader in running):
             return True
         if n_in_flight <= match.n_cached:

@@ -19,7 +19,6 @@ from llamaslot.base.backend import Backend, Decoded, Run, Sampler, Status
 from llamaslot.base.generation.token_probs import TokenScore
 from llamaslot.base.kv_ops import (
     Copy,
-    CopyStream,
     Free,
     Load,
     NotLoadedError,
@@ -130,6 +129,7 @@ class StepResult:
 def apply(plan: StepPlan, backend: Backend, clock: Callable[[], float]) -> StepResult:
     """Carry out a plan. Raises only what is a bug or the end of the backend."""
     unsaved, incomplete = _change(plan.operations, backend)
+    backend.end_changes()
     started = clock()
     plan = plan.without(incomplete)
     if not plan.work:
@@ -233,14 +233,7 @@ def _change(operations: Sequence[Operation], backend: Backend) -> tuple[frozense
                 unsaved.add(number)
             case Remove(seq, 0) if is_done and seq in incomplete:
                 incomplete.remove(seq)
-            case (
-                Remove(seq)
-                | Copy(dst=seq)
-                | Share(dst=seq)
-                | CopyStream(dst=seq)
-                | Load(dst=seq)
-                | Restore(dst=seq)
-            ) if not is_done:
+            case Remove(seq) | Copy(dst=seq) | Share(dst=seq) | Load(dst=seq) | Restore(dst=seq) if not is_done:
                 incomplete.add(seq)
     return frozenset(unsaved), frozenset(incomplete)
 
@@ -248,7 +241,7 @@ def _change(operations: Sequence[Operation], backend: Backend) -> tuple[frozense
 def _needed(operation: Operation) -> tuple[int, ...]:
     """The sequences that must hold what they should for an operation to be carried out."""
     match operation:
-        case Copy(src, dst) | Share(src, dst) | CopyStream(src, dst):
+        case Copy(src, dst) | Share(src, dst):
             return src, dst
         case Save(src=seq) | Load(dst=seq) | Take(src=seq) | Restore(dst=seq):
             return (seq,)

@@ -128,7 +128,6 @@ def test_weights_that_are_mapped_are_not_free() -> None:
     ("changes", "words"),
     [
         ({"state": Capabilities(can_trim=False)}, "no prefix of this model can be reused"),
-        ({"unified": False}, "--kv-unified"),
         ({"flash_attn": False}, "flash attention"),
         ({"segment_size": None}, "no sequence id is left"),
         ({"kv_cost": msgspec.structs.replace(COST, load_us=101.0)}, "as long as computing it"),

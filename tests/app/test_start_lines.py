@@ -140,7 +140,7 @@ def test_the_log_says_whether_there_is_a_remote_tier(line: str) -> None:
     ("changes", "defaults"),
     [
         ({}, "idle prefixes stay in the pool until their cells are needed, small steps are not padded"),
-        ({"unified": False}, "no sequence is copied to another slot"),
+        ({"unified": False}, "idle prefixes stay in the pool until their cells are needed"),
     ],
 )
 def test_a_line_says_that_costs_could_not_be_measured_and_what_holds_until_they_are(

@@ -151,11 +151,20 @@ def test_a_pool_that_cannot_be_filled_is_not_measured(tiny_model: Path, monkeypa
     backend.close()
 
 
+def test_a_partitioned_pool_has_no_idle_cells_to_measure(tiny_model: Path) -> None:
+    backend = LlamaBackend(LlamaSettings(tiny_model, n_ctx=4096, unified=False, measure_costs=True))
+    cost = backend.info.kv_cost
+    backend.close()
+    assert cost is not None
+    assert (cost.n_idle_cells, cost.prefill_slowdown) == (0, 1.0)
+    assert 0 < cost.load_us < cost.prefill_us
+    assert cost.save_us > 0
+
+
 @pytest.mark.parametrize(
     "fields",
     [
         {"n_ctx": 2048},
-        {"n_ctx": 4096, "unified": False},
         {"n_ctx": 4096, "n_slots": 256},
         {"n_ctx": 4096, "measure_costs": False},
         {"n_ctx": 4096, "flash_attn": "off"},

@@ -228,11 +228,12 @@ def test_the_pool_is_one_or_in_parts(tiny_model: Path) -> None:
             assert feed(backend, 0, [300] * 64).status is Status.OK
         assert feed(backend, 0, [300]).status is Status.NO_CELLS
         assert feed(backend, 1, [300]).status is Status.OK
-        for end in (0, 64):
-            with pytest.raises(IllegalCallError):
-                backend.change(Copy(0, 2, 0, end))
+        backend.change(Copy(0, 2, 0, 64))
+        with pytest.raises(IllegalCallError):
+            backend.change(Share(0, 2, 0, 64))
         backend.change(Remove(0, 100))
-        assert (backend.seq_len(0), backend.seq_len(1), backend.seq_len(2)) == (100, 1, 0)
+        assert (backend.seq_len(0), backend.seq_len(1), backend.seq_len(2)) == (100, 1, 64)
+        assert feed(backend, 2, [300] * 64).status is Status.OK, "it has its own cells"
 
 
 @pytest.mark.cpu_only

@@ -143,13 +143,13 @@ def test_segments_are_saved_without_a_state(backend: LlamaBackend) -> None:
     feed(backend, 0, OTHER)
     backend.change(Copy(0, 1, 0, 30))
     for number, (seq, start, end) in enumerate([(0, 0, 30), (0, 30, N_HELD), (1, 0, 30)], 10):
-        backend.change(Save(number, seq, start, end, SCRATCH))
+        backend.change(Save(number, seq, start, end))
     assert len(backend.kv_of(10)) == len(backend.kv_of(12))
     assert is_refused(backend, 1)
     backend.change(Remove(0, 0))
-    backend.change(Load(10, 0, 0, 30, SCRATCH))
+    backend.change(Load(0, 0, ((10, 30),)))
     assert is_refused(backend, 0)
-    backend.change(Load(11, 0, 30, N_HELD, SCRATCH))
+    backend.change(Load(0, 30, ((11, N_HELD),)))
     backend.change(Restore(1, 0))
     assert is_same(feed(backend, 0, TAIL), expected)
 
@@ -351,7 +351,7 @@ def test_a_full_window_cache_fails_an_operation_and_nothing_else(folder: Path) -
             backend.change(Copy(0, 16, 0, N_SWA))
         assert backend.seq_len(16) == 0
         with pytest.raises(NotSavedError):
-            backend.change(Save(2, 0, 0, N_SWA, backend.n_seqs - 1))
+            backend.change(Save(2, 0, 0, N_SWA))
         for seq in range(1, 4):
             backend.change(Remove(seq, 0))
         assert is_same(feed(backend, 0, TAIL), expected)

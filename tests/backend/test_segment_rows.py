@@ -34,7 +34,7 @@ def fill_out_of_order(backend: LlamaBackend) -> None:
 
 
 def saved(backend: LlamaBackend, start: int, end: int) -> Kv:
-    backend.change(Save(0, 0, start, end, backend.n_seqs - 1))
+    backend.change(Save(0, 0, start, end))
     kv = backend.kv_of(0)
     assert kv is not None
     backend.change(Free(0))

@@ -72,17 +72,17 @@ def test_a_prefix_put_together_from_segments_answers_as_a_cold_one(
             feed(backend, 1, PROMPT[at : at + 30])
             feed(backend, 0, PROMPT[at : at + 50])
         for number, (start, end) in enumerate([(0, 90), (90, 150), (140, 200)]):
-            backend.change(Save(number, 0, start, end, SCRATCH))
+            backend.change(Save(number, 0, start, end))
         backend.change(Remove(0, 40))
         backend.change(Remove(1, 40))
         for load in (
-            Load(0, 0, 40, 90, SCRATCH),
-            Load(1, 0, 90, 150, SCRATCH),
-            Load(0, 2, 0, 90, SCRATCH),
-            Load(1, 2, 90, 145, SCRATCH),
-            Load(2, 0, 150, 199, SCRATCH),
-            Load(2, 2, 145, 200, SCRATCH),
-            Load(2, 0, 199, 200, SCRATCH),
+            Load(0, 40, ((0, 90),)),
+            Load(0, 90, ((1, 150),)),
+            Load(2, 0, ((0, 90),)),
+            Load(2, 90, ((1, 145),)),
+            Load(0, 150, ((2, 199),)),
+            Load(2, 145, ((2, 200),)),
+            Load(0, 199, ((2, 200),)),
         ):
             backend.change(load)
         backend.change(Copy(2, 3, 0, 200))
@@ -105,9 +105,9 @@ def test_a_wrong_segment_is_noticed_by_what_is_answered(tiny_model: Path) -> Non
         other = PROMPT.copy()
         other[100:110] = PROMPT[110:100:-1]
         feed(backend, 1, other)
-        backend.change(Save(0, 1, 100, 150, SCRATCH))
+        backend.change(Save(0, 1, 100, 150))
         backend.change(Copy(0, 2, 0, 100))
-        backend.change(Load(0, 2, 100, 150, SCRATCH))
+        backend.change(Load(2, 100, ((0, 150),)))
         backend.change(Copy(0, 2, 150, 200))
         right, wrong = best(backend, 0, 301), best(backend, 2, 301)
         assert not Noise(settings(tiny_model)).explains([*PROMPT.tolist(), 301], wrong, right)
@@ -116,13 +116,13 @@ def test_a_wrong_segment_is_noticed_by_what_is_answered(tiny_model: Path) -> Non
 def test_a_pool_too_full_for_a_segment_stays_as_it_is(tiny_model: Path) -> None:
     with loaded(tiny_model) as backend:
         feed(backend, 0, PROMPT)
-        backend.change(Save(0, 0, 0, 200, SCRATCH))
+        backend.change(Save(0, 0, 0, 200))
         feed(backend, 1, [301] * (N_CTX - 399))
         with pytest.raises(NotLoadedError):
-            backend.change(Load(0, 2, 0, 1, SCRATCH))
+            backend.change(Load(2, 0, ((0, 1),)))
         assert [len(backend.seq_range(seq)) for seq in range(6)] == [200, 113, 0, 0, 0, 0]
         backend.change(Remove(1, 112))
-        backend.change(Load(0, 2, 0, 1, SCRATCH))
+        backend.change(Load(2, 0, ((0, 1),)))
         assert [len(backend.seq_range(seq)) for seq in range(6)] == [200, 112, 1, 0, 0, 0]
         assert feed(backend, 1, [301] * 199) is Status.OK
         assert feed(backend, 1, [301]) is Status.NO_CELLS
@@ -134,11 +134,11 @@ def test_a_segment_that_llama_cpp_cannot_save_is_told(tiny_model: Path, monkeypa
         with monkeypatch.context() as patch:
             patch.setattr(llama_cpp, "llama_state_seq_get_data", lambda *_: 0)
             with pytest.raises(NotSavedError):
-                backend.change(Save(0, 0, 0, 200, SCRATCH))
+                backend.change(Save(0, 0, 0, 200))
         assert [len(backend.seq_range(seq)) for seq in range(6)] == [200, 0, 0, 0, 0, 0]
         with pytest.raises(IllegalCallError, match="not saved"):
-            backend.change(Load(0, 1, 0, 200, SCRATCH))
-        backend.change(Save(0, 0, 0, 200, SCRATCH))
+            backend.change(Load(1, 0, ((0, 200),)))
+        backend.change(Save(0, 0, 0, 200))
 
 
 @pytest.mark.parametrize("call", ["llama_state_seq_get_size", "llama_state_seq_set_data"])
@@ -148,11 +148,11 @@ def test_where_llama_cpp_has_no_memory_on_the_way_nothing_is_changed(
     """It catches the exception and returns 0."""
     with loaded(tiny_model) as backend:
         feed(backend, 0, PROMPT)
-        backend.change(Save(0, 0, 0, 200, SCRATCH))
+        backend.change(Save(0, 0, 0, 200))
         operation, error = (
-            (Save(1, 0, 0, 100, SCRATCH), NotSavedError)
+            (Save(1, 0, 0, 100), NotSavedError)
             if call.endswith("size")
-            else (Load(0, 1, 0, 100, SCRATCH), NotLoadedError)
+            else (Load(1, 0, ((0, 100),)), NotLoadedError)
         )
         with monkeypatch.context() as patch:
             patch.setattr(llama_cpp, call, lambda *_: 0)
@@ -173,7 +173,7 @@ def test_the_size_of_a_segment_is_known_beforehand(tiny_model: Path, cache_type:
             assert backend.decode([Run(seq, i, PROMPT[i : i + 1], False) for seq in (0, 1)]).status is Status.OK
         feed(backend, 0, PROMPT[40:])
         for number, (start, end) in enumerate([(0, 1), (0, 2), (0, 40), (7, 150), (0, 200), (199, 200)]):
-            backend.change(Save(number, 0, start, end, SCRATCH))
+            backend.change(Save(number, 0, start, end))
             state = backend._kv.segments._states[number]
             assert len(state) == size.of(end - start)
             backend.change(Free(number))
@@ -184,7 +184,7 @@ def test_the_size_of_a_segment_is_known_beforehand(tiny_model: Path, cache_type:
 def test_the_size_of_a_segment_has_no_part_of_a_state_that_cannot_be_trimmed(shape: str) -> None:
     """However far a window has moved, and whether or not the range ends where the state is."""
     with loaded(synthetic.ensure(shape), checkpoints=True) as backend:
-        size, scratch = backend.info.segment_size, backend.n_seqs - 1
+        size = backend.info.segment_size
         assert size is not None
         assert (size.per_token > 0) == (backend.info.state.kind is not StateKind.RECURRENT)
         for at in range(0, 200, 40):
@@ -192,7 +192,7 @@ def test_the_size_of_a_segment_has_no_part_of_a_state_that_cannot_be_trimmed(sha
                 feed(backend, seq, PROMPT[at : at + 40])
         whole = llama_cpp.llama_state_seq_get_size(backend._context, 0)
         for start, end in ((0, 1), (0, 2), (7, 150), (0, 200), (199, 200)):
-            backend.change(Save(0, 0, start, end, scratch))
+            backend.change(Save(0, 0, start, end))
             kv = backend.kv_of(0)
             assert kv is not None
             assert len(kv) == size.of(end - start)
@@ -200,15 +200,15 @@ def test_the_size_of_a_segment_has_no_part_of_a_state_that_cannot_be_trimmed(sha
         assert size.of(200) < whole
         with pytest.raises(ValueError, match="are not 200 tokens"):
             backend.put(1, 0, 200, np.zeros(whole, dtype=np.uint8))
-        backend.put(1, 0, 200, kv_of_whole(backend, scratch))
+        backend.put(1, 0, 200, kv_of_whole(backend))
         backend.change(Remove(1, 0))
-        backend.change(Load(1, 1, 0, 200, scratch))
+        backend.change(Load(1, 0, ((1, 200),)))
         assert backend.seq_len(1) == 200
 
 
-def kv_of_whole(backend: LlamaBackend, scratch: int) -> Kv:
+def kv_of_whole(backend: LlamaBackend) -> Kv:
     """The KV of all 200 tokens of sequence 0, as an earlier process would have saved it."""
-    backend.change(Save(0, 0, 0, 200, scratch))
+    backend.change(Save(0, 0, 0, 200))
     kv = backend.kv_of(0)
     assert kv is not None
     backend.change(Free(0))
@@ -218,7 +218,6 @@ def kv_of_whole(backend: LlamaBackend, scratch: int) -> Kv:
 @pytest.mark.parametrize(
     ("shape", "fields"),
     [
-        ("tiny", {"unified": False, "n_cache_seqs": 2}),
         ("tiny", {"flash_attn": "off"}),
         ("tiny", {"n_slots": 256}),
         ("tiny-swa", {}),
@@ -238,8 +237,8 @@ def test_with_255_slots_there_is_still_an_id_for_scratch(tiny_model: Path) -> No
         assert backend.n_seqs == 256
         assert backend.info.segment_size is not None
         feed(backend, 254, PROMPT)
-        backend.change(Save(0, 254, 0, 200, 255))
-        backend.change(Load(0, 3, 0, 200, 255))
+        backend.change(Save(0, 254, 0, 200))
+        backend.change(Load(3, 0, ((0, 200),)))
         assert len(backend.seq_range(3)) == 200
 
 
@@ -250,7 +249,6 @@ def test_what_kv_depends_on_is_told(tiny_model: Path) -> None:
         "plain": {},
         "types": {"cache_type_k": "q8_0", "cache_type_v": "q8_0"},
         "flash attention": {"flash_attn": "off"},
-        "one pool": {"unified": False},
         "long positions": {"n_ctx": 8192},
     }.items():
         backend = LlamaBackend(LlamaSettings(tiny_model, **plain | more))
@@ -279,8 +277,8 @@ def test_a_segment_for_which_there_is_no_memory_leaves_everything_as_it_was(
         with monkeypatch.context() as patched:
             patched.setattr(saved_sequences, "new_kv", nothing)
             with pytest.raises(NotSavedError) as error:
-                backend.change(Save(7, 0, 50, 100, SCRATCH))
+                backend.change(Save(7, 0, 50, 100))
         assert error.value.segment == 7
         assert backend.kv_of(7) is None
         assert [len(backend.seq_range(seq)) for seq in range(6)] == [200, 0, 0, 0, 0, 0]
-        backend.change(Save(7, 0, 50, 100, SCRATCH))
+        backend.change(Save(7, 0, 50, 100))

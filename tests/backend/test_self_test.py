@@ -21,7 +21,6 @@ from llamaslot.backend.state_format import HEADER_BYTES, LAYOUTS, SavedCells, di
 from llamaslot.base.backend import Decoded, Run, Status
 from llamaslot.base.kv_ops import (
     Copy,
-    CopyStream,
     IllegalCallError,
     Kv,
     Load,
@@ -86,7 +85,7 @@ PLANTED = [
     ("no trim", "tiny-mla", "in a sequence that was cut"),
     ("cells of another branch", "tiny-mla", "in a copy of a sequence"),
     ("no copy", "M-RoPE", "in a copy of a sequence"),
-    ("no copy of a stream", "tiny-mla", "in a copy of a stream"),
+    ("no copy between partitions", "tiny-mla", "in a copy of a sequence"),
     ("a state that is not used", "tiny-mla", "in a sequence that was cut, logits"),
 ]
 OTHER = 9
@@ -126,8 +125,8 @@ class WrongBackend(NoisyBackend):
                 kv.states.checkpoints[number] = end
             case "a checkpoint of another branch", Take(number, src, end):
                 self._of_other(1, self._held[src][:end][::-1], Take(number, 1, end))
-            case "cells of another segment", Save(number, src, start, end, scratch):
-                self._of_other(1, self._held[src][:end][::-1], Save(number, 1, start, end, scratch))
+            case "cells of another segment", Save(number, src, start, end):
+                self._of_other(1, self._held[src][:end][::-1], Save(number, 1, start, end))
             case "another checkpoint in place", Take(_, src, end):
                 super().change(operation)
                 self._of_other(1, self._held[src][:end][::-1], Take(OTHER, 1, end))
@@ -140,15 +139,15 @@ class WrongBackend(NoisyBackend):
                 kv.lengths[dst] = end
             case "no copy", Copy(_, dst, 0, end):
                 kv.lengths[dst] = end
-            case "no load", Load(_, dst, _, end):
-                kv.lengths[dst] = end
-            case "no copy of a stream", CopyStream(_, dst, keep):
-                self._compute(dst, self._held[dst][:1] * keep)
-            case "a load into another sequence", Load(number, 0, start, end, scratch):
-                super().change(Load(number, 1, start, end, scratch))
-                kv.lengths[0] = end
-            case "a segment twice", Load(number, dst, start, end, scratch) if start:
-                kv.segments._states[number] = shifted(kv.segments._states[number + 1], start)
+            case "no load", Load(dst):
+                kv.lengths[dst] = operation.end
+            case "no copy between partitions", Copy(_, dst, 0, end):
+                self._compute(dst, self._held[dst][:1] * end)
+            case "a load into another sequence", Load(0, start, parts):
+                super().change(Load(1, start, parts))
+                kv.lengths[0] = operation.end
+            case "a segment twice", Load(_, _, ((first, half), (second, _))):
+                kv.segments._states[second] = shifted(kv.segments._states[first], half)
                 super().change(operation)
             case "cells of another branch", Copy(src, dst, 0, end):
                 self._compute(dst, self._held[src][:end][::-1])
@@ -330,7 +329,7 @@ def test_a_right_dense_model_passes(
 def test_a_planted_bug_fails_in_any_noise(
     bug: str, shape: str, where: str, noise: float, models: dict[str, Path]
 ) -> None:
-    fields = {"unified": False, "n_cache_seqs": 1} if "stream" in bug else {}
+    fields = {"unified": False, "n_cache_seqs": 1} if "partitions" in bug else {}
     with loaded(models.get(shape, shape), bug, noise, **fields) as backend:
         skip_without_segments(backend, where)
         assert backend.info.self_test == "failed"
@@ -447,7 +446,7 @@ def test_a_model_that_failed_is_computed_whole() -> None:
         assert (info.checkpoint_size, info.segment_size, info.state_cost) == (None, None, None)
         assert info.reuse_reason == info.self_test_reason
         assert backend.decode([Run(0, 0, TOKEN, True)]).status is Status.OK
-        for operation in (Take(1, 0, 1), Copy(0, 1, 0, 1), Save(1, 0, 0, 1, backend.n_seqs - 1)):
+        for operation in (Take(1, 0, 1), Copy(0, 1, 0, 1), Save(1, 0, 0, 1)):
             with pytest.raises(IllegalCallError):
                 backend.change(operation)
         backend.change(Remove(0, 0))
@@ -467,8 +466,8 @@ def test_dense_models_and_those_that_reuse_nothing_need_none(shape: str, fields:
         assert backend.info.self_test == ""
 
 
-def test_streams_of_a_partitioned_pool_are_tested_by_their_copies() -> None:
-    with loaded("tiny-mla", unified=False, n_cache_seqs=1) as backend:
+def test_a_partitioned_pool_is_tested_by_copies_and_segments() -> None:
+    with loaded("tiny-mla", unified=False) as backend:
         assert backend.info.self_test == "passed"
 
 

@@ -204,8 +204,9 @@ def differing_share(cold: dict[str, list[int]]) -> float:
         (True, IN_RAM, False, False),
         (True, IN_RAM, False, True),
         (False, {}, False, False),
+        (False, IN_RAM, False, False),
     ],
-    ids=["unified", "padded", "in RAM", "on disk", "partitioned"],
+    ids=["unified", "padded", "in RAM", "on disk", "partitioned", "partitioned, in RAM"],
 )
 def test_every_text_is_the_cold_one(
     *,

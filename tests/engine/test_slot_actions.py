@@ -170,9 +170,8 @@ async def test_a_restore_that_does_not_fit_the_slot_is_refused(tmp_path: Path) -
         assert refused.param == "filename"
 
 
-@pytest.mark.parametrize("unified", [True, False])
-async def test_actions_are_refused_without_a_folder_or_a_unified_pool(tmp_path: Path, unified: bool) -> None:
-    backend = FakeBackend(n_slots=2, n_ctx=1024, unified=unified)
+async def test_actions_are_refused_without_a_folder() -> None:
+    backend = FakeBackend(n_slots=2, n_ctx=1024)
     async with running(backend, kind=Files) as engine:
         assert isinstance(engine, Files)
         refused = await engine.act(0, "erase")
@@ -180,13 +179,17 @@ async def test_actions_are_refused_without_a_folder_or_a_unified_pool(tmp_path: 
         assert refused.type == "not_supported_error"
 
 
+@pytest.mark.parametrize("unified", [True, False])
 @pytest.mark.parametrize(("n_ctx", "n_reserved", "ram_bytes"), LAYOUTS if conftest.LONG else LAYOUTS[:2])
 async def test_actions_do_not_change_the_replies_of_requests_beside_them(
-    tmp_path: Path, n_ctx: int, n_reserved: int, ram_bytes: int
+    tmp_path: Path, n_ctx: int, n_reserved: int, ram_bytes: int, unified: bool
 ) -> None:
     """Saves, restores and erasures of all slots while requests come and go, with invariants checked."""
     rng = random.Random(5)
-    backend = FakeBackend(n_slots=3, n_ctx=n_ctx, n_reserved=n_reserved)
+    if unified:
+        backend = FakeBackend(n_slots=3, n_ctx=n_ctx, n_reserved=n_reserved)
+    else:
+        backend = FakeBackend(n_slots=3, n_ctx=3 * n_ctx, unified=False)
     async with served(tmp_path, backend, ram_bytes=ram_bytes, debug_invariants=True) as engine:
         heads = [f"{name} " * 60 for name in ("one", "two", "three")]
         prompts: dict[str, str] = {}
@@ -429,7 +432,6 @@ async def test_a_restore_is_refused_if_a_running_request_keeps_it_from_its_cells
     ("settings", "reason"),
     [
         ({}, "start it with --slot-save-path"),
-        ({"unified": False}, "that needs one pool for all slots, --kv-unified"),
         ({"can_trim": False}, "no prefix of this model can be reused"),
         ({"segment_size": None}, "no sequence id is left for it, so lower --parallel"),
     ],

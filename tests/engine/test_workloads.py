@@ -107,9 +107,6 @@ LAYOUTS = (
     {"n_ctx": 96, "n_reserved": 2},
     {"n_ctx": 96},
     {"n_ctx": 192, "unified": False},
-    # Copying a slot always beats computing.
-    {"n_ctx": 192, "unified": False, "stream_copy_ms": 1e-9},
-    {"n_ctx": 192, "unified": False, "stream_copy_ms": 1e-9, "n_reserved": 2},
     {"n_ctx": 96, "can_trim": False},
     {"n_ctx": 192, "unified": False, "can_trim": False},
 )

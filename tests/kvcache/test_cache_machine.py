@@ -31,7 +31,7 @@ from hypothesis.stateful import (
 from llamaslot.base.backend import Backend, Run, Sampler, Status
 from llamaslot.base.commands import Submit
 from llamaslot.base.generation.sampling import Sampling
-from llamaslot.base.kv_ops import CopyStream, Kv, Load, Remove, Save
+from llamaslot.base.kv_ops import Copy, Kv, Load, Remove, Save
 from llamaslot.base.model import SegmentSize, StepCost
 from llamaslot.base.namespaces import PUBLIC_SALT, key_salt, key_secret
 from llamaslot.base.prompt import TokenizedPrompt
@@ -83,7 +83,8 @@ OFTEN = (
 SHARES = "lost of its share", "lost beyond its share"
 """Events that must come up in a long run with two API keys."""
 SELDOM = (
-    *("loads", "reads", "read", "not saved", "overtaken", "preempted", "restored", "streams copied", "RAM normal"),
+    *("loads", "reads", "read", "not saved", "overtaken", "preempted", "restored", "RAM normal"),
+    "copied between partitions",
     *("losses for RAM", "losses for cells", "slots saved", "slots restored", "padded steps"),
     *("padded steps with extra ones", "looked for idle prefixes that slow prompts", "wrote everything at the end"),
     *("dropped: everything", "dropped: namespace"),
@@ -95,7 +96,7 @@ SELDOM = (
 class Shape:
     """A context and how it is used.
 
-    The layouts are a unified pool, a partitioned one without and with copies of streams, and models without reuse.
+    The layouts are a unified pool, a partitioned one, and models without reuse in both.
     """
 
     layout: str
@@ -116,8 +117,8 @@ class Shape:
         return self.layout == "shared"
 
     @property
-    def copies(self) -> bool:
-        return self.layout == "copied partitions"
+    def reuses(self) -> bool:
+        return "whole" not in self.layout
 
 
 @dataclass(eq=False)
@@ -175,7 +176,7 @@ class CacheMachine(RuleBasedStateMachine):
     """Subclasses choose the backend, and the token that a cold run would have given."""
 
     layouts: ClassVar[tuple[str, ...]] = (
-        *("shared", "shared", "shared", "shared", "partitions", "copied partitions", "whole", "whole partitions"),
+        *("shared", "shared", "shared", "shared", "partitions", "partitions", "whole", "whole partitions"),
     )
     pools: ClassVar[tuple[int, int]] = (48, 96)
     ubatches: ClassVar[tuple[int, int]] = (4, 24)
@@ -246,8 +247,8 @@ class CacheMachine(RuleBasedStateMachine):
         name = self.layouts[layout % len(self.layouts)]
         n_ctx = int(low + share * (high - low)) // n_slots * n_slots
         n_ubatch = int(self.ubatches[0] + batch * (self.ubatches[1] - self.ubatches[0]))
-        n_spare = n_spare + self.more_spare if name in ("shared", "copied partitions") else 0
-        ram = ram if name == "shared" else 0
+        n_spare = n_spare + self.more_spare if name == "shared" else 0
+        ram = ram if "whole" not in name else 0
         disk = disk if ram else 0
         shape = Shape(name, n_slots, n_spare, n_ctx, n_ubatch, idle_cells, offload_after, ram, disk, eos_every)
         self.shape = shape
@@ -292,7 +293,6 @@ class CacheMachine(RuleBasedStateMachine):
                 gap_ms=100.0,
                 write_interval_ms=0.0,
                 idle_delay_ms=0.0,
-                stream_copy_ms=1e-9 if shape.copies else 0.0,
             ),
             eog=self.backend.vocab.eog,
             control=self.control,
@@ -494,7 +494,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.is_recovering = True
         COUNTS[f"dropped: {kind}"] += 1
 
-    @precondition(lambda self: self.cache.settings.scratch is not None)
+    @precondition(lambda self: self.cache.settings.saves)
     @rule(slot=st.integers(0, 2))
     def save_slot(self, slot: int) -> None:
         """Save what a slot holds, as `POST /slots/{id}?action=save` does."""
@@ -635,7 +635,7 @@ class CacheMachine(RuleBasedStateMachine):
         COUNTS["plans"] += 1
         admitted = self.record_slots(plan)
         for each in plan.operations:
-            COUNTS["streams copied"] += isinstance(each, CopyStream)
+            COUNTS["copied between partitions"] += isinstance(each, Copy) and not self.backend.info.unified
         self.carry_out(plan)
         self.readable = self.find_readable()
         for asked in admitted:
@@ -659,7 +659,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     def carry_out(self, plan: StepPlan) -> None:
         """Carry out all of a plan but its work. While memory is short nothing is saved."""
-        loaded = {each.segment for each in plan.operations if isinstance(each, Load)}
+        loaded = {number for each in plan.operations if isinstance(each, Load) for number, _ in each.parts}
         saved = {each.segment for each in plan.operations if isinstance(each, Save)}
         assert not saved & loaded, "loaded before it is known to be saved"
         self.backend.refused = self.refused(plan)
@@ -786,7 +786,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.compared = state
         ranges = backend.check()
         cache.check(ranges.__getitem__)
-        if self.shape.shares:
+        if self.shape.reuses:
             in_ram = {segment.number for segment in self.tiers.ram if segment.state.is_loadable}
             assert in_ram == backend.segments.keys()
         for seq, held in enumerate(backend.held):
@@ -871,7 +871,7 @@ class CacheMachine(RuleBasedStateMachine):
     def check_restored(self, plan: StepPlan) -> None:
         """A running request whose sequence had to be cleared starts again from all that is cached."""
         for asked in self.running:
-            if self.shape.shares and asked.slot in self.shaken and Remove(asked.slot, 0) in plan.operations:
+            if self.shape.reuses and asked.slot in self.shaken and Remove(asked.slot, 0) in plan.operations:
                 prefixes = self.prefixes(asked)[:-1]
                 n_cached = max(common(prefixes, held.prefixes) for held in self.backend.held)
                 assert len(self.backend.held[asked.slot]) == n_cached, "not restored"
@@ -886,7 +886,7 @@ class CacheMachine(RuleBasedStateMachine):
         is_full = self.backend.info.n_ctx - n_pinned < self.largest or (self.shape.disk and has_little)
         for work in plan.work:
             asked = self.find(work.request)
-            if self.shape.shares and len(asked.tokens) - work.run.start > 1:
+            if self.shape.reuses and len(asked.tokens) - work.run.start > 1:
                 n_missing = self.n_cached(asked) - work.run.start
                 # A segment that has to be read takes longer than to compute an eighth of its tokens.
                 is_slow = self.shape.disk and n_missing <= self.n_segments(asked, work.run.start)
@@ -902,7 +902,7 @@ class CacheMachine(RuleBasedStateMachine):
             assert prefixes == wanted[: len(prefixes)], "not its own prefix"
             assert len(prefixes) <= asked.n_start
             COUNTS["reused tokens"] += asked.n_start
-            if self.shape.shares:
+            if self.shape.reuses:
                 others = [held.prefixes for seq, held in enumerate(self.backend.held) if seq != asked.slot]
                 longest = max(common(wanted, other) for other in others)
                 assert len(prefixes) >= longest or asked.slot in loading, "a longer match was left"
@@ -925,7 +925,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     def waits(self, asked: Asked, n_cached: int, running: list[Asked], min_shared: int = MIN_SHARED) -> bool:
         """True if one of these computes something that a request should wait for, beyond `n_cached`."""
-        if not self.shape.shares:
+        if not self.shape.reuses:
             return False
         wanted = self.prefixes(asked)[:-1]
         for leader in running:
@@ -963,8 +963,6 @@ class CacheMachine(RuleBasedStateMachine):
             waits = self.waits(asked, n_cached, self.running, MIN_SHARED - self.n_not_worth_reading)
             asked.has_waited |= waits
             may_wait = waits or (asked.has_waited and self.waits(asked, n_cached, self.running, min_shared=0))
-            # The cost of a copy decides there; a request that could share nothing must not wait all the same.
-            may_wait |= self.shape.copies and any(other.namespace == asked.namespace for other in self.asked)
             # What is loaded in this plan takes room as if it were not shared yet.
             may_wait |= any(isinstance(each, Load) for each in plan.operations)
             for other in admitted:
@@ -1252,7 +1250,6 @@ class FakeMachine(CacheMachine):
             unified="partitions" not in shape.layout,
             can_trim="whole" not in shape.layout,
             eos_every=shape.eos_every,
-            stream_copy_ms=1e-9 if shape.copies else 0.0,
             segment_size=SegmentSize(20, 10),
         )
 

@@ -163,7 +163,7 @@ def test_a_prefix_is_loaded_in_one_step_beside_no_stream() -> None:
     shared.run("a" * 1500)
     shared.run("b" * 1500)
     again = shared.submit("a" * 1500)
-    assert len(loaded(shared.step())) == 3
+    assert [len(each.parts) for each in loaded(shared.step())] == [3]
     shared.finish(again)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from llamaslot.base.backend import Status
-from llamaslot.base.kv_ops import Copy, CopyStream, Share
+from llamaslot.base.kv_ops import Copy, Share
 from llamaslot.scheduler.request import Request, RequestState
 from tests.conftest import LONG
 from tests.scheduler.test_scheduler import PROMPT_TOKEN_SECONDS, Driver, generated
@@ -254,52 +254,50 @@ def test_the_idle_budget_is_kept_and_spares_prefixes_that_are_about_to_be_used()
 
 
 def partitioned(**shape: int | float | None) -> Driver:
-    """A scheduler on a partitioned pool where copying a slot takes as long as computing 16 tokens."""
-    cost = 1e3 * 16 * PROMPT_TOKEN_SECONDS
-    copying = Driver(
-        **{
-            "n_slots": 4,
-            "n_ctx": 512,
-            "n_ubatch": 64,
-            "unified": False,
-            "stream_copy_ms": cost,
-            "min_shared": MIN_SHARED,
-        }
-        | shape
-    )
-    copying.run("to measure what a token costs")
-    return copying
+    """A scheduler on a partitioned pool where loading a token takes a tenth of the time to compute it."""
+    costs = {"load_us": 1e5 * PROMPT_TOKEN_SECONDS, "prefill_us": 1e6 * PROMPT_TOKEN_SECONDS}
+    sizes = {"n_slots": 4, "n_ctx": 512, "n_ubatch": 64, "unified": False, "min_shared": MIN_SHARED}
+    return Driver(**(sizes | costs | shape))
 
 
-def copies(copying: Driver) -> list[CopyStream]:
-    return [each for plan in copying.plans for each in plan.operations if isinstance(each, CopyStream)]
+def copies(copying: Driver) -> list[Copy]:
+    return [each for plan in copying.plans for each in plan.operations if isinstance(each, Copy)]
 
 
-@pytest.mark.parametrize(("n_shared", "pays"), [(16, False), (17, True)])
-def test_a_whole_partitioned_slot_is_copied_where_that_beats_computing(n_shared: int, pays: bool) -> None:
+@pytest.mark.parametrize(("n_shared", "pays"), [(5, False), (6, True)])
+def test_a_prefix_is_copied_between_partitions_where_that_beats_computing(n_shared: int, pays: bool) -> None:
+    """The source is saved whole, and the target is loaded."""
     copying = partitioned()
-    copying.run("h" * n_shared + "a" * 30, id_slot=0)
+    copying.run("h" * n_shared + "a" * (50 - n_shared), id_slot=0)
     other = copying.run("h" * n_shared + "b" * 9, id_slot=1)
-    assert copies(copying) == ([CopyStream(0, 1, n_shared)] if pays else [])
+    assert copies(copying) == ([Copy(0, 1, 0, n_shared)] if pays else [])
     assert other.n_prompt_computed == (9 if pays else n_shared + 9)
+    assert other.n_matched == (n_shared if pays else 0)
+    assert copying.backend.cells_used == copying.cache.cells.used
 
 
-def test_a_partitioned_slot_takes_part_in_one_copy_per_step() -> None:
+def test_what_follows_a_prefix_that_is_not_worth_copying_is_computed_too() -> None:
+    """Its end is in RAM, its beginning in another partition, which takes long to copy."""
+    copying = partitioned(n_slots=2, n_ctx=1024, ram_bytes=2**20, segment_tokens=8)
+    copying.run("h" * 8 + "a" * 16, id_slot=0)
+    copying.run("h" * 8 + "b" * 480, id_slot=0)
+    again = copying.run("h" * 8 + "a" * 16 + "more", id_slot=1)
+    assert not copies(copying)
+    assert again.n_prompt_computed == 28
+    assert generated(again) == generated(driver().run("h" * 8 + "a" * 16 + "more"))
+
+
+def test_requests_that_come_together_share_a_prefix_between_partitions() -> None:
     copying = partitioned()
     requests = [copying.submit(PREFIX + letter * 3, max_tokens=9) for letter in "abcd"]
     copying.finish(*requests)
     assert [request.n_prompt_computed for request in requests] == [43, 3, 3, 3]
-    for plan in copying.plans:
-        taking_part = [
-            seq for each in plan.operations if isinstance(each, CopyStream) for seq in (each.src, each.dst)
-        ]
-        assert len(taking_part) == len(set(taking_part))
     for request in requests:
         prompt = "".join(map(chr, request.tokens.view()[:43]))
         assert generated(request) == generated(driver().run(prompt, max_tokens=9))
 
 
-def test_a_partitioned_slot_does_not_copy_tokens_that_it_holds() -> None:
+def test_a_partition_does_not_copy_tokens_that_it_holds() -> None:
     copying = partitioned()
     first = copying.run(PREFIX + "a")
     again = copying.run(PREFIX + "a" + "more")
@@ -307,17 +305,13 @@ def test_a_partitioned_slot_does_not_copy_tokens_that_it_holds() -> None:
     assert not copies(copying)
 
 
-def test_a_partitioned_path_moves_to_a_spare_sequence_where_that_beats_computing_it_again() -> None:
-    copying = partitioned(n_slots=1, n_reserved=2)
+def test_what_a_partition_drops_is_loaded_again_from_ram() -> None:
+    copying = partitioned(n_slots=1, ram_bytes=2**20)
     for letter in "ab":
         copying.run(letter * 60)
     again = copying.run("a" * 60 + "more")
     assert again.n_prompt_computed == 4
     assert generated(again) == generated(driver().run("a" * 60 + "more"))
-    short = partitioned(n_slots=1, n_reserved=2)
-    for letter in "ab":
-        short.run(letter * 9)
-    assert all(each.keep > 16 for each in copies(short))
 
 
 @pytest.mark.parametrize("n_slots", [254, 255, 256] if LONG else [256])
@@ -327,14 +321,3 @@ def test_every_sequence_id_may_be_a_slot(n_slots: int) -> None:
     shared.finish(*requests)
     for i in range(20):
         shared.run(f"{i:03} again", id_slot=0)
-
-
-def test_a_partitioned_slot_can_be_copied_again_after_the_next_decode() -> None:
-    copying = partitioned()
-    copying.run("h" * 60 + "a", id_slot=0)
-    for slot in (1, 2):
-        copying.run("h" * 60 + chr(97 + slot), id_slot=slot)
-    assert [each.dst for each in copies(copying)] == [1, 2]
-    copying.run("x" * 60, id_slot=1)
-    copying.run("h" * 60 + "z", id_slot=1)
-    assert [each.dst for each in copies(copying)] == [1, 2, 1]

@@ -12,7 +12,7 @@ from llamaslot.kvcache.cache import KVCache
 from llamaslot.kvcache.cache_settings import CacheSettings
 from llamaslot.scheduler.request import Request
 from tests.pool import tokens_of
-from tests.scheduler.test_scheduler import PROMPT_TOKEN_SECONDS, Driver, as_tokens, tokenized
+from tests.scheduler.test_scheduler import Driver, as_tokens, tokenized
 
 PROMPTS = st.lists(st.text("ab", min_size=1, max_size=12), min_size=1, max_size=25)
 
@@ -191,8 +191,7 @@ def test_every_slot_of_a_partitioned_pool_counts_its_own_cells() -> None:
 
 
 def test_spare_sequences_of_a_partitioned_pool_count_too() -> None:
-    cost = 1e3 * 16 * PROMPT_TOKEN_SECONDS
-    driver = Driver(n_slots=1, n_reserved=2, n_ctx=256, n_ubatch=64, unified=False, stream_copy_ms=cost)
+    driver = Driver(n_slots=1, n_reserved=2, n_ctx=256, n_ubatch=64, unified=False)
     for letter in "abc":
         driver.run(letter * 100)
     driver.step()

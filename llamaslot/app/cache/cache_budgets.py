@@ -194,6 +194,6 @@ def _line(info: ModelInfo, ram_bytes: int, offload_after: int | None, idle_cells
 
 
 def _slowdown(cost: KvCost | None) -> str:
-    if cost is None:
+    if cost is None or not cost.n_idle_cells:
         return ""
     return f". Prefill takes {cost.prefill_slowdown:.2f}x as long with {cost.n_idle_cells:,} idle cells"

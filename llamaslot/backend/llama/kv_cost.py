@@ -45,13 +45,15 @@ _N_PAIRS = 5
 def measure(backend: Backend, context: Any, quiet: Quiet) -> KvCost | None:
     """Measure the cost on a backend with this context, empty before and after; takes about two seconds.
 
-    None where nothing can be saved, the pool has less than `MIN_IDLE_CELLS` to spare, or the model is too slow to
-    measure. Raises `NotSavedError` for want of memory.
+    None where nothing can be saved, a unified pool has less than `MIN_IDLE_CELLS` to spare, or the model is too
+    slow to measure. Raises `NotSavedError` for want of memory.
     """
     info = backend.info
     n_idle = min(info.n_ctx - info.n_ubatch, MAX_IDLE_CELLS) // _SAVED_TOKENS * _SAVED_TOKENS
-    if info.segment_size is None or info.n_ubatch < _SAVED_TOKENS or n_idle < MIN_IDLE_CELLS:
+    if info.segment_size is None or info.n_ubatch < _SAVED_TOKENS or (info.unified and n_idle < MIN_IDLE_CELLS):
         return None
+    if not info.unified:
+        n_idle = 0
     try:
         return _measured(backend, context, n_idle, quiet)
     finally:
@@ -66,7 +68,7 @@ def _measured(backend: Backend, context: Any, n_idle: int, quiet: Quiet) -> KvCo
     _prefill(backend, context, _PROBE_TOKENS)
     quiet.check()
     fastest = min(_prefill(backend, context, _PROBE_TOKENS) for _ in range(3))
-    n_tokens = min(round(_PROBE_TOKENS * _TARGET_S / fastest), backend.info.n_ubatch)
+    n_tokens = min(round(_PROBE_TOKENS * _TARGET_S / fastest), backend.info.n_ubatch, backend.info.n_ctx_slot)
     if n_tokens < _PROBE_TOKENS:
         return None
     n_saved = min(n_tokens, MAX_SEGMENT_TOKENS)
@@ -75,12 +77,13 @@ def _measured(backend: Backend, context: Any, n_idle: int, quiet: Quiet) -> KvCo
         alone = _prefill(backend, context, n_tokens)
         quiet.check()
         save, load = _save_and_load(backend, n_saved)
-        is_full = fill(backend, context, n_idle)
-        crowded = _prefill(backend, context, n_tokens)
-        llama_cpp.llama_memory_seq_rm(llama_cpp.llama_get_memory(context), 1, -1, -1)
-        if not is_full:
-            return None
-        ratios.append(crowded / alone)
+        if n_idle:
+            is_full = fill(backend, context, n_idle)
+            crowded = _prefill(backend, context, n_tokens)
+            llama_cpp.llama_memory_seq_rm(llama_cpp.llama_get_memory(context), 1, -1, -1)
+            if not is_full:
+                return None
+            ratios.append(crowded / alone)
         prefill.append(alone)
         saving.append(save)
         loading.append(load)
@@ -88,7 +91,7 @@ def _measured(backend: Backend, context: Any, n_idle: int, quiet: Quiet) -> KvCo
     quiet.compare(prefill)
     return KvCost(
         n_idle_cells=n_idle,
-        prefill_slowdown=max(statistics.median(ratios), 1.0),
+        prefill_slowdown=max(statistics.median(ratios), 1.0) if ratios else 1.0,
         prefill_us=1e6 * statistics.median(prefill) / n_tokens,
         save_us=1e6 * statistics.median(saving) / n_saved,
         first_save_us=1e6 * max(saving) / n_saved,
@@ -107,10 +110,9 @@ def _prefill(backend: Backend, context: Any, n_tokens: int) -> float:
 
 def _save_and_load(backend: Backend, n_tokens: int) -> tuple[float, float]:
     """Seconds to save `n_tokens` of sequence 0, and to load them again."""
-    scratch = backend.n_seqs - 1
-    save = _change(backend, Save(_SEGMENT, 0, 0, n_tokens, scratch))
+    save = _change(backend, Save(_SEGMENT, 0, 0, n_tokens))
     backend.change(Remove(0, 0))
-    load = _change(backend, Load(_SEGMENT, 0, 0, n_tokens, scratch))
+    load = _change(backend, Load(0, 0, ((_SEGMENT, n_tokens),)))
     backend.change(Free(_SEGMENT))
     return save, load
 
@@ -129,7 +131,7 @@ def fill(backend: Backend, context: Any, n_cells: int) -> bool:
     memory = llama_cpp.llama_get_memory(context)
     backend.change(Remove(0, 0))
     compute(backend, _SAVED_TOKENS)
-    backend.change(Save(_SEGMENT, 0, 0, _SAVED_TOKENS, backend.n_seqs - 1))
+    backend.change(Save(_SEGMENT, 0, 0, _SAVED_TOKENS))
     kv = backend.kv_of(_SEGMENT)
     assert kv is not None
     n_loaded = 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
-from time import perf_counter, sleep
+from time import sleep
 from typing import Any, TypeVar
 
 import llama_cpp
@@ -109,6 +109,10 @@ class LlamaBackend:
             raise ValueError(f"{len(state)} bytes are not {end - start} tokens")
         self._kv.segments.put(segment, range(start, end), state)
 
+    def end_changes(self) -> None:
+        """Free what is kept for further operations on the same sequences."""
+        self._kv.end_changes()
+
     def seq_len(self, seq: int) -> int:
         """Return the tokens of a sequence: asks llama.cpp, and corrects the backend's record by the answer."""
         self._check_seq(seq)
@@ -131,7 +135,7 @@ class LlamaBackend:
     def decode(self, runs: Sequence[Run]) -> Decoded:
         """Compute a batch."""
         check_runs(runs, length_of=self._recorded_length, info=self.info, states=self._kv.states)
-        self._kv.begin_decode()
+        self._kv.end_changes()
         self._rows, self._targets = self._batch.fill(runs)
         code = llama_cpp.llama_decode(self._context, self._batch.struct)
         if code == 0:
@@ -189,7 +193,7 @@ class LlamaBackend:
         if result.outcome == "pending":
             return False
         info = self.info
-        costs = info.stream_copy_ms, info.kv_cost, info.step_cost, info.state_cost
+        costs = info.kv_cost, info.step_cost, info.state_cost
         measured = Measurements(*costs, result, has_costs=not info.costs_pending)
         self._keep(measured)
         self._set_measured(measured, is_later=True)
@@ -297,8 +301,7 @@ class LlamaBackend:
             raise ConfigError(f"the model loads but cannot compute ({status.name})", param="--model")
         if self.info.keeps_checkpoints:
             self._kv.partial.prepare(one=0, empty=1)
-        has_scratch = self.n_seqs > self.info.n_slots and self.info.can_reuse
-        if self.info.unified and has_scratch:
+        if self.info.can_reuse and (self.n_seqs > self.info.n_slots or not self.info.unified):
             self._measure_sizes(token)
         self._clear()
 
@@ -345,7 +348,6 @@ class LlamaBackend:
     def _measure(self, should_stop: Callable[[], bool] = lambda: False) -> Measurements | None:
         """Measure all costs; None, and the reason in `info`, if that was disturbed or stopped."""
         info, costs = self.info, self._settings.measure_costs
-        copies = not info.unified and info.can_trim and self.n_seqs > 1
         n_threads = max(self._settings.n_threads, self._settings.n_threads_batch)
         quiet = Quiet(
             on_cpu=info.device == CPU,
@@ -362,7 +364,6 @@ class LlamaBackend:
         pending = ""
         try:
             return Measurements(
-                stream_copy_ms=watched(self._measure_stream_copy) if copies else 0.0,
                 kv_cost=watched(lambda: kv_cost.measure(self, self._context, quiet)) if costs else None,
                 step_cost=watched(lambda: step_cost.measure(self, self._context, quiet)) if costs else None,
                 state_cost=watched(lambda: state_cost.measure(self, self._context, self._kv.partial, quiet))
@@ -393,25 +394,6 @@ class LlamaBackend:
             # Operations that failed the self-test are refused from now on.
             self._kv = KvOperations(self._context, self.info, self.n_seqs)
 
-    def _measure_stream_copy(self) -> float:
-        """Return the milliseconds by which copying a stream delays a decode, in memory that was touched before."""
-        token = np.zeros(1, dtype=np.int32)
-
-        def step() -> float:
-            started = perf_counter()
-            self.decode([Run(seq=0, start=self._kv.lengths[0], tokens=token, output=True)])
-            llama_cpp.llama_synchronize(self._context)
-            return 1e3 * (perf_counter() - started)
-
-        plain = min(step() for _ in range(3))
-        copying = []
-        for _ in range(3):
-            self.change(kv_ops.CopyStream(0, 1, self._kv.lengths[0]))
-            copying.append(step())
-        for seq in (0, 1):
-            self.change(kv_ops.Remove(seq, 0))
-        return max(min(copying[1:]) - plain, 0.01)
-
     def _measure_sizes(self, token: Tokens) -> None:
         """Fill in the sizes of segments and checkpoints from those of one and two tokens; sequence 0 holds one."""
         info, kv = self.info, self._kv
@@ -419,8 +401,7 @@ class LlamaBackend:
         for n_tokens in (1, 2):
             if n_tokens > 1:
                 self.decode([Run(seq=0, start=1, tokens=token, output=False)])
-            save = kv_ops.Save(0, src=0, start=0, end=n_tokens, scratch=self.n_seqs - 1)
-            segments.append(kv.segments.n_bytes(save, kv.partial.strip))
+            segments.append(kv.segment_bytes(0))
             checkpoints.append(kv.partial.n_bytes(0))
         segment, checkpoint = (SegmentSize(2 * one - two, two - one) for one, two in (segments, checkpoints))
         self.info = msgspec.structs.replace(

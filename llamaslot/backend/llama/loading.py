@@ -154,7 +154,6 @@ def kv_facts(model: Any, context: Any, settings: LlamaSettings, *, flash_attn: b
         "llama-cpp-python": llama_cpp.__version__,
         "types": f"{settings.cache_type_k}/{settings.cache_type_v}",
         "flash attention": flash_attn,
-        "one pool": settings.unified,
         "long positions": llama_cpp.llama_n_ctx_seq(context) > n_ctx_short,
     }
     return "; ".join(f"{name}: {value}" for name, value in facts.items())

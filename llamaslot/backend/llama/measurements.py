@@ -27,7 +27,7 @@ from llamaslot.backend.llama.kv_cost import MAX_IDLE_CELLS
 from llamaslot.backend.llama.llama_settings import LlamaSettings
 from llamaslot.backend.llama.state.self_test import SelfTestResult
 from llamaslot.base.gguf_file import parts
-from llamaslot.base.model import Cost, KvCost, ModelInfo, StateCost, StepCost
+from llamaslot.base.model import KvCost, ModelInfo, StateCost, StepCost
 
 MAX_AGE_S = 7 * 86_400
 """Age at which measurements are taken again: the machine may have changed."""
@@ -39,7 +39,6 @@ FORMAT = 3
 class Measurements(msgspec.Struct, frozen=True):
     """The fields of `ModelInfo` that are measured at start, and the result of the self-test."""
 
-    stream_copy_ms: Cost = 0.0
     kv_cost: KvCost | None = None
     step_cost: StepCost | None = None
     state_cost: StateCost | None = None
@@ -51,7 +50,7 @@ class Measurements(msgspec.Struct, frozen=True):
     @property
     def costs(self) -> dict[str, Any]:
         """The fields of `ModelInfo` by name."""
-        names = "stream_copy_ms", "kv_cost", "step_cost", "state_cost"
+        names = "kv_cost", "step_cost", "state_cost"
         return {name: getattr(self, name) for name in names}
 
     @property

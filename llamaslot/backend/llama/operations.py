@@ -6,14 +6,15 @@ position -1 or not at all, so both length and liveness are recorded here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import llama_cpp
 
 from llamaslot.backend.llama import saved_sequences
-from llamaslot.backend.llama.segments import SegmentStore
+from llamaslot.backend.llama.segments import PoolTransfer, SegmentStore, StreamTransfer, Transfer
 from llamaslot.backend.llama.state.partial_states import PartialStates
 from llamaslot.base import kv_ops
 from llamaslot.base.backend import Run
@@ -42,13 +43,18 @@ class KvOperations:
         kind = info.state.kind if info.keeps_checkpoints else StateKind.NONE
         self.states = kv_ops.StateRecord(kind, info.state.n_swa)
         """Record of which sequences can be computed on."""
-        self.segments = SegmentStore(context)
         self.partial = PartialStates(context, kind)
+        self._scratch = n_seqs - 1 if info.unified and n_seqs > info.n_slots else None
+        """The sequence through which a unified pool saves and loads."""
+        self._transfer: Transfer = (
+            PoolTransfer(context, self._scratch, self.partial.strip)
+            if info.unified
+            else StreamTransfer(context, lambda: self.lengths)
+        )
+        self.segments = SegmentStore(self._transfer)
         self._context = context
         self._memory = llama_cpp.llama_get_memory(context)
         self._info = info
-        self._copying: set[int] = set()
-        """Sequences in copies that llama.cpp carries out with the next decode."""
 
     def change(self, operation: kv_ops.Operation) -> None:
         """Check an operation and carry it out.
@@ -56,29 +62,33 @@ class KvOperations:
         Raises `IllegalCallError` for an operation that breaks the rules of `kv_ops`, and `NotSavedError` or
         `NotLoadedError` where there is no memory.
         """
-        info, positions = self._info, self.segments.positions
-        shares = info.unified and info.can_reuse
         kv_ops.check_operation(
-            operation, length_of=self.length, segments=positions, shares=shares, states=self.states
+            operation,
+            length_of=self.length,
+            segments=self.segments.positions,
+            can_reuse=self._info.can_reuse,
+            unified=self._info.unified,
+            scratch=self._scratch,
+            states=self.states,
         )
         match operation:
             case kv_ops.Remove(seq, keep):
                 self._remove(seq, keep)
-            case kv_ops.Copy(src, dst, start, end):
-                llama_cpp.llama_memory_seq_cp(self._memory, src, dst, start, end)
+            case kv_ops.Copy(src=src, dst=dst, end=end):
+                with self._emptied_if_it_fails(dst):
+                    self._transfer.copy(operation)
                 self.states.copy(operation, self.lengths[src])
                 self._set_length(dst, end)
             case kv_ops.Share(src, dst, start, end):
                 llama_cpp.llama_memory_seq_rm(self._memory, dst, start, end)
                 llama_cpp.llama_memory_seq_cp(self._memory, src, dst, start, end)
-            case kv_ops.CopyStream(src, dst, keep):
-                self._copy_stream(src, dst, keep)
             case kv_ops.Save():
-                self.segments.save(operation, self.partial.strip)
-            case kv_ops.Load(dst=dst, end=end):
-                self.segments.load(operation)
+                self.segments.save(operation)
+            case kv_ops.Load(dst=dst):
+                with self._emptied_if_it_fails(dst):
+                    self.segments.load(operation)
                 self.states.load(dst)
-                self._set_length(dst, end)
+                self._set_length(dst, operation.end)
             case kv_ops.Take():
                 self.partial.take(operation)
                 self.states.checkpoints[operation.checkpoint] = operation.end
@@ -105,9 +115,13 @@ class KvOperations:
         for run in runs:
             self.lengths[run.seq] += len(run.tokens)
 
-    def begin_decode(self) -> None:
-        """Record that copies of streams are no longer pending: llama.cpp carries them out in this decode."""
-        self._copying.clear()
+    def end_changes(self) -> None:
+        """Free what is kept for further operations; sequences may be decoded then."""
+        self._transfer.end_changes()
+
+    def segment_bytes(self, seq: int) -> int:
+        """Size of a segment of all that a sequence holds."""
+        return self._transfer.size(seq, range(self.lengths[seq]))
 
     def failed(self, runs: Sequence[Run]) -> None:
         """Truncate the sequences of a failed batch to their earlier length, and strip those whose state is lost.
@@ -180,6 +194,16 @@ class KvOperations:
             self._record_empty(seq)
             raise
 
+    @contextmanager
+    def _emptied_if_it_fails(self, seq: int) -> Iterator[None]:
+        """Empty a sequence if what it was to get fails: it may have got a part of it."""
+        try:
+            yield
+        except (kv_ops.NotLoadedError, MemoryError):
+            llama_cpp.llama_memory_seq_rm(self._memory, seq, -1, -1)
+            self._record_empty(seq)
+            raise
+
     def _record_empty(self, seq: int) -> None:
         self.states.truncate(seq, self.lengths[seq], 0)
         self.lengths[seq] = 0
@@ -203,12 +227,3 @@ class KvOperations:
             raise
         self.states.restore(seq)
         self.lengths[seq] = end
-
-    def _copy_stream(self, src: int, dst: int, keep: int) -> None:
-        if self._info.unified or not self._info.can_trim or self._copying & {src, dst}:
-            raise kv_ops.IllegalCallError(f"the stream of {src} cannot be copied to that of {dst} now")
-        self._copying |= {src, dst}
-        llama_cpp.llama_memory_seq_cp(self._memory, src, dst, -1, -1)
-        if keep < self.lengths[src]:
-            llama_cpp.llama_memory_seq_rm(self._memory, dst, keep, -1)
-        self.lengths[dst] = keep

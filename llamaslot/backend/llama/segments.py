@@ -1,36 +1,35 @@
-"""Segments in host memory: KV that is saved from the pool and loaded back.
+"""Segments in host memory: KV that is saved from the context and loaded back.
 
-llama.cpp saves and loads whole sequences, so both go through a scratch sequence, which holds nothing before and
-after: a range of a sequence is copied to it to be saved, and what is loaded into it is copied on (fact 8). A
-partial state that comes along with the range is stripped before it is saved.
+llama.cpp saves and loads whole sequences. In a unified pool both go through a scratch sequence, which holds nothing
+before and after: a range of a sequence is copied to it to be saved, and what is loaded into it is copied on (fact
+8). A partial state that comes along with the range is stripped before it is saved.
+
+In a partitioned pool, where each sequence has a stream of its own, none can be copied in part. There, a sequence is
+saved whole, and the rows of a range are cut out on the host; to load segments, they are joined with what the
+sequence holds, and all of it is loaded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import llama_cpp
 
 from llamaslot.backend.llama import saved_sequences
-from llamaslot.base.kv_ops import Kv, Load, NotLoadedError, NotSavedError, Save
+from llamaslot.backend.segment_rows import Rows, join, rows_of_sequence
+from llamaslot.base.kv_ops import Copy, Kv, Load, NotLoadedError, NotSavedError, Save
 
 
 class SegmentStore:
     """The segments of one context by number; operations must have been checked."""
 
-    def __init__(self, context: Any) -> None:
+    def __init__(self, transfer: Transfer) -> None:
         self.positions: dict[int, range] = {}
         """Token positions of each segment in host memory."""
-        self._context = context
-        self._memory = llama_cpp.llama_get_memory(context)
+        self._transfer = transfer
         self._states: dict[int, Kv] = {}
-
-    def n_bytes(self, operation: Save, strip: Callable[[int], None]) -> int:
-        """Size of the segment that an operation would save."""
-        with self._range_in_scratch(operation, strip):
-            return saved_sequences.size_of(self._context, operation.scratch)
 
     def kv_of(self, segment: int) -> Kv | None:
         """Return the KV of a segment, None if there is no such segment."""
@@ -41,43 +40,144 @@ class SegmentStore:
         self._states[segment] = state
         self.positions[segment] = positions
 
-    def save(self, operation: Save, strip: Callable[[int], None]) -> None:
-        """Save a range of a sequence; raises `NotSavedError` if there is no memory for it.
-
-        `strip` removes the partial state that llama.cpp copies along with the range from the scratch sequence.
-        """
+    def save(self, operation: Save) -> None:
+        """Save a range of a sequence; raises `NotSavedError` if there is no memory for it."""
+        wanted = range(operation.start, operation.end)
         try:
-            with self._range_in_scratch(operation, strip):
-                state = saved_sequences.save(self._context, operation.scratch)
+            state = self._transfer.save(operation.src, wanted)
         except MemoryError as error:
             raise NotSavedError(operation.segment) from error
-        self.put(operation.segment, range(operation.start, operation.end), state)
+        self.put(operation.segment, wanted, state)
 
     def load(self, operation: Load) -> None:
-        """Load a segment, and copy the wanted range of it to a sequence.
+        """Append parts of segments to a sequence; raises `NotLoadedError`.
 
-        Raises `NotLoadedError` if llama.cpp has no memory for it, or the pool too few free cells for the whole
-        segment: llama.cpp does not tell which.
+        llama.cpp does not tell if it had no memory, or if the pool has too few free cells.
         """
-        state = self._states[operation.segment]
-        start, end, scratch = operation.start, operation.end, operation.scratch
-        if not saved_sequences.load(self._context, scratch, state):
-            llama_cpp.llama_memory_seq_rm(self._memory, scratch, -1, -1)
-            raise NotLoadedError(operation.segment)
-        llama_cpp.llama_memory_seq_cp(self._memory, scratch, operation.dst, start, end)
-        llama_cpp.llama_memory_seq_rm(self._memory, scratch, -1, -1)
+        parts = [
+            (self._states[number], self.positions[number], range(start, end))
+            for number, start, end in operation.ranges
+        ]
+        try:
+            self._transfer.load(operation.dst, operation.start, parts)
+        except MemoryError as error:
+            raise NotLoadedError(operation.parts[0][0]) from error
 
     def free(self, segment: int) -> None:
         """Free a segment."""
         del self._states[segment], self.positions[segment]
 
+
+class Transfer(Protocol):
+    """Ways of KV between sequences, and between them and the host; raises `MemoryError`."""
+
+    def save(self, src: int, wanted: range) -> Kv:
+        """Return the KV of these positions of a sequence, as a segment."""
+
+    def size(self, src: int, wanted: range) -> int:
+        """Return the bytes that `save` would return."""
+
+    def load(self, dst: int, start: int, parts: Sequence[tuple[Kv, range, range]]) -> None:
+        """Append to a sequence of `start` tokens; parts are a segment, its positions, and those that are wanted."""
+
+    def copy(self, operation: Copy) -> None:
+        """Append tokens of a sequence to another one."""
+
+    def end_changes(self) -> None:
+        """Free what is kept between operations."""
+
+
+class PoolTransfer:
+    """`Transfer` of a unified pool; `strip` removes the partial state of a sequence.
+
+    Without a scratch sequence it only copies.
+    """
+
+    def __init__(self, context: Any, scratch: int | None, strip: Callable[[int], None]) -> None:
+        self._context = context
+        self._memory = llama_cpp.llama_get_memory(context)
+        self._scratch = -1 if scratch is None else scratch
+        self._strip = strip
+
+    def save(self, src: int, wanted: range) -> Kv:
+        """Return the KV of these positions of a sequence, as a segment."""
+        with self._in_scratch(src, wanted):
+            return saved_sequences.save(self._context, self._scratch)
+
+    def size(self, src: int, wanted: range) -> int:
+        """Return the bytes that `save` would return."""
+        with self._in_scratch(src, wanted):
+            return saved_sequences.size_of(self._context, self._scratch)
+
+    def load(self, dst: int, start: int, parts: Sequence[tuple[Kv, range, range]]) -> None:
+        """Append to a sequence of `start` tokens."""
+        for state, _, wanted in parts:
+            try:
+                if not saved_sequences.load(self._context, self._scratch, state):
+                    raise MemoryError(f"llama.cpp could not load {len(state)} bytes")
+                self.copy(Copy(self._scratch, dst, wanted.start, wanted.stop))
+            finally:
+                llama_cpp.llama_memory_seq_rm(self._memory, self._scratch, -1, -1)
+
+    def copy(self, operation: Copy) -> None:
+        """Append tokens of a sequence to another one, which share their cells then."""
+        llama_cpp.llama_memory_seq_cp(self._memory, operation.src, operation.dst, operation.start, operation.end)
+
+    def end_changes(self) -> None:
+        """Do nothing: nothing is kept."""
+
     @contextmanager
-    def _range_in_scratch(self, operation: Save, strip: Callable[[int], None]) -> Iterator[None]:
-        """Give the scratch sequence the range that an operation saves, without a partial state."""
-        start, end, scratch = operation.start, operation.end, operation.scratch
-        llama_cpp.llama_memory_seq_cp(self._memory, operation.src, scratch, start, end)
+    def _in_scratch(self, src: int, wanted: range) -> Iterator[None]:
+        """Give the scratch sequence a range, without a partial state."""
+        llama_cpp.llama_memory_seq_cp(self._memory, src, self._scratch, wanted.start, wanted.stop)
         try:
-            strip(scratch)
+            self._strip(self._scratch)
             yield
         finally:
-            llama_cpp.llama_memory_seq_rm(self._memory, scratch, -1, -1)
+            llama_cpp.llama_memory_seq_rm(self._memory, self._scratch, -1, -1)
+
+
+class StreamTransfer:
+    """`Transfer` of a partitioned pool; `lengths` are those of all sequences."""
+
+    def __init__(self, context: Any, lengths: Callable[[], Sequence[int]]) -> None:
+        self._context = context
+        self._n_streams = int(llama_cpp.llama_n_seq_max(context))
+        self._lengths = lengths
+        self._saved: tuple[int, int, Kv] | None = None
+        """A sequence, its length, and all that it holds: its segments are often saved one after another."""
+
+    def save(self, src: int, wanted: range) -> Kv:
+        """Return the KV of these positions of a sequence, as a segment."""
+        return join([self._rows(src, wanted)])
+
+    def size(self, src: int, wanted: range) -> int:
+        """Return the bytes that `save` would return."""
+        return len(self.save(src, wanted))
+
+    def load(self, dst: int, start: int, parts: Sequence[tuple[Kv, range, range]]) -> None:
+        """Append to a sequence of `start` tokens."""
+        self._append(dst, start, [rows_of_sequence(*part) for part in parts])
+
+    def copy(self, operation: Copy) -> None:
+        """Append tokens of a sequence to another one, in cells of its own."""
+        rows = self._rows(operation.src, range(operation.start, operation.end))
+        self._append(operation.dst, operation.start, [rows])
+
+    def end_changes(self) -> None:
+        """Free what is kept of the last sequence."""
+        self._saved = None
+
+    def _append(self, dst: int, start: int, rows: list[Rows]) -> None:
+        own = [self._rows(dst, range(start))] if start else []
+        state = join(own + rows, n_streams=self._n_streams)
+        self._saved = None
+        if not saved_sequences.load(self._context, dst, state):
+            raise MemoryError(f"llama.cpp could not load {len(state)} bytes")
+
+    def _rows(self, seq: int, wanted: range) -> Rows:
+        length = self._lengths()[seq]
+        if self._saved is None or self._saved[:2] != (seq, length):
+            self._saved = seq, length, saved_sequences.save(self._context, seq)
+        state = self._saved[2]
+        return rows_of_sequence(state, range(length), wanted, stream=seq, n_streams=self._n_streams)

@@ -37,6 +37,7 @@ def measure(backend: Backend, context: Any, quiet: Quiet) -> StepCost | None:
     info = backend.info
     if (
         not info.can_trim
+        or not info.unified
         or info.segment_size is None
         or info.n_ubatch < QUERY_BLOCK
         or info.n_ctx < _MANY_CELLS + 2 * QUERY_BLOCK

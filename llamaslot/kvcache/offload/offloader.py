@@ -1,7 +1,6 @@
 """Offload of KV from the pool to segments, and loading it back.
 
-Each token is offloaded once, however many sequences hold it. What is saved and loaded goes through the scratch
-sequence, the last id of all, which holds nothing before and after each operation.
+Each token is offloaded once, however many sequences hold it.
 """
 
 from __future__ import annotations
@@ -98,12 +97,19 @@ class Offloader:
 
     def can_free(self, n_cells: int, n_kept_duplicates: int) -> bool:
         """True if `n_cells` are free or idle; of idle duplicate cells, so many may have to stay."""
+        if not self._settings.unified:
+            return True
         n_missing = n_cells - self._n_free() - self._tree.n_idle_tokens
         duplicates = self._sequences.duplicates.n_idle_cells(self._tree.is_pinned)
         return n_missing <= max(0, duplicates - n_kept_duplicates)
 
     def free_cells(self, n_cells: int) -> bool:
-        """Evict idle cells until `n_cells` are free, unless even all of them are too few; True if they are free."""
+        """Evict idle cells until `n_cells` are free, unless even all of them are too few; True if they are free.
+
+        In a partitioned pool a sequence has cells for all that it may hold.
+        """
+        if not self._settings.unified:
+            return True
         n_missing = n_cells - self._n_free()
         if 0 < n_missing <= self._n_idle():
             self.evict(n_missing)
@@ -202,7 +208,7 @@ class Offloader:
             if not self.free_cells(segment.n_tokens) or not segment.state.is_loadable:
                 break
             start = self._tree.length(seq)
-            self._sequences.load(segment.number, seq, part.end, self.scratch, match.tokens)
+            self._sequences.load(segment.number, seq, part.end, match.tokens)
             n_loaded += part.end - start
             if match.public is not None and segment.is_public:
                 n_public += part.end - start
@@ -219,13 +225,6 @@ class Offloader:
     def free_evicted(self) -> None:
         """Record that the backend frees the segments that left RAM."""
         self._sequences.operations += map(Free, self._tiers.take_freed())
-
-    @property
-    def scratch(self) -> int:
-        """The sequence through which KV is saved and loaded."""
-        scratch = self._settings.scratch
-        assert scratch is not None
-        return scratch
 
     # --- inside ---
 
@@ -298,7 +297,7 @@ class Offloader:
                 break
             segment = self._tiers.add(self._node_at(seq, stop), start, stop)
             self.free_evicted()
-            self._sequences.operations.append(Save(segment.number, seq, start, stop, self.scratch))
+            self._sequences.operations.append(Save(segment.number, seq, start, stop))
             self._counters.ram.saved_bytes += segment.n_bytes
             done.append((start, stop))
         return done

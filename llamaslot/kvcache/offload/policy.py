@@ -118,7 +118,7 @@ class OffloadPolicy:
             return
         n_done = 0
         if self._settings.offloads_ahead:
-            n_done = self._offloader.offload_ahead(self._settings.segment_tokens, with_running=False)
+            n_done = self._offloader.offload_ahead(self._settings.ahead_tokens, with_running=False)
             n_done = n_done or self._checkpoints.take_ahead()
         if not n_done:
             self._idle_work_at = None

@@ -1,57 +1,169 @@
-"""Pool of cells: the interface that the unified and the partitioned pool have in common."""
+"""Pool of cells: which slot a request gets, and how it gets the cells of its cached prefix.
+
+In a unified pool all sequences share the cells, so a prefix is copied between them at no cost, and a token that
+several of them hold takes one cell. One spare id is always free, so that the path of a slot can be moved to it
+before it is decided which path loses its id.
+
+In a partitioned pool each slot has cells of its own, as many as a request may have tokens. A copy takes cells and
+time, and what a slot drops goes to RAM.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import Enum
-from typing import Protocol
+from dataclasses import dataclass, replace
 
+from llamaslot.base.stats import CacheStats
+from llamaslot.kvcache.cache_settings import CacheSettings
 from llamaslot.kvcache.match import Match
+from llamaslot.kvcache.offload.checkpoints import Checkpoints
+from llamaslot.kvcache.offload.offloader import Offloader
+from llamaslot.kvcache.offload.restoring import Restorer
+from llamaslot.kvcache.radix_tree import RadixTree
+from llamaslot.kvcache.sequences import Sequences
 
 
-class Sharing(Enum):
-    """Ways in which a request gets a prefix that others have, or are about to have."""
+@dataclass(eq=False)
+class Pool:
+    """Cells of the context. Sequences are named by their ids, tokens are packed.
 
-    SHARE = "take over its cells"
-    COMPUTE = "compute it: taking it over would cost more"
-    WAIT = "copy it after the next decode"
+    A sequence with fewer than `min_shared` tokens of its own is the first to lose its id.
+    """
 
-
-class Pool(Protocol):
-    """Cells of the context. Sequences are named by their ids, tokens are packed."""
+    _tree: RadixTree
+    _sequences: Sequences
+    _settings: CacheSettings
+    _counters: CacheStats
+    _offloader: Offloader
+    _checkpoints: Checkpoints
+    _restorer: Restorer
 
     @property
     def n_used(self) -> int:
-        """Cells in use, once the operations so far are carried out."""
+        """Cells in use: one per resident token, and duplicates."""
+        return self._tree.n_tokens + self._sequences.duplicates.n_cells
 
     @property
     def n_idle(self) -> int:
         """Cells that only idle sequences use."""
+        return self._tree.n_idle_tokens + (0 if self._settings.shares_cells else self.n_idle_duplicates)
 
     @property
     def n_idle_duplicates(self) -> int:
         """Cells that idle sequences use besides those that others have for the same tokens; eviction frees them."""
-
-    def sharing(self, match: Match, slots: Sequence[int], n_in_flight: int) -> Sharing:
-        """Decide how the best of `slots` gets a prefix of which running requests compute `n_in_flight` tokens."""
+        return self._sequences.duplicates.n_idle_cells(self._tree.is_pinned)
 
     def acquire(self, slots: Sequence[int], match: Match) -> tuple[int, int]:
-        """Choose one of `slots`, all idle or empty, and give it the resident part of a match, pinned.
+        """Choose one of `slots` and give it the resident part of a match, pinned. It is
 
-        Returns the slot, and the number of tokens copied from other sequences.
+        1. a slot whose whole path lies on the match, the longest (an empty slot holds 0 tokens), else
+        2. a slot whose path others hold too: nothing is lost with it, else
+        3. the slot that holds most of the match, then the one with the lowest rank; its path moves to a spare
+           sequence.
         """
+        held = self._sequences.held(match, slots)
+        seq = self._choose(slots, held)
+        own = held[seq]
+        self._restorer.begin(seq, own, match)
+        if own < self._tree.length(seq):
+            if self._sequences.is_covered(seq):
+                self._checkpoints.take_at_end(seq)
+            else:
+                self.move_to_spare(seq, own)
+        self._sequences.truncate(seq, own)
+        if not own:
+            self._tree.hold(seq, match.namespace)
+        self._tree.pin(seq)
+        # The tree has changed since the lookup.
+        now = self._tree.match(match.namespace, match.tokens)
+        n_copied = self.copy_resident(seq, replace(now, n_cached=match.n_cached))
+        self._restorer.finish(seq)
+        return seq, n_copied
 
     def copy_resident(self, seq: int, match: Match) -> int:
-        """Extend a sequence by what others hold of a match beyond its own tokens; returns how many those are."""
+        """Extend a sequence by the cells that others have of a match; returns how many, 0 if that does not pay."""
+        start, end = self._tree.length(seq), min(match.n_resident, match.n_cached)
+        if end <= start or not self._settings.can_reuse:
+            return 0
+        node = match.resident_end
+        while end <= node.start and node.parent is not None:
+            node = node.parent
+        source = next(node.holders())
+        if end == node.end and self._sequences.states.copies_live:
+            source = next(filter(self._sequences.states.is_live, sorted(node.end_of)), source)
+        if not self._settings.unified:
+            source = min(node.holders(), key=self._tree.length)
+            # Both are saved, and the target is loaded.
+            if not self._settings.pays_to_load(end - start, self._tree.length(source) + start + end):
+                return 0
+        self._sequences.copy(source, seq, end, match.tokens)
+        self._counters.copied_tokens += end - start
+        return end - start
 
     def append(self, seq: int, tokens: bytes) -> None:
-        """Append tokens that a running sequence computed."""
+        """Append computed tokens; those that others hold too have two cells now."""
+        start = self._tree.length(seq)
+        n_held = self._tree.extend(seq, tokens)
+        if n_held:
+            self._sequences.duplicates.add(seq, start, start + n_held)
 
     def deduplicate(self) -> None:
-        """Remove duplicate cells, and clear spare sequences that hold nothing of their own."""
+        """Remove duplicate cells, and free spare ids whose paths others hold."""
+        self._sequences.operations += self._sequences.duplicates.resolve()
+        self._release_covered()
 
     def move_to_spare(self, seq: int, keep: int) -> None:
-        """Keep the path of an idle slot, which is about to drop all but `keep` tokens, in a spare sequence."""
+        """Give the path of a slot, which will drop all but `keep` tokens of it, to a spare id."""
+        sequences = self._sequences
+        # The only spare id of a single slot would have to be freed again at once.
+        target = next((each for each in sequences.all if not sequences.in_use(each)), None)
+        end = sequences.end(seq)
+        # A copy between partitions takes as long as to save, and would be saved once its slot is needed.
+        saves = self._settings.offloads and not self._settings.unified
+        if target is None or len(sequences.all) <= 2 or saves:
+            self._offloader.offload_evicted(seq, max(end.end - sequences.n_own(seq), keep), end.end)
+            return
+        if not sequences.states.copies_live:
+            self._checkpoints.take_at_end(seq)
+        sequences.copy_to_unused(seq, target)
+        self._counters.moved_prefixes += 1
 
     def ensure_free_id(self) -> None:
-        """Free a spare sequence id if none is free, so that the next path can be moved to one."""
+        """Make sure that a spare id is free.
+
+        If need be, an idle path is evicted: of a tenant with more than its share of the ids first, then one with
+        few tokens of its own, then the one with the lowest rank.
+        """
+        sequences = self._sequences
+        self._release_covered()
+        if not sequences.spare or not all(map(sequences.in_use, sequences.spare)):
+            return
+        idle = [seq for seq in sequences.all if sequences.in_use(seq) and not self._tree.is_pinned(seq)]
+
+        beyond = self._offloader.tenants_beyond_ids()
+
+        def order(seq: int) -> tuple[bool, bool, float]:
+            is_long = sequences.n_own(seq) >= self._settings.min_shared
+            return sequences.end(seq).tenant not in beyond, is_long, sequences.rank(seq)
+
+        victim: int = min(idle, key=order)
+        end = sequences.end(victim).end
+        self._offloader.offload_evicted(victim, end - sequences.n_own(victim), end)
+        sequences.clear(victim)
+        self._counters.dropped_prefixes += 1
+        if victim in sequences.slots:
+            moved = sequences.spare[-1]
+            self.move_to_spare(moved, 0)
+            sequences.clear(moved)
+
+    def _choose(self, slots: Sequence[int], held: dict[int, int]) -> int:
+        whole = [seq for seq in slots if held[seq] == self._tree.length(seq)]
+        if whole:
+            return max(whole, key=lambda seq: (held[seq], self._sequences.states.is_live(seq), -seq))
+        covered = [seq for seq in slots if self._sequences.is_covered(seq)]
+        return max(covered or slots, key=lambda seq: (held[seq], -self._sequences.rank(seq)))
+
+    def _release_covered(self) -> None:
+        for seq in self._sequences.spare:
+            if self._sequences.in_use(seq) and self._sequences.is_covered(seq):
+                self._sequences.clear(seq)

@@ -98,13 +98,13 @@ class SlotSnapshots:
         n_tokens, states = self._tree.length(seq), self._sequences.states
         if not n_tokens:
             raise UnsavableSlotError("it is empty")
-        end, scratch = self._sequences.end(seq), self._offloader.scratch
+        end = self._sequences.end(seq)
         if is_private(end.namespace):
             raise UnsavableSlotError("its request had cache_prompt: false")
         if not states.is_live(seq):
             raise UnsavableSlotError("it has lost the state after its last token")
         saves = tuple(
-            Save(self._new_number(), seq, start, min(start + MAX_SEGMENT_TOKENS, n_tokens), scratch)
+            Save(self._new_number(), seq, start, min(start + MAX_SEGMENT_TOKENS, n_tokens))
             for start in range(0, n_tokens, MAX_SEGMENT_TOKENS)
         )
         self._sequences.operations += saves
@@ -120,7 +120,7 @@ class SlotSnapshots:
 
         Returns what the backend must be given before its next operations, by segment number.
         """
-        tokens, scratch = snapshot.tokens, self._offloader.scratch
+        tokens = snapshot.tokens
         match = self._tree.match(snapshot.namespace, tokens)
         n_wanted = sum(part.end - part.start for part in snapshot.parts if part.end > match.n_resident)
         # What running requests hold of it may be given to it in cells that are idle duplicates now.
@@ -147,7 +147,7 @@ class SlotSnapshots:
                 raise AssertionError("there was room")
             number = self._new_number()
             parts[number] = part
-            self._sequences.load(number, seq, part.end, scratch, tokens)
+            self._sequences.load(number, seq, part.end, tokens)
             self._sequences.operations.append(Free(number))
         if snapshot.state is not None:
             number, n = self._new_number(), self._tree.length(seq)

@@ -32,7 +32,6 @@ from llamaslot.backend.state_format import digests
 from llamaslot.base.backend import Backend, Run, Status
 from llamaslot.base.kv_ops import (
     Copy,
-    CopyStream,
     Free,
     IllegalCallError,
     Load,
@@ -302,28 +301,20 @@ class _Trial:
         backend, end = self._backend, self._n_prefix
         backend.change(Remove(0, end))
         self._check(0, "in a sequence that was cut")
-        if backend.n_seqs > 1 and self._info.unified:
+        if backend.n_seqs > 1:
             backend.change(Copy(0, 1, 0, end))
             self._check(1, "in a copy of a sequence")
-        elif backend.n_seqs > 1:
-            backend.change(CopyStream(0, 1, end))
-            # llama.cpp copies with the next decode (fact 3).
-            self._check_logits(1, "in a copy of a stream")
-            backend.change(Remove(1, end))
-            self._check_held(1, "in a copy of a stream")
-        if backend.n_seqs > 1:
             backend.change(Remove(1, 0))
 
     def _check_segments(self) -> None:
         """Sequence 0 holds the prefix and some tokens, all others nothing."""
-        backend, end, half, scratch = self._backend, self._n_prefix, self._n_prefix // 2, self._backend.n_seqs - 1
+        backend, end, half = self._backend, self._n_prefix, self._n_prefix // 2
         parts = ((_FIRST_SEGMENT, 0, half), (_SECOND_SEGMENT, half, end))
         for number, first, last in parts:
-            backend.change(Save(number, 0, first, last, scratch))
+            backend.change(Save(number, 0, first, last))
             self._numbers.append(number)
         backend.change(Remove(0, 0))
-        for number, first, last in parts:
-            backend.change(Load(number, 0, first, last, scratch))
+        backend.change(Load(0, 0, tuple((number, last) for number, _, last in parts)))
         if self._info.keeps_checkpoints:
             backend.change(Restore(_CHECKPOINT, 0))
         self._check(0, "after segments that were loaded")
