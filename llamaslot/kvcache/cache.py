@@ -238,7 +238,9 @@ class KVCache:
         self.pool.append(seq, packed(tokens))
         if len(tokens) > 1:
             self._sequences.clock += len(tokens)
-        self._public.save_if_public(seq, has_ended=False)
+        if self.settings.unified:
+            # In a partitioned pool each part takes saving all that the sequence holds: it is saved once it ends.
+            self._public.save_if_public(seq, has_ended=False)
 
     def truncate(self, seq: int, keep: int) -> None:
         """Truncate a sequence to its first `keep` tokens."""
@@ -399,4 +401,4 @@ class KVCache:
             assert seq in self._sequences.slots or not self._tree.is_pinned(seq)
             assert self._tree.is_pinned(seq) or seq not in self._tiers.load_pins, f"sequence {seq} keeps segments"
         assert self.settings.scratch is None or range_of(self.settings.scratch) == range(0)
-        assert 0 <= self.cells.used <= self.settings.n_cells
+        assert 0 <= self.cells.used <= self.settings.pool_cells

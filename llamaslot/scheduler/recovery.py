@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from llamaslot.base.backend import Status
-from llamaslot.base.kv_ops import Load, Restore
+from llamaslot.base.kv_ops import Copy, Load, Restore
 from llamaslot.kvcache.cache import KVCache
 from llamaslot.kvcache.tiers.disk_io import LoadFailed
 from llamaslot.scheduler.admission import Admission
@@ -41,7 +41,8 @@ class Recovery:
 
     def drop_incomplete(self, incomplete: Collection[int], plan: StepPlan, now: float) -> None:
         """Drop sequences that do not hold what they should; their requests start again from what is cached."""
-        if any(isinstance(each, Load) and each.dst in incomplete for each in plan.operations):
+        loads = (Load,) if self._cache.settings.unified else (Load, Copy)
+        if any(isinstance(each, loads) and each.dst in incomplete for each in plan.operations):
             self._cache.on_io(LoadFailed(), now)
         for each in plan.operations:
             if isinstance(each, Restore) and each.dst in incomplete:

@@ -170,6 +170,19 @@ async def test_after_a_load_without_memory_prompts_are_computed_for_a_while(
         assert await run("again", PROMPTS[2]) == 1
 
 
+async def test_a_copy_between_partitions_without_memory_is_computed_instead() -> None:
+    backend = Failing(n_slots=2, n_ctx=1024, unified=False)
+    async with running(backend, ram_bytes=2**20) as engine:
+        head = "a long beginning that both have " * 6
+        await engine.submit("one", head + "one", max_tokens=5)
+        busy = engine.submit("busy", head + "one and on", max_tokens=200)
+        backend.kinds, backend.chance = (Copy,), Always()
+        end = await engine.submit("other", head + "two", max_tokens=5)
+        assert isinstance(end, Finished)
+        assert backend.failed["Copy"] == 1
+        await busy
+
+
 class Always(random.Random):
     """A chance that always comes true."""
 

@@ -32,7 +32,7 @@ from llamaslot.base.model import KvCost, ModelInfo, StateCost, StepCost
 MAX_AGE_S = 7 * 86_400
 """Age at which measurements are taken again: the machine may have changed."""
 _MAX_FILE_BYTES = 2**16
-FORMAT = 3
+FORMAT = 4
 """Counted up whenever something is measured in another way."""
 
 

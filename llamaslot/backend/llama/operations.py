@@ -146,6 +146,7 @@ class KvOperations:
 
     def clear(self) -> None:
         """Empty all sequences, and clear all data: a free state may count as clear without being so (fact 34)."""
+        self.end_changes()
         llama_cpp.llama_memory_clear(self._memory, True)
         self.lengths = [0] * len(self.lengths)
         self.states.clear()

@@ -220,6 +220,11 @@ class Offloader:
         self._counters.public_tokens += n_public
         return Loaded(status, 0, n_loaded, n_read, n_fetched, n_public)
 
+    @property
+    def may_load(self) -> bool:
+        """True unless there was no memory to load something a moment ago."""
+        return self._tiers.now >= self._tiers.loads_again_at
+
     # --- operations ---
 
     def free_evicted(self) -> None:

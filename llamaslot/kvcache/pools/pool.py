@@ -94,7 +94,8 @@ class Pool:
         if not self._settings.unified:
             source = min(node.holders(), key=self._tree.length)
             # Both are saved, and the target is loaded.
-            if not self._settings.pays_to_load(end - start, self._tree.length(source) + start + end):
+            pays = self._settings.pays_to_load(end - start, self._tree.length(source) + start + end)
+            if not pays or not self._offloader.may_load:
                 return 0
         self._sequences.copy(source, seq, end, match.tokens)
         self._counters.copied_tokens += end - start

@@ -148,7 +148,8 @@ class SlotSnapshots:
             number = self._new_number()
             parts[number] = part
             self._sequences.load(number, seq, part.end, tokens)
-            self._sequences.operations.append(Free(number))
+        # Not between the loads, which are one in a partitioned pool.
+        self._sequences.operations += [Free(number) for number in parts]
         if snapshot.state is not None:
             number, n = self._new_number(), self._tree.length(seq)
             parts[number] = SnapshotPart(n, n, snapshot.state)
