@@ -314,10 +314,12 @@ class _Trial:
             backend.change(Save(number, 0, first, last))
             self._numbers.append(number)
         backend.change(Remove(0, 0))
-        backend.change(Load(0, 0, tuple((number, last) for number, _, last in parts)))
+        # In a partitioned pool the cells of sequence 0 still have the rows that were computed in them.
+        seq = 0 if self._info.unified or backend.n_seqs == 1 else 1
+        backend.change(Load(seq, 0, tuple((number, last) for number, _, last in parts)))
         if self._info.keeps_checkpoints:
-            backend.change(Restore(_CHECKPOINT, 0))
-        self._check(0, "after segments that were loaded")
+            backend.change(Restore(_CHECKPOINT, seq))
+        self._check(seq, "after segments that were loaded")
 
     def _check(self, seq: int, where: str) -> None:
         """Check a sequence that should hold the prefix alone; then it holds the tail too."""
