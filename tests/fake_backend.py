@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, TypeAlias
 
+import msgspec
 import numpy as np
 from llguidance import LLTokenizer, TokenizerWrapper
 
@@ -145,6 +146,7 @@ class FakeBackend:
         n_scored: int = 8,
         eos_every: int = 40,
         kind: StateKind = StateKind.NONE,
+        may_partition: bool = False,
     ) -> None:
         self.vocab = vocab or FakeVocab()
         has_states = kind is not StateKind.NONE
@@ -159,7 +161,8 @@ class FakeBackend:
             n_vocab=self.vocab.n_tokens, vocab_type=2, n_embd=1, n_ctx_train=n_ctx, n_ctx=n_ctx,
             n_ctx_slot=n_ctx if unified else n_ctx // n_slots, n_slots=n_slots, n_batch=n_ubatch,
             n_ubatch=n_ubatch, unified=unified, flash_attn=True, cache_type_k="f16", cache_type_v="f16",
-            device="none", reuse_reason="" if can_trim else "turned off by the test",
+            device="none", part_cells=n_ctx // n_slots * may_partition,
+            reuse_reason="" if can_trim else "turned off by the test",
             bos_token="<s>",
             eos_token=self.vocab.names[EOS], eog=(EOS,), n_cache_seqs=n_reserved,
             segment_size=segment_size if can_save else None, n_scored=n_scored,
@@ -176,8 +179,7 @@ class FakeBackend:
         self.alphabet = b"abcdefghijklmnopqrstuvwxyz"
         """Tokens that are generated."""
         self._eos_every = eos_every
-        n_pools, size = (1, n_ctx) if unified else (self.n_seqs, n_ctx // n_slots)
-        self.pools = [CellPool(size) for _ in range(n_pools)]
+        self._make_pools()
         self._rows: dict[int, int] = {}
         self._targets: dict[int, Run] = {}
         self.states = kv_ops.StateRecord(kind, WINDOW)
@@ -191,6 +193,21 @@ class FakeBackend:
         self._constraints = ConstraintCompiler(
             lambda: byte_tokenizer(self.vocab), n_vocab=self.vocab.n_tokens, eog=sorted(self.vocab.eog)
         )
+
+    def set_layout(self, *, unified: bool) -> None:
+        """Make new pools."""
+        if not self.info.part_cells or any(pool.n_used for pool in self.pools):
+            raise kv_ops.IllegalCallError("the layout is fixed, or a sequence holds something")
+        self.info = msgspec.structs.replace(self.info, unified=unified)
+        self.n_seqs = self.info.n_slots + unified * (self.info.n_cache_seqs + 2)
+        self._scratch = self.n_seqs - 1 if unified else None
+        self._rows, self._targets = {}, {}
+        self._make_pools()
+
+    def _make_pools(self) -> None:
+        info = self.info
+        n_pools, size = (1, info.n_ctx) if info.unified else (self.n_seqs, info.n_ctx // info.n_slots)
+        self.pools = [CellPool(size) for _ in range(n_pools)]
 
     def change(self, operation: kv_ops.Operation) -> None:  # noqa: PLR0912
         """Carry out an operation on sequences."""

@@ -138,7 +138,12 @@ class Config:
     mmap: bool = llama(True, "map the weights from the file instead of reading them")
     mlock: bool = llama(False, "keep the weights in RAM, never swapped out")
     flash_attn: Literal["auto", "on", "off"] = llama("auto", "flash attention", "-fa --flash-attn", words=_TRISTATE)
-    kv_unified: bool = llama(True, "one KV pool for all slots", "-kvu --kv-unified")
+    kv_unified: bool | None = llama(
+        None,
+        "one KV pool for all slots, off for an equal part for each; if unset, one or the other, whichever the "
+        "requests of the moment are faster in",
+        "-kvu --kv-unified",
+    )
     swa_full: bool = llama(
         False, "give sliding-window layers as many KV cells as the others: more memory, but no more prefixes reused"
     )

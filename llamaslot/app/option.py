@@ -84,5 +84,5 @@ def options_of(table: type[Any]) -> Iterator[Option]:
     for row in fields(table):
         name, kind, meta = row.name, kinds[row.name], row.metadata
         flags = meta["flags"].split() or [f"--{name.replace('_', '-')}"]
-        words = SWITCH if kind is bool else meta["words"]
+        words = SWITCH if kind in (bool, bool | None) else meta["words"]
         yield Option(name, kind, flags, meta["env"].format(name.upper()), row.default, meta["text"], words)

@@ -32,6 +32,8 @@ def announce(loaded: Loaded, urls: Sequence[str], config: Config) -> None:
     if info.sizing:
         print(info.sizing)
     pool = "shared by all slots" if info.unified else "in equal parts"
+    if info.part_cells:
+        pool += f" or {info.part_cells:,} for each"
     spare = f", {info.n_cache_seqs} more sequences for idle prefixes" if info.n_cache_seqs else ""
     print(
         f"{info.n_slots} slots, {info.n_ctx:,} cells (tokens of KV) {pool}, at most {info.n_ctx_slot:,} tokens a "

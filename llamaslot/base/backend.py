@@ -249,5 +249,12 @@ class Backend(Protocol):
         disturbed; otherwise `info` has them. Raises `IllegalCallError` if a sequence holds something.
         """
 
+    def set_layout(self, *, unified: bool) -> None:
+        """Make the context again in another layout, where `info.part_cells` allows it; segments stay.
+
+        Raises `IllegalCallError` if a sequence holds something, and `MemoryError` if there is no memory for it: the
+        layout is the former one then.
+        """
+
     def close(self) -> None:
         """Free the model; further use is an error."""

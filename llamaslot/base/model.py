@@ -15,6 +15,8 @@ By `--reuse-self-test`: `skipped` where `on` reuses prefixes without a test, `of
 """
 
 
+_NOISE = 1.02
+"""Measured ratios of durations below this show nothing."""
 Cost: TypeAlias = Annotated[float, msgspec.Meta(ge=0.0, le=1e9)]
 """A measured time; the bounds hold for what is read from a file."""
 
@@ -34,6 +36,13 @@ class KvCost(msgspec.Struct, frozen=True):
     """Microseconds to save it to memory that the system has to provide first."""
     load_us: Cost
     """Microseconds to load a token's KV back into the pool."""
+
+    @property
+    def foreign_us(self) -> float:
+        """Microseconds by which each idle cell slows each prompt token; 0 where that is not above noise."""
+        if self.prefill_slowdown <= _NOISE:
+            return 0.0
+        return self.prefill_us * (self.prefill_slowdown - 1) / self.n_idle_cells
 
 
 class StepCost(msgspec.Struct, frozen=True):
@@ -210,8 +219,9 @@ class Capabilities(msgspec.Struct, frozen=True):
 class ModelInfo(msgspec.Struct, frozen=True):
     """Facts about the loaded model and its context.
 
-    Fixed once the engine runs, with two exceptions: when a pending self-test ends, the event `SelfTestEnded` brings
-    another `ModelInfo` in place of this one, and costs that are pending are measured while the engine is idle.
+    Fixed once the engine runs, with three exceptions: when a pending self-test ends, the event `SelfTestEnded`
+    brings another `ModelInfo` in place of this one, costs that are pending are measured while the engine is idle,
+    and the backend's own has the `unified` of now.
     """
 
     name: str
@@ -233,12 +243,16 @@ class ModelInfo(msgspec.Struct, frozen=True):
     n_batch: int
     n_ubatch: int
     unified: bool
-    """One pool for all slots, or an equal part for each."""
+    """One pool for all slots, or an equal part for each; at start, where `part_cells` allows both."""
     flash_attn: bool
     cache_type_k: str
     cache_type_v: str
     device: str
     """Device that the model runs on, for a person to read."""
+    part_cells: int = 0
+    """Cells of a slot while the pool is partitioned, where it can be both in turn; 0 where its layout is fixed."""
+    context_ms: float = 0.0
+    """Milliseconds that making the context took, which a change of its layout takes again."""
     backends: tuple[str, ...] = ()
     """Backends of ggml in the llama.cpp build, such as CUDA and CPU; empty for a backend without llama.cpp."""
     reuse_reason: str = ""

@@ -89,7 +89,9 @@ class Engine:
         self._on_events = on_events
         self._clock = clock
         self._settings = settings
-        sizes = cache_settings(backend, settings, disk, has_remote=remote is not None)
+        sizes = cache_settings(
+            backend, settings, disk, has_remote=remote is not None, has_slot_files=snapshots is not None
+        )
         disk = disk if sizes.writes else None
         on_disk = disk.take_segments() if disk is not None else ()
         self.scheduler = Scheduler(
@@ -202,6 +204,8 @@ class Engine:
         self._flush()
         if self._self_test.is_pending:
             await self._test_reuse()
+        if (unified := self.scheduler.wants_layout) != self.scheduler.cache.settings.unified:
+            await self._change_layout(unified=unified)
         plan = self.scheduler.plan(self._clock())
         if self.scheduler.admitted:
             self._outbox += [Started(each.id, each.n_matched, each.miss) for each in self.scheduler.admitted]
@@ -318,6 +322,26 @@ class Engine:
         scheduler.admission.end_trial(allows_reuse=allows_reuse)
         self._outbox.append(tested)
         self._flush()
+
+    async def _change_layout(self, *, unified: bool) -> None:
+        """Make the context again with the pool unified or in parts; what it holds goes to RAM before that."""
+        scheduler, started = self.scheduler, self._clock()
+        n_saved = scheduler.cache.cells.used
+        scheduler.empty_pool(started)
+        if operations := scheduler.cache.take_operations():
+            await self._worker.run(StepPlan(operations), self._commit)
+        self._watch.end()
+        try:
+            await self._worker.call(lambda: self._backend.set_layout(unified=unified))
+        except MemoryError as error:
+            scheduler.keeps_layout = True
+            _log.warning("layout.kept", reason=str(error))
+            return
+        finally:
+            self._watch.begin()
+        scheduler.set_layout(self._backend.info, self._backend.n_seqs)
+        seconds = round(self._clock() - started, 3)
+        _log.info("layout.changed", unified=unified, cells_saved=n_saved, seconds=seconds)
 
     async def _measure_costs(self) -> None:
         """Measure the costs that are pending, once the pool is empty: idle prefixes go to RAM for that.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from llamaslot.base.backend import Backend
 from llamaslot.base.model import ModelInfo
-from llamaslot.kvcache.cache_settings import CacheSettings, CheckpointSettings
+from llamaslot.kvcache.cache_settings import MIN_POOLS_IN_RAM, CacheSettings, CheckpointSettings
 from llamaslot.kvcache.tiers.disk_io import SegmentDisk
 
 
@@ -46,15 +46,27 @@ class EngineSettings:
 
 
 def cache_settings(
-    backend: Backend, settings: EngineSettings, disk: SegmentDisk | None, *, has_remote: bool = False
+    backend: Backend,
+    settings: EngineSettings,
+    disk: SegmentDisk | None,
+    *,
+    has_remote: bool = False,
+    has_slot_files: bool = False,
 ) -> CacheSettings:
-    """Settings of the cache for a backend, a disk, and perhaps a remote store."""
+    """Settings of the cache for a backend, a disk, and perhaps a remote store and files of slots.
+
+    The layout is fixed where slots can be saved, since each change empties them, and without RAM for two pools.
+    """
     info, cost = backend.info, backend.info.kv_cost
+    size = info.segment_size
+    has_room = size is not None and settings.ram_bytes >= MIN_POOLS_IN_RAM * size.of(info.n_ctx)
     return CacheSettings(
         n_slots=info.n_slots,
         n_cells=info.n_ctx,
         n_seqs=backend.n_seqs,
         unified=info.unified,
+        part_cells=info.part_cells if has_room and not has_slot_files else 0,
+        layout_ms=info.context_ms,
         can_trim=info.can_trim,
         checkpoints=checkpoint_settings(info, backend.n_seqs, settings),
         idle_cells=settings.idle_cells,
@@ -71,6 +83,7 @@ def cache_settings(
         prefill_us=cost.prefill_us if cost is not None else 0.0,
         save_us=cost.first_save_us if cost is not None else 0.0,
         load_us=cost.load_us if cost is not None else 0.0,
+        foreign_us=cost.foreign_us if cost is not None else 0.0,
         gap_ms=settings.gap_ms,
     )
 

@@ -77,10 +77,12 @@ class KVCache:
         self._counters = CacheStats()
         """The fields that only grow, counted where it happens."""
         self._tree = RadixTree()
-        n_seqs = max(settings.n_slots, settings.n_seqs - 1) if settings.shares_cells else settings.n_seqs
-        states = StateRecord(settings.checkpoints.kind, settings.checkpoints.n_swa)
         self._sequences = Sequences(
-            self._tree, n_slots=settings.n_slots, n_seqs=n_seqs, states=states, shares_cells=settings.shares_cells
+            self._tree,
+            n_slots=settings.n_slots,
+            n_seqs=settings.n_path_seqs,
+            states=StateRecord(settings.checkpoints.kind, settings.checkpoints.n_swa),
+            shares_cells=settings.shares_cells,
         )
         self._tiers = SegmentTiers(
             self._tree,
@@ -307,6 +309,23 @@ class KVCache:
         if not settings.offloads or size is None or ram.n_bytes + size.of(self.cells.used) > ram.capacity:
             return False
         return self._offloader.evict(self.cells.total) > 0
+
+    def empty_pool(self) -> None:
+        """Evict everything from the pool, of which no request runs, to RAM as far as it fits."""
+        self.pool.deduplicate()
+        self._offloader.evict(self.cells.total)
+        for seq in self._sequences.all:
+            self._sequences.clear(seq)
+
+    def set_layout(self, *, unified: bool, n_seqs: int) -> None:
+        """Take up a context of another layout, after `empty_pool`."""
+        settings = self.settings
+        settings.unified, settings.n_seqs = unified, n_seqs
+        self._sequences.set_layout(n_seqs=settings.n_path_seqs, shares_cells=settings.shares_cells)
+        # What was offloaded ahead is known by the former sequences.
+        self._sequences.advance()
+        self._tree.version += 1
+        self._counters.layout_changes += 1
 
     def evict(self, n_cells: int) -> int:
         """Evict `n_cells` idle cells, or all there are; returns how many."""

@@ -59,6 +59,10 @@ class CacheSettings:
     """Sequence ids: slots first, then spare ones; where cells are shared, the last one is for scratch."""
     unified: bool = True
     """True if all sequences share one pool; false if each has a part of it, a stream of llama.cpp's."""
+    part_cells: int = 0
+    """Cells of a slot while the pool is partitioned, where its layout may change; 0 where it is fixed."""
+    layout_ms: float = 0.0
+    """Milliseconds that a change of the layout takes, besides saving and loading what the pool holds."""
     can_trim: bool = True
     """True if a sequence can be trimmed and continued."""
     checkpoints: CheckpointSettings = field(default_factory=CheckpointSettings)
@@ -87,6 +91,8 @@ class CacheSettings:
     prefill_us: float = 0.0
     save_us: float = 0.0
     load_us: float = 0.0
+    foreign_us: float = 0.0
+    """Microseconds by which a cell of another sequence slows each token that is computed in a unified pool."""
     min_shared: int = 64
     """Shortest shared prefix worth waiting for; also the shortest unshared tail that keeps a sequence id."""
     gap_ms: float
@@ -101,13 +107,19 @@ class CacheSettings:
         """Take the costs of settings that were made once they were measured."""
         self.offload_after = measured.offload_after
         self.prefill_us, self.save_us, self.load_us = measured.prefill_us, measured.save_us, measured.load_us
+        self.foreign_us = measured.foreign_us
         self.checkpoints.take_ms = measured.checkpoints.take_ms
         self.checkpoints.restore_ms = measured.checkpoints.restore_ms
 
     @property
     def pool_cells(self) -> int:
         """All cells: in a partitioned pool, spare sequences have as many as slots."""
-        return self.n_cells if self.unified else self.n_cells // self.n_slots * self.n_seqs
+        return self.n_cells if self.unified else self.seq_cells * self.n_seqs
+
+    @property
+    def seq_cells(self) -> int:
+        """Cells that a sequence may use."""
+        return self.n_cells if self.unified else self.part_cells or self.n_cells // self.n_slots
 
     @property
     def min_ram_for_idle(self) -> int:
@@ -123,6 +135,11 @@ class CacheSettings:
     def shares_cells(self) -> bool:
         """True if sequences may share cells."""
         return self.unified and self.can_reuse
+
+    @property
+    def n_path_seqs(self) -> int:
+        """Sequence ids that may hold a path: all but the one for scratch."""
+        return max(self.n_slots, self.n_seqs - 1) if self.shares_cells else self.n_seqs
 
     @property
     def scratch(self) -> int | None:
@@ -158,7 +175,8 @@ class CacheSettings:
     @property
     def offloads_ahead(self) -> bool:
         """True if idle prefixes are offloaded before their cells are needed."""
-        return self.offloads and (self.offload_after is not None or self.writes or self.uploads)
+        leaves_early = self.offload_after is not None and self.unified
+        return self.offloads and (leaves_early or self.writes or self.uploads)
 
     @property
     def copies_running(self) -> bool:
@@ -171,7 +189,7 @@ class CacheSettings:
     @property
     def ahead_tokens(self) -> int:
         """Tokens that are offloaded ahead in one step, while nothing runs."""
-        return self.segment_tokens if self.unified else self.n_cells // self.n_slots
+        return self.segment_tokens if self.unified else self.seq_cells
 
     @property
     def load_cost(self) -> float:

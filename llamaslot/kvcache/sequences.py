@@ -35,19 +35,23 @@ class Sequences:
         shares_cells: bool = True,
     ) -> None:
         self.slots = range(n_slots)
-        self.spare = range(n_slots, n_seqs)
-        self.all = range(n_seqs)
         self.operations: list[Operation] = []
         self.states = states or StateRecord(StateKind.NONE, 0)
-        # To exchange cells would move the partial state that comes with them.
-        self.duplicates: Duplicates = (
-            (KeptDuplicates(tree) if self.states.has_states else DuplicateCells(tree))
-            if shares_cells
-            else OwnCells(tree, n_seqs)
-        )
         self.clock = 0
         """Logical time: counts uses and computed prompt tokens."""
         self._tree = tree
+        self.set_layout(n_seqs=n_seqs, shares_cells=shares_cells)
+
+    def set_layout(self, *, n_seqs: int, shares_cells: bool) -> None:
+        """Take up the sequences of a new context, none of which is in use."""
+        self.spare = range(len(self.slots), n_seqs)
+        self.all = range(n_seqs)
+        # To exchange cells would move the partial state that comes with them.
+        self.duplicates: Duplicates = (
+            (KeptDuplicates(self._tree) if self.states.has_states else DuplicateCells(self._tree))
+            if shares_cells
+            else OwnCells(self._tree, n_seqs)
+        )
 
     @property
     def n_in_use(self) -> int:

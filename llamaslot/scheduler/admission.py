@@ -208,10 +208,10 @@ class Admission:
         cache = self._cache
         if not cache.settings.unified or not running:
             return True
-        if not cache.window_cells.fits([len(r.tokens) + self._n_expected(r) for r in (request, *running)]):
+        if not cache.window_cells.fits([len(r.tokens) + self.n_expected(r) for r in (request, *running)]):
             return False
-        reserved = sum(len(r.tokens) - cache.length(r.slot) + self._n_expected(r) for r in running)
-        needed = len(request.tokens) + self._n_expected(request)
+        reserved = sum(len(r.tokens) - cache.length(r.slot) + self.n_expected(r) for r in running)
+        needed = len(request.tokens) + self.n_expected(request)
         if cache.settings.shares_cells:
             match = self.match(request)
             needed += match.n_idle - match.n_resident
@@ -224,7 +224,7 @@ class Admission:
         match = self.match(request)
         return n_missing + match.n_resident - match.n_idle <= cache.pool.n_idle_duplicates
 
-    def _n_expected(self, request: Request) -> int:
+    def n_expected(self, request: Request) -> int:
         """Tokens that a request is expected to generate still."""
         expected = max(MIN_EXPECTED_TOKENS, round(self._mean_generated) - request.n_generated)
         expected = min(expected, self._n_ctx_slot - len(request.tokens))

@@ -37,6 +37,7 @@ from llamaslot.scheduler.admission import Admission
 from llamaslot.scheduler.checkpoint_taker import CheckpointTaker
 from llamaslot.scheduler.chunk_sizer import ChunkSizer
 from llamaslot.scheduler.fair_share import by_share
+from llamaslot.scheduler.layout import LayoutChoice
 from llamaslot.scheduler.padding import Padding
 from llamaslot.scheduler.recovery import Recovery
 from llamaslot.scheduler.request import Request, RequestEvent, RequestState, Slot
@@ -118,6 +119,7 @@ class Scheduler:
         self.admission = Admission(self.cache, self.slots, info.n_ctx_slot)
         self.queue = self.admission.queue
         """Waiting requests by arrival."""
+        self._layout = LayoutChoice(self.cache, self.admission.n_expected)
         self.reuse = ReuseStats()
         self._padding = _padding(info, cache_settings)
         self._turns = SharedSteps() if info.state.kind.allows_mixed_lengths else RunTurns()
@@ -128,6 +130,8 @@ class Scheduler:
         """Requests that the last plan admitted."""
         self.n_preempted = 0
         """Times that a request was sent back to the queue."""
+        self.keeps_layout = False
+        """True once there was no memory to make the context in another layout."""
         self._is_stopping = False
 
     def learn(self, info: ModelInfo, measured: CacheSettings) -> None:
@@ -167,6 +171,24 @@ class Scheduler:
             self.end(request, now, cancelled=True)
         self._is_stopping = True
 
+    @property
+    def wants_layout(self) -> bool:
+        """The layout of the pool for the requests of now: true for unified."""
+        if self.keeps_layout:
+            return self.cache.settings.unified
+        return self._layout.wanted(self.running, [request for request in self.queue if request.is_ready])
+
+    def empty_pool(self, now: float) -> None:
+        """Send running requests back to the queue, and all that the pool holds to RAM, for another layout."""
+        for request in self.running:
+            self._requeue(request, now)
+        self.cache.empty_pool()
+
+    def set_layout(self, info: ModelInfo, n_seqs: int) -> None:
+        """Take up a context of another layout, in which nothing is."""
+        self.cache.set_layout(unified=info.unified, n_seqs=n_seqs)
+        self._padding = _padding(info, self.cache.settings)
+
     def plan(self, now: float) -> StepPlan:
         """Plan the next step; an empty plan means that nothing can be done now."""
         running = self.running
@@ -187,7 +209,7 @@ class Scheduler:
         n_prefill = sum(n for request in ready if not request.is_stream(n := self._n_pending(request)) and n > 1)
         self.cache.offload_idle(n_prefill, lambda: map(self.admission.match, self.queue))
         planner = StepPlanner(
-            self.n_ctx_slot,
+            min(self.n_ctx_slot, self.cache.settings.seq_cells),
             self.cache,
             self.chunks,
             self._padding,
@@ -271,6 +293,9 @@ class Scheduler:
 
     def _preempt(self, request: Request, now: float) -> None:
         self.n_preempted += 1
+        self._requeue(request, now)
+
+    def _requeue(self, request: Request, now: float) -> None:
         self.admission.release(request)
         request.handle(RequestEvent.PREEMPT, now)
         self.admission.enqueue(request)

@@ -68,6 +68,7 @@ _COUNTERS = (
     ("llamaslot_checkpoints_restored", "Checkpoints restored.", "cache.checkpoints.restored"),
     ("llamaslot_checkpoints_evicted", "Checkpoints evicted from RAM.", "cache.checkpoints.evicted"),
     ("llamaslot_preemptions", "Times that a running request went back to the queue.", "cache.preemptions"),
+    ("llamaslot_layout_changes", "Times that the layout of the KV pool changed.", "cache.layout_changes"),
 )
 """Name, text and path of fields of `EngineState` that only grow."""
 _SPECULATION = (

@@ -22,8 +22,6 @@ _AUTO_CHECKPOINT_FRACTION = 1 / 8
 _MIN_AUTO_CHECKPOINTS = 8
 """Checkpoints of the largest size that it has room for, if they take at most `_MAX_CHECKPOINT_FRACTION`."""
 _MAX_CHECKPOINT_FRACTION = 1 / 4
-_NOISE = 1.02
-"""Prefill slowdowns up to this one are taken for none."""
 _MIB = 2**20
 
 
@@ -100,13 +98,9 @@ def offload_after(config: Config, info: ModelInfo, ram_bytes: int) -> int | None
 def break_even_tokens(cost: KvCost) -> int | None:
     """Return after how many prompt tokens idle cells have slowed prefill by what saving and loading them takes.
 
-    None where they do not slow it. Each idle cell makes each prompt token take
-    `prefill_us * (prefill_slowdown - 1) / n_idle_cells` longer.
+    None where they do not slow it.
     """
-    if cost.prefill_slowdown <= _NOISE:
-        return None
-    slowdown_us_per_cell = cost.prefill_us * (cost.prefill_slowdown - 1) / cost.n_idle_cells
-    return max(round((cost.save_us + cost.load_us) / slowdown_us_per_cell), 1)
+    return max(round((cost.save_us + cost.load_us) / cost.foreign_us), 1) if cost.foreign_us else None
 
 
 def about_tokens(size: SegmentSize, n_bytes: int) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from time import sleep
 from typing import Any, TypeVar
 
@@ -51,6 +52,7 @@ class LlamaBackend:
         n_threads = settings.n_threads or host_cpus().n_threads
         self._closed = False
         self._settings = settings
+        self._n_threads = n_threads
         files = loading.kv_files(settings.model)
         self._model, n_mapped = loading.load_model(settings, on_progress)
         try:
@@ -58,17 +60,15 @@ class LlamaBackend:
             reusable = not capabilities.why_not_reusable(self._model)
             n_cache_seqs, n_seqs = sequences(settings, reusable=reusable, has_states=has_states)
             n_ctx, size = sizing.choose(self._model, settings, n_seqs, n_mapped)
-            context = loading.make_context(self._model, settings, n_ctx=n_ctx, n_seqs=n_seqs, n_threads=n_threads)
+            made = loading.make_context(self._model, settings, n_ctx=n_ctx, n_seqs=n_seqs, n_threads=n_threads)
         except ConfigError:
             llama_cpp.llama_model_free(self._model)
             raise
-        self._context = context.handle
-        self._memory = llama_cpp.llama_get_memory(self._context)
+        self._use(made)
         self.vocab = LlamaVocab(self._model)
         self._breakers = BreakerIndex(self.vocab)
         self._constraints = _constraint_compiler(self.vocab)
-        self.n_seqs: int = llama_cpp.llama_n_seq_max(self._context)
-        self.info = self._describe(settings, context, n_cache_seqs, size, files)
+        self.info = self._describe(settings, made, n_cache_seqs, size, files)
         self._batch = Batch(self.info.n_ubatch)
         self._kv = KvOperations(self._context, self.info, self.n_seqs)
         self._rows: dict[int, int] = {}
@@ -84,6 +84,9 @@ class LlamaBackend:
             self.close()
             raise
         self._set_measured(measured)
+        if settings.may_partition and self._can_partition():
+            part = loading.part_cells(self._model, self._context, settings)
+            self.info = msgspec.structs.replace(self.info, part_cells=part)
         trim_heap()
 
     def change(self, operation: kv_ops.Operation) -> None:
@@ -219,6 +222,19 @@ class LlamaBackend:
             trim_heap()
         return measured is not None
 
+    def set_layout(self, *, unified: bool) -> None:
+        """Make the context again in another layout, where `info.part_cells` allows it; segments stay."""
+        self._check_open()
+        if not self.info.part_cells or any(self._kv.lengths):
+            raise kv_ops.IllegalCallError("the layout of this pool is fixed, or a sequence holds something")
+        was_unified = self.info.unified
+        llama_cpp.llama_free(self._context)
+        try:
+            self._remake(unified=unified)
+        except ConfigError as error:
+            self._remake(unified=was_unified)
+            raise MemoryError(str(error)) from error
+
     def close(self) -> None:
         """Free context and model; without effect if that is done already."""
         if not self._closed:
@@ -226,6 +242,25 @@ class LlamaBackend:
             self._constraints.close()
             llama_cpp.llama_free(self._context)
             llama_cpp.llama_model_free(self._model)
+
+    def _use(self, made: Context) -> None:
+        self._context = made.handle
+        self._memory = llama_cpp.llama_get_memory(self._context)
+        self.n_seqs: int = llama_cpp.llama_n_seq_max(self._context)
+
+    def _remake(self, *, unified: bool) -> None:
+        """Make the context in place of one that was freed; raises `ConfigError`."""
+        info = msgspec.structs.replace(self.info, unified=unified)
+        settings = replace(self._settings, unified=unified)
+        n_ctx, n_seqs = info.n_ctx, sequences(settings, reusable=True)[1]
+        if not unified:
+            n_ctx, n_seqs = info.part_cells * info.n_slots, info.n_slots
+        made = loading.make_context(self._model, settings, n_ctx=n_ctx, n_seqs=n_seqs, n_threads=self._n_threads)
+        self._use(made)
+        self._kv = KvOperations(self._context, info, self.n_seqs, segments=self._kv.segments)
+        # The arrays are over logits of the former context.
+        self._rows, self._targets, self._views = {}, {}, {}
+        self.info = info
 
     def _logits(self, row: int) -> Logits:
         """Return the logits of a batch row, float32 of the vocabulary's size, valid until the next decode."""
@@ -265,6 +300,7 @@ class LlamaBackend:
             n_ubatch=llama_cpp.llama_n_ubatch(context),
             n_scored=loading.n_scored(model, llama_cpp.llama_n_ubatch(context)),
             unified=settings.unified,
+            context_ms=1e3 * made.seconds,
             flash_attn=made.flash_attn,
             kv_facts=loading.kv_facts(model, context, settings, flash_attn=made.flash_attn),
             kv_files=files,
@@ -290,6 +326,12 @@ class LlamaBackend:
             control_tokens=vocab.control_tokens,
             eog=tuple(sorted(vocab.eog)),
         )
+
+    def _can_partition(self) -> bool:
+        """True for a model whose KV is saved and loaded in both layouts, and needs no self-test in each."""
+        info = self.info
+        can_save = info.can_trim and info.segment_size is not None
+        return info.unified and info.n_slots > 1 and can_save and not self_test.is_needed(info)
 
     def _warm_up(self) -> None:
         """Touch the weights once, so that the first request does not pay for it."""

@@ -51,6 +51,9 @@ class LlamaSettings:
     use_mlock: bool = False
     flash_attn: Literal["auto", "on", "off"] = "auto"
     unified: bool = True
+    """One pool for all sequences, or a part for each: the layout at start."""
+    may_partition: bool = False
+    """Let a unified pool be partitioned while the server runs, where the model allows it."""
     swa_full: bool = False
     """As many cells for layers with a sliding window as for the others; checkpoints are needed all the same."""
     checkpoints: bool = False

@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import llama_cpp
@@ -24,6 +25,8 @@ from llamaslot.base.model import ModelFile
 PADDING = 256
 """Cells of a sequence's context are a multiple of this in llama.cpp."""
 
+MIN_PART = 512
+"""Least cells of a slot for which a pool is partitioned while the server runs."""
 _MOST_CELLS = 2**31
 _FLASH_ATTN = {
     "auto": llama_cpp.LLAMA_FLASH_ATTN_TYPE_AUTO,
@@ -72,6 +75,8 @@ class Context:
     handle: Any
     flash_attn: bool
     caches: Caches
+    seconds: float
+    """Time that making it took."""
 
 
 def load_model(settings: LlamaSettings, on_progress: Callable[[float], bool]) -> tuple[Any, int]:
@@ -147,14 +152,11 @@ def kv_files(path: Path) -> tuple[ModelFile, ...]:
 
 def kv_facts(model: Any, context: Any, settings: LlamaSettings, *, flash_attn: bool) -> str:
     """Return `ModelInfo.kv_facts`. A model with long RoPE takes its factors by the size of the context."""
-    architecture = library.metadata(model, "general.architecture")
-    n_short = library.metadata(model, f"{architecture}.rope.scaling.original_context_length")
-    n_ctx_short = int(n_short) if n_short.isdecimal() else llama_cpp.llama_model_n_ctx_train(model)
     facts = {
         "llama-cpp-python": llama_cpp.__version__,
         "types": f"{settings.cache_type_k}/{settings.cache_type_v}",
         "flash attention": flash_attn,
-        "long positions": llama_cpp.llama_n_ctx_seq(context) > n_ctx_short,
+        "long positions": llama_cpp.llama_n_ctx_seq(context) > _long_rope_start(model),
     }
     return "; ".join(f"{name}: {value}" for name, value in facts.items())
 
@@ -164,7 +166,9 @@ def make_context(model: Any, settings: LlamaSettings, *, n_ctx: int, n_seqs: int
     params = context_params(settings, n_ctx=n_ctx, n_seqs=n_seqs, n_threads=n_threads)
     params.n_outputs_max += n_scored(model, settings.n_ubatch)
     with library.watched() as (lines, errors):
+        started = perf_counter()
         context = llama_cpp.llama_init_from_model(model, params)
+        seconds = perf_counter() - started
         if not context:
             raise ConfigError(
                 f"no memory for a KV pool of {params.n_ctx:,} cells, or llama.cpp refuses it: {_reason(errors)}; "
@@ -181,7 +185,19 @@ def make_context(model: Any, settings: LlamaSettings, *, n_ctx: int, n_seqs: int
             )
         disabled = settings.flash_attn == "off" or any("Flash Attention not supported" in line for line in lines)
         caches = capabilities.caches_from_log(lines)
-    return Context(context, flash_attn=not disabled, caches=caches)
+    return Context(context, not disabled, caches, seconds)
+
+
+def part_cells(model: Any, context: Any, settings: LlamaSettings) -> int:
+    """Return the cells of each slot if a unified pool were partitioned, in whole paddings; 0 if they are too few.
+
+    0 as well where the size of the context decides what KV a token has (long RoPE), as `kv_facts` says.
+    """
+    n_ctx = llama_cpp.llama_n_ctx(context)
+    part = n_ctx // settings.n_slots // PADDING * PADDING
+    n_short = _long_rope_start(model)
+    is_same = not _has_long_rope(model) or (part > n_short) == (n_ctx > n_short)
+    return part if part >= MIN_PART and is_same else 0
 
 
 def n_scored(model: Any, n_ubatch: int) -> int:
@@ -258,6 +274,20 @@ def builtin_template(source: str) -> str:
     prompt = _prompt_by_builtin(source.encode())
     fitting = (name for name in names[:n] if name and prompt and _prompt_by_builtin(name) == prompt)
     return next(fitting, b"").decode()
+
+
+def _has_long_rope(model: Any) -> bool:
+    """True if the factors of RoPE may depend on the size of the context."""
+    scaling = f"{library.metadata(model, 'general.architecture')}.rope.scaling"
+    kind, n_short = (library.metadata(model, f"{scaling}.{each}") for each in ("type", "original_context_length"))
+    return kind == "longrope" or bool(n_short)
+
+
+def _long_rope_start(model: Any) -> int:
+    """Return the size of a sequence's context above which a model with long RoPE takes other factors."""
+    architecture = library.metadata(model, "general.architecture")
+    n_short = library.metadata(model, f"{architecture}.rope.scaling.original_context_length")
+    return int(n_short) if n_short.isdecimal() else int(llama_cpp.llama_model_n_ctx_train(model))
 
 
 def _prompt_by_builtin(template: bytes) -> bytes:

@@ -35,9 +35,12 @@ class Held:
 
 
 class KvOperations:
-    """Sequences of one context, and their segments and checkpoints in host memory; not thread-safe."""
+    """Sequences of one context, and their segments and checkpoints in host memory; not thread-safe.
 
-    def __init__(self, context: Any, info: ModelInfo, n_seqs: int) -> None:
+    `segments` are those of an earlier context of the model.
+    """
+
+    def __init__(self, context: Any, info: ModelInfo, n_seqs: int, *, segments: SegmentStore | None = None) -> None:
         self.lengths = [0] * n_seqs
         """Tokens that each sequence holds."""
         kind = info.state.kind if info.keeps_checkpoints else StateKind.NONE
@@ -51,7 +54,7 @@ class KvOperations:
             if info.unified
             else StreamTransfer(context, lambda: self.lengths)
         )
-        self.segments = SegmentStore(self._transfer)
+        self.segments = segments or SegmentStore()
         self._context = context
         self._memory = llama_cpp.llama_get_memory(context)
         self._info = info
@@ -83,10 +86,10 @@ class KvOperations:
                 llama_cpp.llama_memory_seq_rm(self._memory, dst, start, end)
                 llama_cpp.llama_memory_seq_cp(self._memory, src, dst, start, end)
             case kv_ops.Save():
-                self.segments.save(operation)
+                self.segments.save(operation, self._transfer)
             case kv_ops.Load(dst=dst):
                 with self._emptied_if_it_fails(dst):
-                    self.segments.load(operation)
+                    self.segments.load(operation, self._transfer)
                 self.states.load(dst)
                 self._set_length(dst, operation.end)
             case kv_ops.Take():

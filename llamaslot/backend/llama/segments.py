@@ -23,12 +23,11 @@ from llamaslot.base.kv_ops import Copy, Kv, Load, NotLoadedError, NotSavedError,
 
 
 class SegmentStore:
-    """The segments of one context by number; operations must have been checked."""
+    """Segments by number, whichever context they are from; operations must have been checked."""
 
-    def __init__(self, transfer: Transfer) -> None:
+    def __init__(self) -> None:
         self.positions: dict[int, range] = {}
         """Token positions of each segment in host memory."""
-        self._transfer = transfer
         self._states: dict[int, Kv] = {}
 
     def kv_of(self, segment: int) -> Kv | None:
@@ -40,16 +39,16 @@ class SegmentStore:
         self._states[segment] = state
         self.positions[segment] = positions
 
-    def save(self, operation: Save) -> None:
+    def save(self, operation: Save, transfer: Transfer) -> None:
         """Save a range of a sequence; raises `NotSavedError` if there is no memory for it."""
         wanted = range(operation.start, operation.end)
         try:
-            state = self._transfer.save(operation.src, wanted)
+            state = transfer.save(operation.src, wanted)
         except MemoryError as error:
             raise NotSavedError(operation.segment) from error
         self.put(operation.segment, wanted, state)
 
-    def load(self, operation: Load) -> None:
+    def load(self, operation: Load, transfer: Transfer) -> None:
         """Append parts of segments to a sequence; raises `NotLoadedError`.
 
         llama.cpp does not tell if it had no memory, or if the pool has too few free cells.
@@ -59,7 +58,7 @@ class SegmentStore:
             for number, start, end in operation.ranges
         ]
         try:
-            self._transfer.load(operation.dst, operation.start, parts)
+            transfer.load(operation.dst, operation.start, parts)
         except MemoryError as error:
             raise NotLoadedError(operation.parts[0][0]) from error
 
