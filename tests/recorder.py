@@ -277,6 +277,14 @@ class Recorder:
     def end_changes(self) -> None:
         self.inner.end_changes()
 
+    def set_layout(self, *, unified: bool) -> None:
+        self.n_calls += 1
+        assert not any(held.cells for held in self.held), "a sequence holds something"
+        self.inner.set_layout(unified=unified)
+        self.info, self.n_seqs = self.inner.info, self.inner.n_seqs
+        self.held = [Held() for _ in range(self.n_seqs)]
+        self.namespaces = {}
+
     def decode(self, runs: Sequence[Run]) -> Decoded:
         self.n_calls += 1
         failure, self.failure = self.failure, None

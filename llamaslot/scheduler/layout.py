@@ -66,7 +66,9 @@ class LayoutChoice:
         part, unified = settings.part_cells, settings.unified
         if not part:
             return unified
-        if not unified and any(len(request.tokens) > part for request in running):
+        if any(len(request.tokens) > part for request in running):
+            return True
+        if any(len(request.tokens) + self._n_expected(request) > part for request in waiting):
             return True
         requests = [*running, *waiting][: settings.n_slots]
         considered = unified, tuple(request.id for request in requests)

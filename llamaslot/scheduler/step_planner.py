@@ -256,7 +256,8 @@ class StepPlanner:
         left = [self._n_ctx_slot - len(request.tokens) for request in requests]
         left += [n for request in requests if (n := request.n_remaining) is not None]
         left += [r.stops.limit(self._cache.length(r.slot), self._n_ctx_slot) for r in requests]
-        n_steps = min(left) - 1
+        # A request that has filled its part of the pool goes on in another layout.
+        n_steps = max(min(left) - 1, 0)
         if self._cache.settings.unified:
             free = self._cache.cells.free - self._n_granted - self._n_padding
             wanted = min(n_steps * len(work), max(len(work), MAX_CELLS_AHEAD))

@@ -84,7 +84,7 @@ SHARES = "lost of its share", "lost beyond its share"
 """Events that must come up in a long run with two API keys."""
 SELDOM = (
     *("loads", "reads", "read", "not saved", "overtaken", "preempted", "restored", "RAM normal"),
-    "copied between partitions",
+    *("copied between partitions", "partitioned", "unified again"),
     *("losses for RAM", "losses for cells", "slots saved", "slots restored", "padded steps"),
     *("padded steps with extra ones", "looked for idle prefixes that slow prompts", "wrote everything at the end"),
     *("dropped: everything", "dropped: namespace"),
@@ -96,7 +96,7 @@ SELDOM = (
 class Shape:
     """A context and how it is used.
 
-    The layouts are a unified pool, a partitioned one, and models without reuse in both.
+    The layouts are a unified pool, a partitioned one, one that is both in turn, and models without reuse.
     """
 
     layout: str
@@ -111,10 +111,6 @@ class Shape:
     disk: float
     """The disk tier, in pools; 0 for none."""
     eos_every: int
-
-    @property
-    def shares(self) -> bool:
-        return self.layout == "shared"
 
     @property
     def reuses(self) -> bool:
@@ -177,6 +173,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     layouts: ClassVar[tuple[str, ...]] = (
         *("shared", "shared", "shared", "shared", "partitions", "partitions", "whole", "whole partitions"),
+        *("changing", "changing"),
     )
     pools: ClassVar[tuple[int, int]] = (48, 96)
     ubatches: ClassVar[tuple[int, int]] = (4, 24)
@@ -247,8 +244,9 @@ class CacheMachine(RuleBasedStateMachine):
         name = self.layouts[layout % len(self.layouts)]
         n_ctx = int(low + share * (high - low)) // n_slots * n_slots
         n_ubatch = int(self.ubatches[0] + batch * (self.ubatches[1] - self.ubatches[0]))
-        n_spare = n_spare + self.more_spare if name == "shared" else 0
+        n_spare = n_spare + self.more_spare if name in ("shared", "changing") else 0
         ram = ram if "whole" not in name else 0
+        ram = max(ram, 10) if name == "changing" else ram
         disk = disk if ram else 0
         shape = Shape(name, n_slots, n_spare, n_ctx, n_ubatch, idle_cells, offload_after, ram, disk, eos_every)
         self.shape = shape
@@ -289,6 +287,8 @@ class CacheMachine(RuleBasedStateMachine):
                 segment_size=info.segment_size,
                 segment_tokens=self.largest,
                 load_us=load_us,
+                part_cells=info.part_cells,
+                foreign_us=1e5,
                 min_shared=MIN_SHARED,
                 gap_ms=100.0,
                 write_interval_ms=0.0,
@@ -494,7 +494,8 @@ class CacheMachine(RuleBasedStateMachine):
         self.is_recovering = True
         COUNTS[f"dropped: {kind}"] += 1
 
-    @precondition(lambda self: self.cache.settings.saves)
+    # Where slots can be saved the layout is fixed, for each change would empty them.
+    @precondition(lambda self: self.cache.settings.saves and self.shape.layout != "changing")
     @rule(slot=st.integers(0, 2))
     def save_slot(self, slot: int) -> None:
         """Save what a slot holds, as `POST /slots/{id}?action=save` does."""
@@ -628,7 +629,31 @@ class CacheMachine(RuleBasedStateMachine):
         size = self.backend.info.segment_size
         return size.of(n_tokens) if n_tokens and size is not None else 0
 
+    @property
+    def shares(self) -> bool:
+        """True while sequences may share cells."""
+        return self.shape.reuses and self.backend.info.unified
+
+    def follow_layout(self) -> None:
+        """Change the layout if the requests of now want another one: all that the pool holds goes to RAM."""
+        if self.scheduler.wants_layout == self.backend.info.unified:
+            return
+        # What was dropped meanwhile is not lost by the change.
+        self.carry_out(StepPlan(self.cache.take_operations()))
+        before = Before(self)
+        self.scheduler.empty_pool(self.now)
+        for asked in self.running:
+            asked.slot = -1
+        self.carry_out(StepPlan(self.cache.take_operations()))
+        lost = before.prefixes_in({each.namespace for each in self.living}) - self.offloaded
+        assert not lost or self.was_short or self.is_squeezed or self.has_little_ram, "lost by a change of layout"
+        is_unified = not self.backend.info.unified
+        self.backend.set_layout(unified=is_unified)
+        self.scheduler.set_layout(self.backend.info, self.backend.n_seqs)
+        COUNTS["unified again" if is_unified else "partitioned"] += 1
+
     def plan(self) -> StepPlan:
+        self.follow_layout()
         before = Before(self)
         was_suspected = [a for a in self.running if a.request.id in self.scheduler.recovery.suspects]
         plan = self.scheduler.plan(self.now)
@@ -651,7 +676,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.check_preempted(plan, admitted)
         if not was_suspected:
             self.check_waiting(before, plan, admitted)
-        if self.shape.shares:
+        if self.shares:
             self.check_losses(before, plan)
         self.check_work(plan, was_suspected)
         self.is_recovering, self.shaken = False, set()
@@ -809,7 +834,7 @@ class CacheMachine(RuleBasedStateMachine):
     def check_cells(self) -> None:
         """The cache counts the cells that are used."""
         backend = self.backend
-        n_used = len(backend.cells) if self.shape.shares else sum(map(len, backend.held))
+        n_used = len(backend.cells) if self.shares else sum(map(len, backend.held))
         assert self.cache.cells.used == n_used
 
     def check_tree(self) -> None:
@@ -818,7 +843,7 @@ class CacheMachine(RuleBasedStateMachine):
         running = [asked.slot for asked in self.running]
         pinned, everything = backend.prefixes(running), backend.prefixes()
         assert (tree.n_tokens, tree.n_pinned_tokens) == (len(everything), len(pinned))
-        if self.shape.shares:
+        if self.shares:
             assert self.cache.cells.idle == len(everything - pinned)
         held_by = {seq: set(held.prefixes) for seq, held in enumerate(backend.held) if held.cells}
         namespaces = {asked.request.namespace: asked.namespace for asked in self.asked}
@@ -846,7 +871,7 @@ class CacheMachine(RuleBasedStateMachine):
         for asked, prefixes in before.running.items():
             if asked.slot not in self.shaken and asked.slot >= 0:
                 assert held[asked.slot].prefixes[: len(prefixes)] == prefixes, "taken from a running request"
-        if self.shape.shares:
+        if self.shares:
             assert len(self.backend.cells) == len(self.backend.prefixes()), "duplicate cells"
             budget, idle = self.shape.idle_cells, self.idle
             assert budget is None or len(idle) <= budget, "more idle cells than allowed"
@@ -863,7 +888,7 @@ class CacheMachine(RuleBasedStateMachine):
         if self.backend.info.unified:
             assert len(self.backend.cells) + n_granted <= self.backend.info.n_ctx
 
-        if self.shape.shares:
+        if self.shares:
             n_holders = Counter(prefix for each in held for prefix in each.prefixes)
             for spare in held[self.shape.n_slots :]:
                 assert not spare.cells or n_holders[spare.prefixes[-1]] == 1, "an id for a covered path"
@@ -949,7 +974,7 @@ class CacheMachine(RuleBasedStateMachine):
         assert self.running, "the oldest was preempted"
         assert not set(gone) & set(admitted)
         left = {each for asked in gone for each in self.prefixes(asked)}
-        assert not self.shape.shares or self.idle <= left, "preempted with idle cells left"
+        assert not self.shares or self.idle <= left, "preempted with idle cells left"
 
     def check_waiting(self, before: Before, plan: StepPlan, admitted: list[Asked]) -> None:
         """A request that still waits has a reason to, and is not overtaken for ever."""
@@ -1000,7 +1025,7 @@ class CacheMachine(RuleBasedStateMachine):
         held = self.backend.held
         n_held = {r: min(len(held[r.slot]), len(before.running.get(r, held[r.slot]))) for r in self.running}
         needed = sum(len(r.tokens) - n_held.get(r, 0) + self.most(r) for r in (*self.running, asked))
-        if self.shape.shares:
+        if self.shares:
             pinned = len(self.backend.prefixes(r.slot for r in self.running))
         else:
             pinned = sum(map(len, held))
@@ -1248,6 +1273,7 @@ class FakeMachine(CacheMachine):
             n_ctx=shape.n_ctx,
             n_ubatch=shape.n_ubatch,
             unified="partitions" not in shape.layout,
+            may_partition=shape.layout == "changing",
             can_trim="whole" not in shape.layout,
             eos_every=shape.eos_every,
             segment_size=SegmentSize(20, 10),
