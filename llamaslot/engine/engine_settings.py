@@ -59,13 +59,13 @@ def cache_settings(
     """
     info, cost = backend.info, backend.info.kv_cost
     size = info.segment_size
-    has_room = size is not None and settings.ram_bytes >= MIN_POOLS_IN_RAM * size.of(info.n_ctx)
+    suffices = size is not None and settings.ram_bytes >= MIN_POOLS_IN_RAM * size.of(info.n_ctx)
     return CacheSettings(
         n_slots=info.n_slots,
         n_cells=info.n_ctx,
         n_seqs=backend.n_seqs,
         unified=info.unified,
-        part_cells=info.part_cells if has_room and not has_slot_files else 0,
+        part_cells=info.part_cells if suffices and not has_slot_files else 0,
         layout_ms=info.context_ms,
         can_trim=info.can_trim,
         checkpoints=checkpoint_settings(info, backend.n_seqs, settings),

@@ -1025,10 +1025,8 @@ class CacheMachine(RuleBasedStateMachine):
         held = self.backend.held
         n_held = {r: min(len(held[r.slot]), len(before.running.get(r, held[r.slot]))) for r in self.running}
         needed = sum(len(r.tokens) - n_held.get(r, 0) + self.most(r) for r in (*self.running, asked))
-        if self.shares:
-            pinned = len(self.backend.prefixes(r.slot for r in self.running))
-        else:
-            pinned = sum(map(len, held))
+        shared = self.backend.prefixes(r.slot for r in self.running)
+        pinned = len(shared) if self.shares else sum(map(len, held))
         return pinned + needed <= self.backend.info.n_ctx
 
     def most(self, asked: Asked) -> int:

@@ -1,7 +1,7 @@
 """Offload policy: decides when idle prefixes leave the pool, and when they are offloaded ahead of that.
 
-- Idle cells slow prefill in a unified pool, for attention scans it up to the highest used cell (fact 5). A prefix is
-  offloaded once the prompt tokens computed since its last use have cost more time than to save and load it.
+- Idle cells slow prefill in a unified pool, for attention scans it up to the highest used cell (fact 5). A prefix
+  is offloaded once the prompt tokens computed since its last use have cost more time than to save and load it.
 - Freed cells are scanned too if a used cell lies above them. The policy does not know where cells lie, so it
   assumes that all idle prefixes lie above those that it frees in the same step and that the prompt does not fill
   again, and multiplies `offload_after` by idle / (idle + free).
@@ -157,7 +157,7 @@ class OffloadPolicy:
         """
         after = self._settings.offload_after
         if after is None or not self._settings.offloads or not self._settings.unified:
-            # In a partitioned pool nobody attends over idle cells.
+            # In a partitioned pool idle cells slow no request.
             return None
         if self._tiers.ram.capacity < min(self._settings.ram_bytes, self._settings.min_ram_for_idle):
             # Memory is short: what leaves the pool would be lost soon.
