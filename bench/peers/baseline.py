@@ -21,11 +21,11 @@ from bench.peers.goals import bootstrap_interval
 from bench.peers.results import DECODE, TTFT_MEAN, Metric, RunResult
 from bench.peers.runner import N_SLOTS, Runner
 from bench.peers.servers import BEFORE, OWN, CommonSettings, ServerSetup
-from bench.peers.workloads import WORKLOADS, Workload
+from bench.peers.workloads import MANY, WORKLOADS, Workload
 from bench.report import Summary, console, machine, new_table, notes, write_json
 from bench.tokens import Tokens
 
-N_PAIRS = {"chat": 16, "twenty": 12, "agent": 12, "pressure": 8, "low reuse": 12, "decode 1": 20, "decode 8": 20}
+N_PAIRS = {each.name: MANY for each in WORKLOADS} | {"chat": 16, "pressure": 8, "decode 1": 20, "decode 8": 20}
 """Pairs of each workload, fixed before any run; those whose ratios vary more between pairs get more."""
 MAX_MEDIAN_LOSS, MAX_INTERVAL_LOSS = 0.02, 0.05
 """A change passes if the median is at most 2% worse, or the interval contains 1.00 and stays within 5%."""
@@ -90,7 +90,7 @@ def run(
     servers = tuple(ServerSetup(name, "llamaslot", checkout=checkout) for name, checkout in checkouts.items())
     workloads = [each for each in WORKLOADS if each.name in N_PAIRS and (not only or each.name in only)]
     if not workloads:
-        raise BenchmarkError(f"--baseline measures only {', '.join(N_PAIRS)}")
+        raise BenchmarkError(f"--baseline measures {', '.join(N_PAIRS)}")
     n_pairs = {each.name: repeats or N_PAIRS[each.name] for each in workloads}
     runner = Runner(Tokens(model), CommonSettings(model, N_SLOTS, threads, 0, tuple(server_flags)), scale, folder)
     results = asyncio.run(runner.measure(n_pairs, workloads, BothVersions((servers[0], servers[1]))))
@@ -143,7 +143,7 @@ def without_figure(changes: Sequence[Change], results: Sequence[RunResult]) -> d
 
 def metric_of(workload: str) -> Metric:
     """The metric that a workload is compared by."""
-    return DECODE if workload.startswith("decode") else TTFT_MEAN
+    return DECODE if workload.startswith(("decode", "sampled")) else TTFT_MEAN
 
 
 def table(changes: Sequence[Change], title: str) -> Table:

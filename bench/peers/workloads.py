@@ -11,6 +11,7 @@ import asyncio
 import random
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeAlias
 
 from bench.client import Answer, BenchmarkError, Message
@@ -23,8 +24,8 @@ OVERHEAD = 64
 """The most tokens that a chat template adds to a conversation of a few turns."""
 PADDING = 256
 """llama.cpp rounds the cells of a pool, or of a slot's part of it, up to a multiple of this."""
-FEW, MANY = 4, 12
-"""Pairs of runs that are needed to judge a goal far from 1, and one near it."""
+FEW, SEVERAL, MANY = 4, 6, 12
+"""Pairs of runs that are needed to judge a goal far from 1, one nearer to it, and one near it."""
 GREEDY: Mapping[str, float] = {"temperature": 0}
 SAMPLED: Mapping[str, float] = {"temperature": 0.8, "top_k": 40, "top_p": 0.9, "min_p": 0, "repeat_penalty": 1.1}
 """Ollama's defaults."""
@@ -229,6 +230,25 @@ async def low_reuse(run: WorkloadRun) -> None:
         await run.ask(user(run.long(1000)))
 
 
+async def conversations(run: WorkloadRun, *, measured: int) -> None:
+    """Eight conversations that share nothing, of which one turn is `measured`.
+
+    First turns of 1,500 tokens with replies of 300, all at once; second turns of 300 tokens, one after the other;
+    third turns of 300 tokens, all at once.
+    """
+    talks: list[list[Message]] = [[] for _ in range(8)]
+
+    async def turn(number: int, history: list[Message], n_user: int, n_reply: int) -> None:
+        await run.converse(history, round(n_user * run.scale), n_reply, measured=number == measured)
+
+    await asyncio.gather(*(turn(1, history, 1500, 300) for history in talks))
+    if measured > 1:
+        for history in talks:
+            await turn(2, history, 300, 30)
+    if measured > 2:
+        await asyncio.gather(*(turn(3, history, 300, 30) for history in talks))
+
+
 async def decode(run: WorkloadRun, *, n_streams: int, sampling: Mapping[str, float] = GREEDY) -> None:
     """Short prompts side by side, 128 tokens each."""
     prompts = [user(run.text(16)) for _ in range(n_streams)]
@@ -270,6 +290,17 @@ WORKLOADS = (
     Workload("agent", agent, 10_600, 70),
     Workload("pressure", pressure, 1600, 15, n_cells=2 * 1600, n_pairs=MANY),
     Workload("low reuse", low_reuse, 1100, 7, n_pairs=MANY),
+    *(
+        Workload(
+            f"conversations {turn}",
+            partial(conversations, measured=turn),
+            2500,
+            12 + 2 * turn,
+            n_cells=32_768,
+            n_pairs=SEVERAL,
+        )
+        for turn in (1, 2, 3)
+    ),
     Workload("decode 1", lambda run: decode(run, n_streams=1), 256, 8, n_pairs=MANY),
     Workload("decode 4", lambda run: decode(run, n_streams=4), 256, 8, n_pairs=MANY),
     Workload("decode 8", lambda run: decode(run, n_streams=8), 256, 8, n_pairs=MANY),

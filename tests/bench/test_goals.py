@@ -12,7 +12,7 @@ from bench.peers.plots import draw
 from bench.peers.results import RunResult
 from bench.peers.servers import OWN, SERVERS
 from bench.peers.tables import goal_rows, markdown, rows
-from bench.peers.workloads import FEW, MANY, WORKLOADS
+from bench.peers.workloads import FEW, MANY, SEVERAL, WORKLOADS
 
 BY_NAME = {each.name: each for each in WORKLOADS}
 GROUPS = BY_NAME["groups"]
@@ -99,10 +99,11 @@ def test_a_goal_is_met_by_the_median_and_the_end_of_its_interval(
 def test_goals_near_one_need_many_pairs() -> None:
     for workload in WORKLOADS:
         is_near = any(0.8 < goal < 1.25 for _, goal in GOALS.get(workload.name, ()))
-        assert workload.n_pairs == (MANY if is_near else FEW), workload.name
+        expected = SEVERAL if workload.name.startswith("conversations") else MANY if is_near else FEW
+        assert workload.n_pairs == expected, workload.name
     assert set(GOALS) | set(FRUGAL) <= set(BY_NAME)
     assert N_ALL % 2 == 0
-    assert FEW == N_ALL < MANY
+    assert FEW == N_ALL < SEVERAL < MANY
 
 
 def names(selection: Selection, repeat: int, results: list[RunResult], workload: str = "groups") -> list[str]:

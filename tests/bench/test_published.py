@@ -60,7 +60,7 @@ def content() -> dict[str, Any]:
     }
 
 
-def test_the_plan_has_every_workload_and_fits_into_two_hours() -> None:
+def test_the_plan_has_every_workload_and_fits_into_two_and_a_quarter_hours() -> None:
     selection = Selection(SERVERS, published.N_REFERENCE_PAIRS)
     runs = Counter(
         {
@@ -69,7 +69,7 @@ def test_the_plan_has_every_workload_and_fits_into_two_hours() -> None:
         }
     )
     seconds = Estimate({each.name: each.seconds for each in WORKLOADS}).of(runs)
-    assert seconds + 2 * published.N_ENGINE_PAIRS * ENGINE_SECONDS < 7200
+    assert seconds + 2 * published.N_ENGINE_PAIRS * ENGINE_SECONDS < 8100
     assert all(published.N_PAIRS[each.name] >= each.n_pairs for each in WORKLOADS)
 
 
@@ -177,7 +177,8 @@ def test_published_tables_and_readme_agree_with_the_raw_data() -> None:
     assert (published.FOLDER / "README.md").read_text() == published.page(raw)
     readme = published.README.read_text()
     assert published.replaced(readme, raw) == readme, "run: python -m bench publish --render"
-    assert raw["pairs"] == published.N_PAIRS
+    # A workload that is new since then comes with the next run, for no row is added alone.
+    assert raw["pairs"].items() <= published.N_PAIRS.items()
     runs = Counter((each["workload"], each["server"]) for each in raw["runs"])
     assert {name: runs[name, OWN] for name in raw["pairs"]} == raw["pairs"]
     assert len(raw["engine"]) == published.N_ENGINE_PAIRS
