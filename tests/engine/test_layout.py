@@ -1,0 +1,114 @@
+"""The engine partitions the pool for requests that share little, and unifies it again for a long one."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+import pytest
+
+from llamaslot.base.commands import InspectEngine
+from llamaslot.base.events import Finished
+from llamaslot.base.model import KvCost
+from llamaslot.base.stats import EngineState
+from llamaslot.engine.engine_settings import EngineSettings, cache_settings
+from tests.engine.harness import Harness, alone, running
+from tests.fake_backend import FakeBackend
+
+COST = KvCost(100, 10.0, prefill_us=1e3, save_us=0.1, first_save_us=0.1, load_us=0.1)
+"""Each cell of another request makes a token take 90 us longer, and to save and load a token takes 0.2 us."""
+RAM = {"ram_bytes": 10**6}
+PROMPTS = [letter * 40 for letter in "abc"]
+
+
+class Backend(FakeBackend):
+    """Four slots in a pool of 256 cells, or 64 for each; counts the layouts that it is given."""
+
+    def __init__(self, *, lacks_memory: bool = False, cost: KvCost | None = COST) -> None:
+        super().__init__(may_partition=True)
+        self.info = msgspec.structs.replace(self.info, kv_cost=cost)
+        self.lacks_memory = lacks_memory
+        self.layouts: list[bool] = []
+
+    def set_layout(self, *, unified: bool) -> None:
+        self.layouts.append(unified)
+        if self.lacks_memory:
+            raise MemoryError("no memory for another context")
+        super().set_layout(unified=unified)
+
+
+async def answers(engine: Harness, prompts: list[str], eos_every: int = 40) -> list[Finished]:
+    """Answers to prompts that come at once, each compared with that of an engine of its own."""
+    names = [f"{len(engine.events)} {i}" for i in range(len(prompts))]
+    ends = await asyncio.gather(*map(engine.submit, names, prompts))
+    for name, prompt, end in zip(names, prompts, ends, strict=True):
+        assert isinstance(end, Finished), end
+        assert engine.text(name) == await alone(prompt, FakeBackend(eos_every=eos_every))
+    return [end for end in ends if isinstance(end, Finished)]
+
+
+async def test_requests_that_share_nothing_get_a_part_each() -> None:
+    backend = Backend()
+    async with running(backend, **RAM) as engine:
+        await answers(engine, PROMPTS)
+        assert backend.layouts == [False]
+        await answers(engine, PROMPTS[:1])
+        ends = await answers(engine, [prompt + "d" for prompt in PROMPTS])
+        assert backend.layouts == [False]
+        assert min(end.progress.n_cached for end in ends) >= 40
+        state = await engine.ask(InspectEngine())
+        assert isinstance(state, EngineState)
+        assert (state.cache.layout_changes, state.cache.preemptions) == (1, 0)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+async def test_a_request_that_is_longer_than_a_part_unifies_the_pool(*, is_first: bool) -> None:
+    backend = Backend()
+    async with running(backend, **RAM) as engine:
+        await answers(engine, PROMPTS)
+        long = "e" * 120
+        ends = await answers(engine, [long, *PROMPTS] if is_first else [*PROMPTS, long])
+        assert backend.layouts[:2] == [False, True]
+        assert sum(end.progress.n_cached >= 39 for end in ends) == 3, "what had to leave the pool was in RAM"
+
+
+async def test_a_reply_may_outgrow_its_part() -> None:
+    backend = Backend()
+    backend._eos_every = 10**9
+    async with running(backend, **RAM) as engine:
+        await answers(engine, PROMPTS, eos_every=10**9)
+        assert backend.layouts == [False]
+        cold = FakeBackend(eos_every=10**9)
+        end = await engine.submit("long", "f" * 50, max_tokens=100)
+        assert isinstance(end, Finished)
+        assert end.progress.n_generated == 100
+        assert engine.text("long") == await alone("f" * 50, cold, max_tokens=100)
+        assert backend.info.unified
+
+
+async def test_the_pool_stays_as_it_is() -> None:
+    """For requests that share most of their tokens, for single ones, and while costs are not known."""
+    for prompts, cost in (([f"{'g' * 60}{i}" for i in range(4)], COST), (PROMPTS[:1], COST), (PROMPTS, None)):
+        backend = Backend(cost=cost)
+        async with running(backend, **RAM) as engine:
+            await answers(engine, prompts)
+            assert not backend.layouts
+    backend = Backend()
+    async with running(backend) as engine:
+        await answers(engine, PROMPTS)
+        assert not backend.layouts, "without RAM everything would be lost"
+
+
+async def test_a_change_for_which_there_is_no_memory_is_not_tried_again() -> None:
+    backend = Backend(lacks_memory=True)
+    async with running(backend, **RAM) as engine:
+        await answers(engine, PROMPTS)
+        await answers(engine, [prompt + "h" for prompt in PROMPTS])
+        assert backend.layouts == [False]
+        assert backend.info.unified
+
+
+def test_the_layout_is_fixed_where_slots_are_saved() -> None:
+    settings = EngineSettings(gap_ms=100.0, ram_bytes=10**6)
+    assert cache_settings(Backend(), settings, None).part_cells == 64
+    assert not cache_settings(Backend(), settings, None, has_slot_files=True).part_cells
