@@ -59,6 +59,7 @@ class Tally:
         self.seen["moved prefixes"] += stats.moved_prefixes
         self.seen["waits"] += scheduler.admission.n_waits
         self.seen["preemptions"] += scheduler.n_preempted
+        self.seen["layout changes"] += stats.layout_changes
 
 
 async def answered(

@@ -50,7 +50,7 @@ class Config:
     cache_seqs: Annotated[int, Meta(ge=-1, le=255)] = own(
         -1,
         "spare sequence ids, which keep prefixes in addition to the slots'; -1 for 2 a slot, 4 with --cache-ram 0, "
-        "none without --kv-unified or where checkpoints are kept",
+        "none with --no-kv-unified or where checkpoints are kept",
     )
     cache_idle_cells: Count | Literal["auto", "all"] = own(
         "auto",

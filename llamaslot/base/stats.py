@@ -257,9 +257,9 @@ class CacheStats(msgspec.Struct, kw_only=True):
     dropped_prefixes: int = 0
     """Prefixes dropped for lack of sequence ids: `--cache-seqs` is too low for the load."""
     preemptions: int = 0
+    """Times that a running request went back to the queue because cells were short."""
     layout_changes: int = 0
     """Times that the pool was partitioned, or unified again, for the requests of that moment."""
-    """Times that a running request went back to the queue because cells were short."""
 
 
 class CachePrefix(msgspec.Struct):

@@ -204,7 +204,8 @@ class Engine:
         self._flush()
         if self._self_test.is_pending:
             await self._test_reuse()
-        if (unified := self.scheduler.wants_layout) != self.scheduler.cache.settings.unified:
+        unified = self.scheduler.wants_layout(self._clock())
+        if unified != self.scheduler.cache.settings.unified:
             await self._change_layout(unified=unified)
         plan = self.scheduler.plan(self._clock())
         if self.scheduler.admitted:
@@ -326,7 +327,7 @@ class Engine:
     async def _change_layout(self, *, unified: bool) -> None:
         """Make the context again with the pool unified or in parts; what it holds goes to RAM before that."""
         scheduler, started = self.scheduler, self._clock()
-        n_saved = scheduler.cache.cells.used
+        n_cells = scheduler.cache.cells.used
         scheduler.empty_pool(started)
         if operations := scheduler.cache.take_operations():
             await self._worker.run(StepPlan(operations), self._commit)
@@ -334,6 +335,9 @@ class Engine:
         try:
             await self._worker.call(lambda: self._backend.set_layout(unified=unified))
         except MemoryError as error:
+            if unified:
+                # In parts, the request that is too long could not run. An engine that starts again is unified.
+                raise
             scheduler.keeps_layout = True
             _log.warning("layout.kept", reason=str(error))
             return
@@ -341,7 +345,7 @@ class Engine:
             self._watch.begin()
         scheduler.set_layout(self._backend.info, self._backend.n_seqs)
         seconds = round(self._clock() - started, 3)
-        _log.info("layout.changed", unified=unified, cells_saved=n_saved, seconds=seconds)
+        _log.info("layout.changed", unified=unified, cells=n_cells, seconds=seconds)
 
     async def _measure_costs(self) -> None:
         """Measure the costs that are pending, once the pool is empty: idle prefixes go to RAM for that.

@@ -53,20 +53,15 @@ def cache_settings(
     has_remote: bool = False,
     has_slot_files: bool = False,
 ) -> CacheSettings:
-    """Settings of the cache for a backend, a disk, and perhaps a remote store and files of slots.
-
-    The layout is fixed where slots can be saved, since each change empties them, and without RAM for two pools.
-    """
+    """Settings of the cache for a backend, a disk, and perhaps a remote store and files of slots."""
     info, cost = backend.info, backend.info.kv_cost
-    size = info.segment_size
-    suffices = size is not None and settings.ram_bytes >= MIN_POOLS_IN_RAM * size.of(info.n_ctx)
     return CacheSettings(
         n_slots=info.n_slots,
         n_cells=info.n_ctx,
         n_seqs=backend.n_seqs,
         unified=info.unified,
-        part_cells=info.part_cells if suffices and not has_slot_files else 0,
-        layout_ms=info.context_ms,
+        part_cells=part_cells(info, settings.ram_bytes, settings.ram_bytes_per_key, has_slot_files=has_slot_files),
+        context_ms=info.context_ms,
         can_trim=info.can_trim,
         checkpoints=checkpoint_settings(info, backend.n_seqs, settings),
         idle_cells=settings.idle_cells,
@@ -86,6 +81,19 @@ def cache_settings(
         foreign_us=cost.foreign_us if cost is not None else 0.0,
         gap_ms=settings.gap_ms,
     )
+
+
+def part_cells(info: ModelInfo, ram_bytes: int, ram_bytes_per_key: int, *, has_slot_files: bool) -> int:
+    """Return the cells of a slot while the pool is partitioned; 0 where its layout is fixed.
+
+    It is where slots can be saved, since each change empties them, without RAM for two pools, and if a key may not
+    keep a whole pool in RAM.
+    """
+    if not info.part_cells or has_slot_files or info.segment_size is None:
+        return 0
+    pool = info.segment_size.of(info.n_ctx)
+    suffices = ram_bytes >= MIN_POOLS_IN_RAM * pool and not 0 < ram_bytes_per_key < pool
+    return info.part_cells if suffices else 0
 
 
 def checkpoint_settings(info: ModelInfo, n_seqs: int, settings: EngineSettings) -> CheckpointSettings:

@@ -310,6 +310,13 @@ class KVCache:
             return False
         return self._offloader.evict(self.cells.total) > 0
 
+    @property
+    def can_empty_pool(self) -> bool:
+        """True unless memory is short, so that what leaves the pool would be lost."""
+        settings, tiers = self.settings, self._tiers
+        is_short = tiers.ram.capacity < settings.min_ram_for_idle or tiers.now < tiers.saves_again_at
+        return settings.offloads and not is_short
+
     def empty_pool(self) -> None:
         """Evict everything from the pool, of which no request runs, to RAM as far as it fits."""
         self.pool.deduplicate()

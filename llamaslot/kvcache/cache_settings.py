@@ -48,8 +48,8 @@ class CheckpointSettings:
 class CacheSettings:
     """Size and policy of the cache. Costs are microseconds per token, 0 where they are not known.
 
-    Fixed, but for costs and what follows from them: they are known later if they could not be measured at start
-    (`learn`).
+    Fixed, but for costs and what follows from them, which are known later if they could not be measured at start
+    (`learn`), and for the layout with its sequences (`KVCache.set_layout`).
     """
 
     n_slots: int
@@ -61,8 +61,8 @@ class CacheSettings:
     """True if all sequences share one pool; false if each has a part of it, a stream of llama.cpp's."""
     part_cells: int = 0
     """Cells of a slot while the pool is partitioned, where its layout may change; 0 where it is fixed."""
-    layout_ms: float = 0.0
-    """Milliseconds that a change of the layout takes, besides saving and loading what the pool holds."""
+    context_ms: float = 0.0
+    """Milliseconds to make the context, which a change of the layout takes besides saving and loading."""
     can_trim: bool = True
     """True if a sequence can be trimmed and continued."""
     checkpoints: CheckpointSettings = field(default_factory=CheckpointSettings)

@@ -206,7 +206,9 @@ class Admission:
         Idle cells count as free, except those of the request's own prefix.
         """
         cache = self._cache
-        if not cache.settings.unified or not running:
+        if not cache.settings.unified:
+            return not self.exceeds_part(request)
+        if not running:
             return True
         if not cache.window_cells.fits([len(r.tokens) + self.n_expected(r) for r in (request, *running)]):
             return False
@@ -223,6 +225,11 @@ class Admission:
         # Of its prefix, what running requests hold may be given to it in just these cells, which are pinned then.
         match = self.match(request)
         return n_missing + match.n_resident - match.n_idle <= cache.pool.n_idle_duplicates
+
+    def exceeds_part(self, request: Request) -> bool:
+        """True if a request needs more than its part of a partitioned pool whose layout may change."""
+        part = self._cache.settings.part_cells
+        return 0 < part < len(request.tokens) + self.n_expected(request)
 
     def n_expected(self, request: Request) -> int:
         """Tokens that a request is expected to generate still."""

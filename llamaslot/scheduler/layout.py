@@ -5,110 +5,125 @@
     partitioned    a token attends to the cells of its own slot only. But a shared prefix is copied to each slot,
                    and no request may be longer than a part.
 
-A change saves the pool to RAM, makes the context again, and loads what running requests hold:
+A change saves the pool to RAM, makes the context again, and gives running requests their KV back:
 
-    requests    own tokens    too long    cheaper partitioned, by two changes    layout
-    -----------------------------------------------------------------------------------
-    one         any           any         any                                    stays
-    several     any           one is      any                                    unified
-    several     most          none        yes                                    partitioned
-    several     few           none        yes                                    stays
+    requests    too long for a part    own tokens    saves the time of two changes    layout
+    ----------------------------------------------------------------------------------------
+    any         one is                 any           any                              unified
+    one         no                     any           any                              stays
+    several     no                     most          partitioned                      partitioned
+    several     no                     few           partitioned                      stays
+    several     no                     any           unified                          unified
 
-Both costs count what is still to be computed, so a change is worth it by the requests of now alone, and requests
-that alternate do not make it go back and forth for nothing.
+What a layout saves counts until these requests end. A long request ends it earlier, so after each one that unified
+the pool, the next partition must save twice as much, until none came for a while.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 from llamaslot.base.tokens import n_common
 from llamaslot.kvcache.cache import KVCache
+from llamaslot.scheduler.admission import Admission
 from llamaslot.scheduler.request import Request
 
 _MAX_SHARED = 1.5
 """Tokens of all requests over those that differ, up to which a pool is partitioned: more take many more cells."""
-_MIN_CHANGES = 2
-"""Changes that another layout must save the time of."""
+_MIN_CHANGES, _MAX_CHANGES = 2, 256
+"""Changes that another layout must save the time of, after the last long request and after many of them."""
+_MEMORY_S = 60.0
+"""Time after which a long request is forgotten."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Tokens:
     """Tokens of some requests."""
 
-    held: int
+    total: int
     """Of all of them, those that they are expected to generate included."""
     distinct: int
     """The same, but what several begin with counts once."""
-    longest: int
     foreign: int
     """Pairs of a token that is still to be computed and a cell of another request, in a unified pool."""
     copied: int
     """Tokens of waiting requests that others have in another slot."""
-    cached: int
+    held: int
     """Tokens that running requests hold."""
 
 
 class LayoutChoice:
-    """Decides which layout requests want; `n_expected` returns the tokens that one is expected to generate."""
+    """Decides which layout requests want. Times are seconds on the caller's clock."""
 
-    def __init__(self, cache: KVCache, n_expected: Callable[[Request], int]) -> None:
+    def __init__(self, cache: KVCache, admission: Admission) -> None:
         self._cache = cache
-        self._n_expected = n_expected
-        self._considered: tuple[bool, tuple[str, ...]] | None = None
-        """Layout and requests that were considered last: only others may want another one."""
+        self._admission = admission
+        self._seen: tuple[bool, tuple[str, ...]] | None = None
+        """Layout and requests of the last plan."""
+        self._is_considered = False
+        """True if these were considered: only others may want another layout."""
+        self._n_changes = _MIN_CHANGES
+        self._forgets_at = 0.0
 
-    def wanted(self, running: Sequence[Request], waiting: Sequence[Request]) -> bool:
-        """Return the layout, true for unified, for requests that run or will as soon as there are slots."""
+    def wanted(self, running: Sequence[Request], queue: Sequence[Request], now: float) -> bool:
+        """Return the layout, true for unified, for requests that run and for those that free slots may take."""
         settings = self._cache.settings
-        part, unified = settings.part_cells, settings.unified
-        if not part:
-            return unified
-        if any(len(request.tokens) > part for request in running):
+        waiting = [request for request in queue if request.is_ready][: settings.n_slots - len(running)]
+        if any(len(request.tokens) > settings.part_cells for request in running) or any(
+            map(self._admission.exceeds_part, waiting)
+        ):
+            if not settings.unified:
+                self._n_changes = min(2 * self._n_changes, _MAX_CHANGES)
+                self._forgets_at = now + _MEMORY_S
             return True
-        if any(len(request.tokens) + self._n_expected(request) > part for request in waiting):
-            return True
-        requests = [*running, *waiting][: settings.n_slots]
-        considered = unified, tuple(request.id for request in requests)
-        if considered != self._considered:
-            self._considered = considered
-            unified = self._cheaper(requests, n_running=len(running))
-        return unified
+        requests = [*running, *waiting]
+        seen = settings.unified, tuple(request.id for request in requests)
+        if seen != self._seen:
+            # Those that come at once arrive one by one: the first of them say little about all.
+            self._seen, self._is_considered = seen, False
+        elif len(requests) > 1 and not self._is_considered:
+            self._is_considered = True
+            if now >= self._forgets_at:
+                self._n_changes = _MIN_CHANGES
+            return self._cheaper(requests, n_running=len(running))
+        return settings.unified
 
     def _cheaper(self, requests: Sequence[Request], *, n_running: int) -> bool:
         """Return the layout in which requests take less time, a change to it included."""
         settings = self._cache.settings
-        if not requests:
+        # What RAM has no memory for would be computed again.
+        if not self._cache.can_empty_pool or any(map(self._admission.exceeds_part, requests)):
             return settings.unified
         tokens = self._count(requests, n_running=n_running)
-        if tokens.longest > settings.part_cells:
-            return True
-        change_us = 1e3 * settings.layout_ms + settings.save_us * self._cache.cells.used
-        change_us += settings.load_us * tokens.cached
+        change_us = 1e3 * settings.context_ms + settings.save_us * self._cache.cells.used
+        change_us += settings.load_us * tokens.held
         gain_us = settings.foreign_us * tokens.foreign - (settings.save_us + settings.load_us) * tokens.copied
         if not settings.unified:
-            return -gain_us > _MIN_CHANGES * change_us
-        return tokens.held > _MAX_SHARED * tokens.distinct or gain_us <= _MIN_CHANGES * change_us
+            return -gain_us > self._n_changes * change_us
+        return tokens.total > _MAX_SHARED * tokens.distinct or gain_us <= self._n_changes * change_us
 
     def _count(self, requests: Sequence[Request], *, n_running: int) -> _Tokens:
-        lengths = [len(request.tokens) + self._n_expected(request) for request in requests]
+        lengths = [len(request.tokens) + self._admission.n_expected(request) for request in requests]
         # Neighbours in this order have the longest prefixes in common.
         ordered = sorted(requests, key=lambda request: (request.namespace, request.prefix))
-        shared = {
-            b.id: n_common(a.tokens.view(), b.tokens.view()) if a.namespace == b.namespace else 0
+        common = [
+            n_common(a.tokens.view(), b.tokens.view()) if a.namespace == b.namespace else 0
             for a, b in pairwise(ordered)
+        ]
+        shared = {
+            each.id: max(both)
+            for each, both in zip(ordered, zip([0, *common], [*common, 0], strict=True), strict=True)
         }
-        distinct = sum(lengths) - sum(shared.values())
+        distinct = sum(lengths) - sum(common)
         held = [self._cache.length(request.slot) for request in requests[:n_running]]
         cached = [*held, *(request.match.n_cached if request.match else 0 for request in requests[n_running:])]
         to_compute = [n - min(m, n) for n, m in zip(lengths, cached, strict=True)]
         return _Tokens(
-            held=sum(lengths),
+            total=sum(lengths),
             distinct=distinct,
-            longest=max(lengths),
             foreign=sum(n * (distinct - own) for n, own in zip(to_compute, lengths, strict=True)),
-            copied=sum(shared.get(request.id, 0) for request in requests[n_running:]),
-            cached=sum(held),
+            copied=sum(shared[request.id] for request in requests[n_running:]),
+            held=sum(held),
         )

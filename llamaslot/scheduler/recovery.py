@@ -29,7 +29,7 @@ class Recovery:
         self.suspects: list[str] = []
         """Requests of a failed step, to be retried one by one before anything else runs."""
         self._invalidated: set[int] = set()
-        """Slots whose running request lost its sequence in a failed step."""
+        """Slots whose running request lost its sequence, in a failed step or for another layout of the pool."""
 
     def reacquire_invalidated(self) -> None:
         """Restart running requests whose sequence was invalidated from what is cached of their tokens."""
@@ -38,6 +38,14 @@ class Recovery:
             if request is not None:
                 self._cache.acquire([slot], self._admission.match(request), is_new=False)
         self._invalidated.clear()
+
+    def release_running(self) -> None:
+        """Unpin what running requests hold, for it leaves the pool; the next plan gives it back to their slots."""
+        for slot in self._slots:
+            if slot.request is not None:
+                self._cache.release(slot.id)
+                slot.request.restart()
+                self._invalidated.add(slot.id)
 
     def drop_incomplete(self, incomplete: Collection[int], plan: StepPlan, now: float) -> None:
         """Drop sequences that do not hold what they should; their requests start again from what is cached."""

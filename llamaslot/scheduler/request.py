@@ -211,6 +211,12 @@ class Request:
         self.n_reused = 0
         self.distrusted = distrusted
 
+    def restart(self) -> None:
+        """Go on from what is cached of its tokens, which counts as reused only if it has computed nothing yet."""
+        self._was_preempted |= self._computing is not None
+        if not self._was_preempted:
+            self.n_reused = self.n_copied = self.n_loaded = self.n_read = self.n_fetched = 0
+
     def count_computed(self, start: int, n: int, now: float) -> None:
         """Count positions `[start, start + n)`, which are computed from now on."""
         if self._computing is None:

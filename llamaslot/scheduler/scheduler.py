@@ -119,7 +119,7 @@ class Scheduler:
         self.admission = Admission(self.cache, self.slots, info.n_ctx_slot)
         self.queue = self.admission.queue
         """Waiting requests by arrival."""
-        self._layout = LayoutChoice(self.cache, self.admission.n_expected)
+        self._layout = LayoutChoice(self.cache, self.admission)
         self.reuse = ReuseStats()
         self._padding = _padding(info, cache_settings)
         self._turns = SharedSteps() if info.state.kind.allows_mixed_lengths else RunTurns()
@@ -171,17 +171,16 @@ class Scheduler:
             self.end(request, now, cancelled=True)
         self._is_stopping = True
 
-    @property
-    def wants_layout(self) -> bool:
-        """The layout of the pool for the requests of now: true for unified."""
-        if self.keeps_layout:
+    def wants_layout(self, now: float) -> bool:
+        """Return the layout of the pool for the requests of now: true for unified."""
+        if self.keeps_layout or not self.cache.settings.part_cells:
             return self.cache.settings.unified
-        return self._layout.wanted(self.running, [request for request in self.queue if request.is_ready])
+        return self._layout.wanted(self.running, self.queue, now)
 
     def empty_pool(self, now: float) -> None:
-        """Send running requests back to the queue, and all that the pool holds to RAM, for another layout."""
-        for request in self.running:
-            self._requeue(request, now)
+        """Save all that the pool holds to RAM, for another layout; the next plan gives running requests theirs."""
+        self.cache.tick(now)
+        self.recovery.release_running()
         self.cache.empty_pool()
 
     def set_layout(self, info: ModelInfo, n_seqs: int) -> None:
@@ -293,9 +292,6 @@ class Scheduler:
 
     def _preempt(self, request: Request, now: float) -> None:
         self.n_preempted += 1
-        self._requeue(request, now)
-
-    def _requeue(self, request: Request, now: float) -> None:
         self.admission.release(request)
         request.handle(RequestEvent.PREEMPT, now)
         self.admission.enqueue(request)

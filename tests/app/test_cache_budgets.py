@@ -9,7 +9,7 @@ from llamaslot.app.cache.cache_budgets import (
     break_even_tokens,
     choose_budgets,
     restart_flags,
-    with_checkpoint_limits,
+    with_budgets,
 )
 from llamaslot.app.config import Config
 from llamaslot.base.errors import ConfigError
@@ -90,7 +90,7 @@ def test_ram_for_less_than_one_checkpoint_is_refused() -> None:
 
 @pytest.mark.parametrize("n_free", [0, 60 * MIB, 80 * MIB, 400 * MIB])
 def test_an_engine_that_is_started_again_accepts_what_was_chosen_for_it(n_free: int) -> None:
-    described = with_checkpoint_limits(Config(), partial(), choose_budgets(Config(), partial(), n_free))
+    described = with_budgets(Config(), partial(), choose_budgets(Config(), partial(), n_free))
     again = choose_budgets(Config(**restart_flags(described)), partial(), n_free)
     assert again.checkpoints == described.checkpoint_limits
 
@@ -116,7 +116,7 @@ def test_an_engine_that_is_started_again_accepts_what_was_chosen_for_it(n_free: 
 )
 def test_a_model_without_checkpoints_has_a_reason(config: Config, changes: dict[str, object], reason: str) -> None:
     model = partial(keeps_checkpoints=False, checkpoint_size=None, **changes)
-    described = with_checkpoint_limits(config, model, choose_budgets(config, model, 100 * MIB))
+    described = with_budgets(config, model, choose_budgets(config, model, 100 * MIB))
     assert (described.checkpoint_limits, described.reuse_reason) == (None, reason)
 
 

@@ -636,14 +636,12 @@ class CacheMachine(RuleBasedStateMachine):
 
     def follow_layout(self) -> None:
         """Change the layout if the requests of now want another one: all that the pool holds goes to RAM."""
-        if self.scheduler.wants_layout == self.backend.info.unified:
+        if self.scheduler.wants_layout(self.now) == self.backend.info.unified:
             return
         # What was dropped meanwhile is not lost by the change.
         self.carry_out(StepPlan(self.cache.take_operations()))
         before = Before(self)
         self.scheduler.empty_pool(self.now)
-        for asked in self.running:
-            asked.slot = -1
         self.carry_out(StepPlan(self.cache.take_operations()))
         lost = before.prefixes_in({each.namespace for each in self.living}) - self.offloaded
         assert not lost or self.was_short or self.is_squeezed or self.has_little_ram, "lost by a change of layout"
@@ -1020,7 +1018,10 @@ class CacheMachine(RuleBasedStateMachine):
 
         What a running request copies in this plan still takes room when the plan admits others.
         """
-        if not self.backend.info.unified or not self.running:
+        if not self.backend.info.unified:
+            part = self.cache.settings.part_cells
+            return not part or len(asked.tokens) + max(self.most(asked), 64) <= part
+        if not self.running:
             return True
         held = self.backend.held
         n_held = {r: min(len(held[r.slot]), len(before.running.get(r, held[r.slot]))) for r in self.running}

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import llama_cpp
+import msgspec
 import numpy as np
 import pytest
 
@@ -25,6 +26,7 @@ from llamaslot.backend.llama.state.partial_states import PartialStates
 from llamaslot.base.commands import ClearCache
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.kv_ops import Kv, Load, Operation, Restore
+from llamaslot.base.model import KvCost
 from llamaslot.kvcache.tiers import pacing
 from llamaslot.scheduler import admission
 from tests.demo.test_reuse import load_another_segment
@@ -36,6 +38,8 @@ from tests.workloads import Answer, Ask, Tally, answered
 
 MIB = 2**20
 IN_RAM: dict[str, Any] = {"ram_bytes": 512 * MIB, "offload_after": 1}
+PARTITIONS = KvCost(1000, 1e3, prefill_us=1e3, save_us=0.5, first_save_us=0.5, load_us=0.5)
+"""Costs by which any two requests that share little partition the pool."""
 SCORED = Sampling(temperature=0.0, n_probs=N_SCORES)
 PLAIN = Sampling(temperature=0.0)
 
@@ -69,8 +73,12 @@ KINDS = {
     "disk": Kind(2, n_ctx=512, storing=IN_RAM, on_disk=True, must=("read tokens",)),
     "preempted": Kind(2, n_ctx=512, n_slots=8, storing=IN_RAM, is_crowded=True, must=("preemptions",)),
     "partitioned": Kind(2, n_ctx=1536, n_slots=3, settings={"unified": False, "n_cache_seqs": 0}),
+    "partitioned, RAM": Kind(2, n_ctx=1536, n_slots=3, settings={"unified": False}, storing=IN_RAM),
+    "both layouts": Kind(
+        2, n_ctx=1536, n_slots=3, settings={"may_partition": True}, storing=IN_RAM, must=("layout changes",)
+    ),
 }
-"""188 workloads on SmolLM2 and 180 on Gemma, without what says nothing about it; `test_servers.py` has 20 more."""
+"""228 workloads on SmolLM2 and 180 on Gemma, without what says nothing about it; `test_servers.py` has 20 more."""
 N_LONG_BATCHES = {"smollm2": 2}
 """Of prompts whose length tells more about a model with windows."""
 SHORT_KINDS = {name: replace(KINDS[name], n_batches=1, n_workloads=5, must=()) for name in ("RAM", "parallel")}
@@ -80,7 +88,7 @@ BATCHES = [
     for kind, each in (KINDS if REAL else SHORT_KINDS).items()
     for batch in range(N_LONG_BATCHES.get(name, each.n_batches) if each.is_long else each.n_batches)
     # In a partitioned pool models with windows keep no checkpoints.
-    if not (name == "gemma3" and kind == "partitioned")
+    if not (name == "gemma3" and ("partitioned" in kind or "layouts" in kind))
 ]
 
 
@@ -91,6 +99,8 @@ def load(name: str, kind: Kind) -> LlamaBackend:
     )
     backend = LlamaBackend(replace(settings, **kind.settings))
     assert backend.info.self_test != "pending" or backend.run_self_test()
+    if backend.info.part_cells:
+        backend.info = msgspec.structs.replace(backend.info, kv_cost=PARTITIONS)
     return backend
 
 

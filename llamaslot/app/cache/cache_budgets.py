@@ -9,6 +9,7 @@ import msgspec
 from llamaslot.app.config import Config
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.model import CheckpointLimits, KvCost, ModelInfo, SegmentSize, StateKind
+from llamaslot.engine.engine_settings import part_cells
 from llamaslot.kvcache.cache_settings import MIN_POOLS_IN_RAM
 
 _MAX_AUTO_RAM_BYTES = 8 * 2**30
@@ -55,10 +56,14 @@ def choose_budgets(config: Config, info: ModelInfo, n_free: int) -> Budgets:
     return replace(budgets, checkpoints=checkpoints)
 
 
-def with_checkpoint_limits(config: Config, info: ModelInfo, budgets: Budgets) -> ModelInfo:
-    """Return the description of a model with its limits of checkpoints, or with the reason why it has none."""
+def with_budgets(config: Config, info: ModelInfo, budgets: Budgets) -> ModelInfo:
+    """Return the description of a model as its budgets allow: its limits of checkpoints, or the reason why it has
+    none, and whether the layout of its pool may change.
+    """
+    per_key = config.cache_ram_per_key * _MIB
     return msgspec.structs.replace(
         info,
+        part_cells=part_cells(info, budgets.ram_bytes, per_key, has_slot_files=bool(config.slot_save_path)),
         checkpoint_limits=budgets.checkpoints,
         reuse_reason=info.reuse_reason + _why_no_checkpoints(config, info),
     )

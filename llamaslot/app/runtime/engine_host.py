@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import structlog
 
-from llamaslot.app.cache.cache_budgets import Budgets, choose_budgets, with_checkpoint_limits
+from llamaslot.app.cache.cache_budgets import Budgets, choose_budgets, with_budgets
 from llamaslot.app.cache.cache_disk import lock_disk, open_disk, slot_files, slot_save_path
 from llamaslot.app.cache.cache_remote import RemoteSettings, remote_line, remote_settings
 from llamaslot.app.config import Config
@@ -126,7 +126,7 @@ class EngineHost:
             line = remote_line(remote) if self._remote is not None else ""
         records = tuple(self._disk.texts.records()) if self._disk is not None and disk_line else ()
         self.watch.expect(info.kv_cost.prefill_us if info.kv_cost is not None else 0.0)
-        info = with_checkpoint_limits(config, info, self._budgets)
+        info = with_budgets(config, info, self._budgets)
         return Loaded(info, self._budgets.line, disk_line, records, line)
 
     @contextlib.contextmanager

@@ -47,6 +47,9 @@ _PAUSES_S = (0.2, 0.5)
 class LlamaBackend:
     """A loaded model with its context."""
 
+    _context: Any
+    _memory: Any
+
     def __init__(self, settings: LlamaSettings, on_progress: Callable[[float], bool] = lambda _share: True) -> None:
         library.initialise()
         n_threads = settings.n_threads or host_cpus().n_threads
@@ -229,6 +232,8 @@ class LlamaBackend:
             raise kv_ops.IllegalCallError("the layout of this pool is fixed, or a sequence holds something")
         was_unified = self.info.unified
         llama_cpp.llama_free(self._context)
+        # `close` must not free it again if there is no memory for any other.
+        self._context = self._memory = None
         try:
             self._remake(unified=unified)
         except ConfigError as error:

@@ -277,10 +277,11 @@ def builtin_template(source: str) -> str:
 
 
 def _has_long_rope(model: Any) -> bool:
-    """True if the factors of RoPE may depend on the size of the context."""
-    scaling = f"{library.metadata(model, 'general.architecture')}.rope.scaling"
-    kind, n_short = (library.metadata(model, f"{scaling}.{each}") for each in ("type", "original_context_length"))
-    return kind == "longrope" or bool(n_short)
+    """True if the factors of RoPE may depend on the size of the context; files of MiniCPM3 do not say so."""
+    architecture = library.metadata(model, "general.architecture")
+    names = "type", "original_context_length"
+    kind, n_short = (library.metadata(model, f"{architecture}.rope.scaling.{each}") for each in names)
+    return kind == "longrope" or bool(n_short) or architecture == "minicpm3"
 
 
 def _long_rope_start(model: Any) -> int:

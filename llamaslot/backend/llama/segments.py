@@ -59,7 +59,8 @@ class SegmentStore:
         ]
         try:
             transfer.load(operation.dst, operation.start, parts)
-        except MemoryError as error:
+        except (MemoryError, ValueError) as error:
+            # Rows of an unknown format cannot be joined.
             raise NotLoadedError(operation.parts[0][0]) from error
 
     def free(self, segment: int) -> None:
@@ -160,8 +161,8 @@ class StreamTransfer:
 
     def copy(self, operation: Copy) -> None:
         """Append tokens of a sequence to another one, in cells of its own."""
-        rows = self._rows(operation.src, range(operation.start, operation.end))
-        self._append(operation.dst, operation.start, [rows])
+        wanted = range(operation.start, operation.end)
+        self._append(operation.dst, operation.start, [self._rows(operation.src, wanted)])
 
     def end_changes(self) -> None:
         """Free what is kept of the last sequence."""
@@ -170,7 +171,10 @@ class StreamTransfer:
     def _append(self, dst: int, start: int, rows: list[Rows]) -> None:
         own = [self._rows(dst, range(start))] if start else []
         state = join(own + rows, n_streams=self._n_streams)
+        # The rows are of sequences that were saved whole, of which no more than one is kept in memory.
         self._saved = None
+        own.clear()
+        rows.clear()
         if not saved_sequences.load(self._context, dst, state):
             raise MemoryError(f"llama.cpp could not load {len(state)} bytes")
 

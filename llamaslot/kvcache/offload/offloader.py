@@ -174,12 +174,13 @@ class Offloader:
         """The segments after the resident part of a match that are worth loading.
 
         A segment is loaded whole, so the last one is left out if too little of it is wanted, unless a state can
-        only be restored after it. Nothing is worth it if all together takes longer to load than to compute.
+        only be restored after it. Nothing is worth it if all together takes longer to load than to compute. In a
+        partitioned pool what is resident is saved and loaded with it.
         """
         parts = self._tiers.readable(match.parts) if match.parts else []
         if parts and not self._checkpoints.has_states and not self._pays(parts[-1:]):
             parts.pop()
-        return parts if self._pays(parts) else []
+        return parts if self._pays(parts, 0 if self._settings.unified else 2 * match.n_resident) else []
 
     def load(self, seq: int, match: Match, max_tokens: int | None, *, loads_all: bool = False) -> Loaded:
         """Load what segments have after the tokens of a sequence, about `max_tokens` at most.
@@ -197,6 +198,12 @@ class Offloader:
         # Until a save is carried out, it is not known whether there is memory for it.
         saving = {each.segment for each in self._sequences.operations if isinstance(each, Save)}
         n_loaded = n_read = n_fetched = n_public = 0
+        if not self._settings.unified:
+            # Each further load would load all that the sequence holds again: all parts are waited for.
+            if any(part.segment.number in saving for part in parts):
+                return Loaded(LoadStatus.MORE)
+            if self._tiers.reader.n_pending and not all(part.segment.state.is_loadable for part in parts):
+                return Loaded(LoadStatus.READING)
         for part in parts:
             segment = part.segment
             if (max_tokens is not None and n_loaded >= max_tokens) or segment.number in saving:
@@ -249,9 +256,10 @@ class Offloader:
             self._checkpoints.take_at_end(seq)
             self._sequences.clear(seq)
 
-    def _pays(self, parts: Sequence[SegmentPart]) -> bool:
+    def _pays(self, parts: Sequence[SegmentPart], n_moved: int = 0) -> bool:
+        """True if it takes less time to load parts, and `n_moved` tokens with them, than to compute them."""
         n_wanted = sum(part.end - part.start for part in parts)
-        n_loaded = sum(part.segment.n_tokens for part in parts)
+        n_loaded = sum(part.segment.n_tokens for part in parts) + n_moved
         n_read = sum(part.segment.n_tokens for part in parts if not part.segment.state.is_loadable)
         return n_wanted > self._settings.load_cost * n_loaded + self._read_cost * n_read
 

@@ -4,8 +4,8 @@ In a unified pool all sequences share the cells, so a prefix is copied between t
 several of them hold takes one cell. One spare id is always free, so that the path of a slot can be moved to it
 before it is decided which path loses its id.
 
-In a partitioned pool each slot has cells of its own, as many as a request may have tokens. A copy takes cells and
-time, and what a slot drops goes to RAM.
+In a partitioned pool each slot has cells of its own, as many as a request in it may have tokens. A copy takes cells
+and time, and what a slot drops goes to RAM.
 """
 
 from __future__ import annotations
