@@ -35,7 +35,7 @@ _MAX_SHARED = 1.5
 _MIN_CHANGES, _MAX_CHANGES = 2, 256
 """Changes that another layout must save the time of, after the last long request and after many of them."""
 _MEMORY_S = 60.0
-"""Time after which a long request is forgotten."""
+"""Time for which a long request counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class LayoutChoice:
         self._is_considered = False
         """True if these were considered: only others may want another layout."""
         self._n_changes = _MIN_CHANGES
-        self._forgets_at = 0.0
+        self._long_until = 0.0
 
     def wanted(self, running: Sequence[Request], queue: Sequence[Request], now: float) -> bool:
         """Return the layout, true for unified, for requests that run and for those that free slots may take."""
@@ -76,7 +76,7 @@ class LayoutChoice:
         ):
             if not settings.unified:
                 self._n_changes = min(2 * self._n_changes, _MAX_CHANGES)
-                self._forgets_at = now + _MEMORY_S
+                self._long_until = now + _MEMORY_S
             return True
         requests = [*running, *waiting]
         seen = settings.unified, tuple(request.id for request in requests)
@@ -85,7 +85,7 @@ class LayoutChoice:
             self._seen, self._is_considered = seen, False
         elif len(requests) > 1 and not self._is_considered:
             self._is_considered = True
-            if now >= self._forgets_at:
+            if now >= self._long_until:
                 self._n_changes = _MIN_CHANGES
             return self._cheaper(requests, n_running=len(running))
         return settings.unified

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from llamaslot.base.commands import InspectEngine
-from llamaslot.base.events import Finished
+from llamaslot.base.events import Finished, Started
 from llamaslot.base.model import KvCost
 from llamaslot.base.stats import EngineState
 from llamaslot.engine.engine_settings import EngineSettings, cache_settings
@@ -70,6 +70,39 @@ async def test_a_request_that_is_longer_than_a_part_unifies_the_pool(*, is_first
         ends = await answers(engine, [long, *PROMPTS] if is_first else [*PROMPTS, long])
         assert backend.layouts[:2] == [False, True]
         assert sum(end.progress.n_cached >= 39 for end in ends) == 3, "what had to leave the pool was in RAM"
+
+
+async def test_a_long_request_takes_no_slot_of_running_ones() -> None:
+    """It waits while no slot is free, and then the others stay in theirs."""
+    backend = Backend()
+    backend._eos_every = 10**9
+    async with running(backend, **RAM) as engine:
+        streams = [engine.submit(f"stream {i}", letter * 20, max_tokens=30) for i, letter in enumerate("abcd")]
+        while not backend.layouts:
+            await asyncio.sleep(0)
+        long = await engine.submit("long", "e" * 120)
+        ends = await asyncio.gather(*streams)
+        assert isinstance(long, Finished)
+        assert engine.text("long") == await alone("e" * 120, FakeBackend(eos_every=10**9))
+        for letter, end in zip("abcd", ends, strict=True):
+            assert isinstance(end, Finished)
+            name = f"stream {'abcd'.index(letter)}"
+            cold = await alone(letter * 20, FakeBackend(eos_every=10**9), max_tokens=30)
+            assert engine.text(name) == cold
+            assert end.progress.n_prompt_computed <= end.progress.n_prompt, "computed twice"
+            assert sum(isinstance(event, Started) for event in engine.events[name]) <= 1
+        assert engine.engine.scheduler.n_preempted == 0
+
+
+async def test_long_requests_make_the_next_partition_rarer() -> None:
+    backend = Backend()
+    async with running(backend, **RAM) as engine:
+        layout = engine.engine.scheduler._layout
+        for i in range(3):
+            await answers(engine, [letter * 40 + "x" * i for letter in "abc"])
+            await answers(engine, ["e" * (100 + i)])
+        assert backend.layouts == [False, True] * 3
+        assert layout._n_changes == 2 * 2**3
 
 
 async def test_a_reply_may_outgrow_its_part() -> None:
