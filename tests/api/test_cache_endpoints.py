@@ -107,6 +107,7 @@ async def test_an_empty_cache(start: Any) -> None:
         "moved_prefixes": 0,
         "dropped_prefixes": 0,
         "preemptions": 0,
+        "layout_changes": 0,
         "prefixes": [],
     }
 

@@ -200,7 +200,8 @@ def test_a_flag_reaches_the_backend_and_nothing_else_changes(argv: str, field: s
     defaults = llama_settings(Config(), MODEL)
     settings = llama_settings(configured(argv), MODEL)
     assert getattr(settings, field) == value
-    assert set(changes(settings, defaults)) <= {field}
+    # A layout that is asked for does not change.
+    assert set(changes(settings, defaults)) <= {field, *(["may_partition"] if field == "unified" else [])}
 
 
 @pytest.mark.parametrize(("argv", "field", "value"), [(a, *fv) for a, fv in API.items()])
@@ -227,7 +228,7 @@ def test_the_defaults_of_every_layer_are_the_same() -> None:
     settings = llama_settings(Config(), MODEL)
     assert settings.measurements is not None
     assert replace(settings, measurements=None) == LlamaSettings(
-        model=MODEL, n_cache_seqs_a_slot=2, measure_costs=True, checkpoints=True
+        model=MODEL, n_cache_seqs_a_slot=2, measure_costs=True, checkpoints=True, may_partition=True
     )
 
 
