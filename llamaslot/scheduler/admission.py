@@ -89,6 +89,13 @@ class Admission:
                 other.n_overtaken += is_later and other.submit.id_slot in (-1, request.slot)
         return admitted
 
+    def next_up(self, running: Sequence[Request]) -> list[Request]:
+        """Return the requests that free slots go to next, the first one first, if there are cells for them."""
+        free = [slot for slot in self._slots if slot.request is None]
+        candidates = self._candidates(running, free) if free and self.queue else []
+        ordered = [each for group in self._shares.groups(candidates, running) for each in sorted(group, key=_order)]
+        return ordered[: len(free)]
+
     def end_trial(self, *, allows_reuse: bool) -> None:
         """Match all waiting requests again after `KVCache.is_on_trial`; without reuse they share nothing."""
         for request in self.queue:

@@ -72,7 +72,7 @@ class LayoutChoice:
         settings = self._cache.settings
         waiting = [request for request in queue if request.is_ready][: settings.n_slots - len(running)]
         if any(len(request.tokens) > settings.part_cells for request in running) or any(
-            map(self._admission.exceeds_part, waiting)
+            map(self._admission.exceeds_part, self._admission.next_up(running))
         ):
             if not settings.unified:
                 self._n_changes = min(2 * self._n_changes, _MAX_CHANGES)

@@ -94,6 +94,18 @@ async def test_a_long_request_takes_no_slot_of_running_ones() -> None:
         assert engine.engine.scheduler.n_preempted == 0
 
 
+async def test_a_long_request_that_is_next_does_not_stop_the_others() -> None:
+    """It is its client's turn, though more requests than there are slots came before it."""
+    async with running(Backend(), **RAM) as engine:
+        await answers(engine, PROMPTS)
+        first = [engine.submit(f"first {letter}", letter * 30, client="x") for letter in "abcd"]
+        later = [engine.submit(f"later {letter}", letter * 30, client="x") for letter in "efghij"]
+        long = engine.submit("long", "k" * 120, client="y")
+        async with asyncio.timeout(20):
+            ends = await asyncio.gather(*first, *later, long)
+        assert all(isinstance(end, Finished) for end in ends)
+
+
 async def test_long_requests_make_the_next_partition_rarer() -> None:
     backend = Backend()
     async with running(backend, **RAM) as engine:
