@@ -303,7 +303,10 @@ class FakeBackend:
     def decode(self, runs: Sequence[Run]) -> Decoded:
         """Place a batch in the pool, or fail as `failures` says."""
         check_runs(runs, length_of=self.seq_len, info=self.info, states=self.states)
-        sent = {run.seq: (run.start, len(run.tokens)) for run in runs}
+        sent: dict[int, tuple[int, int]] = {}
+        for run in runs:
+            first, n = sent.get(run.seq, (run.start, 0))
+            sent[run.seq] = first, n + len(run.tokens)
         status, n_applied = self.failures.popleft() if self.failures else (Status.OK, len(runs))
         self._rows = {}
         self._targets = {run.seq: run for run in runs if run.targets is not None}

@@ -42,7 +42,9 @@ CONSTRAINT_FAILED = -2
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Tokens of one sequence in a batch, at consecutive positions: all that a batch may have of that sequence."""
+    """Tokens of one sequence in a batch, at consecutive positions: all that a batch may have of that sequence, but
+    for a last run behind them.
+    """
 
     seq: int
     start: int
@@ -63,7 +65,8 @@ def check_runs(
 ) -> None:
     """Raise `IllegalCallError` for a batch that llama.cpp must not see; `length_of` refuses wrong sequence ids."""
     n_vocab = info.n_vocab
-    if not runs or len({run.seq for run in runs}) != len(runs):
+    ends = {run.seq: run.start + len(run.tokens) for run in runs[:-1]}
+    if not runs or len(ends) != len(runs) - 1:
         raise IllegalCallError("a batch needs runs of different sequences")
     if sum(len(run.tokens) for run in runs) > info.n_ubatch:
         raise IllegalCallError("more tokens than a micro-batch holds")
@@ -75,8 +78,9 @@ def check_runs(
     for each in targets:
         if len(each) and (each.min() < 0 or each.max() >= n_vocab):
             raise IllegalCallError("a token to score is outside of the vocabulary")
-    for run in runs:
-        if run.start != length_of(run.seq) or not len(run.tokens):
+    for i, run in enumerate(runs):
+        length = ends.get(run.seq, -1) if i == len(ends) and run.seq in ends else length_of(run.seq)
+        if run.start != length or not len(run.tokens):
             raise IllegalCallError(f"a run at {run.start} does not continue sequence {run.seq}")
         if not states.is_live(run.seq):
             raise IllegalCallError(f"sequence {run.seq} has lost its state")

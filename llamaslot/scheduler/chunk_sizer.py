@@ -7,6 +7,9 @@ may always take twice as long as one without prompts.
 The cost of a token depends on how many there are in a step (`StepCost`): 64 tokens may be done before 32. So the
 costs of steps below and above `QUERY_BLOCK` are learned apart, or small chunks would make the next ones smaller
 still.
+
+In a partitioned pool llama.cpp computes one token of a prompt together with those of streams, and then the others
+of the prompt, so these have to fill the query blocks (fact 3).
 """
 
 from __future__ import annotations
@@ -28,9 +31,10 @@ _NEWEST_WEIGHT = 0.2
 class ChunkSizer:
     """Learns the cost of decode steps and of prompt tokens, and sizes chunks by it."""
 
-    def __init__(self, *, n_ubatch: int, gap_ms: float) -> None:
+    def __init__(self, *, n_ubatch: int, gap_ms: float, unified: bool = True) -> None:
         self._n_ubatch = n_ubatch
         self._gap_s = gap_ms / 1e3
+        self._unified = unified
         self._decode: dict[int, float] = {}
         """Seconds of a step without prompts, by the number of streams."""
         self._alone: float | None = None
@@ -50,6 +54,27 @@ class ChunkSizer:
         allowed = max(self._gap_s - decode, decode)
         return max(min(self._chunk(allowed, n_decoding), whole), min(MIN_CHUNK, whole))
 
+    def block(self, n_decoding: int) -> int:
+        """Prompt tokens that fill a query block in a step of `n_decoding` streams."""
+        if self._unified:
+            return QUERY_BLOCK - n_decoding % QUERY_BLOCK
+        return QUERY_BLOCK + (n_decoding > 0)
+
+    def without_short_rest(self, limit: int, n_left: int, n_decoding: int) -> int:
+        """A limit for a prompt of which `n_left` tokens are left, near to `limit`, that leaves no rest of less than
+        a query block: the rest of a prompt is computed alone in a partitioned pool, and would take longer.
+        """
+        block = self.block(n_decoding)
+        if self._unified or not 0 < n_left - limit < block:
+            return limit
+        shorter = limit - QUERY_BLOCK
+        return shorter if shorter >= block else min(n_left, self._n_ubatch - n_decoding)
+
+    def set_layout(self, *, unified: bool) -> None:
+        """Take up another layout of the pool, in which prompts cost something else beside streams."""
+        self._unified = unified
+        self._small = self._large = None
+
     def seconds(self, n_tokens: int) -> float:
         """Expected time to compute `n_tokens` prompt tokens; 0 before the first was observed."""
         return n_tokens * (self._alone or self._small or 0.0)
@@ -65,7 +90,7 @@ class ChunkSizer:
             return
         if not n_decoding:
             self._alone = _blend(self._alone, added / n_prefill)
-        elif n_prefill + n_decoding < QUERY_BLOCK:
+        elif n_prefill < self.block(n_decoding):
             self._small = _blend(self._small, added / n_prefill)
             if self._large is not None:
                 self._large.decay(_DECAY)
@@ -80,7 +105,7 @@ class ChunkSizer:
         With the streams they fill whole query blocks, or too little for one. The first block may take longer than
         allowed, or as long as a small chunk: it is worth several of those.
         """
-        block = QUERY_BLOCK - n_decoding % QUERY_BLOCK
+        block = self.block(n_decoding)
         line = self._large or (_LinearCost(self._alone) if self._alone else None)
         small_cost = self._small or (line.per_token if line else None)
         if small_cost is None:

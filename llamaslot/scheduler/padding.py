@@ -2,9 +2,10 @@
 
 llama.cpp's attention on a CPU takes a step of fewer than `QUERY_BLOCK` tokens token by token, and a larger one a
 query block at a time (`StepCost`, fact 22). A prompt whose prefix is cached has few tokens left and a long prefix
-to attend to: with padding it is often done several times as fast. Padding runs in the scratch sequence, which no
-other token attends to, and its cells are free again by the end of the step. `step.py` sends it last, so that the
-cells of real tokens are the same with and without it.
+to attend to: with padding it is often done several times as fast. In a unified pool it runs in the scratch
+sequence, which no other token attends to; in a partitioned one it follows the prompt, for llama.cpp computes other
+slots' tokens apart. Its cells are free again by the end of the step. `step.py` sends it last, so that the cells of
+real tokens are the same with and without it.
 """
 
 from __future__ import annotations
@@ -23,14 +24,13 @@ MIN_SPEEDUP = 1.1
 class Padding:
     """Decides by `cost`, for a context that computes at most `n_ubatch` tokens at once."""
 
-    def __init__(self, cost: StepCost | None, scratch: int | None, n_ubatch: int) -> None:
-        self._cost = cost if n_ubatch >= QUERY_BLOCK and scratch is not None else None
-        self._scratch = scratch
+    def __init__(self, cost: StepCost | None, n_ubatch: int) -> None:
+        self._cost = cost if n_ubatch >= QUERY_BLOCK else None
 
-    def run(self, n_tokens: int) -> Run:
-        """Padding that fills a step of `n_tokens` up to a query block."""
-        assert self._scratch is not None
-        return Run(self._scratch, 0, np.zeros(QUERY_BLOCK - n_tokens, dtype=np.int32), output=False)
+    @staticmethod
+    def run(n_tokens: int, seq: int, start: int = 0) -> Run:
+        """Padding that fills a step of `n_tokens` up to a query block, in a sequence that holds `start` tokens."""
+        return Run(seq, start, np.zeros(QUERY_BLOCK - n_tokens, dtype=np.int32), output=False)
 
     def gain_ms(self, spans: Sequence[tuple[int, int]], n_used: int) -> float:
         """Milliseconds by which a step is faster as a query block; 0 if it hardly is, or is too large.

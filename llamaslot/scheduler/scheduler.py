@@ -43,7 +43,7 @@ from llamaslot.scheduler.recovery import Recovery
 from llamaslot.scheduler.request import Request, RequestEvent, RequestState, Slot
 from llamaslot.scheduler.reuse_stats import ReuseStats
 from llamaslot.scheduler.step import StepPlan, StepResult, Work
-from llamaslot.scheduler.step_planner import RunTurns, SharedSteps, StepPlanner
+from llamaslot.scheduler.step_planner import PromptTurns, RunTurns, SharedSteps, StepPlanner
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,9 @@ class Scheduler:
         self.n_ctx_slot = info.n_ctx_slot
         self._n_scored = info.n_scored
         self._eog = eog
-        self.chunks = ChunkSizer(n_ubatch=info.n_ubatch, gap_ms=cache_settings.gap_ms)
+        self.chunks = ChunkSizer(
+            n_ubatch=info.n_ubatch, gap_ms=cache_settings.gap_ms, unified=cache_settings.unified
+        )
         self.cache = KVCache(
             cache_settings, prefill_seconds=self.chunks.seconds, on_disk=on_disk, first_number=first_number
         )
@@ -122,7 +124,7 @@ class Scheduler:
         self._layout = LayoutChoice(self.cache, self.admission)
         self.reuse = ReuseStats()
         self._padding = _padding(info, cache_settings)
-        self._turns = SharedSteps() if info.state.kind.allows_mixed_lengths else RunTurns()
+        self._turns = _turns(info, cache_settings)
         self.deadlines = Deadlines()
         """Times at which to plan again although no command has arrived."""
         self.recovery = Recovery(self.cache, self.slots, self.admission)
@@ -187,6 +189,8 @@ class Scheduler:
         """Take up a context of another layout, in which nothing is."""
         self.cache.set_layout(unified=info.unified, n_seqs=n_seqs)
         self._padding = _padding(info, self.cache.settings)
+        self._turns = _turns(info, self.cache.settings)
+        self.chunks.set_layout(unified=info.unified)
 
     def plan(self, now: float) -> StepPlan:
         """Plan the next step; an empty plan means that nothing can be done now."""
@@ -395,4 +399,11 @@ class Scheduler:
 def _padding(info: ModelInfo, settings: CacheSettings) -> Padding:
     # llama.cpp splits steps of several sequences where states are recurrent, so padding would only cost.
     is_split = info.keeps_checkpoints and info.state.kind.has_recurrent_state
-    return Padding(None if is_split else info.step_cost, settings.scratch, info.n_ubatch)
+    has_place = settings.scratch is not None if settings.unified else settings.can_trim
+    return Padding(info.step_cost if has_place and not is_split else None, info.n_ubatch)
+
+
+def _turns(info: ModelInfo, settings: CacheSettings) -> SharedSteps | PromptTurns | RunTurns:
+    if not info.state.kind.allows_mixed_lengths:
+        return RunTurns()
+    return SharedSteps() if settings.unified else PromptTurns()

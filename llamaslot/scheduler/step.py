@@ -73,7 +73,7 @@ class StepPlan:
     preempted: list[Request] = field(default_factory=list)
     """Requests that were sent back to the queue to make room."""
     padding: Run | None = None
-    """Tokens computed only because they make the step faster; their sequence is empty before and after."""
+    """Tokens computed only because they make the step faster; they are removed by the end of it."""
     n_extra_steps: int = 0
     """Steps that may follow without a plan, each computing the tokens that the one before sampled."""
     jobs: list[Job] = field(default_factory=list)
@@ -261,12 +261,16 @@ def _decode(plan: StepPlan, backend: Backend) -> Decoded:
     runs = [work.run for work in plan.work]
     if plan.padding is None:
         return backend.decode(runs)
-    decoded = backend.decode([*runs, plan.padding])
-    if decoded.status is not Status.OK:
-        # What stayed applied only the backend can say, and asking it sets its own record right.
-        backend.seq_len(plan.padding.seq)
-    backend.change(Remove(plan.padding.seq, 0))
-    return Decoded(decoded.status, {run.seq: decoded.sent[run.seq] for run in runs})
+    padding = plan.padding
+    decoded = backend.decode([*runs, padding])
+    # After a failure only the backend can say what stayed applied, and asking it sets its own record right.
+    if decoded.status is Status.OK or backend.seq_len(padding.seq) > padding.start:
+        backend.change(Remove(padding.seq, padding.start))
+    sent = {run.seq: decoded.sent[run.seq] for run in runs}
+    if padding.seq in sent:
+        first, n_sent = sent[padding.seq]
+        sent[padding.seq] = first, n_sent - len(padding.tokens)
+    return Decoded(decoded.status, sent)
 
 
 def next_decode_step(plan: StepPlan, result: StepResult, eog: frozenset[int]) -> StepPlan | None:

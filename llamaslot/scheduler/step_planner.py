@@ -17,7 +17,6 @@ from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 
 from llamaslot.base.backend import Run
-from llamaslot.base.model import QUERY_BLOCK
 from llamaslot.kvcache.cache import KVCache
 from llamaslot.scheduler.chunk_sizer import ChunkSizer
 from llamaslot.scheduler.padding import Padding
@@ -25,7 +24,7 @@ from llamaslot.scheduler.request import Request
 from llamaslot.scheduler.step import Turn, Work
 
 FIRST_PROMPT_FRACTION = 0.25
-"""Fraction of a step's prompt tokens that goes to the first prompt."""
+"""Fraction of a step's prompt tokens that goes to the first prompt, or of the steps with one prompt each."""
 MAX_CELLS_AHEAD = 32
 """Idle cells evicted at once for extra steps: more evict prefixes early, fewer need a plan more often."""
 
@@ -39,6 +38,39 @@ class SharedSteps:
 
     def commit(self, turn: Turn) -> None:
         """Do nothing: no request waits for a turn."""
+
+
+class PromptTurns:
+    """Turns of prompts in a partitioned pool: a step computes streams, and a single prompt.
+
+    llama.cpp computes the tokens of several slots together only as far as their numbers are equal, and what is left
+    of two prompts then are small pieces, which take as long as large ones (fact 3). Every fourth step is for the
+    first prompt, the others for the one with the fewest tokens left.
+
+    Only `commit` changes anything, so a plan that is not carried out takes no turn.
+    """
+
+    def __init__(self) -> None:
+        self._n_overtaken = 0
+        """Steps with another prompt than the first one, since that had its last turn."""
+
+    def next(self, loaded: Sequence[Request], able: Sequence[Request], n_pending: Callable[[Request], int]) -> Turn:
+        """Return the turn of the next step, of `able` requests: those that may run, by share."""
+        prompts = [
+            request for request in able if n_pending(request) > 1 and not request.is_stream(n_pending(request))
+        ]
+        if len(prompts) < 2:
+            return Turn(loaded)
+        is_first = (self._n_overtaken + 1) * FIRST_PROMPT_FRACTION >= 1
+        chosen = prompts[0] if is_first else min(prompts, key=n_pending)
+        others = {request.id for request in prompts if request is not chosen}
+        return Turn([request for request in loaded if request.id not in others], (chosen.id, prompts[0].id))
+
+    def commit(self, turn: Turn) -> None:
+        """Record that a step with this turn was carried out."""
+        if turn.long_runs:
+            chosen, first = turn.long_runs
+            self._n_overtaken = 0 if chosen == first else self._n_overtaken + 1
 
 
 class RunTurns:
@@ -137,12 +169,16 @@ class StepPlanner:
         n_decoding = len(streams)
         due = {r.id: r.stops.limit(self._cache.length(r.slot), pending[r.id]) for r in requests}
         wanted = self._within_logits(requests, due)
-        shares = self._shares(wanted, streams, self._chunks.limit(n_decoding + n_waiting))
-        if self._leaves_rest(due, shares) and self._padding.gain_ms(
-            self._spans(requests, shares), self._cache.cells.used
-        ):
-            # More tokens of these prompts take the place of padding.
-            shares = self._shares(wanted, streams, QUERY_BLOCK - n_decoding)
+        limit = self._chunks.limit(n_decoding + n_waiting)
+        shares = self._shares(wanted, streams, limit)
+        if self._leaves_rest(due, shares):
+            held_and_added = [(self._cache.length(request.slot), shares[request.id]) for request in requests]
+            if self._padding.gain_ms(self._spans(held_and_added), self._cache.cells.used):
+                # More tokens of these prompts take the place of padding.
+                limit = self._chunks.block(n_decoding)
+            n_left = max((n for name, n in wanted.items() if name not in streams), default=0)
+            limit = self._chunks.without_short_rest(limit, n_left, n_decoding)
+            shares = self._shares(wanted, streams, limit)
         self._is_chunked = self._leaves_rest(due, shares)
         granted: list[Work] = []
         for request in requests:
@@ -170,9 +206,16 @@ class StepPlanner:
         """True if any request gets less than it has left."""
         return any(shares[name] < n for name, n in pending.items())
 
-    def _spans(self, requests: Sequence[Request], shares: dict[str, int]) -> list[tuple[int, int]]:
-        """For each request the tokens that it holds, and those it gets."""
-        return [(self._cache.length(request.slot), shares[request.id]) for request in requests]
+    def _spans(self, held_and_added: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+        """For each sequence whose tokens llama.cpp computes in one query block, the tokens that it holds, and those
+        to compute. In a partitioned pool that is the only sequence that gets several, less the one computed beside
+        streams.
+        """
+        if self._cache.settings.unified:
+            return list(held_and_added)
+        longer = [(held, n) for held, n in held_and_added if n > 1]
+        is_alone = sum(n > 0 for _, n in held_and_added) == 1
+        return [(held, n) if is_alone else (held + 1, n - 1) for held, n in longer] if len(longer) == 1 else []
 
     @staticmethod
     def _shares(pending: dict[str, int], streams: AbstractSet[str], left: int) -> dict[str, int]:
@@ -225,11 +268,18 @@ class StepPlanner:
         None if a prompt has tokens left, which fill the step better. Idle cells are evicted for it if the gain
         exceeds the time to compute them again.
         """
-        spans = [(each.run.start, len(each.run.tokens)) for each in work]
+        spans = self._spans([(each.run.start, len(each.run.tokens)) for each in work])
         gain = 0.0 if self._is_chunked else self._padding.gain_ms(spans, self._cache.cells.used)
         if not gain:
             return None
-        run = self._padding.run(self._n_granted)
+        if not self._cache.settings.unified:
+            [(_, n)] = spans
+            padded = max((each.run for each in work), key=lambda run: len(run.tokens))
+            end = padded.start + len(padded.tokens)
+            run = self._padding.run(n, padded.seq, end)
+            return run if end + len(run.tokens) <= self._cache.settings.seq_cells else None
+        assert self._cache.settings.scratch is not None
+        run = self._padding.run(self._n_granted, self._cache.settings.scratch)
         n, free = len(run.tokens), self._cache.cells.free - self._n_granted
         if self._cache.window_cells.limit(n, self._n_granted) < n:
             return None

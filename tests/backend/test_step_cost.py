@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from llamaslot.base.model import QUERY_BLOCK
 from llamaslot.base.prompt import TokenizedPrompt
 from llamaslot.base.tokens import packed
 from llamaslot.scheduler.request import Request
-from llamaslot.scheduler.step import StepPlan, Work, apply
+from llamaslot.scheduler.step import StepPlan, Work, apply, next_decode_step
 
 
 def settings(model: Path, **fields: object) -> LlamaSettings:
@@ -104,3 +105,32 @@ def test_what_a_failed_decode_left_of_padding_is_removed(tiny_model: Path, monke
     assert result.lengths == {0: 10}
     assert backend.seq_range(scratch) == range(0)
     backend.close()
+
+
+def test_padding_behind_a_prompt_in_its_part_changes_nothing(tiny_model: Path) -> None:
+    tokens = np.arange(5, 15, dtype=np.int32)
+    results = []
+    for n_padding in (0, QUERY_BLOCK - 10):
+        backend = LlamaBackend(settings(tiny_model, n_slots=2, n_cache_seqs=0, unified=False))
+        stream = Request(Submit("s", (), max_tokens=9), TokenizedPrompt(packed(tokens)), arrival=1, now=0.0)
+        request = Request(Submit("r", (), max_tokens=9), TokenizedPrompt(packed(tokens + 9)), arrival=2, now=0.0)
+        work = [Work(stream, Run(0, 0, tokens, output=True)), Work(request, Run(1, 0, tokens + 9, output=True))]
+        padding = Run(1, 10, np.zeros(n_padding, dtype=np.int32), output=False) if n_padding else None
+        plan = StepPlan(work=work, padding=padding, n_extra_steps=3)
+        texts = []
+        for _ in range(4):
+            result = apply(plan, backend, lambda: 0.0)
+            assert result.decoded.status is Status.OK
+            assert {seq: n for seq, (_, n) in result.decoded.sent.items()} == {
+                each.run.seq: len(each.run.tokens) for each in plan.work
+            }
+            stream.sampler = result.samplers.get("s", stream.sampler)
+            request.sampler = result.samplers.get("r", request.sampler)
+            texts.append(dict(result.tokens))
+            following = next_decode_step(replace(plan, padding=None), result, frozenset())
+            if following is None:
+                break
+            plan = following
+        results.append((texts, backend.seq_range(0), backend.seq_range(1)))
+        backend.close()
+    assert results[0] == results[1]

@@ -57,7 +57,7 @@ from llamaslot.kvcache.tiers.disk_io import (
 )
 from llamaslot.kvcache.tiers.ram_budget import MemoryReading
 from llamaslot.kvcache.tiers.segment_tiers import SegmentTiers
-from llamaslot.scheduler import admission, padding, step_planner
+from llamaslot.scheduler import admission, chunk_sizer, padding
 from llamaslot.scheduler.admission import MAX_OVERTAKEN
 from llamaslot.scheduler.request import Request, RequestState
 from llamaslot.scheduler.scheduler import DecodeFailed, Sampled, Scheduler
@@ -236,7 +236,7 @@ class CacheMachine(RuleBasedStateMachine):
             mock.patch.object(pacing, "PARTIAL_DELAY_S", 0.005),
             mock.patch.object(ghost_list, "BLOCK_TOKENS", 2 * MIN_SHARED),
             mock.patch.object(padding, "QUERY_BLOCK", (query_block or 64) * self.stretch),
-            mock.patch.object(step_planner, "QUERY_BLOCK", (query_block or 64) * self.stretch),
+            mock.patch.object(chunk_sizer, "QUERY_BLOCK", (query_block or 64) * self.stretch),
         ]
         for patch in self.patches:
             patch.start()

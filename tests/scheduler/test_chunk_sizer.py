@@ -8,8 +8,10 @@ from llamaslot.base.model import QUERY_BLOCK
 from llamaslot.scheduler.chunk_sizer import ChunkSizer
 
 
-def taught(*, decode_ms: float, token_ms: float, gap_ms: float = 100.0, n_ubatch: int = 512) -> ChunkSizer:
-    sizer = ChunkSizer(n_ubatch=n_ubatch, gap_ms=gap_ms)
+def taught(
+    *, decode_ms: float, token_ms: float, gap_ms: float = 100.0, n_ubatch: int = 512, unified: bool = True
+) -> ChunkSizer:
+    sizer = ChunkSizer(n_ubatch=n_ubatch, gap_ms=gap_ms, unified=unified)
     for _ in range(20):
         sizer.observe(256, 0, 256 * token_ms / 1e3)
         sizer.observe(0, 4, decode_ms / 1e3)
@@ -110,3 +112,51 @@ def test_a_chunk_never_exceeds_what_the_micro_batch_has_left() -> None:
     sizer = ChunkSizer(n_ubatch=8, gap_ms=100)
     assert sizer.limit(7) == 1
     assert sizer.limit(0) == 8
+
+
+def test_in_a_partitioned_pool_the_prompt_alone_fills_whole_query_blocks_but_for_the_token_beside_streams() -> None:
+    for n_decoding in (*range(1, 9), 63, 64, 65):
+        sizer = taught(decode_ms=10, token_ms=0.5, unified=False)
+        assert (sizer.limit(n_decoding) - 1) % QUERY_BLOCK == 0
+        assert sizer.block(n_decoding) == QUERY_BLOCK + 1
+    assert sizer.block(0) == QUERY_BLOCK
+
+
+@pytest.mark.parametrize(
+    ("limit", "n_left", "n_decoding", "expected"),
+    [
+        (129, 129, 1, 129),
+        (129, 400, 1, 129),
+        (129, 130, 1, 65),
+        (129, 193, 1, 65),
+        (129, 194, 1, 129),
+        (65, 66, 1, 66),
+        (65, 129, 1, 129),
+        (65, 130, 1, 65),
+        (512, 540, 0, 448),
+        (512, 576, 0, 512),
+        (16, 40, 2, 40),
+    ],
+)
+def test_in_a_partitioned_pool_no_short_rest_is_left_of_a_prompt(
+    limit: int, n_left: int, n_decoding: int, expected: int
+) -> None:
+    apart, unified = (ChunkSizer(n_ubatch=512, gap_ms=100.0, unified=each) for each in (False, True))
+    assert apart.without_short_rest(limit, n_left, n_decoding) == expected
+    assert unified.without_short_rest(limit, n_left, n_decoding) == limit
+
+
+def test_no_chunk_exceeds_the_micro_batch_for_want_of_a_short_rest() -> None:
+    apart = ChunkSizer(n_ubatch=64, gap_ms=100.0, unified=False)
+    assert apart.without_short_rest(64, 70, 0) == 64
+    assert apart.without_short_rest(62, 63, 2) == 62
+
+
+def test_what_prompts_cost_beside_streams_is_learned_anew_in_another_layout() -> None:
+    sizer = taught(decode_ms=10, token_ms=3.0)
+    sizer.observe(512, 0, 512 * 0.1e-3)
+    for _ in range(20):
+        sizer.observe(512, 0, 512 * 0.1e-3)
+    slow = sizer.limit(4)
+    sizer.set_layout(unified=False)
+    assert sizer.limit(4) > 4 * slow

@@ -17,8 +17,8 @@ COST = StepCost(step_us=600.0, token_us=730.0, token_cell_us=4.0, block_us=18_00
 SCRATCH = 9
 
 
-def padding(cost: StepCost | None = COST, n_ubatch: int = 512, scratch: int | None = SCRATCH) -> Padding:
-    return Padding(cost, scratch, n_ubatch)
+def padding(cost: StepCost | None = COST, n_ubatch: int = 512) -> Padding:
+    return Padding(cost, n_ubatch)
 
 
 ALWAYS = StepCost(step_us=1e6, token_us=0.0, token_cell_us=0.0, block_us=0.0, block_cell_us=0.0)
@@ -31,7 +31,7 @@ def padded_driver(cost: StepCost = ALWAYS, **shape: float) -> Driver:
 
 def test_a_few_tokens_behind_a_long_prefix_are_padded_to_a_query_block() -> None:
     assert padding().gain_ms([(4096, 16)], n_used=4096) == pytest.approx(275 - 84, abs=3)
-    added = padding().run(16)
+    added = padding().run(16, SCRATCH)
     assert (added.seq, added.start, len(added.tokens), added.output) == (SCRATCH, 0, QUERY_BLOCK - 16, False)
 
 
@@ -68,10 +68,8 @@ def test_idle_cells_do_not_count_for_padding() -> None:
     assert padding().gain_ms([(4096, 16)], n_used=50_000) == padding().gain_ms([(4096, 16)], n_used=4096)
 
 
-@pytest.mark.parametrize("given", [{"cost": None}, {"n_ubatch": QUERY_BLOCK - 1}, {"scratch": None}])
-def test_nothing_is_padded_without_a_cost_a_scratch_sequence_or_room_for_a_query_block(
-    given: dict[str, None],
-) -> None:
+@pytest.mark.parametrize("given", [{"cost": None}, {"n_ubatch": QUERY_BLOCK - 1}])
+def test_nothing_is_padded_without_a_cost_or_room_for_a_query_block(given: dict[str, None]) -> None:
     assert padding(**given).gain_ms([(4096, 32)], n_used=4096) == 0
 
 
@@ -165,3 +163,51 @@ def test_padding_removes_nothing_but_the_scratch_sequence() -> None:
     driver.finish(driver.submit("x" * 40))
     assert removed
     assert set(removed) == {Remove(driver.backend.n_seqs - 1, 0)}
+
+
+def partitioned_driver(**shape: float) -> Driver:
+    return padded_driver(**{"unified": False, "n_reserved": 0, "n_ctx": 1024} | shape)
+
+
+def test_in_a_partitioned_pool_padding_follows_the_prompt_and_is_removed_at_the_end_of_the_step() -> None:
+    driver = partitioned_driver()
+    request = driver.submit("x" * 40, max_tokens=3)
+    plan = driver.scheduler.plan(0.0)
+    assert plan.padding is not None
+    added = plan.padding
+    assert (added.seq, added.start, len(added.tokens), added.output) == (request.slot, 40, QUERY_BLOCK - 40, False)
+    result = apply(plan, driver.backend, lambda: 0.0)
+    assert result.decoded == Decoded(Status.OK, {request.slot: (0, 40)})
+    assert driver.backend.seq_len(request.slot) == 40
+    driver.scheduler.commit(plan, result, 0.0)
+    driver.finish(request)
+    assert request.n_prompt_computed == 40
+    assert [plan.padding for plan in driver.plans if plan.work] == [None] * 2, "single tokens are not padded"
+
+
+def test_in_a_partitioned_pool_one_token_of_a_prompt_is_computed_beside_streams_and_the_others_are_padded() -> None:
+    driver = partitioned_driver()
+    driver.submit("s" * 4, max_tokens=100)
+    driver.step()
+    prompt = driver.submit("p" * 40)
+    plan = driver.step()
+    assert plan.padding is not None
+    assert (plan.padding.seq, len(plan.padding.tokens)) == (prompt.slot, QUERY_BLOCK - 39)
+
+
+def test_padding_stays_within_its_part() -> None:
+    driver = partitioned_driver(n_ctx=2 * (QUERY_BLOCK - 1))
+    driver.submit("x" * 40)
+    assert driver.step().padding is None
+
+
+@pytest.mark.parametrize(("n_applied", "n_left"), [(1, 40), (2, 40), (0, 0)])
+def test_padding_of_a_failed_step_is_removed_from_a_part_too(n_applied: int, n_left: int) -> None:
+    driver = partitioned_driver()
+    request = driver.submit("x" * 40)
+    driver.backend.failures.append((Status.FATAL, n_applied))
+    plan = driver.scheduler.plan(0.0)
+    assert plan.padding is not None
+    result = apply(plan, driver.backend, lambda: 0.0)
+    assert result.lengths == {request.slot: n_left}
+    assert driver.backend.seq_len(request.slot) == n_left

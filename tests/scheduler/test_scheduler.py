@@ -318,6 +318,23 @@ def test_a_preempted_request_resumes_before_any_that_came_after_it() -> None:
     assert driver.admitted == [preempted, *younger]
 
 
+def test_a_step_of_a_partitioned_pool_computes_one_prompt_the_shortest_and_every_fourth_time_the_first() -> None:
+    driver = Driver(n_slots=4, n_ctx=4 * 2048, n_ubatch=64, unified=False)
+    stream = driver.submit("s" * 4, max_tokens=-1)
+    driver.step()
+    first = driver.submit("f" * 1500)
+    others = [driver.submit(letter * 1000) for letter in "ab"]
+    chunks = []
+    while any(request.state is not RequestState.DONE for request in others):
+        [*work] = driver.step().work
+        chunks += [work.request for work in work if len(work.run.tokens) > 1]
+        assert sum(len(each.run.tokens) > 1 for each in work) == 1
+        assert any(each.request is stream for each in work)
+    assert chunks.count(first) * 4 == pytest.approx(len(chunks), abs=4)
+    assert all(first in chunks[i : i + 4] for i in range(0, len(chunks) - 4, 4))
+    assert chunks.index(others[1]) > max(i for i, each in enumerate(chunks) if each is others[0])
+
+
 def test_a_partitioned_layout_gives_each_slot_its_own_cells() -> None:
     driver = Driver(n_slots=2, n_ctx=64, n_ubatch=64, unified=False)
     requests = [driver.submit(letter * 24, max_tokens=-1) for letter in "ab"]
