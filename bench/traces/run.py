@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 from rich.table import Table
 
 from bench.client import BenchmarkError, Client
@@ -28,10 +29,13 @@ from bench.tokens import Tokens, fewest
 from bench.traces.recording import MAX_DELAY_S, Context, Planned, fitting, plan, read, requests_of
 from bench.traces.replay import BlockTokens, Replay, Replayed, fits
 
-NAMES = tuple(each.name for each in SERVERS if each.kind != "llama-cpp-python" and not each.workloads)
+SETUPS = (
+    *(each for each in SERVERS if each.kind != "llama-cpp-python" and not each.workloads),
+    ServerSetup("llamaslot, with a disk", "llamaslot", ("--cache-disk", FOLDER)),
+)
 """Servers that complete token ids."""
+NAMES = tuple(each.name for each in SETUPS)
 USUAL = "llama-server", "llama-server -kvu", OWN
-OWN_FLAGS = "--cache-disk", FOLDER
 WRITES_POLL_S = 3.0
 """Interval after which a server that has written nothing more has nothing more to write: partial segments wait for
 a second.
@@ -74,6 +78,8 @@ class TraceRun:
     ram_bytes: int | None
     """KV saved to RAM and written to disk; None where the server does not say."""
     disk_bytes: int | None
+    model_cpu: float
+    """CPU time of the process that computes the model, from the first request to the last reply."""
 
     @property
     def share_of_hits(self) -> float:
@@ -96,7 +102,7 @@ def run(
     """Replay, print the table, write `traces.json` and the log of the server that ran last."""
     facts = machine()
     planned = chosen(settings)
-    servers = [each for each in SERVERS if each.name in (against or USUAL)]
+    servers = [each for each in SETUPS if each.name in (against or USUAL)]
     n_ctx = settings.n_slots * settings.n_ctx_slot
     common = CommonSettings(model, settings.n_slots, threads, n_ctx, tuple(server_flags))
     replays = _Replays(settings, planned, Tokens(model).n_vocab, common, folder)
@@ -159,14 +165,23 @@ class _Replays:
         """Replay the plan on a server."""
         settings, is_own = self.settings, server.kind == "llamaslot"
         with tempfile.TemporaryDirectory() as disk:
-            command = server.command(self.common, OWN_FLAGS if is_own else (), Path(disk))
+            command = server.command(self.common, (), Path(disk))
             async with serving(command, log=self.folder / "traces-server.log") as process:
                 tokens = BlockTokens(self.n_vocab, settings.seed)
+                cpu_before = model_cpu(process.pid)
                 replay = Replay(process.client, tokens, self.plan, settings.time_scale)
                 with progress(f"{server.name}, repeat {repeat + 1}:", len(self.plan), interval_s=5.0) as advance:
                     await (replay.in_turn(advance) if settings.in_turn else replay.side_by_side(advance))
+                cpu = model_cpu(process.pid) - cpu_before
                 n_bytes = await written(process.client) if is_own else (None, None)
-        return result(server.name, repeat, replay.sent, n_bytes)
+        return result(server.name, repeat, replay.sent, n_bytes, cpu)
+
+
+def model_cpu(pid: int) -> float:
+    """CPU time so far of a server's process, or of the one it started that has taken most."""
+    server = psutil.Process(pid)
+    times = [process.cpu_times() for process in (server, *server.children(recursive=True))]
+    return max(float(each.user + each.system) for each in times)
 
 
 async def written(client: Client) -> tuple[int | None, int | None]:
@@ -181,7 +196,9 @@ async def written(client: Client) -> tuple[int | None, int | None]:
         await asyncio.sleep(WRITES_POLL_S)
 
 
-def result(server: str, repeat: int, sent: Sequence[Replayed], n_bytes: tuple[int | None, int | None]) -> TraceRun:
+def result(
+    server: str, repeat: int, sent: Sequence[Replayed], n_bytes: tuple[int | None, int | None], cpu: float
+) -> TraceRun:
     """Return the figures of a replay."""
     replies = [each.reply for each in sent]
     return TraceRun(
@@ -197,6 +214,7 @@ def result(server: str, repeat: int, sent: Sequence[Replayed], n_bytes: tuple[in
         computed_tokens=[reply.computed for reply in replies],
         ram_bytes=n_bytes[0],
         disk_bytes=n_bytes[1],
+        model_cpu=cpu,
     )
 
 
@@ -206,9 +224,22 @@ def table(runs: Sequence[TraceRun], title: str, settings: Settings) -> Table:
     rendered = Table(
         title=f"{len(runs[0].ttft)} requests of recorded agent sessions, {title}, {how}",
         caption="medians over the repeats; hits: reused tokens / those the oracle reuses; x: computed / fewest "
-        "possible; TTFT in ms; MiB of KV saved to RAM and written to disk",
+        "possible; TTFT in ms; CPU: of the model's process; MiB of KV saved to RAM and written to disk",
     )
-    names = ("prompt", "computed", "fewest", "x", "hits", "TTFT mean", "p50", "p95", "wall (s)", "RAM", "disk")
+    names = (
+        "prompt",
+        "computed",
+        "fewest",
+        "x",
+        "hits",
+        "TTFT mean",
+        "p50",
+        "p95",
+        "wall (s)",
+        "CPU (s)",
+        "RAM",
+        "disk",
+    )
     rendered.add_column("server")
     for name in names:
         rendered.add_column(name, justify="right")
@@ -232,6 +263,7 @@ def _cells(runs: Sequence[TraceRun]) -> list[str]:
     cells.append(f"{statistics.median(r.share_of_hits for r in runs):.1%}")
     cells += [f"{time:,.0f}" for time in ttft]
     cells.append(f"{statistics.median(r.wall for r in runs):,.1f}")
+    cells.append(f"{statistics.median(r.model_cpu for r in runs):,.1f}")
     for n_bytes in ([r.ram_bytes for r in runs], [r.disk_bytes for r in runs]):
         known = [n for n in n_bytes if n is not None]
         cells.append(f"{statistics.median(known) / 2**20:,.1f}" if known else "")

@@ -135,7 +135,7 @@ def test_a_replay_on_a_real_server_computes_what_the_oracle_computes(
             title="tiny",
             repeats=1,
             threads=1,
-            against=["llamaslot"],
+            against=["llamaslot, with a disk"],
             folder=tmp_path,
             server_flags=(),
         )
@@ -148,6 +148,7 @@ def test_a_replay_on_a_real_server_computes_what_the_oracle_computes(
     assert run["n_computed"] == N_COMPUTED
     assert len(run["ttft"]) == 9
     assert all(time > 0 for time in run["ttft"])
+    assert run["model_cpu"] > 0
     assert run["disk_bytes"] > 0
     assert run["ram_bytes"] >= run["disk_bytes"]
 
