@@ -200,6 +200,10 @@ class CacheSettings:
         """True if loading `n_loaded` tokens takes less time than computing the `n_wanted` ones among them."""
         return n_wanted > self.load_cost * n_loaded
 
+    def pays_to_save(self, n_wanted: int, n_saved: int) -> bool:
+        """True if saving `n_saved` tokens takes less time than computing the `n_wanted` ones among them."""
+        return not self.prefill_us or n_wanted * self.prefill_us > self.save_us * n_saved
+
     @property
     def min_restored(self) -> int:
         """Tokens that take as long to compute as a checkpoint takes to restore."""

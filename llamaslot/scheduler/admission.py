@@ -90,11 +90,21 @@ class Admission:
         return admitted
 
     def next_up(self, running: Sequence[Request]) -> list[Request]:
-        """Return the requests that free slots go to next, the first one first, if there are cells for them."""
+        """Return the requests that free slots go to next, the first one first, if there are cells for them.
+
+        Those that may wait for a prefix are among them, and take no slot.
+        """
         free = [slot for slot in self._slots if slot.request is None]
-        candidates = self._candidates(running, free) if free and self.queue else []
-        ordered = [each for group in self._shares.groups(candidates, running) for each in sorted(group, key=_order)]
-        return ordered[: len(free)]
+        able = [request for request in self.queue if request.is_ready and _free_slots(request, free)]
+        next_up: list[Request] = []
+        n_left = len(free)
+        for group in self._shares.groups(able, running):
+            for request in sorted(group, key=_order):
+                if n_left == 0:
+                    return next_up
+                next_up.append(request)
+                n_left -= self._in_flight.longest(request)[0] <= self.match(request).n_cached
+        return next_up
 
     def end_trial(self, *, allows_reuse: bool) -> None:
         """Match all waiting requests again after `KVCache.is_on_trial`; without reuse they share nothing."""

@@ -644,7 +644,8 @@ class CacheMachine(RuleBasedStateMachine):
         self.scheduler.empty_pool(self.now)
         self.carry_out(StepPlan(self.cache.take_operations()))
         lost = before.prefixes_in({each.namespace for each in self.living}) - self.offloaded
-        assert not lost or self.was_short or self.is_squeezed or self.has_little_ram, "lost by a change of layout"
+        has_no_room = self.was_short or self.is_squeezed or self.has_little_ram or self.is_ram_full
+        assert not lost or has_no_room, "lost by a change of layout"
         is_unified = not self.backend.info.unified
         self.backend.set_layout(unified=is_unified)
         self.scheduler.set_layout(self.backend.info, self.backend.n_seqs)
@@ -1044,16 +1045,8 @@ class CacheMachine(RuleBasedStateMachine):
             return
         COUNTS["losses"] += 1
         if self.shape.ram:
-            n_bytes = sum(self.size_of(len(segment.tokens)) for segment in self.backend.segments.values())
-            written = (
-                *self.disk.metas.values(),
-                *(each.meta for each in self.disk.writes if isinstance(each, Write)),
-            )
-            n_written = sum(meta.n_bytes for meta in written)
-            most = min(self.ram_bytes - n_bytes, self.disk_bytes - n_written if self.shape.disk else self.ram_bytes)
-            is_full = most < 2 * self.size_of(self.largest) or 0 < self.shape.disk < 10
             # A RAM of a pool or less has no room for the longest prefixes.
-            assert is_full or self.has_little_ram or self.was_short, "lost while there is room in RAM"
+            assert self.is_ram_full or self.has_little_ram or self.was_short, "lost while there is room in RAM"
             COUNTS["losses for RAM"] += 1
             return
         if self.shape.idle_cells is not None and len(self.idle) == self.shape.idle_cells:
@@ -1066,6 +1059,15 @@ class CacheMachine(RuleBasedStateMachine):
             return
         assert self.n_empty <= 2, "lost while ids and cells are free"
         COUNTS["losses for ids"] += 1
+
+    @property
+    def is_ram_full(self) -> bool:
+        """True if RAM, or the disk below it, has no room for two of the largest segments."""
+        n_bytes = sum(self.size_of(len(segment.tokens)) for segment in self.backend.segments.values())
+        written = *self.disk.metas.values(), *(each.meta for each in self.disk.writes if isinstance(each, Write))
+        n_written = sum(meta.n_bytes for meta in written)
+        most = min(self.ram_bytes - n_bytes, self.disk_bytes - n_written if self.shape.disk else self.ram_bytes)
+        return most < 2 * self.size_of(self.largest) or 0 < self.shape.disk < 10
 
     def check_work(self, plan: StepPlan, was_suspected: list[Asked]) -> None:
         """Suspects run alone; else every stream goes on."""

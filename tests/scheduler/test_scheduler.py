@@ -14,7 +14,7 @@ import pytest
 from llamaslot.base.backend import Decoded, Run, Status
 from llamaslot.base.commands import Submit
 from llamaslot.base.generation.sampling import Sampling
-from llamaslot.base.kv_ops import Copy, Remove
+from llamaslot.base.kv_ops import Copy, Remove, Save
 from llamaslot.base.model import QUERY_BLOCK, StepCost
 from llamaslot.base.namespaces import salt_namespace
 from llamaslot.base.prompt import TokenizedPrompt
@@ -446,6 +446,20 @@ def test_a_request_takes_the_partition_that_loses_nothing_then_the_one_with_the_
     assert trims(plan) == ({0: 10} if slot == 0 else {})
     assert sum(each.end - each.start for each in plan.operations if isinstance(each, Copy)) == n_copied
     assert plan.work[0].run.start == 10
+
+
+@pytest.mark.parametrize(("n_tail", "slot"), [(4, 0), (60, 1)])
+def test_a_short_tail_of_a_partition_is_dropped_where_that_takes_less_time_than_a_copy(
+    n_tail: int, slot: int
+) -> None:
+    costs = {"prefill_us": 100.0, "save_us": 4.0, "load_us": 4.0}
+    driver = Driver(n_slots=2, n_ctx=512, n_ubatch=64, unified=False, ram_bytes=10**6, **costs)
+    driver.finish(driver.submit("h" * 100 + "a" * n_tail, id_slot=0))
+    request = driver.submit("h" * 100 + "c" * 10)
+    plan = driver.step()
+    assert request.slot == slot
+    assert plan.work[0].run.start == 100
+    assert not any(isinstance(each, Save) for each in plan.operations)
 
 
 def test_queue_time_ends_with_the_first_admission() -> None:

@@ -60,9 +60,12 @@ class Pool:
         2. a slot whose path others hold too: nothing is lost with it, else
         3. the slot that holds most of the match, then the one with the lowest rank; its path moves to a spare
            sequence.
+
+        In a partitioned pool, where a prefix is not copied for nothing, the third also comes before the others if
+        that takes less time.
         """
         held = self._sequences.held(match, slots)
-        seq = self._choose(slots, held)
+        seq = self._choose(slots, held, min(match.n_resident, match.n_cached))
         own = held[seq]
         self._restorer.begin(seq, own, match)
         if own < self._tree.length(seq):
@@ -122,7 +125,9 @@ class Pool:
         # A copy between partitions takes as long as to save, and would be saved once its slot is needed.
         saves = self._settings.offloads and not self._settings.unified
         if target is None or len(sequences.all) <= 2 or saves:
-            self._offloader.offload_evicted(seq, max(end.end - sequences.n_own(seq), keep), end.end)
+            start = max(end.end - sequences.n_own(seq), keep)
+            if self._settings.unified or self._settings.pays_to_save(end.end - start, end.end):
+                self._offloader.offload_evicted(seq, start, end.end)
             return
         if not sequences.states.copies_live:
             self._checkpoints.take_at_end(seq)
@@ -157,12 +162,29 @@ class Pool:
             self.move_to_spare(moved, 0)
             sequences.clear(moved)
 
-    def _choose(self, slots: Sequence[int], held: dict[int, int]) -> int:
-        whole = [seq for seq in slots if held[seq] == self._tree.length(seq)]
-        if whole:
-            return max(whole, key=lambda seq: (held[seq], self._sequences.states.is_live(seq), -seq))
-        covered = [seq for seq in slots if self._sequences.is_covered(seq)]
-        return max(covered or slots, key=lambda seq: (held[seq], -self._sequences.rank(seq)))
+    def _choose(self, slots: Sequence[int], held: dict[int, int], n_resident: int) -> int:
+        def order(seq: int) -> tuple[int, float]:
+            return held[seq], -self._sequences.rank(seq)
+
+        longest = max(slots, key=order)
+        if whole := [seq for seq in slots if held[seq] == self._tree.length(seq)]:
+            chosen = max(whole, key=lambda seq: (held[seq], self._sequences.states.is_live(seq), -seq))
+        else:
+            chosen = max(filter(self._sequences.is_covered, slots), key=order, default=longest)
+        if self._settings.unified:
+            return chosen
+        return min(chosen, longest, key=lambda seq: self._cost(seq, held[seq], n_resident))
+
+    def _cost(self, seq: int, own: int, n_resident: int) -> float:
+        """Microseconds to take a slot of a partitioned pool that holds `own` of `n_resident` tokens: to bring the
+        others, and to bring back later what the slot holds, if nothing else does.
+        """
+        settings, length = self._settings, self._tree.length(seq)
+        both_us, missing = settings.save_us + settings.load_us, max(n_resident - own, 0)
+        us = min(settings.prefill_us * missing, both_us * n_resident) if missing else 0.0
+        if length > own and not self._sequences.is_covered(seq):
+            us += min(settings.prefill_us * min(self._sequences.n_own(seq), length - own), both_us * length)
+        return us
 
     def _release_covered(self) -> None:
         for seq in self._sequences.spare:
