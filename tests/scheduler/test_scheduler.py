@@ -462,6 +462,15 @@ def test_a_short_tail_of_a_partition_is_dropped_where_that_takes_less_time_than_
     assert not any(isinstance(each, Save) for each in plan.operations)
 
 
+def test_a_new_request_takes_a_partition_beside_those_that_run() -> None:
+    driver = Driver(n_slots=6, n_ctx=6 * 64, n_ubatch=64, unified=False)
+    running = [driver.submit(letter * 8, max_tokens=20, id_slot=slot) for letter, slot in (("a", 2), ("b", 4))]
+    driver.step()
+    between, beside, first = (driver.submit(letter * 8, max_tokens=20) for letter in "cde")
+    driver.finish(*running, between, beside, first)
+    assert (between.slot, beside.slot, first.slot) == (3, 1, 0)
+
+
 def test_queue_time_ends_with_the_first_admission() -> None:
     driver = Driver(n_slots=2, n_ctx=256, n_ubatch=128)
     old = driver.submit("o" * 54, max_tokens=100)

@@ -168,12 +168,19 @@ class Pool:
 
         longest = max(slots, key=order)
         if whole := [seq for seq in slots if held[seq] == self._tree.length(seq)]:
-            chosen = max(whole, key=lambda seq: (held[seq], self._sequences.states.is_live(seq), -seq))
+            is_live = self._sequences.states.is_live
+            chosen = max(whole, key=lambda seq: (held[seq], is_live(seq), self._n_running_beside(seq), -seq))
         else:
             chosen = max(filter(self._sequences.is_covered, slots), key=order, default=longest)
         if self._settings.unified:
             return chosen
         return min(chosen, longest, key=lambda seq: self._cost(seq, held[seq], n_resident))
+
+    def _n_running_beside(self, seq: int) -> int:
+        """Running neighbours of a slot of a partitioned pool: llama.cpp computes streams side by side together."""
+        if self._settings.unified:
+            return 0
+        return sum(each in self._sequences.slots and self._tree.is_pinned(each) for each in (seq - 1, seq + 1))
 
     def _cost(self, seq: int, own: int, n_resident: int) -> float:
         """Microseconds to take a slot of a partitioned pool that holds `own` of `n_resident` tokens: to bring the
