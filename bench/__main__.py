@@ -130,6 +130,8 @@ def _add_parts(commands: Any) -> None:
     most = max(case.n_tokens for case in layouts.CASES)
     text = f"leave out longer conversations (default: {most})"
     placing.add_argument("--max-tokens", type=_positive, default=most, metavar="N", help=text)
+    numbers = sorted({case.n for case in layouts.CASES})
+    placing.add_argument("--conversations", type=int, choices=numbers, help="only so many (default: each of these)")
     _threads(placing)
 
     splitting = commands.add_parser("processes", help="cost of processes and of other clients' load")
@@ -412,7 +414,8 @@ def _steps(options: Namespace) -> None:
 
 
 def _layouts(options: Namespace) -> None:
-    cases = [case for case in layouts.CASES if case.n_tokens <= (500 if options.quick else options.max_tokens)]
+    most = 500 if options.quick else options.max_tokens
+    cases = [case for case in layouts.CASES if case.n_tokens <= most and options.conversations in (None, case.n)]
     measured = _measured(options)
     measured.pop("server_flags")
     layouts.run(**measured, repeats=options.repeats, threads=options.threads, cases=cases)

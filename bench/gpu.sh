@@ -29,7 +29,8 @@
 #
 # Tried so far, on two CPU cores without a GPU (CMAKE_ARGS empty, GPU_PYTHON=3.11, both models the 60m shape, one
 # pair): prepare, info, venv, build (stopped and continued), install, peers, models, tests, small-decode. CUDA, the 8B
-# shape, the other benchmarks and `pack` have not been tried anywhere yet.
+# shape, the other benchmarks and `pack` have not been tried anywhere yet. `layouts` with the flags below has been, on
+# two CPU cores.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -46,6 +47,7 @@ LARGE=${GPU_LARGE:-qwen3-8b}
 VERSION=$(sed -n 's/^llama[-_]cpp[-_]python==//p' .ci/constraints.txt)
 STAGES="info venv build install peers models tests"
 STAGES="$STAGES small-chat small-decode small-agent large-chat large-decode large-agent"
+STAGES="$STAGES large-conversations large-layouts"
 
 # Packages that are large and that a Python for CUDA work has already, or that nothing here uses.
 HAS="numpy matplotlib pillow fonttools contourpy kiwisolver"
@@ -214,6 +216,14 @@ stage_small-agent() { compare "$SMALL" agent restart; }
 stage_large-chat() { compare "$LARGE" chat "fan-out cold" "fan-out warm"; }
 stage_large-decode() { compare "$LARGE" "decode 1" "decode 8" "decode 32"; }
 stage_large-agent() { compare "$LARGE" agent restart; }
+# These two take under five minutes together.
+stage_large-conversations() { GPU_PAIRS=2 compare "$LARGE" "conversations 1" "conversations 2" "conversations 3"; }
+stage_large-layouts() {
+    results=$STATE/results/$STAGE
+    mkdir -p "$results"
+    "$PYTHON" -m bench layouts --model "$LARGE" --conversations 8 --max-tokens 3000 --out "$results"
+    cp "$results/layouts.json" "$OUT/$STAGE.json"
+}
 
 # Run workloads of `bench peers`; pairs that no time is left for are left out.
 compare() {
