@@ -25,6 +25,7 @@ from bench import (
     layouts,
     processes,
     profile,
+    published_layouts,
     retokenizing,
     scenarios,
     size,
@@ -42,7 +43,7 @@ from bench.fleet import run as fleet
 from bench.peers import baseline, compare, parity, published
 from bench.peers.servers import SERVERS
 from bench.peers.workloads import FEW, MANY
-from bench.report import default_threads, model_file, notes
+from bench.report import ROOT, default_threads, model_file, notes
 from bench.soak import run as soak
 from bench.suite import run as suite
 from bench.synthetic import SHAPES
@@ -130,6 +131,8 @@ def _add_parts(commands: Any) -> None:
     most = max(case.n_tokens for case in layouts.CASES)
     text = f"leave out longer conversations (default: {most})"
     placing.add_argument("--max-tokens", type=_positive, default=most, metavar="N", help=text)
+    text = "write the table in bench/README.md, under this name of the model"
+    placing.add_argument("--publish", metavar="NAME", help=text)
     numbers = sorted({case.n for case in layouts.CASES})
     placing.add_argument("--conversations", type=int, choices=numbers, help="only so many (default: each of these)")
     _threads(placing)
@@ -418,7 +421,11 @@ def _layouts(options: Namespace) -> None:
     cases = [case for case in layouts.CASES if case.n_tokens <= most and options.conversations in (None, case.n)]
     measured = _measured(options)
     measured.pop("server_flags")
+    commit = baseline.clean_revision(ROOT) if options.publish else ""
     layouts.run(**measured, repeats=options.repeats, threads=options.threads, cases=cases)
+    if options.publish:
+        baseline.require_revision(ROOT, commit)
+        published_layouts.publish(options.out / "layouts.json", options.publish)
 
 
 def _processes(options: Namespace) -> None:

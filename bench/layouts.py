@@ -22,7 +22,8 @@ from rich.table import Table
 from bench.client import BenchmarkError
 from bench.decode import batched_bench_figures
 from bench.peers import build
-from bench.report import console, machine, notes, write_json
+from bench.peers.baseline import revision
+from bench.report import ROOT, console, machine, notes, write_json
 from llamaslot.backend.llama import library
 from llamaslot.backend.llama.batch import Batch
 from llamaslot.backend.state_format import HEADER_BYTES, LAYOUTS, Bytes, SavedCells, read_cells
@@ -209,7 +210,7 @@ def loaded(model: Path) -> Iterator[Any]:
 def run(*, model: Path, title: str, repeats: int, threads: int, cases: Sequence[Case], folder: Path) -> None:
     """Measure, print, write `layouts.json`."""
     results: list[dict[str, Any]] = []
-    facts = machine()
+    facts, commit, started = machine(), revision(ROOT), perf_counter()
     with loaded(model) as weights:
         for case in cases:
             if _kv_bytes(weights) * case.n * case.n_tokens > MAX_KV_BYTES:
@@ -221,6 +222,7 @@ def run(*, model: Path, title: str, repeats: int, threads: int, cases: Sequence[
                 results += _batched_bench(model, case, threads)
             console.print(_table(case, results))
             content = {"benchmark": "layouts", "model": title, "threads": threads, "machine": facts}
+            content |= {"commit": commit, "seconds": round(perf_counter() - started, 1)}
             write_json(folder / "layouts.json", content | {"results": results})
 
 

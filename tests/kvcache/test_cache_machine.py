@@ -644,8 +644,8 @@ class CacheMachine(RuleBasedStateMachine):
         self.scheduler.empty_pool(self.now)
         self.carry_out(StepPlan(self.cache.take_operations()))
         lost = before.prefixes_in({each.namespace for each in self.living}) - self.offloaded
-        has_no_room = self.was_short or self.is_squeezed or self.has_little_ram or self.is_ram_full
-        assert not lost or has_no_room, "lost by a change of layout"
+        lacks_ram = self.was_short or self.is_squeezed or self.has_little_ram or self.is_ram_full
+        assert not lost or lacks_ram, "lost by a change of layout"
         is_unified = not self.backend.info.unified
         self.backend.set_layout(unified=is_unified)
         self.scheduler.set_layout(self.backend.info, self.backend.n_seqs)
@@ -1062,7 +1062,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @property
     def is_ram_full(self) -> bool:
-        """True if RAM, or the disk below it, has no room for two of the largest segments."""
+        """True if RAM, or the disk below it, cannot take two of the largest segments."""
         n_bytes = sum(self.size_of(len(segment.tokens)) for segment in self.backend.segments.values())
         written = *self.disk.metas.values(), *(each.meta for each in self.disk.writes if isinstance(each, Write))
         n_written = sum(meta.n_bytes for meta in written)
