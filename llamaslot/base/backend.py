@@ -42,9 +42,7 @@ CONSTRAINT_FAILED = -2
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Tokens of one sequence in a batch, at consecutive positions: all that a batch may have of that sequence, but
-    for a last run behind them.
-    """
+    """Tokens of one sequence in a batch, at consecutive positions; a further run of it continues this one."""
 
     seq: int
     start: int
@@ -65,9 +63,8 @@ def check_runs(
 ) -> None:
     """Raise `IllegalCallError` for a batch that llama.cpp must not see; `length_of` refuses wrong sequence ids."""
     n_vocab = info.n_vocab
-    ends = {run.seq: run.start + len(run.tokens) for run in runs[:-1]}
-    if not runs or len(ends) != len(runs) - 1:
-        raise IllegalCallError("a batch needs runs of different sequences")
+    if not runs:
+        raise IllegalCallError("a batch needs runs")
     if sum(len(run.tokens) for run in runs) > info.n_ubatch:
         raise IllegalCallError("more tokens than a micro-batch holds")
     if not info.state.kind.allows_mixed_lengths and len({len(run.tokens) for run in runs}) > 1:
@@ -78,8 +75,10 @@ def check_runs(
     for each in targets:
         if len(each) and (each.min() < 0 or each.max() >= n_vocab):
             raise IllegalCallError("a token to score is outside of the vocabulary")
-    for i, run in enumerate(runs):
-        length = ends.get(run.seq, -1) if i == len(ends) and run.seq in ends else length_of(run.seq)
+    ends: dict[int, int] = {}
+    for run in runs:
+        length = ends[run.seq] if run.seq in ends else length_of(run.seq)
+        ends[run.seq] = run.start + len(run.tokens)
         if run.start != length or not len(run.tokens):
             raise IllegalCallError(f"a run at {run.start} does not continue sequence {run.seq}")
         if not states.is_live(run.seq):

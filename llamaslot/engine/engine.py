@@ -204,7 +204,7 @@ class Engine:
         self._flush()
         if self._self_test.is_pending:
             await self._test_reuse()
-        unified = self.scheduler.wants_layout(self._clock())
+        unified = self.scheduler.wants_unified(self._clock())
         if unified != self.scheduler.cache.settings.unified:
             await self._change_layout(unified=unified)
         plan = self.scheduler.plan(self._clock())

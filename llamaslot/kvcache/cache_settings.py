@@ -200,9 +200,13 @@ class CacheSettings:
         """True if loading `n_loaded` tokens takes less time than computing the `n_wanted` ones among them."""
         return n_wanted > self.load_cost * n_loaded
 
-    def pays_to_save(self, n_wanted: int, n_saved: int) -> bool:
-        """True if saving `n_saved` tokens takes less time than computing the `n_wanted` ones among them."""
-        return not self.prefill_us or n_wanted * self.prefill_us > self.save_us * n_saved
+    def move_us(self, n_saved: int, n_loaded: int) -> float:
+        """Return the microseconds to save and to load so many tokens; 0 where that is not known."""
+        return self.save_us * n_saved + self.load_us * n_loaded
+
+    def pays_to_move(self, n_wanted: int, us: float) -> bool:
+        """True if computing `n_wanted` tokens takes longer than moving them, or if that is not known."""
+        return not self.prefill_us or n_wanted * self.prefill_us > us
 
     @property
     def min_restored(self) -> int:

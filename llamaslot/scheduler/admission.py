@@ -103,7 +103,9 @@ class Admission:
                 if n_left == 0:
                     return next_up
                 next_up.append(request)
-                n_left -= self._in_flight.longest(request)[0] <= self.match(request).n_cached
+                n_in_flight, _ = self._in_flight.longest(request)
+                if n_in_flight <= self.match(request).n_cached:
+                    n_left -= 1
         return next_up
 
     def end_trial(self, *, allows_reuse: bool) -> None:

@@ -40,9 +40,9 @@ class ChunkSizer:
         self._alone: float | None = None
         """Seconds per prompt token while no stream runs."""
         self._small: float | None = None
-        """Seconds that a prompt token adds to a step of streams with fewer than `QUERY_BLOCK` tokens."""
+        """Seconds that a prompt token adds to a step of streams if the prompt fills no query block."""
         self._large: _LinearCost | None = None
-        """Seconds that prompt tokens add to a step of streams with `QUERY_BLOCK` tokens or more."""
+        """Seconds that prompt tokens add to a step of streams if they fill a query block."""
 
     def limit(self, n_decoding: int) -> int:
         """Prompt tokens that the next step may take while `n_decoding` streams run."""
@@ -61,17 +61,20 @@ class ChunkSizer:
         return QUERY_BLOCK + (n_decoding > 0)
 
     def without_short_rest(self, limit: int, n_left: int, n_decoding: int) -> int:
-        """A limit for a prompt of which `n_left` tokens are left, near to `limit`, that leaves no rest of less than
-        a query block: the rest of a prompt is computed alone in a partitioned pool, and would take longer.
+        """Move a limit of whole query blocks by at most one, so that of a prompt's `n_left` tokens no smaller rest
+        is left: in a partitioned pool it would be computed alone, and take longer than a block.
         """
         block = self.block(n_decoding)
-        if self._unified or not 0 < n_left - limit < block:
+        if self._unified or limit < block or not 0 < n_left - limit < block:
             return limit
         shorter = limit - QUERY_BLOCK
         return shorter if shorter >= block else min(n_left, self._n_ubatch - n_decoding)
 
     def set_layout(self, *, unified: bool) -> None:
-        """Take up another layout of the pool, in which prompts cost something else beside streams."""
+        """Take up another layout of the pool, in which prompts cost something else beside streams.
+
+        What steps without prompts take differs less, and is learned again with the next ones.
+        """
         self._unified = unified
         self._small = self._large = None
 

@@ -10,13 +10,15 @@ A change saves the pool to RAM, makes the context again, and gives running reque
     requests    too long for a part    own tokens    saves the time of two changes    layout
     ----------------------------------------------------------------------------------------
     any         one is                 any           any                              unified
+    any         one is expected to be  any           any                              stays
     one         no                     any           any                              stays
     several     no                     most          partitioned                      partitioned
     several     no                     few           partitioned                      stays
     several     no                     any           unified                          unified
 
-What a layout saves counts until these requests end. A long request ends it earlier, so after each one that unified
-the pool, the next partition must save twice as much, until none came for a while.
+It stays as well while memory is short. What a layout saves counts until these requests end. A long request ends it
+earlier, so after each one that unified the pool, the next partition must save twice as much, until none came for a
+while.
 """
 
 from __future__ import annotations
@@ -34,8 +36,8 @@ _MAX_SHARED = 1.5
 """Tokens of all requests over those that differ, up to which a pool is partitioned: more take many more cells."""
 _MIN_CHANGES, _MAX_CHANGES = 2, 256
 """Changes that another layout must save the time of, after the last long request and after many of them."""
-_MEMORY_S = 60.0
-"""Time for which a long request counts."""
+_RARER_FOR_S = 60.0
+"""Seconds after a long request unified the pool, in which partitions stay rarer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +51,7 @@ class _Tokens:
     foreign: int
     """Pairs of a token that is still to be computed and a cell of another request, in a unified pool."""
     copied: int
-    """Tokens of waiting requests that others have in another slot."""
+    """Tokens that waiting requests begin with as others do, which parts copy to each slot."""
     held: int
     """Tokens that running requests hold."""
 
@@ -60,32 +62,31 @@ class LayoutChoice:
     def __init__(self, cache: KVCache, admission: Admission) -> None:
         self._cache = cache
         self._admission = admission
-        self._seen: tuple[bool, tuple[str, ...]] | None = None
+        self._seen: tuple[bool, frozenset[str]] | None = None
         """Layout and requests of the last plan."""
         self._is_considered = False
         """True if these were considered: only others may want another layout."""
         self._n_changes = _MIN_CHANGES
-        self._long_until = 0.0
+        self._rarer_until = 0.0
 
-    def wanted(self, running: Sequence[Request], queue: Sequence[Request], now: float) -> bool:
-        """Return the layout, true for unified, for requests that run and for those that free slots may take."""
+    def decide(self, running: Sequence[Request], now: float) -> bool:
+        """Return the layout, true for unified, for requests that run and for those that free slots go to next."""
         settings = self._cache.settings
-        waiting = [request for request in queue if request.is_ready][: settings.n_slots - len(running)]
-        if any(len(request.tokens) > settings.part_cells for request in running) or any(
-            map(self._admission.exceeds_part, self._admission.next_up(running))
-        ):
+        waiting = self._admission.next_up(running)
+        is_too_long = any(len(request.tokens) > settings.part_cells for request in running)
+        if is_too_long or any(map(self._admission.exceeds_part, waiting)):
             if not settings.unified:
                 self._n_changes = min(2 * self._n_changes, _MAX_CHANGES)
-                self._long_until = now + _MEMORY_S
+                self._rarer_until = now + _RARER_FOR_S
             return True
         requests = [*running, *waiting]
-        seen = settings.unified, tuple(request.id for request in requests)
+        seen = settings.unified, frozenset(request.id for request in requests)
         if seen != self._seen:
             # Those that come at once arrive one by one: the first of them say little about all.
             self._seen, self._is_considered = seen, False
         elif len(requests) > 1 and not self._is_considered:
             self._is_considered = True
-            if now >= self._long_until:
+            if now >= self._rarer_until:
                 self._n_changes = _MIN_CHANGES
             return self._cheaper(requests, n_running=len(running))
         return settings.unified
@@ -101,7 +102,7 @@ class LayoutChoice:
         change_us += settings.load_us * tokens.held
         gain_us = settings.foreign_us * tokens.foreign - (settings.save_us + settings.load_us) * tokens.copied
         if not settings.unified:
-            return -gain_us > self._n_changes * change_us
+            return -gain_us > _MIN_CHANGES * change_us
         return tokens.total > _MAX_SHARED * tokens.distinct or gain_us <= self._n_changes * change_us
 
     def _count(self, requests: Sequence[Request], *, n_running: int) -> _Tokens:

@@ -43,7 +43,8 @@ from llamaslot.scheduler.recovery import Recovery
 from llamaslot.scheduler.request import Request, RequestEvent, RequestState, Slot
 from llamaslot.scheduler.reuse_stats import ReuseStats
 from llamaslot.scheduler.step import StepPlan, StepResult, Work
-from llamaslot.scheduler.step_planner import PromptTurns, RunTurns, SharedSteps, StepPlanner
+from llamaslot.scheduler.step_planner import StepPlanner
+from llamaslot.scheduler.turns import NoTurns, PromptTurns, RunTurns, Turns
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,11 +174,11 @@ class Scheduler:
             self.end(request, now, cancelled=True)
         self._is_stopping = True
 
-    def wants_layout(self, now: float) -> bool:
-        """Return the layout of the pool for the requests of now: true for unified."""
+    def wants_unified(self, now: float) -> bool:
+        """True if the requests of now want the pool unified, false if they want it in parts."""
         if self.keeps_layout or not self.cache.settings.part_cells:
             return self.cache.settings.unified
-        return self._layout.wanted(self.running, self.queue, now)
+        return self._layout.decide(self.running, now)
 
     def empty_pool(self, now: float) -> None:
         """Save all that the pool holds to RAM, for another layout; the next plan gives running requests theirs."""
@@ -399,11 +400,11 @@ class Scheduler:
 def _padding(info: ModelInfo, settings: CacheSettings) -> Padding:
     # llama.cpp splits steps of several sequences where states are recurrent, so padding would only cost.
     is_split = info.keeps_checkpoints and info.state.kind.has_recurrent_state
-    has_place = settings.scratch is not None if settings.unified else settings.can_trim
+    has_place = not settings.unified or settings.scratch is not None
     return Padding(info.step_cost if has_place and not is_split else None, info.n_ubatch)
 
 
-def _turns(info: ModelInfo, settings: CacheSettings) -> SharedSteps | PromptTurns | RunTurns:
+def _turns(info: ModelInfo, settings: CacheSettings) -> Turns:
     if not info.state.kind.allows_mixed_lengths:
         return RunTurns()
-    return SharedSteps() if settings.unified else PromptTurns()
+    return NoTurns() if settings.unified else PromptTurns()

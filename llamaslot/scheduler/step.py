@@ -51,7 +51,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """The requests that one step may compute tokens of; see `RunTurns` for those that it leaves out."""
+    """The requests that one step may compute tokens of; `turns.py` has those that it leaves out."""
 
     requests: Sequence[Request] = ()
     long_runs: tuple[str, ...] = ()
@@ -62,6 +62,8 @@ class Turn:
     """True if the run of several tokens is that of a stream: a constraint forced them."""
     n_waiting: int = 0
     """Streams that this step leaves out: they wait for its end."""
+    n_overtaken: int | None = None
+    """Steps in which the first prompt was left out, this one included; None if there are not several prompts."""
 
 
 @dataclass(slots=True)

@@ -7,6 +7,7 @@ and so on. Cells go to the first of them first.
 2. Prompts get the token budget that streams leave: a quarter of it goes to the first prompt, so that it always
    progresses; the rest to those with the fewest tokens left (shortest remaining first), to minimise TTFT. Tokens
    that a constraint forced after a stream's last one count like those of a prompt, but not as the first one.
+   Where a step may have one prompt only, `turns.py` says which.
 3. While all requests decode, count the steps that need no decision, and free cells for some of them.
 """
 
@@ -21,108 +22,12 @@ from llamaslot.kvcache.cache import KVCache
 from llamaslot.scheduler.chunk_sizer import ChunkSizer
 from llamaslot.scheduler.padding import Padding
 from llamaslot.scheduler.request import Request
-from llamaslot.scheduler.step import Turn, Work
+from llamaslot.scheduler.step import Work
 
 FIRST_PROMPT_FRACTION = 0.25
-"""Fraction of a step's prompt tokens that goes to the first prompt, or of the steps with one prompt each."""
+"""Fraction of a step's prompt tokens that goes to the first prompt."""
 MAX_CELLS_AHEAD = 32
 """Idle cells evicted at once for extra steps: more evict prefixes early, fewer need a plan more often."""
-
-
-class SharedSteps:
-    """Null implementation of `RunTurns`, for models whose steps may have runs of any lengths: most models."""
-
-    def next(self, loaded: Sequence[Request], able: Sequence[Request], n_pending: Callable[[Request], int]) -> Turn:
-        """Return a turn for all the `loaded` requests."""
-        return Turn(loaded)
-
-    def commit(self, turn: Turn) -> None:
-        """Do nothing: no request waits for a turn."""
-
-
-class PromptTurns:
-    """Turns of prompts in a partitioned pool: a step computes streams, and a single prompt.
-
-    llama.cpp computes the tokens of several slots together only as far as their numbers are equal, and what is left
-    of two prompts then are small pieces, which take as long as large ones (fact 3). Every fourth step is for the
-    first prompt, the others for the one with the fewest tokens left.
-
-    Only `commit` changes anything, so a plan that is not carried out takes no turn.
-    """
-
-    def __init__(self) -> None:
-        self._n_overtaken = 0
-        """Steps with another prompt than the first one, since that had its last turn."""
-
-    def next(self, loaded: Sequence[Request], able: Sequence[Request], n_pending: Callable[[Request], int]) -> Turn:
-        """Return the turn of the next step, of `able` requests: those that may run, by share."""
-        prompts = [
-            request for request in able if n_pending(request) > 1 and not request.is_stream(n_pending(request))
-        ]
-        if len(prompts) < 2:
-            return Turn(loaded)
-        is_first = (self._n_overtaken + 1) * FIRST_PROMPT_FRACTION >= 1
-        chosen = prompts[0] if is_first else min(prompts, key=n_pending)
-        others = {request.id for request in prompts if request is not chosen}
-        return Turn([request for request in loaded if request.id not in others], (chosen.id, prompts[0].id))
-
-    def commit(self, turn: Turn) -> None:
-        """Record that a step with this turn was carried out."""
-        if turn.long_runs:
-            chosen, first = turn.long_runs
-            self._n_overtaken = 0 if chosen == first else self._n_overtaken + 1
-
-
-class RunTurns:
-    """Turns of requests on models with both windows and recurrent states: runs of a step have one length (fact 33).
-
-    1. A step computes either one token each of any number of requests, or a longer run of a single request: a chunk
-       of a prompt, or what a constraint forced after a stream's last token. Both kinds of steps alternate.
-    2. Longer runs of streams and of prompts alternate as well, so a stream does not wait for all prompts, nor a
-       prompt for all streams.
-    3. Otherwise the longer run is computed whose request has waited longest.
-
-    Only `commit` changes anything, so a plan that is not carried out takes no turn.
-    """
-
-    def __init__(self) -> None:
-        self._last_had_long_run = False
-        """True if the last step was for a longer run."""
-        self._last_was_forced = False
-        """True if the last longer run was that of a stream."""
-        self._last_long_run = ""
-        """Id of the request whose longer run was computed last."""
-        self._order: list[str] = []
-        """Ids of the other requests that had longer runs then, the next one first."""
-
-    def next(self, loaded: Sequence[Request], able: Sequence[Request], n_pending: Callable[[Request], int]) -> Turn:
-        """Return the turn of the next step, of `able` requests: those that may run, by share.
-
-        `loaded` requests have no KV to load any more. `n_pending` gives the number of tokens that a request has to
-        compute.
-        """
-        pending = [(request, n_pending(request)) for request in able]
-        single = [request for request, n in pending if n == 1]
-        longer = [(request, request.is_stream(n)) for request, n in pending if n > 1]
-        n_forced = sum(is_stream for _, is_stream in longer)
-        if not longer or (single and self._last_had_long_run):
-            return Turn(single, n_waiting=n_forced)
-        places = {name: i for i, name in enumerate(self._order)}
-        # Behind those that wait already: else short prompts that keep coming would overtake a long one forever.
-        # The last one waits only since its step, so it comes behind those that are new.
-        longer.sort(key=lambda each: (each[0].id == self._last_long_run, places.get(each[0].id, len(places))))
-        chosen = next((each for each in longer if each[1] != self._last_was_forced), longer[0])
-        request, is_forced = chosen
-        longer.remove(chosen)
-        long_runs = (request.id, *(other.id for other, _ in longer))
-        return Turn([request], long_runs, is_forced, n_waiting=len(single) + n_forced - is_forced)
-
-    def commit(self, turn: Turn) -> None:
-        """Record that a step with this turn was carried out."""
-        self._last_had_long_run = bool(turn.long_runs)
-        if turn.long_runs:
-            self._last_was_forced = turn.is_forced
-            self._last_long_run, *self._order = turn.long_runs
 
 
 class StepPlanner:

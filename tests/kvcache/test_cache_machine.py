@@ -636,7 +636,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     def follow_layout(self) -> None:
         """Change the layout if the requests of now want another one: all that the pool holds goes to RAM."""
-        if self.scheduler.wants_layout(self.now) == self.backend.info.unified:
+        if self.scheduler.wants_unified(self.now) == self.backend.info.unified:
             return
         # What was dropped meanwhile is not lost by the change.
         self.carry_out(StepPlan(self.cache.take_operations()))

@@ -254,8 +254,9 @@ def test_the_idle_budget_is_kept_and_spares_prefixes_that_are_about_to_be_used()
 
 
 def partitioned(**shape: int | float | None) -> Driver:
-    """A scheduler on a partitioned pool where loading a token takes a tenth of the time to compute it."""
-    costs = {"load_us": 1e5 * PROMPT_TOKEN_SECONDS, "prefill_us": 1e6 * PROMPT_TOKEN_SECONDS}
+    """A scheduler on a partitioned pool where saving or loading a token takes a tenth of the time to compute it."""
+    us = 1e5 * PROMPT_TOKEN_SECONDS
+    costs = {"save_us": us, "load_us": us, "prefill_us": 10 * us}
     sizes = {"n_slots": 4, "n_ctx": 512, "n_ubatch": 64, "unified": False, "min_shared": MIN_SHARED}
     return Driver(**(sizes | costs | shape))
 

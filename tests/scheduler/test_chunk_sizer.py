@@ -135,7 +135,8 @@ def test_in_a_partitioned_pool_the_prompt_alone_fills_whole_query_blocks_but_for
         (65, 130, 1, 65),
         (512, 540, 0, 448),
         (512, 576, 0, 512),
-        (16, 40, 2, 40),
+        (16, 40, 2, 16),
+        (16, 80, 2, 16),
     ],
 )
 def test_in_a_partitioned_pool_no_short_rest_is_left_of_a_prompt(

@@ -257,8 +257,10 @@ class LlamaBackend:
         """Make the context in place of one that was freed; raises `ConfigError`."""
         info = msgspec.structs.replace(self.info, unified=unified)
         settings = replace(self._settings, unified=unified)
-        n_ctx, n_seqs = info.n_ctx, sequences(settings, reusable=True)[1]
-        if not unified:
+        if unified:
+            n_ctx, n_seqs = info.n_ctx, sequences(settings, reusable=True)[1]
+        else:
+            # A spare id would take as much memory as a slot (fact 3).
             n_ctx, n_seqs = info.part_cells * info.n_slots, info.n_slots
         made = loading.make_context(self._model, settings, n_ctx=n_ctx, n_seqs=n_seqs, n_threads=self._n_threads)
         self._use(made)

@@ -97,8 +97,8 @@ class Pool:
         if not self._settings.unified:
             source = min(node.holders(), key=self._tree.length)
             # Both are saved, and the target is loaded.
-            pays = self._settings.pays_to_load(end - start, self._tree.length(source) + start + end)
-            if not pays or not self._offloader.may_load:
+            us = self._settings.move_us(self._tree.length(source) + start, end)
+            if not self._settings.pays_to_move(end - start, us) or not self._offloader.may_load:
                 return 0
         self._sequences.copy(source, seq, end, match.tokens)
         self._counters.copied_tokens += end - start
@@ -126,7 +126,8 @@ class Pool:
         saves = self._settings.offloads and not self._settings.unified
         if target is None or len(sequences.all) <= 2 or saves:
             start = max(end.end - sequences.n_own(seq), keep)
-            if self._settings.unified or self._settings.pays_to_save(end.end - start, end.end):
+            us = 0.0 if self._settings.unified else self._settings.move_us(end.end, end.end)
+            if self._settings.pays_to_move(end.end - start, us):
                 self._offloader.offload_evicted(seq, start, end.end)
             return
         if not sequences.states.copies_live:
@@ -177,7 +178,7 @@ class Pool:
         return min(chosen, longest, key=lambda seq: self._cost(seq, held[seq], n_resident))
 
     def _n_running_beside(self, seq: int) -> int:
-        """Running neighbours of a slot of a partitioned pool: llama.cpp computes streams side by side together."""
+        """Running neighbours of a slot: in parts, llama.cpp computes adjacent streams together (fact 3)."""
         if self._settings.unified:
             return 0
         return sum(each in self._sequences.slots and self._tree.is_pinned(each) for each in (seq - 1, seq + 1))
@@ -187,11 +188,12 @@ class Pool:
         others, and to bring back later what the slot holds, if nothing else does.
         """
         settings, length = self._settings, self._tree.length(seq)
-        both_us, missing = settings.save_us + settings.load_us, max(n_resident - own, 0)
-        us = min(settings.prefill_us * missing, both_us * n_resident) if missing else 0.0
+        missing, tail = max(n_resident - own, 0), 0
         if length > own and not self._sequences.is_covered(seq):
-            us += min(settings.prefill_us * min(self._sequences.n_own(seq), length - own), both_us * length)
-        return us
+            tail = min(self._sequences.n_own(seq), length - own)
+        bring = settings.move_us(n_resident + own, n_resident)
+        bring_back = settings.move_us(length, length)
+        return min(settings.prefill_us * missing, bring) + min(settings.prefill_us * tail, bring_back)
 
     def _release_covered(self) -> None:
         for seq in self._sequences.spare:

@@ -1,0 +1,115 @@
+"""Turns of prompts, where a step may not have several of any lengths.
+
+    NoTurns        a step has all requests
+    PromptTurns    streams and one prompt: a partitioned pool
+    RunTurns       single tokens of any number of requests, or a longer run of one: windows beside recurrent states
+
+`next` says which requests the next step may be for. Only `commit` changes anything, so a plan that is not carried
+out takes no turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+from llamaslot.scheduler.request import Request
+from llamaslot.scheduler.step import Turn
+
+MAX_OVERTAKEN = 3
+"""Steps with other prompts before one with the first: as in a unified pool, it gets a quarter."""
+
+
+class NoTurns:
+    """Null implementation, where steps may have runs of any lengths: most models, in a unified pool."""
+
+    def next(self, loaded: Sequence[Request], able: Sequence[Request], n_pending: Callable[[Request], int]) -> Turn:
+        """Return a turn for all the `loaded` requests."""
+        return Turn(loaded)
+
+    def commit(self, turn: Turn) -> None:
+        """Do nothing: no request waits for a turn."""
+
+
+class PromptTurns:
+    """Turns of prompts in a partitioned pool: a step computes streams, and a single prompt.
+
+    llama.cpp computes the tokens of several slots together only as far as their numbers are equal, and what is left
+    of two prompts then are small pieces, which take as long as large ones (fact 3). Every fourth step is for the
+    first prompt, the others for the one with the fewest tokens left.
+    """
+
+    def __init__(self) -> None:
+        self._n_overtaken = 0
+        """Steps with another prompt than the first one, since that had its last turn."""
+
+    def next(self, loaded: Sequence[Request], able: Sequence[Request], n_pending: Callable[[Request], int]) -> Turn:
+        """Return the turn of the next step, of `able` requests: those that may run, by share."""
+        prompts = [
+            request for request in able if n_pending(request) > 1 and not request.is_stream(n_pending(request))
+        ]
+        if len(prompts) < 2:
+            return Turn(loaded)
+        first = prompts[0]
+        chosen = first if self._n_overtaken == MAX_OVERTAKEN else min(prompts, key=n_pending)
+        others = {request.id for request in prompts if request is not chosen}
+        n_overtaken = 0 if chosen is first else self._n_overtaken + 1
+        return Turn([request for request in loaded if request.id not in others], n_overtaken=n_overtaken)
+
+    def commit(self, turn: Turn) -> None:
+        """Record that a step with this turn was carried out."""
+        if turn.n_overtaken is not None:
+            self._n_overtaken = turn.n_overtaken
+
+
+class RunTurns:
+    """Turns of requests on models with both windows and recurrent states: runs of a step have one length (fact 33).
+
+    1. A step computes either one token each of any number of requests, or a longer run of a single request: a chunk
+       of a prompt, or what a constraint forced after a stream's last token. Both kinds of steps alternate.
+    2. Longer runs of streams and of prompts alternate as well, so a stream does not wait for all prompts, nor a
+       prompt for all streams.
+    3. Otherwise the longer run is computed whose request has waited longest.
+    """
+
+    def __init__(self) -> None:
+        self._last_had_long_run = False
+        """True if the last step was for a longer run."""
+        self._last_was_forced = False
+        """True if the last longer run was that of a stream."""
+        self._last_long_run = ""
+        """Id of the request whose longer run was computed last."""
+        self._order: list[str] = []
+        """Ids of the other requests that had longer runs then, the next one first."""
+
+    def next(self, loaded: Sequence[Request], able: Sequence[Request], n_pending: Callable[[Request], int]) -> Turn:
+        """Return the turn of the next step, of `able` requests: those that may run, by share.
+
+        `loaded` requests have no KV to load any more. `n_pending` gives the number of tokens that a request has to
+        compute.
+        """
+        pending = [(request, n_pending(request)) for request in able]
+        single = [request for request, n in pending if n == 1]
+        longer = [(request, request.is_stream(n)) for request, n in pending if n > 1]
+        n_forced = sum(is_stream for _, is_stream in longer)
+        if not longer or (single and self._last_had_long_run):
+            return Turn(single, n_waiting=n_forced)
+        places = {name: i for i, name in enumerate(self._order)}
+        # Behind those that wait already: else short prompts that keep coming would overtake a long one forever.
+        # The last one waits only since its step, so it comes behind those that are new.
+        longer.sort(key=lambda each: (each[0].id == self._last_long_run, places.get(each[0].id, len(places))))
+        chosen = next((each for each in longer if each[1] != self._last_was_forced), longer[0])
+        request, is_forced = chosen
+        longer.remove(chosen)
+        long_runs = (request.id, *(other.id for other, _ in longer))
+        return Turn([request], long_runs, is_forced, n_waiting=len(single) + n_forced - is_forced)
+
+    def commit(self, turn: Turn) -> None:
+        """Record that a step with this turn was carried out."""
+        self._last_had_long_run = bool(turn.long_runs)
+        if turn.long_runs:
+            self._last_was_forced = turn.is_forced
+            self._last_long_run, *self._order = turn.long_runs
+
+
+Turns: TypeAlias = NoTurns | PromptTurns | RunTurns
