@@ -202,8 +202,11 @@ class KVCache:
             self._public.mark_used(match.tokens)
         self.pool.ensure_free_id()
         n_resident = self.length(slot)
-        is_left = not self.settings.unified and n_resident < min(match.n_resident, match.n_cached)
-        n_cached = n_resident if is_left else match.n_cached
+        n_cached = match.n_cached
+        if not self.settings.unified and n_resident < min(match.n_resident, n_cached):
+            # Not copied, for that does not pay: only what segments have of it, too, is loaded.
+            parts = match.parts_from(n_resident)
+            n_cached = min(parts[-1].end, n_cached) if parts else n_resident
         self._n_cached_at[slot] = n_cached
         return Acquired(slot, n_cached, n_resident, n_copied, miss)
 
@@ -215,9 +218,9 @@ class KVCache:
         match = self.restorer.cut_to_pending(seq, match)
         n_copied = self.pool.copy_resident(seq, match)
         if not self.settings.unified and self.length(seq) < min(match.n_resident, match.n_cached):
-            # A copy between partitions does not pay, so what follows it is computed, too.
-            self._tiers.unpin(seq)
-            return Loaded(LoadStatus.DONE)
+            # A copy does not pay. What follows is loaded if segments have what lies before it, too.
+            start = self.length(seq)
+            match = match.cut(start, match.parts_from(start))
         if n_copied:
             self.pool.deduplicate()
         # In a partitioned pool each further load loads everything again.

@@ -10,7 +10,7 @@ arrival; then the longest cached prefix first.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -74,7 +74,11 @@ class Admission:
             return []
         admitted: list[Request] = []
         free = [slot for slot in self._slots if slot.request is None]
-        candidates = self._candidates(running, free) if free else []
+
+        def waits(request: Request) -> bool:
+            return self._waits_for_prefix(request, running)
+
+        candidates = self._candidates(running, free, waits) if free else []
         while free:
             found = self._next(candidates, [*running, *admitted], free)
             if found is None:
@@ -92,21 +96,12 @@ class Admission:
     def next_up(self, running: Sequence[Request]) -> list[Request]:
         """Return the requests that free slots go to next, the first one first, if there are cells for them.
 
-        Those that may wait for a prefix are among them, and take no slot.
+        Without those that may wait for a prefix.
         """
         free = [slot for slot in self._slots if slot.request is None]
-        able = [request for request in self.queue if request.is_ready and _free_slots(request, free)]
-        next_up: list[Request] = []
-        n_left = len(free)
-        for group in self._shares.groups(able, running):
-            for request in sorted(group, key=_order):
-                if n_left == 0:
-                    return next_up
-                next_up.append(request)
-                n_in_flight, _ = self._in_flight.longest(request)
-                if n_in_flight <= self.match(request).n_cached:
-                    n_left -= 1
-        return next_up
+        candidates = self._candidates(running, free, self._may_wait) if free and self.queue else []
+        ordered = [each for group in self._shares.groups(candidates, running) for each in sorted(group, key=_order)]
+        return ordered[: len(free)]
 
     def end_trial(self, *, allows_reuse: bool) -> None:
         """Match all waiting requests again after `KVCache.is_on_trial`; without reuse they share nothing."""
@@ -141,7 +136,9 @@ class Admission:
             and np.array_equal(other.tokens.view(), tokens)
         ]
 
-    def _candidates(self, running: Sequence[Request], free: Sequence[Slot]) -> list[Request]:
+    def _candidates(
+        self, running: Sequence[Request], free: Sequence[Slot], waits: Callable[[Request], bool]
+    ) -> list[Request]:
         """Return the queue without requests that have no free slot, or wait for a prefix.
 
         Of the new requests of clients of one rank, only the oldest are looked at.
@@ -154,7 +151,7 @@ class Admission:
                 choices = _free_slots(request, free)
                 if not request.is_ready or not choices or (is_fresh and n_fresh >= MAX_CANDIDATES):
                     continue
-                if not self._waits_for_prefix(request, running):
+                if not waits(request):
                     candidates.append(request)
                     n_fresh += is_fresh
         return candidates
@@ -189,6 +186,11 @@ class Admission:
         self._slots[request.slot].request = request
         self._in_flight.add(request)
         self._shares.take_turn(request.submit.client)
+
+    def _may_wait(self, request: Request) -> bool:
+        """True if a running request computes more of a prompt than is cached."""
+        n_in_flight, _ = self._in_flight.longest(request)
+        return n_in_flight > self.match(request).n_cached
 
     def _waits_for_prefix(self, request: Request, running: Sequence[Request]) -> bool:
         """True if a request should wait while a running one computes a part of its prompt.

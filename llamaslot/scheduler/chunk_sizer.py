@@ -55,10 +55,10 @@ class ChunkSizer:
         return max(min(self._chunk(allowed, n_decoding), whole), min(MIN_CHUNK, whole))
 
     def block(self, n_decoding: int) -> int:
-        """Prompt tokens that fill a query block in a step of `n_decoding` streams."""
+        """Prompt tokens that fill a query block beside `n_decoding` streams, as far as a micro-batch has them."""
         if self._unified:
             return QUERY_BLOCK - n_decoding % QUERY_BLOCK
-        return QUERY_BLOCK + (n_decoding > 0)
+        return min(QUERY_BLOCK + (n_decoding > 0), self._n_ubatch - n_decoding)
 
     def without_short_rest(self, limit: int, n_left: int, n_decoding: int) -> int:
         """Move a limit of whole query blocks by at most one, so that of a prompt's `n_left` tokens no smaller rest

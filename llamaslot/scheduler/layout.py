@@ -74,7 +74,9 @@ class LayoutChoice:
         settings = self._cache.settings
         waiting = self._admission.next_up(running)
         is_too_long = any(len(request.tokens) > settings.part_cells for request in running)
-        if is_too_long or any(map(self._admission.exceeds_part, waiting)):
+        # While memory is short, a change would cost running requests their KV: a long one waits for them.
+        may_change = settings.unified or not running or self._cache.can_empty_pool
+        if is_too_long or (may_change and any(map(self._admission.exceeds_part, waiting))):
             if not settings.unified:
                 self._n_changes = min(2 * self._n_changes, _MAX_CHANGES)
                 self._rarer_until = now + _RARER_FOR_S

@@ -400,7 +400,7 @@ class Scheduler:
 def _padding(info: ModelInfo, settings: CacheSettings) -> Padding:
     # llama.cpp splits steps of several sequences where states are recurrent, so padding would only cost.
     is_split = info.keeps_checkpoints and info.state.kind.has_recurrent_state
-    has_place = not settings.unified or settings.scratch is not None
+    has_place = settings.scratch is not None if settings.unified else settings.can_trim
     return Padding(info.step_cost if has_place and not is_split else None, info.n_ubatch)
 
 

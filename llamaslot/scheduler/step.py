@@ -91,10 +91,12 @@ class StepPlan:
         return sum(len(each.run.tokens) for each in self.work) + padding
 
     def without(self, incomplete: Collection[int]) -> StepPlan:
-        """The plan without the work in these sequences."""
+        """The plan without the work and the padding in these sequences."""
         if not incomplete:
             return self
-        return replace(self, work=[each for each in self.work if each.run.seq not in incomplete])
+        padding = None if self.padding is not None and self.padding.seq in incomplete else self.padding
+        work = [each for each in self.work if each.run.seq not in incomplete]
+        return replace(self, work=work, padding=padding)
 
     def __bool__(self) -> bool:
         """Return True if there is anything to do, or anything changed that another plan may continue from."""

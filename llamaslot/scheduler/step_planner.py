@@ -182,7 +182,8 @@ class StepPlanner:
             padded = max((each.run for each in work), key=lambda run: len(run.tokens))
             end = padded.start + len(padded.tokens)
             run = self._padding.run(n, padded.seq, end)
-            return run if end + len(run.tokens) <= self._cache.settings.seq_cells else None
+            fits = self._n_granted + len(run.tokens) <= self._padding.n_ubatch
+            return run if fits and end + len(run.tokens) <= self._cache.settings.seq_cells else None
         assert self._cache.settings.scratch is not None
         run = self._padding.run(self._n_granted, self._cache.settings.scratch)
         n, free = len(run.tokens), self._cache.cells.free - self._n_granted

@@ -12,6 +12,7 @@ from llamaslot.base.events import Finished, Started
 from llamaslot.base.model import KvCost
 from llamaslot.base.stats import EngineState
 from llamaslot.engine.engine_settings import EngineSettings, cache_settings
+from llamaslot.scheduler.admission import MAX_CANDIDATES
 from tests.engine.harness import Harness, alone, running
 from tests.fake_backend import FakeBackend
 
@@ -24,8 +25,8 @@ PROMPTS = [letter * 40 for letter in "abc"]
 class Backend(FakeBackend):
     """Four slots in a pool of 256 cells, or 64 for each; counts the layouts that it is given."""
 
-    def __init__(self, *, lacks_memory: bool = False, cost: KvCost | None = COST) -> None:
-        super().__init__(may_partition=True)
+    def __init__(self, *, lacks_memory: bool = False, cost: KvCost | None = COST, **shape: int) -> None:
+        super().__init__(may_partition=True, **shape)
         self.info = msgspec.structs.replace(self.info, kv_cost=cost)
         self.lacks_memory = lacks_memory
         self.layouts: list[bool] = []
@@ -104,6 +105,41 @@ async def test_a_long_request_that_is_next_does_not_stop_the_others() -> None:
         async with asyncio.timeout(20):
             ends = await asyncio.gather(*first, *later, long)
         assert all(isinstance(end, Finished) for end in ends)
+
+
+async def test_many_long_requests_do_not_stop_shorter_ones_with_longer_prefixes() -> None:
+    """Only the oldest `MAX_CANDIDATES` are looked at, which are all long."""
+    async with running(Backend(), **RAM) as engine:
+        await answers(engine, PROMPTS)
+        first = [engine.submit(f"first {letter}", letter * 30, max_tokens=20) for letter in "abcd"]
+        while len(engine.engine.scheduler.running) < 4:
+            await asyncio.sleep(0)
+        longs = [engine.submit(f"long {i}", f"{i:04d}" * 30) for i in range(MAX_CANDIDATES + 6)]
+        shorts = [engine.submit(f"short {letter}", letter * 30 + f"z{letter}") for letter in "abcd"]
+        async with asyncio.timeout(30):
+            ends = await asyncio.gather(*first, *longs, *shorts)
+        assert all(isinstance(end, Finished) for end in ends)
+
+
+@pytest.mark.parametrize("n_shared", [0, 16])
+async def test_a_few_tokens_in_common_cost_no_more_than_themselves_after_a_change(n_shared: int) -> None:
+    """They are resident in another slot after the first one has its KV again, and not worth a copy."""
+    cost = KvCost(100, 10.0, prefill_us=1e3, save_us=20, first_save_us=20, load_us=20)
+    backend = Backend(cost=cost, n_ctx=8192, n_ubatch=512)
+    backend._eos_every = 10**9
+    async with running(backend, **RAM) as engine:
+        engine.engine.scheduler.keeps_layout = True
+        histories = ["S" * n_shared + letter * 1500 for letter in "abcd"]
+        await asyncio.gather(*(engine.submit(f"first {each[-1]}", each) for each in histories))
+        engine.engine.scheduler.keeps_layout = False
+        later = [each + "X" * 60 for each in histories]
+        ends = await asyncio.gather(*(engine.submit(f"then {each[-61]}", each) for each in later))
+        assert backend.layouts == [False]
+        for each, end in zip(later, ends, strict=True):
+            assert isinstance(end, Finished)
+            assert end.progress.n_prompt_computed <= 61 + n_shared
+            cold = FakeBackend(eos_every=10**9, n_ctx=8192)
+            assert engine.text(f"then {each[-61]}") == await alone(each, cold)
 
 
 async def test_long_requests_make_the_next_partition_rarer() -> None:

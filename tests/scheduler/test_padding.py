@@ -211,3 +211,26 @@ def test_padding_of_a_failed_step_is_removed_from_a_part_too(n_applied: int, n_l
     result = apply(plan, driver.backend, lambda: 0.0)
     assert result.lengths == {request.slot: n_left}
     assert driver.backend.seq_len(request.slot) == n_left
+
+
+@pytest.mark.parametrize("n_ubatch", [QUERY_BLOCK, QUERY_BLOCK + 2, QUERY_BLOCK + 4])
+@pytest.mark.parametrize("n_prompt", [40, 63, 64, 65, 200])
+def test_padded_steps_of_parts_fit_a_micro_batch(n_ubatch: int, n_prompt: int) -> None:
+    driver = partitioned_driver(n_ubatch=n_ubatch, n_slots=4)
+    streams = [driver.submit(letter * 4, max_tokens=30) for letter in "stu"]
+    while not all(stream.n_generated for stream in streams):
+        driver.step()
+    driver.scheduler.chunks.limit = lambda _n_decoding: 16  # type: ignore[method-assign]
+    driver.finish(driver.submit("p" * n_prompt, max_tokens=3), *streams)
+    assert all(plan.n_tokens <= n_ubatch for plan in driver.plans)
+
+
+def test_padding_goes_with_the_sequence_that_could_not_be_loaded() -> None:
+    driver = partitioned_driver()
+    driver.submit("s" * 4, max_tokens=100)
+    driver.step()
+    prompt = driver.submit("p" * 40)
+    plan = driver.scheduler.plan(0.0)
+    assert plan.padding is not None
+    assert plan.without({prompt.slot}).padding is None
+    assert plan.without({prompt.slot + 1}).padding is plan.padding

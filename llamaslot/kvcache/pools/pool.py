@@ -129,6 +129,8 @@ class Pool:
             us = 0.0 if self._settings.unified else self._settings.move_us(end.end, end.end)
             if self._settings.pays_to_move(end.end - start, us):
                 self._offloader.offload_evicted(seq, start, end.end)
+            else:
+                self._counters.evicted_tokens += end.end - start
             return
         if not sequences.states.copies_live:
             self._checkpoints.take_at_end(seq)
