@@ -125,6 +125,15 @@ class FakeSampler:
         self.closed = True
 
 
+def sent(runs: Sequence[Run]) -> dict[int, tuple[int, int]]:
+    """First position and number of tokens of each sequence in a batch."""
+    found: dict[int, tuple[int, int]] = {}
+    for run in runs:
+        first, n = found.get(run.seq, (run.start, 0))
+        found[run.seq] = first, n + len(run.tokens)
+    return found
+
+
 class FakeBackend:
     """`Backend` of a hash function.
 
@@ -303,15 +312,11 @@ class FakeBackend:
     def decode(self, runs: Sequence[Run]) -> Decoded:
         """Place a batch in the pool, or fail as `failures` says."""
         check_runs(runs, length_of=self.seq_len, info=self.info, states=self.states)
-        sent: dict[int, tuple[int, int]] = {}
-        for run in runs:
-            first, n = sent.get(run.seq, (run.start, 0))
-            sent[run.seq] = first, n + len(run.tokens)
         status, n_applied = self.failures.popleft() if self.failures else (Status.OK, len(runs))
         self._rows = {}
         self._targets = {run.seq: run for run in runs if run.targets is not None}
         if status in (Status.NO_CELLS, Status.INVALID) or not self._fits(runs):
-            return Decoded(status if status is not Status.OK else Status.NO_CELLS, sent)
+            return Decoded(status if status is not Status.OK else Status.NO_CELLS, sent(runs))
         for run in runs[:n_applied]:
             self._place(run.seq, [(token, run.start + i) for i, token in enumerate(run.tokens.tolist())])
             self.n_decoded += len(run.tokens)
@@ -322,7 +327,7 @@ class FakeBackend:
                 self._rows[run.seq] = NO_TOKEN if is_bad else self._logits(run.seq)
         if self.states.has_states and status in (Status.ABORTED, Status.FATAL):
             self._lose_states(runs)
-        return Decoded(status, sent)
+        return Decoded(status, sent(runs))
 
     def compile(self, constraint: Constraint) -> CompiledConstraint:
         """Compile a constraint for bytes."""

@@ -30,7 +30,7 @@ from llamaslot.base.kv_ops import (
     Take,
 )
 from llamaslot.base.tokens import Tokens
-from tests.fake_backend import FakeBackend
+from tests.fake_backend import FakeBackend, sent
 
 
 @dataclass(frozen=True)
@@ -314,7 +314,7 @@ class Recorder:
         if failure.loses and failure.status is Status.FATAL:
             self.has_lost = True
             self.change(Remove(runs[0].seq, runs[0].start // 2 if self.info.can_trim else 0))
-        return Decoded(failure.status, {run.seq: (run.start, len(run.tokens)) for run in runs})
+        return Decoded(failure.status, sent(runs))
 
     def _record(self, runs: Sequence[Run]) -> None:
         for run in runs:

@@ -269,8 +269,9 @@ class CacheMachine(RuleBasedStateMachine):
         self.is_short = self.was_short = False
         """True while there is no memory to save in, and true if there ever was none, or little."""
         self.memory_read_at = 0.0
+        self.step_cost = ALWAYS_PADDED if query_block else None
         self.scheduler = Scheduler(
-            msgspec.structs.replace(info, step_cost=ALWAYS_PADDED if query_block else None),
+            msgspec.structs.replace(info, step_cost=self.step_cost),
             self.cache_settings(
                 n_slots=info.n_slots,
                 n_cells=info.n_ctx,
@@ -648,7 +649,8 @@ class CacheMachine(RuleBasedStateMachine):
         assert not lost or lacks_ram, "lost by a change of layout"
         is_unified = not self.backend.info.unified
         self.backend.set_layout(unified=is_unified)
-        self.scheduler.set_layout(self.backend.info, self.backend.n_seqs)
+        info = msgspec.structs.replace(self.backend.info, step_cost=self.step_cost)
+        self.scheduler.set_layout(info, self.backend.n_seqs)
         COUNTS["unified again" if is_unified else "partitioned"] += 1
 
     def plan(self) -> StepPlan:
@@ -739,7 +741,9 @@ class CacheMachine(RuleBasedStateMachine):
             )
         COUNTS["steps"] += 1
         if plan.padding is not None:
-            self.backend.namespaces[plan.padding.seq] = "padding"
+            if self.backend.info.unified:
+                self.backend.namespaces[plan.padding.seq] = "padding"
+            COUNTS["padded in a partition"] += not self.backend.info.unified
             COUNTS["padded steps"] += 1
             COUNTS["padded steps with extra ones"] += plan.n_extra_steps > 0
         result = apply(plan, self.backend, lambda: self.now)
