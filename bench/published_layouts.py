@@ -73,6 +73,6 @@ def _cells(results: Sequence[Mapping[str, Any]], case: tuple[int, int, float]) -
         for each in here
     }
     return [
-        " / ".join(rates[step, layout] for layout in layouts if (step, layout) in rates)
+        "/".join(rates[step, layout] for layout in layouts if (step, layout) in rates)
         for step, layouts in _COLUMNS.items()
     ]
