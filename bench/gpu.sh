@@ -216,7 +216,7 @@ stage_small-agent() { compare "$SMALL" agent restart; }
 stage_large-chat() { compare "$LARGE" chat "fan-out cold" "fan-out warm"; }
 stage_large-decode() { compare "$LARGE" "decode 1" "decode 8" "decode 32"; }
 stage_large-agent() { compare "$LARGE" agent restart; }
-# These two take under five minutes together.
+# These two should take under five minutes together; tried nowhere yet.
 stage_large-conversations() { GPU_PAIRS=2 compare "$LARGE" "conversations 1" "conversations 2" "conversations 3"; }
 stage_large-layouts() {
     results=$STATE/results/$STAGE

@@ -100,9 +100,8 @@ class LayoutChoice:
         if not self._cache.can_empty_pool or any(map(self._admission.exceeds_part, requests)):
             return settings.unified
         tokens = self._count(requests, n_running=n_running)
-        change_us = 1e3 * settings.context_ms + settings.save_us * self._cache.cells.used
-        change_us += settings.load_us * tokens.held
-        gain_us = settings.foreign_us * tokens.foreign - (settings.save_us + settings.load_us) * tokens.copied
+        change_us = 1e3 * settings.context_ms + settings.move_us(self._cache.cells.used, tokens.held)
+        gain_us = settings.foreign_us * tokens.foreign - settings.move_us(tokens.copied, tokens.copied)
         if not settings.unified:
             return -gain_us > _MIN_CHANGES * change_us
         return tokens.total > _MAX_SHARED * tokens.distinct or gain_us <= self._n_changes * change_us

@@ -45,9 +45,7 @@ class PromptTurns:
 
     def next(self, loaded: Sequence[Request], able: Sequence[Request], n_pending: Callable[[Request], int]) -> Turn:
         """Return the turn of the next step, of `able` requests: those that may run, by share."""
-        prompts = [
-            request for request in able if n_pending(request) > 1 and not request.is_stream(n_pending(request))
-        ]
+        prompts = [each for each in able if (n := n_pending(each)) > 1 and not each.is_stream(n)]
         if len(prompts) < 2:
             return Turn(loaded)
         first = prompts[0]

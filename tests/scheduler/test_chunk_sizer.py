@@ -155,7 +155,6 @@ def test_no_chunk_exceeds_the_micro_batch_for_want_of_a_short_rest() -> None:
 
 def test_what_prompts_cost_beside_streams_is_learned_anew_in_another_layout() -> None:
     sizer = taught(decode_ms=10, token_ms=3.0)
-    sizer.observe(512, 0, 512 * 0.1e-3)
     for _ in range(20):
         sizer.observe(512, 0, 512 * 0.1e-3)
     slow = sizer.limit(4)
