@@ -191,6 +191,9 @@ def steps_of(pool: Pool, n: int) -> dict[str, tuple[int, list[list[Run]]]]:
         steps["a chunk of each, a step each"] = (n * each, [[run] for run in prompts])
         steps["256 of one and decode, one step"] = (256 + n - 1, [[pool.new(0, 256), *rows]])
         steps["256 of one and decode, two steps"] = (256 + n - 1, [[pool.new(0, 256)], rows])
+    if n >= 8:
+        for name, seqs in (("decode of 7", range(7)), ("decode of 5, not adjacent", (0, 1, 3, 6, 7))):
+            steps[name] = (len(seqs), [[pool.new(seq, 1) for seq in seqs]])
     return steps
 
 

@@ -43,7 +43,7 @@ class Steps:
         self._backend = LlamaBackend(settings)
         info = self._backend.info
         self._scratch = self._backend.n_seqs - 1
-        self._padding = Padding(info.step_cost, self._scratch, info.n_ubatch)
+        self._padding = Padding(info.step_cost, info.n_ubatch)
         self._sampler = self._backend.new_sampler(Sampling(temperature=0.0), np.empty(0, np.int32))
         self._random = np.random.default_rng(1)
 

@@ -8,8 +8,7 @@ The cost of a token depends on how many there are in a step (`StepCost`): 64 tok
 costs of steps below and above `QUERY_BLOCK` are learned apart, or small chunks would make the next ones smaller
 still.
 
-In a partitioned pool llama.cpp computes one token of a prompt together with those of streams, and then the others
-of the prompt, so these have to fill the query blocks (fact 3).
+In a partitioned pool prompts have steps of their own (`turns.py`): those between two of streams share the gap.
 """
 
 from __future__ import annotations
@@ -44,21 +43,24 @@ class ChunkSizer:
         self._large: _LinearCost | None = None
         """Seconds that prompt tokens add to a step of streams if they fill a query block."""
 
-    def limit(self, n_decoding: int) -> int:
-        """Prompt tokens that the next step may take while `n_decoding` streams run."""
+    def limit(self, n_decoding: int, *, n_waiting: int = 0, waited_s: float | None = None) -> int:
+        """Prompt tokens that the next step may take beside `n_decoding` streams.
+
+        `n_waiting` streams wait for its end, after `waited_s` seconds of such steps: 0 if they cannot any longer.
+        """
         whole = self._n_ubatch - n_decoding
-        if n_decoding == 0:
+        if n_decoding + n_waiting == 0:
             return whole
-        decode = self._decode_seconds(n_decoding)
+        decode = self._decode_seconds(n_decoding + n_waiting)
         # Where a step without prompts already takes most of the gap, they may still double the time between tokens.
-        allowed = max(self._gap_s - decode, decode)
+        allowed = self._gap_s - decode - waited_s if waited_s is not None else max(self._gap_s - decode, decode)
+        if allowed <= 0:
+            return 0
         return max(min(self._chunk(allowed, n_decoding), whole), min(MIN_CHUNK, whole))
 
     def block(self, n_decoding: int) -> int:
         """Prompt tokens that fill a query block beside `n_decoding` streams, as far as a micro-batch has them."""
-        if self._unified:
-            return QUERY_BLOCK - n_decoding % QUERY_BLOCK
-        return min(QUERY_BLOCK + (n_decoding > 0), self._n_ubatch - n_decoding)
+        return QUERY_BLOCK - n_decoding % QUERY_BLOCK if self._unified else min(QUERY_BLOCK, self._n_ubatch)
 
     def without_short_rest(self, limit: int, n_left: int, n_decoding: int) -> int:
         """Move a limit of whole query blocks by at most one, so that of a prompt's `n_left` tokens no smaller rest
@@ -91,9 +93,12 @@ class ChunkSizer:
         added = max(seconds - self._decode_seconds(n_decoding), 1e-6)
         if n_prefill < MIN_OBSERVED_TOKENS:
             return
-        if not n_decoding:
+        is_small = n_prefill < self.block(n_decoding)
+        if not n_decoding and (self._unified or not is_small):
             self._alone = _blend(self._alone, added / n_prefill)
-        elif n_prefill < self.block(n_decoding):
+        if not n_decoding and self._unified:
+            return
+        if is_small:
             self._small = _blend(self._small, added / n_prefill)
             if self._large is not None:
                 self._large.decay(_DECAY)

@@ -91,7 +91,7 @@ class Recovery:
         # Cells are counted exactly, so this should not happen (fact 12); if it does, evict what is idle and retry.
         if status is Status.NO_CELLS and self._cache.evict(self._cache.cells.idle):
             return None
-        if len(plan.work) > 1 or plan.padding is not None:
+        if len(plan.work) > 1 or plan.padding:
             self.suspects = [work.request.id for work in plan.work]
             return None
         request = plan.work[0].request

@@ -39,6 +39,7 @@ from llamaslot.scheduler.chunk_sizer import ChunkSizer
 from llamaslot.scheduler.fair_share import by_share
 from llamaslot.scheduler.layout import LayoutChoice
 from llamaslot.scheduler.padding import Padding
+from llamaslot.scheduler.passes import Passes
 from llamaslot.scheduler.recovery import Recovery
 from llamaslot.scheduler.request import Request, RequestEvent, RequestState, Slot
 from llamaslot.scheduler.reuse_stats import ReuseStats
@@ -125,7 +126,8 @@ class Scheduler:
         self._layout = LayoutChoice(self.cache, self.admission)
         self.reuse = ReuseStats()
         self._padding = _padding(info, cache_settings)
-        self._turns = _turns(info, cache_settings)
+        self._passes = _passes(info, cache_settings)
+        self._turns = _turns(info, cache_settings, self.chunks)
         self.deadlines = Deadlines()
         """Times at which to plan again although no command has arrived."""
         self.recovery = Recovery(self.cache, self.slots, self.admission)
@@ -141,6 +143,7 @@ class Scheduler:
         """Take costs that could not be measured when the model was loaded."""
         self.cache.settings.learn(measured)
         self._padding = _padding(info, measured)
+        self._passes = _passes(info, measured)
 
     @property
     def running(self) -> list[Request]:
@@ -190,7 +193,8 @@ class Scheduler:
         """Take up a context of another layout, in which nothing is."""
         self.cache.set_layout(unified=info.unified, n_seqs=n_seqs)
         self._padding = _padding(info, self.cache.settings)
-        self._turns = _turns(info, self.cache.settings)
+        self._passes = _passes(info, self.cache.settings)
+        self._turns = _turns(info, self.cache.settings, self.chunks)
         self.chunks.set_layout(unified=info.unified)
 
     def plan(self, now: float) -> StepPlan:
@@ -217,13 +221,14 @@ class Scheduler:
             self.cache,
             self.chunks,
             self._padding,
-            by_share(running),
+            self._passes,
+            running=by_share(running),
             preempt=lambda request: self._preempt(request, now),
             siblings=self.admission.siblings,
             n_scored=self._n_scored,
         )
-        work = planner.grant([request for request in able if request in ready], n_waiting=turn.n_waiting)
-        padding = None if suspects else planner.pad(work)
+        work = planner.grant([request for request in able if request in ready], turn=turn)
+        padding = () if suspects else planner.pad(work)
         # What is left out of this step may be in the next one.
         is_whole = not suspects and not is_loading and len(work) == len(able)
         n_extra_steps = planner.n_extra_steps(work) if is_whole else 0
@@ -242,7 +247,7 @@ class Scheduler:
 
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> list[Outcome]:
         """Change the state to what the backend did for `plan`."""
-        self._turns.commit(plan.turn)
+        self._turns.commit(plan.turn, result.seconds)
         if result.unsaved:
             self.cache.on_io(SaveFailed(result.unsaved), now)
         if result.incomplete:
@@ -393,8 +398,10 @@ class Scheduler:
         lengths = [(len(w.run.tokens), w.request) for w in plan.work]
         n_decoding = sum(1 for n, request in lengths if request.is_stream(n))
         n_prefill = sum(n for n, _ in lengths) - n_decoding
-        n_padding = len(plan.padding.tokens) if plan.padding and n_prefill else 0
+        n_padding = sum(len(run.tokens) for run in plan.padding) if n_prefill else 0
         self.chunks.observe(n_prefill + n_padding, n_decoding, result.seconds)
+        if n_prefill == 0 and not self.cache.settings.unified:
+            self._passes.observe([*(work.run for work in plan.work), *plan.padding], result.seconds)
 
 
 def _padding(info: ModelInfo, settings: CacheSettings) -> Padding:
@@ -404,7 +411,12 @@ def _padding(info: ModelInfo, settings: CacheSettings) -> Padding:
     return Padding(info.step_cost if has_place and not is_split else None, info.n_ubatch)
 
 
-def _turns(info: ModelInfo, settings: CacheSettings) -> Turns:
+def _passes(info: ModelInfo, settings: CacheSettings) -> Passes:
+    can_fill = settings.can_trim and not settings.unified
+    return Passes(info.step_cost if can_fill else None, settings.n_seqs)
+
+
+def _turns(info: ModelInfo, settings: CacheSettings, chunks: ChunkSizer) -> Turns:
     if not info.state.kind.allows_mixed_lengths:
         return RunTurns()
-    return NoTurns() if settings.unified else PromptTurns()
+    return NoTurns() if settings.unified else PromptTurns(chunks)

@@ -62,8 +62,10 @@ class Turn:
     """True if the run of several tokens is that of a stream: a constraint forced them."""
     n_waiting: int = 0
     """Streams that this step leaves out: they wait for its end."""
+    waited_s: float | None = None
+    """Time that they have waited already, for a step of this kind; None if they have not."""
     n_overtaken: int | None = None
-    """Steps in which the first prompt was left out, this one included; None if there are not several prompts."""
+    """Steps for other prompts since the first one had its last, this one included; None if it is for no prompt."""
 
 
 @dataclass(slots=True)
@@ -74,7 +76,7 @@ class StepPlan:
     work: list[Work] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
     """Requests that were sent back to the queue to make room."""
-    padding: Run | None = None
+    padding: Sequence[Run] = ()
     """Tokens computed only because they make the step faster; they are removed by the end of it."""
     n_extra_steps: int = 0
     """Steps that may follow without a plan, each computing the tokens that the one before sampled."""
@@ -87,14 +89,13 @@ class StepPlan:
     @property
     def n_tokens(self) -> int:
         """Tokens to compute, padding included."""
-        padding = len(self.padding.tokens) if self.padding is not None else 0
-        return sum(len(each.run.tokens) for each in self.work) + padding
+        return sum(len(run.tokens) for run in (*(each.run for each in self.work), *self.padding))
 
     def without(self, incomplete: Collection[int]) -> StepPlan:
         """The plan without the work and the padding in these sequences."""
         if not incomplete:
             return self
-        padding = None if self.padding is not None and self.padding.seq in incomplete else self.padding
+        padding = [run for run in self.padding if run.seq not in incomplete]
         work = [each for each in self.work if each.run.seq not in incomplete]
         return replace(self, work=work, padding=padding)
 
@@ -262,18 +263,21 @@ def _is_done(operation: Operation, backend: Backend) -> bool:
 
 
 def _decode(plan: StepPlan, backend: Backend) -> Decoded:
+    """Compute a step's tokens, and drop its padding."""
     runs = [work.run for work in plan.work]
-    if plan.padding is None:
+    if not plan.padding:
         return backend.decode(runs)
-    padding = plan.padding
-    decoded = backend.decode([*runs, padding])
-    # After a failure only the backend can say what stayed applied, and asking it sets its own record right.
-    if decoded.status is Status.OK or backend.seq_len(padding.seq) > padding.start:
-        backend.change(Remove(padding.seq, padding.start))
+    # In the order of sequences, for adjacent ones are computed together. The sort is stable: padding that continues
+    # a run comes after it, and scratch has the highest id, so real tokens get the cells that they get without.
+    decoded = backend.decode(sorted((*runs, *plan.padding), key=lambda run: run.seq))
     sent = {run.seq: decoded.sent[run.seq] for run in runs}
-    if padding.seq in sent:
-        first, n_sent = sent[padding.seq]
-        sent[padding.seq] = first, n_sent - len(padding.tokens)
+    for padding in plan.padding:
+        # After a failure only the backend can say what stayed applied, and asking it sets its own record right.
+        if decoded.status is Status.OK or backend.seq_len(padding.seq) > padding.start:
+            backend.change(Remove(padding.seq, padding.start))
+        if padding.seq in sent:
+            first, n_sent = sent[padding.seq]
+            sent[padding.seq] = first, n_sent - len(padding.tokens)
     return Decoded(decoded.status, sent)
 
 

@@ -21,8 +21,9 @@ from llamaslot.base.backend import Run
 from llamaslot.kvcache.cache import KVCache
 from llamaslot.scheduler.chunk_sizer import ChunkSizer
 from llamaslot.scheduler.padding import Padding
+from llamaslot.scheduler.passes import Passes
 from llamaslot.scheduler.request import Request
-from llamaslot.scheduler.step import Work
+from llamaslot.scheduler.step import Turn, Work
 
 FIRST_PROMPT_FRACTION = 0.25
 """Fraction of a step's prompt tokens that goes to the first prompt."""
@@ -42,8 +43,9 @@ class StepPlanner:
         cache: KVCache,
         chunks: ChunkSizer,
         padding: Padding,
-        running: list[Request],
+        passes: Passes,
         *,
+        running: list[Request],
         preempt: Callable[[Request], None],
         siblings: Callable[[Request], Sequence[Request]],
         n_scored: int,
@@ -52,6 +54,7 @@ class StepPlanner:
         self._cache = cache
         self._chunks = chunks
         self._padding = padding
+        self._passes = passes
         self._running = running
         self._preempt = preempt
         self._siblings = siblings
@@ -64,21 +67,21 @@ class StepPlanner:
         self._served: set[str] = set()
         """Waiting requests whose first token this step samples."""
 
-    def grant(self, requests: Sequence[Request], *, n_waiting: int = 0) -> list[Work]:
+    def grant(self, requests: Sequence[Request], *, turn: Turn) -> list[Work]:
         """Work of this step for some of the running requests, in their order; it is ordered by sequence id.
 
-        `n_waiting` streams that are not among them wait for the end of this step.
+        `turn` says which streams wait for the end of this step.
         """
         pending = {r.id: len(r.tokens) - self._cache.length(r.slot) for r in requests}
         streams = {r.id for r in requests if r.is_stream(pending[r.id])}
         n_decoding = len(streams)
         due = {r.id: r.stops.limit(self._cache.length(r.slot), pending[r.id]) for r in requests}
         wanted = self._within_logits(requests, due)
-        limit = self._chunks.limit(n_decoding + n_waiting)
+        limit = self._chunks.limit(n_decoding, n_waiting=turn.n_waiting, waited_s=turn.waited_s)
         shares = self._shares(wanted, streams, limit)
         if self._leaves_rest(due, shares):
-            held_and_added = [(self._cache.length(request.slot), shares[request.id]) for request in requests]
-            if self._padding.gain_ms(self._spans(held_and_added), self._cache.cells.used):
+            spans = [(self._cache.length(request.slot), shares[request.id]) for request in requests]
+            if self._padding.gain_ms(spans, self._cache.cells.used):
                 # More tokens of these prompts take the place of padding.
                 limit = self._chunks.block(n_decoding)
             n_left = max((n for name, n in wanted.items() if name not in streams), default=0)
@@ -110,17 +113,6 @@ class StepPlanner:
     def _leaves_rest(pending: dict[str, int], shares: dict[str, int]) -> bool:
         """True if any request gets less than it has left."""
         return any(shares[name] < n for name, n in pending.items())
-
-    def _spans(self, held_and_added: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-        """For each sequence whose tokens llama.cpp computes in one query block, the tokens that it holds, and those
-        to compute. In a partitioned pool that is the only sequence that gets several, less the one computed beside
-        streams.
-        """
-        if self._cache.settings.unified:
-            return list(held_and_added)
-        longer = [(held, n) for held, n in held_and_added if n > 1]
-        is_alone = sum(n > 0 for _, n in held_and_added) == 1
-        return [(held, n) if is_alone else (held + 1, n - 1) for held, n in longer] if len(longer) == 1 else []
 
     @staticmethod
     def _shares(pending: dict[str, int], streams: AbstractSet[str], left: int) -> dict[str, int]:
@@ -167,35 +159,47 @@ class StepPlanner:
             if last is request:
                 return 0
 
-    def pad(self, work: Sequence[Work]) -> Run | None:
-        """Padding that makes this step faster, if any; see `padding.py`.
+    def pad(self, work: Sequence[Work]) -> Sequence[Run]:
+        """Padding that makes this step faster, if any; see `padding.py` and `passes.py`.
 
         None if a prompt has tokens left, which fill the step better. Idle cells are evicted for it if the gain
         exceeds the time to compute them again.
         """
-        spans = self._spans([(each.run.start, len(each.run.tokens)) for each in work])
-        gain = 0.0 if self._is_chunked else self._padding.gain_ms(spans, self._cache.cells.used)
+        if self._is_chunked or not work:
+            return ()
+        if self._cache.settings.unified:
+            return self._pad_unified(work)
+        if all(len(each.run.tokens) == 1 for each in work):
+            settings = self._cache.settings
+            held = {seq: self._cache.length(seq) for seq in range(settings.n_seqs)}
+            free = {seq: n for seq, n in held.items() if n < settings.seq_cells}
+            return self._passes.fill([each.run.seq for each in work], free)
+        if len(work) > 1:
+            return ()
+        run = work[0].run
+        n, end = len(run.tokens), run.start + len(run.tokens)
+        if not self._padding.gain_ms([(run.start, n)], self._cache.cells.used):
+            return ()
+        padding = self._padding.run(n, run.seq, end)
+        return (padding,) if end + len(padding.tokens) <= self._cache.settings.seq_cells else ()
+
+    def _pad_unified(self, work: Sequence[Work]) -> Sequence[Run]:
+        spans = [(each.run.start, len(each.run.tokens)) for each in work]
+        gain = self._padding.gain_ms(spans, self._cache.cells.used)
         if not gain:
-            return None
-        if not self._cache.settings.unified:
-            [(_, n)] = spans
-            padded = max((each.run for each in work), key=lambda run: len(run.tokens))
-            end = padded.start + len(padded.tokens)
-            run = self._padding.run(n, padded.seq, end)
-            fits = self._n_granted + len(run.tokens) <= self._padding.n_ubatch
-            return run if fits and end + len(run.tokens) <= self._cache.settings.seq_cells else None
+            return ()
         assert self._cache.settings.scratch is not None
         run = self._padding.run(self._n_granted, self._cache.settings.scratch)
         n, free = len(run.tokens), self._cache.cells.free - self._n_granted
         if self._cache.window_cells.limit(n, self._n_granted) < n:
-            return None
+            return ()
         may_evict = not self.preempted and gain > self._padding.eviction_cost_ms
         if free < n <= free + self._cache.cells.idle and may_evict:
             free += self._cache.evict(n - free)
         if free < n:
-            return None
+            return ()
         self._n_padding = n
-        return run
+        return (run,)
 
     def n_extra_steps(self, work: Sequence[Work]) -> int:
         """Count the further steps that need no plan: each computes what the one before sampled, and only the last

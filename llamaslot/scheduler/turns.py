@@ -1,7 +1,7 @@
 """Turns of prompts, where a step may not have several of any lengths.
 
     NoTurns        a step has all requests
-    PromptTurns    streams and one prompt: a partitioned pool
+    PromptTurns    streams, or one prompt: a partitioned pool
     RunTurns       single tokens of any number of requests, or a longer run of one: windows beside recurrent states
 
 `next` says which requests the next step may be for. Only `commit` changes anything, so a plan that is not carried
@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
+from llamaslot.scheduler.chunk_sizer import ChunkSizer
 from llamaslot.scheduler.request import Request
 from llamaslot.scheduler.step import Turn
 
@@ -27,35 +28,53 @@ class NoTurns:
         """Return a turn for all the `loaded` requests."""
         return Turn(loaded)
 
-    def commit(self, turn: Turn) -> None:
+    def commit(self, turn: Turn, seconds: float) -> None:
         """Do nothing: no request waits for a turn."""
 
 
 class PromptTurns:
-    """Turns of prompts in a partitioned pool: a step computes streams, and a single prompt.
+    """Turns of prompts in a partitioned pool: a step computes streams, or a single prompt.
 
-    llama.cpp computes the tokens of several slots together only as far as their numbers are equal, and what is left
-    of two prompts then are small pieces, which take as long as large ones (fact 3). Every fourth step is for the
-    first prompt, the others for the one with the fewest tokens left.
+    llama.cpp computes the tokens of several slots together only as far as their numbers are equal (fact 3). What is
+    left of two prompts then are small pieces, which take as long as large ones, and a prompt beside streams takes
+    what both take one after the other. So prompts come first, while streams can wait (`ChunkSizer.limit`): a short
+    one has its first token before the streams' next step, and new tokens of streams come at the same intervals.
+    Every fourth prompt's step is for the first prompt, the others for the one with the fewest tokens left.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, chunks: ChunkSizer) -> None:
+        self._chunks = chunks
         self._n_overtaken = 0
         """Steps with another prompt than the first one, since that had its last turn."""
+        self._waited_s: float | None = None
+        """Time of the steps of prompts that streams have waited for; None if their last step was for them."""
 
     def next(self, loaded: Sequence[Request], able: Sequence[Request], n_pending: Callable[[Request], int]) -> Turn:
         """Return the turn of the next step, of `able` requests: those that may run, by share."""
-        prompts = [each for each in able if (n := n_pending(each)) > 1 and not each.is_stream(n)]
-        if len(prompts) < 2:
+        pending = {request.id: n_pending(request) for request in able}
+        streams = [request for request in able if request.is_stream(pending[request.id])]
+        prompts = [request for request in able if request not in streams]
+        longer = [request for request in prompts if pending[request.id] > 1]
+        if not longer:
             return Turn(loaded)
-        first = prompts[0]
-        chosen = first if self._n_overtaken == MAX_OVERTAKEN else min(prompts, key=n_pending)
-        others = {request.id for request in prompts if request is not chosen}
+        first = longer[0]
+        chosen = first if self._n_overtaken == MAX_OVERTAKEN else min(longer, key=lambda each: pending[each.id])
+        # The last token of a prompt is computed together with those of streams, in one pass.
+        if len(longer) < len(prompts) or not self._can_wait(len(streams), pending[chosen.id]):
+            return Turn([request for request in loaded if request not in longer])
         n_overtaken = 0 if chosen is first else self._n_overtaken + 1
-        return Turn([request for request in loaded if request.id not in others], n_overtaken=n_overtaken)
+        return Turn([chosen], n_waiting=len(streams), waited_s=self._waited_s, n_overtaken=n_overtaken)
 
-    def commit(self, turn: Turn) -> None:
-        """Record that a step with this turn was carried out."""
+    def _can_wait(self, n_streams: int, n_prompt: int) -> bool:
+        """True if streams can wait for a query block of a prompt, or all that it has left."""
+        if not n_streams or self._waited_s is None:
+            return True
+        limit = self._chunks.limit(0, n_waiting=n_streams, waited_s=self._waited_s)
+        return limit >= min(n_prompt, self._chunks.block(0))
+
+    def commit(self, turn: Turn, seconds: float) -> None:
+        """Record that a step with this turn was carried out, in so many seconds."""
+        self._waited_s = (self._waited_s or 0.0) + seconds if turn.n_waiting else None
         if turn.n_overtaken is not None:
             self._n_overtaken = turn.n_overtaken
 
@@ -102,7 +121,7 @@ class RunTurns:
         long_runs = (request.id, *(other.id for other, _ in longer))
         return Turn([request], long_runs, is_forced, n_waiting=len(single) + n_forced - is_forced)
 
-    def commit(self, turn: Turn) -> None:
+    def commit(self, turn: Turn, seconds: float) -> None:
         """Record that a step with this turn was carried out."""
         self._last_had_long_run = bool(turn.long_runs)
         if turn.long_runs:

@@ -13,8 +13,9 @@ import pytest
 
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings, step_cost
 from llamaslot.backend.llama.quiet import Quiet
-from llamaslot.base.backend import Run, Status
+from llamaslot.base.backend import Decoded, Run, Status
 from llamaslot.base.commands import Submit
+from llamaslot.base.kv_ops import Remove
 from llamaslot.base.model import QUERY_BLOCK
 from llamaslot.base.prompt import TokenizedPrompt
 from llamaslot.base.tokens import packed
@@ -99,7 +100,7 @@ def test_what_a_failed_decode_left_of_padding_is_removed(tiny_model: Path, monke
     tokens = np.full(10, 5, dtype=np.int32)
     request = Request(submit, TokenizedPrompt(packed(tokens)), arrival=1, now=0.0)
     padding = Run(scratch, 0, np.zeros(QUERY_BLOCK - 10, dtype=np.int32), output=False)
-    plan = StepPlan(work=[Work(request, Run(0, 0, tokens, output=True))], padding=padding)
+    plan = StepPlan(work=[Work(request, Run(0, 0, tokens, output=True))], padding=[padding])
     result = apply(plan, backend, lambda: 0.0)
     assert result.decoded.status is Status.FATAL
     assert result.lengths == {0: 10}
@@ -115,7 +116,7 @@ def test_padding_behind_a_prompt_in_its_part_changes_nothing(tiny_model: Path) -
         stream = Request(Submit("s", (), max_tokens=9), TokenizedPrompt(packed(tokens)), arrival=1, now=0.0)
         request = Request(Submit("r", (), max_tokens=9), TokenizedPrompt(packed(tokens + 9)), arrival=2, now=0.0)
         work = [Work(stream, Run(0, 0, tokens, output=True)), Work(request, Run(1, 0, tokens + 9, output=True))]
-        padding = Run(1, 10, np.zeros(n_padding, dtype=np.int32), output=False) if n_padding else None
+        padding = [Run(1, 10, np.zeros(n_padding, dtype=np.int32), output=False)] if n_padding else []
         plan = StepPlan(work=work, padding=padding, n_extra_steps=3)
         texts = []
         for _ in range(4):
@@ -127,10 +128,42 @@ def test_padding_behind_a_prompt_in_its_part_changes_nothing(tiny_model: Path) -
             stream.sampler = result.samplers.get("s", stream.sampler)
             request.sampler = result.samplers.get("r", request.sampler)
             texts.append(dict(result.tokens))
-            following = next_decode_step(replace(plan, padding=None), result, frozenset())
+            following = next_decode_step(replace(plan, padding=()), result, frozenset())
             if following is None:
                 break
             plan = following
         results.append((texts, backend.seq_range(0), backend.seq_range(1)))
         backend.close()
     assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("n_held", [0, 20])
+def test_a_row_in_a_slot_between_streams_changes_nothing(tiny_model: Path, n_held: int) -> None:
+    held, tokens = np.arange(50, 50 + n_held, dtype=np.int32), np.arange(5, 15, dtype=np.int32)
+    backend = LlamaBackend(settings(tiny_model, n_slots=3, n_cache_seqs=0, unified=False))
+    results = []
+    for padding in ([], [Run(1, n_held, np.zeros(1, dtype=np.int32), output=False)]):
+        for seq in range(3):
+            backend.change(Remove(seq, 0))
+            if len(prompt := (tokens, held, tokens + 9)[seq]):
+                backend.decode([Run(seq, 0, prompt, output=True)])
+        streams = [
+            Request(Submit(f"r{seq}", (), max_tokens=9), TokenizedPrompt(packed(tokens)), arrival=seq, now=0.0)
+            for seq in (0, 2)
+        ]
+        runs = [Run(seq, 10, np.array([7], dtype=np.int32), output=True) for seq in (0, 2)]
+        plan = StepPlan(
+            work=[Work(*each) for each in zip(streams, runs, strict=True)], padding=padding, n_extra_steps=5
+        )
+        texts = []
+        while plan is not None:
+            result = apply(plan, backend, lambda: 0.0)
+            assert result.decoded == Decoded(Status.OK, {seq: (10 + len(texts), 1) for seq in (0, 2)})
+            for stream in streams:
+                stream.sampler = result.samplers.get(stream.id, stream.sampler)
+            texts.append(dict(result.tokens))
+            plan = next_decode_step(plan, result, frozenset())
+        assert len(texts) == 6
+        results.append((texts, [backend.seq_range(seq) for seq in range(3)]))
+    assert results[0] == results[1]
+    backend.close()

@@ -740,10 +740,14 @@ class CacheMachine(RuleBasedStateMachine):
                 0, min(work.run.start + len(work.run.tokens), len(asked.prompt)) - work.run.start
             )
         COUNTS["steps"] += 1
-        if plan.padding is not None:
-            if self.backend.info.unified:
-                self.backend.namespaces[plan.padding.seq] = "padding"
-            COUNTS["padded in a partition"] += not self.backend.info.unified
+        if plan.padding:
+            unified = self.backend.info.unified
+            for run in plan.padding:
+                if unified or run.seq not in self.backend.namespaces:
+                    self.backend.namespaces[run.seq] = "padding"
+            is_prompt = any(len(work.run.tokens) > 1 for work in plan.work)
+            COUNTS["padded in a partition"] += not unified and is_prompt
+            COUNTS["rows between streams"] += not unified and not is_prompt
             COUNTS["padded steps"] += 1
             COUNTS["padded steps with extra ones"] += plan.n_extra_steps > 0
         result = apply(plan, self.backend, lambda: self.now)
@@ -1056,7 +1060,7 @@ class CacheMachine(RuleBasedStateMachine):
         if self.shape.idle_cells is not None and len(self.idle) == self.shape.idle_cells:
             return
         n_free = self.backend.info.n_ctx - len(self.backend.cells) - sum(len(work.run.tokens) for work in plan.work)
-        n_free -= len(plan.padding.tokens) if plan.padding is not None else 0
+        n_free -= sum(len(run.tokens) for run in plan.padding)
         are_decoding = bool(plan.work) and all(work.run.output and len(work.run.tokens) == 1 for work in plan.work)
         if n_free <= ((plan.n_extra_steps + 1) * len(plan.work) - 1 if are_decoding else 0):
             COUNTS["losses for cells"] += 1
@@ -1074,13 +1078,15 @@ class CacheMachine(RuleBasedStateMachine):
         return most < 2 * self.size_of(self.largest) or 0 < self.shape.disk < 10
 
     def check_work(self, plan: StepPlan, was_suspected: list[Asked]) -> None:
-        """Suspects run alone; else every stream goes on."""
+        """Suspects run alone; else every stream goes on, or waits for the prompt of a partitioned pool."""
         workers = [self.find(work.request) for work in plan.work]
         if was_suspected:
             assert len(workers) <= 1
             assert set(workers) <= set(was_suspected)
         else:
-            for asked in self.running:
+            is_prompt = not self.backend.info.unified and any(len(work.run.tokens) > 1 for work in plan.work)
+            assert not is_prompt or len(workers) == 1
+            for asked in self.running if not is_prompt else ():
                 is_stream = len(asked.tokens) - len(self.backend.held[asked.slot]) == 1
                 assert not is_stream or asked in workers, "a stream was held up"
         assert sum(len(work.run.tokens) for work in plan.work) <= self.backend.info.n_ubatch

@@ -114,25 +114,36 @@ def test_a_chunk_never_exceeds_what_the_micro_batch_has_left() -> None:
     assert sizer.limit(0) == 8
 
 
-def test_in_a_partitioned_pool_the_prompt_alone_fills_whole_query_blocks_but_for_the_token_beside_streams() -> None:
-    for n_decoding in (*range(1, 9), 63, 64, 65):
+def test_in_a_partitioned_pool_a_prompt_fills_whole_query_blocks_while_streams_wait() -> None:
+    for n_waiting in (*range(1, 9), 63, 64, 65):
         sizer = taught(decode_ms=10, token_ms=0.5, unified=False)
-        assert (sizer.limit(n_decoding) - 1) % QUERY_BLOCK == 0
-        assert sizer.block(n_decoding) == QUERY_BLOCK + 1
+        assert sizer.limit(0, n_waiting=n_waiting) == 3 * QUERY_BLOCK
     assert sizer.block(0) == QUERY_BLOCK
+
+
+def test_prompts_between_two_steps_of_streams_share_the_gap() -> None:
+    sizer = taught(decode_ms=10, token_ms=0.5, unified=False)
+    limits = [sizer.limit(0, n_waiting=4, waited_s=waited) for waited in (None, 0.0, 0.032, 0.06, 0.085, 0.091)]
+    assert limits == [3 * QUERY_BLOCK, 3 * QUERY_BLOCK, 2 * QUERY_BLOCK, QUERY_BLOCK, 16, 0]
+
+
+def test_streams_that_take_the_gap_alone_wait_for_one_step_of_a_prompt() -> None:
+    sizer = taught(decode_ms=200, token_ms=2, unified=False)
+    assert sizer.limit(0, n_waiting=4) >= QUERY_BLOCK
+    assert sizer.limit(0, n_waiting=4, waited_s=1e-3) == 0
 
 
 @pytest.mark.parametrize(
     ("limit", "n_left", "n_decoding", "expected"),
     [
-        (129, 129, 1, 129),
-        (129, 400, 1, 129),
-        (129, 130, 1, 65),
-        (129, 193, 1, 65),
-        (129, 194, 1, 129),
-        (65, 66, 1, 66),
-        (65, 129, 1, 129),
-        (65, 130, 1, 65),
+        (128, 128, 0, 128),
+        (128, 400, 0, 128),
+        (128, 129, 0, 64),
+        (128, 191, 0, 64),
+        (128, 192, 0, 128),
+        (64, 65, 0, 65),
+        (64, 127, 0, 127),
+        (64, 128, 0, 64),
         (512, 540, 0, 448),
         (512, 576, 0, 512),
         (16, 40, 2, 16),

@@ -71,8 +71,8 @@ def test_extra_steps_of_partitioned_slots_are_bounded_by_their_context_alone() -
     for letter in "ab":
         driver.submit(letter * 8, max_tokens=-1)
     for _ in range(2):
-        driver.step()
-    assert driver.step().n_extra_steps == 32 - 10 - 1
+        driver.step()  # each for a prompt
+    assert driver.step().n_extra_steps == 32 - 9 - 1
 
 
 def test_requests_of_a_failed_step_have_no_extra_steps() -> None:
@@ -115,7 +115,7 @@ def test_there_are_no_extra_steps_while_a_resumed_request_is_computed_token_by_t
     requests = [driver.submit(letter * 60, max_tokens=150) for letter in "ab"]
     while not driver.preempted:
         driver.step()
-    driver.scheduler.chunks.limit = lambda _n_decoding: 1
+    driver.scheduler.chunks.limit = lambda *_, **__: 1
     n_before = len(driver.plans)
     driver.finish(*requests)
     incomplete = [plan for plan in driver.plans[n_before:] if any(not work.run.output for work in plan.work)]

@@ -223,7 +223,7 @@ def test_a_checkpoint_that_is_loaded_with_its_path_is_known_to_end_the_first_mes
 def test_streams_and_prompts_take_turns_where_they_may_not_share_a_step() -> None:
     """Neither waits for the end of the other, and a prompt's step is no longer than a stream's gap allows."""
     driver = Driver(
-        kind=StateKind.HYBRID_WINDOW, n_slots=4, n_ctx=2000, n_ubatch=64, checkpoints={"step_tokens": 999}
+        kind=StateKind.HYBRID_WINDOW, n_slots=4, n_ctx=2000, n_ubatch=256, checkpoints={"step_tokens": 999}
     )
     stream = driver.submit("s" * 5, max_tokens=300)
     while not stream.n_generated:
@@ -236,7 +236,7 @@ def test_streams_and_prompts_take_turns_where_they_may_not_share_a_step() -> Non
     assert all(plan.n_extra_steps == 0 for plan in plans[:-4])
     sizes = [[len(work.run.tokens) for work in plan.work] for plan in plans]
     assert all(len(each) == 1 or {*each} == {1} for each in sizes)
-    assert max(max(each) for each in sizes[:-4]) < 64
+    assert max(max(each) for each in sizes[:-4]) < 256
     served = [plan.work[0].request for plan, each in zip(plans, sizes, strict=True) if max(each) > 1]
     assert {*served[:3]} == {*prompts}
     # As long as a prompt has more than a token left, every second step is the stream's.
@@ -255,7 +255,7 @@ def test_a_plan_that_is_not_carried_out_takes_no_turn() -> None:
         assert turn == turns.next(able, able, lambda request: 1 if request in single else 20)
         assert [*turn.requests] == [chosen]
         assert turn.long_runs[:1] == (() if chosen is stream else (chosen.id,))
-        turns.commit(turn)
+        turns.commit(turn, 0.1)
 
     for chosen in (first, stream, second, stream, first):
         carry_out(chosen, [stream], [first, second])
@@ -270,7 +270,7 @@ def run_in_turns(turns: RunTurns, n_pending: dict[Request, int], forced: Request
         forced.n_generated, forced.n_forced = 1, n_pending[forced] - 1
     able = list(n_pending)
     turn = turns.next(able, able, lambda request: n_pending[request])
-    turns.commit(turn)
+    turns.commit(turn, 0.1)
     return list(turn.requests)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import msgspec
@@ -318,7 +319,7 @@ def test_a_preempted_request_resumes_before_any_that_came_after_it() -> None:
     assert driver.admitted == [preempted, *younger]
 
 
-def test_a_step_of_a_partitioned_pool_computes_one_prompt_the_shortest_and_every_fourth_time_the_first() -> None:
+def test_prompts_of_a_partitioned_pool_take_turns_the_shortest_and_every_fourth_time_the_first() -> None:
     driver = Driver(n_slots=4, n_ctx=4 * 2048, n_ubatch=64, unified=False)
     stream = driver.submit("s" * 4, max_tokens=-1)
     driver.step()
@@ -326,13 +327,52 @@ def test_a_step_of_a_partitioned_pool_computes_one_prompt_the_shortest_and_every
     others = [driver.submit(letter * 1000) for letter in "ab"]
     chunks = []
     while any(request.state is not RequestState.DONE for request in others):
-        [*work] = driver.step().work
-        chunks += [work.request for work in work if len(work.run.tokens) > 1]
-        assert sum(len(each.run.tokens) > 1 for each in work) == 1
-        assert any(each.request is stream for each in work)
+        work = driver.step().work
+        assert [each.request for each in work] == [stream] or len(work) == 1
+        chunks += [each.request for each in work if each.request is not stream]
     assert chunks.count(first) * 4 == pytest.approx(len(chunks), abs=4)
     assert all(first in chunks[i : i + 4] for i in range(0, len(chunks) - 4, 4))
     assert chunks.index(others[1]) > max(i for i, each in enumerate(chunks) if each is others[0])
+
+
+def test_short_prompts_of_a_partitioned_pool_come_before_streams_as_far_as_the_gap_allows() -> None:
+    driver = Driver(n_slots=8, n_ctx=8 * 1024, n_ubatch=256, unified=False)
+    stream = driver.submit("s" * 4, max_tokens=-1)
+    for _ in range(3):
+        driver.step()
+    prompts = [driver.submit(letter * 20, max_tokens=2) for letter in "abcdefg"]
+    last, gaps = driver.backend.now, []
+    while any(request.state is not RequestState.DONE for request in prompts):
+        if stream in [each.request for each in driver.step().work]:
+            gaps.append(driver.backend.now - last)
+            last = driver.backend.now
+    assert max(gaps) <= 0.125
+    n_steps = sum(any(each.request is stream for each in plan.work) for plan in driver.plans[4:])
+    assert n_steps < len(prompts), "several prompts come between two steps of streams"
+
+
+def test_a_slow_stream_of_a_partitioned_pool_waits_for_one_step_of_a_prompt() -> None:
+    """Its steps take longer than the gap already."""
+    driver = Driver(n_slots=2, n_ctx=8192, n_ubatch=256, unified=False, gap_ms=0.001)
+    stream = driver.submit("s" * 4, max_tokens=-1)
+    for _ in range(3):
+        driver.step()
+    prompt = driver.submit("p" * 500)
+    driver.plans.clear()
+    driver.finish(prompt)
+    served = [[each.request for each in plan.work] for plan in driver.plans]
+    assert all(a != b for a, b in pairwise(served))
+    assert {*map(tuple, served)} == {(stream,), (prompt,)}
+
+
+def test_the_last_token_of_a_prompt_in_a_partitioned_pool_is_computed_with_those_of_streams() -> None:
+    driver = Driver(n_slots=4, n_ctx=4 * 1024, n_ubatch=256, unified=False)
+    stream = driver.submit("s" * 4, max_tokens=-1)
+    driver.step()
+    driver.run("h" * 300)
+    long, known = driver.submit("l" * 900), driver.submit("h" * 300)
+    assert [each.request for each in driver.step().work] == [stream, known]
+    assert [each.request for each in driver.step().work] == [long]
 
 
 def test_a_partitioned_layout_gives_each_slot_its_own_cells() -> None:
@@ -540,7 +580,8 @@ def test_a_failed_step_costs_others_their_state_where_it_cannot_be_trimmed(*, ca
 @pytest.mark.parametrize("unified", [True, False])
 def test_a_prompt_of_one_token_runs_again_after_a_failed_step_that_computed_it(unified: bool) -> None:
     driver = Driver(n_slots=2, n_ctx=128, n_ubatch=64, unified=unified)
-    requests = [driver.submit("a", max_tokens=3), driver.submit("bc", max_tokens=3)]
+    # In a partitioned pool, a longer prompt would have a step of its own.
+    requests = [driver.submit("a", max_tokens=3), driver.submit("bc" if unified else "b", max_tokens=3)]
     driver.backend.failures.append((Status.ABORTED, 2))
     driver.finish(*requests)
     assert [len(generated(request)) for request in requests] == [3, 3]
