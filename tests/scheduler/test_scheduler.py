@@ -370,8 +370,8 @@ def test_the_last_token_of_a_prompt_in_a_partitioned_pool_is_computed_with_those
     stream = driver.submit("s" * 4, max_tokens=-1)
     driver.step()
     driver.run("h" * 300)
-    long, known = driver.submit("l" * 900), driver.submit("h" * 300)
-    assert [each.request for each in driver.step().work] == [stream, known]
+    long, cached = driver.submit("l" * 900), driver.submit("h" * 300)
+    assert [each.request for each in driver.step().work] == [stream, cached]
     assert [each.request for each in driver.step().work] == [long]
 
 
