@@ -37,16 +37,19 @@ class ChunkSizer:
         self._decode: dict[int, float] = {}
         """Seconds of a step without prompts, by the number of streams."""
         self._alone: float | None = None
-        """Seconds per prompt token while no stream runs."""
+        """Seconds per prompt token in a step without streams; in a partitioned pool, of those that fill a block."""
         self._small: float | None = None
-        """Seconds that a prompt token adds to a step of streams if the prompt fills no query block."""
+        """Seconds that a prompt token adds to a step that it shares with streams, or that they wait for in a
+        partitioned pool, if the prompt fills no query block.
+        """
         self._large: _LinearCost | None = None
-        """Seconds that prompt tokens add to a step of streams if they fill a query block."""
+        """Seconds that prompt tokens add to such a step if they fill a query block."""
 
     def limit(self, n_decoding: int, *, n_waiting: int = 0, waited_s: float | None = None) -> int:
         """Prompt tokens that the next step may take beside `n_decoding` streams.
 
-        `n_waiting` streams wait for its end, after `waited_s` seconds of such steps: 0 if they cannot any longer.
+        `n_waiting` others wait for its end. With `waited_s`, they have waited for such steps already, and if it has
+        no tokens, it is their turn.
         """
         whole = self._n_ubatch - n_decoding
         if n_decoding + n_waiting == 0:
@@ -54,15 +57,17 @@ class ChunkSizer:
         decode = self._decode_seconds(n_decoding + n_waiting)
         # Where a step without prompts already takes most of the gap, they may still double the time between tokens.
         allowed = self._gap_s - decode - waited_s if waited_s is not None else max(self._gap_s - decode, decode)
-        if allowed <= 0:
-            return 0
-        return max(min(self._chunk(allowed, n_decoding), whole), min(MIN_CHUNK, whole))
+        n = max(min(self._chunk(allowed, n_decoding), whole), min(MIN_CHUNK, whole))
+        is_late = waited_s is not None and self._chunk_seconds(n, n_decoding) > FIRST_BLOCK_FACTOR * allowed
+        return 0 if is_late or allowed <= 0 else n
 
     def block(self, n_decoding: int) -> int:
         """Prompt tokens that fill a query block beside `n_decoding` streams, as far as a micro-batch has them."""
-        return QUERY_BLOCK - n_decoding % QUERY_BLOCK if self._unified else min(QUERY_BLOCK, self._n_ubatch)
+        if self._unified:
+            return QUERY_BLOCK - n_decoding % QUERY_BLOCK
+        return min(QUERY_BLOCK, self._n_ubatch - n_decoding)
 
-    def without_short_rest(self, limit: int, n_left: int, n_decoding: int) -> int:
+    def without_short_rest(self, limit: int, n_left: int, n_decoding: int, *, may_grow: bool = True) -> int:
         """Move a limit of whole query blocks by at most one, so that of a prompt's `n_left` tokens no smaller rest
         is left: in a partitioned pool it would be computed alone, and take longer than a block.
         """
@@ -70,7 +75,9 @@ class ChunkSizer:
         if self._unified or limit < block or not 0 < n_left - limit < block:
             return limit
         shorter = limit - QUERY_BLOCK
-        return shorter if shorter >= block else min(n_left, self._n_ubatch - n_decoding)
+        if shorter >= block:
+            return shorter
+        return min(n_left, self._n_ubatch - n_decoding) if may_grow else limit
 
     def set_layout(self, *, unified: bool) -> None:
         """Take up another layout of the pool, in which prompts cost something else beside streams.
@@ -106,6 +113,12 @@ class ChunkSizer:
             self._large = _LinearCost(added / n_prefill)
         else:
             self._large.learn(n_prefill, added)
+
+    def _chunk_seconds(self, n: int, n_decoding: int) -> float:
+        """Seconds that a chunk is expected to add to a step; 0 before any was observed."""
+        if n < self.block(n_decoding) or self._large is None:
+            return n * (self._small or self._alone or 0.0)
+        return self._large.seconds(n)
 
     def _chunk(self, allowed: float, n_decoding: int) -> int:
         """Prompt tokens that add about `allowed` seconds to a step of `n_decoding` streams.

@@ -4,8 +4,8 @@ llama.cpp's attention on a CPU takes a step of fewer than `QUERY_BLOCK` tokens t
 query block at a time (`StepCost`, fact 22). A prompt whose prefix is cached has few tokens left and a long prefix
 to attend to: with padding it is often done several times as fast. In a unified pool it runs in the scratch
 sequence, which no other token attends to; in a partitioned one it follows the prompt, for llama.cpp computes other
-slots' tokens apart. Its cells are free again by the end of the step. `step.py` sends it last, so that the cells of
-real tokens are the same with and without it.
+slots' tokens apart. Its cells are free again by the end of the step. `step.py` sends it after the real tokens, so
+that their cells are the same with and without it.
 """
 
 from __future__ import annotations

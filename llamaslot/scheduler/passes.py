@@ -5,7 +5,7 @@ slots 0, 1, 3 and 6 take three passes over the weights, which all the slots from
 computes nothing of use may cost less than a pass. A pass of eight rows even takes less than one of seven, where
 llama.cpp's kernels compute four rows together (fact 36).
 
-How long a pass takes is learned by its number of rows. Estimates begin below that, so each number is tried.
+How long a pass takes is learned by its number of rows. Estimates usually begin below that, so each number is tried.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ _DECAY = 0.999
 class Passes:
     """Chooses rows that join streams to fewer passes, by `cost`; without one, none."""
 
-    def __init__(self, cost: StepCost | None, n_seqs: int) -> None:
+    def __init__(self, cost: StepCost | None, n_slots: int) -> None:
         self._cost = cost
-        self._n_seqs = n_seqs
+        self._n_slots = n_slots
         self._excess: dict[int, float] = {}
         """Milliseconds that passes of a number of rows take longer than `cost` says."""
 
     def fill(self, streams: Sequence[int], held: Mapping[int, int]) -> list[Run]:
-        """Return the runs that join `streams`, which are in order, in sequences between and beside them.
+        """Return the runs that join `streams`, the slots of streams in order, in slots between and beside them.
 
-        `held` has the tokens of every sequence that has a cell free.
+        `held` has the tokens of every slot that has a cell free.
         """
         if self._cost is None or not 1 < len(streams) <= MAX_STREAMS:
             return []
@@ -83,7 +83,7 @@ class Passes:
     def _ranges(self, streams: Sequence[int], first: int, last: int) -> list[range]:
         """Sequences of a pass of some streams: as few as possible, and as many as fill up the rows of kernels."""
         seqs = range(streams[first], streams[last] + 1)
-        end = streams[last + 1] - 1 if last + 1 < len(streams) else self._n_seqs
+        end = streams[last + 1] - 1 if last + 1 < len(streams) else self._n_slots
         n_more = -len(seqs) % _ROWS_OF_KERNEL
         n_after = min(n_more, max(end - seqs.stop, 0))
         # Sequences before it may be in the pass before.
@@ -94,7 +94,8 @@ class Passes:
     def _ms(self, seqs: range, held: Mapping[int, int]) -> float:
         """Milliseconds of a pass."""
         assert self._cost is not None
-        return self._cost.small_ms(len(seqs), sum(held[seq] for seq in seqs)) + self._excess.get(len(seqs), 0.0)
+        expected = self._cost.small_ms(len(seqs), sum(held[seq] for seq in seqs))
+        return max(expected + self._excess.get(len(seqs), 0.0), 0.0)
 
 
 def groups(seqs: Sequence[int]) -> list[range]:

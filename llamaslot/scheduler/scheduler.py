@@ -126,7 +126,7 @@ class Scheduler:
         self._layout = LayoutChoice(self.cache, self.admission)
         self.reuse = ReuseStats()
         self._padding = _padding(info, cache_settings)
-        self._passes = _passes(info, cache_settings)
+        self._passes = Passes(info.step_cost, info.n_slots)
         self._turns = _turns(info, cache_settings, self.chunks)
         self.deadlines = Deadlines()
         """Times at which to plan again although no command has arrived."""
@@ -143,7 +143,7 @@ class Scheduler:
         """Take costs that could not be measured when the model was loaded."""
         self.cache.settings.learn(measured)
         self._padding = _padding(info, measured)
-        self._passes = _passes(info, measured)
+        self._passes = Passes(info.step_cost, info.n_slots)
 
     @property
     def running(self) -> list[Request]:
@@ -193,7 +193,6 @@ class Scheduler:
         """Take up a context of another layout, in which nothing is."""
         self.cache.set_layout(unified=info.unified, n_seqs=n_seqs)
         self._padding = _padding(info, self.cache.settings)
-        self._passes = _passes(info, self.cache.settings)
         self._turns = _turns(info, self.cache.settings, self.chunks)
         self.chunks.set_layout(unified=info.unified)
 
@@ -212,7 +211,7 @@ class Scheduler:
         for request in self.admitted:
             self.cache.remote.unpin(request.id)
         able = [request for request in suspects[:1] or by_share(running) if request in loaded]
-        turn = self._turns.next(loaded, able, self._n_pending)
+        turn = self._turns.next(loaded, able, self._n_pending, now)
         ready = self._taker.take_due(turn.requests, self.queue)
         n_prefill = sum(n for request in ready if not request.is_stream(n := self._n_pending(request)) and n > 1)
         self.cache.offload_idle(n_prefill, lambda: map(self.admission.match, self.queue))
@@ -247,7 +246,7 @@ class Scheduler:
 
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> list[Outcome]:
         """Change the state to what the backend did for `plan`."""
-        self._turns.commit(plan.turn, result.seconds)
+        self._turns.commit(plan.turn)
         if result.unsaved:
             self.cache.on_io(SaveFailed(result.unsaved), now)
         if result.incomplete:
@@ -409,11 +408,6 @@ def _padding(info: ModelInfo, settings: CacheSettings) -> Padding:
     is_split = info.keeps_checkpoints and info.state.kind.has_recurrent_state
     has_place = settings.scratch is not None if settings.unified else settings.can_trim
     return Padding(info.step_cost if has_place and not is_split else None, info.n_ubatch)
-
-
-def _passes(info: ModelInfo, settings: CacheSettings) -> Passes:
-    can_fill = settings.can_trim and not settings.unified
-    return Passes(info.step_cost if can_fill else None, settings.n_seqs)
 
 
 def _turns(info: ModelInfo, settings: CacheSettings, chunks: ChunkSizer) -> Turns:

@@ -62,8 +62,10 @@ class Turn:
     """True if the run of several tokens is that of a stream: a constraint forced them."""
     n_waiting: int = 0
     """Streams that this step leaves out: they wait for its end."""
+    waiting_since: float | None = None
+    """When the first step was planned that they wait for, on the caller's clock."""
     waited_s: float | None = None
-    """Time that they have waited already, for a step of this kind; None if they have not."""
+    """Seconds that streams, of this step or left out, have waited for such steps; None if they have not."""
     n_overtaken: int | None = None
     """Steps for other prompts since the first one had its last, this one included; None if it is for no prompt."""
 

@@ -1,4 +1,4 @@
-"""Plan of one step: streams first, then the prompts with least left.
+"""Plan of one step: streams first, then the prompts with least left, as far as one step may have both.
 
 The running requests are in the order of `fair_share.by_share`: the oldest one of each client, then the second ones,
 and so on. Cells go to the first of them first.
@@ -81,11 +81,13 @@ class StepPlanner:
         shares = self._shares(wanted, streams, limit)
         if self._leaves_rest(due, shares):
             spans = [(self._cache.length(request.slot), shares[request.id]) for request in requests]
-            if self._padding.gain_ms(spans, self._cache.cells.used):
+            is_one_pass = self._cache.settings.unified or len(requests) == 1
+            if is_one_pass and self._padding.gain_ms(spans, self._cache.cells.used):
                 # More tokens of these prompts take the place of padding.
                 limit = self._chunks.block(n_decoding)
             n_left = max((n for name, n in wanted.items() if name not in streams), default=0)
-            limit = self._chunks.without_short_rest(limit, n_left, n_decoding)
+            may_grow = turn.waited_s is None
+            limit = self._chunks.without_short_rest(limit, n_left, n_decoding, may_grow=may_grow)
             shares = self._shares(wanted, streams, limit)
         self._is_chunked = self._leaves_rest(due, shares)
         granted: list[Work] = []
@@ -162,8 +164,7 @@ class StepPlanner:
     def pad(self, work: Sequence[Work]) -> Sequence[Run]:
         """Padding that makes this step faster, if any; see `padding.py` and `passes.py`.
 
-        None if a prompt has tokens left, which fill the step better. Idle cells are evicted for it if the gain
-        exceeds the time to compute them again.
+        There is none if a prompt has tokens left, which fill the step better.
         """
         if self._is_chunked or not work:
             return ()
@@ -171,7 +172,7 @@ class StepPlanner:
             return self._pad_unified(work)
         if all(len(each.run.tokens) == 1 for each in work):
             settings = self._cache.settings
-            held = {seq: self._cache.length(seq) for seq in range(settings.n_seqs)}
+            held = {seq: self._cache.length(seq) for seq in range(settings.n_slots)}
             free = {seq: n for seq, n in held.items() if n < settings.seq_cells}
             return self._passes.fill([each.run.seq for each in work], free)
         if len(work) > 1:
@@ -184,6 +185,7 @@ class StepPlanner:
         return (padding,) if end + len(padding.tokens) <= self._cache.settings.seq_cells else ()
 
     def _pad_unified(self, work: Sequence[Work]) -> Sequence[Run]:
+        """Idle cells are evicted for padding if the gain exceeds the time to compute them again."""
         spans = [(each.run.start, len(each.run.tokens)) for each in work]
         gain = self._padding.gain_ms(spans, self._cache.cells.used)
         if not gain:

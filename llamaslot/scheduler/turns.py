@@ -24,11 +24,13 @@ MAX_OVERTAKEN = 3
 class NoTurns:
     """Null implementation, where steps may have runs of any lengths: most models, in a unified pool."""
 
-    def next(self, loaded: Sequence[Request], able: Sequence[Request], n_pending: Callable[[Request], int]) -> Turn:
+    def next(
+        self, loaded: Sequence[Request], able: Sequence[Request], n_pending: Callable[[Request], int], now: float
+    ) -> Turn:
         """Return a turn for all the `loaded` requests."""
         return Turn(loaded)
 
-    def commit(self, turn: Turn, seconds: float) -> None:
+    def commit(self, turn: Turn) -> None:
         """Do nothing: no request waits for a turn."""
 
 
@@ -46,35 +48,41 @@ class PromptTurns:
         self._chunks = chunks
         self._n_overtaken = 0
         """Steps with another prompt than the first one, since that had its last turn."""
-        self._waited_s: float | None = None
-        """Time of the steps of prompts that streams have waited for; None if their last step was for them."""
+        self._waiting_since: float | None = None
+        """When the first of the steps was planned that streams have waited for; None if the last one was theirs."""
 
-    def next(self, loaded: Sequence[Request], able: Sequence[Request], n_pending: Callable[[Request], int]) -> Turn:
+    def next(
+        self, loaded: Sequence[Request], able: Sequence[Request], n_pending: Callable[[Request], int], now: float
+    ) -> Turn:
         """Return the turn of the next step, of `able` requests: those that may run, by share."""
         pending = {request.id: n_pending(request) for request in able}
         streams = [request for request in able if request.is_stream(pending[request.id])]
-        prompts = [request for request in able if request not in streams]
-        longer = [request for request in prompts if pending[request.id] > 1]
-        if not longer:
+        prompts = [request for request in able if not request.is_stream(pending[request.id])]
+        if not prompts:
             return Turn(loaded)
-        first = longer[0]
-        chosen = first if self._n_overtaken == MAX_OVERTAKEN else min(longer, key=lambda each: pending[each.id])
-        # The last token of a prompt is computed together with those of streams, in one pass.
-        if len(longer) < len(prompts) or not self._can_wait(len(streams), pending[chosen.id]):
-            return Turn([request for request in loaded if request not in longer])
+        first = prompts[0]
+        chosen = first if self._n_overtaken == MAX_OVERTAKEN else min(prompts, key=lambda each: pending[each.id])
+        waited_s = now - self._waiting_since if self._waiting_since is not None else None
+        if waited_s is not None and not self._can_wait(streams, waited_s, pending[chosen.id]):
+            others = {request.id for request in prompts}
+            return Turn([request for request in loaded if request.id not in others], waited_s=waited_s)
         n_overtaken = 0 if chosen is first else self._n_overtaken + 1
-        return Turn([chosen], n_waiting=len(streams), waited_s=self._waited_s, n_overtaken=n_overtaken)
+        since = self._waiting_since if waited_s is not None else now
+        return Turn(
+            [chosen], n_waiting=len(streams), waiting_since=since, waited_s=waited_s, n_overtaken=n_overtaken
+        )
 
-    def _can_wait(self, n_streams: int, n_prompt: int) -> bool:
-        """True if streams can wait for a query block of a prompt, or all that it has left."""
-        if not n_streams or self._waited_s is None:
-            return True
-        limit = self._chunks.limit(0, n_waiting=n_streams, waited_s=self._waited_s)
+    def _can_wait(self, streams: Sequence[Request], waited_s: float, n_prompt: int) -> bool:
+        """True if streams can wait on, for a query block of a prompt or for all that it has left."""
+        # One that was cached whole is a stream from the start, and has no first token yet.
+        if any(not stream.n_generated for stream in streams):
+            return False
+        limit = self._chunks.limit(0, n_waiting=len(streams), waited_s=waited_s)
         return limit >= min(n_prompt, self._chunks.block(0))
 
-    def commit(self, turn: Turn, seconds: float) -> None:
-        """Record that a step with this turn was carried out, in so many seconds."""
-        self._waited_s = (self._waited_s or 0.0) + seconds if turn.n_waiting else None
+    def commit(self, turn: Turn) -> None:
+        """Record that a step with this turn was carried out."""
+        self._waiting_since = turn.waiting_since if turn.n_waiting else None
         if turn.n_overtaken is not None:
             self._n_overtaken = turn.n_overtaken
 
@@ -99,7 +107,9 @@ class RunTurns:
         self._order: list[str] = []
         """Ids of the other requests that had longer runs then, the next one first."""
 
-    def next(self, loaded: Sequence[Request], able: Sequence[Request], n_pending: Callable[[Request], int]) -> Turn:
+    def next(
+        self, loaded: Sequence[Request], able: Sequence[Request], n_pending: Callable[[Request], int], now: float
+    ) -> Turn:
         """Return the turn of the next step, of `able` requests: those that may run, by share.
 
         `loaded` requests have no KV to load any more. `n_pending` gives the number of tokens that a request has to
@@ -121,7 +131,7 @@ class RunTurns:
         long_runs = (request.id, *(other.id for other, _ in longer))
         return Turn([request], long_runs, is_forced, n_waiting=len(single) + n_forced - is_forced)
 
-    def commit(self, turn: Turn, seconds: float) -> None:
+    def commit(self, turn: Turn) -> None:
         """Record that a step with this turn was carried out."""
         self._last_had_long_run = bool(turn.long_runs)
         if turn.long_runs:

@@ -87,7 +87,7 @@ SELDOM = (
     *("copied between partitions", "partitioned", "unified again"),
     *("losses for RAM", "losses for cells", "slots saved", "slots restored", "padded steps"),
     *("padded steps with extra ones", "looked for idle prefixes that slow prompts", "wrote everything at the end"),
-    *("dropped: everything", "dropped: namespace"),
+    *("dropped: everything", "dropped: namespace", "padded in a partition", "rows between streams"),
 )
 """Events that must come up in a long run."""
 
@@ -242,6 +242,7 @@ class CacheMachine(RuleBasedStateMachine):
             patch.start()
         low, high = self.pools
         name = self.layouts[layout % len(self.layouts)]
+        assert name in CacheMachine.layouts, f"unknown layout {name}"
         n_ctx = int(low + share * (high - low)) // n_slots * n_slots
         n_ubatch = int(self.ubatches[0] + batch * (self.ubatches[1] - self.ubatches[0]))
         n_spare = n_spare + self.more_spare if name in ("shared", "changing") else 0

@@ -124,7 +124,20 @@ def test_in_a_partitioned_pool_a_prompt_fills_whole_query_blocks_while_streams_w
 def test_prompts_between_two_steps_of_streams_share_the_gap() -> None:
     sizer = taught(decode_ms=10, token_ms=0.5, unified=False)
     limits = [sizer.limit(0, n_waiting=4, waited_s=waited) for waited in (None, 0.0, 0.032, 0.06, 0.085, 0.091)]
-    assert limits == [3 * QUERY_BLOCK, 3 * QUERY_BLOCK, 2 * QUERY_BLOCK, QUERY_BLOCK, 16, 0]
+    assert limits == [3 * QUERY_BLOCK, 3 * QUERY_BLOCK, 2 * QUERY_BLOCK, QUERY_BLOCK, 0, 0]
+
+
+def test_streams_that_have_waited_do_not_wait_for_the_smallest_chunk_where_that_takes_too_long() -> None:
+    sizer = taught(decode_ms=10, token_ms=5.0, unified=False)
+    assert sizer.limit(0, n_waiting=4, waited_s=0.03) == 16
+    assert sizer.limit(0, n_waiting=4, waited_s=0.04) == 0
+
+
+def test_a_rest_is_not_added_to_a_chunk_that_streams_wait_for_already() -> None:
+    apart = ChunkSizer(n_ubatch=512, gap_ms=100.0, unified=False)
+    assert apart.without_short_rest(64, 100, 0) == 100
+    assert apart.without_short_rest(64, 100, 0, may_grow=False) == 64
+    assert apart.without_short_rest(128, 150, 0, may_grow=False) == 64
 
 
 def test_streams_that_take_the_gap_alone_wait_for_one_step_of_a_prompt() -> None:

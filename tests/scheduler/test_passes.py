@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 import pytest
 
-from llamaslot.base.backend import Run
+from llamaslot.base.backend import Decoded, Run
 from llamaslot.base.kv_ops import Remove
 from llamaslot.base.model import StepCost
 from llamaslot.scheduler.passes import MIN_SPEEDUP, Passes, groups
-from tests.scheduler.test_scheduler import Driver, generated
+from tests.scheduler.test_scheduler import DECODE_SECONDS, Driver, TimedBackend, generated
 
 COST = StepCost(step_us=3200.0, token_us=110.0, token_cell_us=0.45, block_us=1e4, block_cell_us=10.0)
 """The shape of 60M parameters on two cores."""
@@ -128,3 +130,41 @@ def test_a_prompt_that_waits_between_two_streams_is_continued_where_it_was() -> 
     beside = [run.start for plan in driver.plans for run in plan.padding if run.seq == 1]
     assert any(0 < start < 400 for start in beside)
     assert prompt.n_prompt_computed == 400
+
+
+class PassesBackend(TimedBackend):
+    """A fake model whose steps of single tokens take what their passes do."""
+
+    def decode(self, runs: Sequence[Run]) -> Decoded:
+        decoded = super().decode(runs)
+        if all(len(run.tokens) == 1 for run in runs):
+            self.now += milliseconds([run.seq for run in runs]) / 1e3 - DECODE_SECONDS
+        return decoded
+
+
+def test_the_rows_are_learned_from_the_steps_of_a_scheduler() -> None:
+    driver = Driver(backend=PassesBackend(n_slots=8, n_ctx=8 * 1024, unified=False), step_cost=COST)
+    for seq in range(8):
+        driver.run(f"{seq}" * 400, id_slot=seq)
+    streams = [driver.submit(f"{seq}" * 400, max_tokens=500, id_slot=seq) for seq in (0, 2, 4, 6)]
+    driver.finish(*streams)
+    rows = [len(plan.work) + len(plan.padding) for plan in driver.plans if len(plan.work) == 4]
+    assert rows[0] == 7, "by the costs alone"
+    assert rows[100:].count(8) > 0.9 * len(rows[100:])
+
+
+@pytest.mark.parametrize("is_measured", [True, False])
+def test_streams_are_joined_once_the_pool_is_partitioned_and_the_costs_are_measured(*, is_measured: bool) -> None:
+    cost = StepCost(step_us=1e6, token_us=0.0, token_cell_us=0.0, block_us=1e9, block_cell_us=0.0)
+    backend = TimedBackend(n_slots=3, n_ctx=3 * 512, n_ubatch=128, may_partition=True)
+    driver = Driver(backend=backend, step_cost=cost if is_measured else None)
+    scheduler = driver.scheduler
+    backend.set_layout(unified=False)
+    scheduler.set_layout(
+        msgspec.structs.replace(backend.info, step_cost=cost if is_measured else None), backend.n_seqs
+    )
+    if not is_measured:
+        scheduler.learn(msgspec.structs.replace(backend.info, step_cost=cost), scheduler.cache.settings)
+    streams = [driver.submit(letter * 20, max_tokens=10, id_slot=slot) for letter, slot in (("a", 0), ("b", 2))]
+    driver.finish(*streams)
+    assert any([run.seq for run in plan.padding] == [1] for plan in driver.plans)

@@ -15,7 +15,7 @@ import pytest
 from llamaslot.base.backend import Decoded, Run, Status
 from llamaslot.base.commands import Submit
 from llamaslot.base.generation.sampling import Sampling
-from llamaslot.base.kv_ops import Copy, Remove, Save
+from llamaslot.base.kv_ops import Copy, Load, Operation, Remove, Save
 from llamaslot.base.model import QUERY_BLOCK, StepCost
 from llamaslot.base.namespaces import salt_namespace
 from llamaslot.base.prompt import TokenizedPrompt
@@ -365,14 +365,73 @@ def test_a_slow_stream_of_a_partitioned_pool_waits_for_one_step_of_a_prompt() ->
     assert {*map(tuple, served)} == {(stream,), (prompt,)}
 
 
-def test_the_last_token_of_a_prompt_in_a_partitioned_pool_is_computed_with_those_of_streams() -> None:
-    driver = Driver(n_slots=4, n_ctx=4 * 1024, n_ubatch=256, unified=False)
+def test_a_cached_prompt_of_a_partitioned_pool_has_its_first_token_after_one_chunk_of_another() -> None:
+    """However long the gap is; and one chunk lies between each two of such prompts."""
+    driver = Driver(n_slots=4, n_ctx=4 * 1024, n_ubatch=64, unified=False, gap_ms=1e6)
     stream = driver.submit("s" * 4, max_tokens=-1)
     driver.step()
     driver.run("h" * 300)
-    long, cached = driver.submit("l" * 900), driver.submit("h" * 300)
-    assert [each.request for each in driver.step().work] == [stream, cached]
-    assert [each.request for each in driver.step().work] == [long]
+    long = driver.submit("l" * 900)
+    driver.step()
+    for _ in range(3):
+        cached = driver.submit("h" * 300)
+        served = [[each.request for each in driver.step().work] for _ in range(2)]
+        assert served in ([[stream, cached], [long]], [[long], [stream, cached]])
+        assert cached.state is RequestState.DONE
+
+
+def test_what_is_loaded_for_prompts_counts_for_the_gap_of_streams_that_wait() -> None:
+    """Each prompt has 60 ms of loading and 20 ms of computing, in a gap of 125 ms."""
+    driver = Driver(
+        n_slots=6, n_ctx=6 * 1024, n_ubatch=256, unified=False, ram_bytes=10**6, prefill_us=1e3, load_us=1.0
+    )
+    heads = [letter * 200 for letter in "abcde"]
+    for head in heads:
+        driver.run(head)
+    driver.cache.evict(10**6)
+    stream = driver.submit("s" * 4, max_tokens=-1, id_slot=5)
+    for _ in range(3):
+        driver.step()
+    change = driver.backend.change
+
+    def slow(operation: Operation) -> None:
+        driver.backend.now += 0.06 * isinstance(operation, Load | Copy)
+        change(operation)
+
+    driver.backend.change = slow  # type: ignore[method-assign]
+    last, gaps = driver.backend.now, []
+    # They come one after the other: those that come at once are loaded at once.
+    prompts = []
+    for head in heads:
+        prompts.append(driver.submit(head + "x" * 20, max_tokens=2))
+        if stream in [each.request for each in driver.step().work]:
+            gaps.append(driver.backend.now - last)
+            last = driver.backend.now
+    assert gaps
+    assert max(gaps) < 0.125 + 2 * 0.06, "the gap, and a load in the step that exceeds it and in the streams' own"
+    driver.finish(*prompts)
+    assert sum(prompt.n_loaded + prompt.n_copied for prompt in prompts) >= 5 * 190
+
+
+@pytest.mark.parametrize("gap_ms", [20, 60, 200])
+def test_forced_tokens_of_a_partitioned_pool_fit_the_micro_batch_and_what_is_left_of_the_gap(gap_ms: float) -> None:
+    cost = StepCost(step_us=1e6, token_us=1e3, token_cell_us=1e3, block_us=0.0, block_cell_us=0.0)
+    driver = Driver(n_slots=4, n_ctx=4 * 1024, n_ubatch=64, unified=False, step_cost=cost, gap_ms=gap_ms)
+    streams = [driver.submit(letter * 4, max_tokens=-1) for letter in "abc"]
+    while not all(stream.n_generated > 2 for stream in streams):
+        driver.step()
+    prompt = driver.submit("p" * 900, max_tokens=3)
+    last, gaps = driver.backend.now, []
+    while prompt.state is not RequestState.DONE:
+        if driver.held(streams[0]) == len(streams[0].tokens) - 1:
+            for token in b"forced" * 15:
+                streams[0].add_token(token, driver.backend.now, forced=True)
+        if prompt not in [work.request for work in driver.step().work]:
+            gaps.append(driver.backend.now - last)
+            last = driver.backend.now
+    assert all(plan.n_tokens <= 64 for plan in driver.plans)
+    # Its first block may take half as long again, and it may take as long as the streams' own steps.
+    assert max(gaps) < 1.5 * max(gap_ms / 1e3, 64 * PROMPT_TOKEN_SECONDS + DECODE_SECONDS)
 
 
 def test_a_partitioned_layout_gives_each_slot_its_own_cells() -> None:
