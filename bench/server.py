@@ -71,12 +71,18 @@ class Server:
             await self.crash()
 
 
-def llamaslot(model: Path | None = None, *flags: str, checkout: Path | None = None) -> list[str]:
-    """The command that serves `model` with this project's server, imported from `checkout` if one is given."""
+def llamaslot(
+    model: Path | None = None, *flags: str, checkout: Path | None = None, measurements: Path | None = None
+) -> list[str]:
+    """The command that serves `model` with this project's server, imported from `checkout` if one is given.
+
+    What such a server measures at start is kept in the folder `measurements`.
+    """
     command = [sys.executable, "-m", "llamaslot.cli.main", "serve"]
     if checkout is not None:
         # -P keeps the working directory out of the path: it may hold another version of the package.
-        command = ["env", f"PYTHONPATH={checkout}", sys.executable, "-P", *command[1:]]
+        home = () if measurements is None else (f"XDG_CACHE_HOME={measurements}",)
+        command = ["env", f"PYTHONPATH={checkout}", *home, sys.executable, "-P", *command[1:]]
     return [*command, *(() if model is None else ("-m", str(model))), *flags]
 
 

@@ -76,7 +76,8 @@ class ServerSetup:
         if self.kind == "llama-server":
             command = [str(build.llama_server()), "-m", str(common.model)]
         elif self.kind == "llamaslot":
-            command = llamaslot(common.model, checkout=self.checkout)
+            # Each version would keep what it measured on another day for a week. So all runs measure anew.
+            command = llamaslot(common.model, checkout=self.checkout, measurements=folder / "measurements")
             more = more if more and more[0] in llamaslot_flags(self.checkout) else ()
         else:
             raise BenchmarkError(f"there is no server of the kind {self.kind}")
