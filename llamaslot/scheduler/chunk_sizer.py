@@ -8,7 +8,8 @@ The cost of a token depends on how many there are in a step (`StepCost`): 64 tok
 costs of steps below and above `QUERY_BLOCK` are learned apart, or small chunks would make the next ones smaller
 still.
 
-In a partitioned pool prompts have steps of their own (`turns.py`): those between two of streams share the gap.
+In a partitioned pool prompts have steps of their own (`turns.py`). Those between two steps of streams share the
+gap, and only the first of them may take as long as the streams' step where that leaves no gap.
 """
 
 from __future__ import annotations
@@ -39,27 +40,33 @@ class ChunkSizer:
         self._alone: float | None = None
         """Seconds per prompt token in a step without streams; in a partitioned pool, of those that fill a block."""
         self._small: float | None = None
-        """Seconds that a prompt token adds to a step that it shares with streams, or that they wait for in a
-        partitioned pool, if the prompt fills no query block.
+        """Seconds per prompt token that fills no query block, in steps that delay streams: beside them, or in a
+        partitioned pool before them.
         """
         self._large: _LinearCost | None = None
-        """Seconds that prompt tokens add to such a step if they fill a query block."""
+        """Seconds of the prompt tokens of such a step if they fill a query block."""
 
     def limit(self, n_decoding: int, *, n_waiting: int = 0, waited_s: float | None = None) -> int:
-        """Prompt tokens that the next step may take beside `n_decoding` streams.
+        """Return how many prompt tokens the next step may have beside `n_decoding` streams.
 
-        `n_waiting` others wait for its end. With `waited_s`, they have waited for such steps already, and if it has
-        no tokens, it is their turn.
+        `n_waiting` other streams wait for its end. `waited_s` is how long streams have waited for steps of
+        prompts since their own last one, None before the first: the next must fit into the rest of the
+        gap, and the limit is 0 if not even the smallest chunk does.
         """
         whole = self._n_ubatch - n_decoding
         if n_decoding + n_waiting == 0:
             return whole
         decode = self._decode_seconds(n_decoding + n_waiting)
-        # Where a step without prompts already takes most of the gap, they may still double the time between tokens.
-        allowed = self._gap_s - decode - waited_s if waited_s is not None else max(self._gap_s - decode, decode)
+        allowed = self._gap_s - decode - (waited_s or 0.0)
+        if waited_s is None:
+            # Streams that take most of the gap alone would leave none: prompts may double their interval, once.
+            allowed = max(allowed, decode)
+        elif allowed <= 0:
+            return 0
         n = max(min(self._chunk(allowed, n_decoding), whole), min(MIN_CHUNK, whole))
-        is_late = waited_s is not None and self._chunk_seconds(n, n_decoding) > FIRST_BLOCK_FACTOR * allowed
-        return 0 if is_late or allowed <= 0 else n
+        if waited_s is not None and self._chunk_seconds(n, n_decoding) > FIRST_BLOCK_FACTOR * allowed:
+            return 0
+        return n
 
     def block(self, n_decoding: int) -> int:
         """Prompt tokens that fill a query block beside `n_decoding` streams, as far as a micro-batch has them."""
@@ -68,8 +75,10 @@ class ChunkSizer:
         return min(QUERY_BLOCK, self._n_ubatch - n_decoding)
 
     def without_short_rest(self, limit: int, n_left: int, n_decoding: int, *, may_grow: bool = True) -> int:
-        """Move a limit of whole query blocks by at most one, so that of a prompt's `n_left` tokens no smaller rest
-        is left: in a partitioned pool it would be computed alone, and take longer than a block.
+        """Move a limit of whole query blocks by at most one, so that of a prompt's `n_left` tokens no rest smaller
+        than a block is left: in a partitioned pool that needs a step of its own, which takes longer than a block.
+
+        `may_grow` is false where streams have waited already: then the limit is only made shorter.
         """
         block = self.block(n_decoding)
         if self._unified or limit < block or not 0 < n_left - limit < block:
@@ -101,9 +110,11 @@ class ChunkSizer:
         if n_prefill < MIN_OBSERVED_TOKENS:
             return
         is_small = n_prefill < self.block(n_decoding)
-        if not n_decoding and (self._unified or not is_small):
+        # In a partitioned pool, streams wait for the steps of prompts.
+        delays_streams = n_decoding > 0 or not self._unified
+        if not n_decoding and not (delays_streams and is_small):
             self._alone = _blend(self._alone, added / n_prefill)
-        if not n_decoding and self._unified:
+        if not delays_streams:
             return
         if is_small:
             self._small = _blend(self._small, added / n_prefill)

@@ -26,7 +26,6 @@ class Padding:
 
     def __init__(self, cost: StepCost | None, n_ubatch: int) -> None:
         self._cost = cost if n_ubatch >= QUERY_BLOCK else None
-        self.n_ubatch = n_ubatch
 
     @staticmethod
     def run(n_tokens: int, seq: int, start: int = 0) -> Run:

@@ -1,11 +1,12 @@
-"""Passes of a step of single tokens in a partitioned pool, and rows that are computed only to have fewer of them.
+"""Dummy rows that join the streams of a partitioned pool to fewer passes.
 
-llama.cpp computes tokens of several slots together only where their ids follow one another (fact 3). Streams in
-slots 0, 1, 3 and 6 take three passes over the weights, which all the slots from 0 to 7 take in one: a row that
-computes nothing of use may cost less than a pass. A pass of eight rows even takes less than one of seven, where
-llama.cpp's kernels compute four rows together (fact 36).
+llama.cpp computes tokens of several slots in one pass only where the slots' ids follow one another (fact 3).
+Streams in slots 0, 1, 3 and 6 take three passes over the weights; a token in each of the slots 0 to 7 takes one.
+A dummy row may cost less than a pass, and a pass of eight rows even less than one of seven, because llama.cpp's
+kernels compute four rows together (fact 36).
 
-How long a pass takes is learned by its number of rows. Estimates usually begin below that, so each number is tried.
+The time of a pass is learned by its number of rows. The first estimates (`StepCost`) are usually too low, so each
+number of rows is tried.
 """
 
 from __future__ import annotations
@@ -20,17 +21,17 @@ from llamaslot.base.model import StepCost
 MIN_SPEEDUP = 1.05
 """Factor by which a step must become faster."""
 MAX_STREAMS = 32
-"""Streams up to which rows are chosen: the time that it takes grows with their square."""
+"""Streams up to which rows are chosen: the time that this takes grows with the cube of their number."""
 _ROWS_OF_KERNEL = 4
 """Rows that llama.cpp's matrix kernels for CPUs compute together."""
 _NEWEST_WEIGHT = 0.2
 """Weight of the newest observation."""
 _DECAY = 0.999
-"""Factor on all estimates, less their first values, with each step: a passing slowdown must not rule one out."""
+"""Factor on `_excess` with each step, so that a passing slowdown does not rule out a number of rows."""
 
 
 class Passes:
-    """Chooses rows that join streams to fewer passes, by `cost`; without one, none."""
+    """Chooses dummy rows for a step of streams by `cost`; none without a cost."""
 
     def __init__(self, cost: StepCost | None, n_slots: int) -> None:
         self._cost = cost
@@ -39,9 +40,9 @@ class Passes:
         """Milliseconds that passes of a number of rows take longer than `cost` says."""
 
     def fill(self, streams: Sequence[int], held: Mapping[int, int]) -> list[Run]:
-        """Return the runs that join `streams`, the slots of streams in order, in slots between and beside them.
+        """Return a dummy token for each slot that joins `streams`, their slots in order, to faster passes.
 
-        `held` has the tokens of every slot that has a cell free.
+        `held` has the number of tokens of each slot that has a cell free.
         """
         if self._cost is None or not 1 < len(streams) <= MAX_STREAMS:
             return []
@@ -62,17 +63,17 @@ class Passes:
                 )
             )
         ms, passes = best[-1]
-        if ms * MIN_SPEEDUP > sum(self._ms(seqs, held) for seqs in groups(streams)):
+        if ms * MIN_SPEEDUP > sum(self._ms(seqs, held) for seqs in adjacent(streams)):
             return []
-        fillers = [seq for seqs in passes for seq in seqs if seq not in streams]
-        return [Run(seq, held[seq], np.zeros(1, dtype=np.int32), output=False) for seq in fillers]
+        dummies = [seq for seqs in passes for seq in seqs if seq not in streams]
+        return [Run(seq, held[seq], np.zeros(1, dtype=np.int32), output=False) for seq in dummies]
 
     def observe(self, runs: Sequence[Run], seconds: float) -> None:
         """Learn from a step of these runs of one token each."""
         if self._cost is None:
             return
         held = {run.seq: run.start for run in runs}
-        passes = groups(sorted(held))
+        passes = adjacent(sorted(held))
         error = 1e3 * seconds - sum(self._ms(seqs, held) for seqs in passes)
         for n in self._excess:
             self._excess[n] *= _DECAY
@@ -81,7 +82,9 @@ class Passes:
             self._excess[n] = self._excess.get(n, 0.0) + _NEWEST_WEIGHT * error / len(passes)
 
     def _ranges(self, streams: Sequence[int], first: int, last: int) -> list[range]:
-        """Sequences of a pass of some streams: as few as possible, and as many as fill up the rows of kernels."""
+        """Return the candidates for a pass of some streams: the fewest slots, and as many as fill up the rows of
+        kernels if there are.
+        """
         seqs = range(streams[first], streams[last] + 1)
         end = streams[last + 1] - 1 if last + 1 < len(streams) else self._n_slots
         n_more = -len(seqs) % _ROWS_OF_KERNEL
@@ -89,7 +92,7 @@ class Passes:
         # Sequences before it may be in the pass before.
         n_before = n_more - n_after if first == 0 else 0
         wider = range(max(seqs.start - n_before, 0), seqs.stop + n_after)
-        return [seqs, wider] if len(wider) % _ROWS_OF_KERNEL == 0 != n_more else [seqs]
+        return [seqs, wider] if n_more and len(wider) % _ROWS_OF_KERNEL == 0 else [seqs]
 
     def _ms(self, seqs: range, held: Mapping[int, int]) -> float:
         """Milliseconds of a pass."""
@@ -98,8 +101,8 @@ class Passes:
         return max(expected + self._excess.get(len(seqs), 0.0), 0.0)
 
 
-def groups(seqs: Sequence[int]) -> list[range]:
-    """Return the runs of ids that follow one another, of ids in order."""
+def adjacent(seqs: Sequence[int]) -> list[range]:
+    """Group ids, which are in order, into ranges of adjacent ones."""
     result: list[range] = []
     for seq in seqs:
         if result and result[-1].stop == seq:

@@ -126,6 +126,7 @@ class Scheduler:
         self._layout = LayoutChoice(self.cache, self.admission)
         self.reuse = ReuseStats()
         self._padding = _padding(info, cache_settings)
+        # Costs are measured only for models whose sequences can be trimmed, so dummy rows can be removed.
         self._passes = Passes(info.step_cost, info.n_slots)
         self._turns = _turns(info, cache_settings, self.chunks)
         self.deadlines = Deadlines()
@@ -211,7 +212,7 @@ class Scheduler:
         for request in self.admitted:
             self.cache.remote.unpin(request.id)
         able = [request for request in suspects[:1] or by_share(running) if request in loaded]
-        turn = self._turns.next(loaded, able, self._n_pending, now)
+        turn = self._turns.next(able, self._n_pending, now)
         ready = self._taker.take_due(turn.requests, self.queue)
         n_prefill = sum(n for request in ready if not request.is_stream(n := self._n_pending(request)) and n > 1)
         self.cache.offload_idle(n_prefill, lambda: map(self.admission.match, self.queue))

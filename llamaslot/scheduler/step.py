@@ -51,7 +51,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """The requests that one step may compute tokens of; `turns.py` has those that it leaves out."""
+    """The requests that one step may compute tokens of, as `turns.py` chose them."""
 
     requests: Sequence[Request] = ()
     long_runs: tuple[str, ...] = ()
@@ -63,11 +63,13 @@ class Turn:
     n_waiting: int = 0
     """Streams that this step leaves out: they wait for its end."""
     waiting_since: float | None = None
-    """When the first step was planned that they wait for, on the caller's clock."""
+    """Of `PromptTurns`: when the first of the steps was planned that these streams wait for."""
     waited_s: float | None = None
-    """Seconds that streams, of this step or left out, have waited for such steps; None if they have not."""
+    """Seconds that streams have waited for steps of prompts since their own last one; None before the first."""
     n_overtaken: int | None = None
-    """Steps for other prompts since the first one had its last, this one included; None if it is for no prompt."""
+    """Of `PromptTurns`: steps for other prompts since the first one had its last, this one included; None in a step
+    of streams.
+    """
 
 
 @dataclass(slots=True)

@@ -70,7 +70,7 @@ class StepPlanner:
     def grant(self, requests: Sequence[Request], *, turn: Turn) -> list[Work]:
         """Work of this step for some of the running requests, in their order; it is ordered by sequence id.
 
-        `turn` says which streams wait for the end of this step.
+        `turn` says how many streams wait for the end of this step, and how long they have.
         """
         pending = {r.id: len(r.tokens) - self._cache.length(r.slot) for r in requests}
         streams = {r.id for r in requests if r.is_stream(pending[r.id])}
@@ -162,30 +162,36 @@ class StepPlanner:
                 return 0
 
     def pad(self, work: Sequence[Work]) -> Sequence[Run]:
-        """Padding that makes this step faster, if any; see `padding.py` and `passes.py`.
+        """Return padding that makes this step faster, if any (`padding.py`, `passes.py`).
 
-        There is none if a prompt has tokens left, which fill the step better.
+        None while a request of this step has tokens left over: these fill a step better.
         """
         if self._is_chunked or not work:
             return ()
-        if self._cache.settings.unified:
-            return self._pad_unified(work)
+        return self._pad_unified(work) if self._cache.settings.unified else self._pad_parts(work)
+
+    def _pad_parts(self, work: Sequence[Work]) -> Sequence[Run]:
+        """Return rows that join streams to fewer passes, or padding behind a prompt that has the step to itself."""
+        settings = self._cache.settings
         if all(len(each.run.tokens) == 1 for each in work):
-            settings = self._cache.settings
-            held = {seq: self._cache.length(seq) for seq in range(settings.n_slots)}
-            free = {seq: n for seq, n in held.items() if n < settings.seq_cells}
+            held = {slot: self._cache.length(slot) for slot in range(settings.n_slots)}
+            free = {slot: n for slot, n in held.items() if n < settings.seq_cells}
             return self._passes.fill([each.run.seq for each in work], free)
         if len(work) > 1:
+            # One has forced tokens, which llama.cpp computes in further passes.
             return ()
         run = work[0].run
         n, end = len(run.tokens), run.start + len(run.tokens)
         if not self._padding.gain_ms([(run.start, n)], self._cache.cells.used):
             return ()
         padding = self._padding.run(n, run.seq, end)
-        return (padding,) if end + len(padding.tokens) <= self._cache.settings.seq_cells else ()
+        return (padding,) if end + len(padding.tokens) <= settings.seq_cells else ()
 
     def _pad_unified(self, work: Sequence[Work]) -> Sequence[Run]:
-        """Idle cells are evicted for padding if the gain exceeds the time to compute them again."""
+        """Return padding in the scratch sequence.
+
+        Idle cells are evicted for it if the gain exceeds the time to compute them again.
+        """
         spans = [(each.run.start, len(each.run.tokens)) for each in work]
         gain = self._padding.gain_ms(spans, self._cache.cells.used)
         if not gain:

@@ -1,4 +1,4 @@
-"""Turns of prompts, where a step may not have several of any lengths.
+"""Which requests a step may be for, where llama.cpp does not compute runs of any lengths together.
 
     NoTurns        a step has all requests
     PromptTurns    streams, or one prompt: a partitioned pool
@@ -24,11 +24,9 @@ MAX_OVERTAKEN = 3
 class NoTurns:
     """Null implementation, where steps may have runs of any lengths: most models, in a unified pool."""
 
-    def next(
-        self, loaded: Sequence[Request], able: Sequence[Request], n_pending: Callable[[Request], int], now: float
-    ) -> Turn:
-        """Return a turn for all the `loaded` requests."""
-        return Turn(loaded)
+    def next(self, able: Sequence[Request], n_pending: Callable[[Request], int], now: float) -> Turn:
+        """Return a turn for all the `able` requests."""
+        return Turn(able)
 
     def commit(self, turn: Turn) -> None:
         """Do nothing: no request waits for a turn."""
@@ -37,11 +35,12 @@ class NoTurns:
 class PromptTurns:
     """Turns of prompts in a partitioned pool: a step computes streams, or a single prompt.
 
-    llama.cpp computes the tokens of several slots together only as far as their numbers are equal (fact 3). What is
-    left of two prompts then are small pieces, which take as long as large ones, and a prompt beside streams takes
-    what both take one after the other. So prompts come first, while streams can wait (`ChunkSizer.limit`): a short
-    one has its first token before the streams' next step, and new tokens of streams come at the same intervals.
-    Every fourth prompt's step is for the first prompt, the others for the one with the fewest tokens left.
+    llama.cpp computes tokens of several slots together only as far as their numbers are equal (fact 3). So two
+    prompts in one step are computed in small pieces, and a prompt beside streams takes as long as two steps.
+    A prompt therefore has a step of its own, and goes first while the streams can still keep to the gap
+    (`ChunkSizer.limit`): a short prompt gets its first token earlier, and the streams' intervals stay the
+    same. Every fourth step of prompts is for the first one by share, the others for the one with the fewest
+    tokens left.
     """
 
     def __init__(self, chunks: ChunkSizer) -> None:
@@ -51,30 +50,27 @@ class PromptTurns:
         self._waiting_since: float | None = None
         """When the first of the steps was planned that streams have waited for; None if the last one was theirs."""
 
-    def next(
-        self, loaded: Sequence[Request], able: Sequence[Request], n_pending: Callable[[Request], int], now: float
-    ) -> Turn:
+    def next(self, able: Sequence[Request], n_pending: Callable[[Request], int], now: float) -> Turn:
         """Return the turn of the next step, of `able` requests: those that may run, by share."""
         pending = {request.id: n_pending(request) for request in able}
         streams = [request for request in able if request.is_stream(pending[request.id])]
         prompts = [request for request in able if not request.is_stream(pending[request.id])]
+        waited_s = None if self._waiting_since is None else now - self._waiting_since
         if not prompts:
-            return Turn(loaded)
+            return Turn(streams, waited_s=waited_s)
         first = prompts[0]
         chosen = first if self._n_overtaken == MAX_OVERTAKEN else min(prompts, key=lambda each: pending[each.id])
-        waited_s = now - self._waiting_since if self._waiting_since is not None else None
         if waited_s is not None and not self._can_wait(streams, waited_s, pending[chosen.id]):
-            others = {request.id for request in prompts}
-            return Turn([request for request in loaded if request.id not in others], waited_s=waited_s)
+            return Turn(streams, waited_s=waited_s)
+        since = now if self._waiting_since is None else self._waiting_since
         n_overtaken = 0 if chosen is first else self._n_overtaken + 1
-        since = self._waiting_since if waited_s is not None else now
         return Turn(
             [chosen], n_waiting=len(streams), waiting_since=since, waited_s=waited_s, n_overtaken=n_overtaken
         )
 
     def _can_wait(self, streams: Sequence[Request], waited_s: float, n_prompt: int) -> bool:
-        """True if streams can wait on, for a query block of a prompt or for all that it has left."""
-        # One that was cached whole is a stream from the start, and has no first token yet.
+        """True if the gap still allows a query block of a prompt, or all that it has left."""
+        # A prompt that was cached whole counts as a stream, and its user still waits for the first token.
         if any(not stream.n_generated for stream in streams):
             return False
         limit = self._chunks.limit(0, n_waiting=len(streams), waited_s=waited_s)
@@ -107,13 +103,10 @@ class RunTurns:
         self._order: list[str] = []
         """Ids of the other requests that had longer runs then, the next one first."""
 
-    def next(
-        self, loaded: Sequence[Request], able: Sequence[Request], n_pending: Callable[[Request], int], now: float
-    ) -> Turn:
+    def next(self, able: Sequence[Request], n_pending: Callable[[Request], int], now: float) -> Turn:
         """Return the turn of the next step, of `able` requests: those that may run, by share.
 
-        `loaded` requests have no KV to load any more. `n_pending` gives the number of tokens that a request has to
-        compute.
+        `n_pending` gives the number of tokens that a request has to compute.
         """
         pending = [(request, n_pending(request)) for request in able]
         single = [request for request, n in pending if n == 1]

@@ -251,8 +251,8 @@ def test_a_plan_that_is_not_carried_out_takes_no_turn() -> None:
 
     def carry_out(chosen: Request, single: list[Request], longer: list[Request]) -> None:
         able = [*single, *longer]
-        turn = turns.next(able, able, lambda request: 1 if request in single else 20, 0.0)
-        assert turn == turns.next(able, able, lambda request: 1 if request in single else 20, 0.0)
+        turn = turns.next(able, lambda request: 1 if request in single else 20, 0.0)
+        assert turn == turns.next(able, lambda request: 1 if request in single else 20, 0.0)
         assert [*turn.requests] == [chosen]
         assert turn.long_runs[:1] == (() if chosen is stream else (chosen.id,))
         turns.commit(turn)
@@ -269,7 +269,7 @@ def run_in_turns(turns: RunTurns, n_pending: dict[Request, int], forced: Request
     if forced is not None:
         forced.n_generated, forced.n_forced = 1, n_pending[forced] - 1
     able = list(n_pending)
-    turn = turns.next(able, able, lambda request: n_pending[request], 0.0)
+    turn = turns.next(able, lambda request: n_pending[request], 0.0)
     turns.commit(turn)
     return list(turn.requests)
 

@@ -13,7 +13,7 @@ import pytest
 from llamaslot.base.backend import Decoded, Run
 from llamaslot.base.kv_ops import Remove
 from llamaslot.base.model import StepCost
-from llamaslot.scheduler.passes import MIN_SPEEDUP, Passes, groups
+from llamaslot.scheduler.passes import MIN_SPEEDUP, Passes, adjacent
 from tests.scheduler.test_scheduler import DECODE_SECONDS, Driver, TimedBackend, generated
 
 COST = StepCost(step_us=3200.0, token_us=110.0, token_cell_us=0.45, block_us=1e4, block_cell_us=10.0)
@@ -27,7 +27,7 @@ def rows(seqs: list[int], held: int = 1800) -> list[Run]:
 
 
 def milliseconds(seqs: list[int]) -> float:
-    return sum(MEASURED_MS[len(each)] for each in groups(seqs))
+    return sum(MEASURED_MS[len(each)] for each in adjacent(seqs))
 
 
 def fastest(streams: list[int]) -> float:

@@ -434,6 +434,23 @@ def test_forced_tokens_of_a_partitioned_pool_fit_the_micro_batch_and_what_is_lef
     assert max(gaps) < 1.5 * max(gap_ms / 1e3, 64 * PROMPT_TOKEN_SECONDS + DECODE_SECONDS)
 
 
+def test_forced_tokens_after_the_last_prompt_of_a_partitioned_pool_share_its_gap() -> None:
+    driver = Driver(n_slots=2, n_ctx=2 * 1024, n_ubatch=256, unified=False, gap_ms=125.0)
+    stream = driver.submit("s" * 4, max_tokens=-1)
+    while stream.n_generated < 3:
+        driver.step()
+    prompt = driver.submit("p" * 90, max_tokens=1)
+    started = driver.backend.now
+    while prompt.state is not RequestState.DONE:
+        if prompt not in [work.request for work in driver.step().work]:
+            started = driver.backend.now
+    assert driver.backend.now - started > 0.05
+    for token in b"forced" * 15:
+        stream.add_token(token, driver.backend.now, forced=True)
+    driver.step()
+    assert driver.backend.now - started < 1.5 * 0.125
+
+
 def test_a_partitioned_layout_gives_each_slot_its_own_cells() -> None:
     driver = Driver(n_slots=2, n_ctx=64, n_ubatch=64, unified=False)
     requests = [driver.submit(letter * 24, max_tokens=-1) for letter in "ab"]
