@@ -448,7 +448,7 @@ def test_forced_tokens_after_the_last_prompt_of_a_partitioned_pool_share_its_gap
     for token in b"forced" * 15:
         stream.add_token(token, driver.backend.now, forced=True)
     driver.step()
-    assert driver.backend.now - started < 1.5 * 0.125
+    assert driver.backend.now - started < 1.2 * 0.125
 
 
 def test_a_partitioned_layout_gives_each_slot_its_own_cells() -> None:
