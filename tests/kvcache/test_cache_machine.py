@@ -1091,8 +1091,9 @@ class CacheMachine(RuleBasedStateMachine):
                 is_stream = len(asked.tokens) - len(self.backend.held[asked.slot]) == 1
                 assert not is_stream or asked in workers, "a stream was held up"
         assert sum(len(work.run.tokens) for work in plan.work) <= self.backend.info.n_ubatch
-        # What is public is loaded by the plan after the one that saves it.
-        moves = (Load,) if self.public is None else (Load, Save)
+        # What is public is loaded by the plan after the one that saves it. So is what was saved to make place, in
+        # another part, for what the request's slot held.
+        moves = (Load,) if self.public is None and self.backend.info.unified else (Load, Save)
         is_loading = any(isinstance(each, moves) for each in plan.operations)
         is_reading = any(asked.slot >= 0 for asked in self.living) and self.disk.reads
         assert plan.work or plan.preempted or is_loading or is_reading or not self.living, "nothing is done"
