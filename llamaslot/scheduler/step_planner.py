@@ -164,7 +164,7 @@ class StepPlanner:
     def pad(self, work: Sequence[Work]) -> Sequence[Run]:
         """Return padding that makes this step faster, if any (`padding.py`, `passes.py`).
 
-        None while a request of this step has tokens left over: these fill a step better.
+        There is none while a request of this step has tokens left over: these fill a step better.
         """
         if self._is_chunked or not work:
             return ()
