@@ -75,7 +75,7 @@ eval-demo: setup-bench ## test the memory of the embedded model
 dist: setup-dev ## a wheel and a source distribution in dist/, which need no checkout
 	$(BIN)/python -m build --no-isolation $(ARGS)
 
-size: setup-dev ## code lines and modules of the package, and its size limits
+size: setup-dev ## code lines, modules, functions and comments of the package by folder
 	$(BIN)/python -m bench size $(ARGS)
 
 clean: ## remove .venv and everything generated; built wheels stay in the cache (docs/install.md)

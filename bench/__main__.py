@@ -163,7 +163,7 @@ def _add_parts(commands: Any) -> None:
     _add_suite(commands.add_parser("llama-suite", help="llama-server's own tests against llamaslot"))
     _add_soak(commands.add_parser("soak", help="hours of mixed requests: does memory grow?"))
 
-    sizing = commands.add_parser("size", help="code lines and modules of the package, and its size limits")
+    sizing = commands.add_parser("size", help="code lines, modules, functions and comments by folder")
     sizing.add_argument("packages", nargs="*", type=Path, default=[size.PACKAGE], metavar="FOLDER")
     sizing.set_defaults(run=lambda options: size.run(options.packages))
 

@@ -1,4 +1,4 @@
-"""The size report counts code lines, and names every limit that is exceeded."""
+"""The size report counts code lines, comment lines and functions."""
 
 from __future__ import annotations
 
@@ -26,36 +26,32 @@ from bench.__main__ import main
     ],
 )
 def test_docstrings_comments_and_blank_lines_are_not_code(source: str, n: int) -> None:
-    assert size.code_lines(source) == n
+    assert size.sizes_of(source).code_lines == n
 
 
-def test_long_functions_and_classes_with_many_methods_are_named() -> None:
-    body = "\n".join(f"    x = {i}" for i in range(size.MAX_FUNCTION_LINES))
-    methods = "\n".join(f"    def m{i}(self): ..." for i in range(size.MAX_CLASS_METHODS + 1))
-    assert size.long_definitions(f"async def f():\n{body}\n") == ["1: function f has 71 lines (at most 70)"]
-    assert size.long_definitions(f"\nclass A:\n{methods}\n") == ["2: class A has 26 methods (at most 25)"]
-    assert size.long_definitions(f"class A:\n{methods}\n".replace("m25", "m24")) == []
+def test_docstrings_and_lines_with_only_a_comment_are_comment_lines() -> None:
+    source = '"""A module\nof two lines."""\n\n# a comment\nx = 1  # beside code\n'
+    assert size.sizes_of(source) == size.Sizes(code_lines=1, comment_lines=3)
+    assert size.sizes_of(source).comment_percentage == 75
 
 
-def test_a_report_has_folders_and_violations(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_functions_of_one_simple_statement_are_counted() -> None:
+    source = 'def f():\n    """Return one."""\n    return 1\n'
+    source += "class A:\n    async def g(self): ...\n    def h(self):\n        if self.x:\n            return 1\n"
+    sizes = size.sizes_of(source + "def two():\n    x = 1\n    return x\n")
+    assert (sizes.functions, sizes.one_statement) == (4, 2)
+
+
+def test_a_report_has_each_folder_and_limits_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     package = tmp_path / "package"
-    for folder in ("app", "many"):
-        (package / folder).mkdir(parents=True)
-    for i in range(size.MAX_FOLDER_MODULES + 1):
-        (package / "many" / f"m{i}.py").write_text("x = 1\n")
-    (package / "many" / "__init__.py").write_text('"""A folder."""\n')
-    for name in ("app/short.py", "long.py"):
-        (package / name).write_text("x = 1\n" * (size.MAX_FILE_LINES + (name == "long.py")))
-    report = size.measure(package)
-    assert report.code_lines == 15 + 400 + 401
-    assert {name: each.modules for name, each in report.folders.items()} == {
-        "package": 1,
-        "package/app": 1,
-        "package/many": 15,
+    (package / "app").mkdir(parents=True)
+    (package / "app" / "__init__.py").write_text('"""A folder."""\n')
+    (package / "app" / "short.py").write_text("x = 1\n" * 400)
+    (package / "long.py").write_text("x = 1\n" * 1401)
+    folders = size.measure(package)
+    assert {name: (each.modules, each.code_lines) for name, each in folders.items()} == {
+        "package": (1, 1401),
+        "package/app": (1, 400),
     }
-    assert report.violations == ["long.py: 401 lines (at most 400)", "package/many: 15 modules (at most 14)"]
-    assert main(["size", str(package)]) == 1
-    assert "816       17  in all" in capsys.readouterr().out
-    (package / "long.py").unlink()
-    (package / "many" / "m0.py").unlink()
     assert main(["size", str(package)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].split() == ["1,801", "2", "0", "0", "0", "total"]
