@@ -1,4 +1,4 @@
-"""KVCache: the prefix cache as scheduler and engine know it.
+"""KVCache: the interface of the prefix cache to scheduler and engine.
 
                          request: match -> acquire a slot -> load -> append ... -> release
                                     |
@@ -6,12 +6,12 @@
                                                        |
                                                        +-----> segment --> RAM, disk (`offload/`)
 
-The cache leads and the backend follows: each change is recorded as a KV operation, and the next step carries all of
-them out, in order, before it decodes. Disk jobs go out the same way, and their results come back by `on_io`. What a
-decode really computed comes back by `append` and `invalidate`.
+A plan changes the tree at once and records a KV operation for each change; the next step carries the operations out
+in order, before it decodes. Disk jobs are handed out the same way, and their results come back through `on_io`.
+What a decode really computed is reported by `append` and `invalidate`.
 
-A step: tick, acquire and load for requests, offload_idle, evict where the step lacks cells, maintain, then take the
-operations and jobs.
+Calls of a step: tick, acquire and load for requests, offload_idle, evict if the step lacks cells, maintain, then
+take the operations and jobs.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ from llamaslot.kvcache.tiers.tier_stats import disk_stats, ram_stats, tenant_sta
 from llamaslot.kvcache.tree_listing import tree_listing
 
 _NO_SEQ = -1
-"""Key of load pins for a slot that is not chosen yet."""
+"""Key of the load pins of a request whose slot is not chosen yet."""
 
 
 class KVCache:
     """Prefix cache of one context.
 
-    `prefill_seconds` estimates the time to compute a number of tokens. `on_disk` lists the segments on disk at the
-    start, the least recently used first; new segments count from `first_number` on.
+    `prefill_seconds` estimates the time to compute a number of tokens. `on_disk` lists the segments on disk at
+    start, the least recently used first; new segments are numbered from `first_number` on.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class KVCache:
     ) -> None:
         self.settings = settings
         self._counters = CacheStats()
-        """The fields that only grow, counted where it happens."""
+        """Counters; shared with the objects below, which increment them."""
         self._tree = RadixTree()
         self._sequences = Sequences(
             self._tree,
@@ -108,7 +108,7 @@ class KVCache:
         """Gives sequences their partial states."""
         self._offloader = Offloader(*shared, settings, self._counters, lambda: self.cells.free, self.checkpoints)
         self.window_cells = WindowCells(self._tree, self._sequences, self.checkpoints, self._offloader, settings)
-        """Cells of layers with a sliding window, where they may run out."""
+        """Cells of sliding-window layers, if these can run out."""
         self.remote = RemoteTier(
             self._tree,
             self._tiers,
@@ -138,13 +138,13 @@ class KVCache:
         self._n_loaded = 0
         """Tokens loaded in this step."""
         self.has_streams = False
-        """True if streams run in this step: it may save and load only as much as fits into `gap_ms`."""
+        """True if streams run in this step, so that it may save and load only as much as fits into `gap_ms`."""
         self.ignored = self._tiers.restore(on_disk, first_number)
         """Numbers of segments on disk that are too large to be used."""
 
     @property
     def is_on_trial(self) -> bool:
-        """True while it is not known whether reuse is right: what is computed is kept in the pool, and not used."""
+        """True until the self-test of reuse has passed: computed KV stays in the pool but is not reused yet."""
         return self._tiers.is_on_trial
 
     @is_on_trial.setter
@@ -155,29 +155,29 @@ class KVCache:
 
     @property
     def cells(self) -> CellStats:
-        """Number of cells by what uses them, once the operations so far are carried out."""
+        """Used, idle, pinned and free cells, as of the operations recorded so far."""
         total, used, idle = self.settings.pool_cells, self.pool.n_used, self.pool.n_idle
         return CellStats(total, used, idle, pinned=used - idle, free=total - used)
 
     def length(self, seq: int) -> int:
-        """Tokens that a sequence holds."""
+        """Number of tokens that a sequence holds."""
         return self._tree.length(seq)
 
     def match(self, namespace: str, tokens: bytes, last: Match | None = None) -> Match:
-        """Return the longest cached prefix of `tokens`; that is `last` if nothing has changed since."""
+        """Return the longest cached prefix of `tokens`: `last` if the tree has not changed since that lookup."""
         if last is not None and last.version == self._tree.version and len(last.tokens) == len(tokens):
             return last
         match = self.restorer.cut(self._public.match(namespace, tokens), self._offloader.worth_loading)
         return match.cut(0, ()) if self.is_on_trial else match
 
     def probe(self, namespace: str, tokens: bytes) -> CacheProbe:
-        """Return where the KV of a prompt's tokens is, as a request that came now would find it."""
+        """Return the tiers in which a request with this prompt would find its KV now."""
         match = self.match(namespace, tokens[:-WIDTH])
         miss = miss_reason(match, self._ghosts, self.settings.min_shared)
         return probe_of(match, self._offloader.worth_loading(match), len(tokens) // WIDTH, miss)
 
     def touch(self, matches: Iterable[Match]) -> None:
-        """Record that prefixes are wanted now, so that they are evicted late."""
+        """Mark prefixes as used now, so that they are evicted late."""
         now = self._sequences.advance()
         for match in matches:
             self._tree.touch(match.resident_end, now)
@@ -191,7 +191,8 @@ class KVCache:
             miss = "self_test_pending"
         self._tiers.shares.use(tenant_of(match.namespace), is_new=is_new)
         if self.checkpoints.has_states:
-            # Its old path may be offloaded for it, but not in the place of what it is about to load.
+            # Acquiring a slot may offload its old path and take its checkpoint. Neither may evict what this request
+            # is about to load from RAM.
             self._tiers.load_pins[_NO_SEQ] = frozenset(part.segment for part in match.parts)
         slot, n_copied = self.pool.acquire(slots, match)
         if pins := self._tiers.load_pins.pop(_NO_SEQ, None):
@@ -204,26 +205,27 @@ class KVCache:
         n_resident = self.length(slot)
         n_cached = match.n_cached
         if not self.settings.unified and n_resident < min(match.n_resident, n_cached):
-            # Not copied, for that does not pay: only what segments have of it, too, is loaded.
+            # The resident prefix was not copied: computing it is faster. So only what segments have, too, is
+            # loaded.
             parts = match.parts_from(n_resident)
             n_cached = min(parts[-1].end, n_cached) if parts else n_resident
         self._n_cached_at[slot] = n_cached
         return Acquired(slot, n_cached, n_resident, n_copied, miss)
 
     def load(self, seq: int, tokens: bytes) -> Loaded:
-        """Extend a running sequence by what else is cached of `tokens`: copy it, then load it."""
+        """Extend a running sequence by the rest of the cached prefix: copy resident cells, then load segments."""
         if self.is_on_trial or not self.restorer.may_load(seq):
             return Loaded(LoadStatus.DONE)
         match = self._public.match(self._sequences.end(seq).namespace, tokens)
         match = self.restorer.cut_to_pending(seq, match)
         n_copied = self.pool.copy_resident(seq, match)
         if not self.settings.unified and self.length(seq) < min(match.n_resident, match.n_cached):
-            # A copy does not pay. What follows is loaded if segments have what lies before it, too.
+            # Computing is faster than the copy. Later segments are loaded only if segments cover the gap as well.
             start = self.length(seq)
             match = match.cut(start, match.parts_from(start))
         if n_copied:
             self.pool.deduplicate()
-        # In a partitioned pool each further load loads everything again.
+        # In a partitioned pool every load loads the whole sequence again (fact 3), so one large load is cheaper.
         is_limited = self.has_streams and self.settings.unified
         limit = self.settings.max_tokens_in_gap(self.settings.load_us) if is_limited else None
         limit = None if limit is None else max(0, limit - self._n_loaded)
@@ -244,7 +246,7 @@ class KVCache:
         if len(tokens) > 1:
             self._sequences.clock += len(tokens)
         if self.settings.unified:
-            # In a partitioned pool each part takes saving all that the sequence holds: it is saved once it ends.
+            # In a partitioned pool saving any part saves the whole sequence (fact 3): `release` does it once.
             self._public.save_if_public(seq, has_ended=False)
 
     def truncate(self, seq: int, keep: int) -> None:
@@ -252,7 +254,7 @@ class KVCache:
         self._sequences.truncate(seq, keep)
 
     def release(self, seq: int) -> None:
-        """Unpin a slot whose request ended or was preempted; what it computed stays cached if it can be reused."""
+        """Unpin a slot whose request ended or was preempted; its KV stays cached if the model allows reuse."""
         self._tiers.unpin(seq)
         self.restorer.cancel(seq)
         end = self._tree.end_node(seq)
@@ -282,9 +284,9 @@ class KVCache:
     # --- a step ---
 
     def tick(self, now: float, *, is_stopping: bool = False) -> None:
-        """Begin a plan: remove duplicate cells, keep the budget of RAM, time out reads, start due writes.
+        """Begin a plan: remove duplicate cells, enforce the RAM budget, time out reads, start due writes.
 
-        `is_stopping` makes every write due, since the server is shutting down.
+        `is_stopping` makes every write due, because the server is shutting down.
         """
         self.pool.deduplicate()
         if is_stopping:
@@ -297,16 +299,16 @@ class KVCache:
         self._n_loaded = 0
 
     def offload_idle(self, n_prefill: int, wanted: Callable[[], Iterable[Match]]) -> None:
-        """Offload idle prefixes that would slow `n_prefill` prompt tokens by more than loading them again costs.
+        """Offload idle prefixes that would slow `n_prefill` prompt tokens by more than saving and reloading costs.
 
-        Prefixes that `wanted` returns are needed by waiting requests, and stay.
+        `wanted` returns the matches of waiting requests, which stay in the pool.
         """
         if n_prefill and self._policy.slows_prefill(n_prefill):
             self.touch(wanted())
             self._policy.offload_idle(n_prefill)
 
     def vacate(self) -> bool:
-        """Evict all idle prefixes from the pool, if RAM has room for them beside what it has; True if any were."""
+        """Offload all idle prefixes if RAM can take them without evicting anything; True if any were evicted."""
         settings, size = self.settings, self.settings.segment_size
         ram = self._tiers.ram
         if not settings.offloads or size is None or ram.n_bytes + size.of(self.cells.used) > ram.capacity:
@@ -315,24 +317,24 @@ class KVCache:
 
     @property
     def can_empty_pool(self) -> bool:
-        """True unless memory is short, so that what leaves the pool would be lost."""
+        """True if RAM can take what leaves the pool: the tier is on, and host memory is not short."""
         settings, tiers = self.settings, self._tiers
         is_short = tiers.ram.capacity < settings.min_ram_for_idle or tiers.now < tiers.saves_again_at
         return settings.offloads and not is_short
 
     def empty_pool(self) -> None:
-        """Evict everything from the pool, of which no request runs, to RAM as far as it fits."""
+        """Evict everything from the pool, to RAM as far as it fits. No request may be running."""
         self.pool.deduplicate()
         self._offloader.evict(self.cells.total)
         for seq in self._sequences.all:
             self._sequences.clear(seq)
 
     def set_layout(self, *, unified: bool, n_seqs: int) -> None:
-        """Take up a context of another layout, after `empty_pool`."""
+        """Switch to a context of another layout, after `empty_pool`."""
         settings = self.settings
         settings.unified, settings.n_seqs = unified, n_seqs
         self._sequences.set_layout(n_seqs=settings.n_path_seqs, shares_cells=settings.shares_cells)
-        # What was offloaded ahead is known by the former sequences.
+        # Ends the record of ranges that were offloaded ahead, which names the sequences of the old layout.
         self._sequences.advance()
         self._tree.version += 1
         self._counters.layout_changes += 1
@@ -342,9 +344,9 @@ class KVCache:
         return self._offloader.evict(n_cells)
 
     def maintain(self, now: float, *, is_running: bool, is_busy: bool) -> Deadlines:
-        """End a plan: keep the budget of idle cells, offload ahead; returns the time of the next plan.
+        """End a plan: enforce the budget of idle cells, offload ahead; returns when the cache needs the next plan.
 
-        `is_busy` tells that requests run or wait.
+        `is_busy` is True if requests run or wait.
         """
         self._policy.keep_idle_budget()
         if self.settings.copies_running and is_running:
@@ -353,22 +355,22 @@ class KVCache:
         return self._policy.deadlines
 
     def take_operations(self) -> list[Operation]:
-        """KV operations that the backend carries out before it decodes, in this order."""
+        """Return the KV operations that the backend carries out in this order, before it decodes."""
         self._offloader.free_evicted()
         operations, self._sequences.operations = self._sequences.operations, []
         return operations
 
     def take_jobs(self) -> list[Job]:
-        """Disk jobs to start once the operations that were taken before are done."""
+        """Return the disk jobs to start once the operations taken before are done."""
         return self._tiers.take_jobs()
 
     def on_io(self, event: IoEvent, now: float) -> range | None:
-        """Handle the result of a job or a save; returns the positions of a segment whose bytes were read.
+        """Handle the result of a disk job or a save; returns the positions of a segment that was read.
 
-        The backend must be given these bytes, unless the answer is None: then they are not wanted any more.
+        The caller then hands its bytes to the backend. None if nothing was read, or if it is no longer wanted.
         """
         segment = self._tiers.on_io(event, now)
-        # A segment that is gone may have kept the node of a checkpoint.
+        # If a segment was dropped, its node may be gone, and with it a checkpoint.
         self._offloader.free_evicted()
         return range(segment.start, segment.end) if segment is not None else None
 
@@ -377,16 +379,16 @@ class KVCache:
     def save_slot(self, seq: int) -> SlotSave:
         """Record operations that save everything an idle slot holds. Raises `UnsavableSlotError`.
 
-        The bytes are there once the next operations are done, until `SlotSaved` is reported.
+        The backend has the bytes from the end of the next operations until `SlotSaved` is reported.
         """
         self.pool.deduplicate()
         return self._snapshots.save(seq)
 
     def restore_slot(self, seq: int, snapshot: SlotSnapshot) -> dict[int, SnapshotPart] | None:
-        """Replace what an idle slot holds by a snapshot; returns KV for the backend, by segment number.
+        """Replace the content of an idle slot by a snapshot; returns KV for the backend, by segment number.
 
-        The backend must be given it before the next operations. None if running requests leave no cells for it.
-        What the slot held moves to a spare sequence.
+        The backend needs that KV before the next operations. None if running requests leave too few cells.
+        The slot's old path moves to a spare sequence.
         """
         self.pool.deduplicate()
         n_tokens = len(snapshot.tokens) // WIDTH
@@ -396,7 +398,7 @@ class KVCache:
     # --- inspection ---
 
     def stats(self) -> CacheStats:
-        """The cache's part of the statistics, in constant time; what requests reused is added by the scheduler."""
+        """Statistics of the cache, in constant time; the scheduler adds what requests reused."""
         settings = self.settings
         return structs.replace(
             self._counters,
@@ -411,7 +413,7 @@ class KVCache:
     def listing(
         self, stats: CacheStats, top: int, detokenize: Callable[[Sequence[int]], bytes] | None
     ) -> CacheState:
-        """Statistics with the `top` prefixes of the tree, as text if `detokenize` is given, and all tenants."""
+        """Statistics, the `top` prefixes of the tree (as text too if `detokenize` is given), and all tenants."""
         listing = tree_listing(self._tree, stats, top, detokenize)
         listing.tenants = tenant_stats(self._tree, self._tiers)
         return listing
@@ -419,7 +421,7 @@ class KVCache:
     def check(self, range_of: Callable[[int], range]) -> None:
         """Verify all invariants while no operation is pending; raises `AssertionError`.
 
-        `range_of` asks the backend for the positions that a sequence holds.
+        `range_of` returns the positions that a sequence holds in the backend.
         """
         assert not self._sequences.operations
         self._tiers.check(self._tree.check())

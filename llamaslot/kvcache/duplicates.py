@@ -5,10 +5,12 @@
         0:  a b c d                            0:  a b c d
         1:  a b c' d' e                        1:  a b c d e       Share(0, 1, 2, 4)
 
-They are removed before the next step, so a duplicate lives as long as the step that filled it.
+They are removed before the next step, so a duplicate lives only as long as the step that filled it
+(`DuplicateCells`).
 
-In a partitioned pool each sequence has cells of its own (`OwnCells`). With a partial state, a sequence cannot take
-the cells of another one. There, duplicates stay until their holders drop them, and `KeptDuplicates` counts them:
+In a partitioned pool each sequence has cells of its own (`OwnCells`). In models with a partial state a sequence
+cannot take over the cells of another one, so duplicates stay until their holders drop them, and are counted
+(`KeptDuplicates`):
 
     1 is copied to 2:     2:  a b c' d'    1 and 2 share c' d': 2 cells beside those that the tree counts
     0 is released:                         all holders of [c d] share c' d', so these are what the tree counts
@@ -28,39 +30,39 @@ from llamaslot.kvcache.radix_tree import RadixTree
 _Range: TypeAlias = tuple[int, int, int]
 """A sequence and the range of positions for which it has cells of its own."""
 _Stretch: TypeAlias = tuple[set[int], int, int]
-"""A range of positions of a path, all with the same holders, and these."""
+"""The holders of a range of positions, all with the same holders, and the range."""
 
 
 class Duplicates(Protocol):
-    """Duplicates among what the sequences of a tree hold.
+    """Count of duplicate cells among the sequences of a tree.
 
-    It is told of every change of a sequence, once the tree has changed; `copy` may come before.
+    Must be told of every change of a sequence, after the change of the tree (`copy` also before it).
     """
 
     @property
     def n_cells(self) -> int:
-        """Cells in addition to those that the tree counts; never too few, and exact after `resolve`.
+        """Cells in addition to those that the tree counts: an upper bound, exact after `resolve`.
 
-        Read it only when all changes were reported.
+        Valid only once all changes were reported.
         """
 
     def add(self, seq: int, start: int, end: int) -> None:
-        """A sequence computed what others hold already, or loaded it into cells of its own."""
+        """Record that a sequence computed, or loaded into its own cells, tokens that others hold already."""
 
     def copy(self, src: int, dst: int, start: int, end: int) -> None:
-        """A sequence that held `start` tokens now shares the cells of another one in `[start, end)`."""
+        """Record that `dst`, which held `start` tokens, now shares the cells of `src` in `[start, end)`."""
 
     def truncate(self, seq: int, keep: int) -> None:
-        """A sequence dropped all but its first `keep` tokens."""
+        """Record that a sequence dropped all but its first `keep` tokens."""
 
     def idle_holders(self, is_pinned: Callable[[int], bool]) -> set[int]:
-        """Sequences, none of them pinned, whose cells are used in addition to those of others."""
+        """Return the idle sequences that have duplicate cells which no pinned sequence uses."""
 
     def n_idle_cells(self, is_pinned: Callable[[int], bool]) -> int:
-        """The number of these cells."""
+        """Return the number of those cells."""
 
     def resolve(self) -> list[Share]:
-        """Operations by which sequences take the cells of others, where that is possible; counts again."""
+        """Return operations that make sequences share cells, where the model allows it; updates the count."""
 
     def check(self) -> None:
         """Verify the ranges; raises `AssertionError`."""
@@ -79,7 +81,7 @@ class DuplicateCells:
         return sum(end - start for _, start, end in self._ranges)
 
     def add(self, seq: int, start: int, end: int) -> None:
-        """A sequence computed what others hold already."""
+        """Record that a sequence computed tokens that others hold already."""
         for i, (own, first, last) in enumerate(self._ranges):
             if own == seq and last == start:
                 self._ranges[i] = (seq, first, end)
@@ -87,28 +89,28 @@ class DuplicateCells:
         self._ranges.append((seq, start, end))
 
     def copy(self, src: int, dst: int, start: int, end: int) -> None:
-        """A sequence now shares the cells of another one: duplicates among them are to be replaced in both."""
+        """Record that `dst` shares the cells of `src`: duplicates among them are to be replaced in both."""
         for seq, first, last in list(self._ranges):
             if seq == src and first < end and start < last:
                 self.add(dst, max(first, start), min(last, end))
 
     def truncate(self, seq: int, keep: int) -> None:
-        """A sequence dropped all but its first `keep` tokens."""
+        """Record that a sequence dropped all but its first `keep` tokens."""
         cut = [(s, a, min(b, keep)) if s == seq else (s, a, b) for s, a, b in self._ranges]
         self._ranges = [(s, a, b) for s, a, b in cut if a < b]
 
     def idle_holders(self, is_pinned: Callable[[int], bool]) -> set[int]:
-        """None: duplicates are removed."""
+        """Return no sequence: duplicates do not outlive the step."""
         return set()
 
     def n_idle_cells(self, is_pinned: Callable[[int], bool]) -> int:
-        """None."""
+        """Return 0: duplicates do not outlive the step."""
         return 0
 
     def resolve(self) -> list[Share]:
-        """Operations by which each sequence takes the cells of another one; there are no duplicates then.
+        """Return operations that replace every duplicate by the cells of another holder.
 
-        A range whose other holders are gone is no duplicate any more: its cells are now those that the tree counts.
+        A range that no other sequence holds any more is no duplicate: its cells are the ones that the tree counts.
         """
         ranges, self._ranges = self._ranges, []
         return [share for i, each in enumerate(ranges) for share in self._shares(each, ranges[i + 1 :])]
@@ -119,7 +121,7 @@ class DuplicateCells:
             assert 0 <= start < end <= self._tree.length(seq), f"a duplicate of sequence {seq}"
 
     def _shares(self, duplicate: _Range, later: Sequence[_Range]) -> list[Share]:
-        """Take, range by range, the cells of some other sequence that are no duplicates themselves."""
+        """Return operations that replace a duplicate by cells which are not in `later` duplicates themselves."""
         seq, start, end = duplicate
         end_node = self._tree.end_node(seq)
         assert end_node is not None
@@ -136,9 +138,9 @@ class DuplicateCells:
 
 
 class OwnCells:
-    """Duplicates in a partitioned pool, where each sequence has a cell for each of its tokens.
+    """Duplicates in a partitioned pool, where each sequence has its own cell for each of its tokens.
 
-    Implements `Duplicates` by counting: there is nothing to record, and nothing to remove.
+    Implements `Duplicates` from the lengths of the sequences: nothing is recorded, nothing can be removed.
     """
 
     def __init__(self, tree: RadixTree, n_seqs: int) -> None:
@@ -160,16 +162,16 @@ class OwnCells:
         """Do nothing."""
 
     def idle_holders(self, is_pinned: Callable[[int], bool]) -> set[int]:
-        """None: a sequence that runs has its own cells free, so none is emptied for it."""
+        """Return no sequence: a request has the cells of its own part, so clearing others does not help it."""
         return set()
 
     def n_idle_cells(self, is_pinned: Callable[[int], bool]) -> int:
-        """Cells of idle sequences in addition to those that the tree counts as idle."""
+        """Return the cells of idle sequences in addition to those that the tree counts as idle."""
         idle = [seq for seq in self._seqs if not is_pinned(seq)]
         return sum(map(self._tree.length, idle)) - self._tree.n_idle_tokens
 
     def resolve(self) -> list[Share]:
-        """None: cells cannot be shared."""
+        """Return no operation: the parts of a pool cannot share cells."""
         return []
 
     def check(self) -> None:
@@ -177,7 +179,7 @@ class OwnCells:
 
 
 class _Group(NamedTuple):
-    """Copy group: sequences that share cells for positions `[start, end)`, not those that the tree counts."""
+    """Sequences that share cells for positions `[start, end)` other than those that the tree counts."""
 
     members: frozenset[int]
     start: int
@@ -187,7 +189,7 @@ class _Group(NamedTuple):
 class KeptDuplicates:
     """Duplicates that stay until their holders drop them. Implements `Duplicates`.
 
-    A sequence is in at most one group at each position. Those in none share the cells that the tree counts.
+    At each position a sequence is in at most one group. Holders in no group share the cells that the tree counts.
     """
 
     def __init__(self, tree: RadixTree) -> None:
@@ -195,6 +197,7 @@ class KeptDuplicates:
         self._groups: list[_Group] = []
         """In the order of `_merged`."""
         self._is_exact = True
+        """False if a group may have become the one that the tree counts."""
 
     @property
     def n_cells(self) -> int:
@@ -203,32 +206,31 @@ class KeptDuplicates:
         return sum(group.end - group.start for group in self._groups)
 
     def add(self, seq: int, start: int, end: int) -> None:
-        """A sequence computed what others hold already, or loaded it into cells of its own."""
+        """Record that a sequence computed, or loaded into its own cells, tokens that others hold already."""
         self._groups = _merged([*self._groups, _Group(frozenset({seq}), start, end)])
 
     def copy(self, src: int, dst: int, start: int, end: int) -> None:
-        """A sequence that held `start` tokens joins the groups of another one in `[start, end)`."""
+        """Record that `dst`, which held `start` tokens, joins the groups of `src` in `[start, end)`."""
         self._change(src, start, end, lambda members: members | {dst})
 
     def truncate(self, seq: int, keep: int) -> None:
-        """A sequence is in no group after its first `keep` tokens; a group without members is gone."""
+        """Remove a sequence from the groups after its first `keep` tokens, and groups that are empty then."""
         self._change(seq, keep, sys.maxsize, lambda members: members - {seq})
-        # It may have been the last outside of all groups.
+        # If it was the last holder outside of all groups, the tree now counts the cells of a group.
         self._is_exact = False
 
     def idle_holders(self, is_pinned: Callable[[int], bool]) -> set[int]:
-        """Sequences, none of them pinned, whose cells are used in addition to those of others."""
+        """Return the idle sequences that have duplicate cells which no pinned sequence uses."""
         return set().union(*(seqs for seqs, _ in self._idle_parts(is_pinned)))
 
     def n_idle_cells(self, is_pinned: Callable[[int], bool]) -> int:
-        """The number of these cells."""
+        """Return the number of those cells."""
         return sum(n for _, n in self._idle_parts(is_pinned))
 
     def resolve(self) -> list[Share]:
-        """Count again; there are no operations.
+        """Update the count; returns no operation.
 
-        Where all holders are in groups, one of these is no duplicate any more: its cells are now those that the
-        tree counts.
+        Where all holders of a token are in groups, the tree counts the cells of one group, which is then removed.
         """
         if not self._is_exact:
             for members, start, end in self._counted():
@@ -251,7 +253,7 @@ class KeptDuplicates:
         assert not (self._is_exact and self._counted()), "a group whose cells the tree counts"
 
     def _change(self, seq: int, start: int, end: int, change: Callable[[frozenset[int]], frozenset[int]]) -> None:
-        """Change who is in the groups of a sequence in `[start, end)`."""
+        """Apply `change` to the members of a sequence's groups in `[start, end)`."""
         groups = []
         for group in self._groups:
             low, high = max(start, group.start), min(end, group.end)
@@ -265,13 +267,13 @@ class KeptDuplicates:
             self._groups = _merged(groups)
 
     def _counted(self) -> list[_Group]:
-        """Parts of groups that the tree counts, since all holders are in groups there: one for each such token."""
+        """Parts of groups whose cells the tree counts, because all holders are in groups: one group per token."""
         counted = []
         for holders, first, last in self._stretches():
             here = [g for g in self._groups if g.start < last and first < g.end and g.members <= holders]
             if sum(len(group.members) for group in here) < len(holders):
                 continue
-            # Between two bounds, all tokens have the same holders, in the same groups.
+            # All tokens between two bounds have the same holders in the same groups.
             bounds = {min(max(at, first), last) for group in here for at in group[1:]}
             for start, end in pairwise(sorted(bounds)):
                 covering = [group.members for group in here if group.start <= start and end <= group.end]
@@ -280,9 +282,9 @@ class KeptDuplicates:
         return _merged(counted)
 
     def _idle_parts(self, is_pinned: Callable[[int], bool]) -> Iterator[tuple[Set[int], int]]:
-        """Idle sequences that share cells beside those of others, and the number of these cells.
+        """Yield idle sequences that share duplicate cells which no pinned sequence uses, and the number of cells.
 
-        They are in a group, or hold what the tree counts while pinned ones are in groups.
+        Either they form a group, or they hold the cells that the tree counts, and the pinned holders are in groups.
         """
         for holders, first, last in self._stretches():
             here = [g for g in self._groups if g.start < last and first < g.end and g.members <= holders]
@@ -297,7 +299,10 @@ class KeptDuplicates:
                         yield sharing, end - start
 
     def _stretches(self) -> list[_Stretch]:
-        """Ranges of the paths on which groups are. Paths can have hundreds of nodes, most with the same holders."""
+        """Ranges of positions with the same holders on the paths that have groups.
+
+        Nodes are combined, because a path can have hundreds of them, most with the same holders.
+        """
         nodes: set[Node] = set()
         for members, start, end in self._groups:
             for node in self._path(min(members)):
@@ -323,7 +328,7 @@ class KeptDuplicates:
 
 
 def _merged(groups: Iterable[_Group]) -> list[_Group]:
-    """Sort groups, remove empty ones, and make one of those with the same members where one follows another."""
+    """Sort groups, remove empty ones, and merge adjacent ones that have the same members."""
     merged: list[_Group] = []
     some = [group for group in groups if group.members and group.start < group.end]
     # Groups with the same first member are at different positions.

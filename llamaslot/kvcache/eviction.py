@@ -1,9 +1,9 @@
 """Eviction from the pool: idle leaves only, the least recently used first.
 
-Of several tenants, those that exceed their share of the pool lose their leaves first.
+If there are several tenants, those that exceed their share of the pool lose their leaves first.
 
-An eviction is planned whole before anything is touched. Leaves are kept in a heap as they come and go, ordered by a
-logical clock, so a plan costs time in proportion to what it evicts, not to the tree.
+An eviction is planned completely before anything changes. A heap keeps the leaves in the order of a logical clock,
+so the time of a plan grows with what it evicts, not with the tree.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class EvictionPlan:
     keeps: dict[int, int] = field(default_factory=dict)
     """Tokens that each truncated sequence keeps."""
     evicted: list[tuple[int, int, int]] = field(default_factory=list)
-    """Ranges `[start, end)` of a sequence that no sequence will hold any more, leaves first."""
+    """Sequence and range `[start, end)` that no sequence will hold any more, leaves first."""
     n_cells: int = 0
-    """Cells that this frees."""
+    """Cells that the plan frees."""
 
 
 class EvictionQueue:
@@ -41,11 +41,11 @@ class EvictionQueue:
         self._n_compacted = 0
 
     def __contains__(self, node: Node) -> bool:
-        """Return True if a node would be found; takes time in proportion to the heap."""
+        """Return True if a plan would find a node; takes time in proportion to the heap."""
         return any(entry[2] is node for entry in self._heap if _is_current(entry))
 
     def offer(self, node: Node) -> None:
-        """Enter a node whose last use, holders or pins have changed, if it is an idle leaf."""
+        """Add a node whose last use, holders or pins have changed, if it is an idle leaf."""
         if not node.is_idle_leaf:
             return
         self._n_offered += 1
@@ -58,12 +58,12 @@ class EvictionQueue:
     def plan(
         self, n_cells: int, before: int | None = None, excess: Mapping[str, int] | None = None
     ) -> EvictionPlan:
-        r"""Plan to free `n_cells`, or all there is, of nodes last used before a given time; changes nothing.
+        r"""Plan to free `n_cells`, or as many as there are, of nodes last used before `before`; changes nothing.
 
-        `excess` has the cells that each tenant has beyond its share: others lose theirs only once it is used up.
+        `excess` has the cells that each tenant has beyond its share. Other tenants lose cells only after those.
 
-        The last leaf may lose only its tail. Once all resident children of a node are evicted, the node is the next
-        leaf, and the last sequence that went through it keeps holding it, as its heir:
+        The last leaf may lose only its tail. A node whose resident children are all evicted becomes a leaf itself.
+        The last sequence that went through it still holds it, as its heir:
 
               [a b]                  plan(3):  0 keeps 0, of [c], the least recently used
               /   \                            1 keeps 2, of [d e]: now the heir of [a b]
@@ -106,19 +106,21 @@ class EvictionQueue:
 
 
 class _Leaves:
-    """Idle leaves in the order of eviction, of which a plan takes one after the other.
+    """Idle leaves in the order in which a plan evicts them.
 
-    Those of tenants without any `excess` left come last.
+    Leaves of tenants without any `excess` left come last.
     """
 
     def __init__(self, heap: list[_Entry], excess: Mapping[str, int] | None) -> None:
         self._heap = heap
         self._taken: list[_Entry] = []
         self._exposed: list[_Entry] = []
-        """Nodes that are leaves once others are evicted."""
+        """Nodes that become leaves by this plan."""
         self._spared: list[_Entry] = []
+        """Leaves of tenants within their share."""
         self._spares = excess is not None
         self._n_beyond = Counter(excess)
+        """Cells that each tenant still has beyond its share."""
         self._done: set[int] = set()
 
     def next(self) -> _Entry | None:
@@ -132,7 +134,7 @@ class _Leaves:
                 self._taken.append(entry)
             if not self._spares or self._n_beyond[node.tenant] > 0:
                 return entry
-            # In the order of their last use, so this is a heap.
+            # They come in the order of their last use, so the list is a heap.
             self._spared.append(entry)
         return None
 
@@ -146,7 +148,7 @@ class _Leaves:
         heapq.heappush(self._exposed, entry)
 
     def put_back(self) -> None:
-        """Leave the heap as it was: a plan changes nothing."""
+        """Put back what was popped from the heap: a plan changes nothing."""
         for entry in self._taken:
             heapq.heappush(self._heap, entry)
 

@@ -1,7 +1,7 @@
-"""Ghost list: digests of prefixes that were computed once, wherever their KV is now.
+"""Ghost list: digests of prefixes that were computed before, whether or not their KV is still cached.
 
-It tells a request whose prefix is not cached any more that it was evicted. A path is recorded in blocks of tokens
-from its start, each by a digest of all tokens up to its end.
+With it a miss can be reported as `evicted` instead of `cold`. A path is recorded in blocks of tokens, each as a
+digest of all tokens up to its end.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from llamaslot.base.tokens import WIDTH
 
 BLOCK_TOKENS = 64
 MAX_BLOCKS = 2**15
-"""Two million tokens, a few megabytes."""
+"""Most blocks that are remembered: those of two million tokens, in a few megabytes."""
 
 
 class GhostList:
-    """Blocks of all namespaces, the latest `max_blocks` of them."""
+    """The `max_blocks` latest blocks of all namespaces."""
 
     def __init__(self, max_blocks: int = MAX_BLOCKS) -> None:
         self._max_blocks = max_blocks
         self._blocks: OrderedDict[bytes, None] = OrderedDict()
 
     def add(self, namespace: str, tokens: bytes, start: int) -> None:
-        """Record that these tokens were computed from `start` on."""
+        """Record that `tokens` were computed from position `start` on."""
         for digest in _digests(namespace, tokens, start):
             self._blocks[digest] = None
             self._blocks.move_to_end(digest)
@@ -34,19 +34,19 @@ class GhostList:
             self._blocks.popitem(last=False)
 
     def continues(self, namespace: str, tokens: bytes, n: int) -> bool:
-        """True if the first whole block that ends after the first `n` tokens was computed once."""
+        """True if the first whole block that ends after `n` tokens was computed before."""
         end = (n // BLOCK_TOKENS + 1) * BLOCK_TOKENS * WIDTH
         return end <= len(tokens) and self.computed_end(namespace, tokens[:end], n) > n
 
     def computed_end(self, namespace: str, tokens: bytes, n: int) -> int:
-        """The end of the whole blocks after the first `n` tokens that were computed once; `n` without any."""
+        """Return the end of the whole blocks after `n` tokens that were computed before; `n` if there are none."""
         computed = takewhile(self._blocks.__contains__, _digests(namespace, tokens, n))
         n_computed = sum(1 for _ in computed)
         return (n // BLOCK_TOKENS + n_computed) * BLOCK_TOKENS if n_computed else n
 
 
 def _digests(namespace: str, tokens: bytes, start: int) -> Iterator[bytes]:
-    """Yield the digests of the blocks that end after the first `start` tokens."""
+    """Yield the digests of the whole blocks that end after `start` tokens."""
     digest = hashlib.blake2b(namespace.encode() + b"\0", digest_size=8)
     done = 0
     for end in range((start // BLOCK_TOKENS + 1) * BLOCK_TOKENS * WIDTH, len(tokens) + 1, BLOCK_TOKENS * WIDTH):

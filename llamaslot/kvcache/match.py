@@ -1,4 +1,4 @@
-"""Result of a lookup in the radix tree, and what a request gets by it."""
+"""Result of a lookup in the radix tree, and of the slot that a request then acquires."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from llamaslot.kvcache.segment import Segment
 
 @dataclass(frozen=True, slots=True)
 class SegmentPart:
-    """Tokens `[start, end)` of a lookup that a segment has."""
+    """Tokens `[start, end)` of a prompt, and the segment that has their KV."""
 
     segment: Segment
     start: int
@@ -22,7 +22,7 @@ class SegmentPart:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """The longest cached prefix of some tokens: what is in the pool, then what segments add to it."""
+    """The longest cached prefix of a prompt: the part in the pool, then segments that continue it."""
 
     namespace: str
     tokens: bytes
@@ -34,23 +34,22 @@ class Match:
     matched_end: Node
     """Node in which the whole match ends; below `resident_end` if segments continue it."""
     n_matched: int
-    """Leading tokens found in the tree, even where no KV is left of them."""
+    """Leading tokens found in the tree, even if their KV is gone."""
     parts: tuple[SegmentPart, ...]
-    """Segments that continue the resident part, without a gap; any of them may be of the public namespace."""
+    """Segments that continue the resident part without a gap; any of them may belong to the public namespace."""
     n_cached: int
-    """Tokens that need not be computed: resident ones, and those worth loading after them.
+    """Tokens that need not be computed: resident ones, and those after them that are worth loading.
 
-    For a model with a partial state no more than there is a restore point for; no part and no resident token comes
-    after it.
+    For a model with a partial state the match is cut at the deepest restore point, with all of its fields.
     """
     version: int
-    """Version of the tree that was looked up; the match is stale once it has changed."""
+    """Version of the tree at the lookup; the match is stale if the tree's version differs."""
     public: Match | None = None
-    """The public namespace's match of the same tokens, if any of `parts` is from there."""
+    """Match of the same tokens in the public namespace, if any of `parts` is from there."""
     public_end: Node | None = None
-    """The last node of the public namespace of which the same tokens have all; None where that may not be used."""
+    """Last node of the public namespace that these tokens match completely; None if it may not be used."""
     n_without_state: int = 0
-    """Tokens after `n_cached` whose KV is cached, but that have to be computed for want of a restore point."""
+    """Tokens after `n_cached` that have to be computed although their KV is cached, for lack of a restore point."""
 
     @property
     def n_idle(self) -> int:
@@ -66,12 +65,12 @@ class Match:
 
     @property
     def segments(self) -> list[Segment]:
-        """Segments that cover any node of the path, from the root on."""
+        """Segments that cover nodes of the path, from the root on."""
         found = dict.fromkeys(node.segment for node in self.matched_end.path_to_root() if node.segment is not None)
         return list(found)[::-1]
 
     def cut(self, n: int, parts: tuple[SegmentPart, ...]) -> Match:
-        """Return the match of no more than the first `n` tokens, of which `parts` are to be loaded."""
+        """Return the match cut to its first `n` tokens, of which `parts` are to be loaded."""
         if n >= self.n_resident:
             return replace(self, parts=parts, n_cached=n)
         node = self.resident_end
@@ -80,17 +79,17 @@ class Match:
         return replace(self, resident_end=node, n_resident=n, parts=parts, n_cached=n)
 
     def parts_until(self, n: int) -> tuple[SegmentPart, ...]:
-        """The parts of the first `n` tokens."""
+        """The parts within the first `n` tokens."""
         return tuple(replace(part, end=min(part.end, n)) for part in self.parts if part.start < n)
 
     def parts_from(self, n: int) -> tuple[SegmentPart, ...]:
-        """The segments that have the tokens from the n-th on, resident or not, up to the first gap."""
+        """Segments that have the tokens from position `n` up to the first gap, resident or not."""
         return segment_parts(self.matched_end, n, self.n_matched)
 
     def last_fork(self) -> int:
-        """The last position of the path at which another path continues, ends or runs; 0 if there is none.
+        """Return the last position at which another path branches off, ends, or is running; 0 if there is none.
 
-        Sequences that end with the resident part are not another path: eviction may have shortened them.
+        Sequences that end with the resident part do not count as other paths: eviction may have shortened them.
         """
         node, ours = self.matched_end, self.resident_end.end_of
         if self.n_matched < node.end or node.children or node.n_pins:
@@ -102,7 +101,7 @@ class Match:
         return 0
 
     def diverges_at(self, n: int) -> bool:
-        """True if cached paths continue the first `n` tokens, all of which match, but none as `tokens` do."""
+        """True if the first `n` tokens match, and cached paths continue them, but none with the same next token."""
         node = self.matched_end
         while node.parent is not None and n <= node.start:
             node = node.parent
@@ -117,21 +116,21 @@ class Match:
 
 @dataclass(frozen=True, slots=True)
 class Acquired:
-    """A slot that a request got, and what it found."""
+    """The slot that a request got, and what is cached for it."""
 
     slot: int
     n_cached: int
-    """Tokens that need not be computed, those to be loaded included."""
+    """Tokens that need not be computed, including those that are still to be loaded."""
     n_resident: int
-    """Of them, those that the slot holds now."""
+    """Of `n_cached`, those that the slot holds now."""
     n_copied: int
     """Of `n_resident`, those copied from other sequences."""
     miss: Miss
-    """Why no more was cached."""
+    """Reason why no more is cached."""
 
 
 def segment_parts(last: Node, start: int, end: int) -> tuple[SegmentPart, ...]:
-    """The segments that cover `[start, end)` of the path to a node, up to the first gap."""
+    """Segments that cover `[start, end)` of the path to a node, up to the first gap."""
     covering = list(takewhile(lambda node: node.end > start, last.path_to_root())) if start < end else []
     parts: list[SegmentPart] = []
     for node in reversed(covering):

@@ -11,7 +11,7 @@ from llamaslot.kvcache.match import Match, SegmentPart
 
 
 def probe_of(match: Match, loaded: Iterable[SegmentPart], n_tokens: int, miss: Miss) -> CacheProbe:
-    """Return the tiers that have the KV of a prompt of `n_tokens`; `loaded` are parts that a request would load."""
+    """Return how many of a prompt's `n_tokens` each tier has; `loaded` are the parts that a request would load."""
     in_ram = on_disk = 0
     for part in loaded:
         if part.segment.state.is_loadable:
@@ -30,7 +30,7 @@ def probe_of(match: Match, loaded: Iterable[SegmentPart], n_tokens: int, miss: M
 
 
 def miss_reason(match: Match, ghosts: GhostList, min_shared: int) -> Miss:
-    """Return the reason why no more of the tokens that were looked up are cached."""
+    """Return why no more of the tokens are cached; empty if all are, or if nothing explains it."""
     n = match.n_cached
     if n * WIDTH == len(match.tokens):
         return ""

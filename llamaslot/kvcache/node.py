@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class Node:
     """Tokens `[start, end)` of every path through this node; a root is empty and starts a namespace.
 
-    A node is *resident* while sequences hold it, *offloaded* while a segment covers it, or both.
+    A node is *resident* while a sequence holds it, and *offloaded* while a segment covers it. It can be both.
     """
 
     __slots__ = (
@@ -56,11 +56,11 @@ class Node:
         self.checkpoint: Checkpoint | None = None
         """The partial state after its last token, if there is a copy of it."""
         self.last_used = 0
-        """The latest use on the logical clock; never less than that of a resident child. The node that was used
-        least recently is evicted from the pool first.
+        """Logical time of the last use, never earlier than that of a resident child. The least recently used node
+        is evicted from the pool first.
         """
         self.hits = 0
-        """Requests that started from here or from below."""
+        """Requests that reused this node."""
 
     @property
     def n_tokens(self) -> int:
@@ -69,7 +69,7 @@ class Node:
 
     @property
     def end(self) -> int:
-        """Tokens on the path up to the end of this node."""
+        """Tokens on the path to the end of this node."""
         return self.start + len(self.run) // WIDTH
 
     @property
@@ -79,7 +79,7 @@ class Node:
 
     @property
     def is_idle_leaf(self) -> bool:
-        """True if this node can be evicted: resident, not pinned, and no child is resident."""
+        """True if this node can be evicted: it is resident and not pinned, and no child is resident."""
         is_leaf = bool(self.end_of) and not self.n_resident_children
         return is_leaf and not self.n_pins and self.parent is not None
 
@@ -90,11 +90,11 @@ class Node:
 
     @property
     def is_shared(self) -> bool:
-        """True if several sequences hold this node, or if it has no tokens to hold."""
+        """True if several sequences hold this node, or if it is a root, which has no tokens."""
         return self.parent is None or len(self.end_of) + self.n_resident_children > 1
 
     def path_to_root(self) -> Iterator[Node]:
-        """Yield this node and its ancestors, without the root."""
+        """Yield this node and its ancestors except for the root."""
         node = self
         while node.parent is not None:
             yield node
@@ -113,7 +113,7 @@ class Node:
             rest += node.children.values()
 
     def check(self, pinned: Set[int]) -> None:
-        """Verify what holds for a node and its neighbours while these sequences are pinned."""
+        """Verify the invariants of a node and its neighbours; `pinned` are the pinned sequences."""
         parent, children = self.parent, self.children.values()
         assert parent is not None
         assert parent.children[bytes(self.run[:WIDTH])] is self
@@ -138,7 +138,7 @@ class Node:
 
 
 def walk(node: Node, tokens: bytes) -> Iterator[tuple[Node, int]]:
-    """Yield the nodes below `node` on the path of some tokens, and the position up to which each agrees."""
+    """Yield the nodes below `node` that `tokens` lead to, and the position up to which each matches them."""
     at = 0
     while (child := node.children.get(tokens[at : at + WIDTH])) is not None:
         if not tokens.startswith(child.run, at):
@@ -150,7 +150,7 @@ def walk(node: Node, tokens: bytes) -> Iterator[tuple[Node, int]]:
 
 
 def n_equal(run: bytearray, tokens: bytes, at: int) -> int:
-    """Leading tokens that `run` shares with `tokens[at:]`; at least one."""
+    """Return the number of leading tokens that `run` shares with `tokens[at:]`, which share at least one."""
     n = min(len(run), len(tokens) - at) // WIDTH
     same = np.frombuffer(run, "<i4", n) == np.frombuffer(tokens, "<i4", n, at)
     return n if same.all() else int(same.argmin())

@@ -1,10 +1,10 @@
-"""Radix tree over every token whose KV exists: in the pool, held by sequences, or off the pool, in a segment.
+"""Radix tree over every token whose KV exists: in cells, held by sequences, or outside the pool, in a segment.
 
 A sequence holds a path: all tokens from the root down to its *end node*. So the holders of a node are the sequences
 that end in its subtree, and a split moves no holder. A node that no sequence holds stays as long as a segment
 covers it; a leaf without either is removed at once.
 
-    sequence 0 holds 7 tokens, sequence 1 the same first 4 and 2 others; the rest of 0's old reply is in a segment:
+    sequence 0 holds 7 tokens, sequence 1 the first 4 of them and 2 others; two more tokens are in a segment only:
 
         root
           |
@@ -14,8 +14,8 @@ covers it; a leaf without either is removed at once.
         |
       [h i]                    offloaded only
 
-Segments cannot be cut, so splitting a node leaves its segment whole: both halves lie in it. Nothing here knows of
-llama.cpp, of time or of requests; `now` is a logical clock.
+Segments cannot be cut, so when a node is split, both halves belong to the same segment. Nothing here knows
+llama.cpp, time or requests; `now` is a logical clock.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ class RadixTree:
         self._pinned: set[int] = set()
         self.eviction = EvictionQueue()
         self.n_tokens = 0
-        """Tokens of resident nodes: the cells that they occupy."""
+        """Tokens of resident nodes, which is the number of cells without duplicates."""
         self.n_tokens_of: Counter[str] = Counter()
-        """The same of each tenant."""
+        """The same for each tenant."""
         self.n_pinned_tokens = 0
-        """Of them, those that running requests hold."""
+        """Of `n_tokens`, those that running requests hold."""
         self.version = 0
-        """Changes whenever a lookup might have another result."""
+        """Changes whenever a lookup might have another result, also for reasons outside of the tree."""
         self.lost_checkpoints: list[Checkpoint] = []
-        """Checkpoints whose nodes were removed; who drops them empties the list."""
+        """Checkpoints whose nodes were removed and that are still to be dropped (`SegmentTiers.drop_lost`)."""
 
     @property
     def n_idle_tokens(self) -> int:
@@ -61,7 +61,7 @@ class RadixTree:
         """Return the longest cached prefix of `tokens` in a namespace."""
         node = resident = self._roots.get(namespace) or Node(bytearray(), None, 0, namespace)
         at = resident_until = 0  # in bytes
-        # The same walk as `walk`, without a generator: prompts have hundreds of nodes, and each is looked up.
+        # The same loop as in `walk`, without a generator, for speed: a prompt's path can have hundreds of nodes.
         while (child := node.children.get(tokens[at : at + WIDTH])) is not None:
             node, run = child, child.run
             is_whole = tokens.startswith(run, at)
@@ -75,11 +75,11 @@ class RadixTree:
         return Match(namespace, tokens, resident, n_resident, node, n_matched, parts, n_resident, self.version)
 
     def end_node(self, seq: int) -> Node | None:
-        """The node where the path of a sequence ends; None if the sequence is not in use."""
+        """Return the node where the path of a sequence ends; None if the sequence is not in use."""
         return self._ends.get(seq)
 
     def length(self, seq: int) -> int:
-        """Tokens that a sequence holds."""
+        """Number of tokens that a sequence holds."""
         node = self._ends.get(seq)
         return node.end if node is not None else 0
 
@@ -88,7 +88,7 @@ class RadixTree:
         return seq in self._pinned
 
     def nodes(self, namespace: str | None = None) -> Iterator[Node]:
-        """Yield every node but the roots, parents first; of one namespace or of all."""
+        """Yield every node of a namespace (None for all) except for roots, parents first."""
         roots = self._roots.values() if namespace is None else filter(None, [self._roots.get(namespace)])
         rest = [node for root in roots for node in root.children.values()]
         while rest:
@@ -109,7 +109,7 @@ class RadixTree:
     def extend(self, seq: int, tokens: bytes) -> int:
         """Append tokens to the path of a sequence; returns how many of them other sequences hold already.
 
-        Tokens that the tree has in segments only become resident in place.
+        Nodes that only segments cover become resident.
         """
         self.version += 1
         end = self._ends[seq]
@@ -151,22 +151,22 @@ class RadixTree:
         self._shorten(seq, old, new)
 
     def release(self, seq: int) -> None:
-        """End the use of a sequence id; what only it held is no longer resident."""
+        """Take a sequence id out of use; what only this sequence held is no longer resident."""
         end = self._ends.pop(seq)
         self._shorten(seq, end, None)
         self._pinned.discard(seq)
 
     def pin(self, seq: int) -> None:
-        """Protect the path of a sequence from eviction: a request runs in it."""
+        """Protect the path of a sequence from eviction while a request runs in it."""
         if seq in self._pinned:
             raise AssertionError(f"sequence {seq} is pinned already")
-        # Others can no longer be given the sequence, and its state with it.
+        # Lookups are stale: the sequence, and its state, can no longer be given to another request.
         self.version += 1
         self._pinned.add(seq)
         self._count_pins(self._ends[seq], None, +1)
 
     def unpin(self, seq: int, now: int) -> None:
-        """Remove the protection of a path from eviction; it was used at `now`."""
+        """Allow the eviction of a sequence's path again; it was used at `now`."""
         self.version += 1
         self._pinned.remove(seq)
         end = self._ends[seq]
@@ -183,7 +183,7 @@ class RadixTree:
     # --- segments ---
 
     def insert(self, namespace: str, tokens: bytes) -> Node:
-        """Return the node that ends where `tokens` do; a new one needs a segment at once."""
+        """Return the node that ends where `tokens` do; if it is new, the caller must attach a segment at once."""
         root = self._roots.setdefault(namespace, Node(bytearray(), None, 0, namespace))
         node = root
         for each, end in walk(root, tokens):
@@ -195,7 +195,7 @@ class RadixTree:
         return node
 
     def attach(self, segment: Segment, node: Node) -> list[Segment]:
-        """Cover a range of the path to a node by its segment; returns the segments that it replaces."""
+        """Make a segment cover its range of the path to `node`; returns the segments that it replaces."""
         while node.parent is not None and segment.end <= node.start:
             node = node.parent
         covered = [each for each in node.path_to_root() if each.end > segment.start and each.segment is not None]
@@ -252,7 +252,7 @@ class RadixTree:
     # --- inside ---
 
     def _split(self, node: Node, n: int) -> Node:
-        """Return the node on this path that ends after `n` tokens; the given one keeps what lies below."""
+        """Split a node at position `n` and return the new upper half; `node` becomes the lower half."""
         if n == node.end:
             return node
         if node.parent is None or not node.start < n < node.end:
@@ -271,7 +271,7 @@ class RadixTree:
         return upper
 
     def _end_in(self, seq: int, node: Node, above: Node) -> None:
-        """Move the end of a sequence down to `node`, from its ancestor `above`, or set it first."""
+        """Move the end of a sequence from `above` down to its descendant `node`, or set its first end."""
         self.version += 1
         was_resident = node.is_resident
         self._ends[seq] = node
@@ -288,7 +288,7 @@ class RadixTree:
         self.eviction.offer(node)
 
     def _shorten(self, seq: int, old: Node, new: Node | None) -> None:
-        """Move the end of a sequence up from `old` to its ancestor `new`, or remove it."""
+        """Move the end of a sequence up from `old` to its ancestor `new`; None removes it."""
         self.version += 1
         if seq in self._pinned:
             self._count_pins(old, new, -1)
@@ -303,8 +303,8 @@ class RadixTree:
         self.eviction.offer(node)
 
     def _count_pins(self, node: Node, above: Node | None, by: int) -> None:
-        """Change the pins from a node up to, and without, one of its ancestors (None: the root)."""
-        n_changed = 0  # bytes of tokens that became pinned, or are no longer
+        """Add `by` to the pins of a node and its ancestors below `above` (None for all but the root)."""
+        n_changed = 0  # bytes of the tokens whose pinned state changed
         while node is not above and node.parent is not None:
             n_before = node.n_pins
             node.n_pins = n_after = n_before + by
@@ -316,7 +316,7 @@ class RadixTree:
         self.n_pinned_tokens += n_changed // WIDTH * by
 
     def _prune(self, node: Node) -> None:
-        """Remove a node, and those above it, that have no KV; join what nothing separates any more."""
+        """Remove a node and its ancestors as far as they have no KV; join what nothing separates any more."""
         while node.parent is not None and not node.children and not node.end_of and node.segment is None:
             parent = node.parent
             del parent.children[bytes(node.run[:WIDTH])]
@@ -330,10 +330,9 @@ class RadixTree:
             self._roots.pop(node.namespace, None)
 
     def _join(self, node: Node) -> None:
-        """Make a node one with its only child, if nothing separates them: no end of a sequence, segment or
-        checkpoint.
+        """Join a node with its only child, unless the end of a sequence, a segment or a checkpoint separates them.
 
-        The child stays, because sequences refer to it as their end node.
+        The child remains, because sequences refer to it as their end node.
         """
         self.eviction.offer(node)
         if node.parent is None or node.end_of or node.checkpoint is not None or len(node.children) != 1:

@@ -1,11 +1,11 @@
-"""Segment: the KV of a range of a path, kept off the pool, and the states it goes through.
+"""Segment: KV of a range of a path outside of the pool, and the states it goes through.
 
-What conversations share is kept once:
+Prefixes that conversations share are kept once:
 
     [0 .............. 8000) in 16 segments of 500 ---+--- [8000 .. 8100)   conversation 1
                                                      +--- [8000 .. 8250)   conversation 2
 
-Whether its tokens are resident in the pool as well does not matter to a segment: the nodes of the radix tree know.
+A segment does not know whether its tokens are also in the pool: that is recorded in the nodes of the radix tree.
 
 A checkpoint is a segment without tokens: the partial state at one position of a path. It goes through the same
 states, and is the child of the segment that has the token before it.
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class SegmentState(Enum):
-    """Places where the bytes of a segment can be."""
+    """Where the bytes of a segment are."""
 
     RAM = "in RAM"
     DIRTY = "in RAM, queued to be written"
@@ -42,17 +42,17 @@ class SegmentState(Enum):
 
     @property
     def uses_ram(self) -> bool:
-        """True if it counts against the RAM budget: a read has its room reserved."""
+        """True if it counts against the RAM budget. A read reserves its bytes at the start."""
         return self in _LOADABLE or self is SegmentState.READING
 
     @property
     def uses_disk(self) -> bool:
-        """True if it counts against the disk budget: a write has its room reserved."""
+        """True if it counts against the disk budget. A write reserves its bytes at the start."""
         return self in _USES_DISK
 
     @property
     def is_busy(self) -> bool:
-        """True while the disk reads or writes it."""
+        """True while it is being read or written."""
         return self in _BUSY
 
 
@@ -106,11 +106,11 @@ SEGMENT_TABLE: dict[tuple[SegmentState, SegmentEvent], SegmentState] = {
 
 
 class IllegalTransitionError(AssertionError):
-    """An event that the state of a segment does not allow: a bug, never caused by input."""
+    """An event that is not allowed in the segment's state: a bug, never caused by input."""
 
 
 class SegmentRank(NamedTuple):
-    """Place of a segment in the order of eviction; the lowest is evicted first."""
+    """Place of a segment in the order of eviction: the lowest is evicted first."""
 
     last_used: int
     minus_start: int
@@ -119,7 +119,7 @@ class SegmentRank(NamedTuple):
 
 
 class Segment:
-    """KV of positions `[start, end)` of a path; compared by identity."""
+    """KV of positions `[start, end)` of a path. Compared by identity."""
 
     __slots__ = (
         "end",
@@ -151,30 +151,30 @@ class Segment:
         state: SegmentState = S.RAM,
     ) -> None:
         self.number = number
-        """Its name for the backend and the disk."""
+        """Names the segment to the backend and on disk."""
         self.start = start
         self.end = end
         self.n_bytes = n_bytes
         self.tenant = tenant
-        """Against whose share it counts."""
+        """Tenant against whose share it counts."""
         self.state = state
         self.nodes: list[Node] = []
-        """Nodes of the radix tree that it covers, from the root on; none once it is dropped."""
+        """Nodes of the radix tree that it covers, parents first; empty once it is dropped."""
         self.last_used = 0
         """Logical time of the last use."""
         self.offloaded_at = now
-        """Seconds."""
+        """Time at which it was created, in seconds."""
         self.ram_put_before = 0
-        """Bytes that had been put into its part of RAM by then, itself included."""
+        """Bytes ever put into its part of RAM up to its creation, including its own: tells what came after it."""
         self.source: Literal["", "disk", "remote"] = ""
-        """Tier that it was read or fetched from, which the first load counts for; empty afterwards."""
+        """Tier it was read or fetched from, if it was not loaded since: the first load counts for that tier."""
         self.retry_at = 0.0
-        """Time from which on an unreadable one may be read again, in seconds."""
+        """Time at which an unreadable segment may be read again, in seconds."""
         self.replaces: list[int] = []
-        """Numbers of files on disk that it stands for once it is written itself."""
+        """Numbers of the files on disk that it replaces once it is written itself."""
 
     def handle(self, event: SegmentEvent) -> SegmentState:
-        """Go to the next state and return the one before; raises `IllegalTransitionError` and changes nothing."""
+        """Go to the next state and return the previous one. An illegal event raises and changes nothing."""
         before, after = self.state, SEGMENT_TABLE.get((self.state, event))
         if after is None:
             raise IllegalTransitionError(f"segment {self.number}: {event.value} while {before.value}")
@@ -183,7 +183,7 @@ class Segment:
 
     @property
     def n_tokens(self) -> int:
-        """Tokens whose KV it has."""
+        """Number of tokens whose KV it has."""
         return self.end - self.start
 
     @property
@@ -199,7 +199,7 @@ class Segment:
 
     @property
     def children(self) -> list[Segment]:
-        """The segments that have a token right after one of its own, and the checkpoints at one of its tokens."""
+        """Segments whose first token follows one of its tokens, and checkpoints after one of its tokens."""
         below = [child.segment for node in self.nodes for child in node.children.values()]
         below += [node.checkpoint for node in self.nodes]
         return list(dict.fromkeys(each for each in below if each is not None and each is not self))
@@ -212,7 +212,7 @@ class Segment:
 
     @property
     def is_end_of_path(self) -> bool:
-        """True if no other segment has tokens that continue its own."""
+        """True if no other segment continues it."""
         rest = list(self.nodes)
         while rest:
             node = rest.pop()
@@ -222,7 +222,7 @@ class Segment:
         return True
 
     def is_partial(self, max_tokens: int) -> bool:
-        """True if a longer segment replaces this one when its path is continued."""
+        """True if it is not full and ends its path, so that a longer segment replaces it when the path grows."""
         return self.n_tokens < max_tokens and self.is_end_of_path
 
     @property
@@ -232,7 +232,7 @@ class Segment:
 
     @property
     def is_public(self) -> bool:
-        """True if it counts to the tenant of the public namespace."""
+        """True if it belongs to the public namespace."""
         return self.tenant == PUBLIC_TENANT
 
     @property
@@ -242,9 +242,9 @@ class Segment:
 
 
 class Checkpoint(Segment):
-    """The partial state after the last token of a node: a sequence that gets it can be continued from there.
+    """The partial state after the last token of a node. A sequence that gets it can be continued from there.
 
-    The KV of the tokens before it is not part of it: cells or segments have that.
+    It does not include the KV of the tokens before it, which is in cells or segments.
     """
 
     __slots__ = ("ends_message", "precedes_reply")
@@ -259,11 +259,11 @@ class Checkpoint(Segment):
         self.ends_message = False
         """True if it was taken at the end of a message, such as the system prompt."""
         self.precedes_reply = False
-        """True if a prompt ends a few tokens after it: the same one continues from it if it comes again."""
+        """True if a prompt ends a few tokens after it, so that the same prompt, sent again, continues from it."""
 
     @property
     def node(self) -> Node:
-        """The node that ends at its position; there is none once it is dropped."""
+        """The node that ends at its position. Must not be used once the checkpoint is dropped."""
         return self.nodes[0]
 
     @property
@@ -273,16 +273,16 @@ class Checkpoint(Segment):
 
     @property
     def children(self) -> list[Segment]:
-        """None: no tokens are its own."""
+        """Always empty, since it has no tokens."""
         return []
 
     @property
     def path_from_root(self) -> list[Segment]:
-        """All segments on its path, and itself."""
+        """All segments on its path, then itself."""
         return [*(self.node.segment.path_from_root if self.node.segment is not None else ()), self]
 
     def is_partial(self, max_tokens: int) -> bool:
-        """True if one further down the path may soon make it needless."""
+        """True if it is no fork, so that a deeper checkpoint may soon make it useless."""
         return not self.is_fork
 
     @property
@@ -292,31 +292,31 @@ class Checkpoint(Segment):
 
     @property
     def ends_first_message(self) -> bool:
-        """True if it is the first on its path at the end of a message, with which other conversations may begin."""
+        """True if it is the first on its path that ends a message: other conversations may begin with that."""
         return self.ends_message and not any(each.ends_message for each in checkpoints_on(self.node)[1:])
 
     @property
     def is_deepest(self) -> bool:
-        """True if no path has another checkpoint after it."""
+        """True if no checkpoint is below it."""
         return next(self._below(), None) is None
 
     @property
     def is_worth_storing(self) -> bool:
-        """True if it is written to disk and uploaded, since other prompts are likely to continue from it.
+        """True if it is written to disk and uploaded, because other prompts are likely to continue from it.
 
-        Those are forks, the deepest of a path, the one at the end of its first message, and the one before its last
-        reply, which is where the last prompt continues if it comes again.
+        That holds for forks, the deepest of a path, the one at the end of the first message, and the one before the
+        last reply, from which the last prompt continues if it is sent again.
         """
         if self.is_fork or self.is_deepest or self.ends_first_message:
             return True
         return self.precedes_reply and not any(each.precedes_reply for each in self._below())
 
     def _below(self) -> Iterator[Checkpoint]:
-        """Yield the checkpoints on all paths after it."""
+        """Yield the checkpoints below it, on all paths."""
         found = (node.checkpoint for node in self.node.subtree() if node is not self.node)
         return (each for each in found if each is not None)
 
 
 def checkpoints_on(node: Node) -> list[Checkpoint]:
-    """The checkpoints on the path to a node, the deepest first."""
+    """Return the checkpoints on the path to a node, the deepest first."""
     return [each.checkpoint for each in node.path_to_root() if each.checkpoint is not None]

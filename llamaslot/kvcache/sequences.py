@@ -1,7 +1,7 @@
-"""Sequence ids of the context: which path each holds, and the KV operations by which the backend follows.
+"""Sequence ids of the context: which path each holds, and the KV operations that make the backend follow.
 
-The cache leads and the backend follows: each change is recorded as an operation, and the next step carries all of
-them out, in order, before it decodes.
+Each method changes the tree at once and records an operation. The next step carries all operations out in order,
+before it decodes.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from llamaslot.kvcache.radix_tree import RadixTree
 
 
 class Sequences:
-    """The first `n_slots` ids are slots; the others are spare: they keep idle prefixes whose slot was needed.
+    """Sequence ids: `n_slots` slots, then spare ids, which keep idle prefixes whose slot was reused.
 
-    `states` follows which sequences have their partial state, for models that have one.
+    `states` tracks which sequences have their partial state, for models that have one.
     """
 
     def __init__(
@@ -38,15 +38,15 @@ class Sequences:
         self.operations: list[Operation] = []
         self.states = states or StateRecord(StateKind.NONE, 0)
         self.clock = 0
-        """Logical time: counts uses and computed prompt tokens."""
+        """Logical time: each use and each computed prompt token advances it by 1."""
         self._tree = tree
         self.set_layout(n_seqs=n_seqs, shares_cells=shares_cells)
 
     def set_layout(self, *, n_seqs: int, shares_cells: bool) -> None:
-        """Take up the sequences of a new context, none of which is in use."""
+        """Start with the sequences of a new context, none of which is in use."""
         self.spare = range(len(self.slots), n_seqs)
         self.all = range(n_seqs)
-        # To exchange cells would move the partial state that comes with them.
+        # With a partial state, a sequence that took over another one's cells would take over its state as well.
         self.duplicates: Duplicates = (
             (KeptDuplicates(self._tree) if self.states.has_states else DuplicateCells(self._tree))
             if shares_cells
@@ -59,17 +59,17 @@ class Sequences:
         return sum(map(self.in_use, self.all))
 
     def in_use(self, seq: int) -> bool:
-        """True if a sequence holds a path, if only an empty one."""
+        """True if a sequence holds a path, which may be empty."""
         return self._tree.end_node(seq) is not None
 
     def end(self, seq: int) -> Node:
-        """The node where the path of a sequence that is in use ends."""
+        """Return the node where the path of a sequence ends, which must be in use."""
         node = self._tree.end_node(seq)
         assert node is not None
         return node
 
     def advance(self) -> int:
-        """Advance the logical clock by one use; returns the new time."""
+        """Advance the logical clock by one; returns the new time."""
         self.clock += 1
         return self.clock
 
@@ -78,15 +78,15 @@ class Sequences:
         return [seq for seq in self.all if self.in_use(seq) and self.end(seq).namespace == namespace]
 
     def is_covered(self, seq: int) -> bool:
-        """True if all that a sequence holds is held by another one too."""
+        """True if other sequences hold all that this one holds."""
         return self.end(seq).is_shared
 
     def rank(self, seq: int) -> float:
-        """Place of a path in the order of eviction; the lowest for a sequence that is not in use."""
+        """Place of a sequence's path in the order of eviction; lowest if it is not in use."""
         return self.end(seq).last_used if self.in_use(seq) else -math.inf
 
     def held(self, match: Match, seqs: Iterable[int]) -> dict[int, int]:
-        """For each of some sequences the number of leading tokens of a match that it holds."""
+        """Return how many leading tokens of the match each sequence holds."""
         ends = {id(node): min(node.end, match.n_resident) for node in match.resident_end.path_to_root()}
         held = {}
         for seq in seqs:
@@ -95,7 +95,7 @@ class Sequences:
         return held
 
     def n_own(self, seq: int) -> int:
-        """Tokens at the end of a path that no other sequence holds."""
+        """Number of tokens at the end of a sequence's path that no other sequence holds."""
         if not self.in_use(seq):
             return 0
         end = self.end(seq)
@@ -127,11 +127,11 @@ class Sequences:
             self._remove(seq, length, 0)
 
     def reset(self, seq: int) -> None:
-        """Have the backend empty a sequence that is not in use, whatever it holds after a failed step."""
+        """Make the backend empty a sequence that is not in use: after a failed step it may hold anything."""
         self._remove(seq, 0, 0)
 
     def copy(self, src: int, dst: int, end: int, tokens: bytes) -> None:
-        """Extend a sequence by cells that another one has, up to token `end`; `tokens` are those of the path."""
+        """Extend `dst` by cells of `src` up to position `end`; `tokens` are those of the path."""
         start = self._tree.length(dst)
         operation = Copy(src, dst, start, end)
         self.states.copy(operation, self._tree.length(src))
@@ -140,7 +140,7 @@ class Sequences:
         self.duplicates.copy(src, dst, start, end)
 
     def copy_to_unused(self, src: int, dst: int) -> None:
-        """Give a sequence that is not in use all that another one holds."""
+        """Copy all that `src` holds to `dst`, which is not in use."""
         end = self.end(src)
         operation = Copy(src, dst, 0, end.end)
         self.states.copy(operation, end.end)
@@ -149,12 +149,12 @@ class Sequences:
         self.duplicates.copy(src, dst, 0, end.end)
 
     def load(self, segment: int, seq: int, end: int, tokens: bytes) -> None:
-        """Extend a sequence by what a segment has up to token `end`; `tokens` are those of the path."""
+        """Extend a sequence by a segment's KV up to position `end`; `tokens` are those of the path."""
         start = self._tree.length(seq)
         self.states.load(seq)
         last = self.operations[-1] if self.operations else None
         if isinstance(last, Load) and last.dst == seq:
-            # In a partitioned pool each further load would load everything again.
+            # One load for all segments: in a partitioned pool each load loads the whole sequence again (fact 3).
             self.operations[-1] = replace(last, parts=(*last.parts, (segment, end)))
         else:
             self.operations.append(Load(seq, start, ((segment, end),)))
@@ -162,7 +162,7 @@ class Sequences:
             self.duplicates.add(seq, start, start + n_held)
 
     def restore(self, seq: int, checkpoint: int, end: int) -> None:
-        """Truncate a sequence to `end` tokens, and give it the state after them."""
+        """Truncate a sequence to `end` tokens, and give it the checkpoint's state after them."""
         self._tree.truncate(seq, end)
         self.duplicates.truncate(seq, end)
         self.operations.append(Restore(checkpoint, seq))

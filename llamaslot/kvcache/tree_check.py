@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 def check_tree(
     tree: RadixTree, *, roots: Collection[Node], ends: Mapping[int, Node], pinned: Set[int]
 ) -> set[Segment]:
-    """Verify all invariants; raises `AssertionError`. Takes time in proportion to the tree.
+    """Verify all invariants, in time proportional to the tree; raises `AssertionError`.
 
-    `roots` are those of all namespaces, `ends` has the end node of each sequence in use, and `pinned` the sequences
-    that requests run in. Returns all segments and checkpoints.
+    `roots` are the roots of all namespaces, `ends` has the end node of each sequence in use, and `pinned` the
+    sequences in which requests run. Returns all segments and checkpoints.
     """
     n_tokens, n_pinned = Counter[str](), 0
     covered: dict[Segment, list[Node]] = {}

@@ -1,7 +1,7 @@
 """List of the prefixes in the radix tree, for `GET /cache`.
 
-Prefixes are listed by hits, then by last use, then by length. A request that uses a node uses its ancestors too, so
-these have at least as many hits and as late a use: no node is listed without them.
+Prefixes are sorted by hits, then by last use, then by length. Using a node uses its ancestors too, so these have at
+least as many hits and as late a last use, and no node is listed without its ancestors.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from llamaslot.kvcache.node import Node
 from llamaslot.kvcache.radix_tree import RadixTree
 
 _MAX_TEXT_TOKENS = 256
-"""Tokens of an edge that are shown as text."""
+"""Most tokens of an edge that are shown as text."""
 
 
 def tree_listing(
     tree: RadixTree, stats: CacheStats, top: int, detokenize: Callable[[Sequence[int]], bytes] | None
 ) -> CacheState:
-    """Return `stats` with the `top` resident prefixes of the tree; takes time in proportion to the tree.
+    """Return `stats` with the `top` resident prefixes of the tree, in time proportional to the tree.
 
-    Nodes that are apart only because segments are cut there count as one.
+    Nodes that are separate only because one segment ends and the next begins there count as one.
     """
     first_of = {id(node): _first(node) for node in tree.nodes() if _ends_edge(node)}
     nodes = [node for node in tree.nodes() if id(node) in first_of]
@@ -74,7 +74,7 @@ def _ends_edge(node: Node) -> bool:
 
 
 def _first(node: Node) -> Node:
-    """The uppermost node of the edge that ends with this one."""
+    """Return the topmost node of the edge that ends with this node."""
     while node.parent is not None and node.parent.parent is not None and not _ends_edge(node.parent):
         node = node.parent
     return node

@@ -2,17 +2,17 @@
 
 Checkpoints are taken
 1. where a step of a running request ends (`scheduler/checkpoint_stops.py`);
-2. of a sequence that is about to lose its last token, and with it its state (`take_at_end`);
-3. ahead of that, of idle sequences while the server is idle (`take_ahead`): evicting them later then costs nothing.
+2. when a sequence is about to lose its last token, and its state with it (`take_at_end`);
+3. in advance of that, for idle sequences while the server is idle (`take_ahead`), so that evicting them is cheap.
 
 They are evicted from RAM
-- over the budget of bytes (`--checkpoint-ram`): those of tenants with more than their share first; then those that
-  are neither a fork nor the deepest of their path; then those that are on disk too; then the least recently used.
-  Each rule only decides between those that the rules before it treat alike (`evict_for`);
-- over the limit of one path (`--ctx-checkpoints`): the one whose neighbours are closest together in relation to
-  their distance from the end of the path (`_thin_path`). The deepest stays, and forks go only if nothing else can.
+- if they exceed the budget of bytes (`--checkpoint-ram`): those of tenants with more than their share first; then
+  those that are neither a fork nor the deepest of their path; then those that are also on disk; then the least
+  recently used. Each rule breaks the ties that the rules before it leave (`evict_for`);
+- if a path has too many (`--ctx-checkpoints`): the one whose neighbours are closest together, relative to their
+  distance from the end of the path (`_thin_path`). The deepest stays, and forks go last.
 
-Those about to be restored stay in any case. `restoring.py` decides which are restored, and when.
+Checkpoints about to be restored are never evicted. `restoring.py` decides which are restored, and when.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ class Checkpoints:
         self.has_states = self._states.has_states
         """True for a model with a partial state."""
         self.pending_restores: dict[int, Checkpoint] = {}
-        """Checkpoint to restore into each sequence once it holds all tokens before it; not evicted until then."""
+        """Checkpoint to restore into each sequence once that has all tokens before it; not evicted until then."""
         self._counters = CheckpointStats()
         self._ahead_at = -1
         self._taken_ahead: set[int] = set()
-        """Sequences of which one was taken ahead since the clock stood at `_ahead_at`."""
+        """Sequences that got a checkpoint in advance since the clock stood at `_ahead_at`."""
         self._tree = tree
         self._sequences = sequences
         self._tiers = tiers
@@ -62,7 +62,7 @@ class Checkpoints:
 
     @property
     def n_to_take(self) -> int:
-        """Checkpoints that the operations before the next step take."""
+        """Checkpoints that the recorded operations will take before the next step."""
         return sum(isinstance(each, Take) for each in self._sequences.operations)
 
     def has_at_end(self, seq: int) -> bool:
@@ -71,19 +71,19 @@ class Checkpoints:
         return node is not None and node.checkpoint is not None
 
     def cached(self, namespace: str, tokens: bytes) -> list[Checkpoint]:
-        """The checkpoints after a prefix of some tokens, the deepest first; no sequence needs to hold it."""
+        """Checkpoints on the path of some tokens, the deepest first, whether or not a sequence holds the path."""
         return checkpoints_on(self._tree.match(namespace, tokens).whole_end)
 
     def can_take(self, n: int) -> bool:
-        """Return True if there is likely to be room for a checkpoint after `n` tokens."""
+        """Return True if a checkpoint after `n` tokens can fit into the budget, and memory has not just run out."""
         is_possible = self.settings.size.of(n) <= self._tiers.checkpoints.capacity
         return is_possible and self._tiers.now >= self._tiers.saves_again_at
 
     def take(self, seq: int, *, only_redundant: bool = False) -> Checkpoint | None:
-        """Return the checkpoint at the end of a live sequence, taken now if there is none; None without room.
+        """Return the checkpoint at the end of a live sequence, taken now if there is none; None if it does not fit.
 
-        Room is made by evicting others, with `only_redundant` only those that are on disk too, or neither a fork
-        nor the deepest of their path.
+        Others are evicted for it; with `only_redundant` only those that are also on disk, or neither a fork nor the
+        deepest of their path.
         """
         node = self._sequences.end(seq)
         if node.checkpoint is not None:
@@ -103,9 +103,9 @@ class Checkpoints:
         return checkpoint
 
     def take_at_end(self, seq: int, *, only_redundant: bool = False) -> bool:
-        """Take a checkpoint of an idle sequence before it loses its state, if it may be wanted again.
+        """Take a checkpoint of an idle sequence before it loses its state, if that may be needed again.
 
-        Its last token must stay cached, for else the checkpoint is dropped with it. Returns True if one was taken.
+        The sequence's last token must stay cached, or the checkpoint is dropped with it. True if one was taken.
         """
         node = self._tree.end_node(seq)
         if node is None or not self._may_take_at_end(seq):
@@ -116,16 +116,16 @@ class Checkpoints:
     def take_before_end_is_evicted(self, seq: int) -> bool:
         """Take a checkpoint before the end of this sequence is evicted; returns True if one was taken.
 
-        All sequences that end there lose their states, so it is taken of any that is live.
+        All sequences that end there lose their states, so any live one of them will do.
         """
         live = next(filter(self._states.is_live, sorted(self._sequences.end(seq).end_of)), None)
         return live is not None and self._may_take_at_end(live) and self._take_unless_near(live)
 
     def take_ahead(self) -> int:
-        """Take a checkpoint of one idle sequence ahead of its eviction; returns how many were taken, 0 for the end.
+        """Take a checkpoint of one idle sequence ahead of its eviction; returns how many were taken, 0 if done.
 
-        Only redundant ones are evicted for it, and each sequence gets one at most until another request runs: else
-        those that do not fit together would evict each other for as long as the server is idle.
+        Only redundant ones are evicted for it, and until another request runs each sequence gets at most one.
+        Otherwise checkpoints that do not fit together would evict each other for as long as the server is idle.
         """
         if self._ahead_at != self._sequences.clock:
             self._ahead_at, self._taken_ahead = self._sequences.clock, set()
@@ -137,9 +137,9 @@ class Checkpoints:
         return 0
 
     def add(self, namespace: str, tokens: bytes, sizes: Mapping[int, int]) -> dict[int, int]:
-        """Add checkpoints that come from a file, given by position and bytes; returns the numbers of those added.
+        """Add checkpoints from a file (bytes by position); returns the numbers of those added, by position.
 
-        A sequence must hold the tokens. The shallowest are left out if there is no room for all of them.
+        A sequence must hold the tokens. If not all fit, the shallowest are left out.
         """
         wanted: dict[int, int] = {}
         for end, n_bytes in sorted(sizes.items(), reverse=True):
@@ -158,12 +158,11 @@ class Checkpoints:
         return added
 
     def count_restored(self) -> None:
-        """Count a checkpoint that was restored."""
+        """Count a restored checkpoint."""
         self._counters.restored += 1
 
     def evict_for(self, n_bytes: int, tenant: str = "", *, only_redundant: bool = False) -> bool:
-        """Evict checkpoints from RAM until there is room for one of a tenant; False if those that have to stay
-        leave none.
+        """Evict checkpoints from RAM until `n_bytes` of a tenant fit; False if too many have to stay.
 
         Tenants with more than their share lose theirs first.
         """
@@ -176,9 +175,9 @@ class Checkpoints:
         if n_bytes and n_pinned + n_bytes > lru.capacity:
             return False
         everything = [each for each in lru if isinstance(each, Checkpoint)]
-        # Their paths go on to a deeper checkpoint, in RAM or on disk.
+        # Their paths continue to a deeper checkpoint, in RAM or on disk.
         interior = {each for each in everything if not (each.is_fork or each.is_deepest)}
-        # What is on disk too can be read again.
+        # Those that are also on disk (CLEAN) can be read again.
         order = sorted(everything, key=lambda each: (each not in interior, each.state is not S.CLEAN, each.rank))
         rest = [each for each in order if each not in pinned]
         if only_redundant:
@@ -193,24 +192,24 @@ class Checkpoints:
         return lru.n_bytes + n_bytes <= lru.capacity
 
     def keep_budget(self, fraction: float) -> None:
-        """Evict from RAM what exceeds a fraction of the budget, since memory is short."""
+        """Shrink the budget to a fraction while memory is short, and evict from RAM what exceeds it."""
         lru = self._tiers.checkpoints
         before, lru.capacity = lru.capacity, int(fraction * self.settings.ram_bytes)
         self.evict_for(0)
-        # Those that have to stay may exceed it.
+        # Checkpoints that have to stay may exceed the budget.
         lru.capacity = max(lru.capacity, lru.n_bytes)
-        # What only the disk has can be restored if it fits into RAM.
+        # Lookups are stale: whether a checkpoint that is only on disk can be restored depends on this capacity.
         self._tree.version += lru.capacity != before
 
     # --- inside ---
 
     @property
     def _pinned(self) -> set[Segment]:
-        """Checkpoints, and segments, that must stay: about to be restored, or being read or written."""
+        """Segments and checkpoints that must stay: about to be loaded or restored, or being read or written."""
         return {*self.pending_restores.values(), *self._tiers.busy.values()}.union(*self._tiers.load_pins.values())
 
     def _may_take_at_end(self, seq: int) -> bool:
-        """True if a sequence is live, and may be wanted again."""
+        """True if a sequence is live, and its prefix may be used again."""
         node = self._tree.end_node(seq)
         if not self.has_states or node is None or node.is_root or not self._states.is_live(seq):
             return False
@@ -221,15 +220,15 @@ class Checkpoints:
         return not self._is_near(node) and self.take(seq, only_redundant=only_redundant) is not None
 
     def _is_near(self, node: Node) -> bool:
-        """True if a checkpoint lies so little above the end of a path that another one is not worth taking."""
+        """True if a checkpoint is so close above the end of a path that another one is not worth taking."""
         above = next(iter(checkpoints_on(node)), None)
         return above is not None and node.end - above.end < self.settings.min_end_gap
 
     def _thin_path(self, node: Node) -> None:
         """Evict one checkpoint of a path that has too many: the one whose neighbours are closest together.
 
-        Distances count in relation to that from the end of the path, so the others get further apart towards the
-        root. The deepest one, and what is about to be restored, stay. Forks are evicted if nothing else is left.
+        Distances are relative to the distance from the end of the path, so the remaining ones are spaced wider
+        towards the root. The deepest stays, and so do those about to be restored. Forks go if nothing else can.
         """
         path = [each for each in checkpoints_on(node) if each.state.is_loadable]
         if len(path) <= self.settings.max_on_path:

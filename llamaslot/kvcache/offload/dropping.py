@@ -1,4 +1,4 @@
-"""Dropping of prefixes in all tiers: those that are no longer wanted, or whose KV is not trusted."""
+"""Deletion of prefixes in all tiers: those that somebody drops, and those that cannot be trusted."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from llamaslot.kvcache.tiers.segment_tiers import SegmentTiers
 
 @dataclass(eq=False)
 class Dropper:
-    """Deletes prefixes from the pool, RAM and disk; what running requests use stays."""
+    """Deletes prefixes from the pool, RAM and disk, but not what running requests use."""
 
     _tree: RadixTree
     _sequences: Sequences
@@ -27,7 +27,7 @@ class Dropper:
     _offloader: Offloader
 
     def drop(self, namespace: str | None = None) -> CacheCleared:
-        """Drop the prefixes of a namespace without running requests, or all that are idle."""
+        """Drop the prefixes of a namespace in which no request runs, or all idle prefixes."""
         before = self._counts()
         self._tiers.drop(reversed(_segments_of(self._tree.nodes(namespace))))
         if namespace is None:
@@ -39,7 +39,7 @@ class Dropper:
         return self._cleared(before)
 
     def drop_resident(self) -> None:
-        """Drop all idle sequences, and the checkpoints that are not on disk."""
+        """Drop all idle sequences, and all checkpoints that are not on disk."""
         nodes = [*self._tree.nodes(None)]
         taken = [node.checkpoint for node in nodes if node.checkpoint is not None]
         self._tiers.drop([each for each in taken if not each.state.uses_disk])
@@ -48,21 +48,21 @@ class Dropper:
                 self._sequences.clear(seq)
 
     def drop_paths(self, namespace: str, paths: Sequence[bytes]) -> CacheCleared:
-        """Drop paths, each back to the last position at which another one continues, ends or runs."""
+        """Drop paths, each back to the last position at which another path branches off, ends, or is running."""
         before = self._counts()
         for tokens in paths:
             self._drop_path(self._tree.match(namespace, tokens))
         return self._cleared(before)
 
     def forks(self, namespace: str, paths: Iterable[bytes]) -> list[tuple[bytes, int]]:
-        """Return paths, each with the last position at which another one continues, ends or runs."""
+        """Return paths, each with the last position at which another path branches off, ends, or is running."""
         return [(path, self._tree.match(namespace, path).last_fork()) for path in paths]
 
     def invalidate_path(self, namespace: str, tokens: bytes, *, with_public: bool) -> None:
-        """Drop the last node of a path whose KV is not trusted, with all that continues it.
+        """Drop the last node of a path whose KV may be invalid, with everything below it.
 
-        The same is done in the public namespace if some of the KV was loaded from there (`with_public`) and it has
-        all tokens of the path.
+        If some of the KV was loaded from the public namespace (`with_public`), and that has all tokens of the path,
+        the path is dropped there as well.
         """
         self._drop_subtree(self._tree.match(namespace, tokens).matched_end)
         if with_public:
@@ -78,15 +78,15 @@ class Dropper:
                 self._truncate(seq, fork)
         # Truncating may have split and joined nodes.
         match = self._tree.match(match.namespace, match.tokens)
-        # A segment that begins above the fork stays, but no state after the fork.
+        # A segment that begins above the fork stays, since it cannot be cut; checkpoints after the fork go.
         self._tiers.drop(each for each in checkpoints_on(match.whole_end) if each.end > fork)
         self._tiers.drop(segment for segment in reversed(match.segments) if segment.start >= fork)
 
     def _drop_subtree(self, node: Node) -> None:
-        """Drop a node and all below it.
+        """Drop a node and everything below it.
 
-        If a request runs there, only the node's checkpoint is dropped. The request reads the KV, so its own logits
-        show if that is invalid, but it may never have loaded the checkpoint.
+        If a request runs there, only the node's checkpoint is dropped: the request uses the KV, so its own logits
+        would show that this is invalid, but it may never have restored the checkpoint.
         """
         if node.is_root:
             return
@@ -95,7 +95,8 @@ class Dropper:
             return
         segments = _segments_of(node.subtree())
         start = node.start
-        # A segment that begins above the node may have a child beside it, which cannot stay on disk without it.
+        # A segment that begins above the node can have children outside of the subtree. They cannot stay on disk
+        # without it: the disk's index finds a segment through its parent.
         beside = [child for each in segments for child in each.children if child not in segments]
         for each in beside:
             beside += [child for child in each.children if child not in beside]
@@ -107,13 +108,13 @@ class Dropper:
         self._tiers.drop(reversed(segments))
 
     def _truncate(self, seq: int, keep: int) -> None:
-        """Truncate a sequence; clear it if other sequences hold all that is left."""
+        """Truncate a sequence, and clear it if other sequences hold all of the rest."""
         self._sequences.truncate(seq, keep)
         if self._sequences.in_use(seq) and self._sequences.is_covered(seq):
             self._sequences.clear(seq)
 
     def _counts(self) -> tuple[int, int, int]:
-        """Tokens in the tree, in RAM and on disk."""
+        """Number of tokens in the pool, in RAM and on disk."""
         return self._tree.n_tokens, self._tiers.ram.n_tokens, self._tiers.disk.n_tokens
 
     def _cleared(self, before: tuple[int, int, int]) -> CacheCleared:
@@ -122,5 +123,5 @@ class Dropper:
 
 
 def _segments_of(nodes: Iterable[Node]) -> dict[Segment, None]:
-    """The segments and checkpoints of nodes, in their order."""
+    """Segments and checkpoints of some nodes, in the order of the nodes."""
     return dict.fromkeys(each for node in nodes for each in (node.segment, node.checkpoint) if each is not None)

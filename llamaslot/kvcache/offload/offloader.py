@@ -1,4 +1,4 @@
-"""Offload of KV from the pool to segments, and loading it back.
+"""Offload of KV from the pool to segments in RAM, and loading it back.
 
 Each token is offloaded once, however many sequences hold it.
 """
@@ -23,7 +23,7 @@ from llamaslot.kvcache.sequences import Sequences
 from llamaslot.kvcache.tiers.segment_tiers import SegmentTiers
 
 _UNKNOWN_READ_COST = 1 / 8
-"""Time to read a token from disk over the time to compute it, until a read was measured."""
+"""Assumed time to read a token from disk divided by the time to compute it, until a read is measured."""
 
 
 class LoadStatus(Enum):
@@ -31,7 +31,7 @@ class LoadStatus(Enum):
 
     DONE = "nothing more to load"
     MORE = "more in another step"
-    READING = "more once the disk has answered"
+    READING = "more once a read from disk is done"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,19 +44,16 @@ class Loaded:
     n_loaded: int = 0
     """Tokens loaded from RAM."""
     n_read: int = 0
-    """Of `n_loaded`, those that were read from disk for it."""
+    """Of `n_loaded`, those that had to be read from disk first."""
     n_fetched: int = 0
-    """Of `n_loaded`, those that were fetched from the remote tier for it."""
+    """Of `n_loaded`, those that had to be fetched from the remote tier first."""
     n_public: int = 0
     """Of `n_loaded`, those from segments of the public namespace."""
 
 
 @dataclass(eq=False)
 class Offloader:
-    """Moves KV between the pool and `tiers`. Without RAM it does nothing but count what is evicted.
-
-    `n_free` counts the free cells of the pool.
-    """
+    """Moves KV between the pool and the tiers. Without a RAM tier it only evicts, and counts evicted tokens."""
 
     _tree: RadixTree
     _sequences: Sequences
@@ -64,39 +61,40 @@ class Offloader:
     _settings: CacheSettings
     _counters: CacheStats
     _n_free: Callable[[], int]
+    """Returns the number of free cells in the pool."""
     _checkpoints: Checkpoints
     _ahead_at: int = -1
     _offloaded_ahead: set[tuple[int, int, int]] = field(default_factory=set)
-    """Ranges that were offloaded ahead, by sequence, since the clock stood at `_ahead_at`: each is offloaded once,
-    so that it ends where RAM is smaller than the pool.
+    """Sequence and range of what was offloaded ahead since the clock stood at `_ahead_at`. None is offloaded twice:
+    otherwise, if RAM is smaller than the pool, ranges would evict each other without end.
     """
 
     # --- to segments ---
 
     def evict(self, n_cells: int, before: int | None = None) -> int:
-        """Evict `n_cells` idle cells, or all there are, last used before a logical time; returns how many.
+        """Evict `n_cells` idle cells, or as many as there are; returns how many.
 
-        They are offloaded as far as they fit into RAM. Tenants keep their share of the cells, as far as others have
-        more than theirs, except where `before` says how old an idle prefix may be.
+        They are offloaded as far as they fit into RAM. `before` limits this to prefixes last used before that
+        logical time. Without it, tenants with more than their share of the cells lose theirs first.
         """
         excess = None
         if before is None:
             beyond = self._tiers.shares.excess(self._tree.n_tokens_of, self._settings.pool_cells)
-            # If none has more than its share, all leaves would only be set aside, and then be taken by last use.
+            # If no tenant has more than its share, plain LRU gives the same result faster.
             excess = beyond if max(beyond.values(), default=0) > 0 else None
         n_wanted = self._n_free() + n_cells
         plan = self._tree.eviction.plan(n_cells, before, excess)
         for seq, start, end in plan.evicted:
             self.offload_evicted(seq, start, end)
         for seq, keep in sorted(plan.keeps.items(), key=lambda item: item[1] == 0):
-            # Heirs first: a node must not lose its last holder before its heir ends there.
+            # Heirs, which keep tokens, come first: a node must not lose its last holder before its heir ends there.
             self._sequences.truncate(seq, keep)
         if plan.n_cells < n_cells and before is None:
             self._evict_duplicates(n_wanted)
         return plan.n_cells
 
     def can_free(self, n_cells: int, n_kept_duplicates: int) -> bool:
-        """True if `n_cells` are free or idle; of idle duplicate cells, so many may have to stay."""
+        """True if `n_cells` are free or idle, though `n_kept_duplicates` idle duplicates may have to stay."""
         if not self._settings.unified:
             return True
         n_missing = n_cells - self._n_free() - self._tree.n_idle_tokens
@@ -104,9 +102,9 @@ class Offloader:
         return n_missing <= max(0, duplicates - n_kept_duplicates)
 
     def free_cells(self, n_cells: int) -> bool:
-        """Evict idle cells until `n_cells` are free, unless even all of them are too few; True if they are free.
+        """Evict idle cells until `n_cells` are free, or none if that is impossible; True if enough are free.
 
-        In a partitioned pool a sequence has cells for all that it may hold.
+        In a partitioned pool that is always so, since each sequence has cells for as many tokens as it may hold.
         """
         if not self._settings.unified:
             return True
@@ -116,7 +114,7 @@ class Offloader:
         return self._n_free() >= n_cells
 
     def offload_evicted(self, seq: int, start: int, end: int) -> None:
-        """Offload `[start, end)` of a sequence, which no sequence will hold any more, as far as it fits."""
+        """Offload `[start, end)` of a sequence, which is about to leave the pool, as far as it fits into RAM."""
         if start == end:
             return
         n_missing = n = end - start
@@ -131,8 +129,8 @@ class Offloader:
     def offload_ahead(self, max_tokens: int, *, with_running: bool) -> int:
         """Save about `max_tokens` resident tokens that no segment covers; they stay resident. Returns how many.
 
-        `with_running` includes what running requests hold, but for private namespaces and for the last, partial
-        range, which still grows: it would be replaced again and again.
+        `with_running` includes what running requests hold, except for private namespaces and for the last range if
+        it is partial: it still grows, and would be saved again and again.
         """
         if self._ahead_at != self._sequences.clock:
             self._ahead_at, self._offloaded_ahead = self._sequences.clock, set()
@@ -155,15 +153,15 @@ class Offloader:
         return n_done
 
     def offload_path(self, seq: int, *, with_partial: bool) -> None:
-        """Save what no segment covers of a sequence; it stays resident.
+        """Save the part of a sequence that no segment covers; it stays resident.
 
-        `with_partial` includes the last range if it is less than a segment.
+        `with_partial` includes the last range even if it does not fill a segment.
         """
         end = self._sequences.end(seq).end
         self._offload(seq, self._missing_of_path(seq, end, with_partial=with_partial), end)
 
     def tenants_beyond_ids(self) -> set[str]:
-        """Tenants that have more than their share of the sequence ids."""
+        """Tenants with more than their share of the sequence ids."""
         sequences = self._sequences
         used = Counter(sequences.end(each).tenant for each in sequences.all if sequences.in_use(each))
         return {name for name, n in self._tiers.shares.excess(used, len(sequences.all)).items() if n > 0}
@@ -171,11 +169,11 @@ class Offloader:
     # --- from segments ---
 
     def worth_loading(self, match: Match) -> Sequence[SegmentPart]:
-        """The segments after the resident part of a match that are worth loading.
+        """Segments after the resident part of a match that are worth loading.
 
-        A segment is loaded whole, so the last one is left out if too little of it is wanted, unless a state can
-        only be restored after it. Nothing is worth it if all together takes longer to load than to compute. In a
-        partitioned pool what is resident is saved and loaded with it.
+        A segment is loaded whole, so the last one is left out if too little of it is needed; not for models with a
+        partial state, which may have to be restored at its end. Nothing is worth loading if all parts together take
+        longer to load than to compute. In a partitioned pool the resident part is saved and loaded along with them.
         """
         parts = self._tiers.readable(match.parts) if match.parts else []
         if parts and not self._checkpoints.has_states and not self._pays(parts[-1:]):
@@ -183,10 +181,10 @@ class Offloader:
         return parts if self._pays(parts, 0 if self._settings.unified else 2 * match.n_resident) else []
 
     def load(self, seq: int, match: Match, max_tokens: int | None, *, loads_all: bool = False) -> Loaded:
-        """Load what segments have after the tokens of a sequence, about `max_tokens` at most.
+        """Extend a sequence by the segments that are worth loading, about `max_tokens` at most.
 
-        That is what is worth loading. With `loads_all` it is the whole match, because the sequence waits for a
-        checkpoint at its end: a small rest would not be worth loading by itself.
+        With `loads_all` it is all segments of the match, because the sequence waits for a checkpoint at its end,
+        and a small rest would not be worth loading by itself.
         """
         parts = self._tiers.readable(match.parts) if loads_all else self.worth_loading(match)
         if not parts:
@@ -195,11 +193,11 @@ class Offloader:
         self._tiers.prefetch(seq, parts)
         self.free_evicted()
         status = LoadStatus.DONE
-        # Until a save is carried out, it is not known whether there is memory for it.
+        # Segments whose save is still to be carried out cannot be loaded yet: the save may fail for lack of memory.
         saving = {each.segment for each in self._sequences.operations if isinstance(each, Save)}
         n_loaded = n_read = n_fetched = n_public = 0
         if not self._settings.unified:
-            # Each further load would load all that the sequence holds again: all parts are waited for.
+            # Each load would load the whole sequence again (fact 3), so this waits until all parts are in RAM.
             if any(part.segment.number in saving for part in parts):
                 return Loaded(LoadStatus.MORE)
             if self._tiers.reader.n_pending and not all(part.segment.state.is_loadable for part in parts):
@@ -229,25 +227,25 @@ class Offloader:
 
     @property
     def may_load(self) -> bool:
-        """True unless there was no memory to load something a moment ago."""
+        """False for a while after a load failed for lack of memory."""
         return self._tiers.now >= self._tiers.loads_again_at
 
     # --- operations ---
 
     def free_evicted(self) -> None:
-        """Record that the backend frees the segments that left RAM."""
+        """Record operations by which the backend frees the segments that left RAM."""
         self._sequences.operations += map(Free, self._tiers.take_freed())
 
     # --- inside ---
 
     def _n_idle(self) -> int:
-        """Cells that `evict` can free: of idle nodes, and duplicates that only idle sequences hold."""
+        """Cells that `evict` can free: those of idle nodes, and duplicates that only idle sequences hold."""
         return self._tree.n_idle_tokens + self._sequences.duplicates.n_idle_cells(self._tree.is_pinned)
 
     def _evict_duplicates(self, n_free: int) -> None:
-        """Clear idle sequences with cells of their own for what running ones hold, until so many are free.
+        """Clear idle sequences that have duplicates of cells of running ones, until `n_free` cells are free.
 
-        Their nodes are in use, so that no eviction finds them.
+        An eviction plan does not find them, because running requests pin their nodes.
         """
         holders = self._sequences.duplicates.idle_holders(self._tree.is_pinned)
         for seq in sorted(holders, key=self._sequences.rank):
@@ -257,7 +255,7 @@ class Offloader:
             self._sequences.clear(seq)
 
     def _pays(self, parts: Sequence[SegmentPart], n_moved: int = 0) -> bool:
-        """True if it takes less time to load parts, and `n_moved` tokens with them, than to compute them."""
+        """True if loading these parts, and moving `n_moved` tokens for it, is faster than computing them."""
         n_wanted = sum(part.end - part.start for part in parts)
         n_loaded = sum(part.segment.n_tokens for part in parts) + n_moved
         n_read = sum(part.segment.n_tokens for part in parts if not part.segment.state.is_loadable)
@@ -265,19 +263,19 @@ class Offloader:
 
     @property
     def _read_cost(self) -> float:
-        """Time to read a token from disk over the time to compute it."""
+        """Time to read a token from disk divided by the time to compute it."""
         read_us = self._tiers.reader.us_per_token
         prefill_us = self._settings.prefill_us
         return read_us / prefill_us if read_us and prefill_us else _UNKNOWN_READ_COST
 
     def _node_at(self, seq: int, end: int) -> Node:
-        """The node on the path of a sequence that has the token before `end`."""
+        """Return the node on the path of a sequence that has the token before position `end`."""
         return next(node for node in self._sequences.end(seq).path_to_root() if node.start < end)
 
     def _missing(self, seq: int, start: int, end: int) -> list[tuple[int, int]]:
         """Ranges of a sequence that no segment covers and that overlap `[start, end)`.
 
-        They are cut from the start of the node, so that they stay the same when its end is evicted bit by bit.
+        They are counted from the start of the node, so that evicting its end bit by bit yields the same ranges.
         """
         node = self._node_at(seq, end)
         return [
@@ -294,10 +292,9 @@ class Offloader:
     def _offload(
         self, seq: int, ranges: Sequence[tuple[int, int]], end: int, max_tokens: int | None = None
     ) -> Sequence[tuple[int, int]]:
-        """Offload ranges of a sequence, about `max_tokens`, if RAM has room for its whole path up to `end`; returns
-        those that were.
+        """Offload ranges of a sequence, about `max_tokens`, and return those that were offloaded.
 
-        The node is looked up for each range, for adding a segment may split and join nodes.
+        None are if RAM cannot hold the whole path up to `end`: a path with a gap cannot be loaded beyond the gap.
         """
         if not ranges or self._tiers.is_on_trial:
             return ()
@@ -308,6 +305,7 @@ class Offloader:
         for start, stop in ranges:
             if max_tokens is not None and _n_tokens(done) >= max_tokens:
                 break
+            # Adding a segment may split and join nodes, so the node is looked up for each range.
             segment = self._tiers.add(self._node_at(seq, stop), start, stop)
             self.free_evicted()
             self._sequences.operations.append(Save(segment.number, seq, start, stop))
@@ -321,10 +319,9 @@ def _n_tokens(ranges: Sequence[tuple[int, int]]) -> int:
 
 
 def _missing(node: Node, start: int, end: int, max_tokens: int) -> list[tuple[int, int]]:
-    """Ranges to offload, each as large as possible, so that segments cover `[start, end)` of the path to a
-    node.
+    """Return the ranges to offload so that segments cover `[start, end)` of the path to a node.
 
-    A range that continues a partial segment starts with it, and replaces it.
+    Each is as large as possible. One that continues a partial segment begins where that does, and replaces it.
     """
     ranges: list[tuple[int, int]] = []
     at = start
@@ -341,7 +338,7 @@ def _missing(node: Node, start: int, end: int, max_tokens: int) -> list[tuple[in
 
 
 def _cut(start: int, end: int, last: Segment | None, max_tokens: int) -> list[tuple[int, int]]:
-    """Ranges of at most `max_tokens` that cover `[start, end)`, and the partial segment that ends at `start`."""
+    """Ranges of at most `max_tokens` for `[start, end)`, including a partial segment that ends at `start`."""
     if start >= end:
         return []
     first = last.start if last is not None and last.is_partial(max_tokens) else start

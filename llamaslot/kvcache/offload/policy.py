@@ -1,16 +1,17 @@
-"""Offload policy: decides when idle prefixes leave the pool, and when they are offloaded ahead of that.
+"""Offload policy: when idle prefixes leave the pool, and when they are copied to RAM in advance.
 
-- Idle cells slow prefill in a unified pool, for attention scans it up to the highest used cell (fact 5). A prefix
-  is offloaded once the prompt tokens computed since its last use have cost more time than to save and load it.
-- Freed cells are scanned too if a used cell lies above them. The policy does not know where cells lie, so it
-  assumes that all idle prefixes lie above those that it frees in the same step and that the prompt does not fill
-  again, and multiplies `offload_after` by idle / (idle + free).
+- Idle cells slow prefill in a unified pool, because attention scans it up to the highest used cell (fact 5). A
+  prefix is offloaded once it has slowed the prompt tokens computed since its last use by more time than saving and
+  loading it takes.
+- Freed cells are scanned too if a used cell lies above them. The policy does not know where cells lie. It assumes
+  that the cells it frees in a step, unless the prompt fills them again, lie below all remaining idle prefixes, and
+  multiplies `offload_after` by idle / (idle + free).
 - Idle prefixes keep at most `idle_cells`.
-- While nothing runs, idle prefixes are copied to RAM, so that the next prompt finds them offloaded already.
-- With a disk or a remote tier, what running requests hold is copied to RAM as well, a segment at a time, to be
-  written or uploaded from there.
-- While memory is short (`ram_budget.py`), segments leave RAM, and idle prefixes stay in the pool until their
-  cells are needed.
+- While the server is idle, idle prefixes are copied to RAM, so that evicting them for the next prompt is quick.
+- With a disk or a remote tier, KV of running requests is copied to RAM as well, a segment at a time, to be written
+  or uploaded from there.
+- While memory is short (`ram_budget.py`), segments are evicted from RAM, and idle prefixes stay in the pool until
+  their cells are needed.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from llamaslot.kvcache.tiers.segment_tiers import SegmentTiers
 
 @dataclass(frozen=True, slots=True)
 class Deadlines:
-    """Times at which the cache has work although no request asks for it, in seconds; None for never."""
+    """Times, in seconds, at which the cache has work of its own to do; None for never."""
 
     idle: float | None = None
     """While nothing runs."""
@@ -48,25 +49,25 @@ class OffloadPolicy:
     _offloader: Offloader
     _checkpoints: Checkpoints
     _has_streams: Callable[[], bool]
-    """Returns True if a stream would wait for what is saved in this step."""
+    """Returns True if streams wait for this step, and so for what it saves."""
     _next_write_at: float = 0.0
     _was_busy: bool = False
-    """True if anything ran since idle prefixes were last offloaded ahead."""
+    """True if requests ran or waited at the last plan."""
     _idle_work_at: float | None = None
-    """Time to offload idle prefixes ahead; None if there is nothing to do."""
+    """Time at which to offload idle prefixes ahead; None if there is nothing to do."""
     _is_flushing: bool = False
 
     def slows_prefill(self, n_prefill: int) -> bool:
-        """True if some idle prefix should be offloaded before `n_prefill` prompt tokens are computed."""
+        """True if some idle prefix should be offloaded before a prefill of `n_prefill` tokens."""
         cutoff = self._offload_cutoff(n_prefill)
         return cutoff is not None and self._tree.eviction.plan(1, cutoff).n_cells > 0
 
     def offload_idle(self, n_prefill: int) -> None:
-        """Evict, and so offload, the idle prefixes that would slow this prefill by more than loading them costs.
+        """Evict, and so offload, idle prefixes that would slow this prefill by more than saving and loading costs.
 
-        Each eviction moves the cutoff, so this repeats until nothing more is due.
+        Each eviction moves the cutoff, so this repeats until nothing is below it.
         """
-        # While memory for segments is short, nothing is evicted before it has to be, for it would be lost.
+        # Without memory for segments, evicted prefixes would be lost, so freed cells do not lower the cutoff then.
         can_save = self._tiers.now >= self._tiers.saves_again_at
         limit, n_freed = self._at_most(self._tree.n_idle_tokens), 0
         while n_freed < limit:
@@ -77,15 +78,15 @@ class OffloadPolicy:
             n_freed += n_evicted
 
     def keep_idle_budget(self) -> None:
-        """Evict what idle prefixes hold beyond their budget."""
+        """Evict idle prefixes that exceed the budget of idle cells."""
         budget = self._settings.idle_cells
         if self._settings.shares_cells and budget is not None and self._tree.n_idle_tokens > budget:
             self._offloader.evict(self._at_most(self._tree.n_idle_tokens - budget))
 
     def keep_ram_budget(self, n_bytes: int) -> None:
-        """Evict from RAM what exceeds `n_bytes`: those that are on disk too first, then others.
+        """Evict from RAM what exceeds `n_bytes`: first segments that are also on disk, then others.
 
-        What is being read, written or loaded stays, so this is to be called again until that has ended.
+        Segments that are being read, written or loaded stay, so this is repeated with each plan.
         """
         ram = self._tiers.ram
         if ram.n_bytes > n_bytes:
@@ -95,12 +96,12 @@ class OffloadPolicy:
                 if ram.n_bytes <= n_bytes:
                     break
                 self._tiers.transition(segment, SegmentEvent.EVICT_RAM)
-        # Lookups say what can be read from disk, which needs room in RAM.
+        # Lookups are stale: whether a segment can be read from disk depends on the capacity of RAM.
         self._tree.version += ram.capacity != max(n_bytes, ram.n_bytes)
         ram.capacity = max(n_bytes, ram.n_bytes)
 
     def offload_for_disk(self, now: float) -> None:
-        """While requests run: offload a segment ahead now and then, since only what is in RAM can be written."""
+        """While requests run, offload a segment each `write_interval_ms`: only what is in RAM can be written."""
         if now < self._next_write_at:
             return
         self._next_write_at = now + self._settings.write_interval_ms / 1e3
@@ -109,7 +110,7 @@ class OffloadPolicy:
             self._offloader.offload_ahead(n_tokens, with_running=True)
 
     def offload_while_idle(self, now: float, *, is_busy: bool) -> None:
-        """Offload idle prefixes ahead, a segment per call, after `idle_delay_ms` without requests."""
+        """After `idle_delay_ms` without requests, offload idle prefixes ahead, one segment or checkpoint a call."""
         if is_busy:
             self._was_busy, self._idle_work_at = True, None
         elif self._was_busy:
@@ -124,9 +125,9 @@ class OffloadPolicy:
             self._idle_work_at = None
 
     def flush(self, now: float) -> None:
-        """Offload and write everything at once: the server is shutting down."""
+        """Offload and write everything without delay, because the server is shutting down."""
         if not self._is_flushing:
-            # What was offloaded ahead may have left RAM since, or there was no memory to save it.
+            # Offload again what was offloaded ahead: it may have left RAM since, or its save may have failed.
             self._sequences.advance()
         self._is_flushing = True
         self._was_busy, self._idle_work_at = False, now
@@ -146,21 +147,21 @@ class OffloadPolicy:
         return Deadlines(idle, self._next_write_at if due_at is None else min(self._next_write_at, due_at))
 
     def _at_most(self, n_tokens: int) -> int:
-        """Limit `n_tokens` to what can be saved without delaying streams for too long."""
+        """Return `n_tokens`, or fewer if saving so many would delay streams for too long."""
         limit = self._settings.max_tokens_in_gap(self._settings.save_us) if self._has_streams() else None
         return n_tokens if limit is None else min(n_tokens, limit)
 
     def _offload_cutoff(self, n_prefill: int, n_free: int = 0) -> int | None:
-        """Logical time; idle prefixes last used before it are offloaded. None if offloading is off.
+        """Logical time: idle prefixes last used before it are due to be offloaded. None for none.
 
         The clock counts computed prompt tokens, and each use. Idle cells may lie above `n_free` free ones.
         """
         after = self._settings.offload_after
         if after is None or not self._settings.offloads or not self._settings.unified:
-            # In a partitioned pool idle cells slow no request.
+            # In a partitioned pool attention does not scan the cells of other sequences, so idle ones slow nothing.
             return None
         if self._tiers.ram.capacity < min(self._settings.ram_bytes, self._settings.min_ram_for_idle):
-            # Memory is short: what leaves the pool would be lost soon.
+            # Memory is short, so what leaves the pool would soon be lost.
             return None
         n_idle = self._tree.n_idle_tokens
         idle_share = n_idle / (n_idle + n_free) if n_idle else 1.0
@@ -168,5 +169,5 @@ class OffloadPolicy:
 
 
 def _order_when_short(segment: Segment) -> tuple[bool, SegmentRank]:
-    """Sort key of eviction while memory is short."""
+    """Sort key of evictions from RAM while memory is short: segments that are also on disk first, then by rank."""
     return segment.state is not SegmentState.CLEAN, segment.rank

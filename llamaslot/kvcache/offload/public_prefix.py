@@ -1,9 +1,9 @@
-"""Public prefix: KV that an administrator shares with all tenants on purpose.
+"""Public prefix: KV that an administrator deliberately shares with all tenants.
 
-A request with `cache_public` runs in a namespace of its own, that of the tenant `public`. What it computes is saved
-to segments at once. The lookup of another tenant continues with these segments where its own prefix ends, and fills
-gaps between its own segments. `Load` is the only operation that crosses from one namespace to another, and only in
-this direction:
+A request with `cache_public` runs in the public namespace, which belongs to the tenant `public`. What it computes
+is saved to segments at once. The lookup of another tenant continues with these segments where its own prefix ends,
+and fills gaps between its own segments with them. `Load` is the only operation that crosses from one namespace to
+another, and only in this direction:
 
     public namespace       cells --Save--> segments in RAM <--> disk
                                                 |
@@ -19,8 +19,8 @@ this direction:
     of a running request                 has ended
     evicted                              does not find it           computes it again
 
-Only requests with the salt of the public namespace, which no client can name, extend or replace what is public.
-What a tenant loads counts as its own from then on, and is evicted like all that it has.
+Only requests with the salt of the public namespace, which no client can name, extend or replace public KV. What a
+tenant has loaded counts as its own, and is evicted like everything else of it.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from llamaslot.kvcache.tiers.segment_tiers import SegmentTiers
 
 @dataclass(eq=False)
 class PublicPrefix:
-    """Segments of the public namespace, as tenants find them. Without RAM there are none."""
+    """Public segments, and lookups of tenants that continue with them. Without a RAM tier there are none."""
 
     _tree: RadixTree
     _tiers: SegmentTiers
     _offloader: Offloader
 
     def match(self, namespace: str, tokens: bytes) -> Match:
-        """Look up tokens; public segments continue a tenant's match, and fill gaps between its own segments."""
+        """Look up tokens. Public segments continue a tenant's match, and fill gaps between its own segments."""
         own = self._tree.match(namespace, tokens)
         if not reads_public(namespace):
             return own
@@ -60,12 +60,12 @@ class PublicPrefix:
         return replace(own, parts=tuple(parts), public=public) if is_public else own
 
     def mark_used(self, tokens: bytes) -> None:
-        """Record that a tenant starts from public segments: they are evicted late, and keep their share."""
+        """Record that a tenant uses public segments, so that they are evicted late and keep their share."""
         self._tiers.touch(self._tree.match(PUBLIC_NAMESPACE, tokens).segments)
         self._tiers.shares.keep_active(PUBLIC_TENANT)
 
     def save_if_public(self, seq: int, *, has_ended: bool) -> None:
-        """Save the sequence to RAM if its request is public: full segments, and the rest once it has ended."""
+        """Save a public request's sequence to RAM: full segments while it runs, the rest once it has ended."""
         end = self._tree.end_node(seq)
         if end is not None and end.namespace == PUBLIC_NAMESPACE:
             self._offloader.offload_path(seq, with_partial=has_ended)

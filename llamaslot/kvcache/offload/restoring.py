@@ -1,15 +1,15 @@
-"""Restoring of partial states: from where a cached prefix can be continued, and how a slot gets the state there.
+"""Restoring of partial states: where a cached prefix can be continued, and how a slot gets the state of that point.
 
-Some models have a partial state besides the KV of every token (`base/kv_ops.py`). A path of theirs can be continued
-only from a *restore point*: a node that has a checkpoint, or in which a live sequence ends.
+Some models have a partial state besides the KV of every token (`base/kv_ops.py`). Their paths can be continued only
+from a *restore point*: a node that has a checkpoint, or in which a live sequence ends.
 
     [system prompt, 1,600]*-+-[Ann, 40]-[answer]    seq 0, live: a restore point
                             +-[Bob, 35]*-[answer]   seq 1, stateless: not one, but its node above is
                                                     * checkpoint
 
-1. A match is cut to the deepest restore point (`cut`); the tokens between both are computed again.
-2. A slot gets the cells and segments of the path up to there, and then the state (`begin`, `finish`).
-3. If they end before that, it falls back to a restore point above (`fall_back`).
+1. A match is cut at its deepest restore point (`cut`); the cached tokens after that are computed again.
+2. A slot gets the cells and segments of the path up to the restore point, then the state (`begin`, `finish`).
+3. If the cells and segments end earlier, it falls back to a restore point above (`fall_back`).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Restorer:
     # --- lookups ---
 
     def lacks_state(self, seq: int) -> bool:
-        """Return True if a running sequence cannot be decoded yet: it waits for a checkpoint, or is stateless."""
+        """Return True if a running sequence cannot be decoded yet: it waits for a checkpoint, or has no state."""
         return self._has_states and (self._pending(seq) is not None or not self._states.is_live(seq))
 
     def is_waiting(self, seq: int) -> bool:
@@ -60,7 +60,7 @@ class Restorer:
         return self._pending(seq) is not None
 
     def cut(self, match: Match, worth_loading: Callable[[Match], Sequence[SegmentPart]]) -> Match:
-        """Return a match up to its deepest restore point; `worth_loading` returns the segments of one to load."""
+        """Cut a match at its deepest restore point; `worth_loading` returns the segments of a match to load."""
         parts = worth_loading(match)
         n_covered = parts[-1].end if parts else match.n_resident
         if not self._has_states:
@@ -75,23 +75,24 @@ class Restorer:
     # --- a sequence gets a state ---
 
     def begin(self, seq: int, n_own: int, match: Match) -> None:
-        """Prepare that `seq`, which keeps `n_own` of its tokens, gets the matched tokens and the state after them.
+        """Choose the checkpoint that `seq` needs after the matched tokens, of which it keeps `n_own` itself.
 
-        Call before anything is changed.
+        Must be called before the sequence or the pool is changed.
         """
         if not self._has_states:
             return
         self._checkpoints.pending_restores.pop(seq, None)
         keeps_all = n_own == self._tree.length(seq)
         points = self._restore_points(match, match.n_cached)
-        # Memory may have run short since the lookup.
+        # There may be no restore point any more, if memory ran short since the lookup. And a live sequence that
+        # already ends with the match needs no checkpoint.
         if not points or (keeps_all and n_own == match.n_cached and self._states.is_live(seq)):
             return
         node = points[0]
-        # The public namespace's cells are not copied, only its segments are loaded.
+        # A sequence of the public namespace gives no state: its cells are not copied, only its segments are loaded.
         donor = self._live_end(node) if node.namespace == match.namespace else None
         if donor is not None and self._states.copies_live and n_own < node.end <= match.n_resident:
-            # A full copy of a live sequence can be continued without a checkpoint.
+            # A copy of a whole live sequence is live itself.
             return
         checkpoint = node.checkpoint
         if checkpoint is not None and not self._is_readable(checkpoint):
@@ -106,18 +107,18 @@ class Restorer:
         self._checkpoints.pending_restores[seq] = checkpoint
         self._tiers.touch(checkpoint.path_from_root)
         if keeps_all and match.parts:
-            # What is loaded ends its state, and may not reach the checkpoint.
+            # Loading into the sequence destroys its state, and may not get as far as the chosen checkpoint.
             self._checkpoints.take_at_end(seq)
 
     def may_load(self, seq: int) -> bool:
-        """Return True if a running sequence may be extended by what others have, or segments.
+        """Return True if cells or segments may be added to a running sequence.
 
-        One that is live and waits for no checkpoint may not: it would lose its state.
+        Not to one that is live and waits for no checkpoint: it would lose its state.
         """
         return not self._has_states or self.lacks_state(seq)
 
     def cut_to_pending(self, seq: int, match: Match) -> Match:
-        """Return a match of no more than a sequence needs before its state is restored."""
+        """Cut a match at the position of the checkpoint that a sequence waits for."""
         if not self._has_states:
             return match
         pending = self._pending(seq)
@@ -125,14 +126,14 @@ class Restorer:
         return match.cut(n, match.parts_until(n))
 
     def finish(self, seq: int) -> None:
-        """Restore the state of a sequence if it holds all tokens before it now."""
+        """Restore a sequence's state if the sequence now holds all tokens before it."""
         pending = self._pending(seq)
         if pending is not None and self._tree.length(seq) == pending.end and pending.state.is_loadable:
             self._restore(seq, pending)
             del self._checkpoints.pending_restores[seq]
 
     def is_reading(self, seq: int) -> bool:
-        """Return True if the checkpoint that a sequence waits for is being read from disk; starts the read."""
+        """Return True while a sequence waits for a checkpoint that is read from disk; starts the read if needed."""
         pending, reader = self._pending(seq), self._tiers.reader
         if pending is None or pending.state.is_loadable:
             return False
@@ -144,9 +145,9 @@ class Restorer:
         return pending.state.uses_ram
 
     def fall_back(self, seq: int) -> None:
-        """Truncate a stateless sequence to the deepest checkpoint on its path, or empty it.
+        """Truncate a sequence without state to the deepest checkpoint in RAM on its path, or empty it.
 
-        It then waits for no checkpoint.
+        Afterwards it waits for no checkpoint.
         """
         self._checkpoints.pending_restores.pop(seq, None)
         if self._states.is_live(seq):
@@ -163,7 +164,7 @@ class Restorer:
         self._checkpoints.pending_restores.pop(seq, None)
 
     def on_step_failed(self, starts: Mapping[int, int]) -> None:
-        """Record that a step failed, whose sequences held `starts` tokens before it."""
+        """Record that a step failed; `starts` has the tokens that its sequences held before it."""
         if not self._has_states:
             return
         self._states.fail(starts, {seq: self._tree.length(seq) for seq in self._sequences.all})
@@ -185,7 +186,7 @@ class Restorer:
     # --- inside ---
 
     def _pending(self, seq: int) -> Checkpoint | None:
-        """The checkpoint that a sequence waits for, unless it was dropped meanwhile."""
+        """Return the checkpoint that a sequence waits for, unless it has been dropped meanwhile."""
         pending = self._checkpoints.pending_restores.get(seq)
         if pending is not None and pending.state is SegmentState.DROPPED:
             del self._checkpoints.pending_restores[seq]
@@ -193,7 +194,7 @@ class Restorer:
         return pending
 
     def _restore_points(self, match: Match, n_covered: int) -> list[Node]:
-        """The nodes from which the first `n_covered` tokens can be continued, the deepest first."""
+        """Return the restore points within the first `n_covered` tokens, the deepest first."""
         found = [
             node
             for node in match.whole_end.path_to_root()
@@ -206,13 +207,13 @@ class Restorer:
         return [node for node in found if node.end >= self._min_restored() or self._gives_state(node)]
 
     def _is_readable(self, checkpoint: Checkpoint | None) -> bool:
-        """True if a checkpoint can be restored, now or once it is read from disk."""
+        """True if a checkpoint can be restored, now or after reading it from disk."""
         if checkpoint is None or self._tiers.now < self._tiers.loads_again_at:
             return False
         return checkpoint.state.is_loadable or self._tiers.reader.may_read(checkpoint)
 
     def _gives_state(self, node: Node) -> bool:
-        """True if a live sequence ends in a node, and its state can be copied or its slot be given away."""
+        """True if a live sequence ends in a node, and its state can be copied, or its slot given to the request."""
         live = [seq for seq in node.end_of if self._states.is_live(seq)]
         if self._sequences.states.copies_live or self._checkpoints.can_take(node.end):
             return bool(live)

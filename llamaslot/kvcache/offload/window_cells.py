@@ -1,8 +1,8 @@
-"""Cells of layers with a sliding window, where they may be too few for the windows of all sequences.
+"""Cells of sliding-window layers, which can be too few for the windows of all sequences.
 
-llama.cpp gives these layers a window for each sequence and a micro-batch, but no more cells than the pool has. In a
-small pool they run out before the cells of the other layers do, because sequences share the latter but each live
-one has its own window (fact 32).
+llama.cpp gives these layers cells for one window per sequence and one micro-batch, but no more than the pool has.
+In a small pool they run out before the cells of the other layers do, because sequences share those, while each live
+sequence has its own window (fact 32).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from llamaslot.kvcache.sequences import Sequences
 
 @dataclass(eq=False)
 class WindowCells:
-    """Count of the cells of window layers, and eviction of idle sequences for them."""
+    """Counts the cells of window layers, and evicts idle sequences when they run out."""
 
     _tree: RadixTree
     _sequences: Sequences
@@ -30,17 +30,17 @@ class WindowCells:
 
     @property
     def n_free(self) -> int | None:
-        """Free cells, without the one that saving a segment takes; None where they always suffice."""
+        """Free cells, without the one that saving a segment needs; None if there are always enough."""
         chosen = self._settings.checkpoints
         if chosen.n_window_cells is None:
             return None
         lengths = {seq: self._tree.length(seq) for seq in self._sequences.all}
-        # One that has lost its state keeps a single cell.
+        # A sequence that has lost its state keeps a single cell.
         used = sum(min(n, chosen.n_swa if self._sequences.states.is_live(seq) else 1) for seq, n in lengths.items())
         return chosen.n_window_cells - 1 - used
 
     def limit(self, n_tokens: int, n_granted: int = 0) -> int:
-        """Return how many of `n_tokens` a step may compute in addition to `n_granted`."""
+        """Return how many of `n_tokens` a step may compute in addition to `n_granted` tokens."""
         free = self.n_free
         return n_tokens if free is None else max(0, min(n_tokens, free - n_granted))
 
@@ -50,14 +50,14 @@ class WindowCells:
         if chosen.n_window_cells is None:
             return True
         n_used = sum(min(n, chosen.n_swa) for n in lengths)
-        # One cell for each other sequence and for saving, and one of each running one for its next token.
+        # Besides the windows: one cell for each sequence id (saving needs one, idle ones keep one), and one for the
+        # next token of each running sequence.
         return n_used + self._settings.n_seqs + len(lengths) <= chosen.n_window_cells
 
     def evict(self, n_cells: int, *, n_least: int = 0, kept: Container[int] = ()) -> None:
-        """Evict idle sequences but the kept ones, least recently used first, until so many cells are free.
+        """Evict idle sequences that are not in `kept`, least recently used first, until `n_cells` are free.
 
-        Those that have lost their state free a single cell each, so they are evicted last, and only until `n_least`
-        cells are free.
+        Those without a state free only one cell each, so they go last, and only until `n_least` are free.
         """
         sequences, is_live = self._sequences, self._sequences.states.is_live
         for seq in sorted(sequences.all, key=lambda seq: (not is_live(seq), sequences.rank(seq))):
@@ -73,6 +73,6 @@ class WindowCells:
                 sequences.clear(seq)
 
     def evict_for(self, match: Match) -> None:
-        """Evict idle sequences until there is room for the window of a match, but none that end on its path."""
+        """Evict idle sequences until the window of a match fits, but none that end on its path."""
         on_path = {seq for node in match.resident_end.path_to_root() for seq in node.end_of}
         self.evict(min(match.n_cached, self._settings.checkpoints.n_swa), kept=on_path)

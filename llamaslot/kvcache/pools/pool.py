@@ -1,10 +1,10 @@
 """Pool of cells: which slot a request gets, and how it gets the cells of its cached prefix.
 
-In a unified pool all sequences share the cells, so a prefix is copied between them at no cost, and a token that
-several of them hold takes one cell. One spare id is always free, so that the path of a slot can be moved to it
-before it is decided which path loses its id.
+In a unified pool all sequences share the cells: copying a prefix costs nothing, and a token takes one cell however
+many sequences hold it. One spare id is always kept free, so that a slot's old path can be moved to it first, and
+then the least useful of all idle paths loses its id.
 
-In a partitioned pool each slot has cells of its own, as many as a request in it may have tokens. A copy takes cells
+In a partitioned pool each slot has its own cells, as many as a request in it may have tokens. A copy takes cells
 and time, and what a slot drops goes to RAM.
 """
 
@@ -25,10 +25,7 @@ from llamaslot.kvcache.sequences import Sequences
 
 @dataclass(eq=False)
 class Pool:
-    """Cells of the context. Sequences are named by their ids, tokens are packed.
-
-    A sequence with fewer than `min_shared` tokens of its own is the first to lose its id.
-    """
+    """Cells of the context. Sequences are given by their ids, tokens are packed."""
 
     _tree: RadixTree
     _sequences: Sequences
@@ -50,19 +47,20 @@ class Pool:
 
     @property
     def n_idle_duplicates(self) -> int:
-        """Cells that idle sequences use besides those that others have for the same tokens; eviction frees them."""
+        """Duplicate cells that only idle sequences use; eviction frees them."""
         return self._sequences.duplicates.n_idle_cells(self._tree.is_pinned)
 
     def acquire(self, slots: Sequence[int], match: Match) -> tuple[int, int]:
-        """Choose one of `slots` and give it the resident part of a match, pinned. It is
+        """Choose one of `slots`, give it a match's resident part, and pin it; returns it and the tokens copied.
 
-        1. a slot whose whole path lies on the match, the longest (an empty slot holds 0 tokens), else
-        2. a slot whose path others hold too: nothing is lost with it, else
-        3. the slot that holds most of the match, then the one with the lowest rank; its path moves to a spare
+        Chosen is
+        1. the slot with the longest path among those whose whole path is part of the match (an empty slot has 0
+           tokens), else
+        2. a slot whose path other sequences hold too, so that nothing is lost, else
+        3. the slot that holds most of the match; of several, the least recently used. Its old path moves to a spare
            sequence.
 
-        In a partitioned pool, where a prefix is not copied for nothing, the third also comes before the others if
-        that takes less time.
+        In a partitioned pool, where copies take time, 3 is also chosen if that takes less time than 1 or 2.
         """
         held = self._sequences.held(match, slots)
         seq = self._choose(slots, held, min(match.n_resident, match.n_cached))
@@ -77,14 +75,14 @@ class Pool:
         if not own:
             self._tree.hold(seq, match.namespace)
         self._tree.pin(seq)
-        # The tree has changed since the lookup.
+        # Nodes may have been split or joined since the lookup.
         now = self._tree.match(match.namespace, match.tokens)
         n_copied = self.copy_resident(seq, replace(now, n_cached=match.n_cached))
         self._restorer.finish(seq)
         return seq, n_copied
 
     def copy_resident(self, seq: int, match: Match) -> int:
-        """Extend a sequence by the cells that others have of a match; returns how many, 0 if that does not pay."""
+        """Copy a match's resident cells of other sequences to a sequence; returns how many, 0 if that is slower."""
         start, end = self._tree.length(seq), min(match.n_resident, match.n_cached)
         if end <= start or not self._settings.can_reuse:
             return 0
@@ -96,7 +94,7 @@ class Pool:
             source = next(filter(self._sequences.states.is_live, sorted(node.end_of)), source)
         if not self._settings.unified:
             source = min(node.holders(), key=self._tree.length)
-            # Both are saved, and the target is loaded.
+            # A copy between parts saves both sequences, joins them in host memory, and loads the target (fact 3).
             us = self._settings.move_us(self._tree.length(source) + start, end)
             if not self._settings.pays_to_move(end - start, us) or not self._offloader.may_load:
                 return 0
@@ -105,25 +103,25 @@ class Pool:
         return end - start
 
     def append(self, seq: int, tokens: bytes) -> None:
-        """Append computed tokens; those that others hold too have two cells now."""
+        """Append computed tokens; those that other sequences hold too now have duplicate cells."""
         start = self._tree.length(seq)
         n_held = self._tree.extend(seq, tokens)
         if n_held:
             self._sequences.duplicates.add(seq, start, start + n_held)
 
     def deduplicate(self) -> None:
-        """Remove duplicate cells, and free spare ids whose paths others hold."""
+        """Remove duplicate cells, and free spare ids whose paths other sequences hold."""
         self._sequences.operations += self._sequences.duplicates.resolve()
         self._release_covered()
 
     def move_to_spare(self, seq: int, keep: int) -> None:
-        """Give the path of a slot, which will drop all but `keep` tokens of it, to a spare id."""
+        """Move the path of a slot, which is about to drop all but `keep` tokens, to a spare id, or offload it."""
         sequences = self._sequences
-        # The only spare id of a single slot would have to be freed again at once.
         target = next((each for each in sequences.all if not sequences.in_use(each)), None)
         end = sequences.end(seq)
-        # A copy between partitions takes as long as to save, and would be saved once its slot is needed.
+        # In a partitioned pool a copy takes as long as saving, and the path would have to be saved later anyway.
         saves = self._settings.offloads and not self._settings.unified
+        # A single slot's only spare id would have to be freed again at once, since one must stay free.
         if target is None or len(sequences.all) <= 2 or saves:
             start = max(end.end - sequences.n_own(seq), keep)
             us = 0.0 if self._settings.unified else self._settings.move_us(end.end, end.end)
@@ -140,8 +138,8 @@ class Pool:
     def ensure_free_id(self) -> None:
         """Make sure that a spare id is free.
 
-        If need be, an idle path is evicted: of a tenant with more than its share of the ids first, then one with
-        few tokens of its own, then the one with the lowest rank.
+        If none is, an idle path is evicted: those of tenants with more than their share of the ids first, then
+        those with fewer than `min_shared` tokens of their own, then the least recently used.
         """
         sequences = self._sequences
         self._release_covered()
@@ -180,14 +178,17 @@ class Pool:
         return min(chosen, longest, key=lambda seq: self._cost(seq, held[seq], n_resident))
 
     def _n_running_beside(self, seq: int) -> int:
-        """Running neighbours of a slot: in parts, llama.cpp computes adjacent streams together (fact 3)."""
+        """Number of running neighbours of a slot in a partitioned pool.
+
+        A slot beside running ones makes steps faster: llama.cpp computes adjacent slots in one pass (fact 3).
+        """
         if self._settings.unified:
             return 0
         return sum(each in self._sequences.slots and self._tree.is_pinned(each) for each in (seq - 1, seq + 1))
 
     def _cost(self, seq: int, own: int, n_resident: int) -> float:
-        """Microseconds to take a slot of a partitioned pool that holds `own` of `n_resident` tokens: to bring the
-        others, and to bring back later what the slot holds, if nothing else does.
+        """Microseconds that choosing a slot of a partitioned pool costs, if it holds `own` of `n_resident` tokens:
+        to get the missing tokens now, and to get the slot's old path back later, if nothing else holds it.
         """
         settings, length = self._settings, self._tree.length(seq)
         missing, tail = max(n_resident - own, 0), 0

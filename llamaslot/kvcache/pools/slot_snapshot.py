@@ -1,4 +1,4 @@
-"""Snapshots of single slots, for files that users name (`POST /slots/{id}`); independent of the disk tier."""
+"""Snapshots of single slots, for files that users name (`POST /slots/{id}`). Independent of the disk tier."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from llamaslot.kvcache.segment import checkpoints_on
 from llamaslot.kvcache.sequences import Sequences
 
 MAX_SAVED_CHECKPOINTS = 64
-"""Checkpoints of a snapshot, the deepest of its path before its end. A file with more is refused."""
+"""Most checkpoints in a snapshot: the deepest of its path before its end. A file with more is refused."""
 
 
 @dataclass(frozen=True, slots=True)
 class SnapshotPart:
-    """KV of positions `[start, end)`; the partial state after `end` if both are equal."""
+    """KV of positions `[start, end)`; if both are equal, the partial state at that position."""
 
     start: int
     end: int
@@ -40,15 +40,15 @@ class SlotSnapshot:
     state: Kv | None = None
     """The partial state after the last token; None for a model without one."""
     checkpoints: tuple[SnapshotPart, ...] = ()
-    """Partial states after fewer tokens, in the order of their positions, from which the text can be left early."""
+    """Partial states at earlier positions, in order, so that a prompt can also continue from before the end."""
 
 
 class UnsavableSlotError(Exception):
-    """A slot cannot be saved; the message says why."""
+    """The slot cannot be saved; the message says why."""
 
 
 class InvalidSnapshotError(Exception):
-    """A file is not what was written, or belongs to another model; the message says why."""
+    """The file is damaged or belongs to another model; the message says why."""
 
 
 class SnapshotStore(Protocol):
@@ -58,7 +58,7 @@ class SnapshotStore(Protocol):
         """Write a file, replacing one of that name; returns its size in bytes."""
 
     def read(self, name: str) -> tuple[SlotSnapshot, int]:
-        """The snapshot in a file, and its size in bytes. Raises `InvalidSnapshotError`."""
+        """Return the snapshot in a file, and the file's size in bytes. Raises `InvalidSnapshotError`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,18 +73,18 @@ class SlotSave:
     take: Take | None = None
     """Operation that takes its partial state; None for a model without one."""
     checkpoints: tuple[tuple[int, int], ...] = ()
-    """Number and position of the checkpoints in RAM on its path; one that is evicted meanwhile is left out."""
+    """Number and position of the checkpoints in RAM on its path, without those evicted meanwhile."""
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """Numbers of what is saved, the state last."""
+        """Numbers of the saved segments, with that of the state last."""
         state = () if self.take is None else (self.take.checkpoint,)
         return (*(each.segment for each in self.saves), *state)
 
 
 @dataclass(eq=False)
 class SlotSnapshots:
-    """Takes snapshots of idle slots and restores them; its segments belong to no tier."""
+    """Takes snapshots of idle slots and restores them. The segments used for that belong to no tier."""
 
     _tree: RadixTree
     _sequences: Sequences
@@ -116,17 +116,18 @@ class SlotSnapshots:
         return SlotSave(end.namespace, end.prefix(), saves, take, checkpoints)
 
     def restore(self, seq: int, snapshot: SlotSnapshot) -> dict[int, SnapshotPart] | None:
-        """Replace what an idle slot holds by a snapshot, sharing resident cells; None if there are too few cells.
+        """Replace the content of an idle slot by a snapshot; None if there are too few cells.
 
-        Returns what the backend must be given before its next operations, by segment number.
+        Returns KV by segment number, which the backend must get before the next operations.
         """
         tokens = snapshot.tokens
         match = self._tree.match(snapshot.namespace, tokens)
         n_wanted = sum(part.end - part.start for part in snapshot.parts if part.end > match.n_resident)
-        # What running requests hold of it may be given to it in cells that are idle duplicates now.
+        # The slot may get what running requests hold of the snapshot in cells that are idle duplicates now, so
+        # these cannot be counted as free.
         if not self._offloader.can_free(n_wanted + match.n_idle, match.n_resident - match.n_idle):
             return None
-        # What the slot holds of the snapshot may be nowhere else.
+        # The slot keeps what it holds of the snapshot already: that may be nowhere else in the pool.
         own = self._sequences.held(match, [seq])[seq]
         if own < self._tree.length(seq):
             if self._sequences.is_covered(seq):
@@ -148,7 +149,7 @@ class SlotSnapshots:
             number = self._new_number()
             parts[number] = part
             self._sequences.load(number, seq, part.end, tokens)
-        # Not between the loads, which are one in a partitioned pool.
+        # After all loads, not between them, so that in a partitioned pool they can become one load.
         self._sequences.operations += [Free(number) for number in parts]
         if snapshot.state is not None:
             number, n = self._new_number(), self._tree.length(seq)
@@ -163,6 +164,6 @@ class SlotSnapshots:
         return parts
 
     def _new_number(self) -> int:
-        """A number below 0: no segment of the tiers has one."""
+        """Return a negative number, as no segment of the tiers has."""
         self._n_segments += 1
         return -self._n_segments

@@ -1,1 +1,1 @@
-"""Remote tier: KV that several servers share through one store. See `remote_tier.py`."""
+"""Remote tier: KV that several servers share through one store (`remote_tier.py`)."""

@@ -1,16 +1,17 @@
 """Remote tier: blocks of KV, and the interface of the store (`RemoteStore`).
 
-Servers cut the same tokens into different segments in RAM. In the store all prompts are cut at the same positions,
-so that a prefix is stored once, whoever uploads it: into blocks of `BLOCK_TOKENS`, and a last one that ends at a
-multiple of `GRID_TOKENS`, or at a checkpoint. An object is the stored KV of a block.
+Each server cuts the same tokens into segments differently. In the store all prompts are cut at the same positions,
+so that a prefix is stored once, whichever server uploads it: into blocks of `BLOCK_TOKENS`, and a last block that
+ends at a multiple of `GRID_TOKENS`, or at a checkpoint. An object is the stored KV of a block.
 
     prompt     |0 ................................. 1930|
     objects    [0 ... 512)[512 .. 1024)[1024 .. 1536)[1536 ...... 1920)
                [1536 .... 1600) + checkpoint at 1600
     index      64 128 .. 512 576 ...          1536 1600 ... 1920
 
-The index has an entry at each multiple of `GRID_TOKENS`, by a digest of all tokens before it, that names the object
-with these tokens. So another prompt that departs from this one at 1700 gets its tokens up to 1664.
+The index has an entry for each multiple of `GRID_TOKENS`. Its key is a digest of all tokens before that position;
+its value names the object that has the last of them. So a prompt that diverges from this one at 1700 gets the KV of
+its first 1664 tokens.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from typing import Protocol
 from llamaslot.base.kv_ops import Kv, KvPart
 
 BLOCK_TOKENS = 512
-"""Most tokens of an object. All servers of a store must have the same value, as of `GRID_TOKENS`."""
+"""Most tokens of an object. Like `GRID_TOKENS`, it must be the same for all servers of a store."""
 GRID_TOKENS = 64
-"""Distance of the entries of the index; fewer tokens than this at the end of a prompt are computed again."""
+"""Tokens between two entries of the index; of a prompt's end, up to so many tokens are computed again."""
 
 
 def block_start(end: int) -> int:
@@ -44,7 +45,7 @@ class RemoteObject:
     start: int
     end: int
     digest: bytes
-    """Keyed digest of namespace and all tokens up to its end, by which it is named."""
+    """Its name: a keyed digest of the namespace and all tokens up to its end."""
     n_bytes: int
     """Bytes of its KV."""
     state_bytes: int = 0
@@ -66,14 +67,14 @@ class Found:
     portions: tuple[Portion, ...] = ()
     """Portions that continue the cached prefix, without a gap."""
     checkpoints: tuple[RemoteObject, ...] = ()
-    """Checkpoints on the prompt's path; each object also has the KV of its block up to there."""
+    """Checkpoints on the prompt's path. Each object also has the KV of its block up to the checkpoint."""
     seconds: float = 0.0
     """Duration of the lookup."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """The parts of an object that were asked for."""
+    """The requested parts of an object."""
 
     kv: Kv | None = None
     state: Kv | None = None
@@ -86,7 +87,7 @@ class Fetched:
 
 @dataclass(frozen=True, slots=True)
 class BlockPart:
-    """The positions `wanted` of segment `number` in RAM, which has `positions`."""
+    """Positions `wanted` of segment `number` in RAM, which covers `positions`."""
 
     number: int
     positions: range
@@ -95,7 +96,7 @@ class BlockPart:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A block to upload: the parts of segments with its tokens, and the number of the checkpoint at its end."""
+    """A block to upload: the parts of segments that have its KV, and the number of a checkpoint at its end."""
 
     start: int
     end: int
@@ -105,7 +106,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Upload:
-    """Blocks to upload for segment or checkpoint `number`, which came into RAM."""
+    """Blocks to upload for segment or checkpoint `number`, which is now in RAM."""
 
     number: int
     namespace: str
@@ -115,35 +116,35 @@ class Upload:
 
 
 class CorruptObjectError(Exception):
-    """An object in the store is not what was uploaded."""
+    """An object in the store differs from what was uploaded."""
 
 
 class RemoteUnavailableError(Exception):
-    """The store did not answer in time, or refused."""
+    """The store did not answer in time, or refused the request."""
 
 
 class RemoteStore(Protocol):
-    """Store that several servers share. Methods may run concurrently, on one event loop; `join` on any thread."""
+    """Store that several servers share. Coroutines may run concurrently on one event loop; `join` on any thread."""
 
     @property
     def timeout_s(self) -> float:
-        """Time that a lookup may take."""
+        """Most seconds that a lookup may take."""
 
     @property
     def address(self) -> str:
         """The store's URL in messages, without user and password."""
 
     async def ping(self) -> None:
-        """Connect, and wait for an answer; the caller limits the time. Raises `RemoteUnavailableError`."""
+        """Connect and wait for an answer; the caller sets a time limit. Raises `RemoteUnavailableError`."""
 
     async def find(self, namespace: str, tokens: bytes, start: int, *, with_checkpoints: bool) -> Found:
-        """Look up what the store has of a prompt after its first `start` tokens; the caller limits the time.
+        """Look up what the store has of a prompt after its first `start` tokens; the caller sets a time limit.
 
         Raises `RemoteUnavailableError`.
         """
 
     async def fetch(self, wanted: RemoteObject, *, kv: bool, state: bool) -> Fetched | None:
-        """Return KV, state, or both of an object; None if it is gone.
+        """Return the KV of an object, its state, or both; None if the object is gone.
 
         Raises `CorruptObjectError`, `RemoteUnavailableError`, `MemoryError`.
         """
@@ -151,19 +152,19 @@ class RemoteStore(Protocol):
     async def upload(
         self, namespace: str, tokens: bytes, start: int, parts: Sequence[KvPart], state: Kv | None
     ) -> int:
-        """Store the object that begins at `start` and ends with these tokens, unless it is there.
+        """Store the object that begins at `start` and ends with these tokens, unless the store has it already.
 
-        Returns the bytes that were sent. Raises `RemoteUnavailableError`, `ValueError` for parts that do not fit.
+        Returns the bytes sent. Raises `RemoteUnavailableError`, and `ValueError` if the parts do not fit together.
         """
 
     def join(self, parts: Sequence[KvPart]) -> Kv:
-        """Put a segment together from parts of segments, without a gap.
+        """Join parts of segments, which must leave no gap, into one segment.
 
-        Raises `ValueError` for bytes that are not of such segments, `MemoryError`.
+        Raises `ValueError` if the bytes are not those of such segments, and `MemoryError`.
         """
 
     async def drop(self, namespace: str, tokens: bytes, start: int) -> None:
-        """Delete the objects that have tokens of a prompt after its first `start`.
+        """Delete the objects of a prompt that have tokens after position `start`.
 
         Raises `RemoteUnavailableError`.
         """
@@ -176,9 +177,9 @@ class RemoteStore(Protocol):
 
 
 def portions_of(entries: dict[int, RemoteObject], start: int, end: int) -> Iterator[Portion]:
-    """Yield portions of a prompt from `start` on without a gap, at most one for each block.
+    """Yield portions of a prompt from `start` on without a gap, at most one per block.
 
-    `entries` has the object that the index names at positions of the grid up to `end`.
+    `entries` has the objects that the index names, by their position on the grid, up to `end`.
     """
     at = start
     while at < end:

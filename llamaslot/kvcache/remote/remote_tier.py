@@ -3,14 +3,14 @@
     request queued --> wanted --> store: find --> choose --> store: fetch --> add (RAM, tree) --> admitted, loaded
     segment in RAM --> upload queue --> store: upload
 
-A request whose prompt is not cached here waits in the queue while the store is asked and KV is fetched. Fetched KV
-becomes a segment in RAM like any other, so the rest of the cache does not know about the store. After any failure
-the tokens are computed, as after a miss.
+A request whose prompt is not cached on this server waits in the queue while the store is asked and KV is fetched.
+Fetched KV becomes a segment in RAM like any other, so the rest of the cache does not know about the store. After
+any failure the tokens are computed, as after a miss.
 
-    the store answers   fetch what takes less time to fetch than to compute, at the speed of recent fetches
-    no answer in time   send it nothing for `RETRY_DELAY_S`, then try again
+    the store answers   fetch KV if fetching is faster than computing, judged by the speed of recent fetches
+    no answer in time   send nothing to the store for `RETRY_DELAY_S`, then try again
     corrupt object      count it, and fetch no further objects for this request
-    invalid logits      look up no prompt any more that begins like this one
+    invalid logits      never again look up prompts that begin like this one
 
 Times are seconds on the caller's clock.
 """
@@ -48,34 +48,34 @@ from llamaslot.kvcache.tiers.pacing import TransferRate
 from llamaslot.kvcache.tiers.segment_tiers import SegmentTiers
 
 _MIN_DEADLINE_S, _MAX_DEADLINE_S = 0.5, 10.0
-"""Limits of the time that a request waits for what is fetched: as long as computing it would take."""
+"""A request waits for a fetch as long as computing the tokens would take, within these limits."""
 _PIN_S = 10.0
-"""Time that fetched KV is pinned in RAM for a request that waits for a slot."""
+"""How long fetched KV is pinned in RAM for a request that waits for a slot."""
 _MAX_DENIED = 32
-"""Prompts with invalid logits that are remembered."""
+"""Most prompts with invalid logits that are remembered."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """Tokens of a waiting request to look up in the store."""
+    """What to look up in the store for a waiting request."""
 
     request_id: str
     namespace: str
     tokens: bytes
     """The prompt, packed."""
     start: int
-    """Tokens whose KV is cached here."""
+    """Number of leading tokens whose KV is cached on this server."""
     end: int
-    """Tokens up to which KV is wanted: all, or those before a segment that is cached here."""
+    """Position up to which KV is wanted: the end of the prompt, or the start of a later segment cached here."""
     restore_point: int | None
-    """Tokens before the deepest restore point here; None for a model without a partial state."""
+    """Position of the deepest restore point cached here; None for a model without a partial state."""
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
     """KV to fetch within `seconds`: portions, and for a model with a partial state the checkpoint after them.
 
-    `rest` is the portion of the checkpoint's own object before the checkpoint, if that is not cached here.
+    `rest` is the KV in the checkpoint's own object that precedes the checkpoint, if that is not cached here.
     """
 
     portions: tuple[Portion, ...] = ()
@@ -83,11 +83,11 @@ class Choice:
     rest: Portion | None = None
     seconds: float = 0.0
     n_tokens: int = 0
-    """Tokens that need not be computed then."""
+    """Tokens that the fetch saves from being computed."""
 
     @property
     def all_portions(self) -> tuple[Portion, ...]:
-        """The portions with the rest."""
+        """The portions, including the rest."""
         return self.portions if self.rest is None else (*self.portions, self.rest)
 
     @property
@@ -119,25 +119,25 @@ class RemoteTier:
         self._checkpoint_size = checkpoint_size
         self._seconds_to_compute = seconds_to_compute
         self._rate = TransferRate()
-        """Of fetches, per byte; without it a fetch is tried, whatever it may take."""
+        """Of fetches, per byte. While it is unknown, a fetch is tried however long it may take."""
         self._unavailable_until = 0.0
         self._pinned_until: dict[str, float] = {}
         self._denied: deque[tuple[str, bytes]] = deque(maxlen=_MAX_DENIED)
-        """Namespaces and prompts whose logits were invalid."""
+        """Namespace and start of prompts whose logits were invalid."""
         self._stats = RemoteStats()
 
     @property
     def is_on(self) -> bool:
-        """True if there is a store."""
+        """True if a store is configured."""
         return self._tiers.uploads.is_on
 
     @property
     def stats(self) -> RemoteStats:
-        """Counters since the start, and whether the store answers."""
+        """Counters since the start, and `is_available` unless the store failed to answer lately."""
         return structs.replace(self._stats, is_available=self.is_on and self._tiers.now >= self._unavailable_until)
 
     def tick(self) -> None:
-        """Begin a plan: unpin KV that was fetched over `_PIN_S` ago for requests that still wait for a slot."""
+        """Begin a plan: unpin KV that was fetched more than `_PIN_S` ago for requests still waiting for a slot."""
         for request_id, until in list(self._pinned_until.items()):
             if until <= self._tiers.now:
                 self.unpin(request_id)
@@ -153,7 +153,8 @@ class RemoteTier:
             return None
         found = self._tree.match(namespace, tokens)
         start = self._covered(found)
-        # After a gap, segments of this server may continue the prompt; between both nothing can be added twice.
+        # Segments of this server may continue the prompt after a gap. Only the gap is wanted, since no token may
+        # have two segments.
         later = [node.start for node in found.matched_end.path_to_root() if node.segment and node.start >= start]
         end = min([*later, len(tokens) // WIDTH])
         restore_point = match.n_cached if self._checkpoints.has_states else None
@@ -163,7 +164,7 @@ class RemoteTier:
         return Lookup(request_id, namespace, tokens, start, end, restore_point)
 
     def choose(self, lookup: Lookup, found: Found) -> Choice:
-        """Return the part of an answer that is faster to fetch than to compute, and fits into RAM."""
+        """Return the part of the KV found that is faster to fetch than to compute and fits into RAM."""
         if lookup.restore_point is not None:
             return self._choose_checkpoint(lookup, found)
         portions = tuple(each for each in found.portions if each.end <= lookup.end)
@@ -177,9 +178,9 @@ class RemoteTier:
         return Choice()
 
     def add(self, lookup: Lookup, portion: Portion, n_bytes: int) -> int | None:
-        """Add a fetched portion to tree and RAM; returns the number of its segment, whose KV the backend must get.
+        """Add a fetched portion to tree and RAM; returns its segment's number, with which the backend gets the KV.
 
-        None if it is not needed any more: it is cached by now, the KV before it is gone, or RAM has no room.
+        None if it is of no use any more: it is cached by now, the KV before it is gone, or RAM is full.
         """
         path = lookup.tokens[: portion.end * WIDTH]
         match = self._tree.match(lookup.namespace, path)
@@ -200,7 +201,7 @@ class RemoteTier:
         return segment.number
 
     def add_checkpoint(self, lookup: Lookup, checkpoint: RemoteObject, n_bytes: int) -> int | None:
-        """Add a fetched checkpoint; returns its number, or None if it is not needed any more."""
+        """Add a fetched checkpoint; returns its number, or None if it is of no use any more."""
         end, size = checkpoint.end, self._checkpoint_size
         path = lookup.tokens[: end * WIDTH]
         match = self._tree.match(lookup.namespace, path)
@@ -217,17 +218,17 @@ class RemoteTier:
         return added.number
 
     def unpin(self, request_id: str) -> None:
-        """Allow the eviction of KV that was fetched for a request: it was loaded, or waits for too long."""
+        """Allow the eviction of KV that was fetched for a request, which has loaded it or waits for too long."""
         if self._pinned_until.pop(request_id, None) is not None:
             self._tiers.load_pins.pop(request_id, None)
 
     def deny(self, namespace: str, tokens: bytes) -> None:
-        """Look up no prompts any more that begin like this one: its logits were invalid."""
+        """Never again look up prompts that begin like this one, because its logits were invalid."""
         if self.is_on:
             self._denied.append((namespace, tokens[: BLOCK_TOKENS * WIDTH]))
 
     def on_fetched(self, n_bytes: int, seconds: float, now: float) -> None:
-        """Record a fetch, and learn the speed of the store from it."""
+        """Record a fetch, and learn the store's speed from it."""
         self._stats.fetched_bytes += n_bytes
         self._rate.observe(n_bytes, seconds, now)
 
@@ -236,18 +237,19 @@ class RemoteTier:
         self._stats.corrupt_objects += 1
 
     def on_late(self, choice: Choice, now: float) -> None:
-        """Record a fetch that took longer than computing; none of its size is tried for `RETRY_DELAY_S`."""
+        """Record a fetch that missed its deadline; none of its size is tried for `RETRY_DELAY_S`."""
         self._stats.failures += 1
-        # No request waits longer than `_MAX_DEADLINE_S`, but the next one like it must not wait again.
+        # The deadline is at most `_MAX_DEADLINE_S`. Assuming at least the time to compute the tokens keeps the next
+        # request like this one from waiting again.
         seconds = max(choice.seconds, self._seconds_to_compute(choice.n_tokens))
         self._rate.at_least(choice.n_bytes, seconds, now)
 
     def on_unavailable(self, now: float) -> None:
-        """Send the store nothing for `RETRY_DELAY_S`: it did not answer, or refused."""
+        """Send nothing to the store for `RETRY_DELAY_S`, because it did not answer, or refused."""
         self._stats.failures += 1
         self._unavailable_until = now + pacing.RETRY_DELAY_S
         self._tiers.uploads.pause(self._unavailable_until)
-        # Its speed may be another one by then.
+        # By then its speed may have changed.
         self._rate.reset()
 
     # --- uploading ---
@@ -264,11 +266,11 @@ class RemoteTier:
         return uploads
 
     def on_cleared(self) -> None:
-        """Offer every segment again once it is used: all objects of this model are being deleted."""
+        """Queue every segment again at its next use, because all objects of this model are being deleted."""
         self._tiers.uploads.offer_all_again()
 
     def on_uploaded(self, number: int, now: float, n_bytes: int | None) -> None:
-        """Handle the end of an upload; `n_bytes` were sent, 0 if the store had them, None if it failed."""
+        """Handle the end of an upload: `n_bytes` were sent, 0 if the store had it already, None if it failed."""
         self._tiers.uploads.on_uploaded(number, now, ok=n_bytes is not None)
         self._stats.uploaded_bytes += n_bytes or 0
         self._stats.uploads += bool(n_bytes)
@@ -277,13 +279,16 @@ class RemoteTier:
     # --- inside ---
 
     def _choose_checkpoint(self, lookup: Lookup, found: Found) -> Choice:
-        """Return the deepest checkpoint that pays, with the KV before it, which is of no use without it."""
+        """Return the deepest checkpoint worth fetching, with the missing KV before it.
+
+        Without the checkpoint that KV would be of no use, so it counts towards the cost.
+        """
         assert lookup.restore_point is not None
         covered = found.portions[-1].end if found.portions else lookup.start
         for each in sorted(found.checkpoints, key=lambda each: -each.end):
             if not lookup.restore_point < each.end <= lookup.end or each.start > covered:
                 continue
-            # The list of checkpoints, unlike the index, has no authentication codes.
+            # Unlike the index, the list of checkpoints has no authentication codes, so its sizes are checked here.
             if self._checkpoint_size is None or each.state_bytes not in self._checkpoint_size.all_of(each.end):
                 continue
             portions = tuple(
@@ -304,7 +309,7 @@ class RemoteTier:
         """Return how long a request may wait for a fetch; 0 if computing `[start, end)` is faster."""
         to_compute = self._seconds_to_compute(end - start)
         to_fetch = found.seconds + choice.n_bytes * (self._rate.seconds(self._tiers.now) or 0.0)
-        # Without a speed that was measured lately, it is tried.
+        # If no fetch was measured lately, the rate is None and the fetch is tried.
         if to_compute and to_fetch >= to_compute:
             return 0.0
         return min(max(to_compute, _MIN_DEADLINE_S), _MAX_DEADLINE_S)
@@ -315,7 +320,7 @@ class RemoteTier:
         return not wanted or self._tiers.fits(match.matched_end, [(each.start, each.end) for each in wanted])
 
     def _covered(self, match: Match) -> int:
-        """Return the leading tokens of a match whose KV is in the pool or can be loaded."""
+        """Return the number of leading tokens of a match whose KV is in the pool or can be loaded."""
         parts = self._tiers.readable(match.parts)
         return parts[-1].end if parts else match.n_resident
 
@@ -325,9 +330,9 @@ class RemoteTier:
         self._pinned_until[request_id] = self._tiers.now + _PIN_S
 
     def _upload(self, segment: Segment) -> Upload | None:
-        """Return the blocks that a segment completes, with the last one of a path, or that of a checkpoint.
+        """Return the blocks that a segment completes, including the last of its path, or the block of a checkpoint.
 
-        None if the KV of one of them is not completely in RAM.
+        None if RAM does not have all of their KV.
         """
         end, number = segment.end, segment.number if segment.is_checkpoint else None
         n_whole = end // BLOCK_TOKENS * BLOCK_TOKENS
@@ -346,9 +351,9 @@ class RemoteTier:
 
 
 def _parts(path: Sequence[Node], start: int, end: int) -> tuple[BlockPart, ...]:
-    """Return the parts of segments in RAM with `[start, end)` of a path, which is given from its end to the root.
+    """Return the parts of segments that have `[start, end)` of a path; `path` runs from its end to the root.
 
-    Empty if KV of any position is not in RAM.
+    Empty if any of the KV is not in RAM.
     """
     parts: list[BlockPart] = []
     for node in reversed(path):

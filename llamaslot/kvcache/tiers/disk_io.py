@@ -1,7 +1,7 @@
-"""Disk I/O of the cache as plain data: jobs that it asks for, their results, and the metadata of a segment on disk.
+"""Disk I/O of the cache as plain data: jobs, their results, and the metadata of a segment on disk.
 
-Jobs run concurrently with the steps, each kind in order, and those of a plan only after its KV operations. Results
-come back between two steps. A disk error never fails a request: its segment is computed again.
+Jobs run concurrently with the steps, those of each kind in order, and those of a plan only after its KV operations.
+Results come back between two steps. A disk error never fails a request: the tokens are computed instead.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ class SegmentMeta:
 
     number: int
     parent: int | None
-    """Number of the segment that has the token before its first one, which is on disk too; None at position 0."""
+    """Number of the segment that has the token before its first one, also on disk; None at position 0."""
     namespace: str
     start: int
     tokens: bytes
     """Its own tokens, packed; none for a checkpoint."""
     n_bytes: int
     path_digest: bytes
-    """Digest of all tokens up to its end, by which a read verifies that index and file are of the same path."""
+    """Digest of all tokens up to its end: shows to a read whether index and file belong to the same path."""
 
 
 def path_digest(namespace: str, tokens: bytes) -> bytes:
-    """16 bytes that identify these tokens in a namespace."""
+    """Return 16 bytes that identify these tokens in a namespace."""
     digest = hashlib.blake2b(namespace.encode(), digest_size=16)
     digest.update(b"\0" + tokens)
     return digest.digest()
 
 
 def verified_path(meta: SegmentMeta, parent: Segment | None, size: SegmentSize) -> bytes | None:
-    """All tokens up to the end of a segment that continues `parent`; None if the metadata cannot be right."""
+    """Return all tokens up to the end of a segment that continues `parent`; None if that is not plausible."""
     n_tokens, odd = divmod(len(meta.tokens), WIDTH)
     if odd or not n_tokens or meta.n_bytes != size.of(n_tokens):
         return None
@@ -58,7 +58,7 @@ def verified_path(meta: SegmentMeta, parent: Segment | None, size: SegmentSize) 
 def verified_checkpoint_path(
     meta: SegmentMeta, parent: Segment | None, size: CheckpointSize | None
 ) -> bytes | None:
-    """All tokens before a checkpoint whose last one `parent` has; None if the metadata cannot be right."""
+    """Return all tokens before a checkpoint, the last of which `parent` has; None if that is not plausible."""
     if parent is None or size is None or not parent.start < meta.start <= parent.end:
         return None
     if parent.number != meta.parent or meta.n_bytes not in size.all_of(meta.start):
@@ -73,9 +73,9 @@ class WriteTotals:
 
     total_bytes: int = 0
     budget_used_bytes: int = 0
-    """Bytes of the daily budget that were used up after the last write."""
+    """Bytes of the daily budget in use after the last write."""
     seconds_ago: float = 0.0
-    """Time since that write; 0 if the clock was set back."""
+    """Seconds since that write; 0 if the clock was set back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class Write:
 
     meta: SegmentMeta
     budget_used_bytes: int = 0
-    """Bytes of the daily budget that are used up with it: remembered for the next start."""
+    """Bytes of the daily budget in use, including this write; stored for the next start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ class Read:
 
 @dataclass(frozen=True, slots=True)
 class Erase:
-    """Delete segments from disk; some may never have got there."""
+    """Delete segments from disk; some of them may never have been written."""
 
     numbers: tuple[int, ...]
 
@@ -110,7 +110,7 @@ class MarkUsed:
 
 @dataclass(frozen=True, slots=True)
 class Reparent:
-    """Record that another segment is now the parent of some."""
+    """Record a new parent of some segments."""
 
     numbers: tuple[int, ...]
     parent: int
@@ -118,7 +118,7 @@ class Reparent:
 
 @dataclass(frozen=True, slots=True)
 class CancelReads:
-    """Cancel the pending reads: the disk does not respond, and nothing waits for them any more."""
+    """Cancel the pending reads: the disk does not respond, and no request waits for them any more."""
 
 
 Job: TypeAlias = Write | Read | Erase | MarkUsed | Reparent | CancelReads
@@ -134,7 +134,7 @@ class Written:
 
 @dataclass(frozen=True, slots=True)
 class ReadStarted:
-    """A read was handed to the disk."""
+    """A read was sent to the disk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,33 +147,33 @@ class ReadDone:
 
 @dataclass(frozen=True, slots=True)
 class ReadFailed:
-    """A read has failed for a reason that may pass."""
+    """A read has failed for a reason that may be temporary."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class Corrupt:
-    """A file is not as it was written, or gone."""
+    """A file differs from what was written, or is gone."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class SaveFailed:
-    """The backend had no memory for segments that were to be offloaded."""
+    """The backend had not enough memory to save these segments."""
 
     numbers: frozenset[int]
 
 
 @dataclass(frozen=True, slots=True)
 class LoadFailed:
-    """The backend had no memory to load a segment."""
+    """The backend had not enough memory to load a segment."""
 
 
 @dataclass(frozen=True, slots=True)
 class SlotSaved:
-    """The bytes that were saved of a slot are not needed any more."""
+    """The saved bytes of a slot are not needed any more."""
 
     numbers: tuple[int, ...]
 
@@ -182,44 +182,44 @@ IoEvent: TypeAlias = Written | ReadStarted | ReadDone | ReadFailed | Corrupt | S
 
 
 class CorruptSegmentError(Exception):
-    """The disk's copy of a segment is not what was written."""
+    """The disk's copy of a segment differs from what was written."""
 
 
 class SegmentDisk(Protocol):
-    """Segments on a disk. `read` may be called on one thread while everything else is called on another one."""
+    """Segments on a disk. `read` may be called on one thread while all other methods are called on another."""
 
     @property
     def capacity(self) -> int:
-        """Bytes that segments may take, by their metadata."""
+        """Most bytes that segments may take, counted by their metadata."""
 
     @property
     def first_number(self) -> int:
-        """A number from which on none was ever in use."""
+        """Smallest segment number such that it and all above it were never in use."""
 
     @property
     def written(self) -> WriteTotals:
-        """Bytes that earlier servers wrote, as of the opening of the disk."""
+        """Bytes that earlier servers wrote, as of when the disk was opened."""
 
     def take_segments(self) -> Sequence[SegmentMeta]:
-        """Segments that were there when it was opened, the least recently used first; callable once."""
+        """Return the segments found when the disk was opened, the least recently used first. Callable once."""
 
     def ignore(self, numbers: Sequence[int]) -> None:
-        """Keep these segments only until something else needs their bytes."""
+        """Keep these segments only until other segments need their space."""
 
     def write(self, meta: SegmentMeta, kv: Kv) -> bool:
-        """Write a segment so that it survives the process; returns True if it does."""
+        """Write a segment durably; returns False if that failed."""
 
     def count_write(self, n_bytes: int, budget_used_bytes: int) -> None:
-        """Remember for the next start that so many bytes more were written, and what is used up of the budget."""
+        """Store for the next start that `n_bytes` more were written, and how much of the daily budget is in use."""
 
     def read(self, number: int) -> Kv | None:
-        """The KV of a segment exactly as it was written; None if it cannot be read now.
+        """Return the KV of a segment exactly as it was written; None if it cannot be read now.
 
-        Raises `CorruptSegmentError` if it never can be.
+        Raises `CorruptSegmentError` if it can never be read.
         """
 
     def erase(self, numbers: Sequence[int]) -> None:
-        """Carry out `Erase`, and again for segments for which it failed."""
+        """Carry out `Erase`, and retry earlier deletions that failed."""
 
     def mark_used(self, numbers: Sequence[int]) -> None:
         """Carry out `MarkUsed`."""
@@ -228,4 +228,4 @@ class SegmentDisk(Protocol):
         """Carry out `Reparent`."""
 
     def close(self) -> None:
-        """Release the disk for other servers."""
+        """Release the folder for other servers."""

@@ -13,15 +13,16 @@ from llamaslot.kvcache.tiers import pacing
 from llamaslot.kvcache.tiers.disk_io import WriteTotals
 
 READ_TIMEOUT_S = 10.0
-"""Time without an answer after which the disk counts as unresponsive, until it answers."""
+"""Time without an answer to a read after which the disk counts as unresponsive, until it answers."""
 _DAY_S = 86_400.0
 
 
 class WriteBudget:
-    """Token bucket of `bytes_per_day`; 0 for no limit. It goes on where an earlier server left it.
+    """Token bucket of `bytes_per_day` (0 for no limit), which continues where an earlier server left it.
 
-    A burst may take the bytes of a whole day, then writes average `bytes_per_day`. One write may overdraw it. A
-    clock that jumps ahead gives the bytes of one day at most, one that jumps back neither gives nor takes any.
+    A burst may use the bytes of a whole day; after that, writes average `bytes_per_day`. A single write may
+    overdraw it. If the clock jumps ahead, at most the bytes of one day are added; if it jumps back, nothing
+    changes.
     """
 
     def __init__(self, bytes_per_day: int, written: WriteTotals | None = None) -> None:
@@ -29,37 +30,38 @@ class WriteBudget:
         before = written or WriteTotals()
         n_used = max(0.0, before.budget_used_bytes - before.seconds_ago * bytes_per_day / _DAY_S)
         self._left = bytes_per_day - n_used
-        """At `_at`; below 0 after a write of more than was left."""
+        """Bytes left at time `_at`; negative after an overdraft."""
         self._at: float | None = None
 
     @property
     def n_used(self) -> int:
-        """Bytes that are used up."""
+        """Bytes of the budget in use."""
         return round(self._bytes_per_day - self._left) if self._bytes_per_day else 0
 
     def advance(self, now: float) -> None:
-        """Add what has come back by now."""
+        """Add the bytes that have become available since the last call."""
         elapsed = max(0.0, now - self._at) if self._at is not None else 0.0
         self._left = min(self._bytes_per_day, self._left + elapsed * self._bytes_per_day / _DAY_S)
         self._at = now
 
     @property
     def opens_at(self) -> float:
-        """Time from which a write may begin."""
+        """Time at which the next write may begin."""
         if not self._bytes_per_day or self._at is None:
             return 0.0
         return self._at + max(0.0, -self._left) * _DAY_S / self._bytes_per_day
 
     def take(self, n_bytes: int, now: float) -> None:
-        """Count a write that begins."""
+        """Subtract a write that begins now."""
         self.advance(now)
         self._left -= n_bytes
 
 
 class WriteQueue:
-    """Dirty segments in the order in which they came; partial ones, below `max_tokens`, may be replaced soon.
+    """Dirty segments in the order in which they came.
 
-    `may_be_evicted_soon` returns True for a segment that may be evicted from RAM before a partial one is due.
+    Partial segments, of fewer than `max_tokens`, wait, because they may soon be replaced; but not if
+    `may_be_evicted_soon` returns True, since they may then be evicted from RAM first.
     """
 
     def __init__(
@@ -95,7 +97,7 @@ class WriteQueue:
         self._segments.pop(segment, None)
 
     def next_due(self, now: float) -> Segment | None:
-        """The first segment that is due by now; it stays here."""
+        """Return the first segment that is due by now, without removing it."""
         if self.is_paused(now):
             return None
         return next((each for each in self._segments if self._due_at(each) <= now), None)
@@ -105,7 +107,7 @@ class WriteQueue:
         self._paused_until = now + pacing.RETRY_DELAY_S
 
     def flush(self) -> None:
-        """Make every segment due at once: no path will be continued."""
+        """Make every segment due at once: the server is shutting down, so no path will grow."""
         self._is_flushing = True
 
     def _due_at(self, segment: Segment) -> float:
@@ -116,7 +118,7 @@ class WriteQueue:
 
 
 class ReadWatchdog:
-    """Detects a disk that does not answer reads, which it gets one after another, within `READ_TIMEOUT_S`."""
+    """Detects a disk that does not answer a read within `READ_TIMEOUT_S`. Reads are sent one at a time."""
 
     def __init__(self) -> None:
         self._waiting_since: float | None = None
@@ -128,25 +130,25 @@ class ReadWatchdog:
         return None if self._waiting_since is None else self._waiting_since + READ_TIMEOUT_S
 
     def is_unresponsive(self, now: float) -> bool:
-        """True while no reads should be sent."""
+        """True while no reads may be sent."""
         return now < self._unresponsive_until
 
     def on_read_started(self, now: float) -> None:
-        """A read was sent."""
+        """Record that a read was sent."""
         if self._waiting_since is None:
             self._waiting_since = now
 
     def on_answer(self, now: float, *, has_more: bool, failed: bool = False) -> None:
-        """A read was answered; `has_more` reads are pending.
+        """Record an answer; `has_more` is True if more reads are pending.
 
-        An unresponsive disk that answers with a failure gets no reads for `RETRY_DELAY_S`.
+        If an unresponsive disk answers with a failure, no reads are sent for `RETRY_DELAY_S`.
         """
         retry = failed and self.is_unresponsive(now)
         self._unresponsive_until = now + pacing.RETRY_DELAY_S if retry else 0.0
         self._waiting_since = now if has_more else None
 
     def check_timeout(self, now: float) -> bool:
-        """Return True once if the pending read has timed out by now; nothing is pending then."""
+        """Return True, once, if the pending read has timed out; it then no longer counts as pending."""
         if self.times_out_at is None or now < self.times_out_at:
             return False
         self._unresponsive_until, self._waiting_since = math.inf, None

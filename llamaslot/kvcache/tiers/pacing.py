@@ -1,6 +1,6 @@
-"""Delays and speeds that all tiers have in common. Times are seconds on the caller's clock.
+"""Delays and transfer rates common to all tiers. Times are seconds on the caller's clock.
 
-Use the constants as `pacing.RETRY_DELAY_S`: tests shorten them here.
+Refer to the constants as `pacing.RETRY_DELAY_S`, because tests shorten them in this module.
 """
 
 from __future__ import annotations
@@ -10,26 +10,26 @@ from collections.abc import Callable
 from llamaslot.kvcache.segment import Segment
 
 PARTIAL_DELAY_S = 1.0
-"""Age at which a partial segment is written or uploaded: a conversation's next turn usually replaces it before."""
+"""Delay before a partial segment is written or uploaded: a conversation's next turn usually replaces it sooner."""
 RETRY_DELAY_S = 30.0
-"""Time until what failed is tried again: a save or load without memory, a read, a write, the remote tier."""
+"""Delay before a retry: of saves and loads after memory ran out, of reads, writes, and use of the remote tier."""
 _NEWEST_WEIGHT = 0.2
 """Weight of the newest transfer in the moving average."""
 
 
 def due_at(segment: Segment, max_tokens: int, is_urgent: Callable[[Segment], bool]) -> float:
-    """Return the time at which to write or upload a segment: at once, or after `PARTIAL_DELAY_S` if it is partial.
+    """Return when to write or upload a segment: at once if it has `max_tokens`, else after `PARTIAL_DELAY_S`.
 
-    A full segment has `max_tokens`. A partial one `is_urgent` if it must not wait.
+    `is_urgent` returns True for a partial segment that must not wait.
     """
     waits = segment.is_partial(max_tokens) and not is_urgent(segment)
     return segment.offloaded_at + (PARTIAL_DELAY_S if waits else 0.0)
 
 
 class TransferRate:
-    """Moving average of the time to transfer a token or byte, known for `RETRY_DELAY_S` after the last one.
+    """Moving average of the time to transfer a token or byte, valid for `RETRY_DELAY_S` after the last transfer.
 
-    Then it is None, so that what was slow is tried again.
+    After that it is None, so that a tier that was slow is tried again.
     """
 
     def __init__(self) -> None:
@@ -46,11 +46,11 @@ class TransferRate:
         self._learn(max(seconds / max(n, 1), self.seconds(now) or 0.0), now)
 
     def reset(self) -> None:
-        """Know no rate, as at the start."""
+        """Forget the rate."""
         self._valid_until = 0.0
 
     def seconds(self, now: float) -> float | None:
-        """Seconds per unit; None if nothing was transferred lately."""
+        """Return the seconds per unit; None if nothing was transferred lately."""
         return self._seconds if now < self._valid_until else None
 
     def _learn(self, seconds: float, now: float) -> None:

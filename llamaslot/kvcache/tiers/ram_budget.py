@@ -1,15 +1,15 @@
-"""Budget of the RAM tier while the server runs: it follows the memory that is free, within `--cache-ram`.
+"""Budget of the RAM tier at run time: it follows free memory, up to `--cache-ram`.
 
-The tier never grows into the last free memory, and gives memory back when other programs need it. It grows again
-once memory has been ample for a while.
+The tier never takes the last free memory, and gives memory back when other programs need it. It grows again once
+memory has been ample for a while.
 
     normal   --short, critical-->  reduced  --calm-->  growing  --grown-->  normal
                                       ^                   |
                                       +--short, critical--+
 
-Memory is short if less than a reserve is free, or if tasks wait for memory (Linux), or macOS warns of it. Of a part
-that is to be given back, what is on disk too goes first. If memory is critical, all is given back. Sizes are bytes,
-times are seconds on the caller's clock.
+Memory is short if less than a reserve is free, if tasks wait for memory (Linux), or if macOS warns. Segments that
+are also on disk are given back first. If memory is critical, the whole tier is given back. Sizes are bytes, times
+are seconds on the caller's clock.
 """
 
 from __future__ import annotations
@@ -18,38 +18,43 @@ from dataclasses import dataclass
 from enum import Enum
 
 CALM_S = 30.0
-"""Time for which memory has to be ample until the tier grows again."""
+"""How long memory has to be ample before the tier grows again."""
 GROWTH_FRACTION = 1 / 16
-"""Fraction of the largest budget by which it grows with each reading."""
+"""Fraction of the largest budget by which the budget grows with each reading."""
 _MAX_RESERVE_BYTES = 2**30
 _RESERVE_FRACTION = 0.1
-"""Memory that should stay free: this fraction of all, at most `_MAX_RESERVE_BYTES`."""
+"""Reserve: memory that should stay free, as a fraction of all memory, at most `_MAX_RESERVE_BYTES`."""
 _CRITICAL_RESERVES, _MARGIN_RESERVES, _AMPLE_RESERVES = 0.4, 1.5, 2.0
-"""Free memory in reserves: critical below the first; the tier may grow down to the second; ample from the third on.
+"""Multiples of the reserve: with less free memory than the first it is critical, the tier leaves at least the
+second free when it grows, and from the third on memory is ample.
 """
 _PLAUSIBLE_FREE_FRACTION = 0.25
-"""Waiting counts only if less than this is free: else it is that of others, at the limit of their control group."""
+"""Tasks waiting for memory count only if less than this fraction is free: otherwise they wait because of the limit
+of their own control group.
+"""
 _SHORT_WAITING, _CRITICAL_WAITING, _AMPLE_WAITING = 0.1, 0.25, 0.01
-"""Fractions of the time since the last reading: some task waiting, all waiting, and hardly any."""
+"""Fractions of the time since the last reading: memory is short if some task waited so long, critical if all tasks
+did, and ample if none waited longer.
+"""
 _CUT_FRACTION = 0.25
-"""Fraction of what the tier uses that it gives back at a time if it is not known how much is needed."""
+"""Fraction of its bytes that the tier gives back at a time if it is unknown how much is missing."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryReading:
-    """Memory of the host, or of the control groups that limit this process, at one time."""
+    """Memory of the host, or of the control groups that limit this process, at one moment."""
 
     free: int
-    """Bytes to be had without taking any that are in use; weights in use do not count as free."""
+    """Bytes that can be allocated without taking any that are in use. Weights in use do not count as free."""
     total: int
     some_waiting: float = 0.0
     """Fraction of the time since the last reading in which some task waited for memory."""
     all_waiting: float = 0.0
-    """The same for all tasks that had something to do."""
+    """The same, but all tasks that had work to do waited."""
     is_warned: bool = False
-    """True if the system (macOS) warns that memory is short."""
+    """True if macOS warns that memory is short."""
     is_critical: bool = False
-    """True if it says that memory is critical."""
+    """True if macOS says that memory is critical."""
 
 
 class RamState(Enum):
@@ -61,7 +66,7 @@ class RamState(Enum):
 
 
 class MemoryEvent(Enum):
-    """Judgements of a reading; `CALM` and `GROWN` take the budget's history into account."""
+    """Judgements of a reading; `CALM` and `GROWN` also depend on earlier readings."""
 
     AMPLE = "ample"
     TIGHT = "neither ample nor short"
@@ -82,24 +87,24 @@ RAM_TABLE: dict[tuple[RamState, MemoryEvent], RamState] = {
 
 
 class RamBudget:
-    """Budget of at most `max_bytes`; a fixed one only says when memory is short."""
+    """Budget of at most `max_bytes`. A fixed budget does not change, and only reports when memory is short."""
 
     def __init__(self, max_bytes: int, *, is_fixed: bool = True) -> None:
         self.max_bytes = max_bytes
         self.is_fixed = is_fixed
         self.state = S.NORMAL
         self.reason = ""
-        """Why the budget is less than `max_bytes`, or would be if it were not fixed."""
+        """Reason why the budget is less than `max_bytes`, or would be if it were not fixed."""
         self._bytes = max_bytes
         self._ample_since: float | None = None
 
     @property
     def n_bytes(self) -> int:
-        """The budget now."""
+        """The current budget in bytes."""
         return self.max_bytes if self.is_fixed else self._bytes
 
     def observe(self, reading: MemoryReading, n_used: int, now: float) -> bool:
-        """Follow a reading while the tier uses `n_used` bytes; True if the state has changed."""
+        """Adapt to a reading while the tier uses `n_used` bytes; returns True if the state has changed."""
         before = self.state
         reserve = min(int(reading.total * _RESERVE_FRACTION), _MAX_RESERVE_BYTES)
         event, reason = _judge(reading, reserve)
@@ -110,7 +115,7 @@ class RamBudget:
         elif now - self._ample_since >= CALM_S:
             event = E.CALM
         self.state = RAM_TABLE[self.state, event]
-        # The most that the tier may have without growing into the last free memory.
+        # What the tier may have at most so that the margin stays free.
         cap = min(self.max_bytes, n_used + max(0, reading.free - int(_MARGIN_RESERVES * reserve)))
         match event:
             case E.CRITICAL:
@@ -136,7 +141,7 @@ class RamBudget:
 
 
 def _judge(reading: MemoryReading, reserve: int) -> tuple[MemoryEvent, str]:
-    """Judge a single reading; returns the reason if memory is short."""
+    """Judge a single reading; returns the judgement, and the reason if memory is short."""
     waits = reading.free < reading.total * _PLAUSIBLE_FREE_FRACTION
     some, everything = (reading.some_waiting, reading.all_waiting) if waits else (0.0, 0.0)
     for event, n_reserves, is_waiting, is_told in (

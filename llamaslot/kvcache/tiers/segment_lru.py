@@ -1,7 +1,7 @@
-"""LRU index of the segments in one tier, within a byte budget, by tenant.
+"""LRU index of the segments in one tier, within a budget of bytes, by tenant.
 
-Segments are ordered by `Segment.rank`, which grows without notice when a segment is used. So the heap has the rank
-that each had when it was last looked at, which can only be too low: whatever comes up is looked at again.
+Segments are ordered by `Segment.rank`, which increases when a segment is used, without notice to this index. So an
+entry of the heap may be outdated, but only too low: the rank of an entry that comes up is checked again.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from collections.abc import Callable, Collection, Iterator
 from llamaslot.kvcache.segment import Segment, SegmentRank
 
 _MAX_STALE_ENTRIES = 64
-"""Heap entries of segments that have left, beside one per segment, before the heap is rebuilt."""
+"""A heap is rebuilt once it has so many entries of removed segments in addition to twice the current ones."""
 
 
 class SegmentLru:
-    """Segments of at most `capacity` bytes in all, and `limit` bytes of each API key (0 for any number)."""
+    """Segments of at most `capacity` bytes in total, and `limit` bytes for each API key (0 for no limit)."""
 
     def __init__(self, capacity: int, limit: int = 0) -> None:
         self.capacity = capacity
@@ -29,7 +29,7 @@ class SegmentLru:
         self.n_tokens = 0
         """Tokens whose KV is here."""
         self.n_bytes_put = 0
-        """Bytes of all segments that were ever put here."""
+        """Bytes of all segments ever added."""
         self._segments: dict[int, Segment] = {}
         self._by_rank: dict[str, list[SegmentRank]] = {}
         """A heap for each tenant."""
@@ -47,7 +47,7 @@ class SegmentLru:
         return segment.number in self._segments
 
     def get(self, number: int) -> Segment | None:
-        """The segment of this number, if it is here."""
+        """Return the segment of this number, if it is here."""
         return self._segments.get(number)
 
     def put(self, segment: Segment) -> None:
@@ -76,7 +76,7 @@ class SegmentLru:
     def oldest(
         self, may_evict: Callable[[Segment], bool], tenants: Collection[str] | None = None
     ) -> Segment | None:
-        """The least recently used segment of some tenants (None for all) that may be evicted, if there is one."""
+        """Return the least recently used segment that may be evicted, of some tenants (None for all), if any."""
         each_oldest = [
             self._oldest_of(self._by_rank[tenant], may_evict)
             for tenant in (self.used if tenants is None else tenants)

@@ -1,8 +1,8 @@
-"""Reads of segments from disk into RAM, and the segments that the disk has at start.
+"""Reads of segments from disk into RAM, and adding the segments that are on disk at start.
 
-A read goes out for each segment that a request is about to load, a few at a time. One that is not answered in time
-makes the disk unresponsive: nothing is read until it answers. A segment whose read failed is read again after a
-while, one whose file is corrupt is evicted from disk with its descendants.
+Segments that a request is about to load are read, a few at a time. If a read is not answered in time, the disk is
+unresponsive, and nothing is read until it answers. A failed read is retried after a while. A corrupt segment is
+evicted from disk with its descendants.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from llamaslot.kvcache.tiers.segment_tiers import SegmentTiers
 
 _MAX_READS = 4
-"""Reads at a time: which segment comes next is chosen as late as possible."""
+"""Most reads at a time. Few, so that the next segment is chosen as late as possible."""
 
 
 class SegmentReader:
@@ -53,13 +53,13 @@ class SegmentReader:
 
     @property
     def us_per_token(self) -> float | None:
-        """Microseconds to read a token, by recent reads; None if there were none."""
+        """Microseconds to read a token, from recent reads; None if there were none."""
         seconds = self._rate.seconds(self._tiers.now)
         return None if seconds is None else 1e6 * seconds
 
     @property
     def n_pending(self) -> int:
-        """Pending reads."""
+        """Number of pending reads."""
         return sum(each.state is S.READING for each in self._tiers.busy.values())
 
     @property
@@ -68,14 +68,14 @@ class SegmentReader:
         return self.n_pending < _MAX_READS
 
     def may_read(self, segment: Segment) -> bool:
-        """True if a segment that is only on disk can be read into RAM, once all else there was evicted."""
+        """True if a segment that is only on disk can be read into RAM, evicting whatever is there if needed."""
         ram = self._tiers.ram_of(segment)
         fits = segment.n_bytes <= ram.capacity and not exceeds_limit(ram, segment.tenant, segment.n_bytes)
         return segment.state is not S.UNREADABLE and not self.is_unresponsive and fits
 
     @property
     def is_unresponsive(self) -> bool:
-        """True if the disk does not answer: what only the disk has cannot be loaded until it does."""
+        """True if the disk does not answer, so that segments that only it has cannot be loaded."""
         return self._watchdog.is_unresponsive(self._tiers.now)
 
     @property
@@ -84,7 +84,7 @@ class SegmentReader:
         return self._watchdog.times_out_at
 
     def tick(self) -> None:
-        """Time out reads, and let unreadable segments be read again."""
+        """Time out reads, and allow unreadable segments to be read again."""
         now = self._tiers.now
         if self._watchdog.check_timeout(now):
             for segment in [each for each in self._tiers.busy.values() if each.state is S.READING]:
@@ -94,16 +94,16 @@ class SegmentReader:
             self._tiers.transition(segment, E.RETRY)
 
     def start(self, segment: Segment) -> None:
-        """Start to read a segment, for which there is room in RAM."""
+        """Start to read a segment; the caller has made room for it in RAM."""
         self._tiers.transition(segment, E.READ)
         self._tiers.add_job(Read(segment.number))
 
     def on_started(self) -> None:
-        """A read was handed to the disk."""
+        """Record that a read was sent to the disk."""
         self._watchdog.on_read_started(self._tiers.now)
 
     def on_done(self, number: int, seconds: float) -> Segment | None:
-        """A read has succeeded; returns the segment if its bytes are still wanted in RAM."""
+        """Handle a successful read; returns the segment if its bytes are still wanted in RAM."""
         segment = self._tiers.busy.get(number)
         is_wanted = segment is not None and segment.state is S.READING
         if segment is not None and is_wanted:
@@ -116,7 +116,7 @@ class SegmentReader:
         return segment if is_wanted else None
 
     def on_failed(self, number: int) -> None:
-        """A read has failed for a reason that may pass."""
+        """Handle a read that failed for a reason that may be temporary."""
         segment = self._tiers.disk.get(number)
         if segment is not None and segment.state not in (S.CLEAN, S.WRITING):
             segment.retry_at = self._tiers.now + pacing.RETRY_DELAY_S
@@ -135,7 +135,7 @@ class SegmentReader:
         self._on_answer()
 
     def add_found(self, found: Sequence[SegmentMeta]) -> list[int]:
-        """Add the segments that the disk has at start to the tree; returns those too large for RAM, by number."""
+        """Add the segments on disk at start to the tree; returns the numbers of those too large for RAM."""
         disk = self._tiers.disk
         uses = {meta.number: i for i, meta in enumerate(found, 1)}
         too_large: set[int] = set()
@@ -166,7 +166,7 @@ class SegmentReader:
         return sorted(too_large)
 
     def _add_checkpoint(self, meta: SegmentMeta, parent: Segment | None, last_used: int) -> None:
-        """Add a checkpoint that the disk has at start to the tree, or erase it if it cannot be right."""
+        """Add a checkpoint on disk at start to the tree, or erase it if its metadata is not plausible."""
         tokens = verified_checkpoint_path(meta, parent, self._checkpoint_size)
         node = self._tree.insert(meta.namespace, tokens) if tokens is not None else None
         if node is None or node.checkpoint is not None:

@@ -1,11 +1,11 @@
 """Segments in RAM and on disk: which are added, evicted, written and read.
 
-`segment.py` has the states and their transitions; here is what each transition entails for budgets, jobs and the
-radix tree. In each tier the least recently used segments are evicted first, of those whose tenants have more than
-their share (`tenant_shares.py`). A path is always used from its end to its start, so no segment is evicted before
-its children. Checkpoints are segments too, but have a budget of RAM of their own.
+`segment.py` has the states and their transitions; this module has the consequences of each transition for budgets,
+jobs and the radix tree. Each tier evicts the least recently used segments first, beginning with those of tenants
+that have more than their share (`tenant_shares.py`). Using a segment uses its ancestors too, so no segment is
+evicted before its children. Checkpoints are segments, but have their own budget of RAM.
 
-Nothing here knows of cells, of sequences or of llama.cpp.
+Nothing here knows cells, sequences or llama.cpp.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from llamaslot.kvcache.tiers.write_back import WriteBack
 class SegmentTiers:
     """All segments, each of at most `max_tokens`, in `ram_bytes` and `disk_bytes`.
 
-    Those of one API key take at most `ram_bytes_per_key` and `disk_bytes_per_key`; 0 for no limit of their own.
+    Those of one API key take at most `ram_bytes_per_key` and `disk_bytes_per_key`; 0 for no such limit.
 
-    Whatever is offloaded goes to RAM first, so without RAM there is no disk tier either. Times are seconds on the
-    caller's clock.
+    Offloaded KV goes to RAM first, so without RAM there is no disk tier either. Times are seconds on the caller's
+    clock.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class SegmentTiers:
         self.reader = SegmentReader(self, tree, size, checkpoint_size)
         self.uploads = UploadQueue(max_tokens, is_on=uploads and ram_bytes > 0)
         self.is_on_trial = False
-        """True while it is not known whether reuse is right (`KVCache.is_on_trial`): nothing is saved then."""
+        """True until the self-test of reuse has passed (`KVCache.is_on_trial`); nothing is saved until then."""
         self.now = 0.0
         self.counters = counters
         if disk_written is not None:
@@ -76,24 +76,24 @@ class SegmentTiers:
         self.busy: dict[int, Segment] = {}
         """Segments that are being read or written, by number."""
         self.unreadable: dict[int, Segment] = {}
-        """Segments of which the last read failed, by number."""
+        """Segments whose last read failed, by number."""
         self.load_pins: dict[int | str, frozenset[Segment]] = {}
-        """Segments that each sequence, or waiting request (by its id), is about to load: they stay in RAM."""
+        """Segments that a sequence, or a waiting request (by its id), is about to load; not evicted from RAM."""
         self.saves_again_at = 0.0
-        """Time before which nothing is saved, since memory ran out."""
+        """Time until which nothing is saved, because memory ran out."""
         self.loads_again_at = 0.0
-        """Time before which nothing is loaded, since memory ran out."""
+        """Time until which nothing is loaded, because memory ran out."""
         self._n_uses = 0
         self._next_number = 0
         self._freed: list[int] = []
         self._used: dict[int, None] = {}
-        """Numbers of segments on disk at the ends of used paths, in the order of their last use."""
+        """Numbers of the deepest segments on disk of the paths used since the last jobs, in the order of use."""
         self._jobs: list[disk_io.Job] = []
 
     # --- lookups ---
 
     def readable(self, parts: Sequence[SegmentPart]) -> list[SegmentPart]:
-        """The parts that can be loaded now or once they are read, up to the first that cannot."""
+        """Return the leading parts that can be loaded, now or after reading them from disk."""
         found: list[SegmentPart] = []
         for part in parts if self.now >= self.loads_again_at else ():
             if not part.segment.state.is_loadable and not self.reader.may_read(part.segment):
@@ -102,9 +102,9 @@ class SegmentTiers:
         return found
 
     def fits(self, node: Node, ranges: Sequence[tuple[int, int]]) -> bool:
-        """True if these ranges of the path to a node fit into RAM once everything that may be evicted is.
+        """True if these ranges of the path to a node would fit into RAM after evicting all that may be evicted.
 
-        Other tenants keep their shares. False for a while after memory ran out.
+        The shares of other tenants may not. False for a while after memory ran out.
         """
         if self.now < self.saves_again_at or not self.ram.capacity:
             return False
@@ -124,7 +124,7 @@ class SegmentTiers:
 
     @property
     def due_at(self) -> float | None:
-        """Time at which a write is due or a read times out; None for never."""
+        """Time at which a write or upload is due, or a read times out; None for never."""
         times = (self.writer.due_at, self.reader.times_out_at, self.uploads.due_at)
         return min((each for each in times if each is not None), default=None)
 
@@ -136,15 +136,15 @@ class SegmentTiers:
         self.now = now
         self.shares.tick(now)
         self.reader.tick()
-        # Lookups say what is worth loading, which depends on how fast the disk answers.
+        # Lookups are stale: what is worth loading depends on the speed of the disk and on memory.
         self._tree.version += self._load_conditions != before
         self.writer.tick()
 
     def add(self, node: Node, start: int, end: int) -> Segment:
         """Create a segment for `[start, end)` of the path to a node; it must fit.
 
-        It replaces segments within that range. Others are evicted from RAM for it, but none before it on its path
-        that is not on disk.
+        It replaces segments within that range. Others are evicted from RAM for it, but not those above it on its
+        path that are nowhere else.
         """
         if not self.fits(node, [(start, end)]):
             raise AssertionError(f"there is no room for [{start}, {end})")
@@ -176,12 +176,12 @@ class SegmentTiers:
         return checkpoint
 
     def new_number(self) -> int:
-        """A number that no segment has had yet."""
+        """Return a number that no segment has had yet."""
         number, self._next_number = self._next_number, self._next_number + 1
         return number
 
     def touch(self, path: Sequence[Segment]) -> None:
-        """Record that the segments of a path, from the root on, are used now."""
+        """Record that the segments of a path, given from the root on, are used now."""
         self._n_uses += 1
         for segment in path:
             segment.last_used = self._n_uses
@@ -194,7 +194,7 @@ class SegmentTiers:
             self._used[last.number] = self._used.pop(last.number, None)
 
     def prefetch(self, seq: int, parts: Iterable[SegmentPart]) -> None:
-        """Pin segments that a sequence is about to load; start reading those only on disk, as far as they fit."""
+        """Pin segments that a sequence is about to load, and start to read those that are only on disk."""
         segments = [part.segment for part in parts]
         self.load_pins[seq] = frozenset(segments)
         for segment in segments:
@@ -214,23 +214,23 @@ class SegmentTiers:
             self.transition(segment, E.DROP)
 
     def add_job(self, job: disk_io.Job) -> None:
-        """Have a job done after those so far."""
+        """Add a job, to be done after those added before."""
         self._jobs.append(job)
 
     def drop_lost(self) -> None:
         """Drop the checkpoints whose nodes were removed from the tree."""
         lost, self._tree.lost_checkpoints = self._tree.lost_checkpoints, []
-        # One that could not be saved is dropped already.
+        # If its save failed, a checkpoint is dropped already.
         self.drop(each for each in lost if each.state is not S.DROPPED)
 
     def take_freed(self) -> list[int]:
-        """Numbers of segments whose bytes left RAM since the last call."""
+        """Return the numbers of segments whose bytes left RAM since the last call."""
         self.drop_lost()
         freed, self._freed = self._freed, []
         return freed
 
     def take_jobs(self) -> list[disk_io.Job]:
-        """Disk jobs since the last call."""
+        """Return the disk jobs added since the last call."""
         self.drop_lost()
         jobs, self._jobs = self._jobs, []
         if self._used:
@@ -239,7 +239,7 @@ class SegmentTiers:
         return jobs
 
     def on_io(self, event: disk_io.IoEvent, now: float) -> Segment | None:
-        """Handle the result of a job; returns the segment whose bytes, now read, are wanted in RAM."""
+        """Handle the result of a job; returns a segment that was read and is still wanted in RAM."""
         self._tree.version += 1
         self.now = now
         match event:
@@ -262,10 +262,10 @@ class SegmentTiers:
         return None
 
     def restore(self, found: Sequence[disk_io.SegmentMeta], first_number: int) -> list[int]:
-        """Take in what the disk has, the least recently used first; new segments count from `first_number` on.
+        """Add the segments on disk, the least recently used first; new ones are numbered from `first_number` on.
 
-        Segments that do not fit, or cannot be right, are erased. Returns the numbers of those that are too large
-        for RAM, and of their descendants: they stay on disk and are unknown here.
+        Segments that do not fit into the budget, or whose metadata is not plausible, are erased. Returns the
+        numbers of those too large for RAM and of their descendants, which stay on disk but are not added.
         """
         self._next_number = first_number
         self._n_uses = len(found)
@@ -274,7 +274,7 @@ class SegmentTiers:
         return too_large
 
     def transition(self, segment: Segment, event: E, *, keeps_file: bool = False) -> None:
-        """Change the state of a segment, and with it budgets, jobs and the tree."""
+        """Change the state of a segment, and update budgets, jobs and the tree accordingly."""
         before = segment.handle(event)
         after = segment.state
         self._tree.version += 1
@@ -300,7 +300,7 @@ class SegmentTiers:
             self._tree.detach(segment)
 
     def ram_of(self, segment: Segment) -> SegmentLru:
-        """The part of RAM against which a segment counts."""
+        """Return the part of RAM against which a segment counts."""
         return self.checkpoints if segment.is_checkpoint else self.ram
 
     def check(self, segments: set[Segment]) -> None:
@@ -319,7 +319,7 @@ class SegmentTiers:
             assert parent is None or parent.rank > segment.rank, "would be evicted before its child"
             assert not (state.uses_disk and is_private(segment.namespace))
             is_written = parent is not None and parent.state.uses_disk and parent.state is not S.WRITING
-            # A checkpoint's file refers to that of the segment which its parent replaces, until that is written.
+            # A checkpoint's file refers to the file that its parent segment replaces, until the parent is written.
             is_written |= segment.is_checkpoint and parent is not None and bool(parent.replaces)
             assert not state.uses_disk or segment.start == 0 or is_written, "on disk without its parent"
             assert (segment.number in self.busy) == state.is_busy
@@ -331,7 +331,7 @@ class SegmentTiers:
 
     @property
     def _load_conditions(self) -> tuple[bool, float | None, bool, bool]:
-        """Conditions of disk and memory on which it depends what is worth loading, and from where to continue."""
+        """Conditions of disk and memory that decide what is worth loading, and where a path can be continued."""
         is_short = self.now < self.loads_again_at, self.now < self.saves_again_at
         return self.reader.is_unresponsive, self.reader.us_per_token, *is_short
 
@@ -341,9 +341,10 @@ class SegmentTiers:
     def _free_ram(
         self, tenant: str, n_bytes: int, path: Container[Segment] = (), *, may_take_shares: bool = False
     ) -> bool:
-        """Evict segments from RAM, but none of `path` that is nowhere else; returns True if there is room then.
+        """Evict segments from RAM until `n_bytes` fit; returns True if they do.
 
-        `may_take_shares` lets tenants lose of their shares too, if those that exceed theirs have nothing to evict.
+        Segments of `path` are evicted only if they are also on disk. With `may_take_shares`, tenants within their
+        share lose segments too, if those beyond theirs have nothing to evict.
         """
 
         def may_evict(segment: Segment) -> bool:
@@ -360,10 +361,10 @@ class SegmentTiers:
         return True
 
     def _on_save_failed(self, numbers: frozenset[int]) -> None:
-        """Drop segments that the backend had no memory for, and offload nothing for a while.
+        """Drop segments that the backend had no memory to save, and save nothing for a while.
 
-        Their children stay, and are found again once the gap is filled. A number that RAM does not have belongs to
-        a slot that was to be saved to a file.
+        Their children stay, and are found again once the gap is filled. A number that is not in RAM belongs to a
+        slot that was to be saved to a file.
         """
         self.saves_again_at = self.now + pacing.RETRY_DELAY_S
         for number in numbers:
@@ -371,5 +372,5 @@ class SegmentTiers:
             if segment is not None:
                 self.transition(segment, E.DROP)
         self.drop_lost()
-        # The backend never had them.
+        # The backend never had their bytes, so it must not free them.
         self._freed = [each for each in self._freed if each not in numbers]

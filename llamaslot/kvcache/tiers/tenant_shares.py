@@ -1,9 +1,9 @@
-"""Shares of tenants: whose KV is evicted first where several tenants use a pool or a tier.
+"""Shares of tenants: whose KV is evicted first if several tenants use a pool or a tier.
 
-Every tenant that has KV there may have an equal share of it. What a tenant has beyond its share is evicted before
-anything of a tenant within its share, so no tenant can evict all that others have by sending many prompts. Others
-may use a share that its tenant does not fill. One that has sent nothing for an hour has no share: its KV is
-evicted by last use, as all is where there is only one tenant.
+All tenants with KV there have equal shares. KV beyond a tenant's share is evicted before that of tenants within
+their share, so no tenant can evict everything of the others by sending many prompts. Others may use the part of a
+share that its tenant does not fill. A tenant that has sent nothing for an hour has no share: all of its KV counts
+as beyond it.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from collections.abc import Collection, Mapping
 from llamaslot.kvcache.tiers.segment_lru import SegmentLru
 
 INACTIVE_S = 3600.0
-"""Time without requests after which a tenant has no share."""
+"""Time without requests after which a tenant loses its share."""
 _NONE: Mapping[str, int] = {}
 
 
 class TenantShares:
-    """Tenants by their last request. Times are seconds on the caller's clock; at the start all count as active."""
+    """Time of each tenant's last request, in seconds on the caller's clock. At the start all count as active."""
 
     def __init__(self) -> None:
         self._started: float | None = None
@@ -35,20 +35,20 @@ class TenantShares:
             self._started = now
 
     def keep_active(self, tenant: str) -> None:
-        """Record that a tenant's KV is used, so that it has a share."""
+        """Record that a tenant's KV is used, so that it keeps its share."""
         self._last_used[tenant] = self._now
 
     def use(self, tenant: str, *, is_new: bool = True) -> None:
-        """Record that a tenant's request got a slot: a new one, or one that had a slot before."""
+        """Record that a tenant's request got a slot; `is_new` is False if it had one before."""
         self.keep_active(tenant)
         self.n_requests[tenant] += is_new
 
     def excess(
         self, used: Mapping[str, int], capacity: int, tenant: str | None = None, n: int = 0
     ) -> dict[str, int]:
-        """The amount by which each tenant that has anything exceeds its share of `capacity`, or stays below it.
+        """Return by how much each tenant exceeds its share of `capacity`; negative for those below it.
 
-        `used` has what each tenant has, in any unit; `tenant` is about to get `n` more.
+        `used` has the amount of each tenant, in any unit; `tenant` is about to get `n` more.
         """
         amounts = {each: amount for each, amount in used.items() if amount}
         if tenant is not None and n:
@@ -59,9 +59,9 @@ class TenantShares:
     def losers(
         self, tier: SegmentLru, tenant: str, n_bytes: int, reserved: Mapping[str, int] = _NONE
     ) -> Collection[str]:
-        """Tenants of which one has to lose a segment before `tenant` gets `n_bytes` more; none if there is room.
+        """Return the tenants of which one has to lose a segment before `tenant` gets `n_bytes`; none if they fit.
 
-        `reserved` has the bytes of each tenant in a tier that it does not count itself.
+        `reserved` has further bytes of each tenant that the tier does not count itself.
         """
         used = {each: tier.used[each] + reserved.get(each, 0) for each in {*tier.used, *reserved}}
         if exceeds_limit(tier, tenant, used.get(tenant, 0) + n_bytes):
@@ -71,7 +71,7 @@ class TenantShares:
         return [each for each, n in self.excess(used, tier.capacity, tenant, n_bytes).items() if n > 0]
 
     def kept_by_others(self, tier: SegmentLru, tenant: str, n_bytes: int, kept: Mapping[str, int]) -> int:
-        """Bytes that the other tenants keep in a tier if `tenant` gets `n_bytes`: their shares, at least `kept`."""
+        """Return the bytes that others keep if `tenant` gets `n_bytes`: up to their share, at least `kept`."""
         excess = self.excess(tier.used, tier.capacity, tenant, n_bytes)
         others = {*tier.used} - {tenant}
         return sum(max(kept.get(each, 0), tier.used[each] - max(0, excess.get(each, 0))) for each in others)
@@ -82,5 +82,5 @@ class TenantShares:
 
 
 def exceeds_limit(tier: SegmentLru, tenant: str, n_bytes: int) -> bool:
-    """True if a tenant may not have so many bytes in a tier. Only keys have a limit."""
+    """True if `n_bytes` exceed the tenant's limit in a tier. Only API keys have one, not the nameless tenant."""
     return 0 < tier.limit < n_bytes and bool(tenant)

@@ -11,7 +11,7 @@ from llamaslot.kvcache.tiers.segment_tiers import SegmentTiers
 
 
 def ram_stats(tiers: SegmentTiers, budget: RamBudget) -> RamStats:
-    """Return what the RAM tier holds, and why it may hold no more."""
+    """Return what the RAM tier holds, its budget, and the reason if that is reduced."""
     return RamStats(
         total_bytes=budget.n_bytes,
         used_bytes=tiers.ram.n_bytes,
@@ -25,7 +25,7 @@ def ram_stats(tiers: SegmentTiers, budget: RamBudget) -> RamStats:
 
 
 def disk_stats(tiers: SegmentTiers) -> DiskStats:
-    """Return what is on disk; segments that are being written are not there yet."""
+    """Return what is on disk, without segments that are still being written."""
     disk, writing = tiers.disk, tiers.writer.writing
     return structs.replace(
         tiers.counters.disk,

@@ -1,12 +1,12 @@
 """Write-back of dirty segments to disk.
 
-A segment is written once its parent is on disk, and evicted from disk only after its children: so its own tokens
-and the number of its parent are all that the index needs, and after a restart every path on disk is complete. The
-last segment of a path is replaced by a longer one as a conversation goes on, so it is written only after a while,
-or when much else has come into RAM, and the file that it replaces is erased only once it is written itself.
+A segment is written after its parent, and evicted from disk only after its children. So the index needs only its
+own tokens and the number of its parent, and after a restart every path on disk is complete. The last segment of a
+path is usually replaced by a longer one as the conversation goes on. So it is written only after a delay, or when
+much else has come into RAM, and the file that it replaces is erased only once it is written itself.
 
-Of checkpoints only those are written that other prompts are likely to continue from (`is_worth_storing`). The index
-has the parent of each; when a longer segment replaces the parent, that entry is changed (`Reparent`).
+Only checkpoints from which other prompts are likely to continue are written (`is_worth_storing`). The index has the
+parent of each; when a longer segment replaces the parent, that entry is changed (`Reparent`).
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     from llamaslot.kvcache.tiers.segment_tiers import SegmentTiers
 
 _MAX_WRITES = 2
-"""Writes at a time: which segment comes next is chosen as late as possible."""
+"""Most writes at a time. Few, so that the next segment is chosen as late as possible."""
 MAX_DIRTY_FRACTION = 0.25
-"""Fraction of RAM that may be dirty before nothing more is offloaded ahead of eviction."""
+"""If more than this fraction of RAM is dirty, nothing more is offloaded ahead of eviction."""
 _EARLY_WRITE_FRACTION = 0.25
-"""A partial segment is written without delay once other segments have filled this fraction of RAM after it: by LRU
-it may be evicted before its delay ends.
+"""A partial segment is written without delay once newer segments fill this fraction of RAM: otherwise LRU may evict
+it before its delay ends.
 """
 
 
@@ -44,16 +44,16 @@ class WriteBack:
         self._budget = WriteBudget(bytes_per_day, written)
         self._queue = WriteQueue(tiers.max_tokens, self._budget, self._may_be_evicted_soon)
         self._replaced: dict[int, tuple[str, int]] = {}
-        """Tenant and bytes of files that stay until what replaces them is written, by number."""
+        """Tenant and bytes of files that stay until their replacement is written, by number."""
 
     @property
     def writing(self) -> list[Segment]:
-        """Segments that are counted as on disk but not there yet."""
+        """Segments that are being written: they count as on disk but are not there yet."""
         return [segment for segment in self._tiers.busy.values() if segment.state is S.WRITING]
 
     @property
     def due_at(self) -> float | None:
-        """Time of the next write; None if there is none, or enough are pending."""
+        """Time of the next write; None if there is none, or if `_MAX_WRITES` are in progress."""
         return self._queue.due_at if len(self.writing) < _MAX_WRITES else None
 
     @property
@@ -74,7 +74,7 @@ class WriteBack:
                 self._tiers.transition(segment, E.UNQUEUE)
 
     def queue(self, segment: Segment) -> None:
-        """Queue a segment to be written, if it is not written and its parent is."""
+        """Queue a segment to be written, unless it is on disk already or its parent is not."""
         if segment.state is S.RAM and self._may_write(segment):
             self._tiers.transition(segment, E.QUEUE)
 
@@ -83,7 +83,7 @@ class WriteBack:
         self._queue.flush()
 
     def replace(self, old: Segment, new: Segment) -> None:
-        """Keep the file of a segment until the one that replaces it is written."""
+        """Keep the file of segment `old` until `new`, which replaces it, is written."""
         new.replaces += old.replaces
         old.replaces = []
         if old.state.uses_disk:
@@ -91,20 +91,20 @@ class WriteBack:
             self._replaced[old.number] = old.tenant, old.n_bytes
 
     def on_transition(self, segment: Segment) -> None:
-        """Follow a change of state."""
+        """Update the queue after a segment's change of state."""
         self._queue.remove(segment)
         if segment.state is S.DIRTY:
             self._queue.put(segment)
         elif segment.state is S.DROPPED:
             if segment.replaces:
-                # Files of its checkpoints still refer to those that are erased now.
+                # The files of its checkpoints still refer to the replaced files, which are erased now.
                 for each in segment.children:
                     if each.is_checkpoint and each.state.uses_disk:
                         self._tiers.transition(each, E.EVICT_DISK)
             self._erase_replaced(segment)
 
     def on_written(self, segment: Segment | None, *, ok: bool) -> None:
-        """Handle the end of a write; None, or another state, if the segment was dropped meanwhile."""
+        """Handle the end of a write. `segment` is None, or no longer WRITING, if it was evicted meanwhile."""
         self._tiers.counters.disk.failed_writes += not ok
         if segment is None or segment.state is not S.WRITING:
             return
@@ -127,7 +127,7 @@ class WriteBack:
             self._thin(segment)
 
     def trim(self) -> None:
-        """Evict from disk what exceeds its budget, or that of an API key."""
+        """Evict segments from disk that exceed its budget, or that of an API key."""
         disk = self._tiers.disk
         for tenant in (*disk.used, ""):
             self._trim(tenant)
@@ -140,13 +140,13 @@ class WriteBack:
             self._tiers.transition(oldest, E.EVICT_DISK)
 
     def check(self, segments: set[Segment]) -> None:
-        """Verify that the queue has the dirty segments; raises `AssertionError`."""
+        """Verify that the queue has exactly the dirty segments; raises `AssertionError`."""
         assert set(self._queue) == {segment for segment in segments if segment.state is S.DIRTY}
 
     def _may_be_evicted_soon(self, segment: Segment) -> bool:
-        """True if `_EARLY_WRITE_FRACTION` of RAM was filled after a segment or a checkpoint that waits for it.
+        """True if newer segments fill `_EARLY_WRITE_FRACTION` of RAM, for it or a checkpoint that waits for it.
 
-        A checkpoint is written after the segment that it refers to, and has a budget of RAM of its own.
+        A checkpoint is written after the segment that it refers to, and counts against its own budget of RAM.
         """
         taken = [node.checkpoint for node in segment.nodes if node.checkpoint is not None]
         waiting = [each for each in taken if each.state is S.RAM and each.is_worth_storing]
@@ -167,9 +167,10 @@ class WriteBack:
         )
 
     def _write(self, segment: Segment) -> bool:
-        """Start to write a segment; False if a more recently used one would have to be evicted.
+        """Start to write a segment; False if a more recently used one would have to be evicted for it.
 
-        What others have beyond their shares may be more recent, if the segment's tenant stays within its own.
+        If the segment's tenant stays within its share, more recent segments of tenants beyond theirs may be
+        evicted.
         """
         disk, shares = self._tiers.disk, self._tiers.shares
         oldest: list[Segment] = []
@@ -200,7 +201,7 @@ class WriteBack:
         return True
 
     def _thin(self, checkpoint: Checkpoint) -> None:
-        """Evict the checkpoints above one that is written now, unless they are worth storing."""
+        """Evict checkpoints above this one from disk, unless they are still worth storing."""
         for above in checkpoints_on(checkpoint.node)[1:]:
             if above.state.uses_disk and not above.state.is_busy and not above.is_worth_storing:
                 self._tiers.transition(above, E.EVICT_DISK)
@@ -214,7 +215,7 @@ class WriteBack:
 
 
 def _may_evict(segment: Segment, gone: Sequence[Segment] = ()) -> bool:
-    """True if a segment may be evicted from disk, once those that are `gone` have been."""
+    """True if a segment may be evicted from disk once those in `gone` have been."""
     if segment.state.is_busy or segment in gone:
         return False
     return all(child in gone for child in segment.children if child.state.uses_disk or child.replaces)
