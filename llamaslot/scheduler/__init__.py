@@ -1,1 +1,1 @@
-"""Requests, slots, admission, and the plan of each step; pure, no clock, no event loop."""
+"""Requests, slots, admission, and the plan of each step. Pure: no clock, no event loop."""

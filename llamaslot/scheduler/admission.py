@@ -1,11 +1,11 @@
 """Admission: which waiting request runs next, and in which slot.
 
-A request waits while no slot is free, while its need and that of the running ones do not fit together, and
+A request waits while no slot is free, while it does not fit into the pool together with the running requests, and
 while a running request (its leader) computes a prefix that it can share.
 
-Clients take turns (`fair_share.py`). Order among the requests of those whose turn it is: preempted requests by
-arrival; then those overtaken too often, and choices that got their first token from the logits of another one, by
-arrival; then the longest cached prefix first.
+Clients take turns (`fair_share.py`). Among the requests of clients whose turn it is, the order is: preempted
+requests by arrival; then, by arrival, requests overtaken too often and further choices (`n`) that got their first
+token from the logits of another one; then the longest cached prefix.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from llamaslot.scheduler.in_flight import InFlight
 from llamaslot.scheduler.request import Request, Slot
 
 MAX_OVERTAKEN = 8
-"""Later requests that may be admitted before one that could run too, unless it is their clients' turn."""
+"""Most later requests of clients with the same rank that may be admitted before a request that could run."""
 MIN_EXPECTED_TOKENS = 64
-"""Tokens that a request without a limit of its own is expected to generate, however short others were."""
+"""A request without a limit is expected to generate at least so many tokens, however short others were."""
 MAX_CANDIDATES = 64
-"""New requests, oldest first, among which the one with the longest cached prefix is admitted first."""
+"""Longest cached prefix first applies to so many of the oldest new requests; later ones are not matched yet."""
 _NEWEST_WEIGHT = 0.1
-"""Weight of the newest length in the moving average."""
+"""Weight of the newest reply's length in the moving average."""
 
 
 class Admission:
-    """The queue, and the choice of what leaves it. `n_ctx_slot` is the number of tokens that a slot may hold."""
+    """The queue, and which requests leave it. `n_ctx_slot` is the number of tokens that a slot may hold."""
 
     def __init__(self, cache: KVCache, slots: Sequence[Slot], n_ctx_slot: int) -> None:
         self._cache = cache
@@ -43,9 +43,9 @@ class Admission:
         self.queue: list[Request] = []
         """Waiting requests by arrival."""
         self.is_held = False
-        """True while no request is admitted, so that those that run come to an end."""
+        """True while no request is admitted, so that the running ones come to an end."""
         self.n_waits = 0
-        """Requests that waited for a prefix that another one computed."""
+        """Number of requests that waited for a prefix which another request computed."""
 
     def enqueue(self, request: Request) -> None:
         """Add a request to the queue, in the order of arrival."""
@@ -54,22 +54,22 @@ class Admission:
         self._cache.touch([self.match(request)])
 
     def match(self, request: Request) -> Match:
-        """Match a request's prefix; the lookup is repeated only when the cache has changed."""
+        """Match a request's prefix. The lookup is repeated only if the cache has changed."""
         request.match = self._cache.match(request.namespace, request.prefix, request.match)
         return request.match
 
     def is_in_flight(self, request: Request) -> bool:
-        """True if a running request computes more of a prompt than is cached, and it is worth waiting for."""
+        """True if a running request is computing so much more of a prompt than is cached that waiting pays."""
         n_in_flight, _ = self._in_flight.longest(request)
         return n_in_flight - self.match(request).n_cached > self._cache.settings.min_shared
 
     def withdraw(self, request: Request) -> None:
-        """Take a request from the queue."""
+        """Remove a request from the queue."""
         self.queue.remove(request)
         self._in_flight.remove(request)
 
     def admit(self, running: Sequence[Request], now: float) -> list[Request]:
-        """Move every request that may run now from the queue into a slot; `running` are those that run already."""
+        """Move every request that may run now from the queue to a slot; `running` are those running already."""
         if self.is_held:
             return []
         admitted: list[Request] = []
@@ -94,9 +94,9 @@ class Admission:
         return admitted
 
     def next_up(self, running: Sequence[Request]) -> list[Request]:
-        """Return the requests that free slots go to next, the first one first, if there are cells for them.
+        """Return the requests that free slots go to next, in order, if there are cells for them.
 
-        Without those that may wait for a prefix.
+        Requests that may wait for a prefix are left out.
         """
         free = [slot for slot in self._slots if slot.request is None]
         candidates = self._candidates(running, free, self._may_wait) if free and self.queue else []
@@ -104,7 +104,7 @@ class Admission:
         return ordered[: len(free)]
 
     def end_trial(self, *, allows_reuse: bool) -> None:
-        """Match all waiting requests again after `KVCache.is_on_trial`; without reuse they share nothing."""
+        """Match all waiting requests again once the self-test is done; if reuse is not allowed, isolate them."""
         for request in self.queue:
             if allows_reuse:
                 request.match = None
@@ -113,17 +113,17 @@ class Admission:
                 request.miss = "self_test_failed"
 
     def release(self, request: Request) -> None:
-        """Take a request from its slot, whose sequence keeps what was computed."""
+        """Free a request's slot; the slot's sequence keeps what was computed."""
         self._slots[request.slot].request = None
         self._in_flight.remove(request)
         self._cache.release(request.slot)
 
     def observe_length(self, n_generated: int) -> None:
-        """Learn from a request that ended after `n_generated` tokens."""
+        """Learn the usual length of replies from a request that ended after `n_generated` tokens."""
         self._mean_generated += _NEWEST_WEIGHT * (n_generated - self._mean_generated)
 
     def siblings(self, request: Request) -> list[Request]:
-        """Waiting requests of the same group with exactly the same tokens, which want a first token."""
+        """Return waiting choices of the same prompt (`n`) that can take their first token from the same logits."""
         tokens = request.tokens.view()
         return [
             other
@@ -139,9 +139,9 @@ class Admission:
     def _candidates(
         self, running: Sequence[Request], free: Sequence[Slot], waits: Callable[[Request], bool]
     ) -> list[Request]:
-        """Return the queue without requests that have no free slot, or wait for a prefix.
+        """Return the queue without requests that have no free slot or wait for a prefix.
 
-        Of the new requests of clients of one rank, only the oldest are looked at.
+        Of the new requests of clients with the same rank, only the oldest `MAX_CANDIDATES` are considered.
         """
         candidates: list[Request] = []
         for group in self._shares.groups(self.queue, running):
@@ -159,9 +159,9 @@ class Admission:
     def _next(
         self, candidates: Sequence[Request], running: Sequence[Request], free: Sequence[Slot]
     ) -> tuple[Request, Sequence[Request]] | None:
-        """Return the candidate to be admitted, and those of clients of the same rank.
+        """Return the candidate to be admitted next, and all candidates of clients with the same rank.
 
-        While one does not fit, others of that rank may overtake it, but none of clients that had more.
+        A request that does not fit may be overtaken by others of that rank, but not by those of later ranks.
         """
         for group in self._shares.groups(candidates, running):
             is_full = False
@@ -188,15 +188,15 @@ class Admission:
         self._shares.take_turn(request.submit.client)
 
     def _may_wait(self, request: Request) -> bool:
-        """True if a running request computes more of a prompt than is cached."""
+        """True if a running request is computing more of a prompt than is cached."""
         n_in_flight, _ = self._in_flight.longest(request)
         return n_in_flight > self.match(request).n_cached
 
     def _waits_for_prefix(self, request: Request, running: Sequence[Request]) -> bool:
         """True if a request should wait while a running one computes a part of its prompt.
 
-        That part must be worth it: it counts how much of it the leader had to compute when it was admitted, however
-        little of that is left. A request that has waited for a prefix keeps waiting when another one leads.
+        That part must be long enough. It counts from what was cached when the leader was admitted, even if little
+        of it is left to compute. A request that has waited for a prefix keeps waiting if another leader takes over.
         """
         if self._cache.is_on_trial or not self._cache.settings.can_reuse:
             return False
@@ -217,12 +217,12 @@ class Admission:
         return waits
 
     def _has_passed(self, leader: Request, n: int) -> bool:
-        """True if no checkpoint will be taken after `n` tokens of a running request, though one is needed."""
+        """True if sharing `n` tokens of a running request needs a checkpoint there that cannot be taken."""
         checkpoints = self._cache.checkpoints
         return checkpoints.has_states and (self._cache.length(leader.slot) > n or not checkpoints.can_take(n))
 
     def _fits(self, request: Request, running: Sequence[Request]) -> bool:
-        """True if a prompt and what it is expected to generate fit together with what the running requests need.
+        """True if a request's prompt and expected reply fit into the pool together with those of running requests.
 
         Idle cells count as free, except those of the request's own prefix.
         """
@@ -243,17 +243,18 @@ class Admission:
             return True
         if not cache.settings.shares_cells:
             return n_missing <= cache.pool.n_idle_duplicates
-        # Of its prefix, what running requests hold may be given to it in just these cells, which are pinned then.
+        # The request may get tokens that running requests hold in cells that are idle duplicates now. Those become
+        # pinned, so they cannot be counted as free.
         match = self.match(request)
         return n_missing + match.n_resident - match.n_idle <= cache.pool.n_idle_duplicates
 
     def exceeds_part(self, request: Request) -> bool:
-        """True if a request needs more than its part of a partitioned pool whose layout may change."""
+        """True if a request is expected to outgrow a part of the pool, and the layout may change."""
         part = self._cache.settings.part_cells
         return 0 < part < len(request.tokens) + self.n_expected(request)
 
     def n_expected(self, request: Request) -> int:
-        """Tokens that a request is expected to generate still."""
+        """Return how many more tokens a request is expected to generate."""
         expected = max(MIN_EXPECTED_TOKENS, round(self._mean_generated) - request.n_generated)
         expected = min(expected, self._n_ctx_slot - len(request.tokens))
         remaining = request.n_remaining
@@ -261,17 +262,17 @@ class Admission:
 
 
 def _free_slots(request: Request, free: Sequence[Slot]) -> list[int]:
-    """Free slots that a request may run in."""
+    """Return the free slots in which a request may run."""
     return [slot.id for slot in free if request.submit.id_slot in (-1, slot.id)]
 
 
 def _is_due(request: Request) -> bool:
-    """True if a request goes before those with a longer cached prefix, and is not overtaken if it does not fit."""
+    """True if a request precedes those with longer cached prefixes, and may not be overtaken if it does not fit."""
     return request.has_started or request.n_overtaken >= MAX_OVERTAKEN
 
 
 def _order(request: Request) -> tuple[int, int, int]:
-    """Sort key of the admission order; the prefix counts as of the last lookup."""
+    """Sort key of the order of admission; the cached prefix is that of the last lookup."""
     if request.slot >= 0 or _is_due(request):
         return request.slot < 0, 0, request.arrival
     return 2, -request.match.n_cached if request.match else 0, request.arrival

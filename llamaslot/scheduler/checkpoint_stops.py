@@ -1,18 +1,20 @@
-"""Positions at which a step of a running request ends, so that a checkpoint can be taken there.
+"""Stops: positions at which a step of a running request must end, so that a checkpoint can be taken there.
 
-A model with a partial state can be continued only where a checkpoint was taken, and only between two steps:
+The path of a model with a partial state can be continued only from a checkpoint, and that can be taken only between
+two steps:
 
     system prompt ...|user ... |assistant ... |user question                 |assistant
                      1                       2 every `step_tokens`      3   4
 
-1. the first message boundary after `min_gap` tokens: as a rule the end of the system prompt, with which other
-   conversations begin too;
-2. at even distances, moved back to the start of a message where one is near;
-3. where the prompt departs from what is cached: others have gone on differently from here, and may again;
-4. the start of the message that is to be generated, a few tokens before the end: templates change what is after
-   it, and the same prompt may come again. The end of the reply is kept by `Checkpoints.take_at_end`.
+1. the first message boundary after `min_gap` tokens: usually the end of the system prompt, with which other
+   conversations begin as well;
+2. at even distances, moved back to the start of a message if one is near;
+3. where the prompt diverges from what is cached: other prompts may branch off here as well;
+4. the start of the message to be generated, a few tokens before the end of the prompt: templates change what
+   follows it, and the same prompt may be sent again. For the end of the reply there is `Checkpoints.take_at_end`.
 
-Also where a waiting request departs from this one, and at the end of a prompt of which more choices wait.
+A checkpoint is also taken where a waiting request diverges from this one, and at the end of a prompt of which
+further choices are waiting.
 """
 
 from __future__ import annotations
@@ -27,11 +29,11 @@ from llamaslot.base.tokens import Tokens
 from llamaslot.kvcache.cache_settings import CheckpointSettings
 
 _LAST_TOKENS = 4
-"""Tokens before the end of a prompt without control tokens at which a checkpoint is taken."""
+"""In a prompt without control tokens near its end, the last stop is so many tokens before the end."""
 
 
 class CheckpointStops:
-    """Stops of one request, by position."""
+    """Positions of the stops of one request."""
 
     def __init__(self, positions: Sequence[int] = ()) -> None:
         self._positions = sorted(set(positions))
@@ -47,7 +49,7 @@ class CheckpointStops:
         return at < len(self._positions) and self._positions[at] == position
 
     def limit(self, position: int, n: int) -> int:
-        """Return how many of `n` tokens a step may compute after a position."""
+        """Return how many of the `n` tokens after `position` a step may compute."""
         at = bisect.bisect_right(self._positions, position)
         return min(n, self._positions[at] - position) if at < len(self._positions) else n
 
@@ -62,28 +64,29 @@ def prompt_stops(
     settings: CheckpointSettings,
     n_ctx_slot: int,
 ) -> CheckpointStops:
-    """Return the stops in a prompt that is computed from `start` on; `matched` of its tokens were computed before.
+    """Return the stops of a prompt that is computed from `start` on; its first `matched` tokens are in the tree.
 
-    `existing` are the positions of checkpoints on its path, and `control` the ids of control tokens. The stops at
-    even distances go on in the reply, up to the end of the context.
+    `existing` has the positions of checkpoints on its path, `control` the ids of control tokens. The stops at even
+    distances continue in the reply, up to the end of the context.
     """
     n, gap = len(tokens), settings.min_gap
     deepest = max((each for each in existing if each <= start), default=0)
     starts = np.flatnonzero(np.isin(tokens, control))
-    # Of control tokens that follow each other, the first one.
+    # Only the first of adjacent control tokens.
     starts = starts[(np.diff(starts, prepend=-2) > 1) & (starts > 0)]
     chosen: list[int] = []
 
     def choose(position: int, least: int) -> None:
-        """Choose a position unless another one is closer than `least` tokens above or below it."""
+        """Choose a position unless a checkpoint or chosen stop is less than `least` tokens away."""
         if start < position < n and all(abs(position - each) >= least for each in (*existing, *chosen)):
             chosen.append(position)
 
     last = int(starts[-1]) if len(starts) and n - starts[-1] < gap else n - _LAST_TOKENS
     if n - deepest >= gap:
         choose(last, 1)
-        # The first message boundary after `min_gap` tokens, as a rule the end of the system prompt: other
-        # conversations begin with it, however short the first message of this one is.
+        # The first message boundary after `min_gap` tokens, usually the end of the system prompt. Other
+        # conversations begin with it too, so it is chosen even if the last stop is near because the first message
+        # is short.
         choose(next((int(each) for each in starts if each >= gap), 0), _LAST_TOKENS)
         choose(matched, gap if abs(matched - last) >= gap else _LAST_TOKENS)
     at = deepest

@@ -1,15 +1,15 @@
 """Chunked prefill: how many prompt tokens a step takes while streams run.
 
-Prefill raises the inter-token latency of streams, so the chunk is sized from the observed cost of steps: a step
-with prompt tokens should take about the allowed gap. The first query block may take half as long again, and a step
-may always take twice as long as one without prompts.
+Prefill raises the inter-token latency of streams, so chunks are sized by the observed cost of steps: a step with
+prompt tokens should take about as long as the gap (`--prefill-gap-ms`). The first query block may take 1.5 times as
+long, and a step may always take twice as long as one without prompts.
 
-The cost of a token depends on how many there are in a step (`StepCost`): 64 tokens may be done before 32. So the
-costs of steps below and above `QUERY_BLOCK` are learned apart, or small chunks would make the next ones smaller
-still.
+The cost of a token depends on how many are in the step (`StepCost`): 64 tokens may take less time than 32. So the
+costs of steps below and above `QUERY_BLOCK` are learned separately. Otherwise the high cost per token of small
+chunks would make the next chunks even smaller.
 
-In a partitioned pool prompts have steps of their own (`turns.py`). Those between two steps of streams share the
-gap, and only the first of them may take as long as the streams' step where that leaves no gap.
+In a partitioned pool prompts have their own steps (`turns.py`). All those between two steps of the streams share
+one gap. If the streams' own step leaves no gap, only the first of them may take as long as that step.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from __future__ import annotations
 from llamaslot.base.model import QUERY_BLOCK
 
 MIN_CHUNK = 16
-"""Prompt tokens of the smallest chunk."""
+"""Smallest chunk, in prompt tokens."""
 MIN_OBSERVED_TOKENS = 8
-"""Prompt tokens below which a step says little about the cost of one."""
+"""Steps with fewer prompt tokens are not learned from: they say little about the cost of one."""
 _DECAY = 0.99
-"""Factor on the estimate for large steps with each small one: a passing slowdown must not rule them out."""
+"""Factor on the estimate for large steps after each small step, so that a slowdown does not rule them out."""
 FIRST_BLOCK_FACTOR = 1.5
 """Factor by which the first query block may exceed the allowed time."""
 _NEWEST_WEIGHT = 0.2
@@ -29,7 +29,7 @@ _NEWEST_WEIGHT = 0.2
 
 
 class ChunkSizer:
-    """Learns the cost of decode steps and of prompt tokens, and sizes chunks by it."""
+    """Learns the cost of decode steps and prompt tokens, and sizes chunks accordingly."""
 
     def __init__(self, *, n_ubatch: int, gap_ms: float, unified: bool = True) -> None:
         self._n_ubatch = n_ubatch
@@ -38,20 +38,20 @@ class ChunkSizer:
         self._decode: dict[int, float] = {}
         """Seconds of a step without prompts, by the number of streams."""
         self._alone: float | None = None
-        """Seconds per prompt token in a step without streams; in a partitioned pool, of those that fill a block."""
+        """Seconds per prompt token without streams; in a partitioned pool only of steps that fill a query block."""
         self._small: float | None = None
-        """Seconds per prompt token that fills no query block, in steps that delay streams: beside them, or in a
-        partitioned pool before them.
+        """Seconds per prompt token in steps that delay streams and fill no query block. Such steps also compute the
+        streams; in a partitioned pool they precede a step of the streams.
         """
         self._large: _LinearCost | None = None
-        """Seconds of the prompt tokens of such a step if they fill a query block."""
+        """Seconds of all prompt tokens in steps that delay streams and fill at least one query block."""
 
     def limit(self, n_decoding: int, *, n_waiting: int = 0, waited_s: float | None = None) -> int:
-        """Return how many prompt tokens the next step may have beside `n_decoding` streams.
+        """Return how many prompt tokens the next step may compute beside `n_decoding` streams.
 
-        `n_waiting` other streams wait for its end. `waited_s` is how long streams have waited for steps of
-        prompts since their own last one, None before the first: the next must fit into the rest of the
-        gap, and the limit is 0 if not even the smallest chunk does.
+        `n_waiting` other streams wait for its end. `waited_s` is the time that steps of prompts have taken since
+        the streams' last step, None before the first of them. The next one must fit into the rest of the gap; the
+        limit is 0 if not even the smallest chunk does.
         """
         whole = self._n_ubatch - n_decoding
         if n_decoding + n_waiting == 0:
@@ -59,7 +59,8 @@ class ChunkSizer:
         decode = self._decode_seconds(n_decoding + n_waiting)
         allowed = self._gap_s - decode - (waited_s or 0.0)
         if waited_s is None:
-            # Streams that take most of the gap alone would leave none: prompts may double their interval, once.
+            # If the streams alone take most of the gap, little or nothing is left. One step of prompts may then
+            # take as long as theirs, which doubles the interval.
             allowed = max(allowed, decode)
         elif allowed <= 0:
             return 0
@@ -69,16 +70,17 @@ class ChunkSizer:
         return n
 
     def block(self, n_decoding: int) -> int:
-        """Prompt tokens that fill a query block beside `n_decoding` streams, as far as a micro-batch has them."""
+        """Return how many prompt tokens fill up a query block beside `n_decoding` streams, within a micro-batch."""
         if self._unified:
             return QUERY_BLOCK - n_decoding % QUERY_BLOCK
         return min(QUERY_BLOCK, self._n_ubatch - n_decoding)
 
     def without_short_rest(self, limit: int, n_left: int, n_decoding: int, *, may_grow: bool = True) -> int:
-        """Move a limit of whole query blocks by at most one, so that of a prompt's `n_left` tokens no rest smaller
-        than a block is left: in a partitioned pool that needs a step of its own, which takes longer than a block.
+        """Adjust a limit of whole query blocks by at most one block, so that no small rest of a prompt is left.
 
-        `may_grow` is false where streams have waited already: then the limit is only made shorter.
+        In a partitioned pool, a rest of a prompt's `n_left` tokens that is smaller than a block would need a step
+        of its own, which takes longer than a whole block. The limit grows only if `may_grow`: not if streams have
+        waited.
         """
         block = self.block(n_decoding)
         if self._unified or limit < block or not 0 < n_left - limit < block:
@@ -89,19 +91,19 @@ class ChunkSizer:
         return min(n_left, self._n_ubatch - n_decoding) if may_grow else limit
 
     def set_layout(self, *, unified: bool) -> None:
-        """Take up another layout of the pool, in which prompts cost something else beside streams.
+        """Forget the cost of prompts beside streams, which differs between the layouts of the pool.
 
-        What steps without prompts take differs less, and is learned again with the next ones.
+        The cost of decode steps differs less, and adapts with the next ones.
         """
         self._unified = unified
         self._small = self._large = None
 
     def seconds(self, n_tokens: int) -> float:
-        """Expected time to compute `n_tokens` prompt tokens; 0 before the first was observed."""
+        """Return the expected seconds to compute `n_tokens` prompt tokens; 0 before any was observed."""
         return n_tokens * (self._alone or self._small or 0.0)
 
     def observe(self, n_prefill: int, n_decoding: int, seconds: float) -> None:
-        """Learn from a step of `n_prefill` prompt tokens, padding included, while `n_decoding` streams ran."""
+        """Learn from a step of `n_prefill` prompt tokens (including padding) and `n_decoding` streams."""
         if n_prefill == 0:
             if n_decoding:
                 self._decode[n_decoding] = _blend(self._decode.get(n_decoding), seconds)
@@ -110,7 +112,7 @@ class ChunkSizer:
         if n_prefill < MIN_OBSERVED_TOKENS:
             return
         is_small = n_prefill < self.block(n_decoding)
-        # In a partitioned pool, streams wait for the steps of prompts.
+        # In a partitioned pool, streams wait for every step of prompts.
         delays_streams = n_decoding > 0 or not self._unified
         if not n_decoding and not (delays_streams and is_small):
             self._alone = _blend(self._alone, added / n_prefill)
@@ -126,16 +128,17 @@ class ChunkSizer:
             self._large.learn(n_prefill, added)
 
     def _chunk_seconds(self, n: int, n_decoding: int) -> float:
-        """Seconds that a chunk is expected to add to a step; 0 before any was observed."""
+        """Return the seconds that a chunk is expected to add to a step; 0 before any was observed."""
         if n < self.block(n_decoding) or self._large is None:
             return n * (self._small or self._alone or 0.0)
         return self._large.seconds(n)
 
     def _chunk(self, allowed: float, n_decoding: int) -> int:
-        """Prompt tokens that add about `allowed` seconds to a step of `n_decoding` streams.
+        """Return the number of prompt tokens that adds about `allowed` seconds to a step of `n_decoding` streams.
 
-        With the streams they fill whole query blocks, or too little for one. The first block may take longer than
-        allowed, or as long as a small chunk: it is worth several of those.
+        Together with the streams it fills whole query blocks, or it is less than one. A single block is also chosen
+        if it takes up to `FIRST_BLOCK_FACTOR` times as long as allowed, or no longer than the small chunk: it
+        computes several times as many tokens.
         """
         block = self.block(n_decoding)
         line = self._large or (_LinearCost(self._alone) if self._alone else None)
@@ -150,33 +153,33 @@ class ChunkSizer:
         return block if line.seconds(block) <= max(FIRST_BLOCK_FACTOR * allowed, small_cost * small) else small
 
     def _decode_seconds(self, n_decoding: int) -> float:
-        """Seconds of a step of `n_decoding` streams, or of the nearest number that was observed."""
+        """Return the seconds of a step of `n_decoding` streams, or of the nearest number observed."""
         if not n_decoding or not self._decode:
             return 0.0
         return self._decode[min(self._decode, key=lambda n: (abs(n - n_decoding), n))]
 
 
 class _LinearCost:
-    """Seconds of a step as a fixed part and a part per token.
+    """Seconds of a step: a fixed part, and a part per token.
 
-    Learned by normalised least mean squares: the error of a prediction is shared out among the two parts, the more
-    to the tokens the more there were.
+    Learned by normalised least mean squares: the error of each prediction is divided between the two parts, and the
+    part per token gets more of it the more tokens the step had.
     """
 
     _RATE = 0.3
     _EVEN = 256
-    """Tokens at which both parts take the same share of an error."""
+    """Number of tokens at which both parts get the same share of an error."""
 
     def __init__(self, per_token: float) -> None:
         self.per_token = per_token
         self._base = 0.0
 
     def seconds(self, n: int) -> float:
-        """Time of `n` tokens."""
+        """Return the seconds of a step of `n` tokens."""
         return max(self._base + n * self.per_token, 0.0)
 
     def tokens(self, seconds: float) -> int:
-        """Tokens that take `seconds`."""
+        """Return the number of tokens that take `seconds`."""
         return int((seconds - self._base) / self.per_token)
 
     def decay(self, factor: float) -> None:

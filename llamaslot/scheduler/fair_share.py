@@ -1,11 +1,11 @@
 """Fair shares of the slots: which client's requests are admitted next, and which are preempted first.
 
-Clients with the fewest running requests come first. Among those that have equally many, each gets a turn a round:
-first the clients that had none in this round, in any order, so that the longest cached prefix decides among their
-requests; then the others, by their last turn. A client that had a turn begins the next round by another one.
+Clients with the fewest running requests come first. Clients with equally many take turns, one each per round: first
+those that had no turn in this round, whose order is free, so that the longest cached prefix decides among their
+requests; then the others, in the order of their last turns. A second turn of a client starts the next round.
 
-So while a client without a running request waits for a slot, each other client gets at most one, and one that has
-requests running gets none: many requests of one client delay a single request of another by one request's duration.
+So while a client without a running request waits for a slot, each other client gets at most one slot, and those
+with running requests get none: 100 requests from one client delay another client's by at most one request.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Rank: TypeAlias = tuple[int, int]
 
 
 class FairShare:
-    """Ranks clients by what they have got."""
+    """Ranks clients by their running requests and past turns."""
 
     def __init__(self) -> None:
         self._turns = Turns()
@@ -29,7 +29,7 @@ class FairShare:
         """Number of the last turn before this round."""
 
     def groups(self, queue: Iterable[Request], running: Iterable[Request]) -> list[list[Request]]:
-        """Group the requests of a queue by the rank of their clients, those to be admitted first at the front."""
+        """Group the requests of a queue by the rank of their clients, the first to be admitted at the front."""
         n_running = Counter(request.submit.client for request in running)
         groups: dict[Rank, list[Request]] = {}
         for request in queue:
@@ -44,15 +44,15 @@ class FairShare:
         self._turns.take(client)
 
     def _turn(self, client: str) -> int:
-        """Return a client's last turn in this round, 0 if it had none."""
+        """Return the number of a client's last turn in this round; 0 if it had none."""
         last = self._turns.last(client)
         return last if last > self._round_start else 0
 
 
 def by_share(running: Sequence[Request]) -> list[Request]:
-    """Sort running requests, oldest first: the first one of each client, then the second ones, and so on.
+    """Sort running requests: the oldest of each client, then the second oldest ones, and so on, each by arrival.
 
-    The last one is the first to be preempted. The oldest of all stays at the front.
+    The last one is preempted first. The oldest of all is at the front.
     """
     seen: Counter[str] = Counter()
     ranked = []

@@ -1,8 +1,8 @@
 """In-flight sharing: which prefixes running requests hold or are about to compute.
 
-A waiting request that shares such a prefix waits for it instead of computing it again. Nothing is stored about who
-waits for whom: each plan compares prompts anew, so whatever ends a leader frees its followers as well, and the
-first of them to be admitted leads the others.
+A waiting request that shares such a prefix waits for it instead of computing it again. Who waits for whom is not
+stored: each plan compares the prompts again. So when a leader ends, for whatever reason, its followers are free,
+and the first of them to be admitted leads the others.
 """
 
 from __future__ import annotations
@@ -16,27 +16,28 @@ from llamaslot.scheduler.request import Request
 class InFlight:
     """Tokens of the running requests, as of their admission.
 
-    `has_passed` returns True if others can no longer continue from that many tokens of a running request.
+    `has_passed` returns True if it is too late to share that many tokens of a running request, because no
+    checkpoint will be taken after them.
     """
 
     def __init__(self, has_passed: Callable[[Request, int], bool]) -> None:
         self._has_passed = has_passed
         self._running: dict[str, tuple[Request, Tokens]] = {}
         self._n_common: dict[str, dict[tuple[str, int], int]] = {}
-        """By waiting request, then by running request and its number of tokens: the tokens that both begin with."""
+        """Length of the common prefix, by waiting request, then by running request and its number of tokens."""
 
     def add(self, request: Request) -> None:
-        """A request was admitted."""
+        """Record that a request was admitted."""
         self._running[request.id] = request, request.tokens.view()
         self._n_common.pop(request.id, None)
 
     def remove(self, request: Request) -> None:
-        """A request has left its slot, or the queue."""
+        """Record that a request has left its slot or the queue."""
         self._running.pop(request.id, None)
         self._n_common.pop(request.id, None)
 
     def longest(self, request: Request) -> tuple[int, Sequence[Request]]:
-        """The longest prefix that running requests of the same namespace share with a waiting one, and which do."""
+        """Return the longest prefix shared with running requests of the namespace, and which requests share it."""
         lengths = self._n_common.setdefault(request.id, {})
         prefix = request.tokens.view(0, len(request.tokens) - 1)
         longest, leaders = 0, []

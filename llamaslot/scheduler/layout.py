@@ -1,11 +1,11 @@
-"""Layout of the pool: one for all slots, or a part for each, as the requests of now want it.
+"""Layout of the pool: unified or partitioned, whichever suits the current requests better.
 
-    unified        sequences share cells, and a request may take all of them. But each token is compared with
-                   everybody's cells: those of others are masked, which takes time all the same.
-    partitioned    a token attends to the cells of its own slot only. But a shared prefix is copied to each slot,
-                   and no request may be longer than a part.
+    unified        sequences share cells, and a request may use all of them. But attention also scans the cells of
+                   other sequences: they are masked, which takes as much time.
+    partitioned    attention scans only the cells of the token's own slot. But a shared prefix is copied to each
+                   slot, and no request may be longer than a part.
 
-A change saves the pool to RAM, makes the context again, and gives running requests their KV back:
+A change saves the pool to RAM, creates the context again, and loads the KV of running requests:
 
     requests    too long for a part    own tokens    saves the time of two changes    layout
     ----------------------------------------------------------------------------------------
@@ -16,9 +16,9 @@ A change saves the pool to RAM, makes the context again, and gives running reque
     several     no                     few           partitioned                      stays
     several     no                     any           unified                          unified
 
-It stays as well while memory is short. What a layout saves counts until these requests end. A long request ends it
-earlier, so after each one that unified the pool, the next partition must save twice as much, until none came for a
-while.
+While memory is short, the layout stays too. Savings are estimated up to the end of the current requests, but a long
+request that arrives meanwhile forces a change back. So each time that happens, the next partition must save twice
+as much, until no such request has come for a while.
 """
 
 from __future__ import annotations
@@ -33,48 +33,52 @@ from llamaslot.scheduler.admission import Admission
 from llamaslot.scheduler.request import Request
 
 _MAX_SHARED = 1.5
-"""Tokens of all requests over those that differ, up to which a pool is partitioned: more take many more cells."""
+"""Largest ratio of all tokens to distinct tokens at which the pool is partitioned: each part needs its own copy of
+a shared prefix, so beyond this a partitioned pool takes many more cells.
+"""
 _MIN_CHANGES, _MAX_CHANGES = 2, 256
-"""Changes that another layout must save the time of, after the last long request and after many of them."""
+"""Another layout must save the time of at least so many changes: the first number, doubled up to the second with
+each long request that unified the pool.
+"""
 _RARER_FOR_S = 60.0
-"""Seconds after a long request unified the pool, in which partitions stay rarer."""
+"""Time after a long request unified the pool until the threshold for partitions returns to `_MIN_CHANGES`."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Tokens:
-    """Tokens of some requests."""
+    """Token counts of some requests."""
 
     total: int
-    """Of all of them, those that they are expected to generate included."""
+    """All tokens, including those that the requests are expected to generate."""
     distinct: int
-    """The same, but what several begin with counts once."""
+    """The same, but shared prefixes count once."""
     foreign: int
-    """Pairs of a token that is still to be computed and a cell of another request, in a unified pool."""
+    """Number of pairs of a token still to be computed and a cell of another request, in a unified pool."""
     copied: int
-    """Tokens that waiting requests begin with as others do, which parts copy to each slot."""
+    """Tokens of waiting requests' shared prefixes, which a partitioned pool copies to their slots."""
     held: int
     """Tokens that running requests hold."""
 
 
 class LayoutChoice:
-    """Decides which layout requests want. Times are seconds on the caller's clock."""
+    """Decides which layout suits the requests. Times are seconds on the caller's clock."""
 
     def __init__(self, cache: KVCache, admission: Admission) -> None:
         self._cache = cache
         self._admission = admission
         self._seen: tuple[bool, frozenset[str]] | None = None
-        """Layout and requests of the last plan."""
+        """Layout and ids of the requests at the last plan."""
         self._is_considered = False
-        """True if these were considered: only others may want another layout."""
+        """True if a change was considered for those requests already: they do not need it again."""
         self._n_changes = _MIN_CHANGES
         self._rarer_until = 0.0
 
     def decide(self, running: Sequence[Request], now: float) -> bool:
-        """Return the layout, true for unified, for requests that run and for those that free slots go to next."""
+        """Return the layout (True for unified) for running requests and those that free slots go to next."""
         settings = self._cache.settings
         waiting = self._admission.next_up(running)
         is_too_long = any(len(request.tokens) > settings.part_cells for request in running)
-        # While memory is short, a change would cost running requests their KV: a long one waits for them.
+        # While memory is short, running requests would lose their KV by a change, so a long request waits for them.
         may_change = settings.unified or not running or self._cache.can_empty_pool
         if is_too_long or (may_change and any(map(self._admission.exceeds_part, waiting))):
             if not settings.unified:
@@ -84,7 +88,7 @@ class LayoutChoice:
         requests = [*running, *waiting]
         seen = settings.unified, frozenset(request.id for request in requests)
         if seen != self._seen:
-            # Those that come at once arrive one by one: the first of them say little about all.
+            # Wait for one more plan: of requests sent together, some may still be arriving.
             self._seen, self._is_considered = seen, False
         elif len(requests) > 1 and not self._is_considered:
             self._is_considered = True
@@ -94,9 +98,9 @@ class LayoutChoice:
         return settings.unified
 
     def _cheaper(self, requests: Sequence[Request], *, n_running: int) -> bool:
-        """Return the layout in which requests take less time, a change to it included."""
+        """Return the layout in which requests take less time, including the time of a change."""
         settings = self._cache.settings
-        # What RAM has no memory for would be computed again.
+        # Without memory for the saved pool, its tokens would have to be computed again.
         if not self._cache.can_empty_pool or any(map(self._admission.exceeds_part, requests)):
             return settings.unified
         tokens = self._count(requests, n_running=n_running)
@@ -108,7 +112,7 @@ class LayoutChoice:
 
     def _count(self, requests: Sequence[Request], *, n_running: int) -> _Tokens:
         lengths = [len(request.tokens) + self._admission.n_expected(request) for request in requests]
-        # Neighbours in this order have the longest prefixes in common.
+        # In this order each request shares its longest prefix with a neighbour.
         ordered = sorted(requests, key=lambda request: (request.namespace, request.prefix))
         common = [
             n_common(a.tokens.view(), b.tokens.view()) if a.namespace == b.namespace else 0

@@ -1,6 +1,6 @@
-"""Limit of the tokens that a model reasons: after the last one, the tag that ends reasoning is forced.
+"""Limit of a reply's reasoning tokens: after the last one, the tag that ends reasoning is forced.
 
-As in llama-server, tags are found by their token ids: a tag that the model writes with others is not seen.
+As in llama-server, tags are found by their token ids. A tag that the model writes with other tokens is not found.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class _State(Enum):
 
 
 class ReasoningLimit:
-    """Counts the tokens that one reply reasons."""
+    """Counts the reasoning tokens of one reply."""
 
     def __init__(self, budget: ReasoningBudget) -> None:
         self._budget = budget
@@ -29,11 +29,11 @@ class ReasoningLimit:
 
     @classmethod
     def of(cls, budget: ReasoningBudget | None) -> ReasoningLimit | None:
-        """Return the limit of a reply; None if there is to be none."""
+        """Return the limit for a budget; None without a budget."""
         return None if budget is None else cls(budget)
 
     def add(self, tokens: Sequence[int]) -> tuple[int, ...]:
-        """Count tokens of the reply; returns those that must follow, which count as added."""
+        """Count tokens of the reply; returns the tokens that must follow, which count as added."""
         for token in tokens:
             if self._state is _State.DONE:
                 break
@@ -52,6 +52,6 @@ class ReasoningLimit:
         return self._budget.end[self._n_last(self._budget.end) :] + self._budget.after
 
     def _n_last(self, tag: tuple[int, ...]) -> int:
-        """Return how many tokens of a tag's beginning the last tokens are."""
+        """Return how many of the last tokens are the beginning of a tag."""
         last = tuple(self._last)
         return next((n for n in range(min(len(tag), len(last)), 0, -1) if last[-n:] == tag[:n]), 0)

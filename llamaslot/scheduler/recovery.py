@@ -1,9 +1,9 @@
 """Recovery from failed steps: what sequences keep, and which request is at fault.
 
-The backend reports how much each sequence holds after a failed decode. A request goes on from there if it can.
-If not, its sequence is *invalidated*: emptied, and in the next plan the request starts again from what is cached of
-its tokens. If several requests were in the step, all are *suspects*: each is then computed alone, and only one that
-fails alone is at fault.
+After a failed decode the backend reports how much each sequence holds, and requests continue from there if they
+can. Otherwise the sequence is *invalidated*: it is emptied, and in the next plan its request starts again from what
+is cached of its tokens. If the step had several requests, all of them are *suspects*: each is computed alone, and
+only one that fails alone is at fault.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from llamaslot.scheduler.step import StepPlan, StepResult
 
 
 class Recovery:
-    """Failed steps of one scheduler. Times are seconds on its clock."""
+    """Handles failed steps of one scheduler. Times are seconds on its clock."""
 
     def __init__(self, cache: KVCache, slots: Sequence[Slot], admission: Admission) -> None:
         self._cache = cache
         self._slots = slots
         self._admission = admission
         self.suspects: list[str] = []
-        """Requests of a failed step, to be retried one by one before anything else runs."""
+        """Ids of requests of a failed step, to be retried one by one before anything else runs."""
         self._invalidated: set[int] = set()
-        """Slots whose running request lost its sequence, in a failed step or for another layout of the pool."""
+        """Slots whose running request lost its sequence, by a failed step or a change of the pool's layout."""
 
     def reacquire_invalidated(self) -> None:
-        """Restart running requests whose sequence was invalidated from what is cached of their tokens."""
+        """Restart running requests whose sequence was invalidated, from what is cached of their tokens."""
         for slot in self._invalidated:
             request = self._slots[slot].request
             if request is not None:
@@ -40,7 +40,7 @@ class Recovery:
         self._invalidated.clear()
 
     def release_running(self) -> None:
-        """Unpin what running requests hold, for it leaves the pool; the next plan gives it back to their slots."""
+        """Unpin the sequences of running requests, which leave the pool; the next plan loads them again."""
         for slot in self._slots:
             if slot.request is not None:
                 self._cache.release(slot.id)
@@ -48,7 +48,7 @@ class Recovery:
                 self._invalidated.add(slot.id)
 
     def drop_incomplete(self, incomplete: Collection[int], plan: StepPlan, now: float) -> None:
-        """Drop sequences that do not hold what they should; their requests start again from what is cached."""
+        """Drop sequences for which an operation failed; their requests start again from what is cached."""
         loads = (Load,) if self._cache.settings.unified else (Load, Copy)
         if any(isinstance(each, loads) and each.dst in incomplete for each in plan.operations):
             self._cache.on_io(LoadFailed(), now)
@@ -62,18 +62,18 @@ class Recovery:
                 self._cache.invalidate(seq)
 
     def clear_suspects(self, request_ids: Collection[str]) -> None:
-        """Suspect these requests no longer: they were computed, or have failed alone."""
+        """Remove requests from the suspects: they were computed, or have failed alone."""
         self.suspects = [each for each in self.suspects if each not in request_ids]
 
     def on_failed(self, plan: StepPlan, result: StepResult) -> Request | None:
-        """Keep what a failed decode applied; returns the request at fault, to be ended, if it failed alone."""
+        """Keep what a failed decode computed; returns the request at fault, to be ended, if it ran alone."""
         status, restorer = result.decoded.status, self._cache.restorer
         if status in (Status.ABORTED, Status.FATAL):
             restorer.on_step_failed({work.run.seq: work.run.start for work in plan.work})
         for work in plan.work:
             run = work.run
             n_applied = result.lengths[run.seq] - run.start
-            # What was applied was not scored: a request that wants its prompt scored must compute it again.
+            # Tokens that were computed have no scores, so a request that scores its prompt must compute them again.
             if not 0 <= n_applied <= len(run.tokens) or (n_applied and not work.request.is_scored):
                 self._invalidate(run.seq)
                 continue
@@ -84,11 +84,12 @@ class Recovery:
             if not self._cache.settings.can_reuse:
                 self._invalidate_others({work.run.seq for work in plan.work})
             for slot in self._slots:
-                # One that waits for its state has lost none.
+                # A slot that still waits for its state has lost none.
                 is_hit = slot.id not in self._invalidated and not restorer.is_waiting(slot.id)
                 if slot.request is not None and is_hit:
                     restorer.fall_back(slot.id)
-        # Cells are counted exactly, so this should not happen (fact 12); if it does, evict what is idle and retry.
+        # Cells are counted exactly, so this should not happen (fact 12). If it does, evict all idle cells and
+        # retry.
         if status is Status.NO_CELLS and self._cache.evict(self._cache.cells.idle):
             return None
         if len(plan.work) > 1 or plan.padding:
@@ -102,7 +103,7 @@ class Recovery:
     def _invalidate_others(self, seqs: Collection[int]) -> None:
         """Invalidate running requests that were not in a failed step.
 
-        In a step llama.cpp also moves recurrent states of other sequences, and where it fails they are lost.
+        A step may also move the recurrent states of other sequences in llama.cpp; if it fails, these are lost.
         """
         for slot in self._slots:
             if slot.request is not None and slot.id not in seqs:
@@ -113,7 +114,7 @@ class Recovery:
         self._invalidated.add(slot)
 
     def _rewind(self, request: Request) -> None:
-        """Drop the last token of a request: all were computed, but nothing was sampled from its logits."""
+        """Drop a request's last token, so that it is computed again: its logits were never sampled from."""
         if self._cache.settings.can_trim and len(request.tokens) > 1:
             self._cache.truncate(request.slot, len(request.tokens) - 1)
         else:

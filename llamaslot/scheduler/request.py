@@ -1,7 +1,7 @@
-"""Request: what one completion asks for, the tokens that it has so far, and what of them was computed or reused.
+"""Request: parameters of one completion, its tokens so far, and how many of them were computed or reused.
 
-A request has no prefill or decode phase: each step computes tokens that have no KV yet (of the prompt and of those
-generated so far), as in vLLM V1, and a step that computes the last of them yields the next token.
+As in vLLM V1, a request has no prefill or decode phase: each step computes tokens that have no KV yet, whether of
+the prompt or generated, and a step that computes the last of them yields the next token.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from llamaslot.scheduler.reasoning_limit import ReasoningLimit
 
 
 class IllegalEventError(AssertionError):
-    """An event that the state of a request does not allow: a bug, never caused by input."""
+    """An event that is not allowed in the request's state: a bug, never caused by input."""
 
 
 class RequestState(Enum):
@@ -55,7 +55,7 @@ REQUEST_TABLE: dict[tuple[RequestState, RequestEvent], RequestState] = {
 
 
 class TokenBuffer:
-    """Token ids with O(1) append; a view stays valid while tokens are added."""
+    """Token ids with O(1) append. A view stays valid while tokens are added."""
 
     __slots__ = ("_data", "_length")
 
@@ -64,11 +64,11 @@ class TokenBuffer:
         self._length = len(self._data)
 
     def __len__(self) -> int:
-        """Number of tokens."""
+        """Return the number of tokens."""
         return self._length
 
     def view(self, start: int = 0, end: int | None = None) -> Tokens:
-        """The tokens `[start, end)` without a copy, int32."""
+        """Return the tokens `[start, end)` as int32, without a copy."""
         return self._data[start : self._length if end is None else min(end, self._length)]
 
     def append(self, token: int) -> None:
@@ -81,14 +81,14 @@ class TokenBuffer:
         self._length += 1
 
     def truncate(self, length: int) -> None:
-        """Remove the tokens from `length` on; views of them show what is added next."""
+        """Remove the tokens from `length` on. Views of them are overwritten by the next tokens."""
         self._length = length
 
 
 class Request:
     """State of one request. Times are seconds on the caller's clock.
 
-    `can_reuse` tells whether prefixes of this model are reused, and `why_not` why they are not.
+    `can_reuse` is True if prefixes of this model are reused; if not, `why_not` is the reason.
     """
 
     _admitted: float | None = None
@@ -96,15 +96,15 @@ class Request:
     _first_token: float | None = None
     _last_token: float | None = None
     n_public = 0
-    """Tokens loaded from public segments of another namespace, also after it was preempted."""
+    """Tokens loaded from segments of the public namespace, including those after a preemption."""
     n_fetched = 0
-    """Of `n_loaded`, those fetched from the remote tier for it."""
+    """Of `n_loaded`, those that had to be fetched from the remote tier."""
     is_fetching = False
-    """True while KV of its prompt may come from the remote tier; it is not admitted before that has ended."""
+    """True during lookup and fetch in the remote tier; the request is not admitted before they are done."""
 
     _was_preempted = False
     n_overtaken = 0
-    """Later requests that were admitted while this one could have been."""
+    """Number of later requests that were admitted although this one could have been."""
 
     def __init__(
         self,
@@ -121,21 +121,21 @@ class Request:
         self.id = submit.request_id
         self.wants_scores = submit.prompt_probs >= 0
         self.n_scored = 0
-        """Prompt tokens whose scores were reported; 0 unless they are wanted.
+        """Prompt tokens whose scores were reported; 0 if scores are not wanted.
 
-        Its KV is its own then, so a token that has KV was computed by this request, and what follows it was scored.
+        A request that wants scores shares no KV, so the successor of every token that has KV has been scored.
         """
         self.is_private = self.wants_scores or not (submit.cache_prompt and can_reuse)
-        """True if it neither uses nor feeds what other requests compute."""
+        """True if it shares no KV with other requests, neither theirs nor its own."""
         self.distrusted = b""
-        """Packed tokens of a cached prefix with which its logits were invalid."""
+        """Packed tokens of a cached prefix after which its logits were invalid."""
         self.namespace = (
             private_namespace(self.id if self.wants_scores else submit.group or self.id, submit.cache_salt)
             if self.is_private
             else salt_namespace(submit.cache_salt)
         )
         self.arrival = arrival
-        """Order of submission; it survives preemption."""
+        """Order of submission; unchanged by preemption."""
         self.state = RequestState.QUEUED
         self.tokens = TokenBuffer(prompt.tokens)
         """The prompt and the tokens generated so far."""
@@ -143,36 +143,36 @@ class Request:
         self.n_generated = 0
         self.n_prompt_computed = 0
         self.n_reused = self.n_prompt
-        """Prompt tokens reused since it was first admitted.
+        """Prompt tokens reused since the first admission.
 
-        Before that the whole prompt, because another choice of the same prompt may spare it any prefill.
+        Until then the whole prompt, because a sibling's prefill may spare this request its own.
         """
         self.n_copied = 0
         """Of `n_reused`, those copied from another sequence."""
         self.n_loaded = 0
         """Of `n_reused`, those loaded from RAM."""
         self.n_read = 0
-        """Of `n_loaded`, those read from disk for it."""
+        """Of `n_loaded`, those that had to be read from disk."""
         self.miss: Miss = "" if not self.is_private else "off" if can_reuse else why_not
-        """Why no more of its prompt was cached when it was first admitted."""
+        """Reason why no more of its prompt was cached at the first admission."""
         self.n_matched = 0
-        """Prompt tokens that were cached then."""
+        """Prompt tokens that were cached at the first admission."""
         self.match: Match | None = None
         """The last lookup of its prefix."""
         self.n_cached_at_admission = 0
-        """Tokens that were cached when it was admitted last."""
+        """Tokens that were cached at the last admission."""
         self.stops = CheckpointStops()
-        """Positions at which a step ends, so that a checkpoint can be taken."""
+        """Positions at which a step must end, so that a checkpoint can be taken."""
         self.n_waited_for = 0
-        """Tokens of a prefix that it waited for while another request computed it; 0 if it never did."""
+        """Length of the prefix for which it waited while another request computed it; 0 if it never waited."""
         self.constraint: CompiledConstraint | None = None
-        """The compiled `submit.constraint`; the request is not admitted before it is there."""
+        """The compiled `submit.constraint`; the request is not admitted before it is compiled."""
         self.reasoning_limit = ReasoningLimit.of(submit.reasoning_budget)
         self.n_forced = 0
-        """Tokens that were forced after the last sampled one; they are computed with it."""
+        """Tokens that were forced after the last sampled one; they are computed together with it."""
         self.sampler: Sampler | None = None
         self.slot = -1
-        """The slot it runs in or ran in last, -1 before the first."""
+        """The slot in which it runs or last ran; -1 before the first admission."""
         self._submitted = now
         self._prefix = b""
 
@@ -190,7 +190,7 @@ class Request:
             self.sampler = None
 
     def admit(self, acquired: Acquired, now: float) -> None:
-        """Run in the slot that was acquired for it."""
+        """Start to run in the acquired slot."""
         self.handle(RequestEvent.ADMIT, now)
         is_first = self.slot < 0
         self.slot = acquired.slot
@@ -204,7 +204,7 @@ class Request:
                 self.miss = "changed"
 
     def isolate(self, distrusted: bytes) -> None:
-        """Share nothing with the cache any more, while it waits to be computed anew."""
+        """Make a waiting request private, so that its prompt is computed without the cache."""
         self.is_private = True
         self.namespace = private_namespace(self.id, self.submit.cache_salt)
         self.match = None
@@ -212,13 +212,13 @@ class Request:
         self.distrusted = distrusted
 
     def restart(self) -> None:
-        """Go on from what is cached of its tokens, which counts as reused only if it has computed nothing yet."""
+        """Continue from what is cached of its tokens. That counts as reused only if it has computed nothing yet."""
         self._was_preempted |= self._computing is not None
         if not self._was_preempted:
             self.n_reused = self.n_copied = self.n_loaded = self.n_read = self.n_fetched = 0
 
     def count_computed(self, start: int, n: int, now: float) -> None:
-        """Count positions `[start, start + n)`, which are computed from now on."""
+        """Count positions `[start, start + n)` as computed; `now` is when their computation began."""
         if self._computing is None:
             self._computing = now
         self.n_prompt_computed += max(0, min(start + n, self.n_prompt) - start)
@@ -234,7 +234,7 @@ class Request:
             self.n_fetched += loaded.n_fetched
 
     def add_token(self, token: int, now: float, *, forced: bool = False) -> None:
-        """Append a token that was sampled, or `forced` after one."""
+        """Append a sampled token, or one that was forced after it."""
         self._mark_started(now)
         self.tokens.append(token)
         self.n_generated += 1
@@ -244,36 +244,36 @@ class Request:
             self._first_token = now
 
     def drop_tokens(self, n: int) -> None:
-        """Remove the last generated tokens, after a stop string; they were not computed."""
+        """Remove the last `n` generated tokens, which follow a stop string and were not computed."""
         self.tokens.truncate(len(self.tokens) - n)
         self.n_generated -= n
         self.n_forced -= n
 
     @property
     def is_ready(self) -> bool:
-        """True unless its constraint is being compiled, or KV of its prompt fetched."""
+        """True unless its constraint is still being compiled, or its KV still being fetched."""
         return not self.is_fetching and (self.submit.constraint is None or self.constraint is not None)
 
     @property
     def fast_forwards(self) -> bool:
-        """True if forced tokens are appended without being sampled, which gives them no probability."""
+        """True if forced tokens are appended without sampling; not if probabilities are wanted, which they lack."""
         return self.submit.constraint is not None and self.submit.sampling.n_probs < 0
 
     def is_stream(self, n_pending: int) -> bool:
-        """True if it has only one token to compute, or its last sampled one with those that were forced after it.
+        """True if it has only one token to compute, or the last sampled one with those forced after it.
 
-        A prompt that is cached whole has one too, and waits no longer than a stream.
+        So a prompt that is cached whole counts as a stream, and waits no longer than one.
         """
         return n_pending == 1 or (self.n_generated > 0 and n_pending <= 1 + self.n_forced)
 
     @property
     def has_started(self) -> bool:
-        """True once it had a slot or got a token."""
+        """True once it has had a slot or got a token."""
         return self._admitted is not None
 
     @property
     def prefix(self) -> bytes:
-        """Tokens that it may reuse, packed: all but the last one, whose logits it needs."""
+        """Tokens that it may reuse, packed: all but the last, which must be computed for its logits."""
         n = len(self.tokens) - 1
         if len(self._prefix) != n * WIDTH:
             self._prefix = packed(self.tokens.view(0, n))
@@ -281,20 +281,20 @@ class Request:
 
     @property
     def wants_tokens(self) -> bool:
-        """True if tokens are wanted, False if only the prompt is to be evaluated."""
+        """True if it generates tokens; False if only the prompt is to be computed."""
         return self.submit.max_tokens != 0
 
     def targets(self, start: int, n: int) -> Tokens | None:
-        """Return the prompt's tokens that follow those at `[start, start + n)`, if they are still to be scored."""
+        """Return the prompt tokens that follow those at `[start, start + n)`, if any are still to be scored."""
         end = min(start + n + 1, self.n_prompt)
         if not self.wants_scores or end <= max(self.n_scored, start + 1):
             return None
         return self.tokens.view(start + 1, end)
 
     def new_scores(self, start: int, scores: list[TokenScore]) -> list[TokenScore]:
-        """Return the scores that were not reported yet; the first of `scores` is that of the token after `start`.
+        """Return the scores that were not reported yet; `scores` begins with the token after `start`.
 
-        The prompt's first token has none, and comes with the second one's.
+        The prompt's first token, which cannot be scored, is reported with the second one.
         """
         if not self.n_scored:
             scores = [TokenScore(int(self.tokens.view(0, 1)[0]), NOT_SCORED), *scores]
@@ -305,31 +305,31 @@ class Request:
 
     @property
     def is_scored(self) -> bool:
-        """True if nothing of the prompt is to be scored any more."""
+        """True if no prompt token is left to be scored."""
         return not self.wants_scores or self.n_scored == self.n_prompt
 
     @property
     def n_remaining(self) -> int | None:
-        """Tokens that may still be generated; None without a limit of its own."""
+        """Tokens that may still be generated; None if the request has no limit."""
         limit = self.submit.max_tokens
         return None if limit < 0 else max(0, limit - self.n_generated)
 
     @property
     def n_cached(self) -> int:
-        """Prompt tokens that were not computed for it; those that are still to be computed do not count."""
+        """Prompt tokens reused, without those that were computed after all."""
         if not self.has_started:
             return 0
         return max(0, min(self.n_reused, self.n_prompt - self.n_prompt_computed))
 
     @property
     def predicted_ms(self) -> float:
-        """Milliseconds from the first sampled token to the latest."""
+        """Milliseconds from the first token to the latest."""
         if self._first_token is None or self._last_token is None:
             return 0.0
         return (self._last_token - self._first_token) * 1e3
 
     def progress(self, now: float, n_held: int = 0) -> Progress:
-        """Counts and times that users see; `n_held` is what the slot holds."""
+        """Return the counts and times that users see; `n_held` is the number of tokens in the slot."""
         admitted = self._admitted if self._admitted is not None else now
         computing = self._computing if self._computing is not None else now
         first = self._first_token if self._first_token is not None else now

@@ -1,4 +1,4 @@
-"""Statistics of what ended requests reused."""
+"""Statistics of the reuse by requests that have ended."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from llamaslot.scheduler.request import Request
 
 
 class ReuseStats:
-    """Counts what ended requests reused."""
+    """Counts hits by tier, misses, and reused tokens of requests that have ended."""
 
     def __init__(self) -> None:
         self.requests = RequestStats()
@@ -47,7 +47,7 @@ class ReuseStats:
         requests.hit_rate = requests.hits / (requests.hits + requests.misses)
 
     def add_to(self, stats: CacheStats) -> None:
-        """Fill in the part of the statistics that requests determine."""
+        """Fill in the fields of the cache's statistics that are about requests."""
         stats.requests = replace(self.requests)
         stats.prompt_tokens = replace(self.prompt_tokens)
         stats.miss_reasons = dict(self.miss_reasons)

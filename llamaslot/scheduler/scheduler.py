@@ -1,17 +1,17 @@
 """Scheduler: owns every request and slot, plans each step, and commits its result.
 
-    submit, end                      between steps only
+    submit, end                      only between steps
     plan(now) -> StepPlan            admits, loads, evicts, preempts; every plan is carried out before the next one
-    commit(plan, result, now) -> ... changes the state to what the backend really computed
+    commit(plan, result, now) -> ... updates the state to what the backend really computed
 
 Rules that hold at every step:
   1. No starvation: clients take turns (`fair_share.py`), and among requests whose turn it is, at most
-     `MAX_OVERTAKEN` later ones are admitted before one that could run too.
+     `MAX_OVERTAKEN` later ones are admitted before one that could run.
   2. A plan never needs more cells than there are: idle ones are evicted first (least recently used first), then the
-     youngest running request is preempted, of a client that runs several if there is one. The oldest never is, so
-     it always finishes.
-  3. A request in a failed step is retried alone; it fails only if it fails alone.
-  4. A request without valid logits fails; but if KV that it reused may be the cause, it is first computed anew.
+     youngest running request is preempted, of a client that runs several if there is one. The oldest is never
+     preempted, so it always finishes.
+  3. Requests of a failed step are retried one at a time; only one that fails alone is ended.
+  4. A request with invalid logits is ended. But if KV that it reused may be the cause, it is computed again first.
 """
 
 from __future__ import annotations
@@ -50,17 +50,17 @@ from llamaslot.scheduler.turns import NoTurns, PromptTurns, RunTurns, Turns
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """A request got its next token; with a `reason` it was the last one."""
+    """A request got its next token, which is the last one if there is a `reason`."""
 
     request: Request
     token: int | None
-    """None if only the prompt was to be evaluated."""
+    """None if only the prompt was to be computed."""
     reason: FinishReason | None
     truncated: bool = False
     score: TokenScore | None = None
     """Probability of the token, if the request asks for it."""
     forced: tuple[int, ...] = ()
-    """Tokens that the constraint forced after `token`; a `reason` then is that of the last one."""
+    """Tokens that were forced after `token`; a `reason` then belongs to the last of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +79,12 @@ class DecodeFailed:
     reason: str
     """Name of the `Status`, or INVALID_LOGITS."""
     is_retried: bool = False
-    """True if the request was not ended, but will be computed without cached KV."""
+    """True if the request was not ended, but will be computed again without cached KV."""
 
 
 @dataclass(frozen=True, slots=True)
 class ConstraintFailed:
-    """A request was ended because its constraint could not be followed any more."""
+    """A request was ended because its constraint allows no next token."""
 
     request: Request
     message: str
@@ -95,7 +95,7 @@ Outcome: TypeAlias = Sampled | Scored | DecodeFailed | ConstraintFailed
 
 
 class Scheduler:
-    """Plans steps for all requests and slots; used on one event loop. Times are seconds on one clock."""
+    """Plans steps for all requests and slots. Used on one event loop; times are seconds on one clock."""
 
     def __init__(
         self,
@@ -126,22 +126,23 @@ class Scheduler:
         self._layout = LayoutChoice(self.cache, self.admission)
         self.reuse = ReuseStats()
         self._padding = _padding(info, cache_settings)
-        # Costs are measured only for models whose sequences can be trimmed, so dummy rows can be removed.
+        # Without `step_cost` there are no dummy rows. It is measured only for models whose sequences can be
+        # truncated, so dummy rows can always be removed.
         self._passes = Passes(info.step_cost, info.n_slots)
         self._turns = _turns(info, cache_settings, self.chunks)
         self.deadlines = Deadlines()
-        """Times at which to plan again although no command has arrived."""
+        """Times at which to plan again even if no command arrives."""
         self.recovery = Recovery(self.cache, self.slots, self.admission)
         self.admitted: list[Request] = []
         """Requests that the last plan admitted."""
         self.n_preempted = 0
-        """Times that a request was sent back to the queue."""
+        """Number of preemptions."""
         self.keeps_layout = False
-        """True once there was no memory to make the context in another layout."""
+        """True once memory did not suffice to create the context in another layout."""
         self._is_stopping = False
 
     def learn(self, info: ModelInfo, measured: CacheSettings) -> None:
-        """Take costs that could not be measured when the model was loaded."""
+        """Take over costs that could not be measured when the model was loaded."""
         self.cache.settings.learn(measured)
         self._padding = _padding(info, measured)
         self._passes = Passes(info.step_cost, info.n_slots)
@@ -158,7 +159,7 @@ class Scheduler:
         self.admission.enqueue(request)
 
     def end(self, request: Request, now: float, *, cancelled: bool = False) -> None:
-        """End a request in any living state; what it computed stays cached, unless it was private."""
+        """End a queued or running request; what it computed stays cached unless it is private."""
         if request.state is RequestState.QUEUED:
             self.admission.withdraw(request)
         else:
@@ -173,25 +174,25 @@ class Scheduler:
             self.cache.dropper.drop(request.namespace)
 
     def stop(self, now: float) -> None:
-        """End all requests, and from now on plan only to have everything written to disk."""
+        """End all requests. Later plans only write everything to disk."""
         for request in [*self.queue, *self.running]:
             self.end(request, now, cancelled=True)
         self._is_stopping = True
 
     def wants_unified(self, now: float) -> bool:
-        """True if the requests of now want the pool unified, false if they want it in parts."""
+        """True if a unified pool suits the current requests better, False if a partitioned one does."""
         if self.keeps_layout or not self.cache.settings.part_cells:
             return self.cache.settings.unified
         return self._layout.decide(self.running, now)
 
     def empty_pool(self, now: float) -> None:
-        """Save all that the pool holds to RAM, for another layout; the next plan gives running requests theirs."""
+        """Save the pool to RAM for a change of the layout; the next plan loads the KV of running requests again."""
         self.cache.tick(now)
         self.recovery.release_running()
         self.cache.empty_pool()
 
     def set_layout(self, info: ModelInfo, n_seqs: int) -> None:
-        """Take up a context of another layout, in which nothing is."""
+        """Switch to a context of another layout, which is empty."""
         self.cache.set_layout(unified=info.unified, n_seqs=n_seqs)
         self._padding = _padding(info, self.cache.settings)
         self._turns = _turns(info, self.cache.settings, self.chunks)
@@ -229,7 +230,7 @@ class Scheduler:
         )
         work = planner.grant([request for request in able if request in ready], turn=turn)
         padding = () if suspects else planner.pad(work)
-        # What is left out of this step may be in the next one.
+        # Extra steps repeat this one, so none may follow if a request was left out: it may be in the next step.
         is_whole = not suspects and not is_loading and len(work) == len(able)
         n_extra_steps = planner.n_extra_steps(work) if is_whole else 0
         is_busy = bool(self.running or self.queue)
@@ -246,7 +247,7 @@ class Scheduler:
         )
 
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> list[Outcome]:
-        """Change the state to what the backend did for `plan`."""
+        """Update the state to what the backend did for `plan`."""
         self._turns.commit(plan.turn)
         if result.unsaved:
             self.cache.on_io(SaveFailed(result.unsaved), now)
@@ -271,20 +272,20 @@ class Scheduler:
         return [outcome for work in plan.work for outcome in self._advance(work, result, now)]
 
     def cache_stats(self) -> CacheStats:
-        """Statistics of the cache, and of what requests reused."""
+        """Return the statistics of the cache, including what requests reused."""
         stats = self.cache.stats()
         self.reuse.add_to(stats)
         stats.requests.waits, stats.preemptions = self.admission.n_waits, self.n_preempted
         return stats
 
     def _n_pending(self, request: Request) -> int:
-        """Tokens that a running request still has to compute."""
+        """Return how many tokens a running request still has to compute."""
         return len(request.tokens) - self.cache.length(request.slot)
 
     def _load(self, running: Sequence[Request]) -> tuple[list[Request], bool]:
         """Extend running prompts by what is cached of them by now.
 
-        Returns the requests that have nothing more to load, and whether another one can load more in the next step.
+        Returns the requests that have nothing more to load, and True if any other can load more in the next step.
         """
         loaded = []
         is_loading = False
@@ -340,10 +341,10 @@ class Scheduler:
         )
 
     def _fail_sampling(self, work: Work, now: float) -> list[Outcome]:
-        """Drop the KV that gave invalid logits, and end the requests that were to sample from them.
+        """Drop the KV that led to invalid logits, and end the requests that were to sample from them.
 
-        `invalidate` empties the slot, `drop` removes what spare sequences, RAM and disk have of the path. Prefixes
-        that other paths share stay: were one of them the cause, this request would begin with it. So if it reused
+        `invalidate` empties the slot, `drop_paths` removes the path from spare sequences, RAM and disk. Prefixes
+        that other paths share are not dropped, although one of them may be the cause. So if the request reused
         anything and has no token yet, it is not ended but computed once more, without the cache.
         """
         request = work.request
@@ -364,10 +365,11 @@ class Scheduler:
         return [DecodeFailed(each, "INVALID_LOGITS") for each in failed]
 
     def _take_tokens(self, request: Request, token: int, result: StepResult, now: float) -> Sampled:
-        """Give a request a sampled token, and those forced after it as far as its limits allow."""
+        """Append a sampled token to a request, and those forced after it as far as the request's limits allow."""
         forced = result.forced.get(request.id, ())
         if request.distrusted:
-            # Without it the logits are valid. If the fault is further up, the next request to reuse that shows it.
+            # Without that cached prefix the logits are valid, so its KV is dropped. Only the last node is: if the
+            # fault is further up, the next request that reuses it will show that.
             self.cache.dropper.invalidate_path(
                 salt_namespace(request.submit.cache_salt), request.distrusted, with_public=request.n_public > 0
             )
@@ -385,7 +387,7 @@ class Scheduler:
         return Sampled(request, token, reason, truncated, score, tuple(forced[:n_taken]))
 
     def _end_reason(self, request: Request, token: int) -> tuple[FinishReason | None, bool]:
-        """Return why a request ends after a token, if it does, and whether its context is full."""
+        """Return why a request ends after a token (None if it does not), and True if its context is full."""
         if token in self._eog:
             return "eos", False
         if request.n_remaining == 0:
@@ -394,7 +396,7 @@ class Scheduler:
         return ("limit" if is_full else None), is_full
 
     def _observe(self, plan: StepPlan, result: StepResult) -> None:
-        # Tokens that constraints forced cost what prompt tokens do.
+        # Tokens forced by constraints cost as much as prompt tokens, so they count as such.
         lengths = [(len(w.run.tokens), w.request) for w in plan.work]
         n_decoding = sum(1 for n, request in lengths if request.is_stream(n))
         n_prefill = sum(n for n, _ in lengths) - n_decoding
@@ -405,7 +407,7 @@ class Scheduler:
 
 
 def _padding(info: ModelInfo, settings: CacheSettings) -> Padding:
-    # llama.cpp splits steps of several sequences where states are recurrent, so padding would only cost.
+    # With recurrent states llama.cpp splits steps of several sequences, so padding would only cost time.
     is_split = info.keeps_checkpoints and info.state.kind.has_recurrent_state
     has_place = settings.scratch is not None if settings.unified else settings.can_trim
     return Padding(info.step_cost if has_place and not is_split else None, info.n_ubatch)

@@ -1,11 +1,11 @@
 """One step: the plan as data, and its application to a backend.
 
-    plan    (scheduler, event loop)   what is to happen; the cache is ahead of the backend by its operations
-    apply   (here, worker thread)     what the backend really did
-    commit  (scheduler, event loop)   the state follows what really happened
+    plan    (scheduler, event loop)   what is to happen; the tree already contains the plan's operations
+    apply   (here, worker thread)     carries the plan out and reports what the backend really did
+    commit  (scheduler, event loop)   updates the state accordingly
 
-Where nothing has to be decided after a step, `next_decode_step` gives the next one without a plan (multi-step
-decode), and the commits follow in order.
+If a step leaves nothing to decide, `next_decode_step` returns the next one without a plan (multi-step decode). The
+commits follow in order.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from llamaslot.scheduler.request import Request
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Tokens of one request to compute, and the waiting requests whose first token comes from the same logits."""
+    """Tokens of one request to compute, and waiting requests that sample their first token from the same logits."""
 
     request: Request
     run: Run
@@ -45,30 +45,30 @@ class Work:
 
     @property
     def samples(self) -> tuple[Request, ...]:
-        """The requests that get a token."""
+        """Requests that get a token by this work."""
         return (self.request, *self.siblings) if self.run.output else ()
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """The requests that one step may compute tokens of, as `turns.py` chose them."""
+    """The requests whose tokens one step may compute, as chosen in `turns.py`."""
 
     requests: Sequence[Request] = ()
     long_runs: tuple[str, ...] = ()
-    """Ids of all requests that have a run of several tokens to compute: that of this step, then the others in the
-    order of their turns. Empty if the step computes single tokens, or runs of any length.
+    """Ids of all requests that have several tokens to compute: the one of this step, then the others in the order
+    of their turns. Empty if the step computes single tokens, or runs of any length.
     """
     is_forced: bool = False
-    """True if the run of several tokens is that of a stream: a constraint forced them."""
+    """True if the run of several tokens belongs to a stream, whose constraint forced them."""
     n_waiting: int = 0
-    """Streams that this step leaves out: they wait for its end."""
+    """Number of streams that are not in this step and wait for its end."""
     waiting_since: float | None = None
-    """Of `PromptTurns`: when the first of the steps was planned that these streams wait for."""
+    """`PromptTurns` only: when the first step for which these streams wait was planned."""
     waited_s: float | None = None
-    """Seconds that streams have waited for steps of prompts since their own last one; None before the first."""
+    """Seconds that steps of prompts have taken since the streams' last step; None before the first of them."""
     n_overtaken: int | None = None
-    """Of `PromptTurns`: steps for other prompts since the first one had its last, this one included; None in a step
-    of streams.
+    """`PromptTurns` only: steps of other prompts since the first prompt's last step, including this one; None in a
+    step of streams.
     """
 
 
@@ -81,22 +81,22 @@ class StepPlan:
     preempted: list[Request] = field(default_factory=list)
     """Requests that were sent back to the queue to make room."""
     padding: Sequence[Run] = ()
-    """Tokens computed only because they make the step faster; they are removed by the end of it."""
+    """Dummy tokens that make the step faster; they are removed at its end."""
     n_extra_steps: int = 0
-    """Steps that may follow without a plan, each computing the tokens that the one before sampled."""
+    """Number of steps that may follow without a plan, each computing the tokens that the one before sampled."""
     jobs: list[Job] = field(default_factory=list)
     """Disk jobs to start once the operations are done."""
     uploads: list[Upload] = field(default_factory=list)
-    """Uploads to the remote tier, as well."""
+    """Uploads to the remote tier to start once the operations are done."""
     turn: Turn = Turn()
 
     @property
     def n_tokens(self) -> int:
-        """Tokens to compute, padding included."""
+        """Number of tokens to compute, including padding."""
         return sum(len(run.tokens) for run in (*(each.run for each in self.work), *self.padding))
 
     def without(self, incomplete: Collection[int]) -> StepPlan:
-        """The plan without the work and the padding in these sequences."""
+        """Return the plan without work and padding in these sequences."""
         if not incomplete:
             return self
         padding = [run for run in self.padding if run.seq not in incomplete]
@@ -104,7 +104,7 @@ class StepPlan:
         return replace(self, work=work, padding=padding)
 
     def __bool__(self) -> bool:
-        """Return True if there is anything to do, or anything changed that another plan may continue from."""
+        """Return True if there is anything to do, or if a preemption may let the next plan do something."""
         return bool(self.operations or self.work or self.preempted or self.jobs or self.uploads)
 
 
@@ -114,29 +114,29 @@ class StepResult:
 
     decoded: Decoded
     tokens: dict[str, int]
-    """Sampled token per request id, `NO_TOKEN` where there is none."""
+    """Sampled token by request id; `NO_TOKEN` if the logits were invalid."""
     samplers: dict[str, Sampler]
-    """Samplers made in this step, per request id."""
+    """Samplers created in this step, by request id."""
     lengths: dict[int, int]
-    """After a failed decode, the tokens that each sequence of the batch holds now."""
+    """After a failed decode: the number of tokens that each sequence of the batch now holds."""
     started: float
     """Time at which decoding began, after the operations, on the caller's clock."""
     seconds: float
-    """Time that decoding and sampling took."""
+    """Duration of decoding and sampling."""
     unsaved: frozenset[int] = frozenset()
-    """Segments that could not be saved for want of memory, and were not freed since."""
+    """Numbers of segments whose save failed for lack of memory, without those freed since."""
     incomplete: frozenset[int] = frozenset()
-    """Sequences that do not hold what the plan says, for want of memory; nothing was computed in them."""
+    """Sequences for which an operation failed for lack of memory; nothing was computed in them."""
     scores: dict[str, TokenScore] = field(default_factory=dict)
-    """Probabilities of the sampled tokens, per id of the requests that ask for them."""
+    """Probabilities of the sampled tokens, by request id, for requests that want them."""
     forced: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    """Tokens that are forced after the sampled ones, per request id; absent where there are none."""
+    """Tokens forced after the sampled ones, by request id, for requests that have any."""
     prompt_scores: dict[str, list[TokenScore]] = field(default_factory=dict)
-    """Those of the prompts' tokens that were to be scored, per request id."""
+    """Probabilities of the prompt tokens that were to be scored, by request id."""
 
 
 def apply(plan: StepPlan, backend: Backend, clock: Callable[[], float]) -> StepResult:
-    """Carry out a plan. Raises only what is a bug or the end of the backend."""
+    """Carry out a plan. Raises only for bugs, and if the backend cannot go on."""
     unsaved, incomplete = _change(plan.operations, backend)
     backend.end_changes()
     started = clock()
@@ -192,10 +192,9 @@ def apply(plan: StepPlan, backend: Backend, clock: Callable[[], float]) -> StepR
 def _advance(
     plan: StepPlan, tokens: Mapping[str, int], samplers: Mapping[str, Sampler]
 ) -> dict[str, tuple[int, ...]]:
-    """Go on after the sampled tokens; returns those that constraints and limits of reasoning force next.
+    """Advance constraints by the sampled tokens; returns what constraints and reasoning limits force next.
 
-    The masks after them are computed beside the next step. A token that ends a generation is accepted, so nothing
-    follows it.
+    The masks after them are computed during the next step. Nothing is forced after a token that ends the reply.
     """
     forced = {}
     for work in plan.work:
@@ -215,14 +214,14 @@ def _advance(
 
 
 def _change(operations: Sequence[Operation], backend: Backend) -> tuple[frozenset[int], frozenset[int]]:
-    """Carry out operations in order; returns the segments and the sequences for which there was no memory.
+    """Carry out operations in order; returns the segments and the sequences for which memory did not suffice.
 
-    1. An operation that fails, or needs a sequence in which one has failed, is left out. Its target is a segment
-       that is not saved, or a sequence that does not hold what it should.
-    2. A segment that is freed again, and a sequence that is emptied again, is as planned.
-    3. A checkpoint that could not be taken cannot be restored.
+    1. If an operation fails, or needs a sequence for which one has failed, it is skipped. Its target, a segment or
+       a sequence, counts as failed.
+    2. A failed segment that is freed, or a failed sequence that is emptied, no longer counts.
+    3. A checkpoint that could not be taken is not restored.
 
-    No plan loads what it saves.
+    No plan loads a segment that it saves itself, so failed saves make no loads fail.
     """
     unsaved: set[int] = set()
     incomplete: set[int] = set()
@@ -248,7 +247,7 @@ def _change(operations: Sequence[Operation], backend: Backend) -> tuple[frozense
 
 
 def _needed(operation: Operation) -> tuple[int, ...]:
-    """The sequences that must hold what they should for an operation to be carried out."""
+    """Return the sequences whose content an operation depends on."""
     match operation:
         case Copy(src, dst) | Share(src, dst):
             return src, dst
@@ -258,7 +257,7 @@ def _needed(operation: Operation) -> tuple[int, ...]:
 
 
 def _is_done(operation: Operation, backend: Backend) -> bool:
-    """Carry out an operation; False if there is no memory for it."""
+    """Carry out an operation; returns False if memory does not suffice."""
     try:
         backend.change(operation)
     except (NotSavedError, NotLoadedError, MemoryError):
@@ -267,16 +266,16 @@ def _is_done(operation: Operation, backend: Backend) -> bool:
 
 
 def _decode(plan: StepPlan, backend: Backend) -> Decoded:
-    """Compute a step's tokens, and drop its padding."""
+    """Compute a step's tokens, and remove its padding."""
     runs = [work.run for work in plan.work]
     if not plan.padding:
         return backend.decode(runs)
-    # In the order of sequences, for adjacent ones are computed together. The sort is stable: padding that continues
-    # a run comes after it, and scratch has the highest id, so real tokens get the cells that they get without.
+    # Sorted by sequence, because llama.cpp computes adjacent ones together. The sort is stable, so padding that
+    # continues a run follows it, and scratch has the highest id: real tokens get the same cells as without padding.
     decoded = backend.decode(sorted((*runs, *plan.padding), key=lambda run: run.seq))
     sent = {run.seq: decoded.sent[run.seq] for run in runs}
     for padding in plan.padding:
-        # After a failure only the backend can say what stayed applied, and asking it sets its own record right.
+        # After a failure only the backend knows which tokens it computed; `seq_len` also corrects its own record.
         if decoded.status is Status.OK or backend.seq_len(padding.seq) > padding.start:
             backend.change(Remove(padding.seq, padding.start))
         if padding.seq in sent:
@@ -286,7 +285,7 @@ def _decode(plan: StepPlan, backend: Backend) -> Decoded:
 
 
 def next_decode_step(plan: StepPlan, result: StepResult, eog: frozenset[int]) -> StepPlan | None:
-    """The step that computes what this one sampled; None if it needs a plan, as forced tokens do."""
+    """Return the step that computes what this one sampled; None if a plan is needed, as for forced tokens."""
     tokens = result.tokens.values()
     ends = min(tokens, default=0) < 0 or not eog.isdisjoint(tokens) or result.forced
     if plan.n_extra_steps == 0 or result.decoded.status is not Status.OK or ends or result.incomplete:

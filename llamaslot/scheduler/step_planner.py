@@ -1,14 +1,14 @@
-"""Plan of one step: streams first, then the prompts with least left, as far as one step may have both.
+"""Plan of one step: streams first, then the prompts with the fewest tokens left, as far as one step may have both.
 
-The running requests are in the order of `fair_share.by_share`: the oldest one of each client, then the second ones,
+Running requests are in the order of `fair_share.by_share`: the oldest of each client, then the second oldest ones,
 and so on. Cells go to the first of them first.
 
-1. Where free cells do not suffice, idle ones are evicted, then the last request is preempted.
-2. Prompts get the token budget that streams leave: a quarter of it goes to the first prompt, so that it always
-   progresses; the rest to those with the fewest tokens left (shortest remaining first), to minimise TTFT. Tokens
-   that a constraint forced after a stream's last one count like those of a prompt, but not as the first one.
-   Where a step may have one prompt only, `turns.py` says which.
-3. While all requests decode, count the steps that need no decision, and free cells for some of them.
+1. If free cells do not suffice, idle ones are evicted, then the last request is preempted.
+2. Prompts get the token budget that streams leave. A quarter of it goes to the first prompt, so that this always
+   progresses, and the rest to those with the fewest tokens left (shortest remaining first), to minimise TTFT.
+   Tokens that a constraint forced after a stream's last one count as prompt tokens, but a stream is never the first
+   prompt. If a step may have only one prompt, `turns.py` chooses it.
+3. If all requests decode, it counts the following steps that need no decision, and frees cells for some of them.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from llamaslot.scheduler.step import Turn, Work
 FIRST_PROMPT_FRACTION = 0.25
 """Fraction of a step's prompt tokens that goes to the first prompt."""
 MAX_CELLS_AHEAD = 32
-"""Idle cells evicted at once for extra steps: more evict prefixes early, fewer need a plan more often."""
+"""Most idle cells evicted at once for extra steps: more evict prefixes too early, fewer need more plans."""
 
 
 class StepPlanner:
-    """Plans one step for the `running` requests, by share; `preempt` sends one back to the queue.
+    """Plans one step for the `running` requests, which are in order of their share.
 
-    Call in this order: `grant`, `pad`, `n_extra_steps`.
+    `preempt` sends a request back to the queue. Call in this order: `grant`, `pad`, `n_extra_steps`.
     """
 
     def __init__(
@@ -68,9 +68,10 @@ class StepPlanner:
         """Waiting requests whose first token this step samples."""
 
     def grant(self, requests: Sequence[Request], *, turn: Turn) -> list[Work]:
-        """Work of this step for some of the running requests, in their order; it is ordered by sequence id.
+        """Return the work of this step for some of the running requests, sorted by sequence id.
 
-        `turn` says how many streams wait for the end of this step, and how long they have.
+        `requests` are in order of their share. `turn` has the number of streams that wait for the end of this step,
+        and how long they have waited.
         """
         pending = {r.id: len(r.tokens) - self._cache.length(r.slot) for r in requests}
         streams = {r.id for r in requests if r.is_stream(pending[r.id])}
@@ -83,7 +84,7 @@ class StepPlanner:
             spans = [(self._cache.length(request.slot), shares[request.id]) for request in requests]
             is_one_pass = self._cache.settings.unified or len(requests) == 1
             if is_one_pass and self._padding.gain_ms(spans, self._cache.cells.used):
-                # More tokens of these prompts take the place of padding.
+                # Fill the query block with more tokens of these prompts instead of padding.
                 limit = self._chunks.block(n_decoding)
             n_left = max((n for name, n in wanted.items() if name not in streams), default=0)
             may_grow = turn.waited_s is None
@@ -103,7 +104,7 @@ class StepPlanner:
         return granted
 
     def _within_logits(self, requests: Sequence[Request], pending: dict[str, int]) -> dict[str, int]:
-        """Return what is pending of each request, prompts to be scored cut to the rows of logits."""
+        """Return the pending tokens of each request, with prompts to be scored limited by the rows of logits."""
         wanted, left = dict(pending), self._n_scored
         for request in requests:
             if not request.is_scored:
@@ -113,13 +114,14 @@ class StepPlanner:
 
     @staticmethod
     def _leaves_rest(pending: dict[str, int], shares: dict[str, int]) -> bool:
-        """True if any request gets less than it has left."""
+        """True if any request gets fewer tokens than it has pending."""
         return any(shares[name] < n for name, n in pending.items())
 
     @staticmethod
     def _shares(pending: dict[str, int], streams: AbstractSet[str], left: int) -> dict[str, int]:
-        """Tokens of each request in this step, by what it has left, in that order; one of each stream, and `left`
-        for prompts and for what constraints forced.
+        """Return the number of tokens that each request may compute in this step, given its `pending` tokens.
+
+        Each stream gets one token; `left` are divided among prompts and tokens forced by constraints.
         """
         shares = {name: min(n, 1) if name in streams else 0 for name, n in pending.items()}
         rests = {name: n - shares[name] for name, n in pending.items() if n > shares[name]}
@@ -144,7 +146,7 @@ class StepPlanner:
         return Work(request, run, siblings)
 
     def _free_cells(self, wanted: int, request: Request) -> int:
-        """Free cells for `request`, evicting and preempting; returns how many, 0 if it was preempted itself."""
+        """Free cells for a request by eviction and preemption; returns how many, 0 if it was preempted itself."""
         if not self._cache.settings.unified or wanted == 0:
             return wanted
         while True:
@@ -164,21 +166,21 @@ class StepPlanner:
     def pad(self, work: Sequence[Work]) -> Sequence[Run]:
         """Return padding that makes this step faster, if any (`padding.py`, `passes.py`).
 
-        There is none while a request of this step has tokens left over: these fill a step better.
+        None if a request has more tokens than this step computes, because `grant` has filled the step with those.
         """
         if self._is_chunked or not work:
             return ()
         return self._pad_unified(work) if self._cache.settings.unified else self._pad_parts(work)
 
     def _pad_parts(self, work: Sequence[Work]) -> Sequence[Run]:
-        """Return rows that join streams to fewer passes, or padding behind a prompt that has the step to itself."""
+        """Return dummy rows that join streams into fewer passes, or padding after a prompt that is alone."""
         settings = self._cache.settings
         if all(len(each.run.tokens) == 1 for each in work):
             held = {slot: self._cache.length(slot) for slot in range(settings.n_slots)}
             free = {slot: n for slot, n in held.items() if n < settings.seq_cells}
             return self._passes.fill([each.run.seq for each in work], free)
         if len(work) > 1:
-            # One has forced tokens, which llama.cpp computes in further passes.
+            # A stream has forced tokens, which llama.cpp computes in further passes anyway.
             return ()
         run = work[0].run
         n, end = len(run.tokens), run.start + len(run.tokens)
@@ -190,7 +192,7 @@ class StepPlanner:
     def _pad_unified(self, work: Sequence[Work]) -> Sequence[Run]:
         """Return padding in the scratch sequence.
 
-        Idle cells are evicted for it if the gain exceeds the time to compute them again.
+        Idle cells are evicted for it if it gains more time than computing them again takes.
         """
         spans = [(each.run.start, len(each.run.tokens)) for each in work]
         gain = self._padding.gain_ms(spans, self._cache.cells.used)
@@ -210,11 +212,11 @@ class StepPlanner:
         return (run,)
 
     def n_extra_steps(self, work: Sequence[Work]) -> int:
-        """Count the further steps that need no plan: each computes what the one before sampled, and only the last
-        may reach a limit. Evicts up to `MAX_CELLS_AHEAD` idle cells for them.
+        """Return how many further steps need no plan; evicts up to `MAX_CELLS_AHEAD` idle cells for them.
 
-        What ends a text is searched on the event loop, and a sampler that this step creates is known there only
-        after the commit: such requests go step by step.
+        Each computes what the one before sampled, and only the last may reach a limit. None for requests with stop
+        strings, which are searched on the event loop, and for those whose sampler this step creates: the event loop
+        knows it only after the commit.
         """
         requests = [each.request for each in work]
         if not work or not all(each.run.output and len(each.run.tokens) == 1 for each in work):
@@ -224,7 +226,7 @@ class StepPlanner:
         left = [self._n_ctx_slot - len(request.tokens) for request in requests]
         left += [n for request in requests if (n := request.n_remaining) is not None]
         left += [r.stops.limit(self._cache.length(r.slot), self._n_ctx_slot) for r in requests]
-        # A request that has filled its part of the pool goes on in another layout.
+        # In a partitioned pool no cells are counted: a request that fills its part continues in another layout.
         n_steps = max(min(left) - 1, 0)
         if self._cache.settings.unified:
             free = self._cache.cells.free - self._n_granted - self._n_padding

@@ -1,11 +1,12 @@
-"""Which requests a step may be for, where llama.cpp does not compute runs of any lengths together.
+"""Turns: which requests a step may have, where llama.cpp should not compute runs of different lengths together.
 
-    NoTurns        a step has all requests
-    PromptTurns    streams, or one prompt: a partitioned pool
-    RunTurns       single tokens of any number of requests, or a longer run of one: windows beside recurrent states
+    NoTurns        all requests
+    PromptTurns    all streams, or one prompt: in a partitioned pool
+    RunTurns       single tokens of any number of requests, or a longer run of one: for models with both sliding
+                   windows and recurrent states
 
-`next` says which requests the next step may be for. Only `commit` changes anything, so a plan that is not carried
-out takes no turn.
+`next` returns the requests for the next step. Only `commit` changes anything, so a plan that is not carried out
+takes no turn.
 """
 
 from __future__ import annotations
@@ -18,40 +19,40 @@ from llamaslot.scheduler.request import Request
 from llamaslot.scheduler.step import Turn
 
 MAX_OVERTAKEN = 3
-"""Steps with other prompts before one with the first: as in a unified pool, it gets a quarter."""
+"""Most steps of other prompts before one of the first prompt, which so gets a quarter, as in a unified pool."""
 
 
 class NoTurns:
-    """Null implementation, where steps may have runs of any lengths: most models, in a unified pool."""
+    """Null implementation for unified pools of most models, in which steps may have runs of any lengths."""
 
     def next(self, able: Sequence[Request], n_pending: Callable[[Request], int], now: float) -> Turn:
-        """Return a turn for all the `able` requests."""
+        """Return a turn for all `able` requests."""
         return Turn(able)
 
     def commit(self, turn: Turn) -> None:
-        """Do nothing: no request waits for a turn."""
+        """Do nothing, because no request waits for a turn."""
 
 
 class PromptTurns:
     """Turns of prompts in a partitioned pool: a step computes streams, or a single prompt.
 
-    llama.cpp computes tokens of several slots together only as far as their numbers are equal (fact 3). So two
-    prompts in one step are computed in small pieces, and a prompt beside streams takes as long as two steps.
-    A prompt therefore has a step of its own, and goes first while the streams can still keep to the gap
-    (`ChunkSizer.limit`): a short prompt gets its first token earlier, and the streams' intervals stay the
-    same. Every fourth step of prompts is for the first one by share, the others for the one with the fewest
-    tokens left.
+    llama.cpp computes tokens of several slots together only if each slot has equally many (fact 3). So two prompts
+    in one step would be computed in small pieces, and a prompt beside streams would take as long as two steps. A
+    prompt therefore has a step of its own, and goes first as long as the streams still get their next tokens within
+    the gap (`ChunkSizer.limit`): a short prompt gets its first token earlier, and the streams' intervals stay the
+    same. Every fourth step of prompts is for the first one by share, the others for the one with the fewest tokens
+    left.
     """
 
     def __init__(self, chunks: ChunkSizer) -> None:
         self._chunks = chunks
         self._n_overtaken = 0
-        """Steps with another prompt than the first one, since that had its last turn."""
+        """Number of steps of other prompts since the first prompt's last step."""
         self._waiting_since: float | None = None
-        """When the first of the steps was planned that streams have waited for; None if the last one was theirs."""
+        """When the first step of prompts since the streams' last step was planned; None if there was none."""
 
     def next(self, able: Sequence[Request], n_pending: Callable[[Request], int], now: float) -> Turn:
-        """Return the turn of the next step, of `able` requests: those that may run, by share."""
+        """Return the turn of the next step; `able` are the requests that may run, in order of their share."""
         pending = {request.id: n_pending(request) for request in able}
         streams = [request for request in able if request.is_stream(pending[request.id])]
         prompts = [request for request in able if not request.is_stream(pending[request.id])]
@@ -69,8 +70,8 @@ class PromptTurns:
         )
 
     def _can_wait(self, streams: Sequence[Request], waited_s: float, n_prompt: int) -> bool:
-        """True if the gap still allows a query block of a prompt, or all that it has left."""
-        # A prompt that was cached whole counts as a stream, and its user still waits for the first token.
+        """True if the gap leaves time for a query block of the prompt, or for all that the prompt has left."""
+        # A prompt that is cached whole counts as a stream, but its user still waits for the first token.
         if any(not stream.n_generated for stream in streams):
             return False
         limit = self._chunks.limit(0, n_waiting=len(streams), waited_s=waited_s)
@@ -84,29 +85,30 @@ class PromptTurns:
 
 
 class RunTurns:
-    """Turns of requests on models with both windows and recurrent states: runs of a step have one length (fact 33).
+    """Turns for models with both sliding windows and recurrent states, where all runs of a step must have the same
+    length (fact 33).
 
     1. A step computes either one token each of any number of requests, or a longer run of a single request: a chunk
        of a prompt, or what a constraint forced after a stream's last token. Both kinds of steps alternate.
-    2. Longer runs of streams and of prompts alternate as well, so a stream does not wait for all prompts, nor a
-       prompt for all streams.
-    3. Otherwise the longer run is computed whose request has waited longest.
+    2. Longer runs of streams and of prompts alternate as well, so that a stream does not wait for all prompts, nor
+       a prompt for all streams.
+    3. Otherwise the request that has waited longest gets the longer run.
     """
 
     def __init__(self) -> None:
         self._last_had_long_run = False
-        """True if the last step was for a longer run."""
+        """True if the last step had a longer run."""
         self._last_was_forced = False
-        """True if the last longer run was that of a stream."""
+        """True if the last longer run belonged to a stream."""
         self._last_long_run = ""
-        """Id of the request whose longer run was computed last."""
+        """Id of the request that had the last longer run."""
         self._order: list[str] = []
-        """Ids of the other requests that had longer runs then, the next one first."""
+        """Ids of the other requests that had longer runs to compute then, the next one first."""
 
     def next(self, able: Sequence[Request], n_pending: Callable[[Request], int], now: float) -> Turn:
-        """Return the turn of the next step, of `able` requests: those that may run, by share.
+        """Return the turn of the next step; `able` are the requests that may run, in order of their share.
 
-        `n_pending` gives the number of tokens that a request has to compute.
+        `n_pending` returns the number of tokens that a request has to compute.
         """
         pending = [(request, n_pending(request)) for request in able]
         single = [request for request, n in pending if n == 1]
@@ -115,8 +117,8 @@ class RunTurns:
         if not longer or (single and self._last_had_long_run):
             return Turn(single, n_waiting=n_forced)
         places = {name: i for i, name in enumerate(self._order)}
-        # Behind those that wait already: else short prompts that keep coming would overtake a long one forever.
-        # The last one waits only since its step, so it comes behind those that are new.
+        # New requests come after those that wait already: otherwise a stream of short prompts would overtake a long
+        # one forever. The last request served has waited least, so it comes after the new ones.
         longer.sort(key=lambda each: (each[0].id == self._last_long_run, places.get(each[0].id, len(places))))
         chosen = next((each for each in longer if each[1] != self._last_was_forced), longer[0])
         request, is_forced = chosen
