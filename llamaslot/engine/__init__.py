@@ -1,4 +1,4 @@
-"""The engine and its step loop: one event loop owns all state, one thread runs the model, one tokenizes.
+"""The engine and its step loop: one event loop owns all state, one thread runs the model.
 
-It is handed a backend and never imports one; it speaks to the service in messages only.
+It is given a backend and never imports one. It exchanges only messages with the service.
 """

@@ -1,6 +1,7 @@
-"""Constraint worker: compiles the constraints of requests on threads of its own, so that no step waits.
+"""Constraint worker: compiles the constraints of requests on its own threads, so that no step waits.
 
-What comes here has been compiled before, in the prompt worker's trial, whose time says which thread takes it.
+Each constraint has already been compiled once, in the prompt worker's trial. The time that took decides which
+thread compiles it here.
 """
 
 from __future__ import annotations
@@ -20,18 +21,18 @@ from llamaslot.base.turns import Turns
 from llamaslot.scheduler.request import Request, RequestState
 
 COMPILE_TIMEOUT_S = 30.0
-"""Time from a request's arrival to its compiled constraint: long only where many others come first."""
+"""Most time from a request's arrival to its compiled constraint. Reached only if many others are compiled first."""
 QUICK_S = 0.1
-"""CPU time to compile up to which a constraint does not wait for those that take longer."""
+"""Constraints that compile in at most so much CPU time do not wait for those that take longer."""
 
 _log = structlog.get_logger(__name__)
 
 
 class ConstraintWorker:
-    """Compiles constraints; `post` runs an action between two steps.
+    """Compiles constraints. `post` runs an action between two steps.
 
-    All methods are called on the event loop. There is a thread for constraints that are quickly compiled, and one
-    for all others. On each, clients take turns.
+    All methods are called on the event loop. One thread compiles quick constraints, another all others. On each,
+    clients take turns.
     """
 
     def __init__(
@@ -42,10 +43,10 @@ class ConstraintWorker:
         self._post = post
         self._quick, self._slow = (_CompileQueue(backend) for _ in range(2))
         self._tasks: set[asyncio.Task[CompiledConstraint | LlamaslotError]] = set()
-        """Kept from being collected while they wait."""
+        """References that keep the tasks from being garbage-collected."""
 
     def prepare(self, request: Request, failed: Callable[[LlamaslotError], None]) -> None:
-        """Give a queued request its compiled constraint, or call `failed`, unless it has ended by then."""
+        """Give a queued request its compiled constraint, or call `failed`; neither if it has ended by then."""
         constraint = request.submit.constraint
         if constraint is None:
             return
@@ -71,7 +72,7 @@ class ConstraintWorker:
         task.add_done_callback(done)
 
     def close(self) -> list[Future[None]]:
-        """End the threads, which must not outlive the backend; the futures are done once what they compile is."""
+        """End the threads, which must not outlive the backend. The futures are done once the threads are."""
         return [queue.close() for queue in (self._quick, self._slow)]
 
     async def _result(self, future: Future[CompiledConstraint], param: str) -> CompiledConstraint | LlamaslotError:
@@ -89,25 +90,25 @@ class ConstraintWorker:
 
 
 class _CompileQueue:
-    """Constraints that one thread compiles one after the other."""
+    """Queue of constraints that one thread compiles."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._thread = started_executor(1, "llamaslot-constraints", GRAMMAR_STACK_BYTES)
         self._waiting: dict[Future[CompiledConstraint], tuple[Constraint, str]] = {}
-        """With their clients."""
+        """Constraint and client of each future."""
         self._turns = Turns()
         self._is_busy = False
 
     def submit(self, constraint: Constraint, client: str) -> Future[CompiledConstraint]:
-        """Add a constraint; one that is cancelled before its turn is not compiled."""
+        """Queue a constraint. If the future is cancelled before its turn, it is not compiled."""
         future: Future[CompiledConstraint] = Future()
         self._waiting[future] = constraint, client
         self._compile_next()
         return future
 
     def close(self) -> Future[None]:
-        """Compile nothing more; the future is done once the thread has ended."""
+        """Drop what is queued; the future is done once the thread has ended."""
         self._waiting.clear()
         return close_after_queue(self._thread)
 

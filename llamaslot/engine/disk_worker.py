@@ -2,8 +2,8 @@
 
     plan -> jobs -> DiskWorker.start -> thread -> post -> KVCache.on_io (between two steps)
 
-Two threads, so that a read for a waiting request does not wait for write-back. KV that was read is given to the
-backend only if the cache still expects it when the result arrives, so that no plan made before is affected.
+Reads and writes have separate threads, so that a read for a waiting request does not wait for write-back. KV that
+was read is given to the backend only if the cache still expects it when the result arrives.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from llamaslot.kvcache.cache import KVCache
 from llamaslot.kvcache.tiers import disk_io
 
 _WRITE_TIMEOUT_S = 10.0
-"""Time that a query waits for the disk to carry out what is queued."""
+"""Most time that a query waits for the disk to carry out the queued changes."""
 
 _log = structlog.get_logger(__name__)
 
 
 class Disk(disk_io.SegmentDisk, Protocol):
-    """A disk on which segments, text anchors and sessions outlive the server."""
+    """A disk that keeps segments, text anchors and sessions across restarts."""
 
     @property
     def texts(self) -> TextStore:
-        """Text anchors and sessions; its methods are called on the thread that writes."""
+        """Text anchors and sessions. Its methods are called on the writer thread."""
 
     def delete_again(self) -> bool:
-        """Delete what could not be deleted before; returns True if nothing of it is left."""
+        """Retry deletions that failed before; returns True if none is left."""
 
 
 class DiskWorker:
-    """Carries out jobs of `cache`, whose segments in RAM `backend` has. `post` runs a callback between two steps.
+    """Carries out the jobs of `cache`; `post` runs a callback between two steps.
 
     All methods are called on the event loop.
     """
@@ -74,7 +74,7 @@ class DiskWorker:
         return self._n_writes > 0
 
     def start(self, jobs: Sequence[disk_io.Job]) -> None:
-        """Start jobs in order, after the KV operations of their plan: a `Write` needs the segment to be saved."""
+        """Start jobs in order, after the KV operations of their plan: a `Write` needs the saved segment."""
         for job in jobs:
             match job:
                 case disk_io.Write():
@@ -104,8 +104,9 @@ class DiskWorker:
         self._submit(self._disk.texts.clear_texts)
 
     def when_written(self, then: Callable[[str], None]) -> None:
-        """Call `then` between two steps: with an empty text once all changes of the disk that are queued by now are
-        done, or with the reason why not all that is to be deleted is deleted within `_WRITE_TIMEOUT_S`.
+        """Call `then` between two steps, once all changes queued so far are done.
+
+        Its argument is empty, or the reason if not everything could be deleted within `_WRITE_TIMEOUT_S`.
         """
         loop = asyncio.get_running_loop()
         future = loop.run_in_executor(self._writer, self._disk.delete_again)
@@ -120,19 +121,19 @@ class DiskWorker:
                 if error := future.exception():
                     _log.error("disk.job_failed", exc_info=error)
                 if error or not future.result():
-                    reason = "could not delete everything; ask again once it can"
+                    reason = "could not delete everything; try again once it works"
             self._post(partial(then, reason))
 
         future.add_done_callback(done)
 
     def close(self) -> list[Future[None]]:
-        """Cancel pending reads, and end the threads; the futures are done once all queued writes are."""
+        """Cancel pending reads and end the threads. The futures are done once all queued writes are."""
         for each in self._reads:
             each.cancel()
         return [close_after_queue(self._writer), close_after_queue(self._reader)]
 
     def _submit(self, method: Callable[..., None], *arguments: object) -> None:
-        """Queue a call of a method of the disk that changes it; errors are logged."""
+        """Queue a call that changes the disk. Errors are logged."""
         self._writer.submit(method, *arguments).add_done_callback(_log_failure)
 
     def _report(self, event: disk_io.IoEvent) -> range | None:
@@ -146,7 +147,7 @@ class DiskWorker:
             return
 
         def write() -> bool:
-            # A checkpoint of a window may have one cell less than was reckoned with.
+            # A checkpoint of a sliding window may have one cell fewer than was reserved for it.
             ok = self._disk.write(replace(job.meta, n_bytes=len(kv)), kv)
             self._disk.count_write(len(kv) if ok else 0, job.budget_used_bytes)
             return ok
@@ -183,7 +184,7 @@ class DiskWorker:
                 self._put(job.number, *future.result())
 
         def hand_over(_: object) -> None:
-            # An unresponsive disk may end a read after the event loop was closed: nothing waits for it then.
+            # If an unresponsive disk ends a read after the event loop was closed, nothing waits for it any more.
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(self._post, done)
 

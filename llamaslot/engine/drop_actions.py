@@ -20,14 +20,14 @@ _log = structlog.get_logger(__name__)
 
 _Respond: TypeAlias = Callable[[Any], None]
 _Drop: TypeAlias = Callable[[Callable[[str], None]], None]
-"""Deletes objects of the remote store, then calls its argument with the reason if that failed."""
+"""Deletes objects of the remote store, then calls its argument with the reason of a failure, or an empty text."""
 
 
 @dataclass(eq=False)
 class DropActions:
     """Carries out queries that drop prefixes, between two steps.
 
-    `lacks_disk` is True if a disk is configured but cannot be used, so what it has stays there.
+    `lacks_disk` is True if a disk is configured but cannot be used, so that its content cannot be deleted.
     """
 
     _cache: KVCache
@@ -52,7 +52,7 @@ class DropActions:
         if self._disk is not None:
             self._disk.start(self._cache.take_jobs())
             self._disk.drop_session(query.session)
-        # The disk may still have a session that is unknown here, if it could not delete it before.
+        # Even if the session is unknown, the disk may still have it, if an earlier deletion failed there.
         answer = dropped if query.paths else NotFoundError("there is no such session")
         remote = self._remote
         drop = (lambda then: remote.drop(query.namespace, forks, then)) if remote is not None and forks else None
@@ -61,7 +61,7 @@ class DropActions:
     def _respond_when_written(
         self, respond: _Respond, answer: CacheCleared | LlamaslotError, drop_remote: _Drop | None
     ) -> None:
-        """Respond once the disk and the remote store have done all of it, or with an error if they do not."""
+        """Respond once the disk and the remote store have deleted everything, or with an error if they fail."""
 
         def finish(where: str, reason: str) -> None:
             message = f"done in the pool and in RAM, but {where} {reason}"
@@ -76,4 +76,4 @@ class DropActions:
         if self._disk is not None:
             self._disk.when_written(then)
         else:
-            then("cannot be used: what it has stays there" if self._lacks_disk else "")
+            then("cannot be used, so its content was not deleted" if self._lacks_disk else "")

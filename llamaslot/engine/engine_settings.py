@@ -1,4 +1,4 @@
-"""Settings of the engine, and those of its cache that follow from the loaded model."""
+"""Settings of the engine, and of its cache, which also depend on the loaded model."""
 
 from __future__ import annotations
 
@@ -16,33 +16,32 @@ class EngineSettings:
     """Policies of the engine; sizes and costs come from the backend."""
 
     gap_ms: float
-    """About how long prefill may make the time between two tokens of a stream."""
+    """About the longest time between two tokens of a stream while prompts are computed (`--prefill-gap-ms`)."""
     idle_cells: int | None = None
-    """Cells that idle prefixes may keep; None for all that nothing else needs."""
+    """Most cells that idle prefixes may keep; None for no limit."""
     offload_after: int | None = None
-    """Further prompt tokens after which an idle prefix is offloaded; None for only when its cells are needed.
-    """
+    """Prompt tokens computed since its last use after which an idle prefix is offloaded; None for never."""
     offload_after_by: Callable[[ModelInfo], int | None] = lambda _info: None
-    """Returns the same once the costs have been measured that were pending at start."""
+    """Returns `offload_after` once costs that could not be measured at start have been measured."""
     ram_bytes: int = 0
-    """Host memory for what leaves the pool."""
+    """Budget of the RAM tier."""
     ram_is_fixed: bool = True
-    """False if less of it is used while memory is short."""
+    """False if the RAM tier uses less while memory is short."""
     ram_bytes_per_key: int = 0
     disk_bytes_per_key: int = 0
     """Quotas of each API key in the RAM and disk tiers; 0 for none."""
     disk_bytes_per_day: int = 0
-    """Bytes that may be written to disk a day; 0 for any number."""
+    """Bytes that may be written to disk a day; 0 for no limit."""
     checkpoint_bytes: int = 0
-    """Host memory for checkpoints of states that cannot be trimmed."""
+    """Budget of RAM for checkpoints."""
     checkpoints_on_path: int = 32
-    """Checkpoints of one conversation at most."""
+    """Most checkpoints of one conversation."""
     checkpoint_step: int = 1024
-    """Distance of checkpoints in a long prompt, in tokens."""
+    """Tokens between checkpoints in a long prompt."""
     lacks_disk: bool = False
-    """A disk is configured but cannot be used: what it has cannot be deleted."""
+    """True if a disk is configured but cannot be used, so that its content cannot be deleted."""
     debug_invariants: bool = False
-    """Compare the cache with the backend whenever nothing runs; a difference ends the engine."""
+    """Compare the cache with the backend whenever nothing runs. A difference ends the engine."""
 
 
 def cache_settings(
@@ -53,7 +52,7 @@ def cache_settings(
     has_remote: bool = False,
     has_slot_files: bool = False,
 ) -> CacheSettings:
-    """Settings of the cache for a backend, a disk, and perhaps a remote store and files of slots."""
+    """Return the settings of the cache for a backend, a disk, and optionally a remote store and slot files."""
     info, cost = backend.info, backend.info.kv_cost
     return CacheSettings(
         n_slots=info.n_slots,
@@ -84,10 +83,10 @@ def cache_settings(
 
 
 def part_cells(info: ModelInfo, ram_bytes: int, ram_bytes_per_key: int, *, has_slot_files: bool) -> int:
-    """Return the cells of a slot while the pool is partitioned; 0 where its layout is fixed.
+    """Return the cells of a slot while the pool is partitioned; 0 if the layout is fixed.
 
-    It is where slots can be saved, since each change empties them, without RAM for two pools, and if a key may not
-    keep a whole pool in RAM.
+    The layout is fixed if slots can be saved to files, since each change empties them; if RAM cannot hold
+    `MIN_POOLS_IN_RAM` pools; and if an API key may not keep a whole pool in RAM.
     """
     if not info.part_cells or has_slot_files or info.segment_size is None:
         return 0
@@ -99,7 +98,7 @@ def part_cells(info: ModelInfo, ram_bytes: int, ram_bytes_per_key: int, *, has_s
 def checkpoint_settings(info: ModelInfo, n_seqs: int, settings: EngineSettings) -> CheckpointSettings:
     """Return the settings of checkpoints for a model in a context of `n_seqs` sequences.
 
-    They allow no checkpoints if it needs none or can have none.
+    They allow no checkpoints if the model needs none, or cannot have any.
     """
     size, cost = info.checkpoint_size, info.state_cost
     if not info.keeps_checkpoints or size is None:

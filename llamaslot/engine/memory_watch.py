@@ -1,4 +1,4 @@
-"""Memory watch: reads how much memory is free, on a thread of its own, and has the budget of RAM follow it."""
+"""Memory watch: regularly reads the free memory, on a thread, and adapts the budget of the RAM tier."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ReadMemory: TypeAlias = Callable[[], MemoryReading]
 
 
 class MemoryWatch:
-    """Watches memory for `cache`; `wake` has the engine plan, which evicts what exceeds the budget."""
+    """Watches memory for `cache`. `wake` makes the engine plan, which evicts what exceeds the budget."""
 
     def __init__(
         self, read: ReadMemory, cache: KVCache, wake: Callable[[], None], clock: Callable[[], float]
@@ -31,13 +31,13 @@ class MemoryWatch:
         self._clock = clock
 
     async def run(self) -> None:
-        """Watch until this is cancelled. Without RAM there is nothing to do."""
+        """Watch until cancelled; returns at once without a RAM tier."""
         is_readable = True
         while self._cache.ram_budget.max_bytes:
             try:
                 reading = await asyncio.to_thread(self._read)
             except Exception as error:
-                # The next reading may succeed: the files of a system are not always there, nor always whole.
+                # The next reading may succeed: files in /proc and /sys can be missing or incomplete for a moment.
                 if is_readable:
                     _log.error("memory.unreadable", error=str(error))
                 is_readable = False
@@ -47,7 +47,7 @@ class MemoryWatch:
             await asyncio.sleep(_INTERVAL_S)
 
     def observe(self, reading: MemoryReading) -> None:
-        """Follow a reading; each change of state is logged once."""
+        """Adapt the budget to a reading. Each change of its state is logged once."""
         budget = self._cache.ram_budget
         before = budget.n_bytes
         n_used = self._cache.stats().ram.used_bytes

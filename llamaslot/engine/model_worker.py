@@ -1,9 +1,9 @@
-"""Worker: carries out plans on the thread that computes, with multi-step decode where nothing has to be decided.
+"""Worker: carries out plans on the model thread, with multi-step decode if nothing has to be decided.
 
-Between two decode steps, a hop to the event loop and back would leave the processor idle (0.2 ms, fact 16). So a
-plan says how many steps may follow it (`StepPlan.n_extra_steps`), and the worker takes them at once, each with the
-tokens that the last one sampled, until a generation ends or the loop has something to do. Each result goes to the
-loop, in order. The worker decides nothing and touches no state but the backend.
+Between two decode steps, a hop to the event loop and back would leave the processor idle for about 0.2 ms (fact
+16). So a plan has the number of steps that may follow it (`StepPlan.n_extra_steps`). The worker takes them at once,
+each with the tokens that the last one sampled, until a generation ends or the loop has something to do. Results go
+to the loop in order. The worker decides nothing, and changes no state but the backend's.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ T = TypeVar("T")
 
 
 def model_thread() -> Executor:
-    """The thread that a model is loaded on and computes on.
+    """Return the thread on which a model is loaded and computes.
 
-    It should be the same one: OpenMP keeps a team of threads for each thread that computes, and with more threads
-    in all than cores it waits in the kernel instead of spinning, which makes every step slower.
+    Both must be on the same thread: OpenMP keeps a team of threads for each thread that computes, and if there are
+    more threads than cores, they wait in the kernel instead of spinning, which slows every step down (fact 16).
     """
     return started_executor(1, "llamaslot-model")
 
 
 class Worker:
-    """Runs plans on a backend, whose calls are all made on `thread`; `clock` gives seconds.
+    """Runs plans on a backend, all of whose calls are made on `thread`. `clock` returns seconds.
 
-    `needs_plan` is called on the thread after each step: True if the next one must be planned by the loop.
+    `needs_plan` is called on the thread after each step, and returns True if the event loop must plan the next one.
     `watch` is told when a step begins.
     """
 
@@ -53,10 +53,10 @@ class Worker:
         self._watch = watch or StepWatch(0)
 
     async def run(self, plan: StepPlan, on_step: OnStep) -> None:
-        """Carry out `plan` and what follows from it; `on_step` is called on the loop as soon as each step is done.
+        """Carry out `plan` and its extra steps; `on_step` is called on the event loop after each step.
 
-        Raises what `on_step` raises, which is then not called again, or what `apply` raises, after the steps
-        before it. Never to be called while it runs.
+        Raises what `on_step` raises, which is then not called again, or what `apply` raises, after reporting the
+        steps before it. Must not be called while it is running.
         """
         loop = asyncio.get_running_loop()
         errors: list[Exception] = []
@@ -78,19 +78,20 @@ class Worker:
                     if errors or self._needs_plan()
                     else next_decode_step(step, result, self._backend.vocab.eog)
                 )
-                # Only now: the loop that it wakes should find the interpreter free, while the next step computes.
+                # After preparing the next step, not before: this wakes the event loop, which then gets the GIL
+                # while the next step computes without it.
                 loop.call_soon_threadsafe(hand_over, step, result)
                 step = after
 
-        # The loop learns of the end through the same queue of callbacks, hence after every step.
+        # The end is reported through the same queue of callbacks as the results, hence after all of them.
         await loop.run_in_executor(self._thread, compute)
         if errors:
             raise errors[0]
 
     async def call(self, function: Callable[[], T]) -> T:
-        """Return the result of `function` on the thread that computes. Never to be called while `run` runs."""
+        """Call `function` on the model thread and return its result. Must not be called while `run` is running."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, function)
 
     def close(self) -> None:
-        """Wait for the step that is being computed, and end the thread; `needs_plan` must be true by now."""
+        """Wait for the current step, and end the thread. `needs_plan` must return True by now."""
         self._thread.shutdown()

@@ -1,4 +1,6 @@
-"""Costs that could not be measured at start, because other programs disturbed that: measured while nothing runs."""
+"""Costs that could not be measured at start because other programs used the CPU: measured while the server
+idles.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +13,14 @@ from llamaslot.base.backend import Backend
 IDLE_S = 2.0
 """Time without work after which they are measured."""
 _RETRY_S = 10.0
-"""Time until the next try, doubled with each one, since a try takes what other programs want."""
+"""Time until the next try. Doubled with each try, because a try takes CPU time that other programs want."""
 _MAX_RETRY_S = 600.0
 
 _log = structlog.get_logger(__name__)
 
 
 class PendingCosts:
-    """When the costs of one backend are measured, and by what they are. Times are seconds on the caller's clock."""
+    """Decides when to measure pending costs of a backend. Times are seconds on the caller's clock."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
@@ -30,13 +32,13 @@ class PendingCosts:
 
     @property
     def due_at(self) -> float | None:
-        """Time to measure if nothing is to be done until then; None if nothing is pending."""
+        """Time to measure if the server stays idle until then; None if no costs are pending, or it is busy."""
         if not self._backend.info.costs_pending or self._idle_since is None:
             return None
         return max(self._idle_since + IDLE_S, self._not_before)
 
     def note(self, now: float, *, is_idle: bool) -> None:
-        """Note whether anything is to be done."""
+        """Record whether the server is idle."""
         if not is_idle:
             self._idle_since = None
         elif self._idle_since is None:
@@ -50,7 +52,7 @@ class PendingCosts:
     async def measure(
         self, call: Callable[[Callable[[], bool]], Awaitable[bool]], should_stop: Callable[[], bool]
     ) -> bool:
-        """Measure by `call`, on the thread that computes; False if that was disturbed or stopped."""
+        """Measure on the model thread, through `call`; returns False if that was disturbed or stopped."""
         if not await call(lambda: self._backend.measure_costs(should_stop)):
             return False
         info = self._backend.info

@@ -1,16 +1,16 @@
-"""The self-test of reuse, where it took too long at load: run when no request runs.
+"""The self-test of reuse, if it would have taken too long at load: it runs later, when no request runs.
 
-Until then nothing of the model is reused. Where it is reused by checkpoints, what requests compute is kept already,
-with its checkpoints (`KVCache.is_on_trial`): it is used once the test has passed, and dropped if it fails. A model
-that fails is never reused; the log has the reason.
+Until it has passed, nothing is reused. If the model is reused by checkpoints, KV and checkpoints of requests are
+kept already (`KVCache.is_on_trial`), to be reused once the test has passed, and dropped if it fails. If it fails,
+nothing is ever reused, and the log has the reason.
 
 The test runs in the context of the requests, whose sequences are set aside meanwhile. It never runs beside a
-running request, since a state that llama.cpp cannot save would be lost with it. So:
+request, because that request's state would be lost: llama.cpp may be unable to save it. So:
 
-    idle                        it runs, and an incoming command stops it once, so as not to wait
-    after `_OVERDUE_S`          it runs as soon as no request runs, although others wait
-    after `_OVERDUE_S` more     if requests always run, no further one is admitted for at most `_MAX_HOLD_S`
-    after `_HOLD_EVERY_S`       if a request took longer than that, again
+    idle                        it runs; the first time, an incoming command stops it and need not wait
+    after `_OVERDUE_S`          it runs as soon as no request runs, even if others wait
+    after `_OVERDUE_S` more     if some request is always running, none is admitted for at most `_MAX_HOLD_S`
+    after `_HOLD_EVERY_S`       the same again, if a request ran longer than that
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from llamaslot.base.events import SelfTestEnded
 from llamaslot.base.stats import Miss
 
 _MAX_STARTS = 2
-"""Times that the test is started; the last time commands wait for it."""
+"""Most starts of the test. The last one is not stopped: commands wait for it."""
 _OVERDUE_S = 10.0
 _MAX_HOLD_S = 20.0
 _HOLD_EVERY_S = 300.0
@@ -33,7 +33,7 @@ _log = structlog.get_logger(__name__)
 
 
 class PendingSelfTest:
-    """The self-test of one backend: if it is pending and due, and whether its result allows reuse."""
+    """The pending self-test of a backend: when it is due, and whether its result allows reuse."""
 
     def __init__(self, backend: Backend, clock: Callable[[], float]) -> None:
         self._backend = backend
@@ -50,7 +50,7 @@ class PendingSelfTest:
 
     @property
     def why_not_reused(self) -> Miss:
-        """Why requests reuse nothing now; empty if they do as far as the self-test is concerned."""
+        """Reason why requests reuse nothing now; empty if the self-test allows reuse."""
         match self._backend.info.self_test:
             case "pending":
                 return "self_test_pending"
@@ -60,7 +60,7 @@ class PendingSelfTest:
                 return ""
 
     def is_due(self, *, is_waiting: bool) -> bool:
-        """Return True if the test should run now that no request runs; `is_waiting` if any waits."""
+        """Return True if the test should run now that no request runs; `is_waiting` is True if any waits."""
         return self.is_pending and (not is_waiting or self._overdue_s > 0)
 
     @property
@@ -76,7 +76,7 @@ class PendingSelfTest:
         is_busy: Callable[[], bool],
         is_stopping: Callable[[], bool],
     ) -> SelfTestEnded | None:
-        """Run the self-test by `call`, on the thread that computes; None if it was stopped for other work."""
+        """Run the self-test on the model thread, through `call`; returns None if it was stopped for other work."""
         self._n_started += 1
         may_stop = self._n_started < _MAX_STARTS and self._overdue_s <= 0
 

@@ -4,8 +4,8 @@
                                                         success or failure --> the request may be admitted
     plan --> uploads --> RemoteWorker.start --> upload --(between two steps)--> KVCache.remote.on_uploaded
 
-The store runs on a thread with an event loop of its own, which receives, verifies and sends objects. Tasks on the
-engine's event loop only wait for it.
+The store has its own thread and event loop, which receives, verifies and sends objects. Tasks on the engine's event
+loop only wait for it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from llamaslot.scheduler.admission import Admission
 from llamaslot.scheduler.request import Request
 
 _DROP_TIMEOUT_S = 10.0
-"""Most time that clearing the cache or deleting a session waits for the store."""
+"""Most time that clearing the cache, or deleting a session, waits for the store."""
 
 _T = TypeVar("_T")
 _log = structlog.get_logger(__name__)
@@ -87,12 +87,12 @@ class RemoteWorker:
         return self._cache.remote.uploads.is_sending
 
     def check(self) -> None:
-        """Start to connect to the store: the log says if it does not answer, though no request needs it yet."""
+        """Start to connect to the store, so that an unavailable one is logged before a request needs it."""
         self._spawn(self._check())
 
     def prepare(self, request: Request, admission: Admission) -> None:
-        """Start to fetch KV for a queued request, if the store has any; it `is_fetching` until that has ended."""
-        # A prefix that a running request computes need not be fetched.
+        """Start to look up and fetch KV for a queued request, which `is_fetching` until that has ended."""
+        # A prefix that a running request is computing need not be fetched.
         if admission.is_in_flight(request):
             return
         lookup = self._cache.remote.wanted(request.id, admission.match(request), request.prefix, self._clock())
@@ -106,7 +106,7 @@ class RemoteWorker:
             self._spawn(self._fetch_for(lookup))
 
     def start(self, uploads: Sequence[Upload]) -> None:
-        """Start uploads, after the KV operations of their plan: they need the segments to be saved."""
+        """Start uploads. Must follow the KV operations of their plan, since they need the saved segments."""
         for upload in uploads:
             blocks = [(each, *found) for each in upload.blocks if (found := self._kv_of(each)) is not None]
             task = self._spawn(self._upload(upload, blocks))
@@ -114,12 +114,12 @@ class RemoteWorker:
             task.add_done_callback(self._uploads.discard)
 
     def clear(self, then: Callable[[str], None]) -> None:
-        """Delete all objects of this model; call `then` between two steps, with the reason if that failed."""
+        """Delete all objects of this model, then call `then` between two steps, with the reason if that failed."""
         self._cache.remote.on_cleared()
         self._spawn(self._delete([self._store.clear], then))
 
     def drop(self, namespace: str, paths: Sequence[tuple[bytes, int]], then: Callable[[str], None]) -> None:
-        """Delete the objects with tokens of these paths after the given positions; call `then` as `clear` does."""
+        """Delete the objects that have tokens after the given position of a path; calls `then` as `clear` does."""
         calls = [lambda path=path, at=at: self._store.drop(namespace, path, at) for path, at in paths]
         self._spawn(self._delete(calls, then))
 
@@ -141,7 +141,7 @@ class RemoteWorker:
     # --- tasks ---
 
     async def _fetch_for(self, lookup: Lookup) -> None:
-        """Look up, choose, fetch and add KV; in any case, the requests that wait may be admitted at the end."""
+        """Look up, choose, fetch and add KV. In the end the waiting requests may be admitted, whatever happened."""
         remote = self._cache.remote
         try:
             with_checkpoints = lookup.restore_point is not None
@@ -159,7 +159,7 @@ class RemoteWorker:
         except CorruptObjectError:
             self._post(remote.on_corrupt)
         except RemoteUnavailableError:
-            # It is logged.
+            # Logged already.
             self._answers = False
             self._post(lambda: remote.on_unavailable(self._clock()))
         except (ValueError, MemoryError) as error:
@@ -171,11 +171,11 @@ class RemoteWorker:
         try:
             await self._answer(self._store.ping())
         except RemoteUnavailableError:
-            # It is logged. The next request asks all the same: the store may have started by then.
+            # Logged already. The next request asks nevertheless: the store may have started by then.
             self._answers = False
 
     async def _answer(self, question: Coroutine[Any, Any, _T]) -> _T:
-        """Return the store's answer within its time limit, the only one of a lookup; log when an outage ends."""
+        """Return the store's answer, within its time limit for lookups. Logs the start and the end of an outage."""
         try:
             async with asyncio.timeout(self._store.timeout_s):
                 answer = await self._call(question)
@@ -190,7 +190,7 @@ class RemoteWorker:
         return answer
 
     def _log_late(self, choice: Choice) -> None:
-        """Log a late fetch, one of those in `RETRY_DELAY_S`: many requests may be late together."""
+        """Log a late fetch, at most one each `RETRY_DELAY_S`, because many requests may be late together."""
         now = self._clock()
         if now >= self._late_logged_until:
             self._late_logged_until = now + pacing.RETRY_DELAY_S
@@ -204,7 +204,7 @@ class RemoteWorker:
             )
 
     async def _fetch_all(self, lookup: Lookup, choice: Choice) -> None:
-        """Fetch the objects of a choice in their order, and add each to the cache once it is there."""
+        """Fetch the objects of a choice in order, and add each to the cache as soon as it is there."""
         wanted = [WantedObject(each.object) for each in choice.portions]
         if choice.rest is not None:
             wanted.append(WantedObject(choice.rest.object, has_state=True))
@@ -232,7 +232,7 @@ class RemoteWorker:
             await self._between_steps(partial(self._add_checkpoint, lookup, checkpoint, state))
 
     async def _fetch(self, wanted: WantedObject) -> Fetched | None:
-        """Fetch an object from the store, and learn its speed."""
+        """Fetch an object, and learn the store's speed."""
         began = perf_counter()
         fetched = await self._call(self._store.fetch(wanted.object, kv=wanted.has_kv, state=wanted.has_state))
         seconds = perf_counter() - began
@@ -251,10 +251,10 @@ class RemoteWorker:
                 n_all += n_bytes
             n_sent = n_all
         except RemoteUnavailableError:
-            # The store has logged it. The segment is tried again after a pause.
+            # Logged by the store. The segment is uploaded again after a pause.
             pass
         except (ValueError, MemoryError) as error:
-            # It would fail again.
+            # Counts as uploaded, since another try would fail as well.
             n_sent = n_all
             _log.error("remote.upload_failed", segment=upload.number, error=str(error) or type(error).__name__)
         finally:
@@ -267,14 +267,14 @@ class RemoteWorker:
         reason = ""
         try:
             async with asyncio.timeout(_DROP_TIMEOUT_S):
-                # What is being uploaded now may be of a path that is to be deleted.
+                # Current uploads may belong to a path that is to be deleted.
                 if self._uploads:
                     await asyncio.wait(set(self._uploads))
                 for call in calls:
                     await self._call(call())
         except Exception as error:
             _log.warning("remote.not_deleted", error=str(error) or type(error).__name__)
-            reason = f"did not delete everything ({str(error) or 'timeout'}); ask again once it can"
+            reason = f"did not delete everything ({str(error) or 'timeout'}); try again once it works"
         self._post(lambda: then(reason))
 
     # --- between two steps ---
@@ -296,7 +296,7 @@ class RemoteWorker:
     # --- inside ---
 
     def _kv_of(self, block: Block) -> tuple[tuple[KvPart, ...], Kv | None] | None:
-        """Return the KV of a block's parts, and its checkpoint; None if any of them is not in RAM any more."""
+        """Return the KV of a block's parts, and its checkpoint; None if any of it has left RAM."""
         parts: list[KvPart] = []
         for each in block.parts:
             kv = self._backend.kv_of(each.number)
@@ -320,11 +320,11 @@ class RemoteWorker:
             _log.error("remote.failed", exc_info=error)
 
     async def _call(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
-        """Await a call of the store on its event loop."""
+        """Run a call of the store on the store's event loop, and wait for it."""
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
 
     async def _between_steps(self, action: Callable[[], _T]) -> _T:
-        """Run an action between two steps, and return its result."""
+        """Run an action between two steps and return its result."""
         future: asyncio.Future[_T] = asyncio.get_running_loop().create_future()
 
         def run() -> None:

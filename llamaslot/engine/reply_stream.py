@@ -1,4 +1,4 @@
-"""Reply stream: turns the sampled tokens of a request into the text that its client gets."""
+"""Reply stream: converts the sampled tokens of a request to the text that its client gets."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from llamaslot.text.stream import TextStream
 
 
 class ReplyStream:
-    """A request between `Accepted` and its terminal event."""
+    """The reply of a request between `Accepted` and its terminal event."""
 
     def __init__(self, request: Request, vocab: Vocab) -> None:
         self.request = request
         self.n_sent = 0
-        """Characters that were sent."""
+        """Number of characters sent."""
         self._vocab = vocab
         self._text = TextStream(request.submit.stop, request.submit.n_indent)
         self._unsent: list[int] = []
-        """Tokens whose text is held back: it may be a part of a character or of a stop string."""
+        """Tokens whose text is held back, because it may be part of a character or of a stop string."""
         self._starts: list[int] = []
-        """For each of them the characters of the text before it."""
+        """Number of characters before each unsent token."""
         self._scores: list[TokenScore] = []
-        """Their probabilities, if they are asked for."""
+        """Probabilities of the unsent tokens, if the request wants them."""
         self._prefill: Prefill | None = None
 
     def push(self, sampled: Sampled) -> tuple[str, FinishReason | None, int]:
-        """Add a token, and one by one those forced after it, up to a stop string.
+        """Add a token, then the tokens forced after it one by one, up to a stop string.
 
-        Returns the text that can be sent, why the reply ends here if it does, and the number of forced tokens that
-        are left after a stop string.
+        Returns the text that can be sent, the reason if the reply ends here, and the number of forced tokens that
+        follow a stop string.
         """
         if sampled.token is None:
             return "", sampled.reason, 0
@@ -59,41 +59,41 @@ class ReplyStream:
         return text, sampled.reason, 0
 
     def _bytes_of(self, token: int) -> bytes:
-        """Return what the client gets of a token."""
+        """Return the bytes that the client gets for a token."""
         if token in self.request.submit.preserved_tokens:
             return self._vocab.detokenize([token])
         return self._vocab.piece(token)
 
     def _is_overdue(self, text: str) -> bool:
-        """Return True if new text has the end of a line after the time limit."""
+        """Return True if new text ends a line after the time limit (`t_max_predict_ms`)."""
         limit = self.request.submit.t_max_predict_ms
         return 0 < limit < self.request.predicted_ms and "\n" in text
 
     def scored(self, scores: Sequence[TokenScore], progress: Progress) -> Output:
-        """An event with the scores of the next tokens of the prompt, whose control tokens are written out."""
+        """Return an event with scores of the next prompt tokens; control tokens are shown as text."""
         probs = TokenProbs.of(scores, lambda token: self._vocab.detokenize([token]))
         return Output(self.request.id, "", (), progress, prompt_probs=probs)
 
     def prefill(self, n_processed: int, progress: Progress) -> Output | None:
-        """Return an event for a prompt of which so many tokens are processed, None if it was reported before."""
+        """Return an event for a prompt's progress; None if that many processed tokens were reported before."""
         last = self._prefill
         if last is not None and n_processed <= last.n_processed:
             return None
         n_cached = n_processed if last is None else last.n_cached
         if last is None:
-            # Nothing is computed yet: as with llama-server, no time has been spent on it.
+            # Nothing is computed yet, so as in llama-server the first event has no times.
             progress = msgspec.structs.replace(progress, prompt_ms=0.0, load_ms=0.0)
         self._prefill = Prefill(n_cached, n_processed, progress.prompt_ms)
         return Output(self.request.id, "", (), progress, self._prefill)
 
     def output(self, text: str, progress: Progress) -> Output:
-        """An event with new text and its tokens."""
+        """Return an event with new text and its tokens."""
         self.n_sent += len(text)
         tokens, probs = self._take(self._n_within_text())
         return Output(self.request.id, text, tokens, progress, probs=probs)
 
     def finished(self, text: str, reason: FinishReason, progress: Progress, *, truncated: bool) -> Finished:
-        """The terminal event, with the text that was held back."""
+        """Return the terminal event, with the text that was held back."""
         text += self._text.flush()
         self.n_sent += len(text)
         is_cut = self._text.stopped is not None or self._text.is_cut
@@ -110,7 +110,7 @@ class ReplyStream:
         )
 
     def _n_within_text(self) -> int:
-        """Count the unsent tokens that begin before the end of the text that was sent."""
+        """Return the number of unsent tokens that begin within the text sent so far."""
         return bisect_left(self._starts, self.n_sent)
 
     def _take(self, n: int) -> tuple[tuple[int, ...], TokenProbs | None]:
@@ -123,7 +123,7 @@ class ReplyStream:
 def prefill_events(
     plan: StepPlan, replies: Mapping[str, ReplyStream], now: float, *, is_computed: bool = False
 ) -> Iterator[Output]:
-    """Yield the progress of the prompts in a step, before and after it, for clients that want it."""
+    """Yield the progress of a step's prompts for clients that want it; before the step unless `is_computed`."""
     for request, run in ((each.request, each.run) for each in plan.work):
         live = replies.get(request.id) if request.submit.return_progress else None
         if live is not None and run.start < request.n_prompt:

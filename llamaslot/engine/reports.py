@@ -17,16 +17,16 @@ from llamaslot.scheduler.scheduler import Scheduler
 from llamaslot.scheduler.step import StepPlan, StepResult
 
 Respond: TypeAlias = Callable[[msgspec.Struct | LlamaslotError], None]
-"""Sends the reply to one query; called exactly once unless the engine stops before."""
+"""Sends the reply to one query. Called exactly once unless the engine stops first."""
 
 REPORTED = (InspectEngine, InspectCache, ProbePrompt)
 """Queries that `Reports` answers."""
 
 
 class Reports:
-    """Counts what was decoded, and answers queries between two steps.
+    """Counts decoded tokens, and answers queries between two steps.
 
-    `why_not_reused` returns the reason why requests reuse nothing now; empty if the model's self-test allows it.
+    `why_not_reused` returns the reason why requests reuse nothing now; empty if the self-test allows reuse.
     """
 
     def __init__(self, scheduler: Scheduler, vocab: Vocab, why_not_reused: Callable[[], Miss]) -> None:
@@ -67,7 +67,7 @@ class Reports:
         )
 
     def cache_state(self, query: InspectCache) -> CacheState:
-        """Return the statistics of the cache with the prefixes that have the most hits."""
+        """Return the statistics of the cache, and the prefixes with the most hits."""
         detokenize = self._vocab.detokenize if query.text else None
         listing = self._scheduler.cache.listing(self._scheduler.cache_stats(), query.top, detokenize)
         return listing if query.tenants else msgspec.structs.replace(listing, tenants=msgspec.UNSET)

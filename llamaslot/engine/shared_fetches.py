@@ -1,4 +1,4 @@
-"""Fetches of objects from the remote store, each shared by all requests that want the object at the same time."""
+"""Fetches of objects from the remote store, shared by all requests that want the same object at the same time."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any
 from llamaslot.kvcache.remote.remote_io import Fetched, RemoteObject
 
 _MAX_FETCHES = 2
-"""Most concurrent fetches for a request: the next object is received while one is verified."""
+"""Most concurrent fetches for one request: the next object is received while one is being verified."""
 _MAX_ALL_FETCHES = 4
-"""Most concurrent fetches for all requests, since they take memory that no limit of the RAM tier counts."""
+"""Most concurrent fetches for all requests, because their memory does not count against the RAM tier."""
 
 
 @dataclass(frozen=True, slots=True)
 class WantedObject:
-    """An object, and which of its fields a request wants."""
+    """An object, and which parts of it a request wants."""
 
     object: RemoteObject
     has_kv: bool = True
@@ -26,7 +26,7 @@ class WantedObject:
 
 
 class SharedFetches:
-    """Fetches objects by `fetch`, as tasks that `spawn` starts. All methods are called on one event loop."""
+    """Fetches objects with `fetch`, in tasks that `spawn` starts. All methods are called on one event loop."""
 
     def __init__(
         self,
@@ -37,13 +37,13 @@ class SharedFetches:
         self._spawn = spawn
         self._tasks: dict[WantedObject, asyncio.Task[Fetched | None]] = {}
         self._n_waiting: Counter[WantedObject] = Counter()
-        """Number of requests that wait for each object, or will."""
+        """Number of requests that wait for each object, now or later."""
         self._slots = asyncio.Semaphore(_MAX_ALL_FETCHES)
 
     async def ordered(self, wanted: Sequence[WantedObject]) -> AsyncGenerator[Fetched | None, None]:
-        """Yield each object once it is fetched, None for one that the store has no more, and fetch the next ones.
+        """Yield each object in order once it is fetched (None if the store no longer has it); fetches two ahead.
 
-        Close it in any case: fetches that no request waits for any more are then left out.
+        The caller must close the generator, so that fetches that no request waits for any more are skipped.
         """
         asked: list[WantedObject] = []
         tasks: list[asyncio.Task[Fetched | None]] = []
@@ -56,17 +56,17 @@ class SharedFetches:
         try:
             ask(_MAX_FETCHES)
             for i in range(len(wanted)):
-                # Another request may want it too: the end of this one does not cancel the task.
+                # Shielded, because another request may want the object too when this one is cancelled.
                 fetched = await asyncio.shield(tasks[i])
                 ask(i + 1 + _MAX_FETCHES)
                 yield fetched
         finally:
             self._n_waiting.subtract(asked)
-            # Without those that are zero.
+            # Removes the counts that are zero.
             self._n_waiting = +self._n_waiting
 
     def _task(self, wanted: WantedObject) -> asyncio.Task[Fetched | None]:
-        """Start to fetch an object, unless another request has started that."""
+        """Return the task that fetches an object; started now unless another request has done so."""
         self._n_waiting[wanted] += 1
         task = self._tasks.get(wanted)
         if task is None:
@@ -77,6 +77,6 @@ class SharedFetches:
     async def _fetch_in_turn(self, wanted: WantedObject) -> Fetched | None:
         async with self._slots:
             if not self._n_waiting[wanted]:
-                # Those that wanted it were late, and are computing it.
+                # The requests that wanted it gave up waiting, and compute it.
                 return None
             return await self._fetch(wanted)

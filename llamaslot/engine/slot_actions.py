@@ -1,7 +1,7 @@
 """Slot actions of `POST /slots/{id}`: save a slot's KV to a file, restore it from one, or erase it.
 
-save       wait until the slot is idle; copy its KV to host memory with the next step; write the file on a thread
-restore    read and verify the file on the thread; wait until the slot is idle; load the KV with the next step
+save       wait until the slot is idle; copy its KV to host memory in the next step; write the file on a thread
+restore    read and verify the file on the thread; wait until the slot is idle; load the KV in the next step
 erase      wait until the slot is idle; clear it
 """
 
@@ -39,14 +39,14 @@ from llamaslot.kvcache.tiers.disk_io import SlotSaved
 from llamaslot.scheduler.scheduler import Scheduler
 
 MAX_WAITING = 8
-"""Actions that may wait for their slots; a restore that waits has its whole file in memory."""
+"""Most actions that may wait for their slots. Limited, because a waiting restore has its whole file in memory."""
 
 _log = structlog.get_logger(__name__)
 
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """An action that was accepted and is not answered yet."""
+    """An action that is accepted but not answered yet."""
 
     command: SlotAction
     respond: Respond
@@ -61,10 +61,9 @@ class _Job:
 
 
 class SlotActions:
-    """Carries out actions on slots on the event loop, even if the clients that asked for them have disconnected.
+    """Carries out actions on slots, even if their clients have disconnected. Used on the event loop.
 
-    `post` runs a callback between two steps. Every action is refused without a `store`, and if slots cannot share
-    cells.
+    `post` runs a callback between two steps. Without a `store`, or if KV cannot be saved, all actions are refused.
     """
 
     def __init__(
@@ -98,13 +97,14 @@ class SlotActions:
             reason = self._backend.info.unsaved_reason or "start it with --slot-save-path"
             respond(NotSupportedError(f"this server does not save its slots: {reason}"))
         elif command.action != "erase" and (reason := self._backend.info.self_test_note):
-            # Beside the self-test no cells may be shared, and after a failed one the backend loads nothing.
+            # While the self-test is pending nothing may be reused, and after a failed one the backend loads
+            # nothing.
             respond(NotSupportedError(f"slots are neither saved nor restored now: {reason}"))
         elif not 0 <= command.slot < len(self._slots):
             message = f"there is no slot {command.slot}, only 0 to {len(self._slots) - 1}"
             respond(InvalidRequestError(message, param="id_slot"))
         elif len(self._waiting) + self._n_reading >= MAX_WAITING:
-            message = f"{MAX_WAITING} actions wait for their slots; try later"
+            message = f"too many slot actions are waiting (limit {MAX_WAITING}); try again later"
             respond(QueueFullError(message, retry_after=1))
         elif command.action == "restore":
             self._read(_Job(command, respond, self._clock()), self._store)
@@ -112,7 +112,7 @@ class SlotActions:
             self._waiting.append(_Job(command, respond, self._clock()))
 
     def begin(self) -> None:
-        """Begin the actions whose slots are idle, so that the next plan has their KV operations."""
+        """Begin the actions whose slots are idle, so that the next plan includes their KV operations."""
         idle = [job for job in self._waiting if self._slots[job.command.slot].request is None]
         self._waiting = [job for job in self._waiting if job not in idle]
         for job in idle:
@@ -128,21 +128,21 @@ class SlotActions:
                     self._end(job)
 
     def done(self, incomplete: Collection[int] = ()) -> None:
-        """Continue after a step: write the snapshots that it took, answer the restores that it loaded.
+        """Continue after a step: write the snapshots that it took, and answer the restores that it loaded.
 
-        Nothing could be loaded into `incomplete` slots, for want of memory.
+        Loading into `incomplete` slots failed for lack of memory.
         """
         in_step, self._in_step = self._in_step, []
         for job in in_step:
             if job.save is None and job.command.slot in incomplete:
-                job.respond(ServerError("there is no memory to restore the slot"))
+                job.respond(ServerError("not enough memory to restore the slot"))
             elif job.save is not None:
                 self._write(job, job.save)
             else:
                 self._end(job)
 
     def close(self) -> Future[None]:
-        """End the thread; the future is done once all files are read or written. Waiting actions get no answer."""
+        """End the thread. The future is done once all files are read or written. Waiting actions get no answer."""
         return close_after_queue(self._thread)
 
     def _begin_save(self, job: _Job) -> None:
@@ -160,7 +160,7 @@ class SlotActions:
         assert snapshot is not None
         parts = self._cache.restore_slot(job.command.slot, snapshot)
         if parts is None:
-            job.respond(UnavailableError("the pool has no room for what was saved: running requests use it"))
+            job.respond(UnavailableError("not enough free cells to restore the slot: running requests use them"))
             return
         for number, part in parts.items():
             self._backend.put(number, part.start, part.end, part.kv)
@@ -168,7 +168,7 @@ class SlotActions:
         if parts:
             self._in_step.append(job)
         else:
-            # All of it is resident, so there may be no operation, and without one no step.
+            # The whole snapshot is resident, so there may be no operation, and without one there is no step.
             self._end(job)
 
     def _read(self, job: _Job, store: SnapshotStore) -> None:
@@ -184,7 +184,7 @@ class SlotActions:
             job.read_seconds = self._clock() - job.started
             n_tokens = len(job.snapshot.tokens) // WIDTH
             if n_tokens > self._n_ctx:
-                message = f"{job.command.filename} has {n_tokens} tokens, a slot here {self._n_ctx}"
+                message = f"{job.command.filename} has {n_tokens} tokens, but a slot holds at most {self._n_ctx}"
                 job.respond(InvalidRequestError(message, param="filename"))
             else:
                 self._waiting.append(job)
@@ -196,7 +196,7 @@ class SlotActions:
         kvs = {number: kv for number in save.numbers if (kv := self._backend.kv_of(number)) is not None}
         self._cache.on_io(SlotSaved(tuple(kvs)), self._clock())
         if len(kvs) < len(save.numbers):
-            job.respond(ServerError("there is no memory to save the slot in"))
+            job.respond(ServerError("not enough memory to save the slot"))
             return
         parts = tuple(SnapshotPart(each.start, each.end, kvs[each.segment]) for each in save.saves)
         state = kvs[save.take.checkpoint] if save.take is not None else None

@@ -1,6 +1,6 @@
-"""Step watch: notices a step that takes far longer than expected, such as one in which a GPU driver hangs.
+"""Step watch: detects a step that takes far longer than expected, for example because a GPU driver hangs.
 
-Time in which the process was stopped, or had to wait for a CPU because others use them, does not count.
+Time during which the process was stopped, or waited for a CPU that others used, does not count.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from collections.abc import Callable
 from llamaslot.base.process_times import ProcessTimes, process_times, starved_seconds
 
 _FACTOR = 20
-"""Times its expected duration that a step may take."""
+"""A step may take so many times its expected duration."""
 _INTERVAL_S = 0.5
 
 
 class StepWatch:
-    """Limits steps to `seconds`, or to `_FACTOR` times what they are expected to take if that is longer.
+    """Limits steps to `seconds` (0 for no limit), or to `_FACTOR` times their expected duration if that is longer.
 
-    With 0 there is no limit. `begin` is called on the event loop (planning) and on the model thread (each step),
-    `end` when nothing is left to do. `read_times` returns the accounts of this process at a time.
+    `begin` is called on the event loop (for planning) and on the model thread (for each step), `end` when nothing
+    is left to do. `read_times` returns the CPU times of this process, given the current time.
     """
 
     def __init__(
@@ -35,39 +35,41 @@ class StepWatch:
         self._clock = clock
         self._read_times = read_times
         self._watched: float | None = None
-        """The limit of the step that was in progress at the last look."""
+        """The deadline of the step that was in progress at the last `look`."""
         self._times: ProcessTimes | None = None
-        """The accounts at that time."""
+        """The CPU times read at the last `look`."""
         self._token_s = 0.0
         self._deadline: float | None = None
         self._is_active = threading.Event()
 
     def expect(self, prefill_us: float) -> None:
-        """Set the microseconds that computing a token takes; 0 if that was not measured."""
+        """Set the measured microseconds to compute a token; 0 if unknown."""
         self._token_s = prefill_us / 1e6
 
     def begin(self, n_tokens: int = 0) -> None:
-        """Note that a step of so many tokens begins, or its planning."""
+        """Record that a step of `n_tokens` begins, or (with 0) its planning."""
         if self._seconds:
             limit = max(self._seconds, _FACTOR * n_tokens * self._token_s)
             self._deadline = self._clock() + limit
             self._is_active.set()
 
     def end(self) -> None:
-        """Note that no step runs."""
+        """Record that no step is in progress."""
         self._deadline = None
 
     @property
     def is_overdue(self) -> bool:
-        """True if the step in progress has exceeded its limit."""
+        """True if the step in progress has exceeded its deadline."""
         deadline = self._deadline
         return deadline is not None and self._clock() > deadline
 
     def look(self, slept: float) -> bool:
-        """Return true if the step in progress has exceeded its limit; to be called `slept` s after the last call.
+        """Return True if the step in progress has exceeded its deadline.
 
-        The limit moves by the time in which this process did not get a CPU. A step that began since the last call
-        is not looked at: to read the accounts takes longer than a short step.
+        Must be called again and again, `slept` seconds after the last call.
+
+        The deadline moves by the time in which this process did not get a CPU. For a step that began since the last
+        call, CPU times are not read: that would take longer than a short step.
         """
         deadline, times = self._deadline, None
         if deadline is not None and deadline == self._watched:
@@ -80,12 +82,12 @@ class StepWatch:
         return self.is_overdue
 
     def _move(self, deadline: float, seconds: float) -> None:
-        # Another step may have begun on the model's thread.
+        # Meanwhile another step may have begun on the model thread, with its own deadline.
         if self._deadline == deadline:
             self._deadline = deadline + seconds
 
     def run(self, on_overdue: Callable[[], None]) -> None:
-        """Watch on a thread of its own for as long as the process lives; it sleeps while no step runs."""
+        """Start a thread that watches steps until the process ends, and sleeps while none is in progress."""
         threading.Thread(target=self._run, args=(on_overdue,), name="llamaslot-watch", daemon=True).start()
 
     def _run(self, on_overdue: Callable[[], None]) -> None:

@@ -79,8 +79,8 @@ class ChunkSizer:
         """Adjust a limit of whole query blocks by at most one block, so that no small rest of a prompt is left.
 
         In a partitioned pool, a rest of a prompt's `n_left` tokens that is smaller than a block would need a step
-        of its own, which takes longer than a whole block. The limit grows only if `may_grow`: not if streams have
-        waited.
+        of its own, which takes longer than a whole block. If streams have waited, `may_grow` is False and the
+        limit is only reduced.
         """
         block = self.block(n_decoding)
         if self._unified or limit < block or not 0 < n_left - limit < block:
