@@ -1,1 +1,1 @@
-"""Resources of the engine: models (`llama`, the only importer of llama_cpp), and files of KV and texts (`disk`)."""
+"""Resources of the engine: models (`llama`, the only importer of llama_cpp), disk, remote store, host memory."""

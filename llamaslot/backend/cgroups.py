@@ -1,4 +1,4 @@
-"""Control groups that this process is in, of cgroup v1 and v2: where a container's limits are read from."""
+"""Control groups (v1 and v2) of this process, from which a container's limits are read."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ OWN_GROUPS = Path("/proc/self/cgroup")
 
 
 class Group(NamedTuple):
-    """The folder of a control group, and its version of cgroups, which decides how its files are named."""
+    """The folder of a control group, and its version of cgroups, on which the names of its files depend."""
 
     folder: Path
     is_v1: bool
 
 
 def own_groups(controller: str, cgroups: Path = CGROUPS, own: Path = OWN_GROUPS) -> Iterator[Group]:
-    """Yield the groups that limit this process in what a controller counts, each before the one around it.
+    """Yield the groups that limit a resource (`controller`) of this process, each before its parent.
 
-    In a container its own group may be the root of the mount.
+    In a container the process's own group may be the root of the mount.
     """
     try:
         lines = own.read_text().splitlines()

@@ -1,7 +1,7 @@
-"""Private files and folders: only their user may read them, and nothing else is overwritten through a link.
+"""Private files and folders: only their user can read them, and no other file is overwritten through a link.
 
-The user chooses the folders, so what lies in them is not trusted: a name there may be a symlink or a hard link to
-another file, or a pipe.
+Folders are chosen by the user, so their content is not trusted: a name may be a symlink or hard link to another
+file, or a pipe.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _log = structlog.get_logger(__name__)
 
 
 def private_folder(folder: Path) -> None:
-    """Create a folder, and those above it that are missing, for this user only; warn if others may write to it.
+    """Create a folder and its missing parents for this user only. Logs a warning if others may write to it.
 
     Raises `OSError`.
     """
@@ -35,11 +35,11 @@ def private_folder(folder: Path) -> None:
 
 
 def open_private(path: Path) -> int:
-    """Return the descriptor of a file that only this user may read, for reading and writing; creates it if missing.
+    """Open a file that only this user may read, for reading and writing, or create it; returns the descriptor.
 
-    Raises `OSError` for what is not a regular file with this name only.
+    Raises `OSError` for anything but a regular file with this name only.
     """
-    # A pipe without a reader would otherwise be waited for.
+    # O_NONBLOCK, because opening a pipe would otherwise wait for a reader.
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
     descriptor = os.open(path, flags, 0o600)
     try:
@@ -57,12 +57,13 @@ def open_private(path: Path) -> int:
 
 
 def write_atomically(path: Path, parts: Sequence[memoryview], *, temporary: Path) -> None:
-    """Write a file that has all of these bytes, or stays as it was if the process or the machine ends before.
+    """Write a file so that, if process or machine end meanwhile, it has either all of these bytes or the old ones.
 
-    The bytes go to a `temporary` file in the same folder first. Raises `OSError`.
+    The bytes are written to a `temporary` file in the same folder first. Raises `OSError`.
     """
     try:
-        # What has that name is left from a killed process, or it is another file's hard link, a symlink or a pipe.
+        # A file of that name was left by a killed process, or is a hard link, symlink or pipe that must not be
+        # used.
         temporary.unlink(missing_ok=True)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
         with os.fdopen(os.open(temporary, flags, 0o600), "wb") as file:
@@ -77,12 +78,12 @@ def write_atomically(path: Path, parts: Sequence[memoryview], *, temporary: Path
 
 
 def open_regular(path: Path) -> BufferedReader:
-    """Open a file to read it, without following a symlink that may lead out of the folder.
+    """Open a file for reading, without following a symlink, which might lead out of the folder.
 
-    Raises `OSError`: `FileNotFoundError` for what is no regular file.
+    Raises `OSError`; `FileNotFoundError` for anything but a regular file.
     """
     try:
-        # A pipe without a writer would otherwise be waited for.
+        # O_NONBLOCK, because opening a pipe would otherwise wait for a writer.
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
         if error.errno != errno.ELOOP:

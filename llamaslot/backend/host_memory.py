@@ -1,7 +1,7 @@
-"""Free memory of the host, within what a container may use, and signs that it is short.
+"""Free memory of the host, within the limits of a container, and signs that memory is short.
 
-Linux: `MemAvailable`, limits of control groups (cgroup v1 and v2), and the time that tasks wait for memory
-(pressure stall information, PSI). macOS: the system's pressure level (untried).
+Linux: `MemAvailable`, limits of control groups (v1 and v2), and the time that tasks wait for memory (pressure stall
+information, PSI). macOS: the system's pressure level (untested).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MAC_WARNING, _MAC_CRITICAL = 2, 4
 
 
 class _Group(NamedTuple):
-    """A control group with a limit, and what it uses beyond files that can be read again."""
+    """A control group with a limit, and the bytes it uses without cached files, which can be read again."""
 
     folder: Path
     limit: int
@@ -33,7 +33,7 @@ class _Group(NamedTuple):
 
 
 def host_memory(cgroups: Path = CGROUPS, own: Path = OWN_GROUPS) -> tuple[int, int]:
-    """Free and all memory of the host, or of the control groups that this process is in where they allow less."""
+    """Return free and total memory of the host, or of this process's control groups if they allow less."""
     memory = psutil.virtual_memory()
     free, total = int(memory.available), int(memory.total)
     for group in _limited_groups(cgroups, own):
@@ -42,20 +42,20 @@ def host_memory(cgroups: Path = CGROUPS, own: Path = OWN_GROUPS) -> tuple[int, i
 
 
 def mapped_bytes() -> int:
-    """Resident bytes of the files that this process maps, such as weights; 0 where the system does not say.
+    """Return the resident bytes of mapped files, such as weights; 0 if the system does not report them.
 
-    They count as free, for they can be read again, but each token needs them.
+    The system counts them as free, because they can be read again, but computing a token needs all of them.
     """
     return int(getattr(psutil.Process().memory_info(), "shared", 0))
 
 
 def pressure_files(cgroups: Path = CGROUPS, own: Path = OWN_GROUPS, host: Path = _PRESSURE) -> list[Path]:
-    """Files in which Linux says how long tasks waited for memory: of the host, and of limited groups (v2 only)."""
+    """Return Linux's files with the time that tasks waited for memory: of the host, and of limited groups (v2)."""
     return [host, *(each.folder / "memory.pressure" for each in _limited_groups(cgroups, own))]
 
 
 def mac_pressure_level() -> int:
-    """Return macOS' pressure level, 0 on other systems. Untried."""
+    """Return macOS' pressure level; 0 on other systems. Untested."""
     if sys.platform != "darwin":
         return 0
     level, size = ctypes.c_int(0), ctypes.c_size_t(ctypes.sizeof(ctypes.c_int))
@@ -66,7 +66,7 @@ def mac_pressure_level() -> int:
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """Functions that ask the system."""
+    """Functions that query the system."""
 
     memory: Callable[[], tuple[int, int]] = host_memory
     mapped: Callable[[], int] = mapped_bytes
@@ -75,17 +75,17 @@ class Sources:
 
 
 class MemoryReader:
-    """Reads all sources, in less than a millisecond; used by one thread at a time."""
+    """Reads all sources, in less than a millisecond. Used by one thread at a time."""
 
     def __init__(self, sources: Sources | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._sources = sources or Sources()
         self._clock = clock
         self._read_at = clock()
         self._waited: dict[Path, tuple[float, float]] = {}
-        """Seconds that some and all tasks have waited for memory since the boot, by file."""
+        """Seconds that some tasks, and all tasks, have waited for memory since boot, by file."""
 
     def read(self) -> MemoryReading:
-        """Return the state of memory now; waiting is counted since the last call."""
+        """Return the current state of memory; waiting times are those since the last call."""
         sources, now = self._sources, self._clock()
         free, total = sources.memory()
         before, self._waited = self._waited, _waited(sources.pressure_files())
@@ -107,7 +107,7 @@ class MemoryReader:
 
 
 def _limited_groups(cgroups: Path, own: Path) -> Iterator[_Group]:
-    """Control groups of this process that have a limit of memory."""
+    """Yield the control groups of this process that limit memory."""
     for folder, is_v1 in own_groups("memory", cgroups, own):
         try:
             yield _group_v1(folder) if is_v1 else _group_v2(folder)
@@ -129,13 +129,13 @@ def _group_v1(folder: Path) -> _Group:
 
 
 def _file_bytes(folder: Path, prefix: str) -> int:
-    """Bytes of files that a group has read."""
+    """Return the bytes of cached files in a group."""
     stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
     return sum(int(stat.get(f"{prefix}{name}_file", 0)) for name in ("inactive", "active"))
 
 
 def _waited(paths: Sequence[Path]) -> dict[Path, tuple[float, float]]:
-    """Seconds that some and all tasks have waited since the boot; without files that the kernel does not have."""
+    """Return the seconds that some tasks, and all tasks, have waited since boot, for those files that exist."""
     waited = {}
     for path in paths:
         try:

@@ -1,12 +1,12 @@
-"""Rows of saved sequences: parts of segments, and of whole streams, joined by editing llama.cpp's format.
+"""Rows of saved sequences: parts of segments and of whole streams, joined by editing llama.cpp's format.
 
-A segment has the cells of its tokens (`state_format.py`), then what follows them, such as one token's window or an
-empty recurrent state. So a part of it consists of the entries and rows of its cells. The result has the bytes that
-llama.cpp saves for these tokens, except for the order of cells if several segments are joined, on which nothing
-depends.
+A segment has the cells of its tokens (`state_format.py`), then data that belongs to no token, such as one token's
+window or an empty recurrent state. So a part of a segment consists of the entries and rows of its cells. The result
+has the bytes that llama.cpp would save for these tokens, except for the order of cells if several segments are
+joined, on which nothing depends.
 
-A context in streams saves a sequence with the number of its streams, and of each stream the number of its cells: 0
-but for that of the sequence. Segments have one stream, whatever the context that saved them.
+A context with streams saves a sequence with the number of its streams, and the number of cells in each: 0 for all
+streams but the sequence's own. Segments have one stream, whichever context saved them.
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ from llamaslot.base.kv_ops import Kv, KvPart
 from llamaslot.base.model import SegmentSize
 
 _CELLS_AT = HEADER_BYTES + 4
-"""Place of the number of cells of the first stream."""
+"""Offset of the first stream's number of cells."""
 _COUNT_BYTES = 4
-"""Size of a number of streams or cells."""
+"""Bytes of a number of streams or cells."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Cells of some positions in saved bytes, without a copy of them."""
+    """Cells of some positions in saved bytes, as views."""
 
     head: Bytes
     """Magic and sequence id."""
     saved: SavedCells
     keep: npt.NDArray[np.bool_] | slice
-    """The cells to take; a slice, which is faster, if there are no others between them."""
+    """The cells to take; a slice, which is faster, if they are contiguous."""
     tail: Bytes
-    """What follows the cells, and belongs to no token."""
+    """Data after the cells that belongs to no token."""
 
     @property
     def cells(self) -> Bytes:
-        """Their entries."""
+        """Entries of the cells."""
         return self.saved.cells[self.keep]
 
 
 def rows_of_sequence(state: Kv, positions: range, wanted: range, *, stream: int = 0, n_streams: int = 1) -> Rows:
-    """Return some rows of a saved sequence, which holds `positions` in a stream, and nothing but their KV.
+    """Return the `wanted` rows of a saved sequence that holds `positions` in one stream, and no partial state.
 
     Raises `ValueError` for other bytes.
     """
@@ -58,15 +58,14 @@ def rows_of_sequence(state: Kv, positions: range, wanted: range, *, stream: int 
 
 
 def join_parts(parts: Sequence[KvPart], size: SegmentSize) -> Kv:
-    """Return the KV of the wanted positions of these parts, each of which begins where the last one ends.
+    """Return the KV of the wanted positions of these parts, each of which begins where the one before ends.
 
-    Raises `ValueError` for bytes that are not such segments, or lack any of these positions, `MemoryError` if there
-    is no memory.
+    Raises `ValueError` if the bytes are not such segments, or lack a position, and `MemoryError`.
     """
     for part in parts:
         is_within = part.positions.start <= part.wanted.start < part.wanted.stop <= part.positions.stop
         if not is_within or len(part.kv) != size.of(len(part.positions)):
-            raise ValueError(f"{len(part.kv)} bytes are no segment of {part.positions} with {part.wanted}")
+            raise ValueError(f"{len(part.kv)} bytes are not a segment of {part.positions} with {part.wanted}")
     if any(a.wanted.stop != b.wanted.start for a, b in pairwise(parts)):
         raise ValueError("a segment has a gap")
     if not size.per_token:
@@ -78,9 +77,9 @@ def join_parts(parts: Sequence[KvPart], size: SegmentSize) -> Kv:
 
 
 def join(rows: Sequence[Rows], *, n_streams: int = 1) -> Kv:
-    """Return the saved bytes of these rows in the format of a context of `n_streams`; raises as `join_parts`.
+    """Return these rows as saved bytes of a context of `n_streams`; raises the same errors as `join_parts`.
 
-    llama.cpp loads the cells of one sequence into its stream, whichever of the saved ones has them.
+    The cells are in the first stream: llama.cpp loads them into the sequence's own stream anyway.
     """
     n_tokens = sum(len(each.cells) for each in rows)
     first = rows[0].saved
@@ -121,7 +120,7 @@ def _rows_of(part: KvPart, size: SegmentSize) -> Rows:
 def _rows(
     state: Kv, at: int, positions: range, wanted: range, fits: Callable[[SavedCells], bool], *, tail: Bytes
 ) -> Rows:
-    """Read the cells whose number is at that place; raises `ValueError` for another layout, or other positions."""
+    """Read the cells whose number is at offset `at`; raises `ValueError` for another layout or other positions."""
     for cell_bytes, has_v in LAYOUTS:
         try:
             saved = read_cells(state, at, cell_bytes=cell_bytes, has_v=has_v)
@@ -141,21 +140,21 @@ def _rows(
 
 
 def _same(headers: Sequence[Bytes]) -> Bytes:
-    """Return a header that all sources have; raises `ValueError` if it differs."""
+    """Return the header, which must be the same in all sources; raises `ValueError` if not."""
     if any(not np.array_equal(each, headers[0]) for each in headers):
         raise ValueError("segments have different layouts")
     return headers[0]
 
 
 class _Writer:
-    """Fills an array from its beginning."""
+    """Fills an array from its start."""
 
     def __init__(self, target: Kv) -> None:
         self._target = target
         self.at = 0
 
     def put(self, data: Bytes) -> None:
-        """Append these bytes; raises `ValueError` if they do not fit."""
+        """Append bytes; raises `ValueError` if they do not fit."""
         end = self.at + data.size
         if end > len(self._target):
             raise ValueError("a segment has another layout")

@@ -3,7 +3,7 @@
 llama.cpp saves a sequence as
 
     magic, sequence id                                       2 x uint32
-    the cache of all tokens, then that of the windows, as far as the model has them; each of them:
+    the cache of all tokens, then that of the windows, if the model has them; for each of them:
         streams                                              uint32
         for each stream: cells                               uint32, and if there are any:
             for each cell: position, ids (1), [extra], id    in the order of cells, which is not that of positions
@@ -11,9 +11,9 @@ llama.cpp saves a sequence as
             for each layer: type, bytes of a row, rows of K  int32, uint64, one row for each cell
             for each layer, unless it is MLA: the same for V
             if V is transposed instead: type, bytes of an element, width; for each of the width, all cells' elements
-    the recurrent state, if the model has one: cells (0 or 1), position, no ids, and what all layers keep
+    the recurrent state, if the model has one: cells (0 or 1), position, no ids, and the state of all layers
 
-Neither the bytes of a cell's entry nor the lack of V are in it: the layout that fits is the right one.
+The format states neither the size of a cell's entry nor whether there is V, so layouts are tried until one fits.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from llamaslot.base.model import StateKind
 HEADER_BYTES = 8
 """Magic and sequence id."""
 LAYOUTS = tuple(product((12, 24), (True, False)))
-"""Bytes of a cell's entry, without and with the three numbers that M-RoPE adds, and whether layers have V."""
+"""Possible layouts: bytes of a cell's entry (24 with the three numbers of M-RoPE), and whether there is V."""
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -51,9 +51,9 @@ class SavedCells:
     """Cells of a sequence in one stream of a cache, as views of the saved bytes."""
 
     end: int
-    """Place of what follows them."""
+    """Offset of the data after them."""
     cells: Bytes
-    """The entries of all cells, `[cells, bytes]`."""
+    """Entries of all cells, `[cells, bytes]`."""
     layers: Bytes
     """Header of the layers."""
     tensors: tuple[Tensor, ...]
@@ -72,16 +72,16 @@ class SavedCells:
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes that a token adds."""
+        """Bytes of a token's entry and rows."""
         return int(self.cells.shape[1]) + sum(int(each.rows.shape[1]) for each in self.tensors)
 
 
 def read_cells(state: Kv, at: int, *, cell_bytes: int, has_v: bool) -> SavedCells:
-    """Read the cells whose number is at that place; raises `ValueError` for another layout."""
+    """Read the cells whose number is at offset `at`; raises `ValueError` for another layout."""
     n_cells = _uint32(state, at)
     cells = _take(state, at + 4, n_cells * cell_bytes).reshape(n_cells, cell_bytes)
     if (cells[:, 4:8].copy().view(np.uint32) != 1).any():
-        raise ValueError("a cell has not one sequence id")
+        raise ValueError("a cell does not have exactly one sequence id")
     at += 4 + cells.size
     layers = _take(state, at, 8)
     is_transposed, n_layers = _uint32(layers, 0), _uint32(layers, 4)
@@ -107,7 +107,7 @@ def read_cells(state: Kv, at: int, *, cell_bytes: int, has_v: bool) -> SavedCell
 def digests(state: Kv, kind: StateKind) -> dict[str, bytes]:
     """Return a digest of each part of a saved sequence, for a model with a partial state of this kind.
 
-    They do not depend on the sequence's id, nor on which cells it has: rows are in the order of positions. Raises
+    The digests depend neither on the sequence's id nor on its cells, because rows are sorted by position. Raises
     `ValueError` for another format.
     """
     names = [] if kind is StateKind.RECURRENT else ["KV"]
@@ -134,7 +134,7 @@ def _digests(
                 continue
             saved = read_cells(state, at, cell_bytes=cell_bytes, has_v=has_v)
             order = np.argsort(saved.positions)
-            # Without the number of ids and the id itself.
+            # Leaves out the number of ids and the id itself.
             yield f"the positions of {name}", _digest(np.delete(saved.cells[order], np.s_[4:8], axis=1)[:, :-4])
             n_layers = _uint32(saved.layers, 4)
             for i, tensor in enumerate(saved.tensors):

@@ -322,7 +322,7 @@ def test_costs_without_memory_for_a_segment_are_not_kept_and_are_measured_later(
         patch.setattr(llama_backend, "_PAUSES_S", ())
         backend = LlamaBackend(settings(tiny_model, tmp_path, n_ctx=4096, n_ubatch=512))
         assert (backend.info.kv_cost, list(tmp_path.iterdir())) == (None, [])
-        assert "no memory" in backend.info.costs_pending
+        assert "not enough memory" in backend.info.costs_pending
     assert backend.measure_costs()
     backend.close()
     assert (backend.info.kv_cost is not None, backend.info.costs_pending) == (True, "")

@@ -629,7 +629,7 @@ def test_a_failure_for_want_of_memory_is_not_kept(tmp_path: Path, monkeypatch: p
             patched.setattr(llama_cpp, "llama_state_seq_get_data_ext", lambda *_: 0)
             assert backend.run_self_test()
         assert backend.info.self_test == "failed"
-        assert "no memory" in backend.info.reuse_reason
+        assert "not enough memory" in backend.info.reuse_reason
         assert is_empty(backend)
     assert starts("tiny-swa", tmp_path, 1)[0] == ["passed"]
 

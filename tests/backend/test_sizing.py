@@ -346,7 +346,7 @@ def test_too_little_memory_is_said_and_a_size_of_ones_own_is_not_questioned(
 ) -> None:
     scarce(monkeypatch, available=5 * 2**20, total=10 * 2**20)
     with (
-        pytest.raises(ConfigError, match="no room for a KV pool"),
+        pytest.raises(ConfigError, match="not enough memory for a KV pool"),
         loaded(models["demo"], n_ctx=0, n_gpu_layers=0),
     ):
         pass

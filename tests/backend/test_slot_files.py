@@ -73,7 +73,7 @@ def test_a_file_of_another_model_or_size_is_refused(tmp_path: Path) -> None:
     folder_of(tmp_path).write("a.bin", slot())
     with pytest.raises(InvalidSnapshotError, match="another model"):
         folder_of(tmp_path, OTHER).read("a.bin")
-    with pytest.raises(InvalidSnapshotError, match="another size"):
+    with pytest.raises(InvalidSnapshotError, match="size of its KV"):
         folder_of(tmp_path, size=SegmentSize(16, 11)).read("a.bin")
 
 

@@ -135,7 +135,7 @@ async def test_a_restore_evicts_idle_prefixes_but_no_running_request(tmp_path: P
         await engine.wait_for("busy", Output)
         refused = await engine.act(1, "restore")
         assert isinstance(refused, ErrorInfo)
-        assert "no room" in refused.message
+        assert "not enough free cells" in refused.message
         engine.cancel("busy")
         await end
 
@@ -422,7 +422,7 @@ async def test_a_restore_is_refused_if_a_running_request_keeps_it_from_its_cells
         await ends
         answer = await engine.act(0, "restore")
         if not isinstance(answer, SlotActionDone):
-            assert "no room" in answer.message
+            assert "not enough free cells" in answer.message
         assert not busy.done()
         engine.cancel("b")
         await busy

@@ -1,4 +1,4 @@
-"""Compiles constraints for the model's vocabulary, and keeps the latest ones."""
+"""Compiles constraints for the model's vocabulary, and caches the latest ones."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from llamaslot.base.executors import GRAMMAR_STACK_BYTES, started_executor
 from llamaslot.text.grammars.compiling import compile_grammar, grammar_error
 
 MAX_CACHE_BYTES = 256 * 2**20
-"""Estimated bytes of the compiled grammars that are kept."""
+"""Most bytes of cached grammars, by estimate."""
 _BYTES_EACH = 512 * 2**10
 _BYTES_PER_BYTE = 512
-"""Estimate of what llguidance, which does not tell, takes for a grammar and for each byte of its text, where its
-trial has measured no more.
+"""Estimated memory of a compiled grammar: so much, and so much for each byte of its text, or what its trial
+measured if that is more. llguidance does not report it.
 
 Measured: 7.4 MB for 27 KB (1,000 optional properties), 2.9 MB for 3 KB (50 patterns, after 10 replies).
 """
@@ -29,7 +29,7 @@ _MAX_MASK_THREADS = 4
 
 @dataclass(frozen=True)
 class Compiled:
-    """A compiled grammar, from which each request gets a matcher of its own; they share its lexer."""
+    """A compiled grammar. Each request gets its own matcher from it; these share the lexer."""
 
     _state: LLMatcher
     _first: TokenMask
@@ -48,28 +48,28 @@ class Compiled:
 
 
 class ConstraintCompiler:
-    """Compiles on any thread; `close` before the vocabulary is freed.
+    """Compiles on any thread. Must be closed before the vocabulary is freed.
 
-    `make_tokenizer` takes a second for a large vocabulary, so it is called for the first constraint. `eog` are the
-    tokens that end a generation, first the one that a grammar's end forces.
+    `make_tokenizer` takes a second for a large vocabulary, so it is called at the first constraint. `eog` has the
+    tokens that end a generation, beginning with the one that is forced at a grammar's end.
     """
 
     def __init__(self, make_tokenizer: Callable[[], LLTokenizer], *, n_vocab: int, eog: Sequence[int]) -> None:
         self.n_vocab = n_vocab
         self.eog = tuple(eog)
-        # As many as leave most processors to the model.
+        # A quarter of the CPUs, so that the model keeps most of them.
         n_threads = max(1, min(_MAX_MASK_THREADS, (os.cpu_count() or 1) // 4))
         self.executor = started_executor(n_threads, "llamaslot-masks", GRAMMAR_STACK_BYTES)
         self._make_tokenizer = make_tokenizer
         self._tokenizer: LLTokenizer | None = None
         self._cache: OrderedDict[str, tuple[Compiled, int]] = OrderedDict()
-        """With estimated bytes."""
+        """Compiled grammars, with their estimated bytes, by text."""
         self._n_bytes = 0
         self._lock = threading.Lock()
 
     @property
     def n_cached(self) -> int:
-        """Number of compiled grammars that are kept."""
+        """Number of cached grammars."""
         return len(self._cache)
 
     def compile(self, constraint: Constraint) -> Compiled:
@@ -91,7 +91,7 @@ class ConstraintCompiler:
         return compiled
 
     def close(self) -> None:
-        """Wait for the masks that are being computed."""
+        """Wait for masks that are being computed, and end the threads."""
         self.executor.shutdown()
 
     def _keep(self, constraint: Constraint, compiled: Compiled) -> None:

@@ -1,4 +1,4 @@
-"""Matcher: one request's place in its grammar."""
+"""Matcher: one request's position in its grammar."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from llamaslot.text.grammars.compiling import MASK_S, MAX_MASK_EXCESS_S, TOO_AMB
 
 @dataclass(frozen=True, slots=True)
 class TokenMask:
-    """The tokens that a grammar allows next, or those that it forbids, whichever takes less time to use.
+    """List of the tokens that a grammar allows next, or of those that it forbids, whichever is shorter.
 
-    Before a string, a few of 151,936 tokens are allowed; in one, a few hundred are forbidden. A list of those is
-    applied in microseconds, a mask of all tokens in 0.5 ms.
+    Of 151,936 tokens, a few are allowed before a string, and a few hundred are forbidden within one. Applying such
+    a list takes microseconds; applying a mask of all tokens takes 0.5 ms.
     """
 
     tokens: npt.NDArray[np.int64]
@@ -28,7 +28,7 @@ class TokenMask:
 
     @classmethod
     def of(cls, words: npt.NDArray[np.int32], n_vocab: int) -> TokenMask:
-        """Return the mask of a bit for each token, 32 in a word."""
+        """Convert a bit mask with 32 tokens in each word."""
         is_allowed = 2 * np.count_nonzero(words) <= len(words)
         chosen = words if is_allowed else ~words
         at = np.flatnonzero(chosen)
@@ -39,10 +39,10 @@ class TokenMask:
 
 
 class Matcher:
-    """Follows the tokens of one request; `executor` computes the mask of the next token meanwhile.
+    """Follows the tokens of one request, while `executor` computes the mask of the next token in the background.
 
-    `failure` is set once llguidance cannot go on, such as when the grammar becomes too ambiguous. Used on one
-    thread; a mask that is being computed is waited for before anything else is done.
+    `failure` is set once llguidance cannot go on, for example because the grammar is too ambiguous. Used on one
+    thread. Every method waits for a mask that is being computed.
     """
 
     def __init__(
@@ -56,19 +56,19 @@ class Matcher:
         self._executor = executor
         self._has_ended = False
         self._excess = 0.0
-        """CPU time of masks beyond `MASK_S` each."""
+        """Sum of the CPU time by which masks exceeded `MASK_S`."""
         self.failure = ""
-        """Reason for which the reply cannot go on; empty while it can."""
+        """Reason why the reply cannot go on; empty while it can."""
 
     def mask(self) -> TokenMask | None:
-        """Return the tokens that may come next, waiting for the executor; None after a failure."""
+        """Return the tokens that may come next; None after a failure."""
         self._wait()
         if self._mask is None and not self.failure:
             self._mask = self._compute()
         return None if self.failure else self._mask
 
     def accept(self, token: int) -> None:
-        """Go on after a token that the mask allows; one that ends the generation ends the reply anywhere."""
+        """Advance by a token that the mask allows. A token that ends generations ends the reply in any position."""
         self._wait()
         self._mask = None
         if token in self._eog:
@@ -77,16 +77,16 @@ class Matcher:
             self._fail()
 
     def forced(self) -> tuple[int, ...]:
-        """Go on after the tokens that the grammar forces, and return them.
+        """Advance by the tokens that the grammar forces, and return them.
 
-        They are those that a mask of one token each would give. The last one ends the generation where the grammar
-        allows nothing else.
+        They are the tokens for each of which the mask would allow only one. If the grammar allows nothing more, the
+        last one ends the generation.
         """
         self._wait()
         if self.failure or self._has_ended:
             return ()
         tokens = self._state.compute_ff_tokens()
-        # After a control token that ends generations, nothing would be generated.
+        # Nothing is generated after a token that ends generations.
         end = next((i for i, token in enumerate(tokens) if token in self._eog), None)
         if end is not None:
             self._has_ended = True
@@ -102,7 +102,7 @@ class Matcher:
         return tuple(tokens)
 
     def begin_mask(self) -> None:
-        """Begin to compute the next mask, beside what this thread does next."""
+        """Begin to compute the next mask in the background."""
         if self._mask is None and self._computing is None and not self.failure and not self._has_ended:
             self._computing = self._executor.submit(self._compute)
 
@@ -118,10 +118,10 @@ class Matcher:
         if self._state.is_error():
             self._fail()
         elif self._excess > MAX_MASK_EXCESS_S:
-            # Requests beside this one wait for its masks.
+            # The other requests of a step wait for this request's masks, so it must not go on.
             self.failure = TOO_AMBIGUOUS
         elif not len(mask.tokens) and mask.is_allowed:
-            self.failure = "no token of this vocabulary can follow"
+            self.failure = "no token of the vocabulary is allowed next"
         return mask
 
     def _fail(self) -> None:
@@ -129,7 +129,7 @@ class Matcher:
 
 
 def next_mask(state: LLMatcher, n_vocab: int) -> TokenMask:
-    """Return the mask of the next token; meaningless if `state` is in error then."""
+    """Return the mask of the next token. Meaningless if `state` is in error afterwards."""
     words = np.zeros((n_vocab + 31) // 32, dtype=np.int32)
     state.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
     return TokenMask.of(words, n_vocab)

@@ -1,6 +1,6 @@
-"""The disk tier: segments in verified files, an SQLite index, and a lock against a second server.
+"""The disk tier: segments in verified files, an SQLite index, and a lock that keeps out a second server.
 
-And snapshots of single slots, in files that users name.
+Also snapshots of single slots, in files that users name.
 """
 
 from llamaslot.backend.disk.disk_store import DiskStore

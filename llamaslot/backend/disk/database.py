@@ -1,4 +1,4 @@
-"""Connection to the SQLite file of the disk tier, shared by the threads that use it."""
+"""Connection to the SQLite file of the disk tier, shared by several threads."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ INDEX_ERRORS = (sqlite3.Error, UnicodeDecodeError)
 """Errors of an unusable index. SQLite's messages about a damaged file are not always UTF-8, as Python expects."""
 
 _MAX_VALUE_BYTES = 2**25
-"""Bytes of a value or a row: remembered replies have up to 16 MiB, and a damaged file may announce a gigabyte."""
+"""Most bytes of a value or row. Remembered replies have up to 16 MiB; a damaged file might announce a gigabyte."""
 
 
 class Database:
-    """An SQLite file that several threads use, one at a time; any of them may close it.
+    """An SQLite file that several threads use one at a time. Any of them may close it.
 
-    SQLite's own lock does not cover Python's statements: without this one, `close` during a statement of another
-    thread crashes the process.
+    The lock is needed although SQLite has its own, because that does not cover Python's statements: closing the
+    file during a statement of another thread crashes the process.
     """
 
     def __init__(self, path: Path) -> None:
@@ -29,7 +29,7 @@ class Database:
 
     @contextmanager
     def use(self) -> Iterator[sqlite3.Connection]:
-        """The connection, for this thread alone; its methods raise `sqlite3.ProgrammingError` once it is closed."""
+        """Give this thread the connection. Once closed, its methods raise `sqlite3.ProgrammingError`."""
         with self._lock:
             yield self._connection
 

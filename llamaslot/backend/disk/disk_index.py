@@ -1,7 +1,7 @@
 """Index of the disk tier: an SQLite file with the metadata of all segments in the order of their last use.
 
-In WAL mode it stays consistent if the process ends at any time. Each row has only its segment's own tokens: those
-before them are in the row of its parent segment, which exists as long as it does.
+In WAL mode it stays consistent whenever the process ends. Each row has only its segment's own tokens: those before
+them are in the row of its parent segment, which is never deleted first.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MAX_LENGTHS = {
     },
     **text_tables.MAX_LENGTHS,
 }
-"""Lengths of what is written, by table and column; a file is not trusted to have no others."""
+"""Most bytes of written values, by table and column. Checked at start, because the file is not trusted."""
 _SCHEMA = """
     CREATE TABLE segments (
         number INTEGER PRIMARY KEY,
@@ -56,7 +56,7 @@ _WRITES_SCHEMA = """
         written_at REAL NOT NULL
     );
 """
-"""Bytes written to the folder. Folders of earlier versions lack it, which is no reason to empty them."""
+"""Bytes written to the folder. Created if missing, so that folders of earlier versions stay usable."""
 _COLUMN_TYPES = (int, int, str, int, bytes, int, bytes, bytes, bytes, int)
 _ROOT_COLUMN_TYPES = (int, type(None), *_COLUMN_TYPES[2:])
 
@@ -70,7 +70,7 @@ class SegmentRow(NamedTuple):
 
 
 class DiskIndex:
-    """An open index. Every method but `close` may raise `INDEX_ERRORS`, also because the index was closed."""
+    """An open index. Every method but `close` may raise `INDEX_ERRORS`, also after the index was closed."""
 
     def __init__(self, path: Path) -> None:
         self.database = Database(path)
@@ -78,13 +78,15 @@ class DiskIndex:
         try:
             self._prepare()
             self.initial_rows = self._rows()
-            """Segments when it was opened, the least recently used first, each after its children."""
+            """Segments found when it was opened, the least recently used first, each after its children."""
         except INDEX_ERRORS:
             self.database.close()
             raise
 
     def writes(self) -> tuple[int, int, float]:
-        """Bytes written so far, those of the daily budget that the last write left used up, and its time (Unix)."""
+        """Return the bytes written so far, the bytes of the daily budget in use after the last write, and when that
+        was (Unix time).
+        """
         with self.database.use() as connection:
             row = connection.execute("SELECT total_bytes, budget_bytes, written_at FROM writes").fetchone()
         if row is None or not all(isinstance(each, int | float) and 0 <= each < _INTEGER_LIMIT for each in row):
@@ -92,7 +94,7 @@ class DiskIndex:
         return int(row[0]), int(row[1]), float(row[2])
 
     def set_writes(self, total_bytes: int, budget_bytes: int, written_at: float) -> None:
-        """Replace what `writes` returns."""
+        """Set what `writes` returns."""
         with self.database.use() as connection:
             connection.execute("REPLACE INTO writes VALUES (0, ?, ?, ?)", (total_bytes, budget_bytes, written_at))
 
@@ -112,7 +114,7 @@ class DiskIndex:
         self._change("DELETE FROM segments WHERE number = ?", ((number,) for number in numbers))
 
     def mark_used(self, numbers: Sequence[int]) -> None:
-        """Make segments the most recently used, the last one above all."""
+        """Mark segments as the most recently used, the last one as the latest."""
         uses = [(self._last_use + i, number) for i, number in enumerate(numbers, 1)]
         self._last_use += len(uses)
         self._change("UPDATE segments SET last_use = ? WHERE number = ?", uses)
@@ -123,14 +125,14 @@ class DiskIndex:
         self._change("UPDATE segments SET parent = ? WHERE number = ?", changes)
 
     def file_digest(self, path: str, version: str) -> bytes | None:
-        """The digest that was added for this version of a model file."""
+        """Return the digest stored for this version of a model file, if any."""
         query = "SELECT digest FROM file_digests WHERE (path, version) = (?, ?)"
         with self.database.use() as connection:
             found = connection.execute(query, (path, version)).fetchone()
         return found[0] if found and isinstance(found[0], bytes) else None
 
     def add_file_digest(self, path: str, version: str, digest: bytes) -> None:
-        """Keep the digest of a model file, in place of that of an earlier version."""
+        """Store the digest of a model file, replacing that of an earlier version."""
         with self.database.use() as connection:
             connection.execute("REPLACE INTO file_digests VALUES (?, ?, ?)", (path, version, digest))
 
@@ -152,13 +154,16 @@ class DiskIndex:
                 raise sqlite3.DatabaseError(f"its version is {version}, not {_SCHEMA_VERSION}")
             execute(_WRITES_SCHEMA)
             for table, columns in _MAX_LENGTHS.items():
-                # A length is known without reading the value.
+                # SQLite knows the length of a value without reading it.
                 too_long = " OR ".join(f"length({name}) > {most}" for name, most in columns.items())
                 if execute(f"SELECT 1 FROM {table} NOT INDEXED WHERE {too_long} LIMIT 1").fetchone():
                     raise sqlite3.DatabaseError(f"a row of {table} has a value that is too long")
 
     def _rows(self) -> list[SegmentRow]:
-        """All segments by last use, but each after its children: only the use of a path's end is marked."""
+        """Return all segments by last use, each after its children.
+
+        Only the use of a path's last segment is recorded, so parents inherit the last use of their children.
+        """
         columns = "number, parent, namespace, start, tokens, n_bytes, path_digest, key, checksum, last_use"
         with self.database.use() as connection:
             found = connection.execute(f"SELECT {columns} FROM segments ORDER BY last_use").fetchall()
@@ -178,7 +183,7 @@ class DiskIndex:
 
 
 def _checked(columns: tuple[Any, ...]) -> SegmentRow:
-    """Raises `sqlite3.DatabaseError` for values that are never written: SQLite has no column types."""
+    """Convert a row; raises `sqlite3.DatabaseError` for values that are never written. SQLite checks no types."""
     if tuple(map(type, columns)) not in (_COLUMN_TYPES, _ROOT_COLUMN_TYPES):
         raise sqlite3.DatabaseError("a row has values of other types")
     if not all(0 <= each < _INTEGER_LIMIT for each in columns if isinstance(each, int)):

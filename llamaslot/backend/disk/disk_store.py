@@ -1,13 +1,13 @@
-"""Disk store: a folder with the segments, text anchors and sessions that outlive the server.
+"""Disk store: a folder with segments, text anchors and sessions, which survive restarts.
 
     lock            held by the one server that uses the folder
     index.sqlite    metadata of the segments; text anchors and sessions
-    segments/       KV of the segments, a file each
-    corrupt/        files that did not match what was written, the last few of them
+    segments/       KV of the segments, one file each
+    corrupt/        the last few files that differed from what was written
 
-A file is written before its row and deleted after it. So a row without a file means that the file was taken away,
-and a file without a row that a server was killed: both are deleted when the folder is opened. Segments of another
-model, or of other settings, stay as long as there is room.
+A file is written before its row and deleted after it. So if a row has no file, somebody removed the file, and if a
+file has no row, a server was killed: both are deleted when the folder is opened. Segments of another model, or of
+other settings, stay until their space is needed.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ from llamaslot.base.model import ModelFile
 from llamaslot.kvcache.tiers.disk_io import CorruptSegmentError, SegmentMeta, WriteTotals
 
 _MAX_CORRUPT_FILES = 8
-"""Corrupt files to keep for inspection."""
+"""Most corrupt files that are kept for inspection."""
 _UNUSABLE = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR, sqlite3.SQLITE_TOOBIG)
-"""Errors of an index with another content than what was written."""
+"""SQLite's error codes for a corrupt index, which is replaced by a new one."""
 _IS_OURS = re.compile(r"\d{12}\.(kv|tmp)|index\.sqlite.*").fullmatch
 
 _log = structlog.get_logger(__name__)
 
 
 class _File(NamedTuple):
-    """Facts that the file of a segment must match."""
+    """What the file of a segment must match."""
 
     n_bytes: int
     path_digest: bytes
@@ -61,7 +61,7 @@ class _File(NamedTuple):
 class DiskStore:
     """`SegmentDisk` in a folder.
 
-    Call `fingerprint` for the model's files first, then `open` with a key derived from it.
+    Call `fingerprint` for the model's files first, then `open` with a key derived from the fingerprint.
     """
 
     def __init__(
@@ -74,19 +74,17 @@ class DiskStore:
         self.capacity = 0
         self.first_number = 0
         self.key = b""
-        """Key of all that the KV depends on: model and settings. Empty until `open`."""
+        """Digest of everything that the KV depends on: model and settings. Empty until `open`."""
         self.texts: TextTables
         """Text anchors and sessions of the key, from `open` on."""
         self._segments = folder / "segments"
         self._corrupt = folder / "corrupt"
         self._own: dict[int, _File] = {}
-        """Segments of the key; the reading thread only looks up single ones."""
+        """Segments of the key. The reading thread only looks up single ones."""
         self._others: dict[int, _File] = {}
         """Segments of other keys, and ignored ones, the least recently used first."""
         self._unerased: dict[int, int] = {}
-        """Numbers of segments that could not be deleted whole, with the KV bytes that are left: 0 if it is only the
-        row.
-        """
+        """KV bytes of segments whose deletion failed, by number; 0 if only the row is left."""
         private_folder(folder)
         for each in (self._segments, self._corrupt):
             each.mkdir(mode=0o700, exist_ok=True)
@@ -100,7 +98,7 @@ class DiskStore:
             os.close(self._lock)
             raise
         self.n_bytes = sum(row.meta.n_bytes for row in self._index.initial_rows)
-        """KV bytes of all segments, those that could not be deleted included."""
+        """KV bytes of all segments, including those whose deletion failed."""
         total_bytes, budget_used_bytes, written_at = self._index.writes()
         self.written = WriteTotals(total_bytes, budget_used_bytes, max(0.0, wall_clock() - written_at))
         """Bytes that earlier servers wrote, read from the index when it was opened."""
@@ -108,15 +106,15 @@ class DiskStore:
 
     @property
     def n_other_bytes(self) -> int:
-        """KV bytes of the segments that are not used."""
+        """KV bytes of segments of other keys, and of ignored ones."""
         return sum(file.n_bytes for file in self._others.values())
 
     def fingerprint(self, files: Sequence[ModelFile], on_progress: Callable[[float], bool]) -> bytes | None:
-        """`fingerprint_of` these files; each is read again only once it has changed."""
+        """Return `fingerprint_of` these files; those that have not changed are not read again."""
         return fingerprint_of(files, on_progress, self._index)
 
     def open(self, key: bytes, capacity: int) -> None:
-        """Use the segments of a key of `KEY_BYTES`, within `capacity` bytes; delete incomplete ones.
+        """Use the segments of a key of `KEY_BYTES`, within `capacity` bytes. Deletes incomplete ones.
 
         Raises `OSError`.
         """
@@ -137,12 +135,12 @@ class DiskStore:
             _log.info("disk.orphans_removed", rows_without_file=len(lost), files_without_row=len(sizes))
 
     def take_segments(self) -> list[SegmentMeta]:
-        """Return the segments that there were at `open`, the least recently used first, and free the list."""
+        """Return the segments found at `open`, the least recently used first, and free the list."""
         rows, self._index.initial_rows = self._index.initial_rows, []
         return [row.meta for row in rows if row.meta.number in self._own]
 
     def write(self, meta: SegmentMeta, kv: Kv) -> bool:
-        """Write a segment so that it survives the process; returns True if it does."""
+        """Write a segment durably; returns False if that failed."""
         path = self._path(meta.number)
         try:
             self._evict_others(meta.n_bytes)
@@ -158,7 +156,7 @@ class DiskStore:
         return True
 
     def count_write(self, n_bytes: int, budget_used_bytes: int) -> None:
-        """Remember for the next start that so many bytes more were written, and what is used up of the budget."""
+        """Store for the next start that `n_bytes` more were written, and how much of the daily budget is in use."""
         self._n_written += n_bytes
         try:
             self._index.set_writes(self._n_written, budget_used_bytes, self._wall_clock())
@@ -168,7 +166,7 @@ class DiskStore:
     def read(self, number: int) -> Kv | None:
         """Return the KV of a segment exactly as it was written; None if it cannot be read now.
 
-        Raises `CorruptSegmentError` if it never can be; a corrupt file is moved aside.
+        Raises `CorruptSegmentError` if it can never be read. A corrupt file is moved to `corrupt/`.
         """
         file = self._own.get(number)
         if file is None:
@@ -189,7 +187,7 @@ class DiskStore:
         return None
 
     def erase(self, numbers: Sequence[int]) -> None:
-        """Delete segments, and those that could not be deleted before; some may never have been written."""
+        """Delete segments, and retry earlier deletions that failed. Some of them may never have been written."""
         for number in numbers:
             file = self._own.pop(number, None) or self._others.pop(number, None)
             if file is not None:
@@ -213,25 +211,25 @@ class DiskStore:
                     self._unerased[number] = 0
 
     def delete_again(self) -> bool:
-        """Delete what could not be deleted before; returns True if nothing of it is left."""
+        """Retry deletions that failed; returns True if none is left."""
         if self._unerased:
             self.erase(())
         return self.texts.delete_again() and not self._unerased
 
     def ignore(self, numbers: Sequence[int]) -> None:
-        """Keep these segments only as long as there is room."""
+        """Keep these segments only until their space is needed."""
         for number in numbers:
             self._others[number] = self._own.pop(number)
 
     def mark_used(self, numbers: Sequence[int]) -> None:
-        """Make segments the most recently used, the last one above all."""
+        """Mark segments as the most recently used, the last one as the latest."""
         try:
             self._index.mark_used(numbers)
         except INDEX_ERRORS as error:
             self._failures.add("disk.mark_used_failed", error)
 
     def reparent(self, numbers: Sequence[int], parent: int) -> None:
-        """Record the parent of segments anew; those for which this fails are deleted at the next start."""
+        """Record a new parent of segments. If that fails, they are deleted at the next start."""
         try:
             self._index.reparent(numbers, parent)
         except INDEX_ERRORS as error:
@@ -243,7 +241,7 @@ class DiskStore:
         os.close(self._lock)
 
     def _evict_others(self, n_bytes: int) -> None:
-        """Delete segments of other keys until `n_bytes` more fit; the cache evicts those of its own."""
+        """Delete segments of other keys until `n_bytes` more fit. Segments of this key are evicted by the cache."""
         if self._unerased and self.n_bytes + n_bytes > self.capacity:
             self.erase(())
         evicted = []
@@ -257,9 +255,9 @@ class DiskStore:
             self.erase(evicted)
 
     def _opened_index(self) -> DiskIndex:
-        """Open the index, or a new one in place of a corrupt one. Raises `OSError` if there can be none."""
+        """Open the index, replacing a corrupt one by a new one. Raises `OSError` if that is impossible."""
         path = self.folder / "index.sqlite"
-        # SQLite gives the files beside it the same mode.
+        # SQLite creates its journal files with the mode of the index, so all are made private here.
         for each in (path, *self.folder.glob(f"{path.name}-*")):
             os.close(open_private(each))
         try:
@@ -285,7 +283,7 @@ class DiskStore:
 
 
 def _locked(path: Path) -> int:
-    """A descriptor that holds the lock until it is closed, if only by the end of the process."""
+    """Return a descriptor that holds the lock until it is closed, at the latest when the process ends."""
     descriptor = open_private(path)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,4 +1,4 @@
-"""Fingerprints of model files: KV on disk is valid only for the very weights that computed it."""
+"""Fingerprints of model files: KV on disk is valid only for exactly the weights that computed it."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def fingerprint_of(
     on_progress: Callable[[float], bool] = lambda _: True,
     index: DiskIndex | None = None,
 ) -> bytes | None:
-    """Digest of the contents of these files, which are read whole unless `index` has their digests.
+    """Return a digest of the contents of these files, which are read completely unless `index` has their digests.
 
-    `on_progress` gets the fraction of the current file that was read; None once it has returned False. Raises
-    `OSError`, also for a file that has changed since it was loaded.
+    `on_progress` gets the fraction of the current file that was read. Returns None once `on_progress` has returned
+    False. Raises `OSError`, also if a file has changed since it was loaded.
     """
     fingerprint = xxhash.xxh3_128()
     for file in files:

@@ -1,9 +1,9 @@
 """Segment files: a header that identifies the segment, then its KV as the backend saved it.
 
-    magic, format version, length of the KV, key of all that the KV depends on, path digest, checksum of the KV
+    magic, format version, length of the KV, key of model and settings, path digest, checksum of the KV
 
-A file is verified byte for byte before it is used: llama.cpp loads flipped bits without an error, and ends the
-process if bytes are missing.
+A file is verified byte for byte before it is used, because llama.cpp loads flipped bits without an error, and
+aborts the process if bytes are missing.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ KEY_BYTES = 32
 _MAGIC = b"llamslot"
 _HEADER = struct.Struct(f"<8sQQ{KEY_BYTES}s16s16s")
 _HASH_CHUNK_BYTES = 2**20
-"""Bytes to hash at a time, so that other threads need not wait for a whole segment."""
+"""Bytes to hash at a time, so that other threads need not wait for the GIL during a whole segment."""
 
 
 class CorruptFileError(Exception):
-    """A file does not have the contents that were written."""
+    """A file's content differs from what was written."""
 
 
 def file_size(n_kv_bytes: int) -> int:
-    """Size in bytes of the file of a segment with `n_kv_bytes` of KV."""
+    """Return the size of the file of a segment with `n_kv_bytes` of KV, in bytes."""
     return _HEADER.size + n_kv_bytes
 
 
 def checksum_of(*views: memoryview) -> bytes:
-    """XXH3 of these bytes, 128 bits long."""
+    """Return the 128-bit XXH3 of these bytes."""
     digest = xxhash.xxh3_128()
     for view in views:
         for start in range(0, len(view), _HASH_CHUNK_BYTES):
@@ -53,17 +53,17 @@ def write_segment(path: Path, key: bytes, path_digest: bytes, kv: Kv) -> bytes:
 
 
 def read_segment(path: Path, key: bytes, n_bytes: int, path_digest: bytes, checksum: bytes) -> Kv:
-    """The KV in a segment's file.
+    """Return the KV in a segment's file.
 
-    Raises `CorruptFileError` unless key, path digest, length and checksum are these, `OSError` if it is unreadable.
+    Raises `CorruptFileError` unless key, path digest, length and checksum match, and `OSError` if it is unreadable.
     """
     with open_regular(path) as file:
         if os.fstat(file.fileno()).st_size != file_size(n_bytes):
-            raise CorruptFileError("its length is not what was written")
+            raise CorruptFileError("its length differs from what was written")
         if file.read(_HEADER.size) != _HEADER.pack(_MAGIC, VERSION, n_bytes, key, path_digest, checksum):
-            raise CorruptFileError("its header is not what was written")
+            raise CorruptFileError("its header differs from what was written")
         kv = new_kv(n_bytes)
         n_read = file.readinto(kv.data)
     if n_read < n_bytes or checksum_of(kv.data) != checksum:
-        raise CorruptFileError("its checksum is not what was written")
+        raise CorruptFileError("its checksum differs from what was written")
     return kv

@@ -1,11 +1,11 @@
 """Slot files: snapshots of single slots, which users save and restore by name.
 
-    magic, format version, key of all that the KV depends on, length of the head, checksum of all that follows
+    magic, format version, key of model and settings, length of the head, checksum of everything after this header
     head: namespace, tokens, the position at which each part of the KV ends, the size of the partial state, and
         position and size of each checkpoint (not in version 3)
-    the KV of the parts, then for a model that has them the partial state after the last token and the checkpoints
+    the KV of the parts, then for models with a partial state: that after the last token, and the checkpoints
 
-A file is used only if it is exactly what was written, by this model with the same settings.
+A file is used only if it is intact and was written by the same model with the same settings.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ _decode_old_head = msgspec.msgpack.Decoder(tuple[str, bytes, list[int], int]).de
 class SlotFiles:
     """`SnapshotStore` in a folder, for slots of at most `n_ctx` tokens.
 
-    `key` is called when it is first needed: it may read the whole model. `state_size` is that of the partial state,
-    None for a model without one.
+    `key` is called at its first use, because it may read the whole model. `state_size` is the size of a partial
+    state; None for a model without one.
     """
 
     def __init__(
@@ -64,8 +64,8 @@ class SlotFiles:
         self._key = functools.cache(key)
         self._size = size
         self._state_size = state_size
-        # With a part for each token, and for twice as many tokens: a slot that is slightly too long is refused by
-        # the number of its tokens.
+        # A bound with one part per token, for twice the context, so that a slot that is only somewhat too long gets
+        # the clearer message about its number of tokens.
         self._max_bytes = 2 * n_ctx * (size.of(1) + 2 * WIDTH) + _MAX_NAMESPACE_BYTES
         if state_size is not None:
             self._max_bytes += (1 + MAX_SAVED_CHECKPOINTS) * (state_size.of(n_ctx) + _MAX_HEAD_BYTES_OF_CHECKPOINT)
@@ -73,7 +73,7 @@ class SlotFiles:
     def write(self, name: str, snapshot: SlotSnapshot) -> int:
         """Write a file atomically, replacing a slot file of that name; returns its size in bytes.
 
-        Raises `OSError`: `FileExistsError` if the name is that of anything else, or another process writes it.
+        Raises `OSError`; `FileExistsError` if the name belongs to any other file, or another process is writing it.
         """
         self._check_replaceable(self._folder / name)
         ends = [part.end for part in snapshot.parts]
@@ -84,7 +84,7 @@ class SlotFiles:
         body = [memoryview(head), *(part.kv.data for part in snapshot.parts), *state]
         body += [each.kv.data for each in snapshot.checkpoints]
         header = _HEADER.pack(_MAGIC, VERSION, self._key(), len(head), checksum_of(*body))
-        # The name of the temporary file is no client's: theirs do not begin with a dot.
+        # No client can name the temporary file: names of clients do not begin with a dot.
         temporary = self._folder / f".{name}.unfinished"
         try:
             write_atomically(self._folder / name, [memoryview(header), *body], temporary=temporary)
@@ -93,7 +93,7 @@ class SlotFiles:
         return len(header) + sum(map(len, body))
 
     def read(self, name: str) -> tuple[SlotSnapshot, int]:
-        """The snapshot in a file, and its size in bytes. Raises `OSError` or `InvalidSnapshotError`."""
+        """Return the snapshot in a file, and the file's size. Raises `OSError` or `InvalidSnapshotError`."""
         with open_regular(self._folder / name) as file:
             n_bytes = os.fstat(file.fileno()).st_size
             header = file.read(_HEADER.size)
@@ -105,11 +105,11 @@ class SlotFiles:
             if key != self._key():
                 raise InvalidSnapshotError("it was saved with another model or other KV settings")
             if n_bytes > self._max_bytes:
-                raise InvalidSnapshotError("it is larger than what a slot here can hold")
+                raise InvalidSnapshotError("it is larger than a slot of this server")
             body = new_kv(n_bytes - len(header))
             n_read = file.readinto(body.data)
         if n_read < len(body) or n_head > len(body) or checksum_of(body.data) != checksum:
-            raise InvalidSnapshotError("it is not what was written")
+            raise InvalidSnapshotError("it is damaged: its checksum differs from what was written")
         return self._decoded(body, n_head, version), n_bytes
 
     def _check_replaceable(self, path: Path) -> None:
@@ -137,7 +137,7 @@ class SlotFiles:
             raise InvalidSnapshotError(str(error)) from None
         bounds = [0, *ends]
         if len(tokens) != bounds[-1] * WIDTH or any(start >= end for start, end in pairwise(bounds)):
-            raise InvalidSnapshotError("its parts are not those of its tokens")
+            raise InvalidSnapshotError("its parts do not match its tokens")
         parts = []
         at = n_head
         for start, end in pairwise(bounds):
@@ -146,7 +146,7 @@ class SlotFiles:
             at += n_bytes
         n_checkpoints = sum(size for _, size in checkpoints)
         if at + n_state + n_checkpoints != len(body) or not parts or n_state not in self._state_sizes(bounds[-1]):
-            raise InvalidSnapshotError("its KV has another size than that of its tokens")
+            raise InvalidSnapshotError("the size of its KV does not match its tokens")
         state = body[at : at + n_state] if n_state else None
         self._check(checkpoints, bounds[-1])
         states = []
@@ -157,13 +157,13 @@ class SlotFiles:
         return SlotSnapshot(namespace, tokens, tuple(parts), state, tuple(states))
 
     def _check(self, checkpoints: Sequence[tuple[int, int]], n_tokens: int) -> None:
-        """Raise `InvalidSnapshotError` for checkpoints that such a snapshot of this model does not have."""
+        """Raise `InvalidSnapshotError` for checkpoints that a snapshot of this model cannot have."""
         positions = [0, *(end for end, _ in checkpoints), n_tokens]
         if len(checkpoints) > MAX_SAVED_CHECKPOINTS or any(start >= end for start, end in pairwise(positions)):
-            raise InvalidSnapshotError("its checkpoints are not those of its tokens")
+            raise InvalidSnapshotError("its checkpoints do not match its tokens")
         if any(size <= 0 or size not in self._state_sizes(end) for end, size in checkpoints):
-            raise InvalidSnapshotError("its checkpoints have another size than this model's")
+            raise InvalidSnapshotError("the size of its checkpoints does not match this model")
 
     def _state_sizes(self, n_tokens: int) -> tuple[int, ...]:
-        """Bytes that the partial state after so many tokens may have."""
+        """Return the possible sizes of a partial state after `n_tokens`."""
         return (0,) if self._state_size is None else self._state_size.all_of(n_tokens)

@@ -1,7 +1,7 @@
 """Tables of text anchors, sessions and remembered replies in the index of the disk tier.
 
-Each row has a checksum, since SQLite would not notice a changed byte, and belongs to a key, since the tokens of
-other models are different. A row that is not intact is skipped: its text is tokenized again.
+Each row has a checksum, because SQLite does not notice a changed byte, and belongs to a key, because other models
+have other tokens. A damaged row is skipped, so that its text is tokenized again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from llamaslot.base.text_records import RecordKind, TextRecord
 from llamaslot.prompts import sessions, text_anchors
 
 _TRIM_INTERVAL = 256
-"""Rows written between two checks of the limits."""
+"""Number of rows written between two checks of the limits."""
 SCHEMA = "".join(
     f"""
     CREATE TABLE {table} (
@@ -40,7 +40,7 @@ MAX_LENGTHS = {
     table: dict.fromkeys(("key", "digest", "parent", "checksum"), 2**10)
     for table in ("anchors", "sessions", "replies")
 }
-"""Lengths of what is written, by table and column; that of the content has a limit for all rows together."""
+"""Most bytes of written values, by table and column. The content is limited for all rows together (`_trim`)."""
 _TABLES: dict[RecordKind, str] = {"anchor": "anchors", "session": "sessions", "reply": "replies"}
 _encode = msgspec.msgpack.encode
 
@@ -48,7 +48,7 @@ _encode = msgspec.msgpack.encode
 class TextTables:
     """Text anchors, sessions and remembered replies of one key (`TextStore`), the latest written last.
 
-    Failures are only logged; a delete that failed is carried out before the next change.
+    Failures are only logged. A deletion that failed is repeated before the next change.
     """
 
     def __init__(self, database: Database, key: bytes, failures: FailureLog) -> None:
@@ -57,14 +57,14 @@ class TextTables:
         self._failures = failures
         self._n_written = 0
         self._deletes: dict[tuple[str, tuple[bytes, ...]], None] = {}
-        """Statements, and their parameters, of deletes that are not done."""
+        """Statements and parameters of deletions that are still to be done."""
 
     def records(self) -> list[TextRecord]:
         """Return the intact records, the oldest of each kind first."""
         return [record for kind in _TABLES for record in self._records(kind)]
 
     def write(self, record: TextRecord) -> None:
-        """Write a record, in place of an earlier one of that kind and digest."""
+        """Write a record, replacing an earlier one of the same kind and digest."""
         row = [record.digest, record.parent, record.content]
         with self._use() as connection:
             self._delete(connection)
@@ -91,7 +91,7 @@ class TextTables:
         self.delete_again()
 
     def delete_again(self) -> bool:
-        """Delete what could not be deleted before; returns True if nothing of it is left."""
+        """Retry deletions that failed; returns True if none is left."""
         if self._deletes:
             with self._use() as connection:
                 self._delete(connection)
@@ -116,7 +116,7 @@ class TextTables:
 
     @contextmanager
     def _use(self) -> Iterator[sqlite3.Connection]:
-        """The connection; errors of an unusable index are logged."""
+        """Give the caller the connection, and log errors of an unusable index."""
         try:
             with self._database.use() as connection:
                 yield connection
@@ -125,7 +125,7 @@ class TextTables:
 
 
 def _trim(connection: sqlite3.Connection) -> None:
-    """Delete the oldest rows of all keys where a table has too many, and anchors whose parent is gone."""
+    """Delete the oldest rows, of any key, of tables that exceed their limit, and anchors whose parent is gone."""
     n_deleted = _trim_table(connection, "anchors", text_anchors.OVERHEAD, text_anchors.MAX_BYTES)
     _trim_table(connection, "sessions", sessions.OVERHEAD, sessions.MAX_RECORD_BYTES)
     _trim_table(connection, "replies", replies.OVERHEAD, replies.MAX_BYTES)
@@ -137,7 +137,7 @@ def _trim(connection: sqlite3.Connection) -> None:
 
 
 def _trim_table(connection: sqlite3.Connection, table: str, overhead: int, max_bytes: int) -> int:
-    """Delete the oldest rows of a table beyond its limit, whoever they belong to, and return how many."""
+    """Delete the oldest rows of a table beyond its limit, of any key, and return how many."""
     return connection.execute(
         f"DELETE FROM {table} WHERE number IN (SELECT number FROM (SELECT number, sum(length(content) + ?) "
         f"OVER (ORDER BY number DESC) AS n_bytes FROM {table}) WHERE n_bytes > ?)",
@@ -146,5 +146,5 @@ def _trim_table(connection: sqlite3.Connection, table: str, overhead: int, max_b
 
 
 def _checksum(row: list[Any]) -> bytes:
-    """Digest of the values of a row and of their types, which differ in a damaged row."""
+    """Return a digest of the values of a row and of their types."""
     return xxhash.xxh3_128_digest(_encode(row))

@@ -1,7 +1,7 @@
 """llama.cpp through llama-cpp-python's low-level API: the only package that imports llama_cpp.
 
-It must never let through a call over which llama.cpp aborts the process: ids, ranges and capabilities are checked
-here, before ctypes. Facts about llama.cpp that the code stands on are in `docs/llama-cpp.md`.
+It must never make a call on which llama.cpp aborts the process: ids, ranges and capabilities are checked before.
+`docs/llama-cpp.md` has the facts about llama.cpp on which the code depends.
 """
 
 from llamaslot.backend.llama.llama_backend import LlamaBackend

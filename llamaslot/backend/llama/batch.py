@@ -1,4 +1,4 @@
-"""`llama_batch`: the tokens of a step, as llama.cpp takes them."""
+"""`llama_batch`: the tokens of a step, in llama.cpp's struct."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Batch:
     def fill(self, runs: Sequence[Run]) -> tuple[dict[int, int], dict[int, tuple[int, Tokens]]]:
         """Write the runs one after another.
 
-        Returns by sequence id the row of the last token's logits, and the first row and tokens to be scored.
+        Returns, by sequence id, the row of the last token's logits, and the first row and tokens to be scored.
         """
         rows, targets = {}, {}
         at = 0
@@ -58,7 +58,7 @@ class Batch:
         return rows, targets
 
     def sent(self) -> dict[int, tuple[int, int]]:
-        """First position and number of tokens per sequence id, counted in the arrays that llama.cpp was given."""
+        """Return the first position and the number of tokens by sequence id, from the arrays given to llama.cpp."""
         n = self.struct.n_tokens
         sent: dict[int, tuple[int, int]] = {}
         for seq, position in zip(self._seqs[:n].tolist(), self._positions[:n].tolist(), strict=True):

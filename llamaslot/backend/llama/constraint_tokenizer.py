@@ -1,4 +1,4 @@
-"""A model's vocabulary as llguidance takes it."""
+"""A model's vocabulary in the form that llguidance needs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from llamaslot.base.errors import NotSupportedError
 from llamaslot.text.grammars.compiling import SPECIAL_PREFIX
 
 _PART_BYTES = 2048
-"""Bytes tokenized at once where llama.cpp takes stack for each (fact 21); a grammar may force many more."""
+"""Most bytes tokenized at once if llama.cpp takes stack for each (fact 21). A grammar may force longer texts."""
 _TOKENIZE = ctypes.CFUNCTYPE(
     ctypes.c_int32,
     *(ctypes.c_void_p, ctypes.POINTER(ctypes.c_char), ctypes.c_int32),
@@ -23,16 +23,16 @@ _TOKENIZE = ctypes.CFUNCTYPE(
 
 
 class ConstraintTokenizer:
-    """Makes the tokenizer; must live as long as it is used, because of the callback."""
+    """Makes llguidance's tokenizer. Must live as long as that, because it owns the callback."""
 
     def __init__(self, vocab: LlamaVocab) -> None:
         self._vocab = vocab
         self._tag_parts = {token: self._without_tag(text) for text, token in vocab.added_tags.items()}
-        """Tokens that write an added tag as text: llama.cpp finds the tag's own token in any text."""
+        """Tokens that spell an added tag as text, by the tag's own token, which llama.cpp finds in any text."""
         self._callback = _TOKENIZE(self._tokenize)
 
     def make(self, eog: tuple[int, ...]) -> LLTokenizer:
-        """Return the tokenizer, a second later for 151,936 tokens; raises `NotSupportedError`."""
+        """Return the tokenizer. Takes about a second for 151,936 tokens. Raises `NotSupportedError`."""
         vocab = self._vocab
         tokens = token_texts(vocab)
         is_native = not vocab.stack_bytes and not self._tag_parts
@@ -57,9 +57,10 @@ class ConstraintTokenizer:
     def _tokenize(  # noqa: PLR0917 - the type of `llama_tokenize`
         self, vocab: int, text: Any, n_bytes: int, tokens: Any, n_max: int, add_special: bool, parse_special: bool
     ) -> int:
-        """Tokenize like `llama_tokenize`, but without the tokens of added tags, which a text does not allow.
+        """Tokenize like `llama_tokenize`, but without the tokens of added tags, which a grammar's text excludes.
 
-        A long text is tokenized in parts where llama.cpp takes stack for it: at their ends, tokens may differ.
+        If llama.cpp takes stack for each character, long texts are tokenized in parts, with other tokens at their
+        ends.
         """
         data = ctypes.string_at(text, n_bytes)
         size = _PART_BYTES if self._vocab.stack_bytes else max(n_bytes, 1)
@@ -89,7 +90,7 @@ class ConstraintTokenizer:
 
 
 def token_texts(vocab: LlamaVocab) -> list[bytes]:
-    """Return for each token what a client gets of it, or the name of one that a grammar allows by name only."""
+    """Return the text of each token, or a marked name for tokens that a grammar allows by name only."""
     named = set(vocab.named_tokens.values())
     texts = [b"" if token in named else vocab.piece(token) for token in range(vocab.n_tokens)]
     for token, text in enumerate(texts):

@@ -1,9 +1,9 @@
 """Bytes of KV that a model keeps per cell, and outside the cells.
 
-Where all layers are alike, each has a row of K and a row of V in every cell: arithmetic on the model's metadata.
-Layers with a sliding window keep fewer cells, recurrent ones a state per sequence, and some models compress K and
-V. For those a small context is made, and the buffer sizes that llama.cpp logs are read. Nothing is guessed from a
-model's name.
+If all layers are alike, each has a row of K and a row of V in every cell, and the size follows from the model's
+metadata. But layers with a sliding window keep fewer cells, recurrent layers keep one state per sequence, and some
+models compress K and V. For those models a small context is created, and the buffer sizes that llama.cpp logs are
+read. Nothing is guessed from a model's name.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from llamaslot.backend.llama.llama_settings import CACHE_TYPES, LlamaSettings
 from llamaslot.backend.llama.loading import PADDING, context_params, padded
 
 _OTHER_ATTENTION = ("kv_lora_rank", "key_length_mla", "indexer.key_length", "shared_kv_layers")
-"""Metadata of attention whose cells are not simply K and V of every layer."""
+"""Metadata keys of attention whose cells are not simply K and V of every layer."""
 _PROBE_UBATCH = 32
 _LOGGED_BUFFER = re.compile(r"(\S+) (KV|RS) buffer size = +([\d.]+) MiB")
 _LOGGED_CACHE = re.compile(r"size = +[\d.]+ MiB \( *(\d+) cells")
@@ -38,7 +38,7 @@ class KvBytes:
 def kv_bytes(model: Any, settings: LlamaSettings, n_seqs: int, n_ctx_seq: int) -> tuple[KvBytes, KvBytes]:
     """Return the KV of `n_seqs` sequences on the GPUs and on the host.
 
-    `n_ctx_seq` are the cells that one sequence may use, 0 where that is not known yet.
+    `n_ctx_seq` is the number of cells that one sequence may use; 0 if that is not known yet.
     """
     if not _is_uniform(model):
         return measured(model, settings, n_seqs, n_ctx_seq)
@@ -49,7 +49,7 @@ def kv_bytes(model: Any, settings: LlamaSettings, n_seqs: int, n_ctx_seq: int) -
 
 
 def layers_on_gpu(n_layer: int, n_nextn: int, n_gpu_layers: int) -> int:
-    """Return how many layers keep their KV on a GPU; llama.cpp fills GPUs from the output layer backwards."""
+    """Return how many layers keep their KV on a GPU: llama.cpp puts them there from the output layer on down."""
     if not n_gpu_layers or not library.gpus():
         return 0
     return min(max(n_gpu_layers - 1 - n_nextn, 0), n_layer) if n_gpu_layers > 0 else n_layer
@@ -66,7 +66,7 @@ def _is_uniform(model: Any) -> bool:
 
 
 def layer_bytes(model: Any, type_k: str, type_v: str) -> int:
-    """Bytes of one cell in one layer of a model whose layers are alike."""
+    """Return the bytes of one cell in one layer of a model whose layers are alike."""
     head = llama_cpp.llama_model_n_embd(model) // max(llama_cpp.llama_model_n_head(model), 1)
     n_heads = library.number(model, "attention.head_count_kv")
     k = library.number(model, "attention.key_length") or head
@@ -76,7 +76,7 @@ def layer_bytes(model: Any, type_k: str, type_v: str) -> int:
 
 
 def measured(model: Any, settings: LlamaSettings, n_seqs: int, n_ctx_seq: int) -> tuple[KvBytes, KvBytes]:
-    """Measure with a small context of this model, whose buffers llama.cpp logs to 0.01 MiB each."""
+    """Measure with a small context of this model. llama.cpp logs the size of each buffer to 0.01 MiB."""
     params = context_params(settings, n_ctx=PADDING, n_seqs=n_seqs, n_threads=1)
     params.n_batch = params.n_ubatch = _PROBE_UBATCH
     params.kv_unified = True
@@ -87,7 +87,7 @@ def measured(model: Any, settings: LlamaSettings, n_seqs: int, n_ctx_seq: int) -
 
 
 def _window_cells(model: Any, settings: LlamaSettings, n_seqs: int, n_ctx_seq: int) -> int:
-    """Cells of a layer with a sliding window, -1 for as many as of the others: llama.cpp's own sum (fact 28)."""
+    """Cells of a layer with a sliding window by llama.cpp's formula (fact 28); -1 if as many as other layers."""
     if settings.swa_full:
         return -1
     n_shared, n_streams = (n_seqs, 1) if settings.unified else (1, n_seqs)
@@ -96,7 +96,7 @@ def _window_cells(model: Any, settings: LlamaSettings, n_seqs: int, n_ctx_seq: i
 
 
 def from_log(lines: Iterable[str], n_window_cells: int) -> tuple[KvBytes, KvBytes]:
-    """Compute from what llama.cpp logged of each cache: its buffers, then its number of cells."""
+    """Compute the bytes from llama.cpp's log, which for each cache has its buffers, then its number of cells."""
     per_cell, fixed = [0, 0], [0, 0]
     buffers: list[tuple[bool, int]] = []
     is_window = False

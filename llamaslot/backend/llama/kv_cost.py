@@ -1,9 +1,9 @@
 """Measurement of `KvCost`: what idle prefixes cost on this machine, in the pool and in RAM.
 
-In the pool they slow down prefill, for attention scans it up to its highest used cell. Computing enough idle tokens
-would take long on a slow machine, but their content does not matter: one short sequence is saved, and loaded many
-times into another sequence. That one then has each position many times, and tokens computed after it attend to all
-of them, which is good enough to time. Everything is cleared at the end.
+In the pool they slow down prefill, because attention scans it up to its highest used cell (fact 5). Computing
+enough idle tokens would take long on a slow machine, but their content does not matter: one short sequence is
+saved, and loaded many times into another sequence. That one then has each position many times, and tokens computed
+after it attend to all of them, which is good enough for timing. Everything is cleared at the end.
 
 In RAM they cost the time to save and to load them, measured with the tokens of the timed prefill.
 """
@@ -26,27 +26,27 @@ from llamaslot.base.model import KvCost
 from llamaslot.kvcache.cache_settings import MAX_SEGMENT_TOKENS
 
 MAX_IDLE_CELLS = 8192
-"""Idle cells in the pool while prefill is measured, if it has as many."""
+"""Most idle cells in the pool while prefill is measured."""
 MIN_IDLE_CELLS = 2048
-"""Fewer say little, and cost little."""
+"""With fewer idle cells nothing is measured: the result would be noise, and they cost little."""
 
 _SEGMENT = -1
-"""Number of what is saved; the engine uses it for none."""
+"""Number of the saved segment; the engine uses no such number."""
 _SAVED_TOKENS = 64
-"""Tokens of the sequence that is loaded again and again."""
+"""Tokens of the sequence that is loaded repeatedly."""
 _PROBE_TOKENS = 16
-"""Tokens computed first to see how many will take `_TARGET_S`: the least that says something."""
+"""Tokens computed first, to estimate how many take `_TARGET_S`; also the fewest that are worth measuring."""
 _TARGET_S = 0.2
 """Time that each measured prefill should take."""
 _N_PAIRS = 5
-"""Prefills with and without idle cells."""
+"""Number of prefills with, and without, idle cells."""
 
 
 def measure(backend: Backend, context: Any, quiet: Quiet) -> KvCost | None:
-    """Measure the cost on a backend with this context, empty before and after; takes about two seconds.
+    """Measure the cost on a backend with this context, which is empty before and after. Takes about two seconds.
 
-    None where nothing can be saved, a unified pool has less than `MIN_IDLE_CELLS` to spare, or the model is too
-    slow to measure. Raises `NotSavedError` for want of memory.
+    None if nothing can be saved, if a unified pool has less than `MIN_IDLE_CELLS` to spare, or if the model is too
+    slow to measure. Raises `NotSavedError` if memory does not suffice.
     """
     info = backend.info
     n_idle = min(info.n_ctx - info.n_ubatch, MAX_IDLE_CELLS) // _SAVED_TOKENS * _SAVED_TOKENS
@@ -64,7 +64,7 @@ def measure(backend: Backend, context: Any, quiet: Quiet) -> KvCost | None:
 
 
 def _measured(backend: Backend, context: Any, n_idle: int, quiet: Quiet) -> KvCost | None:
-    """Measure; sequences 0 and 1 may be left with cells."""
+    """Measure. Sequences 0 and 1 may be left with cells."""
     _prefill(backend, context, _PROBE_TOKENS)
     quiet.check()
     fastest = min(_prefill(backend, context, _PROBE_TOKENS) for _ in range(3))
@@ -100,7 +100,7 @@ def _measured(backend: Backend, context: Any, n_idle: int, quiet: Quiet) -> KvCo
 
 
 def _prefill(backend: Backend, context: Any, n_tokens: int) -> float:
-    """Seconds in which sequence 0 computes `n_tokens`."""
+    """Return the seconds in which sequence 0 computes `n_tokens`."""
     backend.change(Remove(0, 0))
     started = perf_counter()
     compute(backend, n_tokens)
@@ -109,7 +109,7 @@ def _prefill(backend: Backend, context: Any, n_tokens: int) -> float:
 
 
 def _save_and_load(backend: Backend, n_tokens: int) -> tuple[float, float]:
-    """Seconds to save `n_tokens` of sequence 0, and to load them again."""
+    """Return the seconds to save `n_tokens` of sequence 0, and to load them again."""
     save = _change(backend, Save(_SEGMENT, 0, 0, n_tokens))
     backend.change(Remove(0, 0))
     load = _change(backend, Load(0, 0, ((_SEGMENT, n_tokens),)))
@@ -124,7 +124,7 @@ def _change(backend: Backend, operation: Operation) -> float:
 
 
 def fill(backend: Backend, context: Any, n_cells: int) -> bool:
-    """Fill sequence 1 with `n_cells` without computing them; False if that fails, `NotSavedError` without memory.
+    """Fill sequence 1 with `n_cells` without computing them; False if that fails. Raises `NotSavedError`.
 
     They are loaded from a segment, so layers with a sliding window, which have fewer cells, are not filled.
     """
@@ -144,7 +144,7 @@ def fill(backend: Backend, context: Any, n_cells: int) -> bool:
 
 
 def compute(backend: Backend, n_tokens: int, *, seq: int = 0, start: int = 0) -> None:
-    """Compute `n_tokens` in a sequence that holds `start`; raises `ConfigError` where the model cannot."""
+    """Compute `n_tokens` in a sequence that holds `start` tokens; raises `ConfigError` if the model cannot."""
     tokens = np.arange(n_tokens, dtype=np.int32) % backend.info.n_vocab
     status = backend.decode([Run(seq=seq, start=start, tokens=tokens, output=True)]).status
     if status is not Status.OK:

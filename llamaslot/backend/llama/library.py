@@ -1,4 +1,4 @@
-"""The shared library itself: initialised once, its log caught, its devices named, metadata of models read."""
+"""The shared library itself: initialisation, its log, its devices, metadata of models."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ _log = structlog.get_logger("llama.cpp")
 
 _DEBUG, _INFO, _WARN, _ERROR = 1, 2, 3, 4
 GPU, INTEGRATED_GPU = 1, 2
-"""ggml's device types of GPUs with memory of their own and of those that use the host's (0 is the CPU)."""
+"""ggml's device types: GPUs with their own memory, and GPUs that use the host's (0 is the CPU)."""
 
 _HARMLESS = ("possible training context overflow",)
-"""Warnings that do not apply: a slot never gets more than the model's training context, whatever the pool has."""
+"""Warnings that do not apply: a slot never gets more than the model's training context, however large the pool."""
 
 _NO_GPU = re.compile(r"ggml_cuda_init: failed to initialize \w+: ")
-"""Said where no GPU can be used: an error, unless GPUs are hidden from this process."""
+"""Logged if no GPU can be used. An error, unless GPUs are hidden from this process on purpose."""
 
 _recent: deque[str] = deque(maxlen=200)
 _errors: deque[str] = deque(maxlen=20)
 _watching: list[bool] = []
-"""An entry for each `watched` in progress: True where warnings are not to be logged either."""
+"""An entry for each `watched` in progress: True if warnings are not to be logged either."""
 
 
 @llama_cpp.llama_log_callback  # type: ignore[untyped-decorator]
@@ -57,21 +57,21 @@ def _on_log(level: int, text: bytes | None, _user: Any) -> None:
 
 
 def _hides_gpus() -> bool:
-    """True in a process that is not meant to use a GPU, such as the prompt worker."""
+    """True in a process that must not use a GPU, such as the prompt worker."""
     return any(os.environ.get(name) in ("", "-1") for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"))
 
 
 def initialise() -> None:
-    """Load the library's backends and catch its log; safe to call again."""
+    """Load the library's backends and redirect its log. May be called again."""
     llama_cpp.llama_log_set(_on_log, ctypes.c_void_p(0))
     llama_cpp.llama_backend_init()
 
 
 @contextmanager
 def watched(*, quiet: bool = False) -> Iterator[tuple[deque[str], deque[str]]]:
-    """Collect the lines that llama.cpp logs meanwhile, and its errors, which are left to the caller to report.
+    """Collect all lines, and all errors, that llama.cpp logs meanwhile. Errors are left to the caller to report.
 
-    With `quiet` its warnings are not logged either.
+    With `quiet`, warnings are not logged either.
     """
     _recent.clear()
     _errors.clear()
@@ -83,13 +83,13 @@ def watched(*, quiet: bool = False) -> Iterator[tuple[deque[str], deque[str]]]:
 
 
 def paths() -> list[Path]:
-    """The files of the library: llama.cpp's own, and those that compute for it."""
+    """Return the files of the library: llama.cpp's own, and those of ggml's backends."""
     own = Path(llama_cpp.llama_cpp._lib._name)
     return sorted(each for each in own.parent.iterdir() if each.suffix == own.suffix)
 
 
 def metadata(model: Any, key: str) -> str:
-    """Return a value of the file's metadata, or an empty text."""
+    """Return a value of the model file's metadata; empty if it is missing."""
     size = 256
     while True:
         buffer = ctypes.create_string_buffer(size)
@@ -102,13 +102,13 @@ def metadata(model: Any, key: str) -> str:
 
 
 def number(model: Any, key: str) -> int:
-    """Return a number of the architecture's metadata; 0 where there is none, or one for each layer."""
+    """Return a number of the architecture's metadata; 0 if it is missing, or if there is one for each layer."""
     text = metadata(model, f"{metadata(model, 'general.architecture')}.{key}")
     return int(text) if text.isdecimal() else 0
 
 
 def row_bytes(kind: int, width: int) -> int:
-    """Bytes of a row of elements of a ggml type, in whole blocks."""
+    """Return the bytes of a row of `width` elements of a ggml type, in whole blocks."""
     libggml.ggml_blck_size.restype = ctypes.c_int64
     libggml.ggml_type_size.restype = ctypes.c_size_t
     return int(-(-width // libggml.ggml_blck_size(kind)) * libggml.ggml_type_size(kind))
@@ -116,24 +116,24 @@ def row_bytes(kind: int, width: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """Facts about the library as it was built."""
+    """How the library was built."""
 
     version: str
     """Version of llama-cpp-python."""
     flags: str
     """Instruction sets and options, as llama.cpp lists them."""
     backends: tuple[str, ...]
-    """Backends of ggml that it has, such as CUDA and CPU."""
+    """ggml's backends in it, such as CUDA and CPU."""
 
 
 def build() -> Build:
-    """Return how the library was built; to be called after `initialise`."""
+    """Return how the library was built. Call `initialise` first."""
     flags = llama_cpp.llama_print_system_info().decode(errors="replace")
     return Build(llama_cpp.__version__, " ".join(flags.split()).strip(" |"), backends())
 
 
 def backends() -> tuple[str, ...]:
-    """Names of the backends that were compiled in, or found by ggml."""
+    """Return the names of the backends that were compiled in, or found by ggml."""
     libggml.ggml_backend_reg_count.restype = ctypes.c_size_t
     libggml.ggml_backend_reg_get.argtypes = [ctypes.c_size_t]
     libggml.ggml_backend_reg_get.restype = ctypes.c_void_p
@@ -145,7 +145,7 @@ def backends() -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A device that ggml computes on, and its memory in bytes."""
+    """A device on which ggml computes, and its memory in bytes."""
 
     name: str
     description: str
@@ -155,19 +155,19 @@ class Device:
 
 
 def gpus() -> list[Device]:
-    """The GPUs that llama.cpp uses: integrated ones only where there are no others."""
+    """Return the GPUs that llama.cpp uses: integrated ones only if there are no others."""
     found = devices()
     return [each for each in found if each.kind == GPU] or [each for each in found if each.kind == INTEGRATED_GPU]
 
 
 def device_used(n_gpu_layers: int) -> str:
-    """Return `ModelInfo.device` for a model with that many layers on the GPU."""
+    """Return `ModelInfo.device` for a model with `n_gpu_layers` on the GPU."""
     used = gpus() if n_gpu_layers != 0 else []
     return ", ".join(f"{each.name} ({each.description})" for each in used) or CPU
 
 
 def devices() -> list[Device]:
-    """All devices, the CPU among them."""
+    """Return all devices, including the CPU."""
     libggml.ggml_backend_dev_count.restype = ctypes.c_size_t
     libggml.ggml_backend_dev_get.argtypes = [ctypes.c_size_t]
     libggml.ggml_backend_dev_get.restype = ctypes.c_void_p

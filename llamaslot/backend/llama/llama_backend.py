@@ -1,4 +1,4 @@
-"""`Backend` on a llama.cpp context: every call is checked against the backend's own record before it is made."""
+"""`Backend` on a llama.cpp context. Every call is first checked against the backend's own record."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from llamaslot.base.tokens import Tokens
 T = TypeVar("T")
 _MAX_VIEWS = 1024
 _PAUSES_S = (0.2, 0.5)
-"""Times between tries to measure the costs at start."""
+"""Pauses before the second and third try to measure the costs at start."""
 
 
 class LlamaBackend:
@@ -75,11 +75,11 @@ class LlamaBackend:
         self._batch = Batch(self.info.n_ubatch)
         self._kv = KvOperations(self._context, self.info, self.n_seqs)
         self._rows: dict[int, int] = {}
-        """The batch row of each sequence's last token, if its logits were asked for."""
+        """Batch row of the last token of each sequence whose logits were requested."""
         self._targets: dict[int, tuple[int, Tokens]] = {}
-        """By sequence the first batch row of what is to be scored, and those tokens."""
+        """First batch row and tokens to be scored, by sequence."""
         self._views: dict[int, Logits] = {}
-        """Arrays over the logits by address: llama.cpp keeps to a few, so they need not be made every step."""
+        """Arrays over rows of logits by address, kept because llama.cpp uses the same few addresses again."""
         try:
             self._warm_up()
             measured = self._measurements()
@@ -93,37 +93,37 @@ class LlamaBackend:
         trim_heap()
 
     def change(self, operation: kv_ops.Operation) -> None:
-        """Carry out an operation on sequences, checked first."""
+        """Check and carry out a KV operation."""
         self._check_open()
         self._kv.change(operation)
 
     def kv_of(self, segment: int) -> kv_ops.Kv | None:
-        """Return the bytes of a segment or checkpoint in host memory, None without one."""
+        """Return the bytes of a segment or checkpoint in host memory; None if it is not there."""
         kv = self._kv.segments.kv_of(segment)
         return kv if kv is not None else self._kv.partial.kv_of(segment)
 
     def put(self, segment: int, start: int, end: int, state: kv_ops.Kv) -> None:
-        """Add a segment or checkpoint that an earlier process saved."""
+        """Add a segment or checkpoint that was read from disk, a file or the remote tier."""
         if start == end:
             checkpoint = self.info.checkpoint_size
             if checkpoint is None or len(state) not in checkpoint.all_of(end):
-                raise ValueError(f"{len(state)} bytes are no checkpoint after {end} tokens")
+                raise ValueError(f"a checkpoint after {end} tokens does not have {len(state)} bytes")
             self._kv.put_checkpoint(segment, end, state)
             return
         size = self.info.segment_size
         if size is None or len(state) != size.of(end - start):
-            raise ValueError(f"{len(state)} bytes are not {end - start} tokens")
+            raise ValueError(f"a segment of {end - start} tokens does not have {len(state)} bytes")
         self._kv.segments.put(segment, range(start, end), state)
 
     def end_changes(self) -> None:
-        """Free what is kept for further operations on the same sequences."""
+        """Free what was kept to speed up further operations on the same sequences."""
         self._kv.end_changes()
 
     def seq_len(self, seq: int) -> int:
-        """Return the tokens of a sequence: asks llama.cpp, and corrects the backend's record by the answer."""
+        """Return the number of tokens in a sequence. Asks llama.cpp, and corrects the backend's own record."""
         self._check_seq(seq)
         if self._kv.states.has_states:
-            # llama.cpp knows of the state only, which a sequence may have lost.
+            # llama.cpp reports the position of the partial state, which the sequence may have lost.
             return self._kv.lengths[seq]
         self._kv.lengths[seq] = llama_cpp.llama_memory_seq_pos_max(self._memory, seq) + 1
         return self._kv.lengths[seq]
@@ -134,7 +134,7 @@ class LlamaBackend:
         if not self._kv.states.is_live(seq):
             return range(self._kv.lengths[seq])
         end = llama_cpp.llama_memory_seq_pos_max(self._memory, seq) + 1
-        # llama.cpp drops early positions of windows and recurrent states.
+        # With windows and recurrent states, llama.cpp's lowest position is not that of the KV of every token.
         start = llama_cpp.llama_memory_seq_pos_min(self._memory, seq) if self.info.can_trim else 0
         return range(start, end) if end else range(0)
 
@@ -157,7 +157,7 @@ class LlamaBackend:
     def new_sampler(
         self, sampling: Sampling, history: Tokens, constraint: CompiledConstraint | None = None
     ) -> LlamaSampler:
-        """Create a sampler whose penalties count the tokens of `history`."""
+        """Create a sampler whose penalties take the tokens of `history` into account."""
         if not isinstance(constraint, Compiled | None):
             raise kv_ops.IllegalCallError("a foreign constraint")
         return LlamaSampler(
@@ -187,7 +187,7 @@ class LlamaBackend:
         return [score_of(token, self._logits(first + i), n_top) for i, token in enumerate(targets.tolist())]
 
     def run_self_test(self, should_stop: Callable[[], bool] = lambda: False) -> bool:
-        """Run the self-test of reuse if it is pending; False if `should_stop` ended it without a result."""
+        """Run the self-test of reuse if it is pending; returns False if `should_stop` ended it without a result."""
         self._check_open()
         if self.info.self_test != "pending":
             return True
@@ -195,7 +195,8 @@ class LlamaBackend:
         result = self_test.run(self, self._context, limit_s=None, should_stop=should_stop)
         self._rows, self._targets = {}, {}
         if not self._kv.put_back(held):
-            result = self_test.SelfTestResult("failed", "self-test failed: no memory after it", is_lasting=False)
+            reason = "self-test failed: not enough memory to restore the sequences after it"
+            result = self_test.SelfTestResult("failed", reason, is_lasting=False)
         if result.outcome == "pending":
             return False
         info = self.info
@@ -207,7 +208,7 @@ class LlamaBackend:
         return True
 
     def measure_costs(self, should_stop: Callable[[], bool] = lambda: False) -> bool:
-        """Measure the costs that are pending; False if they still are."""
+        """Measure costs that are pending; returns False if they still are."""
         self._check_open()
         if not self.info.costs_pending:
             return True
@@ -220,19 +221,20 @@ class LlamaBackend:
             if self.info.self_test == "passed":
                 measured = msgspec.structs.replace(measured, self_test=self_test.SelfTestResult("passed"))
             if self.info.self_test not in ("failed", "off"):
-                # Without reuse there is little to measure; a later start may have it.
+                # Without reuse little is measured, so the result is not kept for a later start that may allow
+                # reuse.
                 self._keep(measured)
             trim_heap()
         return measured is not None
 
     def set_layout(self, *, unified: bool) -> None:
-        """Make the context again in another layout, where `info.part_cells` allows it; segments stay."""
+        """Create the context again in another layout, if `info.part_cells` allows it. Segments are kept."""
         self._check_open()
         if not self.info.part_cells or any(self._kv.lengths):
             raise kv_ops.IllegalCallError("the layout of this pool is fixed, or a sequence holds something")
         was_unified = self.info.unified
         llama_cpp.llama_free(self._context)
-        # `close` must not free it again if there is no memory for any other.
+        # If no new context can be created, `close` must not free this one again.
         self._context = self._memory = None
         try:
             self._remake(unified=unified)
@@ -241,7 +243,7 @@ class LlamaBackend:
             raise MemoryError(str(error)) from error
 
     def close(self) -> None:
-        """Free context and model; without effect if that is done already."""
+        """Free context and model. May be called again."""
         if not self._closed:
             self._closed = True
             self._constraints.close()
@@ -254,7 +256,7 @@ class LlamaBackend:
         self.n_seqs: int = llama_cpp.llama_n_seq_max(self._context)
 
     def _remake(self, *, unified: bool) -> None:
-        """Make the context in place of one that was freed; raises `ConfigError`."""
+        """Create a context in place of one that was freed; raises `ConfigError`."""
         info = msgspec.structs.replace(self.info, unified=unified)
         settings = replace(self._settings, unified=unified)
         if unified:
@@ -265,12 +267,12 @@ class LlamaBackend:
         made = loading.make_context(self._model, settings, n_ctx=n_ctx, n_seqs=n_seqs, n_threads=self._n_threads)
         self._use(made)
         self._kv = KvOperations(self._context, info, self.n_seqs, segments=self._kv.segments)
-        # The arrays are over logits of the former context.
+        # The arrays point to logits of the old context.
         self._rows, self._targets, self._views = {}, {}, {}
         self.info = info
 
     def _logits(self, row: int) -> Logits:
-        """Return the logits of a batch row, float32 of the vocabulary's size, valid until the next decode."""
+        """Return the logits of a batch row (float32, of the vocabulary's size), valid until the next decode."""
         address = ctypes.addressof(llama_cpp.llama_get_logits_ith(self._context, row).contents)
         view = self._views.get(address)
         if view is None:
@@ -335,13 +337,13 @@ class LlamaBackend:
         )
 
     def _can_partition(self) -> bool:
-        """True for a model whose KV is saved and loaded in both layouts, and needs no self-test in each."""
+        """True if KV can be saved and loaded in both layouts, and the model needs no self-test in each."""
         info = self.info
         can_save = info.can_trim and info.segment_size is not None
         return info.unified and info.n_slots > 1 and can_save and not self_test.is_needed(info)
 
     def _warm_up(self) -> None:
-        """Touch the weights once, so that the first request does not pay for it."""
+        """Compute one token, so that the first request need not wait until the weights are read."""
         token = np.array([max(self.vocab.bos, 0)], dtype=np.int32)
         llama_cpp.llama_set_warmup(self._context, True)
         status = self.decode([Run(seq=0, start=0, tokens=token, output=True)]).status
@@ -359,7 +361,7 @@ class LlamaBackend:
         self._rows, self._targets = {}, {}
 
     def _measurements(self) -> Measurements:
-        """Return the start-up measurements: those that an earlier start kept, else measured now."""
+        """Return the start-up measurements: those kept by an earlier start, or measured now."""
         settings, folder = self._settings, self._settings.measurements
         key = measurements.key_of(settings, self.info, self.n_seqs) if folder else ""
         kept = measurements.read(folder, key) if folder else None
@@ -380,7 +382,7 @@ class LlamaBackend:
         return measured
 
     def _measured_at_start(self) -> Measurements | None:
-        """Measure the costs, again if that is disturbed: this server's other processes start at the same time."""
+        """Measure the costs; again if disturbed, because this server's other processes start at the same time."""
         measured = self._measure()
         for pause_s in _PAUSES_S:
             if measured is None:
@@ -395,7 +397,7 @@ class LlamaBackend:
             )
 
     def _measure(self, should_stop: Callable[[], bool] = lambda: False) -> Measurements | None:
-        """Measure all costs; None, and the reason in `info`, if that was disturbed or stopped."""
+        """Measure all costs; None, with the reason in `info`, if that was disturbed or stopped."""
         info, costs = self.info, self._settings.measure_costs
         n_threads = max(self._settings.n_threads, self._settings.n_threads_batch)
         quiet = Quiet(
@@ -424,15 +426,16 @@ class LlamaBackend:
         except StoppedError:
             pending = info.costs_pending
         except kv_ops.NotSavedError:
-            pending = "there was no memory to save a prefix in"
+            pending = "not enough memory to save a prefix"
         finally:
             self.info = msgspec.structs.replace(self.info, costs_pending=pending)
         return None
 
     def _set_measured(self, measured: Measurements, *, is_later: bool = False) -> None:
-        """Fill in what was measured; sequences must be empty.
+        """Set the measured values in `info`; sequences must be empty.
 
-        Who uses the backend already may still save and trim a preempted request, but continues it from no state.
+        `is_later` is True if requests run already. Then a failed self-test leaves the KV operations as they are,
+        because plans in progress may still save and truncate sequences.
         """
         result = measured.self_test
         self.info = msgspec.structs.replace(self.info, **measured.costs)
@@ -444,7 +447,7 @@ class LlamaBackend:
             self._kv = KvOperations(self._context, self.info, self.n_seqs)
 
     def _measure_sizes(self, token: Tokens) -> None:
-        """Fill in the sizes of segments and checkpoints from those of one and two tokens; sequence 0 holds one."""
+        """Set the sizes of segments and checkpoints from those of one and two tokens. Sequence 0 holds one."""
         info, kv = self.info, self._kv
         segments, checkpoints = [], []
         for n_tokens in (1, 2):
@@ -455,7 +458,7 @@ class LlamaBackend:
         segment, checkpoint = (SegmentSize(2 * one - two, two - one) for one, two in (segments, checkpoints))
         self.info = msgspec.structs.replace(
             info,
-            # A model without attention has no V that could be transposed.
+            # Without flash attention V is transposed, and saving is too slow (fact 7). A recurrent model has no V.
             segment_size=segment if info.flash_attn or info.state.kind is StateKind.RECURRENT else None,
             checkpoint_size=CheckpointSize(checkpoint.fixed, checkpoint.per_token, info.state.n_swa)
             if info.keeps_checkpoints
@@ -476,7 +479,7 @@ class LlamaBackend:
 
 
 def _constraint_compiler(vocab: LlamaVocab) -> ConstraintCompiler:
-    """Return the compiler, which makes llguidance's tokenizer when it is first needed."""
+    """Return the compiler of constraints, which creates llguidance's tokenizer at its first use."""
     eog = tuple(sorted(vocab.eog, key=lambda token: (token != vocab.eos, token)))
     tokenizer = ConstraintTokenizer(vocab)
     return ConstraintCompiler(lambda: tokenizer.make(eog), n_vocab=vocab.n_tokens, eog=eog)
@@ -489,7 +492,7 @@ def _status(code: int) -> Status:
 
 
 def _description(model: Any) -> str:
-    """Architecture, size and element type, as in `llama 2.32M F16`; llama.cpp writes `?B` for most sizes."""
+    """Return architecture, size and element type, as in `llama 2.32M F16`. llama.cpp writes `?B` for most sizes."""
     buffer = ctypes.create_string_buffer(256)
     llama_cpp.llama_model_desc(model, buffer, len(buffer))
     n_params = llama_cpp.llama_model_n_params(model)

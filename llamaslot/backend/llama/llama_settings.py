@@ -1,4 +1,4 @@
-"""Settings of the llama backend, and the sequence ids that follow from them."""
+"""Settings of the llama backend, and the numbers of sequence ids that follow from them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CACHE_TYPES: dict[str, int] = {
     "iq4_nl": 20,
     "bf16": 30,
 }
-"""Element types of the KV pool by llama-server's names: `enum ggml_type`, not all of it in llama_cpp."""
+"""Element types of the KV pool by llama-server's names. Values of `enum ggml_type`; llama_cpp lacks some."""
 
 MAX_SEQS = 256
 """llama.cpp's LLAMA_MAX_SEQ."""
@@ -31,14 +31,14 @@ class LlamaSettings:
 
     model: Path
     n_ctx: int = 0
-    """Cells of the KV pool; 0 for what fits into memory (`sizing.py`)."""
+    """Cells of the KV pool; 0 for as many as fit into memory (`sizing.py`)."""
     kv_mem_fraction: float = 0.85
-    """Share of the memory that a pool without `n_ctx` may fill, weights and all else included."""
+    """Without `n_ctx`: the fraction of memory that may be in use, including weights and other programs."""
     n_slots: int = 4
     n_cache_seqs: int | None = None
-    """Spare sequence ids, which keep idle prefixes; None for some a slot, or none in a partitioned pool."""
+    """Spare sequence ids, which keep idle prefixes; None for the default (`sequences`)."""
     n_cache_seqs_a_slot: int = 4
-    """Reserved ids a slot without `n_cache_seqs`; fewer will do where prefixes without an id are offloaded."""
+    """Spare ids per slot without `n_cache_seqs`. Fewer suffice if prefixes without an id are offloaded."""
     n_batch: int = 2048
     n_ubatch: int = 512
     n_threads: int = 0
@@ -51,32 +51,32 @@ class LlamaSettings:
     use_mlock: bool = False
     flash_attn: Literal["auto", "on", "off"] = "auto"
     unified: bool = True
-    """One pool for all sequences, or a part for each: the layout at start."""
+    """Layout at start: one pool for all sequences, or a part for each."""
     may_partition: bool = False
-    """Let a unified pool be partitioned while the server runs, where the model allows it."""
+    """Allow a unified pool to be partitioned at run time, if the model allows it."""
     swa_full: bool = False
-    """As many cells for layers with a sliding window as for the others; checkpoints are needed all the same."""
+    """Give layers with a sliding window as many cells as the others. Checkpoints are needed nevertheless."""
     checkpoints: bool = False
-    """Take and restore checkpoints of states that cannot be trimmed; in a unified pool only."""
+    """Take and restore checkpoints of partial states. Only in a unified pool."""
     cache_type_k: str = "f16"
     cache_type_v: str = "f16"
     measure_costs: bool = False
     """Measure `ModelInfo.kv_cost`, `step_cost` and `state_cost`, which takes some seconds."""
     measurements: Path | None = None
-    """Folder in which start-up measurements are kept for the next start; None to measure at each."""
+    """Folder in which measurements are kept for the next start; None to measure at every start."""
     self_test_limit_s: float = 0.5
-    """Seconds that the self-test of reuse may take at load; where it would take more, it is pending."""
+    """Most seconds that the self-test of reuse may take at load. If it would take longer, it stays pending."""
     reuse_self_test: Literal["auto", "on", "off"] = "auto"
     """`on` reuses prefixes without the self-test, or although it failed; `off` reuses nothing that needs one."""
 
 
 def sequences(settings: LlamaSettings, *, reusable: bool, has_states: bool = False) -> tuple[int, int]:
-    """Reserved sequence ids, and how many the context has in all. Raises `ConfigError`.
+    """Return the number of spare sequence ids, and of all ids of the context. Raises `ConfigError`.
 
-    The ids are those of the slots, then the reserved ones, then in a unified pool a spare one to move prefixes to
-    and one for scratch: 255 slots leave only the last, 256 neither. Where KV cannot be trimmed there is no use for
-    any but the slots'. Models with checkpoints get only the wanted ones and scratch: each id takes memory for a
-    state.
+    Slots have the first ids, then come the spare ones, then in a unified pool one more to move prefixes to, and the
+    scratch sequence. With 255 slots there is only the latter, with 256 neither. If KV cannot be truncated, only
+    slots have ids. Models with checkpoints get only the requested spare ids and scratch, because each id takes
+    memory for a state.
     """
     n_slots, wanted = settings.n_slots, settings.n_cache_seqs
     if not 1 <= n_slots <= MAX_SEQS:
@@ -90,7 +90,7 @@ def sequences(settings: LlamaSettings, *, reusable: bool, has_states: bool = Fal
             param="--cache-seqs",
         )
     if has_states and settings.checkpoints and settings.unified and n_more:
-        # Checkpoints keep idle prefixes, and each id takes memory for a state.
+        # No spare ids by default: checkpoints keep idle prefixes, and each id takes memory for a state.
         return wanted or 0, n_slots + (wanted or 0) + 1
     if not reusable:
         return 0, n_slots

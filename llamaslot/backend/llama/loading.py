@@ -1,4 +1,4 @@
-"""Loading a GGUF file and making its context, with every failure turned into one line for the terminal."""
+"""Loading a GGUF file and creating its context. Every failure becomes one line for the terminal (`ConfigError`)."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from llamaslot.base.gguf_file import check_file, parts
 from llamaslot.base.model import ModelFile
 
 PADDING = 256
-"""Cells of a sequence's context are a multiple of this in llama.cpp."""
+"""In llama.cpp the number of cells of a sequence's context is a multiple of this."""
 
 MIN_PART = 512
-"""Least cells of a slot for which a pool is partitioned while the server runs."""
+"""Fewest cells of a slot with which a pool may be partitioned at run time."""
 _MOST_CELLS = 2**31
 _FLASH_ATTN = {
     "auto": llama_cpp.LLAMA_FLASH_ATTN_TYPE_AUTO,
@@ -39,7 +39,7 @@ _LOAD_MODES = {
     (False, False): llama_cpp.LLAMA_LOAD_MODE_NONE,
     (False, True): llama_cpp.LLAMA_LOAD_MODE_MLOCK,
 }
-"""llama.cpp's ways to load weights: mapped from the file or not, locked in memory or not."""
+"""llama.cpp's modes of loading weights, by whether they are mapped from the file and locked in memory."""
 _INT32_MAX = 2**31 - 1
 _SAMPLING_KEYS: dict[str, tuple[str, type[int] | type[float], float, float]] = {
     "temp": ("temperature", float, 0, 100),
@@ -54,14 +54,16 @@ _SAMPLING_KEYS: dict[str, tuple[str, type[int] | type[float], float, float]] = {
     "mirostat_tau": ("mirostat_tau", float, 0, 100),
     "mirostat_eta": ("mirostat_eta", float, 0, 100),
 }
-"""Fields of `Sampling` with their types and bounds, by the keys of a GGUF file after `general.sampling.`.
+"""Fields of `Sampling` with their types and bounds, by the keys of GGUF files after `general.sampling.`.
 
 The order of the samplers (`sequence`) is not read.
 """
 
 
 _MAX_SCORED_BYTES = 32 * 2**20
-"""Logits for the prompt tokens that a step scores: 55 rows of 151,936. llama.cpp keeps memory that it has used."""
+"""Most bytes of logits for prompt tokens that a step scores: 55 rows of 151,936. Limited, because llama.cpp keeps
+the memory once it has used it.
+"""
 
 
 class LoadingStopped(Exception):  # noqa: N818 - nothing went wrong
@@ -70,19 +72,19 @@ class LoadingStopped(Exception):  # noqa: N818 - nothing went wrong
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """A context of llama.cpp, and the facts on it that only llama.cpp's log tells."""
+    """A context of llama.cpp, and facts about it that only llama.cpp's log has."""
 
     handle: Any
     flash_attn: bool
     caches: Caches
     seconds: float
-    """Time that making it took."""
+    """Time that creating it took."""
 
 
 def load_model(settings: LlamaSettings, on_progress: Callable[[float], bool]) -> tuple[Any, int]:
-    """The model handle, and how many bytes of the weights are mapped from the file.
+    """Return the model handle, and how many bytes of the weights are mapped from the file.
 
-    Raises `ConfigError`, or `LoadingStopped` once `on_progress`, which gets the share loaded, has returned False.
+    `on_progress` gets the fraction loaded. Raises `ConfigError`; `LoadingStopped` if `on_progress` returns False.
     """
     check_file(settings.model)
     stopped = False
@@ -115,7 +117,7 @@ def load_model(settings: LlamaSettings, on_progress: Callable[[float], bool]) ->
 
 
 def load_vocab(path: Path) -> Any:
-    """Return a model without weights, for its vocabulary; raises `ConfigError`."""
+    """Load only the vocabulary of a model, without weights; raises `ConfigError`."""
     check_file(path)
     library.initialise()
     params = llama_cpp.llama_model_default_params()
@@ -128,9 +130,9 @@ def load_vocab(path: Path) -> Any:
 
 
 def load_structure(path: Path) -> Any:
-    """Return a model whose weights are not read, for its capabilities; raises `ConfigError`.
+    """Load the structure of a model without its weights, to read its capabilities; raises `ConfigError`.
 
-    Without `no_alloc` but for the vocabulary alone, llama.cpp does not read what they follow from.
+    Loading only the vocabulary would not suffice: llama.cpp then does not read the metadata from which they follow.
     """
     check_file(path)
     library.initialise()
@@ -146,12 +148,12 @@ def load_structure(path: Path) -> Any:
 
 
 def kv_files(path: Path) -> tuple[ModelFile, ...]:
-    """Return `ModelInfo.kv_files`; to be called before the model is loaded."""
+    """Return `ModelInfo.kv_files`. Must be called before the model is loaded."""
     return tuple(map(ModelFile.of, (*parts(path), *library.paths())))
 
 
 def kv_facts(model: Any, context: Any, settings: LlamaSettings, *, flash_attn: bool) -> str:
-    """Return `ModelInfo.kv_facts`. A model with long RoPE takes its factors by the size of the context."""
+    """Return `ModelInfo.kv_facts`. A model with long RoPE chooses its factors by the size of the context."""
     facts = {
         "llama-cpp-python": llama_cpp.__version__,
         "types": f"{settings.cache_type_k}/{settings.cache_type_v}",
@@ -171,8 +173,8 @@ def make_context(model: Any, settings: LlamaSettings, *, n_ctx: int, n_seqs: int
         seconds = perf_counter() - started
         if not context:
             raise ConfigError(
-                f"no memory for a KV pool of {params.n_ctx:,} cells, or llama.cpp refuses it: {_reason(errors)}; "
-                "lower --ctx-size",
+                f"llama.cpp cannot create a KV pool of {params.n_ctx:,} cells, probably for lack of memory: "
+                f"{_reason(errors)}; lower --ctx-size",
                 param="--ctx-size",
             )
         n_ubatch = llama_cpp.llama_n_ubatch(context)
@@ -189,9 +191,9 @@ def make_context(model: Any, settings: LlamaSettings, *, n_ctx: int, n_seqs: int
 
 
 def part_cells(model: Any, context: Any, settings: LlamaSettings) -> int:
-    """Return the cells of each slot if a unified pool were partitioned, in whole paddings; 0 if they are too few.
+    """Return how many cells each slot would have if a unified pool were partitioned; 0 if they are too few.
 
-    0 as well where the size of the context decides what KV a token has (long RoPE), as `kv_facts` says.
+    Also 0 if a token's KV would change, because RoPE factors depend on the size of the context (long RoPE).
     """
     n_ctx = llama_cpp.llama_n_ctx(context)
     part = n_ctx // settings.n_slots // PADDING * PADDING
@@ -201,7 +203,7 @@ def part_cells(model: Any, context: Any, settings: LlamaSettings) -> int:
 
 
 def n_scored(model: Any, n_ubatch: int) -> int:
-    """Return how many tokens of prompts a step may score, each of which takes a row of logits."""
+    """Return how many prompt tokens a step may score, each of which takes a row of logits."""
     n_vocab: int = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
     return max(1, min(n_ubatch, _MAX_SCORED_BYTES // (4 * n_vocab)))
 
@@ -213,13 +215,13 @@ def context_params(settings: LlamaSettings, *, n_ctx: int, n_seqs: int, n_thread
     params.n_batch = max(settings.n_batch, settings.n_ubatch)
     params.n_ubatch = settings.n_ubatch
     params.n_seq_max = n_seqs
-    # A step samples from at most one row of logits a slot, and llama.cpp wants room for one a sequence (fact 1).
+    # A step samples from at most one row of logits per slot, but llama.cpp requires one per sequence (fact 1).
     params.n_outputs_max = n_seqs
     params.n_threads = n_threads
     params.n_threads_batch = settings.n_threads_batch or n_threads
     params.flash_attn_type = _FLASH_ATTN[settings.flash_attn]
     params.kv_unified = settings.unified
-    # The library's default is true, which costs full-size KV in layers with a sliding window (fact 23).
+    # The library's default is True, which gives layers with a sliding window as many cells as the others (fact 23).
     params.swa_full = settings.swa_full
     params.type_k = CACHE_TYPES[settings.cache_type_k]
     params.type_v = CACHE_TYPES[settings.cache_type_v]
@@ -228,7 +230,7 @@ def context_params(settings: LlamaSettings, *, n_ctx: int, n_seqs: int, n_thread
 
 
 def in_parts(n_ctx: int, n_slots: int, n_seqs: int) -> int:
-    """Cells of a pool in `n_seqs` parts, each as large as if `n_ctx` were divided among the slots alone."""
+    """Return the cells of `n_seqs` parts, each as large as if `n_ctx` were divided among the slots alone."""
     part = padded(padded(n_ctx) // n_slots)
     if part * n_seqs > _MOST_CELLS:
         raise ConfigError(
@@ -240,12 +242,12 @@ def in_parts(n_ctx: int, n_slots: int, n_seqs: int) -> int:
 
 
 def padded(n_cells: int) -> int:
-    """Round a number of cells up, as llama.cpp does."""
+    """Round a number of cells up to a multiple of `PADDING`, as llama.cpp does."""
     return -(-n_cells // PADDING) * PADDING
 
 
 def logged_bytes(what: str, lines: Iterable[str]) -> int:
-    """Return the sum of the sizes that llama.cpp logged for buffers of a kind, exact to 0.01 MiB each."""
+    """Return the sum of the sizes that llama.cpp logged for buffers of a kind, each exact to 0.01 MiB."""
     pattern = re.compile(re.escape(what) + r" size = +([\d.]+) MiB")
     return sum(round(float(found[1]) * 2**20) for line in lines if (found := pattern.search(line)))
 
@@ -253,7 +255,7 @@ def logged_bytes(what: str, lines: Iterable[str]) -> int:
 def sampling_defaults(model: Any) -> dict[str, int | float]:
     """Return the fields of `Sampling` for which the model file recommends a value (`general.sampling.*`).
 
-    Values outside the bounds that requests have are ignored: llama.cpp takes them unchecked.
+    Values outside the bounds of request fields are ignored, because llama.cpp would use them unchecked.
     """
     found: dict[str, int | float] = {}
     for key, (name, kind, low, high) in _SAMPLING_KEYS.items():
@@ -268,7 +270,7 @@ def sampling_defaults(model: Any) -> dict[str, int | float]:
 
 
 def builtin_template(source: str) -> str:
-    """Return the name of the built-in chat template that llama.cpp takes for a Jinja source, or nothing."""
+    """Return the name of the built-in template that llama.cpp recognizes in a Jinja source; empty if none."""
     names = (ctypes.c_char_p * 256)()
     n = min(llama_cpp.llama_chat_builtin_templates(names, len(names)), len(names))
     prompt = _prompt_by_builtin(source.encode())
@@ -277,7 +279,7 @@ def builtin_template(source: str) -> str:
 
 
 def _has_long_rope(model: Any) -> bool:
-    """True if the factors of RoPE may depend on the size of the context; files of MiniCPM3 do not say so."""
+    """True if RoPE factors may depend on the size of the context. Files of MiniCPM3 do not say so."""
     architecture = library.metadata(model, "general.architecture")
     names = "type", "original_context_length"
     kind, n_short = (library.metadata(model, f"{architecture}.rope.scaling.{each}") for each in names)
@@ -285,14 +287,14 @@ def _has_long_rope(model: Any) -> bool:
 
 
 def _long_rope_start(model: Any) -> int:
-    """Return the size of a sequence's context above which a model with long RoPE takes other factors."""
+    """Return the size of a sequence's context above which a model with long RoPE uses other factors."""
     architecture = library.metadata(model, "general.architecture")
     n_short = library.metadata(model, f"{architecture}.rope.scaling.original_context_length")
     return int(n_short) if n_short.isdecimal() else int(llama_cpp.llama_model_n_ctx_train(model))
 
 
 def _prompt_by_builtin(template: bytes) -> bytes:
-    """A conversation in which all built-in templates differ, by the one of a name or the one that fits a source."""
+    """Render a conversation for which all built-in templates differ, by a template's name or Jinja source."""
     roles = (b"system", b"user", b"assistant", b"user")
     chat = (llama_cpp.llama_chat_message * len(roles))(*((role, b" " + role + b" ") for role in roles))
     buffer = ctypes.create_string_buffer(4096)

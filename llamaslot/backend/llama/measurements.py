@@ -1,8 +1,8 @@
-"""Start-up measurements, kept in the user's cache folder so that the next start of the same model needs none.
+"""Start-up measurements, kept in the user's cache folder for the next start with the same model.
 
-A file holds the measurements of one key: the model's files, all settings and sizes that times depend on, the
-library and the machine. What other programs disturbed is never kept (`quiet.py`). Servers may share the folder: a
-file is replaced as a whole, and one that is corrupt or of another key counts as missing.
+A file has the measurements of one key: a digest of the model's files, all settings and sizes on which times depend,
+the library and the machine. Measurements that other programs disturbed are never kept (`quiet.py`). Servers may
+share the folder: a file is replaced as a whole, and one that is corrupt or has another key counts as missing.
 """
 
 from __future__ import annotations
@@ -30,32 +30,32 @@ from llamaslot.base.gguf_file import parts
 from llamaslot.base.model import KvCost, ModelInfo, StateCost, StepCost
 
 MAX_AGE_S = 7 * 86_400
-"""Age at which measurements are taken again: the machine may have changed."""
+"""Age at which measurements are repeated, because the machine may have changed."""
 _MAX_FILE_BYTES = 2**16
 FORMAT = 4
-"""Counted up whenever something is measured in another way."""
+"""Incremented whenever something is measured in another way."""
 
 
 class Measurements(msgspec.Struct, frozen=True):
-    """The fields of `ModelInfo` that are measured at start, and the result of the self-test."""
+    """Fields of `ModelInfo` that are measured at start, and the result of the self-test."""
 
     kv_cost: KvCost | None = None
     step_cost: StepCost | None = None
     state_cost: StateCost | None = None
     self_test: SelfTestResult | None = None
-    """Result of the self-test of reuse; None where there is none."""
+    """Result of the self-test of reuse; None if there is none."""
     has_costs: bool = True
-    """False if other programs disturbed the measurement of costs: only the self-test's result is kept then."""
+    """False if other programs disturbed the measurement of costs, so that only the self-test's result is kept."""
 
     @property
     def costs(self) -> dict[str, Any]:
-        """The fields of `ModelInfo` by name."""
+        """The measured costs, by the names of `ModelInfo`'s fields."""
         names = "kv_cost", "step_cost", "state_cost"
         return {name: getattr(self, name) for name in names}
 
     @property
     def to_keep(self) -> Measurements:
-        """Measurements for later starts: without a self-test that is pending, or whose result may change."""
+        """Measurements for later starts: without the result of a self-test if that is pending or may change."""
         result = self.self_test
         if result is None or (result.outcome in ("passed", "failed") and result.is_lasting):
             return self
@@ -83,7 +83,7 @@ def key_of(settings: LlamaSettings, info: ModelInfo, n_seqs: int) -> str:
             self_test_limit_s=0.0,
             reuse_self_test="auto",
         ),
-        # A larger pool does not change what is measured in one pool for all.
+        # In a unified pool, cells beyond those that are measured make no difference.
         (min(info.n_ctx, MAX_IDLE_CELLS + info.n_ubatch) if info.unified else info.n_ctx, n_seqs, info.flash_attn),
         (llama_cpp.__version__, _identities(library.paths())),
         (
@@ -98,7 +98,7 @@ def key_of(settings: LlamaSettings, info: ModelInfo, n_seqs: int) -> str:
 
 
 def read(folder: Path, key: str) -> Measurements | None:
-    """Return the measurements kept for the key; None where the file is missing, too old, corrupt or foreign."""
+    """Return the measurements kept for the key; None if the file is missing, too old, corrupt or of another key."""
     path = folder / f"{key}.json"
     try:
         if _is_old(path):
@@ -111,10 +111,10 @@ def read(folder: Path, key: str) -> Measurements | None:
 
 
 def write(folder: Path, key: str, measurements: Measurements) -> None:
-    """Keep measurements for the key and delete old ones; without effect where the folder cannot be written to.
+    """Keep measurements for the key and delete old ones. Does nothing if the folder is not writable.
 
-    Costs by which nothing would be offloaded are not kept: a busy machine may have caused them, and they would turn
-    RAM and disk off at every start.
+    Costs with which nothing would be offloaded are not kept: a busy machine may have caused them, and they would
+    turn RAM and disk off at every start.
     """
     if not measurements.has_costs and measurements.self_test is None:
         return
@@ -126,14 +126,14 @@ def write(folder: Path, key: str, measurements: Measurements) -> None:
         data = memoryview(msgspec.json.encode(_Kept(key, measurements)))
         write_atomically(folder / f"{key}.json", [data], temporary=unfinished)
         for path in folder.iterdir():
-            # Other servers may delete it at the same time.
+            # Another server may delete the same file at the same time.
             with contextlib.suppress(OSError):
                 if (path.suffix == ".json" or path.name.startswith(".")) and _is_old(path):
                     path.unlink()
 
 
 def _may_offload(measurements: Measurements) -> bool:
-    """True unless nothing would be offloaded by these costs."""
+    """True if loading is faster than computing, so that offloading makes sense with these costs."""
     cost = measurements.kv_cost
     return cost is None or cost.load_us < cost.prefill_us
 
@@ -143,5 +143,5 @@ def _is_old(path: Path) -> bool:
 
 
 def _identities(paths: Iterable[Path]) -> list[tuple[str, int, int]]:
-    """Path, size and modification time of each file."""
+    """Return path, size and modification time of each file."""
     return [(str(path.resolve()), (about := path.stat()).st_size, about.st_mtime_ns) for path in paths]

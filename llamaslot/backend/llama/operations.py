@@ -1,7 +1,7 @@
 """KV operations on a llama.cpp context: checked, carried out, and recorded.
 
-With a partial state, llama.cpp reports its position and not the length of the sequence. A lost state shows as
-position -1 or not at all, so both length and liveness are recorded here.
+For models with a partial state, llama.cpp reports the position of that state, not the length of the sequence. A
+lost state shows as position -1, or not at all. So both length and liveness are recorded here.
 """
 
 from __future__ import annotations
@@ -21,34 +21,34 @@ from llamaslot.base.backend import Run
 from llamaslot.base.model import ModelInfo, StateKind
 
 _MAX_SET_ASIDE_BYTES = 2 * 2**30
-"""Most bytes of sequences that are kept in host memory while the self-test uses the context."""
+"""Most bytes of sequences that are moved to host memory while the self-test uses the context."""
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Content of all sequences, while the self-test uses their context."""
+    """Content of all sequences while the self-test uses the context."""
 
     states: dict[int, kv_ops.Kv]
-    """By sequence, as llama.cpp saves it."""
+    """Saved sequences in llama.cpp's format."""
     lengths: list[int]
     is_live: list[bool]
 
 
 class KvOperations:
-    """Sequences of one context, and their segments and checkpoints in host memory; not thread-safe.
+    """Sequences of one context, and their segments and checkpoints in host memory. Not thread-safe.
 
-    `segments` are those of an earlier context of the model.
+    `segments` takes over those of an earlier context of the same model.
     """
 
     def __init__(self, context: Any, info: ModelInfo, n_seqs: int, *, segments: SegmentStore | None = None) -> None:
         self.lengths = [0] * n_seqs
-        """Tokens that each sequence holds."""
+        """Number of tokens that each sequence holds."""
         kind = info.state.kind if info.keeps_checkpoints else StateKind.NONE
         self.states = kv_ops.StateRecord(kind, info.state.n_swa)
-        """Record of which sequences can be computed on."""
+        """Record of which sequences have their partial state, and so can be decoded."""
         self.partial = PartialStates(context, kind)
         self._scratch = n_seqs - 1 if info.unified and n_seqs > info.n_slots else None
-        """The sequence through which a unified pool saves and loads."""
+        """Id of the scratch sequence, through which a unified pool saves and loads."""
         self._transfer: Transfer = (
             PoolTransfer(context, self._scratch, self.partial.strip)
             if info.unified
@@ -63,7 +63,7 @@ class KvOperations:
         """Check an operation and carry it out.
 
         Raises `IllegalCallError` for an operation that breaks the rules of `kv_ops`, and `NotSavedError` or
-        `NotLoadedError` where there is no memory.
+        `NotLoadedError` if memory does not suffice.
         """
         kv_ops.check_operation(
             operation,
@@ -104,7 +104,7 @@ class KvOperations:
                 self.segments.free(segment)
 
     def put_checkpoint(self, number: int, end: int, state: kv_ops.Kv) -> None:
-        """Add a checkpoint after `end` tokens that an earlier process took."""
+        """Add a checkpoint after `end` tokens."""
         self.partial.put(number, state)
         self.states.checkpoints[number] = end
 
@@ -119,18 +119,19 @@ class KvOperations:
             self.lengths[run.seq] += len(run.tokens)
 
     def end_changes(self) -> None:
-        """Free what is kept for further operations; sequences may be decoded then."""
+        """Free what was kept to speed up further operations. Required before a decode."""
         self._transfer.end_changes()
 
     def segment_bytes(self, seq: int) -> int:
-        """Size of a segment of all that a sequence holds."""
+        """Return the bytes of a segment of all that a sequence holds."""
         return self._transfer.size(seq, range(self.lengths[seq]))
 
     def failed(self, runs: Sequence[Run]) -> None:
         """Truncate the sequences of a failed batch to their earlier length, and strip those whose state is lost.
 
-        Sequences that can be trimmed were truncated by llama.cpp itself. Of others it may report tokens that were
-        never computed (fact 12), and free states may not be clear (fact 34): without checkpoints all are emptied.
+        Sequences that can be truncated need nothing: llama.cpp has truncated them itself. For others it may report
+        tokens that were never computed (fact 12), and free states may have data of other sequences (fact 34), so
+        without checkpoints all sequences are emptied.
         """
         if not self.states.has_states:
             if not self._info.can_trim:
@@ -138,7 +139,7 @@ class KvOperations:
             return
         starts = {run.seq: run.start for run in runs}
         self.states.fail(starts, dict(enumerate(self.lengths)))
-        # Those that hold tokens first: they free window cells, of which the others may need one.
+        # Sequences that hold tokens come first, because they free window cells, which the others may need.
         self.partial.occupy_all(sorted(range(len(self.lengths)), key=lambda seq: not self.lengths[seq]))
         for seq, length in enumerate(self.lengths):
             if not length:
@@ -148,14 +149,14 @@ class KvOperations:
                 llama_cpp.llama_memory_seq_rm(self._memory, seq, length, -1)
 
     def clear(self) -> None:
-        """Empty all sequences, and clear all data: a free state may count as clear without being so (fact 34)."""
+        """Empty all sequences and clear all data, since a free state may not be clear (fact 34)."""
         self.end_changes()
         llama_cpp.llama_memory_clear(self._memory, True)
         self.lengths = [0] * len(self.lengths)
         self.states.clear()
 
     def set_aside(self) -> Held:
-        """Empty all sequences, and return what they held; raises `NotSavedError` without memory for it.
+        """Empty all sequences, and return what they held; raises `NotSavedError` if memory does not suffice.
 
         Sequences must not share cells.
         """
@@ -173,7 +174,7 @@ class KvOperations:
         return held
 
     def put_back(self, held: Held) -> bool:
-        """Give all sequences what they held; False if there is no memory, and all are empty then."""
+        """Restore what all sequences held; False if memory does not suffice, in which case all are empty."""
         self.clear()
         for seq, state in held.states.items():
             if not saved_sequences.load(self._context, seq, state):
@@ -184,9 +185,9 @@ class KvOperations:
         return True
 
     def _set_length(self, seq: int, length: int) -> None:
-        """Record a sequence's length; strip it unless it is live, as `seq_cp` may have given it a wrong state.
+        """Record a sequence's length, and strip it unless it is live: `seq_cp` may have given it a wrong state.
 
-        Raises `MemoryError` if a full window cache has no cell for it; the sequence is empty then.
+        Raises `MemoryError` if stripping needs a window cell and none is free; the sequence is then empty.
         """
         self.lengths[seq] = length
         if self.states.is_live(seq):
@@ -200,7 +201,7 @@ class KvOperations:
 
     @contextmanager
     def _emptied_if_it_fails(self, seq: int) -> Iterator[None]:
-        """Empty a sequence if what it was to get fails: it may have got a part of it."""
+        """Empty a sequence if a copy or load into it fails, because it may have got a part of the tokens."""
         try:
             yield
         except (kv_ops.NotLoadedError, MemoryError):

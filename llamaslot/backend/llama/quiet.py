@@ -1,8 +1,8 @@
-"""The rule for every measurement whose result is kept: it counts only if nothing else disturbed it.
+"""The rule for every measurement whose result is kept: it counts only if other programs did not disturb it.
 
-Other programs that use the CPUs make times many times as long, and what was measured then would be used for a week.
-So each measurement checks between its parts how long threads waited for a CPU, and whether equal work took equal
-time, which also shows a GPU that others use. The first part that was disturbed ends it.
+Other programs that use the CPUs can make times several times as long, and the result would be used for a week. So
+each measurement checks between its parts how long threads waited for a CPU, and whether equal work took equal time,
+which also detects other users of a GPU. The first disturbed part ends the measurement.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import NamedTuple
 from llamaslot.base.process_times import thread_times
 
 MAX_WAITING_SHARE = 0.1
-"""Fraction of the time that threads may have waited for a CPU."""
+"""Largest fraction of the time that threads may have waited for a CPU."""
 MIN_WAITING_S = 0.005
-"""Waiting that is too short to matter: a few time slices."""
+"""Shorter waits, of a few time slices, never count."""
 MAX_SPREAD = 1.5
-"""Median of the times of equal work, in relation to the shortest."""
+"""Largest ratio of the median time of equal work to the shortest time."""
 
 
 class DisturbedError(Exception):
@@ -28,7 +28,7 @@ class DisturbedError(Exception):
 
 
 class StoppedError(Exception):
-    """The measurement was to be stopped."""
+    """The measurement was stopped on request."""
 
 
 class Clocks(NamedTuple):
@@ -38,14 +38,14 @@ class Clocks(NamedTuple):
     thread_s: float
     """CPU time of the calling thread."""
     waits_s: dict[int, float] | None
-    """Time for which each thread waited for a CPU; None where the system does not tell."""
+    """Time that each thread has waited for a CPU; None if the system does not report it."""
 
 
 class Quiet:
-    """Watches one measurement after the other on one thread. `should_stop` is asked at each check.
+    """Watches measurements on one thread. `should_stop` is called at each check.
 
-    With `exceeds_cpus` this process has more threads than can run at once: they wait for each other, which says
-    nothing about other programs, so only equal work is compared.
+    With `exceeds_cpus` this process has more threads than can run at once. They wait for each other, which says
+    nothing about other programs, so only the times of equal work are compared.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Quiet:
         self._before = read_clocks()
 
     def check(self) -> None:
-        """Raise `DisturbedError` if threads waited for CPUs since `begin`, `StoppedError` if it is to stop."""
+        """Raise `DisturbedError` if threads waited for CPUs since `begin`, and `StoppedError` on request."""
         if self._should_stop():
             raise StoppedError
         if self._exceeds_cpus:
@@ -74,22 +74,22 @@ class Quiet:
 
     @staticmethod
     def compare(seconds: Sequence[float]) -> None:
-        """Raise `DisturbedError` if equal work took unequal times."""
+        """Raise `DisturbedError` if equal work took very different times."""
         if statistics.median(seconds) > MAX_SPREAD * min(seconds) + MIN_WAITING_S:
             raise DisturbedError(f"the same work took {min(seconds):.3f} to {max(seconds):.3f} s")
 
 
 def read_clocks() -> Clocks:
-    """Return the clocks now."""
+    """Read the clocks."""
     waits = {thread: each.waited_s for thread, each in thread_times(os.getpid()).items()}
     return Clocks(time.perf_counter(), time.thread_time(), waits or None)
 
 
 def waited_s(before: Clocks, after: Clocks, *, on_cpu: bool) -> float:
-    """Return how long threads of this process waited for a CPU between two readings of one thread.
+    """Return how long threads of this process waited for a CPU between two readings on the same thread.
 
-    Where the system does not tell, it is the time in which the calling thread did not run; 0 unless the model is
-    computed `on_cpu`, since a thread that waits for a GPU does not run either.
+    If the system does not report that, it is the time in which the calling thread did not run; but 0 if the model
+    is not computed `on_cpu`, because a thread that waits for a GPU does not run either.
     """
     if before.waits_s is not None and after.waits_s is not None:
         return sum(max(0.0, s - before.waits_s.get(thread, 0.0)) for thread, s in after.waits_s.items())

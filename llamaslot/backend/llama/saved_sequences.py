@@ -1,4 +1,4 @@
-"""Whole sequences in host memory, as llama.cpp saves and loads them."""
+"""llama.cpp's calls that save whole sequences to host memory and load them."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ def save(context: Any, seq: int) -> Kv:
     """Return what a sequence holds; raises `MemoryError`."""
     state = new_kv(size_of(context, seq))
     n_bytes = llama_cpp.llama_state_seq_get_data(context, pointer(state), len(state), seq)
-    # Both calls return 0 if llama.cpp has no memory for what it needs on the way.
+    # Both calls return 0 if llama.cpp runs out of memory.
     if not n_bytes or n_bytes != len(state):
         raise MemoryError(f"llama.cpp could not save sequence {seq}")
     return state
 
 
 def load(context: Any, seq: int, state: Kv) -> bool:
-    """Replace what a sequence holds; False, and unknown content, if there is no memory or too few free cells."""
+    """Replace what a sequence holds. False, with unknown content, if memory or free cells do not suffice."""
     return bool(llama_cpp.llama_state_seq_set_data(context, pointer(state), len(state), seq) == len(state))
 
 

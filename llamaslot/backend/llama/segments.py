@@ -1,11 +1,11 @@
 """Segments in host memory: KV that is saved from the context and loaded back.
 
-llama.cpp saves and loads whole sequences. In a unified pool both go through a scratch sequence, which holds nothing
-before and after: a range of a sequence is copied to it to be saved, and what is loaded into it is copied on (fact
-8). A partial state that comes along with the range is stripped before it is saved.
+llama.cpp saves and loads whole sequences. In a unified pool both go through the scratch sequence, which is empty
+before and after: a range of a sequence is copied to it and saved there, and what is loaded into it is copied on
+(fact 8). A partial state that is copied along with the range is stripped before saving.
 
-In a partitioned pool, where each sequence has a stream of its own, none can be copied in part. There, a sequence is
-saved whole, and the rows of a range are cut out on the host; to load segments, they are joined with what the
+In a partitioned pool each sequence has its own stream, and cannot be copied in part (fact 3). So a sequence is
+saved whole, and the rows of a range are cut out on the host. To load segments, they are joined with what the
 sequence holds, and all of it is loaded.
 """
 
@@ -23,7 +23,7 @@ from llamaslot.base.kv_ops import Copy, Kv, Load, NotLoadedError, NotSavedError,
 
 
 class SegmentStore:
-    """Segments by number, whichever context they are from; operations must have been checked."""
+    """Segments by number, from any context of the model. Operations must have been checked."""
 
     def __init__(self) -> None:
         self.positions: dict[int, range] = {}
@@ -31,7 +31,7 @@ class SegmentStore:
         self._states: dict[int, Kv] = {}
 
     def kv_of(self, segment: int) -> Kv | None:
-        """Return the KV of a segment, None if there is no such segment."""
+        """Return the KV of a segment; None if there is no such segment."""
         return self._states.get(segment)
 
     def put(self, segment: int, positions: range, state: Kv) -> None:
@@ -40,7 +40,7 @@ class SegmentStore:
         self.positions[segment] = positions
 
     def save(self, operation: Save, transfer: Transfer) -> None:
-        """Save a range of a sequence; raises `NotSavedError` if there is no memory for it."""
+        """Save a range of a sequence; raises `NotSavedError` if memory does not suffice."""
         wanted = range(operation.start, operation.end)
         try:
             state = transfer.save(operation.src, wanted)
@@ -51,7 +51,7 @@ class SegmentStore:
     def load(self, operation: Load, transfer: Transfer) -> None:
         """Append parts of segments to a sequence; raises `NotLoadedError`.
 
-        llama.cpp does not tell if it had no memory, or if the pool has too few free cells.
+        llama.cpp does not report whether memory or free cells did not suffice.
         """
         parts = [
             (self._states[number], self.positions[number], range(start, end))
@@ -69,7 +69,7 @@ class SegmentStore:
 
 
 class Transfer(Protocol):
-    """Ways of KV between sequences, and between them and the host; raises `MemoryError`."""
+    """Moves KV between sequences, and between them and the host. Raises `MemoryError`."""
 
     def save(self, src: int, wanted: range) -> Kv:
         """Return the KV of these positions of a sequence, as a segment."""
@@ -78,19 +78,19 @@ class Transfer(Protocol):
         """Return the bytes that `save` would return."""
 
     def load(self, dst: int, start: int, parts: Sequence[tuple[Kv, range, range]]) -> None:
-        """Append to a sequence of `start` tokens; parts are a segment, its positions, and those that are wanted."""
+        """Append parts, each a segment, its positions and the wanted ones, to a sequence of `start` tokens."""
 
     def copy(self, operation: Copy) -> None:
         """Append tokens of a sequence to another one."""
 
     def end_changes(self) -> None:
-        """Free what is kept between operations."""
+        """Free what was kept between operations."""
 
 
 class PoolTransfer:
-    """`Transfer` of a unified pool; `strip` removes the partial state of a sequence.
+    """`Transfer` in a unified pool. `strip` removes the partial state of a sequence.
 
-    Without a scratch sequence it only copies.
+    Without a scratch sequence it can only copy.
     """
 
     def __init__(self, context: Any, scratch: int | None, strip: Callable[[int], None]) -> None:
@@ -120,15 +120,15 @@ class PoolTransfer:
                 llama_cpp.llama_memory_seq_rm(self._memory, self._scratch, -1, -1)
 
     def copy(self, operation: Copy) -> None:
-        """Append tokens of a sequence to another one, which share their cells then."""
+        """Append tokens of a sequence to another one, which then shares their cells."""
         llama_cpp.llama_memory_seq_cp(self._memory, operation.src, operation.dst, operation.start, operation.end)
 
     def end_changes(self) -> None:
-        """Do nothing: nothing is kept."""
+        """Do nothing, since nothing is kept."""
 
     @contextmanager
     def _in_scratch(self, src: int, wanted: range) -> Iterator[None]:
-        """Give the scratch sequence a range, without a partial state."""
+        """Copy a range, without a partial state, to the scratch sequence; empty that afterwards."""
         llama_cpp.llama_memory_seq_cp(self._memory, src, self._scratch, wanted.start, wanted.stop)
         try:
             self._strip(self._scratch)
@@ -138,14 +138,14 @@ class PoolTransfer:
 
 
 class StreamTransfer:
-    """`Transfer` of a partitioned pool; `lengths` are those of all sequences."""
+    """`Transfer` in a partitioned pool. `lengths` returns the lengths of all sequences."""
 
     def __init__(self, context: Any, lengths: Callable[[], Sequence[int]]) -> None:
         self._context = context
         self._n_streams = int(llama_cpp.llama_n_seq_max(context))
         self._lengths = lengths
         self._saved: tuple[int, int, Kv] | None = None
-        """A sequence, its length, and all that it holds: its segments are often saved one after another."""
+        """The sequence saved last, its length and bytes: its segments are often saved one after another."""
 
     def save(self, src: int, wanted: range) -> Kv:
         """Return the KV of these positions of a sequence, as a segment."""
@@ -160,18 +160,18 @@ class StreamTransfer:
         self._append(dst, start, [rows_of_sequence(*part) for part in parts])
 
     def copy(self, operation: Copy) -> None:
-        """Append tokens of a sequence to another one, in cells of its own."""
+        """Append tokens of a sequence to another one, in its own cells."""
         wanted = range(operation.start, operation.end)
         self._append(operation.dst, operation.start, [self._rows(operation.src, wanted)])
 
     def end_changes(self) -> None:
-        """Free what is kept of the last sequence."""
+        """Free the bytes of the sequence saved last."""
         self._saved = None
 
     def _append(self, dst: int, start: int, rows: list[Rows]) -> None:
         own = [self._rows(dst, range(start))] if start else []
         state = join(own + rows, n_streams=self._n_streams)
-        # The rows are of sequences that were saved whole, of which no more than one is kept in memory.
+        # Free the saved sequences to which these rows belong before loading, to limit the use of memory.
         self._saved = None
         own.clear()
         rows.clear()

@@ -1,14 +1,13 @@
-"""Size of the KV pool: as large as free memory allows where `--ctx-size` does not say, else checked against memory.
+"""Size of the KV pool: as large as free memory allows, or `--ctx-size`, which is checked against memory.
 
     cells = (free - total x (1 - fraction) - fixed) / bytes per cell,  free once the weights are loaded
 
-`pool_size` is that arithmetic on plain numbers; the bytes come from `kv_bytes.py`, and free memory is the GPU's or
-the host's, within what a container may use.
+`pool_size` is this arithmetic on plain numbers. The bytes come from `kv_bytes.py`; free memory is the GPU's or the
+host's, within the limits of a container.
 
-`most_cells` bounds what is taken of what fits: the model's training context for every slot, within a limit. Cells
-are not free: attention and every operation on a sequence scan the used ones, the host zeroes all of them at start,
-and the memory that they take is lost to everything else. So the limit is lower on the host than on a GPU of its
-own.
+`most_cells` limits the result to the model's training context for every slot, within a fixed limit. Cells are not
+free: attention and every operation on a sequence scan the used ones, the host zeroes all of them at start, and
+their memory is lost to everything else. So the limit is lower on the host than on a GPU with its own memory.
 """
 
 from __future__ import annotations
@@ -32,14 +31,14 @@ _log = structlog.get_logger(__name__)
 
 MAX_AUTO_CELLS_HOST = 32_768
 MAX_AUTO_CELLS_GPU = 131_072
-"""Limit of a computed pool size: operations scan the pool (0.1 ms at this size), and masks are as wide."""
+"""Limits of a computed pool size: operations scan the pool (0.1 ms at the larger one), and masks are as wide."""
 
 HOST = "the host"
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Memory in which a part of each cell lies."""
+    """Memory that has a part of each cell."""
 
     name: str
     free: int
@@ -49,25 +48,25 @@ class Place:
     """Bytes of KV that do not grow with the pool."""
 
     def cells_that_fit(self, fraction: float) -> int:
-        """Return the cells that fit if `1 - fraction` of all the memory stays free."""
+        """Return how many cells fit if `1 - fraction` of all memory stays free."""
         return max(int(self.free - self.total * (1 - fraction)) - self.fixed, 0) // self.cell_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class PoolSize:
-    """The size of a pool, and the arithmetic that led to it as a line to print."""
+    """The size of a pool, and the arithmetic that led to it."""
 
     n_cells: int
     """Cells of all slots together."""
     n_fitting: int
-    """Cells that would fit, those of spare sequences included where the pool is partitioned."""
+    """Cells that would fit, in a partitioned pool including those of spare sequences."""
     places: tuple[Place, ...]
     fraction: float
     capped: bool
-    """True if more would have fitted than is taken by default."""
+    """True if more would fit than is allocated by default."""
 
     def line(self) -> str:
-        """The arithmetic, to print."""
+        """Return the arithmetic as a line to print."""
         terms = []
         for place in self.places:
             fixed = f" - {_size(place.fixed)} outside the cells" if place.fixed else ""
@@ -83,9 +82,9 @@ class PoolSize:
 
 
 def choose(model: Any, settings: LlamaSettings, n_seqs: int, n_mapped: int) -> tuple[int, str]:
-    """Return the cells of all slots together, and the line that says where they come from. Raises `ConfigError`.
+    """Return the cells of all slots together, and a line that explains the number. Raises `ConfigError`.
 
-    `n_seqs` sequences lie in the pool; `n_mapped` bytes of weights are mapped from the file.
+    The pool has `n_seqs` sequences; `n_mapped` bytes of weights are mapped from the file.
     """
     n_parts, n_streams = (1, 1) if settings.unified else (settings.n_slots, n_seqs)
     gpu, host = kv_bytes(model, settings, n_seqs, padded(padded(settings.n_ctx) // n_parts))
@@ -113,17 +112,17 @@ def choose(model: Any, settings: LlamaSettings, n_seqs: int, n_mapped: int) -> t
 def _fitting(
     model: Any, settings: LlamaSettings, places: Sequence[Place], n_parts: int, n_streams: int
 ) -> tuple[int, str]:
-    """The cells and their line where `--ctx-size` does not say."""
+    """Return the cells, and the line that explains them, without `--ctx-size`."""
     n_ctx_train = llama_cpp.llama_model_n_ctx_train(model)
     growing = [place for place in places if place.cell_bytes]
     unknown = [place.name for place in growing if not place.total]
     if unknown or not growing:
         reason = (
-            f"{unknown[0]} does not say how much memory is free" if unknown else "its KV does not grow with them"
+            f"free memory on {unknown[0]} is unknown" if unknown else "its KV does not grow with the context"
         )
         return (
             n_ctx_train,
-            f"KV pool: {n_ctx_train:,} cells, the model's context, whatever memory is free: {reason}",
+            f"KV pool: {n_ctx_train:,} cells, the model's context, regardless of free memory: {reason}",
         )
     most = most_cells(n_ctx_train, settings.n_slots, on_host=any(place.name == HOST for place in growing))
     size = pool_size(growing, fraction=settings.kv_mem_fraction, most=most, n_parts=n_parts, n_streams=n_streams)
@@ -131,10 +130,10 @@ def _fitting(
 
 
 def _check_against_memory(n_ctx: int, n_cells: int, places: Sequence[Place]) -> None:
-    """Compare a pool that was asked for with memory before llama.cpp tries to allocate it.
+    """Compare the size set by `--ctx-size` with memory before llama.cpp tries to allocate it.
 
-    A pool above free memory is warned of: on the host the attempt may well succeed, and the system end the server
-    later. One above all memory is a `ConfigError`: with overcommitted memory even that allocation succeeds.
+    More than free memory is a warning: on the host the allocation may succeed, and the system kill the server
+    later. More than all memory is a `ConfigError`: if memory is overcommitted, even that allocation succeeds.
     """
     for place in places:
         needed = n_cells * place.cell_bytes + place.fixed
@@ -154,9 +153,9 @@ def _check_against_memory(n_ctx: int, n_cells: int, places: Sequence[Place]) -> 
 def pool_size(
     places: Sequence[Place], *, fraction: float, most: int, n_parts: int = 1, n_streams: int = 1
 ) -> PoolSize:
-    """The cells that `fraction` of memory allows, at most `most`, in whole paddings. Raises `ConfigError`.
+    """Return the size that `fraction` of memory allows, at most `most` cells. Raises `ConfigError`.
 
-    A partitioned pool is `n_parts` equal ones for the slots; `n_streams`, spare sequences included, take memory.
+    A partitioned pool has `n_parts` equal parts for slots, and `n_streams` parts including spare sequences.
     """
     n_fitting = min(place.cells_that_fit(fraction) for place in places)
     fits = n_fitting // n_streams // PADDING * PADDING
@@ -164,9 +163,9 @@ def pool_size(
         needed = PADDING * n_streams
         short = min(places, key=lambda place: place.cells_that_fit(fraction))
         raise ConfigError(
-            f"no room for a KV pool of {needed:,} cells, {short.cell_bytes:,} bytes each: {_size(short.free)} of "
-            f"{_size(short.total)} on {short.name} are free, and {1 - fraction:.0%} are to stay so; raise "
-            "--kv-mem-fraction, or set --ctx-size yourself",
+            f"not enough memory for a KV pool of {needed:,} cells, {short.cell_bytes:,} bytes each: "
+            f"{_size(short.free)} of {_size(short.total)} on {short.name} are free, and {1 - fraction:.0%} must "
+            "stay free; raise --kv-mem-fraction, or set --ctx-size yourself",
             param="--kv-mem-fraction",
         )
     wanted = padded(padded(most) // n_parts)
@@ -181,14 +180,12 @@ def pool_size(
 
 
 def most_cells(n_ctx_train: int, n_slots: int, *, on_host: bool) -> int:
-    """Return the upper limit of the cells without `--ctx-size`; never less than the longest request of the model
-    needs.
-    """
+    """Return the most cells to allocate without `--ctx-size`: never less than the model's longest request needs."""
     return max(n_ctx_train, min(n_slots * n_ctx_train, MAX_AUTO_CELLS_HOST if on_host else MAX_AUTO_CELLS_GPU))
 
 
 def kv_places(gpu: KvBytes, host: KvBytes, n_mapped: int) -> list[Place]:
-    """Return the memory in which the KV on GPUs and host will lie, in addition to `n_mapped` bytes of weights."""
+    """Return the memory in which the KV on GPUs and host will be, in addition to `n_mapped` bytes of weights."""
     found = []
     if gpu != KvBytes():
         gpus = library.gpus()
@@ -196,7 +193,7 @@ def kv_places(gpu: KvBytes, host: KvBytes, n_mapped: int) -> list[Place]:
         free, total = sum(each.free for each in gpus), sum(each.total for each in gpus)
         found.append(Place(name, free, total, gpu.per_cell, gpu.fixed))
         if sys.platform == "darwin" or gpus[0].kind == library.INTEGRATED_GPU:
-            # The memory of such a GPU is the host's.
+            # Such a GPU uses the host's memory.
             host = KvBytes(host.per_cell + gpu.per_cell, host.fixed + gpu.fixed)
     if host != KvBytes():
         free, total = host_memory()

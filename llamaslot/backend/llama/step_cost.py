@@ -20,19 +20,18 @@ from llamaslot.base.model import QUERY_BLOCK, StepCost
 _FEW_TOKENS, _MORE_TOKENS = 8, 32
 """Tokens of small steps."""
 _MANY_CELLS = 1024
-"""Cells that a step attends to, where it attends to many."""
+"""Cells to attend to in the measurements with many cells."""
 _LIMIT_S = 0.2
-"""Upper limit of a small step for anything to be measured, and the time that each measurement takes at most."""
+"""If a small step takes longer, nothing is measured; also the time after which a measurement is not repeated."""
 _MAX_REPEATS = 5
-"""Times that a step is computed."""
+"""Most repetitions of a step."""
 
 
 def measure(backend: Backend, context: Any, quiet: Quiet) -> StepCost | None:
-    """Measure the cost on a backend with this context, empty before and after; takes half a second, slow models
-    some.
+    """Measure the cost on a backend with this context, which is empty before and after.
 
-    None where there is no scratch sequence to pad with, the pool is too small, or the model is too slow to measure,
-    and for models with a state that cannot be trimmed, whose steps are not padded.
+    Takes half a second, or a few for slow models. None if there is no scratch sequence to pad with, if the pool is
+    too small, if the model is too slow to measure, and for models with a partial state, whose steps are not padded.
     """
     info = backend.info
     if (
@@ -47,13 +46,13 @@ def measure(backend: Backend, context: Any, quiet: Quiet) -> StepCost | None:
         return _measured(backend, context, quiet)
     finally:
         for seq in (0, 1):
-            # What `fill` did is not in the backend's record; asking sets that right.
+            # The backend does not know what `fill` did; asking for the length corrects its record.
             backend.seq_len(seq)
             backend.change(Remove(seq, 0))
 
 
 def _measured(backend: Backend, context: Any, quiet: Quiet) -> StepCost | None:
-    """Measure; sequence 1 may be left with cells."""
+    """Measure. Sequence 1 may be left with cells."""
     if (few := _seconds(backend, context, _FEW_TOKENS)) > _LIMIT_S:
         return None
     quiet.check()
@@ -72,7 +71,7 @@ def _measured(backend: Backend, context: Any, quiet: Quiet) -> StepCost | None:
 
 
 def _seconds(backend: Backend, context: Any, n_tokens: int) -> float:
-    """Minimum time of several runs in which sequence 1 computes `n_tokens` after those that it holds."""
+    """Return the shortest time of several runs in which sequence 1 computes `n_tokens` after its own."""
     start = backend.seq_len(1)
     taken: list[float] = []
     while not taken or (sum(taken) < _LIMIT_S and len(taken) < _MAX_REPEATS):

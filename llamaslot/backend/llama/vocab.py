@@ -27,26 +27,28 @@ _SPLITTERS_WITHOUT_REGEX = frozenset(
     grok-2 laguna gemma4 granite-embed-multi-311m sarvam-moe
     """.split()  # noqa: SIM905 - one name a line would take a page
 )
-"""Values of `tokenizer.ggml.pre` for which llama.cpp splits text into words by code of its own.
+"""Values of `tokenizer.ggml.pre` for which llama.cpp has its own code to split text into words.
 
 From `llm_tokenizer_bpe` and `unicode_regex_split_custom` of llama-cpp-python 0.3.36. For all others it uses
-std::regex, which takes stack for each character of a match (fact 21): a name that is missing here costs stack, a
-wrong one lets a prompt end the process (`tests/backend/test_splitters.py` tries all in its long form).
+std::regex, which takes stack for each character of a match (fact 21). A name missing here only costs stack; a wrong
+one would let a prompt crash the process (the long form of `tests/backend/test_splitters.py` tries all).
 """
 _REGEX_STACK_BYTES = 512 * 2**20
 _REGEX_MAX_CHARACTERS = 900_000
-"""Characters for which that stack suffices, whatever they are: a match may be as long as the text."""
+"""Number of characters for which that stack always suffices: a match may be as long as the text."""
 _LONG_TEXT = 2**16
 _PART = 2**14
 _SEARCHED = 2**10
-"""Characters from which a text is tokenized in parts, their length, and where a place to cut is looked for."""
+"""Longer texts than the first, in characters, are tokenized in parts of about the second; a place to cut is
+searched within the third.
+"""
 
 _MAX_TEXT_BYTES = 1024
-"""Room for the text of one token; few have more than 100."""
+"""Size of the buffer for the text of one token, in bytes; few have more than 100."""
 
 
 class LlamaVocab:
-    """The vocabulary of a loaded model; valid as long as the model is."""
+    """Vocabulary of a loaded model. Valid as long as the model."""
 
     def __init__(self, model: int) -> None:
         self._vocab = llama_cpp.llama_model_get_vocab(model)
@@ -65,7 +67,8 @@ class LlamaVocab:
         self.control_tokens = self._texts(controls)
         self.special_tokens = self._texts({*controls, *unknowns})
         self.cut_tokens = self._texts(sorted(plain, key=lambda token: token not in self.eog))
-        # A token's raw text is at least as long as what it stands for. Tokenizers of other types may drop spaces.
+        # A token's raw text is at least as long as the text that it stands for. Tokenizers of other types may drop
+        # spaces, so for them the longest text is unknown (0).
         keeps_text = self.type in (llama_cpp.LLAMA_VOCAB_TYPE_SPM, llama_cpp.LLAMA_VOCAB_TYPE_BPE)
         texts = (llama_cpp.llama_vocab_get_text(self._vocab, token) for token in range(self.n_tokens))
         self.longest_piece = max(len(text) for text in texts) if keeps_text else 0
@@ -78,11 +81,11 @@ class LlamaVocab:
 
     @classmethod
     def load(cls, path: Path) -> LlamaVocab:
-        """Load the vocabulary of a model's file, for as long as the process lives; raises `ConfigError`."""
+        """Load the vocabulary of a model file, which stays loaded until the process ends; raises `ConfigError`."""
         return cls(load_vocab(path))
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> Tokens:
-        """Return the token ids of `text`; a long text is tokenized in parts where that gives the same ids."""
+        """Return the token ids of `text`. A long text is tokenized in parts if that gives the same ids."""
         if parse_special and len(text) > _LONG_TEXT and not self.adds_eos:
             return self._tokenize_in_parts(text, add_special)
         return self._tokenize(text, add_special, parse_special)
@@ -95,7 +98,7 @@ class LlamaVocab:
             )
         data = text.encode(errors="replace")
         capacity = len(data) + 8
-        # Where that is too small, llama.cpp returns the negative number of tokens.
+        # If the buffer is too small, llama.cpp returns the negative number of tokens.
         for _ in range(2):
             out = np.empty(capacity, dtype=np.int32)
             n = llama_cpp.llama_tokenize(
@@ -107,7 +110,7 @@ class LlamaVocab:
         raise IllegalCallError(f"tokenizing {len(data)} bytes gave {n}")
 
     def _tokenize_in_parts(self, text: str, add_special: bool) -> Tokens:
-        """Tokenize a text cut before control tokens, as llama.cpp takes quadratic time in their number."""
+        """Tokenize a text in parts, cut before control tokens: llama.cpp's time is quadratic in their number."""
         cuts = [0]
         for at in range(_PART, len(text), _PART):
             near = range(at, min(at + _SEARCHED, len(text)))
@@ -125,11 +128,11 @@ class LlamaVocab:
         return piece
 
     def detokenize(self, tokens: Sequence[int]) -> bytes:
-        """Return the text of `tokens` as bytes, control tokens written out."""
+        """Return the text of `tokens` as bytes, including that of control tokens."""
         return b"".join(self._piece(token, special=True) for token in tokens)
 
     def texts(self) -> list[bytes]:
-        """Return the text of each token alone, written out, without a space that is put before texts."""
+        """Return the text of each single token, including control tokens, without a space put before texts."""
         one, buffer = (ctypes.c_int32 * 1)(), ctypes.create_string_buffer(_MAX_TEXT_BYTES)
         texts = []
         for token in range(self.n_tokens):
@@ -139,23 +142,23 @@ class LlamaVocab:
         return texts
 
     def text(self, token: int) -> str:
-        """Return the text of a token in the vocabulary; empty for an id below 0 (no such token)."""
+        """Return the text of a token, including control tokens; empty for a negative id (no such token)."""
         return self._piece(token, special=True).decode(errors="replace") if token >= 0 else ""
 
     @property
     def pointer(self) -> int:
-        """The vocabulary for functions that take llama.cpp's pointer."""
+        """llama.cpp's pointer to the vocabulary."""
         return self._vocab  # type: ignore[no-any-return]
 
     @cached_property
     def named_tokens(self) -> dict[str, int]:
-        """Ids by text of the tokens that a grammar allows by id only: control tokens, and added tags (`<name>`)."""
+        """Ids, by text, of tokens that a grammar allows by name only: control tokens and added tags (`<name>`)."""
         controls = {text: token for token in self._controls if (text := self.text(token))}
         return self.added_tags | controls
 
     @cached_property
     def added_tags(self) -> dict[str, int]:
-        """Ids by text of the tags (`<name>`) that are no control tokens: llama.cpp finds them in any text."""
+        """Ids, by text, of added tags (`<name>`) that are not control tokens. llama.cpp finds them in any text."""
         added = (token for token in range(self.n_tokens) if self._is_user_defined(token))
         return {text: token for token in added if token not in self._controls and is_tag(text := self.text(token))}
 
@@ -174,7 +177,7 @@ class LlamaVocab:
 
     @property
     def fim(self) -> FimTokens | None:
-        """The tokens of fill-in-the-middle prompts; None if one of the three that are needed is missing."""
+        """Tokens of fill-in-the-middle prompts; None if one of the three required ones is missing."""
         found = FimTokens(
             prefix=llama_cpp.llama_vocab_fim_pre(self._vocab),
             suffix=llama_cpp.llama_vocab_fim_suf(self._vocab),

@@ -4,15 +4,15 @@ Keys begin with `llamaslot:1:` and a digest of fleet and model (`Sealer.scope`).
 up to a position:
 
     d:H   hash: object that ends at this position: KV and partial state, each with its authentication code
-    i:H   entry of the index for this position of the grid: name of the object with the tokens before it, and a code
-    k:H   list: entries of checkpoints from this position of the grid up to the next one
+    i:H   index entry of this position on the grid: names the object that has the token before it, and has a code
+    k:H   list: entries of checkpoints from this position on the grid up to the next one
     l     sorted set: objects with their sizes, by time of expiry
     n     sum of these sizes
 
-All keys have a TTL (`--cache-remote-ttl`), which starts again when an object is fetched, or uploaded once more.
+All keys have a TTL (`--cache-remote-ttl`), which starts again when an object is fetched or uploaded again.
 
-All servers keep the sum within the same limit: before an upload, a server deletes the objects that expire first. An
-object that Redis evicts by itself (`maxmemory`) counts until it would have expired.
+All servers keep the sum below the same limit: before an upload, a server deletes the objects that expire first. An
+object that Redis evicts itself (`maxmemory`) counts until it would have expired.
 
 The client runs on the event loop of the remote worker's thread.
 """
@@ -57,25 +57,25 @@ from llamaslot.kvcache.remote.remote_io import (
 )
 
 _MAX_CHECKPOINTS = 16
-"""Checkpoints of one entry of the index; the newest stay."""
+"""Most checkpoints listed at one position on the grid; the newest are kept."""
 _KV, _STATE, _INDEX = b"kv", b"state", b"index"
 _TRANSFER_TIMEOUT_S = 30.0
-"""Most time to send or receive an object; requests that wait for one have a limit of their own."""
+"""Most time to send or receive an object. Requests that wait for one have their own, shorter limit."""
 _MAX_LATE_UPLOADS = 3
-"""Uploads of an object that may exceed `_TRANSFER_TIMEOUT_S`; then it is not sent again until it is used."""
+"""After so many uploads that exceeded `_TRANSFER_TIMEOUT_S`, an object is not sent again until its next use."""
 _SCANNED_NAMES = 1000
-"""Keys that one SCAN goes through, within one time limit."""
+"""Number of keys that one SCAN goes through, within one time limit."""
 _MAX_SCANNED = 4 * _SCANNED_NAMES
-"""Keys that one SCAN may return: its count is a hint."""
+"""Most keys that one SCAN may return: its count is only a hint."""
 _MAX_LOOKUPS = 16
-"""Most concurrent lookups, each on a connection of its own: the client refuses to open more than a hundred."""
+"""Most concurrent lookups. Each has its own connection, and the client refuses to open more than a hundred."""
 
 _T = TypeVar("_T")
 _log = structlog.get_logger(__name__)
 
 
 class RedisStore:
-    """`RemoteStore` that speaks the Redis protocol; `size` gives the bytes of a segment."""
+    """`RemoteStore` that speaks the Redis protocol. `size` has the bytes of segments."""
 
     def __init__(
         self,
@@ -96,12 +96,12 @@ class RedisStore:
         self._settings = settings
         self._size = size
         self._late_uploads: dict[bytes, int] = {}
-        """Uploads of an object that took longer than a transfer may, by digest."""
+        """Number of uploads of an object that exceeded `_TRANSFER_TIMEOUT_S`, by digest."""
         self._lookups = asyncio.Semaphore(_MAX_LOOKUPS)
 
     @property
     def timeout_s(self) -> float:
-        """Time that a lookup may take."""
+        """Most seconds that a lookup may take."""
         return self._settings.timeout_s
 
     @property
@@ -110,18 +110,18 @@ class RedisStore:
         return self._store.address
 
     async def ping(self) -> None:
-        """Connect, and wait for an answer; the caller limits the time."""
+        """Connect and wait for an answer; the caller sets a time limit."""
         await self._store.unlimited(self._store.client.ping)
 
     async def find(self, namespace: str, tokens: bytes, start: int, *, with_checkpoints: bool) -> Found:
         """Look up what the store has of a prompt after its first `start` tokens.
 
-        It has no time limit here: the caller's limit includes the wait for its turn.
+        The caller sets a time limit, which includes waiting for other lookups.
         """
         began = perf_counter()
         n_tokens = len(tokens) // WIDTH
         grid = grid_positions(start, n_tokens)
-        # A checkpoint lies after a position of the grid, which may be that before the cached tokens.
+        # A checkpoint is listed at the last grid position before it, which may be before `start`.
         lists = range(0, n_tokens + 1, GRID_TOKENS) if with_checkpoints else ()
         digests = self._sealer.path_digests(namespace, tokens, {*grid, *lists})
 
@@ -145,7 +145,7 @@ class RedisStore:
         return Found(tuple(portions_of(entries, start, n_tokens)), checkpoints, perf_counter() - began)
 
     async def fetch(self, wanted: RemoteObject, *, kv: bool, state: bool) -> Fetched | None:
-        """Return the KV and the state of an object as far as they are wanted."""
+        """Return the KV of an object, its state, or both."""
         fields = [field for field, is_wanted in ((_KV, kv), (_STATE, state)) if is_wanted]
         name = self._store.name("d", wanted.digest)
 
@@ -170,7 +170,7 @@ class RedisStore:
             assert data is not None
             assert code is not None
             if not await asyncio.to_thread(self._sealer.is_genuine, wanted.digest, field, data, code):
-                await self._drop_corrupt(name, f"the {field.decode()} of an object is not what was uploaded")
+                await self._drop_corrupt(name, f"the {field.decode()} of an object differs from what was uploaded")
             found[field] = _copied(data)
         with contextlib.suppress(RemoteUnavailableError):
             await self._budget.keep(wanted)
@@ -179,7 +179,7 @@ class RedisStore:
     async def upload(
         self, namespace: str, tokens: bytes, start: int, parts: Sequence[KvPart], state: Kv | None
     ) -> int:
-        """Store the object that begins at `start` and ends with these tokens, unless it is there or skipped."""
+        """Store the object from `start` to the end of these tokens, unless it is stored already or too large."""
         end = len(tokens) // WIDTH
         grid = grid_positions(start, end)
         digests = self._sealer.path_digests(namespace, tokens, {*grid, end, end // GRID_TOKENS * GRID_TOKENS})
@@ -195,7 +195,7 @@ class RedisStore:
 
         if await self._store.within(lambda: self._store.client.hexists(name, last)):
             if state is None:
-                # The list has it under the size of all.
+                # The sorted set has it with the size of KV and state together.
                 wanted = replace(wanted, state_bytes=await self._store.within(state_size))
             await self._index(wanted, digests)
             await self._budget.count_again(wanted)
@@ -206,7 +206,7 @@ class RedisStore:
             if data is not None:
                 fields[field] = data
                 fields[_code(field)] = await asyncio.to_thread(self._sealer.code, digests[end], field, data)
-        # Deleting others to make room takes as many calls as the store says that there are others.
+        # May delete other objects, with a call for each, so it needs more time than a single call.
         await self._store.within(lambda: self._budget.reserve(wanted), _TRANSFER_TIMEOUT_S)
 
         async def put() -> None:
@@ -228,11 +228,11 @@ class RedisStore:
         return wanted.n_bytes + n_state
 
     def join(self, parts: Sequence[KvPart]) -> Kv:
-        """Put a segment together from parts of segments, without a gap."""
+        """Join parts of segments, which must leave no gap, into one segment."""
         return join_parts(parts, self._size)
 
     async def drop(self, namespace: str, tokens: bytes, start: int) -> None:
-        """Delete the objects that have tokens of a prompt after its first `start`."""
+        """Delete the objects of a prompt that have tokens after position `start`."""
         n_tokens = len(tokens) // WIDTH
         lists = range(0, n_tokens + 1, GRID_TOKENS)
         digests = self._sealer.path_digests(namespace, tokens, lists)
@@ -249,20 +249,21 @@ class RedisStore:
             entry = unpacked(data[: ENTRY.size] if data is not None else None)
             if entry is not None and entry.end > start:
                 await self._budget.delete([member_of(entry)])
-        # Last blocks of earlier turns, which the index does not name any more, count until they would have expired.
+        # Also last blocks of earlier turns, which the index no longer names. They count until they would have
+        # expired.
         gone = [self._store.name("d", digest) for at, digest in digests.items() if at > start]
         if gone:
             await self._store.within(lambda: self._store.client.unlink(*gone))
 
     async def clear(self) -> None:
         """Delete all objects of this model and fleet."""
-        # Not by the list: it lacks what another server uploaded during the last clear, and a store that is full
-        # may have evicted it.
+        # Found by a scan and not from the sorted set: that lacks what another server uploaded during the last
+        # clear, and a full store may have evicted it.
         cursor = 0
 
         async def delete_some() -> int:
             at, names = await self._store.client.scan(cursor, match=self._store.prefix + "*", count=_SCANNED_NAMES)
-            # Of a store that does not keep to the pattern, keys of others.
+            # The store is not trusted to return only keys of the pattern.
             ours = [each for each in names if each.startswith(self._store.prefix.encode())]
             if ours:
                 await self._store.client.unlink(*ours)
@@ -284,15 +285,15 @@ class RedisStore:
         raise CorruptObjectError(reason)
 
     def _index_bytes(self, n_entries: int, n_lists: int) -> int:
-        """Return the size of that many entries of the index and lists of checkpoints."""
+        """Return the size of replies with so many index entries and lists of checkpoints."""
         return size_of(n_entries, ENTRY.size + DIGEST_BYTES) + size_of(n_lists * (_MAX_CHECKPOINTS + 1), ENTRY.size)
 
     def _is_plausible(self, each: RemoteObject) -> bool:
-        """Return true if the KV of an object has the size that this model's has."""
+        """Return True if the KV of an object has the right size for this model."""
         return each.end - each.start <= BLOCK_TOKENS and each.n_bytes == self._size.of(each.end - each.start)
 
     def _on_path(self, namespace: str, tokens: bytes, entries: Iterable[bytes | None]) -> tuple[RemoteObject, ...]:
-        """Return those of some listed checkpoints whose tokens are the prompt's."""
+        """Return those of the listed checkpoints that belong to the prompt's path."""
         n_tokens = len(tokens) // WIDTH
         able = [each for data in entries if (each := unpacked(data)) is not None and each.end <= n_tokens]
         digests = self._sealer.path_digests(namespace, tokens, {each.end for each in able})
@@ -322,13 +323,13 @@ class RedisStore:
         await self._store.within(put)
 
     def _indexed(self, digest: bytes, data: bytes | None) -> RemoteObject | None:
-        """Return the object of an index entry; None if no server of the fleet wrote it for these tokens."""
+        """Return the object that an index entry names; None unless this fleet wrote it for these tokens."""
         entry, code = (data[: ENTRY.size], data[ENTRY.size :]) if data is not None else (b"", b"")
         found = unpacked(entry) if self._sealer.is_genuine(digest, _INDEX, entry, code) else None
         return found if found is not None and self._is_plausible(found) else None
 
     def _is_skipped(self, wanted: RemoteObject) -> bool:
-        """Count an upload that took longer than a transfer may; True if the object is not to be sent again."""
+        """Count an upload that exceeded the time limit; True if the object must not be sent again."""
         n_late = self._late_uploads.pop(wanted.digest, 0) + 1
         if n_late < _MAX_LATE_UPLOADS:
             self._late_uploads[wanted.digest] = n_late
@@ -342,7 +343,7 @@ def _code(field: bytes) -> bytes:
 
 
 def _copied(data: bytes) -> Kv:
-    """Return a copy in memory that goes back to the system once it is freed."""
+    """Copy data to memory that goes back to the system once it is freed (`new_kv`)."""
     kv = new_kv(len(data))
     kv[:] = np.frombuffer(data, dtype=np.uint8)
     return kv

@@ -1,9 +1,8 @@
-"""Parser of a store's replies (RESP2), which checks each announced size before it reads anything of that size.
+"""Parser of a store's replies (RESP2) that checks each announced size before it allocates memory.
 
-The store may be in other hands than the server. hiredis, the client's usual parser, allocates a list of as many
-elements as are announced: 17 GB for `*2147483647`, and the garbage collector then walks through it, which stops all
-threads. Here the caller says how much a call may receive (`allowing`), and the first size above that ends the
-connection.
+The store is not trusted. hiredis, the client's usual parser, allocates a list of as many elements as the store
+announces: 17 GB for `*2147483647`. The garbage collector then walks through it, which stops all threads. Here the
+caller limits how much a call may receive (`allowing`), and a size above the limit closes the connection.
 """
 
 from __future__ import annotations
@@ -19,20 +18,20 @@ from redis.exceptions import ConnectionError as StoreConnectionError
 from redis.exceptions import InvalidResponse, ResponseError
 
 ELEMENT_BYTES = 128
-"""Bytes that each value counts in addition to its own: about what it takes as an object in a list."""
+"""Bytes that each value counts in addition to its content: about the size of a Python object in a list."""
 _HANDSHAKE_BYTES = 2**14
-"""Allowance of every call for what connecting asks, and for the line of each error."""
+"""Additional bytes that every call may receive, for the handshake of a new connection and for error messages."""
 _MAX_LINE_BYTES = 2**10
 _MAX_ERROR_CHARACTERS = 200
 _MAX_DIGITS = 20
 _MAX_DEPTH = 2
-"""Lists within a list: only SCAN answers with one."""
+"""Most levels of nested lists. Only SCAN answers with a list in a list."""
 
 Reply: TypeAlias = bytes | int | ResponseError | list["Reply"] | None
 
 
 class TooLargeError(InvalidResponse):
-    """A reply is larger than what the caller allows."""
+    """A reply is larger than the caller allows."""
 
 
 class _Allowance:
@@ -43,11 +42,11 @@ class _Allowance:
         self._left = self._n_bytes
 
     def renew(self) -> None:
-        """Begin again: the connection is a new one, and what the one before has sent is freed."""
+        """Start again for a new connection. What the old one sent has been freed."""
         self._left = self._n_bytes
 
     def take(self, n_bytes: int) -> None:
-        """Raise `TooLargeError` if so many bytes are too many."""
+        """Subtract `n_bytes`; raises `TooLargeError` if they exceed what is left."""
         if n_bytes > self._left:
             raise TooLargeError(f"the store announces {n_bytes:,} bytes where at most {self._left:,} are expected")
         self._left -= n_bytes
@@ -58,9 +57,9 @@ _allowance: ContextVar[_Allowance | None] = ContextVar("allowance", default=None
 
 @contextmanager
 def allowing(n_bytes: int) -> Iterator[None]:
-    """Allow the calls in this block so many bytes together, with `ELEMENT_BYTES` for each value.
+    """Allow the calls in this block to receive `n_bytes` together, where each value counts `ELEMENT_BYTES` more.
 
-    A call outside of any block may receive what a reply without data takes.
+    A call outside of any block may only receive a reply without data.
     """
     token = _allowance.set(_Allowance(n_bytes))
     try:
@@ -76,7 +75,7 @@ class ReplyParser(BaseParser):
         self._stream: StreamReader | None = None
 
     def on_connect(self, connection: Any) -> None:
-        """Begin with the replies of a new connection."""
+        """Start to read replies of a new connection."""
         self._stream = connection._reader
         if (allowance := _allowance.get()) is not None:
             allowance.renew()
@@ -86,14 +85,14 @@ class ReplyParser(BaseParser):
         self._stream = None
 
     async def can_read(self) -> bool:
-        """Return true if the connection cannot be used again: bytes that no command asked for, or its end."""
+        """Return True if the connection must not be reused: it has unrequested bytes, or is closed."""
         if self._stream is None:
             raise OSError("the connection is closed")
         # `StreamReader` has no public way to ask without taking the bytes; redis-py's own parsers do the same.
         return bool(self._stream._buffer) or self._stream.at_eof()  # type: ignore[attr-defined]
 
     can_read_destructive = can_read
-    """Its name before redis-py 8."""
+    """The method's name before redis-py 8."""
 
     async def read_response(self, disable_decoding: bool = False, push_request: bool | None = False) -> Reply:
         """Return the next reply."""
@@ -134,13 +133,13 @@ class ReplyParser(BaseParser):
             return data[:-2]
         if not depth:
             raise InvalidResponse("the store sends lists within lists")
-        # Their own bytes are counted as they come.
+        # The bytes of the elements themselves are counted as they are read.
         allowance.take(number * ELEMENT_BYTES)
         return [await self._read(stream, allowance, depth - 1) for _ in range(number)]
 
 
 def _number(line: bytes) -> int:
-    """Return the number of a line that has one; the least is -1, but for an integer reply."""
+    """Return the number in a line: an integer reply, or a length of at least -1; raises `InvalidResponse`."""
     kind, text = line[:1], line[1:-2]
     if kind in b":$*" and len(text) <= _MAX_DIGITS and text.removeprefix(b"-").isdigit():
         number = int(text)

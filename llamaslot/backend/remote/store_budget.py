@@ -1,4 +1,4 @@
-"""Size and expiry of the objects in a remote store, which all servers keep within one limit together.
+"""Size and expiry of the objects in a remote store. All servers together keep the sum within one limit.
 
 l     sorted set: objects with their sizes, by time of expiry
 n     sum of these sizes
@@ -20,16 +20,17 @@ from llamaslot.kvcache.remote.remote_io import RemoteObject
 _MAX_DELETED = 8
 """Most expired objects to delete before an upload."""
 _MEMBER_BYTES = 2 * DIGEST_BYTES + 21
-"""Digits of a digest and of a size, with a colon between them."""
+"""Most bytes of a member: a digest in hex, a colon and a size."""
 _PAGE = 1000
-"""Members that are read at once."""
+"""Number of members that are read at once."""
 _RECOUNT_S = 600.0
-"""Time after which a server adds up the list again: a server that ended or timed out between two commands, or an
-eviction by the store, leaves a sum that is wrong for good."""
+"""Interval at which a server recomputes the sum. It becomes wrong if a server ends or times out between two
+commands, or if the store evicts keys.
+"""
 
 
 class StoreBudget:
-    """Counts objects, deletes those that expire first over the limit, and renews the TTL of those that are used."""
+    """Counts objects, deletes those that expire first if the limit is exceeded, and renews the TTL of used ones."""
 
     def __init__(self, store: StoreConnection, settings: StoreSettings, clock: Callable[[], float]) -> None:
         self._store = store
@@ -40,14 +41,14 @@ class StoreBudget:
         self._list, self._sum = store.prefix + "l", store.prefix + "n"
 
     async def reserve(self, wanted: RemoteObject) -> None:
-        """Count an object, and delete others until the sum is within the limit, in order of their expiry."""
+        """Count an object, and delete others in the order of their expiry until the sum is within the limit."""
         listed, total, now = self._list, self._sum, self._clock()
         n_bytes = wanted.n_bytes + wanted.state_bytes
 
         async def count() -> int:
             expired = await self._client.zrangebyscore(listed, "-inf", now, start=0, num=_MAX_DELETED)
             await self.delete(_members(expired)[:_MAX_DELETED])
-            # It replaces the same object without a state.
+            # It may replace the same object without a state.
             without = member_of(replace(wanted, state_bytes=0))
             if wanted.state_bytes and await self._client.zrem(listed, without):
                 await self._client.decrby(total, wanted.n_bytes)
@@ -73,20 +74,20 @@ class StoreBudget:
             n_all = await recount()
         while limit and n_all > limit:
             oldest = await self._store.within(partial(self._page, 0, 1))
-            # By the clock or TTL of another server, this one may expire first.
+            # Other servers may have other clocks or TTLs, so the new object itself may be the first to expire.
             others = [each for each in oldest if each != member_of(wanted)]
             if not others:
-                # Only this one is left, so the sum was wrong: a server may have ended between two commands.
+                # Only the new object is left, so the sum was wrong: a server may have ended between two commands.
                 await self._store.within(lambda: self._client.set(total, n_bytes))
                 return
             n_all -= await self.delete(others[:1])
 
     async def _page(self, first: int, last: int) -> list[bytes]:
-        """Return members of the list by their rank."""
+        """Return members of the sorted set by their rank."""
         return _members(await self._client.zrange(self._list, first, last))
 
     async def keep(self, wanted: RemoteObject) -> None:
-        """Start the TTL of an object again, since it is used."""
+        """Restart the TTL of an object, because it is used."""
         ttl = self._settings.ttl_s
 
         async def put_off() -> None:
@@ -99,7 +100,7 @@ class StoreBudget:
         await self._store.within(put_off)
 
     async def count_again(self, wanted: RemoteObject) -> None:
-        """Count an object that the list lacks: the store has evicted the list, but not the object."""
+        """Count an object if the sorted set lacks it, because the store has evicted the set but not the object."""
         listed, n_bytes = self._list, wanted.n_bytes + wanted.state_bytes
 
         async def count() -> None:
@@ -109,7 +110,7 @@ class StoreBudget:
         await self._store.within(count)
 
     def keep_list(self, pipe: Any) -> None:
-        """Set a TTL for list and sum: longer than that of any object, so that they end after the last server."""
+        """Set the TTL of sorted set and sum, longer than any object's: they expire after the last server."""
         for each in (self._list, self._sum):
             pipe.expire(each, 2 * self._settings.ttl_s)
 
@@ -121,7 +122,7 @@ class StoreBudget:
 
             async def delete(member: bytes = member, digest: bytes = digest, n_bytes: int = n_bytes) -> None:
                 await self._client.unlink(self._store.name("d", digest))
-                # Of servers that delete the same object, one counts it.
+                # If several servers delete the same object, only one of them subtracts its size.
                 if await self._client.zrem(self._list, member):
                     await self._client.decrby(self._sum, n_bytes)
 
@@ -131,5 +132,5 @@ class StoreBudget:
 
 
 def _members(reply: object) -> list[bytes]:
-    """Return members of the list, which has no empty values; raises `ValueError`."""
+    """Return the members in a reply; raises `ValueError` for anything but a list of values."""
     return [each for each in values(reply) if each is not None]

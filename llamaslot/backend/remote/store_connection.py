@@ -1,6 +1,6 @@
-"""Connection to a remote store: names of keys, calls with limits of time and size, and checks of what they return.
+"""Connection to a remote store: names of keys, calls with limits of time and size, and checks of their results.
 
-The store is not trusted: it may answer anything, at any length, at any time.
+The store is not trusted: it may answer anything, of any length, at any time.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from llamaslot.backend.remote.reply_parser import ELEMENT_BYTES, allowing
 from llamaslot.kvcache.remote.remote_io import RemoteUnavailableError
 
 _MAX_NUMBER = 2**53
-"""Above all sizes of stores, and below what entries of the index can have."""
+"""Largest plausible count or size in a store; still fits into an index entry."""
 
 _T = TypeVar("_T")
 
@@ -31,19 +31,19 @@ class StoreConnection:
         self.client: Any = client
         self.prefix = prefix
         self.timeout_s = timeout_s
-        """Time limit of a call that transfers no object, in seconds."""
+        """Time limit, in seconds, of calls that transfer no object."""
         self.address = address
         """The store's URL in messages."""
         self._failures = failures
 
     def name(self, kind: str, digest: bytes) -> str:
-        """Return the key of this kind for a digest."""
+        """Return the key of a kind (such as `d`) for a digest."""
         return f"{self.prefix}{kind}:{digest.hex()}"
 
     async def within(self, call: Callable[[], Awaitable[_T]], seconds: float | None = None, n_bytes: int = 0) -> _T:
         """Return the result of a call; raises `RemoteUnavailableError` if it fails or takes longer than `seconds`.
 
-        `timeout_s` is the default; `n_bytes` as in `unlimited`.
+        The default of `seconds` is `timeout_s`; `n_bytes` is as in `unlimited`.
         """
 
         async def limited() -> _T:
@@ -53,9 +53,9 @@ class StoreConnection:
         return await self.unlimited(limited, n_bytes)
 
     async def unlimited(self, call: Callable[[], Awaitable[_T]], n_bytes: int = 0) -> _T:
-        """Return the result of a call whose time the caller limits; raises `RemoteUnavailableError` if it fails.
+        """Return the result of a call; raises `RemoteUnavailableError` if it fails. The caller sets a time limit.
 
-        It may receive `n_bytes` (`size_of`) besides replies without data.
+        The call may receive `n_bytes` (`size_of`) of data.
         """
         try:
             with allowing(n_bytes):
@@ -65,8 +65,8 @@ class StoreConnection:
         except (exceptions.RedisError, OSError, TimeoutError, ValueError) as error:
             self._fail(error)
         except (TypeError, LookupError, AttributeError, EOFError) as error:
-            # The client takes replies for what the command should return.
-            self._fail(ValueError(f"the store answers with other types than it should ({error})"))
+            # Raised by the client itself, which does not check the types of replies.
+            self._fail(ValueError(f"the store answers with unexpected types ({error})"))
 
     def _fail(self, error: Exception) -> NoReturn:
         self._failures.add("remote.unavailable", error, flag="--cache-remote", url=self.address)
@@ -74,12 +74,12 @@ class StoreConnection:
 
 
 def size_of(n_values: int, n_bytes: int) -> int:
-    """Return the size of replies with so many values of at most `n_bytes`."""
+    """Return the size of replies with `n_values` values of at most `n_bytes` each."""
     return n_values * (ELEMENT_BYTES + n_bytes)
 
 
 def values(reply: object, n: int | None = None) -> list[bytes | None]:
-    """Return a list of the store's, after checking that it has `n` values; raises `ValueError`."""
+    """Return a reply that must be a list, of `n` values if given; raises `ValueError`."""
     if not isinstance(reply, list) or not all(each is None or isinstance(each, bytes) for each in reply):
         raise ValueError("the store does not answer with a list of values")
     if n is not None and len(reply) != n:
@@ -88,7 +88,7 @@ def values(reply: object, n: int | None = None) -> list[bytes | None]:
 
 
 def number(reply: object) -> int:
-    """Return a count or size of the store's; raises `ValueError` for anything else."""
+    """Return a reply that must be a count or size; raises `ValueError` for anything else."""
     if not isinstance(reply, int) or not 0 <= reply <= _MAX_NUMBER:
         raise ValueError("the store does not answer with a size")
     return int(reply)

@@ -18,7 +18,7 @@ def packed(each: RemoteObject) -> bytes:
 
 
 def unpacked(data: bytes | None) -> RemoteObject | None:
-    """Return the object of an index entry; None for bytes that are not one."""
+    """Return the object that an index entry names; None for invalid bytes."""
     if data is None or len(data) != ENTRY.size:
         return None
     start, end, n_bytes, state_bytes, digest = ENTRY.unpack(data)
@@ -26,12 +26,12 @@ def unpacked(data: bytes | None) -> RemoteObject | None:
 
 
 def member_of(each: RemoteObject) -> bytes:
-    """Return the member of the sorted set for an object: its digest and size."""
+    """Return an object's member of the sorted set: its digest and size."""
     return f"{each.digest.hex()}:{each.n_bytes + each.state_bytes}".encode()
 
 
 def digest_and_size(member: bytes) -> tuple[bytes, int]:
-    """Return digest and size of a member of the sorted set; empty and 0 for one that no server wrote."""
+    """Return digest and size in a member of the sorted set; empty and 0 if no server can have written it."""
     digest, _, n_bytes = member.partition(b":")
     if len(digest) != 2 * DIGEST_BYTES or not n_bytes.isdigit() or len(n_bytes) > _MAX_DIGITS:
         return b"", 0

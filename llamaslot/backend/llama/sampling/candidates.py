@@ -1,4 +1,4 @@
-"""Tokens to choose from, with their logits."""
+"""Candidates: the tokens to choose from, with their logits."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ ALL = slice(None)
 
 _CANDIDATE = np.dtype(llama_cpp.llama_token_data)
 _BLOCK = 64
-"""Logits of which only the greatest is looked at first."""
+"""Logits per block; only the greatest of each block is compared at first."""
 _BLOCKS_EACH = 4
-"""Blocks for each token that is wanted, at least."""
+"""Fewest blocks per wanted token; with fewer, comparing blocks saves no time."""
 
 
 class Adjuster(Protocol):
-    """A sampler that changes the logits of few tokens, depending on the latest tokens."""
+    """A sampler that changes the logits of a few tokens, depending on the latest ones."""
 
     @property
     def tokens(self) -> Tokens:
-        """The tokens whose logits it changes, each once."""
+        """Tokens whose logits it changes, without repetitions."""
 
     def adjusted(self, logits: Logits, which: Which = ALL) -> Logits:
         """Return the changed logits of `tokens`, or of `which` of them."""
 
     def accept(self, token: int) -> None:
-        """Add a token that was chosen."""
+        """Record a chosen token."""
 
 
 class Candidates:
-    """An array of tokens as llama.cpp's samplers take it: they reorder and shorten it."""
+    """An array of tokens for llama.cpp's samplers, which reorder and shorten it."""
 
     def __init__(self, tokens: npt.NDArray[np.int64], logits: Logits) -> None:
         self._data = np.zeros(len(tokens), _CANDIDATE)
@@ -47,13 +47,13 @@ class Candidates:
 
     @property
     def rows(self) -> npt.NDArray[Any]:
-        """The candidates that are left: `id`, `logit` and, once a sampler computed it, the probability `p`."""
-        # A view at llama.cpp's pointer, for XTC moves the beginning of the array.
+        """The remaining candidates: `id`, `logit` and, once a sampler has computed it, the probability `p`."""
+        # Located by llama.cpp's pointer, because XTC moves the beginning of the array.
         first = (ctypes.addressof(self.array.data.contents) - self._data.ctypes.data) // _CANDIDATE.itemsize
         return self._data[first : first + self.array.size]
 
     def adjust(self, adjuster: Adjuster) -> None:
-        """Change the logits of those tokens that are left."""
+        """Apply an adjuster to the remaining candidates."""
         rows, tokens = self.rows, adjuster.tokens
         if not len(tokens):
             return
@@ -65,10 +65,10 @@ class Candidates:
 
 
 def highest(logits: Logits, n: int) -> npt.NDArray[np.int64] | None:
-    """Return, in ascending order, the ids of at least the `n` highest logits; None if the vocabulary is too small
-    for this to save time, or if a logit is NaN.
+    """Return the ids of at least the `n` highest logits, in ascending order.
 
-    The n-th greatest of the blocks' greatest is a bound that at least `n` logits reach, hence all of the highest.
+    None if the vocabulary is too small for this to save time, or if a logit is NaN. The n-th greatest of the
+    blocks' maxima is a bound that at least `n` logits reach, so the `n` highest are among those that reach it.
     """
     n_blocks = len(logits) // _BLOCK
     if _BLOCKS_EACH * n > n_blocks:
@@ -84,5 +84,5 @@ def highest(logits: Logits, n: int) -> npt.NDArray[np.int64] | None:
 
 
 def possible(logits: Logits) -> npt.NDArray[np.int64]:
-    """Return the ids of the tokens that are not ruled out, which may be few under a constraint."""
+    """Return the ids of tokens that are not ruled out (logit above -inf). Under a constraint these may be few."""
     return np.flatnonzero(logits > -np.inf)

@@ -1,4 +1,4 @@
-"""llama.cpp's samplers in the order that a request asks for, with those of our own in between."""
+"""llama.cpp's samplers in the order that a request asks for, with our own ones among them."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from llamaslot.base.generation.sampling import Sampling
 
 _SEED_MASK = 0xFFFFFFFF
 _MIROSTAT_TOKENS = 100
-"""Most likely tokens by which Mirostat 1 estimates the distribution, as in llama-server."""
+"""Number of most likely tokens from which Mirostat 1 estimates the distribution, as in llama-server."""
 
 
 def active_samplers(sampling: Sampling, adjusters: Mapping[str, Adjuster]) -> list[str]:
-    """Return the samplers that change anything, in their order; Mirostat comes after the temperature."""
+    """Return the samplers that have an effect, in order. With Mirostat these are only temperature and Mirostat."""
     if sampling.mirostat:
         return ["temperature", f"mirostat_{sampling.mirostat}"]
     is_off = {
@@ -34,10 +34,10 @@ def active_samplers(sampling: Sampling, adjusters: Mapping[str, Adjuster]) -> li
 
 
 def takes_the_best(sampling: Sampling, names: Sequence[str]) -> bool:
-    """Return True if samplers, the first of which gets all tokens, choose the one with the highest logit.
+    """Return True if these samplers always choose the token with the highest logit.
 
-    As with llama-server that is what a temperature of 0 does. But XTC before it may rule the best ones out, the
-    penalties and DRY after other samplers see fewer tokens, and a dynamic temperature is not 0.
+    As in llama-server, a temperature of 0 does that. But XTC before it may rule out the best tokens, penalties and
+    DRY after other samplers change the order of the remaining tokens, and a dynamic temperature is not 0.
     """
     if sampling.temperature > 0 or sampling.dynatemp_range > 0 or "temperature" not in names:
         return False
@@ -45,13 +45,13 @@ def takes_the_best(sampling: Sampling, names: Sequence[str]) -> bool:
 
 
 class Chain:
-    """Samplers by name, in this order; the last one chooses."""
+    """Samplers by name, in order. The last one chooses the token."""
 
     def __init__(
         self, sampling: Sampling, names: Sequence[str], adjusters: Mapping[str, Adjuster], n_vocab: int
     ) -> None:
         self._parts: list[tuple[Adjuster | None, Any]] = []
-        """Our samplers, and chains of llama.cpp's: one or the other."""
+        """Parts of the chain: each is either one of our samplers, or a chain of llama.cpp's."""
         self._is_told = names[-1] == "adaptive_p"
         constructors = _constructors(sampling, n_vocab)
         for name in names:
@@ -65,7 +65,7 @@ class Chain:
             llama_cpp.llama_sampler_chain_add(self._parts[-1][1], constructor(*arguments))
 
     def choose(self, candidates: Candidates) -> int:
-        """Return the token that the last sampler chooses, -1 if it chooses none."""
+        """Return the token that the last sampler chooses; -1 if it chooses none."""
         for adjuster, chain in self._parts:
             if adjuster is None:
                 llama_cpp.llama_sampler_apply(chain, ctypes.byref(candidates.array))
@@ -75,7 +75,7 @@ class Chain:
         return int(candidates.array.data[selected].id) if selected >= 0 else -1
 
     def accept(self, token: int) -> None:
-        """Tell adaptive-p, which learns from it, that a token was taken."""
+        """Tell adaptive-p, if it is used, which token was chosen: it learns from that."""
         if self._is_told:
             llama_cpp.llama_sampler_accept(self._parts[-1][1], token)
 
@@ -87,10 +87,10 @@ class Chain:
 
 
 def _constructors(sampling: Sampling, n_vocab: int) -> dict[str, tuple[Any, ...]]:
-    """Return for each sampler of llama.cpp the function that makes it, and its arguments."""
+    """Return the constructor and arguments of each of llama.cpp's samplers."""
     seed, min_keep = sampling.seed & _SEED_MASK, sampling.min_keep
     tau, eta = sampling.mirostat_tau, sampling.mirostat_eta
-    # Mirostat has the plain temperature.
+    # With Mirostat the temperature is not dynamic.
     spread = 0.0 if sampling.mirostat else sampling.dynatemp_range
     lib = llama_cpp
     return {

@@ -1,12 +1,12 @@
 """DRY (Don't Repeat Yourself): a penalty for tokens that would continue a repetition, as in llama.cpp.
 
     window          a b c c b c y a b c
-    repeated so far     3 1   2              how much of the window's end also ends here
+    repeated so far     3 1   2              how many tokens up to here equal those up to the window's end
     continued by          c b   y            with penalties of base**(3 - allowed), base**(1 - allowed), ...
 
-llama.cpp searches the whole vocabulary for each sequence breaker of each request, and takes in a prompt token by
-token, both on the thread that computes (fact 30). Here the vocabulary is read once, and what a new token changes is
-computed for the whole window at once.
+llama.cpp's own sampler searches the whole vocabulary for each sequence breaker of each request, and takes a prompt
+token by token, both on the model thread (fact 30). Here the vocabulary is read once, and a new token updates the
+whole window in one numpy operation.
 """
 
 from __future__ import annotations
@@ -24,39 +24,39 @@ from llamaslot.base.tokens import Tokens
 
 _MAX_BREAKER_BYTES = 40
 _MAX_TAIL_TOKENS = 20
-"""llama.cpp's limits of one sequence breaker."""
+"""llama.cpp's limits for one sequence breaker."""
 _LOG_FLOAT_MAX = np.float32(88.7228391)
 _MAX_KEPT = 16
-"""Lists of sequence breakers whose tokens are kept."""
+"""Most lists of sequence breakers whose tokens are cached."""
 
 
 @dataclass(frozen=True, slots=True)
 class Breakers:
-    """Tokens of sequence breakers: a repetition does not extend over one."""
+    """Tokens of sequence breakers, across which no repetition extends."""
 
     is_single: npt.NDArray[np.bool_]
-    """By token: true if it contains a whole breaker."""
+    """For each token, True if it contains a whole breaker."""
     is_head: npt.NDArray[np.bool_]
-    """By token: true if a breaker begins in it."""
+    """For each token, True if a breaker begins in it."""
     tails: dict[int, tuple[tuple[int, ...], ...]]
-    """By token that a breaker begins in, the tokens of which some must follow for the whole breaker."""
+    """Tokens that complete a breaker, one sequence of which must follow, by the token in which it begins."""
 
 
 class BreakerIndex:
-    """Finds the tokens of sequence breakers in a vocabulary, whose texts it reads when it is first asked."""
+    """Finds the tokens of sequence breakers in a vocabulary, whose texts are read at the first use."""
 
     def __init__(self, vocab: LlamaVocab) -> None:
         self._vocab = vocab
         self._text: npt.NDArray[np.uint8] | None = None
         self._ends: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)
-        """Where the text of each token ends in `_text`."""
+        """End of each token's text in `_text`."""
         self._lengths: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)
         self._by_last: dict[int, npt.NDArray[np.int64]] = {}
-        """The tokens by the last byte of their texts."""
+        """Tokens by the last byte of their text."""
         self._kept: OrderedDict[tuple[str, ...], Breakers] = OrderedDict()
 
     def of(self, breakers: tuple[str, ...]) -> Breakers:
-        """Return the tokens of some breakers."""
+        """Return the tokens of a list of breakers."""
         found = self._kept.pop(breakers, None)
         if found is None:
             found = self._find([data for each in breakers if (data := _bytes(each))])
@@ -74,7 +74,7 @@ class BreakerIndex:
             contains = self._containing(breaker)
             is_single[contains] = True
             whole = set(contains.tolist())
-            # As in llama.cpp: from the longest beginning at the end of a token to the shortest.
+            # In llama.cpp's order: from the longest beginning of the breaker to the shortest.
             for n in range(len(breaker) - 1, 0, -1):
                 heads = [token for token in self._ending_with(breaker[:n]).tolist() if token not in whole]
                 if not heads:
@@ -105,7 +105,7 @@ class BreakerIndex:
         return np.unique(tokens[at + len(breaker) <= self._ends[tokens]])
 
     def _ending_with(self, part: bytes) -> npt.NDArray[np.int64]:
-        """Return the tokens whose text ends with a part of a breaker."""
+        """Return the tokens whose text ends with a beginning of a breaker."""
         assert self._text is not None
         tokens = self._by_last.get(part[-1], self._ends[:0])
         tokens = tokens[self._lengths[tokens] >= len(part)]
@@ -134,15 +134,15 @@ class Dry:
         self._n = len(latest)
         self._tokens = np.zeros(2 * window, dtype=np.int32)
         self._tokens[: self._n] = latest
-        """The window is at the end of the first `_n`; twice as long, so that tokens are rarely moved."""
+        """The window is the end of the first `_n` tokens. Twice as long, so that tokens are rarely moved."""
         self._repeated = np.zeros(2 * window, dtype=np.int32)
         self._repeated[: self._n] = _repeated(latest.tolist())
-        """For each token but the last how many tokens up to it equal those up to the last one."""
+        """For each token except the last, how many tokens up to it equal those up to the last one."""
         self._changed: tuple[Tokens, Logits] | None = None
 
     @classmethod
     def of(cls, sampling: Sampling, *, history: Tokens, n_ctx: int, index: BreakerIndex) -> Dry | None:
-        """Return the DRY sampler of a request, None if it is off."""
+        """Return the DRY sampler of a request; None if it is off."""
         last_n = sampling.dry_penalty_last_n
         window = n_ctx if last_n < 0 else min(last_n, n_ctx)
         if not window or sampling.dry_multiplier == 0 or sampling.dry_base < 1:
@@ -151,11 +151,11 @@ class Dry:
 
     @property
     def tokens(self) -> Tokens:
-        """The tokens that would continue a repetition."""
+        """Tokens that would continue a repetition."""
         return self._penalties()[0]
 
     def adjusted(self, logits: Logits, which: Which = ALL) -> Logits:
-        """Return the logits of `tokens`, or of `which` of them, less their penalties."""
+        """Subtract the penalties from the logits of `tokens`, or of `which` of them."""
         return logits - self._penalties()[1][which]
 
     def accept(self, token: int) -> None:
@@ -183,7 +183,7 @@ class Dry:
         window, n = self._tokens[start : self._n], self._n - start
         if n <= self._n_allowed or (most := self._n_since_break(window)) < self._n_allowed:
             return nothing
-        # What is repeated lies within the window, and after the last breaker.
+        # A repetition lies within the window, and after the last breaker.
         repeated = np.minimum(self._repeated[start : self._n - 1], np.arange(1, n)).clip(max=most)
         at = np.flatnonzero(repeated >= self._n_allowed)
         tokens, places = np.unique(window[at + 1], return_inverse=True)
@@ -212,12 +212,12 @@ class Dry:
 
 
 def _bytes(breaker: str) -> bytes:
-    # llama.cpp takes a string in C, which ends at a zero.
+    # llama.cpp takes a C string, which ends at the first zero byte.
     return breaker.encode(errors="replace").partition(b"\0")[0][:_MAX_BREAKER_BYTES]
 
 
 def _repeated(tokens: list[int]) -> list[int]:
-    """Return for each token but the last how many tokens up to it equal those up to the last one (Z-algorithm)."""
+    """Return, for each token except the last, how many tokens up to it equal those up to the last (Z-algorithm)."""
     n = len(tokens)
     reverse = tokens[::-1]
     found = [0] * n

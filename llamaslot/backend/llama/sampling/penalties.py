@@ -1,4 +1,4 @@
-"""llama.cpp's penalties for repeated tokens."""
+"""llama.cpp's penalties for repeated tokens, in numpy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from llamaslot.base.tokens import Tokens
 class Penalties:
     """llama.cpp's penalties for repetition, over a window of the latest tokens.
 
-    llama.cpp's own sampler takes in a prompt token by token, each a ctypes call on the thread that computes.
+    llama.cpp's own sampler takes a prompt token by token, with a ctypes call for each on the model thread.
     """
 
     def __init__(self, sampling: Sampling, window: int, history: Tokens, n_vocab: int) -> None:
@@ -28,7 +28,7 @@ class Penalties:
         self._tokens[: len(found)] = found
         self._counts = np.zeros(size, dtype=np.float32)
         self._counts[: len(found)] = counts[found]
-        """Occurrences of each of `_tokens` in the window; both in any order, `_n_different` of them."""
+        """Occurrences of each of `_tokens` in the window. Both have `_n_different` entries, in any order."""
         self._places = {token: place for place, token in enumerate(found.tolist())}
         self._window = np.zeros(window, dtype=np.int32)
         """A ring buffer."""
@@ -37,15 +37,15 @@ class Penalties:
 
     @classmethod
     def of(cls, sampling: Sampling, *, history: Tokens, n_ctx: int, n_vocab: int) -> Penalties | None:
-        """Return the penalties of a request, None if they change nothing."""
-        # A request must not name a longer window than there can be: memory is allocated for it.
+        """Return the penalties of a request; None if they have no effect."""
+        # Limited to the context, because memory is allocated for the window.
         window = n_ctx if sampling.repeat_last_n < 0 else min(sampling.repeat_last_n, n_ctx)
         factors = sampling.repeat_penalty, sampling.presence_penalty, sampling.frequency_penalty
         return cls(sampling, window, history, n_vocab) if window and factors != (1.0, 0.0, 0.0) else None
 
     @property
     def tokens(self) -> Tokens:
-        """The different tokens in the window."""
+        """Distinct tokens in the window."""
         return self._tokens[: self._n_different]
 
     def accept(self, token: int) -> None:
@@ -63,7 +63,7 @@ class Penalties:
         self._counts[place] += 1
 
     def adjusted(self, logits: Logits, which: Which = ALL) -> Logits:
-        """Return the logits of `tokens`, or of `which` of them, with the penalties."""
+        """Apply the penalties to the logits of `tokens`, or of `which` of them."""
         logits = np.where(logits <= 0, logits * self._repeat, logits / self._repeat)
         return logits - (self._counts[: self._n_different][which] * self._frequency + self._presence)
 

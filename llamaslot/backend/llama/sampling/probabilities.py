@@ -12,7 +12,7 @@ from llamaslot.base.generation.token_probs import FLOAT_MIN, TokenScore
 
 
 def score_of(token: int, logits: Logits, n_top: int) -> TokenScore:
-    """Return the log-probability of a token by the softmax of the logits, and the `n_top` highest ones."""
+    """Return the log-probability of a token by the softmax of the logits, and those of the `n_top` best tokens."""
     most = logits.max()
     # Invalid logits give NaN.
     with np.errstate(invalid="ignore"):
@@ -25,7 +25,7 @@ def score_of(token: int, logits: Logits, n_top: int) -> TokenScore:
 def score_after_sampling(token: int, candidates: Candidates | None, n_top: int) -> TokenScore:
     """Return the probability with which a token was drawn from the candidates, and the `n_top` highest ones.
 
-    Tokens that could not be drawn are left out. Without candidates the token was the only one.
+    Tokens that could not be drawn are left out. `candidates` is None if the token was the only one.
     """
     if candidates is None:
         return TokenScore(token, 1.0, [token][:n_top], [1.0][:n_top])
@@ -37,7 +37,7 @@ def score_after_sampling(token: int, candidates: Candidates | None, n_top: int) 
 
 
 def _best(logits: Logits, n: int) -> list[int]:
-    """Return the tokens with the `n` highest logits in descending order; of equal ones, the lowest ids first."""
+    """Return the tokens with the `n` highest logits, in descending order; of equal ones, the lowest ids first."""
     if n <= 0:
         return []
     found = highest(logits, n)

@@ -1,7 +1,7 @@
-"""Choosing the next token: biases, penalties and DRY, then llama.cpp's samplers or, if greedy, the highest logit.
+"""Choice of the next token: biases, penalties and DRY, then llama.cpp's samplers or, if greedy, the highest logit.
 
-A chain copies, scans and sorts as many candidates as it is given. If it keeps only the top k, it is given those
-alone: the same choice but between equal logits, and sooner where a vocabulary is large.
+A chain copies, scans and sorts all candidates that it gets. If it begins with top-k, it gets only those: the choice
+is the same except among equal logits, and faster for a large vocabulary.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MAX_BIAS = 1e38
 
 
 class LlamaSampler:
-    """One request's sampler; `choose` is called once a token."""
+    """Sampler of one request. `choose` is called once for each token."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class LlamaSampler:
     ) -> None:
         biases = {**sampling.logit_bias, **dict.fromkeys(eog if sampling.ignore_eos else (), -np.inf)}
         self._biased = np.fromiter(biases, dtype=np.int64, count=len(biases))
-        # Bounded, so that a bias cannot make a logit infinite: that would count as a failure of the model.
+        # Bounded, because a bias that makes a logit infinite would look like a failure of the model.
         bounded = (bias if bias == -np.inf else min(max(bias, -_MAX_BIAS), _MAX_BIAS) for bias in biases.values())
         self._biases = np.fromiter(bounded, dtype=np.float32, count=len(biases))
         adjusters = {
@@ -60,23 +60,23 @@ class LlamaSampler:
         names = names[len(first) :]
         self._adjusters: list[Adjuster] = list(adjusters.values())
         self._first: list[Adjuster] = [adjusters[name] for name in first]
-        """Those that see all tokens."""
+        """Adjusters before all other samplers, which therefore see all tokens."""
         self._top_k = sampling.top_k if names[0] == "top_k" else 0
-        """The k of a chain that begins with top-k; 0 if it begins otherwise."""
+        """k if the chain begins with top-k, else 0."""
         self._chain = None if takes_the_best(sampling, names) else Chain(sampling, names, adjusters, n_vocab)
         self._n_probs = sampling.n_probs
         self._scores_draws = sampling.post_sampling_probs
         self._drawn_from: Candidates | None = None
         self.score: TokenScore | None = None
-        """Probability of the token that was chosen last, if the request asks for it."""
+        """Probability of the token chosen last, if the request asks for it."""
         self._matcher = matcher
         self._closed = False
 
     def choose(self, logits: Logits) -> int:
-        """Return the next token; `NO_TOKEN` if a logit is NaN, or the highest one infinite; `CONSTRAINT_FAILED` if
-        the constraint allows none.
+        """Return the next token.
 
-        `logits` change only meanwhile.
+        `NO_TOKEN` if a logit is NaN or the highest one is infinite, `CONSTRAINT_FAILED` if the constraint allows
+        none. `logits` are changed during the call, and restored.
         """
         if self._closed:
             raise IllegalCallError("sampling with a freed sampler")
@@ -91,12 +91,13 @@ class LlamaSampler:
 
     @property
     def failure(self) -> str:
-        """Reason for `CONSTRAINT_FAILED`."""
+        """Reason of `CONSTRAINT_FAILED`."""
         return self._matcher.failure if self._matcher is not None else ""
 
     def advance(self, *, forced: tuple[int, ...], fast_forward: bool) -> tuple[int, ...]:
-        """Go on after `forced` tokens; return those that the constraint forces next, if wanted, and begin to
-        compute the next mask.
+        """Advance by `forced` tokens and begin to compute the next mask.
+
+        With `fast_forward`, also advance by the tokens that the constraint forces next, and return them.
         """
         for token in forced:
             self._accept(token)
@@ -111,7 +112,7 @@ class LlamaSampler:
         return more
 
     def close(self) -> None:
-        """Free the chain; further use is an error."""
+        """Free the chain. Further use is an error."""
         if self._closed:
             raise IllegalCallError("a sampler was closed twice")
         self._closed = True
@@ -119,7 +120,7 @@ class LlamaSampler:
             self._chain.close()
 
     def _accept(self, token: int) -> None:
-        """Count a token of the reply, sampled or forced."""
+        """Record a token of the reply, sampled or forced."""
         for adjuster in self._adjusters:
             adjuster.accept(token)
         if self._chain is not None:
@@ -133,7 +134,7 @@ class LlamaSampler:
         return score
 
     def _adjust(self, logits: Logits) -> list[tuple[npt.NDArray[Any], Logits]]:
-        """Change logits by the biases and by the samplers before all others; return what they were, by tokens."""
+        """Apply biases and the first adjusters to logits; returns the changed tokens and their old logits."""
         changed: list[tuple[npt.NDArray[Any], Logits]] = []
         if len(self._biased):
             changed.append((self._biased, logits[self._biased]))
@@ -145,8 +146,8 @@ class LlamaSampler:
         return changed
 
     def _choose_allowed(self, logits: Logits, matcher: Matcher) -> int:
-        """Choose among the tokens that the constraint allows, where biases and penalties only set preferences."""
-        # The mask must not hide that the model failed.
+        """Choose among the tokens that the constraint allows. Biases and penalties cannot rule all of them out."""
+        # Checked before the mask, which might hide that the model failed.
         if not np.isfinite(logits[logits.argmax()]):
             return NO_TOKEN
         mask = matcher.mask()
@@ -156,7 +157,8 @@ class LlamaSampler:
             row = np.full_like(logits, -np.inf)
             row[mask.tokens] = logits[mask.tokens]
             token = self._choose_adjusted(row)
-            # All allowed tokens have a bias of -inf, such as the end of the text with `ignore_eos`.
+            # NO_TOKEN: a bias of -inf rules out all allowed tokens, for example the end of the text with
+            # `ignore_eos`.
             token = int(mask.tokens[logits[mask.tokens].argmax()]) if token == NO_TOKEN else token
         else:
             values = logits[mask.tokens]
@@ -182,7 +184,7 @@ class LlamaSampler:
         best = highest(logits, self._top_k) if self._chain is not None and self._top_k > 0 else None
         if best is not None:
             return self._drawn(best, logits)
-        # numpy takes NaN for the highest.
+        # For numpy NaN is the highest value.
         token = int(logits.argmax())
         if not np.isfinite(logits[token]):
             return NO_TOKEN

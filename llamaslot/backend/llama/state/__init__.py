@@ -1,1 +1,1 @@
-"""Models by the state that they keep: which are served, which allow reuse, and checkpoints of partial states."""
+"""State that models keep: which models are served, which allow reuse, and checkpoints of partial states."""

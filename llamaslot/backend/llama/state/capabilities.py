@@ -1,8 +1,8 @@
 """Capabilities of a model and its context, read from llama.cpp before anything is computed.
 
-They come from llama.cpp's predicates, from the file's metadata and from what llama.cpp logs of the caches that it
-creates, never from what `seq_rm` answers: on sliding-window models a trim claims success and leaves wrong logits
-behind (fact 11).
+They come from llama.cpp's predicates, the file's metadata, and llama.cpp's log about the caches that it creates.
+They never come from the result of `seq_rm`, which claims success on sliding-window models, and leaves wrong logits
+(fact 11).
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from llamaslot.base import gguf_file
 from llamaslot.base.model import Capabilities, StateKind
 
 _OWN_CACHES = frozenset({"deepseek32", "deepseek4", "dots3note", "glm-dsa", "glm5-next", "minimax-m3", "qwen4exp"})
-"""Architectures that always get a cache class of their own from llama.cpp's `create_memory` (fact 11).
+"""Architectures for which llama.cpp's `create_memory` always creates a cache class of their own (fact 11).
 
-HY V4 gets one only where the file has an indexer, so it is recognized by its metadata.
+For HY V4 it does so only if the file has an indexer, so that is recognized by its metadata.
 """
 _COMMON_CACHES = frozenset(
     {
@@ -32,7 +32,7 @@ _COMMON_CACHES = frozenset(
         "llama_memory_hybrid_iswa",
     }
 )
-"""Memory classes of which the tests show how they trim and copy sequences."""
+"""Memory classes whose trimming and copying of sequences is covered by tests."""
 _MROPE = (llama_cpp.LLAMA_ROPE_TYPE_MROPE, llama_cpp.LLAMA_ROPE_TYPE_IMROPE)
 _LOGGED_CLASS = re.compile(r"(llama_(?:kv_cache|memory)\w*|operator\(\)): ")
 _LOGGED_SIZE = re.compile(r"llama_kv_cache: size = .*\( *(\d+) cells, *(\d+) layers")
@@ -40,30 +40,30 @@ _LOGGED_SIZE = re.compile(r"llama_kv_cache: size = .*\( *(\d+) cells, *(\d+) lay
 
 @dataclass(frozen=True, slots=True)
 class Caches:
-    """The caches that llama.cpp created for a context, as it logged them."""
+    """Caches that llama.cpp created for a context, according to its log."""
 
     n_layers: int = 0
     """Layers that keep KV of every token."""
     n_window_layers: int = 0
     n_window_cells: int = 0
     unknown: str = ""
-    """A class that is none of `_COMMON_CACHES`, or the name of an indexer's cache."""
+    """Name of a class that is not in `_COMMON_CACHES`, or of an indexer's cache; empty if there is none."""
 
 
 def why_not_served(model: Any) -> str:
-    """Return the reason why no text can be generated with this model token by token; empty where it can."""
+    """Return the reason why this model cannot generate text token by token; empty if it can."""
     architecture = library.metadata(model, "general.architecture")
     is_causal = library.metadata(model, f"{architecture}.attention.causal") != "false"
     if reason := gguf_file.why_not_served(architecture, is_causal=is_causal):
         return reason
-    # Architectures that a later llama.cpp may add.
+    # For architectures that a later llama.cpp may add.
     if llama_cpp.llama_model_is_diffusion(model) or llama_cpp.llama_model_has_encoder(model):
         return f"is not a decoder alone ({architecture}); only models that generate token by token are served"
     return ""
 
 
 def kind_of(model: Any) -> StateKind:
-    """Return the kind of state that cannot be trimmed, by llama.cpp's predicates."""
+    """Return the kind of partial state, by llama.cpp's predicates."""
     has_window = llama_cpp.llama_model_n_swa(model) > 0
     if llama_cpp.llama_model_is_recurrent(model):
         return StateKind.RECURRENT
@@ -73,24 +73,24 @@ def kind_of(model: Any) -> StateKind:
 
 
 def has_own_cache(model: Any) -> bool:
-    """Return True if llama.cpp keeps this model's state in a cache class made for its architecture."""
+    """Return True if llama.cpp has a cache class just for this model's architecture."""
     architecture = library.metadata(model, "general.architecture")
     return architecture in _OWN_CACHES or library.number(model, "attention.indexer.top_k") > 0
 
 
 def has_partial_state(model: Any, caches: Caches | None = None) -> bool:
-    """Return True if this model has a partial state that llama.cpp can save and load by itself.
+    """Return True if this model has a partial state that llama.cpp can save and load separately.
 
-    `caches` are those of its context, None before there is one.
+    `caches` are those of its context; None before there is one.
     """
     unknown = caches.unknown if caches is not None else ""
     return kind_of(model) is not StateKind.NONE and not has_own_cache(model) and not unknown
 
 
 def why_not_reusable(model: Any, caches: Caches | None = None) -> str:
-    """Return the reason why KV of this model cannot be trimmed and continued; empty where it can.
+    """Return the reason why sequences of this model cannot be truncated and continued; empty if they can.
 
-    `caches` are those of its context, None before there is one. A cache class that no test covers is a reason too.
+    `caches` are those of its context; None before there is one. A cache class that no test covers is a reason too.
     """
     if has_own_cache(model):
         architecture = library.metadata(model, "general.architecture")
@@ -111,7 +111,7 @@ def why_not_reusable(model: Any, caches: Caches | None = None) -> str:
 
 
 def read(model: Any, context: Any, caches: Caches) -> Capabilities:
-    """Return the capabilities of a model in a context, for `ModelInfo.state`."""
+    """Return the capabilities of a model in a context (`ModelInfo.state`)."""
     return Capabilities(
         kind=kind_of(model),
         can_trim=not why_not_reusable(model, caches),
@@ -128,10 +128,10 @@ def read(model: Any, context: Any, caches: Caches) -> Capabilities:
 
 
 def caches_from_log(lines: Iterable[str]) -> Caches:
-    """Return the caches of a context from the lines that llama.cpp logged while it created the context.
+    """Return the caches of a context from the lines that llama.cpp logged while creating it.
 
-    A cache logs its size once it is created; one that consists of several caches first logs the name of each.
-    Layers of an unknown class are not counted, because the log does not say what each of them keeps.
+    A cache logs its size when it is created; one that consists of several caches logs the name of each first.
+    Layers of an unknown class are not counted, because the log does not say what they keep.
     """
     n_layers = n_window_layers = n_window_cells = 0
     is_window = False

@@ -1,9 +1,9 @@
 """Checkpoints in host memory: partial states of sequences, saved and loaded by llama.cpp.
 
-With the flag `LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY` llama.cpp saves and loads only the part of a sequence's state
-that cannot be trimmed: recurrent states and the cells of sliding windows. Loading one replaces the sequence's own.
-llama.cpp has no call that removes a partial state. `strip` therefore loads a blank one: the state of an empty
-sequence for recurrent layers, and that of one token for windows, on which an empty one has no effect.
+With the flag `LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY` llama.cpp saves and loads only the partial state of a sequence:
+recurrent states and the cells of sliding windows. Loading one replaces the sequence's own. llama.cpp has no call
+that removes a partial state, so `strip` loads a blank one instead: for recurrent layers that of an empty sequence,
+for windows that of one token, because loading an empty window has no effect.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _PARTIAL = llama_cpp.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
 
 
 class PartialStates:
-    """The checkpoints of one context by number; operations must have been checked."""
+    """Checkpoints of one context, by number. Operations must have been checked."""
 
     def __init__(self, context: Any, kind: StateKind) -> None:
         self._context = context
@@ -30,12 +30,12 @@ class PartialStates:
         self._kind = kind
         self._states: dict[int, Kv] = {}
         self._blanks: list[Kv] = []
-        """Blank states that `strip` loads, in this order."""
+        """Blank states that `strip` loads in this order."""
         self._one: Kv | None = None
         """The state of one token, for a model with a recurrent state."""
 
     def prepare(self, one: int, empty: int) -> None:
-        """Save the blank states; sequence `one` must hold one token, and `empty` none."""
+        """Save the blank states. Sequence `one` must hold one token, `empty` none."""
         if self._kind.has_window:
             self._blanks.append(self._saved(one))
         if self._kind.has_recurrent_state:
@@ -48,7 +48,7 @@ class PartialStates:
         return n_bytes
 
     def kv_of(self, checkpoint: int) -> Kv | None:
-        """Return the bytes of a checkpoint, None if there is no such checkpoint."""
+        """Return the bytes of a checkpoint; None if there is no such checkpoint."""
         return self._states.get(checkpoint)
 
     def put(self, checkpoint: int, state: Kv) -> None:
@@ -56,38 +56,38 @@ class PartialStates:
         self._states[checkpoint] = state
 
     def take(self, operation: Take) -> None:
-        """Save the state of a sequence as a checkpoint; raises `NotSavedError` if the host has no memory for it."""
+        """Save the state of a sequence as a checkpoint; raises `NotSavedError` if memory does not suffice."""
         try:
             self._states[operation.checkpoint] = self._saved(operation.src)
         except MemoryError as error:
             raise NotSavedError(operation.checkpoint) from error
 
     def restore(self, operation: Restore, end: int) -> None:
-        """Load a checkpoint, which was taken at `end` tokens, into a sequence, and truncate the sequence to that.
+        """Load a checkpoint that was taken at `end` tokens into a sequence, and truncate the sequence to `end`.
 
-        Raises `NotLoadedError` if llama.cpp has no memory for it; the sequence is empty then.
+        Raises `NotLoadedError` if memory does not suffice; the sequence is then empty.
         """
         seq = operation.dst
         if not self._load(seq, self._states[operation.checkpoint]):
             llama_cpp.llama_memory_seq_rm(self._memory, seq, -1, -1)
             raise NotLoadedError(operation.checkpoint)
         if not llama_cpp.llama_memory_seq_rm(self._memory, seq, end, -1):
-            raise IllegalCallError(f"{operation}: the state is not that of {end} tokens")
+            raise IllegalCallError(f"{operation}: the state does not belong to {end} tokens")
 
     def strip(self, seq: int) -> None:
-        """Remove the partial state of a sequence, so that its attention cells can be trimmed to any position.
+        """Remove the partial state of a sequence, so that its other cells can be truncated at any position.
 
-        Raises `MemoryError` if llama.cpp has none for it, or a full window cache no cell for the one token.
+        Raises `MemoryError` if memory does not suffice, or if a full window cache has no cell for the one token.
         """
         for state in self._blanks:
             if not self._load(seq, state):
                 raise MemoryError(f"the state of sequence {seq} cannot be removed")
 
     def occupy_all(self, seqs: Sequence[int]) -> None:
-        """Give each sequence a recurrent state, so that none is free; called after a failed step.
+        """Give each sequence a recurrent state, so that no state is free. Called after a failed step.
 
-        `seqs` are all sequences; the caller strips or empties them next. llama.cpp may take a free state for clear
-        although it is not, until the state is used again (fact 34). Without recurrent states this does nothing.
+        llama.cpp may take a free state for clear although it is not, until it has been used again (fact 34). `seqs`
+        are all sequences; the caller strips or empties them next. Does nothing for models without recurrent states.
         """
         if self._one is None:
             return

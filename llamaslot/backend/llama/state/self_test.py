@@ -1,18 +1,19 @@
 """Self-test of reuse: checks on the loaded model that reused state is the state that was computed.
 
-A model with a partial state computes a prefix of which a checkpoint is taken, then other tokens, and goes on after
-the prefix again: in place, in a copy of its cells, in a fork of the sequence, and after segments that were loaded.
-One that can be trimmed is trimmed and copied instead. Two checks follow each time:
+A model with a partial state computes a prefix, takes a checkpoint, computes other tokens, and continues after the
+prefix again: in the same sequence, in a copy of its cells, in a copy of the live sequence, and after loading
+segments. A model that can be truncated is truncated and copied instead. Each time, two checks follow:
 
-1. What the sequence holds, read from llama.cpp, must be what it held when the prefix had just been computed: each
+1. What the sequence holds, as saved by llama.cpp, must be what it held when the prefix had just been computed: each
    row of each layer by position, and the recurrent state, byte for byte (`state_format.py`). On every device this
-   notices an operation that does nothing or goes to another sequence, a state of other tokens or one token late, a
-   missing layer or cell, and rows in each other's place. As a sequence held the first cells while the prefix was
-   computed, what is loaded goes to cells that hold other rows: those left as they were are noticed too. It cannot
-   notice what llama.cpp never saves, or does not read when it computes.
+   detects an operation that does nothing or affects another sequence, a state of other tokens or one token late, a
+   missing layer or cell, and swapped rows. While the prefix was computed, another sequence held the first cells, so
+   KV is loaded into cells that hold other rows, and cells that were not written are detected too. It cannot detect
+   state that llama.cpp never saves, or does not read when it computes.
 2. So the logits of a few more tokens must show that the state is used. Their distance from a cold run is compared
-   with that of a cold run in the same chunks and other cells, as equal chunks give equal bits on no GPU, and with
-   that of a run after another prefix. A state that is slightly wrong may pass this check, and never the first.
+   with that of a cold run in the same chunks but other cells (fact 35: on a GPU equal chunks do not give equal
+   bits), and with that of a run after another prefix. A slightly wrong state may pass this check, but never the
+   first.
 """
 
 from __future__ import annotations
@@ -46,29 +47,29 @@ from llamaslot.base.model import ModelInfo, SelfTestOutcome
 from llamaslot.base.tokens import Tokens
 
 _MAX_OVERRUN = 2.0
-"""Multiple of the limit at which a test that was expected to meet it is stopped."""
+"""A test whose estimate met the limit is stopped at this multiple of the limit."""
 
 _N_PREFIX = 48
-"""Tokens of the prefix; a window that can move has moved by a few more."""
+"""Tokens of the prefix; for a model with a sliding window it is longer than the window."""
 _N_MOVED = 16
-"""Tokens by which it has moved."""
+"""Tokens by which the prefix exceeds the window, so that the window has moved."""
 _N_OTHER = 24
-"""Tokens that are computed in place of the ones that follow the prefix; they also displace its cells."""
+"""Number of other tokens computed after the prefix, or before it to occupy the first cells."""
 _N_COMPARED = 8
 """Tokens after the prefix whose logits are compared."""
 _PROBE_GROWTH = 4
-"""Ratio of the tokens of each further step that is timed."""
+"""Each timed step has so many times the tokens of the one before."""
 _N_PREFILLS = 3
-"""Times that a test computes the prefix; it reads what a sequence holds twice as often."""
+"""How often a test computes the prefix, for the estimate. It reads a sequence's content twice as often."""
 _SMALL_STEP_TOKENS = 16
 _N_SMALL_STEPS = 12
-"""Steps of a few tokens in a test."""
+"""Number of steps of a few tokens in a test, and their size, for the estimate."""
 _NOISE_FACTOR = 1.5
-"""Multiple of the noise that always counts as noise: cells that were not tried may move logits farther."""
+"""Distances up to this multiple of the measured noise count as noise: other cells may move logits farther."""
 _LEAST_SHARE = 0.05
-"""Part of the logits' standard deviation that counts as the noise at least."""
+"""Smallest noise to assume, as a fraction of the logits' standard deviation."""
 _CHECKPOINT, _FIRST_SEGMENT, _SECOND_SEGMENT = -1, -2, -3
-"""Numbers that the engine uses for none."""
+"""Numbers that the engine does not use."""
 
 Logits: TypeAlias = npt.NDArray[np.float32]
 """Rows of logits, `[tokens, n_vocab]`."""
@@ -79,9 +80,9 @@ class SelfTestResult(msgspec.Struct, frozen=True):
 
     outcome: SelfTestOutcome
     reason: str = ""
-    """The reason unless it was passed."""
+    """The reason, unless it passed."""
     is_lasting: bool = True
-    """False if a later start may have another result, so that this one is not kept."""
+    """False if a later start may have another result, so that this one must not be kept."""
 
 
 class _StoppedError(Exception):
@@ -97,13 +98,13 @@ class _FailedError(Exception):
 
 
 def is_needed(info: ModelInfo) -> bool:
-    """Return True for a model with checkpoints, and for one that is reused like a dense one without being one."""
+    """Return True for models with checkpoints, and for those with MLA or M-RoPE that can be truncated."""
     is_unusual = info.state.has_mla or info.state.has_mrope
     return info.keeps_checkpoints or (info.can_trim and is_unusual)
 
 
 def applied(info: ModelInfo, result: SelfTestResult) -> ModelInfo:
-    """Return the facts about a model with the result of its self-test; one that failed reuses nothing."""
+    """Return the facts about a model with the result of its self-test. After a failed one nothing is reused."""
     info = msgspec.structs.replace(info, self_test=result.outcome, self_test_reason=result.reason)
     if result.outcome not in ("failed", "off"):
         return info
@@ -120,7 +121,7 @@ def applied(info: ModelInfo, result: SelfTestResult) -> ModelInfo:
 
 
 def overridden(choice: Literal["auto", "on", "off"]) -> SelfTestResult | None:
-    """Return the result that `--reuse-self-test` sets in place of the test; None if the test decides."""
+    """Return the result that `--reuse-self-test` sets instead of the test; None if the test decides."""
     if choice == "auto":
         return None
     return SelfTestResult("skipped" if choice == "on" else "off", f"--reuse-self-test {choice}", is_lasting=False)
@@ -135,8 +136,8 @@ def run(
 ) -> SelfTestResult:
     """Run the self-test on a backend with this context, whose sequences are empty before and after.
 
-    The outcome is `pending` if it would take longer than `limit_s`, which None lifts, or if `should_stop`, which is
-    asked before each step, has returned True.
+    The outcome is `pending` if it would take longer than `limit_s` (None for no limit), or if `should_stop`, which
+    is called before each step, returns True.
     """
     deadline = math.inf
     trial = _Trial(backend, context, lambda: perf_counter() > deadline or should_stop())
@@ -156,7 +157,7 @@ def run(
     except IllegalCallError as error:
         return SelfTestResult("failed", f"self-test failed: llama.cpp refuses an operation ({error})")
     except (NotSavedError, NotLoadedError, MemoryError) as error:
-        return SelfTestResult("failed", f"self-test failed: {error or 'no memory'}", is_lasting=False)
+        return SelfTestResult("failed", f"self-test failed: {error or 'not enough memory'}", is_lasting=False)
     finally:
         trial.clean_up()
     return SelfTestResult("passed")
@@ -178,13 +179,13 @@ class _Trial:
         self._prefix, ids = ids[: self._n_prefix], ids[self._n_prefix :]
         self._tail, self._other = ids[: self._n_compared], ids[self._n_compared :][:_N_OTHER]
         self._computed: dict[str, bytes] = {}
-        """Digests of what a sequence holds that has just computed the prefix."""
+        """Digests of what a sequence holds right after computing the prefix."""
         self._cold: Logits = np.zeros((0, 0), np.float32)
         self._bound = 0.0
         self._numbers: list[int] = []
 
     def check_size(self) -> None:
-        """Raise `_FailedError` where sequence ids or cells do not suffice."""
+        """Raise `_FailedError` if sequence ids or cells do not suffice."""
         info = self._info
         if info.keeps_checkpoints and self._backend.n_seqs < 2:
             raise _FailedError("it needs two sequence ids")
@@ -193,14 +194,14 @@ class _Trial:
             raise _FailedError(f"it needs {self._n_needed:,} cells, and a sequence has {n_cells:,}")
 
     def estimated_s(self, limit_s: float) -> float:
-        """Return how long the test takes, by the time of one token or of as many as can be tried within the limit.
+        """Estimate how long the test takes, from the time of steps as large as can be tried within the limit.
 
-        A step of many tokens takes less time than those tokens one by one, on a GPU hardly more than one of them.
+        The time of a single token is not enough: a step of many tokens is far faster than as many single ones.
         """
         n, most = 1, min(self._n_prefix, self._info.n_ubatch)
         seconds = self._seconds(n)
         if seconds < limit_s:
-            # Whatever the first step sets up.
+            # The first step may include one-time work.
             seconds = min(seconds, self._seconds(n))
         small = seconds * _SMALL_STEP_TOKENS
 
@@ -215,7 +216,7 @@ class _Trial:
         return estimate()
 
     def check_reuse(self) -> None:
-        """Raise `_FailedError` unless all states are those that were computed, and are used."""
+        """Raise `_FailedError` unless all reused states are those that were computed, and are used."""
         other_prefix, other_cells = self._cold_run(self._prefix[::-1]), self._cold_run(self._prefix)
         self._displace(lambda: self._feed(0, self._prefix))
         self._computed = self._held(0)
@@ -260,7 +261,7 @@ class _Trial:
         return rows
 
     def _displace(self, compute: Callable[[], None]) -> None:
-        """Compute something while another sequence, if there is one, has the first cells."""
+        """Call `compute` while another sequence, if there is one, occupies the first cells."""
         has_other = self._backend.n_seqs > 1
         if has_other:
             self._feed(1, self._other)
@@ -269,16 +270,16 @@ class _Trial:
             self._backend.change(Remove(1, 0))
 
     def _set_bound(self, other_cells: Logits, other_prefix: Logits) -> None:
-        """Set the distance up to which logits are those of a cold run: between noise and an unused state."""
+        """Set the distance up to which logits count as those of a cold run: between noise and an unused state."""
         if not np.isfinite(self._cold).all():
             raise _FailedError("the logits of a cold run are not finite")
         noise = max(_distance(other_cells, self._cold), _LEAST_SHARE * float(self._cold.std()))
         self._bound = max(_NOISE_FACTOR * noise, math.sqrt(noise * _distance(other_prefix, self._cold)))
 
     def _check_checkpoints(self) -> None:
-        """Sequence 0 holds the prefix and what was computed after it; afterwards at least the prefix.
+        """Check checkpoints. Sequence 0 holds prefix and other tokens before, and at least the prefix afterwards.
 
-        Only one sequence at a time has a window, for a small pool has no cells for two.
+        Only one sequence at a time has a window, because a small pool has no cells for two (fact 32).
         """
         backend, end = self._backend, self._n_prefix
         backend.change(Restore(_CHECKPOINT, 0))
@@ -297,7 +298,7 @@ class _Trial:
             backend.change(Remove(1, 0))
 
     def _check_trimming(self) -> None:
-        """Sequence 0 holds the prefix and what was computed after it; afterwards it holds prefix and tail."""
+        """Check truncation. Sequence 0 holds prefix and other tokens before, and prefix and tail afterwards."""
         backend, end = self._backend, self._n_prefix
         backend.change(Remove(0, end))
         self._check(0, "in a sequence that was cut")
@@ -307,14 +308,15 @@ class _Trial:
             backend.change(Remove(1, 0))
 
     def _check_segments(self) -> None:
-        """Sequence 0 holds the prefix and some tokens, all others nothing."""
+        """Check segments. Sequence 0 holds the prefix and some tokens, all others nothing."""
         backend, end, half = self._backend, self._n_prefix, self._n_prefix // 2
         parts = ((_FIRST_SEGMENT, 0, half), (_SECOND_SEGMENT, half, end))
         for number, first, last in parts:
             backend.change(Save(number, 0, first, last))
             self._numbers.append(number)
         backend.change(Remove(0, 0))
-        # In a partitioned pool the cells of sequence 0 still have the rows that were computed in them.
+        # In a partitioned pool the cells of sequence 0 still have the computed rows, so sequence 1 is used if
+        # possible.
         seq = 0 if self._info.unified or backend.n_seqs == 1 else 1
         backend.change(Load(seq, 0, tuple((number, last) for number, _, last in parts)))
         if self._info.keeps_checkpoints:
@@ -322,12 +324,12 @@ class _Trial:
         self._check(seq, "after segments that were loaded")
 
     def _check(self, seq: int, where: str) -> None:
-        """Check a sequence that should hold the prefix alone; then it holds the tail too."""
+        """Check a sequence that should hold exactly the prefix. Afterwards it also holds the tail."""
         self._check_held(seq, where)
         self._check_logits(seq, where)
 
     def _check_held(self, seq: int, where: str) -> None:
-        """Compare what a sequence holds with what it held when the prefix was computed."""
+        """Compare a sequence's content with what it was right after computing the prefix."""
         held, computed = self._held(seq), self._computed
         if held == computed:
             return
@@ -336,7 +338,7 @@ class _Trial:
         raise _FailedError(f"{where}, {parts[0]}{more} are not what was computed")
 
     def _check_logits(self, seq: int, where: str) -> None:
-        """Compute the tail, and compare its logits with the cold run."""
+        """Compute the tail, and compare its logits with those of the cold run."""
         distance = _distance(self._rows(seq), self._cold)
         if not distance <= self._bound:
             raise _FailedError(
@@ -344,9 +346,9 @@ class _Trial:
             )
 
     def _held(self, seq: int) -> dict[str, bytes]:
-        """Return digests of all parts of what a sequence holds.
+        """Return digests of all parts of a sequence's content.
 
-        Not by the calls that take checkpoints: what they leave out is to be noticed.
+        It is saved whole, not by the calls that take checkpoints, so that anything these leave out is detected.
         """
         if self._should_stop():
             raise _StoppedError
@@ -363,7 +365,7 @@ class _Trial:
         return np.stack([np.ctypeslib.as_array(row, (self._info.n_vocab,)) for row in rows])
 
     def _feed(self, seq: int, tokens: Tokens) -> None:
-        """Compute tokens after what a sequence holds, in chunks as large as possible."""
+        """Append tokens to a sequence, computed in chunks as large as possible."""
         chunk = self._info.n_ubatch
         for at in range(0, len(tokens), chunk):
             self._step(Run(seq, self._backend.seq_len(seq), tokens[at : at + chunk], False))
@@ -379,12 +381,12 @@ class _Trial:
 
 
 def _distance(one: Logits, other: Logits) -> float:
-    """Return the rms of the difference, as the median of all positions: experts may change at one."""
+    """Return the root mean square of the difference; the median over positions, since experts may differ at one."""
     return float(np.median(np.sqrt(np.square(one - other).mean(axis=1))))
 
 
 def _ids(backend: Backend, n_tokens: int) -> Tokens:
-    """Return token ids, always the same ones, that are text where the vocabulary has any."""
+    """Return token ids, always the same ones, that stand for text if the vocabulary has enough such tokens."""
     drawn = np.random.default_rng(18).integers(0, backend.info.n_vocab, 2 * n_tokens).astype(np.int32)
     text = [token for token in drawn.tolist() if backend.vocab.piece(token)]
     return np.resize(np.array(text, np.int32) if len(set(text)) > _N_PREFIX else drawn, n_tokens)

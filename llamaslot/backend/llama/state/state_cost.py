@@ -1,8 +1,8 @@
-"""Measurement of `StateCost`: how long it takes to take and to restore a checkpoint on this machine.
+"""Measurement of `StateCost`: how long taking and restoring a checkpoint takes on this machine.
 
-A recurrent state always has the same size. A sliding window is full after so many tokens that computing them takes
+A recurrent state always has the same size. Filling a sliding window takes many tokens, and computing them takes
 long on a slow machine, but their content does not matter: one short sequence is saved whole, and loaded many times
-into another one, which then has each of its positions many times, in as many cells as a full window.
+into another one. That one then has each position many times, in as many cells as a full window.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from llamaslot.base.kv_ops import NotLoadedError, NotSavedError, Remove, Restore
 from llamaslot.base.model import StateCost
 
 _COMPUTED_TOKENS = 64
-"""Tokens of the sequence that is loaded again and again."""
+"""Tokens of the sequence that is loaded repeatedly."""
 _N_REPEATS = 5
 _CHECKPOINT = -1
-"""Number of the checkpoint; the engine uses it for none."""
+"""Number of the checkpoint; the engine uses no such number."""
 
 
 def measure(backend: Backend, context: Any, states: PartialStates, quiet: Quiet) -> StateCost | None:
     """Measure the cost on a backend with this context, whose sequences are empty before and after.
 
-    None where no checkpoints are taken, or where the pool or memory is too small for one of the largest size.
+    None if no checkpoints are taken, or if pool or memory are too small for one of the largest size.
     """
     if not backend.info.keeps_checkpoints:
         return None
@@ -46,7 +46,7 @@ def measure(backend: Backend, context: Any, states: PartialStates, quiet: Quiet)
 
 
 def _measured(backend: Backend, context: Any, states: PartialStates, quiet: Quiet) -> StateCost | None:
-    """Measure; sequences 0 and 1 may be left with cells."""
+    """Measure. Sequences 0 and 1 may be left with cells."""
     n_swa = backend.info.state.n_swa
     n_tokens = min(n_swa or 1, _COMPUTED_TOKENS, backend.info.n_ubatch)
     compute(backend, n_tokens)
@@ -65,7 +65,7 @@ def _measured(backend: Backend, context: Any, states: PartialStates, quiet: Quie
 
 
 def _fill_state(context: Any, n_loads: int) -> bool:
-    """Load what sequence 0 holds into sequence 1 so many times; False if the cells do not suffice."""
+    """Load the content of sequence 0 into sequence 1 `n_loads` times; False if the cells do not suffice."""
     memory = llama_cpp.llama_get_memory(context)
     saved = (ctypes.c_uint8 * llama_cpp.llama_state_seq_get_size(context, 0))()
     llama_cpp.llama_state_seq_get_data(context, saved, len(saved), 0)
