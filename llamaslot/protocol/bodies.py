@@ -1,7 +1,7 @@
 """Request bodies, typed and bounded.
 
-A field that is null counts as absent, an unknown one is ignored, and 2.0 is an integer, as with llama-server; a
-field of the wrong type or out of range is refused by name. What a value means is decided elsewhere.
+As in llama-server, null counts as absent, unknown fields are ignored, and 2.0 is an integer. Fields of the wrong
+type or out of range are refused by name. The meaning of values is decided elsewhere.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from llamaslot.protocol.structured_options import StructuredOptions
 
 INT32_MAX = 2**31 - 1
 MAX_SESSION_ID_CHARS = 256
-"""Characters of a session's id."""
+"""Most characters of a session id."""
 MAX_FIELDS = 256
-"""Fields that a reply can be reduced to: each is looked up for each completion, on the event loop."""
+"""Most `response_fields`: each is looked up for each completion, on the event loop."""
 
 MAX_BREAKERS = 16
-"""DRY's sequence breakers: each costs a search of the vocabulary, on the thread that computes."""
+"""Most sequence breakers for DRY: each costs a search of the vocabulary, on the model thread."""
 MAX_BREAKER_CHARS = 256
-"""Characters of one of them. llama.cpp uses 40 bytes."""
+"""Most characters of a sequence breaker. llama.cpp uses the first 40 bytes."""
 MAX_PROBS = 128
-"""Most likely tokens that are named for each token."""
+"""Most alternatives with probabilities for each token."""
 MAX_TOP_LOGPROBS = 20
-"""OpenAI's limit of them in a chat, and llama-server's default there."""
+"""OpenAI's limit of alternatives in a chat, and llama-server's default there."""
 MAX_SAMPLERS = 32
-"""Samplers that a request may name."""
+"""Most samplers that a request may name."""
 
 Token: TypeAlias = Annotated[int, Meta(ge=0, le=INT32_MAX)]
 Count: TypeAlias = Annotated[int, Meta(ge=-1, le=INT32_MAX)]
@@ -43,13 +43,13 @@ Samplers: TypeAlias = (
     Annotated[list[Annotated[str, Meta(max_length=64)]], Meta(max_length=MAX_SAMPLERS)]
     | Annotated[str, Meta(max_length=MAX_SAMPLERS)]
 )
-"""Names, or a string of llama-server's letters."""
+"""Names, or a string of llama-server's abbreviations, one letter each."""
 Salt: TypeAlias = Annotated[str, Meta(min_length=1, max_length=256)]
 SessionId: TypeAlias = Annotated[str, Meta(max_length=MAX_SESSION_ID_CHARS)]
 Metadata: TypeAlias = Annotated[
     dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]], Meta(max_length=16)
 ]
-"""OpenAI's `metadata` of what is stored."""
+"""OpenAI's `metadata` of stored chats and responses."""
 
 
 class StreamOptions(msgspec.Struct):
@@ -59,14 +59,14 @@ class StreamOptions(msgspec.Struct):
 
 
 class PromptObject(msgspec.Struct):
-    """llama-server's prompt as an object."""
+    """llama-server's object form of a prompt."""
 
     prompt_string: str | Parts
     multimodal_data: Any = None
 
 
 class Options(StructuredOptions, kw_only=True):
-    """Fields of every endpoint that generates."""
+    """Fields of all endpoints that generate."""
 
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -130,12 +130,12 @@ class Options(StructuredOptions, kw_only=True):
 
 
 def options_of(body: Options) -> dict[str, Any]:
-    """Return the fields that every endpoint takes, by name."""
+    """Return the values of the fields of `Options`, by name."""
     return {name: getattr(body, name) for name in Options.__struct_fields__}
 
 
 class ChatBody(Options, kw_only=True):
-    """`POST /v1/chat/completions`, and `POST /apply-template`, which only renders it."""
+    """`POST /v1/chat/completions`, and `POST /apply-template`, which only renders the prompt."""
 
     messages: Annotated[list[dict[str, Any]], Meta(min_length=1)]
     add_generation_prompt: bool | None = None
@@ -150,11 +150,11 @@ class ChatBody(Options, kw_only=True):
     thinking_budget_tokens: Count | None = None
     store: bool | None = None
     metadata: Any = None
-    """Of a completion that is stored."""
+    """Metadata of a stored completion."""
 
 
 class CompletionBody(Options, kw_only=True):
-    """`POST /v1/completions` and, with llama-server's own reply, `POST /completion`."""
+    """`POST /v1/completions`, and `POST /completion`, which replies in llama-server's own form."""
 
     prompt: str | list[str | Token | Parts | PromptObject] | PromptObject
     response_fields: Annotated[list[str], Meta(max_length=MAX_FIELDS)] | None = None
@@ -168,7 +168,7 @@ class FileExtract(msgspec.Struct):
 
 
 class InfillBody(Options, kw_only=True):
-    """`POST /infill`: what comes between a prefix and a suffix, and begins with `prompt`."""
+    """`POST /infill`: generates the text between a prefix and a suffix, which begins with `prompt`."""
 
     input_prefix: str | Parts
     input_suffix: str | Parts
@@ -178,11 +178,11 @@ class InfillBody(Options, kw_only=True):
 
 
 class TokenizeBody(msgspec.Struct, kw_only=True):
-    """`POST /tokenize`, in llama-server's form with `content`, or in vLLM's with `prompt` or `messages`."""
+    """`POST /tokenize`, in llama-server's form (`content`) or vLLM's (`prompt` or `messages`)."""
 
     prompt: str | None = None
     messages: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
-    """Messages of a chat: the body is decoded as one, and may have its other fields too, such as `tools`."""
+    """Messages of a chat. The body is then decoded as a chat, and may have its other fields, such as `tools`."""
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
     content: str | Parts | None = None

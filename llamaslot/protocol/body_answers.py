@@ -16,13 +16,13 @@ from llamaslot.protocol.decoding import decode
 from llamaslot.protocol.submission import BodyTokenizer, checked, parse_prompt, refuse_missing
 
 _MAX_TOKENS = 2**20
-"""Tokens of a text: with their texts each of them is an object."""
+"""Most tokens of a text. Limited, because each may become a JSON object."""
 _MAX_REPLY_BYTES = 16 * 2**20
-"""Bytes of a reply, which the server's parent process keeps until it is read."""
+"""Most bytes of a reply, which the parent process keeps until the client has read it."""
 
 
 class BodyAnswers:
-    """Answers bodies, on any thread."""
+    """Answers such bodies. Usable on any thread."""
 
     def __init__(self, chats: ChatReader, tokenizer: BodyTokenizer, info: ModelInfo) -> None:
         self._chats = chats
@@ -39,19 +39,19 @@ class BodyAnswers:
         data = msgspec.json.encode(self._methods[job.kind](job))
         if len(data) > _MAX_REPLY_BYTES:
             raise InvalidRequestError(
-                f"the reply would have {len(data)} bytes, and the limit is {_MAX_REPLY_BYTES}: send less at a time"
+                f"the reply would have {len(data)} bytes (limit: {_MAX_REPLY_BYTES}); send less at a time"
             )
         return JsonReply(data)
 
     def _tokenize(self, parts: Iterable[PromptPart], param: str, *, add_special: bool) -> list[int]:
         tokens = self._tokenizer.tokenize(tuple(parts), add_special=add_special)
         if len(tokens) > _MAX_TOKENS:
-            message = f"'{param}' has {len(tokens)} tokens, and the limit is {_MAX_TOKENS}: send less at a time"
+            message = f"'{param}' has {len(tokens)} tokens (limit: {_MAX_TOKENS}); send less at a time"
             raise InvalidRequestError(message, param=param)
         return tokens
 
     def _apply_template(self, job: AnswerBody) -> dict[str, str]:
-        """Return the prompt that the template makes of a conversation and its tools."""
+        """Return the prompt that the template renders from a conversation and its tools."""
         return {"prompt": "".join(part.text for part in self._rendered(job))}
 
     def _rendered(self, job: AnswerBody, *, keeps_added: bool = False) -> tuple[TextPart, ...]:
@@ -60,7 +60,7 @@ class BodyAnswers:
         return self._chats.render(body, job.reasoning, keeps_added=keeps_added)
 
     def _tokens(self, job: AnswerBody) -> dict[str, Any]:
-        """Return the token ids of a text or of texts and ids, with the text of each token if asked for."""
+        """Return the token ids of a text, or of mixed texts and ids, with the text of each token if requested."""
         body = decode(job.body, TokenizeBody)
         has_messages = body.messages is not msgspec.UNSET and bytes(body.messages) != b"null"
         if body.prompt is not None or has_messages:
@@ -82,7 +82,7 @@ class BodyAnswers:
         return {"tokens": [{"id": token, "piece": _piece(self._tokenizer.piece(token))} for token in tokens]}
 
     def _text(self, job: AnswerBody) -> dict[str, str]:
-        """Return the text of token ids, by llama-server's name and by vLLM's."""
+        """Return the text of token ids, under llama-server's name and vLLM's."""
         tokens = checked(decode(job.body, DetokenizeBody).tokens or (), self._info.n_vocab, "tokens")
         text = self._tokenizer.detokenize(Detokenize(tokens)).content
         return {"content": text, "prompt": text}

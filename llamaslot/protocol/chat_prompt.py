@@ -1,4 +1,4 @@
-"""From the body of a chat request to its prompt, its constraint and the form of its reply."""
+"""Conversion of a chat request's body to its prompt, its constraint and the form of its reply."""
 
 from __future__ import annotations
 
@@ -33,30 +33,30 @@ _ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "functio
 
 @dataclass(frozen=True, slots=True)
 class _TemplateInputs:
-    """The inputs of a chat template beside the messages."""
+    """Inputs of a chat template in addition to the messages."""
 
     tools: tuple[dict[str, Any], ...]
     kwargs: Mapping[str, Any]
-    """Variables that the request or the server sets."""
+    """Template variables set by the request or the server."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """A conversation as a prompt, with what its reply must match and how it is parsed."""
+    """A conversation as a prompt, with the constraint of its reply and how the reply is parsed."""
 
     parts: tuple[TextPart, ...]
     constraint: Constraint | None
     reasoning_budget: ReasoningBudget | None
     constrains_content: bool
-    """True if the request says what its content must match; otherwise only its tools do."""
+    """True if the request constrains the content of the reply; otherwise only its tools do."""
     parser: ParserOptions
     inputs: _TemplateInputs
 
 
 class ChatReader:
-    """Reads chat bodies for a template and a vocabulary with these named tokens, on any thread.
+    """Reads chat bodies for a template and a vocabulary with these named tokens. Usable on any thread.
 
-    `tokens_of` tokenizes texts with control tokens.
+    `tokens_of` tokenizes a text that may contain control tokens.
     """
 
     def __init__(
@@ -71,14 +71,14 @@ class ChatReader:
         self.preserved_tokens = tuple(
             sorted(named_tokens[text] for text in self.format.preserved if text in named_tokens)
         )
-        """Control tokens that the parser of replies needs in their text."""
+        """Control tokens that the parser of replies needs to see in the text."""
 
     def read(
         self, body: ChatBody, context: RequestContext, constraints: ConstraintReader, *, is_run: bool = True
     ) -> ChatPrompt:
         """Read a chat request; raises `InvalidRequestError` if it is invalid or cannot be rendered.
 
-        Unless it is run, its reply has no constraint, which need not be possible then.
+        With `is_run` False (only counted or probed), no constraint is made, so its grammar need not be valid.
         """
         use = read_tools(body)
         inputs = _TemplateInputs(use.definitions, _template_kwargs(body, context.reasoning))
@@ -106,9 +106,9 @@ class ChatReader:
     def _budget(
         self, body: ChatBody, context: RequestContext, *, is_open: bool, is_raw: bool
     ) -> ReasoningBudget | None:
-        """Return the limit of reasoning that a request or, without it, the server asks for.
+        """Return the limit of reasoning set by a request or, if it sets none, by the server.
 
-        There is none where tokens cannot be forced: beside probabilities, and within a grammar of the whole reply.
+        None if tokens cannot be forced: because probabilities are wanted, or a grammar covers the whole reply.
         """
         tags, n_tokens = self.format.reasoning, _budget_tokens(body)
         against = ""
@@ -129,9 +129,10 @@ class ChatReader:
     def with_replies(
         self, body: ChatBody, chat: ChatPrompt, restorer: ReplyRestorer, namespace: str
     ) -> tuple[ChatPrompt, TurnPrompt | None]:
-        """Return a chat with the form that its reply has after remembered tokens, and the prompt with them.
+        """Restore remembered replies in a chat's prompt.
 
-        The prompt is None if its reply is not to be remembered.
+        Returns the chat, whose reply may have to be parsed differently then, and the prompt with the remembered
+        tokens; None if the chat's own reply cannot be remembered.
         """
         if not _wants_reply(body):
             return chat, None
@@ -140,7 +141,7 @@ class ChatReader:
         found = restorer.prompt(
             self.template.prepared(body.messages),
             chat.parts,
-            # Of renderings that are no prompts, only the text is compared.
+            # Renderings that are not prompts are only compared as text.
             lambda messages, wants_reply: self._render(
                 messages, chat.inputs, wants_reply=wants_reply, only_text=not wants_reply
             ),
@@ -158,7 +159,7 @@ class ChatReader:
     ) -> tuple[TextPart, ...]:
         """Return the conversation as prompt parts; raises `InvalidRequestError` if it cannot be rendered.
 
-        `keeps_added` is for a tokenizer that adds no BOS or EOS: those of the template stay.
+        `keeps_added` keeps BOS and EOS that the template writes, for a tokenizer that adds none itself.
         """
         inputs = _TemplateInputs(read_tools(body).definitions, _template_kwargs(body, defaults))
         return self._rendered(body, inputs, keeps_added=keeps_added)
@@ -195,9 +196,9 @@ class ChatReader:
         )
 
     def _reasoning_open(self, body: ChatBody, prompt: str) -> str:
-        """Return the end of the prompt from the tag that opens the reply's reasoning; nothing if it opens none.
+        """Return the end of the prompt from the tag that opens the reply's reasoning; empty if none is open.
 
-        Earlier messages may mention the tags, so only the generation prompt and a continued message are searched.
+        Only the generation prompt and a continued message are searched, since earlier messages may mention tags.
         """
         tags, last = self.format.reasoning, body.messages[-1]
         if tags is None or last.get("role") != "assistant" or not _wants_reply(body):
@@ -211,7 +212,7 @@ class ChatReader:
 
 
 def _template_kwargs(body: ChatBody, defaults: ReasoningDefaults) -> dict[str, Any]:
-    """Return the template's variables that a request sets, on top of the server's."""
+    """Return the template variables that a request sets, in addition to the server's."""
     kwargs: dict[str, Any] = {}
     if not defaults.enabled:
         kwargs["enable_thinking"] = False
@@ -225,9 +226,9 @@ def _template_kwargs(body: ChatBody, defaults: ReasoningDefaults) -> dict[str, A
 
 
 def conversation_branch(template: ChatTemplate, body: ChatBody) -> str:
-    """Return a digest of what a conversation begins with: its tools, and its messages up to the user's first one.
+    """Return a digest of a conversation's start: its tools, and its messages up to the first user message.
 
-    Later turns begin with the same, and other conversations of the session with something else.
+    Later turns of a conversation have the same start; other conversations of the session have another.
     """
     opening = list(takewhile(lambda message: message["role"] != "assistant", body.messages))
     first = next((i for i, message in enumerate(opening) if message["role"] == "user"), len(opening))
@@ -236,13 +237,13 @@ def conversation_branch(template: ChatTemplate, body: ChatBody) -> str:
 
 
 def _budget_tokens(body: ChatBody) -> int:
-    """Return the tokens that a request lets the model reason, -1 if it does not say."""
+    """Return the reasoning budget of a request in tokens; -1 if it sets none."""
     given = (body.reasoning_budget_tokens, body.thinking_budget_tokens)
     return next((n for n in given if n is not None), -1)
 
 
 def _wants_reply(body: ChatBody) -> bool:
-    """Return True if the prompt ends where a reply of the assistant begins or, for its own message, continues."""
+    """Return True if the prompt ends where the assistant's reply begins, or where its last message continues."""
     if not body.continue_final_message:
         return body.add_generation_prompt is not False
     if body.add_generation_prompt:
@@ -252,6 +253,6 @@ def _wants_reply(body: ChatBody) -> bool:
         )
     if body.messages[-1]["role"] != "assistant":
         raise InvalidRequestError(
-            "'continue_final_message' needs a last message of the assistant", param="continue_final_message"
+            "'continue_final_message' needs a last message by the assistant", param="continue_final_message"
         )
     return True

@@ -1,4 +1,4 @@
-"""Decoding of JSON bodies, and errors in terms of their fields."""
+"""Decoding of JSON bodies, and errors that name the field at fault."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from llamaslot.base.errors import InvalidRequestError, LlamaslotError
 
 B = TypeVar("B", bound=msgspec.Struct)
 FieldNames: TypeAlias = Sequence[tuple[str, str]]
-"""Regular expressions for fields of a chat, and the names of these fields in another API."""
+"""Regular expressions for chat fields, and the names of these fields in another API."""
 
 
 def decode(raw: bytes, kind: type[B]) -> B:
     """Decode a body; raises an `InvalidRequestError` that names the field at fault."""
     try:
-        # Clients on Windows write it before UTF-8.
+        # Clients on Windows may write a byte order mark before UTF-8.
         return _decoded(raw.removeprefix(_BOM), kind)
     except msgspec.ValidationError as error:
         raise _named(str(error)) from error
@@ -29,7 +29,7 @@ def decode(raw: bytes, kind: type[B]) -> B:
 
 
 def too_deep() -> InvalidRequestError:
-    """Return the error of a body with too many lists and objects within each other."""
+    """Return the error for a body with too many nested lists and objects."""
     return InvalidRequestError("the body is nested too deeply")
 
 
@@ -48,12 +48,12 @@ def _decoded(raw: bytes, kind: type[B]) -> B:
 
 
 def whole(field: str) -> str:
-    """Return the regular expression for a field alone, as in a `param` or quoted in a message."""
+    """Return a regular expression that matches only the whole field, in a `param` or quoted in a message."""
     return rf"(?<![^']){field}(?![^'])"
 
 
 def renamed(error: LlamaslotError, names: FieldNames) -> LlamaslotError:
-    """Return an error about a chat in terms of the API whose body was converted to that chat."""
+    """Return an error about a chat with the field names of the API whose body was converted to that chat."""
     message, param = error.message, error.param
     for pattern, name in names:
         message = re.sub(pattern, name, message)
@@ -75,7 +75,7 @@ _MISSING = re.compile(r"Object missing required field `(\w+)`")
 
 
 def _named(message: str) -> InvalidRequestError:
-    """Return msgspec's message as a sentence about a field, with that field as `param`."""
+    """Convert msgspec's message to an error about a field, with that field as `param`."""
     complaint, *where = re.split(r" - at (?:`key` in )?`\$", message, maxsplit=1)
     param = "".join(where).rstrip("`").removeprefix(".").partition("[...]")[0]
     if missing := _MISSING.match(complaint):
@@ -87,5 +87,5 @@ def _named(message: str) -> InvalidRequestError:
 
 
 def _in_words(types: str) -> str:
-    """Return `int | null` as "an integer or null"; anything else is unchanged."""
+    """Convert `int | null` to "an integer or null"; other names are unchanged."""
     return " or ".join(_WORDS.get(name, name) for name in types.split(" | "))

@@ -1,4 +1,4 @@
-"""Grammars of requests that bring none (`--grammar-file`)."""
+"""Grammars of requests that have none (`--grammar-file`)."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from llamaslot.base.commands import Constraint
 
 
 class DefaultGrammars:
-    """One grammar for all requests, or several: the k-th for the k-th request, and none for later ones."""
+    """One grammar for all requests, or a list: the k-th is for the k-th request, and later requests get none."""
 
     def __init__(self, grammars: Sequence[Constraint] = ()) -> None:
         self._grammars = grammars
         self._numbers = itertools.count()
 
     def next(self) -> Constraint | None:
-        """Return the grammar of the next request; on any thread."""
+        """Return the grammar of the next request. Usable on any thread."""
         number = next(self._numbers)
         if len(self._grammars) == 1:
             return self._grammars[0]

@@ -1,10 +1,11 @@
-"""Fill-in-the-middle prompts: the text between a prefix and a suffix is wanted.
+"""Fill-in-the-middle prompts, for the text between a prefix and a suffix.
 
     [REP]myproject  [SEP]name  text  ...  [SEP]filename  [BOS] [PRE]prefix  prompt [SUF]suffix [MID]
     |-- other files, with the tokens that the model has --|
 
-This is llama-server's layout. But what fits is not cut here, so that after each keystroke the cache has all before
-it; llama-server keeps to one batch, and drops a little more of a long prefix's beginning each time.
+This is llama-server's layout. But a prompt that fits into the context is not cut, so that after each keystroke the
+cache has everything before it. llama-server cuts prompts to one batch, and with each keystroke drops a little more
+from the start of a long prefix.
 """
 
 from __future__ import annotations
@@ -21,30 +22,30 @@ from llamaslot.protocol.bodies import CompletionBody, FileExtract, InfillBody, P
 from llamaslot.protocol.submission import Prompt, max_tokens_of, parse_prompt
 
 CUT_TOKENS = 256
-"""Multiple of tokens by which a text that is too long is cut at its beginning: later prompts then begin alike."""
+"""A text that is too long is cut by a multiple of so many tokens, so that later prompts have the same start."""
 _CHARACTERS_PER_TOKEN = 32
-"""Characters of a text that are looked at for each token of the context."""
+"""Most characters of a text that are read per token of the context."""
 _MAX_NAME = 4096
-"""Characters of a file's name, which no system exceeds."""
+"""Most characters of a file name that are used."""
 _SNIPPET = "\n\n--- snippet ---\n\n"
-"""Stands before each file where the model has no token for that."""
+"""Precedes each file if the model has no token for that."""
 
 
 class Tokenize(Protocol):
     """Tokenizes a prompt."""
 
     def __call__(self, prompt: Prompt) -> list[int]:
-        """Return its token ids, without BOS."""
+        """Return the token ids of a prompt, without BOS."""
 
 
 class InfillPrompts:
-    """Makes prompts for a model, on any thread."""
+    """Makes fill-in-the-middle prompts for a model. Usable on any thread."""
 
     def __init__(self, info: ModelInfo, tokenize: Tokenize, check_size: Callable[[Prompt], None]) -> None:
         self._info = info
         self._tokenize = tokenize
         self._check_size = check_size
-        """Refuses what is far too long for the context, before it is tokenized."""
+        """Raises an error for a prompt that is far too long for the context, before it is tokenized."""
         self._max_characters = info.n_ctx_slot * _CHARACTERS_PER_TOKEN
 
     def of_parts(self, body: InfillBody, context: RequestContext) -> Prompt:
@@ -62,7 +63,7 @@ class InfillPrompts:
         )
 
     def of_suffix(self, prompt: Prompt, body: CompletionBody, context: RequestContext) -> Prompt:
-        """Return the prompt between which and OpenAI's `suffix` a text is wanted."""
+        """Return the prompt for a text between `prompt` and OpenAI's `suffix`."""
         fim = self._fim("suffix")
         if body.echo:
             raise InvalidRequestError("'suffix' cannot be combined with 'echo'", param="suffix")
@@ -80,7 +81,7 @@ class InfillPrompts:
         return self._info.fim
 
     def _n_max(self, max_tokens: int) -> int:
-        """Return the tokens of the longest prompt that leaves space for the middle, at most half of the context."""
+        """Return the most tokens of a prompt, after reserving at most half of the context for the reply."""
         n_ctx = self._info.n_ctx_slot
         return n_ctx - max(1, min(max_tokens, n_ctx // 2) if max_tokens >= 0 else n_ctx // 4)
 
@@ -94,7 +95,7 @@ class InfillPrompts:
         return self._tokenize(prompt)
 
     def _files(self, fim: FimTokens, extracts: Sequence[FileExtract]) -> list[int]:
-        """Return the tokens of other files, and of the line before the file itself."""
+        """Return the tokens of the other files, and of the heading of the file itself."""
         files: list[list[int]] = []
         n_left = self._max_characters
         for extract in reversed(extracts):
@@ -123,9 +124,9 @@ class InfillPrompts:
         start: Sequence[int] = (),
         files: Sequence[int] = (),
     ) -> Prompt:
-        """Return the prompt in at most `n_max` tokens.
+        """Return a prompt of at most `n_max` tokens.
 
-        Other files are cut first, then the prefix and the suffix at their far ends, down to 3/4 and 1/4.
+        Other files are cut first. Then prefix and suffix are cut at their far ends, to 3/4 and 1/4 of the space.
         """
         bos = [fim.bos] if fim.bos >= 0 else []
         n_free = n_max - len(bos) - 3 - len(start)
@@ -139,17 +140,17 @@ class InfillPrompts:
 
 
 def _near(text: str | Parts, n_characters: int) -> str | Parts:
-    """Return a text's first characters or, if their number is negative, its last ones."""
+    """Return the first `n_characters` of a text, or the last ones if the number is negative."""
     if not isinstance(text, str):
         return text
     return text[_n_cut(len(text) + n_characters) :] if n_characters < 0 else text[:n_characters]
 
 
 def _end(tokens: Sequence[int], n_max: int) -> Sequence[int]:
-    """Return the end of tokens that are more than `n_max`."""
+    """Cut tokens at their start to at most `n_max`."""
     return tokens[_n_cut(len(tokens) - n_max) :]
 
 
 def _n_cut(n_over: int) -> int:
-    """Return how many to cut where so many are over."""
+    """Return how many tokens to cut if there are `n_over` too many."""
     return -(-max(n_over, 0) // CUT_TOKENS) * CUT_TOKENS

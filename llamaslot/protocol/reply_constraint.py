@@ -1,4 +1,4 @@
-"""The constraint of a chat's reply, made from its tools (forced and strict calls) and its structured output."""
+"""The constraint of a chat's reply, made from its tools (forced and strict calls) and structured output."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ from llamaslot.text.grammars.compiling import GrammarTooLongError
 from llamaslot.text.grammars.json_schema import MAX_OPTIONAL, prepared_schema
 
 RAW_GRAMMAR = "grammar"
-"""The field whose grammar matches all that the model generates, as in llama-server, reasoning included."""
+"""The field whose grammar covers the whole output of the model including reasoning, as in llama-server."""
 _CONTENT = "content"
-"""Name of the grammar of the content beside that of the reply around it."""
+"""Name of the grammar of the content within the grammar of the reply."""
 
 _MAX_BLAME_S = 5.0
-"""CPU time to look for the tool that is wrong: each may take as long to compile as a grammar may."""
+"""Most CPU time to search for the invalid tool: compiling each may take as long as a whole grammar."""
 _UNDECLARED = ("anyOf", "oneOf", "allOf", "$ref", "patternProperties")
-"""Keywords that may allow names of arguments which `properties` does not have."""
+"""Keywords that may allow arguments which are not in `properties`."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplyConstraints:
-    """Makes the constraints of replies in a format."""
+    """Makes constraints of replies in a format."""
 
     format: Format
     constraints: ConstraintReader
 
     def constraint(self, own: Constraint | None, use: ToolUse, thinking: Thinking) -> Constraint | None:
-        """Return what a reply must match; `own` is what the request says of its content.
+        """Return the constraint of a reply; `own` is the request's constraint of the content.
 
-        Raises `InvalidRequestError` for tools whose schemas cannot be followed but must be.
+        Raises `InvalidRequestError` if calls must follow a schema that cannot be enforced.
         """
         if own is not None and own.param == RAW_GRAMMAR:
             if use.mode != "none":
@@ -61,7 +61,7 @@ class ReplyConstraints:
         return None
 
     def _around(self, own: Constraint, use: ToolUse, thinking: Thinking) -> Constraint:
-        """Return a constraint for reasoning, and then content of a form of its own, or calls."""
+        """Return a constraint for reasoning followed by content that matches `own`, or by calls."""
         tools = self._by_strictness(use) if use.mode == "auto" else []
         content, *others = _grammars(own.grammar)
 
@@ -72,14 +72,14 @@ class ReplyConstraints:
             grammars = [{"lark_grammar": top}, {**content, "name": _CONTENT}, *others]
             return msgspec.json.encode({"grammars": grammars}).decode()
 
-        # `own` was checked: what is wrong now is in the tools.
+        # `own` has been checked, so an error now is caused by the tools.
         made = self._made(use, tools, grammar, "tools" if tools else own.param)
         return msgspec.structs.replace(made, param=own.param)
 
     def _made(
         self, use: ToolUse, tools: Sequence[Tool], grammar: Callable[[], str], param: str = "tools"
     ) -> Constraint:
-        """Return a grammar of replies with calls as a constraint; an error names the tool that is wrong."""
+        """Return a grammar of replies with calls as a constraint. An error names the invalid tool."""
         try:
             return self.constraints.check(_written(grammar, param))
         except GrammarTooLongError:
@@ -89,7 +89,7 @@ class ReplyConstraints:
             raise
 
     def _check_each(self, use: ToolUse, tools: Sequence[Tool]) -> None:
-        """Raise the error of the first tool of which no calls can be forced, if it is found soon."""
+        """Raise the error of the first tool whose calls cannot be enforced, if found within `_MAX_BLAME_S`."""
         seconds = 0.0
         for tool in tools:
             if seconds > _MAX_BLAME_S:
@@ -99,19 +99,19 @@ class ReplyConstraints:
                 seconds += self.constraints.check(written).seconds
 
     def _by_strictness(self, use: ToolUse) -> list[Tool]:
-        """Return the tools with the schemas that calls must follow; those that are not strict allow any value."""
+        """Return the tools with the schemas that calls must follow. Tools that are not strict allow any values."""
         strict = [tool for tool in use.tools if tool.name in use.strict]
         return self._prepared(use, [*strict, *(_loose(tool) for tool in use.tools if tool.name not in use.strict)])
 
     def _prepared(self, use: ToolUse, tools: Sequence[Tool]) -> list[Tool]:
-        """Return tools with the schemas that llguidance follows; raises `InvalidRequestError`.
+        """Return tools with schemas that llguidance can follow; raises `InvalidRequestError`.
 
-        Also for schemas of which the grammar will be too long, before all of them are prepared.
+        Schemas whose grammar would be too long are refused before all of them are prepared.
         """
         prepared = []
         n_chars = 0
         for tool in tools:
-            # Also where the schema allows null besides.
+            # Arguments must be an object, even if the schema also allows null.
             where, parameters = use.places[tool.name], {**tool.parameters, "type": "object"}
             schema = prepared_schema(parameters, where, limits_digits=not self.format.limits_digits)
             prepared.append(Tool(tool.name, schema))
@@ -121,7 +121,7 @@ class ReplyConstraints:
 
 
 def _written(grammar: Callable[[], str], param: str) -> Constraint:
-    """Return the grammar of replies with calls; raises `InvalidRequestError` for schemas that it cannot follow."""
+    """Return a grammar as a constraint; raises `InvalidRequestError` for schemas that cannot be enforced."""
     try:
         return Constraint(grammar(), param)
     except (ValueError, RecursionError) as error:
@@ -129,7 +129,7 @@ def _written(grammar: Callable[[], str], param: str) -> Constraint:
 
 
 def _loose(tool: Tool) -> Tool:
-    """Return a tool whose arguments have the declared names, or any where others may be allowed, and any value."""
+    """Return a tool whose arguments may have any values, and only declared names unless others may be allowed."""
     properties = tool.parameters.get("properties")
     names = properties if isinstance(properties, dict) else {}
     is_open = tool.parameters.get("additionalProperties") or any(key in tool.parameters for key in _UNDECLARED)
@@ -139,7 +139,7 @@ def _loose(tool: Tool) -> Tool:
 
 
 def _grammars(grammar: str) -> list[dict[str, Any]]:
-    """Return the parts of a grammar in llguidance's JSON form; one that is text is in Lark's."""
+    """Return the parts of a grammar in llguidance's JSON form. A grammar that is not JSON is in Lark's form."""
     if not grammar.startswith("{"):
         return [{"lark_grammar": grammar}]
     parts: list[dict[str, Any]] = msgspec.json.decode(grammar)["grammars"]

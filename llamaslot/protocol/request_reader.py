@@ -1,4 +1,4 @@
-"""Request reader: from the body of a request to its `Submit`s and the options of its reply."""
+"""Request reader: converts the body of a request to its `Submit`s and the options of its reply."""
 
 from __future__ import annotations
 
@@ -62,11 +62,11 @@ class _Kind(msgspec.Struct):
 
 
 class RequestReader:
-    """Reads bodies for a model with this chat template, on any thread.
+    """Reads bodies for a model with this chat template. Usable on any thread.
 
-    `grammars` are the files of `--grammar-file` and their texts; a wrong one raises `InvalidRequestError`. Replies
-    in chats are restored by `restorer`; without it none are, nor remembered. Grammars are tried by `trial`, without
-    it on the thread that reads a body.
+    `grammars` has the files of `--grammar-file` and their texts; an invalid one raises `InvalidRequestError`.
+    `restorer` restores replies in chats; without it replies are neither restored nor remembered. `trial` compiles
+    grammars to check them; without it they are compiled on the thread that reads a body.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class RequestReader:
                 return self._completions(job)
 
     def _completions(self, job: ParseBody) -> ParsedBody:
-        """Read a body with prompts."""
+        """Read a body with prompts instead of messages."""
         body: CompletionBody | InfillBody
         if job.kind == "infill":
             body = decode(job.body, InfillBody)
@@ -139,7 +139,7 @@ class RequestReader:
         return ParsedBody(submits, _reply_options(body, submits, job.context))
 
     def _probe(self, job: ParseBody) -> ParsedBody:
-        """Read a chat or, without messages, a body with one prompt."""
+        """Read a body of `POST /cache/probe`: a chat or, without messages, a body with one prompt."""
         has_messages = decode(job.body, _Kind).messages is not UNSET
         if has_messages:
             return self._chat(decode(job.body, ChatBody), job)
@@ -160,7 +160,7 @@ class RequestReader:
         return msgspec.structs.replace(parsed, options=options)
 
     def _chat(self, body: ChatBody, job: ParseBody) -> ParsedBody:
-        """Read a chat: the body of a job, or what a body of another API was converted to."""
+        """Read a chat: the body of a job, or one converted from another API's body."""
         context = job.context
         refuse_missing(body)
         chat = self._chats.read(body, context, self._constraints_for(job), is_run=job.is_run)
@@ -170,7 +170,7 @@ class RequestReader:
         if chat.constrains_content or default is None:
             constraint = chat.constraint
         else:
-            # It says all that the model generates, and need not allow a forced end of the reasoning.
+            # A default grammar covers the whole output, and may not allow a forced end of the reasoning.
             constraint, budget = default, None
         (submit,) = submissions(body, [chat.parts], context, self._info, self._tokens_of, constraint=constraint)
         if submit.cache_prompt and self._restorer is not None:
@@ -201,7 +201,7 @@ class RequestReader:
         read = responses.read_request if job.kind == "responses" else responses.read_compaction
         request = read(body, job.earlier or EarlierItems(), unique_id)
         try:
-            # What tools have beside that which is in the prompt.
+            # Tools may have more text than the part of them that is in the prompt.
             self._check_size((TextPart(request.fields.echo.decode()),))
             parsed = self._chat(request.chat, job)
         except LlamaslotError as error:
@@ -214,8 +214,10 @@ class RequestReader:
         return self._constraints if job.may_compile else self._known_constraints
 
     def _check_size(self, prompt: Prompt) -> None:
-        """Refuse what cannot fit: millions of ids or texts, or a text of many MiB, would hold up the server's event
-        loop, which passes prompts on.
+        """Raise `ContextSizeError` for a prompt that cannot fit into a slot.
+
+        Millions of ids or texts, or a text of many MiB, would block the server's event loop, through which they
+        pass.
         """
         n_min = sum(len(part.tokens) if isinstance(part, TokensPart) else 1 for part in prompt)
         if n_min > self._info.n_ctx_slot:

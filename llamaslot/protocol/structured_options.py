@@ -1,7 +1,7 @@
 """Fields of a request that constrain its reply.
 
-OpenAI's `response_format`, llama-server's `json_schema` and `grammar`, vLLM's `structured_outputs` and its older
-`guided_...` fields.
+These are OpenAI's `response_format`, llama-server's `json_schema` and `grammar`, vLLM's `structured_outputs`, and
+vLLM's older `guided_...` fields.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Choices = Annotated[list[str], Meta(min_length=1)]
 
 
 class JsonSchemaFormat(msgspec.Struct):
-    """OpenAI's `response_format.json_schema`. Replies follow the schema whether it is `strict` or not."""
+    """OpenAI's `response_format.json_schema`. Replies follow the schema whether or not it is `strict`."""
 
     name: str | None = None
     description: str | None = None
@@ -26,7 +26,7 @@ class JsonSchemaFormat(msgspec.Struct):
 
 
 class ResponseFormat(msgspec.Struct):
-    """OpenAI's `response_format`, with llama-server's `schema` beside `json_object`."""
+    """OpenAI's `response_format`, and llama-server's `schema` with `json_object`."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
     json_schema: JsonSchemaFormat | None = None
@@ -45,7 +45,7 @@ class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class StructuredOptions(UnsupportedOptions, kw_only=True):
-    """Fields that constrain the reply; all but one must be absent."""
+    """Fields that constrain the reply; at most one may be present."""
 
     response_format: ResponseFormat | None = None
     json_schema: Any = None

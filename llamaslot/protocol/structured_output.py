@@ -1,4 +1,4 @@
-"""Structured output: the constraint that the fields of a request ask for."""
+"""Structured output: makes the constraint that a request's fields ask for."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from llamaslot.text.grammars.gbnf import TokenOf, gbnf_to_lark, is_lark
 from llamaslot.text.grammars.json_schema import json_schema_constraint
 
 MAX_GRAMMAR_CHARS = 2**19
-"""Characters of a grammar that was made of what clients sent.
+"""Most characters of a grammar made from a request.
 
-The calls of 200 tools with five parameters take 140,000 to 280,000, by their format. The engine keeps one compiled
-grammar of this length at most.
+Calls of 200 tools with five parameters take 140,000 to 280,000 characters, depending on the format. The engine's
+cache of compiled grammars holds one grammar of this length.
 """
 
 
@@ -29,16 +29,15 @@ def check_length(n_chars: int, param: str) -> None:
     """Raise `GrammarTooLongError` for a grammar of more than `MAX_GRAMMAR_CHARS`."""
     if n_chars > MAX_GRAMMAR_CHARS:
         message = (
-            f"'{param}': the grammar made of it has {n_chars} characters, and may have {MAX_GRAMMAR_CHARS} at "
-            "most; make it simpler"
+            f"'{param}': its grammar would have {n_chars} characters (limit: {MAX_GRAMMAR_CHARS}); simplify it"
         )
         raise GrammarTooLongError(message, param=param)
 
 
 class ConstraintReader:
-    """Reads and checks constraints, on any thread.
+    """Reads and checks constraints. Usable on any thread.
 
-    Without `may_compile`, methods raise `UnknownGrammarError` for a grammar that was not checked before.
+    Without `may_compile`, methods raise `UnknownGrammarError` for a grammar that has not been checked before.
     """
 
     def __init__(
@@ -55,7 +54,7 @@ class ConstraintReader:
         self._may_compile = may_compile
 
     def read(self, options: StructuredOptions) -> Constraint | None:
-        """Return the constraint that a request asks for; raises `InvalidRequestError` for what is not supported."""
+        """Return the constraint that a request asks for; raises `InvalidRequestError` if it is not supported."""
         asked = _asked(options)
         if len(asked) > 1:
             names = " and ".join(f"'{param}'" for param, _, _ in asked)
@@ -67,7 +66,7 @@ class ConstraintReader:
         return self.check(self._constraint(param, kind, value, compact=bool(whitespace)))
 
     def grammar(self, name: str, text: str) -> Constraint:
-        """Return the constraint of a grammar, GBNF or Lark; `name` stands for it in `InvalidRequestError`s."""
+        """Return the constraint of a grammar in GBNF or Lark; `name` names it in `InvalidRequestError`s."""
         return self.check(self._constraint(name, "grammar", text, compact=False))
 
     def check(self, constraint: Constraint) -> Constraint:
@@ -79,7 +78,7 @@ class ConstraintReader:
         return self._checker.check(constraint, may_compile=self._may_compile)
 
     def _constraint(self, param: str, kind: str, value: Any, *, compact: bool) -> Constraint:
-        # Before it is converted, which takes long for a long text.
+        # Checked before the conversion, which takes long for a long text.
         if isinstance(value, str) and len(value) > MAX_CONSTRAINT_CHARS:
             raise too_long(param)
         match kind:
@@ -101,7 +100,7 @@ class ConstraintReader:
         return json_schema_constraint(value, param, compact=compact)
 
     def _lark(self, gbnf: str, param: str) -> str:
-        """Return a GBNF grammar as Lark, with text for tags if it is too long with their tokens besides."""
+        """Convert a GBNF grammar to Lark. Tags match as tokens or text; only as text if that would be too long."""
         try:
             lark = gbnf_to_lark(gbnf, param, self._token_of, self._tags)
             if len(LLMatcher.grammar_from_lark(lark)) <= MAX_GRAMMAR_CHARS:
@@ -112,7 +111,7 @@ class ConstraintReader:
 
 
 def _asked(options: StructuredOptions) -> list[tuple[str, str, Any]]:
-    """Return the field, the kind and the value of all constraints that are asked for."""
+    """Return the field, the kind and the value of each constraint that a request asks for."""
     asked: list[tuple[str, str, Any]] = []
     form = options.response_format
     if form is not None and form.type == "json_schema":

@@ -1,4 +1,4 @@
-"""From the fields of a request body to the `Submit` commands of its prompts."""
+"""Conversion of the fields of a request body to the `Submit` commands of its prompts."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ _IS_ID = re.compile(r"[0-9]{1,10}").fullmatch
 _SAME_FIELDS = {field.name for field in msgspec.structs.fields(Sampling)} - {
     "top_k", "seed", "logit_bias", "dry_base", "dry_sequence_breakers", "samplers", "n_probs",
 }  # fmt: skip
-"""Request fields with the name and type that `Sampling` has."""
+"""Request fields with the same name and type as in `Sampling`."""
 
 
 class BodyTokenizer(Protocol):
-    """The methods of the tokenizer (`llamaslot.prompts.tokenizer`) that may run on any thread."""
+    """Methods of the tokenizer (`llamaslot.prompts.tokenizer`) that may run on any thread."""
 
     def tokenize(self, prompt: Prompt, *, add_special: bool = False) -> list[int]:
         """Return the token ids of any prompt."""
@@ -50,16 +50,16 @@ class BodyTokenizer(Protocol):
         """Return the bytes of a token."""
 
     def detokenize(self, command: Detokenize) -> Detokenized:
-        """Write out token ids."""
+        """Return the text of token ids."""
 
     def check_size(self, prompt: Prompt) -> None:
         """Raise `ContextSizeError` for a text that is too long to fit."""
 
 
 def refuse_missing(body: Options, *, is_text: bool = False) -> None:
-    """Raise `NotSupportedError` for the first field that asks for what the server, or this endpoint, does not have.
+    """Raise `NotSupportedError` for the first field that the server, or this endpoint, does not support.
 
-    `is_text` is true for OpenAI's text completions.
+    `is_text` is True for OpenAI's text completions.
     """
     unsupported.refuse(body)
     if is_text:
@@ -84,7 +84,7 @@ def submissions(
     limits = context.limits
     n = _n_computed(options)
     if n * len(prompts) > limits.max_choices:
-        message = f"{n * len(prompts)} completions were asked for; the server takes {limits.max_choices} at once"
+        message = f"{n * len(prompts)} completions requested, and the limit is {limits.max_choices}"
         param = "best_of" if n > n_choices(options) else "n" if n > 1 else "prompt"
         raise InvalidRequestError(f"{message} (--max-choices)", param=param)
     stop = _stop(options, limits)
@@ -130,25 +130,25 @@ def submissions(
 
 
 def is_verbose(options: Options, context: RequestContext) -> bool:
-    """Return True if the reply is to contain llama-server's own."""
+    """Return True if the reply must also contain llama-server's own reply (`__verbose`)."""
     return _first(options.verbose, context.verbose)
 
 
 def max_tokens_of(options: Options, context: RequestContext) -> int:
-    """Return how many tokens are to be generated, -1 for no limit."""
+    """Return the most tokens to generate; -1 for no limit."""
     return _first(options.n_predict, options.max_completion_tokens, options.max_tokens, context.max_tokens)
 
 
 def prompts_of(body: CompletionBody, n_vocab: int, max_prompts: int) -> list[Prompt]:
-    """Return the prompts of a `prompt` field: one text, one list with token ids in it, or a list of prompts."""
+    """Return the prompts of a `prompt` field: one text, one list that contains token ids, or a list of prompts."""
     prompt = body.prompt
     if isinstance(prompt, str | PromptObject) or any(isinstance(item, int) for item in prompt):
         return [parse_prompt(prompt, n_vocab, "prompt")]
     if not prompt:
         raise InvalidRequestError("'prompt' must not be empty", param="prompt")
-    # Before each of them is parsed: there may be a million.
+    # Checked before they are parsed, because there may be a million.
     if len(prompt) > max_prompts:
-        message = f"'prompt' has {len(prompt)} prompts; the server takes at most {max_prompts} at once"
+        message = f"'prompt' has {len(prompt)} prompts, and the limit is {max_prompts}"
         raise InvalidRequestError(message, param="prompt")
     return [parse_prompt(item, n_vocab, f"prompt[{i}]") for i, item in enumerate(prompt)]
 
@@ -158,7 +158,7 @@ def parse_prompt(prompt: object, n_vocab: int, param: str, *, special: bool = Tr
     if isinstance(prompt, PromptObject):
         if prompt.multimodal_data:
             raise NotSupportedError(
-                f"'{param}.multimodal_data' is not supported yet: this server takes text only",
+                f"'{param}.multimodal_data' is not supported yet: only text is",
                 param=f"{param}.multimodal_data",
             )
         prompt = prompt.prompt_string
@@ -189,10 +189,11 @@ def checked(tokens: Iterable[int], n_vocab: int, param: str) -> tuple[int, ...]:
 
 
 def request_salt(key_secret: str, own: str, *, is_public: bool, is_admin: bool, is_cached: bool = True) -> str:
-    """Return the salt of a request's namespace, from its `own` salt and from its API key's, if that counts.
+    """Return the salt of a request's namespace, from its `own` salt and, if set, its API key's `key_secret`.
 
-    The salt does not reveal the key. Raises `ForbiddenError` if a user's key asks for what `is_public`, and
-    `InvalidRequestError` where nothing can be public, or the request excludes it (`own`, not `is_cached`).
+    The salt does not reveal the key. With `is_public`, raises `ForbiddenError` unless the key is an
+    administrator's, and `InvalidRequestError` if nothing can be public, or the request excludes it (`own`, not
+    `is_cached`).
     """
     if is_public:
         return _public_salt(key_secret, own, is_admin=is_admin, is_cached=is_cached)
@@ -221,7 +222,7 @@ def _sampling(options: Options, context: RequestContext, info: ModelInfo, tokens
     if options.top_k is not None:
         asked["top_k"] = max(options.top_k, 0)
     if options.dry_base is not None and options.dry_base >= 1:
-        # As in llama-server, a smaller one stands for the default.
+        # As in llama-server, a smaller value means the default.
         asked["dry_base"] = options.dry_base
     if options.dry_sequence_breakers is not None:
         asked["dry_sequence_breakers"] = tuple(options.dry_sequence_breakers)
@@ -232,7 +233,7 @@ def _sampling(options: Options, context: RequestContext, info: ModelInfo, tokens
     if options.logit_bias is not None:
         most = context.limits.max_logit_bias_entries
         asked["logit_bias"] = _logit_bias(options.logit_bias, most, info.n_vocab, tokens_of)
-    # To find the best completions, the chosen tokens' probabilities are wanted.
+    # If the best of several completions are to be returned, the probabilities of the chosen tokens are needed.
     asked["n_probs"] = max(_n_probs(options), -1 if _n_computed(options) == n_choices(options) else 0)
     seed = _first(options.seed, context.sampling.seed)
     asked["seed"] = secrets.randbelow(N_SEEDS) if seed in (-1, N_SEEDS) else seed % N_SEEDS
@@ -240,12 +241,12 @@ def _sampling(options: Options, context: RequestContext, info: ModelInfo, tokens
 
 
 def n_choices(options: Options) -> int:
-    """Return how many completions of each prompt the reply has."""
+    """Return the number of completions of each prompt in the reply."""
     return _first(options.n_cmpl, options.n, 1)
 
 
 def _n_computed(options: Options) -> int:
-    """Return how many completions of each prompt are computed; raises `InvalidRequestError` for `best_of`."""
+    """Return how many completions of each prompt to compute; raises `InvalidRequestError` for a wrong `best_of`."""
     n, best_of = n_choices(options), options.best_of
     if best_of is None or not isinstance(options, CompletionBody) or best_of == n:
         return n
@@ -258,15 +259,15 @@ def _n_computed(options: Options) -> int:
 
 
 def wants_probs(options: Options) -> bool:
-    """Return True if the reply shows probabilities."""
+    """Return True if the reply has probabilities."""
     return _n_probs(options) >= 0
 
 
 def _n_probs(options: Options) -> int:
-    """Return how many of the most likely tokens are wanted for each token, -1 for no probabilities."""
+    """Return how many alternatives with probabilities each token gets; -1 for no probabilities."""
     is_chat, logprobs = isinstance(options, ChatBody), options.logprobs
     if options.top_logprobs is not None and not (is_chat and logprobs is True):
-        message = "goes with 'logprobs': true" if is_chat else "is for chats: here 'logprobs' is a number"
+        message = "needs 'logprobs': true" if is_chat else "is for chats only; here 'logprobs' is a number"
         raise InvalidRequestError(f"'top_logprobs' {message}", param="top_logprobs")
     if is_chat and logprobs is not None and not isinstance(logprobs, bool):
         raise InvalidRequestError("'logprobs' must be true or false in a chat", param="logprobs")
@@ -274,7 +275,7 @@ def _n_probs(options: Options) -> int:
         return _first(options.top_logprobs, MAX_TOP_LOGPROBS)
     if options.n_probs is not None:
         return options.n_probs or -1
-    # llama-server takes true for 1. OpenAI's 0 asks for the chosen tokens alone.
+    # As in llama-server, true means 1. OpenAI's 0 asks for the chosen tokens only.
     return -1 if logprobs is None or logprobs is False else int(logprobs)
 
 
@@ -284,12 +285,13 @@ def _logit_bias(
     n_vocab: int,
     tokens_of: TokensOf,
 ) -> dict[int, float]:
-    """Return the bias per token id. A text stands for all of its tokens, and a bias of false for never.
+    """Return the bias of each token id. A text stands for all of its tokens, and false for a bias of -inf.
 
-    In a list a text is always a text; as the key of a map, digits are a token id. At most `most` entries are taken.
+    Digits as the key of a map are a token id; in a list a text is always a text. More than `most` entries are
+    refused.
     """
     if len(biases) > most:
-        message = f"'logit_bias' has {len(biases)} entries; the server takes {most} (--max-logit-bias-entries)"
+        message = f"'logit_bias' has {len(biases)} entries (limit: {most}, --max-logit-bias-entries)"
         raise InvalidRequestError(message, param="logit_bias")
     if isinstance(biases, dict):
         pairs = [(int(key) if _IS_ID(key) else key, bias) for key, bias in biases.items()]
@@ -298,7 +300,7 @@ def _logit_bias(
     result: dict[int, float] = {}
     for key, bias in pairs:
         if bias is True:
-            raise InvalidRequestError("'logit_bias' takes numbers and false", param="logit_bias")
+            raise InvalidRequestError("'logit_bias' must have numbers or false", param="logit_bias")
         tokens = checked([key], n_vocab, "logit_bias") if isinstance(key, int) else tokens_of(key)
         result.update(dict.fromkeys(tokens, float("-inf") if bias is False else float(bias)))
         if len(result) > most:
@@ -310,11 +312,11 @@ def _logit_bias(
 def _stop(options: Options, limits: RequestLimits) -> tuple[str, ...]:
     words = [options.stop] if isinstance(options.stop, str) else options.stop or []
     if len(words) > limits.max_stop_strings:
-        message = f"'stop' has {len(words)} strings; the server takes {limits.max_stop_strings}"
+        message = f"'stop' has {len(words)} strings, and the limit is {limits.max_stop_strings}"
         raise InvalidRequestError(f"{message} (--max-stop-strings)", param="stop")
     n_chars = sum(map(len, words))
     if n_chars > limits.max_stop_chars:
-        message = f"'stop' has {n_chars} characters; the server takes {limits.max_stop_chars} in all"
+        message = f"'stop' has {n_chars} characters in total, and the limit is {limits.max_stop_chars}"
         raise InvalidRequestError(f"{message} (--max-stop-chars)", param="stop")
     return tuple(word for word in words if word)
 

@@ -1,4 +1,4 @@
-"""Tools and calls as text, for chat templates that leave them out."""
+"""Tools and calls as text, for chat templates that ignore them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def with_text_of_tools(
     messages: Sequence[Mapping[str, Any]],
     tools: Sequence[Mapping[str, Any]],
 ) -> Sequence[Mapping[str, Any]]:
-    """Return the messages with all that the template leaves out in their text; the same ones if that is nothing.
+    """Return messages with the tools and calls that the template ignores as text; unchanged if there are none.
 
     Calls are written as models of the format write them. Raises `InvalidRequestError` for invalid messages.
     """
@@ -59,7 +59,7 @@ def _call(call: Message) -> ToolCall:
 
 
 def _with_tools(conversation: Conversation, format_: Format, tools: Sequence[Mapping[str, Any]]) -> Conversation:
-    """Return the conversation with a description of the tools at the start of its system message."""
+    """Add a description of the tools at the start of the conversation's system message."""
     lines = [json.dumps(tool["function"], ensure_ascii=False) for tool in tools]
     text = "\n".join(
         [_INTRODUCTION, *lines, "To call a function, reply with nothing but this form:", format_.render([_EXAMPLE])]

@@ -1,4 +1,4 @@
-"""Tools of a chat request: what the model is told of them, and which of them its reply may or must call."""
+"""Tools of a chat request: what the model is told about them, and which ones its reply may or must call."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from llamaslot.text.conversation import clean_tool
 
 Mode: TypeAlias = Literal["none", "auto", "required"]
 _MODES: Mapping[str, Mode] = {"none": "none", "auto": "auto", "required": "required", "any": "required"}
-"""Values of `tool_choice`; some clients send Mistral's `any`."""
+"""Values of `tool_choice`. `any` is Mistral's, which some clients send."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
     """Tools, and their use in a reply.
 
-    The prompt names all tools whatever `mode` is, so that requests with another `tool_choice` share its prefix.
+    The prompt describes all tools whatever `mode` is, so that requests with another `tool_choice` share its prefix.
     """
 
     definitions: tuple[dict[str, Any], ...] = ()
-    """As chat templates read them."""
+    """Tools in the form that chat templates read."""
     tools: tuple[Tool, ...] = ()
-    """Those that may be called."""
+    """Tools that may be called."""
     places: Mapping[str, str] = field(default_factory=dict)
-    """The field that has the schema of each, by name."""
+    """Field of the request that has the schema of each tool, by the tool's name."""
     strict: frozenset[str] = frozenset()
-    """Names of those whose arguments must follow their schema."""
+    """Names of tools whose arguments must follow their schema."""
     mode: Mode = "none"
     parallel: bool = True
-    """Allow several calls in a reply."""
+    """True if a reply may have several calls."""
 
 
 def read_tools(body: ChatBody) -> ToolUse:
@@ -64,7 +64,7 @@ def read_tools(body: ChatBody) -> ToolUse:
 
 
 def _choice(choice: Any, known: set[str]) -> tuple[Mode, set[str] | None]:
-    """Return the mode of a `tool_choice`, and the names of the tools that it allows; None for all."""
+    """Return the mode of a `tool_choice`, and the names of the tools that it allows (None for all)."""
     if choice is None:
         return "auto", None
     if isinstance(choice, str):
@@ -93,11 +93,11 @@ def _is_named(choice: Any) -> bool:
 
 
 def _name(choice: Any, known: set[str]) -> str:
-    """Return the name in `{"type": "function", "function": {"name": ...}}`, or in the same without nesting."""
+    """Return the name in `{"type": "function", "function": {"name": ...}}`, or in `{"type": ..., "name": ...}`."""
     function = choice.get("function", choice) if isinstance(choice, dict) else None
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(name, str):
         raise InvalidRequestError("'tool_choice' must name a function", param="tool_choice")
     if name not in known:
-        raise InvalidRequestError(f"'tool_choice': '{name}' is none of the 'tools'", param="tool_choice")
+        raise InvalidRequestError(f"'tool_choice': '{name}' is not among the 'tools'", param="tool_choice")
     return name

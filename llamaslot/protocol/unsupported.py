@@ -1,6 +1,6 @@
-"""Features that clients may ask for and this server does not support yet.
+"""Features that clients may ask for but this server does not support yet.
 
-A value that would change the answer is refused by name instead of being ignored; a value that leaves the feature
+A value that would change the answer is refused by name instead of being ignored. A value that leaves the feature
 off is accepted.
 """
 
@@ -15,12 +15,12 @@ from llamaslot.base.errors import NotSupportedError
 
 
 def _off(is_off: Callable[[Any], bool]) -> msgspec.Meta:
-    """Attach to a field the predicate that is true for values, other than null, that leave the feature off."""
+    """Attach a predicate to a field; it returns True for values other than null that leave the feature off."""
     return msgspec.Meta(extra={"is_off": is_off})
 
 
 def _only_scores(moderation: Any) -> bool:
-    """Return True for OpenAI's `moderation` without a policy that blocks: scores would not change the reply."""
+    """Return True for OpenAI's `moderation` without a blocking policy: scores would not change the reply."""
     return "block" not in msgspec.json.encode(moderation).decode()
 
 
@@ -29,7 +29,7 @@ _NO_CHOICE = _off(lambda value: value in ("none", "auto"))
 
 
 class UnsupportedOptions(msgspec.Struct, kw_only=True):
-    """Fields known to llama-server or OpenAI and not offered here, each with the values that are accepted."""
+    """Fields of llama-server or OpenAI that are not supported, each with the values that are accepted."""
 
     functions: Annotated[Any, _FALSY] = None
     function_call: Annotated[Any, _NO_CHOICE] = None
@@ -52,4 +52,4 @@ def refuse(options: UnsupportedOptions) -> None:
         if name == "functions" and options.function_call == "none":
             continue
         if value is not None and not is_off(value):
-            raise NotSupportedError(f"'{name}' asks for something that is not supported yet", param=name)
+            raise NotSupportedError(f"'{name}': this value is not supported yet", param=name)

@@ -1,4 +1,4 @@
-"""Content blocks of Anthropic's messages, with the place of each for errors."""
+"""Content blocks of Anthropic's messages, with the path of each block for error messages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from llamaslot.text.json_fields import checked_object, refuse_field, text_of
 
 
 def content_blocks(content: Any, where: str) -> list[tuple[str, Mapping[str, Any], str]]:
-    """Return the type, the fields and the place of each block; a text is one block of type `text`."""
+    """Return the type, the fields and the path of each block. A string counts as one block of type `text`."""
     if isinstance(content, str):
         return [("text", {"text": content}, where)]
     if not isinstance(content, Sequence):
@@ -24,7 +24,7 @@ def content_blocks(content: Any, where: str) -> list[tuple[str, Mapping[str, Any
 
 
 def unsupported_block(kind: str, where: str) -> NotSupportedError:
-    """Return the error of a content block that cannot be in this place, or in a prompt at all."""
-    # llama-server's words, by which its clients recognise a model without vision.
+    """Return the error for a content block that is not allowed here, or in no prompt."""
+    # llama-server's words, from which its clients recognise a model without vision.
     reason = "image input is not supported" if kind == "image" else "it is not supported here"
     return NotSupportedError(f"'{where}.type' is '{kind}': {reason}; prompts are text", param=f"{where}.type")

@@ -1,7 +1,7 @@
 """Bodies of `POST /v1/messages` and `POST /v1/messages/count_tokens`.
 
-They take Anthropic's fields and, beside them, this server's own for sampling, structured output and the cache.
-Messages, tools and content blocks stay mappings: `messages.py` reads them, so that errors name the block.
+They have Anthropic's fields, and this server's own for sampling, structured output and the cache. Messages, tools
+and content blocks stay mappings: `messages.py` reads them, so that errors can name the block.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class ThinkingConfig(msgspec.Struct):
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Annotated[int, Meta(ge=1, le=INT32_MAX)] | None = None
     display: Literal["summarized", "omitted"] | None = None
-    """`omitted` leaves the text of thinking blocks out of the reply; nothing is ever summarized."""
+    """`omitted` leaves the text of thinking blocks out of the reply. Nothing is ever summarized."""
 
 
 class ToolChoice(msgspec.Struct):
@@ -33,7 +33,7 @@ class ToolChoice(msgspec.Struct):
 
 
 class JsonFormat(msgspec.Struct):
-    """Anthropic's form of a JSON schema that the text of the reply must match."""
+    """Anthropic's form of a JSON schema for the text of the reply."""
 
     type: Literal["json_schema"]
     schema: dict[str, Any]
@@ -64,7 +64,7 @@ class CountTokensBody(Options, kw_only=True):
     stop_sequences: list[str] | None = None
     output_config: OutputConfig | None = None
     output_format: JsonFormat | None = None
-    """An older place of `output_config.format`."""
+    """Older name of `output_config.format`."""
     context_management: ContextManagement | None = None
 
     model: str | None = None
@@ -80,6 +80,6 @@ class CountTokensBody(Options, kw_only=True):
 
 
 class MessagesBody(CountTokensBody, kw_only=True):
-    """`POST /v1/messages`; `max_tokens` of 0 computes the prompt and generates nothing."""
+    """`POST /v1/messages`. With `max_tokens` 0 the prompt is computed and nothing generated."""
 
     max_tokens: Annotated[int, Meta(ge=0, le=INT32_MAX)]

@@ -1,4 +1,6 @@
-"""Anthropic's request bodies as chat bodies, which take the path of `/v1/chat/completions` from there."""
+"""Conversion of Anthropic's request bodies to chat bodies, which are then read like those of
+`/v1/chat/completions`.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,10 @@ from llamaslot.text.json_fields import object_of, text_of
 
 _CHOICES = ("n", "n_cmpl")
 _EXTRAS = ("logprobs", "top_logprobs", "n_probs", "return_tokens", "timings_per_token", "return_progress")
-"""Fields that ask for what Anthropic's replies have no place for."""
+"""Fields whose result has no place in Anthropic's replies."""
 _NOT_SUPPORTED = ("mcp_servers", "thread", "compaction")
 _EFFORTS = {"xhigh": "high", "max": "high"}
-"""Efforts that chat templates do not know."""
+"""Effort levels that chat templates do not know, and what they are replaced by."""
 _FIELD_NAMES: FieldNames = (
     (r"response_format\.json_schema\.schema", "output_config.format.schema"),
     (whole("response_format"), "output_config.format"),
@@ -30,7 +32,7 @@ _FIELD_NAMES: FieldNames = (
 
 
 def chat_of(body: CountTokensBody) -> ChatBody:
-    """Return a body as a chat body; raises `InvalidRequestError` and `NotSupportedError`."""
+    """Convert a body to a chat body; raises `InvalidRequestError` and `NotSupportedError`."""
     _check(body)
     shared = options_of(body)
     if body.stop_sequences is not None:
@@ -55,7 +57,7 @@ def chat_of(body: CountTokensBody) -> ChatBody:
 
 
 def field_names(body: CountTokensBody) -> FieldNames:
-    """Return the fields of chats that errors may name, with the names that they have in a body."""
+    """Return the chat fields that errors may name, with their names in this body."""
     return _FIELD_NAMES if body.stop_sequences is None else (*_FIELD_NAMES, (whole("stop"), "stop_sequences"))
 
 
@@ -63,10 +65,11 @@ def _check(body: CountTokensBody) -> None:
     asked = [name for name in _CHOICES if (getattr(body, name) or 1) > 1]
     asked += [name for name in _EXTRAS if getattr(body, name) is not None and getattr(body, name) is not False]
     if asked:
-        raise NotSupportedError(f"'{asked[0]}' has no place in Anthropic's replies", param=asked[0])
+        message = f"'{asked[0]}' is not supported: Anthropic's replies have no field for it"
+        raise NotSupportedError(message, param=asked[0])
     for name in _NOT_SUPPORTED:
         if getattr(body, name):
-            raise NotSupportedError(f"'{name}' asks for something that is not supported", param=name)
+            raise NotSupportedError(f"'{name}' is not supported", param=name)
     if body.output_config is not None and body.output_config.task_budget is not None:
         raise NotSupportedError("'output_config.task_budget' is not supported", param="output_config.task_budget")
 
@@ -75,7 +78,7 @@ def _tool(tool: Mapping[str, Any], where: str) -> Message:
     kind = tool.get("type")
     if kind not in (None, "custom"):
         raise NotSupportedError(
-            f"'{where}.type' is {kind!r}: the server has no tools of its own, only 'custom' ones are taken",
+            f"'{where}.type' is {kind!r}: the server has no tools of its own, only 'custom' tools are accepted",
             param=f"{where}.type",
         )
     function: Message = {
@@ -101,10 +104,10 @@ def _choice(choice: ToolChoice | None) -> Any:
 
 
 def _thinking_kwargs(body: CountTokensBody) -> dict[str, Any]:
-    """Return the template's variable that turns thinking on or off; the server's default holds if none is set.
+    """Return the template variable that turns thinking on or off; empty for the server's default.
 
-    Without `thinking`, a forced call is made at once, as Anthropic's models do it: thinking could take all of
-    `max_tokens`.
+    If a call is forced and `thinking` is absent, it is turned off, as with Anthropic's models: otherwise thinking
+    could use up `max_tokens`.
     """
     thinking = body.thinking
     if thinking is None:
@@ -116,7 +119,7 @@ def _thinking_kwargs(body: CountTokensBody) -> dict[str, Any]:
 
 
 def _clear_thinking(body: CountTokensBody, conversation: Sequence[Message]) -> None:
-    """Remove reasoning from all but the last turns, as `context_management` demands; refuse other edits."""
+    """Remove reasoning from all but the last turns, as `context_management` asks; refuse other edits."""
     edits = body.context_management.edits if body.context_management is not None else None
     for i, edit in enumerate(edits or ()):
         where = f"context_management.edits[{i}]"

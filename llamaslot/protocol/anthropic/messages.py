@@ -1,9 +1,9 @@
-"""Anthropic's system prompt and messages as a conversation in OpenAI's form.
+"""Conversion of Anthropic's system prompt and messages to a conversation in OpenAI's form.
 
-Results of tools become messages of their own, in their order among the texts of their message. Messages of one role
-that follow each other are one turn, as Anthropic defines it; many chat templates refuse them otherwise. Text blocks
-stay parts of a message, except in replies of the assistant: the server splits those around calls, and joining them
-gives what was generated.
+Tool results become separate messages, in order with the texts of their message. Consecutive messages of the same
+role become one turn, as Anthropic defines it; many chat templates refuse them otherwise. Text blocks stay parts of
+a message, except in replies of the assistant: the server splits those around calls, so joining them restores what
+was generated.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ Blocks: TypeAlias = list[tuple[str, Mapping[str, Any], str]]
 
 
 def conversation_of(system: str | Sequence[Any] | None, messages: Sequence[Mapping[str, Any]]) -> list[Message]:
-    """Return the messages; raises `InvalidRequestError` for what is not in Anthropic's form, and
-    `NotSupportedError` for blocks that are not text, tool use or thinking.
+    """Return the messages of a conversation.
+
+    Raises `InvalidRequestError` for malformed messages, and `NotSupportedError` for blocks that are neither text,
+    tool use nor thinking.
     """
     conversation: list[Message] = []
     if system is not None:
@@ -43,7 +45,7 @@ def conversation_of(system: str | Sequence[Any] | None, messages: Sequence[Mappi
         if message["role"] == "assistant":
             _join_texts(message)
     if all(message["role"] == "system" for message in conversation):
-        # llama-server answers it; most chat templates want a message of the user.
+        # llama-server accepts such requests. Most chat templates need a user message.
         conversation.append({"role": "user", "content": ""})
     return conversation
 
@@ -68,7 +70,7 @@ def _result(block: Mapping[str, Any], where: str) -> str | list[Message]:
     texts: list[str] = []
     for kind, part, place in [] if content is None else content_blocks(content, f"{where}.content"):
         if kind == "tool_reference":
-            # The result of a search for tools, all of which are in the prompt.
+            # Result of a search for tools. All tools are in the prompt already.
             texts.append(f"The tool {text_of(part, 'tool_name', place)} is available.")
         else:
             texts += _texts([(kind, part, place)])
@@ -104,7 +106,7 @@ def _add_assistant(conversation: list[Message], blocks: Blocks) -> None:
 
 
 def _join_texts(turn: Message) -> None:
-    """Make one text each of the texts of a turn, which may have come in a hundred thousand messages."""
+    """Join the texts and the reasoning of a turn. Done once, because a turn may come in 100,000 messages."""
     for key in ("content", "reasoning_content"):
         turn[key] = "\n".join(filter(None, turn[key]))
     for key in ("reasoning_content", "tool_calls"):
@@ -122,7 +124,7 @@ def _call(block: Mapping[str, Any], where: str) -> Message:
 
 
 def _add(conversation: list[Message], role: str, texts: Sequence[str]) -> None:
-    """Add texts to the last message, or as another one if that is of another role."""
+    """Add texts to the last message if it has the same role, else as a new message."""
     if conversation and conversation[-1]["role"] == role:
         last = conversation[-1]
         if texts and isinstance(last["content"], str):

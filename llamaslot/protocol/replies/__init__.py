@@ -1,1 +1,1 @@
-"""Replies that a conversation contains again: found by their meaning, and put into its prompt as tokens."""
+"""Replies that clients send back: found by their meaning, and put into the prompt as the generated tokens."""

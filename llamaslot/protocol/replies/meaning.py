@@ -1,7 +1,8 @@
 """The meaning of messages: what must be unchanged when a client sends a reply back.
 
-Clients change the form of a reply. They leave out its reasoning, send null for empty content, write arguments
-in another layout or order, and send parallel calls in several messages. None of this changes the digests made here.
+Clients change the form of a reply: they leave out its reasoning, send null for empty content, write arguments in
+another layout or order, and send parallel calls in several messages. The digests made here do not depend on any of
+this.
 """
 
 from __future__ import annotations
@@ -17,16 +18,16 @@ from llamaslot.text.conversation import Conversation, Message, joined
 
 _MAX_EXACT_FLOAT = 2**53
 MAX_MERGED = 32
-"""Messages that may be one reply, divided by its calls: more parallel calls than models make.
-
-In a tool loop all messages may be calls; without a limit, each would be tried as one with all those after it.
+"""Most consecutive messages that are tried as one reply, which a client may have divided by its calls. Models do
+not make more parallel calls. Needed in tool loops, where all messages may be calls: without a limit each one would
+be tried together with all later ones.
 """
 START = b"start"
-"""Stands for the messages before the first one."""
+"""Digest of a conversation without messages."""
 
 
 def digest_of(*values: bytes) -> bytes:
-    """Return a digest of 16 bytes of several values."""
+    """Return a 16-byte digest of several values."""
     digest = hashlib.blake2b(digest_size=16)
     for value in values:
         digest.update(len(value).to_bytes(8, "little") + value)
@@ -36,13 +37,13 @@ def digest_of(*values: bytes) -> bytes:
 def reply_meaning(content: str, calls: Sequence[ToolCall]) -> bytes | None:
     """Return a digest of a reply's content, without outer whitespace, and of its calls.
 
-    None if it has neither, or if arguments are no JSON.
+    None if it has neither, or if arguments are not valid JSON.
     """
     return _meaning(content, [_call_meaning(call) for call in calls])
 
 
 def _meaning(content: str, calls: Sequence[bytes | None]) -> bytes | None:
-    """Return the digest of content and calls; `calls` are their own digests, None for one that is no JSON."""
+    """Return the digest of content and calls; `calls` has a digest of each, None if its arguments are not JSON."""
     if not content.strip() and not calls:
         return None
     known = [call for call in calls if call is not None]
@@ -58,7 +59,7 @@ def _call_meaning(call: ToolCall) -> bytes | None:
 
 
 def reasoning_meaning(reasoning: str) -> bytes:
-    """Return a digest of reasoning, without outer whitespace; nothing for none."""
+    """Return a digest of reasoning, without outer whitespace; empty if there is none."""
     text = reasoning.strip()
     return digest_of(text.encode(errors="surrogatepass")) if text else b""
 
@@ -69,24 +70,25 @@ def content_of(message: Message) -> str:
 
 
 class Meanings:
-    """Digests of the messages of one cleaned conversation, which must not change.
+    """Digests of the messages of one cleaned conversation, which must not be changed meanwhile.
 
-    Each call is read once, however many replies are tried of which it may be a part.
+    Each call is parsed only once, although several replies may be tried of which it is a part.
     """
 
     def __init__(self) -> None:
         self._calls: dict[int, bytes | None] = {}
-        """By the ids of calls of the conversation."""
+        """Digests of calls, by the `id()` of the call's object."""
 
     def of(self, message: Message) -> bytes | None:
-        """Return the `reply_meaning` of a message of the assistant, or of several as one."""
+        """Return the `reply_meaning` of a message by the assistant."""
         return _meaning(content_of(message), [self._of_call(call) for call in message.get("tool_calls", ())])
 
     def with_message(self, conversation: bytes, message: Message) -> bytes:
         """Return the digest of a conversation with one more message."""
         meaning = self.of(message) if message["role"] == "assistant" else None
         if meaning is None:
-            # Clients turn a text into parts, such as to mark it for a cache.
+            # Content counts as text, because clients may convert a text to parts, for example to mark it for
+            # caching.
             meaning = digest_of(_encoded({**message, "content": content_of(message)}))
         return with_meaning(conversation, meaning)
 
@@ -98,12 +100,12 @@ class Meanings:
 
 
 def with_meaning(conversation: bytes, meaning: bytes) -> bytes:
-    """Return the digest of a conversation with one more message of that meaning."""
+    """Return the digest of a conversation with one more message of the given meaning."""
     return digest_of(conversation, meaning)
 
 
 def with_merged_replies(conversation: Conversation) -> list[list[Message]]:
-    """Divide a conversation into runs: messages of the assistant that follow each other, and each other message."""
+    """Divide a conversation into runs of consecutive messages by the assistant, and single other messages."""
     runs: list[list[Message]] = []
     for message in conversation:
         is_reply = message["role"] == "assistant"
@@ -116,18 +118,18 @@ def with_merged_replies(conversation: Conversation) -> list[list[Message]]:
 
 @dataclass(frozen=True, slots=True)
 class Merged:
-    """Messages as one reply with its results, if a client divided it."""
+    """Several messages as one reply that a client may have divided."""
 
     message: Message
     results: Conversation
-    """Results of its calls that stood between its parts."""
+    """Results of its calls that were between its parts."""
     n_runs: int
 
 
 def merged_replies(runs: Sequence[list[Message]], start: int) -> Iterator[Merged]:
-    """Yield the replies that a run of the assistant's messages may be a part of, the shortest first.
+    """Yield the replies of which a run of the assistant's messages may be a part, the shortest first.
 
-    Some clients send each of several parallel calls in a message of its own, with its results after it.
+    Some clients send each of several parallel calls in a separate message, followed by its result.
     """
     parts, results, end = list(runs[start]), Conversation(), start + 1
     for _ in range(MAX_MERGED):
@@ -148,7 +150,7 @@ def merged_replies(runs: Sequence[list[Message]], start: int) -> Iterator[Merged
 
 
 def _merged(parts: Sequence[Message]) -> Message | None:
-    """Return messages of the assistant as one; None if more than one has content."""
+    """Merge messages by the assistant; None if more than one has content."""
     if len(parts) == 1:
         return parts[0]
     contents = [content_of(part) for part in parts if content_of(part).strip()]
@@ -164,7 +166,7 @@ def _merged(parts: Sequence[Message]) -> Message | None:
 
 
 def _normal(value: Any) -> Any:
-    """Return a JSON value such that equal numbers are written alike: 1.0 is 1, as for JavaScript."""
+    """Normalise numbers in a JSON value, so that equal ones are encoded alike: 1.0 becomes 1, as in JavaScript."""
     if isinstance(value, float) and value.is_integer() and abs(value) < _MAX_EXACT_FLOAT:
         return int(value)
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Probes of a chat template: small conversations, rendered to find the text that it writes around replies."""
+"""Probes of a chat template: small conversations that are rendered to find out what it writes around replies."""
 
 from __future__ import annotations
 
@@ -23,46 +23,46 @@ _QUESTION: Message = {"role": "user", "content": "?"}
 _TEXT = "the_text_of_a_probed_reply"
 _RESULT = "the result of a probed function"
 _MAX_PROBES = 64
-"""Combinations of variables for which findings are kept."""
+"""Most combinations of template variables for which findings are kept."""
 
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """Results of the probes, by the number of the reply's calls; 2 stands for more."""
+    """Results of the probes, by the number of the reply's calls, where 2 stands for 2 or more."""
 
     own_ends: dict[int, str] = field(default_factory=dict)
     strips: dict[int, bool] = field(default_factory=dict)
     takes_several_calls: list[bool] = field(default_factory=list)
-    """True if a message with several calls is written as one; empty until that is known."""
+    """True if a message with several calls is written as one message; empty until that is known."""
     outer: dict[tuple[str, str], tuple[str, str] | None] = field(default_factory=dict)
-    """Whitespace that is written around a reply's text, by that of the message; None where that is unknown."""
+    """Whitespace that the template writes around a reply's text, by that in the message; None if unknown."""
     prompts: list[str] = field(default_factory=list)
-    """Those of a question, and of the result of a call."""
+    """Prompts that end with a question, and with the result of a call."""
 
 
 class Probes:
-    """Findings of a template by the variables of requests, on which they depend."""
+    """Findings about a template, by the template variables on which they depend."""
 
     def __init__(self) -> None:
         self._known: dict[bytes, Findings] = {}
 
     def of(self, variables: bytes) -> Findings:
-        """Return what is known for these variables, to be added to."""
+        """Return the findings for these variables, to which the caller adds."""
         if variables not in self._known and len(self._known) >= _MAX_PROBES:
-            # Clients choose variables; most never send any.
+            # Clients choose variables, so their number is limited. Most clients never send any.
             self._known.clear()
         return self._known.setdefault(variables, Findings())
 
 
 @dataclass(frozen=True, slots=True)
 class ProbedTemplate:
-    """A template with the tools and the variables of a request."""
+    """A template with the tools and variables of a request."""
 
     render: Render
     known: Findings
 
     def own_end(self, calls: Sequence[Message]) -> str:
-        """Return what the template writes after the last placeholder of a message with these calls."""
+        """Return the text that the template writes after the last placeholder of a message with these calls."""
         n_calls = min(len(calls), len(_CALLS))
         if n_calls not in self.known.own_ends:
             text, span = self._probe(n_calls, is_last=True)
@@ -75,9 +75,10 @@ class ProbedTemplate:
         return own.replace(_NAME, calls[-1]["function"]["name"])
 
     def own_calls(self, calls: Sequence[Message]) -> Sequence[Message]:
-        """Return the calls with which a message is rendered where its own tokens replace it: all, or the first.
+        """Return the calls with which a message is rendered if its own tokens will replace it: all, or the first.
 
-        Templates that take one call only have the result of each right after it, which must not be replaced.
+        Templates that write only one call per message put each result right after its call. A result must not be
+        replaced, so only the first call is rendered with them.
         """
         if len(calls) < len(_CALLS):
             return calls
@@ -87,7 +88,7 @@ class ProbedTemplate:
         return calls if self.known.takes_several_calls[0] else calls[:1]
 
     def strips_reasoning(self, calls: Sequence[Message]) -> bool:
-        """Return True if the template leaves out the reasoning of a reply once another question follows."""
+        """Return True if the template leaves out the reasoning of a reply when another question follows."""
         n_calls = min(len(calls), len(_CALLS))
         if n_calls not in self.known.strips:
             _, span = self._probe(n_calls, is_last=False)
@@ -110,13 +111,13 @@ class ProbedTemplate:
         if not (bare and full and full[0].startswith(bare[0]) and full[1].endswith(bare[1])):
             return None if lead or trail else ("", "")
         prompt = self._prompt([_QUESTION])
-        # Some write a space of their own behind the generation prompt, others markup, which is the format's.
+        # After the generation prompt some templates write a space, others markup, which belongs to the format.
         after = full[0][len(prompt) :] if full[0].startswith(prompt) else lead
         lead = full[0][len(bare[0]) :] if after.strip() else after
         return lead, full[1][: len(full[1]) - len(bare[1])]
 
     def _around(self, reply: Message) -> tuple[str, str] | None:
-        """Return the texts around that of a reply between two questions."""
+        """Return the texts before and after that of a reply between two questions."""
         try:
             text = Rendering(self.render([_QUESTION, reply, _QUESTION], True)).text
         except InvalidRequestError:
@@ -125,7 +126,7 @@ class ProbedTemplate:
         return (before, after) if found else None
 
     def opens_replies(self, text: str) -> bool:
-        """Return True if a text is what the template writes before replies, and nothing of a message."""
+        """Return True if a text is just what the template writes before replies, without any text of a message."""
         if not self.known.prompts:
             result = {"role": "tool", "content": "!", "tool_call_id": CALL["id"]}
             called = [_QUESTION, Placeholders().message(0, [CALL]), result]
@@ -139,7 +140,7 @@ class ProbedTemplate:
             return ""
 
     def _probe(self, n_calls: int, *, is_last: bool) -> tuple[str, ReplySpan | None]:
-        """Render a reply that is the last message, or that is followed by another question; return its place."""
+        """Render a reply, as the last message or followed by another question; returns the text and its span."""
         placeholders = Placeholders()
         calls = _CALLS[:n_calls]
         reply = placeholders.message(0, calls)

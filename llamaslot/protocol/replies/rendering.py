@@ -3,8 +3,8 @@
     ...results<|im_end|>\n<|im_start|>assistant\n  <think>\nP\n</think>..{"a": "P"}}\n</tool_call>  <|im_end|>\n...
                                                    ^ own text of the reply                          ^ end
 
-The placeholders stand for the reasoning, and for the content or the arguments of calls. What the template writes
-after the last of them up to the end-of-turn token belongs to the reply, and its own tokens replace it.
+The placeholders stand for the reasoning, and for the content or the arguments of calls. The text from the last of
+them to the end-of-turn token belongs to the reply, and is replaced by the reply's own tokens.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from llamaslot.protocol.replies.meaning import digest_of
 from llamaslot.text.conversation import Message
 
 _IGNORED = re.compile(r"[\s\"'\])}]+")
-"""Whitespace, and characters that close values: models and templates write them differently."""
+"""Whitespace and characters that close values, which models and templates write differently."""
 _TAG = re.compile(r"<[^<>]+>")
 _CLOSERS = re.compile(r"(?:\s*[\"'\])}])*")
 
 
 @dataclass(frozen=True, slots=True)
 class Rendering:
-    """A prompt's parts as one text; offsets count characters."""
+    """A prompt's parts as one text. Offsets count characters."""
 
     parts: Sequence[TextPart]
 
@@ -47,26 +47,28 @@ class Rendering:
         return tuple(found)
 
     def digest(self, start: int, end: int) -> bytes:
-        """Return a digest of the text between two offsets, and of which of it is plain."""
+        """Return a digest of the text between two offsets, including which of its parts are plain text."""
         parts = self.cut(start, end)
         return digest_of(*(b"%d" % part.special + part.text.encode(errors="surrogatepass") for part in parts))
 
 
 class Placeholders:
-    """The texts that stand for the replies of a conversation.
+    """Texts that stand for the replies of a conversation.
 
-    Each has one for its reasoning, and one for its content or, if it has calls, for the arguments of each call.
+    Each reply has one for its reasoning, and one for its content or, if it has calls, for the arguments of each
+    call.
     """
 
     def __init__(self) -> None:
-        # It occurs in no message.
+        # Random, so that it occurs in no message.
         self._mark = secrets.token_hex(8)
         self._pattern = re.compile(f"{self._mark}([rb])([0-9]+)e")
 
     def message(self, number: int, calls: Sequence[Message]) -> Message:
-        """Return a message of the assistant with the placeholders of that number; calls keep names and ids."""
+        """Return a message by the assistant with the placeholders of reply `number`; calls keep names and ids."""
         body = f"{self._mark}b{number}e"
-        # Templates of some models write content after the results of calls, where it would remain.
+        # No content beside calls: some templates write it after the results of the calls, where it would not be
+        # replaced.
         message: Message = {
             "role": "assistant",
             "content": "" if calls else body,
@@ -80,7 +82,7 @@ class Placeholders:
         return message
 
     def spans(self, text: str) -> dict[int, ReplySpan]:
-        """Return the places of the replies in a text, by their numbers, but for those that it leaves out."""
+        """Return the spans of the replies in a text, by number, without those that the template left out."""
         found: dict[int, list[re.Match[str]]] = {}
         for each in self._pattern.finditer(text):
             found.setdefault(int(each[2]), []).append(each)
@@ -105,17 +107,17 @@ class ReplySpan:
     start: int
     """Offset of the first placeholder."""
     last: int
-    """Offset after the last one of content or arguments."""
+    """Offset after the last placeholder of content or arguments."""
     until: int
-    """Offset after the last one."""
+    """Offset after the last placeholder of any kind."""
     has_reasoning: bool
     """True if the template writes the reasoning."""
 
     def end(self, own: str, closing: str, end_tokens: Sequence[str], *, has_calls: bool) -> int:
-        """Return the offset at which the prompt goes on after the tokens of the reply.
+        """Return the offset at which the prompt continues after the tokens of the reply.
 
-        That is its end-of-turn token. `own` is what the template writes after the last placeholder of a message.
-        Where that has no such token, it is after the text, or the tag, with which both `own` and the reply
+        That is its end-of-turn token. `own` is what the template writes after the last placeholder of a message. If
+        it has no such token, the prompt continues after the last text, or tag, with which both `own` and the reply
         (`closing`) end.
         """
         own = own[: n_common_characters(own, self.text[self.last : self.last + len(own)])]
@@ -133,7 +135,7 @@ class ReplySpan:
                     n_closed = i + 1
         if n_closed:
             return self.last + n_closed
-        # The reply has fewer of these tags if its last call has no arguments.
+        # A reply whose last call has no arguments has fewer closing tags than the template's text.
         for tag in reversed([*_TAG.finditer(own)]):
             if told.endswith(_IGNORED.sub("", tag[0])):
                 return self.last + tag.end()
@@ -142,7 +144,7 @@ class ReplySpan:
 
 
 def n_common_characters(a: str, b: str) -> int:
-    """Count the characters with which two texts begin alike; by halves, as both are long and alike."""
+    """Return the length of the common prefix of two texts. Bisects, because both are long and mostly equal."""
     low, high = 0, min(len(a), len(b))
     while low < high:
         middle = (low + high + 1) // 2

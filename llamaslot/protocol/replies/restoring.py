@@ -1,11 +1,12 @@
-"""Finding the remembered replies of a conversation, and its prompt with their tokens.
+"""Restoring: finds the remembered replies of a conversation, and makes its prompt with their tokens.
 
-1. Walk over the messages and look each reply up by its meaning, after the state of the replies before it.
+1. Walk over the messages and look up each reply by its meaning and the state after the replies before it.
 2. Render the conversation with placeholders for the replies that were found. The text before each must be that of
-   the prompt that it answered, and the template must keep what the reply has: where it strips the reasoning of
-   earlier turns, that stays stripped.
-3. Leave out the first reply that fails, and begin again: what follows it followed other tokens.
-4. The prompt has the tokens of the last reply and of all before it, then the text after its placeholder.
+   the prompt that the reply answered, and the template must keep all of the reply: if it strips the reasoning of
+   earlier turns, the reply is not restored.
+3. If a reply fails, start again without it, because later replies followed other tokens.
+4. The prompt consists of the tokens of all replies and the texts between them, then the text after the last
+   placeholder.
 """
 
 from __future__ import annotations
@@ -35,24 +36,24 @@ from llamaslot.protocol.replies.rendering import Placeholders, Rendering, n_comm
 from llamaslot.text.conversation import Conversation, Message
 
 _MAX_TRIES = 8
-"""Renderings of a conversation until nothing is restored."""
+"""Most renderings of a conversation, after which nothing is restored."""
 _N_HEAD = 64
-"""Tokens of a reply whose text is read to see what it begins with."""
+"""Number of leading tokens of a reply whose text is read to see how it begins."""
 _N_COMPARED = 8
-"""Characters by which the text of a message is told from markup."""
+"""Number of characters that are compared to tell the text of a message from markup."""
 _MAX_EARLIER = 8
-"""States of earlier replies after which a reply is looked up that is not found after the last one."""
+"""A reply that is not found after the state of the last reply is looked up after those of so many earlier ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class TurnPrompt:
-    """The prompt of a chat request with the tokens of remembered replies, and what its reply is remembered with."""
+    """The prompt of a chat request with restored tokens, and what is needed to remember its own reply."""
 
     turn: ChatTurn
     rest: tuple[TextPart, ...]
     """The prompt's text after the restored tokens."""
     text: str
-    """The text that the prompt has of the reply, with that of the prompt before it."""
+    """Text of the whole prompt, including the beginning of the reply that it contains."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,7 @@ class _Found:
     content: str
     calls: Sequence[Message]
     is_in_loop: bool
-    """True if no message of a user follows."""
+    """True if no user message follows."""
 
 
 @dataclass(slots=True)
@@ -78,16 +79,16 @@ class _Plan:
     """Digest of all messages."""
     placeholders: Placeholders = field(default_factory=Placeholders)
     superseded: set[bytes] = field(default_factory=set)
-    """Keys of replies that were rendered, not restored, in the prompt that a later one answered."""
+    """Keys of replies that were rendered and not restored in the prompt that a later reply answered."""
 
     @property
     def state(self) -> bytes:
-        """State after the last reply."""
+        """State after the last restored reply."""
         return self.found[-1].reply.state if self.found else self.start
 
     @property
     def parent(self) -> bytes:
-        """Key of the last reply; empty for none."""
+        """Key of the last restored reply; empty if there is none."""
         return self.found[-1].reply.key if self.found else b""
 
     def add(self, message: Message) -> None:
@@ -97,7 +98,7 @@ class _Plan:
 
 
 class ReplyRestorer:
-    """Restores replies of a store for one vocabulary and chat template, on any thread."""
+    """Restores replies from a store, for one vocabulary and chat template. Usable on any thread."""
 
     def __init__(self, store: ReplyStore, vocab: Vocab) -> None:
         self._store = store
@@ -117,8 +118,8 @@ class ReplyRestorer:
     ) -> TurnPrompt | None:
         """Return the prompt of a conversation that is rendered as `parts`; None if its reply cannot be remembered.
 
-        `start` is the state of an empty chain, `parser_of` returns the options of the parser of a message after a
-        prompt, and `variables` is a digest of what `render` depends on beside the messages.
+        `start` is the state before any reply, `parser_of` returns the parser options for a message after a prompt,
+        and `variables` is a digest of everything except the messages on which `render` depends.
         """
         template = ProbedTemplate(render, self._probes.of(variables))
         history, begun = conversation, conversation[-1] if conversation[-1]["role"] == "assistant" else None
@@ -129,7 +130,7 @@ class ReplyRestorer:
         try:
             bare = Rendering(render(plan.messages, True)) if begun is not None else rendering
         except InvalidRequestError:
-            # Without the message that is continued, templates may refuse the conversation, as they do an empty one.
+            # Templates may refuse the conversation without the continued message, for example if it is empty then.
             return None
         continued = self._continued(plan, begun, bare, at)
         shown = n_common_characters(bare.text, self._with_reply(plan, render))
@@ -161,7 +162,7 @@ class ReplyRestorer:
     def _restorable(
         self, history: Conversation, plain: Rendering, begun: Message | None, template: ProbedTemplate, start: bytes
     ) -> tuple[_Plan, Rendering, list[int]]:
-        """Return the conversation with placeholders for what is restored, its text, and where each of them ends."""
+        """Return the conversation with placeholders for restored replies, its text, and where each reply ends."""
         excluded: set[bytes] = set()
         superseded: set[bytes] = set()
         meanings = Meanings()
@@ -183,14 +184,14 @@ class ReplyRestorer:
             if len(ends) == len(plan.found):
                 return plan, rendering, ends
             excluded.add(plan.found[len(ends)].reply.key)
-            # Perhaps by this one.
+            # They may have been superseded by this one, which is excluded now.
             superseded.clear()
         raise AssertionError("the last try finds nothing")
 
     def _plan(
         self, history: Conversation, plan: _Plan, excluded: set[bytes] | None, template: ProbedTemplate
     ) -> _Plan:
-        """Look up the replies of a conversation, but for those `excluded`; all of them if that is None.
+        """Look up the replies of a conversation, except those in `excluded` (None excludes all).
 
         Fills and returns `plan`.
         """
@@ -223,7 +224,7 @@ class ReplyRestorer:
         return plan
 
     def _add_run(self, plan: _Plan, run: Sequence[Message]) -> None:
-        """Add messages as they are; several of the assistant count as the reply that they were divided from."""
+        """Add messages unchanged. Several by the assistant count as the one reply that was divided into them."""
         before = plan.conversation
         for message in run:
             plan.add(message)
@@ -235,7 +236,7 @@ class ReplyRestorer:
     def _find(
         self, plan: _Plan, merged: Merged, excluded: set[bytes], *, is_in_loop: bool, template: ProbedTemplate
     ) -> RememberedReply | None:
-        """Return the reply that a message is, if nothing but the text before it may still differ."""
+        """Return the remembered reply for a message. Only the text before it is still to be compared."""
         message = merged.message
         meaning = plan.meanings.of(message)
         if meaning is None:
@@ -254,12 +255,12 @@ class ReplyRestorer:
     ) -> bool:
         if not _has_same_reasoning(message, reply):
             return False
-        # Only to save a rendering: `_ends` would find it out.
+        # Only saves a rendering: `_ends` would detect it as well.
         is_kept = is_in_loop or not reply.has_reasoning
         return is_kept or not template.strips_reasoning(message.get("tool_calls", ()))
 
     def _continued(self, plan: _Plan, begun: Message | None, bare: Rendering, at: int) -> RememberedReply | None:
-        """Return the remembered reply that the prompt's message continues."""
+        """Return the remembered reply that the prompt's last message continues."""
         meaning = plan.meanings.of(begun) if begun is not None else None
         if begun is None or meaning is None:
             return None
@@ -272,7 +273,7 @@ class ReplyRestorer:
         return reply if is_same else None
 
     def _ends(self, plan: _Plan, rendering: Rendering, template: ProbedTemplate) -> list[int]:
-        """Return where the prompt goes on after each reply, up to the first that cannot be restored."""
+        """Return the offsets at which the prompt continues after each reply, up to the first that fails."""
         ends: list[int] = []
         text, at = rendering.text, 0
         spans = plan.placeholders.spans(text)
@@ -286,12 +287,12 @@ class ReplyRestorer:
             keeps = span.has_reasoning or (each.is_in_loop and bool(each.calls))
             if not keeps and reply.has_reasoning:
                 break
-            # Some templates write a question otherwise once a reply follows.
+            # Some templates write a question differently if a reply follows.
             if not text.startswith(reply.opening, before) and not (keeps and template.opens_replies(reply.opening)):
                 break
             own = template.own_end(each.calls)
             end = span.end(own, reply.closing, self._end_tokens, has_calls=bool(each.calls))
-            # Some templates write a part of a message elsewhere.
+            # Some templates write a part of a message in another place.
             if span.until > end:
                 break
             ends.append(end)
@@ -299,9 +300,9 @@ class ReplyRestorer:
         return ends
 
     def _has_outer_whitespace_of(self, found: _Found, template: ProbedTemplate) -> bool:
-        """Return True if the whitespace around a reply's text is what the template writes of the message.
+        """Return True if the template keeps the whitespace around a reply's text.
 
-        Some templates trim it: the restored prompt would be another one than the rendered one.
+        Some templates trim it, so that the restored prompt would differ from the rendered one.
         """
         reply, core = found.reply, found.content.strip()
         outer = template.outer_of(found.content)
@@ -312,12 +313,12 @@ class ReplyRestorer:
             return True
         if outer is None or outer[1] != reply.closing[len(text) :]:
             return False
-        # What is between markup or reasoning and the text belongs to the format.
+        # Whitespace between markup or reasoning and the text belongs to the format.
         has_markup = not core.startswith(head.strip()[:_N_COMPARED])
         return has_markup or outer[0] == head[: len(head) - len(head.lstrip())]
 
     def _with_reply(self, plan: _Plan, render: Render) -> str:
-        """Return the text of the conversation with another reply."""
+        """Return the text of the conversation with one more reply."""
         for calls in ([CALL], []):
             reply = plan.placeholders.message(len(plan.found), calls)
             try:
@@ -328,5 +329,5 @@ class ReplyRestorer:
 
 
 def _has_same_reasoning(message: Message, reply: RememberedReply) -> bool:
-    """Return True if a message has the reasoning of a reply, or none: clients may leave it out."""
+    """Return True if a message has the reasoning of a reply, or none, because clients may leave it out."""
     return reasoning_meaning(message.get("reasoning_content", "")) in (b"", reply.reasoning)

@@ -1,4 +1,4 @@
-"""Fields of a chat request by which its completion is stored."""
+"""Stored chats: the fields of a request that ask for its completion to be stored."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from llamaslot.protocol.bodies import ChatBody, Metadata
 
 
 def chat_to_store(body: ChatBody, request_id: str) -> ChatToStore | None:
-    """Return what is to be stored of a chat, None if it is not; raises `InvalidRequestError` for its metadata."""
+    """Return what to store of a chat, None if nothing; raises `InvalidRequestError` for invalid metadata."""
     if not body.store:
         return None
     try:
-        # Without `store` metadata has no effect, and clients send other things in it.
+        # Checked only with `store`: without it metadata has no effect, and clients send other things in it.
         metadata = msgspec.convert(body.metadata or {}, Metadata)
     except msgspec.ValidationError as error:
         message = "'metadata' must have at most 16 texts of 512 characters, with names of 64"
@@ -27,7 +27,7 @@ def chat_to_store(body: ChatBody, request_id: str) -> ChatToStore | None:
 
 
 def _with_id(message: Mapping[str, Any], message_id: str) -> dict[str, Any]:
-    """Return a message as the API lists it: content in parts is beside an empty `content`."""
+    """Return a message as the API lists it: content in parts goes to `content_parts`, and `content` is null."""
     content = message.get("content")
     listed = {"content": None, **message, "id": message_id}
     return {**listed, "content": None, "content_parts": content} if isinstance(content, list) else listed

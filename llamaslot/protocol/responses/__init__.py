@@ -1,1 +1,1 @@
-"""OpenAI's Responses API: its request bodies as those of chats."""
+"""OpenAI's Responses API: conversion of its request bodies to chat bodies."""

@@ -1,4 +1,4 @@
-"""Body of `POST /v1/responses`, and the fields of it that are refused."""
+"""Body of `POST /v1/responses`, and the fields that are refused."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _INCLUDES = frozenset(
         "code_interpreter_call.outputs",
     }
 )
-"""Values of `include`. All but the first two are about items that no reply of this server has."""
+"""Values of `include`. Except for the first two, they concern items that replies of this server never have."""
 
 
 class ReasoningOptions(msgspec.Struct):
@@ -47,15 +47,16 @@ class TextFormat(msgspec.Struct, omit_defaults=True):
 
 
 class TextOptions(msgspec.Struct):
-    """OpenAI's `text`; the verbosity has no effect."""
+    """OpenAI's `text`. The verbosity has no effect."""
 
     format: TextFormat | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
 
 
 class ResponsesBody(Options, kw_only=True):
-    """`POST /v1/responses` and `POST /v1/responses/input_tokens`; `input` may be absent, as in OpenAI's API,
-    and empty where something else makes a prompt.
+    """`POST /v1/responses` and `POST /v1/responses/input_tokens`.
+
+    As in OpenAI's API `input` may be absent, and it may be empty if something else makes a prompt.
     """
 
     input: str | list[dict[str, Any]] | None = None
@@ -88,7 +89,7 @@ class ResponsesBody(Options, kw_only=True):
 
 
 def refuse(body: ResponsesBody) -> None:
-    """Raise an error for the first field that asks for something that is not offered."""
+    """Raise an error for the first field that asks for an unsupported feature."""
     for name, hint in _HINTS.items():
         if getattr(body, name):
             raise NotSupportedError(f"'{name}' is not supported: {hint}", param=name)
@@ -97,7 +98,7 @@ def refuse(body: ResponsesBody) -> None:
         raise NotSupportedError(message, param="truncation")
     for name in ("n", "n_cmpl"):
         if (getattr(body, name) or 1) > 1:
-            raise InvalidRequestError(f"'{name}' must be 1 here: a response is one", param=name)
+            raise InvalidRequestError(f"'{name}' must be 1: a response has only one choice", param=name)
     for index, value in enumerate(body.include or ()):
         if value not in _INCLUDES:
             where = f"include[{index}]"
@@ -105,8 +106,8 @@ def refuse(body: ResponsesBody) -> None:
 
 
 _HINTS = {
-    "background": "the reply comes with the request; stream it if it takes long",
-    "conversation": "continue a response by 'previous_response_id', or send its items as 'input'",
+    "background": "the reply is returned by the request itself; stream it if it takes long",
+    "conversation": "continue a response with 'previous_response_id', or send its items as 'input'",
     "prompt": "the server has no stored prompts; send 'instructions' and 'input'",
     "context_management": "the server does not compact conversations",
     "moderation": "the server does not moderate",

@@ -1,4 +1,4 @@
-"""From the body of a Responses request to that of a chat, and to what its reply repeats."""
+"""Conversion of a Responses request's body to a chat body, and to the fields that its reply repeats."""
 
 from __future__ import annotations
 
@@ -22,44 +22,44 @@ _SAME_AS_CHAT = (
     "thinking_budget_tokens",
 )  # fmt: skip
 MAX_REPEATED_BYTES = 2**18
-"""Bytes of each field that the reply repeats: of a schema, more than is followed."""
+"""Most bytes of each field that the reply repeats. No schema that can be enforced is longer."""
 _IN_PROMPT = ("instructions", "tools")
-"""Fields that are in the prompt, whose length is limited already."""
+"""Fields that are part of the prompt, so that their length is limited already."""
 _FIELD_NAMES: FieldNames = (
     (r"response_format\.json_schema\.schema", "text.format.schema"),
     (r"response_format\.schema", "text.format"),
     (whole("messages"), "input"),
     (r"\bmax_tokens\b", "max_output_tokens"),
 )
-"""Those of all requests."""
+"""Renamed fields of all requests."""
 SUMMARIZE = (
     "Summarize our conversation so far, for a reader who continues it and has not seen it: what was asked, what "
     "was found and done, names and values that matter, and what is still to be done. Answer with the summary alone."
 )
-"""Request of a compaction, after the conversation."""
+"""Prompt of a compaction, added after the conversation."""
 
 
 @dataclass(frozen=True, slots=True)
 class ResponsesRequest:
-    """A request as that of a chat."""
+    """A request converted to a chat."""
 
     chat: ChatBody
     fields: ResponseFields
     field_names: FieldNames
-    """Fields of the chat that errors may name, with this API's names."""
+    """Chat fields that errors may name, with this API's names."""
 
 
 def references(body: ResponsesBody) -> References | None:
-    """Return what a body names of earlier responses, None if nothing."""
+    """Return a body's references to earlier responses; None if it has none."""
     items = body.input if isinstance(body.input, list) else []
     named = tuple(str(item.get("id")) for item in items if _is_reference(item))
     return References(body.previous_response_id or "", named) if body.previous_response_id or named else None
 
 
 def read_request(body: ResponsesBody, earlier: EarlierItems, request_id: str) -> ResponsesRequest:
-    """Read a body with the items that it refers to; raises `InvalidRequestError`.
+    """Read a body with the items to which it refers; raises `InvalidRequestError`.
 
-    New items get ids that are made of `request_id`.
+    Ids of new items are derived from `request_id`.
     """
     refuse(body)
     items, turns = _items_and_turns(body, earlier)
@@ -103,10 +103,10 @@ def _items_and_turns(body: ResponsesBody, earlier: EarlierItems) -> tuple[list[I
     for index, item in enumerate(items):
         turns.add(item, "input" if is_text else f"input[{index}]")
     if body.input == [] and not body.instructions and not earlier.history:
-        message = "'input' is empty: give it an item, or continue a response by 'previous_response_id'"
+        message = "'input' is empty: add an item, or continue a response with 'previous_response_id'"
         raise InvalidRequestError(message, param="input")
     if not items and not earlier.history:
-        # Templates need a message.
+        # Templates need at least one message.
         turns.add(_user(""), "input")
     return items, turns
 
@@ -121,7 +121,7 @@ def _user(text: str) -> Item:
 
 
 def _is_reference(item: Item) -> bool:
-    """Return True for an item that is nothing but an id; its type may be left out."""
+    """Return True for an item that has only an id, with or without the type `item_reference`."""
     return item.get("type") == "item_reference" or (
         "id" in item and all(item[key] is None for key in item if key != "id")
     )

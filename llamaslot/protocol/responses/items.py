@@ -1,6 +1,7 @@
-"""Items of a Responses request as messages of a chat.
+"""Conversion of the items of a Responses request to chat messages.
 
-The reasoning, the text and the calls of one turn are separate items, and one message of the assistant in a chat.
+The reasoning, the text and the calls of one turn are separate items here, but one message by the assistant in a
+chat.
 """
 
 from __future__ import annotations
@@ -19,19 +20,19 @@ from llamaslot.text.json_fields import checked_object, object_of, refuse_field, 
 Item = Mapping[str, Any]
 
 _MARK = "llamaslot:"
-"""Begins encoded reasoning, to tell it from that of other servers, which cannot be read."""
+"""Prefix of encoded reasoning, to tell it from that of other servers, which cannot be decoded."""
 _PREFIXES = {"message": "msg", "function_call": "fc", "custom_tool_call": "ctc", "reasoning": "rs"}
 _TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 _SYSTEM = ("system", "developer")
 
 
 def encoded_reasoning(text: str) -> str:
-    """Return reasoning as `encrypted_content`, for clients that send nothing else of it back. It is no secret."""
+    """Return reasoning as `encrypted_content`, which some clients send back alone. It is not encrypted."""
     return _MARK + base64.b64encode(text.encode(errors="surrogatepass")).decode()
 
 
 def decoded_reasoning(text: object) -> str:
-    """Return the reasoning in an `encrypted_content`; nothing if it is not of this server."""
+    """Return the reasoning in an `encrypted_content`; empty if it is not from this server."""
     if not isinstance(text, str) or not text.startswith(_MARK):
         return ""
     try:
@@ -41,12 +42,12 @@ def decoded_reasoning(text: object) -> str:
 
 
 def encoded_compaction(user_texts: Iterable[str], summary: str) -> str:
-    """Return a conversation as the `encrypted_content` of the item that stands for it."""
+    """Return a compacted conversation as the `encrypted_content` of the item that replaces it."""
     return encoded_reasoning(json.dumps({"user": list(user_texts), "summary": summary}, ensure_ascii=False))
 
 
 def _compaction(item: Item, where: str) -> tuple[list[str], str]:
-    """Return what the user wrote in a conversation, and its summary."""
+    """Return the user's texts in a compacted conversation, and its summary."""
     try:
         content = json.loads(decoded_reasoning(item.get("encrypted_content")))
         return [str(text) for text in content["user"]], str(content["summary"])
@@ -55,7 +56,7 @@ def _compaction(item: Item, where: str) -> tuple[list[str], str]:
 
 
 def with_ids(items: Iterable[Item], new_id: str) -> list[Item]:
-    """Return items as the API lists them: each has a type and an id, which begins with `new_id` if it is new."""
+    """Return items as the API lists them, each with a type and an id; new ids contain `new_id`."""
     found: list[Item] = []
     for index, item in enumerate(items):
         kind = item.get("type") or "message"
@@ -74,16 +75,16 @@ def with_ids(items: Iterable[Item], new_id: str) -> list[Item]:
 
 
 class Turns:
-    """Messages that are made of items, which are added in order."""
+    """Collects the messages of a conversation from items, which are added in order."""
 
     def __init__(self) -> None:
         self._messages: list[Message] = []
         self._instructions: list[str] = []
-        """Texts of the system message at the beginning, of which most templates read one only."""
+        """Texts of system messages at the start. They become one message, because most templates read only one."""
         self.user_texts: list[str] = []
-        """All that the user wrote, before compactions too."""
+        """All texts of the user, including those before compactions."""
         self._is_open = False
-        """True if the last message is a turn of the assistant that may continue."""
+        """True if the last message is a turn of the assistant to which items may be added."""
 
     def messages(self) -> list[Message]:
         """Return all messages."""
@@ -92,7 +93,7 @@ class Turns:
         return self._messages
 
     def add(self, item: Item, where: str) -> None:
-        """Add an item; raises `InvalidRequestError`, which calls the item `where`."""
+        """Add an item; raises `InvalidRequestError`. `where` is the item's path in error messages."""
         match kind := item.get("type") or "message":
             case "message":
                 self._add_message(item, where)
@@ -111,7 +112,7 @@ class Turns:
             case "compaction" | "compaction_summary":
                 self._add_compaction(item, where)
             case _:
-                message = f"'{where}' is of type '{kind}', which this server does not know"
+                message = f"'{where}' is of type '{kind}', which is not supported"
                 raise NotSupportedError(message, param=where)
 
     def _add_message(self, item: Item, where: str) -> None:
@@ -158,7 +159,7 @@ class Turns:
         self._messages.append({"role": "user", "content": content})
 
     def _turn(self, *, fits: Callable[[Message], bool]) -> Message:
-        """Return the assistant's turn that an item belongs to: the open one if it `fits`, else a new one."""
+        """Return the assistant's turn to which an item belongs: the open one if it `fits`, else a new one."""
         if not (self._is_open and fits(self._messages[-1])):
             self._messages.append({"role": "assistant", "content": ""})
             self._is_open = True
@@ -181,7 +182,7 @@ def _content(content: Any, where: str) -> str | list[Message]:
         elif kind in _TEXT_PARTS:
             parts.append({"type": "text", "text": text_of(part, "text", place)})
         else:
-            message = f"'{place}' is of type '{kind}': this server takes text only"
+            message = f"'{place}' is of type '{kind}': only text is supported"
             raise NotSupportedError(message, param=place)
     return parts[0]["text"] if len(parts) == 1 else parts
 

@@ -13,19 +13,19 @@ from llamaslot.base.generation.responses import ListItems
 
 
 class _Identified(msgspec.Struct):
-    """The id of an item; the rest of it may be large, and is passed on as it is."""
+    """The id of an item. The rest may be large, and is passed on without decoding."""
 
     id: Any = None
 
 
 _MAX_PAGE_BYTES = 4 * 2**20
-"""Bytes after which a page ends, however many items were asked for: `has_more` tells of the others."""
+"""Most bytes of a page, unless it has only one item. If it ends early, `has_more` is true."""
 _items = msgspec.json.Decoder(list[msgspec.Raw]).decode
 _identified = msgspec.json.Decoder(_Identified).decode
 
 
 def list_items(job: ListItems) -> JsonReply:
-    """Return a page of items; raises `InvalidRequestError` if there is no item `after` which they come."""
+    """Return a page of items; raises `InvalidRequestError` if there is no item `after`."""
     items = [item for each in job.lists for item in _items(each)]
     if job.is_descending:
         items.reverse()

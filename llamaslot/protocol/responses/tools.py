@@ -1,7 +1,7 @@
-"""Tools of a Responses request as functions, which are all that models know.
+"""Conversion of a Responses request's tools to functions, the only tools that models know.
 
-Calls of tools that are no functions are turned back into the items of their type. Tools that OpenAI runs itself are
-refused, but for web searches: agents offer those whatever the server, so they are not shown to the model.
+Calls of other tools are converted back to items of their type. Tools that OpenAI runs itself are refused, except
+for web search: agents always offer it, so it is just not shown to the model.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ class Toolbox:
     def __init__(self, tools: Sequence[Mapping[str, Any]]) -> None:
         self.functions: list[dict[str, Any]] = []
         self.places: list[str] = []
-        """The field that each function comes from."""
+        """Field of the request from which each function comes."""
         self._names: set[str] = set()
         self.forms: dict[str, CallForm] = {}
-        """Of functions that the client does not know as such, or by another name."""
+        """How to convert calls of functions that are not functions for the client, or have another name there."""
         self.shown: list[Mapping[str, Any]] = []
-        """The client's tools without those that are left out."""
+        """The client's tools without those that are not shown to the model."""
         for index, tool in enumerate(tools):
             self._add(tool, f"tools[{index}]")
 
@@ -104,12 +104,12 @@ class Toolbox:
 
 
 def function_name(name: str, namespace: object = "") -> str:
-    """Return the name by which the model knows a tool of a namespace, if it has one."""
+    """Return the name by which the model knows a tool, which may be in a namespace."""
     return f"{namespace.removesuffix('__')}__{name}" if isinstance(namespace, str) and namespace else name
 
 
 def chat_choice(choice: Any) -> Any:
-    """Return the `tool_choice` of a chat; raises `NotSupportedError` for a tool that this server does not have."""
+    """Convert a `tool_choice` to that of a chat; raises `NotSupportedError` for a tool that is not supported."""
     if not isinstance(choice, dict):
         return choice
     kind = choice.get("type")
@@ -126,7 +126,7 @@ def chat_choice(choice: Any) -> Any:
 
 
 def custom_arguments(text: object) -> str:
-    """Return the arguments of the function that stands for a custom tool."""
+    """Return the arguments of the function that represents a custom tool."""
     return json.dumps({"input": text}, ensure_ascii=False)
 
 
@@ -135,7 +135,7 @@ def _is_left_out(kind: object) -> bool:
 
 
 def _custom(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a custom tool, whose input is a text, as a function; its grammar is described, not enforced."""
+    """Convert a custom tool, whose input is a text, to a function. Its grammar is described but not enforced."""
     lines = [tool.get("description") or "", "The tool takes one text, the argument 'input'."]
     form = tool.get("format")
     if isinstance(form, dict) and form.get("type") == "grammar":
