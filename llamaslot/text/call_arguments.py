@@ -1,7 +1,7 @@
-"""Arguments of tool calls as objects, also where a limit has cut them.
+"""Parsing of tool call arguments to objects, even if a token limit has cut them.
 
-Clients send back the call that a limit has cut, whose arguments are the beginning of a JSON object. The object has
-what was written of it: the conversation goes on, and its prompt has the model's text up to the cut.
+Clients send back calls that a limit has cut, whose arguments are the beginning of a JSON object. The parsed object
+has everything up to the cut, so that the conversation can continue, with the model's own text in its prompt.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ _TOKENS = re.compile(
     re.DOTALL,
 )
 _CUT_ESCAPE = re.compile(r"(?<!\\)((?:\\\\)*)(?:\\u[dD][89abAB][0-9a-fA-F]{2})?(?:\\(?:u[0-9a-fA-F]{0,3})?)?\Z")
-"""An escape without its end, or without the second half of its character, after escaped backslashes."""
+"""An incomplete escape at the end, or one without its second surrogate, possibly after escaped backslashes."""
 
 
 def parsed_arguments(text: str) -> dict[str, Any]:
-    """Return arguments as an object: cut ones up to the cut, and what is no object as the field `arguments`."""
+    """Return arguments as an object: cut ones up to the cut; other values than objects as the field `arguments`."""
     if not text.strip():
         return {}
     for json_text in (text, _closed(text)) if text.lstrip().startswith("{") else (text,):
@@ -35,8 +35,9 @@ def parsed_arguments(text: str) -> dict[str, Any]:
 
 
 def _closed(text: str) -> str:
-    """Return the beginning of a JSON object with its ends; a name without its value is left out, as is a number at
-    the end, which may be cut.
+    """Complete the beginning of a JSON object.
+
+    A name without a value is left out, and so is a number or word at the end, which may be incomplete.
     """
     end = 0
     closers: list[str] = []
@@ -60,6 +61,6 @@ def _closed(text: str) -> str:
             case _ if not is_name:
                 return _CUT_ESCAPE.sub(r"\1", text, count=1) + '"' + "".join(reversed(closers))
         if is_whole:
-            # Only brackets change what is open, and none follows the last whole part.
+            # `closers` fits this place: only brackets change it, and no bracket follows the last whole part.
             end = token.end()
     return text[:end] + "".join(reversed(closers))

@@ -1,6 +1,6 @@
-"""Control tokens in a rendered conversation that the caller wrote, told from those that the template wrote.
+"""Distinguishes control tokens that the caller wrote into a conversation from those that the template wrote.
 
-A message that contains `<|im_end|>` must not end its turn. The finished prompt does not show who wrote what, so the
+A message that contains `<|im_end|>` must not end its turn. A rendered prompt does not show who wrote what, so the
 template is rendered twice, the second time with placeholders in all text of the caller:
 
     caller          template              second prompt         first prompt
@@ -8,13 +8,13 @@ template is rendered twice, the second time with placeholders in all text of the
                                             ^ placeholder                    caller's, template's
 
 1. In each string of the caller, every opening character of control tokens (usually just `<`) is replaced by a
-   placeholder: a symbol of a rare script that occurs nowhere. It is one character, no space, no letter and nothing
-   that JSON or Python escapes, so that trimming, slicing, `length`, `tojson` and printing treat it as they treat
-   the original.
-2. Words that the template looks for are left as they are: `</think>` must still be found. Such a word that is a
-   control token besides is left only where the template would write another prompt without it (`variants`).
-3. With the original characters back, both prompts must be equal. Then a control token of which a character was
-   replaced is the caller's, also where it came about by joining or cutting strings of the caller.
+   placeholder: a symbol of a rare script that occurs nowhere else. It is a single character, neither space nor
+   letter, and JSON and Python do not escape it, so that trimming, slicing, `length`, `tojson` and printing treat it
+   like the original.
+2. Words for which the template searches, such as `</think>`, are not changed. If such a word is also a control
+   token, it is left unchanged only if the template would otherwise write another prompt (`variants`).
+3. After restoring the original characters, both prompts must be equal. Then every control token of which a
+   character was replaced is the caller's, even if it resulted from joining or cutting strings of the caller.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ Placeholders: TypeAlias = dict[str, str]
 """Placeholders by the opening character that they replace."""
 
 _SYMBOLS = range(0x1D800, 0x1DA00)
-"""SignWriting: each is one printable symbol without case."""
+"""The script SignWriting: each character is one printable symbol without case."""
 _SYMBOL = re.compile(f"[{chr(_SYMBOLS[0])}-{chr(_SYMBOLS[-1])}]")
 _MATCHES_NOTHING = "(?!)"
 _REASONING_TAGS = ("<think>", "</think>")
 _NO_OPENING = frozenset("_\"'\\")
-"""Punctuation of identifiers and of JSON strings: replacing it would change what they mean."""
+"""Punctuation of identifiers and JSON strings, whose replacement would change their meaning."""
 
 
 class ControlTokens:
-    """The control tokens of a vocabulary, and the words that one template looks for.
+    """Control tokens of a vocabulary, and the words for which one template searches.
 
-    Tokens without any punctuation cannot be told from words and are left out.
+    Tokens without punctuation cannot be distinguished from words, and are ignored.
     """
 
     def __init__(self, texts: Iterable[str], template: nodes.Template) -> None:
@@ -79,10 +79,10 @@ class ControlTokens:
     def variants(
         self, conversation: Sequence[Message], others: Any, placeholders: Placeholders
     ) -> Iterator[tuple[list[Message], Any]]:
-        """The conversation and the caller's other values with placeholders, from the most to the fewest of them.
+        """Yield the conversation and the caller's other values with placeholders, from the most to the fewest.
 
-        Control tokens that the template looks for are first replaced like others, then left in replies, where
-        templates look for reasoning and calls, then left everywhere.
+        Control tokens for which the template searches are first replaced like others, then kept in replies, where
+        templates search for reasoning and calls, then kept everywhere.
         """
         most, fewest = (partial(_replaced, words, placeholders) for words in (self._plain, self._sought))
         for in_replies, elsewhere in ((most, most), (fewest, most), (fewest, fewest)):
@@ -93,7 +93,7 @@ class ControlTokens:
             yield messages, _mapped(others, elsewhere)
 
     def parts(self, prompt: str, replaced: str) -> tuple[TextPart, ...]:
-        """Cut the prompt around the control tokens of the caller; `replaced` is the prompt with placeholders."""
+        """Divide the prompt at control tokens of the caller; `replaced` is the prompt with placeholders."""
         parts: list[TextPart] = []
         done = 0
         for start, end in self._spans_of_caller(prompt, replaced):
@@ -106,7 +106,7 @@ class ControlTokens:
         return tuple(parts)
 
     def _spans_of_caller(self, prompt: str, replaced: str) -> list[tuple[int, int]]:
-        """Find the control tokens with a placeholder; those that overlap become one span."""
+        """Return the spans of control tokens that have a placeholder. Overlapping ones become one span."""
         spans: list[tuple[int, int]] = []
         for head in self._heads.finditer(prompt):
             start = head.start()
@@ -120,25 +120,25 @@ class ControlTokens:
         return spans
 
     def _length_at(self, text: str, start: int) -> int:
-        """Return the length of the longest control token that begins there, 0 for none."""
+        """Return the length of the longest control token at `start`; 0 if there is none."""
         lengths = self._lengths.get(text[start : start + 2], self._lengths.get(text[start], ()))
         return next((n for n in lengths if text[start : start + n] in self._texts), 0)
 
     def _words(self, text: str) -> list[str]:
-        """Split a text before each opening character; what comes before the first one is no word."""
+        """Split a text into words that begin with an opening character. Text before the first one is left out."""
         places = [found.start() for found in self._opening.finditer(text)]
         return [text[a:b].rstrip() for a, b in itertools.pairwise([*places, len(text)])]
 
 
 def _opening(token: str) -> str:
-    """Return the first character of a token that hardly anything else begins with, or nothing."""
+    """Return a token's first punctuation character, which other text rarely has; empty if there is none."""
     return next((c for c in token if not c.isalnum() and not c.isspace() and c not in _NO_OPENING), "")
 
 
 def _lengths_by_head(texts: Collection[str]) -> dict[str, list[int]]:
     """Return the lengths of texts by their first two characters, longest first.
 
-    Vocabularies have thousands of control tokens: one regular expression of all of them would be too slow.
+    Vocabularies have thousands of control tokens, for which one regular expression would be too slow.
     """
     lengths: dict[str, set[int]] = {}
     for text in texts:
@@ -147,7 +147,7 @@ def _lengths_by_head(texts: Collection[str]) -> dict[str, list[int]]:
 
 
 def _any_of(words: Iterable[str]) -> str:
-    """Return a regular expression for the longest of the words."""
+    """Return a regular expression that matches the longest possible one of some words."""
     longest_first = sorted(words, key=lambda word: (-len(word), word))
     return "|".join(map(re.escape, longest_first)) or _MATCHES_NOTHING
 
@@ -162,7 +162,7 @@ def _replaced(words: re.Pattern[str], placeholders: Placeholders, text: str) -> 
 
 
 def restored(text: str, placeholders: Placeholders) -> str:
-    """Return a text with the original characters."""
+    """Replace placeholders by the original characters."""
     for opening, placeholder in placeholders.items():
         text = text.replace(placeholder, opening)
     return text
@@ -173,7 +173,7 @@ def _constants(tree: nodes.Node) -> Iterator[str]:
 
 
 def _sought_constants(template: nodes.Template) -> Iterator[str]:
-    """Constants that the template compares with something or passes to a method, filter or test."""
+    """Yield the constants that a template compares with something, or passes to a method, filter or test."""
     for node in template.find_all((nodes.Compare, nodes.Call, nodes.Filter, nodes.Test)):
         yield from _constants(node)
 
@@ -191,7 +191,7 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def _mapped(value: Any, change: Callable[[str], str]) -> Any:
-    """Return a nested value with every string in it changed, keys included."""
+    """Return a nested value with every string in it changed, including keys."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):

@@ -1,7 +1,7 @@
-"""Messages and tools of a request, checked and in the one form that chat templates are written for.
+"""Messages and tools of a request, checked and brought into the form for which chat templates are written.
 
-Every cleaned value is a new one, which the caller may change. `InvalidRequestError`s name the message or tool that
-is wrong; templates refuse wrong roles and wrong orders themselves.
+Every cleaned value is a new object, which the caller may change. `InvalidRequestError`s name the invalid message or
+tool. Templates themselves refuse wrong roles and orders.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _ANY_ARGUMENTS: Message = {"type": "object", "properties": {}}
 
 
 def clean_message(message: Mapping[str, Any], index: int) -> Message:
-    """Return the role, the content (text or text parts, never null) and the other fields that templates read.
+    """Return a message with its role, its content (text or text parts, never null) and other fields of templates.
 
-    OpenAI's older `function_call` is a call without an id, and a message of the role `function` its result.
+    OpenAI's older `function_call` becomes a call without an id, and a message of the role `function` its result.
     """
     where = f"messages[{index}]"
     checked_object(message, where)
@@ -39,7 +39,7 @@ def clean_message(message: Mapping[str, Any], index: int) -> Message:
     content = message.get("content")
     if content is None and role not in ("assistant", "tool"):
         refuse_field(
-            f"{where}.content", "must be text or a list of parts: only an assistant's or a tool's may be null"
+            f"{where}.content", "must be text or a list of parts; it may be null only for assistant and tool"
         )
     clean: Message = {"role": role, "content": _content(content, f"{where}.content")}
     for key in ("reasoning_content", "name", "tool_call_id"):
@@ -52,7 +52,7 @@ def clean_message(message: Mapping[str, Any], index: int) -> Message:
 
 
 def clean_tool(tool: Mapping[str, Any], index: int) -> Message:
-    """Return a tool that has a name, a description and parameters."""
+    """Return a tool with a name, a description and parameters."""
     where = f"tools[{index}]"
     function = _function(tool, where)
     parameters = function.get("parameters")
@@ -61,7 +61,7 @@ def clean_tool(tool: Mapping[str, Any], index: int) -> Message:
         "function": {
             "name": text_of(function, "name", f"{where}.function"),
             "description": function.get("description") or "",
-            # The schema `true` says nothing either.
+            # The schema `true` is the same as none.
             "parameters": parameters if parameters and parameters is not True else dict(_ANY_ARGUMENTS),
         },
     }
@@ -82,10 +82,10 @@ def _part(part: Any, where: str) -> Message:
     checked_object(part, where)
     kind = text_of(part, "type", where)
     if kind == "refusal":
-        # OpenAI's clients send back what a model refused with.
+        # OpenAI's clients send back a model's refusal.
         return {"type": "text", "text": text_of(part, "refusal", where)}
     if kind != "text":
-        refuse_field(where, f"is of type '{kind}': this server takes text only")
+        refuse_field(where, f"is of type '{kind}': only text is supported")
     return {"type": "text", "text": text_of(part, "text", where)}
 
 

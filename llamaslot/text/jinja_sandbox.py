@@ -1,7 +1,7 @@
-"""Sandboxed Jinja with the constructs of chat templates beyond plain Jinja.
+"""Sandboxed Jinja with the extensions that chat templates use.
 
-Templates come from downloaded files: they have no access to Python's attributes, files or modules. They may change
-lists and dicts, as llama.cpp allows. `copied` keeps those of the caller apart.
+Templates come from downloaded files, so they have no access to Python's attributes, files or modules. As in
+llama.cpp they may change lists and dicts; `copied` protects those of the caller.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedEnvironment
 
 MAX_ITEMS = 2**20
-"""Items of a list or dict that a template adds to, far more than a conversation has."""
+"""Most items of a list or dict that a template changes, far more than a conversation has."""
 
 _CHANGES: Mapping[type, frozenset[str]] = {
     list: frozenset(("append", "clear", "extend", "insert", "pop", "remove", "reverse", "sort")),
@@ -30,7 +30,7 @@ _CHANGES: Mapping[type, frozenset[str]] = {
 class ChatSandbox(ImmutableSandboxedEnvironment):
     """The environment of all chat templates.
 
-    A loop over a list to which its body appends would have no end, so `call` bounds what lists and dicts hold.
+    A loop over a list to which its body appends would never end, so `call` limits the size of lists and dicts.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class ChatSandbox(ImmutableSandboxedEnvironment):
         self.filters["safe"] = str  # Jinja's own would make everything added to it be HTML-escaped
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        """Allow what Jinja's sandbox allows, and methods that change a list or dict itself."""
+        """Allow what Jinja's sandbox allows, and methods that change a list or dict."""
         if attr in _CHANGES.get(type(obj), ()):
             return SandboxedEnvironment.is_safe_attribute(self, obj, attr, value)
         return super().is_safe_attribute(obj, attr, value)
@@ -54,7 +54,8 @@ class ChatSandbox(ImmutableSandboxedEnvironment):
         """Call a function for a template; raises `TemplateError` once it makes a list or dict too large."""
         owner = getattr(function, "__self__", None)
         if isinstance(owner, list | dict):
-            # What a filter yields of the list itself, as in `l.extend(l | map(...))`, would grow with it.
+            # Iterators are read first, because one over the list itself, as in `l.extend(l | map(...))`, never
+            # ends.
             args = tuple(list(islice(each, MAX_ITEMS + 1)) if isinstance(each, Iterator) else each for each in args)
         result = super().call(context, function, *args, **kwargs)
         if isinstance(owner, list | dict) and len(owner) > MAX_ITEMS:
@@ -72,10 +73,10 @@ def copied(value: Any) -> Any:
 
 
 class _LenientUndefined(Undefined):
-    """An undefined value as in llama.cpp: its attributes are undefined, and it adds nothing to a text.
+    """An undefined value as in llama.cpp: its attributes are undefined, and adding it to a text changes nothing.
 
-    So templates that read a tool's parameters also take those without a description. What the sandbox refuses is an
-    error still.
+    So templates that read the description of a tool's parameters also accept parameters without one. Access that
+    the sandbox refuses is still an error.
     """
 
     __slots__ = ()
@@ -119,14 +120,14 @@ def _to_json(
 
 
 def _listed(value: Any) -> list[Any]:
-    """Return what filters such as `map` yield as a list, which it is in llama.cpp."""
+    """Convert the result of filters such as `map` to a list, as in llama.cpp."""
     if isinstance(value, Iterator | KeysView | ValuesView | ItemsView):
         return list(value)
     raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
 
 
 class _GenerationTag(Extension):
-    """`{% generation %}`, which marks replies for training and is ignored here."""
+    """`{% generation %}`, which marks replies for training. Ignored here."""
 
     tags = {"generation"}  # noqa: RUF012 - the base class declares it so
 

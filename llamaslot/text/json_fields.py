@@ -1,4 +1,4 @@
-"""Access to values of JSON that clients send, with errors that name the place, such as `messages[0].content`."""
+"""Access to values in JSON from clients, with errors that name the field, such as `messages[0].content`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from llamaslot.base.errors import InvalidRequestError
 
 
 def refuse_field(where: str, why: str) -> NoReturn:
-    """Raise an `InvalidRequestError` about a place; `why` follows its name in the message."""
+    """Raise an `InvalidRequestError` about the field `where`; `why` follows its name in the message."""
     raise InvalidRequestError(f"'{where}' {why}", param=where)
 
 

@@ -1,4 +1,4 @@
-"""The form in which a chat template reads contents and reasoning, as rendering small conversations shows."""
+"""The form in which a chat template reads contents and reasoning, found by rendering small conversations."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any, TypeAlias
 from llamaslot.text.conversation import Conversation, Message, joined
 
 Attempt: TypeAlias = Callable[[Conversation, Sequence[Message]], str]
-"""Renders a conversation with tools; returns nothing if the template refuses them."""
+"""Renders a conversation with tools; returns an empty text if the template refuses them."""
 
 
 class MessageForm:
-    """The form that a template reads: content as text or as parts, and reasoning by its name or in a part."""
+    """The form that a template reads: content as text or parts, and reasoning in a field or a part."""
 
     def __init__(self, attempt: Attempt) -> None:
         self._attempt = attempt
@@ -25,7 +25,7 @@ class MessageForm:
         self._text_roles: set[str] = set()
 
     def shaped(self, message: Message) -> Message:
-        """Return the message with its content as text or as parts, whichever the template reads."""
+        """Return the message in the form that the template reads."""
         content, reads_text = message["content"], message["role"] in self._text_roles
         if isinstance(content, str) and self._wants_parts and not reads_text:
             content = [{"type": "text", "text": content}]
@@ -37,7 +37,7 @@ class MessageForm:
         if self._reads_thinking:
             shaped["thinking"] = message["reasoning_content"]
             if "tool_calls" in message and self._takes_either:
-                # The template writes either as reasoning.
+                # The template accepts only one of them with a call, so both become the reasoning.
                 both = message["reasoning_content"], joined(message["content"], "\n")
                 shaped |= {"thinking": "\n\n".join(filter(None, both)), "content": ""}
         # Ministral 3 refuses such a part in a question, and prints the list in a result.
@@ -47,10 +47,11 @@ class MessageForm:
         return shaped
 
     def probe_parts(self, conversation: Conversation, tool: Message) -> None:
-        """Find out in which roles the template takes text only.
+        """Find out for which roles the template reads only text.
 
-        Of parts in results, GLM 4.6 and Mistral's templates print Python; in other roles, some leave out all parts
-        but the first. Between texts of parts a template may write a space or line, but nothing else.
+        GLM 4.6's and Mistral's templates print the parts of results as Python objects, and some templates leave out
+        all parts but the first in other roles. Between texts of parts a template may write a space or newline, but
+        nothing else.
         """
         texts = ["a part to be found", "and another one"]
         shaped = [self.shaped(message) for message in conversation]
@@ -66,17 +67,17 @@ class MessageForm:
                 self._text_roles.add(message["role"])
 
     def probe_reasoning(self, calling: Conversation, tool: Message) -> None:
-        """Find out under which name the template reads the reasoning before a call, or before a reply without one.
+        """Find out where the template reads the reasoning before a call, or before a reply without calls.
 
-        gpt-oss and LFM 2.5 name it `thinking`, and gpt-oss refuses a call with a text beside that. Ministral 3
-        reads it from a part of the content; a template that prints whatever parts there are does not.
+        gpt-oss and LFM 2.5 read the field `thinking`, and gpt-oss refuses a call that also has text. Ministral 3
+        reads a part of the content; a template that prints any kind of part does not count.
         """
         thought = "a thought to be found"
         question, call, result = map(self.shaped, calling)
         reply = self.shaped({"role": "assistant", "content": "!"})
 
         def is_read(**changes: Any) -> bool:
-            """True if the thought is in the prompt of a call or of a last reply with it."""
+            """Return True if the thought is in the prompt of a call, or of a last reply, that has it."""
             called = self._attempt([question, call | changes, result], [tool])
             return thought in called or thought in self._attempt([question, reply | changes], ())
 

@@ -1,9 +1,9 @@
-"""Conversations fitted to the roles that a chat template takes, and to their order.
+"""Adapts conversations to the roles that a chat template accepts, and to their order.
 
-Agents send instructions in the middle of a conversation, and several messages of the user in a row. Templates
-refuse them, leave them out, or write instructions at the start, where they would change everything after them. What
-is done with a message depends on those before it only, and changes none of these but the one right before it. So
-the prompt of a turn goes on with the tokens of the turn before.
+Agents send instructions in the middle of a conversation, and several user messages in a row. Templates refuse
+these, leave them out, or write instructions at the start, where they would change everything after them. How a
+message is adapted depends only on messages before it, and changes at most the one right before it. So the prompt of
+a turn continues the tokens of the turn before.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from llamaslot.text.conversation import SYSTEM_ROLES, Conversation, Message, joi
 
 
 def fitted(conversation: Conversation, *, later_system: bool, user_twice: bool) -> Conversation:
-    """Return the messages as a template takes them.
+    """Return the messages as a template accepts them.
 
-    Without `later_system`, instructions that begin the conversation become one message. Later ones become texts of
-    the user in `<system-reminder>` tags, as those of Claude Code are; after the result of a tool they are added to
-    it, because another message of the user would have templates leave out the reasoning of the tool loop. Without
-    `user_twice`, messages of the user that follow each other become one.
+    Without `later_system`, instructions at the start of the conversation become one message. Later ones become user
+    texts in `<system-reminder>` tags, like those of Claude Code. After a tool result they are added to the result,
+    because templates leave out the reasoning of a tool loop when a user message follows. Without `user_twice`,
+    consecutive user messages become one.
     """
     found: list[tuple[Message, list[str]]] = []
-    """Messages, and texts to be added to them."""
+    """Messages, and texts to add to them."""
     for message in conversation:
         role, last_role = message["role"], found[-1][0]["role"] if found else ""
         text = joined(message["content"], "\n")
@@ -43,7 +43,7 @@ def _with_texts(message: Message, texts: list[str]) -> Message:
 
 
 def without_system(conversation: Conversation) -> Conversation:
-    """Put the leading system message before the next message's text, or make it the user's if there is none."""
+    """Put the leading system message before the next message's text; if there is none, make it a user message."""
     system, *rest = conversation
     if not rest:
         return [{**system, "role": "user"}]
@@ -52,9 +52,9 @@ def without_system(conversation: Conversation) -> Conversation:
 
 
 def results_from_user(conversation: Conversation) -> Conversation:
-    """Make the results of tools messages of the user, in the JSON that llama.cpp once wrote for such templates.
+    """Convert tool results to user messages, in the JSON form that llama.cpp once used for such templates.
 
-    Results of one turn become one message, because in such templates roles often have to alternate.
+    Results of one turn become one message, because roles often have to alternate in such templates.
     """
     adapted: Conversation = []
     for is_result, run in groupby(conversation, lambda message: bool(message["role"] == "tool")):

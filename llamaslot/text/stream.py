@@ -1,14 +1,14 @@
-"""Incremental decoding of generated tokens into text that can be streamed, up to a stop string.
+"""Incremental decoding of generated tokens to text that can be streamed, up to a stop string.
 
-Text that `TextStream` has returned stays valid: it contains no part of a character, of a stop string, or of
-anything that could still become one. It holds back no more than that, and reads each character once.
+Text that `TextStream` has returned is final: it contains no part of a character or of a stop string, nor anything
+that could still become one. Nothing else is held back, and each character is read once.
 
-Generation ends with the first character that completes a stop string; of several that are complete there, the
-longest one is reported. How the text is divided into tokens makes no difference. llama-server searches once a token
-and takes the leftmost stop string, which is the same wherever a token completes only one.
+Generation ends with the first character that completes a stop string; if several are complete there, the longest is
+reported. The division of the text into tokens makes no difference. llama-server searches once per token and takes
+the leftmost stop string, which gives the same result if a token completes only one.
 
-With `n_indent` it also ends before a line, but for the first one, whose text begins with fewer spaces and tabs; the
-spaces and tabs of that line are kept, as in llama-server.
+With `n_indent` generation also ends before a line, other than the first, that is indented by fewer spaces and tabs.
+That line's spaces and tabs are kept, as in llama-server.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 
 class TextStream:
-    """Decodes UTF-8 and searches for stop strings; empty ones are ignored."""
+    """Decodes UTF-8 and searches for stop strings. Empty stop strings are ignored."""
 
     def __init__(self, stops: Sequence[str], n_indent: int = 0) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
@@ -26,20 +26,20 @@ class TextStream:
         self._margin = _Margin(n_indent) if n_indent > 0 else None
         self._held = ""
         self.n_decoded = 0
-        """Characters that all tokens so far decode to, sent or not."""
+        """Number of characters decoded so far, whether or not they were returned."""
         self.stopped: str | None = None
-        """The stop string that ended the text; `push` returns nothing from then on."""
+        """The stop string that ended the text. `push` returns nothing after that."""
         self.is_cut = False
         """True if the text ended at a line that is not indented enough."""
 
     def push(self, piece: bytes) -> str:
-        """Add the bytes of a token and return the text that can be sent now; invalid UTF-8 becomes U+FFFD."""
+        """Add the bytes of a token, and return the text that can be sent now. Invalid UTF-8 becomes U+FFFD."""
         text = self._decoder.decode(piece)
         self.n_decoded += len(text)
         return "" if self.is_cut else self._within_margin(self._release(text))
 
     def flush(self) -> str:
-        """End the text: return everything held back, an incomplete character as U+FFFD."""
+        """End the text, and return everything held back. An incomplete character becomes U+FFFD."""
         if self.is_cut:
             return ""
         text = self._within_margin(self._release(self._decoder.decode(b"", final=True)) + self._held)
@@ -56,7 +56,7 @@ class TextStream:
         return text[:n]
 
     def _release(self, text: str) -> str:
-        """Return all text before the first complete or possible stop string."""
+        """Return the text before the first complete or possible stop string."""
         if not self._matchers:
             return text
         if self.stopped is not None:
@@ -79,10 +79,10 @@ class _Margin:
     def __init__(self, least: int) -> None:
         self._least = least
         self._n_blank: int | None = None
-        """Spaces and tabs so far at the beginning of a line; None in a line's text, and in the first line."""
+        """Spaces and tabs at the start of the line so far; None after its indentation, and in the first line."""
 
     def n_kept(self, text: str) -> int:
-        """Return how many of the next characters may be kept."""
+        """Return how many characters of the next text may be kept."""
         for i, char in enumerate(text):
             if self._n_blank is not None:
                 if char in " \t":
@@ -97,18 +97,18 @@ class _Margin:
 
 
 class _Matcher:
-    """Knuth-Morris-Pratt: the length of the longest beginning of a stop string that the text ends with."""
+    """Knuth-Morris-Pratt search: the length of the longest prefix of a stop string with which the text ends."""
 
     def __init__(self, stop: str) -> None:
         self.stop = stop
         self.matched = 0
         self._borders = [0]
-        """Per length - 1: the longest proper prefix of that part of `stop` that is also its suffix."""
+        """For each prefix of `stop`, the length of its longest proper prefix that is also its suffix."""
         for char in stop[1:]:
             self._borders.append(self._after(self._borders[-1], char))
 
     def advance(self, char: str) -> bool:
-        """Add the next character; True if `stop` is complete, after which this must not be called."""
+        """Add the next character; returns True if `stop` is complete, after which this must not be called again."""
         self.matched = self._after(self.matched, char)
         return self.matched == len(self.stop)
 

@@ -1,8 +1,8 @@
-"""Conversations as prompt text, by the Jinja template that a model ships.
+"""Rendering of conversations to prompt text, with the Jinja template of a model.
 
-Messages are brought into the one form that templates are written for as llama-server does it, so that the same
-request gives the same prompt. A template comes with a downloaded file and is not trusted: it runs sandboxed,
-without access to Python's attributes, files or modules. The caller bounds its running time.
+Messages are brought into the form for which templates are written in the same way as in llama-server, so that the
+same request gives the same prompt. A template comes with a downloaded file and is not trusted: it runs in a
+sandbox, without access to Python's attributes, files or modules. The caller limits its running time.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from llamaslot.text.turns import CALLED, Preambles, TurnForm, probed
 from llamaslot.text.volatile import without
 
 MAX_CHARACTERS = 2**26
-"""Characters of a prompt, more than the context of any model holds."""
+"""Most characters of a prompt, more than the context of any model holds."""
 
 
 class ChatTemplate:
-    """A parsed template, and what it was found to understand.
+    """A parsed template, and what probing it has shown.
 
-    `bos_token` and `eos_token` are the texts of the model's tokens. Where the tokenizer adds them itself
-    (`adds_bos`, `adds_eos`), a leading BOS or trailing EOS of the template is left out. `control_tokens` are the
-    texts of the vocabulary's control tokens; without `mark_control_tokens` those in the caller's text are parsed
-    too. `volatile` is left out where system messages begin with it (`text/volatile.py`). `now` is the clock of
-    templates that print the date. A prompt has at most `max_characters`. Raises `ConfigError` with the line if
-    `source` does not parse.
+    `bos_token` and `eos_token` are the texts of the model's tokens. If the tokenizer adds them itself (`adds_bos`,
+    `adds_eos`), a leading BOS or trailing EOS of the template is left out. `control_tokens` has the texts of the
+    vocabulary's control tokens; without `mark_control_tokens`, those in the caller's text are parsed too.
+    `volatile` is removed from the start of system messages (`text/volatile.py`). `now` is the clock of templates
+    that print the date. A prompt has at most `max_characters`. Raises `ConfigError` with the line if `source`
+    cannot be parsed.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class ChatTemplate:
             self._control = ControlTokens(control_tokens if mark_control_tokens else (), tree)
             self._reads_functions = "functions" in find_undeclared_variables(tree)
         except TemplateSyntaxError as error:
-            raise ConfigError(f"the chat template is wrong in line {error.lineno}: {error.message}") from error
+            raise ConfigError(f"error in line {error.lineno} of the chat template: {error.message}") from error
         except Exception as error:
             raise ConfigError(f"the chat template does not compile: {_described(error)}") from error
         self._form = MessageForm(self._attempt)
@@ -81,10 +81,9 @@ class ChatTemplate:
         self._probe()
 
     def prepared(self, messages: Sequence[Mapping[str, Any]], *, continues: bool = True) -> Conversation:
-        """Return the messages as they are rendered: checked, in one form, without what is `volatile`, and in roles
-        that the template takes.
+        """Return the messages as they are rendered: checked, without `volatile` text, and in accepted roles.
 
-        If the last message `continues`, it and the assistant's messages right before it are one.
+        If the last message `continues`, it is joined with the assistant's messages right before it.
         """
         conversation = [clean_message(message, index) for index, message in enumerate(messages)]
         n_last = sum(1 for _ in takewhile(_is_text_of_reply, reversed(conversation))) if continues else 0
@@ -104,18 +103,18 @@ class ChatTemplate:
         only_text: bool = False,
         keeps_added: bool = False,
     ) -> tuple[TextPart, ...]:
-        """Render a conversation in OpenAI's form; `kwargs` are further variables for the template.
+        """Render a conversation in OpenAI's form. `kwargs` are further variables for the template.
 
-        With `keeps_added`, the BOS and EOS that the template writes are kept where the tokenizer would add them.
+        With `keeps_added`, BOS and EOS that the template writes are kept even if the tokenizer would add them.
 
-        With the generation prompt, a last message of the assistant is the beginning of the reply: its text follows
-        the generation prompt. Control tokens that the caller wrote are parts in which none are parsed, so usually
-        there is one part. There is also just one where the caller's tokens cannot be told from the template's,
-        because the template writes something else when it does not see them, and with `only_text`, which takes
-        half the time.
+        With the generation prompt, a last message by the assistant is the beginning of the reply: its text follows
+        the generation prompt. Control tokens that the caller wrote are in separate parts, in which none are parsed;
+        usually there are none, and only one part. There is also only one part if the caller's tokens cannot be
+        distinguished from the template's, because the template writes something else without them; and with
+        `only_text`, which takes half the time.
 
-        Raises `InvalidRequestError` for messages or tools that are not in OpenAI's form, that contain other things
-        than text, or that the template refuses.
+        Raises `InvalidRequestError` for messages or tools that are not in OpenAI's form, that contain anything but
+        text, or that the template refuses.
         """
         conversation = self.prepared(messages, continues=add_generation_prompt)
         if not conversation:
@@ -135,13 +134,13 @@ class ChatTemplate:
             if not only_text and self._control.begin_in((inputs.messages, inputs.tools, inputs.kwargs)):
                 return self._parts(inputs, prompt)
         except RecursionError as error:
-            raise InvalidRequestError("the messages or tools are nested too deep", param="messages") from error
+            raise InvalidRequestError("the messages or tools are nested too deeply", param="messages") from error
         return (TextPart(prompt),)
 
     def _first_taken(self, inputs: _Inputs, continued: Conversation) -> tuple[_Inputs, str]:
-        """Return the first form of a conversation that the template takes, and its prompt.
+        """Return the first form of a conversation that the template accepts, and its prompt.
 
-        Tools in simpler words are tried where it does not take those given, whatever the messages are.
+        Tools with simpler schemas are tried if it refuses the given ones regardless of the messages.
         """
         conversation = inputs.messages
         has_system = bool(conversation) and conversation[0]["role"] in SYSTEM_ROLES
@@ -159,7 +158,7 @@ class ChatTemplate:
         raise refusal
 
     def without_volatile(self, messages: Sequence[Mapping[str, Any]]) -> list[Message]:
-        """Return checked messages as `render` takes them, without what changes with every request."""
+        """Return checked messages without text that changes with every request (`volatile`)."""
         kept = [dict(message) for message in messages]
         return kept if self._volatile is None else without(self._volatile, kept)
 
@@ -201,7 +200,7 @@ class ChatTemplate:
         return text if inputs.keeps_added else text[self._kept(restored(text, placeholders or {}))]
 
     def _variables(self, inputs: _Inputs) -> dict[str, Any]:
-        """Return the variables of a template, in copies that it may change."""
+        """Return the variables of a template, copied because it may change them."""
         try:
             variables = {
                 "enable_thinking": True,
@@ -213,25 +212,25 @@ class ChatTemplate:
                 "messages": copied(inputs.messages),
                 "add_generation_prompt": inputs.add_generation_prompt,
             }
-            # Templates ask whether `tools` is defined.
+            # Left undefined without tools, because templates check whether `tools` is defined.
             if inputs.tools:
                 variables["tools"] = copied(inputs.tools)
             if self._reads_functions:
                 functions = [tool["function"] for tool in inputs.tools]
                 variables.setdefault("functions", json.dumps(functions, ensure_ascii=False, indent=4))
         except RecursionError as error:
-            raise _RefusedError("the messages or tools are nested too deep") from error
+            raise _RefusedError("the messages or tools are nested too deeply") from error
         return variables
 
     def _joined(self, pieces: Iterator[str]) -> str:
-        """Join the pieces that a template writes; raises `_RefusedError` once they are too many characters."""
+        """Join the pieces that a template writes; raises `_RefusedError` once the text is too long."""
         text: list[str] = []
         n_characters = 0
         for piece in pieces:
             n_characters += len(piece)
             if n_characters > self._max_characters:
                 raise _RefusedError(
-                    f"the chat template makes more than {self._max_characters} characters of the messages"
+                    f"the prompt would be longer than {self._max_characters} characters"
                 )
             text.append(piece)
         return "".join(text)
@@ -243,7 +242,7 @@ class ChatTemplate:
         return slice(start, len(text) - len(self._dropped_tail) if ends_with_tail else len(text))
 
     def _probe(self) -> None:
-        """Render small conversations to find out what the template does with them, as llama-server does."""
+        """Render small conversations to find out what the template supports, as llama-server does."""
         text = "a text to be found again"
         user: Message = {"role": "user", "content": text}
         question: Message = {"role": "user", "content": "?"}
@@ -274,7 +273,7 @@ class ChatTemplate:
         self._probe_tools(conversation, tool)
 
     def _probe_tools(self, conversation: Conversation, tool: Message) -> None:
-        """Find out whether the template writes tools, calls, and results of them."""
+        """Find out whether the template writes tools, calls and their results."""
         question, asked, result, *answered = conversation
         named = {**tool, "function": {**tool["function"], "name": "a_tool_to_be_found"}}
         self.takes_tools = "a_tool_to_be_found" in self._attempt([self._form.shaped(question)], tools=[named])
@@ -295,7 +294,7 @@ class ChatTemplate:
         self._form.probe_parts([*system, *calling, *answered], tool)
 
     def _attempt(self, conversation: Conversation, tools: Sequence[Message] = ()) -> str:
-        """Return the prompt, or nothing if the template refuses the conversation."""
+        """Return the prompt; empty if the template refuses the conversation."""
         return self._tried(_Inputs(conversation, self._now(), tools=tools)) or ""
 
     def _tried(self, inputs: _Inputs) -> str | None:
@@ -305,7 +304,7 @@ class ChatTemplate:
             return None
 
     def _turn_form(self, *, refusals: bool, has_tools: bool, has_system: bool) -> TurnForm:
-        """Return which order of messages the template takes; probed when it is first asked for."""
+        """Return the order of messages that the template accepts, probed at the first use."""
         key = refusals, has_tools, has_system
         if key not in self._turns:
             tools = _PROBED_TOOLS if has_tools else []
@@ -325,7 +324,7 @@ class ChatTemplate:
         return self._turns[key]
 
     def _printable(self, tools: Sequence[Message]) -> Iterator[Sequence[Message]]:
-        """Yield the tools, and if the template refuses them after a question, those that it does not."""
+        """Yield the tools and, if the template refuses them even after a single question, simpler ones."""
         yield tools
         question = _Inputs([self._form.shaped({"role": "user", "content": "?"})], self._now())
         if not tools or self._tried(question) is None:
@@ -341,7 +340,7 @@ class ChatTemplate:
             raise InvalidRequestError(said, param="tools") from error
 
     def _adapted(self, conversation: Conversation, form: TurnForm) -> Conversation:
-        """Return the conversation in the form that this template understands."""
+        """Return the conversation in the form that this template accepts."""
         for message in conversation:
             if message["role"] == "developer" and "<|channel|>" not in self.source:
                 message["role"] = "system"
@@ -357,7 +356,7 @@ class ChatTemplate:
 
 @dataclass(frozen=True, slots=True)
 class _Inputs:
-    """All that a prompt depends on; the last `n_continued` messages, 0 or 1, are the beginning of the reply."""
+    """Inputs of a prompt. The last `n_continued` messages (0 or 1) are the beginning of the reply."""
 
     messages: Sequence[Message]
     now: datetime
@@ -367,7 +366,7 @@ class _Inputs:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     keeps_added: bool = False
     call_head: str | None = None
-    """As in `TurnForm`."""
+    """`TurnForm.call_head`."""
 
 
 class _RefusedError(Exception):
@@ -398,7 +397,7 @@ def _take_continued_message(conversation: Conversation) -> Conversation:
 
 
 def _with_continued(prompt: str, continued: Message) -> str:
-    """Append the message to be continued; reasoning that the prompt opens is closed before the message's text."""
+    """Append the message to continue. Reasoning that the prompt opens is closed before the message's text."""
     text = joined(continued["content"], "\n\n")
     if prompt.rstrip().endswith("<think>"):
         prompt += continued.get("reasoning_content", "")
@@ -413,7 +412,7 @@ def _described(error: Exception) -> str:
 
 _ENVIRONMENT = ChatSandbox()
 _NOT_CALLED = "a_function_to_be_found"
-"""A probed tool of which there are no calls: its name is in a prompt only if the tools are."""
+"""A probed tool that is never called, so that its name is in a prompt only if the tools are."""
 _PROBED_TOOLS: list[Message] = [
     {
         "type": "function",

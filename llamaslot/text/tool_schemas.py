@@ -1,7 +1,7 @@
-"""Tools in simpler words, for chat templates that cannot print their JSON schemas.
+"""Tools with simpler schemas, for chat templates that cannot print their JSON schemas.
 
-Some templates write a schema as TypeScript or Python, and fail on what they do not know: a list of types, `anyOf`,
-a missing type. The schema that arguments have to match is never the simpler one.
+Some templates write a schema as TypeScript or Python, and fail on constructs that they do not know: a list of
+types, `anyOf`, a missing type. The arguments of calls must still match the original schema.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from llamaslot.text.grammars.schema_parts import list_of
 
 _MAX_DEPTH = 12
 _MAX_SCHEMAS = 4096
-"""Schemas that one tool may become: references multiply them."""
+"""Most schemas that one tool may become, because references can multiply them."""
 _TYPES = {"object": dict, "array": list, "string": str, "integer": int, "number": float, "boolean": bool}
 _CHOICES = ("anyOf", "oneOf")
 
 
 def simpler_tools(tools: Sequence[Message]) -> Iterator[list[Message]]:
-    """Yield the tools with less and less in their schemas."""
+    """Yield the tools with simplified schemas, then without schemas."""
     yield [_with_parameters(tool, _Simplifier(tool["function"]["parameters"]).parameters()) for tool in tools]
     yield [_described(tool) for tool in tools]
 
@@ -32,7 +32,7 @@ def _with_parameters(tool: Message, parameters: Message) -> Message:
 
 
 def _described(tool: Message) -> Message:
-    """Return a tool without parameters, whose description has their schema as JSON."""
+    """Return a tool without parameters whose description includes their schema as JSON."""
     function = tool["function"]
     try:
         schema = json.dumps(function["parameters"], ensure_ascii=False)
@@ -46,14 +46,14 @@ def _described(tool: Message) -> Message:
 
 
 class _Simplifier:
-    """Writes the schemas of one tool with a type, a description, and what belongs to the type."""
+    """Reduces the schemas of one tool to a type, a description and the keywords of the type."""
 
     def __init__(self, root: Any) -> None:
         self._root = root
         self._n_left = _MAX_SCHEMAS
 
     def parameters(self) -> Message:
-        """Return the whole schema, which is that of an object."""
+        """Return the simplified schema of the parameters, which are an object."""
         return {"properties": {}, **self._schema(self._root, 0), "type": "object"}
 
     def _schema(self, schema: Any, depth: int) -> Message:
@@ -78,7 +78,7 @@ class _Simplifier:
         return simple
 
     def _merged(self, schema: Any, depth: int) -> Mapping[str, Any]:
-        """Return a schema with its reference, its first choice and all its parts in it."""
+        """Merge a schema with its reference, its first alternative and its `allOf`."""
         found = schema if isinstance(schema, Mapping) else {}
         for _ in range(_MAX_DEPTH):
             parts = [referenced(found["$ref"], self._root)] if "$ref" in found else []
@@ -100,7 +100,7 @@ class _Simplifier:
 
 
 def _first_choice(choices: Any) -> Any:
-    """Return the first choice that is not null."""
+    """Return the first alternative that is not null."""
     for each in list_of(choices):
         if isinstance(each, Mapping) and each.get("type") != "null" and each.get("const", "") is not None:
             return each

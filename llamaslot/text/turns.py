@@ -1,10 +1,10 @@
-"""The order of messages that a chat template takes, and conversations brought into it.
+"""The order of messages that a chat template accepts, and conversion of conversations to it.
 
-Templates refuse, or silently leave out, what agents send: a question right after the result of a tool, two calls in
-one message, ids in another server's form, no question at all. Small conversations, rendered once, show what a
-template takes, with and without tools and a system message. Only what it does not take is rewritten, so all other
-prompts are what the template makes of the messages as they are. A rewrite depends on the messages before it, and on
-the results of its own calls: a growing conversation keeps its prefix.
+Templates refuse, or silently leave out, what agents send: a question right after a tool result, two calls in one
+message, ids in another server's form, no question at all. Small conversations, rendered once, show what a template
+accepts, with and without tools and a system message. Only what it does not accept is rewritten; all other messages
+are rendered unchanged. A rewrite depends only on the messages before it and on the results of its own calls, so
+that a growing conversation keeps its prefix.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ Render: TypeAlias = Callable[[Conversation], str | None]
 """Renders a conversation; returns None if the template refuses it."""
 
 PREAMBLE = "preamble"
-"""Field of a message: its text, which is written where the markup of its calls begins (`Preambles`)."""
+"""Field of a message: its text, if it must be written just before the markup of its calls (`Preambles`)."""
 _ALPHABET = string.ascii_letters + string.digits
 _QUESTION: Message = {"role": "user", "content": ""}
 _ALL = frozenset({"assistant", "assistant+", "call", "tool", "system", ""})
-"""Beginnings of a conversation other than a question."""
+"""Ways in which a conversation can begin other than with a question."""
 _LATER: Message = {"role": "system", "content": "another system text"}
 _FILLERS = ("", " ", "...")
 _SHORT_IDS = "call00001", "call00002"
-"""Nine letters and digits: templates that check ids take these."""
+"""Ids of nine letters and digits, which templates that check ids accept."""
 _LONG_ID = "call_of_another_server_0001"
 CALLED = "a_called_function"
 """The function of probed calls."""
@@ -41,41 +41,41 @@ CALLED = "a_called_function"
 
 @dataclass(frozen=True, slots=True)
 class TurnForm:
-    """The order and form of messages that a template takes; True is what most do."""
+    """The order and form of messages that a template accepts. Most templates accept everything (True)."""
 
     repeats: bool = True
-    """Two replies in a row: roles need not alternate."""
+    """Two replies in a row, so that roles need not alternate."""
     counts_calls: bool = True
-    """Where roles alternate, a message with calls is a turn."""
+    """If roles must alternate: True if a message with calls counts as a turn."""
     first: frozenset[str] = _ALL
-    """Roles that a conversation may begin with: `assistant`, `call` (a message with calls) and `tool`."""
+    """Messages with which a conversation may begin: `assistant`, `call` (a message with calls) and `tool`."""
     without_question: frozenset[str] = _ALL
-    """The same for conversations without a message of the user; `assistant+` if calls or results follow, `system`
-    for nothing but the system message, and nothing for no message at all.
+    """The same for conversations without a user message; also `assistant+` if calls or results follow, `system` for
+    only a system message, and an empty text for no message at all.
     """
     system_last: bool = True
-    """Instructions after which neither a question nor a result follows."""
+    """Instructions that neither a question nor a result follows."""
     system_before_results: bool = True
-    """Instructions after which a result, but no question, follows."""
+    """Instructions that a result follows, but no question."""
     keeps_system: bool = True
-    """The system message is written whatever the last message is."""
+    """True if the system message is written whatever the last message is."""
     parallel: bool = True
     """Several calls in one message."""
     orphans_after: frozenset[str] = frozenset({"user", "assistant"})
-    """Roles after which results without their call are taken."""
+    """Roles after which results without a call are accepted."""
     text_in_loop: bool = True
-    """Text beside calls, until a reply without calls follows."""
+    """Text in a message with calls, before a reply without calls follows."""
     text_before_reply: bool = True
-    """Text beside calls once such a reply follows."""
+    """Text in a message with calls, once a reply without calls follows."""
     call_head: str | None = None
-    """The beginning of a call's markup up to the function's name, if a text may stand before it."""
+    """Start of a call's markup up to the function's name, if text may be put before it."""
     filler: str = ""
-    """The text of a reply that stands for none."""
+    """Text of a reply that is inserted only to keep roles alternating."""
     ids: str | None = None
-    """Regular expression of the ids that the template takes; None for any."""
+    """Regular expression of the ids that the template accepts; None for any."""
 
     def fitted(self, conversation: Conversation) -> Conversation:
-        """Return the messages as the template takes them, but for roles that have to alternate."""
+        """Return the messages as the template accepts them, except that roles may still have to alternate."""
         if self.filler:
             conversation = [self._filled(each) for each in conversation]
         if self.ids is not None:
@@ -93,7 +93,7 @@ class TurnForm:
         return {**message, "content": self.filler} if is_empty and "reasoning_content" not in message else message
 
     def with_question(self, conversation: Conversation) -> Conversation:
-        """Add an empty question where the template needs one, or put the system message into the last question."""
+        """Add an empty question if the template needs one, or put the system message into the last question."""
         start = sum(1 for _ in takewhile(_is_system, conversation))
         if not self._begins(conversation, start):
             conversation = [*conversation[:start], dict(_QUESTION), *conversation[start:]]
@@ -109,15 +109,16 @@ class TurnForm:
         return conversation
 
     def alternated(self, conversation: Conversation) -> Conversation:
-        """Return the messages with alternating roles.
+        """Return the messages with alternating roles, if these must alternate.
 
-        Neighbours of one role become one message; others get a message of the other role between them.
+        Adjacent messages of the same role become one; if calls or results prevent that, a message of the other role
+        is inserted.
         """
         if self.repeats:
             return conversation
         found: Conversation = []
         merged: dict[int, list[str]] = {}
-        """By place in `found` the texts of a message, of which it becomes one."""
+        """Texts to be joined in a message, by its index in `found`."""
         last: Message | None = None
         for message in conversation:
             if not self._is_turn(message):
@@ -141,7 +142,7 @@ class TurnForm:
         return message["role"] == "user" or (message["role"] == "assistant" and (self.counts_calls or not is_call))
 
     def _begins(self, conversation: Conversation, start: int) -> bool:
-        """Return True if the template takes what the conversation begins with after the system messages."""
+        """Return True if the template accepts how the conversation begins after the system messages."""
         rest = conversation[start:]
         first = "call" if rest and rest[0].get("tool_calls") else rest[0]["role"] if rest else "user"
         if first != "user" and first not in self.first:
@@ -156,7 +157,7 @@ class TurnForm:
         return (f"{first}+" if first == "assistant" and has_calls else first) in self.without_question
 
     def _with_texts(self, conversation: Conversation) -> Iterator[Message]:
-        """Move texts beside calls, where the template loses them, before the markup or into a message before."""
+        """Move texts that the template would lose beside calls before the markup, or to a separate message."""
         last_reply = max(
             (i for i, each in enumerate(conversation) if each["role"] == "assistant" and "tool_calls" not in each),
             default=-1,
@@ -174,7 +175,7 @@ class TurnForm:
 
 
 class Preambles:
-    """Marks in rendered calls, at which texts that the template leaves out are written."""
+    """Marks in rendered calls, before which texts are inserted that the template leaves out."""
 
     def __init__(self, head: str | None, messages: Sequence[Message]) -> None:
         self._head = head or ""
@@ -184,14 +185,14 @@ class Preambles:
         self._mark = re.compile(f"p{digest}x[0-9]+e")
 
     def marked(self, messages: Sequence[Message]) -> Sequence[Message]:
-        """Return the messages with a mark before the name of the first call of each that has such a text."""
+        """Return the messages, with a mark before the name of the first call in those that have such a text."""
         if not self._texts:
             return messages
         marks = iter(self._texts)
         return [_marked(each, next(marks)) if PREAMBLE in each else each for each in messages]
 
     def written(self, prompt: str) -> str:
-        """Return the prompt with the texts in place of the marks."""
+        """Replace the marks in a prompt by the texts."""
         left = dict(self._texts)
         written: list[str] = []
         at = 0
@@ -202,7 +203,7 @@ class Preambles:
                 end -= len(self._head)
                 written += [prompt[at:end], text, "\n", self._head]
             else:
-                # Some templates write a name twice.
+                # Only the mark is removed: some templates write a function's name twice.
                 written.append(prompt[at:end])
             at = found.end()
         return "".join([*written, prompt[at:]])
@@ -224,10 +225,11 @@ def probed(
     written: Sequence[str],
     generation_prompt: Render,
 ) -> TurnForm:
-    """Render small conversations, and return what the template takes.
+    """Render small conversations, and return what the template accepts.
 
-    Without `refusals`, what it refuses counts as taken, and only what it leaves out does not. `generation_prompt`
-    renders with a generation prompt. Without `takes_calls`, calls are text. `written` must be in each prompt.
+    Without `refusals`, a conversation that it refuses counts as accepted, and only one of which it leaves out
+    something does not. `generation_prompt` renders with a generation prompt. Without `takes_calls`, calls are text.
+    `written` must be in each prompt.
     """
     start: Conversation = [{"role": "system", "content": "a system text"}] if has_system else []
     question, other_question = ({"role": "user", "content": f"a {nth} question"} for nth in ("first", "second"))
@@ -248,7 +250,7 @@ def probed(
     if has_system and (not takes(question, reply) or (has_loops and not takes(question, call, result))):
         moved = {"role": "user", "content": f"{start[0]['content']}\n\n{question['content']}"}
         if render([*start, question]) == render([moved]):
-            # The rest is then as for conversations without a system message.
+            # The template moves the system message into the question, so probe without one.
             without = probed(
                 render,
                 refusals=refusals,
@@ -329,9 +331,10 @@ def _results(ids: Sequence[str]) -> Conversation:
 def _head(
     before: Conversation, call: Message, reply: Message, render: Render, generation_prompt: Render
 ) -> str | None:
-    """Return what the template writes between the generation prompt and the name of a called function.
+    """Return the text that the template writes between the generation prompt and a called function's name.
 
-    None if a reply's text does not follow the generation prompt either: a text may not stand there then.
+    None if it is unknown, or if the text of replies does not follow the generation prompt: no text may be put
+    there.
     """
     prompt, called, replied = (
         generation_prompt(before),
@@ -359,7 +362,7 @@ def _taken_ids(before: Conversation, render: Render) -> str | None:
 
 
 class _Unanswered:
-    """Ids of the calls right before that have no result yet, in their order."""
+    """Ids of the preceding message's calls that have no result yet, in order."""
 
     def __init__(self, ids: Iterable[str | None] = ()) -> None:
         self._n_of: OrderedDict[str | None, int] = OrderedDict()
@@ -368,11 +371,11 @@ class _Unanswered:
 
     @property
     def first(self) -> str | None:
-        """The first of them; None if there is none, or if it has no id."""
+        """The first id; None if there is none, or if the call has no id."""
         return next(iter(self._n_of), None)
 
     def take(self, call_id: str | None) -> bool:
-        """Count a result of this call; False if none is expected."""
+        """Record a result of a call; returns False if none is expected."""
         if call_id not in self._n_of:
             return False
         self._n_of[call_id] -= 1
@@ -382,9 +385,9 @@ class _Unanswered:
 
 
 def _with_ids(conversation: Conversation, taken: str) -> Conversation:
-    """Give calls and results ids that the template takes: the same for the same id, others for others.
+    """Replace ids that the template does not accept; equal ids stay equal, and others different.
 
-    Ids that are missing are those of the calls before, in their order.
+    Results without an id get those of the preceding calls, in order.
     """
     pattern = re.compile(taken, re.DOTALL)
     new: dict[str, str] = {}
@@ -423,9 +426,9 @@ def _short_id(text: str) -> str:
 
 
 def _without_orphans(conversation: Conversation, taken_after: frozenset[str]) -> Conversation:
-    """Make results of calls that are not right before them messages of the user, but after the roles given.
+    """Convert results without a preceding call to user messages, unless they follow a role in `taken_after`.
 
-    They stand behind the results of the calls right before, which would not be right after their calls otherwise.
+    They are moved after the results of the preceding calls, which must directly follow their calls.
     """
     changed: Conversation = []
     waiting = _Unanswered()
@@ -448,7 +451,7 @@ def _without_orphans(conversation: Conversation, taken_after: frozenset[str]) ->
 
 
 def _one_call_each(conversation: Conversation) -> Iterator[Message]:
-    """Divide messages with several calls, each followed by the result of its call."""
+    """Divide messages with several calls into messages with one call, each followed by its result."""
     i = 0
     while i < len(conversation):
         message = conversation[i]
@@ -463,7 +466,7 @@ def _one_call_each(conversation: Conversation) -> Iterator[Message]:
             i += 1
         of_id: dict[str | None, list[int]] = {call.get("id"): [] for call in calls}
         others: deque[int] = deque()
-        """Results of no call here, each for the first call that has none."""
+        """Results that belong to none of the calls. Each is used for the first call without a result."""
         for n, result in enumerate(results):
             of_id.get(result.get("tool_call_id"), others).append(n)
         used = set[int]()
@@ -482,7 +485,7 @@ def _one_call_each(conversation: Conversation) -> Iterator[Message]:
 
 
 def _with_system_in_question(conversation: Conversation) -> Conversation:
-    """Put the system message before the last question, as the template does where that is at the end."""
+    """Put the system message before the last question, as the template does if the question is the last message."""
     system, *rest = conversation
     last = max((i for i, each in enumerate(rest) if each["role"] == "user"), default=None)
     if last is None:

@@ -1,8 +1,9 @@
-"""Text of system messages that differs in every session or request, means nothing, and defeats the prefix cache.
+"""Removal of text in system messages that differs in every session or request, and so defeats the prefix cache.
 
-Claude Code begins its system prompt with a billing header, in which numbers are made of the first message or of the
-whole request. No two sessions would have a common prefix, and everything after the header would be computed again.
-It is for the provider's accounting, so it is removed before the prompt is made; a date or a folder is not.
+Claude Code begins its system prompt with a billing header whose numbers depend on the first message or the whole
+request. No two sessions would share a prefix, and everything after the header would be computed again. The header
+is only for the provider's accounting, so it is removed before the prompt is rendered. Dates and folders are not
+removed.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from llamaslot.text.conversation import SYSTEM_ROLES, Conversation, Message
 OFF = "off"
 _FIELD = r"[ \t]*[\w.-]+=[^;\s]*(?:;|(?=[ \t]*(?:\r?\n|$)))"
 KNOWN = {"claude-code": rf"x-anthropic-billing-header:(?=[^\n]*\bcc\w+=)(?:{_FIELD})+[ \t]*(?:\r?\n)*"}
-"""Patterns by the agent that sends such text: a header has nothing but fields, one of which begins with `cc`."""
+"""Patterns by the agent that sends such text. A header consists only of fields, one of which begins with `cc`."""
 
 
 def pattern(words: str) -> re.Pattern[str] | None:
-    """Compile what to remove: names of `KNOWN` separated by commas, or one regular expression; None for `OFF`.
+    """Compile a pattern from comma-separated names of `KNOWN`, or from a regular expression; None for `OFF`.
 
     Raises `ConfigError` for anything else, and for an expression that matches an empty text.
     """
@@ -33,20 +34,20 @@ def pattern(words: str) -> re.Pattern[str] | None:
     except re.error as error:
         known = ", ".join(KNOWN)
         raise ConfigError(
-            f"{words!r} is no regular expression ({error}), and the known names are: {known}",
+            f"{words!r} is not a valid regular expression ({error}); the known names are: {known}",
             param="--drop-volatile",
         ) from None
     if found.match(""):
         raise ConfigError(
-            f"{words!r} matches an empty text: it would leave out nothing, or anything", param="--drop-volatile"
+            f"{words!r} matches an empty text, so it does not say what to remove", param="--drop-volatile"
         )
     return found
 
 
 def without(volatile: re.Pattern[str], conversation: Conversation) -> Conversation:
-    """Remove what `volatile` matches at the start of each part of the system messages at the start.
+    """Remove matches of `volatile` from the start of each part of the leading system messages.
 
-    Parts and messages of which nothing is left are dropped.
+    Parts and messages that become empty are dropped.
     """
     first = list(takewhile(lambda message: message["role"] in SYSTEM_ROLES, conversation))
     kept = [(message, _kept(volatile, message)) for message in first]

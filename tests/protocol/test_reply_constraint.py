@@ -217,7 +217,7 @@ def test_what_is_too_long_is_said_in_plain_words() -> None:
         constraint("hermes", body)
     assert constraint("hermes", {**body, "tools": tools[:1]})
     parts = {"type": "object", "properties": {f"p{i}": {"const": 0} for i in range(1000)}}
-    with pytest.raises(InvalidRequestError, match="'tools': the grammar made of it has too many parts"):
+    with pytest.raises(InvalidRequestError, match="'tools': its grammar has too many parts"):
         constraint("hermes", {**body, "tools": [named(f"f{i}", parts) for i in range(18)]})
     tools[2] = named("f2", {"type": "object", "properties": {"a": {"const": "x" * MAX_CONSTRAINT_CHARS}}})
     with pytest.raises(InvalidRequestError, match="is longer than") as error:

@@ -69,7 +69,7 @@ def test_a_jinja_source_stays_as_it_is(source: str) -> None:
 
 
 def test_a_wrong_name_lists_the_known_ones_nearest_first() -> None:
-    with pytest.raises(ConfigError, match="no chat template is called 'lama3'; known are llama3, ") as caught:
+    with pytest.raises(ConfigError, match="there is no chat template 'lama3'; use one of llama3, ") as caught:
         resolve("lama3")
 
     assert caught.value.param == "--chat-template"

@@ -346,9 +346,9 @@ class TestLanguage:
     @pytest.mark.parametrize(
         ("source", "said"),
         [
-            ("a\n{% if %}", "wrong in line 2: Expected an expression"),
-            ("a\nb\n{% for m in messages %}", "wrong in line 3"),
-            ("\n{{ 1 | no_such_filter }}", "wrong in line 2: No filter named 'no_such_filter'"),
+            ("a\n{% if %}", "error in line 2 of the chat template: Expected an expression"),
+            ("a\nb\n{% for m in messages %}", "error in line 3 of"),
+            ("\n{{ 1 | no_such_filter }}", "error in line 2 of the chat template: No filter named 'no_such_filter'"),
             ("{% for i in [1] %}" * 30 + "{% endfor %}" * 30, "does not compile: SyntaxError"),
             ("{{ " + "(" * 20_000 + ")" * 20_000 + " }}", "does not compile: RecursionError"),
         ],

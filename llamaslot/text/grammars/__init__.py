@@ -1,1 +1,1 @@
-"""Grammars that constrain replies: from what clients send to llguidance's form, and their compilation."""
+"""Grammars that constrain replies: their conversion to llguidance's form, and their compilation."""

@@ -1,8 +1,8 @@
-"""Compiles grammars by llguidance, with limits and with errors that name what is not supported.
+"""Compiles grammars with llguidance, with limits and with errors that name what is not supported.
 
-The prompt worker tries each grammar, to refuse it before the request is accepted: it is compiled, and followed for
-some tokens. What passes is compiled again in the engine. llguidance cannot be interrupted and recurses without a
-limit, so in a server the trial runs in a process of its own (`trial_process.py`).
+The prompt worker tries each grammar before the request is accepted: it compiles the grammar, and follows it for
+some tokens. A grammar that passes is compiled again in the engine. llguidance cannot be interrupted, and its
+recursion has no limit, so in a server the trial runs in a separate process (`trial_process.py`).
 """
 
 from __future__ import annotations
@@ -23,72 +23,76 @@ from llamaslot.base.commands import Constraint
 from llamaslot.base.errors import InvalidRequestError
 
 MAX_CONSTRAINT_CHARS = 2**17
-"""Characters of a grammar or schema: a text of that length which a schema prescribes takes 0.7 s to follow."""
+"""Most characters of a grammar or schema. A text of that length which a schema prescribes takes 0.7 s to follow."""
 MAX_ERROR_CHARS = 300
-"""Characters of llguidance's messages that a client gets."""
+"""Most characters of llguidance's messages that a client gets."""
 MAX_MASK_EXCESS_S = 0.5
-"""CPU time that the masks of one reply may take in all beyond `MASK_S` each.
+"""Most CPU time by which all masks of one reply together may exceed `MASK_S` each.
 
-llguidance bounds the items of a mask, but an item of an ambiguous grammar takes long: `s: s s | s s s | "a"` took
-0.7 s for a mask.
+llguidance limits the items of a mask, but an item of an ambiguous grammar can take long: a mask of
+`s: s s | s s s | "a"` took 0.7 s.
 """
 MASK_S = 0.05
+"""Usual CPU time of a mask."""
 _MAX_ITEMS_IN_ROW = 10_000
-"""Places of a grammar at which a text may be at once; llguidance's 2,000 do for 500 optional properties only."""
+"""Most positions in a grammar at which a text can be at the same time. llguidance's default of 2,000 suffices for
+only 500 optional properties.
+"""
 _MAX_ITEMS_IN_MASK = 250_000
-"""Places in all texts that a mask looks at. 1,000 optional properties take as many, llguidance's 50,000 do for 200.
-At the worst they take 1.5 s, once in a reply.
+"""Most positions, over all texts, that are visited for a mask. 1,000 optional properties take that many;
+llguidance's default of 50,000 suffices for 200. In the worst case they take 1.5 s, once in a reply.
 """
 _MAX_LEXER_STATES = 100_000
-"""At 1 to 2 KB each."""
+"""Most states of the lexer, of 1 to 2 KB each."""
 _MAX_STEPS = 32
-"""Tokens for which a grammar is followed in its trial."""
+"""Most tokens for which a trial follows a grammar."""
 _WALK_S = 0.2
-"""CPU time after which the trial follows the grammar no further."""
+"""CPU time after which a trial does not follow the grammar any further."""
 _MAX_KNOWN = 1024
+"""Most trial results that are remembered."""
 SPECIAL_PREFIX = b"\xff"
-"""llguidance's mark of tokens that are no text: a grammar allows them by name or id only."""
+"""llguidance's prefix of tokens that are not text, which a grammar allows only by name or id."""
 _UNIMPLEMENTED = re.compile(r"Unimplemented keys: \[(.*)\]")
 _TOO_MANY_SYMBOLS = "grammar.symbols.len()"
-"""Part of the assertion that fails in llguidance at 65,525 symbols, such as of 16,000 optional properties."""
+"""Part of the assertion that fails in llguidance at 65,525 symbols, for example with 16,000 optional properties."""
 _ONE_OF = "oneOf constraints are not supported"
-"""Part of llguidance's message on alternatives that it cannot tell apart, whose advice no client can follow."""
+"""Part of llguidance's message about alternatives that it cannot tell apart. Clients cannot follow its advice."""
 ADVICE = (
-    "make it simpler (what costs most: intersections of patterns, nested repetitions such as (a{1,100}){1,100}, "
+    "simplify it (most expensive are intersections of patterns, nested repetitions such as (a{1,100}){1,100}, "
     "and long chains of references)"
 )
 _TOO_EXPENSIVE = re.compile("fuel exhausted|grammar. too big|too many (expressions|items|states)", re.IGNORECASE)
-"""Messages of llguidance's own limits."""
+"""Messages about llguidance's own limits."""
 _HARMLESS = "no tokenizer"
-"""Beginning of the warnings about what cannot be checked without a vocabulary."""
+"""Prefix of warnings about what cannot be checked without a vocabulary."""
 _NO_TEXT = "no text can match"
-TOO_AMBIGUOUS = "the grammar takes too long to follow, as one does that can read a text in very many ways"
+TOO_AMBIGUOUS = "the grammar takes too long to follow, probably because it can match a text in very many ways"
 
 
 class GrammarTooLongError(InvalidRequestError):
-    """The grammar that was made of what a client sent is too long to be compiled."""
+    """The grammar made from a request is too long to be compiled."""
 
 
 class UnknownGrammarError(Exception):
-    """The grammar must be compiled to check it. `RequestReader.read` catches this; no client gets it."""
+    """The grammar must be compiled to be checked. Caught by `RequestReader.read`, so that no client gets it."""
 
 
 class TrialResult(msgspec.Struct, frozen=True):
-    """The outcome of a trial: what the grammar costs, or llguidance's message."""
+    """The outcome of a trial: the cost of the grammar, or llguidance's message."""
 
     error: str = ""
     seconds: float = 0.0
-    """CPU time to compile it."""
+    """CPU time to compile the grammar."""
     n_bytes: int = 0
-    """Memory that it takes; 0 if that was not measured."""
+    """Memory of the compiled grammar; 0 if not measured."""
 
 
 Trial: TypeAlias = Callable[[Constraint], TrialResult]
-"""Tries a grammar; raises `LlamaslotError` if that ends for another reason than an error of llguidance."""
+"""Tries a grammar; raises `LlamaslotError` if that fails for another reason than an error by llguidance."""
 
 
 class Vocabulary:
-    """The texts of tokens as llguidance takes them; special ones begin with `SPECIAL_PREFIX`."""
+    """Texts of tokens in the form that llguidance needs. Special ones begin with `SPECIAL_PREFIX`."""
 
     def __init__(self, tokens: Sequence[bytes], eog: Sequence[int] = (0,)) -> None:
         self.tokens = list(tokens)
@@ -104,23 +108,23 @@ class Vocabulary:
         return [self._of_byte[byte] for byte in (text if isinstance(text, bytes) else text.encode())]
 
     def tokenizer(self) -> LLTokenizer:
-        """Return the tokenizer, a moment later for many tokens."""
+        """Return the tokenizer, which takes a moment for many tokens."""
         return LLTokenizer(TokenizerWrapper(self), eos_token=self._eog)
 
 
 class GrammarChecker:
-    """Checks constraints, by `trial`, and remembers which passed and which did not; on any thread."""
+    """Checks constraints with `trial`, and remembers the results. Usable on any thread."""
 
     def __init__(self, trial: Trial) -> None:
         self._trial = trial
         self._lock = threading.Lock()
         self._known: OrderedDict[bytes, TrialResult] = OrderedDict()
-        """Results of the latest grammars by digest: most requests come with one of a few."""
+        """Results of the latest grammars by digest, because most requests use one of a few."""
 
     def check(self, constraint: Constraint, *, may_compile: bool = True) -> Constraint:
-        """Return a constraint with its cost; raises `InvalidRequestError` for one that is invalid or not supported.
+        """Return a constraint with its cost; raises `InvalidRequestError` if it is invalid or not supported.
 
-        Without `may_compile`, raises `UnknownGrammarError` for one that was not checked before.
+        Without `may_compile`, raises `UnknownGrammarError` if it has not been checked before.
         """
         digest = blake2b(constraint.grammar.encode(), digest_size=16).digest()
         with self._lock:
@@ -130,7 +134,7 @@ class GrammarChecker:
         if result is None:
             if not may_compile:
                 raise UnknownGrammarError
-            # Without the lock, which prompts wait for; two threads may both try one.
+            # Not under the lock, for which other prompts wait. So two threads may try the same grammar.
             result = self._trial(constraint)
             with self._lock:
                 self._known[digest] = result
@@ -142,9 +146,9 @@ class GrammarChecker:
 
 
 class LocalTrial:
-    """Tries grammars on the thread that asks: in tests, and in a process that can be killed.
+    """Tries grammars on the calling thread: in tests, and in a process that can be killed.
 
-    `clock` gives the thread's CPU time; without it, time has no limits.
+    `clock` returns the thread's CPU time; without it there are no limits of time.
     """
 
     def __init__(self, vocabulary: Vocabulary, clock: Callable[[], float] = lambda: 0.0) -> None:
@@ -154,20 +158,20 @@ class LocalTrial:
 
     @classmethod
     def of_bytes(cls, special_tokens: Sequence[str], n_tokens: int) -> LocalTrial:
-        """Return one for a token for each byte and each control token: all that checking a grammar takes."""
+        """Return a trial with a token for each byte and each control token, which suffice to check a grammar."""
         tokens = [bytes([byte]) for byte in range(256)]
         tokens += [SPECIAL_PREFIX + text.encode() for text in special_tokens]
         tokens += [b""] * (n_tokens - len(tokens))
         return cls(Vocabulary(tokens))
 
     def prepare(self) -> LLTokenizer:
-        """Return the tokenizer, made for the first grammar unless it was before."""
+        """Return the tokenizer, which is created at the first call."""
         if self._tokenizer is None:
             self._tokenizer = self._vocabulary.tokenizer()
         return self._tokenizer
 
     def __call__(self, constraint: Constraint) -> TrialResult:
-        """Compile a grammar and follow it at random."""
+        """Compile a grammar, and follow it with random tokens."""
         tokenizer = self.prepare()
         began = self._clock()
         matcher = LLMatcher(tokenizer, constraint.grammar, log_level=0, limits=limits())
@@ -184,17 +188,17 @@ class LocalTrial:
 
 
 def _follow(matcher: LLMatcher, mask: bytes, eos: set[int], clock: Callable[[], float]) -> str:
-    """Follow a grammar for some tokens, so that one whose masks take too long or fail is refused, not its reply."""
+    """Follow a grammar for some tokens, to refuse one whose masks take too long or fail before a reply begins."""
     choice = random.Random(0)
     began = clock()
     excess = 0.0
     for _ in range(_MAX_STEPS):
         tokens = np.flatnonzero(np.unpackbits(np.frombuffer(mask, dtype=np.uint8), bitorder="little"))
-        # A token that ends the reply would end the trial.
+        # Without tokens that end the reply, which would end the trial.
         options = [token for token in choice.choices(tokens, k=8) if token not in eos] if len(tokens) else []
         if not options:
             break
-        # As `Matcher` does: the grammar may go on by itself, and fail at that.
+        # Fast-forward like `Matcher`: that may fail as well.
         if not matcher.consume_token(int(options[0])) or not matcher.consume_tokens(matcher.compute_ff_tokens()):
             return matcher.get_error()
         if matcher.is_stopped():
@@ -213,7 +217,7 @@ def _follow(matcher: LLMatcher, mask: bytes, eos: set[int], clock: Callable[[], 
 
 
 def compile_grammar(constraint: Constraint, tokenizer: LLTokenizer) -> LLMatcher:
-    """Return the matcher of a grammar at its start; raises `InvalidRequestError`."""
+    """Return a matcher at the start of a grammar; raises `InvalidRequestError`."""
     matcher = LLMatcher(tokenizer, constraint.grammar, log_level=0, limits=limits())
     if matcher.is_error():
         raise grammar_error(matcher.get_error(), constraint.param)
@@ -231,7 +235,7 @@ def limits() -> LLParserLimits:
 
 
 def too_long(param: str) -> InvalidRequestError:
-    """Return the error of a grammar or schema with more than `MAX_CONSTRAINT_CHARS`."""
+    """Return the error for a grammar or schema of more than `MAX_CONSTRAINT_CHARS`."""
     return InvalidRequestError(f"'{param}' is longer than {MAX_CONSTRAINT_CHARS} characters", param=param)
 
 
@@ -242,19 +246,19 @@ def grammar_error(message: str, param: str) -> InvalidRequestError:
         return InvalidRequestError(f"'{param}': JSON Schema's {names} is not supported", param=param)
     if _ONE_OF in message:
         return InvalidRequestError(
-            f"'{param}': JSON Schema's 'oneOf' is supported where no value can match two of its alternatives, as "
-            "with a required property that has another 'const' in each; otherwise use 'anyOf'",
+            f"'{param}': JSON Schema's 'oneOf' is supported only if no value can match two of its alternatives, "
+            "for example if a required property has a different 'const' in each; otherwise use 'anyOf'",
             param=param,
         )
     if _TOO_MANY_SYMBOLS in message:
         return GrammarTooLongError(
-            f"'{param}': the grammar made of it has too many parts; make it simpler", param=param
+            f"'{param}': its grammar has too many parts; simplify it", param=param
         )
     advice = f"; {ADVICE}" if _TOO_EXPENSIVE.search(message) else ""
     return InvalidRequestError(f"'{param}': {first_lines(message)}{advice}", param=param)
 
 
 def first_lines(message: str) -> str:
-    """Return the part of llguidance's message that says what is wrong, without its internal state."""
+    """Return llguidance's message without its internal state."""
     text = re.split("<(?:state|backtrace|non-verbose)", message, maxsplit=1)[0].strip()
     return text if len(text) <= MAX_ERROR_CHARS else text[:MAX_ERROR_CHARS] + "…"

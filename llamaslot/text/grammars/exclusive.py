@@ -1,7 +1,7 @@
-"""Proofs that no value matches two of some schemas, so that `oneOf` is `anyOf`.
+"""Proofs that no value matches two of some schemas, so that `oneOf` can be treated as `anyOf`.
 
-The rules say no where they do not know. Schemas are compared as they were sent: objects that are closed here (see
-`json_schema.py`) would look exclusive although a valid answer of one may match the other.
+If the rules cannot prove it, they say no. Schemas are compared as they were sent, before objects are closed
+(`json_schema.py`): closed objects would look exclusive although a valid answer to one may match the other.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from llamaslot.text.grammars.schema_parts import Resolve, Schema, conjuncts, dic
 
 _TYPES = frozenset({"null", "boolean", "number", "string", "array", "object"})
 _MAX_STEPS = 100_000
-"""Schemas, values and names that are looked at for one schema: 100 alternatives that are told apart by a property
-take half of them, and all take 0.3 s. What is not judged then is left to llguidance, which judges by properties.
+"""Most steps (schemas, values and names visited) for one schema, which take 0.3 s. 100 alternatives that differ by
+a property take half of them. What is left undecided is decided by llguidance, which compares properties only.
 """
 _STEPS_PER_CHAR = 4
-"""So that many short schemas, such as those of tools, take no longer than a long one."""
+"""Most steps per character, so that many short schemas, such as those of tools, take no longer than a long one."""
 _LEAST_STEPS = 500
 _ALTERNATIVES_STEPS = 50
-"""Steps that it counts as to go on with the alternatives of an alternative."""
+"""Steps that entering the alternatives of an alternative counts as."""
 _MAX_DEPTH = 12
-"""Properties within properties, and alternatives within alternatives."""
+"""Most levels of nested properties and alternatives."""
 _LENGTHS = {"string": ("minLength", "maxLength"), "array": ("minItems", "maxItems")}
 _NO_VALUES: list[Any] = []
 
 
 class Judge:
-    """Compares the alternatives of a schema of `n_chars` characters, all in a limited number of steps.
+    """Compares the alternatives of a schema of `n_chars` characters, in a limited number of steps.
 
-    Each side of a comparison is a list of schemas that hold at once.
+    Each side of a comparison is a list of schemas that a value must match at once.
     """
 
     def __init__(self, resolve: Resolve, n_chars: int) -> None:
@@ -55,7 +55,7 @@ class Judge:
             return False
         a, b = conjuncts(one, self._resolve), conjuncts(other, self._resolve)
         if a is None or b is None:
-            # One of them matches nothing.
+            # One side matches nothing.
             return True
         if not self._may_take(sum(map(_size, a + b))):
             return False
@@ -126,7 +126,7 @@ class Judge:
         for name in sorted(names):
             mine, theirs = _property(a, name), _property(b, name)
             if mine is None or theirs is None:
-                # One side does not allow a property that must be there.
+                # One side forbids a property that the other one requires.
                 return True
             if mine and theirs and self.excludes(mine, theirs, depth + 1):
                 return True
@@ -134,7 +134,7 @@ class Judge:
 
 
 class _Values:
-    """The values of an `enum`: a list of them is only searched for lists and objects."""
+    """Values of an `enum`. Only lists and objects are searched one by one."""
 
     def __init__(self, values: list[Any]) -> None:
         self._simple = {(_type_of(each), each) for each in values if not isinstance(each, list | dict)}
@@ -147,18 +147,18 @@ class _Values:
 
 
 def _comparisons(values: list[Any], parts: list[Schema]) -> int:
-    """Return about how many it takes to compare values with schemas."""
+    """Return about how many steps comparing values with schemas takes."""
     n_bytes = sum(len(msgspec.json.encode(each)) for each in values if isinstance(each, list | dict))
     return len(values) * len(parts) + n_bytes // 8 * sum(map(_size, parts))
 
 
 def _size(schema: Schema) -> int:
-    """Return a schema's number of keywords, and of what is listed in it."""
+    """Return a schema's number of keywords plus that of the items in them."""
     return len(schema) + sum(len(each) for each in schema.values() if isinstance(each, list | dict))
 
 
 def _without(schemas: list[Schema], schema: Schema, name: str) -> Iterator[Schema]:
-    """Yield schemas, one of them without a keyword, whose `$ref` and `allOf` are among them already."""
+    """Yield schemas without `$ref` and `allOf`, which are resolved, and `schema` also without `name`."""
     for each in schemas:
         left_out = ("allOf", "$ref", *((name,) if each is schema else ()))
         yield {key: value for key, value in each.items() if key not in left_out}
@@ -193,7 +193,7 @@ def _type_of(value: object) -> str:
 
 
 def _breaks(value: object, schema: Schema) -> bool:
-    """Return True if a value cannot match a schema, by its own keywords about numbers, names and lengths."""
+    """Return True if a value cannot match a schema because of its keywords about numbers, names and lengths."""
     kind = _type_of(value)
     if kind == "number":
         said = schema.get("type")
@@ -217,7 +217,7 @@ def _breaks(value: object, schema: Schema) -> bool:
 def _bound(
     parts: list[Schema], name: str, choose: Callable[[list[Decimal]], Decimal]
 ) -> tuple[Decimal | None, bool]:
-    """Return the bound that holds for numbers, and True if it is excluded itself."""
+    """Return the tightest bound of numbers, and True if the bound itself is excluded."""
     exclusive = f"exclusive{name.capitalize()}"
     found = [Decimal(str(each[name])) for each in parts if is_number(each.get(name))]
     excluded = [Decimal(str(each[exclusive])) for each in parts if is_number(each.get(exclusive))]
@@ -232,7 +232,7 @@ def _required(parts: list[Schema]) -> set[str]:
 
 
 def _property(parts: list[Schema], name: str) -> list[Any] | None:
-    """Return the schemas of a property; None if it is not allowed."""
+    """Return the schemas of a property; None if it is forbidden."""
     found: list[Any] = []
     for each in parts:
         properties = dict_of(each.get("properties"))

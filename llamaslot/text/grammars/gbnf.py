@@ -1,14 +1,15 @@
-"""GBNF, llama.cpp's grammar format, as Lark for llguidance.
+"""Conversion of GBNF, llama.cpp's grammar format, to Lark for llguidance.
 
-llguidance has a converter of its own, which is not used: it fails on escapes such as `\\u00e9` and on token rules
-such as `<[12]>`, takes `.` to exclude newlines, and `&&`, `--` and `~~` in character classes for operators.
+llguidance's own converter is not used: it fails on escapes such as `\\u00e9` and on token rules such as `<[12]>`,
+takes `.` to exclude newlines, and treats `&&`, `--` and `~~` in character classes as operators.
 
-llguidance splits text into lexemes, each as long as possible, so that in `name: /[a-z]*/ "a"` the letter would
-never come. GBNF has no lexemes. Therefore whatever has no recursion becomes a single terminal, in which such a
-sequence is exact. What is left: a part without recursion takes all text that it can before a recursive one begins.
+llguidance splits text into lexemes, each as long as possible, so that the letter in `name: /[a-z]*/ "a"` could
+never match. GBNF has no lexemes. Therefore every part without recursion becomes a single terminal, within which
+such a sequence matches exactly. One difference remains: a part without recursion takes all text that it can before
+a recursive part begins.
 
-llguidance keeps the tokens of added tags such as `<tool_call>` out of text. A model was trained on them, so a
-literal with a tag stands for its token; for the tag's characters too where the token would split a terminal.
+llguidance excludes the tokens of added tags such as `<tool_call>` from text. Models are trained on these tokens, so
+a tag in a literal matches its token; if the token would split a terminal, it matches the tag's characters as well.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ from llamaslot.text.grammars.gbnf_nodes import Choice, Concatenation, Leaf, Node
 from llamaslot.text.grammars.gbnf_tags import keeps_terminals
 
 TokenOf: TypeAlias = Callable[[str], int | None]
-"""Gives the id of the one token that a text is, None if it is no token or several."""
+"""Returns the id of the token for a text; None if the text is not exactly one token."""
 
 _NO_TAGS: Mapping[str, int] = MappingProxyType({})
 _MAX_REPEAT = 2000
-"""Repetitions that may be required, as in llama.cpp; where more are allowed, any number is."""
+"""Most required repetitions, as in llama.cpp. A higher upper limit counts as no limit."""
 _MAX_DEPTH = 100
-"""Nested parentheses, and references of rules without recursion."""
+"""Most levels of nested parentheses."""
 _LARK = re.compile(r"^\s*(?:%llguidance\b|start\s*:(?!:=))", re.MULTILINE)
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
 _BLANKS = re.compile(r"(?:[ \t]|#[^\r\n]*)*")
@@ -45,16 +46,16 @@ _TOKEN_TEXT = re.compile(r"(!?)(<[^>\s]+>)")
 
 
 def is_lark(text: str) -> bool:
-    """Return True for Lark: a line begins with `%llguidance`, as in llama.cpp, or with a rule `start:`."""
+    """Return True for Lark: a line begins with `%llguidance`, as in llama.cpp, or with the rule `start:`."""
     return _LARK.search(text) is not None
 
 
 def gbnf_to_lark(text: str, param: str, token_of: TokenOf, tags: Mapping[str, int] = _NO_TAGS) -> str:
-    """Return a GBNF grammar as Lark; raises `InvalidRequestError` with the line of what is wrong.
+    """Convert a GBNF grammar to Lark; raises `InvalidRequestError` with the line of an error.
 
-    `tags` has the token ids of added tags by their text, which a reply has for these tokens. A grammar with tags
-    in its texts is parsed twice, with tokens and with text for them. The first form is enough unless a token would
-    split a terminal; then both are alternatives.
+    `tags` has the token ids of added tags by their text. A grammar with tags in its literals is parsed twice, with
+    tags as tokens and as text. The first form suffices unless a token would split a terminal; then both are
+    alternatives.
     """
     rules = _Parser(text, param, token_of).rules()
     if "root" not in rules:
@@ -67,14 +68,14 @@ def gbnf_to_lark(text: str, param: str, token_of: TokenOf, tags: Mapping[str, in
 
 
 def _lark(*writers: _Writer) -> str:
-    """Return one Lark grammar, for what matches the rule `root` of any of the writers."""
+    """Return a Lark grammar that matches the rule `root` of any of the writers."""
     written = [line for writer in writers for line in writer.lines()]
     start = " | ".join(writer.names["root"] for writer in writers)
     return "\n".join(["%llguidance {}", f"start: {start}", *written]) + "\n"
 
 
 class _Parser:
-    """Recursive descent; `_at` is the position of the next character."""
+    """Recursive descent parser. `_at` is the position of the next character."""
 
     def __init__(self, text: str, param: str, token_of: TokenOf, tags: Mapping[str, int] = _NO_TAGS) -> None:
         self._text = text
@@ -123,7 +124,7 @@ class _Parser:
             while (counts := self._counts()) is not None:
                 self._skip(blanks)
                 item = Repeat(item, *counts)
-            # Flat, so that neighbours can become one terminal: a text with tags is several items.
+            # Flattened, so that neighbours can become one terminal: a literal with tags consists of several items.
             items += item.items if isinstance(item, Concatenation) else [item]
         return items[0] if len(items) == 1 else Concatenation(tuple(items))
 
@@ -203,7 +204,7 @@ class _Parser:
         code = int(digits, 16) if re.fullmatch(r"[0-9A-Fa-f]+", digits) else -1
         is_character = 0 <= code <= 0x10FFFF and not 0xD800 <= code <= 0xDFFF
         if not is_character or len(digits) != _HEX_DIGITS[kind]:
-            raise self._error(f"'\\{kind}{digits}' is no escape of a character")
+            raise self._error(f"'\\{kind}{digits}' is not a valid escape")
         return chr(code)
 
     def _token(self) -> Leaf:
@@ -265,18 +266,19 @@ class _Parser:
 
 @dataclass(slots=True)
 class _Writer:
-    """Writes rules as Lark: terminals in capitals for what has neither recursion nor tokens."""
+    """Writes rules as Lark. Parts with neither recursion nor tokens become terminals, with names in capitals."""
 
     rules: dict[str, Node]
     prefix: str = ""
-    """Prefix of the names that it writes, so that several writers can write one grammar."""
+    """Prefix of the names it writes, so that several writers can contribute to one grammar."""
     regular: dict[str, bool] = field(default_factory=dict)
+    """For each rule, True if it has neither recursion nor tokens."""
     names: dict[str, str] = field(default_factory=dict)
     terminals: dict[str, str] = field(default_factory=dict)
-    """Names of terminals by their Lark, so that equal parts share one."""
+    """Names of terminals by their Lark text, so that equal parts share a terminal."""
 
     def __post_init__(self) -> None:
-        """Find the rules without recursion and tokens."""
+        """Find the rules that have neither recursion nor tokens."""
         for name in self.rules:
             self._find_regular(name)
 
@@ -284,13 +286,13 @@ class _Writer:
         """Return the rules and terminals."""
         for i, name in enumerate(self.rules):
             self.names[name] = f"{self.prefix.upper()}T{i}" if self.regular[name] else f"{self.prefix}r{i}"
-        # Terminals first: writing rules adds further ones.
+        # Rules are written first, because that adds terminals.
         written = {name: self._write(node, is_terminal=self.regular[name]) for name, node in self.rules.items()}
         lines = [f"{self.names[name]}: {lark}" for name, lark in written.items()]
         return [*lines, *(f"{name}: {lark}" for lark, name in self.terminals.items())]
 
     def _find_regular(self, start: str) -> None:
-        """Find out whether rules have recursion or tokens, by depth-first search without recursion of its own."""
+        """Find out whether rules have recursion or tokens, by an iterative depth-first search."""
         stack = [start]
         active: set[str] = set()
         while stack:
@@ -302,7 +304,7 @@ class _Writer:
                 active.add(name)
                 self.regular[name] = True
                 stack += [each for each in self._references(name) if each not in self.regular]
-                # A rule that is being looked at refers to itself by way of this one.
+                # A rule on the current path refers to itself through this one.
                 if any(each in active for each in self._references(name)):
                     self.regular[name] = False
                 continue
@@ -323,7 +325,7 @@ class _Writer:
         )
 
     def _write(self, node: Node, *, is_terminal: bool) -> str:
-        """Return the Lark of a node, in a terminal or in a rule, where parts without recursion get a terminal."""
+        """Return the Lark text of a node. Within a rule, parts without recursion become terminals."""
         if not is_terminal and not isinstance(node, Reference) and self._is_terminal(node):
             return self._terminal(node)
         match node:
@@ -350,7 +352,7 @@ class _Writer:
 
 
 def _joined(items: Sequence[Node], is_terminal: Callable[[Node], bool]) -> list[Node]:
-    """Return the items of a sequence with neighbours that are terminals as one."""
+    """Return the items of a sequence, with adjacent terminals joined."""
     result: list[Node] = []
     run: list[Node] = []
     for item in [*items, None]:
@@ -372,7 +374,7 @@ def _suffix(least: int, most: int | None) -> str:
 
 
 def _quoted(text: str) -> str:
-    """Return a text as a Lark string, which has the escapes of JSON."""
+    """Return a text as a Lark string, which uses JSON's escapes."""
     return json.dumps(text, ensure_ascii=False)
 
 

@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """Lark for a text, a character or a token."""
+    """A text, a character or a token, as Lark."""
 
     lark: str
     is_token: bool = False
@@ -26,21 +26,21 @@ class Reference:
 
 @dataclass(frozen=True, slots=True)
 class Concatenation:
-    """Parts one after the other."""
+    """A sequence of parts."""
 
     items: tuple[Node, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One of several parts."""
+    """Alternatives."""
 
     options: tuple[Node, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Repeat:
-    """A part several times; without limit if `most` is None."""
+    """A part repeated `least` to `most` times; None for no upper limit."""
 
     item: Node
     least: int
@@ -51,7 +51,7 @@ Node: TypeAlias = Leaf | Reference | Concatenation | Choice | Repeat
 
 
 def leaves(node: Node) -> list[Leaf | Reference]:
-    """Return the texts, characters, tokens and references in a node."""
+    """Return all texts, characters, tokens and references in a node."""
     found: list[Leaf | Reference] = []
     todo = [node]
     while todo:

@@ -1,8 +1,9 @@
-"""Finds out if the tokens of tags can take the place of their text in a grammar.
+"""Decides whether the tokens of tags can replace their text in a grammar.
 
-Tokens split terminals. `[a-z]* "<tag>"? "a"` is a single terminal as long as the tag is text; otherwise the letters
-take the last `a` too. That cannot happen where a part begins with a tag and ends with one. A part may end with text
-too, if no longer text can follow its last tag: in `("<tag>x" | "<tag>xy") "yz"`, `xy` is taken of `xyz`.
+Tokens split terminals. `[a-z]* "<tag>"? "a"` is a single terminal only if the tag is text; with a token, the
+letters would match the last `a` too. That cannot happen if a part begins and ends with a tag. A part may also end
+with text if no longer text can follow its last tag. In `("<tag>x" | "<tag>xy") "yz"` it can: of `xyz`, the first
+part would match `xy`.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from typing import NamedTuple
 from llamaslot.text.grammars.gbnf_nodes import Choice, Concatenation, Leaf, Node, Reference, Repeat, leaves
 
 _MAX_DEPTH = 100
-"""Nested parts and references that are followed; a part that is nested deeper counts as not bounded."""
+"""Most levels of nested parts and references. A part with more levels counts as not bounded."""
 
 
 def keeps_terminals(rules: Mapping[str, Node], regular: Mapping[str, bool]) -> bool:
-    """Return True if the rules, with tokens for tags, match all that they match with text for tags.
+    """Return True if the rules match the same texts with tags as tokens as with tags as text.
 
-    `regular` says by their names which rules are single terminals as long as tags are text.
+    `regular` is True for rules that are single terminals if tags are text.
     """
     check = _TagCheck(rules, regular)
     return all(
@@ -35,7 +36,7 @@ def keeps_terminals(rules: Mapping[str, Node], regular: Mapping[str, bool]) -> b
 
 
 class _Following(NamedTuple):
-    """The text right after a token in its sequence."""
+    """The text that follows a token in its sequence."""
 
     token: Leaf
     text: str
@@ -43,8 +44,8 @@ class _Following(NamedTuple):
     """True if neither characters nor other rules continue it."""
 
     def may_exceed(self, other: _Following) -> bool:
-        """Return True if text that is longer than the other can come where the other can."""
-        # A token that the grammar names by its id may be a tag's; one that it excludes may be any.
+        """Return True if a longer text than the other can follow the same token."""
+        # A token given by its id may be that of a tag, and an excluded one allows any token.
         if self.token.is_tag and self.token != other.token:
             return False
         is_longer = self.text.startswith(other.text) and self.text != other.text
@@ -52,7 +53,7 @@ class _Following(NamedTuple):
 
 
 class _TagCheck:
-    """Looks for tags in the rules that are single terminals as long as tags are text; they have no recursion."""
+    """Finds tags in rules that are single terminals if tags are text. These rules have no recursion."""
 
     def __init__(self, rules: Mapping[str, Node], regular: Mapping[str, bool]) -> None:
         self._rules = rules
@@ -70,7 +71,7 @@ class _TagCheck:
             if any(isinstance(each, Leaf) and each.is_tag for each in found):
                 todo.append(name)
         self._tagged: set[str] = set()
-        """Names of the rules that have tags, in themselves or in a rule that they refer to."""
+        """Names of the rules that have tags, directly or through a rule to which they refer."""
         while todo:
             name = todo.pop()
             if name not in self._tagged:
@@ -78,13 +79,13 @@ class _TagCheck:
                 todo += users[name]
 
     def has_tags(self, node: Node) -> bool:
-        """Return True for a part with tags."""
+        """Return True if a part has tags."""
         return any(
             each.name in self._tagged if isinstance(each, Reference) else each.is_tag for each in leaves(node)
         )
 
     def is_bounded(self, node: Node, depth: int = 0) -> bool:
-        """Return True for a part that begins with a tag, and ends with one or with text that ends there."""
+        """Return True if a part begins with a tag, and ends with a tag or with text that cannot be longer."""
         if depth > _MAX_DEPTH:
             return False
         match node:
@@ -108,7 +109,7 @@ class _TagCheck:
                 )
 
     def _ends(self, items: Sequence[Node], last: int) -> bool:
-        """Return True if a sequence ends with its last part with tags, or with text that ends there."""
+        """Return True if a sequence ends with its last part that has tags, or with text that cannot be longer."""
         if last == len(items) - 1:
             return True
         tag = items[last]
@@ -119,7 +120,7 @@ class _TagCheck:
 
 
 def _all_following(start: Node) -> list[_Following]:
-    """Return what follows each token of a rule."""
+    """Return the text that follows each token of a rule."""
     found: list[_Following] = []
     todo: list[Node] = [start]
     while todo:
@@ -142,7 +143,7 @@ def _all_following(start: Node) -> list[_Following]:
 
 
 def _following(token: Leaf, rest: Sequence[Node]) -> _Following:
-    """Return what follows a token, in a sequence that has that rest after it."""
+    """Return the text that follows a token, given the rest of its sequence."""
     text = ""
     for each in rest:
         if not isinstance(each, Leaf) or not each.lark.startswith('"'):

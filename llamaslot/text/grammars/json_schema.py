@@ -1,18 +1,20 @@
 """JSON schemas as constraints.
 
-llguidance follows a schema, and refuses by name the keywords that it does not know. Done here:
+llguidance enforces a schema, and refuses unknown keywords by name. Before that, schemas are changed here:
 
-- Objects that list `properties` and say nothing of others get no others, as in llama-server and in XGrammar: a
-  model that never saw the schema might add them forever. Every answer is still valid. It is not done where it could
-  make a schema impossible (below `allOf`, beside other keywords), or an answer invalid (below `oneOf`, where it
-  would make alternatives look exclusive).
-- As in llama-server, a schema that only says what the items of an array or the properties of an object are is for
-  arrays or objects, although every other value matches it too, and a tuple of schemas is for just as many items.
-- Keywords without effect that llguidance refuses are removed (`vacuous.py`), and formats that it does not know. So
-  are descriptions, which are most of the text of tools' schemas.
-- `oneOf` becomes `anyOf` where no value can match two of its alternatives (`exclusive.py`).
-- `multipleOf` and the properties of an object are bounded: the time to compile them grows with their square.
-- What llguidance gets wrong is rewritten (`schema_fixes.py`).
+- Objects that list `properties` and do not mention others get no others, as in llama-server and XGrammar: a model
+  that never saw the schema might add properties forever. Every answer is still valid. This is not done where it
+  could make a schema impossible (within `allOf`, or with other keywords), or an answer invalid (within `oneOf`,
+  where it would make alternatives look exclusive).
+- As in llama-server, a schema that only describes the items of an array, or the properties of an object, allows
+  only arrays or objects, although all other values match it too; and a tuple of schemas allows exactly as many
+  items.
+- Keywords without effect that llguidance would refuse are removed (`vacuous.py`), and so are formats that it does
+  not know, and descriptions, which are most of the text of tools' schemas.
+- `oneOf` becomes `anyOf` if no value can match two of its alternatives (`exclusive.py`).
+- `multipleOf` and the number of an object's properties are limited, because the time to compile grows with their
+  square.
+- Keywords that llguidance gets wrong are rewritten (`schema_fixes.py`).
 """
 
 from __future__ import annotations
@@ -44,29 +46,29 @@ from llamaslot.text.grammars.schema_parts import APPLICATORS, Schema, conjuncts,
 from llamaslot.text.grammars.vacuous import remove_vacuous
 
 MAX_MULTIPLE_OF = 10_000
-"""Sum of all `multipleOf`, each without its decimal point: 0.1 s of compiling, where 1,000,000 took 27 s."""
+"""Largest sum of all `multipleOf`, without decimal points. Compiles in 0.1 s; a sum of 1,000,000 took 27 s."""
 MAX_PROPERTIES = 4000
-"""Properties of an object: the time to compile grows with their square; 4,000 take 0.8 s, 8,000 took 4 s."""
+"""Most properties of an object. 4,000 compile in 0.8 s; 8,000 took 4 s."""
 MAX_OPTIONAL = 1000
-"""Properties of an object that may be left out: a mask looks at all that may come next."""
+"""Most optional properties of an object, because a mask visits all that may come next."""
 MAX_INTERSECTION = 10_000
-"""Product of the counted repetitions of patterns that apply to one string, about the states of all together."""
+"""Largest product of the counted repetitions of patterns for the same string: about their number of states."""
 _MAX_HOPS = 8
-"""References from one to the next that are followed to find a type."""
+"""Most references from one to the next that are followed to find a type."""
 _COUNTS = re.compile(r"[{,](\d{1,9})\}")
 WHITESPACE = r"( |\n[ \t]{0,20})?"
 """Whitespace between JSON's tokens, as in llama-server: a model can indent, but not write blanks forever."""
 
 _IN_PLACE = ("allOf", "anyOf", "oneOf")
-"""Keywords whose schemas apply to the same value."""
+"""Keywords whose schemas apply to the same value as the schema itself."""
 _KNOWN_FORMATS = frozenset({"date-time", "date", "time", "duration", "email", "hostname"}) | frozenset(
     {"ipv4", "ipv6", "uri", "uuid"}
 )
-"""Formats that llguidance follows. For JSON Schema a format is a remark, unless both sides agree on more."""
+"""Formats that llguidance enforces. In JSON Schema a format is only an annotation, unless agreed otherwise."""
 _WORDS = frozenset(
     {"$comment", "title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"}
 )
-"""Keywords for readers."""
+"""Keywords for human readers."""
 _ANNOTATIONS = frozenset({"$schema", "$id", "$defs", "definitions"}) | _WORDS
 _KEYWORDS = (
     frozenset({"$schema", "$id", "id", "$ref", "$dynamicRef", "$recursiveRef", "$vocabulary"})
@@ -79,17 +81,17 @@ _KEYWORDS = (
     | frozenset({"dependentRequired", "dependencies"})
     | APPLICATORS
 )
-"""Keywords of JSON Schema, any draft, but those for readers."""
+"""Keywords of all drafts of JSON Schema, except those for human readers."""
 _OBJECT = frozenset({"type", "properties", "required"})
-"""Keywords beside which an object can be closed."""
+"""An object that has only these keywords can be closed."""
 _ARRAY = frozenset({"type", "items", "prefixItems"})
-"""Keywords beside which an array can be, and a tuple can be closed."""
+"""A schema that has only these keywords can be limited to arrays, and a tuple to its length."""
 
 
 def json_schema_constraint(schema: object, param: str, *, compact: bool = False) -> Constraint:
-    """Return the constraint of a schema, `compact` for JSON without whitespace; an empty one is for any object.
+    """Return the constraint of a schema; an empty schema allows any object. With `compact`, JSON has no whitespace.
 
-    Raises `InvalidRequestError` for what is no schema or not supported; a `GrammarChecker` finds more.
+    Raises `InvalidRequestError` if it is not a schema or not supported. A `GrammarChecker` may find further errors.
     """
     root = prepared_schema(schema, param, is_of_arguments=False)
     try:
@@ -104,10 +106,10 @@ def json_schema_constraint(schema: object, param: str, *, compact: bool = False)
 def prepared_schema(
     schema: object, param: str, *, limits_digits: bool = True, is_of_arguments: bool = True
 ) -> Schema:
-    """Return a copy of a schema that llguidance follows correctly; raises `InvalidRequestError`.
+    """Return a copy of a schema that llguidance enforces correctly; raises `InvalidRequestError`.
 
-    Without `limits_digits`, numbers have as many digits as the schema allows. What is not said of the names of
-    arguments is for the format of calls to decide.
+    Without `limits_digits`, numbers may have as many digits as the schema allows. With `is_of_arguments`, the root
+    object is not opened for undeclared names: the format of calls decides about these.
     """
     if schema is True:
         schema = {"type": list(ALL_TYPES)}
@@ -115,7 +117,7 @@ def prepared_schema(
         raise InvalidRequestError(f"'{param}' must be a JSON schema, an object", param=param)
     try:
         text = msgspec.json.encode(schema)
-        # Before it is looked at, which takes long for a long one.
+        # Checked first, because processing takes long for a long schema.
         if len(text.decode()) > MAX_CONSTRAINT_CHARS:
             raise too_long(param)
         root: Schema = msgspec.json.decode(text) or {"type": "object"}
@@ -124,7 +126,7 @@ def prepared_schema(
         _prepare(root, param, limits_digits=limits_digits, is_of_arguments=is_of_arguments)
         if is_of_arguments:
             _refer_to_definitions(root)
-        # Also those that `propertyNames` was replaced by.
+        # Last, because `propertyNames` may have been replaced by properties.
         _check_properties(root, param)
     except (ValueError, RecursionError) as error:
         raise InvalidRequestError(f"'{param}': {str(error) or 'nested too deeply'}", param=param) from error
@@ -154,12 +156,12 @@ def _check_properties(schema: Schema, param: str) -> None:
         n_optional = len(properties.keys() - set(map(str, list_of(each.get("required")))))
         for n, most, kind in ((len(properties), MAX_PROPERTIES, ""), (n_optional, MAX_OPTIONAL, "optional ")):
             if n > most:
-                message = f"'{param}': an object has {n} {kind}properties, and at most {most} are supported"
+                message = f"'{param}': an object has {n} {kind}properties (limit: {most})"
                 raise InvalidRequestError(message, param=param)
 
 
 def _check_intersections(root: Schema, param: str) -> None:
-    """Refuse patterns that must match at once if their counted repetitions multiply to too many states."""
+    """Raise an error if several patterns must match at once, and together have too many states."""
     n_states_of = cache(lambda pattern: 1 + sum(map(int, _COUNTS.findall(pattern))))
     for each in subschemas(root):
         if "allOf" not in each and not ("$ref" in each and "pattern" in each):
@@ -172,19 +174,19 @@ def _check_intersections(root: Schema, param: str) -> None:
         if len(patterns) > 1 and n_states > MAX_INTERSECTION:
             raise InvalidRequestError(
                 f"'{param}': {len(patterns)} patterns must match at once ('allOf'), and the product of their "
-                f"repetitions is above {MAX_INTERSECTION}; make them simpler",
+                f"repetitions is above {MAX_INTERSECTION}; simplify them",
                 param=param,
             )
 
 
 def _prepare(root: Schema, param: str, *, limits_digits: bool, is_of_arguments: bool) -> None:
-    """Remove what has no effect, rewrite what llguidance gets wrong, and close objects."""
+    """Remove keywords without effect, rewrite those that llguidance gets wrong, and close objects."""
     root.pop("x-guidance", None)
     resolve = partial(referenced, root=root)
-    # A reference may lead through an unknown keyword, such as OpenAPI's `components`.
+    # Unknown keywords through which a reference leads, such as OpenAPI's `components`, are kept.
     kept = _KEYWORDS | (_names_in_references(root) - _WORDS)
     for each in subschemas(root):
-        # llguidance ignores unknown ones, too, but refuses references to what contains them beside any keyword.
+        # llguidance ignores unknown keywords too, but refuses references to schemas that have them.
         for name in each.keys() - kept:
             del each[name]
         if isinstance(each.get("format"), str) and each["format"] not in _KNOWN_FORMATS:
@@ -225,9 +227,9 @@ def _prepare(root: Schema, param: str, *, limits_digits: bool, is_of_arguments: 
 
 
 def _leave_type_to_alternatives(schema: Schema, resolve: Callable[[object], object | None]) -> None:
-    """Remove a type that all alternatives have.
+    """Remove a type that all alternatives have as well.
 
-    llguidance refuses unions that contain themselves beside any keyword.
+    llguidance refuses unions that contain themselves if they have any other keyword.
     """
     types = _types(schema)
     for name in ("anyOf", "oneOf"):
@@ -237,7 +239,7 @@ def _leave_type_to_alternatives(schema: Schema, resolve: Callable[[object], obje
 
 
 def _types(schema: object, resolve: Callable[[object], object | None] = lambda _: None) -> frozenset[str]:
-    """Return the types that a schema names, or the one that it refers to; none if it says nothing of them."""
+    """Return the types named by a schema, or by the one to which it refers; empty if none are named."""
     for _ in range(_MAX_HOPS):
         if not isinstance(schema, dict) or "type" in schema:
             break
@@ -247,9 +249,10 @@ def _types(schema: object, resolve: Callable[[object], object | None] = lambda _
 
 
 def _refer_to_definitions(root: Schema) -> None:
-    """Have all references lead to definitions, which formats that write each argument by itself add to each.
+    """Make all references lead to definitions.
 
-    Others are usual: `#` for what contains itself, and `#/properties/a` where two properties are alike.
+    Formats that write each argument separately add the definitions to the schema of each. But schemas also use `#`
+    for recursion, and `#/properties/a` if two properties are alike.
     """
     definitions: dict[str, str] = {}
     for each in list(subschemas(root)):
@@ -266,7 +269,7 @@ def _refer_to_definitions(root: Schema) -> None:
 
 
 def _limit_digits(root: Schema, *, is_of_arguments: bool) -> None:
-    """Limit the digits of all numbers, those in values of any kind too, where that makes no schema impossible."""
+    """Limit the digits of all numbers, also in values of any kind, unless a schema might become impossible."""
     schemas = list(subschemas(root))
     combined = _combined_schemas(root)
     is_wide = any(has_wide_numbers(each) for each in schemas if combined is None or id(each) in combined)
@@ -281,7 +284,7 @@ def _limit_digits(root: Schema, *, is_of_arguments: bool) -> None:
 
 
 def _any_value(root: Schema) -> Schema:
-    """Return a reference to a schema of any value, which is added to the definitions."""
+    """Add a schema that allows any value to the definitions; returns a reference to it."""
     schema: Schema = {"type": list(ALL_TYPES)}
     reference = _defined(root, schema)
     schema |= {"items": reference, "additionalProperties": reference}
@@ -290,10 +293,10 @@ def _any_value(root: Schema) -> Schema:
 
 
 def _combined_schemas(root: Schema) -> set[int] | None:
-    """Return the ids of the schemas that apply to values of which others say something too, and of those in them.
+    """Return the ids of schemas that apply to the same value as other schemas, and of all schemas in them.
 
-    llguidance makes one schema of them, and cannot for references of references to themselves. None if references
-    make that unknown.
+    llguidance merges such schemas, which fails for references to recursive references. None if references make it
+    impossible to tell.
     """
     found: set[int] = set()
     for each in subschemas(root):
@@ -311,7 +314,7 @@ def _combined_schemas(root: Schema) -> set[int] | None:
 
 
 def _add_all(root: Schema, schema: object, found: set[int]) -> None:
-    """Add the ids of a schema, of all in it and of all that they refer to."""
+    """Add the ids of a schema, of all schemas in it, and of all to which these refer."""
     todo = [schema]
     while todo:
         for each in subschemas(todo.pop(), found):
@@ -321,7 +324,7 @@ def _add_all(root: Schema, schema: object, found: set[int]) -> None:
 
 
 def _make_any_of(root: Schema, resolve: Callable[[object], object | None]) -> None:
-    """Replace `oneOf` where its alternatives exclude each other, before any of them is changed."""
+    """Replace `oneOf` by `anyOf` if its alternatives exclude each other. Must run before they are closed."""
     schemas = list(subschemas(root))
     if any("/oneOf/" in str(each.get("$ref")) for each in schemas):
         return
@@ -336,7 +339,7 @@ def _make_any_of(root: Schema, resolve: Callable[[object], object | None]) -> No
 
 
 def _state_type(schema: Schema) -> None:
-    """Limit a schema to the type that its keywords are about, and a tuple to its length."""
+    """Limit a schema to the type that its keywords describe, and a tuple to its length."""
     said = schema.keys() - _ANNOTATIONS
     if {"properties", "additionalProperties"} & said and said <= _OBJECT | {"additionalProperties"}:
         schema.setdefault("type", "object")
@@ -345,7 +348,7 @@ def _state_type(schema: Schema) -> None:
     schema.setdefault("type", "array")
     items = list_of(schema.get("prefixItems")) or list_of(schema.get("items"))
     if items and schema["type"] == "array":
-        # A schema in `items`, beside a tuple in `prefixItems`, describes further items.
+        # If `prefixItems` has a tuple, a schema in `items` describes further items.
         schema["minItems"] = len(items)
         if isinstance(schema.get("items"), list) or "items" not in schema:
             schema["maxItems"] = len(items)
@@ -354,16 +357,16 @@ def _state_type(schema: Schema) -> None:
 def _pattern(pattern: str, param: str) -> str:
     rewritten = ecmascript_pattern(pattern)
     if rewritten is None:
-        message = f"'{param}': a class of characters in the pattern {pattern!r} is not supported"
+        message = f"'{param}': a character class in the pattern {pattern!r} is not supported"
         raise InvalidRequestError(message, param=param)
     return rewritten
 
 
 def _open_schemas(root: Schema) -> set[int] | None:
-    """Return the ids of the schemas that must not be closed; None if references make that unknown."""
+    """Return the ids of schemas that must not be closed; None if references make it impossible to tell."""
     found: set[int] = set()
     todo: list[tuple[object, bool]] = []
-    """Schemas to be left open, with all below them if true, else with those that apply to the same value."""
+    """Schemas to leave open; if True with all schemas in them, else with those that apply to the same value."""
     for each in subschemas(root):
         todo += [(child, True) for child in list_of(each.get("oneOf"))]
         todo += [(child, False) for child in list_of(each.get("allOf"))]
@@ -390,7 +393,7 @@ def _open_schemas(root: Schema) -> set[int] | None:
 
 
 def _names_in_references(root: Schema) -> set[str]:
-    """Return the names in all references, those in what is no schema, too."""
+    """Return the names in all references, even in values that are not schemas."""
     found: set[str] = set()
     todo: list[object] = [root]
     while todo:
@@ -405,7 +408,7 @@ def _names_in_references(root: Schema) -> set[str]:
 
 
 def _shared(root: Schema, added: list[object], schema: object) -> object:
-    """Return a reference to a schema, which is added to the definitions; or a schema that is as short."""
+    """Add a schema to the definitions and return a reference to it; return a schema as short as that itself."""
     if not isinstance(schema, dict) or not schema or "$ref" in schema:
         return schema
     added.append(schema)
@@ -413,7 +416,7 @@ def _shared(root: Schema, added: list[object], schema: object) -> object:
 
 
 def _defined(root: Schema, schema: object) -> dict[str, str]:
-    """Return a reference to a schema, which is added to the definitions."""
+    """Add a schema to the definitions; returns a reference to it."""
     definitions = root.setdefault("$defs", {})
     if not isinstance(definitions, dict):
         raise ValueError("'$defs' must be an object")

@@ -1,6 +1,6 @@
-"""Keywords of JSON Schema that llguidance 1.9.1 gets wrong, rewritten so that every answer is valid and ends.
+"""Rewrites of JSON Schema keywords that llguidance 1.9.1 gets wrong, so that every answer is valid and ends.
 
-Found by comparing it with a validator (`tests/text/test_json_schema.py` does that with generated schemas).
+Found by comparison with a validator, which `tests/text/test_json_schema.py` repeats with generated schemas.
 """
 
 from __future__ import annotations
@@ -13,28 +13,28 @@ from typing import Any
 from llamaslot.text.grammars.schema_parts import is_number
 
 MAX_NUMBER = 10**18 - 1
-"""Numbers without a bound of their own are at most this, and at least its negative."""
+"""Bound of the absolute value of numbers that have no bound of their own."""
 _LAST_DIGIT = Decimal("1e-10")
-"""llguidance refuses 1e-12 as having too many digits."""
+"""Value of the last digit of numbers. llguidance refuses 1e-12, because of too many digits."""
 _BOUNDS = (("minimum", "exclusiveMinimum"), -MAX_NUMBER), (("maximum", "exclusiveMaximum"), MAX_NUMBER)
 _VALUES = frozenset({"enum", "const"})
 _ABOUT_NUMBERS = (*_VALUES, *_BOUNDS[0][0], *_BOUNDS[1][0])
 ALL_TYPES = ("object", "array", "string", "number", "boolean", "null")
 _VALUES_BY_OTHERS = frozenset({"$ref", "allOf", "anyOf", "oneOf", "not", "if"}) | _VALUES
-"""Keywords by which a schema without a `type` is not one of any value."""
+"""A schema without `type` that has one of these keywords does not allow any value."""
 _HAVE_SCHEMAS = frozenset({"items", "prefixItems", "anyOf", "oneOf"}) | frozenset(
     {"properties", "patternProperties", "$defs", "definitions"}
 )
 _EXACT_DIGITS = 12
 _SMALLEST_STEP = Decimal("0.000001")
 _NAMES_CONTROL = re.compile(r"\\x00|\\x\{0+\}|\\u0000|\\u\{0+\}|\\0|\\[pP]\{?(?:gc=|General_Category=)?C|\x00")
-"""Ways to write a set of characters that begins with U+0000, or one of control characters."""
+"""Ways to write a range of characters that begins with U+0000, or the class of control characters."""
 
 
 def exact_bounds(schema: dict[str, Any]) -> None:
-    """Replace bounds that llguidance does not keep by ones a little further in. Integers are not affected.
+    """Replace bounds that llguidance does not keep exactly by slightly tighter ones. Integers are not affected.
 
-    It takes `exclusiveMinimum: 1` beside `maximum: 1.5` to include 1, and rounds -3.9000000000000004 to -3.9.
+    It allows 1 with `exclusiveMinimum: 1` and `maximum: 1.5`, and rounds -3.9000000000000004 to -3.9.
     """
     if schema.get("type") == "integer":
         return
@@ -60,10 +60,10 @@ def exact_bounds(schema: dict[str, Any]) -> None:
 
 
 def limit_digits(schema: dict[str, Any]) -> None:
-    """Limit the digits of numbers, which a model could go on with forever, such as those of 1/3.
+    """Limit the digits of numbers, which a model might continue forever, as for 1/3.
 
-    llguidance writes numbers with bounds without an exponent; so are those without bounds then. It reads bounds as
-    64-bit integers, so that wider ones are an error or wrong. Raises `ValueError` for those that no number keeps.
+    llguidance writes numbers with bounds without an exponent, so the numbers get bounds. It reads bounds as 64-bit
+    integers, so wider ones would be an error or wrong, and are replaced. Raises `ValueError` if no number is left.
     """
     said = schema.get("type")
     kinds = said if isinstance(said, list) else [said]
@@ -71,7 +71,7 @@ def limit_digits(schema: dict[str, Any]) -> None:
         return
     step = _number(schema.get("multipleOf"))
     if step is not None and step == step.to_integral_value():
-        # Fractions of zeros would take too many states with large steps.
+        # With an integral step, numbers are integers: fractions of zeros would take too many states.
         kinds = list(dict.fromkeys("integer" if kind == "number" else kind for kind in kinds))
         schema["type"] = kinds if isinstance(said, list) else kinds[0]
     ends = []
@@ -81,7 +81,7 @@ def limit_digits(schema: dict[str, Any]) -> None:
             if bound is None or abs(bound) <= MAX_NUMBER:
                 continue
             if (bound > 0) != (limit > 0):
-                raise ValueError(f"the bound {bound:g} is beyond {-limit:+}, up to which numbers are supported")
+                raise ValueError(f"the bound {bound:g} exceeds the largest supported number, {-limit:+}")
             del schema[name]
         if not schema.keys() & set(names):
             schema[names[0]] = limit
@@ -92,16 +92,16 @@ def limit_digits(schema: dict[str, Any]) -> None:
 
 
 def _has_multiple(low: Decimal, high: Decimal) -> bool:
-    """Return True if there is a number with few enough digits between two bounds."""
+    """Return True if there is a multiple of `_LAST_DIGIT` between two bounds."""
     return high - low > 2 * _LAST_DIGIT or not (low % _LAST_DIGIT or high % _LAST_DIGIT)
 
 
 def has_wide_numbers(schema: dict[str, Any]) -> bool:
-    """Return True if a schema, but not one in it, has a number that the limits of others could make impossible.
+    """Return True if a schema itself has a number that limits in other schemas could make impossible.
 
-    Such as `allOf: [{type: number}, {const: 1e30}]`.
+    For example `allOf: [{type: number}, {const: 1e30}]`.
     """
-    # Steps of their own do not go together with those of `limit_digits`.
+    # `limit_digits` sets `multipleOf` as well, which may be incompatible.
     if "multipleOf" in schema:
         return True
     todo = [schema[name] for name in _ABOUT_NUMBERS if name in schema]
@@ -117,9 +117,10 @@ def has_wide_numbers(schema: dict[str, Any]) -> bool:
 def limit_any_value(
     schema: dict[str, Any], any_value: Callable[[], dict[str, Any]], said: Set[str], *, names: bool
 ) -> None:
-    """Write what a schema leaves open, such as the items of `{"type": "array"}`, as references to `any_value`.
+    """Write values that a schema leaves open, such as the items of `{"type": "array"}`, as references to
+    `any_value`.
 
-    `said` has its keywords but those that are remarks. Without `names`, an object gets no other properties.
+    `said` has its keywords without annotations. Without `names`, an object gets no other properties.
     """
     if not said:
         schema |= any_value()
@@ -137,7 +138,7 @@ def limit_any_value(
         return
     kinds = schema.setdefault("type", list(ALL_TYPES))
     kinds = kinds if isinstance(kinds, list) else [kinds]
-    # Others than those of a tuple are in `additionalItems`.
+    # If `items` is a tuple, further items are described by `additionalItems`.
     rest = "additionalItems" if isinstance(schema.get("items"), list) else "items"
     opens = {rest: "array" in kinds, "additionalProperties": "object" in kinds and names}
     for name, is_open in opens.items():
@@ -146,11 +147,11 @@ def limit_any_value(
 
 
 def ecmascript_pattern(pattern: str) -> str | None:
-    """Return a pattern for llguidance, which reads it as a regular expression of Rust; None if that is impossible.
+    """Convert an ECMAScript pattern for llguidance, which uses Rust's syntax; None if that is impossible.
 
-    - In a class of characters, `[`, `&` and `~` are plain in ECMAScript and operators in Rust.
-    - A class with all control characters also lets an escaped quote and an escaped backslash through. So negated
-      classes exclude U+0000, and other ones with it are impossible.
+    - In a character class, `[`, `&` and `~` are plain characters in ECMAScript but operators in Rust.
+    - In llguidance a class with all control characters also matches an escaped quote and an escaped backslash. So
+      negated classes must exclude U+0000, and other classes with it are refused.
     """
     result = ""
     at = 0
@@ -165,7 +166,7 @@ def ecmascript_pattern(pattern: str) -> str | None:
             is_negated = pattern.startswith("^", at + 1)
             part = r"[^" if is_negated else "["
             at += len(part)
-            # A bracket that follows at once ends the class in ECMAScript, and is a character in Rust.
+            # An immediate closing bracket ends the class in ECMAScript, but is a character in Rust.
             if pattern.startswith("]", at):
                 return None
             result += part + (r"\x00" if is_negated else "")

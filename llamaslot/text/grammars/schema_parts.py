@@ -1,4 +1,4 @@
-"""JSON schemas as they are written: the schemas in one, and those that hold at once."""
+"""Structure of JSON schemas: the schemas within a schema, and those that apply at the same time."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 
 Schema: TypeAlias = dict[str, Any]
 Resolve: TypeAlias = Callable[[object], object | None]
-"""Gives the schema that a reference points to, None if there is none."""
+"""Returns the schema to which a reference points; None if there is none."""
 
 _MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
@@ -16,14 +16,14 @@ _SINGLE = (
     *("contains", "propertyNames", "not", "if", "then", "else"),
 )
 APPLICATORS = frozenset({*_MAPS, *_LISTS, *_SINGLE})
-"""Keywords whose values are schemas, or have them as items or members."""
+"""Keywords whose values are schemas, or lists or objects of schemas."""
 _MAX_CONJUNCTS = 200
 
 
 def subschemas(root: object, known: Container[int] = ()) -> Iterator[Schema]:
-    """Yield a schema and all in it, those that are objects; values such as a `const` are none.
+    """Yield a schema and all schemas in it that are objects. Values, such as that of `const`, are not schemas.
 
-    Those with `known` ids are left out, with all in them.
+    Schemas with `known` ids are left out, and so are all schemas in them.
     """
     todo = [root]
     while todo:
@@ -40,7 +40,7 @@ def subschemas(root: object, known: Container[int] = ()) -> Iterator[Schema]:
 
 
 def conjuncts(schemas: list[Any], resolve: Resolve) -> list[Schema] | None:
-    """Return schemas with those that `$ref` and `allOf` add, which hold too; None if one is `false`."""
+    """Return schemas together with those that apply through `$ref` and `allOf`; None if one of them is `false`."""
     found: list[Schema] = []
     seen: set[int] = set()
     todo = list(schemas)
@@ -61,7 +61,7 @@ def conjuncts(schemas: list[Any], resolve: Resolve) -> list[Schema] | None:
 
 
 def is_number(value: object) -> bool:
-    """Return True for what JSON calls a number."""
+    """Return True for a JSON number."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 

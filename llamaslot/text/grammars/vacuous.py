@@ -1,6 +1,6 @@
-"""Keywords of JSON Schema that say nothing, and `propertyNames` said otherwise.
+"""Removal of JSON Schema keywords without effect, and replacement of `propertyNames`.
 
-llguidance refuses the keywords that it does not follow even where they have no effect, such as zod's
+llguidance refuses keywords that it does not support even if they have no effect, such as zod's
 `propertyNames: {"type": "string"}`.
 """
 
@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 from llamaslot.text.grammars.schema_parts import Resolve, Schema, is_number, list_of
 
 Share: TypeAlias = Callable[[object], object]
-"""Gives a schema that may stand in several places, however long the one is that it stands for."""
+"""Returns a short schema, such as a reference, that can be used in several places instead of the given one."""
 
 _OF_CONTAINS = ("contains", "minContains", "maxContains")
 _MAPS = ("dependentRequired", "dependentSchemas", "dependencies")
@@ -21,7 +21,7 @@ _REMARKS = frozenset({"$schema", "$id", "$comment", "$defs", "definitions"})
 
 
 def remove_vacuous(schema: Schema, resolve: Resolve, share: Share) -> None:
-    """Remove from a schema, but not from those in it, the keywords without effect."""
+    """Remove keywords without effect from a schema, but not from those in it."""
     _write_names_otherwise(schema, resolve, share)
     required, properties = schema.get("required"), schema.get("properties")
     n_required = len(set(map(str, required))) if isinstance(required, list) else 0
@@ -54,7 +54,7 @@ def remove_vacuous(schema: Schema, resolve: Resolve, share: Share) -> None:
 
 
 def _write_names_otherwise(schema: Schema, resolve: Resolve, share: Share) -> None:
-    """Replace `propertyNames` by `properties` or `patternProperties`, where that says the same."""
+    """Replace `propertyNames` by `properties` or `patternProperties` if these can express the same."""
     names = _resolved(schema.get("propertyNames"), resolve)
     if names is None or "patternProperties" in schema:
         return
@@ -85,7 +85,7 @@ def _write_names_otherwise(schema: Schema, resolve: Resolve, share: Share) -> No
 
 
 def _resolved(schema: object, resolve: Resolve) -> Schema | None:
-    """Return what a schema that is a reference refers to, or itself."""
+    """Return the schema to which a pure reference leads; any other schema is returned itself."""
     for _ in range(10):
         if not isinstance(schema, dict) or "$ref" not in schema or schema.keys() - _REMARKS != {"$ref"}:
             break
@@ -94,7 +94,7 @@ def _resolved(schema: object, resolve: Resolve) -> Schema | None:
 
 
 def _says_nothing(schema: object, kind: str = "", resolve: Resolve = lambda _: None) -> bool:
-    """Return True for a schema that all values match, or all of a type."""
+    """Return True for a schema that all values match, or all values of the type `kind`."""
     if schema is True:
         return True
     found = _resolved(schema, resolve)
