@@ -1,6 +1,5 @@
-"""Reasoning and tool calls in the output of chat models, which each model family marks in its own way.
+"""Parsers and grammars for reasoning and tool calls, which each model family writes in its own syntax.
 
-`format_of` in `recognition.py` finds the format that a chat template belongs to. A `Format` then makes parsers of
-the output, grammars that force calls, and the text of calls. Pure functions over text: no model, no event loop, no
-HTTP.
+`format_of` in `recognition.py` picks the format from the chat template. A `Format` creates output parsers and
+grammars that force calls, and renders calls as text. Pure functions over text: no model, no event loop, no HTTP.
 """

@@ -1,4 +1,4 @@
-"""Tool calls, and what a parser returns for each piece of output."""
+"""Tool calls, and the deltas that a parser returns for each piece of output."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A whole call; `arguments` is the text of a JSON object. `id` is None where the output has none."""
+    """A complete call; `arguments` is the text of a JSON object. `id` is None if the output contains none."""
 
     name: str
     arguments: str
@@ -17,11 +17,11 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallDelta:
-    """The next part of the call number `index`.
+    """The next part of call number `index`.
 
-    The first delta of a call has its name. It has its id as well if the output contains one that is valid;
-    otherwise the caller makes one, with `Format.call_id`. All `arguments` of a call together are the text of one
-    JSON object, or the beginning of one if the generation ended inside it.
+    The first delta of a call carries its name, and its id if the output contains a valid one; otherwise the caller
+    generates one with `Format.call_id`. The `arguments` of all deltas, joined, are one JSON object, or the
+    beginning of one if generation ended inside it.
     """
 
     index: int
@@ -32,17 +32,17 @@ class ToolCallDelta:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """The text that a piece of output adds to a message."""
+    """Text and calls that a piece of output adds to the message."""
 
     content: str = ""
     reasoning: str = ""
     tool_calls: tuple[ToolCallDelta, ...] = ()
     parts: tuple[Delta, ...] = field(default=(), compare=False, repr=False)
-    """Content, reasoning and calls one after the other, as the model wrote them; empty if there is only one."""
+    """The same, split into single parts in the order in which the model wrote them; empty if there is only one."""
 
     @classmethod
     def of(cls, deltas: Iterable[Delta]) -> Delta:
-        """Return one delta for several that follow each other."""
+        """Merge consecutive deltas into one."""
         parts = tuple(part for delta in deltas for part in delta.parts or (delta,) if part != _NOTHING)
         if len(parts) < 2:
             return parts[0] if parts else _NOTHING

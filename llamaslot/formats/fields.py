@@ -1,4 +1,4 @@
-"""The arguments of calls, to write them in another form."""
+"""Conversion of call arguments from JSON text to the forms that model formats need."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 
 
 def as_json(arguments: str) -> str:
-    """Return arguments in the layout of chat templates; text that is no JSON as it is."""
+    """Return arguments in the JSON layout of chat templates; text that is not JSON is returned unchanged."""
     try:
         return json.dumps(json.loads(arguments), ensure_ascii=False)
     except (ValueError, RecursionError):
@@ -14,7 +14,7 @@ def as_json(arguments: str) -> str:
 
 
 def is_object(text: str) -> bool:
-    """Return True if a text is a JSON object, as whole arguments are."""
+    """Return True if the text is a JSON object, as complete arguments are."""
     try:
         return isinstance(json.loads(text), dict)
     except (ValueError, RecursionError):
@@ -22,7 +22,7 @@ def is_object(text: str) -> bool:
 
 
 def fields_of(arguments: str) -> dict[str, object]:
-    """Return the fields of arguments; none if they are no JSON object."""
+    """Return the fields of the arguments; empty if they are not a JSON object."""
     try:
         value = json.loads(arguments)
     except (ValueError, RecursionError):
@@ -31,5 +31,5 @@ def fields_of(arguments: str) -> dict[str, object]:
 
 
 def value_text(value: object) -> str:
-    """Return a value as it stands between tags: JSON, but strings without quotes."""
+    """Return a value as written between tags: JSON, except that strings have no quotes."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

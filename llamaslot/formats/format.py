@@ -1,4 +1,4 @@
-"""A format: how the models of a family mark reasoning and calls."""
+"""Base class of formats: how the models of a family write reasoning and tool calls."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ from llamaslot.formats.reader import Reader, Steps
 class Format(ABC):
     """The format of one chat template.
 
-    `source` is the template's text and `special` the control tokens of the vocabulary with their ids: those that a
-    grammar names by id, in llguidance's tokenizer control tokens and user-defined ones such as `<name>`.
-    `reasoning` are the tags that the template mentions.
+    `source` is the template's text. `special` maps the tokens that a grammar has to name by id, which are those
+    that llguidance's tokenizer treats as special: control tokens, and user-defined tokens such as `<name>`.
+    `reasoning` holds the reasoning tags that the template mentions.
 
-    A call is reported whether or not there is a tool of that name, so that the client can tell the model; the
-    arguments of an unknown function are typed by their text. (llama-server's parser fails on such a call, and its
-    grammar prevents it.) Only where no marker begins a call, as in `llama3` and `generic`, the name must be one of
-    the tools', and else the text is content.
+    A call is reported even if no tool has that name, so that the client can tell the model; the argument types of
+    an unknown function are guessed from their text. (llama-server's parser fails on such a call, and its grammar
+    prevents it.) If calls have no marker, as in `llama3` and `generic`, the name must be one of the tools;
+    otherwise the text is content.
     """
 
     name: ClassVar[str]
     markers: ClassVar[CallMarkers]
     calls_are_json: ClassVar[bool] = False
-    """True if a call is JSON without a marker, which a grammar cannot tell from content in JSON."""
+    """True if calls are JSON without a marker, so that a grammar cannot tell them from JSON content."""
 
     limits_digits: ClassVar[bool] = False
-    """True if its grammars limit the digits of numbers, so that schemas need not."""
+    """True if the format's grammars limit the digits of numbers, so that schemas need not do it."""
 
     def __init__(self, source: str, special: Mapping[str, int], reasoning: ReasoningTags | None) -> None:
         self.source = source
@@ -53,28 +53,28 @@ class Format(ABC):
     @classmethod
     @abstractmethod
     def recognises(cls, source: str) -> bool:
-        """Return True if the template of this text belongs to the format."""
+        """Return True if the template with this source uses the format."""
 
     @abstractmethod
     def read_calls(self, reader: Reader, output: Output, tools: Mapping[str, Tool]) -> ReadCalls:
-        """Return the computation that reads calls."""
+        """Return the function that reads the calls a marker begins."""
 
     @abstractmethod
     def render(self, calls: Sequence[ToolCall]) -> str:
-        """Return calls as the model writes them, for templates that leave a message's calls out."""
+        """Return calls as the model writes them, for templates that do not render a message's calls."""
 
     @abstractmethod
     def calls_expression(self, writer: GrammarWriter, tools: Sequence[Tool], *, parallel: bool) -> str:
-        """Return a grammar's expression for at least one call."""
+        """Return a grammar expression for one or more calls."""
 
     @property
     def calls_stand_alone(self) -> bool:
-        """True if a grammar cannot tell where calls begin after a text."""
+        """True if a grammar must not allow text before calls, because it cannot tell where they begin."""
         return bool(self.markers.lines)
 
     @property
     def preserved(self) -> tuple[str, ...]:
-        """Texts of control tokens that the parser needs in the output."""
+        """Control tokens whose text must stay in the output for the parser."""
         markers = self.markers
         tags = (self.reasoning.start, self.reasoning.end) if self.reasoning else ()
         return tuple(dict.fromkeys((*markers.calls, *markers.left_over, *markers.ignored, *tags)))
@@ -82,8 +82,8 @@ class Format(ABC):
     def parser(self, options: ParserOptions) -> OutputParser:
         """Return a parser for one message.
 
-        Without `parse_tools`, or without tools, calls are content. Unless they are `parallel`, only the first call
-        is reported. `reasoning_open` is what `reasoning_open_at` returned for the prompt.
+        Without `parse_tools` or without tools, calls are content. Without `parallel`, only the first call is
+        reported. `reasoning_open` is the return value of `reasoning_open_at` for the prompt.
         """
         reader = Reader()
         output = Output(
@@ -95,7 +95,7 @@ class Format(ABC):
         return StreamParser(reader, output, self.steps(reader, output, options))
 
     def steps(self, reader: Reader, output: Output, options: ParserOptions) -> Steps[None]:
-        """Return the computation that reads a message."""
+        """Return the parser's generator for one message."""
         message = TaggedMessage(
             reader,
             output,
@@ -107,19 +107,19 @@ class Format(ABC):
         return message.steps()
 
     def grammar(self, tools: Sequence[Tool], *, parallel: bool = True, thinking: Thinking = "none") -> str:
-        """Return a Lark grammar for llguidance that forces a call of one of the tools, of which there must be one.
+        """Return a Lark grammar for llguidance that forces a call of one of the tools; `tools` must not be empty.
 
-        It allows reasoning before the call as `thinking` says. Without `parallel` it allows one call.
+        `thinking` says whether reasoning may come before the call. Without `parallel` only one call is allowed.
         """
         writer = GrammarWriter(self.special)
         reasoning = self.reasoning_expression(writer, thinking)
         return writer.finished(writer.sequence(reasoning, self.calls_expression(writer, tools, parallel=parallel)))
 
     def reply_grammar(self, tools: Sequence[Tool], *, parallel: bool, thinking: Thinking, content: str = "") -> str:
-        """Return a Lark grammar for a reply of content, of calls, or of content and then calls.
+        """Return a Lark grammar for a reply that is content, calls, or content followed by calls.
 
-        All calls are calls of the tools. The content is any text in which no call begins, or what another grammar
-        called `content` says; calls then stand alone, and with `calls_are_json` there are none.
+        Calls can only name one of the tools. By default content is any text in which no call begins. `content`
+        names another grammar for it; then a reply is content or calls, and with `calls_are_json` content only.
         """
         writer = GrammarWriter(self.special)
         reasoning = self.reasoning_expression(writer, thinking)
@@ -134,15 +134,15 @@ class Format(ABC):
         return writer.finished(writer.sequence(reasoning, text, f"({calls})?"))
 
     def plain_grammar(self, content: str) -> str:
-        """Return the `reply_grammar` of nothing but `content`."""
+        """Return a grammar for a reply that is only `content`, the name of another grammar."""
         return GrammarWriter(self.special).finished(f"@{content}")
 
     def content_expression(self, writer: GrammarWriter, content: str) -> str:
-        """Return the expression of content with what stands around it."""
+        """Return an expression for content, with the markers around it if the format has any."""
         return content
 
     def reasoning_expression(self, writer: GrammarWriter, thinking: Thinking) -> str:
-        """Return a grammar's expression for reasoning before the calls; nothing if there is to be none."""
+        """Return a grammar expression for the reasoning before the calls; empty if there must be none."""
         if self.reasoning is None or thinking == "none":
             return ""
         ended = f"{writer.text_until(self.reasoning.end)} /\\n{{0,2}}/"
@@ -153,17 +153,17 @@ class Format(ABC):
         return self.call_id(secrets.token_hex(16), 0)
 
     def call_id(self, completion_id: str, index: int) -> str:
-        """Return the id of a completion's call, always the same one; completions have random ids."""
+        """Return the id of a call, derived from the completion's random id so that it can be computed again."""
         digest = hashlib.blake2b(f"{completion_id} {index}".encode(), digest_size=18).digest()
         return f"call_{base64.b64encode(digest, altchars=b'ab').decode()}"
 
     @property
     def text_after_reasoning(self) -> str:
-        """Text between the end tag and what follows, where reasoning is cut by force."""
+        """Text to insert after the end tag when a budget ends the reasoning."""
         return ""
 
     def reasoning_open_at(self, prompt: str) -> str:
-        """Return the end of a prompt from the tag that opens reasoning; nothing if it does not end in one."""
+        """Return the prompt's end, from an opening reasoning tag on; empty if it does not end with that tag."""
         stripped = prompt.rstrip()
         if self.reasoning is None or not stripped.endswith(self.reasoning.start):
             return ""

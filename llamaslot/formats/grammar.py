@@ -1,6 +1,6 @@
-"""Grammars in llguidance's Lark syntax that force calls.
+"""Grammars in llguidance's Lark syntax that force tool calls.
 
-Control tokens are written by their ids, since texts in a grammar never match them.
+Control tokens are written as ids, because text in a grammar never matches them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from llamaslot.base.generation.tools import Tool
 from llamaslot.formats.schema_types import value_types
 
 Thinking: TypeAlias = Literal["none", "optional", "open"]
-"""Reasoning before the forced call: none, or the model may open it, or the prompt has opened it."""
+"""Reasoning before the forced call: not allowed, started by the model if it wants, or opened by the prompt."""
 
 _ANY_STRING: Mapping[str, Any] = {}
 _JSON_LAYOUT = {
@@ -24,13 +24,14 @@ _JSON_LAYOUT = {
     "coerce_one_of": False,
     "lenient": False,
 }
-"""Arguments are laid out as `tojson` in chat templates lays them out, so that they render to the same tokens."""
+"""The layout of `tojson` in chat templates: a generated call renders to the same tokens in the next prompt, so that
+its KV is reused."""
 
 _OF_WHOLE_OBJECTS = (
     *("anyOf", "oneOf", "allOf", "not", "if", "$ref", "const", "enum", "patternProperties", "propertyNames"),
     *("minProperties", "maxProperties", "dependentRequired", "dependentSchemas", "dependencies"),
 )
-"""Keywords that say more of an object than its properties do."""
+"""Keywords that constrain an object as a whole, not only its single properties."""
 
 _ANY_NAME = "/[A-Za-z_][A-Za-z0-9_.-]*/"
 _UNESCAPED_SLASH = re.compile(r"(?<!\\)/")
@@ -40,7 +41,7 @@ _PYTHON_TEXTS = (("boolean", "True"), ("boolean", "False"), ("null", "None"))
 
 
 class GrammarWriter:
-    """Rules of a grammar; `special` has the ids of the vocabulary's control tokens."""
+    """Builder of a grammar; `special` maps the vocabulary's control tokens to their ids."""
 
     def __init__(self, special: Mapping[str, int]) -> None:
         self._special = special
@@ -49,7 +50,7 @@ class GrammarWriter:
         self._special_pattern = re.compile("(" + ("|".join(map(re.escape, ordered)) or "(?!)") + ")")
 
     def text(self, text: str) -> str:
-        """Return an expression for a text that may contain control tokens."""
+        """Return an expression for a literal text that may contain control tokens."""
         parts = [part for part in self._special_pattern.split(text) if part]
         return " ".join(
             f"<[{self._special[part]}]>" if part in self._special else json.dumps(part, ensure_ascii=False)
@@ -63,24 +64,24 @@ class GrammarWriter:
         return name
 
     def sequence(self, *expressions: str) -> str:
-        """Return an expression for one after the other; empty ones are left out."""
+        """Return an expression for these in sequence; empty ones are skipped."""
         return " ".join(filter(None, expressions))
 
     def declare(self) -> str:
-        """Return the name of a rule that `define` adds later, so that rules may refer to each other."""
+        """Reserve a rule that `define` fills in later, so that rules may be recursive; return its name."""
         self._rules.append("")
         return f"rule_{len(self._rules) - 1}"
 
     def define(self, name: str, expression: str) -> None:
-        """Add a declared rule."""
+        """Set the expression of a declared rule."""
         self._rules[int(name.removeprefix("rule_"))] = f"{name}: {expression}"
 
     def choice(self, expressions: Iterable[str]) -> str:
-        """Return an expression for one of several."""
+        """Return an expression for any one of these."""
         return "(" + " | ".join(expressions) + ")"
 
     def json(self, schema: Any) -> str:
-        """Return an expression for a value of a schema."""
+        """Return an expression for JSON that matches a schema."""
         laid_out = {**schema, "x-guidance": _JSON_LAYOUT} if isinstance(schema, Mapping) else {}
         return self.rule("%json " + json.dumps(laid_out, ensure_ascii=False))
 
@@ -89,10 +90,11 @@ class GrammarWriter:
         return self.json(object_schema(tool))
 
     def text_without(self, markers: Sequence[str], beginnings: Sequence[str] = ()) -> str:
-        """Return an expression for a text, possibly empty, that has no marker in it and none of the beginnings.
+        """Return an expression for a possibly empty text that contains no marker.
 
-        It is cut before each character that begins a marker, since a terminal ends where it cannot go on: one for
-        the whole text would swallow the beginning of a marker.
+        Its first non-blank character is none of `beginnings`. The text is split into several terminals, at each
+        character that a marker could begin with: the lexer is greedy, so a single terminal for the whole text would
+        swallow the beginning of a marker.
         """
         firsts = "".join(sorted({re.escape(marker[0]) for marker in markers}))
         number = len(self._rules)
@@ -109,7 +111,7 @@ class GrammarWriter:
         return self.rule(f"({f'({head} | {other})' if firsts else head} {pieces}*)?")
 
     def text_until(self, end: str, schema: Mapping[str, Any] = _ANY_STRING) -> str:
-        """Return an expression for a text, of a string's schema, up to `end` and through it."""
+        """Return an expression for a text that matches a string schema, followed by `end`."""
         terminal = f"TEXT_{len(self._rules)}"
         self._rules.append(f"{terminal}: {_pattern(schema)}")
         if self._special_pattern.match(end):
@@ -117,7 +119,7 @@ class GrammarWriter:
         return self.rule(terminal, attributes=f"[suffix={json.dumps(end, ensure_ascii=False)}]")
 
     def value_until(self, schema: Any, root: Mapping[str, Any], end: str) -> str:
-        """Return an expression for a value that is written without quotes if it is a string, and `end`."""
+        """Return an expression for a value followed by `end`; strings are written without quotes."""
         types = value_types(schema, root)
         schema = schema if isinstance(schema, Mapping) else {}
         options = [schema["const"]] if "const" in schema else schema.get("enum")
@@ -129,7 +131,7 @@ class GrammarWriter:
         return self.text_until(end, schema if types == {"string"} else _ANY_STRING)
 
     def python_value(self, schema: Any, root: Mapping[str, Any]) -> str:
-        """Return an expression for a value as in Python; lists and objects are JSON."""
+        """Return an expression for a value in Python syntax; lists and objects are JSON."""
         types = value_types(schema, root)
         if types <= {"boolean", "null"}:
             texts = [text for kind, text in _PYTHON_TEXTS if kind in types]
@@ -137,16 +139,16 @@ class GrammarWriter:
         return self.parameter_json(schema, root)
 
     def parameter_json(self, schema: Any, root: Mapping[str, Any]) -> str:
-        """Return an expression for the JSON of a parameter, whose schema may refer to definitions in `root`."""
+        """Return an expression for a parameter's value in JSON; its schema may refer to definitions in `root`."""
         definitions = {key: root[key] for key in ("$defs", "definitions") if key in root}
         return self.json({**definitions, **(schema if isinstance(schema, Mapping) else {})})
 
     def repeated(self, call: str, separator: str, *, parallel: bool) -> str:
-        """Return an expression for one call, or for several with a separator between them."""
+        """Return an expression for one call or, if `parallel`, for several with a separator between them."""
         return f"{call} ({self.sequence(separator, call)})*" if parallel else call
 
     def listed(self, required: Sequence[str], optional: Sequence[str], separator: str) -> str:
-        """Return an expression for all the required parts and then any of the optional ones, in their order."""
+        """Return an expression for all required parts, then any of the optional ones, each in the given order."""
         comma = self.text(separator)
         rest = [f"({comma} {part})?" for part in optional]
         if required:
@@ -155,12 +157,12 @@ class GrammarWriter:
         return f"{self.choice(orders)}?" if orders else ""
 
     def finished(self, start: str) -> str:
-        """Return the grammar of the expression `start`."""
+        """Return the complete grammar, with `start` as its start expression."""
         return "\n".join([f"start: {start}", *self._rules]) + "\n"
 
 
 def object_schema(tool: Tool) -> Mapping[str, Any]:
-    """Return the schema of a tool's arguments; names that it does not declare are not allowed unless it says so."""
+    """Return the schema of a tool's arguments; undeclared names are not allowed unless the schema allows them."""
     schema: dict[str, Any] = {"type": "object", **tool.parameters}
     schema.setdefault("properties", {})
     if not any(key in schema for key in ("patternProperties", "anyOf", "oneOf", "allOf", "$ref")):
@@ -169,14 +171,14 @@ def object_schema(tool: Tool) -> Mapping[str, Any]:
 
 
 def parameters_of(schema: Mapping[str, Any]) -> tuple[Mapping[str, Any], Collection[str]]:
-    """Return the properties of an object's schema and the names of the required ones, for formats that write each
-    by itself.
+    """Return the properties of an object schema and the names of the required ones.
 
-    Raises `ValueError` for a wrong schema, and for keywords that allow or demand other names.
+    For formats that write each parameter separately. Raises `ValueError` for an invalid schema, and for keywords
+    that allow or require names beyond its properties.
     """
     unknown = [key for key in _OF_WHOLE_OBJECTS if key in schema]
     if unknown:
-        raise ValueError(f"this model's format does not support the keyword {unknown[0]!r} of an object")
+        raise ValueError(f"this model's tool call format does not support the object keyword {unknown[0]!r}")
     properties, required = schema.get("properties", {}), schema.get("required", [])
     if not isinstance(properties, Mapping):
         raise ValueError("'properties' must be an object")
@@ -184,19 +186,19 @@ def parameters_of(schema: Mapping[str, Any]) -> tuple[Mapping[str, Any], Collect
         raise ValueError("'required' must be a list")
     missing = [name for name in required if not isinstance(name, str) or name not in properties]
     if missing:
-        raise ValueError(f"{missing[0]!r} is required, but is not in 'properties'")
+        raise ValueError(f"'required' names {missing[0]!r}, which is not in 'properties'")
     return properties, required
 
 
 def takes_any_names(schema: Mapping[str, Any]) -> bool:
-    """Return True if an object's schema declares no properties, and allows all."""
+    """Return True if an object schema declares no properties and allows any name."""
     return schema.get("additionalProperties") is True and not schema.get("properties")
 
 
 def tagged_arguments(writer: GrammarWriter, tool: Tool, before: str, between: str, after: str) -> str:
-    """Return an expression for arguments between tags, in the order of the schema.
+    """Return an expression for tagged arguments, in the order of the schema.
 
-    The tags of a parameter are `before`, its name, and `between`; those of its value's end are `after`.
+    Each argument is `before`, its name, `between`, its value, `after`.
     """
     schema = object_schema(tool)
     properties, required = parameters_of(schema)
@@ -212,12 +214,12 @@ def tagged_arguments(writer: GrammarWriter, tool: Tool, before: str, between: st
 
 
 def _regex(text: str) -> str:
-    """Return a regular expression for a text."""
+    """Return a regular expression that matches a literal text."""
     return _UNESCAPED_SLASH.sub(_SLASH, re.escape(text))
 
 
 def _pattern(schema: Mapping[str, Any]) -> str:
-    """Return a terminal for the text of a string."""
+    """Return a terminal for text that matches a string schema."""
     shortest, longest = schema.get("minLength", 0), schema.get("maxLength", "")
     bounded = shortest or longest != ""
     patterns = [f"(?s:.){{{shortest},{longest}}}" if bounded else "(?s:.*)"]

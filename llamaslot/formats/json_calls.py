@@ -1,8 +1,8 @@
-"""Reading calls that are written as JSON objects, such as `{"name": "f", "arguments": {...}}`.
+"""Reading calls that are JSON objects, such as `{"name": "f", "arguments": {...}}`.
 
-A call is certain once its name is known and its arguments begin; they are then copied as they arrive. Where the
-arguments come before the name they are kept back until the name is known. Nothing is reported of a call without
-arguments that is not closed: they may have been about to follow.
+A call is reported once its name is known and its arguments begin; the arguments are then passed on as they arrive.
+If they come before the name, they are held back until it is known. An unclosed object without arguments is not
+reported: its arguments may have been about to follow.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ _ID_KEYS = ("id", "tool_call_id", "call_id")
 _TEXT_KEYS = ("name", "function", "type", *_ID_KEYS)
 _WRAPPER_KEYS = ("function", "tool_call", "tool_calls")
 _CALL_KEYS = (*_ARGUMENT_KEYS, "name", "type", *_WRAPPER_KEYS)
-"""Keys that tell a call from an answer in JSON."""
+"""Keys that distinguish a call from an answer in JSON."""
 
 
 class JsonCalls:
     """Reads calls from `reader` to `output`.
 
-    With `only`, an object is a call only if it has the name of one of these tools and no other fields than calls
-    have: needed where no marker tells calls from an answer in JSON. With `ids`, a pattern of valid ones, the id
-    comes after the arguments, so that a call is reported once it is complete; other formats have no ids.
+    With `only`, an object is a call only if it names one of these tools and has only fields that calls have. This
+    is needed where no marker distinguishes calls from an answer in JSON. `ids` is a pattern of valid ids, for
+    formats with ids: there the id comes after the arguments, so a call is reported only when it is complete.
     """
 
     def __init__(
@@ -46,22 +46,22 @@ class JsonCalls:
         self._ids = ids
 
     def read_all(self) -> Steps[bool]:
-        """Read one object or a list of them; False if the first is no call, and nothing was reported."""
+        """Read one object or a list of them; return False if the first is not a call (nothing is reported then)."""
         if (yield from self._reader.accept("[")):
             return (yield from self.read_items())
         return (yield from self.read())
 
     def read_items(self) -> Steps[bool]:
-        """Read a list after its bracket; False if the first object is no call, and nothing was reported."""
+        """Read a list after its opening bracket; return False if the first object is not a call."""
         return (yield from read_list(self._reader, self._output, self.read))
 
     def read(self) -> Steps[bool]:
-        """Read one object; False if it is no call, and nothing was reported."""
+        """Read one object; return False if it is not a call (nothing is reported then)."""
         return _Call(self._reader, self._output, self._only, self._ids).read()
 
 
 def read_list(reader: Reader, output: Output, read_call: Callable[[], Steps[bool]]) -> Steps[bool]:
-    """Read calls between commas up to a bracket; False if the first item is no call, and nothing was reported."""
+    """Read calls separated by commas, up to a closing bracket; return False if the first item is not a call."""
     n_calls = output.n_calls
     while True:
         yield from reader.whitespace()
@@ -80,7 +80,7 @@ def read_list(reader: Reader, output: Output, read_call: Callable[[], Steps[bool
 
 
 class _Call:
-    """The fields of one call that have been read."""
+    """Reads one call and keeps the fields read so far."""
 
     def __init__(
         self, reader: Reader, output: Output, only: Collection[str] | None, ids: re.Pattern[str] | None
@@ -98,7 +98,7 @@ class _Call:
     def read(self) -> Steps[bool]:
         closed = yield from self._object()
         if self._only is not None and self._id is not None and self._name is self._arguments is None:
-            self._reader.is_undecided = False  # answers have ids, too
+            self._reader.is_undecided = False  # An id alone decides nothing: answers in JSON have ids, too.
         if not self._reported and self._name is not None and (closed or self._arguments is not None):
             self._report()
             self._output.arguments(self._arguments or "{}")
@@ -111,7 +111,7 @@ class _Call:
         self._output.call(self._name or "", self._id if valid else None)
 
     def _object(self) -> Steps[bool]:
-        """Read the fields; True if the object was closed."""
+        """Read the fields; return True if the object was closed."""
         if not (yield from self._reader.accept("{")):
             return False
         while True:
@@ -130,7 +130,7 @@ class _Call:
                 return False
 
     def _field(self, key: str) -> Steps[bool]:
-        """Read the value of a field; False if this cannot be a call."""
+        """Read the value of a field; return False if the object cannot be a call."""
         quoted = yield from self._reader.looking_at(*QUOTES)
         if key in _ARGUMENT_KEYS and self._arguments is None and not self._reported:
             return (yield from self._read_arguments(quoted))
@@ -144,10 +144,10 @@ class _Call:
         return (yield from ValueCopier(self._reader, lambda _: None).copy())
 
     def _string(self, possible: Iterable[str] | None) -> Steps[str | None]:
-        """Read a string; None if there is none, or the text ends inside it.
+        """Read a string; return None if there is none or the text ends inside it.
 
-        Where no marker tells that this is a call, it is none unless the string may still become one of `possible`,
-        which is None for any.
+        Without a marker, the object can only be a call while the string may still become one of `possible` (None:
+        any string).
         """
         raw: list[str] = []
         quote = yield from self._reader.accept(*QUOTES)
@@ -159,7 +159,7 @@ class _Call:
         return None
 
     def _possible_texts(self, key: str) -> Iterable[str] | None:
-        """Return the texts of a field that a call has which no answer has; None for any."""
+        """Return the values of a field that only a call has, not an answer; None for any value."""
         if key == "type":
             return ("function",)
         if key in _ID_KEYS:
@@ -167,7 +167,7 @@ class _Call:
         return self._only
 
     def _take_text(self, key: str, text: str) -> bool:
-        """Keep the text of a field; False if this cannot be a call."""
+        """Keep the text of a field; return False if the object cannot be a call."""
         if key in _ID_KEYS:
             self._id = text
         elif key == "type":
@@ -196,17 +196,17 @@ class _Call:
         return complete
 
     def _wrapped(self) -> Steps[bool]:
-        """Read the call, or the list of calls, that is the value of a field."""
+        """Read a call, or a list of calls, that is the value of a field."""
         if (yield from self._reader.peek()) == "[":
             return (yield from JsonCalls(self._reader, self._output, only=self._only, ids=self._ids).read_all())
         return (yield from self._object())
 
 
 def _as_object(text: str | None) -> str | None:
-    """Return `text` if it is a JSON object: some models write arguments as a string."""
+    """Return `text` as valid JSON if it is an object, else None: some models write arguments as a string."""
     if text is None or not is_object(text):
         return None
-    # `json` takes `NaN` as well.
+    # `json` also accepts `NaN`, which is not JSON; `ValueCopier` corrects it.
     reader, parts = Reader(), list[str]()
     machine = Machine(reader, ValueCopier(reader, parts.append).copy())
     machine.feed(text)

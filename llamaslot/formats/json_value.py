@@ -1,9 +1,9 @@
-"""Copying a value that a model writes as JSON, or nearly so, into valid JSON.
+"""Copying a value that a model writes as JSON, or almost JSON, into valid JSON.
 
-Valid JSON is copied character by character as it arrives. Mistakes that models make are corrected on the way: line
-breaks in strings, wrong escapes, single quotes, Python's literals and tuples, names without quotes, superfluous and
-missing commas, missing brackets, other whitespace than JSON's. All open brackets are closed at a character that
-cannot belong to the value, and where the model ends its text after a whole value. Where it ends inside one, or a
+Valid JSON is copied as it arrives. Common mistakes of models are corrected on the way: line breaks in strings,
+wrong escapes, single quotes, Python's literals and tuples, names without quotes, superfluous and missing commas,
+missing brackets, whitespace that JSON does not allow. All open brackets are closed at a character that cannot
+belong to the value, or if the model ends its text after a complete value. If the text ends inside a value, or a
 limit cuts it, nothing is closed.
 """
 
@@ -24,11 +24,11 @@ _CLOSERS = {"{": "}", "[": "]", "(": ")"}
 _NO_JSON_WHITESPACE = re.compile(r"[^\S \t\n\r]")
 _WORD = re.compile(r"[^\s,:\[\]{}()\"'<>;=]+")
 _NAME = re.compile(r"[^\r\n,:\[\]{}()\"'<>;=]+")
-"""A name without quotes, which may have spaces in it."""
+"""A name without quotes, which may contain spaces."""
 _NAME_BEFORE_COLON = re.compile(r"[^\r\n,:{}=<]+")
-"""One in a notation where no name has quotes, so that those of JSON are a part of it, as in `filter["a"]`."""
+"""A name in a notation that never quotes names: JSON's quotes and brackets belong to it, as in `filter["a"]`."""
 _PLAIN = {first: re.compile(rf'[^{first}"\\\x00-\x1f]+') for first in "\"'<"}
-"""Characters of a string that need no care, by the first character of its closing quote."""
+"""Characters of a string that can be copied unchanged, by the first character of its closing quote."""
 _HEX = re.compile(r"[0-9a-fA-F]")
 _NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?")
 _LITERALS = {"true": "true", "false": "false", "null": "null", "True": "true", "False": "false", "None": "null"}
@@ -40,11 +40,14 @@ class _Expected(Enum):
     VALUE = auto()
     KEY = auto()
     MORE = auto()
-    """A comma or a closing bracket."""
+    """A comma or a closing bracket, after a value."""
 
 
 class ValueCopier:
-    """Copies one value to `emit`. `quotes` are those of strings; ones without `escapes` contain no backslashes."""
+    """Copies one value to `emit`.
+
+    `quotes` are the quotes of strings. Without `escapes`, a backslash in a string is an ordinary character.
+    """
 
     def __init__(self, reader: Reader, emit: Emit, *, quotes: Sequence[str] = QUOTES, escapes: bool = True) -> None:
         self._reader = reader
@@ -55,14 +58,14 @@ class ValueCopier:
         self._open: list[str] = []
         self._expected = _Expected.VALUE
         self._separator: list[str] = []
-        """Read, but only copied if another value follows."""
+        """Whitespace and comma that were read, copied only if another value follows."""
         self._in_string = False
         self._done = False
         self.was_closed = False
-        """True if the model ended the text where nothing but brackets was missing."""
+        """True if the model ended the text where only closing brackets were missing."""
 
     def copy(self) -> Steps[bool]:
-        """Copy the value; False if the text ends inside it."""
+        """Copy the value; return False if the text ends inside it."""
         while not self._done:
             self._separator.append((yield from self._reader.whitespace()))
             char = yield from self._reader.peek()
@@ -84,7 +87,7 @@ class ValueCopier:
         return True
 
     def close(self) -> None:
-        """Close what is open, as if the value ended here."""
+        """Close all open brackets, as if the value ended here."""
         if self._in_string:
             self._emit('"')
         elif self._open and self._open[-1] == "}" and self._expected is _Expected.VALUE:
@@ -95,7 +98,7 @@ class ValueCopier:
         self._done = True
 
     def _value(self, char: str) -> Steps[bool]:
-        """Copy what a value begins with; True if the text ended."""
+        """Copy a scalar or the opening bracket of a value; return True if the text ended."""
         if quote := (yield from self._reader.accept(*self._quotes)):
             self._flush()
             self._emit('"')
@@ -127,7 +130,7 @@ class ValueCopier:
             if not word:
                 self.close()
             elif not (yield from self._reader.peek()) and not (word in _LITERALS and self._reader.ended_by_itself):
-                return True  # it may be cut
+                return True  # The word may be cut.
             else:
                 self._flush()
                 self._emit(_scalar(word))
@@ -201,7 +204,7 @@ class ValueCopier:
 def copy_arguments(
     reader: Reader, output: Output, *, quotes: Sequence[str] = QUOTES, escapes: bool = True
 ) -> Steps[bool]:
-    """Copy the object with a call's arguments, which ends the call; False if the text ends inside it."""
+    """Copy the object with a call's arguments and end the call; return False if the text ends inside it."""
     copier = ValueCopier(reader, output.arguments, quotes=quotes, escapes=escapes)
     is_whole = yield from copier.copy()
     if is_whole:
@@ -210,7 +213,7 @@ def copy_arguments(
 
 
 def copy_string(reader: Reader, quote: str, emit: Emit, *, escapes: bool = True) -> Steps[bool]:
-    """Copy a string after its opening quote as the inside of a JSON string; False if the text ends inside it."""
+    """Copy a string after its opening quote as the inside of a JSON string; return False if the text ends in it."""
     plain = _PLAIN[quote[0]]
     while True:
         char = yield from reader.peek()
@@ -233,7 +236,7 @@ def copy_string(reader: Reader, quote: str, emit: Emit, *, escapes: bool = True)
 
 
 def read_string(reader: Reader) -> Steps[str | None]:
-    """Read a string in quotes and return its value; None if there is none, or the text ends inside it."""
+    """Read a string in quotes and return its value; None if there is none or the text ends inside it."""
     raw: list[str] = []
     quote = yield from reader.accept(*QUOTES)
     if not quote or not (yield from copy_string(reader, quote, raw.append)):
@@ -242,7 +245,7 @@ def read_string(reader: Reader) -> Steps[str | None]:
 
 
 def _escape(reader: Reader, emit: Emit) -> Steps[bool]:
-    """Copy what follows a backslash; False if the text ends there."""
+    """Copy the escape after a backslash; return False if the text ends in it."""
     char = yield from reader.peek()
     if not char:
         return False
@@ -268,7 +271,7 @@ def _escape(reader: Reader, emit: Emit) -> Steps[bool]:
 
 
 def _scalar(word: str) -> str:
-    """Return a word as JSON: a number or literal, or else a string."""
+    """Return a word as JSON: a number, a literal or, for anything else, a string."""
     if word in _LITERALS:
         return _LITERALS[word]
     if _NUMBER.fullmatch(word):

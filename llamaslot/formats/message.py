@@ -1,4 +1,4 @@
-"""Parsing a message: reasoning, then text with calls in it."""
+"""Parsing a message: reasoning, then content and calls."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from llamaslot.formats.reader import Emit, Machine, Markers, Reader, Steps, begi
 
 
 class OutputParser(Protocol):
-    """Parser of one message. It raises nothing: output that cannot be parsed is content.
+    """Parser of one message. It never raises: output that cannot be parsed is content.
 
-    The concatenated deltas do not depend on how the output was cut into pieces.
+    The concatenated deltas do not depend on how the output was split into pieces.
     """
 
     def push(self, text: str) -> Delta:
-        """Add output and return what is certain of it."""
+        """Add output and return the part of the message that is certain now."""
         ...
 
     def finish(self, reason: FinishReason = "eos") -> Delta:
-        """End the output and return the rest."""
+        """End the output and return the rest of the message."""
         ...
 
     @property
     def is_partial(self) -> bool:
-        """True if the message differs from what the model has written: something was left out of it, or closed."""
+        """True if the message differs from the model's output: text was dropped, or a call was closed."""
         ...
 
     @property
     def is_cut(self) -> bool:
-        """True if the output ended inside a call that the message has not, or only a part of."""
+        """True if the output ended inside a call, which the message lacks or contains only in part."""
         ...
 
 
@@ -42,7 +42,7 @@ class OutputParser(Protocol):
 class ReasoningTags:
     """The texts that begin and end a section of reasoning.
 
-    With `anywhere` there may be several; otherwise there is one, at the beginning of the message.
+    With `anywhere` a message may have several sections; otherwise one, at its beginning.
     """
 
     start: str
@@ -52,64 +52,66 @@ class ReasoningTags:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallMarkers:
-    """Where calls may begin in a message."""
+    """Texts around calls, by which the parser finds them in a message."""
 
     calls: tuple[str, ...] = ()
     """Texts that begin a call or a list of calls."""
     lines: tuple[str, ...] = ()
     """Texts that begin a call at the start of a line."""
     left_over: tuple[str, ...] = ()
-    """Texts that end calls: left out of the content once there was a call."""
+    """Texts that end calls: dropped from the content once there was a call."""
     ignored: tuple[str, ...] = ()
-    """Texts that are always left out of the content."""
+    """Texts that are always dropped from the content."""
 
 
 ReadCalls: TypeAlias = Callable[[str], Steps[bool]]
-"""Reads the calls that a marker begins; returns False if there is none, and nothing was reported.
+"""Reads the calls that a marker begins; returns False if there is no call (nothing is reported then).
 
-`CallMarkers.calls` are read already; `CallMarkers.lines` come next, since they are a part of the call.
+A marker of `CallMarkers.calls` has been read already; one of `CallMarkers.lines` has not, because it is part of the
+call.
 """
 
 
 class StreamParser:
-    """An `OutputParser` that runs a computation on a reader."""
+    """An `OutputParser` that drives a generator (`Steps`), which reads from a `Reader`."""
 
     def __init__(self, reader: Reader, output: Output, steps: Steps[None]) -> None:
         self._output = output
         self._machine = Machine(reader, steps)
 
     def push(self, text: str) -> Delta:
-        """Add output and return what is certain of it."""
+        """Add output and return the part of the message that is certain now."""
         self._machine.feed(text)
         return self._output.take()
 
     def finish(self, reason: FinishReason = "eos") -> Delta:
-        """End the output and return the rest."""
+        """End the output and return the rest of the message."""
         self._machine.end(reason)
         self._output.finish()
         return self._output.take()
 
     @property
     def is_partial(self) -> bool:
-        """True if the message differs from what the model has written: something was left out of it, or closed."""
+        """True if the message differs from the model's output: text was dropped, or a call was closed."""
         return self._output.is_partial
 
     @property
     def is_cut(self) -> bool:
-        """True if the output ended inside a call that the message has not, or only a part of."""
+        """True if the output ended inside a call, which the message lacks or contains only in part."""
         return self._output.is_cut
 
 
 class TaggedMessage:
-    """A message of reasoning between tags, text, and calls that begin with markers.
+    """A message of reasoning between tags, content, and calls that begin with markers.
 
-    A call in the reasoning ends it if no end tag follows: models at times forget the tag. If one follows, the call
-    is a part of the reasoning, unless the model ends the message right behind call and tag: nothing would be left
-    of it. So a call is kept back there until the text ends, or goes on behind the tag.
+    A call inside the reasoning ends the reasoning if no end tag follows, because models sometimes forget the tag.
+    If one follows, the call is part of the reasoning, unless the model ends the message right after the call and
+    the tag: otherwise the message would be empty. So a call inside reasoning is held back until the text ends or
+    goes on after the tag.
 
-    The beginning of a marker at the end of the text is left out inside a structure: in the reasoning, right after a
-    call, or where only calls may come. In other text it may be meant as it is (`a <`), so it stays, unless a limit
-    has cut the text behind two or more of its characters.
+    If the text ends with the beginning of a marker, that beginning is dropped inside a structure: in the reasoning,
+    right after a call, or where only calls may come. In other text it may be meant literally (`a <`), so it is
+    kept, unless a limit cut the text after two or more of the marker's characters.
     """
 
     def __init__(
@@ -192,9 +194,11 @@ class TaggedMessage:
                 self._output.reasoning(before)
 
     def _ends_with_call(self, tags: ReasoningTags, before: str, marker: str) -> Steps[bool]:
-        """Read a whole call that begins here, and the rest of the reasoning if it is a part of that; else nothing.
+        """Decide whether a call inside the reasoning ends it, and read on accordingly; True if reasoning ended.
 
-        It ends the reasoning if no end tag follows, or if nothing follows behind one, which is then left out.
+        The call ends the reasoning if no end tag follows, or if nothing follows the end tag, which is then dropped.
+        Otherwise the call and the rest of the reasoning, through the end tag, are read as reasoning. Nothing is
+        read if there is no complete call here.
         """
         if self._reader.has_ended:
             return False
@@ -221,7 +225,7 @@ class TaggedMessage:
         return True
 
     def _more_calls(self, end: str) -> Steps[bool]:
-        """Read other calls, and the end tag; False if there is anything else."""
+        """Read further calls and the end tag; return False if anything else comes before it."""
         calls, lines = self._markers.calls, self._markers.lines
         between = tuple(each for each in (*self._markers.left_over, *self._markers.ignored) if each not in calls)
         while True:
@@ -266,7 +270,7 @@ class TaggedMessage:
                 yield from self._lines()
 
     def _cut_left_over(self) -> Steps[None]:
-        """Leave out the beginning of a text that ends calls, right behind a call and before another marker."""
+        """Drop an incomplete end marker between a call and the next marker."""
         markers = self._markers
         mark = self._reader.mark()
         yield from self._reader.whitespace()
@@ -287,7 +291,7 @@ class TaggedMessage:
                 return
 
     def _call(self, before: str, marker: str, otherwise: Emit) -> Steps[bool]:
-        """Read the calls that `marker` begins; if there are none, pass the text, with `before`, to `otherwise`."""
+        """Read the calls that `marker` begins; if there are none, pass `before` and the text to `otherwise`."""
         mark = self._reader.mark()
         is_call = yield from self._read_calls(marker)
         rejected = self._reader.release(mark)
@@ -297,7 +301,7 @@ class TaggedMessage:
             otherwise(before + rejected)
             return False
         text = rejected + self._reader.rest()
-        # A marker alone may be meant as text, as its beginning may.
+        # A marker alone, like the beginning of one, may be meant as text.
         n_least = 2 if marker in self._markers.lines else int(self._reader.end_reason != "limit")
         in_structure = self._output.after_call or otherwise != self._output.content
         if in_structure or len(text.strip()) >= n_least:
@@ -307,7 +311,7 @@ class TaggedMessage:
         return False
 
     def _fragment(self, rest: str) -> None:
-        """Add the beginning of a marker, with which the text ends, to the content, or leave it out."""
+        """Add the partial marker that the text ends with to the content, or drop it."""
         text, output, markers = rest.strip(), self._output, self._markers
         expected = bool(output.n_calls) * markers.left_over + self._seen_ignored * markers.ignored
         if self._reader.end_reason == "limit":

@@ -1,7 +1,7 @@
-"""The parts of a message that a parser has found, until they are taken as a `Delta`.
+"""The parts of a message that a parser has found, collected until they are taken as a `Delta`.
 
-Whitespace around reasoning, before a call and between calls belongs to the markers and is left out. So whitespace
-that ends the text so far is kept back until it is known what follows.
+Whitespace around reasoning, before a call and between calls belongs to the markers and is dropped. So trailing
+whitespace is held back until it is known what follows.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from llamaslot.formats.reader import Reader
 
 @dataclass(slots=True)
 class _Part:
-    """Content, reasoning or calls without any of the others in between."""
+    """Consecutive content, reasoning or calls, without anything of another kind in between."""
 
     kind: Literal["content", "reasoning", "calls"]
     texts: list[str] = field(default_factory=list)
@@ -30,24 +30,24 @@ class _Part:
 
 
 class Output:
-    """Content, reasoning and calls that are not taken yet.
+    """Content, reasoning and calls that have not been taken yet.
 
-    Without `trim` all content is passed on as it is. With `reasoning_as_content`, reasoning and its markers become
-    content. Calls after the first are left out unless they are `parallel`. With `calls_only` there is no content.
+    Without `trim` all content is passed on unchanged. With `reasoning_as_content`, reasoning and its markers become
+    content. Without `parallel`, calls after the first are dropped. With `calls_only`, content is dropped.
     """
 
     def __init__(self, *, trim: bool, reasoning_as_content: bool, parallel: bool, calls_only: bool = False) -> None:
         self.n_calls = 0
         self.is_cut = False
-        """True if the text ended inside a call that the message has not, or only a part of."""
+        """True if the text ended inside a call, which the message lacks or contains only in part."""
         self.is_partial = False
-        """True if the message differs from what the model has written: something was left out of it, or closed."""
+        """True if the message differs from the model's output: text was dropped, or a call was closed."""
         self.in_call = False
         """True if the last call has not ended."""
         self.after_call = False
-        """True if nothing but whitespace came after the last call."""
+        """True if only whitespace has come after the last call."""
         self.on_call: Callable[[], object] = lambda: None
-        """Called when a call is certain."""
+        """Called when it is certain that a call has begun."""
         self._trims = trim
         self._as_content = reasoning_as_content
         self._parallel = parallel
@@ -63,7 +63,7 @@ class Output:
         self._arguments: list[str] = []
 
     def content(self, text: str) -> None:
-        """Add text of the answer."""
+        """Add content."""
         if self._is_muted:
             return
         if self._calls_only:
@@ -85,7 +85,7 @@ class Output:
             self._whitespace.append(text[len(text.rstrip()) :])
 
     def reasoning(self, text: str) -> None:
-        """Add text of the reasoning."""
+        """Add reasoning."""
         if self._as_content:
             self._add_content(text)
             return
@@ -102,23 +102,26 @@ class Output:
             self._reasoning_whitespace.append(text[len(text.rstrip()) :])
 
     def leave_out(self, text: str) -> None:
-        """Leave out text that is no part of the message."""
+        """Note that this text is dropped from the message."""
         self.is_partial |= bool(text.strip())
 
     def cut(self, text: str) -> None:
-        """Leave out the beginning of a call whose name is not known yet, inside which the text ended."""
+        """Drop an unfinished call at the end of the text, whose name is not known yet."""
         self.leave_out(text)
         self.is_cut |= self._parallel or not self.n_calls
 
     def rejected(self, text: str, reader: Reader) -> None:
-        """Add text that is no call to the content; leave it out if it was about to become one when it ended."""
+        """Add text that is not a call to the content; drop it if the text ended before that was certain."""
         if reader.is_undecided:
             self.cut(text + reader.rest())
         else:
             self.content(text)
 
     def begin_reasoning(self, marker: str, *, continued: bool = False) -> None:
-        """Begin a section of reasoning, which the prompt may have `continued`; whitespace before it is left out."""
+        """Begin a section of reasoning and drop whitespace before it.
+
+        `continued`: the prompt already contains the beginning of the reasoning.
+        """
         if self._as_content:
             self._add_content(*self._whitespace, marker)
         else:
@@ -127,7 +130,7 @@ class Output:
         self._whitespace.clear()
 
     def end_reasoning(self, marker: str) -> None:
-        """End a section of reasoning, and leave out whitespace after it."""
+        """End a section of reasoning and drop whitespace after it."""
         if self._as_content:
             self._add_content(marker)
         else:
@@ -148,30 +151,30 @@ class Output:
             self._part("calls").calls.append(ToolCallDelta(self.n_calls - 1, name, call_id or None))
 
     def arguments(self, text: str) -> None:
-        """Add to the arguments of the call that began last."""
+        """Add to the arguments of the last call."""
         if self._shows_call and not self._is_muted:
             self._arguments.append(text)
 
     def end_call(self, *, was_closed: bool = False) -> None:
-        """End the call, whose arguments are whole; `was_closed` if the model left out what closes them."""
+        """End the call, whose arguments are complete; `was_closed`: the model omitted the text that closes them."""
         self.in_call = False
         self.after_call = True
         self.is_partial |= was_closed
 
     def mute(self) -> None:
-        """Add nothing to the message until `unmute`, so that a call can be read to see whether it is one."""
+        """Add nothing to the message until `unmute`, so that the parser can try to read a call."""
         self._is_muted = True
         self._before_mute = (self.n_calls, self.is_cut, self.is_partial, self.after_call)
 
     def unmute(self) -> bool:
-        """End that, and forget what was read; True if the text has not ended inside a call."""
+        """Restore the state before `mute`; return True if the text did not end inside a call."""
         is_whole = not self.in_call and not self.is_cut
         self.n_calls, self.is_cut, self.is_partial, self.after_call = self._before_mute
         self._is_muted = self.in_call = False
         return is_whole
 
     def finish(self) -> None:
-        """End the message: whitespace at the end of its content belongs to it."""
+        """End the message; whitespace at the end of its content belongs to the content."""
         if self.in_call and self._shows_call:
             self.is_cut = self.is_partial = True
         if self._whitespace and not self._at_section_start:
@@ -179,14 +182,14 @@ class Output:
         self._whitespace.clear()
 
     def take(self) -> Delta:
-        """Return what was added since the last time."""
+        """Return everything added since the last call."""
         self._end_arguments()
         delta = Delta.of(part.delta() for part in self._parts)
         self._parts.clear()
         return delta
 
     def _part(self, kind: Literal["content", "reasoning", "calls"]) -> _Part:
-        """Return the last part if it is of this kind, else a new one."""
+        """Return the last part if it is of this kind, otherwise a new one."""
         if not self._parts or self._parts[-1].kind != kind:
             self._parts.append(_Part(kind))
         return self._parts[-1]
@@ -206,6 +209,6 @@ class Output:
             return
         index = self.n_calls - 1 if self._parallel else 0
         calls = self._part("calls").calls
-        # The name has a delta of its own, as OpenAI sends it.
+        # OpenAI sends the name in a delta of its own, so arguments are never merged into it.
         earlier = calls.pop().arguments if calls and calls[-1].index == index and calls[-1].name is None else ""
         calls.append(ToolCallDelta(index, arguments=earlier + text))

@@ -1,4 +1,4 @@
-"""An assistant's message as its client receives it: parsed from generated text, with an id for each call."""
+"""The assistant's message as the client receives it: parsed from generated text, with an id for each call."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from llamaslot.formats.format import Format
 
 
 class ParsedMessage:
-    """Content, reasoning and tool calls of one completion, added text by text.
+    """Content, reasoning and tool calls of one completion, parsed as its text arrives.
 
-    Calls without an id of their own get one that depends on `completion_id` and their number: the prompt worker
-    parses the whole text again to remember the message, and finds the ids that the client received.
+    Calls without an id in the output get one derived from `completion_id` and their index. The prompt worker parses
+    the complete text again to remember the message, and thereby gets the same ids that the client received.
     """
 
     def __init__(self, format_: Format, options: ParserOptions, completion_id: str) -> None:
         self._format = format_
         self._completion_id = completion_id
-        # Text in which nothing is to be found need not be searched.
+        # Without reasoning, calls and markers to drop, all text is content and needs no parser.
         is_plain = format_.reasoning is None and not options.reads_calls and not format_.markers.ignored
         self._parser = None if is_plain else format_.parser(options)
         self._content: list[str] = []
         self._reasoning: list[str] = []
         self._calls: list[list[ToolCallDelta]] = []
         self.reason: FinishReason | None = None
-        """Why the message ended, once it has.
+        """Why the message ended; None until then.
 
-        A message that the model ended inside a call is one that a limit has cut: `limit`.
+        If the model ended the text inside a call, the reason is `limit`: the call is incomplete either way.
         """
 
     def push(self, text: str, end: FinishReason | None = None) -> Delta:
-        """Add text, with the last one the reason of its `end`; return what that adds to the message.
+        """Add text and return what it adds to the message, with an id for each call.
 
-        Each call has an id.
+        Pass `end`, the reason why the text ended, with the last text.
         """
         if self._parser is None:
             delta = Delta(text)
@@ -81,12 +81,12 @@ class ParsedMessage:
 
     @property
     def has_cut_call(self) -> bool:
-        """True if the last call is not complete, so that no client must carry it out."""
+        """True if the last call is incomplete, so that no client may execute it."""
         return bool(self._calls) and not is_object("".join(part.arguments for part in self._calls[-1]))
 
     @property
     def is_partial(self) -> bool:
-        """True if the message differs from what the model has written: something was left out of it, or closed."""
+        """True if the message differs from the model's output: text was dropped, or a call was closed."""
         return self._parser is not None and self._parser.is_partial
 
     def _with_ids(self, part: Delta) -> Delta:

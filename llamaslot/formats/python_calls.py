@@ -1,4 +1,4 @@
-"""Reading calls that are written as in Python: `[f(a="text", b=1), g()]`."""
+"""Reading calls in Python syntax: `[f(a="text", b=1), g()]`."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _LITERALS = {True: "True", False: "False", None: "None"}
 
 
 class PythonCalls:
-    """Reads calls from `reader` to `output`; with `known_only` only ones of the given tools are calls.
+    """Reads calls from `reader` to `output`; with `known_only`, only the given tools can be called.
 
-    Arguments without a name are those of the tool's schema in its order. The names of a schema need not be names of
-    Python: many are like `content-type` or `$filter`.
+    Positional arguments get their names from the tool's schema, in its order. Names in a schema need not be valid
+    Python names: many look like `content-type` or `$filter`.
     """
 
     def __init__(
@@ -36,14 +36,14 @@ class PythonCalls:
         self._known_only = known_only
 
     def read_items(self) -> Steps[bool]:
-        """Read a list after its bracket; False if the first item is no call, and nothing was reported."""
+        """Read a list after its opening bracket; return False if the first item is not a call."""
         return (yield from read_list(self._reader, self._output, self.read))
 
     def read(self) -> Steps[bool]:
-        """Read one call; False if it is none, and nothing was reported."""
+        """Read one call; return False if there is none (nothing is reported then)."""
         name = yield from self._reader.all(_NAME)
         if name.removesuffix(".call") in self._tools:
-            name = name.removesuffix(".call")  # as Llama calls built-in tools
+            name = name.removesuffix(".call")  # Llama calls built-in tools as `f.call(...)`.
         if not name or (self._known_only and name not in self._tools):
             if not any(f"{each}.call".startswith(name) for each in self._tools):
                 self._reader.is_undecided = False
@@ -58,9 +58,9 @@ class PythonCalls:
         return True
 
     def _arguments(self, name: str) -> Steps[bool]:
-        """Copy the arguments as the fields of an object; False if the text ends inside them.
+        """Copy the arguments as the fields of an object; return False if the text ends inside them.
 
-        If the model ends it after a whole argument, they are whole.
+        If the model ends the text after a complete argument, the arguments count as complete.
         """
         tool = self._tools.get(name)
         properties = tool.parameters.get("properties") if tool else None
@@ -82,7 +82,7 @@ class PythonCalls:
             if not (yield from self._reader.peek()):
                 return False
             if parameter is None:
-                # A tool must not run without what cannot be read.
+                # A tool must not run without an argument that cannot be parsed: leave the call incomplete.
                 yield from self._reader.until(Markers(()), lambda _: None)
                 return False
             field = json.dumps(parameter, ensure_ascii=False) + ": "
@@ -93,9 +93,9 @@ class PythonCalls:
             follows_value = True
 
     def _parameter_name(self, known: Sequence[str], by_position: Sequence[str]) -> Steps[str | None]:
-        """Read the name before a value; without one it is the name `by_position`. None if there is none either.
+        """Read the name before a value; without one, return the name `by_position`; None if there is neither.
 
-        `known` has the tool's names with what follows them, the longest first.
+        `known` contains the tool's parameter names, each followed by `=`, longest first.
         """
         if found := (yield from self._reader.accept(*known)):
             return found.removesuffix("=")
@@ -105,13 +105,13 @@ class PythonCalls:
             if (yield from self._reader.accept("=")):
                 return name or None
             if not (yield from self._reader.peek()):
-                # It may be the beginning of a name.
+                # The text ended: this may be the beginning of a name.
                 return None
             self._reader.unread(name + blanks)
         return next(iter(by_position), None)
 
     def _value(self) -> Steps[bool]:
-        """Copy one value; False if the text ends inside it."""
+        """Copy one value; return False if the text ends inside it."""
         parts = 0
 
         def emit(text: str) -> None:
@@ -126,13 +126,13 @@ class PythonCalls:
 
 
 def python_call(call: ToolCall) -> str:
-    """Return a call as in Python; what is inside lists and objects stays JSON."""
+    """Return a call in Python syntax; lists and objects stay JSON."""
     arguments = [f"{name}={_python_text(value)}" for name, value in fields_of(call.arguments).items()]
     return f"{call.name}({', '.join(arguments)})"
 
 
 def python_call_expression(writer: GrammarWriter, tool: Tool) -> str:
-    """Return a grammar's expression for what `python_call` returns, required arguments before the others."""
+    """Return a grammar expression for a call as `python_call` writes it, required arguments first."""
     schema = object_schema(tool)
     properties, names = parameters_of(schema)
     parts = {

@@ -1,9 +1,9 @@
 """Reading text that arrives in pieces.
 
-A parser is written as if the whole text were there: a generator that calls the methods of `Reader` with
-`yield from`. They suspend it while the text that has arrived does not decide what comes next, so a decision depends
-on the text alone and never on how it was cut into pieces. Characters are read once, and no more than the possible
-beginning of a marker stays unread.
+A parser is a generator that calls the methods of `Reader` with `yield from`, written as if the whole text were
+there. The methods suspend it while the text so far does not decide what comes next, so decisions depend only on the
+text, never on how it was split into pieces. Characters are read once, and at most the possible beginning of a
+marker stays unread.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from llamaslot.base.events import FinishReason
 
 T = TypeVar("T")
 Steps: TypeAlias = Generator[None, None, T]
-"""A computation that yields when it needs more text."""
+"""A generator that yields when it needs more text."""
 
 Emit: TypeAlias = Callable[[str], object]
 
@@ -24,12 +24,12 @@ _WHITESPACE = re.compile(r"\s+")
 
 
 def beginnings(text: str, shortest: int) -> tuple[str, ...]:
-    """Return the beginnings of a marker from which its end is missing, the longest first."""
+    """Return the proper prefixes of a marker with at least `shortest` characters, longest first."""
     return tuple(text[:end] for end in range(len(text) - 1, shortest - 1, -1))
 
 
 class Markers:
-    """Texts to search for; where several begin at the same place the longest is found."""
+    """Texts to search for; if several match at the same position, the longest is found."""
 
     def __init__(self, texts: Iterable[str]) -> None:
         longest_first = sorted({text for text in texts if text}, key=len, reverse=True)
@@ -39,7 +39,7 @@ class Markers:
         self.pattern = re.compile(alternatives or r"(?!)")
 
     def possible(self, text: str, start: int) -> int:
-        """Return where the end of `text` may be the beginning of a marker; its length if it cannot be."""
+        """Return the position from which the end of `text` may be the beginning of a marker; its length if none."""
         for position in range(max(start, len(text) - self._longest + 1), len(text)):
             if text[position:] in self._beginnings:
                 return position
@@ -47,7 +47,7 @@ class Markers:
 
 
 class Reader:
-    """The text that has arrived and is not read yet."""
+    """The text that has arrived and has not been read yet."""
 
     def __init__(self) -> None:
         self._text = ""
@@ -57,7 +57,7 @@ class Reader:
         self.end_reason: FinishReason | None = None
         """Why the text ended; None while more may come."""
         self.is_undecided = False
-        """True once the end of the text has decided what comes next: more text might have decided otherwise."""
+        """True if the last decision was made only because the text ended: more text might have changed it."""
 
     def feed(self, text: str) -> None:
         """Append text."""
@@ -65,21 +65,21 @@ class Reader:
         self._at = 0
 
     def end(self, reason: FinishReason) -> None:
-        """Declare that no more text comes."""
+        """Mark the text as ended."""
         self.end_reason = reason
 
     @property
     def has_ended(self) -> bool:
-        """True if no more text comes."""
+        """True once the text has ended."""
         return self.end_reason is not None
 
     @property
     def ended_by_itself(self) -> bool:
-        """True if the model ended the text, which neither a limit nor a stop string has cut."""
+        """True if the model ended the text itself; False if a limit or a stop string cut it."""
         return self.end_reason == "eos"
 
     def mark(self) -> int:
-        """Keep all text that is read from here on, until `release`; marks may be nested."""
+        """Keep all text read from here on until `release`; marks may be nested."""
         self._marks += 1
         return len(self._kept)
 
@@ -92,12 +92,12 @@ class Reader:
         return text
 
     def unmark(self) -> None:
-        """Remove all marks: what was read will not be needed again."""
+        """Remove all marks: the text read so far will not be needed again."""
         self._marks = 0
         self._kept.clear()
 
     def peek(self) -> Steps[str]:
-        """Return the next character without reading it; nothing at the end."""
+        """Return the next character without reading it; empty at the end."""
         while self._at == len(self._text):
             if self.has_ended:
                 self.is_undecided = True
@@ -106,16 +106,16 @@ class Reader:
         return self._text[self._at]
 
     def skip(self) -> str:
-        """Read one character, which `peek` has returned."""
+        """Read one character, the one that `peek` returned."""
         return self._read(self._at + 1)
 
     def run(self, pattern: re.Pattern[str]) -> str:
-        """Read what a repeated character class matches of the text that has arrived; more may come."""
+        """Read matching characters that have arrived; more may come. `pattern` repeats one character class."""
         match = pattern.match(self._text, self._at)
         return self._read(match.end()) if match else ""
 
     def all(self, pattern: re.Pattern[str]) -> Steps[str]:
-        """Read as long as a repeated character class matches."""
+        """Read all matching characters, waiting for more text if needed. `pattern` repeats one character class."""
         found: list[str] = []
         while True:
             text = self.run(pattern)
@@ -132,7 +132,7 @@ class Reader:
         return (yield from self.all(_WHITESPACE))
 
     def looking_at(self, *texts: str) -> Steps[str]:
-        """Return the first of `texts` that comes next, without reading it; nothing if none does."""
+        """Return the first of `texts` that comes next, without reading it; empty if none does."""
         while True:
             undecided = False
             for text in texts:
@@ -152,14 +152,14 @@ class Reader:
         return next((text for text in texts if self._text.startswith(text, self._at)), "")
 
     def accept(self, *texts: str) -> Steps[str]:
-        """Read and return the first of `texts` that comes next; nothing if none does."""
+        """Read and return the first of `texts` that comes next; empty if none does."""
         found = yield from self.looking_at(*texts)
         return self._read(self._at + len(found))
 
     def until(self, markers: Markers, emit: Emit) -> Steps[str]:
-        """Read up to the first marker and through it, pass the text before it to `emit`, return the marker.
+        """Read through the next marker: pass the text before it to `emit` and return the marker.
 
-        Returns nothing if the text ends without a marker; the beginning of one at the end is then left for `rest`.
+        Returns an empty string if the text ends without a marker; `rest` then returns a partial marker at its end.
         """
         while True:
             found = markers.pattern.search(self._text, self._at)
@@ -174,21 +174,21 @@ class Reader:
             yield
 
     def rest(self) -> str:
-        """Read all that is left of a text that has ended."""
+        """Read the rest of a text that has ended."""
         return self._read(len(self._text)) if self.has_ended else ""
 
     def fragment(self, *texts: str) -> str:
-        """Read what is left of a text that has ended if one of `texts` begins with it; nothing otherwise."""
+        """Read the rest of a text that has ended if it is the beginning of one of `texts`; otherwise return ""."""
         left = self._text[self._at :]
         is_fragment = self.has_ended and any(len(left) < len(text) and text.startswith(left) for text in texts)
         return self.rest() if is_fragment else ""
 
     def has_later(self, text: str) -> bool:
-        """Return True if a text is in what has arrived and is not read."""
+        """Return True if the unread text contains `text`."""
         return text in self._text[self._at :]
 
     def unread(self, text: str) -> None:
-        """Go back before `text`, which was read last, after any mark that is set."""
+        """Go back before `text`, which must be the text read last and lie after any mark that is set."""
         if self._text.endswith(text, 0, self._at):
             self._at -= len(text)
         else:
@@ -214,7 +214,7 @@ class Reader:
 
 
 class Machine:
-    """A reader with the computation that reads from it."""
+    """Drives a generator that reads from a `Reader`."""
 
     def __init__(self, reader: Reader, steps: Steps[T]) -> None:
         self._reader = reader
@@ -222,12 +222,12 @@ class Machine:
         self._advance()
 
     def feed(self, text: str) -> None:
-        """Append text and compute as far as it allows."""
+        """Append text and run the generator until it needs more."""
         self._reader.feed(text)
         self._advance()
 
     def end(self, reason: FinishReason = "eos") -> None:
-        """End the text and the computation."""
+        """End the text and run the generator to its end."""
         self._reader.end(reason)
         self._advance()
 

@@ -37,7 +37,7 @@ FORMATS: tuple[type[Format], ...] = (
     Hermes,
     Generic,
 )
-"""In the order in which they are tried: a format stands before those whose marks its templates have as well."""
+"""In order of trial: a format comes before any other whose markers its templates also contain."""
 
 _REASONING_TAGS = (
     ("<think>", "</think>"),
@@ -48,7 +48,7 @@ _REASONING_TAGS = (
 
 
 def format_of(source: str, special: Mapping[str, int]) -> Format:
-    """Return the format of a template; `special` are the ids of the control tokens (see `Format`)."""
+    """Return the format of a template; `special` maps control tokens to their ids (see `Format`)."""
     tags = next((ReasoningTags(*pair) for pair in _REASONING_TAGS if pair[0] in source or pair[1] in source), None)
     recognised = next(each for each in FORMATS if each.recognises(source))
     return recognised(source, special, tags)

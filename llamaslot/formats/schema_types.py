@@ -1,4 +1,4 @@
-"""The JSON types that a schema allows, to tell what the text of an argument stands for."""
+"""The JSON types that a schema allows, used to convert an argument's text to JSON."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _PYTHON_LITERALS = {"True": "true", "False": "false", "None": "null"}
 
 
 def parameter_types(parameters: Mapping[str, Any], name: str) -> frozenset[str]:
-    """Return the types of one parameter; all of them if the schema of the arguments does not say."""
+    """Return the types of one parameter; all types if the schema does not restrict them."""
     properties = parameters.get("properties")
     schema = properties.get(name) if isinstance(properties, Mapping) else None
     return value_types(schema, parameters)
 
 
 def without_reference(parameters: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the schema of a tool's arguments with what its own `$ref` names in its place."""
+    """Return the schema of a tool's arguments with a `$ref` at its top level resolved."""
     found = referenced(parameters.get("$ref"), parameters)
     if not isinstance(found, Mapping) or "$ref" in found or not parameters.keys() <= _BESIDE_A_REFERENCE:
         return parameters
@@ -44,14 +44,15 @@ def value_types(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
 
 
 class _SchemaTypes:
-    """Computes the types of each schema of a tool once: clients write schemas, and references make trees of them
-    that are exponentially larger.
+    """Computes the types of each subschema of a tool once.
+
+    Clients write the schemas, and expanding references can make them exponentially larger.
     """
 
     def __init__(self, root: Mapping[str, Any]) -> None:
         self._root = root
         self._known: dict[int, frozenset[str]] = {}
-        """By the ids of schemas in `root`; those that are being computed have all types, which ends cycles."""
+        """Keyed by `id` of the subschema; one that is being computed has all types, which ends reference cycles."""
 
     def of(self, schema: Any, depth: int = 0) -> frozenset[str]:
         if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
@@ -85,9 +86,9 @@ class _SchemaTypes:
 
 
 def json_of(text: str, types: frozenset[str]) -> str:
-    """Return the JSON that an argument's text stands for.
+    """Return an argument's text as JSON.
 
-    A value that could be a string is one unless it is JSON of another type that is allowed. Text that is no JSON is
+    If strings are allowed, the text is a string unless it is JSON of another allowed type. Text that is not JSON is
     always a string.
     """
     stripped = text.strip()

@@ -1,16 +1,16 @@
-"""Reading calls whose arguments stand between tags, such as `<parameter=city>Paris</parameter>`.
+"""Reading calls with tagged arguments, such as `<parameter=city>Paris</parameter>`.
 
-The text of an argument says nothing of its type, so the tool's schema decides. Strings are passed on as they
-arrive, and so are objects and lists where nothing else is allowed; any other value is kept back until its end.
+The text of an argument does not say its type, so the tool's schema decides. Strings are passed on as they arrive,
+and so are objects and lists if the schema allows nothing else; any other value is held back until its end.
 
-The tag that closes a value may occur in the value: it counts only if another tag, or the end of the text, follows,
-on a new line if the value began on one. Models at times leave out a closing tag, or its second half. So a value
-also ends before another parameter of the tool, and before the tags that close the call if the text ends with them,
-or another call follows.
+The closing tag may also occur inside the value: it counts only if another tag or the end of the text follows, on a
+new line if the value began on one. Models sometimes omit a closing tag or its second half. So a value also ends
+before another parameter of the tool, and before the tags that close the call if the text ends with them or another
+call follows.
 
-Where the model ends the text after a whole argument, or in the tag that closes one, only tags are missing, and the
-call is whole; so it is where a stop string takes the place of the tags. Where the text ends after the function's
-name, or in a value, or where a limit cuts it, the call is not.
+If the model ends the text after a complete argument, or inside an argument's closing tag, only tags are missing and
+the call is complete; likewise if a stop string replaces the tags. If the text ends after the function's name or
+inside a value, or a limit cuts it, the call is incomplete.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ _WHITESPACE = re.compile(r"\s+")
 
 @dataclass(frozen=True, slots=True)
 class Tags:
-    """The texts around the parts of a call, and of its arguments."""
+    """The texts around the parts of a call and of its arguments."""
 
     name_open: str
     """Before the function's name; may be empty."""
     name_close: str
-    """After it; may be empty where the name ends at a line break or tag."""
+    """After the function's name; may be empty if the name ends at a line break or tag."""
     parameter_open: str
     parameter_close: str
     value_open: str
-    """Between the parameter's name and its value, after `parameter_close` and whitespace; may be empty."""
+    """Before the value, after `parameter_close` and whitespace; may be empty."""
     value_close: str
     call_close: str
     lines: bool
-    """A line break after the opening and before the closing tag of a value is no part of it."""
+    """True if a line break after a value's opening tag and before its closing tag is not part of the value."""
 
 
 QWEN_TAGS = Tags("<function=", ">", "<parameter=", ">", "", "</parameter>", "</function>", lines=True)
@@ -54,7 +54,7 @@ MINIMAX_TAGS = Tags('<invoke name="', '">', '<parameter name="', '">', "", "</pa
 
 
 class TaggedCalls:
-    """Reads calls from `reader` to `output`; `section` are the tags before the first and after the last one."""
+    """Reads calls from `reader` to `output`; `section` holds the tags before the first and after the last call."""
 
     def __init__(
         self, reader: Reader, output: Output, tools: Mapping[str, Tool], tags: Tags, *, section: tuple[str, str]
@@ -65,7 +65,7 @@ class TaggedCalls:
         self._tools = tools
         self._tags = tags
         self._ends = tuple(text for text in (tags.call_close, section_close) if text)
-        # A closing tag may have lost its second half.
+        # The second half of a closing tag may be missing.
         n_least = len(tags.value_close) // 2
         closing = self._closing = (tags.value_close, *beginnings(tags.value_close, n_least))
         others = (tags.parameter_open, *self._ends)
@@ -74,14 +74,14 @@ class TaggedCalls:
             True: Markers([*closing, *on_new_line]),
             False: Markers([*closing, *others, *on_new_line]),
         }
-        """Where a value may end, if it began on a new line or not."""
+        """Texts at which a value may end, by whether it began on a new line."""
         self._next_call = tuple(text for text in (section_open, tags.name_open) if text)
         self._cut_ends = tuple(text for end in self._ends for text in beginnings(end, 2))
 
     def read(self, *, opened: bool = False) -> Steps[bool]:
-        """Read one call; False if it is none, and nothing was reported.
+        """Read one call; return False if there is none (nothing is reported then).
 
-        If the text before the name was `opened`, and read already, only the name of a tool makes it a call.
+        `opened`: the tag before the name has been read already; then only a known tool's name makes this a call.
         """
         tags = self._tags
         if tags.name_open and not opened and not (yield from self._reader.accept(tags.name_open)):
@@ -98,7 +98,7 @@ class TaggedCalls:
         return True
 
     def read_arguments(self, name: str) -> Steps[None]:
-        """Report the call and read its arguments and the tag after them."""
+        """Report the call, then read its arguments and the tag after them."""
         self._output.call(name, None)
         yield from self._reader.whitespace()
         if (yield from self._reader.looking_at("{")):
@@ -141,17 +141,17 @@ class TaggedCalls:
         self._output.end_call(was_closed=is_open)
 
     def _ends_in_tag(self) -> bool:
-        """Read the rest of the text; True if it is nothing, or the beginning of a tag that closes the call.
+        """Read the rest of the text; return True if it is empty or the beginning of a tag that closes the call.
 
-        That of a parameter's tag is no end.
+        The beginning of a parameter's opening tag does not count.
         """
         rest = self._reader.rest()
         return not rest or not self._tags.parameter_open.startswith(rest)
 
     def _at_tag(self, *, on_new_line: bool = False) -> Steps[bool]:
-        """Return True if whitespace, and then the tag of an argument or of the call's end, comes next.
+        """Return True if an argument's opening tag or a tag that closes the call comes next, after whitespace.
 
-        So does the end of the text, in which the tag may be cut. With `on_new_line` there must be a line break
+        The end of the text counts as such a tag, which may be cut. With `on_new_line` there must be a line break
         before the tag.
         """
         whitespace = yield from self._reader.whitespace()
@@ -161,9 +161,9 @@ class TaggedCalls:
         return bool(found) or self._reader.is_undecided
 
     def _parameter_name(self) -> Steps[str | None]:
-        """Read the name and what stands before the value; None if the text ends or something is wrong."""
+        """Read the name and the tags before the value; return None if the text ends or a tag is missing."""
         parts: list[str] = []
-        # A name ends at a line break as well, where the model left out what closes its tag.
+        # The model may omit the end of the name's tag; the name then ends at the line break.
         ends = Markers([self._tags.parameter_close, *(["\n"] if self._tags.lines else [])])
         end = yield from self._reader.until(ends, parts.append)
         if not end:
@@ -177,7 +177,7 @@ class TaggedCalls:
         return "".join(parts).strip()
 
     def _value(self, types: frozenset[str], names: Collection[str] | None) -> Steps[bool]:
-        """Copy one value; False if the text ends inside it. `names` are those of other arguments, None for any."""
+        """Copy one value; return False if the text ends inside it. `names`: other arguments' names (None: any)."""
         value = _value_sink(types, self._output.arguments)
         has_line = bool(self._tags.lines and (yield from self._reader.accept("\n")))
         while True:
@@ -202,7 +202,7 @@ class TaggedCalls:
             value.feed(marker)
 
     def _ends_in_closing_tag(self, *, has_line: bool) -> bool:
-        """Read the rest of the text; True if the model ended it in the second half of a tag that ends a value."""
+        """Read the rest; return True if the model ended the text in the second half of a tag that ends a value."""
         rest = self._reader.rest()
         tag = rest.removeprefix("\n")
         on_new_line = tag != rest
@@ -212,12 +212,12 @@ class TaggedCalls:
         return any(each.startswith(tag) and 2 * len(tag) >= len(each) for each in closing)
 
     def _ends_value(self, marker: str, names: Collection[str] | None, *, has_line: bool) -> Steps[bool]:
-        """Return True if the marker ends the value, by what follows it."""
+        """Decide from the text after the marker whether it ends the value."""
         tags, tag = self._tags, marker.removeprefix("\n")
         if tag in self._closing:
             if (yield from self._at_tag(on_new_line=has_line)):
                 return True
-            # The next closing tags may be cut or missing, too, if others or another call follow.
+            # The following closing tags may be cut or missing, too, if further ones or another call follow.
             is_cut = yield from self._reader.accept(*self._cut_ends)
             yield from self._reader.whitespace()
             found = yield from self._reader.looking_at(*self._next_call, *(self._ends if is_cut else ()))
@@ -232,7 +232,7 @@ class TaggedCalls:
         return bool(found) or self._reader.is_undecided
 
     def _at_parameter(self, names: Collection[str] | None) -> Steps[bool]:
-        """Return True if the name of another argument comes next, and what stands before its value."""
+        """Return True if the name of another argument and the tags before its value come next."""
         name = yield from self._reader.all(_NAME)
         if not name or (names is not None and name not in names):
             return False
@@ -258,7 +258,7 @@ class _String:
 
 
 class _Kept:
-    """Keeps a value back until its end."""
+    """Holds a value back until its end."""
 
     def __init__(self, emit: Emit, types: frozenset[str]) -> None:
         self._emit = emit
@@ -273,7 +273,7 @@ class _Kept:
 
 
 class _Container:
-    """Passes an object or a list on as it arrives; anything else is kept back."""
+    """Passes an object or a list on as it arrives; anything else is held back."""
 
     def __init__(self, emit: Emit, types: frozenset[str]) -> None:
         reader = Reader()

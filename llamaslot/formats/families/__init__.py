@@ -1,1 +1,1 @@
-"""One module for each family of models, with the marks of its reasoning and calls."""
+"""Formats, one module for each model family."""

@@ -1,4 +1,4 @@
-"""Calls of DeepSeek R1 and its distillates, and of DeepSeek V3.1."""
+"""Tool calls of DeepSeek R1, its distilled models and DeepSeek V3.1."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _NAME = re.compile(r"[\w.\-:/]+")
 
 
 class DeepSeek(Format):
-    """The name and the arguments with a separator between them, or as R1 writes them, in a block of code.
+    """Calls with a separator token; R1 wraps the arguments in a code block.
 
-    R1 has the word `function` before the separator and the name after it, then `` ```json `` and the arguments.
-    Both are read whatever the template says.
+    V3.1 writes the name, the separator and the arguments. R1 writes the word `function`, the separator, the name
+    and the arguments in a `` ```json `` block. The parser accepts both, whatever the template says.
     """
 
     name = "deepseek"
@@ -33,16 +33,16 @@ class DeepSeek(Format):
 
     @classmethod
     def recognises(cls, source: str) -> bool:
-        """Return True if the template mentions the begin of calls."""
+        """Return True if the template mentions the marker before calls."""
         return SECTION_OPEN in source
 
     @property
     def preserved(self) -> tuple[str, ...]:
-        """Texts of control tokens that the parser needs in the output."""
+        """Control tokens whose text must stay in the output for the parser."""
         return (*super().preserved, SEPARATOR)
 
     def read_calls(self, reader: Reader, output: Output, tools: Mapping[str, Tool]) -> ReadCalls:
-        """Return the computation that reads calls."""
+        """Return the function that reads the calls a marker begins."""
 
         def read(marker: str) -> Steps[bool]:
             if marker == SECTION_OPEN:
@@ -58,7 +58,7 @@ class DeepSeek(Format):
         return f"{SECTION_OPEN}{self._between.join(rendered)}{SECTION_CLOSE}"
 
     def calls_expression(self, writer: GrammarWriter, tools: Sequence[Tool], *, parallel: bool) -> str:
-        """Return a grammar's expression for at least one call."""
+        """Return a grammar expression for one or more calls."""
         functions = [
             writer.rule(writer.sequence(writer.text(self._before(tool.name)), writer.arguments(tool)))
             for tool in tools

@@ -1,4 +1,4 @@
-"""Calls of Gemma 4 and FunctionGemma, in a notation of their own."""
+"""Tool calls of Gemma 4 and FunctionGemma, whose arguments are not JSON."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _KEYWORD = "call:"
 
 
 class Gemma(Format):
-    """`<|tool_call>call:f{a:<|"|>text<|"|>,b:1}<tool_call|>`: names have no quotes, strings quotes of their own.
+    """`<|tool_call>call:f{a:<|"|>text<|"|>,b:1}<tool_call|>`: unquoted names, and a control token as string quote.
 
-    Reasoning is a channel called `thought`. The models open and close channels without need, which is left out.
+    Reasoning is a channel called `thought`. The models also write needless channel markers; the parser drops them.
     """
 
     name = "gemma4"
@@ -37,17 +37,17 @@ class Gemma(Format):
 
     @classmethod
     def recognises(cls, source: str) -> bool:
-        """Return True if the template mentions the marker and the word before the name."""
+        """Return True if the template mentions the marker and `call:`."""
         return cls.opening in source and _KEYWORD in source
 
     @property
     def preserved(self) -> tuple[str, ...]:
-        """Texts of control tokens that the parser needs in the output."""
+        """Control tokens whose text must stay in the output for the parser."""
         channel = ("<|channel>", "<channel|>", "<|turn>") if self.reasoning else ()
         return (self.opening, self.closing, self.quote, *channel)
 
     def read_calls(self, reader: Reader, output: Output, tools: Mapping[str, Tool]) -> ReadCalls:
-        """Return the computation that reads calls."""
+        """Return the function that reads the calls a marker begins."""
 
         def read(_: str) -> Steps[bool]:
             yield from reader.whitespace()
@@ -73,9 +73,9 @@ class Gemma(Format):
         )
 
     def calls_expression(self, writer: GrammarWriter, tools: Sequence[Tool], *, parallel: bool) -> str:
-        """Return a grammar's expression for at least one call.
+        """Return a grammar expression for one or more calls.
 
-        The notation is no JSON. Raises `ValueError` for keywords of a schema that it cannot enforce.
+        Raises `ValueError` for schema keywords that cannot be enforced, because the notation is not JSON.
         """
         functions = [
             writer.rule(writer.sequence(writer.text(tool.name), Notation(writer, tool, self.quote).arguments()))
@@ -87,7 +87,7 @@ class Gemma(Format):
 
 
 class FunctionGemma(Gemma):
-    """The same with `<start_function_call>`, `<end_function_call>` and `<escape>`; it does not reason."""
+    """The same with `<start_function_call>`, `<end_function_call>` and `<escape>`, and without reasoning."""
 
     name = "function-gemma"
     opening, closing, quote = "<start_function_call>", "<end_function_call>", "<escape>"

@@ -1,4 +1,4 @@
-"""The notation in which Gemma writes values: `{a:<|"|>text<|"|>,b:[1,true]}`."""
+"""Gemma's notation for values, such as `{a:<|"|>text<|"|>,b:[1,true]}`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SCALARS = {"integer": _INTEGER, "number": _NUMBER, "boolean": '("true" | "false
 
 
 class Notation:
-    """Expressions for values of a tool's schema; names that it does not declare are not allowed."""
+    """Grammar expressions for the values that a tool's schema allows; undeclared names are not allowed."""
 
     def __init__(self, writer: GrammarWriter, tool: Tool, quote: str) -> None:
         self._writer = writer
@@ -32,7 +32,7 @@ class Notation:
         self._any = ""
 
     def arguments(self) -> str:
-        """Return an expression for the arguments."""
+        """Return an expression for the arguments object."""
         return self._object({key: value for key, value in self._root.items() if key not in _DEFINITIONS})
 
     def _value(self, schema: Any) -> str:
@@ -40,7 +40,7 @@ class Notation:
             return self._any_value()
         unknown = [key for key in schema if key not in _KEYWORDS]
         if unknown:
-            raise ValueError(f"the keyword {unknown[0]!r} is not supported in arguments in Gemma's notation")
+            raise ValueError(f"Gemma's tool call format does not support the schema keyword {unknown[0]!r}")
         if "$ref" in schema:
             return self._reference(schema["$ref"])
         options = [schema["const"]] if "const" in schema else schema.get("enum")
@@ -106,7 +106,7 @@ class Notation:
 
 
 def rendered(value: object, quote: str) -> str:
-    """Return a value in the notation."""
+    """Return a value in Gemma's notation."""
     match value:
         case str():
             return f"{quote}{value}{quote}"

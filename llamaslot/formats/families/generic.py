@@ -1,4 +1,4 @@
-"""Calls of models whose template has no form for them: JSON."""
+"""JSON tool calls for models whose template does not define a format for them."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from llamaslot.formats.reader import Reader, Steps
 class Generic(Format):
     """`{"name": "f", "arguments": {...}}` at the start of a line, or a list of such objects.
 
-    Also read are objects in a field `tool_call`, `tool_calls` or `function`, and calls as `Hermes` writes them,
-    since many models were trained on these. Without `<tool_call>`, only the name of a tool makes it a call.
+    The parser also accepts these objects inside a field `tool_call`, `tool_calls` or `function`, and the `Hermes`
+    format, because many models were trained on them. Without `<tool_call>`, an object is a call only if it names
+    one of the tools.
     """
 
     name = "generic"
@@ -28,11 +29,11 @@ class Generic(Format):
 
     @classmethod
     def recognises(cls, source: str) -> bool:
-        """Return True: it is what remains."""
+        """Return True: this format is the fallback."""
         return True
 
     def read_calls(self, reader: Reader, output: Output, tools: Mapping[str, Tool]) -> ReadCalls:
-        """Return the computation that reads calls."""
+        """Return the function that reads the calls a marker begins."""
         tagged, unmarked = ToolCallTag(reader, output, tools), UnmarkedCalls(reader, output, tools)
 
         def read(marker: str) -> Steps[bool]:
@@ -41,12 +42,12 @@ class Generic(Format):
         return read
 
     def render(self, calls: Sequence[ToolCall]) -> str:
-        """Return calls as the model is to write them."""
+        """Return calls as the model should write them."""
         rendered = ", ".join(map(json_call, calls))
         return f"[{rendered}]" if len(calls) > 1 else rendered
 
     def calls_expression(self, writer: GrammarWriter, tools: Sequence[Tool], *, parallel: bool) -> str:
-        """Return a grammar's expression for at least one call."""
+        """Return a grammar expression for one or more calls."""
         call = writer.rule(writer.choice(json_call_expression(writer, tool) for tool in tools))
         if not parallel:
             return call

@@ -1,4 +1,4 @@
-"""Calls of GLM 4.5 and later, with the names and values of arguments between tags."""
+"""Tool calls of GLM 4.5 and later, with tags around the name and value of each argument."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ class Glm(Format):
 
     @property
     def preserved(self) -> tuple[str, ...]:
-        """Texts of control tokens that the parser needs in the output."""
+        """Control tokens whose text must stay in the output for the parser."""
         tags = GLM_TAGS
         inner = (tags.parameter_open, tags.parameter_close, tags.value_open, tags.value_close)
         return (*super().preserved, *inner)
 
     def read_calls(self, reader: Reader, output: Output, tools: Mapping[str, Tool]) -> ReadCalls:
-        """Return the computation that reads calls."""
+        """Return the function that reads the calls a marker begins."""
         return ToolCallTag(reader, output, tools, GLM_TAGS).read
 
     def render(self, calls: Sequence[ToolCall]) -> str:
@@ -46,7 +46,7 @@ class Glm(Format):
         return self._line.join(map(self._rendered, calls))
 
     def calls_expression(self, writer: GrammarWriter, tools: Sequence[Tool], *, parallel: bool) -> str:
-        """Return a grammar's expression for at least one call."""
+        """Return a grammar expression for one or more calls."""
         line = self._line
         functions = []
         for tool in tools:

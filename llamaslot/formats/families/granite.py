@@ -1,4 +1,4 @@
-"""Calls of Granite 3 and 4."""
+"""Tool calls of Granite 3 and 4."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ LIST = "<|tool_call|>"
 
 
 class Granite(Hermes):
-    """`<|tool_call|>` and a list of JSON objects in Granite 3; as `Hermes` in Granite 4.
+    """`<|tool_call|>` and a list of JSON objects in Granite 3; the `Hermes` format in Granite 4.
 
-    Granite 3.3 writes its answer between `<response>` tags if it has reasoned.
+    After reasoning, Granite 3.3 writes its answer between `<response>` tags.
     """
 
     name = "granite"
@@ -26,11 +26,11 @@ class Granite(Hermes):
 
     @classmethod
     def recognises(cls, source: str) -> bool:
-        """Return True if the template has Granite's marks of roles and mentions calls."""
+        """Return True if the template has Granite's role marker and mentions calls."""
         return "<|start_of_role|>" in source and (LIST in source or OPEN in source)
 
     def read_calls(self, reader: Reader, output: Output, tools: Mapping[str, Tool]) -> ReadCalls:
-        """Return the computation that reads calls."""
+        """Return the function that reads the calls a marker begins."""
         return ToolCallTag(reader, output, tools).read
 
     def render(self, calls: Sequence[ToolCall]) -> str:
@@ -40,7 +40,7 @@ class Granite(Hermes):
         return super().render(calls)
 
     def calls_expression(self, writer: GrammarWriter, tools: Sequence[Tool], *, parallel: bool) -> str:
-        """Return a grammar's expression for at least one call."""
+        """Return a grammar expression for one or more calls."""
         if not self._in_list:
             return super().calls_expression(writer, tools, parallel=parallel)
         call = writer.rule(writer.choice(json_call_expression(writer, tool) for tool in tools))

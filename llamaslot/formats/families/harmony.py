@@ -1,4 +1,4 @@
-"""Messages of gpt-oss, in channels."""
+"""The Harmony format of gpt-oss: messages in channels."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ _NAMESPACE = "functions."
 
 _HEADER_END = Markers([MESSAGE, START, END, CALL, RETURN])
 _BODY_END = Markers([CHANNEL, START, END, CALL, RETURN])
-"""The models at times begin another message by its channel, without the end of the last."""
+"""Includes the channel marker: the models sometimes start the next message with it, without ending the last one."""
 _HEADER_BEGINNINGS = (CHANNEL, CONSTRAIN, MESSAGE, START, "to=", "assistant")
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 _CHANNEL = re.compile(re.escape(CHANNEL) + r"\s*(\w+)")
 
 
 class Harmony(Format):
-    """`<|start|>assistant<|channel|>final<|message|>...<|end|>`, the first two of which end the prompt.
+    """`<|start|>assistant<|channel|>final<|message|>...<|end|>`; the prompt ends with `<|start|>assistant`.
 
-    The channel `analysis` is reasoning, `final` and `commentary` are content. A message `to=functions.f` is a call;
-    the recipient stands before the channel or after it. Messages to other recipients, such as built-in tools that
-    were not asked for, are left out.
+    The channel `analysis` is reasoning; `final` and `commentary` are content. A message `to=functions.f` is a call;
+    the recipient comes before or after the channel. Messages to other recipients are dropped, for example calls of
+    built-in tools that the request does not declare.
     """
 
     name = "gpt-oss"
@@ -50,11 +50,11 @@ class Harmony(Format):
 
     @property
     def preserved(self) -> tuple[str, ...]:
-        """Texts of control tokens that the parser needs in the output."""
+        """Control tokens whose text must stay in the output for the parser."""
         return (CHANNEL, CONSTRAIN, MESSAGE, START, END, CALL, RETURN)
 
     def read_calls(self, reader: Reader, output: Output, tools: Mapping[str, Tool]) -> ReadCalls:
-        """Return the computation that reads a call's arguments up to the end of its message."""
+        """Return the function that reads a call's arguments, up to the end of its message."""
 
         def read(name: str) -> Steps[bool]:
             yield from reader.whitespace()
@@ -67,12 +67,12 @@ class Harmony(Format):
         return read
 
     def steps(self, reader: Reader, output: Output, options: ParserOptions) -> Steps[None]:
-        """Return the computation that reads a message."""
+        """Return the parser's generator for one reply."""
         output.on_call = reader.unmark
         return _Messages(reader, output, options, self.read_calls(reader, output, options.tools_by_name)).steps()
 
     def render(self, calls: Sequence[ToolCall]) -> str:
-        """Return the call as the model writes it after `<|start|>assistant`; it makes one at a time."""
+        """Return calls as the model writes them after `<|start|>assistant`, one message for each call."""
         rendered = [
             f" to={_NAMESPACE}{call.name}{CHANNEL}commentary json{MESSAGE}{as_json(call.arguments)}{CALL}"
             for call in calls
@@ -80,7 +80,7 @@ class Harmony(Format):
         return f"{START}assistant".join(rendered)
 
     def calls_expression(self, writer: GrammarWriter, tools: Sequence[Tool], *, parallel: bool) -> str:
-        """Return a grammar's expression for one call: the generation ends with it."""
+        """Return a grammar expression for one call: generation ends after it."""
         functions = [
             writer.rule(writer.sequence(writer.text(f"{tool.name}{CHANNEL}commentary json{MESSAGE}"), arguments))
             for tool, arguments in ((tool, writer.arguments(tool)) for tool in tools)
@@ -89,20 +89,20 @@ class Harmony(Format):
 
     @property
     def calls_stand_alone(self) -> bool:
-        """True: the content has a channel of its own."""
+        """True, because content has a channel of its own."""
         return True
 
     @property
     def text_after_reasoning(self) -> str:
-        """The beginning of the next message."""
+        """Start of the next message, inserted after reasoning that was cut off."""
         return f"{START}assistant"
 
     def content_expression(self, writer: GrammarWriter, content: str) -> str:
-        """Return the expression of a message in the final channel."""
+        """Return an expression for `content` in the final channel."""
         return writer.sequence(writer.text(FINAL), content)
 
     def reasoning_expression(self, writer: GrammarWriter, thinking: Thinking) -> str:
-        """Return a grammar's expression for reasoning before the calls; nothing if there is to be none."""
+        """Return a grammar expression for the reasoning before the calls; empty if there must be none."""
         if thinking == "none":
             return ""
         ended = writer.sequence(writer.text_until(END), writer.text(f"{START}assistant"))
@@ -110,7 +110,7 @@ class Harmony(Format):
 
 
 class _Messages:
-    """Reads the messages of one turn."""
+    """Reads the messages of one reply."""
 
     def __init__(self, reader: Reader, output: Output, options: ParserOptions, read_call: ReadCalls) -> None:
         self._reader = reader
@@ -120,7 +120,7 @@ class _Messages:
         self._read_call = read_call
         self._in_content = False
         self._is_first = True
-        """True in the first message, which may have no header."""
+        """True in the first message, which may start without a header."""
 
     def steps(self) -> Steps[None]:
         """Read all messages."""
@@ -158,7 +158,7 @@ class _Messages:
                 self._output.leave_out(text)
 
     def _begins_call(self, header: str) -> bool:
-        """Return True if a header that the text ends in names a function, or may be about to."""
+        """Return True if the text ended in a header that names a function, or was about to."""
         if header.endswith("to="):
             return not self._is_first or self._reader.end_reason == "limit"
         recipients = _RECIPIENT.findall(header)
@@ -166,7 +166,7 @@ class _Messages:
         return bool(name) and (name.startswith(_NAMESPACE) or _NAMESPACE.startswith(name) or name in self._tools)
 
     def _body(self, header: str) -> Steps[None]:
-        """Read a message of this header."""
+        """Read the body of a message with this header."""
         recipients = _RECIPIENT.findall(header)
         channels = _CHANNEL.findall(header)
         channel = channels[-1] if channels else "final"
@@ -216,7 +216,7 @@ class _Messages:
             self._output.content(rest)
 
     def _until_end(self, emit: Emit) -> Steps[str]:
-        """Read the text of a message through its end; return the beginning of a marker that ends all text."""
+        """Read a message up to and including its end marker; return a partial marker that the output ends with."""
         if (yield from self._reader.until(_BODY_END, emit)) == CHANNEL:
             self._reader.unread(CHANNEL)
         return self._reader.rest()

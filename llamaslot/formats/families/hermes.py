@@ -1,4 +1,4 @@
-"""Calls as JSON between `<tool_call>` tags: Hermes 2 and 3, Qwen 2.5 and 3, MiMo, SmolLM3."""
+"""JSON tool calls between `<tool_call>` tags: Hermes 2 and 3, Qwen 2.5 and 3, MiMo, SmolLM3."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class Hermes(Format):
 
     @classmethod
     def recognises(cls, source: str) -> bool:
-        """Return True if the template mentions the tag, or is SmolLM3's, some versions of which do not."""
+        """Return True if the template mentions the tag or is SmolLM3's (some versions of it lack the tag)."""
         return OPEN in source or "named SmolLM" in source
 
     def read_calls(self, reader: Reader, output: Output, tools: Mapping[str, Tool]) -> ReadCalls:
-        """Return the computation that reads calls."""
+        """Return the function that reads the calls a marker begins."""
         return ToolCallTag(reader, output, tools).read
 
     def render(self, calls: Sequence[ToolCall]) -> str:
@@ -40,14 +40,14 @@ class Hermes(Format):
         return "\n".join(f"{OPEN}\n{json_call(call)}\n{CLOSE}" for call in calls)
 
     def calls_expression(self, writer: GrammarWriter, tools: Sequence[Tool], *, parallel: bool) -> str:
-        """Return a grammar's expression for at least one call."""
+        """Return a grammar expression for one or more calls."""
         calls = writer.choice(json_call_expression(writer, tool) for tool in tools)
         tagged = writer.rule(writer.sequence(writer.text(f"{OPEN}\n"), calls, writer.text(f"\n{CLOSE}")))
         return writer.repeated(tagged, writer.text("\n"), parallel=parallel)
 
 
 class ToolCallTag:
-    """Reads what stands between the tags: JSON, or arguments between tags, which models write as well."""
+    """Reads calls between `<tool_call>` tags: JSON, or the tagged arguments that models sometimes write instead."""
 
     def __init__(self, reader: Reader, output: Output, tools: Mapping[str, Tool], tags: Tags = QWEN_TAGS) -> None:
         self._reader = reader
@@ -57,7 +57,7 @@ class ToolCallTag:
         self._output = output
 
     def read(self, marker: str) -> Steps[bool]:
-        """Read the calls after the opening tag, or after `<function=`, and the closing tag."""
+        """Read the calls after the opening tag or after `<function=`, through the closing tag."""
         opened = marker == QWEN_TAGS.name_open
         if opened:
             is_call = yield from self._qwen.read(opened=True)
@@ -92,11 +92,11 @@ class ToolCallTag:
 
 
 def json_call(call: ToolCall, *, arguments: str = "arguments") -> str:
-    """Return a call as a JSON object; `arguments` is the name of that field."""
+    """Return a call as a JSON object; `arguments` names the field for its arguments."""
     return f'{{"name": "{call.name}", "{arguments}": {as_json(call.arguments)}}}'
 
 
 def json_call_expression(writer: GrammarWriter, tool: Tool, *, arguments: str = "arguments") -> str:
-    """Return a grammar's expression for what `json_call` returns."""
+    """Return a grammar expression for a call as `json_call` writes it."""
     before = writer.text(f'{{"name": "{tool.name}", "{arguments}": ')
     return writer.rule(writer.sequence(before, writer.arguments(tool), writer.text("}")))

@@ -1,4 +1,4 @@
-"""Calls of Kimi K2, whose ids are made of the function's name and a number."""
+"""Tool calls of Kimi K2, whose ids consist of the function's name and a number."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _NAME_IN_ID = re.compile(r"(?:functions\.)?(.+?)(?::\d+)?")
 class Kimi(Format):
     """`<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{...}<|tool_call_end|>`, in a section.
 
-    `functions.f:0` is the id. The models at times leave out the marks of the section, or those that end calls, or
+    `functions.f:0` is the id. The models sometimes omit the section markers or the end marker of a call, or start a
     call without closing their reasoning.
     """
 
@@ -39,16 +39,16 @@ class Kimi(Format):
 
     @classmethod
     def recognises(cls, source: str) -> bool:
-        """Return True if the template mentions the section of calls."""
+        """Return True if the template mentions the section marker."""
         return SECTION_OPEN in source
 
     @property
     def preserved(self) -> tuple[str, ...]:
-        """Texts of control tokens that the parser needs in the output."""
+        """Control tokens whose text must stay in the output for the parser."""
         return (*super().preserved, ARGUMENTS)
 
     def read_calls(self, reader: Reader, output: Output, tools: Mapping[str, Tool]) -> ReadCalls:
-        """Return the computation that reads calls."""
+        """Return the function that reads the calls a marker begins."""
 
         def read(marker: str) -> Steps[bool]:
             yield from reader.whitespace()
@@ -81,7 +81,7 @@ class Kimi(Format):
         return f"{SECTION_OPEN}{''.join(rendered)}{SECTION_CLOSE}"
 
     def calls_expression(self, writer: GrammarWriter, tools: Sequence[Tool], *, parallel: bool) -> str:
-        """Return a grammar's expression for at least one call."""
+        """Return a grammar expression for one or more calls."""
         functions = [
             writer.rule(
                 writer.sequence(
@@ -101,6 +101,6 @@ class Kimi(Format):
 
 
 def _id_of(call: ToolCall, index: int) -> str:
-    """Return the call's id if it has the name in it, as the model's ids have, or else such an id."""
+    """Return the call's id if it has the model's form, otherwise a new id of that form."""
     expected = f"functions.{call.name}:"
     return call.id if call.id is not None and call.id.startswith(expected) else f"{expected}{index}"

@@ -1,4 +1,4 @@
-"""Calls of LFM2 and LFM2.5, as in Python between markers."""
+"""Tool calls of LFM2 and LFM2.5, in Python syntax between markers."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ OPEN, CLOSE = "<|tool_call_start|>", "<|tool_call_end|>"
 
 
 class Lfm2(Format):
-    """`<|tool_call_start|>[f(a="text", b=1), g()]<|tool_call_end|>`; the models can be told to write JSON there."""
+    """`<|tool_call_start|>[f(a="text", b=1), g()]<|tool_call_end|>`; prompts can ask for JSON instead."""
 
     name = "lfm2"
     markers = CallMarkers(calls=(OPEN,), left_over=(CLOSE,))
 
     @classmethod
     def recognises(cls, source: str) -> bool:
-        """Return True if the template lists tools as LFM2's and LFM2.5's do."""
+        """Return True if the template has the call marker or lists tools as LFM2 and LFM2.5 do."""
         return OPEN in source or "<|tool_list_start|>" in source or "List of tools: [" in source
 
     def read_calls(self, reader: Reader, output: Output, tools: Mapping[str, Tool]) -> ReadCalls:
-        """Return the computation that reads calls."""
+        """Return the function that reads the calls a marker begins."""
         json_calls = JsonCalls(reader, output)
         python_calls = PythonCalls(reader, output, tools)
 
@@ -51,7 +51,7 @@ class Lfm2(Format):
         return f"{OPEN}[{', '.join(map(python_call, calls))}]{CLOSE}"
 
     def calls_expression(self, writer: GrammarWriter, tools: Sequence[Tool], *, parallel: bool) -> str:
-        """Return a grammar's expression for at least one call."""
+        """Return a grammar expression for one or more calls."""
         call = writer.rule(writer.choice(python_call_expression(writer, tool) for tool in tools))
         calls = writer.repeated(call, writer.text(", "), parallel=parallel)
         return writer.sequence(writer.text(f"{OPEN}["), calls, writer.text(f"]{CLOSE}"))

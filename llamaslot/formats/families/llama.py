@@ -1,4 +1,4 @@
-"""Calls of Llama 3 and 4, which no marker begins: JSON, or as in Python."""
+"""Tool calls of Llama 3 and 4, in JSON or Python syntax, without a marker before them."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ PYTHON_OPEN, PYTHON_CLOSE = "<|python_start|>", "<|python_end|>"
 class Llama3(Format):
     """`{"name": "f", "parameters": {...}}` at the start of a line, or after `<|python_tag|>`.
 
-    Since such JSON may be an answer, it is a call only if it has the name of a tool. Several calls have semicolons
-    or line breaks between them. Built-in tools are called by `<|python_tag|>f.call(a="text")`.
+    An answer may also be JSON, so an object is a call only if it names one of the tools. Semicolons or line breaks
+    separate calls. Calls of built-in tools look like `<|python_tag|>f.call(a="text")`.
     """
 
     name = "llama3"
@@ -40,11 +40,11 @@ class Llama3(Format):
 
     @property
     def preserved(self) -> tuple[str, ...]:
-        """Texts of control tokens that the parser needs in the output."""
+        """Control tokens whose text must stay in the output for the parser."""
         return (PYTHON_TAG, *((self.reasoning.start, self.reasoning.end) if self.reasoning else ()))
 
     def read_calls(self, reader: Reader, output: Output, tools: Mapping[str, Tool]) -> ReadCalls:
-        """Return the computation that reads calls."""
+        """Return the function that reads the calls a marker begins."""
         return UnmarkedCalls(reader, output, tools).read
 
     def render(self, calls: Sequence[ToolCall]) -> str:
@@ -52,7 +52,7 @@ class Llama3(Format):
         return "; ".join(json_call(call, arguments="parameters") for call in calls)
 
     def calls_expression(self, writer: GrammarWriter, tools: Sequence[Tool], *, parallel: bool) -> str:
-        """Return a grammar's expression for one call: the templates refuse to render several."""
+        """Return a grammar expression for one call: the templates cannot render several."""
         return writer.choice(json_call_expression(writer, tool, arguments="parameters") for tool in tools)
 
 
@@ -64,11 +64,11 @@ class LlamaPython(Format):
 
     @classmethod
     def recognises(cls, source: str) -> bool:
-        """Return True if the template asks for calls as in Python."""
+        """Return True if the template asks for calls in Python syntax."""
         return "[func_name1(params_name1=" in source or PYTHON_OPEN in source
 
     def read_calls(self, reader: Reader, output: Output, tools: Mapping[str, Tool]) -> ReadCalls:
-        """Return the computation that reads calls."""
+        """Return the function that reads the calls a marker begins."""
         return UnmarkedCalls(reader, output, tools).read
 
     def render(self, calls: Sequence[ToolCall]) -> str:
@@ -76,14 +76,14 @@ class LlamaPython(Format):
         return f"[{', '.join(map(python_call, calls))}]"
 
     def calls_expression(self, writer: GrammarWriter, tools: Sequence[Tool], *, parallel: bool) -> str:
-        """Return a grammar's expression for at least one call."""
+        """Return a grammar expression for one or more calls."""
         call = writer.rule(writer.choice(python_call_expression(writer, tool) for tool in tools))
         calls = writer.repeated(call, writer.text(", "), parallel=parallel)
         return writer.sequence(writer.text("["), calls, writer.text("]"))
 
 
 class UnmarkedCalls:
-    """Reads calls of known tools, in JSON or as in Python, whichever comes."""
+    """Reads calls of known tools, in JSON or Python syntax."""
 
     def __init__(self, reader: Reader, output: Output, tools: Mapping[str, Tool]) -> None:
         self._reader = reader
@@ -93,7 +93,7 @@ class UnmarkedCalls:
         self._tagged = TaggedCalls(reader, output, tools, QWEN_TAGS, section=("", ""))
 
     def read(self, marker: str) -> Steps[bool]:
-        """Read calls that begin with a bracket, or stand after a marker, and what separates them."""
+        """Read calls that begin with a bracket or follow a marker, with the separators between them."""
         if marker == QWEN_TAGS.name_open:
             return (yield from self._tagged.read(opened=True))
         if marker not in ("{", "["):

@@ -1,4 +1,4 @@
-"""Calls of MiniMax M2, with arguments between tags."""
+"""Tool calls of MiniMax M2, with tagged arguments."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OPEN, CLOSE = "<minimax:tool_call>", "</minimax:tool_call>"
 
 
 class MiniMax(Format):
-    """One section with `<invoke name="f"><parameter name="a">1</parameter></invoke>` for each call."""
+    """One section, with `<invoke name="f"><parameter name="a">1</parameter></invoke>` for each call in it."""
 
     name = "minimax-m2"
     markers = CallMarkers(calls=(OPEN,), left_over=(CLOSE,))
@@ -29,7 +29,7 @@ class MiniMax(Format):
         return OPEN in source
 
     def read_calls(self, reader: Reader, output: Output, tools: Mapping[str, Tool]) -> ReadCalls:
-        """Return the computation that reads calls."""
+        """Return the function that reads the calls a marker begins."""
         calls = TaggedCalls(reader, output, tools, MINIMAX_TAGS, section=(OPEN, CLOSE))
 
         def read(_: str) -> Steps[bool]:
@@ -59,7 +59,7 @@ class MiniMax(Format):
         return f"{OPEN}\n{rendered}{CLOSE}"
 
     def calls_expression(self, writer: GrammarWriter, tools: Sequence[Tool], *, parallel: bool) -> str:
-        """Return a grammar's expression for at least one call."""
+        """Return a grammar expression for one or more calls."""
         functions = []
         for tool in tools:
             opening = writer.text(f'<invoke name="{tool.name}">\n')

@@ -1,4 +1,4 @@
-"""Calls of Mistral's models, old and new, whose ids are nine letters or digits."""
+"""Tool calls of old and new Mistral models, whose ids are nine letters or digits."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _ID_PATTERN = "/[a-zA-Z0-9]{9}/"
 class Mistral(Format):
     """`[TOOL_CALLS][{"name": "f", "arguments": {...}, "id": "..."}]`, or `[TOOL_CALLS]f[ARGS]{...}` for each call.
 
-    Newer models write the second, Mistral Small 3.2 with `[CALL_ID]` and the id before `[ARGS]`. Both are read
-    whatever the template says. Ids that are not nine letters or digits are left out.
+    Newer models write the second form; Mistral Small 3.2 adds `[CALL_ID]` and the id before `[ARGS]`. The parser
+    accepts both forms, whatever the template says, and drops ids that are not nine letters or digits.
     """
 
     name = "mistral"
@@ -42,11 +42,11 @@ class Mistral(Format):
 
     @property
     def preserved(self) -> tuple[str, ...]:
-        """Texts of control tokens that the parser needs in the output."""
+        """Control tokens whose text must stay in the output for the parser."""
         return (*super().preserved, ID, ARGUMENTS)
 
     def read_calls(self, reader: Reader, output: Output, tools: Mapping[str, Tool]) -> ReadCalls:
-        """Return the computation that reads calls."""
+        """Return the function that reads the calls a marker begins."""
         objects = JsonCalls(reader, output, ids=_ID)
 
         def read(_: str) -> Steps[bool]:
@@ -84,7 +84,7 @@ class Mistral(Format):
         return f"{OPEN}[{', '.join(objects)}]"
 
     def calls_expression(self, writer: GrammarWriter, tools: Sequence[Tool], *, parallel: bool) -> str:
-        """Return a grammar's expression for at least one call."""
+        """Return a grammar expression for one or more calls."""
         if not self._named:
             objects = [
                 writer.rule(
@@ -111,7 +111,7 @@ class Mistral(Format):
         return writer.repeated(call, "", parallel=parallel)
 
     def call_id(self, completion_id: str, index: int) -> str:
-        """Return an id of nine letters or digits: the templates refuse others."""
+        """Return an id of nine letters or digits: the templates reject others."""
         digest = hashlib.blake2b(f"{completion_id} {index}".encode(), digest_size=9).digest()
         return "".join(_ID_LETTERS[byte % len(_ID_LETTERS)] for byte in digest)
 

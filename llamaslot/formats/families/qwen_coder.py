@@ -1,4 +1,4 @@
-"""Calls with arguments between tags: Qwen3-Coder, Qwen3.5, Nemotron 3 Nano, Step 3.5."""
+"""Tool calls with tagged arguments: Qwen3-Coder, Qwen3.5, Nemotron 3 Nano, Step 3.5."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from llamaslot.formats.tagged_calls import QWEN_TAGS
 
 
 class QwenCoder(Format):
-    """`<tool_call><function=f><parameter=a>1</parameter></function></tool_call>`, each part on a line of its own.
+    """`<tool_call><function=f><parameter=a>1</parameter></function></tool_call>`, each part on its own line.
 
-    The models at times leave out the first tag, or begin a call without closing their reasoning.
+    The models sometimes omit the first tag, or start a call without closing their reasoning.
     """
 
     name = "qwen3-coder"
@@ -32,11 +32,11 @@ class QwenCoder(Format):
 
     @property
     def preserved(self) -> tuple[str, ...]:
-        """Texts of control tokens that the parser needs in the output."""
+        """Control tokens whose text must stay in the output for the parser."""
         return tuple(text for text in super().preserved if text != QWEN_TAGS.name_open)
 
     def read_calls(self, reader: Reader, output: Output, tools: Mapping[str, Tool]) -> ReadCalls:
-        """Return the computation that reads calls."""
+        """Return the function that reads the calls a marker begins."""
         return ToolCallTag(reader, output, tools).read
 
     def render(self, calls: Sequence[ToolCall]) -> str:
@@ -44,7 +44,7 @@ class QwenCoder(Format):
         return "\n".join(map(self._rendered, calls))
 
     def calls_expression(self, writer: GrammarWriter, tools: Sequence[Tool], *, parallel: bool) -> str:
-        """Return a grammar's expression for at least one call."""
+        """Return a grammar expression for one or more calls."""
         functions = []
         for tool in tools:
             arguments = tagged_arguments(writer, tool, "<parameter=", ">\n", "\n</parameter>\n")
