@@ -1,1 +1,1 @@
-"""The one composition root: configuration, models by name, and the wiring of everything below."""
+"""The composition root: configuration, models by name, and the wiring of all other packages."""

@@ -1,11 +1,11 @@
-"""The composition root of `llamaslot serve`: wires engine, service and HTTP, and ends them in order.
+"""The composition root of `llamaslot serve`: wires engine, service and HTTP, and shuts them down in order.
 
-    listen (503), load the model, run; on a signal be unhealthy, then refuse and drain, stop the engine, close
+    listen (503), load the model, serve; on a signal: report unhealthy, refuse and drain, stop the engine, close
 
-While the server is only unhealthy (`--drain-delay`), gateways learn to send requests elsewhere. A second signal
-cuts that and the draining short; while the model loads it ends the process (status 130). After the draining the
-disk is flushed for at most 5 s; then threads that still run get 5 s, and so do open connections and the disk store.
-If a thread hangs even then, the process ends without it (status 1).
+In the unhealthy phase (`--drain-delay`), requests are still served while gateways learn to send them elsewhere. A
+second signal ends this phase and the draining early; while the model loads, it ends the process (status 130). After
+draining, the disk tier has 5 s to flush, then running threads have 5 s to end, and so have open connections and the
+disk store. If a thread still hangs, the process exits without waiting for it (status 1).
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ if TYPE_CHECKING:
 
 _log = structlog.get_logger(__name__)
 _M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8
-"""Options of glibc's malloc.h."""
+"""Parameters of glibc's `mallopt`."""
 _MAPPED_BLOCK_BYTES = 64 * 2**10
 _REMEMBER_TIMEOUT_S = 2.0
-"""Time to end the remaining requests and to remember their replies."""
+"""Time limit for ending the remaining requests and remembering their replies."""
 
 
 async def serve(config: Config, *, backend: Backend | None = None) -> int:
-    """Serve until a signal arrives or the engine dies; the process' exit status.
+    """Serve until a signal arrives or the engine dies; return the process's exit status.
 
-    `backend` takes the place of the model that the configuration names. Raises `ConfigError`.
+    `backend` replaces the model that the configuration names. Raises `ConfigError`.
     """
     model = resolve_model(config.model)
     if backend is None:
-        # Before processes are started.
+        # Report a broken file before any process is started.
         check_metadata(model)
     template = read_template(config)
     config = replace(config, model=str(model))
@@ -73,7 +73,7 @@ async def serve(config: Config, *, backend: Backend | None = None) -> int:
         listeners: list[Listener] = []
         stack.push_async_callback(_stop, runtime, listeners)
         await runtime.start()
-        # While the processes start: these imports take as long as theirs.
+        # Import these while the other processes start, because these imports take as long as theirs.
         from llamaslot.api.context import READINESS, SETTINGS  # noqa: PLC0415
         from llamaslot.app import http_config  # noqa: PLC0415
         from llamaslot.app.sampling_config import check_vocabulary  # noqa: PLC0415
@@ -103,8 +103,8 @@ async def serve(config: Config, *, backend: Backend | None = None) -> int:
         service.connect(dispatcher.send, lambda: runtime.why_stopped if dispatcher.is_connected else restarting)
         runtime.connect(dispatcher, metrics)
         stack.push_async_callback(dispatcher.close, _REMEMBER_TIMEOUT_S)
-        # Collections need not look at modules and other objects that stay: one of all objects took 90 ms, in which
-        # no stream went on.
+        # Exclude modules and other permanent objects from garbage collection: a full collection took 90 ms, during
+        # which all streams stalled.
         gc.freeze()
         app[READINESS].set(service)
         announce(loaded, _urls(listeners[0], "https" if config.ssl_cert_file else "http"), config)
@@ -118,11 +118,11 @@ async def serve(config: Config, *, backend: Backend | None = None) -> int:
 
 
 def _bound_heap() -> None:
-    """Have the C library give the memory of large bodies and replies back to the system.
+    """Make the C library return the memory of large bodies and replies to the system.
 
-    glibc maps large blocks by themselves at first, but takes blocks of up to 32 MiB from the heap once one of that
-    size was freed: after 20 large replies this process had 175 MiB instead of 141, of which little was in use.
-    Other C libraries have no such function.
+    glibc first allocates large blocks with mmap, but whenever such a block is freed it raises the threshold, up to
+    32 MiB, and later blocks come from the heap. After 20 large replies this process had 175 MiB instead of 141, of
+    which little was in use. Other C libraries do not have `mallopt`.
     """
     choose = getattr(ctypes.CDLL(None), "mallopt", None)
     if choose is not None:
@@ -133,7 +133,7 @@ def _bound_heap() -> None:
 async def _listen(
     config: Config, stop: _Signals, stack: contextlib.AsyncExitStack, listeners: list[Listener]
 ) -> Application | None:
-    """Return the application, with a listener for it; None if a signal came before its files were read."""
+    """Create the application and start its listener; None if a signal came before its files were read."""
     from llamaslot.api.http_server import create_app, serve  # noqa: PLC0415
     from llamaslot.api.middleware import KEYS  # noqa: PLC0415
     from llamaslot.app.http_config import api_settings  # noqa: PLC0415
@@ -163,8 +163,8 @@ def _urls(listener: Listener, scheme: str) -> list[str]:
 async def _load(runtime: Runtime, stop: _Signals, on_progress: OnProgress) -> Loaded | None:
     """Load the model; None if a signal came first.
 
-    The first signal ends the reading of weights. What llama.cpp does after that cannot be interrupted, so a second
-    one ends the process.
+    The first signal interrupts the reading of weights. llama.cpp's work after that cannot be interrupted, so a
+    second signal ends the process.
     """
     loading = asyncio.ensure_future(runtime.load())
     await _first(loading, stop.first)
@@ -181,11 +181,11 @@ async def _load(runtime: Runtime, stop: _Signals, on_progress: OnProgress) -> Lo
 
 @contextlib.contextmanager
 def _progress() -> Iterator[OnProgress]:
-    """Show what is being loaded as a bar on a terminal."""
+    """Show a progress bar for loading, if standard output is a terminal."""
     if not sys.stdout.isatty():
         yield lambda _text, _fraction: None
         return
-    # Not imported at the top: without a terminal it would only make the start take longer.
+    # Not imported at the top: without a terminal it would only slow down the start.
     from rich.console import Console  # noqa: PLC0415
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn  # noqa: PLC0415
 
@@ -206,7 +206,7 @@ def _progress() -> Iterator[OnProgress]:
 
 
 async def _stop(runtime: Runtime, listeners: list[Listener]) -> None:
-    """Stop the engine, and close the connections; exit if a thread does not end, since Python would wait for it."""
+    """Stop the engine and close the connections; exit hard if a thread hangs, because Python would wait for it."""
     reason = await runtime.stop()
     for listener in listeners:
         await listener.close()
@@ -215,7 +215,7 @@ async def _stop(runtime: Runtime, listeners: list[Listener]) -> None:
 
 
 def _abort(reason: str, status: int) -> NoReturn:
-    """Exit without waiting for threads, as Python otherwise would."""
+    """Exit without waiting for threads."""
     _log.error("server.aborted", reason=reason)
     sys.stdout.flush()
     os._exit(status)
@@ -228,7 +228,7 @@ async def _first(*futures: asyncio.Future[Any]) -> None:
 async def _drain(
     service: Service, readiness: Readiness, second_signal: asyncio.Future[None], config: Config
 ) -> None:
-    """Be unhealthy for `--drain-delay`, then refuse requests, and wait for those in flight."""
+    """Report unhealthy for `--drain-delay`, then refuse new requests and wait for those in flight."""
     readiness.drain()
     delay = config.drain_delay
     _log.info("server.draining", in_flight=service.n_in_flight, delay_s=delay, timeout_s=config.shutdown_timeout)
@@ -238,7 +238,7 @@ async def _drain(
 
 
 async def _drained(service: Service, second_signal: asyncio.Future[None], seconds: float) -> None:
-    """Wait until no request is in flight, at most `seconds` and not after a second signal."""
+    """Wait until no request is in flight, for at most `seconds` and not after a second signal."""
     deadline = asyncio.get_running_loop().time() + seconds
     while service.n_in_flight and not second_signal.done() and asyncio.get_running_loop().time() < deadline:
         await asyncio.wait([second_signal], timeout=0.05)
@@ -247,8 +247,8 @@ async def _drained(service: Service, second_signal: asyncio.Future[None], second
 class _Signals:
     """Futures for the first and the second SIGINT or SIGTERM.
 
-    SIGHUP is like them where a terminal is closed, and reads keys and certificates again where there is none; with
-    `nohup` it stays ignored.
+    With a terminal, SIGHUP (the terminal was closed) counts like them. Without one it reloads keys and
+    certificates. Under `nohup` it stays ignored.
     """
 
     def __init__(self) -> None:
@@ -258,8 +258,8 @@ class _Signals:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._arrived)
         self.changes: list[FileChanges] = []
-        """Files to be read again."""
-        # Once it is closed, it cannot be told from another file.
+        """Watched files to reload on SIGHUP."""
+        # Ask now: a closed terminal is no longer recognizable as one.
         self._has_terminal = sys.stdin is not None and sys.stdin.isatty()
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
             loop.add_signal_handler(signal.SIGHUP, self._hung_up)

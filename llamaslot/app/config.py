@@ -1,7 +1,7 @@
 """Configuration table of `llamaslot serve`: one field per option, with its flags, environment variable and help.
 
-Names and environment variables are llama-server's where it has the same option. `flags.py` makes the command line
-from this table, `config_reader.py` reads values into it.
+Options that llama-server also has keep its names and environment variables. `flags.py` builds the command line from
+this table; `config_reader.py` fills it with values.
 """
 
 from __future__ import annotations
@@ -24,88 +24,88 @@ Fraction = Annotated[float, Meta(ge=0, le=1)]
 Factor = Annotated[float, Meta(ge=0, le=100)]
 Penalty = Annotated[float, Meta(ge=-100, le=100)]
 _TRISTATE = {word: "on" if on else "off" for word, on in SWITCH.items()} | {"-1": "auto"}
-"""llama-server's words for yes, no and by itself."""
+"""llama-server's words for the values on, off and auto."""
 
 _ELSE = "default for requests; if unset,"
-_OWN_ELSE = f"{_ELSE} the model file's, else"
+_OWN_ELSE = f"{_ELSE} the model file's value, otherwise"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """The whole configuration; the table that flags, variables and keys are made from."""
+    """The configuration; flags, environment variables and keys of the file are derived from these fields."""
 
     model: str = llama("demo", "GGUF file, or a name from `llamaslot pull`", "-m --model")
     host: str = llama("127.0.0.1", "addresses to listen on, comma-separated")
-    port: Annotated[int, Meta(ge=0, le=65535)] = llama(8080, "port to listen on; 0 for a free one")
+    port: Annotated[int, Meta(ge=0, le=65535)] = llama(8080, "port to listen on; 0: any free one")
     alias: str = llama("", "the model's name in replies", "-a --alias")
-    tags: str = llama("", "what the model is good for, comma-separated: shown beside its name")
+    tags: str = llama("", "tags that say what the model is good for, comma-separated; shown next to its name")
     owned_by: str = own(
-        "llamaslot", "owned_by of the model in /v1/models; gateways that know vLLM's metrics look for vllm"
+        "llamaslot", "owned_by of the model in /v1/models; gateways that read vLLM's metrics expect vllm"
     )
-    ctx_size: Count = llama(0, "cells of the KV pool; 0 for what fits in memory", "-c --ctx-size")
-    kv_mem_fraction: Fraction = own(0.85, "fraction of memory that a KV pool without --ctx-size may fill")
+    ctx_size: Count = llama(0, "size of the KV pool in cells (tokens); 0: as fits in memory", "-c --ctx-size")
+    kv_mem_fraction: Fraction = own(0.85, "fraction of memory that the KV pool may fill without --ctx-size")
     parallel: Annotated[int, Meta(ge=1, le=256)] = llama(
-        4, "slots: requests that run at once", "-np --parallel", env="LLAMA_ARG_N_PARALLEL", words={"-1": 4}
+        4, "slots: requests that run concurrently", "-np --parallel", env="LLAMA_ARG_N_PARALLEL", words={"-1": 4}
     )
     cache_seqs: Annotated[int, Meta(ge=-1, le=255)] = own(
         -1,
-        "spare sequence ids, which keep prefixes in addition to the slots'; -1 for 2 a slot, 4 with --cache-ram 0, "
-        "none with --no-kv-unified or where checkpoints are kept",
+        "spare sequence ids, which hold idle prefixes in addition to the slots' own; -1: 2 per slot, 4 per slot "
+        "with --cache-ram 0, none with --no-kv-unified or checkpoints",
     )
     cache_idle_cells: Count | Literal["auto", "all"] = own(
         "auto",
-        "cells that idle prefixes may keep: a number; all, until requests need them; or auto: all, or fewer "
-        "where offloading to RAM was measured to make prefill faster",
+        "cells that idle prefixes may keep: a number; all: until requests need the cells; auto: all, or fewer if "
+        "offloading to RAM makes prefill faster (measured at start)",
         words={"-1": "all"},
     )
     cache_ram: CountOrMinusOne | Literal["auto"] = llama(
         "auto",
-        "MiB of RAM for prefixes offloaded from the pool; 0 for none, -1 for all that is free, auto for half of "
-        "that, at most 8192; -1 and auto give memory back while it is short",
+        "MiB of RAM for prefixes offloaded from the pool; 0: none, -1: all free memory, auto: half of it, at most "
+        "8192; with -1 and auto, memory is returned while the machine is short of it",
         "-cram --cache-ram",
     )
-    cache_disk: str = own("", "folder for prefixes on disk, which survive a restart; empty for none")
+    cache_disk: str = own("", "folder for prefixes on disk, which survive a restart; empty: none")
     cache_disk_size: Positive | Literal["auto"] = own(
-        "auto", "MiB that prefixes on disk may take; auto for half of what is free, at most 65536"
+        "auto", "MiB that prefixes on disk may take; auto: half of the free space, at most 65536"
     )
     cache_disk_write_per_day: Count = own(
         16384,
-        "MiB of KV written to --cache-disk a day, on average, since SSDs wear out; those of one day may be written "
-        "at once; 0 for no limit",
+        "average MiB of KV written to --cache-disk per day, because SSDs wear out; a day's amount may be "
+        "written at once; 0: no limit",
     )
     cache_ram_per_key: Count = own(
         0,
-        "MiB of --cache-ram that the prefixes of one API key may take, with --cache-salt-from-api-key; 0 for no "
-        "limit: keys then have equal shares of what is scarce",
+        "MiB of --cache-ram that the prefixes of one API key may take, with --cache-salt-from-api-key; 0: no "
+        "limit, keys share scarce memory equally",
     )
     cache_disk_per_key: Count = own(
-        0, "MiB of --cache-disk-size that the prefixes of one API key may take, as --cache-ram-per-key"
+        0, "MiB of --cache-disk-size that the prefixes of one API key may take, like --cache-ram-per-key"
     )
     cache_remote: str = own(
         "",
-        "store of prefixes that several servers share, behind RAM and disk: redis://HOST:PORT of Valkey or Redis, "
-        "rediss:// for TLS, or unix:///PATH; empty for none",
+        "prefix store that several servers share, behind RAM and disk: redis://HOST:PORT of Valkey or Redis, "
+        "rediss:// for TLS, or unix:///PATH; empty: none",
     )
     cache_remote_key_file: str = own(
         "",
-        "file with the secret that all servers of --cache-remote share, in its first line; else "
-        "LLAMASLOT_CACHE_REMOTE_KEY has it",
+        "file whose first line is the secret that all servers of --cache-remote share; alternative: the variable "
+        "LLAMASLOT_CACHE_REMOTE_KEY",
     )
     cache_remote_password_file: str = own(
-        "", "file with the password of --cache-remote; else LLAMASLOT_CACHE_REMOTE_PASSWORD has it, if there is one"
+        "", "file with the password of --cache-remote; alternative: the variable LLAMASLOT_CACHE_REMOTE_PASSWORD"
     )
-    cache_remote_ca: str = own("", "file with the certificates that --cache-remote is verified by; empty: system's")
+    cache_remote_ca: str = own("", "file with the CA certificates for --cache-remote; empty: the system's")
     cache_remote_size: Count = own(
-        16384, "MiB that prefixes of a model may take in --cache-remote; 0 for no limit but the store's own"
+        16384, "MiB that the prefixes of a model may take in --cache-remote; 0: no limit but the store's own"
     )
     cache_remote_ttl: Positive = own(86400, "seconds after which unused prefixes in --cache-remote expire")
     cache_remote_timeout: Positive = own(
-        500, "milliseconds that a lookup in --cache-remote may take; then the prompt is computed"
+        500, "time limit of a lookup in --cache-remote in ms; after that the prompt is computed"
     )
     ctx_checkpoints: Count = llama(
         32,
-        "checkpoints of one conversation at most, by which models with sliding windows or recurrent states reuse "
-        "prefixes; 0 for none, and so no reuse of such models",
+        "most checkpoints per conversation; models with sliding windows or recurrent states reuse prefixes through "
+        "checkpoints; 0: none, so such models reuse nothing",
         "-ctxcp --ctx-checkpoints --swa-checkpoints",
     )
     checkpoint_min_step: Annotated[int, Meta(ge=64, le=INT32_MAX)] = llama(
@@ -113,191 +113,192 @@ class Config:
     )
     checkpoint_ram: Positive | Literal["auto"] = own(
         "auto",
-        "MiB of RAM for checkpoints; auto for an eighth of what is free, at most 2048, or what 8 large ones "
-        "take if that is more and at most a quarter",
+        "MiB of RAM for checkpoints; auto: an eighth of the free memory, at most 2048; or room for 8 full-size "
+        "checkpoints if that is more and at most a quarter of it",
     )
     reuse_self_test: Literal["auto", "on", "off"] = own(
         "auto",
-        "reuse of models with sliding windows, recurrent states, MLA or M-RoPE: auto once the self-test on the "
-        "loaded model has passed, on without the test or although it failed, off for none",
+        "prefix reuse of models with sliding windows, recurrent states, MLA or M-RoPE: auto: after a self-test of "
+        "the loaded model has passed; on: without the test, or although it failed; off: never",
     )
-    slot_save_path: str = llama("", "folder for what POST /slots/N?action=save writes; empty for none")
-    batch_size: Positive = llama(2048, "limit of --ubatch-size", "-b --batch-size", env="LLAMA_ARG_BATCH")
+    slot_save_path: str = llama("", "folder for the files of POST /slots/N?action=save; empty: none")
+    batch_size: Positive = llama(2048, "upper limit of --ubatch-size", "-b --batch-size", env="LLAMA_ARG_BATCH")
     ubatch_size: Positive = llama(
-        512, "tokens that one step may compute", "-ub --ubatch-size", env="LLAMA_ARG_UBATCH"
+        512, "most tokens computed in one step", "-ub --ubatch-size", env="LLAMA_ARG_UBATCH"
     )
     threads: CountOrMinusOne = llama(
         -1,
-        "threads of a decode step; -1 for the physical cores, fewer where a CPU set or a quota allows fewer",
+        "threads of a decode step; -1: one per physical core that a CPU set and a quota allow",
         "-t --threads",
     )
-    threads_batch: CountOrMinusOne = llama(-1, "threads of prefill; -1 for --threads", "-tb --threads-batch")
+    threads_batch: CountOrMinusOne = llama(-1, "threads of prefill; -1: as --threads", "-tb --threads-batch")
     gpu_layers: int | Literal["auto", "all"] = llama(
         "auto", "layers on the GPU", "-ngl --gpu-layers --n-gpu-layers", env="LLAMA_ARG_N_GPU_LAYERS"
     )
-    mmap: bool = llama(True, "map the weights from the file instead of reading them")
-    mlock: bool = llama(False, "keep the weights in RAM, never swapped out")
+    mmap: bool = llama(True, "map the weights' file into memory instead of reading it")
+    mlock: bool = llama(False, "lock the weights in RAM, so that they are never swapped out")
     flash_attn: Literal["auto", "on", "off"] = llama("auto", "flash attention", "-fa --flash-attn", words=_TRISTATE)
     kv_unified: bool | None = llama(
         None,
-        "one KV pool for all slots, off for an equal part for each; if unset, one or the other, whichever the "
-        "requests of the moment are faster in",
+        "one KV pool shared by all slots; off: an equal part for each slot; if unset, the server switches to the "
+        "layout that is faster for the current requests",
         "-kvu --kv-unified",
     )
     swa_full: bool = llama(
-        False, "give sliding-window layers as many KV cells as the others: more memory, but no more prefixes reused"
+        False, "give sliding-window layers as many KV cells as the others: more memory, no additional reuse"
     )
     cache_type_k: CacheType = llama("f16", "element type of K in the pool", "-ctk --cache-type-k")
     cache_type_v: CacheType = llama("f16", "element type of V in the pool", "-ctv --cache-type-v")
-    cache_prompt: bool = llama(True, "reuse KV unless a request says otherwise")
+    cache_prompt: bool = llama(True, "reuse KV; default for requests")
     cache_salt_from_api_key: bool = own(
-        False, "requests share KV only with those of the same API key, and with cache_public"
+        False, "requests share KV only within the same API key, and with requests that set cache_public"
     )
     cache_debug_text: bool = own(
-        False, "show the text of everybody's prefixes in /cache, to administrators (without API keys: to anyone)"
+        False, "show the text of all users' prefixes in /cache to administrators (without API keys: to anyone)"
     )
     debug_invariants: bool = own(
-        False, "check the cache against the KV pool whenever idle; the engine ends if they differ"
+        False, "check the cache against the KV pool whenever idle; a difference ends the engine"
     )
-    n_predict: CountOrMinusOne = llama(-1, "default limit of new tokens; -1 for none", "-n --predict --n-predict")
+    n_predict: CountOrMinusOne = llama(-1, "default limit of new tokens; -1: none", "-n --predict --n-predict")
     seed: Annotated[int, Meta(ge=-1, le=2**32 - 1)] = llama(
-        -1, "default seed; -1 for another each time", "-s --seed"
+        -1, "default seed; -1: a random one for each request", "-s --seed"
     )
-    temperature: Factor | None = llama(None, f"{_OWN_ELSE} 0.8; 0 for greedy", "--temp --temperature")
-    top_k: CountOrMinusOne | None = llama(None, f"{_OWN_ELSE} 40; 0 for off")
-    top_p: Fraction | None = llama(None, f"{_OWN_ELSE} 0.95; 1 for off")
-    min_p: Fraction | None = llama(None, f"{_OWN_ELSE} 0.05; 0 for off")
+    temperature: Factor | None = llama(None, f"{_OWN_ELSE} 0.8; 0: greedy", "--temp --temperature")
+    top_k: CountOrMinusOne | None = llama(None, f"{_OWN_ELSE} 40; 0: off")
+    top_p: Fraction | None = llama(None, f"{_OWN_ELSE} 0.95; 1: off")
+    min_p: Fraction | None = llama(None, f"{_OWN_ELSE} 0.05; 0: off")
     top_n_sigma: Annotated[float, Meta(ge=-100, le=100)] | None = llama(
-        None, f"{_ELSE} -1; off if not positive", "--top-nsigma --top-n-sigma"
+        None, f"{_ELSE} -1; zero or negative: off", "--top-nsigma --top-n-sigma"
     )
-    xtc_probability: Fraction | None = llama(None, f"{_OWN_ELSE} 0, which is off")
-    xtc_threshold: Fraction | None = llama(None, f"{_OWN_ELSE} 0.1; above 0.5 for off")
-    typical_p: Fraction | None = llama(None, f"{_ELSE} 1, which is off", "--typical --typical-p")
+    xtc_probability: Fraction | None = llama(None, f"{_OWN_ELSE} 0 (off)")
+    xtc_threshold: Fraction | None = llama(None, f"{_OWN_ELSE} 0.1; above 0.5: off")
+    typical_p: Fraction | None = llama(None, f"{_ELSE} 1 (off)", "--typical --typical-p")
     repeat_last_n: CountOrMinusOne | None = llama(
-        None, f"{_OWN_ELSE} 64; tokens that penalties look back on: 0 for none, -1 for the whole context"
+        None, f"{_OWN_ELSE} 64; last tokens that penalties consider; 0: none, -1: the whole context"
     )
-    repeat_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = llama(None, f"{_OWN_ELSE} 1, which is off")
+    repeat_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = llama(None, f"{_OWN_ELSE} 1 (off)")
     presence_penalty: Penalty | None = llama(None, f"{_ELSE} 0")
     frequency_penalty: Penalty | None = llama(None, f"{_ELSE} 0")
-    dry_multiplier: Factor | None = llama(None, f"{_ELSE} 0, which is off")
-    dry_base: Factor | None = llama(None, f"{_ELSE} 1.75, also if it is below 1")
+    dry_multiplier: Factor | None = llama(None, f"{_ELSE} 0 (off)")
+    dry_base: Factor | None = llama(None, f"{_ELSE} 1.75; also for a value below 1")
     dry_allowed_length: Count | None = llama(None, f"{_ELSE} 2")
     dry_penalty_last_n: CountOrMinusOne | None = llama(
-        None, f"{_ELSE} 64; tokens that DRY looks back on: 0 for none, -1 for the whole context"
+        None, f"{_ELSE} 64; last tokens that DRY considers; 0: none, -1: the whole context"
     )
     dry_sequence_breaker: tuple[str, ...] = llama(
-        (), "default for requests: a text that ends repetitions, in place of those of DRY; may be repeated; or none"
+        (), "default for requests: a text that ends repetitions, replacing DRY's own; may be given again; or none"
     )
-    dynatemp_range: Factor | None = llama(None, f"{_ELSE} 0; how far the temperature follows the entropy")
+    dynatemp_range: Factor | None = llama(None, f"{_ELSE} 0; how much the temperature varies with entropy")
     dynatemp_exponent: Factor | None = llama(None, f"{_ELSE} 1", "--dynatemp-exp")
     mirostat: Annotated[int, Meta(ge=0, le=2)] | None = llama(
-        None, f"{_OWN_ELSE} 0, which is off; 1 or 2 for that version, in place of all samplers but the temperature"
+        None, f"{_OWN_ELSE} 0 (off); 1 or 2: that version, which replaces all samplers but the temperature"
     )
     mirostat_tau: Factor | None = llama(None, f"{_OWN_ELSE} 5", "--mirostat-ent")
     mirostat_eta: Factor | None = llama(None, f"{_OWN_ELSE} 0.1", "--mirostat-lr")
-    adaptive_target: Annotated[float, Meta(ge=-1, le=1)] | None = llama(None, f"{_ELSE} -1, which is off")
+    adaptive_target: Annotated[float, Meta(ge=-1, le=1)] | None = llama(None, f"{_ELSE} -1 (off)")
     adaptive_decay: Annotated[float, Meta(ge=0, le=0.99)] | None = llama(None, f"{_ELSE} 0.9")
-    samplers: str = llama("", "default for requests: samplers in their order, separated by semicolons")
+    samplers: str = llama("", "default for requests: samplers in order, separated by semicolons")
     sampler_seq: str = llama("", "the same as letters, such as kpmt", "--sampler-seq --sampling-seq")
-    ignore_eos: bool = llama(False, "default for requests: generate on after the end of the text")
+    ignore_eos: bool = llama(False, "default for requests: continue after the end-of-text token")
     logit_bias: tuple[str, ...] = llama(
         (),
-        "default for requests: a token id and its bias, such as 15043+1 or 2-inf; may be repeated",
+        "default for requests: a token id and its bias, such as 15043+1 or 2-inf; may be given again",
         "-l --logit-bias",
     )
     grammar_file: tuple[str, ...] = llama(
         (),
-        "file with a grammar (GBNF or Lark) for requests that bring none; given several times: "
-        "the k-th request takes the k-th file, and later ones none",
+        "file with a grammar (GBNF or Lark) for requests without one; if given several times, the k-th request "
+        "uses the k-th file and later requests none",
         env="LLAMASLOT_GRAMMAR_FILE",
     )
     reasoning: Literal["on", "off", "auto"] = llama(
         "auto",
-        "off: the model is not to reason before it answers, if its chat template leaves the choice",
+        "off: the model does not reason before it answers, if its chat template has that choice",
         "-rea --reasoning",
         words=_TRISTATE,
     )
     reasoning_budget: CountOrMinusOne = llama(
         -1,
-        "default for requests: tokens that the model may reason; 0 for off, -1 for no limit",
+        "default for requests: most tokens of reasoning; 0: off, -1: no limit",
         env="LLAMA_ARG_THINK_BUDGET",
     )
     reasoning_format: Literal["none", "deepseek", "auto"] = llama(
         "auto",
-        "place of the reasoning in chat replies; none: in the content, else in reasoning_content",
+        "where chat replies have the reasoning; none: in the content, otherwise in reasoning_content",
         env="LLAMA_ARG_THINK",
     )
     chat_template: str = llama("", "name of a built-in template, or Jinja source")
     chat_template_file: str = llama("", "file with a Jinja template")
     jinja: bool = llama(
-        True, "use Jinja templates; --no-jinja for the built-in template that llama.cpp takes for the model's"
+        True, "use Jinja templates; --no-jinja: the built-in template that llama.cpp detects for the model"
     )
-    api_key: str = llama("", "keys that open the server, comma-separated", env="LLAMA_API_KEY")
-    api_key_file: str = llama("", "file with an API key a line, optionally followed by a space and admin or user")
-    ssl_key_file: str = llama("", "file with a private key (PEM, not encrypted): serve HTTPS, with --ssl-cert-file")
-    ssl_cert_file: str = llama("", "file with the certificate of that key (PEM), and then those that signed it")
+    api_key: str = llama("", "API keys, comma-separated", env="LLAMA_API_KEY")
+    api_key_file: str = llama("", "file with one API key per line, each optionally followed by admin or user")
+    ssl_key_file: str = llama("", "file with the private key for HTTPS (PEM, not encrypted)")
+    ssl_cert_file: str = llama("", "file with the certificate of that key (PEM), followed by its chain of issuers")
     metrics: bool = llama(False, "serve /metrics", env="LLAMA_ARG_ENDPOINT_METRICS")
     slots: bool = llama(True, "serve /slots and /cache", env="LLAMA_ARG_ENDPOINT_SLOTS")
     cors_origins: str = llama(
         "auto",
         "origins of web pages that may use the server, comma-separated; localhost: any port of this machine; "
-        "*: any page; auto: * with API keys, else localhost",
+        "*: any page; auto: * with API keys, otherwise localhost",
     )
     allowed_hosts: str = own(
         "",
-        "names accepted in the Host header besides localhost, comma-separated; if empty, any but on loopback",
+        "names accepted in the Host header besides localhost, comma-separated; if empty: any name, but on loopback "
+        "addresses only localhost",
     )
-    insecure: bool = own(False, "listen on other addresses than loopback although there is no API key")
+    insecure: bool = own(False, "allow listening on non-loopback addresses without an API key")
     sse_ping_interval: CountOrMinusOne = llama(
-        30, "seconds of silence after which a stream gets a comment; -1 for never"
+        30, "seconds of silence after which a comment is sent on a stream; -1: never"
     )
-    max_queue: Count = own(256, "requests that may wait for a slot; more get a 429")
+    max_queue: Count = own(256, "requests that may wait for a slot; further ones get a 429")
     max_queue_per_client: CountOrMinusOne = own(
         -1,
-        "those of one client (an API key; without keys a session, else an address); 0 for no limit of its own, -1 "
-        "for half of --max-queue with API keys and 0 without",
+        "the same for one client (an API key; without keys a session, otherwise an address); 0: no limit per "
+        "client; -1: half of --max-queue with API keys, 0 without",
     )
-    max_choices: Positive = own(256, "completions that a request may ask for: n for each of its prompts")
+    max_choices: Positive = own(256, "completions that a request may ask for: n times its prompts")
     max_reply_probs: Positive = own(
-        2**19, "probabilities that a reply may have: completions x tokens x (n_probs or top_logprobs + 1)"
+        2**19, "probabilities that a reply may contain: completions x tokens x (n_probs or top_logprobs + 1)"
     )
     request_timeout: Annotated[float, Meta(ge=0, le=INT32_MAX)] = own(
-        0.0, "seconds after which a request gets a 504, whether it waits or runs; 0 for never"
+        0.0, "seconds after which a waiting or running request gets a 504; 0: never"
     )
     max_body_mb: Positive = own(64, "MiB of the largest request body")
     max_total_body_mb: Positive = own(
-        64, "MiB of all request bodies that are being received or parsed; more get a 429"
+        64, "MiB of all request bodies that are being received or parsed; further requests get a 429"
     )
     body_timeout: Annotated[float, Meta(gt=0, le=INT32_MAX)] = own(60.0, "seconds for a request body to arrive")
     max_logit_bias_entries: Count = own(
-        1024, "entries that a request's logit_bias may have, and tokens that they may name"
+        1024, "entries that a request's logit_bias may have, and tokens that these may name"
     )
     max_stop_strings: Count = own(256, "stop strings that a request may have")
-    max_stop_chars: Count = own(8192, "characters that the stop strings of a request may have in all")
+    max_stop_chars: Count = own(8192, "total characters of the stop strings of a request")
     max_stored_responses: Count = own(
-        1024, "stored responses, and likewise stored chats, that are kept in memory; 0 for none"
+        1024, "most stored responses, and most stored chats, kept in memory; 0: none"
     )
     max_stored_responses_mb: Positive = own(
-        24, "MiB that they may take, responses and chats each; the least recently used are evicted"
+        24, "MiB for stored responses, and again for stored chats; the least recently used are evicted"
     )
     max_connections: Positive = own(
-        1024, "connections that may be open; a new one replaces the one that has been idle longest"
+        1024, "most open connections; a new one replaces the one that has been idle longest"
     )
     keep_alive_timeout: Annotated[float, Meta(gt=0, le=INT32_MAX)] = own(
         75.0, "seconds after which a connection without a request is closed"
     )
     write_timeout: Annotated[float, Meta(gt=0, le=INT32_MAX)] = own(
-        60.0, "seconds after which a client that does not read its reply is disconnected; its request is cancelled"
+        60.0, "seconds after which a client that does not read its reply is disconnected and its request cancelled"
     )
     max_stream_buffer_kb: Positive = own(
-        4096, "KiB of a stream that may wait for its client to read them; with more, the client is disconnected"
+        4096, "most KiB of a stream that the client has not read; beyond that, it is disconnected"
     )
     escape_special: bool = own(
-        True, "take control tokens written out in a message as plain text; llama-server takes them as real ones"
+        True, "treat control tokens written in a message as plain text; llama-server parses them as control tokens"
     )
     drop_volatile: str = own(
         "claude-code",
-        "strip this from the start of system messages, because it differs in each session and means nothing: "
+        "remove this from the start of system messages, because it differs in each session and means nothing: "
         "claude-code (its billing header), a regular expression, or off",
     )
     text_anchors: bool = own(
@@ -305,45 +306,45 @@ class Config:
     )
     restore_messages: bool = own(
         True,
-        "where a conversation contains a message that the server sent, such as a tool call, use the tokens that "
-        "were generated for it",
+        "if a conversation contains a message that the server sent, such as a tool call, use the tokens that were "
+        "generated for it",
     )
     session_min_match: Fraction = own(
         0.8,
         "if a prompt diverges from its session's text, keep the session's tokens only if at least this fraction "
-        "of the text matches; 1 for never",
+        "of the text matches; 1: never",
     )
     prefill_gap_ms: Annotated[float, Meta(ge=1, le=60000)] = own(
         100.0, "target inter-token latency of streams while other prompts are prefilled, in ms"
     )
     drain_delay: Annotated[float, Meta(ge=0, le=INT32_MAX)] = own(
         0.0,
-        "seconds after SIGTERM in which /health is a 503 but requests are still served, so that a gateway sends no "
-        "more before they are refused",
+        "seconds after SIGTERM in which /health returns 503 but requests are still served, so that gateways stop "
+        "sending requests before they are refused",
     )
     shutdown_timeout: Annotated[float, Meta(ge=0, le=INT32_MAX)] = own(
         30.0, "seconds for running requests to finish, after --drain-delay"
     )
     in_process: bool = own(
-        False, "run engine and tokenizer in the server's own process, which then ends if llama.cpp aborts"
+        False, "run engine and tokenizer in the server's own process; if llama.cpp aborts, the server ends"
     )
     step_timeout: Annotated[float, Meta(ge=0, le=INT32_MAX)] = own(
         60.0,
-        "seconds after which an engine whose step does not end is restarted, or 20 times what the step should "
-        "take if that is longer; 0 for never (not with --in-process)",
+        "seconds after which an engine with a hanging step is restarted, or 20 times the step's expected duration "
+        "if that is longer; 0: never (not with --in-process)",
     )
     prompt_timeout: Annotated[float, Meta(gt=0, le=INT32_MAX)] = own(
         60.0,
-        "seconds that decoding a request, rendering its chat template or tokenizing may take; the request then "
-        "fails (not with --in-process)",
+        "time limit in seconds for decoding a request, rendering its chat template and tokenizing; then the "
+        "request fails (not with --in-process)",
     )
     log_format: Literal["auto", "console", "json"] = own(
-        "auto", "log lines; auto is console on a terminal, else JSON"
+        "auto", "format of log lines; auto: console on a terminal, otherwise JSON"
     )
-    log_level: Literal["debug", "info", "warning", "error"] = own("info", "lowest level logged")
-    verbose: bool = own(False, "the same as --log-level debug, and the field's default", "-v --verbose")
+    log_level: Literal["debug", "info", "warning", "error"] = own("info", "lowest level that is logged")
+    verbose: bool = own(False, "like --log-level debug; also the default of the request field", "-v --verbose")
 
 
 def options() -> Iterator[Option]:
-    """The rows of the table in their order."""
+    """Return the rows of the table in order."""
     return options_of(Config)

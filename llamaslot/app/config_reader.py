@@ -1,6 +1,6 @@
-"""Configuration values by source: a flag wins over the environment, that over the file, the file over the default.
+"""Reading the configuration. Precedence: flag, environment variable, configuration file, default.
 
-Every wrong value is one `ConfigError` that names the flag, the variable or the file's key it came from.
+Every invalid value raises a `ConfigError` that names its source: the flag, the variable or the file's key.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from llamaslot.base.named_files import read_named_text
 
 
 def read_config(flags: argparse.Namespace, environ: Mapping[str, str]) -> Config:
-    """The configuration from parsed flags, the environment and the file that either names. Raises `ConfigError`."""
+    """Return the configuration from flags, environment and the file that either names. Raises `ConfigError`."""
     table = {option.name: option for option in options()}
     file = flags.config or environ.get("LLAMASLOT_CONFIG")
     found: dict[str, tuple[str, Any]] = {}
@@ -38,7 +38,7 @@ def read_config(flags: argparse.Namespace, environ: Mapping[str, str]) -> Config
             found[option.name] = (option.flag, getattr(flags, option.name))
     if flags.name:
         if getattr(flags, "model", None) not in (None, flags.name):
-            raise ConfigError(f"two models are named: {flags.name} and {flags.model}", param="--model")
+            raise ConfigError(f"two models are given: {flags.name} and {flags.model}", param="--model")
         found["model"] = ("MODEL", flags.name)
     values = {name: _convert(table[name], source, value) for name, (source, value) in found.items()}
     return _checked(Config(**values))
@@ -59,8 +59,8 @@ def _convert(option: Option, source: str, value: Any) -> Any:
     except msgspec.ValidationError as error:
         reason = str(error).lower()
         if option.choices and not reason.endswith(">= 0"):
-            reason = f"one of {', '.join(option.choices)} is expected"
-        raise ConfigError(f"{source}: {value!r} is wrong: {reason}", param=option.flag) from None
+            reason = f"expected one of {', '.join(option.choices)}"
+        raise ConfigError(f"{source}: {value!r} is invalid: {reason}", param=option.flag) from None
 
 
 def _checked(config: Config) -> Config:
@@ -71,10 +71,10 @@ def _checked(config: Config) -> Config:
     if config.cache_type_v not in ("f32", "f16", "bf16") and config.flash_attn == "off":
         raise ConfigError("a quantized --cache-type-v needs flash attention", param="--cache-type-v")
     if config.chat_template and config.chat_template_file:
-        raise ConfigError("--chat-template and --chat-template-file exclude each other", param="--chat-template")
+        raise ConfigError("give --chat-template or --chat-template-file, not both", param="--chat-template")
     if not config.jinja and (config.chat_template_file or "{" in config.chat_template):
         raise ConfigError(
-            "--no-jinja takes built-in templates only: give --chat-template the name of one", param="--no-jinja"
+            "--no-jinja allows only built-in templates: give the name of one as --chat-template", param="--no-jinja"
         )
     return config
 
@@ -83,7 +83,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(read_named_text(path, "--config"))
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path} is not TOML: {error}", param="--config") from None
+        raise ConfigError(f"{path} is not valid TOML: {error}", param="--config") from None
 
 
 def _known_key(key: str, table: Mapping[str, Option], file: str) -> str:

@@ -1,7 +1,7 @@
 """Command line of `llamaslot serve`: a flag for each row of the configuration table, and llama-server's others.
 
-llama-server has flags of several letters behind one dash (`-ts`, `-hf`), so a flag is only ever matched whole: not
-by its beginning, and not as a short flag with its value attached.
+llama-server has flags with several letters after one dash (`-ts`, `-hf`). So only complete flags match: no
+abbreviations, and no short flags with the value attached.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ WITHOUT_EFFECT = {
     1: "-lv --verbosity --log-verbosity --log-colors -to --timeout --threads-http -dt --defrag-thold -fit --fit "
     "-fitt --fit-target -fitc --fit-ctx",
 }
-"""Flags of llama-server that are accepted and ignored, by the number of their values: what they ask for is done
-anyway, or has no counterpart here.
+"""Flags of llama-server that are accepted and ignored, by their number of values.
+
+What they ask for is done anyway, or has no counterpart here.
 """
 
 NOT_SUPPORTED = {
@@ -35,7 +36,7 @@ NOT_SUPPORTED = {
     ),
     "not supported yet; redirect standard error instead": "--log-file --log-jsonl",
     "requests are always batched continuously; remove the flag": "-nocb --no-cont-batching",
-    "there is no web page here": (
+    "llamaslot has no web UI": (
         "--ui --webui --path --ui-config --webui-config --ui-config-file --webui-config-file"
     ),
     "not supported yet": (
@@ -64,25 +65,25 @@ NOT_SUPPORTED = {
         "-mv --model-vocoder --tts-use-guide-tokens --completion-bash -cl --cache-list"
     ),
 }
-"""Flags of llama-server that are refused, by the reason."""
+"""Flags of llama-server that are rejected, by the reason."""
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse, but a wrong flag is a `ConfigError` with the nearest one."""
+    """An argparse parser that raises a `ConfigError` for a wrong flag and suggests the nearest one."""
 
     def error(self, message: str) -> NoReturn:
-        """Raise instead of printing usage and exiting."""
+        """Raise `ConfigError` instead of printing usage and exiting."""
         raise ConfigError(message)
 
     def parse(self, args: Sequence[str]) -> argparse.Namespace:
-        """Parse, naming the nearest flag for one that does not exist; as in llama-server, `_` is `-` in flags."""
+        """Parse arguments; suggest the nearest flag for an unknown one. As in llama-server, `_` may replace `-`."""
         parsed, unknown = self.parse_known_args([_with_dashes(arg) for arg in args])
         if unknown:
             raise ConfigError(self._explain(unknown[0], getattr(parsed, "parser", self)))
         return parsed
 
     def _get_option_tuples(self, option_string: str) -> list[Any]:
-        """Match no flag by its beginning: argparse does that for short flags even without `allow_abbrev`."""
+        """Match no abbreviations: argparse abbreviates short flags even without `allow_abbrev`."""
         return []
 
     @staticmethod
@@ -103,12 +104,12 @@ def _with_dashes(arg: str) -> str:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Give a parser a flag for each option, `--config`, and llama-server's flags that are not options here."""
+    """Add a flag for each option, `--config`, and llama-server's flags that are not options here."""
     parser.set_defaults(parser=parser)
     ignored = ", ".join(" ".join(WITHOUT_EFFECT.values()).split())
-    parser.epilog = f"Accepted without effect, for llama-server's sake: {ignored}."
+    parser.epilog = f"Flags of llama-server that are accepted without effect: {ignored}."
     parser.add_argument("name", nargs="?", metavar="MODEL", help="the same as --model")
-    parser.add_argument("--config", metavar="FILE", help="TOML file with any of these [LLAMASLOT_CONFIG]")
+    parser.add_argument("--config", metavar="FILE", help="TOML file with any of these options [LLAMASLOT_CONFIG]")
     for option in options():
         text = f"{option.text} [{option.env}] (default: {_shown(option.default)})".replace("%", "%%")
         if option.is_bool:
@@ -135,14 +136,14 @@ class _Switch(argparse.Action):
 
 
 class _Ignored(argparse.Action):
-    """A flag that changes nothing."""
+    """A flag without effect."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         pass
 
 
 class _Refused(argparse.Action):
-    """A flag of llama-server that is an error here; `const` says why."""
+    """A flag of llama-server that is an error here; `const` is the reason."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         raise ConfigError(f"{option_string} is a flag of llama-server: {self.const}", param=option_string)

@@ -1,4 +1,4 @@
-"""Reasons why a model runs on the CPU of a machine that has a GPU, or although a GPU was asked for."""
+"""Reasons why a model runs on the CPU although the machine has a GPU or the user asked for one."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from llamaslot.backend.host_gpus import HostGpu
 from llamaslot.base.model import CPU
 
 _WITHOUT_GPU = frozenset({"CPU", "BLAS", "RPC"})
-"""ggml's backends that use no GPU of this machine."""
+"""ggml backends that do not use a GPU of this machine."""
 
 
 class UnusedGpu(NamedTuple):
-    """Reason why a GPU is not used, and what to do about it."""
+    """The reason why a GPU is not used, and what to do about it."""
 
     problem: str
     advice: str
@@ -26,9 +26,9 @@ class UnusedGpu(NamedTuple):
 def unused_gpu(
     gpu_layers: int | str, device: str, backends: Sequence[str], host: Sequence[HostGpu]
 ) -> UnusedGpu | None:
-    """Return why the GPU is not used; None where it is, or where none is wanted.
+    """Return why the GPU is not used; None if it is used or not wanted.
 
-    `gpu_layers` is the flag's value, `device` what computes. With `auto`, a GPU is wanted if the machine has one.
+    `gpu_layers` is the flag's value and `device` the device in use. `auto` wants a GPU if the machine has one.
     """
     if device != CPU or gpu_layers == 0 or not backends:
         return None
@@ -42,12 +42,12 @@ def unused_gpu(
         return UnusedGpu(f"{reason}, but llama.cpp ({built}) finds none that it can use", _driver_advice(host))
     if not host:
         return UnusedGpu(
-            f"{reason}, but there is none here, and llama.cpp is built for {built} only", "give --gpu-layers 0"
+            f"{reason}, but there is none here, and llama.cpp is built for {built} only", "use --gpu-layers 0"
         )
     return UnusedGpu(
         f"{reason}, but llama.cpp is built for {built} only",
-        f'install llama-cpp-python again with CMAKE_ARGS="{host[0].cmake_args}" (docs/install.md), '
-        "or give --gpu-layers 0",
+        f'reinstall llama-cpp-python with CMAKE_ARGS="{host[0].cmake_args}" (docs/install.md), '
+        "or use --gpu-layers 0",
     )
 
 
@@ -55,5 +55,5 @@ def _driver_advice(host: Sequence[HostGpu]) -> str:
     if host and not host[0].has_driver:
         return f"install the driver of the {host[0].name}, or pass the GPU to this container"
     return (
-        "look whether its driver is older than the toolkit of the build, and whether this user may open the device"
+        "check whether its driver is older than the toolkit of the build, and whether this user may open the device"
     )

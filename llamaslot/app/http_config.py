@@ -1,4 +1,4 @@
-"""From the configuration to the settings of the HTTP layer."""
+"""Conversion of the configuration to the settings of the HTTP layer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def api_settings(config: Config) -> ApiSettings:
     """Return the settings of the HTTP layer. Raises `ConfigError`."""
     keys = listed(config.api_key)
     if not keys and config.api_key:
-        raise ConfigError("--api-key is given, but there is no key in it", param="--api-key")
+        raise ConfigError("--api-key contains no key", param="--api-key")
     has_keys = bool(keys or config.api_key_file)
     _check_host_needs_key(config, has_keys=has_keys)
     if config.cache_salt_from_api_key and not has_keys:
@@ -23,7 +23,9 @@ def api_settings(config: Config) -> ApiSettings:
     for option in ("cache_ram_per_key", "cache_disk_per_key"):
         if getattr(config, option) and not config.cache_salt_from_api_key:
             flag = f"--{option.replace('_', '-')}"
-            raise ConfigError(f"{flag} needs --cache-salt-from-api-key: else all keys share their KV", param=flag)
+            raise ConfigError(
+                f"{flag} needs --cache-salt-from-api-key: otherwise all keys share their KV", param=flag
+            )
     return ApiSettings(
         api_keys=tuple(keys),
         api_key_file=config.api_key_file,
@@ -62,10 +64,10 @@ def api_settings(config: Config) -> ApiSettings:
 
 
 def max_queue_per_client(config: Config) -> int:
-    """Return how many requests of one client may wait; 0 for as many as of all."""
+    """Return how many requests of one client may wait; 0: no limit per client."""
     if config.max_queue_per_client >= 0:
         return config.max_queue_per_client
-    # Without keys, all programs of a machine may be one client.
+    # Without keys, all programs of a machine may count as one client.
     has_keys = bool(config.api_key or config.api_key_file)
     return max(1, config.max_queue // 2) if has_keys and config.max_queue else 0
 
@@ -75,7 +77,7 @@ def _check_host_needs_key(config: Config, *, has_keys: bool) -> None:
     outside = [host for host in listed(config.host) if not is_loopback(host)]
     if outside and not has_keys and not config.insecure:
         message = (
-            f"--host {outside[0]} lets other machines use this server: give --api-key, or --insecure if they may"
+            f"--host {outside[0]} lets other machines use this server: give --api-key, or --insecure to allow it"
         )
         raise ConfigError(message, param="--host")
 
@@ -83,7 +85,7 @@ def _check_host_needs_key(config: Config, *, has_keys: bool) -> None:
 def _cors_origins(config: Config, *, has_keys: bool) -> tuple[str, ...]:
     """Return the origins whose pages may use the server.
 
-    Where keys are needed, any may: a browser adds no key by itself, so a page can only do what its own key allows.
+    If keys are needed, any page may: browsers add no key by themselves, so a page is limited to its own key.
     """
     if config.cors_origins == "auto":
         return ("*",) if has_keys else ("localhost",)
@@ -91,7 +93,7 @@ def _cors_origins(config: Config, *, has_keys: bool) -> tuple[str, ...]:
 
 
 def _allowed_hosts(config: Config) -> tuple[str, ...]:
-    """Return the names that the Host header may have, none for any."""
+    """Return the names that the Host header may have; empty: any name."""
     outside = [host for host in listed(config.host) if not is_loopback(host)]
     names = listed(config.allowed_hosts)
     if outside and not names:

@@ -1,12 +1,12 @@
-"""Downloads from a Hugging Face hub into its ordinary cache. Nothing else imports huggingface_hub.
+"""Downloads from a Hugging Face hub into its standard cache. Only this module imports huggingface_hub.
 
-That library finds files, follows its hub's rules and keeps the cache; two things it does not do are done here.
-It throws a partial file away when a download is interrupted, and it checks a file's size but not its content.
+huggingface_hub finds files, follows the hub's rules and manages the cache. It discards a partial file when a
+download is interrupted, and checks a file's size but not its content. So the download itself is done here:
 
     look_up      one API call: size, licence, SHA-256 and commit, before anything is downloaded
-    download     1. lock     `blobs/<sha256>.llamaslot.incomplete`, locked against a second pull
-                 2. receive  what it lacks, by Range requests
-                 3. verify   the SHA-256 of the whole file; a bad one is deleted
+    download     1. lock     `blobs/<sha256>.llamaslot.incomplete`, against a second pull
+                 2. receive  the missing bytes, by Range requests
+                 3. verify   the SHA-256 of the complete file; delete it if it differs
                  4. record   rename to `blobs/<sha256>`; huggingface_hub finds it there and writes the links
 
 Every failure is a ConfigError of one line. Nothing here prints.
@@ -34,18 +34,18 @@ from llamaslot.base.errors import ConfigError
 
 _TIMEOUT_S = 10.0
 _ATTEMPTS = 3
-"""Requests in a row that may end without a new byte."""
+"""Consecutive requests without a new byte before the download fails."""
 _PAUSE_S = 1.0
 _BLOCK = 1 << 20
 _IS_SHA256 = re.compile(r"[0-9a-f]{64}").fullmatch
 
 Stage: TypeAlias = Literal["download", "check"]
 Report: TypeAlias = Callable[[Stage, int], None]
-"""Called with the bytes of the file that a stage has done, those of an earlier run included."""
+"""Called with the bytes of the file that a stage has processed, including those of an earlier run."""
 
 
 class RemoteFile(msgspec.Struct, frozen=True):
-    """A file on the hub as it is at one commit."""
+    """A file on the hub at one commit."""
 
     repo: str
     file: str
@@ -53,11 +53,11 @@ class RemoteFile(msgspec.Struct, frozen=True):
     size: int
     sha256: str
     licence: str
-    """As the repository states it, or empty."""
+    """The licence that the repository states; empty if none."""
 
 
 def look_up(repo: str, file: str) -> RemoteFile:
-    """Return what the hub says of `file`. Raises ConfigError if it is not there or may not be read."""
+    """Return the hub's metadata of `file`. Raises ConfigError if it does not exist or access is denied."""
     with _explained(repo):
         info = hf.HfApi().model_info(repo, files_metadata=True, timeout=_TIMEOUT_S)
     found = {sibling.rfilename: sibling for sibling in info.siblings or ()}
@@ -66,29 +66,29 @@ def look_up(repo: str, file: str) -> RemoteFile:
         raise ConfigError(f"{repo} has no file {file}; its GGUF files: {ggufs}")
     stored = found[file]
     if stored.lfs is None or info.sha is None:
-        raise ConfigError(f"the hub gives no SHA-256 for {file} of {repo}; it cannot be checked")
+        raise ConfigError(f"the hub has no SHA-256 for {file} of {repo}, so it cannot be verified")
     if not _IS_SHA256(stored.lfs.sha256):
-        # It becomes the name of a file.
-        raise ConfigError(f"the hub's SHA-256 for {file} of {repo} is none: {stored.lfs.sha256!r}")
+        # The digest becomes a file name, so anything else could name a path.
+        raise ConfigError(f"the hub's SHA-256 for {file} of {repo} is not a digest: {stored.lfs.sha256!r}")
     card = info.card_data or {}
     licence = card.get("license_name") or card.get("license") or ""
     return RemoteFile(repo, file, info.sha, stored.lfs.size, stored.lfs.sha256, str(licence))
 
 
 def cached(repo: str, file: str) -> Path | None:
-    """Return the path of `file` in the cache, or None; of several commits the one that arrived last."""
+    """Return the path of `file` in the cache, or None; of several commits, the one downloaded last."""
     snapshots = (_repo_folder(repo) / "snapshots").glob("*")
     files = [path for snapshot in snapshots if (path := snapshot / file).is_file()]
     return max(files, key=lambda path: path.lstat().st_mtime, default=None)
 
 
 def is_complete(remote: RemoteFile) -> bool:
-    """Return True if the file is in the cache, and not to be downloaded any more."""
+    """Return True if the complete file is in the cache."""
     return _blob(remote).exists()
 
 
 def held_bytes(remote: RemoteFile) -> int:
-    """Bytes of `remote` that are on this machine already."""
+    """Return how many bytes of `remote` are already on this machine."""
     for path in (_blob(remote), _partial(remote)):
         if path.exists():
             return min(path.stat().st_size, remote.size)
@@ -96,9 +96,9 @@ def held_bytes(remote: RemoteFile) -> int:
 
 
 def download(remote: RemoteFile, report: Report) -> Path:
-    """Bring `remote` into the cache and return its path there; blocks, and reports as it goes.
+    """Download `remote` into the cache and return its path there. Blocks and reports progress.
 
-    Interrupted in any way, it keeps what has arrived and goes on from there when called again.
+    If interrupted, it keeps the bytes received so far; the next call continues from there.
     """
     blob, partial = _blob(remote), _partial(remote)
     with _explained(remote.repo):
@@ -106,7 +106,7 @@ def download(remote: RemoteFile, report: Report) -> Path:
             blob.parent.mkdir(parents=True, exist_ok=True)
             with partial.open("ab") as file:
                 _lock(file, remote)
-                # Another pull may have finished between the look and the lock.
+                # Another pull may have finished between the check and the lock.
                 if not blob.exists():
                     _receive(remote, file, report)
                     _verify(remote, partial, report)
@@ -121,11 +121,11 @@ def _lock(file: BinaryIO, remote: RemoteFile) -> None:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise ConfigError(f"another process is downloading {remote.file} already") from None
+        raise ConfigError(f"another process is already downloading {remote.file}") from None
 
 
 def _receive(remote: RemoteFile, file: BinaryIO, report: Report) -> None:
-    """Append to `file` what it lacks; a request that breaks off is followed by one for the rest."""
+    """Append the missing bytes to `file`; if a request fails, send another one for the rest."""
     if file.tell() > remote.size:
         _empty(file)
     _check_free_bytes(remote.size - file.tell(), _partial(remote).parent)
@@ -141,13 +141,13 @@ def _receive(remote: RemoteFile, file: BinaryIO, report: Report) -> None:
                 raise
             failure = _reason(error)
         else:
-            failure = "the hub ended the connection"
+            failure = "the hub closed the connection"
         file.flush()
         stalled = 0 if file.tell() > start else stalled + 1
         if stalled == _ATTEMPTS:
             raise ConfigError(
-                f"the download of {remote.file} broke off ({failure}); {file.tell():,} of {remote.size:,} bytes "
-                "are kept, the same command goes on from there",
+                f"the download of {remote.file} was interrupted ({failure}); {file.tell():,} of {remote.size:,} "
+                "bytes are kept, run the same command again to continue",
             )
         if file.tell() < remote.size:
             time.sleep(_PAUSE_S)
@@ -175,7 +175,7 @@ def _empty(file: BinaryIO) -> None:
 def _check_free_bytes(needed: int, folder: Path) -> None:
     free = shutil.disk_usage(folder).free
     if needed > free:
-        raise ConfigError(f"the download needs {needed:,} bytes and {folder} has {free:,} free")
+        raise ConfigError(f"the download needs {needed:,} bytes, but {folder} has only {free:,} free")
 
 
 def _verify(remote: RemoteFile, partial: Path, report: Report) -> None:
@@ -189,8 +189,8 @@ def _verify(remote: RemoteFile, partial: Path, report: Report) -> None:
     if digest.hexdigest() != remote.sha256:
         partial.unlink()
         raise ConfigError(
-            f"{remote.file} arrived damaged: its SHA-256 is {digest.hexdigest()}, the hub names {remote.sha256}; "
-            "the file was deleted, run the same command again",
+            f"{remote.file} was damaged in transfer: its SHA-256 is {digest.hexdigest()}, expected "
+            f"{remote.sha256}; the file was deleted, run the same command again",
         )
 
 
@@ -208,7 +208,10 @@ def _partial(remote: RemoteFile) -> Path:
 
 @contextmanager
 def _explained(repo: str) -> Iterator[None]:
-    """Turn what can go wrong between here and the hub into one line; the order of the clauses matters."""
+    """Convert errors of the hub and the connection into a ConfigError of one line.
+
+    The order of the clauses matters, because some of these exceptions are subclasses of others.
+    """
     endpoint = constants.ENDPOINT
     token = "log in with `hf auth login` or set HF_TOKEN"
     try:
@@ -222,7 +225,7 @@ def _explained(repo: str) -> Iterator[None]:
     except errors.HfHubHTTPError as error:
         status = error.response.status_code
         if status in {401, 403}:
-            raise ConfigError(f"{endpoint} refuses access to {repo} ({status}); {token}") from None
+            raise ConfigError(f"{endpoint} denies access to {repo} ({status}); {token}") from None
         advice = "try again later" if status >= 500 or status == 429 else "is HF_ENDPOINT right?"
         raise ConfigError(f"{endpoint} answered {status} for {repo}; {advice}") from None
     except (errors.HTTPError, errors.LocalEntryNotFoundError) as error:
@@ -230,10 +233,10 @@ def _explained(repo: str) -> Iterator[None]:
     except OSError as error:
         advice = ""
         if error.errno in {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}:
-            advice = "; what has arrived is kept: free some space and run the same command again"
+            advice = "; the received bytes are kept: free some space and run the same command again"
         raise ConfigError(f"cannot write to the cache ({_reason(error)}){advice}") from None
     except (ValueError, TypeError, KeyError) as error:
-        raise ConfigError(f"{endpoint} does not answer like a hub ({_reason(error)})") from None
+        raise ConfigError(f"{endpoint} is not a hub: unexpected answer ({_reason(error)})") from None
 
 
 def _reason(error: Exception) -> str:

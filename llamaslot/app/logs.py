@@ -1,4 +1,4 @@
-"""structlog set up once: JSON lines for machines, console lines for a terminal, both on standard error."""
+"""Logging set-up (structlog): JSON lines for machines, console lines for a terminal, both on standard error."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from llamaslot.base.errors import MAX_MESSAGE_CHARS, printable, shortened
 _MAX_ITEM_CHARS = 200
 _MAX_TRACE_CHARS = 20_000
 _MAX_ITEMS = 100
-"""Items of a list or a map that a line names."""
+"""Most items of a list or map that a log line shows."""
 
 
 @contextlib.contextmanager
 def _not_installed(name: str) -> Iterator[None]:
-    """Make imports of a package fail as if it were not installed."""
+    """Make imports of a package fail as if it was not installed."""
     modules: dict[str, object] = sys.modules  # type: ignore[assignment]
     kept = {each: modules.pop(each) for each in list(modules) if each == name or each.startswith(f"{name}.")}
     modules[name] = None
@@ -29,41 +29,41 @@ def _not_installed(name: str) -> Iterator[None]:
     modules.update(kept)
 
 
-# structlog imports rich, for tracebacks that we do not print; that takes longer than structlog itself.
+# structlog imports rich for tracebacks, which we do not use; importing rich takes longer than structlog itself.
 with _not_installed("rich"):
     import structlog
 
 
 def get_logger(name: str) -> structlog.typing.FilteringBoundLogger:
-    """Return a logger.
+    """Return a logger, for main programs.
 
-    For main programs: their other imports may import structlog, and this module has to be the first that does.
+    They must not import structlog themselves, because this module has to be the first to import it.
     """
     return cast(structlog.typing.FilteringBoundLogger, structlog.get_logger(name))
 
 
 class _Lenient(io.TextIOBase):
-    """A text stream whose failures (a reader that left, a full disk) lose lines and nothing else."""
+    """A text stream that ignores write errors (closed pipe, full disk): they only lose log lines."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        """Write if that is possible."""
+        """Write the text; ignore errors."""
         with contextlib.suppress(OSError, ValueError):
             self._stream.write(text)
         return len(text)
 
     def flush(self) -> None:
-        """Flush if that is possible."""
+        """Flush; ignore errors."""
         with contextlib.suppress(OSError, ValueError):
             self._stream.flush()
 
 
 def _bounded(_logger: object, _method: str, values: structlog.typing.EventDict) -> structlog.typing.EventDict:
-    """Bound each value: some come from a client or from a file, such as the keys of a GGUF file."""
+    """Shorten long values: some come from a client or a file, such as the metadata keys of a GGUF file."""
     for name, value in values.items():
-        # The others are structlog's own.
+        # `exc_info` and names with an underscore belong to structlog.
         if name != "exc_info" and not name.startswith("_"):
             values[name] = _short(value, _MAX_TRACE_CHARS if name == "exception" else MAX_MESSAGE_CHARS)
     return values
@@ -92,7 +92,7 @@ def _traceback(file: TextIO, info: Any) -> None:
 
 
 def _on_one_line(_logger: object, _method: str, values: structlog.typing.EventDict) -> structlog.typing.EventDict:
-    """Escape the control characters of texts, which a terminal would obey. JSON has escapes of its own."""
+    """Escape control characters, which a terminal would interpret. (JSON escapes them itself.)"""
     for name, value in values.items():
         if isinstance(value, str) and name != "exception":
             # Values with newlines are quoted by structlog, but events are not.
@@ -106,11 +106,11 @@ def _ordered(_logger: object, _method: str, values: structlog.typing.EventDict) 
 
 
 def configure_logging(form: Literal["auto", "console", "json"], level: str) -> None:
-    """Send every log line of this process to standard error in the given form."""
+    """Send all log lines of this process to standard error in the given format."""
     console = form == "console" or (form == "auto" and sys.stderr.isatty())
     renderer: structlog.typing.Processor = structlog.processors.JSONRenderer()
     if console:
-        # Not the default formatter: it prints local variables, and with them what users wrote.
+        # Not the default formatter: it prints local variables, which may contain text of users.
         renderer = structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), exception_formatter=_traceback)
     shared: list[structlog.typing.Processor] = [
         structlog.contextvars.merge_contextvars,
@@ -125,14 +125,14 @@ def configure_logging(form: Literal["auto", "console", "json"], level: str) -> N
     structlog.configure(
         processors=[*shared, renderer],
         wrapper_class=structlog.make_filtering_bound_logger(level),
-        # One write for each line: the server's processes share the stream, and with PYTHONUNBUFFERED, as containers
-        # often have it, `print` would write the end of the line on its own.
+        # Write each line at once, because the server's processes share the stream. With PYTHONUNBUFFERED, which is
+        # common in containers, `print` would write the line end separately.
         logger_factory=structlog.WriteLoggerFactory(cast(TextIO, _Lenient(sys.stderr))),
         cache_logger_on_first_use=True,
     )
-    # Libraries that use the standard library's logging (aiohttp, asyncio) come out in the same form.
+    # Format the lines of libraries that use the standard library's logging (aiohttp, asyncio) in the same way.
     handler = logging.StreamHandler(_Lenient(sys.stderr))
     handler.setFormatter(structlog.stdlib.ProcessorFormatter(processor=renderer, foreign_pre_chain=shared))
     logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
-    # It reports clients that do not speak HTTP with a traceback each; errors of ours are logged where they arise.
+    # aiohttp.server logs a traceback for each client that does not speak HTTP; our own errors are logged elsewhere.
     logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)

@@ -1,7 +1,7 @@
-"""Model names: a path, a name in models.txt, or `OWNER/REPO:FILE.gguf`, resolved to a file.
+"""Resolution of model names to files: a path, a name in models.txt, or `OWNER/REPO:FILE.gguf`.
 
-Reads models.txt and looks at the disk. It never downloads (`llamaslot.app.hub` does) and never opens
-a GGUF (the backend does).
+Reads models.txt and looks for files on disk. Never downloads (`llamaslot.app.hub` does) and never opens a GGUF file
+(the backend does).
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ _REFERENCE = re.compile(rf"({_REPO.pattern}):(\S+\.gguf)")
 
 
 class Model(msgspec.Struct, frozen=True):
-    """A GGUF that is named rather than given as a path."""
+    """A GGUF file that is given by name instead of a path."""
 
     name: str
     """The name that the user types."""
     repo: str
-    """The Hugging Face repository, or empty for a file inside the package."""
+    """The Hugging Face repository; empty for a file inside the package."""
     file: str
     checked: Checked
-    """Extent to which this project has tried it, as models.txt defines; `nothing` if it is not listed."""
+    """How far this project has tested it, as defined in models.txt; `nothing` if it is not listed."""
     note: str = ""
     sha256: str = ""
-    """The digest that its file must have; empty for any."""
+    """The SHA-256 that its file must have; empty: any."""
 
 
 def parse_models(text: str, source: str = "models.txt") -> dict[str, Model]:
-    """The models that `text` lists, by name and in its order.
+    """Return the models listed in `text`, by name and in its order.
 
     Raises ConfigError that names `source` and the line.
     """
@@ -53,7 +53,7 @@ def parse_models(text: str, source: str = "models.txt") -> dict[str, Model]:
         try:
             model = _parse_line(line)
             if model.name in models:
-                raise ValueError(f"the name {model.name!r} is taken by an earlier line")
+                raise ValueError(f"an earlier line already has the name {model.name!r}")
         except ValueError as error:
             raise ConfigError(f"{source}, line {number}: {error}") from None
         models[model.name] = model
@@ -66,30 +66,30 @@ def _parse_line(line: str) -> Model:
         raise ValueError(f"expected NAME REPO FILE CHECKED [sha256:DIGEST] [NOTE], found {len(columns)} columns")
     name, repo, file, checked = columns[:4]
     if not _NAME.fullmatch(name):
-        raise ValueError(f"{name!r} is not a name (small letters, digits, '.', '_' and '-')")
+        raise ValueError(f"{name!r} is not a name (lower-case letters, digits, '.', '_' and '-')")
     if repo != _IN_PACKAGE and not _REPO.fullmatch(repo):
         raise ValueError(f"{repo!r} is neither OWNER/REPO nor {_IN_PACKAGE!r}")
     if not file.endswith(".gguf"):
         raise ValueError(f"{file!r} is not a .gguf file")
     if checked not in _CHECKED:
-        raise ValueError(f"{checked!r} is none of: {', '.join(_CHECKED)}")
+        raise ValueError(f"{checked!r} is not one of: {', '.join(_CHECKED)}")
     rest = columns[4].strip() if len(columns) == 5 else ""
     digest, _, note = rest.partition(" ") if rest.startswith("sha256:") else ("", "", rest)
     if digest and not _SHA256.fullmatch(digest):
-        raise ValueError(f"{digest!r} is not sha256: and 64 small hexadecimal digits")
+        raise ValueError(f"{digest!r} is not sha256: and 64 lower-case hexadecimal digits")
     sha256 = digest.removeprefix("sha256:")
     return Model(name, "" if repo == _IN_PACKAGE else repo, file, cast(Checked, checked), note.strip(), sha256)
 
 
 def known_models() -> dict[str, Model]:
-    """The models of the models.txt that came with this package."""
+    """Return the models of this package's models.txt."""
     return parse_models(resources.files("llamaslot").joinpath("models.txt").read_text("utf-8"))
 
 
 def find_model(name: str) -> Model:
-    """The model that `name` or `OWNER/REPO:FILE.gguf` stands for.
+    """Return the model that `name` stands for: a name of models.txt, or `OWNER/REPO:FILE.gguf`.
 
-    Raises ConfigError, with the nearest name if one is near.
+    Raises ConfigError that suggests a similar name if there is one.
     """
     models = known_models()
     if name in models:
@@ -97,12 +97,12 @@ def find_model(name: str) -> Model:
     if reference := _REFERENCE.fullmatch(name):
         return Model(name, reference[1], reference[2], "nothing")
     if nearest := difflib.get_close_matches(name, models, n=1):
-        raise ConfigError(f"no model is called {name!r}; did you mean {nearest[0]!r}?")
-    raise ConfigError(f"no model is called {name!r}; there are: {', '.join(models)}, or OWNER/REPO:FILE.gguf")
+        raise ConfigError(f"unknown model {name!r}; did you mean {nearest[0]!r}?")
+    raise ConfigError(f"unknown model {name!r}; give one of {', '.join(models)}, or OWNER/REPO:FILE.gguf")
 
 
 def check_digest(model: Model, path: Path) -> None:
-    """Raise `ConfigError` if models.txt names a digest for a model and its file has another one."""
+    """Raise `ConfigError` if the model's file does not have the digest in models.txt."""
     if not model.sha256:
         return
     try:
@@ -111,17 +111,17 @@ def check_digest(model: Model, path: Path) -> None:
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
     if digest != model.sha256:
-        advice = f"delete {path.resolve()} and pull it again" if model.repo else "install llamaslot again"
+        advice = f"delete {path.resolve()} and pull it again" if model.repo else "reinstall llamaslot"
         raise ConfigError(
-            f"{model.name} is not the file that models.txt names: its SHA-256 is {digest}, it should be "
+            f"the file of {model.name} is not the one in models.txt: its SHA-256 is {digest}, expected "
             f"{model.sha256}; {advice}"
         )
 
 
 def local_file(model: Model) -> Path | None:
-    """Return the path of `model` on this machine, or None."""
+    """Return the path of `model` on this machine; None if it is not there."""
     if model.repo:
-        # Imported only here: a server that is given a path should not hold the hub's library in memory.
+        # Imported only here, so that a server that is given a path does not hold huggingface_hub in memory.
         from llamaslot.app import hub  # noqa: PLC0415
 
         return hub.cached(model.repo, model.file)
@@ -130,7 +130,7 @@ def local_file(model: Model) -> Path | None:
 
 
 def resolve_model(name_or_path: str) -> Path:
-    """The file to load: an existing file first, then a name whose file is on this machine.
+    """Return the file to load: an existing path, or else the local file of a named model.
 
     Raises ConfigError that says how to get the file, or that there is no such path or name.
     """
@@ -145,4 +145,4 @@ def resolve_model(name_or_path: str) -> Path:
         return file
     if model.repo:
         raise ConfigError(f"{model.name} is not on this machine; get it with `llamaslot pull {model.name}`")
-    raise ConfigError(f"{model.file} is missing from the package; install llamaslot again")
+    raise ConfigError(f"{model.file} is missing from the package; reinstall llamaslot")

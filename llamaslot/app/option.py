@@ -1,4 +1,4 @@
-"""Rows of the configuration table: how an option is described, and what flags and variables follow from that."""
+"""Rows of the configuration table: how an option is described, and the flags and variables derived from that."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_t
 SWITCH = dict.fromkeys(("on", "enabled", "true", "1"), True) | dict.fromkeys(
     ("off", "disabled", "false", "0"), False
 )
-"""Words for a switch in variables and files, as in llama-server."""
+"""Words for on and off in variables and files, as in llama-server."""
 _T = TypeVar("_T")
 
 
@@ -23,11 +23,11 @@ def llama(
     env: str = "LLAMA_ARG_{}",
     words: Mapping[str, Any] = MappingProxyType({}),
 ) -> _T:
-    """Describe an option that llama-server has too, by its default and help text.
+    """Describe an option that llama-server also has, by its default and help text.
 
-    An option `ctx_size` has the flag `--ctx-size` and the environment variable `LLAMA_ARG_CTX_SIZE`, unless `flags`
-    lists its flags, separated by spaces, or `env` is another variable. `words` maps words to the values that they
-    stand for.
+    An option `ctx_size` has the flag `--ctx-size` and the environment variable `LLAMA_ARG_CTX_SIZE` by default.
+    `flags` lists other flags, separated by spaces, and `env` is another variable. `words` maps words to the values
+    that they stand for.
     """
     return field(default=default, metadata={"text": text, "flags": flags, "env": env, "words": words})
 
@@ -47,39 +47,39 @@ class Option:
     default: Any
     text: str
     words: Mapping[str, Any]
-    """Values by the words that stand for them."""
+    """Words that stand for values."""
 
     @property
     def flag(self) -> str:
-        """The long flag by which messages name the option."""
+        """The long flag, which messages use to name the option."""
         return next(flag for flag in self.flags if flag.startswith("--"))
 
     @property
     def is_bool(self) -> bool:
-        """True for a switch: on or off, without a value."""
+        """True for a switch without a value."""
         return self.types[0] is bool
 
     @property
     def is_list(self) -> bool:
-        """True for an option that may be repeated."""
+        """True for an option that may be given several times."""
         return get_origin(self.kind) is tuple
 
     @property
     def types(self) -> tuple[Any, ...]:
-        """The types of its values; several if both words and numbers are allowed."""
+        """The types of the option's values; several if both words and numbers are allowed."""
         is_one = get_origin(self.kind) in (None, Literal, Annotated, tuple)
         kinds = (self.kind,) if is_one else get_args(self.kind)
         return tuple(get_args(each)[0] if get_origin(each) is Annotated else each for each in kinds)
 
     @property
     def choices(self) -> list[str]:
-        """Its words, and N where it takes a number too; empty where it takes no words."""
+        """The words that the option accepts, and N if it also accepts a number; empty if it accepts no words."""
         words = [word for kind in self.types if get_origin(kind) is Literal for word in get_args(kind)]
         return [*words, "N"] if words and len(self.types) > 1 else words
 
 
 def options_of(table: type[Any]) -> Iterator[Option]:
-    """The rows of a table, a dataclass whose fields are described by `llama` and `own`, in their order."""
+    """Yield the rows of a table, a dataclass whose fields are described by `llama` and `own`, in order."""
     kinds = get_type_hints(table, include_extras=True)
     for row in fields(table):
         name, kind, meta = row.name, kinds[row.name], row.metadata

@@ -1,4 +1,4 @@
-"""From the configuration to the sampling of requests that do not say how they are sampled."""
+"""Conversion of the configuration to the default sampling of requests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from llamaslot.protocol.bodies import MAX_BREAKER_CHARS, MAX_BREAKERS
 
 _CONVERTED = {"samplers", "logit_bias"}
 _SAME_FIELDS = {field.name for field in fields(Sampling)} & {option.name for option in options()} - _CONVERTED
-"""Options that are fields of `Sampling` as they are."""
+"""Options whose values are fields of `Sampling` without conversion."""
 _BIAS = re.compile(r"\s*(\d{1,10})\s*([+-](?:inf|\d+\.?\d*|\.\d+))\s*")
 _MAX_BIAS = 1e6
 _ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "'": "'", '"': '"', "\\": "\\"}
@@ -23,15 +23,15 @@ _ESCAPE = re.compile(r"\\([nrt'\"\\])")
 
 
 def sampling_defaults(config: Config) -> dict[str, Any]:
-    """Return the fields of `Sampling` that options set; without an option the model file's value counts.
+    """Return the fields of `Sampling` that options set; for the others the model file's values apply.
 
-    Raises `ConfigError` for samplers, biases or sequence breakers that cannot be.
+    Raises `ConfigError` for invalid samplers, biases or sequence breakers.
     """
     found = {name: value for name in _SAME_FIELDS if (value := getattr(config, name)) is not None}
     if not config.ignore_eos:
         del found["ignore_eos"]
     if found.get("dry_base", 1) < 1:
-        # As in llama-server, a smaller one stands for the default.
+        # As in llama-server, a value below 1 stands for the default.
         del found["dry_base"]
     if config.samplers or config.sampler_seq:
         found["samplers"] = _samplers(config)
@@ -43,7 +43,7 @@ def sampling_defaults(config: Config) -> dict[str, Any]:
 
 
 def check_vocabulary(config: Config, info: ModelInfo) -> None:
-    """Raise `ConfigError` for a bias of a token that the model does not have."""
+    """Raise `ConfigError` for a bias of a token outside the model's vocabulary."""
     for token in sampling_defaults(config).get("logit_bias", {}):
         if token >= info.n_vocab:
             raise ConfigError(
@@ -54,14 +54,14 @@ def check_vocabulary(config: Config, info: ModelInfo) -> None:
 
 def _samplers(config: Config) -> tuple[str, ...]:
     if config.samplers and config.sampler_seq:
-        raise ConfigError("--samplers and --sampler-seq exclude each other", param="--samplers")
+        raise ConfigError("give --samplers or --sampler-seq, not both", param="--samplers")
     flag = "--samplers" if config.samplers else "--sampler-seq"
     asked = [name.strip() for name in config.samplers.split(";") if name.strip()] or list(config.sampler_seq)
     found: list[str] = []
     for name in asked:
         names = named_samplers([name] if config.samplers else name)
         if not names or names[0] == INFILL:
-            raise ConfigError(f"{flag}: there is no sampler '{name}' here", param=flag)
+            raise ConfigError(f"{flag}: unknown sampler '{name}'", param=flag)
         found += names
     return tuple(found)
 
@@ -71,19 +71,19 @@ def _bias(text: str) -> tuple[int, float]:
     bias = float(match[2]) if match else float("nan")
     if match is None or (abs(bias) > _MAX_BIAS and bias != float("-inf")):
         raise ConfigError(
-            f"--logit-bias: '{text}' is not a token id and its bias, such as 15043+1", param="--logit-bias"
+            f"--logit-bias: '{text}' is not a token id with a bias, such as 15043+1", param="--logit-bias"
         )
     return int(match[1]), bias
 
 
 def _breakers(texts: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the sequence breakers; as in llama-server, `none` removes those before it, and `\\n` breaks lines."""
+    """Return the sequence breakers; as in llama-server, `none` removes those before it, `\\n` is a line break."""
     breakers: list[str] = []
     for text in texts:
         breakers = [] if text == "none" else [*breakers, _ESCAPE.sub(lambda match: _ESCAPES[match[1]], text)]
     if len(breakers) > MAX_BREAKERS or any(len(text) > MAX_BREAKER_CHARS for text in breakers):
         raise ConfigError(
-            f"--dry-sequence-breaker: at most {MAX_BREAKERS} of {MAX_BREAKER_CHARS} characters are taken",
+            f"--dry-sequence-breaker: at most {MAX_BREAKERS} texts of at most {MAX_BREAKER_CHARS} characters",
             param="--dry-sequence-breaker",
         )
     return tuple(breakers)

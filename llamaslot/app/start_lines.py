@@ -1,4 +1,4 @@
-"""The lines by which `llamaslot serve` tells the terminal what runs where, and how to talk to it."""
+"""The start lines of `llamaslot serve`: what runs where, and how to send requests to it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _log = structlog.get_logger(__name__)
 
 
 def announce(loaded: Loaded, urls: Sequence[str], config: Config) -> None:
-    """Print the start lines, and log the same as one event."""
+    """Print the start lines and log the same as one event."""
     info = loaded.info
     size = f"{info.size_bytes / 2**20:,.0f} MiB"
     name, description = printable(info.name), printable(info.description)
@@ -51,13 +51,13 @@ def announce(loaded: Loaded, urls: Sequence[str], config: Config) -> None:
     if loaded.disk_line:
         print(loaded.disk_line)
     elif config.cache_disk:
-        print(_yellow("--cache-disk is not used: it keeps only prefixes that are offloaded to RAM."))
+        print(_yellow("--cache-disk is not used: only prefixes that are offloaded to RAM are written to disk."))
     if loaded.remote_line:
         print(loaded.remote_line)
     elif config.cache_remote:
-        print(_yellow("--cache-remote is not used: it shares only prefixes that are offloaded to RAM."))
+        print(_yellow("--cache-remote is not used: only prefixes that are offloaded to RAM are shared."))
     if not info.flash_attn:
-        print(_yellow("Without flash attention, idle prefixes slow running requests down."))
+        print(_yellow("Without flash attention, idle prefixes slow down running requests."))
     print(f"listening on {', '.join(urls)}")
     key = " -H 'Authorization: Bearer KEY'" if config.api_key or config.api_key_file else ""
     ca = f" --cacert {shlex.quote(config.ssl_cert_file)}" if config.ssl_cert_file else ""
@@ -92,18 +92,18 @@ def _yellow(text: str) -> str:
 
 
 def _styled(text: str, code: int) -> str:
-    """Text in an ANSI style, on terminals alone. Not by rich: importing it would make every start take longer."""
+    """Return text in an ANSI style, on terminals only. Not with rich, because its import slows down each start."""
     return f"\033[{code}m{text}\033[0m" if sys.stdout.isatty() and not os.environ.get("NO_COLOR") else text
 
 
 def _reuse_line(info: ModelInfo) -> str:
-    """Return what is reused, or why nothing is, and which layers keep what."""
+    """Return the line about prefix reuse: how prefixes are reused or why not, and which layers keep which state."""
     state = info.state
     if info.keeps_checkpoints and info.checkpoint_size is not None:
         at_most = "at most " if info.checkpoint_size.per_cell else ""
         size = _mib(info.checkpoint_size.of(info.n_ctx_slot))
         pending = f", once the self-test has passed ({info.self_test_note})" if info.self_test_note else ""
-        pending += ", untested as --reuse-self-test on asks" if info.self_test == "skipped" else ""
+        pending += ", untested because of --reuse-self-test on" if info.self_test == "skipped" else ""
         return f"Prefix reuse: by checkpoints{pending} ({_partial_state(info)}; one takes {at_most}{size})"
     latent = " (MLA)" if state.has_mla else ""
     kept = []
@@ -121,7 +121,7 @@ def _reuse_line(info: ModelInfo) -> str:
 
 
 def _partial_state(info: ModelInfo) -> str:
-    """Return what checkpoints are copies of."""
+    """Return a description of the state that checkpoints copy."""
     state = info.state
     parts = []
     if state.kind.has_window:
@@ -136,7 +136,7 @@ def _partial_state(info: ModelInfo) -> str:
 
 
 def _checkpoints_line(info: ModelInfo, limits: CheckpointLimits) -> str:
-    """Return how many checkpoints there is room for, and what one costs."""
+    """Return the line about checkpoints: how many fit, and the cost of one."""
     assert info.checkpoint_size is not None
     n = limits.ram_bytes // info.checkpoint_size.of(info.n_ctx_slot)
     line = (
@@ -147,8 +147,8 @@ def _checkpoints_line(info: ModelInfo, limits: CheckpointLimits) -> str:
         line += f" ({cost.take_ms:,.1f} ms to take one, {cost.restore_ms:,.1f} ms to restore it)"
     if n:
         return line
-    # Without a checkpoint, only a live sequence can be continued, at its end.
-    return _yellow(f"{line}. Give --checkpoint-ram more, or only what a slot computed last is continued.")
+    # Without checkpoints, only a live sequence can be continued, and only at its end.
+    return _yellow(f"{line}. Raise --checkpoint-ram: without one, only a slot's last request can be continued.")
 
 
 def _mib(n_bytes: int) -> str:
@@ -157,15 +157,15 @@ def _mib(n_bytes: int) -> str:
 
 
 def _pending_line(info: ModelInfo) -> str:
-    """Return why costs were not measured, and what holds until they are."""
+    """Return why costs were not measured, and the defaults that apply until they are."""
     defaults = ["idle prefixes stay in the pool until their cells are needed"]
     if info.unified:
         defaults.append("small steps are not padded")
     if info.keeps_checkpoints:
-        defaults.append("checkpoints are restored whatever that costs")
+        defaults.append("checkpoints are always restored, whatever it costs")
     return (
-        f"Costs were not measured, because other programs use this machine ({info.costs_pending}). Until they are, "
-        f"while the server is idle: {', '.join(defaults)}."
+        f"Costs were not measured, because other programs use this machine ({info.costs_pending}). Until they are "
+        f"measured, while the server is idle: {', '.join(defaults)}."
     )
 
 

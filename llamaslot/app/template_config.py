@@ -1,4 +1,4 @@
-"""The chat template that flags name, read before processes are started."""
+"""The chat template given by flags, read before other processes are started."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from llamaslot.text.volatile import pattern
 
 
 def read_template(config: Config) -> tuple[str, str]:
-    """Return the Jinja source that flags name, and the flag that named it; both are empty if none did.
+    """Return the Jinja source given by a flag, and that flag; both are empty if there is none.
 
     Raises `ConfigError`, also for an invalid `--drop-volatile`.
     """

@@ -1,4 +1,4 @@
-"""HTTPS: the server's private key and certificate, which are read again once their files change."""
+"""HTTPS: the server's private key and certificate, which are reloaded when their files change."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from llamaslot.base.named_files import read_named
 
 _CERT_FLAG, _KEY_FLAG = "--ssl-cert-file", "--ssl-key-file"
 _CIPHERS = "ECDHE+AESGCM:ECDHE+CHACHA20"
-"""Of TLS 1.2: with forward secrecy and authenticated encryption. All of TLS 1.3 have both."""
+"""TLS 1.2 ciphers with forward secrecy and authenticated encryption. All TLS 1.3 ciphers have both."""
 
 _log = structlog.get_logger(__name__)
 
 
 def certificate(config: Config) -> Certificate | None:
-    """Return the certificate for HTTPS; None without the two flags. Raises `ConfigError`."""
+    """Return the certificate for HTTPS; None if the two flags are not given. Raises `ConfigError`."""
     cert, key = config.ssl_cert_file, config.ssl_key_file
     if not cert and not key:
         return None
@@ -32,14 +32,17 @@ def certificate(config: Config) -> Certificate | None:
 
 
 class Certificate:
-    """The certificate in two files; `changes` is to be started. Raises `ConfigError` for unusable files."""
+    """A certificate and its key, read from two files. The owner must start `changes`, which watches the files.
+
+    Raises `ConfigError` for unusable files.
+    """
 
     def __init__(self, cert: Path, key: Path) -> None:
         self._cert = cert
         self._key = key
         self.changes = FileChanges((cert, key), self._reload)
         self.context = self._newest = _context(cert, key)
-        """Gives each new connection the newest certificate."""
+        """The context of the listener; `_choose` gives each new connection the newest certificate."""
         self.context.sni_callback = self._choose
 
     def _choose(self, connection: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
@@ -49,7 +52,7 @@ class Certificate:
 
     def _reload(self) -> None:
         try:
-            # A new context: one into which only half of a pair was loaded could not be used any more.
+            # Create a new context: one into which only the certificate or only the key was loaded is unusable.
             self._newest = _context(self._cert, self._key)
         except (ConfigError, OSError) as error:
             _log.error("tls.reload_failed", error=str(error))
@@ -58,7 +61,7 @@ class Certificate:
 
 
 def _context(cert: Path, key: Path) -> ssl.SSLContext:
-    # OpenSSL itself would wait for a pipe.
+    # Read the files here first, because OpenSSL would block on a pipe.
     read_named(cert, _CERT_FLAG)
     read_named(key, _KEY_FLAG)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -66,10 +69,11 @@ def _context(cert: Path, key: Path) -> ssl.SSLContext:
     context.set_ciphers(_CIPHERS)
     context.set_alpn_protocols(["http/1.1"])
     try:
-        # A context of its own: it would ask clients for certificates.
+        # In a separate context, because locations loaded into the server's context would make it request client
+        # certificates.
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_verify_locations(cert)
     except (ssl.SSLError, OSError):
-        raise ConfigError(f"there is no PEM certificate in {cert} ({_CERT_FLAG})", param=_CERT_FLAG) from None
+        raise ConfigError(f"no PEM certificate in {cert} ({_CERT_FLAG})", param=_CERT_FLAG) from None
 
     def password() -> NoReturn:
         raise ConfigError(
@@ -81,12 +85,12 @@ def _context(cert: Path, key: Path) -> ssl.SSLContext:
     except ssl.SSLError as error:
         if error.reason == "KEY_VALUES_MISMATCH":
             message = (
-                f"the private key in {key} ({_KEY_FLAG}) is not that of the certificate in {cert} ({_CERT_FLAG})"
+                f"the private key in {key} ({_KEY_FLAG}) does not match the certificate in {cert} ({_CERT_FLAG})"
             )
         elif error.reason in ("EE_KEY_TOO_SMALL", "CA_KEY_TOO_SMALL", "CA_MD_TOO_WEAK"):
-            message = f"the certificate in {cert} is too weak ({error.reason}): make a new one ({_CERT_FLAG})"
+            message = f"the certificate in {cert} is too weak ({error.reason}): create a new one ({_CERT_FLAG})"
             raise ConfigError(message, param=_CERT_FLAG) from None
         else:
-            message = f"there is no PEM private key in {key} ({_KEY_FLAG})"
+            message = f"no PEM private key in {key} ({_KEY_FLAG})"
         raise ConfigError(message, param=_KEY_FLAG) from None
     return context

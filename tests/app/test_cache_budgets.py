@@ -102,9 +102,9 @@ def test_an_engine_that_is_started_again_accepts_what_was_chosen_for_it(n_free: 
         (
             Config(kv_unified=False),
             {"unified": False},
-            "hybrid model; checkpoints need one pool for all slots, --kv-unified",
+            "hybrid model; checkpoints need a pool shared by all slots (--kv-unified)",
         ),
-        (Config(), {}, "hybrid model; checkpoints need a sequence id, so lower --parallel"),
+        (Config(), {}, "hybrid model; checkpoints need a spare sequence id: lower --parallel"),
         (
             Config(),
             {"state": Capabilities(kind=StateKind.HYBRID, can_trim=False, has_own_cache=True)},
@@ -130,7 +130,7 @@ def test_weights_that_are_mapped_are_not_free() -> None:
         ({"state": Capabilities(can_trim=False)}, "no prefix of this model can be reused"),
         ({"flash_attn": False}, "flash attention"),
         ({"segment_size": None}, "no sequence id is left"),
-        ({"kv_cost": msgspec.structs.replace(COST, load_us=101.0)}, "as long as computing it"),
+        ({"kv_cost": msgspec.structs.replace(COST, load_us=101.0)}, "not faster than computing it"),
     ],
 )
 def test_nothing_is_stored_where_it_cannot_be_or_does_not_pay(changes: dict[str, object], words: str) -> None:
@@ -142,7 +142,7 @@ def test_nothing_is_stored_where_it_cannot_be_or_does_not_pay(changes: dict[str,
 def test_idle_prefixes_live_in_ram_where_that_is_cheaper() -> None:
     budgets = choose_budgets(Config(), info(), 100 * MIB)
     assert (budgets.idle_cells, budgets.offload_after) == (None, 82)
-    assert "offloaded to it after 82 further prompt tokens" in budgets.line
+    assert "offloaded after 82 further prompt tokens" in budgets.line
 
 
 @pytest.mark.parametrize(

@@ -40,12 +40,12 @@ def config(**given: object) -> Config:
                 "unix://": "must be redis://",
                 "redis://127.0.0.1:99999": "Port out of range",
                 "redis://[::1": "Invalid IPv6",
-                f"{URL}?db=1": "no options",
-                f"{URL}#part": "no options",
-                "redis://user:hush@127.0.0.1": "must not have the password",
+                f"{URL}?db=1": "must not have options",
+                f"{URL}#part": "must not have options",
+                "redis://user:hush@127.0.0.1": "must not contain the password",
             }.items()
         ),
-        ({"cache_ram": 0}, "--cache-remote", "needs RAM"),
+        ({"cache_ram": 0}, "--cache-remote", "needs the RAM tier"),
         *(
             ({"cache_remote": "", name: "file"}, flag, f"{flag} needs --cache-remote")
             for name, flag in {

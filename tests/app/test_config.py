@@ -257,7 +257,7 @@ def test_no_flag_of_llama_server_is_listed_twice() -> None:
 def test_without_jinja_a_template_has_to_be_a_built_in_one() -> None:
     assert read(["--no-jinja", "--chat-template", "llama3"]).chat_template == "llama3"
     for argv in (["--chat-template", "{{ x }}"], ["--chat-template-file", "x.jinja"]):
-        with pytest.raises(ConfigError, match="--no-jinja takes built-in templates only"):
+        with pytest.raises(ConfigError, match="--no-jinja allows only built-in templates"):
             read(["--no-jinja", *argv])
 
 

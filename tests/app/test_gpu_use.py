@@ -65,7 +65,7 @@ def test_this_machine_can_be_asked() -> None:
         ("all", ("BLAS", "CPU"), [], "all asks .* there is none here, and llama.cpp is built for BLAS, CPU"),
         ("auto", ("CPU",), [NVIDIA], "This machine has an NVIDIA GPU, but llama.cpp is built for CPU only"),
         ("auto", ("CPU",), [APPLE], "This machine has an Apple GPU, but .*-DGGML_METAL=on"),
-        ("auto", ("CUDA", "CPU"), [NVIDIA], r"llama.cpp \(CUDA, CPU\) finds none that it can use: look whether"),
+        ("auto", ("CUDA", "CPU"), [NVIDIA], r"llama.cpp \(CUDA, CPU\) finds none that it can use: check whether"),
         ("auto", ("CUDA", "CPU"), [NO_DRIVER], "install the driver of the NVIDIA"),
         (99, ("CUDA", "CPU"), [], r"--gpu-layers 99 asks for a GPU, but llama.cpp \(CUDA, CPU\) finds none"),
     ],

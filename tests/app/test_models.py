@@ -62,7 +62,7 @@ def test_the_embedded_model_has_the_digest_of_the_list(tmp_path: Path):
     check_digest(model, path)
     changed = tmp_path / "demo.gguf"
     changed.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(ConfigError, match=rf"demo .* [0-9a-f]{{64}}, it should be {model.sha256}"):
+    with pytest.raises(ConfigError, match=rf"demo .* [0-9a-f]{{64}}, expected {model.sha256}"):
         check_digest(model, changed)
 
 
@@ -74,10 +74,10 @@ def test_the_embedded_model_has_the_digest_of_the_list(tmp_path: Path):
         ("a/b b/c d.gguf shape", "'a/b' is not a name"),
         ("a b d.gguf shape", "'b' is neither OWNER/REPO nor '-'"),
         ("a b/c d.bin shape", "'d.bin' is not a .gguf file"),
-        ("a b/c d.gguf works", "'works' is none of: shape, weights"),
-        ("ok e/f g.gguf shape", "the name 'ok' is taken"),
+        ("a b/c d.gguf works", "'works' is not one of: shape, weights"),
+        ("ok e/f g.gguf shape", "an earlier line already has the name 'ok'"),
         ("a b/c d.gguf shape sha256:c0ffee a note", "'sha256:c0ffee' is not sha256: and 64 small hexadecimal"),
-        (f"a b/c d.gguf shape sha256:{'A' * 64}", "is not sha256: and 64 small hexadecimal digits"),
+        (f"a b/c d.gguf shape sha256:{'A' * 64}", "is not sha256: and 64 lower-case hexadecimal digits"),
     ],
 )
 def test_a_wrong_line_is_named_with_its_number(line: str, message: str):
@@ -127,5 +127,5 @@ def test_a_mistyped_name_is_answered_with_the_nearest():
 
 
 def test_a_name_near_to_none_is_answered_with_all():
-    with pytest.raises(ConfigError, match=r"there are: demo, qwen3-0\.6b, or OWNER/REPO:FILE\.gguf"):
+    with pytest.raises(ConfigError, match=r"give one of demo, qwen3-0\.6b, or OWNER/REPO:FILE\.gguf"):
         resolve_model("zzz")

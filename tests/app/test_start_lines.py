@@ -111,7 +111,7 @@ def test_a_line_says_that_there_is_no_room_for_a_checkpoint(
 ) -> None:
     _, line = announced(tmp_path, capsys, "tiny-lfm2", CheckpointLimits(100, 32, 1024))
     assert "room for 0; " in line
-    assert line.endswith("Give --checkpoint-ram more, or only what a slot computed last is continued.")
+    assert line.endswith("Raise --checkpoint-ram: without one, only a slot's last request can be continued.")
 
 
 @pytest.mark.skipif(library.gpus() != [], reason="the model runs on a GPU")
@@ -152,5 +152,5 @@ def test_a_line_says_that_costs_could_not_be_measured_and_what_holds_until_they_
     [line] = [each for each in capsys.readouterr().out.splitlines() if each.startswith("Costs")]
     assert line == (
         "Costs were not measured, because other programs use this machine (threads waited 0.50 s for CPUs within "
-        f"1.00 s). Until they are, while the server is idle: {defaults}."
+        f"1.00 s). Until they are measured, while the server is idle: {defaults}."
     )

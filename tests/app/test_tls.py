@@ -60,7 +60,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("one-key.pem", "one-key.pem", "--ssl-cert-file", r"no PEM certificate in .*one-key.pem"),
         ("one.pem", "text.pem", "--ssl-key-file", r"no PEM private key in .*text.pem \(--ssl-key-file\)"),
         ("one.pem", "one.pem", "--ssl-key-file", r"no PEM private key in .*one.pem"),
-        ("one.pem", "two-key.pem", "--ssl-key-file", r"is not that of the certificate in .*one.pem"),
+        ("one.pem", "two-key.pem", "--ssl-key-file", r"does not match the certificate in .*one.pem"),
         ("one.pem", "encrypted.pem", "--ssl-key-file", r"encrypted.pem is encrypted: .*\(--ssl-key-file\)"),
     ],
 )

@@ -247,10 +247,10 @@ def test_a_dry_base_below_1_is_the_default() -> None:
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        ("--samplers top_k;bottom_k", "--samplers: there is no sampler 'bottom_k' here"),
-        ("--samplers top_k;infill", "--samplers: there is no sampler 'infill' here"),
-        ("--sampler-seq kz", "--sampler-seq: there is no sampler 'z' here"),
-        ("--samplers top_k --sampler-seq k", "exclude each other"),
+        ("--samplers top_k;bottom_k", "--samplers: unknown sampler 'bottom_k'"),
+        ("--samplers top_k;infill", "--samplers: unknown sampler 'infill'"),
+        ("--sampler-seq kz", "--sampler-seq: unknown sampler 'z'"),
+        ("--samplers top_k --sampler-seq k", "not both"),
         ("--logit-bias 5", "--logit-bias: '5' is not a token id and its bias"),
         ("--logit-bias 5+inf", "--logit-bias: '5.inf' is not a token id and its bias"),
         ("--logit-bias 5+2000000", "--logit-bias: '5.2000000' is not"),

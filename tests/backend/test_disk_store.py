@@ -441,7 +441,7 @@ def test_a_folder_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
     for path in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(ConfigError, match="cannot be used"):
             lock_disk(Config(cache_disk=str(path)))
-    with pytest.raises(ConfigError, match="needs RAM"):
+    with pytest.raises(ConfigError, match="needs the RAM tier"):
         lock_disk(Config(cache_disk=str(tmp_path / "folder"), cache_ram=0))
 
 

@@ -71,11 +71,11 @@ def test_a_wrong_flag_is_one_line_and_a_wrong_variable_a_check(tmp_path: Path) -
     assert (ended.returncode, ended.stderr) == (2, "llamaslot: there is no flag --prot; did you mean --port?\n")
     ended = doctor(tmp_path, "--no-bench", LLAMA_ARG_CTX_SIZE="many")
     assert ended.returncode == 1
-    assert "LLAMA_ARG_CTX_SIZE: 'many' is wrong" in ended.stdout
+    assert "LLAMA_ARG_CTX_SIZE: 'many' is invalid" in ended.stdout
 
 
 def test_a_server_that_does_not_start_says_why(tiny_model: Path) -> None:
-    with pytest.raises(benchmark.BenchmarkError, match=r"does not start: --ctx-size 2,000") as failure:
+    with pytest.raises(benchmark.BenchmarkError, match=r"did not start: --ctx-size 2,000") as failure:
         benchmark.run_benchmark(Config(model=str(tiny_model), ctx_size=2_000_000_000, gpu_layers=0))
     assert not failure.value.has_started
 
@@ -104,7 +104,7 @@ def test_a_server_that_runs_already_is_named_and_ends_with_the_doctor_that_start
         url = next(line.split()[2] for line in server.stdout if line.startswith(b"listening on"))
         check = server_checks.port(Config(port=int(url.rpartition(b":")[2])))
         assert check.outcome is Outcome.WARN
-        assert "a llamaslot server runs there" in check.found
+        assert "a llamaslot server" in check.found
         children = psutil.Process(server.pid).children()
         assert children
         server.stdin.close()

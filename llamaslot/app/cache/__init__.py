@@ -1,1 +1,1 @@
-"""The cache's tiers as the configuration wants them: budgets, the disk, the remote store."""
+"""Set-up of the cache's tiers from the configuration: budgets, the disk, the remote store."""

@@ -1,4 +1,4 @@
-"""Limits of the RAM for prefixes and checkpoints, and of idle cells, decided once from measurements at start."""
+"""RAM limits of prefixes and checkpoints and the limit of idle cells, chosen once at start from measurements."""
 
 from __future__ import annotations
 
@@ -15,37 +15,38 @@ from llamaslot.kvcache.cache_settings import MIN_POOLS_IN_RAM
 _MAX_AUTO_RAM_BYTES = 8 * 2**30
 """Upper limit of `--cache-ram auto`: llama-server's default for `--cache-ram`."""
 _AUTO_RAM_FRACTION = 0.5
-"""Fraction of free memory that `--cache-ram auto` takes."""
+"""Fraction of free memory that `--cache-ram auto` uses."""
 _MAX_AUTO_CHECKPOINT_BYTES = 2 * 2**30
-"""Upper limit of `--checkpoint-ram auto`, unless `_MIN_AUTO_CHECKPOINTS` take more."""
+"""Upper limit of `--checkpoint-ram auto`, unless `_MIN_AUTO_CHECKPOINTS` need more."""
 _AUTO_CHECKPOINT_FRACTION = 1 / 8
-"""Fraction of free memory that `--checkpoint-ram auto` takes."""
+"""Fraction of free memory that `--checkpoint-ram auto` uses."""
 _MIN_AUTO_CHECKPOINTS = 8
-"""Checkpoints of the largest size that it has room for, if they take at most `_MAX_CHECKPOINT_FRACTION`."""
+"""Checkpoints of full size that `--checkpoint-ram auto` has room for, within `_MAX_CHECKPOINT_FRACTION`."""
 _MAX_CHECKPOINT_FRACTION = 1 / 4
+"""Largest fraction of free memory for `_MIN_AUTO_CHECKPOINTS`."""
 _MIB = 2**20
 
 
 @dataclass(frozen=True, slots=True)
 class Budgets:
-    """Limits of what idle prefixes may keep."""
+    """Limits of the memory that idle prefixes may use."""
 
     ram_bytes: int
-    """Bytes of host memory at most; 0 where nothing is offloaded."""
+    """Limit of host memory in bytes; 0 if nothing is offloaded."""
     idle_cells: int | None
-    """Cells of the pool; None for all that nothing else needs."""
+    """Limit of pool cells; None: all that nothing else needs."""
     offload_after: int | None
-    """Further prompt tokens after which an idle prefix is offloaded; None for never."""
+    """Further prompt tokens after which an idle prefix is offloaded; None: never."""
     line: str
-    """The line that tells the user."""
+    """Summary for the user, printed at start."""
     ram_is_fixed: bool = True
-    """False if fewer bytes are used while memory is short."""
+    """False if the server uses less than `ram_bytes` while memory is short."""
     checkpoints: CheckpointLimits | None = None
-    """None for a model of which no checkpoints are taken."""
+    """None for a model without checkpoints."""
 
 
 def choose_budgets(config: Config, info: ModelInfo, n_free: int) -> Budgets:
-    """Return the budgets for a model, with `n_free` bytes of host memory free, mapped weights counted as free.
+    """Return the budgets for a model. `n_free`: free bytes of host memory, including pages of mapped weights.
 
     Raises `ConfigError`.
     """
@@ -57,8 +58,9 @@ def choose_budgets(config: Config, info: ModelInfo, n_free: int) -> Budgets:
 
 
 def with_budgets(config: Config, info: ModelInfo, budgets: Budgets) -> ModelInfo:
-    """Return the description of a model as its budgets allow: its limits of checkpoints, or the reason why it has
-    none, and whether the layout of its pool may change.
+    """Return the model's description completed by its budgets.
+
+    Sets the checkpoint limits or the reason why there are none, and whether the pool's layout may change.
     """
     per_key = config.cache_ram_per_key * _MIB
     return msgspec.structs.replace(
@@ -70,9 +72,9 @@ def with_budgets(config: Config, info: ModelInfo, budgets: Budgets) -> ModelInfo
 
 
 def restart_flags(info: ModelInfo) -> dict[str, int]:
-    """Return the flags by which an engine that is started again gets a pool and checkpoints of the same sizes.
+    """Return flags that give a restarted engine a pool and a checkpoint limit of the same sizes.
 
-    `auto` may choose less than a checkpoint takes, which is an error where it is given.
+    `auto` may choose less RAM than one checkpoint takes. That value is left out, since it is an error as a flag.
     """
     flags = {"ctx_size": info.n_ctx}
     limits, size = info.checkpoint_limits, info.checkpoint_size
@@ -82,7 +84,7 @@ def restart_flags(info: ModelInfo) -> dict[str, int]:
 
 
 def _prefix_budgets(config: Config, info: ModelInfo, n_free: int) -> Budgets:
-    """Return the budgets of prefixes, without the limits of checkpoints."""
+    """Return the budgets for prefixes, without checkpoint limits."""
     idle_cells = config.cache_idle_cells if isinstance(config.cache_idle_cells, int) else None
     if reason := _why_not_offloaded(config, info):
         return Budgets(0, idle_cells, None, f"RAM: not used for prefixes ({reason}){_slowdown(info.kv_cost)}")
@@ -93,7 +95,7 @@ def _prefix_budgets(config: Config, info: ModelInfo, n_free: int) -> Budgets:
 
 
 def offload_after(config: Config, info: ModelInfo, ram_bytes: int) -> int | None:
-    """Return after how many further prompt tokens an idle prefix is offloaded; None for never."""
+    """Return the further prompt tokens after which an idle prefix is offloaded; None: never."""
     fits = ram_bytes > 0 and ram_bytes >= MIN_POOLS_IN_RAM * _pool_bytes(info)
     if config.cache_idle_cells != "auto" or info.kv_cost is None or not fits:
         return None
@@ -101,28 +103,28 @@ def offload_after(config: Config, info: ModelInfo, ram_bytes: int) -> int | None
 
 
 def break_even_tokens(cost: KvCost) -> int | None:
-    """Return after how many prompt tokens idle cells have slowed prefill by what saving and loading them takes.
+    """Return the prompt tokens after which idle cells have cost as much prefill time as saving and loading them.
 
-    None where they do not slow it.
+    None if idle cells do not slow prefill.
     """
     return max(round((cost.save_us + cost.load_us) / cost.foreign_us), 1) if cost.foreign_us else None
 
 
 def about_tokens(size: SegmentSize, n_bytes: int) -> str:
-    """Return how many tokens fit in words; nothing where no layer keeps KV of every token."""
+    """Return ", about N tokens" for the KV that fits into `n_bytes`; empty if no layer keeps KV of every token."""
     return f", about {n_bytes // size.per_token:,} tokens" if size.per_token else ""
 
 
 def _why_not_offloaded(config: Config, info: ModelInfo) -> str:
-    """Return the reason why no prefix is offloaded to RAM; empty where they are."""
+    """Return the reason why prefixes are not offloaded to RAM; empty if they are."""
     cost = info.kv_cost
     reasons = (
         (config.cache_ram == 0, "--cache-ram 0"),
         (bool(info.unsaved_reason), info.unsaved_reason),
-        (not info.flash_attn, "that needs flash attention"),
+        (not info.flash_attn, "offloading needs flash attention"),
         (
             cost is not None and cost.load_us >= cost.prefill_us,
-            "loading a token takes as long as computing it",
+            "loading KV is not faster than computing it",
         ),
     )
     return next((reason for holds, reason in reasons if holds), "")
@@ -135,7 +137,7 @@ def _ram_bytes(config: Config, n_free: int) -> int:
 
 
 def _checkpoint_limits(config: Config, info: ModelInfo, n_free: int) -> CheckpointLimits | None:
-    """Return the limits of checkpoints, a whole number of MiB; None where none are taken."""
+    """Return the checkpoint limits, with RAM in whole MiB; None if no checkpoints are taken."""
     if not info.keeps_checkpoints or info.checkpoint_size is None:
         return None
     largest = info.checkpoint_size.of(info.n_ctx_slot)
@@ -144,21 +146,21 @@ def _checkpoint_limits(config: Config, info: ModelInfo, n_free: int) -> Checkpoi
         least = _MIN_AUTO_CHECKPOINTS * largest
         if least <= n_free * _MAX_CHECKPOINT_FRACTION:
             n_bytes = max(n_bytes, least)
-        # An engine that is started again is given the same number of MiB.
+        # A restarted engine gets the same value as a flag, in MiB.
         n_bytes = max(-(-n_bytes // _MIB), 1) * _MIB
     else:
         n_bytes = config.checkpoint_ram * _MIB
         if n_bytes < largest:
             raise ConfigError(
-                f"--checkpoint-ram {config.checkpoint_ram} is less than one checkpoint of this model, "
-                f"{largest / _MIB:,.1f} MiB",
+                f"--checkpoint-ram {config.checkpoint_ram} is less than one checkpoint of this model "
+                f"({largest / _MIB:,.1f} MiB)",
                 param="--checkpoint-ram",
             )
     return CheckpointLimits(n_bytes, config.ctx_checkpoints, config.checkpoint_min_step)
 
 
 def _why_no_checkpoints(config: Config, info: ModelInfo) -> str:
-    """Return why a model that would be reused by checkpoints has none; empty for any other model."""
+    """Return why a model that needs checkpoints for prefix reuse has none; empty for any other model."""
     if (
         info.can_reuse
         or info.self_test in ("failed", "off")
@@ -169,8 +171,8 @@ def _why_no_checkpoints(config: Config, info: ModelInfo) -> str:
     if not config.ctx_checkpoints:
         return "; --ctx-checkpoints 0 turns checkpoints off"
     if not info.unified:
-        return "; checkpoints need one pool for all slots, --kv-unified"
-    return "; checkpoints need a sequence id, so lower --parallel"
+        return "; checkpoints need a pool shared by all slots (--kv-unified)"
+    return "; checkpoints need a spare sequence id: lower --parallel"
 
 
 def _pool_bytes(info: ModelInfo) -> int:
@@ -184,11 +186,11 @@ def _line(info: ModelInfo, ram_bytes: int, offload_after: int | None, idle_cells
     if cost is not None:
         line += f" (1,000 take {cost.load_us:,.1f} ms to load, {cost.prefill_us:,.0f} ms to compute)"
     if offload_after is not None:
-        line += f"; idle prefixes are offloaded to it after {offload_after:,} further prompt tokens"
+        line += f"; idle prefixes are offloaded after {offload_after:,} further prompt tokens"
     elif idle_cells is not None:
         line += f"; idle prefixes keep {idle_cells:,} cells"
     else:
-        line += "; idle prefixes are offloaded to it when their cells are needed"
+        line += "; idle prefixes are offloaded when their cells are needed"
     return line + _slowdown(cost)
 
 

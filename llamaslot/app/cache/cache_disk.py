@@ -1,6 +1,6 @@
-"""Folders of the disk tier (`--cache-disk`) and of slot files (`--slot-save-path`), and the key of what is in them.
+"""Folders of the disk tier (`--cache-disk`) and of slot files (`--slot-save-path`), and the key of their content.
 
-The disk tier is locked before the model is loaded, and opened for the model afterwards.
+The disk tier is locked before the model is loaded and opened afterwards.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ _MIB = 2**20
 _MAX_AUTO_BYTES = 64 * 2**30
 """Upper limit of `--cache-disk-size auto`."""
 _AUTO_DISK_FRACTION = 0.5
-"""Fraction of free disk space that `--cache-disk-size auto` takes."""
+"""Fraction of free disk space that `--cache-disk-size auto` uses."""
 
 
 def lock_disk(config: Config) -> DiskStore | None:
-    """Lock the configured folder against other servers; None without one. Raises `ConfigError`."""
+    """Lock the configured folder against other servers; None if none is configured. Raises `ConfigError`."""
     if not config.cache_disk:
         return None
     if config.cache_ram == 0:
-        raise ConfigError(f"{_FLAG} needs RAM, which --cache-ram 0 turns off", param=_FLAG)
+        raise ConfigError(f"{_FLAG} needs the RAM tier, which --cache-ram 0 turns off", param=_FLAG)
     folder = Path(config.cache_disk).expanduser()
     try:
         return DiskStore(folder)
@@ -45,10 +45,10 @@ def lock_disk(config: Config) -> DiskStore | None:
 def open_disk(
     disk: DiskStore, config: Config, info: ModelInfo, budgets: Budgets, on_progress: Callable[[float], bool]
 ) -> str:
-    """Open the segments of this model; returns a line for the user, empty where prefixes cannot be offloaded.
+    """Open the segments of this model; return a line for the user, empty if prefixes cannot be offloaded.
 
-    The model's files are read whole the first time. `on_progress` gets the fraction read, and stops that by
-    returning False. Raises `ConfigError`.
+    The first time, this reads the model's files completely to fingerprint them. `on_progress` is called with the
+    fraction read and stops the reading by returning False. Raises `ConfigError`.
     """
     if not budgets.ram_bytes or info.segment_size is None:
         return ""
@@ -64,13 +64,13 @@ def open_disk(
     others = f", {n_others / _MIB:,.1f} MiB of other models" if n_others else ""
     return (
         f"Disk stores up to {disk.capacity / _MIB:,.0f} MiB of prefixes in {disk.folder}"
-        f"{about_tokens(info.segment_size, disk.capacity)}; {(disk.n_bytes - n_others) / _MIB:,.1f} MiB are there "
-        f"already{others}"
+        f"{about_tokens(info.segment_size, disk.capacity)}; it already contains "
+        f"{(disk.n_bytes - n_others) / _MIB:,.1f} MiB of this model{others}"
     )
 
 
 def slot_save_path(config: Config) -> Path | None:
-    """Return the folder of slot files; None without one. Raises `ConfigError`."""
+    """Return the folder of slot files; None if none is configured. Raises `ConfigError`."""
     if not config.slot_save_path:
         return None
     folder = Path(config.slot_save_path).expanduser()
@@ -83,9 +83,9 @@ def slot_save_path(config: Config) -> Path | None:
 
 
 def slot_files(folder: Path | None, info: ModelInfo, disk: DiskStore | None) -> SlotFiles | None:
-    """Return the slot files in that folder; None where slots cannot be saved.
+    """Return the slot files in that folder; None if slots cannot be saved.
 
-    Without a disk tier, the model's files are read whole when the first slot file is used.
+    Without a disk tier, the model's files are read completely (fingerprinted) when the first slot file is used.
     """
     if folder is None or info.segment_size is None:
         return None
@@ -102,7 +102,7 @@ def slot_files(folder: Path | None, info: ModelInfo, disk: DiskStore | None) -> 
 
 
 def kv_key(info: ModelInfo, weights: bytes) -> bytes:
-    """Digest of everything that KV depends on."""
+    """Return a digest of everything that the content of KV depends on."""
     return hashlib.blake2b(info.kv_facts.encode() + weights, digest_size=32).digest()
 
 
@@ -112,8 +112,8 @@ def _capacity(disk: DiskStore, config: Config, n_least: int) -> int:
     n_bytes = config.cache_disk_size * _MIB
     if n_bytes < n_least:
         raise ConfigError(
-            f"--cache-disk-size {config.cache_disk_size} is less than one segment of this model, "
-            f"{n_least / _MIB:,.1f} MiB",
+            f"--cache-disk-size {config.cache_disk_size} is less than one segment of this model "
+            f"({n_least / _MIB:,.1f} MiB)",
             param="--cache-disk-size",
         )
     return n_bytes

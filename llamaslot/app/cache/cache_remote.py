@@ -1,4 +1,4 @@
-"""Settings of the remote tier (`--cache-remote`): its server and secrets, checked before the model is loaded."""
+"""Settings of the remote tier (`--cache-remote`): its address and secrets, checked before the model is loaded."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MIB = 2**20
 
 @dataclass(frozen=True, slots=True)
 class RemoteSettings:
-    """A remote store as configured; nothing of it is printed but `shown`, and the numbers."""
+    """Settings of the remote store. Never print the URL, secret or password; `shown` and the numbers are safe."""
 
     url: str
     secret: bytes
@@ -33,12 +33,12 @@ class RemoteSettings:
 
     @property
     def shown(self) -> str:
-        """The URL without user."""
+        """The URL without the user name."""
         return self.store.address
 
 
 def remote_settings(config: Config) -> RemoteSettings | None:
-    """Return the settings of the remote store, None without one. Raises `ConfigError`."""
+    """Return the settings of the remote store; None if none is configured. Raises `ConfigError`."""
     if not config.cache_remote:
         for option in ("cache_remote_key_file", "cache_remote_password_file", "cache_remote_ca"):
             if getattr(config, option):
@@ -46,11 +46,11 @@ def remote_settings(config: Config) -> RemoteSettings | None:
                 raise ConfigError(f"{flag} needs {_FLAG}", param=flag)
         return None
     if config.cache_ram == 0:
-        raise ConfigError(f"{_FLAG} needs RAM, which --cache-ram 0 turns off", param=_FLAG)
+        raise ConfigError(f"{_FLAG} needs the RAM tier, which --cache-ram 0 turns off", param=_FLAG)
     shown = _checked_url(config.cache_remote)
     if config.cache_remote_ca and not config.cache_remote.startswith("rediss://"):
         raise ConfigError(
-            "--cache-remote-ca needs a --cache-remote that begins with rediss://", param="--cache-remote-ca"
+            "--cache-remote-ca needs TLS: a --cache-remote that begins with rediss://", param="--cache-remote-ca"
         )
     if config.cache_remote.startswith("rediss://"):
         _check_certificates(config.cache_remote_ca)
@@ -58,7 +58,7 @@ def remote_settings(config: Config) -> RemoteSettings | None:
     if len(secret) < _MIN_SECRET_BYTES:
         raise ConfigError(
             f"{_FLAG} needs a secret of at least {_MIN_SECRET_BYTES} bytes that all servers of the fleet share: "
-            f"--cache-remote-key-file, or {KEY_VARIABLE}",
+            f"give --cache-remote-key-file or set {KEY_VARIABLE}",
             param="--cache-remote-key-file",
         )
     return RemoteSettings(
@@ -76,9 +76,9 @@ def remote_settings(config: Config) -> RemoteSettings | None:
 
 
 def remote_line(settings: RemoteSettings) -> str:
-    """Return a line for the user."""
+    """Return the start line about the remote tier."""
     limit = f", at most {settings.store.max_bytes / _MIB:,.0f} MiB" if settings.store.max_bytes else ""
-    return f"Remote tier: {settings.shown}, shared with all servers of the same key and model{limit}"
+    return f"Remote tier: {settings.shown}, shared with all servers that have the same key and model{limit}"
 
 
 def _checked_url(url: str) -> str:
@@ -92,28 +92,28 @@ def _checked_url(url: str) -> str:
             f"{_FLAG} must be redis://HOST:PORT, rediss://HOST:PORT (TLS) or unix:///PATH", param=_FLAG
         )
     if parts.query or parts.fragment:
-        raise ConfigError(f"{_FLAG} must have no options after '?' or '#'", param=_FLAG)
+        raise ConfigError(f"{_FLAG} must not have options after '?' or '#'", param=_FLAG)
     if parts.password is not None:
         raise ConfigError(
-            f"{_FLAG} must not have the password, which other users could see: use --cache-remote-password-file or "
-            f"{PASSWORD_VARIABLE}",
+            f"{_FLAG} must not contain the password, because other users could see it: use "
+            f"--cache-remote-password-file or {PASSWORD_VARIABLE}",
             param=_FLAG,
         )
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
 
 def _secret(variable: str, path: str, flag: str) -> str:
-    """Return a secret from a file's first line or a variable; empty without either."""
+    """Return a secret from a file's first line or an environment variable; empty without either."""
     if not path:
         return os.environ.get(variable, "")
     return read_named_text(Path(path).expanduser(), flag).partition("\n")[0].strip()
 
 
 def _check_certificates(path: str) -> None:
-    """Raise `ConfigError` unless the file has certificates: the client reads it only once it connects."""
+    """Raise `ConfigError` unless the file contains certificates; the client would read it only when connecting."""
     flag = "--cache-remote-ca"
     if path and not Path(path).is_dir():
-        # OpenSSL would wait for a pipe.
+        # Read it here first, because OpenSSL would block on a pipe.
         read_named(Path(path), flag)
     try:
         ssl.create_default_context(cafile=path or None)

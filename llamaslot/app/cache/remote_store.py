@@ -1,4 +1,4 @@
-"""Opening of the remote store (`--cache-remote`) for a model."""
+"""Opening the remote store (`--cache-remote`) for a model."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ def open_remote(
     model_key: bytes | None,
     on_progress: Callable[[float], bool],
 ) -> RedisStore | None:
-    """Return the store for a model; None if `on_progress` stopped that, or prefixes are not offloaded.
+    """Return the store for a model; None if `on_progress` stopped the fingerprinting or prefixes are not offloaded.
 
-    `model_key` is the disk's key of what KV depends on, if it is known; else the model's files are read whole. The
-    server is not connected to before it is needed, and need not run now. Raises `ConfigError`.
+    `model_key` is the key that the disk tier computed with `kv_key`. Without it, the model's files are read
+    completely to fingerprint them. The connection is made on first use, so the store need not run yet. Raises
+    `ConfigError`.
     """
     if info.segment_size is None:
         return None
@@ -44,10 +45,7 @@ def open_remote(
 
 
 def connect(settings: RemoteSettings, n_retries: int | None = None) -> Redis:
-    """Return a client, which connects when it is first used.
-
-    It tries again `n_retries` times after a failure, None for redis-py's default.
-    """
+    """Return a client, which connects on first use and retries `n_retries` times (None: redis-py's default)."""
     options: dict[str, Any] = {}
     if settings.url.startswith("rediss://"):
         options |= {"ssl_cert_reqs": "required", "ssl_check_hostname": True}
@@ -61,7 +59,7 @@ def connect(settings: RemoteSettings, n_retries: int | None = None) -> Redis:
         settings.url,
         protocol=2,
         parser_class=ReplyParser,
-        # Every call has one time limit, which also ends the connection.
+        # Not redis-py's timeouts: each call has one time limit of its own, which also closes the connection.
         socket_connect_timeout=None,
         socket_timeout=None,
         health_check_interval=0,

@@ -1,5 +1,5 @@
-"""Checks of `llamaslot doctor`: each looks at one thing that a server needs, and says what to change.
+"""Checks of `llamaslot doctor`: each examines one thing that a server needs and advises what to change.
 
-None of them changes anything, but for files of a moment that measure a folder. llama.cpp runs in a process of its
-own, since one that was built for another CPU or GPU may end its process.
+The checks change nothing, except that they write temporary files to measure a folder's speed. llama.cpp is loaded
+in a separate process, because a build for another CPU or GPU may crash it.
 """

@@ -1,10 +1,10 @@
-"""Benchmark of the doctor: a real server with the given configuration, measured for at most ten seconds.
+"""The doctor's benchmark: starts a server with the given configuration and measures it for at most ten seconds.
 
-    a short prompt               rates, by which the next one is sized to fit into the time
-    a longer one, cold           TTFT, prefill and decode rates
+    short prompt                 rates, used to size the next prompt to the available time
+    longer prompt, cold          TTFT, prefill and decode rates
     the same again, warm         TTFT with the prompt's KV in the pool
 
-Times are measured by the client.
+The client measures the times.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ _SERVER = "llamaslot.app.doctor.benchmark_server"
 _START_TIMEOUT_S = 300.0
 _STOP_TIMEOUT_S = 20.0
 _LIMIT_S = 10.0
-"""Time that all requests together may take."""
+"""Time limit for all requests together."""
 _FIRST_WORDS, _MAX_WORDS = 16, 1500
 _PREFILL_S, _DECODE_S = 3.0, 2.0
-"""Times that the longer prompt and its reply should take."""
+"""Intended durations of the longer prompt's prefill and of its reply."""
 _FIRST_NEW_TOKENS, _MAX_NEW_TOKENS = 8, 128
 _WARM_REPEATS = 3
 _SELF_TEST_S = 20.0
-"""Time that a self-test of reuse gets which is still pending after that."""
+"""Time to wait for a self-test of reuse that is still pending after the requests."""
 
 
 class BenchmarkError(Exception):
-    """The server did not start, or did not answer in time; the message is for the terminal."""
+    """The server did not start or did not answer in time; the message is for the terminal."""
 
     def __init__(self, message: str, *, has_started: bool) -> None:
         super().__init__(message)
@@ -50,7 +50,7 @@ class BenchmarkError(Exception):
 
 
 class BenchmarkResult(msgspec.Struct, frozen=True):
-    """Figures of one run; rates in tokens a second."""
+    """Results of one run; rates in tokens per second."""
 
     load_s: float
     """Seconds until the server was ready."""
@@ -60,11 +60,11 @@ class BenchmarkResult(msgspec.Struct, frozen=True):
     cold_ttft_ms: float
     warm_ttft_ms: float
     warm_cached_tokens: int
-    """Prompt tokens that were cached the second time."""
+    """Cached prompt tokens of the warm request."""
     start_lines: tuple[str, ...]
-    """Lines that the server printed on model, pool and reuse."""
+    """Lines about model, pool and reuse that the server printed at start."""
     self_test: str = ""
-    """Why the self-test of reuse does not allow reuse after all that; empty if it does."""
+    """Why the self-test does not allow reuse by the end of the run; empty if it does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class _Reply:
 
 
 def run_benchmark(config: Config) -> BenchmarkResult:
-    """Start a server, measure it, and end it. Raises `BenchmarkError`."""
+    """Start a server, measure it and stop it. Raises `BenchmarkError`."""
     started = time.monotonic()
     with _server(_local(config)) as (url, lines):
         load_s = time.monotonic() - started
@@ -85,7 +85,7 @@ def run_benchmark(config: Config) -> BenchmarkResult:
         cold = _complete(url, prompt, n_new, ends_at)
         warm = [cold]
         for _ in range(_WARM_REPEATS):
-            # What is left of the time may not suffice for more than one.
+            # Always measure once; repeat only while the remaining time suffices.
             if len(warm) == 1 or time.monotonic() + 2 * warm[-1].ttft_s < ends_at:
                 warm.append(_complete(url, prompt, 1, ends_at))
         self_test = _self_test_of(url)
@@ -103,7 +103,7 @@ def run_benchmark(config: Config) -> BenchmarkResult:
 
 
 def _local(config: Config) -> Config:
-    """Return the configuration without keys, TLS, and tiers that other servers may use too."""
+    """Return the configuration without API keys, TLS and the tiers that other servers may be using."""
     return replace(
         config,
         host="127.0.0.1",
@@ -129,11 +129,11 @@ def _local(config: Config) -> Config:
 
 
 def _sizes(timings: dict[str, Any], n_ctx: int) -> tuple[int, int]:
-    """Return words of a prompt and new tokens that fit into the time, by the rates of a first request."""
+    """Return the words of a prompt and the new tokens that fit into the time at the rates of the first request."""
     per_word = timings["prompt_n"] / _FIRST_WORDS
     n_words = int(timings["prompt_per_second"] * _PREFILL_S / per_word)
     n_new = max(_FIRST_NEW_TOKENS, min(int(timings["predicted_per_second"] * _DECODE_S), _MAX_NEW_TOKENS))
-    # A word may have more tokens than those of the first prompt.
+    # Halved: the words of this prompt may have more tokens than those of the first one.
     fits = int((n_ctx - n_new) / per_word / 2)
     return max(1, min(n_words, _MAX_WORDS, fits)), n_new
 
@@ -146,7 +146,7 @@ def _prompt(n_words: int) -> str:
 
 @contextlib.contextmanager
 def _server(config: Config) -> Iterator[tuple[str, list[str]]]:
-    """Run a server; yields its address and start lines."""
+    """Run a server; yield its address and start lines."""
     command = [sys.executable, "-P", "-m", _SERVER]
     with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=output, stderr=errors)
@@ -173,9 +173,9 @@ def _wait_until_ready(process: subprocess.Popen[bytes], output: Any, errors: Any
                 return found[1], lines[:i]
         if process.poll() is not None:
             reasons = [line.removeprefix("llamaslot: ") for line in _lines(errors) if not line.startswith("{")]
-            raise BenchmarkError(f"the server does not start: {(reasons or ['it ended'])[-1]}", has_started=False)
+            raise BenchmarkError(f"the server did not start: {(reasons or ['it exited'])[-1]}", has_started=False)
         time.sleep(0.05)
-    raise BenchmarkError(f"the server is not ready after {_START_TIMEOUT_S:.0f} s", has_started=False)
+    raise BenchmarkError(f"the server was not ready after {_START_TIMEOUT_S:.0f} s", has_started=False)
 
 
 def _lines(file: Any) -> list[str]:
@@ -188,7 +188,7 @@ def _context_of(url: str) -> int:
 
 
 def _self_test_of(url: str) -> str:
-    """Return why the self-test of reuse does not allow reuse, once it is not pending any more, or after a while."""
+    """Wait until the self-test of reuse has ended, or a time limit; return why it does not allow reuse, if so."""
     ends_at = time.monotonic() + _SELF_TEST_S
     while (reuse := _props(url)["prefix_reuse"])["self_test"] == "pending" and time.monotonic() < ends_at:
         time.sleep(0.2)
@@ -202,7 +202,7 @@ def _props(url: str) -> Any:
             connection.request("GET", f"{path}/props")
             return json.loads(connection.getresponse().read())
         except (OSError, http.client.HTTPException, ValueError) as error:
-            raise BenchmarkError(f"the server does not answer /props: {error}", has_started=True) from error
+            raise BenchmarkError(f"the server did not answer /props: {error}", has_started=True) from error
 
 
 def _complete(url: str, prompt: str, n_new: int, ends_at: float) -> _Reply:
@@ -227,7 +227,7 @@ def _complete(url: str, prompt: str, n_new: int, ends_at: float) -> _Reply:
         except (OSError, http.client.HTTPException, ValueError) as error:
             if not isinstance(error, TimeoutError):
                 raise BenchmarkError(
-                    f"the server broke off ({error or type(error).__name__})", has_started=True
+                    f"the connection to the server failed ({error or type(error).__name__})", has_started=True
                 ) from None
     n_chars = f"{n_new} tokens after a prompt of {len(prompt):,} characters"
     raise BenchmarkError(f"too slow to measure in {_LIMIT_S:.0f} s: {n_chars}", has_started=True)

@@ -1,6 +1,6 @@
-"""Main program of the server that the benchmark measures: `serve` with the configuration on standard input.
+"""Main program of the server that the benchmark measures: `serve` with the configuration from standard input.
 
-It ends with the process that started it, when its standard input closes.
+It exits when its standard input closes, that is, when the process that started it ends.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ def main() -> int:
 
 
 def _end_with_parent() -> None:
-    # Not through `sys.stdin`, whose lock Python wants at its own end.
+    # Not through `sys.stdin`: this thread would hold its lock, which Python needs at shutdown.
     while os.read(0, 1024):
         pass
-    # Its children end with it.
+    # The child processes end with this one.
     os._exit(1)
 
 

@@ -22,7 +22,7 @@ class Check(msgspec.Struct, frozen=True):
     outcome: Outcome
     found: str
     advice: str = ""
-    """Advice; empty where nothing is wrong."""
+    """What to change; empty if nothing is wrong."""
 
 
 def ok(name: str, found: str) -> Check:
@@ -31,15 +31,15 @@ def ok(name: str, found: str) -> Check:
 
 
 def warn(name: str, found: str, advice: str) -> Check:
-    """Return a check with a finding that makes a server slower, smaller or less safe."""
+    """Return a check with a finding that makes a server slower, less capable or less secure."""
     return Check(name, Outcome.WARN, found, advice)
 
 
 def fail(name: str, found: str, advice: str) -> Check:
-    """Return a check with a finding that keeps a server from starting or from working."""
+    """Return a check with a finding that prevents a server from starting or working."""
     return Check(name, Outcome.FAIL, found, advice)
 
 
 def shown_size(n_bytes: float) -> str:
-    """Return a size for a person to read."""
+    """Return a size in human-readable form."""
     return f"{n_bytes / 2**30:,.1f} GiB" if n_bytes >= 2**30 else f"{n_bytes / 2**20:,.0f} MiB"

@@ -1,4 +1,4 @@
-"""All checks of the doctor in their order."""
+"""All checks of the doctor, in order."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from llamaslot.base.errors import ConfigError
 from llamaslot.base.gguf_file import parts
 
 _BUSY_S = 0.3
-"""Time for which the use of the CPUs is measured."""
+"""Time over which CPU usage is measured."""
 OnProgress = Callable[[str], None]
-"""Called with a text for the terminal: the step that begins."""
+"""Called with the name of the step that begins, for the terminal."""
 
 
 class Examination:
-    """The checks, and the configuration that they found; `on_progress` is called before each that takes time."""
+    """Runs the checks and holds the configuration they read; calls `on_progress` before each slow check."""
 
     def __init__(self, flags: argparse.Namespace, environ: Mapping[str, str], on_progress: OnProgress) -> None:
         self._environ = environ
@@ -61,10 +61,10 @@ class Examination:
         try:
             settings = remote_settings(self.config)
         except ConfigError:
-            # The check of the configuration has said so.
+            # The configuration check has reported this.
             return
         if settings is not None:
-            # Imported only with a store: redis is needed for nothing else.
+            # Imported only if needed, because nothing else uses the redis package.
             from llamaslot.app.doctor.remote_checks import remote_checks  # noqa: PLC0415
 
             self._on_progress(f"asking {settings.shown}")

@@ -1,4 +1,4 @@
-"""Checks of folders: can they be written to, is there room, and how fast is the disk?"""
+"""Checks of folders: are they writable, do they have space, and how fast is the disk?"""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ from llamaslot.app.doctor.check import Check, fail, ok, shown_size, warn
 
 _BLOCK_BYTES = 2**22
 _MEASURED_BYTES = 2**26
-"""Bytes that measure a disk at most."""
+"""Most bytes written to measure a disk."""
 _MAX_WRITE_S = 2.0
 """Time after which no further block is written to a slow disk."""
 _MIN_FREE_BYTES = 2**30
 """Free space below which a disk tier holds little."""
 _SLOW_READ = 50 * 2**20
-"""Bytes a second: slower disks take over two seconds for 1,000 tokens of a model with 128 KiB of KV a token."""
+"""Bytes per second; slower disks take over two seconds for 1,000 tokens of a model with 128 KiB of KV per token."""
 _IN_MEMORY = ("tmpfs", "ramfs")
 _ON_NETWORK = ("nfs", "nfs4", "cifs", "smbfs", "smb3", "9p", "fuse.sshfs", "ceph", "glusterfs")
 
 
 @dataclass(frozen=True, slots=True)
 class DiskSpeed:
-    """Measured bytes a second."""
+    """Measured speed in bytes per second."""
 
     write: float
     read: float
 
 
 def cache_folder(folder: Path) -> Check:
-    """Check the folder of start-up measurements, without which each start measures for some seconds."""
+    """Check the folder of start-up measurements; without it, each start takes some seconds to measure."""
     return _folder(
-        "cache folder", folder, "without it, each start measures again: see docs/install.md", is_needed=False
+        "cache folder", folder, "without it, every start measures again (see docs/install.md)", is_needed=False
     )
 
 
@@ -52,7 +52,7 @@ def disk_tier(folder: Path) -> Check:
 
 
 def _folder(name: str, folder: Path, advice: str, *, is_needed: bool) -> Check:
-    """Measure in a folder, or in the one in which it would be created."""
+    """Measure in a folder or, if it does not exist, in the parent in which it would be created."""
     bad = fail if is_needed else warn
     parent = next((each for each in (folder, *folder.parents) if each.exists()), folder)
     kind = _kind_of(parent)
@@ -69,26 +69,26 @@ def _folder(name: str, folder: Path, advice: str, *, is_needed: bool) -> Check:
     )
     if is_needed and kind in _IN_MEMORY:
         return warn(
-            name, found, "a folder on a disk: this one is in memory, and empty after a restart of the machine"
+            name, found, "use a folder on a disk: this one is in memory and is lost when the machine restarts"
         )
     if is_needed and kind in _ON_NETWORK:
-        return warn(name, found, "a folder on a local disk: locks and the index are not safe on a network's")
+        return warn(name, found, "use a folder on a local disk: locks and index are unsafe on a network's")
     if free < _MIN_FREE_BYTES:
-        return warn(name, found, "make room: little can be stored")
+        return warn(name, found, "free some space: little can be stored")
     if is_needed and speed.read < _SLOW_READ:
-        return warn(name, found, "a faster disk: prefixes that take longer to read than to compute are computed")
+        return warn(name, found, "use a faster disk: prefixes that are slower to read than to compute are not read")
     return ok(name, found)
 
 
 def measure(folder: Path, n_bytes: int = _MEASURED_BYTES) -> DiskSpeed:
-    """Write up to `n_bytes` to a file without a name, synced block by block, and read them from the disk.
+    """Write up to `n_bytes` to an anonymous file, synced block by block, and read them back from the disk.
 
-    Takes about `_MAX_WRITE_S` each at most, on a disk that answers. Raises `OSError`.
+    Writing and reading take about `_MAX_WRITE_S` each at most, unless the disk hangs. Raises `OSError`.
     """
     n_written, write_s = 0, 0.0
     with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
         while n_written == 0 or (n_written < n_bytes and write_s < _MAX_WRITE_S):
-            # Random, so that a file system that compresses has nothing to gain.
+            # Random bytes, because a file system may compress.
             block = os.urandom(min(_BLOCK_BYTES, max(n_bytes - n_written, 1)))
             started = time.perf_counter()
             view = memoryview(block)
@@ -107,7 +107,7 @@ def measure(folder: Path, n_bytes: int = _MEASURED_BYTES) -> DiskSpeed:
 
 
 def wheel_cache(folder: Path) -> Check:
-    """Say which builds of llama-cpp-python `make` has kept."""
+    """Report the builds of llama-cpp-python that `make` has cached."""
     wheels = sorted(folder.glob("*/*.whl"))
     if not wheels:
         return ok("wheel cache", f"no builds by `make` in {folder}")
@@ -129,7 +129,7 @@ def _is_locked(lock: Path) -> bool:
     except OSError:
         return False
     try:
-        # Held for a moment only: a server that starts just then would take the folder for used.
+        # Held only for a moment, because a server that starts meanwhile would consider the folder in use.
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
@@ -148,7 +148,7 @@ def _drop_from_page_cache(descriptor: int) -> None:
 
 
 def _kind_of(path: Path) -> str:
-    """Return the type of the file system; empty where the system does not say."""
+    """Return the type of the file system; empty if unknown."""
     resolved = str(path.resolve())
     mounts = {
         each.mountpoint: each.fstype

@@ -1,4 +1,4 @@
-"""Checks of llama.cpp: does it load, how was it built, which devices does it use, can it read the model?"""
+"""Checks of llama.cpp: does it load, how was it built, which devices does it use, can it load the model?"""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from llamaslot.base.model import CPU
 
 _CPU_INFO = Path("/proc/cpuinfo")
 _IMPORTANT = {"avx2": "AVX2", "fma": "FMA", "f16c": "F16C", "avx512f": "AVX512"}
-"""Instruction sets that decide the speed on x86-64: their names in Linux, and in llama.cpp."""
+"""Instruction sets that matter for speed on x86-64: their names in Linux, and in llama.cpp."""
 
 
 def model_file(name: str) -> tuple[Path | None, Check | None]:
-    """Return the file that `--model` names if it can be served, else a check that says why not."""
+    """Return the file that `--model` names if it can be served, otherwise a failed check."""
     try:
         path = resolve_model(name)
         check_metadata(path)
     except ConfigError as error:
-        return None, fail("model", error.message, "give another --model, or get it with `llamaslot pull`")
+        return None, fail("model", error.message, "give another --model or get it with `llamaslot pull`")
     return path, None
 
 
@@ -48,13 +48,13 @@ def llama_checks(
 def _build(facts: LlamaFacts, cpu_info: Path) -> Check:
     found = f"llama-cpp-python {facts.version}, built for {', '.join(facts.backends)}; {facts.flags}"
     if missing := _unused_instructions(facts.flags, cpu_info):
-        advice = "install llama-cpp-python again, built on this machine: a build for any CPU does without them"
+        advice = "reinstall llama-cpp-python, built on this machine: a generic build does not use them"
         return warn("llama.cpp", f"{found}; this CPU also has {', '.join(missing)}", advice)
     return ok("llama.cpp", found)
 
 
 def _unused_instructions(flags: str, cpu_info: Path) -> list[str]:
-    """Return the instruction sets that this CPU has and the build does not use; none where Linux does not say."""
+    """Return the instruction sets that the CPU has but the build does not use; empty if the CPU's are unknown."""
     try:
         text = cpu_info.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -79,9 +79,9 @@ def _devices(facts: LlamaFacts, gpu_layers: int | str, host: Sequence[HostGpu]) 
 def _model(path: Path, architecture: str, reuse: str, error: str) -> Check:
     size = shown_size(sum(part.stat().st_size for part in parts(path)))
     if error:
-        return fail("model", error, "give another --model, or install a newer llama-cpp-python")
+        return fail("model", error, "give another --model or install a newer llama-cpp-python")
     found = f"{path.name}, {size}, {architecture}; prefixes are reused {reuse}"
     if reuse not in ("to the token", "by checkpoints"):
         found = f"{path.name}, {size}, {architecture}; every prompt is computed whole ({reuse})"
-        return warn("model", found, "another model, if prefixes are to be reused (README.md, Models)")
+        return warn("model", found, "choose another model if prefixes should be reused (README.md, Models)")
     return ok("model", found)

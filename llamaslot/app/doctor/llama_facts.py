@@ -1,6 +1,6 @@
-"""Facts about llama.cpp and a model, read in a child process.
+"""Facts about llama.cpp and a model, determined in a child process.
 
-A build for another CPU or GPU may end its process (SIGILL), or not load at all. The doctor then reports that.
+A build for another CPU or GPU may crash (SIGILL) or fail to load. The doctor can then report that.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import msgspec
 
 _PROBE = "llamaslot.app.doctor.llama_probe"
 _TIMEOUT_S = 60.0
-_REBUILD = "install llama-cpp-python again, built on this machine (docs/install.md)"
+_REBUILD = "reinstall llama-cpp-python, built on this machine (docs/install.md)"
 
 
 class DeviceFacts(msgspec.Struct, frozen=True):
-    """A device that ggml computes on; sizes in bytes."""
+    """A device that ggml can use; sizes in bytes."""
 
     name: str
     description: str
@@ -29,16 +29,16 @@ class DeviceFacts(msgspec.Struct, frozen=True):
 
 
 class ModelFacts(msgspec.Struct, frozen=True):
-    """Facts on a model file; `error` is why llama.cpp cannot read it, else empty."""
+    """Facts about a model file; `error` is why llama.cpp cannot load it, empty if it can."""
 
     architecture: str = ""
     reuse: str = ""
-    """`to the token`, `by checkpoints`, or the reason why prefixes are not reused."""
+    """How prefixes are reused: `to the token`, `by checkpoints`, or the reason why they are not."""
     error: str = ""
 
 
 class LlamaFacts(msgspec.Struct, frozen=True):
-    """Facts on the library, its devices, and the model if one was given."""
+    """Facts about the library, its devices and, if one was given, the model."""
 
     version: str
     flags: str
@@ -48,7 +48,7 @@ class LlamaFacts(msgspec.Struct, frozen=True):
 
 
 class LlamaError(Exception):
-    """llama.cpp does not load here; `advice` says what to do."""
+    """llama.cpp cannot be loaded; `advice` says what to do."""
 
     def __init__(self, reason: str, advice: str) -> None:
         super().__init__(reason)
@@ -56,13 +56,13 @@ class LlamaError(Exception):
 
 
 def ask_llama(model: Path | None = None) -> LlamaFacts:
-    """Load llama.cpp, and a model without its weights, in another process. Raises `LlamaError`."""
+    """Load llama.cpp and a model (without its weights) in another process. Raises `LlamaError`."""
     command = [sys.executable, "-P", "-m", _PROBE, *([str(model)] if model is not None else [])]
     try:
         done = subprocess.run(command, capture_output=True, timeout=_TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired:
         raise LlamaError(
-            f"llama.cpp did not load within {_TIMEOUT_S:.0f} s", "look whether the disk answers"
+            f"llama.cpp did not load within {_TIMEOUT_S:.0f} s", "check whether the disk responds"
         ) from None
     if done.returncode == 0:
         return msgspec.json.decode(done.stdout, type=LlamaFacts)
@@ -78,12 +78,12 @@ def _failure(status: int, errors: str) -> LlamaError:
         name = f"signal {-status}"
         with contextlib.suppress(ValueError):
             name = signal.Signals(-status).name
-        return LlamaError(f"loading llama.cpp ended its process ({name})", _REBUILD)
+        return LlamaError(f"loading llama.cpp crashed the process ({name})", _REBUILD)
     if "No module named" in last:
-        return LlamaError(f"llama-cpp-python is not installed whole: {last}", "install llama-cpp-python")
+        return LlamaError(f"llama-cpp-python is not completely installed: {last}", "install llama-cpp-python")
     if "cannot open shared object" in last or "Library not loaded" in last:
         return LlamaError(
-            f"llama.cpp needs a library that is not here: {last}",
+            f"llama.cpp needs a library that is not installed: {last}",
             "install the toolkit or driver that the wheel was built for, or a wheel for this machine's device",
         )
     return LlamaError(f"llama.cpp does not load: {last}", _REBUILD)

@@ -1,6 +1,6 @@
 """Main program of the process that loads llama.cpp for the doctor: prints `LlamaFacts` as JSON.
 
-Its argument is a model file, whose weights are not read.
+Its optional argument is a model file; the weights are not read.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from llamaslot.app.logs import configure_logging
 def main() -> None:
     """Print the facts."""
     configure_logging("json", "error")
-    # Only now, with the log set up: it fails where the library does not load.
+    # Imported after logging is configured, because the import fails if the library cannot be loaded.
     from llamaslot.backend.llama import library, loading  # noqa: PLC0415
     from llamaslot.backend.llama.state import capabilities  # noqa: PLC0415
     from llamaslot.base.errors import ConfigError  # noqa: PLC0415

@@ -1,6 +1,6 @@
-"""Checks of the remote store (`--cache-remote`): does it answer, does it take objects, how fast, who can read it?
+"""Checks of the remote store (`--cache-remote`): does it answer and store objects, how fast, and who can read them?
 
-They warn and never fail: a server starts and serves without its store.
+They warn but never fail, because a server starts and serves without its store.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from llamaslot.backend.remote.reply_parser import allowing
 
 _NAME = "--cache-remote"
 _MEASURED_BYTES = 2**22
-"""Size of the object that measures the store; a block of 512 tokens has 4 MiB and more on many models."""
+"""Size of the object used to measure the store; a block of 512 tokens has 4 MiB or more with many models."""
 _TRANSFER_TIMEOUT_S = 10.0
-"""Time to write or to read that object."""
+"""Time limit for writing and reading that object."""
 _EXPIRES_S = 60
-"""Time after which the store deletes by itself what could not be deleted."""
-_SERVES_WITHOUT = "the server starts, but shares nothing"
+"""Expiry of the test objects, in case they cannot be deleted."""
+_SERVES_WITHOUT = "without it, the server starts but shares nothing"
 
 
 def remote_checks(settings: RemoteSettings, config: Config) -> list[Check]:
-    """Return the checks of a store that is configured."""
+    """Return the checks of a configured store."""
     return [*asyncio.run(_asked(settings)), *_readers(settings, config)]
 
 
 async def _asked(settings: RemoteSettings) -> list[Check]:
-    """Return what the store itself answers; if it does not, the reason only."""
+    """Check the store itself; if it does not answer, return only the reason."""
     client: Any = connect(settings, n_retries=0)
     timeout_s, began = settings.store.timeout_s, time.perf_counter()
     try:
@@ -62,7 +62,7 @@ async def _asked(settings: RemoteSettings) -> list[Check]:
 
 
 def _unreachable(settings: RemoteSettings, error: Exception) -> Check:
-    """Name the flag that is probably wrong."""
+    """Return a check that names the flag that is probably wrong."""
     reason = str(error).strip().rstrip(".")
     found = f"{settings.shown} cannot be used: {reason or type(error).__name__}"
     if isinstance(error, exceptions.AuthenticationError | exceptions.NoPermissionError):
@@ -70,26 +70,29 @@ def _unreachable(settings: RemoteSettings, error: Exception) -> Check:
         advice = f"{what} --cache-remote-password-file (or {PASSWORD_VARIABLE}), and the user in --cache-remote"
     elif "CERTIFICATE_VERIFY_FAILED" in reason:
         advice = (
-            "--cache-remote-ca with the authority of its certificate, and the name in --cache-remote that it has"
+            "give its CA certificate as --cache-remote-ca, and use the certificate's host name in --cache-remote"
         )
     elif "SSL" in reason:
-        advice = "if the store has no TLS, --cache-remote redis:// instead of rediss://"
+        advice = "if the store has no TLS, use --cache-remote redis:// instead of rediss://"
     elif isinstance(error, TimeoutError | exceptions.TimeoutError):
         found = f"{settings.shown} does not answer within {1e3 * settings.store.timeout_s:,.0f} ms"
-        advice = "correct host and port of --cache-remote, or raise --cache-remote-timeout"
+        advice = "correct host and port of --cache-remote or raise --cache-remote-timeout"
     elif "closed" in reason.lower():
-        advice = "if the store has TLS, --cache-remote rediss:// instead of redis://"
+        advice = "if the store has TLS, use --cache-remote rediss:// instead of redis://"
     else:
-        advice = "start the store, or correct --cache-remote"
+        advice = "start the store or correct --cache-remote"
     return warn(_NAME, found, f"{advice}: {_SERVES_WITHOUT}")
 
 
 async def _objects(client: Any, timeout_s: float, found: str) -> Check:
-    """Write, read and delete a small object with the commands of a server, then measure with a large one."""
+    """Write, read and delete a small object with the commands that a server uses, then measure a large one."""
     prefix = f"llamaslot:1:doctor:{os.urandom(8).hex()}:"
     names = [prefix + kind for kind in "diklnm"]
     small, large = os.urandom(64), os.urandom(_MEASURED_BYTES)
-    late = f"a small object is not written and read in {1e3 * timeout_s:,.0f} ms", "raise --cache-remote-timeout"
+    late = (
+        f"writing and reading a small object took over {1e3 * timeout_s:,.0f} ms",
+        "raise --cache-remote-timeout",
+    )
     try:
         try:
             async with asyncio.timeout(timeout_s):
@@ -97,8 +100,8 @@ async def _objects(client: Any, timeout_s: float, found: str) -> Check:
                 read = await client.hmget(prefix + "d", ["kv"])
                 await client.unlink(*names)
             late = (
-                f"{shown_size(_MEASURED_BYTES)} are not written and read in {_TRANSFER_TIMEOUT_S:.0f} s",
-                "a store that is nearer: prefixes that take longer to fetch than to compute are computed",
+                f"writing and reading {shown_size(_MEASURED_BYTES)} took over {_TRANSFER_TIMEOUT_S:.0f} s",
+                "use a closer store: prefixes that take longer to fetch than to compute are not fetched",
             )
             async with asyncio.timeout(_TRANSFER_TIMEOUT_S):
                 write_s = await _timed(client.set(prefix + "m", large, ex=_EXPIRES_S))
@@ -111,19 +114,21 @@ async def _objects(client: Any, timeout_s: float, found: str) -> Check:
         except (exceptions.RedisError, OSError, ValueError) as error:
             return warn(_NAME, f"{found}; an object cannot be stored: {error}", _refused(error))
     finally:
-        # By then, a server that hangs has left the connection unusable; what is left expires.
+        # If the store hung, the connection is unusable now and this fails; the objects expire anyway.
         with suppress(exceptions.RedisError, OSError, TimeoutError):
             await asyncio.wait_for(client.unlink(*names), timeout_s)
     if (read, read_large) != ([small], large):
         return warn(
-            _NAME, f"{found}; it returns other bytes than it got", "another store, or a maxmemory that fits"
+            _NAME,
+            f"{found}; it does not return the bytes that were written",
+            "use another store, or a maxmemory that suffices",
         )
     rates = f"writes {_rate(write_s)}, reads {_rate(read_s)}"
     return ok(_NAME, f"{found}; {shown_size(_MEASURED_BYTES)}: {rates}")
 
 
 async def _write_small(client: Any, prefix: str, data: bytes) -> None:
-    """Write keys of all types that a server writes."""
+    """Write one key of each type that a server writes."""
     async with client.pipeline(transaction=False) as pipe:
         pipe.hset(prefix + "d", mapping={"kv": data})
         pipe.set(prefix + "i", data, ex=_EXPIRES_S)
@@ -132,7 +137,7 @@ async def _write_small(client: Any, prefix: str, data: bytes) -> None:
         pipe.incrby(prefix + "n", len(data))
         for kind in "dkln":
             pipe.expire(prefix + kind, _EXPIRES_S)
-        # One by one: the error of a whole pipeline has the data in its message.
+        # Not `raise_on_error`: its message would contain the data.
         for answer in await pipe.execute(raise_on_error=False):
             if isinstance(answer, Exception):
                 raise answer
@@ -144,12 +149,12 @@ def _refused(error: Exception) -> str:
     if isinstance(error, exceptions.NoPermissionError):
         return "allow the user of --cache-remote to read and write ~llamaslot:1:* in the store's ACL"
     if isinstance(error, exceptions.OutOfMemoryError):
-        return "raise the store's maxmemory, and set its maxmemory-policy to allkeys-lru"
-    return f"look at the store: {_SERVES_WITHOUT}"
+        return "raise the store's maxmemory and set its maxmemory-policy to allkeys-lru"
+    return f"check the store: {_SERVES_WITHOUT}"
 
 
 async def _memory(client: Any, settings: RemoteSettings) -> list[Check]:
-    """Compare the store's limit with `--cache-remote-size`, if the store tells it; managed ones may refuse."""
+    """Compare the store's memory limit with `--cache-remote-size`; managed stores may not report theirs."""
     limit, policy = await _limit_and_policy(client, settings.store.timeout_s)
     if limit is None:
         return []
@@ -161,10 +166,10 @@ async def _memory(client: Any, settings: RemoteSettings) -> list[Check]:
     if limit and wanted > limit:
         size = f"--cache-remote-size {max(limit // 2**20, 1)}"
         return [
-            warn(name, f"{found}; --cache-remote-size {wanted // 2**20:,} MiB", f"raise maxmemory, or give {size}")
+            warn(name, f"{found}; --cache-remote-size {wanted // 2**20:,} MiB", f"raise maxmemory or give {size}")
         ]
     if limit and policy.startswith(("noeviction", "volatile-")):
-        advice = "maxmemory-policy allkeys-lru: a store that is full may refuse objects under another policy"
+        advice = "set maxmemory-policy allkeys-lru: with other policies, a full store may refuse objects"
         return [warn(name, found, advice)]
     if not limit and not wanted:
         return [warn(name, f"{found}; --cache-remote-size 0", "set one of them: nothing limits the store's memory")]
@@ -172,7 +177,7 @@ async def _memory(client: Any, settings: RemoteSettings) -> list[Check]:
 
 
 async def _limit_and_policy(client: Any, timeout_s: float) -> tuple[int | None, str]:
-    """Return bytes (0 for no limit, None if the store does not tell) and name of the policy."""
+    """Return the limit in bytes (0: no limit, None: not reported) and the name of the eviction policy."""
     found: dict[str, Any] = {}
     for ask, what in ((client.info, "memory"), (client.config_get, "maxmemory*")):
         with suppress(exceptions.RedisError, OSError, TimeoutError, ValueError):
@@ -185,7 +190,7 @@ async def _limit_and_policy(client: Any, timeout_s: float) -> tuple[int | None, 
 
 
 def _readers(settings: RemoteSettings, config: Config) -> Iterator[Check]:
-    """Check who else may read what is sent, or the secrets of the store."""
+    """Check whether others can read the transferred data or the store's secrets."""
     name = "remote access"
     files = [path for path in (config.cache_remote_key_file, config.cache_remote_password_file) if path]
     for path in files:
@@ -193,7 +198,7 @@ def _readers(settings: RemoteSettings, config: Config) -> Iterator[Check]:
             yield warn(name, f"other users may read {path}", f"chmod 600 {path}")
     parts = urlsplit(settings.url)
     if parts.scheme == "redis" and not is_loopback(parts.hostname or ""):
-        advice = "rediss:// and a store with TLS, or a network of your own: KV and password are sent as they are"
+        advice = "use rediss:// and a store with TLS, or a private network: KV and password are sent unencrypted"
         yield warn(name, f"{settings.shown} is another machine, without TLS", advice)
 
 

@@ -1,4 +1,4 @@
-"""Checks of the configuration: is it valid, who may reach the server, is its port free?"""
+"""Checks of the configuration: is it valid, who can reach the server, is its port free?"""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from llamaslot.app.tls import certificate
 from llamaslot.base.errors import ConfigError
 
 _ASK_TIMEOUT_S = 1.0
-_FIX_CONFIG = "correct it: `llamaslot serve` would end with this line"
+_FIX_CONFIG = "correct it: `llamaslot serve` would exit with this message"
 
 
 def configuration(flags: argparse.Namespace, environ: Mapping[str, str]) -> tuple[Config, Check]:
-    """Return the configuration and whether it is valid; the default where it cannot be read."""
+    """Return the configuration and a check of its validity; the default configuration if it cannot be read."""
     file = flags.config or environ.get("LLAMASLOT_CONFIG")
     config = Config()
     try:
@@ -46,7 +46,7 @@ def configuration(flags: argparse.Namespace, environ: Mapping[str, str]) -> tupl
 
 
 def access(config: Config) -> Check:
-    """Check who may use the server: other machines, and other users of this one."""
+    """Check who can use the server: other machines, and other users of this one."""
     outside = [host for host in listed(config.host) if not is_loopback(host)]
     where = f"listens on {config.host}"
     try:
@@ -54,13 +54,13 @@ def access(config: Config) -> Check:
     except ConfigError as error:
         return fail("access", error.message, _FIX_CONFIG)
     if outside and not has_keys:
-        advice = "--api-key-file: whoever reaches the port may use the model and clear the cache (docs/security.md)"
-        return warn("access", f"{where}, without API keys (--insecure)", advice)
+        advice = "use --api-key-file: anyone who reaches the port can use the model and clear the cache"
+        return warn("access", f"{where}, without API keys (--insecure)", f"{advice} (docs/security.md)")
     if config.api_key_file and others_can_read(Path(config.api_key_file)):
         return warn("access", f"other users may read {config.api_key_file}", f"chmod 600 {config.api_key_file}")
     if outside and not config.ssl_cert_file:
         advice = (
-            "--ssl-cert-file and --ssl-key-file, or a proxy with TLS in front: keys and prompts are not encrypted"
+            "use --ssl-cert-file and --ssl-key-file, or a TLS proxy in front: keys and prompts are sent unencrypted"
         )
         return warn("access", f"{where}, with API keys, without TLS", advice)
     if not has_keys:
@@ -69,14 +69,14 @@ def access(config: Config) -> Check:
 
 
 def port(config: Config) -> Check:
-    """Check whether the addresses are free, and if not, who has them."""
+    """Check whether the addresses are free and, if not, who uses them."""
     for host in listed(config.host):
         try:
             _bind(host, config.port)
         except OSError as error:
             return _not_bound(host, config.port, error)
     if config.port == 0:
-        return ok("port", "a free one is chosen")
+        return ok("port", "the server will choose a free one")
     return ok("port", f"{config.port} is free")
 
 
@@ -95,21 +95,22 @@ def _bind(host: str, number: int) -> None:
 
 def _not_bound(host: str, number: int, error: OSError) -> Check:
     if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
-        return fail("port", f"{host} is no address of this machine ({error.strerror})", "give another --host")
+        return fail("port", f"{host} is not an address of this machine ({error.strerror})", "give another --host")
     if isinstance(error, PermissionError):
-        return fail("port", f"this user may not listen on port {number}", "give a --port from 1024 on, or a proxy")
+        advice = "give a --port of 1024 or higher, or use a proxy"
+        return fail("port", f"this user may not listen on port {number}", advice)
     if error.errno != errno.EADDRINUSE:
         return fail("port", f"cannot listen on {host}:{number}: {error.strerror}", "give another --host or --port")
     name = _asked(host, number)
     found = f"{number} is in use by {' '.join(_listeners(number)) or 'another program'}"
     if name == "llamaslot":
-        return warn("port", f"{found}: a llamaslot server runs there", "for a second server, give another --port")
+        return warn("port", f"{found}: a llamaslot server", "give another --port for a second server")
     answers = f", which answers as {name}" if name else ""
-    return fail("port", found + answers, "give another --port, or end that program")
+    return fail("port", found + answers, "give another --port or end that program")
 
 
 def _asked(host: str, number: int) -> str:
-    """Return how the HTTP server on a port names itself; empty for none."""
+    """Return the name that the HTTP server on a port gives itself; empty if there is none."""
     nearby = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     connection = http.client.HTTPConnection(nearby, number, timeout=_ASK_TIMEOUT_S)
     try:
@@ -122,7 +123,7 @@ def _asked(host: str, number: int) -> str:
 
 
 def _listeners(number: int) -> Iterator[str]:
-    """Yield the processes that listen on a port, as far as this user may see them."""
+    """Yield the processes that listen on a port, as far as this user can see them."""
     try:
         connections = psutil.net_connections("tcp")
     except psutil.Error:
@@ -136,7 +137,7 @@ def _listeners(number: int) -> Iterator[str]:
 
 
 def others_can_read(path: Path) -> bool:
-    """Return True if users outside a file's group have any access to it, or users of its group may change it."""
+    """Return True if users outside the file's group have any access to it or its group may write to it."""
     try:
         return bool(path.stat().st_mode & (stat.S_IRWXO | stat.S_IWGRP)) and os.name == "posix"
     except OSError:

@@ -29,10 +29,10 @@ def broken_library(folder: Path, source: str, monkeypatch: pytest.MonkeyPatch) -
     [
         ("import os; os.kill(os.getpid(), 4)", "that this CPU does not", "built on this machine"),
         ("import os; os.abort()", "(SIGABRT)", "built on this machine"),
-        ("import no_such_module", "not installed whole: ModuleNotFoundError", "install llama-cpp-python"),
+        ("import no_such_module", "not completely installed: ModuleNotFoundError", "install llama-cpp-python"),
         (
             "raise OSError('libcudart.so.12: cannot open shared object file: No such file or directory')",
-            "needs a library that is not here: OSError: libcudart.so.12",
+            "needs a library that is not installed: OSError: libcudart.so.12",
             "install the toolkit or driver",
         ),
         ("raise RuntimeError('Failed to load')", "does not load: RuntimeError: Failed", "built on this machine"),
@@ -79,7 +79,7 @@ def test_a_build_that_does_without_instructions_of_the_cpu_is_warned_of(tmp_path
 def test_a_model_that_cannot_be_served_fails(tmp_path: Path, tiny_model: Path) -> None:
     text = tmp_path / "text.gguf"
     text.write_text("not a model")
-    for name, words in ((str(text), "not a GGUF file"), ("no-such-model", "no model is called")):
+    for name, words in ((str(text), "not a GGUF file"), ("no-such-model", "unknown model")):
         path, check = model_file(name)
         assert path is None
         assert check is not None

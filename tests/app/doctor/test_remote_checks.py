@@ -114,7 +114,7 @@ def test_a_store_that_is_not_there_is_a_warning() -> None:
     [check] = checked(f"redis://127.0.0.1:{free_port()}").values()
     assert check.outcome is Outcome.WARN
     assert "cannot be used: Error" in check.found
-    assert "start the store, or correct --cache-remote:" in check.advice
+    assert "start the store or correct --cache-remote:" in check.advice
 
 
 def test_a_store_that_hangs_is_a_warning_after_the_time_limit() -> None:
@@ -136,7 +136,7 @@ def test_a_store_that_hangs_is_a_warning_after_the_time_limit() -> None:
         ({"HSET": "-READONLY You can't write against a read only replica."}, "read only", "the primary's address"),
         ({"HSET": "-NOPERM this user has no permissions"}, "no permissions", "ACL"),
         ({"HSET": "-OOM command not allowed"}, "command not allowed", "allkeys-lru"),
-        ({"HMGET": "*1\r\n$1\r\nx", "GET": "$1\r\nx"}, "other bytes than it got", "another store"),
+        ({"HMGET": "*1\r\n$1\r\nx", "GET": "$1\r\nx"}, "does not return the bytes", "another store"),
     ],
 )
 def test_what_a_store_refuses_is_a_warning_with_what_to_change(
@@ -152,8 +152,8 @@ def test_what_a_store_refuses_is_a_warning_with_what_to_change(
 @pytest.mark.parametrize(
     ("silent", "found", "advice"),
     [
-        ("HMGET", "a small object is not written and read in 200 ms", "--cache-remote-timeout"),
-        ("GET", "4 MiB are not written and read in 0 s", "nearer"),
+        ("HMGET", "a small object took over 200 ms", "--cache-remote-timeout"),
+        ("GET", "4 MiB took over 0 s", "closer"),
     ],
 )
 def test_a_store_that_is_late_is_a_warning(
@@ -192,7 +192,7 @@ def test_a_certificate_that_is_not_trusted_names_its_flag(tmp_path: Path) -> Non
         threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
         [check] = checked(f"rediss://127.0.0.1:{server.server_address[1]}", cache_remote_ca=str(other)).values()
         server.shutdown()
-    assert check.advice.startswith("--cache-remote-ca")
+    assert "--cache-remote-ca" in check.advice
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ def test_a_valid_configuration_is_returned(tmp_path: Path) -> None:
     ("text", "words"),
     [
         ("prot = 1", "did you mean port?"),
-        ("port = ", "is not TOML"),
+        ("port = ", "is not valid TOML"),
         ("port = 'x'", "port in"),
         (None, "cannot read"),
     ],
@@ -127,8 +127,8 @@ def test_another_http_server_is_named() -> None:
 
 
 def test_addresses_that_this_machine_does_not_have_fail() -> None:
-    assert "is no address of this machine" in server_checks.port(Config(host="192.0.2.1")).found
-    assert "is no address of this machine" in server_checks.port(Config(host="no.such.host.invalid")).found
+    assert "is not an address of this machine" in server_checks.port(Config(host="192.0.2.1")).found
+    assert "is not an address of this machine" in server_checks.port(Config(host="no.such.host.invalid")).found
     assert server_checks.port(Config(port=0)).outcome is Outcome.OK
 
 
