@@ -1,1 +1,1 @@
-"""The command line: `llamaslot serve`, `chat`, `cache` and `pull`."""
+"""The command line: `llamaslot serve`, `chat`, `cache`, `pull`, `doctor` and `completion`."""

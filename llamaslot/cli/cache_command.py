@@ -19,9 +19,9 @@ from llamaslot.base.stats import CachePrefix, CacheState, CheckpointStats, TierS
 from llamaslot.cli.client import DEFAULT_URL, Client, RefusedError, add_access
 
 _MAX_TEXT_CHARS = 60
-"""Characters of a prefix's text that are shown."""
+"""Most characters of a prefix's text that are shown."""
 _PIPE_COLUMNS = 200
-"""Columns where the output is not a terminal; longer lines are cut."""
+"""Width of the output if it is not a terminal; longer lines are cut."""
 
 
 _R = TypeVar("_R", bound=msgspec.Struct)
@@ -33,12 +33,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "url", nargs="?", default=DEFAULT_URL, metavar="URL", help="the server (default: %(default)s)"
     )
     parser.add_argument("--top", type=int, default=20, metavar="N", help="prefixes to show (default: %(default)s)")
-    parser.add_argument("--clear", action="store_true", help="first drop everything that no running request uses")
+    parser.add_argument("--clear", action="store_true", help="first drop everything not used by running requests")
     add_access(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the state, after clearing if that is asked for. Raises ConfigError if the server cannot tell."""
+    """Clear the cache if requested, then print its state. Raises ConfigError if the server has no such endpoint."""
     client = Client(args.url, args.api_key, args.cacert)
     width = None if sys.stdout.isatty() else _PIPE_COLUMNS
     console = Console(highlight=False, markup=False, emoji=False, width=width)
@@ -61,11 +61,11 @@ def _ask(client: Client, method: str, path: str, reply_type: type[_R]) -> _R:
     except RefusedError as error:
         if error.status in (404, 405):
             raise ConfigError(
-                f"{client.url} has no /cache: what answers there is another server or an older llamaslot"
+                f"{client.url} has no /cache: it is another server or an older llamaslot"
             ) from None
         raise
     except msgspec.ValidationError as error:
-        raise ConfigError(f"the answer of {client.url} is of another version of llamaslot ({error})") from None
+        raise ConfigError(f"{client.url} runs an incompatible version of llamaslot ({error})") from None
 
 
 def _tier(name: str, tier: TierStats) -> str:
@@ -76,7 +76,7 @@ def _tier(name: str, tier: TierStats) -> str:
 
 
 def _checkpoints(stats: CheckpointStats) -> list[str]:
-    """Return a line about checkpoints; none where the model needs none."""
+    """Return a line about checkpoints; no line if the model needs none."""
     if not stats.total_bytes:
         return []
     return [
@@ -116,13 +116,13 @@ def summary(state: CacheState) -> list[str]:
 
 
 def tree(prefixes: Sequence[CachePrefix], *, n_nodes: int, n_namespaces: int) -> Tree:
-    """Return the prefixes as a tree, in their order, with a branch for each namespace if there are several."""
+    """Return the prefixes as a tree, in the given order, with a branch for each namespace if there are several."""
     title = f"prefixes   {len(prefixes)} of {n_nodes}, most hits first" if n_nodes else "prefixes   none"
     root = Tree(Text(title), guide_style="dim")
     namespaces: dict[int, Tree] = {}
     branches: list[Tree] = []
     for prefix in prefixes:
-        # The server lists a parent before its children; anything else is not trusted.
+        # The server lists parents before their children; ignore a parent index that does not fit this.
         if prefix.parent is not None and 0 <= prefix.parent < len(branches):
             parent = branches[prefix.parent]
         elif n_namespaces == 1:
@@ -146,7 +146,7 @@ def _label(prefix: CachePrefix) -> Text:
     if prefix.pinned:
         label.append(" · running", style="not bold green")
     if prefix.text is not UNSET and prefix.text:
-        # As a literal, so that control characters of a prompt do not reach the terminal.
+        # Shown as a Python literal, so that control characters of a prompt do not reach the terminal.
         text = prefix.text if len(prefix.text) <= _MAX_TEXT_CHARS else prefix.text[: _MAX_TEXT_CHARS - 1] + "…"
         label.append(f" {text!r}", style="not bold dim")
     return label

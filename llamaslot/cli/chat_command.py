@@ -1,7 +1,7 @@
 """`llamaslot chat`: talk to a running server from the terminal.
 
-A small OpenAI client. Answers go to stdout and everything else to stderr, so that
-`llamaslot chat < questions > answers` works too.
+A small OpenAI client. It writes answers to stdout and everything else to stderr, so that
+`llamaslot chat < questions > answers` also works.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from llamaslot.base.errors import ConfigError
 from llamaslot.cli.client import DEFAULT_URL, Client, add_access
 
 with suppress(ImportError):
-    import readline  # noqa: F401  # importing it is what gives input() its line editing
+    import readline  # noqa: F401  # The import gives input() line editing.
 
 _INTERRUPTED = 130
-_HELP = "/clear forgets the conversation, /system TEXT sets the system prompt, /exit or Ctrl-D ends"
+_HELP = "/clear starts a new conversation, /system TEXT sets the system prompt, /exit or Ctrl-D ends"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -32,17 +32,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "url", nargs="?", default=DEFAULT_URL, metavar="URL", help="the server (default: %(default)s)"
     )
-    parser.add_argument("--url", dest="named_url", metavar="URL", help="the same")
+    parser.add_argument("--url", dest="named_url", metavar="URL", help="the same as URL")
     add_access(parser)
     parser.add_argument("--system", default="", metavar="TEXT", help="the system prompt")
     parser.add_argument("--temp", type=float, metavar="X", help="the temperature (default: the server's)")
-    parser.add_argument("--max-tokens", type=int, metavar="N", help="at most N tokens an answer")
+    parser.add_argument("--max-tokens", type=int, metavar="N", help="at most N tokens per answer")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Chat until /exit or the end of the input; each line of a stdin that is no terminal is a turn.
+    """Chat until /exit or the end of the input; each line of stdin is a message.
 
-    Raises ConfigError if the server fails; on a terminal, only before the first turn.
+    Raises ConfigError if the server fails; on a terminal, only before the first message.
     """
     options = {"temperature": args.temp, "max_tokens": args.max_tokens}
     options = {key: value for key, value in options.items() if value is not None}
@@ -80,7 +80,7 @@ def _typed_lines() -> Iterator[str]:
 
 @dataclass
 class Answer:
-    """One reply, as far as it has arrived."""
+    """The part of a reply that has arrived."""
 
     text: str = ""
     usage: dict[str, Any] = field(default_factory=dict)
@@ -89,7 +89,7 @@ class Answer:
     """Seconds from the request to the first text, measured by the client."""
 
     def summary(self) -> str:
-        """Return the reused tokens and the speed, as far as the server reports them."""
+        """Return the reused tokens and the speed, if the server reports them."""
         parts = []
         if self.usage:
             cached = (self.usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
@@ -105,7 +105,7 @@ class Answer:
 
 
 class Chat:
-    """The conversation and the commands that change it."""
+    """A conversation, and the commands that change it."""
 
     def __init__(self, server: Server, system: str, notes: Console) -> None:
         self.server = server
@@ -114,7 +114,7 @@ class Chat:
         self.notes = notes
 
     def take(self, line: str) -> bool:
-        """Carry out a command or send a message; return False at the end of the conversation."""
+        """Execute a command or send a message; return False to end the chat."""
         command, _, rest = line.partition(" ")
         match command:
             case "":
@@ -123,7 +123,7 @@ class Chat:
                 return False
             case "/clear":
                 self.turns.clear()
-                self.notes.print("(forgotten)", style="dim")
+                self.notes.print("(new conversation)", style="dim")
             case "/system":
                 self.system = rest.strip() or self.system
                 self.notes.print(f"(system prompt: {self.system or 'none'})", style="dim")
@@ -134,7 +134,7 @@ class Chat:
         return True
 
     def _answer(self, message: str) -> None:
-        """Send a message, print the answer as it arrives, and keep both; an answer without text is not kept."""
+        """Send a message and print the answer as it arrives; keep both unless the answer is empty."""
         question = {"role": "user", "content": message}
         system = [{"role": "system", "content": self.system}] if self.system else []
         answer = Answer()
@@ -152,7 +152,7 @@ class Chat:
 
 
 class Server(Client):
-    """Client of the server's chat API; `options` are fields of every request."""
+    """Client of the server's chat API; `options` are added to the body of every request."""
 
     def __init__(self, url: str, api_key: str, cacert: str, options: dict[str, Any]) -> None:
         super().__init__(url, api_key, cacert)
@@ -164,7 +164,7 @@ class Server(Client):
         return str(models[0].get("id", "a model"))
 
     def answer(self, messages: list[dict[str, str]], answer: Answer) -> Iterator[str]:
-        """Stream the reply to `messages`: yield its text as it arrives, and fill `answer`."""
+        """Stream the reply to `messages`: yield its text as it arrives and update `answer`."""
         body = {
             "messages": messages,
             "stream": True,
@@ -201,4 +201,4 @@ class Server(Client):
                 yield event
         except (OSError, HTTPException) as error:
             raise self.broken(error) from None
-        raise self.broken(EOFError("the answer has no end"))
+        raise self.broken(EOFError("the answer is incomplete"))

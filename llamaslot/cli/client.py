@@ -1,4 +1,4 @@
-"""HTTP client for commands that talk to a running server, without dependencies.
+"""HTTP client for commands that talk to a running server. It needs only the standard library.
 
 Every failure is a `ConfigError` of one line.
 """
@@ -22,17 +22,19 @@ _CONNECT_TIMEOUT_S = 10.0
 
 def add_access(parser: argparse.ArgumentParser) -> None:
     """Declare `--api-key` and `--cacert`."""
-    parser.add_argument("--api-key", default=os.environ.get("LLAMA_API_KEY", ""), help="(default: $LLAMA_API_KEY)")
+    parser.add_argument(
+        "--api-key", default=os.environ.get("LLAMA_API_KEY", ""), help="API key (default: $LLAMA_API_KEY)"
+    )
     parser.add_argument(
         "--cacert",
         default="",
         metavar="FILE",
-        help="certificate that an https server must have, or have been signed with (default: the system's)",
+        help="the https server's certificate or its CA's (default: the system's CAs)",
     )
 
 
 class RefusedError(ConfigError):
-    """The server answered with an error; `status` is 0 for one in the middle of a stream."""
+    """The server answered with an error; `status` is 0 for an error in the middle of a stream."""
 
     def __init__(self, message: str, *, status: int, param: str | None = None) -> None:
         super().__init__(message, param=param)
@@ -40,7 +42,7 @@ class RefusedError(ConfigError):
 
 
 class Client:
-    """Connection settings of a server; `url` may have a path before the server's own.
+    """Client of one server; `url` may contain a path that is prepended to the server's paths.
 
     `cacert` is a file of certificates to trust instead of the system's.
     """
@@ -53,13 +55,13 @@ class Client:
         except ValueError:
             host, port = None, None
         if address.scheme not in {"http", "https"} or not host:
-            raise ConfigError(f"{url!r} is not an address such as {DEFAULT_URL}", param="URL")
+            raise ConfigError(f"{url!r} is not a URL such as {DEFAULT_URL}", param="URL")
         self._tls = _tls(cacert) if address.scheme == "https" else None
         self._host, self._port, self._path = host, port, address.path.rstrip("/")
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
     def ask(self, method: str, path: str) -> dict[str, Any]:
-        """Return the JSON object that answers a request without a body."""
+        """Send a request without a body and return the JSON object of the reply."""
         with closing(self.connect()) as connection:
             response = self.send(connection, method, path)
             try:
@@ -80,12 +82,12 @@ class Client:
         except ssl.SSLCertVerificationError as error:
             raise ConfigError(
                 f"the certificate of {self.url} is not trusted ({error.verify_message}); if it is yours, give it "
-                "as --cacert, or the one that signed it",
+                "or its CA's as --cacert",
                 param="--cacert",
             ) from None
         except ssl.SSLError as error:
             reason = (error.reason or str(error)).lower().replace("_", " ")
-            raise ConfigError(f"{self.url} does not speak TLS as expected ({reason}); is it http://?") from None
+            raise ConfigError(f"TLS with {self.url} failed ({reason}); is it http://?") from None
         except OSError as error:
             reason = error.strerror or str(error)
             raise ConfigError(
@@ -96,7 +98,7 @@ class Client:
         return connection
 
     def send(self, connection: HTTPConnection, method: str, path: str, body: Any = None) -> HTTPResponse:
-        """Send a request and return the reply once it begins; raises its error otherwise."""
+        """Send a request and return the reply once it begins; raise the error that the server answers with."""
         data = None if body is None else json.dumps(body).encode()
         headers = {**self._headers, "Content-Type": "application/json"} if data else self._headers
         try:
@@ -109,36 +111,36 @@ class Client:
         return response
 
     def decode(self, data: bytes) -> dict[str, Any]:
-        """Return the JSON object in `data`."""
+        """Parse a JSON object."""
         try:
             value = json.loads(data)
         except ValueError:
             value = None
         if not isinstance(value, dict):
-            raise ConfigError(f"what answers at {self.url} is not a llamaslot server")
+            raise ConfigError(f"the server at {self.url} is not llamaslot")
         return value
 
     def refusal(self, status: int, body: bytes) -> RefusedError:
-        """Return the error that the server sent, with its message if it has one."""
+        """Return the exception for an error that the server sent, with its message if it has one."""
         message = ""
         with suppress(ValueError, KeyError, TypeError, AttributeError):
             message = " ".join(str(json.loads(body)["error"]["message"]).split())
         if status == 401:
-            message = f"{self.url} wants another API key: {message or 'give one'} (--api-key)"
+            message = f"{self.url} rejects the API key: {message or 'give a valid one'} (--api-key)"
             return RefusedError(message, status=status, param="--api-key")
         if status:
             message = f"{self.url} answered {status}" + (f": {message}" if message else "")
-        return RefusedError(message or "the server failed in the middle of the answer", status=status)
+        return RefusedError(message or "the server failed during the answer", status=status)
 
     def broken(self, error: Exception) -> ConfigError:
-        """Return the error for a connection that failed after it was made."""
-        return ConfigError(f"the connection to {self.url} broke off ({error or type(error).__name__})")
+        """Return the exception for a connection that failed after it was established."""
+        return ConfigError(f"the connection to {self.url} was lost ({error or type(error).__name__})")
 
 
 def _tls(cacert: str) -> ssl.SSLContext:
     try:
         return ssl.create_default_context(cafile=cacert or None)
     except ssl.SSLError:
-        raise ConfigError(f"there is no PEM certificate in {cacert} (--cacert)", param="--cacert") from None
+        raise ConfigError(f"no PEM certificate in {cacert} (--cacert)", param="--cacert") from None
     except OSError as error:
         raise ConfigError(f"cannot read {cacert}: {error.strerror} (--cacert)", param="--cacert") from None

@@ -1,4 +1,4 @@
-"""`llamaslot completion SHELL`: print a script that completes commands, flags, their words, files and folders."""
+"""`llamaslot completion SHELL`: print a script that completes commands, flags, their values, files and folders."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from llamaslot.cli.main import command_line
 _SHELLS = ("bash", "zsh", "fish")
 _FOLDERS = ("cache_disk", "slot_save_path")
 _GGUF = {**shtab.glob("*.gguf"), "zsh": "_files -g '*.gguf'"}
-"""Model files. zsh completes no flag beside shtab's own pattern, which has parentheses."""
+"""Completion of model files. zsh gets its own pattern: the parentheses in shtab's break completion of flags."""
 _FILES = ("config", "cacert", "cache_remote_ca")
-"""Arguments that name files, besides all options whose names end in `_file`."""
+"""Arguments that name files, in addition to all options whose names end in `_file`."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `llamaslot completion`."""
     parser.add_argument("shell", choices=_SHELLS, metavar="{bash,zsh,fish}")
-    # One command a line, to be copied whole.
+    # Keep each command on one line, so that it can be copied.
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = (
         "bash, in ~/.bashrc:\n  source <(llamaslot completion bash)\n"
@@ -38,27 +38,27 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _with_whole_flags(script: str, shell: str) -> str:
-    """Make flags of several letters behind one dash (`-ngl`) whole ones.
+    """Make flags with several letters after one dash (`-ngl`) single flags.
 
-    For zsh and fish, shtab writes them as short flags of one letter each, which could be stacked.
+    For zsh and fish, shtab declares them as short flags, which the shell would read as several one-letter flags.
     """
     if shell == "zsh":
         return script.replace("_arguments -C -s ", "_arguments -C ")
     if shell == "fish":
-        # Only up to the description.
+        # Change only the part before the description.
         return re.sub(r"^complete .*?(?= -d '|$)", _old_style, script, flags=re.MULTILINE)
     return script
 
 
 def _old_style(found: re.Match[str]) -> str:
-    """Return a line of fish with `-o` (old style) for `-s` (short)."""
+    """Return a line of fish with `-o` (old style) instead of `-s` (short)."""
     return re.sub(r" -s (?=[\w-]{2})", " -o ", found[0])
 
 
 def _described() -> argparse.ArgumentParser:
-    """Return the parser of all commands, with what completes the values of their arguments.
+    """Return the parser of all commands, with completions for the values of their arguments.
 
-    It only describes: words become choices, which the parser of a command would refuse all others for.
+    Use it only to describe commands, not to parse: suggested words become choices, which exclude other values.
     """
     parser = command_line()
     for subparsers in parser._get_positional_actions():

@@ -1,4 +1,4 @@
-"""`llamaslot doctor`: check this machine and a configuration of `serve`, and say what to change."""
+"""`llamaslot doctor`: check this machine and a configuration of `serve`, and advise what to change."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from llamaslot.app.flags import add_flags
 from llamaslot.app.logs import configure_logging
 
 _PIPE_COLUMNS = 160
-"""Columns where the output is not a terminal."""
+"""Width of the output if it is not a terminal."""
 _NEEDED = ("llama.cpp", "model", "configuration")
-"""Checks that a server does not start without."""
+"""Checks that must pass for a server to start, and so for the benchmark."""
 _STYLES = {Outcome.OK: "green", Outcome.WARN: "yellow", Outcome.FAIL: "bold red"}
 
 
@@ -38,32 +38,32 @@ class _Report(msgspec.Struct):
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of `serve`, whose configuration is checked, and the doctor's own."""
+    """Add the flags of `serve`, which give the configuration to check, and the doctor's own."""
     add_flags(parser)
-    parser.description = "Check this machine and a configuration: takes the flags of `serve`, and starts no server."
+    parser.description = "Check this machine and a configuration. Takes the flags of `serve` but does not serve."
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     parser.add_argument(
         "--no-bench",
         dest="bench",
         action="store_false",
-        help="without the benchmark, which takes about ten seconds",
+        help="skip the benchmark, which takes about ten seconds",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the results of all checks; 1 if one failed, else 0."""
+    """Print the results of all checks; return 1 if one failed, otherwise 0."""
     configure_logging("json", "error")
     result = None
     with _progress() as on_progress:
         examination = Examination(args, os.environ, on_progress)
         checks = list(examination.checks())
         if args.bench and not any(check.outcome is Outcome.FAIL for check in checks if check.name in _NEEDED):
-            on_progress("benchmark: starting a server, then ten seconds")
+            on_progress("benchmark: starting a server, then measuring for ten seconds")
             try:
                 result = run_benchmark(examination.config)
                 checks += _measured(result)
             except BenchmarkError as error:
-                advice = "look at the checks above; --no-bench leaves this out"
+                advice = "see the checks above; --no-bench skips the benchmark"
                 checks.append((warn if error.has_started else fail)("benchmark", str(error), advice))
     has_failed = any(check.outcome is Outcome.FAIL for check in checks)
     if args.json:
@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
 def _measured(result: BenchmarkResult) -> Iterator[Check]:
     yield ok("server", "\n".join(result.start_lines))
     if result.self_test:
-        advice = "--reuse-self-test on if you trust reuse all the same; a failed test is worth an issue"
+        advice = "use --reuse-self-test on to reuse prefixes anyway; please report a failed test as an issue"
         yield warn("self-test of reuse", result.self_test, advice)
     found = (
         f"ready after {result.load_s:,.1f} s; prompt of {result.prompt_tokens:,} tokens: prefill "
@@ -89,11 +89,11 @@ def _measured(result: BenchmarkResult) -> Iterator[Check]:
     if result.warm_cached_tokens:
         yield ok("benchmark", found)
     else:
-        yield warn("benchmark", found, "nothing was reused: see how prefixes of this model are (README.md, Models)")
+        yield warn("benchmark", found, "nothing was reused: see README.md, Models, for reuse with this model")
 
 
 def _table(checks: Sequence[Check]) -> Table:
-    """Return a row for each check, with the advice below what was found."""
+    """Return a table with a row for each check and its advice below the finding."""
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True)
@@ -108,7 +108,7 @@ def _table(checks: Sequence[Check]) -> Table:
 
 @contextmanager
 def _progress() -> Iterator[Callable[[str], None]]:
-    """Show on a terminal what is being checked."""
+    """Show the current step if standard error is a terminal."""
     console = Console(stderr=True, highlight=False, markup=False, emoji=False)
     if not console.is_terminal:
         yield lambda _text: None

@@ -1,4 +1,4 @@
-"""Entry point: picks the command, and prints expected errors as one line with exit status 2."""
+"""Entry point: runs a command and prints expected errors as one line, with exit status 2."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from llamaslot.base.errors import ConfigError, printable
 _COMMANDS = {
     "serve": "Serve a model over HTTP.",
     "chat": "Talk to a running server.",
-    "cache": "Show what a running server's prefix cache holds.",
+    "cache": "Show the prefix cache of a running server.",
     "pull": "Download a model.",
-    "doctor": "Check this machine and a configuration, and measure for ten seconds.",
-    "completion": "Print a script by which a shell completes commands and flags.",
+    "doctor": "Check this machine and a configuration, and run a ten-second benchmark.",
+    "completion": "Print a script that completes commands and flags in a shell.",
 }
-"""Help texts by command; each command is a module NAME_command of this package."""
+"""Help texts by command; each command is the module NAME_command of this package."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit status."""
     args = list(sys.argv[1:] if argv is None else argv)
-    # Only the command that runs is imported: the others would make it start later.
+    # Import only the command that runs: the others would slow down its start.
     parser = command_line(args[:1])
     try:
         parsed = parser.parse(args)
@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def command_line(configured: Collection[str] = tuple(_COMMANDS)) -> Parser:
-    """Return the parser of all commands, of which those that are `configured` have their arguments."""
+    """Return the parser of all commands; only those in `configured` get their arguments (and are imported)."""
     parser = Parser(prog="llamaslot", description="Serve GGUF models without computing the same prefix twice.")
     parser.add_argument("--version", action="version", version=f"llamaslot {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)

@@ -1,4 +1,4 @@
-"""`llamaslot pull NAME`: show what a model is, then download it into the Hugging Face cache."""
+"""`llamaslot pull NAME`: show facts about a model, then download it into the Hugging Face cache."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """List the known models, or download one: its path goes to stdout, all else to stderr.
+    """List the known models, or download one and print its path to stdout and everything else to stderr.
 
     Raises ConfigError if the model cannot be downloaded.
     """
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         path = _pull(model, console)
     except KeyboardInterrupt:
-        console.print("Stopped. What has arrived is kept: the same command goes on from there.")
+        console.print("Stopped. The received bytes are kept: run the same command again to continue.")
         return _INTERRUPTED
     print(path)
     return 0
@@ -71,25 +71,25 @@ def _listing() -> Table:
 
 
 def _pull(model: Model, console: Console) -> Path:
-    # Imported late: `llamaslot serve` imports this module too and need not hold the hub library in memory.
+    # Imported late, because a listing and shell completion do not need huggingface_hub.
     from llamaslot.app import hub  # noqa: PLC0415
 
     remote = hub.look_up(model.repo, model.file)
     if model.sha256 and remote.sha256 != model.sha256:
         raise ConfigError(
-            f"{model.name} is not the file that models.txt names: its SHA-256 on the hub is {remote.sha256}, it "
-            f"should be {model.sha256}; nothing was downloaded"
+            f"the hub's file of {model.name} is not the one in models.txt: its SHA-256 is {remote.sha256}, "
+            f"expected {model.sha256}; nothing was downloaded"
         )
     held, was_here = hub.held_bytes(remote), hub.is_complete(remote)
     facts = Table(box=None, show_header=False, pad_edge=False)
     facts.add_row("Model", f"{remote.repo}:{remote.file}")
-    facts.add_row("Size", f"{decimal(remote.size)} ({remote.size:,} bytes), {decimal(held)} of it here already")
+    facts.add_row("Size", f"{decimal(remote.size)} ({remote.size:,} bytes), {decimal(held)} already here")
     facts.add_row("Licence", remote.licence or "the repository states none")
     facts.add_row("Checked", f"{model.checked} (see models.txt)")
     console.print(facts)
     path = _download(remote, console)
     if was_here:
-        # A download is checked as it arrives, a file that was there already is not.
+        # A download has been verified; a file that was already in the cache has not.
         check_digest(model, path)
     return path
 

@@ -21,7 +21,7 @@ def run(args: argparse.Namespace) -> int:
     """Serve until stopped; return the exit status."""
     config = read_config(args, os.environ)
     configure_logging(config.log_format, "debug" if config.verbose else config.log_level)
-    # llama.cpp is loaded only now, so that wrong flags are answered at once.
+    # Load llama.cpp only now, so that wrong flags are reported at once.
     from llamaslot.app.composition import serve  # noqa: PLC0415
 
     ended: list[int] = []
@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         uvloop.run(main())
     except RuntimeError:
-        # To close the loop takes a thread, of which there may be too many.
+        # Closing the event loop starts a thread, which fails if there are too many; the server has ended by then.
         if not ended:
             raise
     return ended[0]

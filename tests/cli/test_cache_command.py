@@ -101,7 +101,7 @@ def test_debug_text_and_api_key(telling: Server) -> None:
     for how in ({"LLAMA_API_KEY": "wrong"}, {}):
         status, lines, errors = cache(telling.url, **how)
         assert (status, lines) == (2, [])
-        assert errors == [f"llamaslot: {telling.url} wants another API key: Invalid API Key (--api-key)"]
+        assert errors == [f"llamaslot: {telling.url} rejects the API key: Invalid API Key (--api-key)"]
     assert cache(telling.url, "--api-key", "key")[0] == 0
     body = json.dumps({"prompt": "what a user wrote", "n_predict": 0}).encode()
     request = urllib.request.Request(f"{telling.url}/completion", body, {"Authorization": "Bearer key"})
@@ -132,7 +132,7 @@ def test_a_missing_server_or_address_is_one_line() -> None:
     assert cache("ftp://host") == (
         2,
         [],
-        ["llamaslot: 'ftp://host' is not an address such as http://127.0.0.1:8080"],
+        ["llamaslot: 'ftp://host' is not a URL such as http://127.0.0.1:8080"],
     )
     (_, _, (without_scheme,)) = cache("127.0.0.1:9")
     assert without_scheme.startswith("llamaslot: no server answers at http://127.0.0.1:9 (")
@@ -172,9 +172,9 @@ def answering(status: int, body: bytes) -> Iterator[str]:
         (404, b'{"error": {"message": "there is nothing at /cache"}}', "has no /cache: .* older llamaslot"),
         (404, b"<html>", "has no /cache"),
         (501, b'{"error": {"message": "start it with --slots"}}', "answered 501: start it with --slots"),
-        (200, b"<html>", "is not a llamaslot server"),
-        (200, b'{"nodes": 1}', "another version of llamaslot"),
-        (200, json.dumps({"nodes": "many"}).encode(), "another version of llamaslot"),
+        (200, b"<html>", "is not llamaslot"),
+        (200, b'{"nodes": 1}', "incompatible version of llamaslot"),
+        (200, json.dumps({"nodes": "many"}).encode(), "incompatible version of llamaslot"),
     ],
 )
 @pytest.mark.parametrize("flag", [(), ("--clear",)])

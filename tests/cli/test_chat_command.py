@@ -199,7 +199,7 @@ async def test_commands_change_the_conversation_and_are_not_sent(server: Server)
         {"role": "system", "content": "Be kind."},
         {"role": "user", "content": "two"},
     ]
-    assert "(forgotten)" in notes
+    assert "(new conversation)" in notes
     assert "(system prompt: Be kind.)" in notes
     assert any(note.startswith("/what is not a command; /clear forgets") for note in notes)
 
@@ -218,7 +218,7 @@ async def test_a_wrong_api_key_is_one_line(server: Server):
     server.key = KEY
     status, out, notes = await chat(server, "hi\n", "--api-key", "wrong")
     assert (status, out) == (2, "")
-    assert notes == [f"llamaslot: {server.url} wants another API key: Invalid API Key (--api-key)"]
+    assert notes == [f"llamaslot: {server.url} rejects the API key: Invalid API Key (--api-key)"]
 
 
 async def test_a_server_that_is_loading_says_so(server: Server):
@@ -238,7 +238,7 @@ async def test_no_server_is_one_line():
 async def test_an_invalid_address_is_one_line(url: str):
     status, _, notes = await chat(Server(url=url), "hi\n")
     assert status == 2
-    assert notes == [f"llamaslot: '{url}' is not an address such as http://127.0.0.1:8080"]
+    assert notes == [f"llamaslot: '{url}' is not a URL such as http://127.0.0.1:8080"]
 
 
 async def test_a_refused_request_prints_the_message_of_the_server(server: Server):
@@ -247,7 +247,7 @@ async def test_a_refused_request_prints_the_message_of_the_server(server: Server
     assert notes == [f"llamaslot: {server.url} answered 400: the request has 9999 prompt tokens"]
 
 
-@pytest.mark.parametrize(("fault", "words"), [("fail_after", "out of luck"), ("cut_after", "broke off")])
+@pytest.mark.parametrize(("fault", "words"), [("fail_after", "out of luck"), ("cut_after", "was lost")])
 async def test_an_answer_that_fails_midway_shows_its_text_and_the_reason(server: Server, fault: str, words: str):
     setattr(server, fault, 3)
     status, out, notes = await chat(server, "hi\n")

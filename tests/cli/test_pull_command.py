@@ -204,7 +204,7 @@ async def test_a_listed_digest_is_checked_before_the_download(puller: Puller, hu
     wanted, found = "0" * 64, hub.repos[REPO][FILE].sha256
     error = (await puller.pull("some", fault=listed(wanted))).error
     assert "some " in error
-    assert f"is {found}, it should be {wanted}" in error
+    assert f"is {found}, expected {wanted}" in error
     assert hub.requested == []
     assert puller.blobs() == []
 
