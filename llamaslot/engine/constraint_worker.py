@@ -23,7 +23,7 @@ from llamaslot.scheduler.request import Request, RequestState
 COMPILE_TIMEOUT_S = 30.0
 """Most time from a request's arrival to its compiled constraint. Reached only if many others are compiled first."""
 QUICK_S = 0.1
-"""Constraints that compile in at most so much CPU time do not wait for those that take longer."""
+"""Most CPU time of a quick constraint; quick ones do not wait for those that take longer to compile."""
 
 _log = structlog.get_logger(__name__)
 

@@ -1,4 +1,4 @@
-"""Disk worker: carries out the cache's disk jobs on two threads, concurrently with the steps.
+"""Disk worker: runs the cache's disk jobs on two threads, concurrently with the steps.
 
     plan -> jobs -> DiskWorker.start -> thread -> post -> KVCache.on_io (between two steps)
 
@@ -27,7 +27,7 @@ from llamaslot.kvcache.cache import KVCache
 from llamaslot.kvcache.tiers import disk_io
 
 _WRITE_TIMEOUT_S = 10.0
-"""Most time that a query waits for the disk to carry out the queued changes."""
+"""Most time that a query waits until the disk has executed the queued changes."""
 
 _log = structlog.get_logger(__name__)
 

@@ -1,4 +1,4 @@
-"""Worker: carries out plans on the model thread, with multi-step decode if nothing has to be decided.
+"""Worker: executes plans on the model thread, with multi-step decode if nothing has to be decided.
 
 Between two decode steps, a hop to the event loop and back would leave the processor idle for about 0.2 ms (fact
 16). So a plan has the number of steps that may follow it (`StepPlan.n_extra_steps`). The worker takes them at once,

@@ -38,7 +38,7 @@ class Reports:
         self._n_busy_slots = 0
 
     def count(self, plan: StepPlan, result: StepResult) -> None:
-        """Count a step that was carried out."""
+        """Count an executed step."""
         if plan.work:
             self._n_decode_calls += 1
             self._n_busy_slots += len(plan.work)

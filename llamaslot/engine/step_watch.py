@@ -13,7 +13,7 @@ from collections.abc import Callable
 from llamaslot.base.process_times import ProcessTimes, process_times, starved_seconds
 
 _FACTOR = 20
-"""A step may take so many times its expected duration."""
+"""Longest duration of a step, as a multiple of its expected duration."""
 _INTERVAL_S = 0.5
 
 
@@ -68,7 +68,7 @@ class StepWatch:
 
         Must be called again and again, `slept` seconds after the last call.
 
-        The deadline moves by the time in which this process did not get a CPU. For a step that began since the last
+        The deadline moves by the time that this process did not get a CPU. For a step that began since the last
         call, CPU times are not read: that would take longer than a short step.
         """
         deadline, times = self._deadline, None

@@ -355,7 +355,7 @@ class KVCache:
         return self._policy.deadlines
 
     def take_operations(self) -> list[Operation]:
-        """Return the KV operations that the backend carries out in this order, before it decodes."""
+        """Return the KV operations that the backend must execute, in this order, before it decodes."""
         self._offloader.free_evicted()
         operations, self._sequences.operations = self._sequences.operations, []
         return operations

@@ -10,8 +10,8 @@ from llamaslot.kvcache.tiers.disk_io import WriteTotals
 MAX_SEGMENT_TOKENS = 512
 """Most tokens of a segment. Segments are loaded whole; at this size, loading one for a part of it costs little."""
 MIN_POOLS_IN_RAM = 2
-"""Idle prefixes are offloaded early only if RAM can hold the KV of so many pools: a smaller tier would lose
-prefixes that could have stayed in cells.
+"""Smallest RAM tier, in pools, with which idle prefixes are offloaded early: a smaller one would lose prefixes that
+could have stayed in cells.
 """
 _NO_SIZE = CheckpointSize(0)
 

@@ -22,7 +22,7 @@ from llamaslot.protocol.bodies import CompletionBody, FileExtract, InfillBody, P
 from llamaslot.protocol.submission import Prompt, max_tokens_of, parse_prompt
 
 CUT_TOKENS = 256
-"""A text that is too long is cut by a multiple of so many tokens, so that later prompts have the same start."""
+"""Granularity in tokens at which a too long text is cut, so that later prompts keep the same start."""
 _CHARACTERS_PER_TOKEN = 32
 """Most characters of a text that are read per token of the context."""
 _MAX_NAME = 4096

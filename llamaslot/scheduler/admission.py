@@ -23,9 +23,9 @@ from llamaslot.scheduler.request import Request, Slot
 MAX_OVERTAKEN = 8
 """Most later requests of clients with the same rank that may be admitted before a request that could run."""
 MIN_EXPECTED_TOKENS = 64
-"""A request without a limit is expected to generate at least so many tokens, however short others were."""
+"""Fewest tokens that a request without a limit is expected to generate, however short earlier replies were."""
 MAX_CANDIDATES = 64
-"""Longest cached prefix first applies to so many of the oldest new requests; later ones are not matched yet."""
+"""Most new requests ordered by longest cached prefix, oldest first; later ones are not matched yet."""
 _NEWEST_WEIGHT = 0.1
 """Weight of the newest reply's length in the moving average."""
 
@@ -59,7 +59,7 @@ class Admission:
         return request.match
 
     def is_in_flight(self, request: Request) -> bool:
-        """True if a running request is computing so much more of a prompt than is cached that waiting pays."""
+        """True if running requests compute enough of this prompt beyond its cached part that waiting pays."""
         n_in_flight, _ = self._in_flight.longest(request)
         return n_in_flight - self.match(request).n_cached > self._cache.settings.min_shared
 

@@ -29,7 +29,9 @@ from llamaslot.base.tokens import Tokens
 from llamaslot.kvcache.cache_settings import CheckpointSettings
 
 _LAST_TOKENS = 4
-"""In a prompt without control tokens near its end, the last stop is so many tokens before the end."""
+"""Tokens between the last stop and the end of a prompt without control tokens near its end; also the smallest
+distance of a stop from others where `min_gap` does not apply.
+"""
 
 
 class CheckpointStops:

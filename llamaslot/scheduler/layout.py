@@ -37,8 +37,9 @@ _MAX_SHARED = 1.5
 a shared prefix, so beyond this a partitioned pool takes many more cells.
 """
 _MIN_CHANGES, _MAX_CHANGES = 2, 256
-"""Another layout must save the time of at least so many changes: the first number, doubled up to the second with
-each long request that unified the pool.
+"""Threshold for a change of layout, in durations of a change: the other layout must save at least this much time.
+The threshold starts at the first number and doubles, up to the second, with each long request that unified the
+pool.
 """
 _RARER_FOR_S = 60.0
 """Time after a long request unified the pool until the threshold for partitions returns to `_MIN_CHANGES`."""

@@ -48,7 +48,7 @@ class Recovery:
                 self._invalidated.add(slot.id)
 
     def drop_incomplete(self, incomplete: Collection[int], plan: StepPlan, now: float) -> None:
-        """Drop sequences for which an operation failed; their requests start again from what is cached."""
+        """Drop sequences whose operations failed; their requests start again from what is cached."""
         loads = (Load,) if self._cache.settings.unified else (Load, Copy)
         if any(isinstance(each, loads) and each.dst in incomplete for each in plan.operations):
             self._cache.on_io(LoadFailed(), now)

@@ -1,7 +1,7 @@
 """Scheduler: owns every request and slot, plans each step, and commits its result.
 
     submit, end                      only between steps
-    plan(now) -> StepPlan            admits, loads, evicts, preempts; every plan is carried out before the next one
+    plan(now) -> StepPlan            admits, loads, evicts, preempts; every plan is executed before the next one
     commit(plan, result, now) -> ... updates the state to what the backend really computed
 
 Rules that hold at every step:

@@ -1,7 +1,7 @@
 """One step: the plan as data, and its application to a backend.
 
     plan    (scheduler, event loop)   what is to happen; the tree already contains the plan's operations
-    apply   (here, worker thread)     carries the plan out and reports what the backend really did
+    apply   (here, worker thread)     executes the plan and reports what the backend really did
     commit  (scheduler, event loop)   updates the state accordingly
 
 If a step leaves nothing to decide, `next_decode_step` returns the next one without a plan (multi-step decode). The
@@ -63,7 +63,7 @@ class Turn:
     n_waiting: int = 0
     """Number of streams that are not in this step and wait for its end."""
     waiting_since: float | None = None
-    """`PromptTurns` only: when the first step for which these streams wait was planned."""
+    """`PromptTurns` only: when the first step that these streams wait for was planned."""
     waited_s: float | None = None
     """Seconds that steps of prompts have taken since the streams' last step; None before the first of them."""
     n_overtaken: int | None = None
@@ -126,7 +126,7 @@ class StepResult:
     unsaved: frozenset[int] = frozenset()
     """Numbers of segments whose save failed for lack of memory, without those freed since."""
     incomplete: frozenset[int] = frozenset()
-    """Sequences for which an operation failed for lack of memory; nothing was computed in them."""
+    """Sequences with an operation that failed for lack of memory; nothing was computed in them."""
     scores: dict[str, TokenScore] = field(default_factory=dict)
     """Probabilities of the sampled tokens, by request id, for requests that want them."""
     forced: dict[str, tuple[int, ...]] = field(default_factory=dict)
@@ -214,10 +214,10 @@ def _advance(
 
 
 def _change(operations: Sequence[Operation], backend: Backend) -> tuple[frozenset[int], frozenset[int]]:
-    """Carry out operations in order; returns the segments and the sequences for which memory did not suffice.
+    """Execute operations in order; return the segments and the sequences that failed for lack of memory.
 
-    1. If an operation fails, or needs a sequence for which one has failed, it is skipped. Its target, a segment or
-       a sequence, counts as failed.
+    1. If an operation fails, or needs a sequence that has failed, it is skipped. Its target, a segment or a
+       sequence, counts as failed.
     2. A failed segment that is freed, or a failed sequence that is emptied, no longer counts.
     3. A checkpoint that could not be taken is not restored.
 

@@ -5,8 +5,8 @@
     RunTurns       single tokens of any number of requests, or a longer run of one: for models with both sliding
                    windows and recurrent states
 
-`next` returns the requests for the next step. Only `commit` changes anything, so a plan that is not carried out
-takes no turn.
+`next` returns the requests for the next step. Only `commit` changes state, so a plan that is not executed takes no
+turn.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ template is rendered twice, the second time with placeholders in all text of the
    placeholder: a symbol of a rare script that occurs nowhere else. It is a single character, neither space nor
    letter, and JSON and Python do not escape it, so that trimming, slicing, `length`, `tojson` and printing treat it
    like the original.
-2. Words for which the template searches, such as `</think>`, are not changed. If such a word is also a control
+2. Words that the template searches for, such as `</think>`, are not changed. If such a word is also a control
    token, it is left unchanged only if the template would otherwise write another prompt (`variants`).
 3. After restoring the original characters, both prompts must be equal. Then every control token of which a
    character was replaced is the caller's, even if it resulted from joining or cutting strings of the caller.
@@ -44,7 +44,7 @@ _NO_OPENING = frozenset("_\"'\\")
 
 
 class ControlTokens:
-    """Control tokens of a vocabulary, and the words for which one template searches.
+    """Control tokens of a vocabulary, and the words that one template searches for.
 
     Tokens without punctuation cannot be distinguished from words, and are ignored.
     """

@@ -1,4 +1,4 @@
-"""Messages and tools of a request, checked and brought into the form for which chat templates are written.
+"""Messages and tools of a request, checked and converted to the form that chat templates expect.
 
 Every cleaned value is a new object, which the caller may change. `InvalidRequestError`s name the invalid message or
 tool. Templates themselves refuse wrong roles and orders.

@@ -1,8 +1,8 @@
 """Rendering of conversations to prompt text, with the Jinja template of a model.
 
-Messages are brought into the form for which templates are written in the same way as in llama-server, so that the
-same request gives the same prompt. A template comes with a downloaded file and is not trusted: it runs in a
-sandbox, without access to Python's attributes, files or modules. The caller limits its running time.
+Messages are converted to the form that templates expect in the same way as in llama-server, so that the same
+request gives the same prompt. A template comes with a downloaded file and is not trusted: it runs in a sandbox,
+without access to Python's attributes, files or modules. The caller limits its running time.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ PREAMBLE = "preamble"
 _ALPHABET = string.ascii_letters + string.digits
 _QUESTION: Message = {"role": "user", "content": ""}
 _ALL = frozenset({"assistant", "assistant+", "call", "tool", "system", ""})
-"""Ways in which a conversation can begin other than with a question."""
+"""Beginnings of a conversation other than a question."""
 _LATER: Message = {"role": "system", "content": "another system text"}
 _FILLERS = ("", " ", "...")
 _SHORT_IDS = "call00001", "call00002"
@@ -48,7 +48,7 @@ class TurnForm:
     counts_calls: bool = True
     """If roles must alternate: True if a message with calls counts as a turn."""
     first: frozenset[str] = _ALL
-    """Messages with which a conversation may begin: `assistant`, `call` (a message with calls) and `tool`."""
+    """Messages that may begin a conversation: `assistant`, `call` (a message with calls) and `tool`."""
     without_question: frozenset[str] = _ALL
     """The same for conversations without a user message; also `assistant+` if calls or results follow, `system` for
     only a system message, and an empty text for no message at all.

@@ -19,8 +19,8 @@ MAX_CACHE_BYTES = 256 * 2**20
 """Most bytes of cached grammars, by estimate."""
 _BYTES_EACH = 512 * 2**10
 _BYTES_PER_BYTE = 512
-"""Estimated memory of a compiled grammar: so much, and so much for each byte of its text, or what its trial
-measured if that is more. llguidance does not report it.
+"""Estimated memory of a compiled grammar in bytes: `_BYTES_EACH` plus `_BYTES_PER_BYTE` for each byte of its text,
+or the amount measured in its trial if that is more. llguidance does not report it.
 
 Measured: 7.4 MB for 27 KB (1,000 optional properties), 2.9 MB for 3 KB (50 patterns, after 10 replies).
 """

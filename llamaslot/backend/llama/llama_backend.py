@@ -93,7 +93,7 @@ class LlamaBackend:
         trim_heap()
 
     def change(self, operation: kv_ops.Operation) -> None:
-        """Check and carry out a KV operation."""
+        """Check and execute a KV operation."""
         self._check_open()
         self._kv.change(operation)
 

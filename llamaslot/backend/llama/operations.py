@@ -1,4 +1,4 @@
-"""KV operations on a llama.cpp context: checked, carried out, and recorded.
+"""KV operations on a llama.cpp context: checked, executed and recorded.
 
 For models with a partial state, llama.cpp reports the position of that state, not the length of the sequence. A
 lost state shows as position -1, or not at all. So both length and liveness are recorded here.

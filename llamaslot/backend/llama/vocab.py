@@ -27,7 +27,7 @@ _SPLITTERS_WITHOUT_REGEX = frozenset(
     grok-2 laguna gemma4 granite-embed-multi-311m sarvam-moe
     """.split()  # noqa: SIM905 - one name a line would take a page
 )
-"""Values of `tokenizer.ggml.pre` for which llama.cpp has its own code to split text into words.
+"""Values of `tokenizer.ggml.pre` whose text splitting llama.cpp implements in code of its own.
 
 From `llm_tokenizer_bpe` and `unicode_regex_split_custom` of llama-cpp-python 0.3.36. For all others it uses
 std::regex, which takes stack for each character of a match (fact 21). A name missing here only costs stack; a wrong
@@ -35,7 +35,7 @@ one would let a prompt crash the process (the long form of `tests/backend/test_s
 """
 _REGEX_STACK_BYTES = 512 * 2**20
 _REGEX_MAX_CHARACTERS = 900_000
-"""Number of characters for which that stack always suffices: a match may be as long as the text."""
+"""Longest text for which that stack always suffices, in characters: a match may be as long as the text."""
 _LONG_TEXT = 2**16
 _PART = 2**14
 _SEARCHED = 2**10

@@ -62,7 +62,7 @@ _KV, _STATE, _INDEX = b"kv", b"state", b"index"
 _TRANSFER_TIMEOUT_S = 30.0
 """Most time to send or receive an object. Requests that wait for one have their own, shorter limit."""
 _MAX_LATE_UPLOADS = 3
-"""After so many uploads that exceeded `_TRANSFER_TIMEOUT_S`, an object is not sent again until its next use."""
+"""Uploads over `_TRANSFER_TIMEOUT_S` after which an object is not sent again until its next use."""
 _SCANNED_NAMES = 1000
 """Number of keys that one SCAN goes through, within one time limit."""
 _MAX_SCANNED = 4 * _SCANNED_NAMES
@@ -285,7 +285,7 @@ class RedisStore:
         raise CorruptObjectError(reason)
 
     def _index_bytes(self, n_entries: int, n_lists: int) -> int:
-        """Return the size of replies with so many index entries and lists of checkpoints."""
+        """Return the size of replies with this number of index entries and checkpoint lists."""
         return size_of(n_entries, ENTRY.size + DIGEST_BYTES) + size_of(n_lists * (_MAX_CHECKPOINTS + 1), ENTRY.size)
 
     def _is_plausible(self, each: RemoteObject) -> bool:

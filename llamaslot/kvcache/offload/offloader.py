@@ -193,7 +193,7 @@ class Offloader:
         self._tiers.prefetch(seq, parts)
         self.free_evicted()
         status = LoadStatus.DONE
-        # Segments whose save is still to be carried out cannot be loaded yet: the save may fail for lack of memory.
+        # Segments with a planned save cannot be loaded yet, because the save may fail for lack of memory.
         saving = {each.segment for each in self._sequences.operations if isinstance(each, Save)}
         n_loaded = n_read = n_fetched = n_public = 0
         if not self._settings.unified:

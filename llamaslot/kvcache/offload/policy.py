@@ -147,12 +147,12 @@ class OffloadPolicy:
         return Deadlines(idle, self._next_write_at if due_at is None else min(self._next_write_at, due_at))
 
     def _at_most(self, n_tokens: int) -> int:
-        """Return `n_tokens`, or fewer if saving so many would delay streams for too long."""
+        """Return `n_tokens`, or fewer if saving that many would delay streams too long."""
         limit = self._settings.max_tokens_in_gap(self._settings.save_us) if self._has_streams() else None
         return n_tokens if limit is None else min(n_tokens, limit)
 
     def _offload_cutoff(self, n_prefill: int, n_free: int = 0) -> int | None:
-        """Logical time: idle prefixes last used before it are due to be offloaded. None for none.
+        """Logical time; idle prefixes last used before it are due to be offloaded. None: offload none.
 
         The clock counts computed prompt tokens, and each use. Idle cells may lie above `n_free` free ones.
         """

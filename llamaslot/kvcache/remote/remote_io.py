@@ -25,7 +25,7 @@ from llamaslot.base.kv_ops import Kv, KvPart
 BLOCK_TOKENS = 512
 """Most tokens of an object. Like `GRID_TOKENS`, it must be the same for all servers of a store."""
 GRID_TOKENS = 64
-"""Tokens between two entries of the index; of a prompt's end, up to so many tokens are computed again."""
+"""Tokens between two index entries. Fetched prefixes end at an entry, so up to 63 more tokens are recomputed."""
 
 
 def block_start(end: int) -> int:

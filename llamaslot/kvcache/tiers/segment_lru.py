@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator
 from llamaslot.kvcache.segment import Segment, SegmentRank
 
 _MAX_STALE_ENTRIES = 64
-"""A heap is rebuilt once it has so many entries of removed segments in addition to twice the current ones."""
+"""A heap is rebuilt when it has this many entries more than twice the current segments: most are stale then."""
 
 
 class SegmentLru:

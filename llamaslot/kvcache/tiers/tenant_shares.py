@@ -59,7 +59,7 @@ class TenantShares:
     def losers(
         self, tier: SegmentLru, tenant: str, n_bytes: int, reserved: Mapping[str, int] = _NONE
     ) -> Collection[str]:
-        """Return the tenants of which one has to lose a segment before `tenant` gets `n_bytes`; none if they fit.
+        """Return the tenants one of whom must lose a segment before `tenant` gets `n_bytes`; empty if they fit.
 
         `reserved` has further bytes of each tenant that the tier does not count itself.
         """

@@ -42,7 +42,7 @@ _N_HEAD = 64
 _N_COMPARED = 8
 """Number of characters that are compared to tell the text of a message from markup."""
 _MAX_EARLIER = 8
-"""A reply that is not found after the state of the last reply is looked up after those of so many earlier ones."""
+"""Most states, latest first, after which a reply is looked up: those after earlier replies of the conversation."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -104,7 +104,7 @@ class Toolbox:
 
 
 def function_name(name: str, namespace: object = "") -> str:
-    """Return the name by which the model knows a tool, which may be in a namespace."""
+    """Return the name of a tool as the model sees it; the tool may be in a namespace."""
     return f"{namespace.removesuffix('__')}__{name}" if isinstance(namespace, str) and namespace else name
 
 

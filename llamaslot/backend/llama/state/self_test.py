@@ -58,7 +58,7 @@ _N_OTHER = 24
 _N_COMPARED = 8
 """Tokens after the prefix whose logits are compared."""
 _PROBE_GROWTH = 4
-"""Each timed step has so many times the tokens of the one before."""
+"""Growth factor of the number of tokens from one timed step to the next."""
 _N_PREFILLS = 3
 """How often a test computes the prefix, for the estimate. It reads a sequence's content twice as often."""
 _SMALL_STEP_TOKENS = 16
