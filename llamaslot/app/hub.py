@@ -37,6 +37,7 @@ _ATTEMPTS = 3
 """Consecutive requests without a new byte before the download fails."""
 _PAUSE_S = 1.0
 _BLOCK = 1 << 20
+"""Bytes read at once when a file is verified."""
 _IS_SHA256 = re.compile(r"[0-9a-f]{64}").fullmatch
 
 Stage: TypeAlias = Literal["download", "check"]

@@ -18,6 +18,7 @@ _SAME_FIELDS = {field.name for field in fields(Sampling)} & {option.name for opt
 """Options whose values are fields of `Sampling` without conversion."""
 _BIAS = re.compile(r"\s*(\d{1,10})\s*([+-](?:inf|\d+\.?\d*|\.\d+))\s*")
 _MAX_BIAS = 1e6
+"""Largest absolute value of a bias, except for -inf."""
 _ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "'": "'", '"': '"', "\\": "\\"}
 _ESCAPE = re.compile(r"\\([nrt'\"\\])")
 

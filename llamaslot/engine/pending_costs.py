@@ -15,6 +15,7 @@ IDLE_S = 2.0
 _RETRY_S = 10.0
 """Time until the next try. Doubled with each try, because a try takes CPU time that other programs want."""
 _MAX_RETRY_S = 600.0
+"""Longest time between two tries."""
 
 _log = structlog.get_logger(__name__)
 

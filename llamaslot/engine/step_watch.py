@@ -15,6 +15,7 @@ from llamaslot.base.process_times import ProcessTimes, process_times, starved_se
 _FACTOR = 20
 """Longest duration of a step, as a multiple of its expected duration."""
 _INTERVAL_S = 0.5
+"""Time between two checks of the running step."""
 
 
 class StepWatch:

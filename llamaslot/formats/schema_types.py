@@ -20,6 +20,7 @@ _TYPES = (
 )
 _BESIDE_A_REFERENCE = {"$ref", "$defs", "definitions", "$schema", "$id", "type", "title", "description"}
 _MAX_DEPTH = 16
+"""Depth of nested subschemas that are followed; deeper ones count as any type."""
 _PYTHON_LITERALS = {"True": "true", "False": "false", "None": "null"}
 
 

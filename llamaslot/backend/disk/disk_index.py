@@ -19,6 +19,7 @@ from llamaslot.kvcache.tiers.disk_io import SegmentMeta
 
 _SCHEMA_VERSION = 5
 _INTEGER_LIMIT = 2**62
+"""Exclusive limit of integers in the index; a larger one means that the row is damaged."""
 _MAX_LENGTHS = {
     "segments": {
         "namespace": 2**12,

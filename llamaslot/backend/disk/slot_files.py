@@ -36,10 +36,12 @@ from llamaslot.kvcache.pools.slot_snapshot import (
 
 VERSION = 4
 _VERSION_WITHOUT_CHECKPOINTS = 3
+"""Oldest format version that can still be read."""
 _MAGIC = b"llamslotslot"
 _HEADER = struct.Struct(f"<12sI{KEY_BYTES}sQ16s")
 _MAX_NAMESPACE_BYTES = 2**12
 _MAX_HEAD_BYTES_OF_CHECKPOINT = 16
+"""Most bytes of a checkpoint's entry in a file's head."""
 _Head: TypeAlias = tuple[str, bytes, list[int], int, list[tuple[int, int]]]
 _decode_head = msgspec.msgpack.Decoder(_Head).decode
 _decode_old_head = msgspec.msgpack.Decoder(tuple[str, bytes, list[int], int]).decode

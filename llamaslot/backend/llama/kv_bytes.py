@@ -22,6 +22,7 @@ from llamaslot.backend.llama.loading import PADDING, context_params, padded
 _OTHER_ATTENTION = ("kv_lora_rank", "key_length_mla", "indexer.key_length", "shared_kv_layers")
 """Metadata keys of attention whose cells are not simply K and V of every layer."""
 _PROBE_UBATCH = 32
+"""Batch size of the small context whose buffers are measured."""
 _LOGGED_BUFFER = re.compile(r"(\S+) (KV|RS) buffer size = +([\d.]+) MiB")
 _LOGGED_CACHE = re.compile(r"size = +[\d.]+ MiB \( *(\d+) cells")
 

@@ -10,6 +10,7 @@ from llamaslot.kvcache.remote.remote_io import RemoteObject
 ENTRY = struct.Struct(f"<IIQQ{DIGEST_BYTES}s")
 """Start, end, bytes of KV, bytes of state, digest."""
 _MAX_DIGITS = 15
+"""Most digits of a size in an entry; longer ones cannot come from a server."""
 
 
 def packed(each: RemoteObject) -> bytes:

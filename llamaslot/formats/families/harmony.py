@@ -25,6 +25,7 @@ _HEADER_END = Markers([MESSAGE, START, END, CALL, RETURN])
 _BODY_END = Markers([CHANNEL, START, END, CALL, RETURN])
 """Includes the channel marker: the models sometimes start the next message with it, without ending the last one."""
 _HEADER_BEGINNINGS = (CHANNEL, CONSTRAIN, MESSAGE, START, "to=", "assistant")
+"""Texts with which the header of a message may begin."""
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 _CHANNEL = re.compile(re.escape(CHANNEL) + r"\s*(\w+)")
 

@@ -26,7 +26,9 @@ _HAVE_SCHEMAS = frozenset({"items", "prefixItems", "anyOf", "oneOf"}) | frozense
     {"properties", "patternProperties", "$defs", "definitions"}
 )
 _EXACT_DIGITS = 12
+"""Most digits of a bound; one with more is rounded to a tighter bound, because llguidance would round it."""
 _SMALLEST_STEP = Decimal("0.000001")
+"""Usual distance of the inclusive bound that replaces an exclusive one; less if the range is narrow."""
 _NAMES_CONTROL = re.compile(r"\\x00|\\x\{0+\}|\\u0000|\\u\{0+\}|\\0|\\[pP]\{?(?:gc=|General_Category=)?C|\x00")
 """Ways to write a range of characters that begins with U+0000, or the class of control characters."""
 

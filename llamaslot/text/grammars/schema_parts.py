@@ -18,6 +18,7 @@ _SINGLE = (
 APPLICATORS = frozenset({*_MAPS, *_LISTS, *_SINGLE})
 """Keywords whose values are schemas, or lists or objects of schemas."""
 _MAX_CONJUNCTS = 200
+"""Most schemas that `conjuncts` looks at; further ones are ignored."""
 
 
 def subschemas(root: object, known: Container[int] = ()) -> Iterator[Schema]:

@@ -25,6 +25,7 @@ from llamaslot.base.model import StateCost
 _COMPUTED_TOKENS = 64
 """Tokens of the sequence that is loaded repeatedly."""
 _N_REPEATS = 5
+"""Number of measurements of each cost."""
 _CHECKPOINT = -1
 """Number of the checkpoint; the engine uses no such number."""
 
