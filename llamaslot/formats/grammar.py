@@ -102,7 +102,7 @@ class GrammarWriter:
         pieces = text
         self._rules.append(f"{text}: /[^{firsts}]+/" if firsts else f"{text}: /(?s:.+)/")
         if firsts:
-            excluded = "|".join(_regex(marker) for marker in markers)
+            excluded = "|".join(_UNESCAPED_SLASH.sub(_SLASH, re.escape(marker)) for marker in markers)
             self._rules.append(f"{other}: /[{firsts}][^{firsts}]*/ & ~/({excluded})(?s:.*)/")
             pieces = f"({text} | {other})"
         if not beginnings:
@@ -211,11 +211,6 @@ def tagged_arguments(writer: GrammarWriter, tool: Tool, before: str, between: st
         part = writer.rule(writer.sequence(writer.text(before + name + between), value))
         parts.append(part if name in required else f"{part}?")
     return " ".join(parts)
-
-
-def _regex(text: str) -> str:
-    """Return a regular expression that matches a literal text."""
-    return _UNESCAPED_SLASH.sub(_SLASH, re.escape(text))
 
 
 def _pattern(schema: Mapping[str, Any]) -> str:

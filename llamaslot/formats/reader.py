@@ -145,11 +145,8 @@ class Reader:
                 return ""
             if self.has_ended:
                 self.is_undecided = True
-                return self._first(texts)
+                return next((text for text in texts if self._text.startswith(text, self._at)), "")
             yield
-
-    def _first(self, texts: Iterable[str]) -> str:
-        return next((text for text in texts if self._text.startswith(text, self._at)), "")
 
     def accept(self, *texts: str) -> Steps[str]:
         """Read and return the first of `texts` that comes next; empty if none does."""

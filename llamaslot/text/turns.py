@@ -94,7 +94,7 @@ class TurnForm:
 
     def with_question(self, conversation: Conversation) -> Conversation:
         """Add an empty question if the template needs one, or put the system message into the last question."""
-        start = sum(1 for _ in takewhile(_is_system, conversation))
+        start = sum(1 for _ in takewhile(lambda each: each["role"] in SYSTEM_ROLES, conversation))
         if not self._begins(conversation, start):
             conversation = [*conversation[:start], dict(_QUESTION), *conversation[start:]]
         later = max(
@@ -297,10 +297,6 @@ def probed(
         call_head=_head([*start, question], call, reply, render, generation_prompt),
         ids=_taken_ids([*start, question], render),
     )
-
-
-def _is_system(message: Message) -> bool:
-    return message["role"] in SYSTEM_ROLES
 
 
 def _texts(message: Message) -> Iterator[str]:
