@@ -16,7 +16,7 @@ from time import monotonic
 from typing import Any
 
 from bench.client import BenchmarkError
-from bench.peers import tables
+from bench.peers import plot, tables
 from bench.peers.baseline import clean_revision, require_revision, revision
 from bench.peers.compare import engine_ratio
 from bench.peers.goals import N_ALL, Ratio, Selection, compared
@@ -108,6 +108,7 @@ def render(folder: Path = FOLDER, readme: Path | None = README) -> None:
     """Write the tables of a folder's raw data, and those of the project's README."""
     content = json.loads((folder / "peers.json").read_text())
     (folder / "README.md").write_text(page(content))
+    (folder / "ttft.svg").write_text(plot.svg(_results(content)))
     if readme is not None and (text := replaced(readme.read_text(), content)):
         readme.write_text(text)
 
