@@ -19,6 +19,8 @@ MAX_WIDTH = 120
 _LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)]*))?\)")
 _HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 _MODULE = re.compile(r"`([\w/.-]+\.py)`")
+_CODE = re.compile(r"`([^`]+)`")
+_IS_SYMBOL = re.compile(r"[A-Za-z_][\w.]*").fullmatch
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
@@ -40,6 +42,32 @@ def test_links_and_module_names_lead_somewhere(document: Path) -> None:
 def test_lines_fit_on_a_screen(document: Path) -> None:
     lines = document.read_text(encoding="utf-8").splitlines()
     assert [f"{i}: {line}" for i, line in enumerate(lines, 1) if len(line) > MAX_WIDTH] == []
+
+
+def _recipes() -> list[str]:
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    part = text.split("## Recipes\n")[1].split("\n## ")[0]
+    return [each.replace("\n", " ") for each in re.split(r"^- ", part, flags=re.MULTILINE)[1:]]
+
+
+@pytest.mark.parametrize("recipe", _recipes(), ids=lambda recipe: recipe.partition(":")[0].strip("* "))
+def test_a_recipe_names_files_and_symbols_that_exist(recipe: str) -> None:
+    names = _CODE.findall(recipe)
+    files = [name for name in names if name.endswith((".py", "/"))]
+    found = [path for name in files for path in (ROOT / "llamaslot").rglob("*.py") if _is_named(path, name)]
+    found += [path for name in files if (path := ROOT / name).exists()]
+    lost = [name for name in files if not any(_is_named(path, name) or path == ROOT / name for path in found)]
+    sources = "\n".join(path.read_text(encoding="utf-8") for path in found if path.is_file())
+    symbols = [name for name in names if _IS_SYMBOL(name) and name not in files and not name.endswith(".md")]
+    unknown = [name for name in symbols if not all(re.search(rf"\b{part}\b", sources) for part in name.split("."))]
+    assert (lost, unknown) == ([], [])
+
+
+def _is_named(path: Path, name: str) -> bool:
+    """True if a module has this name, or is in a folder that has it; `*` stands for any text."""
+    relative = f"/{path.relative_to(ROOT).as_posix()}"
+    pattern = re.escape(name).replace(r"\*", "[^/]*")
+    return re.search(rf"/{pattern}" + ("" if name.endswith("/") else "$"), relative) is not None
 
 
 def test_every_fact_that_the_code_cites_is_in_the_list() -> None:
