@@ -137,7 +137,7 @@ def _add_parts(commands: Any) -> None:
     placing.add_argument("--conversations", type=int, choices=numbers, help="only so many (default: each of these)")
     _threads(placing)
 
-    splitting = commands.add_parser("processes", help="cost of processes and of other clients' load")
+    splitting = commands.add_parser("processes", help="cost of other clients' load")
     _common(
         splitting, run=_processes, repeats=(8, 2), of="measurements of each side", flags=("--pairs", "--repeats")
     )

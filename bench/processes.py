@@ -1,8 +1,8 @@
-"""Cost of running the engine and the prompt worker in processes of their own.
+"""Cost of other clients' load for streams.
 
-Decode rates with and without them (`--in-process`); and inter-token latency of 8 streams while `/health` and
-`/metrics` are polled and large requests are sent, divided by that of the same streams while the same load goes to
-another server of this machine, which only reads it. So what the load itself takes from the cores does not count.
+Inter-token latency of 8 streams while `/health` and `/metrics` are polled and large requests are sent, divided by
+that of the same streams while the same load goes to another server of this machine, which only reads it. So what
+the load itself takes from the cores does not count.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rich.table import Table
 
 from bench.client import BenchmarkError, Client
 from bench.decode import CONTEXT, STREAMS, streamed
-from bench.report import Summary, console, decode_rate, machine, notes, write_json
+from bench.report import Summary, console, machine, notes, write_json
 from bench.server import free_port, llamaslot, serving
 from bench.tokens import Tokens
 
@@ -63,29 +63,18 @@ def run(
 
 
 Runs = dict[str, list[tuple[float, float]]]
-"""Pairs by what was measured: with processes and without; with the load here and with the load elsewhere."""
+"""Pairs by what was measured, with the load here and with the load elsewhere."""
 
 
 async def _measure(
     model: Path, flags: Sequence[str], folder: Path, elsewhere: str, *, pairs: int, tokens: int
 ) -> Runs:
     text, words = Tokens(model), random.Random(secrets.token_hex(8))
-    measured: Runs = {f"decode, {n} streams": [] for n in STREAMS} | {"p99 gap": [], "p50 gap": []}
-    several, one = llamaslot(model, *flags), llamaslot(model, "--in-process", *flags)
+    measured: Runs = {"p99 gap": [], "p50 gap": []}
     with Progress(console=notes) as progress:
-        task = progress.add_task("measuring", total=pairs * (len(STREAMS) + 1))
-        async with (
-            serving(several, log=folder / "processes.log") as own,
-            serving(one, log=folder / "in-process.log") as local,
-        ):
-            sides = [own.client, local.client]
-            for client in sides:
-                await streamed(client, text, words, max(STREAMS), tokens)
-            for pair in range(pairs):
-                for n in STREAMS:
-                    rates = await _in_turn(pair, sides, lambda client, n=n: _rate(client, text, words, n, tokens))
-                    measured[f"decode, {n} streams"].append(rates)
-                    progress.advance(task)
+        task = progress.add_task("measuring", total=pairs)
+        async with serving(llamaslot(model, *flags), log=folder / "processes.log") as own:
+            await streamed(own.client, text, words, max(STREAMS), tokens)
             for pair in range(pairs):
                 (p50, p99), (p50_else, p99_else) = await _in_turn(
                     pair, [own.url, elsewhere], lambda url: _gaps(own.client, text, words, tokens, url)
@@ -101,10 +90,6 @@ async def _in_turn(pair: int, sides: Sequence[Any], measure: Any) -> tuple[Any, 
     order = (0, 1) if pair % 2 == 0 else (1, 0)
     found = {side: await measure(sides[side]) for side in order}
     return found[0], found[1]
-
-
-async def _rate(client: Client, text: Tokens, words: random.Random, n: int, tokens: int) -> float:
-    return decode_rate([each.arrivals for each in await streamed(client, text, words, n, tokens)])
 
 
 async def _gaps(client: Client, text: Tokens, words: random.Random, tokens: int, url: str) -> tuple[float, float]:
@@ -188,11 +173,8 @@ def _table(measured: Runs) -> Table:
     result = Table("measured", "first", "second", "ratio", "range")
     for name, runs in measured.items():
         ratio = Summary.of(_ratios(runs))
-        is_gap = "gap" in name
-        shown = [
-            f"{1000 * x:.1f} ms" if is_gap else f"{x:.1f}/s"
-            for x in map(statistics.median, zip(*runs, strict=True))
-        ]
-        sides = "load here / elsewhere" if is_gap else "processes / in-process"
-        result.add_row(f"{name}: {sides}", *shown, f"{ratio.median:.3f}", f"{ratio.low:.3f}-{ratio.high:.3f}")
+        shown = [f"{1000 * x:.1f} ms" for x in map(statistics.median, zip(*runs, strict=True))]
+        result.add_row(
+            f"{name}: load here / elsewhere", *shown, f"{ratio.median:.3f}", f"{ratio.low:.3f}-{ratio.high:.3f}"
+        )
     return result

@@ -14,9 +14,12 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 
+ONE_PROCESS = "--in-process"
+"""A flag of forked servers: one process starts in half a second, and most tests are not about processes."""
 _CONTEXT = get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["tests.preloaded"])
 
@@ -32,7 +35,19 @@ def _run(argv: Sequence[str], environ: Mapping[str, str], out: str, err: str, fa
     exec(fault, {})
     from llamaslot.cli.main import main  # noqa: PLC0415
 
-    sys.exit(main(argv))
+    words = list(argv)
+    if ONE_PROCESS in words:
+        words.remove(ONE_PROCESS)
+        _use_one_process()
+    sys.exit(main(words))
+
+
+def _use_one_process() -> None:
+    """Run engine and prompt worker in the server's own process, as a test's engine without a server does."""
+    from llamaslot.app import composition  # noqa: PLC0415
+    from llamaslot.app.runtime.runtime import InProcessRuntime  # noqa: PLC0415
+
+    composition.MultiProcessRuntime = partial(InProcessRuntime, backend=None)  # type: ignore[assignment, misc]
 
 
 class ForkedProcess:

@@ -87,10 +87,9 @@ def serving(
     """A server with these arguments, ended by its process id.
 
     What it measures at start is kept for other tests, those of other test processes too, and not in the user's own
-    folder. `fault` is Python source
-    that each of the server's processes runs first, to inject a fault. With `--in-process`, a test that is not about
-    processes starts its server in half a second; without `is_forked` it starts as a user starts it, by a command
-    after `prefix`, if there is one, which must leave it the process id.
+    folder. `fault` is Python source that each of the server's processes runs first, to inject a fault.
+    `--in-process` is the flag of `tests/forked.py`; without `is_forked` the server starts as a user starts it, by a
+    command after `prefix`, if there is one, which must leave it the process id.
     """
     log = folder / "server.log"
     run = folder.parent.parent if "PYTEST_XDIST_WORKER" in os.environ else folder.parent

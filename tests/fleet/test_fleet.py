@@ -28,7 +28,7 @@ from llamaslot.app.models import resolve_model
 
 KEY = "key-of-a-client"
 LENGTHS = Lengths(system=60, user=10, reply=6)
-WORKERS = ("-t", "1", "-np", "2", "-c", "4096", "--alias", MODEL, "--ignore-eos", "--temp", "0", "--in-process")
+WORKERS = ("-t", "1", "-np", "2", "-c", "4096", "--alias", MODEL, "--ignore-eos", "--temp", "0")
 FOUND = Path(sys.executable).with_name("smg").exists() or shutil.which("smg")
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
