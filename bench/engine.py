@@ -58,7 +58,7 @@ async def measure(config: Config, *, streams: int, tokens: int, prompt_tokens: i
     sampling = Sampling(temperature=0.0, ignore_eos=True)
     for name in arrivals:
         prompt = TokenizedPrompt(packed(random.integers(0, backend.info.n_vocab, prompt_tokens)))
-        engine.send(Generate(Submit(name, (), sampling=sampling, max_tokens=tokens), prompt))
+        engine.send(Generate(Submit(name, sampling=sampling, max_tokens=tokens), prompt))
     ends = [await ended.get() for _ in arrivals]
     engine.stop()
     await running

@@ -8,21 +8,24 @@ from typing import Any
 import msgspec
 
 from llamaslot.api.context import ApiSettings
+from llamaslot.base.callers import Caller
 from llamaslot.base.commands import (
     AnswerBody,
     BodyKind,
-    ParseBody,
+    Needs,
+    Prepare,
+    PromptPart,
     Submit,
     TextPart,
 )
-from llamaslot.base.generation.request_context import RequestContext
+from llamaslot.base.generation.request_context import ReplyOptions, RequestContext
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.model import ModelInfo
-from llamaslot.prompts.prompt_jobs import TokenizePrompt
-from llamaslot.prompts.prompt_worker import PromptThreads
+from llamaslot.prompts.prompt_worker import LocalPrompts, PromptThreads
 from llamaslot.prompts.tokenizer import Tokenizer
 from llamaslot.protocol.replies.restoring import ReplyRestorer
-from llamaslot.protocol.request_reader import RequestReader
+from llamaslot.protocol.request_reader import ReadBody, RequestReader
+from llamaslot.protocol.submission import TextRequest
 from llamaslot.text.template import ChatTemplate
 from tests.fake_backend import FakeBackend, FakeVocab
 
@@ -30,14 +33,45 @@ PLAIN_TEMPLATE = "{{ messages }}"
 CONTEXT = RequestContext("r", ApiSettings().request_limits(10), Sampling())
 
 
-def tokenize(request_id: str, text: str = "hello", **fields: str) -> TokenizePrompt:
+class PrepareText(Prepare, frozen=True, tag="prepare_text"):
+    """A job whose body was read already, for tests that choose what only a body's reader sets otherwise."""
+
+    requests: tuple[TextRequest, ...] = ()
+
+
+class TextReader(RequestReader):
+    """A reader that also takes `PrepareText`."""
+
+    def read(self, job: Prepare) -> ReadBody | Needs:
+        if isinstance(job, PrepareText):
+            return ReadBody(job.requests, ReplyOptions())
+        return super().read(job)
+
+
+def text_request(
+    name: str, parts: Sequence[PromptPart] | str, *, add_special: bool = True, **fields: Any
+) -> TextRequest:
+    """A request for a prompt; `fields` are those of `Submit`."""
+    prompt = (TextPart(parts),) if isinstance(parts, str) else tuple(parts)
+    return TextRequest(Submit(name, **fields), prompt, add_special)
+
+
+def prepare_text(*requests: TextRequest) -> PrepareText:
+    """Tokenize the prompts of a body, when it is the turn of its client."""
+    submit = requests[0].submit
+    context = msgspec.structs.replace(CONTEXT, request_id=submit.request_id, caller=Caller(submit.client, "here"))
+    return PrepareText("native", b"{}", context, requests=requests)
+
+
+def tokenize(request_id: str, text: str = "hello", **fields: Any) -> PrepareText:
     """Tokenize the prompt of a request."""
-    return TokenizePrompt(Submit(request_id, (TextPart(text),), **fields))  # type: ignore[arg-type]
+    return prepare_text(text_request(request_id, text, **fields))
 
 
-def parse(kind: BodyKind, body: dict[str, Any]) -> ParseBody:
-    """Parse the body of a request for completions."""
-    return ParseBody(kind, msgspec.json.encode(body), CONTEXT)
+def parse(kind: BodyKind, body: dict[str, Any], request_id: str = "r", client: str = "") -> Prepare:
+    """Prepare the body of a request for completions."""
+    context = msgspec.structs.replace(CONTEXT, request_id=request_id, caller=Caller(client))
+    return Prepare(kind, msgspec.json.encode(body), context)
 
 
 def long_query(text: str = "") -> AnswerBody:
@@ -52,7 +86,7 @@ def prompt_thread(
     grammars: Sequence[str] = (),
     *,
     restoring: FakeVocab | None = None,
-) -> PromptThreads:
+) -> LocalPrompts:
     """A prompt worker in this process, by default for the fake model; `grammars` as of `--grammar-file`.
 
     Messages of chats are restored for the vocabulary `restoring`.
@@ -62,7 +96,7 @@ def prompt_thread(
     named = [(f"grammar {i}", grammar) for i, grammar in enumerate(grammars)]
     restorer = ReplyRestorer(tokenizer.replies, restoring) if restoring is not None else None
     vocab = restoring or FakeVocab()
-    reader = RequestReader(
+    reader = TextReader(
         info, parsed, tokenizer, vocab.named_tokens, named, tags=vocab.added_tags, restorer=restorer
     )
-    return PromptThreads(tokenizer, reader)
+    return LocalPrompts(PromptThreads(tokenizer, reader))

@@ -7,11 +7,12 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from llamaslot.base.commands import Submit, TextPart
+from llamaslot.base.commands import TextPart
 from llamaslot.base.events import Cancelled, Finished, Output
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.generation.token_probs import TokenProb
 from tests.engine.harness import Harness
+from tests.prompt_threads import text_request
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ async def answered(
     async def ask(index: int, each: Ask) -> None:
         for _ in range(each.pause):
             await asyncio.sleep(0.0005)
-        submit = Submit(
+        request = text_request(
             f"{name} {index}",
             (TextPart(each.prompt),),
             sampling=sampling,
@@ -88,8 +89,8 @@ async def answered(
             n=each.n,
         )
         async with places:
-            engine.submit_all(submit)
-            names = [completion.request_id for completion in submit.completions()]
+            engine.submit_all(request)
+            names = [completion.request_id for completion in request.submit.completions()]
             if each.patience is not None:
                 await asyncio.sleep(each.patience * 0.001)
                 engine.cancel(names[0])

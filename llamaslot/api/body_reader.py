@@ -12,7 +12,7 @@ from aiohttp import HttpVersion11, web
 from aiohttp.http import HttpProcessingError
 
 from llamaslot.api.connections import OWNER_SHARE
-from llamaslot.api.context import SENDER
+from llamaslot.api.context import CALLER
 from llamaslot.base.errors import (
     InvalidRequestError,
     QueueFullError,
@@ -56,7 +56,7 @@ class BodyReader:
             # Without a copy, which would hold up the event loop.
             yield received.getvalue()
         finally:
-            owner = request[SENDER].owner
+            owner = request[CALLER].owner
             self._n_bytes -= received.tell()
             self._n_of[owner] -= received.tell()
             # aiohttp keeps what broke the connection, and with it these frames, for longer than the connection.
@@ -65,7 +65,7 @@ class BodyReader:
                 del self._n_of[owner]
 
     async def _receive(self, request: web.Request, received: io.BytesIO, most: int) -> None:
-        owner = request[SENDER].owner
+        owner = request[CALLER].owner
         try:
             async with asyncio.timeout(self._timeout):
                 while chunk := await request.content.readany():

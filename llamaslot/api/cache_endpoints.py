@@ -12,13 +12,12 @@ import re
 from aiohttp import web
 
 from llamaslot.api.context import READINESS, SETTINGS
-from llamaslot.api.generation.request_handling import inspect_prompt
+from llamaslot.api.generation.request_handling import probe_cache
 from llamaslot.api.json_bodies import json_response, read
 from llamaslot.api.keys import GRANTED, Access
 from llamaslot.api.middleware import check_sees_all, given_key, valid_unicode
-from llamaslot.base.commands import CacheCleared, ClearCache, DropSession, InspectCache, ProbeCache
+from llamaslot.base.commands import InspectCache
 from llamaslot.base.errors import ForbiddenError, InvalidRequestError, NotSupportedError
-from llamaslot.base.stats import CacheProbe, CacheState
 from llamaslot.protocol.bodies import SessionBody
 from llamaslot.protocol.submission import request_salt
 from llamaslot.service.service import Service
@@ -38,17 +37,17 @@ async def cache(request: web.Request) -> web.Response:
         text=settings.cache_debug_text and is_admin,
         tenants=settings.cache_salt_from_api_key and is_admin,
     )
-    return json_response(await service.ask(query, CacheState))
+    return json_response(await service.cache_state(query))
 
 
 async def probe(request: web.Request) -> web.Response:
     """Return what is cached of the prompt of a chat or a text completion, which is not run."""
-    return json_response(await inspect_prompt(request, "probe", ProbeCache, CacheProbe))
+    return json_response(await probe_cache(request))
 
 
 async def clear(request: web.Request) -> web.Response:
     """Drop every idle prefix, in RAM and on disk too; the request's body is ignored."""
-    return json_response(await _service(request).ask(ClearCache(), CacheCleared))
+    return json_response(await _service(request).clear_cache())
 
 
 async def drop_session(request: web.Request) -> web.Response:
@@ -68,7 +67,7 @@ async def drop_session(request: web.Request) -> web.Response:
         is_public=bool(body.cache_public),
         is_admin=is_admin,
     )
-    dropped = await service.ask(DropSession(session_id, salt), CacheCleared)
+    dropped = await service.drop_session(session_id, salt)
     return json_response(
         {
             "id": session_id,

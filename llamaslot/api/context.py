@@ -8,13 +8,13 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from llamaslot.base.callers import Caller
 from llamaslot.base.errors import ServerError, UnavailableError, stopped_error
 from llamaslot.base.generation.request_context import RequestLimits
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.generation.tools import ReasoningDefaults, ReasoningFormat
 from llamaslot.base.model import ModelInfo
 from llamaslot.base.namespaces import key_secret
-from llamaslot.base.turns import Sender
 from llamaslot.service.service import Service
 
 
@@ -166,7 +166,7 @@ READINESS = web.AppKey("READINESS", Readiness)
 SETTINGS = web.AppKey("SETTINGS", ApiSettings)
 UNIQUE_ID = web.RequestKey("UNIQUE_ID", str)
 """The server's id of a request; the ids of completions and replies derive from it."""
-SENDER = web.RequestKey("SENDER", Sender)
-"""The sender of a request."""
+CALLER = web.RequestKey("CALLER", Caller)
+"""The caller of a request, by its key and address alone."""
 CLIENT_REQUEST_ID = web.RequestKey("CLIENT_REQUEST_ID", str)
 """The client's `X-Request-Id`; empty without a valid one."""

@@ -10,21 +10,22 @@ from __future__ import annotations
 import ipaddress
 import re
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import urlsplit
 from uuid import uuid4
 
 import structlog
 from aiohttp import web
+from msgspec import structs
 
 from llamaslot.api.anthropic.errors import is_anthropic
 from llamaslot.api.connections import Connection
-from llamaslot.api.context import CLIENT_REQUEST_ID, READINESS, SENDER, SETTINGS, UNIQUE_ID, shown_id
+from llamaslot.api.context import CALLER, CLIENT_REQUEST_ID, READINESS, SETTINGS, UNIQUE_ID, shown_id
 from llamaslot.api.http_errors import Handler
 from llamaslot.api.keys import GRANTED, Access, ApiKeys
+from llamaslot.base.callers import Caller
 from llamaslot.base.errors import AuthenticationError, ForbiddenError, InvalidRequestError
 from llamaslot.base.namespaces import tenant_name
-from llamaslot.base.turns import Sender
 from llamaslot.protocol.bodies import MAX_SESSION_ID_CHARS
 
 KEYS = web.AppKey("KEYS", ApiKeys)
@@ -72,21 +73,11 @@ No page can take one by DNS rebinding: `.internal` is reserved for private use, 
 """
 
 
-class Caller(NamedTuple):
-    """Identity of the sender of a request, read from its headers."""
-
-    client_request_id: str
-    """The client's `X-Request-Id`; empty without a valid one."""
-    api_key: str
-    session_id: str
-    """The first of `SESSION_HEADERS` that the request has; empty without one."""
-    sender: Sender
-
-
 def caller_of(request: web.Request) -> Caller:
     """Return who sent a request; raises `InvalidRequestError` for the id of a session that is too long."""
-    session_id = _session_in(request)
-    return Caller(request[CLIENT_REQUEST_ID], given_key(request), session_id, request[SENDER])
+    return structs.replace(
+        request[CALLER], session_id=_session_in(request), client_request_id=request[CLIENT_REQUEST_ID]
+    )
 
 
 def _session_in(request: web.Request) -> str:
@@ -151,18 +142,18 @@ async def admit(request: web.Request, handler: Handler) -> web.StreamResponse:
     request.app[READINESS].check()
     granted = request[GRANTED] = _granted(request)
     has_key = request.app[KEYS] and granted > Access.PUBLIC
-    request[SENDER] = Sender.of(given_key(request) if has_key else None, request.remote or "")
+    request[CALLER] = Caller.of(given_key(request) if has_key else None, request.remote or "")
     _occupy(request, granted)
     return await handler(request)
 
 
 def _occupy(request: web.Request, granted: Access) -> None:
-    """Charge the sender for a connection, but for `/health` and administrators' keys."""
+    """Charge the owner for a connection, but for `/health` and administrators' keys."""
     is_exempt = (request.app[KEYS] and granted is Access.ADMIN) or (
         request.app[ACCESS].get(request.match_info.handler) is Access.PUBLIC
     )
     if not is_exempt and isinstance(request.protocol, Connection):
-        request.protocol.occupy(request[SENDER].owner)
+        request.protocol.occupy(request[CALLER].owner)
 
 
 def _preflight_headers(request: web.Request) -> dict[str, str]:

@@ -9,12 +9,12 @@ import msgspec
 from aiohttp import web
 
 from llamaslot.api.completions.native_body import generation_settings
-from llamaslot.api.context import READINESS, SENDER, SETTINGS
+from llamaslot.api.context import CALLER, READINESS, SETTINGS
 from llamaslot.api.json_bodies import json_response, read
 from llamaslot.api.middleware import sees_all
-from llamaslot.base.commands import InspectEngine, SlotAction, SlotActionDone, SlotVerb
+from llamaslot.base.commands import SlotAction, SlotActionDone, SlotVerb
 from llamaslot.base.errors import InvalidRequestError, NotSupportedError, UnavailableError
-from llamaslot.base.stats import EngineState, SlotState
+from llamaslot.base.stats import SlotState
 from llamaslot.protocol.bodies import SlotBody
 
 _IS_SLOT = re.compile(r"[0-9]{1,9}").fullmatch
@@ -28,11 +28,11 @@ async def slots(request: web.Request) -> web.Response:
     """Return the state of each slot; with `?fail_on_no_slot=1` an error if none is idle."""
     if not request.app[SETTINGS].slots:
         raise NotSupportedError("this server does not show its slots; start it with --slots")
-    state = await request.app[READINESS].check().ask(InspectEngine(), EngineState)
+    state = await request.app[READINESS].check().engine_state()
     if request.query.get("fail_on_no_slot") and all(slot.request_id for slot in state.slots):
         raise UnavailableError("no slot is idle")
     if not sees_all(request):
-        owner, service = request[SENDER].owner, request.app[READINESS].check()
+        owner, service = request[CALLER].owner, request.app[READINESS].check()
         state.slots = tuple(
             slot if service.owner_of(slot.request_id) == owner else _of_others(slot) for slot in state.slots
         )

@@ -10,7 +10,7 @@ from aiohttp import web
 from llamaslot.api.context import READINESS, SETTINGS
 from llamaslot.api.json_bodies import BODY_READER, json_reply, json_response
 from llamaslot.api.middleware import caller_of
-from llamaslot.base.commands import AnswerBody, JsonReply
+from llamaslot.base.commands import AnswerBody
 
 
 class TokenizerInfo(msgspec.Struct):
@@ -50,8 +50,7 @@ async def _answered(
     service, settings = request.app[READINESS].check(), request.app[SETTINGS]
     async with request.app[BODY_READER].body(request) as raw:
         caller = caller_of(request)
-        client = caller.sender.client(caller.session_id)
-        job = AnswerBody(kind, raw, client, settings.reasoning_defaults)
-        reply = await service.ask(job, JsonReply)
-    with service.reply_budget.held(caller.sender.owner, len(reply.data)):
+        job = AnswerBody(kind, raw, caller.client(), settings.reasoning_defaults)
+        reply = await service.answer(job)
+    with service.reply_budget.held(caller.owner, len(reply.data)):
         return await json_reply(request, [reply.data])

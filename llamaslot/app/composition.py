@@ -63,9 +63,8 @@ async def serve(config: Config, *, backend: Backend | None = None) -> int:
     _bound_heap()
     async with contextlib.AsyncExitStack() as stack:
         on_progress = stack.enter_context(_progress())
-        is_local = backend is not None or config.in_process
         runtime: Runtime
-        if is_local:
+        if backend is not None:
             runtime = InProcessRuntime(config, template, on_progress, backend)
         else:
             runtime = MultiProcessRuntime(config, template, on_progress)
@@ -78,7 +77,6 @@ async def serve(config: Config, *, backend: Backend | None = None) -> int:
         from llamaslot.app import http_config  # noqa: PLC0415
         from llamaslot.app.sampling_config import check_vocabulary  # noqa: PLC0415
         from llamaslot.app.start_lines import announce  # noqa: PLC0415
-        from llamaslot.service.dispatcher import Dispatcher  # noqa: PLC0415
         from llamaslot.service.metrics import Metrics  # noqa: PLC0415
         from llamaslot.service.service import Service  # noqa: PLC0415
 
@@ -88,21 +86,17 @@ async def serve(config: Config, *, backend: Backend | None = None) -> int:
             _log.info("server.stopped")
             return 0
         check_vocabulary(config, loaded.info)
-        metrics = Metrics(app[SETTINGS].model_names(loaded.info)[0])
         service = Service(
             loaded.info,
-            runtime.prompts.chat_template,
-            metrics,
+            runtime.prompts,
+            Metrics(app[SETTINGS].model_names(loaded.info)[0]),
             max_queue=config.max_queue,
             max_queue_per_client=http_config.max_queue_per_client(config),
             request_timeout=config.request_timeout,
             has_remote=bool(config.cache_remote),
         )
-        dispatcher = Dispatcher(loaded.info, runtime.prompts, service.receive)
-        restarting = "the engine is restarting"
-        service.connect(dispatcher.send, lambda: runtime.why_stopped if dispatcher.is_connected else restarting)
-        runtime.connect(dispatcher, metrics)
-        stack.push_async_callback(dispatcher.close, _REMEMBER_TIMEOUT_S)
+        runtime.connect(service)
+        stack.push_async_callback(service.close, _REMEMBER_TIMEOUT_S)
         # Exclude modules and other permanent objects from garbage collection: a full collection took 90 ms, during
         # which all streams stalled.
         gc.freeze()
@@ -231,16 +225,20 @@ async def _drain(
     """Report unhealthy for `--drain-delay`, then refuse new requests and wait for those in flight."""
     readiness.drain()
     delay = config.drain_delay
-    _log.info("server.draining", in_flight=service.n_in_flight, delay_s=delay, timeout_s=config.shutdown_timeout)
+    _log.info(
+        "server.draining", in_flight=service.capacity.n_in_flight, delay_s=delay, timeout_s=config.shutdown_timeout
+    )
     await asyncio.wait((second_signal, service.stopped), timeout=delay, return_when=asyncio.FIRST_COMPLETED)
-    service.refuse(stopped_error(""))
+    service.capacity.refusal = stopped_error("")
     await _drained(service, second_signal, config.shutdown_timeout)
 
 
 async def _drained(service: Service, second_signal: asyncio.Future[None], seconds: float) -> None:
     """Wait until no request is in flight, for at most `seconds` and not after a second signal."""
     deadline = asyncio.get_running_loop().time() + seconds
-    while service.n_in_flight and not second_signal.done() and asyncio.get_running_loop().time() < deadline:
+    while (
+        service.capacity.n_in_flight and not second_signal.done() and asyncio.get_running_loop().time() < deadline
+    ):
         await asyncio.wait([second_signal], timeout=0.05)
 
 

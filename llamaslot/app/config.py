@@ -275,9 +275,7 @@ class Config:
     )
     max_stop_strings: Count = own(256, "stop strings that a request may have")
     max_stop_chars: Count = own(8192, "total characters of the stop strings of a request")
-    max_stored_responses: Count = own(
-        1024, "most stored responses, and most stored chats, kept in memory; 0: none"
-    )
+    max_stored_responses: Count = own(1024, "most stored responses, and most stored chats, kept in memory; 0: none")
     max_stored_responses_mb: Positive = own(
         24, "MiB for stored responses, and again for stored chats; the least recently used are evicted"
     )
@@ -325,18 +323,14 @@ class Config:
     shutdown_timeout: Annotated[float, Meta(ge=0, le=INT32_MAX)] = own(
         30.0, "seconds for running requests to finish, after --drain-delay"
     )
-    in_process: bool = own(
-        False, "run engine and tokenizer in the server's own process; if llama.cpp aborts, the server ends"
-    )
     step_timeout: Annotated[float, Meta(ge=0, le=INT32_MAX)] = own(
         60.0,
         "seconds after which an engine with a hanging step is restarted, or 20 times the step's expected duration "
-        "if that is longer; 0: never (not with --in-process)",
+        "if that is longer; 0: never",
     )
     prompt_timeout: Annotated[float, Meta(gt=0, le=INT32_MAX)] = own(
         60.0,
-        "time limit in seconds for decoding a request, rendering its chat template and tokenizing; then the "
-        "request fails (not with --in-process)",
+        "time limit in seconds for decoding a request, rendering its chat template and tokenizing; then it fails",
     )
     log_format: Literal["auto", "console", "json"] = own(
         "auto", "format of log lines; auto: console on a terminal, otherwise JSON"

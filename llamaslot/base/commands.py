@@ -1,7 +1,7 @@
-"""Commands of the service to the dispatcher and of the dispatcher to the engine, and the replies to queries.
+"""Commands to the engine, the preparation of requests by the prompt worker, and the replies to queries.
 
-All are plain values that msgspec can encode, so that the engine can run in a process of its own. `Submit` is
-answered by the events of `llamaslot.base.events`; a `Query` by one `Reply` with the struct that the docstring of
+All are plain values that msgspec can encode, since engine and prompt worker are processes of their own. `Generate`
+is answered by the events of `llamaslot.base.events`, a `Query` by one `Reply` with the struct that the docstring of
 its body names.
 """
 
@@ -11,9 +11,8 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-from llamaslot.base.generation.replies import ChatTurn
 from llamaslot.base.generation.request_context import ReplyOptions, RequestContext
-from llamaslot.base.generation.responses import EarlierItems, ListItems, References
+from llamaslot.base.generation.responses import EarlierItems, References
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.generation.tools import ReasoningBudget, ReasoningDefaults
 from llamaslot.base.prompt import TokenizedPrompt
@@ -59,16 +58,9 @@ class Constraint(msgspec.Struct, frozen=True):
 
 
 class Submit(msgspec.Struct, frozen=True, tag="submit"):
-    """A request for `n` completions of one prompt, which is tokenized and computed once for all of them."""
+    """What to generate after a prompt: the parameters of its `n` completions."""
 
     request_id: str
-    prompt: tuple[PromptPart, ...]
-    chat: ChatTurn | None = None
-    """Of a chat whose reply may be remembered."""
-    rest: tuple[TextPart, ...] = ()
-    """The prompt after the tokens that `chat` restores; `prompt` is the same conversation without them."""
-    add_special: bool = True
-    """Put the model's BOS before a prompt that starts with text."""
     sampling: Sampling = Sampling()
     max_tokens: int = -1
     """Tokens to generate: -1 up to the end of the slot's context, 0 none (the prompt is evaluated)."""
@@ -79,6 +71,8 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
     """Time after the first token from which on the end of a line ends the text; not positive for none."""
     return_progress: bool = False
     """Send an `Output` with `prefill` before the first and after each step that computes the prompt."""
+    reports_progress: bool = False
+    """Each `Output` has a `Progress`, not only the first one."""
     constraint: Constraint | None = None
     """The grammar that the reply must match."""
     reasoning_budget: ReasoningBudget | None = None
@@ -92,8 +86,6 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
     """Shared by the completions of one prompt; set by `completions`."""
     id_slot: int = -1
     """The slot to run in, or -1 for the best one."""
-    return_tokens: bool = False
-    """Make `Accepted` carry the prompt's token ids."""
     client_request_id: str = ""
     """The client's `X-Request-Id`, used in the log only."""
     session_id: str = ""
@@ -101,7 +93,7 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
     session_branch: str = ""
     """Tells apart conversations of one session, such as those of sub-agents, by what they begin with."""
     owner: str = ""
-    """The `Sender.owner` whose share of memory is charged for the remembered reply."""
+    """The `Caller.owner` whose share of memory is charged for the remembered reply."""
     client: str = ""
     """A digest that tells clients apart: of the API key, else of the session, else of the address.
 
@@ -114,17 +106,13 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
     Such a prompt is computed in full, without the cache.
     """
 
-    def without_prompt(self) -> Submit:
-        """Return the request without its prompt, as the engine gets it beside the tokens."""
-        return msgspec.structs.replace(self, prompt=(), chat=None, rest=())
-
     @property
     def ends_by_text(self) -> bool:
         """True if the generated text may end the generation."""
         return bool(self.stop) or self.n_indent > 0 or self.t_max_predict_ms > 0
 
     def completions(self) -> list[Submit]:
-        """Return a request for each completion, with its own id and the seeds that follow the first one's."""
+        """Return the parameters of each completion, with its own id and the seed that follows the one before."""
         if self.n == 1:
             return [self]
         return [
@@ -143,65 +131,67 @@ class Generate(msgspec.Struct, frozen=True, tag="generate"):
     """One completion of a tokenized prompt."""
 
     submit: Submit
-    """Without its prompt, for one completion."""
     prompt: TokenizedPrompt
     waited_s: float = 0.0
-    """Seconds since the request was submitted."""
+    """Seconds since the request was prepared."""
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
-    """Stop one completion, queued or running, or a query that the prompt worker has; others are ignored."""
+    """Stop one completion, queued or running; others are ignored."""
 
     request_id: str
 
 
-class Detokenize(msgspec.Struct, frozen=True, tag="detokenize"):
-    """Turn token ids into text; answered by `Detokenized`."""
+class Prepare(msgspec.Struct, frozen=True, tag="prepare"):
+    """Read the body of a request for completions, render its template and tokenize its prompts.
 
-    tokens: tuple[int, ...]
-    client: str = ""
-    """As in `Submit`."""
+    Answered by `Prepared`, or by `Needs`: then it is sent again with what is missing. The worker keeps the prompts'
+    texts for `Remember` and `Locate` until `Release`.
 
-
-class Detokenized(msgspec.Struct, frozen=True, tag="detokenized"):
-    """The text of token ids."""
-
-    content: str
-
-
-class ParseBody(msgspec.Struct, frozen=True, tag="parse_body"):
-    """Read the body of a request for completions; answered by `ParsedBody`.
-
-    It has a conversation in the format of OpenAI's chats (`chat`), of its Responses API (`responses`) or of
+    The body has a conversation in the format of OpenAI's chats (`chat`), of its Responses API (`responses`) or of
     Anthropic's Messages API (`messages`), or prompts in OpenAI's format (`text`) or llama-server's (`native`,
     `infill`). `probe` is a chat if it has messages, else a text completion.
     """
 
     kind: BodyKind
     body: bytes
-    """JSON."""
+    """JSON. Empty if the worker still has it from the last time."""
     context: RequestContext
     is_run: bool = True
     """False if only the prompt is wanted, to count its tokens or to probe the cache: the reply then needs no
     constraint, not even a valid one.
     """
     earlier: EarlierItems | None = None
-    """The `references` of this body, which an earlier `ParsedBody` has named."""
+    """The `references` that `Needs` named."""
     may_compile: bool = False
-    """True if a grammar may be compiled to check it, which may take seconds; otherwise a body is deferred unless
-    its grammar is known to be valid.
+    """True if a grammar may be compiled to check it, which may take seconds; otherwise a grammar that is not known
+    to be valid is answered by `Needs`.
     """
 
 
-class ParsedBody(msgspec.Struct, frozen=True, tag="parsed_body"):
-    """The requests of a body, one for each prompt."""
+class PreparedPrompt(msgspec.Struct, frozen=True):
+    """One prompt of a body."""
 
-    submits: tuple[Submit, ...]
+    submit: Submit
+    tokenized: TokenizedPrompt
+    text: str = ""
+    """Its text as the model sees it, if the reply shows it."""
+    echo: str = ""
+    """Its text as the client gave it, if the reply begins with it."""
+
+
+class Prepared(msgspec.Struct, frozen=True, tag="prepared"):
+    """The prompts of a body, and the options of its reply."""
+
+    prompts: tuple[PreparedPrompt, ...]
     options: ReplyOptions
-    references: References | None = None
-    """Earlier items without which the body cannot be read; there are no `submits` then."""
-    is_deferred: bool = False
-    """True if the body must be read again with `may_compile`; there are no `submits` then."""
+
+
+class Needs(msgspec.Struct, frozen=True, tag="needs"):
+    """A body cannot be read yet: it needs items of earlier responses, or `Prepare.may_compile`."""
+
+    references: References = References()
+    may_compile: bool = False
 
 
 class AnswerBody(msgspec.Struct, frozen=True, tag="answer_body"):
@@ -225,10 +215,6 @@ class JsonReply(msgspec.Struct, frozen=True, tag="json_reply"):
     data: bytes
 
 
-PromptQuery: TypeAlias = Detokenize | ParseBody | AnswerBody | ListItems
-"""Queries that only the prompt worker answers."""
-
-
 class InspectEngine(msgspec.Struct, frozen=True, tag="inspect_engine"):
     """Ask for the state of slots, queue and cache; answered by `EngineState`."""
 
@@ -244,28 +230,15 @@ class InspectCache(msgspec.Struct, frozen=True, tag="inspect_cache"):
     """List the tenants."""
 
 
-class ProbeCache(msgspec.Struct, frozen=True, tag="probe_cache"):
-    """Ask what is cached of the prompt of a request, which is not run; answered by `CacheProbe`."""
-
-    submit: Submit
-
-
-class CountTokens(msgspec.Struct, frozen=True, tag="count_tokens"):
-    """Count the tokens of the prompt of a request, which is not run; answered by `CountedTokens`."""
-
-    submit: Submit
-
-
 class ProbePrompt(msgspec.Struct, frozen=True, tag="probe_prompt"):
     """Ask what is cached of a tokenized prompt, which is not run; answered by `CacheProbe`."""
 
     submit: Submit
-    """Without its prompt."""
     prompt: TokenizedPrompt
 
 
 class DropSession(msgspec.Struct, frozen=True, tag="drop_session"):
-    """Drop a session, and the KV that only it uses; answered by `CacheCleared`, or `NotFoundError`."""
+    """Drop what is remembered of a session; a job of the prompt worker, answered by `DroppedSession`."""
 
     session_id: str
     cache_salt: str = ""
@@ -324,17 +297,13 @@ class CacheCleared(msgspec.Struct, frozen=True):
 
 
 EngineQuery: TypeAlias = InspectEngine | InspectCache | ProbePrompt | DropPaths | SlotAction | ClearCache
-QueryBody: TypeAlias = PromptQuery | ProbeCache | CountTokens | DropSession | EngineQuery
 
 
 class Query(msgspec.Struct, frozen=True, tag="query"):
-    """Ask the prompt worker, the engine or both; answered by one `Reply` with the same id."""
+    """Ask the engine; answered by one `Reply` with the same id."""
 
     request_id: str
-    body: QueryBody
+    body: EngineQuery
 
 
-Command: TypeAlias = Submit | Cancel | Query
-"""Commands to the dispatcher."""
 EngineCommand: TypeAlias = Generate | Cancel | Query | WriteTexts
-"""Commands to the engine; a query's body is an `EngineQuery`."""

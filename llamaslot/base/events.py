@@ -1,8 +1,7 @@
-"""Events that answer commands, one list of them per engine step.
+"""Events of the engine, one list of them per step.
 
-All are plain values that msgspec can encode, so that the engine can run in a process of its own. A submitted
-request is answered by `Accepted` and any number of `Output`s, then by exactly one of `TERMINAL`; a refused one by
-`Failed` alone. The dispatcher accepts and refuses; all other events of a request come from the engine.
+All are plain values that msgspec can encode, since the engine is a process of its own. A `Generate` is answered by
+`Started` and any number of `Output`s, then by exactly one of `TERMINAL`.
 """
 
 from __future__ import annotations
@@ -18,14 +17,6 @@ from llamaslot.base.prompt import SessionMatch
 from llamaslot.base.stats import Miss
 
 FinishReason: TypeAlias = Literal["eos", "limit", "word"]
-
-
-class Accepted(msgspec.Struct, frozen=True, tag="accepted"):
-    """The prompt is tokenized and valid; the request waits for a slot or has one."""
-
-    request_id: str
-    n_prompt: int
-    prompt_tokens: tuple[int, ...] = ()
 
 
 class Started(msgspec.Struct, frozen=True, tag="started"):
@@ -111,7 +102,8 @@ class Output(msgspec.Struct, frozen=True, tag="output"):
     request_id: str
     content: str
     tokens: tuple[int, ...]
-    progress: Progress
+    progress: Progress | None = None
+    """In the first one of a request, in those with `prefill`, and in all where `Submit.reports_progress` is set."""
     prefill: Prefill | None = None
     probs: TokenProbs | None = None
     """Those of `tokens`, if the request asks for them."""
@@ -150,7 +142,7 @@ class Cancelled(msgspec.Struct, frozen=True, tag="cancelled"):
 
     request_id: str
     progress: Progress | None = None
-    """None if the engine has not received the request yet."""
+    """None if no engine has the request."""
     generated: Generated | None = None
     """None if the reply is not to be remembered."""
 
@@ -178,8 +170,5 @@ class SelfTestEnded(msgspec.Struct, frozen=True, tag="self_test_ended"):
     info: ModelInfo
 
 
-Event: TypeAlias = Accepted | Output | Finished | Failed | Cancelled | Reply | SelfTestEnded | Stopped
-"""Events for the service."""
-EngineEvent: TypeAlias = Started | Output | Finished | Failed | Cancelled | Reply | SelfTestEnded | Stopped
-"""Events of the engine, for the dispatcher."""
+Event: TypeAlias = Started | Output | Finished | Failed | Cancelled | Reply | SelfTestEnded | Stopped
 TERMINAL = (Finished, Failed, Cancelled)

@@ -48,9 +48,3 @@ class TokenizedPrompt(msgspec.Struct, frozen=True, tag="tokenized_prompt"):
     def tokens(self) -> Tokens:
         """Token ids, int32; a read-only view without a copy."""
         return unpacked(self.packed_tokens)
-
-
-class CountedTokens(msgspec.Struct, frozen=True):
-    """Tokens of a prompt."""
-
-    n_tokens: int

@@ -22,7 +22,7 @@ class TextRecord(msgspec.Struct, frozen=True):
     parent: bytes = b""
     """Digest of the anchor that an anchor continues, or of the session that a branch belongs to; empty for none."""
     owner: str = ""
-    """The `Sender.owner` whose share is charged for a reply; on disk it is in the content only."""
+    """The `Caller.owner` whose share is charged for a reply; on disk it is in the content only."""
 
     @property
     def n_bytes(self) -> int:

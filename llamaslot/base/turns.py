@@ -1,17 +1,9 @@
-"""Turns: which client is served next, at the slots, the engine's queue and the tokenizer.
-
-A client is an API key; without keys a session, else an address.
-"""
+"""Turns: which client (`base/callers.py`) is served next by the prompt worker and at the slots."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterable
-from typing import Literal, TypeVar
-
-import msgspec
-
-from llamaslot.base.namespaces import tenant_name
+from typing import TypeVar
 
 T = TypeVar("T")
 
@@ -19,37 +11,6 @@ MAX_CLIENTS = 1024
 """Clients whose last turn is remembered: those that had one most recently."""
 MAX_ROUND_TURNS = 64
 """Turns after which a client counts as one that had none: a stream of new clients cannot keep it waiting longer."""
-
-
-class Sender(msgspec.Struct, frozen=True):
-    """The sender of a request, by digests that do not disclose its key and address."""
-
-    key: str = ""
-    """The key's `tenant_name`; empty if the server has no API keys: clients may then send whatever they like."""
-    address: str = ""
-
-    @classmethod
-    def of(cls, api_key: str | None, address: str) -> Sender:
-        """Return the sender with this key (None for a server without keys) and address."""
-        return cls("" if api_key is None else tenant_name(api_key), _digest("address", address))
-
-    @property
-    def owner(self) -> str:
-        """The id whose share of a memory is charged for what is kept for the sender: the key's, else the address's.
-
-        Unlike the client of a turn it is never a session, since a client may open any number of sessions.
-        """
-        return self.key or self.address
-
-    def client(self, session_id: str) -> str:
-        """Return the id by which a request takes turns: the key's, else the session's, else the address's."""
-        if self.key:
-            return self.key
-        return _digest("session", session_id) if session_id else self.address
-
-
-def _digest(kind: Literal["session", "address"], name: str) -> str:
-    return hashlib.blake2b(f"{kind} {name}".encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
 
 
 class Turns:

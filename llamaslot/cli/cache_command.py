@@ -60,9 +60,7 @@ def _ask(client: Client, method: str, path: str, reply_type: type[_R]) -> _R:
         return msgspec.convert(client.ask(method, path), reply_type)
     except RefusedError as error:
         if error.status in (404, 405):
-            raise ConfigError(
-                f"{client.url} has no /cache: it is another server or an older llamaslot"
-            ) from None
+            raise ConfigError(f"{client.url} has no /cache: it is another server or an older llamaslot") from None
         raise
     except msgspec.ValidationError as error:
         raise ConfigError(f"{client.url} runs an incompatible version of llamaslot ({error})") from None

@@ -28,7 +28,7 @@ from llamaslot.base.errors import (
     ServerError,
     stopped_error,
 )
-from llamaslot.base.events import Cancelled, EngineEvent, Failed, Generated, Reply, Started, Stopped
+from llamaslot.base.events import Cancelled, Event, Failed, Generated, Reply, Started, Stopped
 from llamaslot.base.kv_ops import NotSavedError
 from llamaslot.base.namespaces import PUBLIC_SALT
 from llamaslot.base.tokens import packed
@@ -73,7 +73,7 @@ class Engine:
     def __init__(
         self,
         backend: Backend,
-        on_events: Callable[[list[EngineEvent]], None],
+        on_events: Callable[[list[Event]], None],
         settings: EngineSettings,
         *,
         disk: Disk | None = None,
@@ -132,7 +132,7 @@ class Engine:
         self._replies: dict[str, ReplyStream] = {}
         """Requests that have not had their terminal event."""
         self._inbox: deque[Callable[[], None]] = deque()
-        self._outbox: list[EngineEvent] = []
+        self._outbox: list[Event] = []
         self._wake = asyncio.Event()
         self._stopping = self._is_closed = self._is_checked = False
         self._n_arrived = 0
@@ -185,7 +185,7 @@ class Engine:
             self._watch.end()
             if not reason:
                 self._fail_all()
-            # After an error it is for the dispatcher to fail requests, or to give them to another engine.
+            # After an error it is for the service to fail requests, or to give them to another engine.
             self._end_all()
             self._outbox.append(Stopped(reason))
             self._flush()
@@ -437,13 +437,14 @@ class Engine:
         live.request.drop_tokens(n_unused)
         if reason is not None and sampled.reason is None:
             self.scheduler.end(live.request, now)
-        progress = live.request.progress(now, self._n_held(live.request))
         if reason is not None:
+            progress = live.request.progress(now, self._n_held(live.request))
             finished = live.finished(text, reason, progress, truncated=sampled.truncated)
             del self._replies[live.request.id]
             self._outbox.append(msgspec.structs.replace(finished, generated=_generated(live)))
         elif text:
-            self._outbox.append(live.output(text, progress))
+            shown = live.request.progress(now, self._n_held(live.request)) if live.wants_progress else None
+            self._outbox.append(live.output(text, shown))
 
     def _fail_decode(self, failed: DecodeFailed) -> None:
         _log.error("decode.failed", request_id=failed.request.id, reason=failed.reason, retried=failed.is_retried)

@@ -32,6 +32,8 @@ class ReplyStream:
         self._scores: list[TokenScore] = []
         """Probabilities of the unsent tokens, if the request wants them."""
         self._prefill: Prefill | None = None
+        self._has_reported = False
+        """True if an event had the progress."""
 
     def push(self, sampled: Sampled) -> tuple[str, FinishReason | None, int]:
         """Add a token, then the tokens forced after it one by one, up to a stop string.
@@ -71,6 +73,7 @@ class ReplyStream:
 
     def scored(self, scores: Sequence[TokenScore], progress: Progress) -> Output:
         """Return an event with scores of the next prompt tokens; control tokens are shown as text."""
+        self._has_reported = True
         probs = TokenProbs.of(scores, lambda token: self._vocab.detokenize([token]))
         return Output(self.request.id, "", (), progress, prompt_probs=probs)
 
@@ -86,8 +89,14 @@ class ReplyStream:
         self._prefill = Prefill(n_cached, n_processed, progress.prompt_ms)
         return Output(self.request.id, "", (), progress, self._prefill)
 
-    def output(self, text: str, progress: Progress) -> Output:
+    @property
+    def wants_progress(self) -> bool:
+        """True if the next event needs the progress: the first one, or any if the request asks for it."""
+        return not self._has_reported or self.request.submit.reports_progress
+
+    def output(self, text: str, progress: Progress | None) -> Output:
         """Return an event with new text and its tokens."""
+        self._has_reported = True
         self.n_sent += len(text)
         tokens, probs = self._take(self._n_within_text())
         return Output(self.request.id, text, tokens, progress, probs=probs)

@@ -24,7 +24,7 @@ import structlog
 
 from llamaslot.base.commands import EngineCommand
 from llamaslot.base.errors import ConfigError
-from llamaslot.base.events import EngineEvent, Finished, SelfTestEnded, Stopped
+from llamaslot.base.events import Event, Finished, SelfTestEnded, Stopped
 from llamaslot.base.model import ModelInfo
 from llamaslot.processes.child import Exit
 from llamaslot.processes.messages import (
@@ -65,9 +65,9 @@ class EngineSupervisor:
     def __init__(self, module: str, config: Any, on_progress: Callable[[str, float], None]) -> None:
         self.config = config
         self._on_progress = on_progress
-        self._early: list[EngineEvent] = []
+        self._early: list[Event] = []
         """Events from before `listen`, such as of a self-test that ends while the vocabulary is loaded."""
-        self._on_events: Callable[[list[EngineEvent]], None] = self._early.extend
+        self._on_events: Callable[[list[Event]], None] = self._early.extend
         self._on_lost: Callable[[bool], None] = lambda _: None
         self._on_restarted: Callable[[], None] = lambda: None
         self._process = Supervisor(
@@ -108,7 +108,7 @@ class EngineSupervisor:
 
     def listen(
         self,
-        on_events: Callable[[list[EngineEvent]], None],
+        on_events: Callable[[list[Event]], None],
         on_lost: Callable[[bool], None],
         on_restarted: Callable[[], None],
     ) -> None:
@@ -172,7 +172,7 @@ class EngineSupervisor:
             case Refused(error):
                 self._error = ConfigError(error.message, param=error.param)
 
-    def _pass_on(self, events: list[EngineEvent]) -> None:
+    def _pass_on(self, events: list[Event]) -> None:
         if any(isinstance(event, Finished) for event in events):
             self._n_failures = 0
         # An engine that died is started again: only the end that was asked for is one.

@@ -8,7 +8,7 @@ import msgspec
 
 from llamaslot.base.commands import EngineCommand
 from llamaslot.base.errors import ErrorInfo
-from llamaslot.base.events import EngineEvent
+from llamaslot.base.events import Event
 from llamaslot.base.model import ModelInfo
 from llamaslot.base.stats import AnchorStats, ReplyStats, SessionStats
 from llamaslot.base.text_records import TextRecord
@@ -61,7 +61,7 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
 class Events(msgspec.Struct, frozen=True, tag="events"):
     """Events of the engine in order."""
 
-    events: list[EngineEvent]
+    events: list[Event]
 
 
 ToEngine: TypeAlias = LoadEngine | Stop | EngineCommand
@@ -95,7 +95,14 @@ class NumberedJob(msgspec.Struct, frozen=True, tag="job"):
     """A job; answered by one `JobDone` with its number."""
 
     number: int
+    lane: int
     job: Job
+
+
+class NextPrompt(msgspec.Struct, frozen=True, tag="next_prompt"):
+    """A job begins with a further prompt of its body, which has a time limit of its own."""
+
+    number: int
 
 
 class JobDone(msgspec.Struct, frozen=True, tag="job_done"):
@@ -110,4 +117,4 @@ class JobDone(msgspec.Struct, frozen=True, tag="job_done"):
 
 
 ToPrompts: TypeAlias = LoadVocab | SetModel | Stop | NumberedJob
-FromPrompts: TypeAlias = PromptWorkerReady | Refused | JobDone
+FromPrompts: TypeAlias = PromptWorkerReady | Refused | NextPrompt | JobDone

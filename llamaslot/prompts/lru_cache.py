@@ -23,7 +23,7 @@ V = TypeVar("V", bound=Sized)
 class LruCache(Generic[V]):
     """Values by digest; beyond `max_bytes` the least recently used one of the owner that holds most is evicted.
 
-    One thread changes it; others may read its length and `n_bytes`. `clock` is as in `OwnerShares`.
+    Who uses it on several threads holds a lock, but for its length and `n_bytes`. `clock` is as in `OwnerShares`.
     """
 
     def __init__(self, max_bytes: int, clock: Callable[[], float] = lambda: 0.0) -> None:

@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from llamaslot.base.commands import Submit
 from llamaslot.base.prompt import TokenizedPrompt
 from llamaslot.prompts.cut_points import PromptText
+from llamaslot.protocol.submission import TextRequest
 
 
 @dataclass(frozen=True, slots=True)
 class PromptContext:
     """A tokenized prompt, with what is needed to remember the reply to it."""
 
-    submit: Submit
+    request: TextRequest
     prompt: TokenizedPrompt
     text: PromptText | None = None
     """None where the prompt's text gets no tokens but its own."""

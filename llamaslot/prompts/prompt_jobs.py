@@ -11,19 +11,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
 
-from llamaslot.base.commands import (
-    AnswerBody,
-    Detokenize,
-    Detokenized,
-    DropSession,
-    JsonReply,
-    ParseBody,
-    ParsedBody,
-    Submit,
-)
+from llamaslot.base.commands import AnswerBody, DropSession, JsonReply, Needs, Prepare, Prepared, PreparedPrompt
+from llamaslot.base.generation.request_context import ReplyOptions
 from llamaslot.base.generation.responses import ListItems
 from llamaslot.base.namespaces import salt_namespace
-from llamaslot.base.prompt import TokenizedPrompt
 from llamaslot.base.text_records import TextRecord
 from llamaslot.base.tokens import unpacked
 from llamaslot.prompts.sessions import session_digest
@@ -36,25 +27,22 @@ if TYPE_CHECKING:
     from llamaslot.protocol.request_reader import RequestReader
 
 
-class TokenizePrompt(msgspec.Struct, frozen=True, tag="tokenize_prompt"):
-    """Tokenize the prompt of a request; answered by `TokenizedPrompt`.
+class Remember(msgspec.Struct, frozen=True, tag="remember"):
+    """Remember a reply to a prompt that was prepared; answered by `TextRecords`.
 
-    The worker keeps the prompt's context for `Remember` and `Locate` until `Release`.
+    The request is known until it is released, or the worker's process ends; otherwise nothing is remembered.
     """
 
-    submit: Submit
-
-
-class Remember(msgspec.Struct, frozen=True, tag="remember"):
-    """Remember a reply; answered by `TextRecords`, which is empty if the request is not known."""
-
     request_id: str
+    """That of the `Prepare`, as in `Release` and `Locate`."""
     generated: bytes
     """Packed tokens."""
     n_sent: int
     """Characters that the client was sent."""
     completion_id: str = ""
     """The completion whose reply it is, if it was sent to its end."""
+    prompt: int = 0
+    """The number of the prompt, if there are several."""
 
 
 class TextRecords(msgspec.Struct, frozen=True, tag="text_records"):
@@ -64,7 +52,7 @@ class TextRecords(msgspec.Struct, frozen=True, tag="text_records"):
 
 
 class Release(msgspec.Struct, frozen=True, tag="release"):
-    """Release a request: no reply to it will be remembered any more."""
+    """Release what is kept of a request: no reply to it will be remembered any more."""
 
     request_id: str
 
@@ -74,6 +62,7 @@ class Locate(msgspec.Struct, frozen=True, tag="locate"):
 
     request_id: str
     n_tokens: int
+    prompt: int = 0
 
 
 class Located(msgspec.Struct, frozen=True, tag="located"):
@@ -102,23 +91,8 @@ class Restore(msgspec.Struct, frozen=True, tag="restore"):
     records: tuple[TextRecord, ...]
 
 
-Job: TypeAlias = (
-    TokenizePrompt
-    | Remember
-    | Release
-    | Locate
-    | DropSession
-    | ClearTexts
-    | Restore
-    | Detokenize
-    | ParseBody
-    | AnswerBody
-    | ListItems
-)
-
-JobResult: TypeAlias = (
-    TokenizedPrompt | TextRecords | Located | DroppedSession | Detokenized | ParsedBody | JsonReply | None
-)
+Job: TypeAlias = Prepare | Remember | Release | Locate | DropSession | ClearTexts | Restore | AnswerBody | ListItems
+JobResult: TypeAlias = Prepared | Needs | TextRecords | Located | DroppedSession | JsonReply | None
 
 
 def client_of(job: Job) -> str | None:
@@ -127,30 +101,23 @@ def client_of(job: Job) -> str | None:
     The prompt that comes after a reply finds what was remembered of it.
     """
     match job:
-        case TokenizePrompt(submit):
-            return submit.client
-        case ParseBody():
+        case Prepare():
             # The session in its body is not known yet.
-            return job.context.sender.client(job.context.session_id)
-        case Detokenize() | AnswerBody() | ListItems():
+            return job.context.caller.client()
+        case AnswerBody() | ListItems():
             return job.client
         case _:
             return None
 
 
 _ACTIVITIES: dict[type[msgspec.Struct] | str, str] = {
-    TokenizePrompt: "tokenizing the prompt",
     Locate: "finding where the prompt diverges",
     DropSession: "dropping the session",
     ClearTexts: "dropping text anchors and sessions",
     Restore: "restoring text anchors and sessions",
-    Detokenize: "detokenizing the tokens",
     ListItems: "listing the items",
-    **dict.fromkeys(("text", "native", "infill"), "reading the request body"),
-    **dict.fromkeys(
-        ("chat", "messages", "responses", "compact", "probe"),
-        "reading the request body and rendering its messages",
-    ),
+    **dict.fromkeys(("text", "native", "infill"), "tokenizing the prompt"),
+    **dict.fromkeys(("chat", "messages", "responses", "compact", "probe"), "rendering and tokenizing the messages"),
     "apply_template": "rendering the messages",
     "tokenize": "tokenizing the text",
     "detokenize": "detokenizing the tokens",
@@ -160,72 +127,98 @@ _ACTIVITIES: dict[type[msgspec.Struct] | str, str] = {
 
 def activity_of(job: Job) -> str:
     """Return the words for what a job does, for the error message of its client."""
-    kind = job.kind if isinstance(job, ParseBody | AnswerBody) else type(job)
+    kind = job.kind if isinstance(job, Prepare | AnswerBody) else type(job)
     return _ACTIVITIES.get(kind, "remembering replies")
 
 
 class PromptJobs:
-    """Carries out jobs, one at a time but for `PromptQuery`s, which change nothing."""
+    """Carries out jobs. `Prepare`, `AnswerBody` and `ListItems` may run beside others, those one at a time."""
 
     def __init__(self, tokenizer: Tokenizer, reader: RequestReader) -> None:
         self.tokenizer = tokenizer
         self._reader = reader
-        self._contexts: dict[str, PromptContext] = {}
-        """Of requests that were not released."""
+        self._bodies: dict[str, bytes] = {}
+        """Bodies that need something more, of requests that were not released."""
+        self._contexts: dict[str, list[PromptContext]] = {}
+        """The prompts of requests that were not released."""
         self._methods: dict[type[msgspec.Struct], Callable[[Any], JobResult]] = {
-            TokenizePrompt: self._tokenize_prompt,
             Remember: self._remember,
             Release: self._release,
             Locate: self._locate,
             DropSession: self._drop_session,
             ClearTexts: lambda _: tokenizer.clear(),
             Restore: lambda job: tokenizer.restore(job.records),
-            Detokenize: tokenizer.detokenize,
-            ParseBody: reader.read,
             AnswerBody: reader.answer,
             ListItems: list_items,
         }
 
     @property
-    def n_contexts(self) -> int:
+    def n_kept(self) -> int:
         """Requests that were not released."""
-        return len(self._contexts)
+        return len({*list(self._contexts), *list(self._bodies)})
 
-    def run(self, job: Job) -> JobResult:
-        """Carry out a job; raises `LlamaslotError` for what cannot be tokenized."""
+    def run(self, job: Job, on_prompt: Callable[[], None] = lambda: None) -> JobResult:
+        """Carry out a job; raises `LlamaslotError` for what cannot be read or tokenized.
+
+        `on_prompt` is called before each prompt of a body but the first: the time limit is one of each prompt.
+        """
+        if isinstance(job, Prepare):
+            return self._prepare(job, on_prompt)
         return self._methods[type(job)](job)
 
-    def _tokenize_prompt(self, job: TokenizePrompt) -> TokenizedPrompt:
-        context = self.tokenizer.tokenize_prompt(job.submit)
-        self._contexts[job.submit.request_id] = context
-        return context.prompt
+    def _prepare(self, job: Prepare, on_prompt: Callable[[], None]) -> Prepared | Needs:
+        request_id = job.context.request_id
+        body = self._bodies.pop(request_id, b"")
+        if not job.body:
+            job = msgspec.structs.replace(job, body=body)
+        read = self._reader.read(job)
+        if isinstance(read, Needs):
+            self._bodies[request_id] = job.body
+            return read
+        contexts: list[PromptContext] = []
+        for each in read.requests:
+            if contexts:
+                on_prompt()
+            contexts.append(self.tokenizer.tokenize_prompt(each))
+            if job.is_run:
+                self.tokenizer.check_fits(contexts[-1].prompt)
+        self._contexts[request_id] = contexts
+        return Prepared(tuple(self._prompt(each, read.options, job) for each in contexts), read.options)
+
+    def _prompt(self, context: PromptContext, options: ReplyOptions, job: Prepare) -> PreparedPrompt:
+        """Return a prompt with the texts that its reply shows."""
+        text = echo = ""
+        if job.is_run and (job.context.shows_prompt or options.verbose):
+            text = self.tokenizer.detokenize(context.prompt.tokens.tolist())
+        if options.echo:
+            echo = self.tokenizer.echo(context)
+        return PreparedPrompt(context.request.submit, context.prompt, text, echo)
 
     def _release(self, job: Release) -> None:
         self._contexts.pop(job.request_id, None)
+        self._bodies.pop(job.request_id, None)
 
     def _remember(self, job: Remember) -> TextRecords:
-        context = self._contexts.get(job.request_id)
-        if context is None:
+        contexts = self._contexts.get(job.request_id)
+        if contexts is None:
             return TextRecords(())
+        context = contexts[job.prompt]
         generated = unpacked(job.generated)
         records = self.tokenizer.remember(context, generated, job.n_sent)
         # Of a reply that was cancelled, the client may have received less than was sent.
-        if not job.completion_id or context.submit.chat is None:
+        if not job.completion_id or context.request.chat is None:
             return TextRecords(records)
-        sent = self.tokenizer.sent(generated.tolist(), job.n_sent, context.submit.preserved_tokens)
+        sent = self.tokenizer.sent(generated.tolist(), job.n_sent, context.request.submit.preserved_tokens)
         reply = self.tokenizer.replies.remember(context, job.completion_id, sent, self._reader.output_format)
         return TextRecords(records if reply is None else (*records, reply))
 
     def _locate(self, job: Locate) -> Located:
-        context = self._contexts.get(job.request_id)
-        return Located(self.tokenizer.n_characters(context, job.n_tokens) if context is not None else -1)
+        contexts = self._contexts.get(job.request_id)
+        if contexts is None:
+            return Located(-1)
+        return Located(self.tokenizer.n_characters(contexts[job.prompt], job.n_tokens))
 
     def _drop_session(self, job: DropSession) -> DroppedSession:
         namespace = salt_namespace(job.cache_salt)
         digest = session_digest(namespace, job.session_id)
-        sessions = self.tokenizer.sessions
-        self.tokenizer.replies.drop_session(digest)
-        branches = [(each, branch) for each, branch in sessions.items() if digest in (each, branch.parent)]
-        for each, _ in branches:
-            sessions.drop(each)
-        return DroppedSession(namespace, digest, tuple(path for _, branch in branches for path in branch.paths))
+        return DroppedSession(namespace, digest, self.tokenizer.drop_session(digest))

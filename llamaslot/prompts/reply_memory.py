@@ -107,7 +107,7 @@ def remembered_reply(
 
     So is a reply with calls that the model did not end: a part of the last one's markup is missing.
     """
-    submit, turn = context.submit, context.submit.chat
+    submit, turn = context.request.submit, context.request.chat
     text, ids, has_ended = sent
     if turn is None or not ids:
         return None
@@ -169,7 +169,7 @@ def _before(context: PromptContext, turn: ChatTurn) -> _Before | None:
             continued.text,
             continued.opening,
         )
-    parts = context.submit.rest if n_restored else context.submit.prompt
+    parts = context.request.rest if n_restored else context.request.parts
     rendering = Rendering([part for part in parts if isinstance(part, TextPart)])
     n_text = len(rendering.text) - len(turn.begun) - len(turn.opening)
     return _Before(n_restored, 0, turn.begun, n_text, rendering.digest(0, n_text), turn.opening)

@@ -20,6 +20,7 @@ never give tokens to a text.
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -29,14 +30,7 @@ import numpy as np
 from msgspec import MsgspecError, structs
 
 from llamaslot.base.backend import Vocab
-from llamaslot.base.commands import (
-    Detokenize,
-    Detokenized,
-    PromptPart,
-    Submit,
-    TextPart,
-    TokensPart,
-)
+from llamaslot.base.commands import PromptPart, Submit, TextPart, TokensPart
 from llamaslot.base.errors import ContextSizeError, InvalidRequestError
 from llamaslot.base.namespaces import salt_namespace
 from llamaslot.base.prompt import SessionMatch, TokenizedPrompt
@@ -50,6 +44,7 @@ from llamaslot.prompts.reply_memory import ReplyMemory
 from llamaslot.prompts.session_matching import SessionComparison
 from llamaslot.prompts.sessions import MAX_BYTES, Session, session_digest
 from llamaslot.prompts.text_anchors import TextAnchor, TextAnchors
+from llamaslot.protocol.submission import TextRequest
 
 _MAX_TAIL = 2**14
 """Most characters after the last cut point for a reply to get an anchor: all of them are tokenized again then."""
@@ -71,8 +66,7 @@ def tokenize_parts(vocab: Vocab, parts: Iterable[PromptPart], *, add_special: bo
 class Tokenizer:
     """Tokenizes prompts for slots of `n_ctx` tokens, and remembers the tokens of replies.
 
-    Used by one thread, but for `tokenize`, `piece`, `detokenize` and `check_size`: they use only the vocabulary,
-    and may run on any.
+    May be used by several threads: `_lock` guards anchors and sessions. It is not held while a text is tokenized.
 
     `use_anchors` is false where texts always get their own tokens. `template` is the model's chat template. A
     prompt that departs from its session's text must keep `min_match` of its characters to keep its tokens.
@@ -92,6 +86,7 @@ class Tokenizer:
         self.anchors = TextAnchors()
         self.sessions: LruCache[Session] = LruCache(MAX_BYTES)
         self.replies = ReplyMemory(clock=clock)
+        self._lock = threading.Lock()
         self._vocab = vocab
         self._n_ctx = n_ctx
         self._use_anchors = use_anchors
@@ -110,67 +105,87 @@ class Tokenizer:
     def restore(self, records: Sequence[TextRecord]) -> None:
         """Take over the records of an earlier process, the oldest first; those that cannot be read are ignored."""
         left: list[TextAnchor] = []
-        for record in records:
-            with suppress(MsgspecError):
-                if record.kind == "reply":
-                    self.replies.restore(record)
-                elif record.kind == "session":
-                    self.sessions.put(record.digest, Session.of(record))
-                elif self._use_anchors:
-                    left.append(TextAnchor.of(record))
-        # An anchor that was replaced on disk may come before its parent: repeat until no more can be inserted.
-        while left and len(rest := [each for each in left if not self.anchors.insert(each)]) < len(left):
-            left = rest
+        with self._lock:
+            for record in records:
+                with suppress(MsgspecError):
+                    if record.kind == "reply":
+                        self.replies.restore(record)
+                    elif record.kind == "session":
+                        self.sessions.put(record.digest, Session.of(record))
+                    elif self._use_anchors:
+                        left.append(TextAnchor.of(record))
+            # An anchor that was replaced on disk may come before its parent: repeat until no more can be inserted.
+            while left and len(rest := [each for each in left if not self.anchors.insert(each)]) < len(left):
+                left = rest
 
-    def tokenize_prompt(self, submit: Submit) -> PromptContext:
+    def tokenize_prompt(self, request: TextRequest) -> PromptContext:
         """Tokenize a request's prompt; raises `ContextSizeError` at once if it cannot fit a slot."""
-        self.check_size(submit.prompt)
-        self._check_ids(submit.prompt)
-        restored = self._with_replies(submit)
+        self.check_size(request.parts)
+        self.check_size(request.rest)
+        self._check_ids(request.parts)
+        restored = self._with_replies(request)
         if restored is not None and restored.prompt.n_tokens < self._n_ctx:
             return restored
-        text = self._scan(submit)
-        has_session = submit.session_id and submit.cache_prompt
-        found = self._from_session(submit, text) if has_session else self._from_anchor(submit, text)
+        text = self._scan(request)
+        has_session = request.submit.session_id and request.submit.cache_prompt
+        found = self._from_session(request, text) if has_session else self._from_anchor(request, text)
         prompt = found.prompt
         if len(prompt.tokens) >= self._n_ctx and (prompt.n_anchored or prompt.session_match):
             # The text's own tokens may be fewer.
-            own = _with(self._from_anchor(submit, None), session_match="tokens" if prompt.session_match else "")
+            own = _with(self._from_anchor(request, None), session_match="tokens" if prompt.session_match else "")
             return replace(own, text=text)
         return found
 
     def check_size(self, prompt: Iterable[PromptPart]) -> None:
-        """Raise `ContextSizeError` for a prompt with more bytes of text than tokens that fit can stand for."""
+        """Raise `ContextSizeError` for a prompt with more bytes of text than tokens that fit can stand for, and
+        `InvalidRequestError` for invalid Unicode, which templates can make.
+        """
         longest = self._vocab.longest_piece
-        if not longest:
-            return
-        n_bytes = sum(len(part.text.encode(errors="replace")) for part in prompt if isinstance(part, TextPart))
-        n_min = n_bytes // longest
+        n_bytes = sum(_n_bytes(part.text) for part in prompt if isinstance(part, TextPart))
+        n_min = n_bytes // longest if longest else 0
         if n_min >= self._n_ctx:
             raise ContextSizeError.of(n_min, self._n_ctx, at_least=True)
 
+    def check_fits(self, prompt: TokenizedPrompt) -> None:
+        """Raise `InvalidRequestError` for an empty prompt, `ContextSizeError` for one without place for a reply."""
+        if not prompt.n_tokens:
+            raise InvalidRequestError("the prompt is empty", param="prompt")
+        if prompt.n_tokens >= self._n_ctx:
+            raise ContextSizeError.of(prompt.n_tokens, self._n_ctx)
+
     def remember(self, context: PromptContext, generated: Tokens, n_sent: int) -> tuple[TextRecord, ...]:
         """Remember the tokens of a reply, of which `n_sent` characters were sent; return the new records."""
-        if context.text is None and not context.submit.session_id:
+        submit = context.request.submit
+        if context.text is None and not submit.session_id:
             return ()
-        reply, ids, _ = self.sent(generated.tolist(), n_sent, context.submit.preserved_tokens)
+        reply, ids, _ = self.sent(generated.tolist(), n_sent, submit.preserved_tokens)
         anchor = self._add_anchor(context, reply, ids) if ids else None
         records = (anchor.record(),) if anchor is not None else ()
-        return (*records, self._put_session(context, generated, ids)) if context.submit.session_id else records
+        return (*records, self._put_session(context, generated, ids)) if submit.session_id else records
 
     def clear(self) -> None:
         """Drop all text anchors, sessions and remembered replies."""
         self.replies.clear()
-        self.anchors.clear()
-        self.sessions.clear()
+        with self._lock:
+            self.anchors.clear()
+            self.sessions.clear()
+
+    def drop_session(self, digest: bytes) -> tuple[bytes, ...]:
+        """Drop a session with its branches and replies; return the packed tokens of its sequences."""
+        self.replies.drop_session(digest)
+        with self._lock:
+            branches = [(each, branch) for each, branch in self.sessions.items() if digest in (each, branch.parent)]
+            for each, _ in branches:
+                self.sessions.drop(each)
+        return tuple(path for _, branch in branches for path in branch.paths)
 
     def n_characters(self, context: PromptContext, n_tokens: int) -> int:
         """Count the characters of the first tokens of a prompt, control tokens included.
 
         Tokens that the model wants before the prompt count as none.
         """
-        submit = context.submit
-        n_added = len(self._added_tokens(submit)) if isinstance(submit.prompt[0], TextPart) else 0
+        request = context.request
+        n_added = len(self._added_tokens(request)) if isinstance(request.parts[0], TextPart) else 0
         return n_characters(
             detokenize_with_markers(self._vocab, context.prompt.tokens[n_added:n_tokens].tolist()).text
         )
@@ -184,10 +199,17 @@ class Tokenizer:
         """Return the bytes of a token."""
         return self._vocab.detokenize([token])
 
-    def detokenize(self, command: Detokenize) -> Detokenized:
-        """Write out token ids."""
-        self._check_ids([TokensPart(command.tokens)], "tokens")
-        return Detokenized(self._vocab.detokenize(command.tokens).decode(errors="replace"))
+    def detokenize(self, tokens: Sequence[int]) -> str:
+        """Return the text of token ids, with invalid UTF-8 replaced."""
+        self._check_ids([TokensPart(tuple(tokens))], "tokens")
+        return self._vocab.detokenize(tokens).decode(errors="replace")
+
+    def echo(self, context: PromptContext) -> str:
+        """Return a prompt as its client gave it; one with token ids as the model sees it."""
+        parts = context.request.parts
+        if all(isinstance(part, TextPart) for part in parts):
+            return "".join(part.text for part in parts if isinstance(part, TextPart))
+        return self.detokenize(context.prompt.tokens.tolist())
 
     @cached_property
     def _scanner(self) -> TextScanner | None:
@@ -195,83 +217,86 @@ class Tokenizer:
         exact = exact_cut_tokens(self._vocab, self._template) if self._use_anchors else ()
         return TextScanner(exact, self._vocab.special_tokens) if exact else None
 
-    def _scan(self, submit: Submit) -> PromptText | None:
-        texts = [part for part in submit.prompt if isinstance(part, TextPart)]
-        if self._scanner is None or not submit.cache_prompt or not texts or len(texts) < len(submit.prompt):
+    def _scan(self, request: TextRequest) -> PromptText | None:
+        texts = [part for part in request.parts if isinstance(part, TextPart)]
+        is_text = bool(texts) and len(texts) == len(request.parts)
+        if self._scanner is None or not request.submit.cache_prompt or not is_text:
             return None
-        return self._scanner.scan(texts, _text_namespace(submit))
+        return self._scanner.scan(texts, _text_namespace(request))
 
-    def _with_replies(self, submit: Submit) -> PromptContext | None:
+    def _with_replies(self, request: TextRequest) -> PromptContext | None:
         """Tokenize the prompt after the tokens of remembered replies; None if it has none."""
-        restored = submit.chat.restored if submit.chat is not None else None
+        restored = request.chat.restored if request.chat is not None else None
         if restored is None:
             return None
         known = unpacked(restored.tokens)
-        own = tokenize_parts(self._vocab, submit.rest, add_special=False)
+        own = tokenize_parts(self._vocab, request.rest, add_special=False)
         # Some vocabularies add a space before a text, also before one that begins with a space.
-        n_blanks = _n_leading_blanks(submit.rest[0].text.encode(errors="replace")) if submit.rest else 0
+        n_blanks = _n_leading_blanks(request.rest[0].text.encode(errors="replace")) if request.rest else 0
         if _n_leading_blanks(self._vocab.detokenize(own[: n_blanks + 4].tolist())) > n_blanks:
             return None
         prompt = TokenizedPrompt(
             packed(np.concatenate([known, own])), n_restored=len(known), n_replies=restored.n_reply
         )
+        submit = request.submit
         if not submit.session_id:
-            return PromptContext(submit, prompt)
-        session = self.sessions.get(_session_digest(submit))
+            return PromptContext(request, prompt)
+        session = self._session_of(submit)
         match: SessionMatch = "new" if session is None else "tokens"
         if self._scanner is None:
-            return PromptContext(submit, structs.replace(prompt, session_match=match))
-        n_added = len(self._added_tokens(submit))
+            return PromptContext(request, structs.replace(prompt, session_match=match))
+        n_added = len(self._added_tokens(request))
         written = detokenize_with_markers(self._vocab, known[n_added:].tolist()).text
-        text = self._scanner.scan(submit.rest, _text_namespace(submit), written)
+        text = self._scanner.scan(request.rest, _text_namespace(request), written)
         is_edited = False
         if session is not None and session.is_text:
             compared = SessionComparison(text.data, session, self._written(session))
             is_edited = compared.is_reply_edited
             if compared.has_all and n_common(prompt.tokens, session.tokens) >= session.n_text:
                 match = "exact" if compared.is_same else "extend"
-        return PromptContext(submit, structs.replace(prompt, session_match=match, is_reply_edited=is_edited), text)
+        return PromptContext(request, structs.replace(prompt, session_match=match, is_reply_edited=is_edited), text)
 
-    def _from_anchor(self, submit: Submit, text: PromptText | None) -> PromptContext:
+    def _from_anchor(self, request: TextRequest, text: PromptText | None) -> PromptContext:
         """Tokenize the prompt from the last cut point that has a text anchor, or all of it."""
         if text is None:
-            own = tokenize_parts(self._vocab, submit.prompt, add_special=submit.add_special)
-            return PromptContext(submit, TokenizedPrompt(packed(own)))
-        known = self._anchored_cut(text)
-        anchored = self.anchors.find(known.digest) if known is not None else None
+            own = tokenize_parts(self._vocab, request.parts, add_special=request.add_special)
+            return PromptContext(request, TokenizedPrompt(packed(own)))
+        with self._lock:
+            known = self._anchored_cut(text)
+            anchored = self.anchors.find(known.digest) if known is not None else None
         runs = [anchored] if anchored is not None else []
         middle = text.parts(known.at if known is not None else 0, text.last_cut)
         for parts in filter(None, (middle, text.parts(text.last_cut) or [TextPart("")])):
-            runs.append(tokenize_parts(self._vocab, parts, add_special=submit.add_special and not runs))
+            runs.append(tokenize_parts(self._vocab, parts, add_special=request.add_special and not runs))
         prompt = TokenizedPrompt(packed(np.concatenate(runs)), len(anchored) if anchored is not None else 0)
-        return PromptContext(submit, prompt, text, sum(map(len, runs[:-1])))
+        return PromptContext(request, prompt, text, sum(map(len, runs[:-1])))
 
-    def _from_session(self, submit: Submit, text: PromptText | None) -> PromptContext:
+    def _from_session(self, request: TextRequest, text: PromptText | None) -> PromptContext:
         """Keep the tokens of the prompt's session as far as their text is the prompt's."""
-        session = self.sessions.get(_session_digest(submit))
+        session = self._session_of(request.submit)
         if session is None:
-            return _with(self._from_anchor(submit, text), session_match="new")
-        is_comparable = session.is_text and np.array_equal(self._added_tokens(submit), session.added_tokens)
+            return _with(self._from_anchor(request, text), session_match="new")
+        is_comparable = session.is_text and np.array_equal(self._added_tokens(request), session.added_tokens)
         if text is None or self._scanner is None or not is_comparable:
-            return _with(self._from_anchor(submit, text), session_match="tokens")
+            return _with(self._from_anchor(request, text), session_match="tokens")
         compared = SessionComparison(text.data, session, self._written(session))
         if compared.has_all:
-            found = self._after_session(submit, text, compared, compared.n_kept(self._scanner))
+            found = self._after_session(request, text, compared, compared.n_kept(self._scanner))
             if found is not None:
                 return _with(found, session_match="exact" if compared.is_same else "extend")
-        anchored = self._from_anchor(submit, text)
+        anchored = self._from_anchor(request, text)
         n_min = max(MIN_KEPT_CHARACTERS, math.ceil(self._min_match * n_characters(compared.detokenized.text)))
         n_kept = compared.n_kept(self._scanner, n_min)
         n_more = session.n_added + n_kept - n_common(anchored.prompt.tokens, session.tokens)
         # Tokens that come out anyway are no reason to cut where that is only approximately exact.
-        found = self._after_session(submit, text, compared, n_kept) if n_more > 0 else None
+        found = self._after_session(request, text, compared, n_kept) if n_more > 0 else None
         is_edited = compared.is_reply_edited
         if found is None:
             return _with(anchored, session_match="tokens", is_reply_edited=is_edited)
         return _with(found, session_match="diverge", n_approximate=n_more, is_reply_edited=is_edited)
 
     def _after_session(
-        self, submit: Submit, text: PromptText, compared: SessionComparison, n_kept: int
+        self, request: TextRequest, text: PromptText, compared: SessionComparison, n_kept: int
     ) -> PromptContext | None:
         """Tokenize the prompt after the first tokens of its session; None if that would not give its text."""
         if not n_kept:
@@ -286,11 +311,11 @@ class Tokenizer:
         ends = np.concatenate([compared.detokenized.ends[:n_kept], rest.ends + at])
         n = int(np.searchsorted(ends, text.last_cut, side="right"))
         n_head = session.n_added + n if n and ends[n - 1] == text.last_cut else None
-        return PromptContext(submit, TokenizedPrompt(packed(tokens)), text, n_head if text.last_cut else 0)
+        return PromptContext(request, TokenizedPrompt(packed(tokens)), text, n_head if text.last_cut else 0)
 
     def _add_anchor(self, context: PromptContext, reply: str, ids: list[int]) -> TextAnchor | None:
         """Add a text anchor for the prompt with its reply, if tokenizing their text would give other tokens."""
-        submit, text, n_head = context.submit, context.text, context.n_head
+        text, n_head = context.text, context.n_head
         if text is None or n_head is None or self._scanner is None:
             return None
         if n_characters(text.data[text.last_cut :]) > _MAX_TAIL:
@@ -300,17 +325,18 @@ class Tokenizer:
         if self._scanner.has_control_token(ends[-1].text, len(ends[-1].text) - len(reply)):
             return None
         tokens = np.concatenate([context.prompt.tokens, np.array(ids, dtype=np.int32)])
-        add_special = submit.add_special and not text.last_cut
+        add_special = context.request.add_special and not text.last_cut
         if np.array_equal(tokenize_parts(self._vocab, [*others, *ends], add_special=add_special), tokens[n_head:]):
             return None
-        known = self._anchored_cut(text)
-        return self.anchors.add(text.digest_with(reply), tokens, known.digest if known is not None else b"")
+        with self._lock:
+            known = self._anchored_cut(text)
+            return self.anchors.add(text.digest_with(reply), tokens, known.digest if known is not None else b"")
 
     def _put_session(self, context: PromptContext, generated: Tokens, sent: list[int]) -> TextRecord:
         """Replace the session by the prompt and its reply."""
-        submit, text, tokens = context.submit, context.text, context.prompt.tokens
+        submit, text, tokens = context.request.submit, context.text, context.prompt.tokens
         digest = _session_digest(submit)
-        n_added, n_prompt = len(self._added_tokens(submit)), len(tokens)
+        n_added, n_prompt = len(self._added_tokens(context.request)), len(tokens)
         session = Session(
             np.concatenate([tokens, generated]), n_added, n_prompt, n_prompt + len(sent), is_text=False
         )
@@ -321,11 +347,16 @@ class Tokenizer:
             session.is_text = prompt.text == text.data
             # Now, so that the next prompt need not wait for it.
             session.detokenized = prompt.followed_by(detokenize_with_markers(self._vocab, sent))
-        earlier = self.sessions.get(digest)
-        if earlier is not None:
-            session = session.continuing(earlier)
-        self.sessions.put(digest, session)
+        with self._lock:
+            earlier = self.sessions.get(digest)
+            if earlier is not None:
+                session = session.continuing(earlier)
+            self.sessions.put(digest, session)
         return session.record(digest)
+
+    def _session_of(self, submit: Submit) -> Session | None:
+        with self._lock:
+            return self.sessions.get(_session_digest(submit))
 
     def sent(self, generated: list[int], n_sent: int, preserved_tokens: Container[int]) -> SentReply:
         """Return the text of a reply that was sent, and its tokens.
@@ -349,7 +380,7 @@ class Tokenizer:
         return SentReply(text if is_exact else "", generated[: len(pieces)] if is_exact else [], has_ended)
 
     def _anchored_cut(self, text: PromptText) -> CutPoint | None:
-        """Return the last cut point that has a text anchor."""
+        """Return the last cut point that has a text anchor; called with the lock."""
         return next((cut for cut in reversed(text.cut_points) if cut.digest in self.anchors), None)
 
     def _written(self, session: Session) -> DetokenizedText:
@@ -357,9 +388,9 @@ class Tokenizer:
             session.detokenized = detokenize_with_markers(self._vocab, session.text_tokens.tolist())
         return session.detokenized
 
-    def _added_tokens(self, submit: Submit) -> Tokens:
+    def _added_tokens(self, request: TextRequest) -> Tokens:
         """Return the tokens that the model wants before a prompt."""
-        return self._vocab.tokenize("", add_special=submit.add_special, parse_special=True)
+        return self._vocab.tokenize("", add_special=request.add_special, parse_special=True)
 
     def _check_ids(self, parts: Iterable[PromptPart], param: str = "prompt") -> None:
         """Raise `InvalidRequestError` for token ids outside of the vocabulary."""
@@ -370,8 +401,8 @@ class Tokenizer:
             raise InvalidRequestError(f"{param} names token {wrong}; the vocabulary has {n_tokens}", param=param)
 
 
-def _text_namespace(submit: Submit) -> str:
-    return f"{salt_namespace(submit.cache_salt)} {submit.add_special}"
+def _text_namespace(request: TextRequest) -> str:
+    return f"{salt_namespace(request.submit.cache_salt)} {request.add_special}"
 
 
 def _session_digest(submit: Submit) -> bytes:
@@ -381,6 +412,13 @@ def _session_digest(submit: Submit) -> bytes:
 def _with(context: PromptContext, **changes: object) -> PromptContext:
     """Return a copy with other fields of its prompt."""
     return replace(context, prompt=structs.replace(context.prompt, **changes))
+
+
+def _n_bytes(text: str) -> int:
+    try:
+        return len(text.encode())
+    except UnicodeEncodeError:
+        raise InvalidRequestError("the text is invalid Unicode") from None
 
 
 def _n_leading_blanks(text: bytes) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from llamaslot.base.commands import AnswerBody, Detokenize, JsonReply, PromptPart, TextPart
+from llamaslot.base.commands import AnswerBody, JsonReply, PromptPart, TextPart
 from llamaslot.base.errors import InvalidRequestError
 from llamaslot.base.model import ModelInfo
 from llamaslot.protocol.bodies import ChatBody, DetokenizeBody, TokenizeBody
@@ -84,7 +84,7 @@ class BodyAnswers:
     def _text(self, job: AnswerBody) -> dict[str, str]:
         """Return the text of token ids, under llama-server's name and vLLM's."""
         tokens = checked(decode(job.body, DetokenizeBody).tokens or (), self._info.n_vocab, "tokens")
-        text = self._tokenizer.detokenize(Detokenize(tokens)).content
+        text = self._tokenizer.detokenize(tokens)
         return {"content": text, "prompt": text}
 
 

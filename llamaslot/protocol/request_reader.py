@@ -1,8 +1,9 @@
-"""Request reader: converts the body of a request to its `Submit`s and the options of its reply."""
+"""Request reader: converts the body of a request to its prompts and the options of its reply."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import msgspec
@@ -11,9 +12,8 @@ from msgspec import UNSET, UnsetType
 from llamaslot.base.commands import (
     AnswerBody,
     JsonReply,
-    ParseBody,
-    ParsedBody,
-    Submit,
+    Needs,
+    Prepare,
     TextPart,
     TokensPart,
 )
@@ -44,6 +44,7 @@ from llamaslot.protocol.structured_output import ConstraintReader
 from llamaslot.protocol.submission import (
     BodyTokenizer,
     Prompt,
+    TextRequest,
     is_verbose,
     n_choices,
     prompts_of,
@@ -59,6 +60,14 @@ class _Kind(msgspec.Struct):
     """The field that tells a chat from a text completion."""
 
     messages: msgspec.Raw | UnsetType = UNSET
+
+
+@dataclass(frozen=True, slots=True)
+class ReadBody:
+    """A request for each prompt of a body, and the options of its reply."""
+
+    requests: tuple[TextRequest, ...]
+    options: ReplyOptions
 
 
 class RequestReader:
@@ -93,16 +102,16 @@ class RequestReader:
         self._infill = InfillPrompts(info, tokenizer.tokenize, self._check_size)
         self._answers = BodyAnswers(self._chats, tokenizer, info)
 
-    def read(self, job: ParseBody) -> ParsedBody:
+    def read(self, job: Prepare) -> ReadBody | Needs:
         """Read the body of a request for completions; raises `InvalidRequestError`."""
         try:
             return self._read(job)
         except UnknownGrammarError:
-            return ParsedBody((), ReplyOptions(), is_deferred=True)
+            return Needs(may_compile=True)
         except RecursionError as error:
             raise too_deep() from error
 
-    def _read(self, job: ParseBody) -> ParsedBody:
+    def _read(self, job: Prepare) -> ReadBody | Needs:
         match job.kind:
             case "chat":
                 return self._chat(decode(job.body, ChatBody), job)
@@ -115,8 +124,8 @@ class RequestReader:
             case _:
                 return self._completions(job)
 
-    def _completions(self, job: ParseBody) -> ParsedBody:
-        """Read a body with prompts instead of messages."""
+    def _completions(self, job: Prepare) -> ReadBody:
+        """Read a body with prompts."""
         body: CompletionBody | InfillBody
         if job.kind == "infill":
             body = decode(job.body, InfillBody)
@@ -135,20 +144,20 @@ class RequestReader:
         own = self._constraints_for(job).read(body)
         default = self._defaults.next() if job.is_run else None
         constraint = own or default
-        submits = submissions(body, prompts, job.context, self._info, self._tokens_of, constraint=constraint)
-        return ParsedBody(submits, _reply_options(body, submits, job.context))
+        requests = submissions(body, prompts, job.context, self._info, self._tokens_of, constraint=constraint)
+        return ReadBody(requests, _reply_options(body, requests, job.context))
 
-    def _probe(self, job: ParseBody) -> ParsedBody:
+    def _probe(self, job: Prepare) -> ReadBody:
         """Read a body of `POST /cache/probe`: a chat or, without messages, a body with one prompt."""
         has_messages = decode(job.body, _Kind).messages is not UNSET
         if has_messages:
             return self._chat(decode(job.body, ChatBody), job)
         parsed = self._completions(job)
-        if len(parsed.submits) > 1:
+        if len(parsed.requests) > 1:
             raise InvalidRequestError("'prompt' must be one prompt to probe the cache", param="prompt")
         return parsed
 
-    def _messages(self, job: ParseBody) -> ParsedBody:
+    def _messages(self, job: Prepare) -> ReadBody:
         """Read a body in Anthropic's form."""
         body = decode(job.body, MessagesBody if job.is_run else CountTokensBody)
         try:
@@ -157,9 +166,9 @@ class RequestReader:
             raise renamed(error, anthropic.field_names(body)) from error
         omits = body.thinking is not None and body.thinking.display == "omitted"
         options = msgspec.structs.replace(parsed.options, omit_reasoning=omits)
-        return msgspec.structs.replace(parsed, options=options)
+        return replace(parsed, options=options)
 
-    def _chat(self, body: ChatBody, job: ParseBody) -> ParsedBody:
+    def _chat(self, body: ChatBody, job: Prepare) -> ReadBody:
         """Read a chat: the body of a job, or one converted from another API's body."""
         context = job.context
         refuse_missing(body)
@@ -172,31 +181,32 @@ class RequestReader:
         else:
             # A default grammar covers the whole output, and may not allow a forced end of the reasoning.
             constraint, budget = default, None
-        (submit,) = submissions(body, [chat.parts], context, self._info, self._tokens_of, constraint=constraint)
-        if submit.cache_prompt and self._restorer is not None:
-            namespace = salt_namespace(submit.cache_salt)
+        (request,) = submissions(body, [chat.parts], context, self._info, self._tokens_of, constraint=constraint)
+        if request.submit.cache_prompt and self._restorer is not None:
+            namespace = salt_namespace(request.submit.cache_salt)
             chat, found = self._chats.with_replies(body, chat, self._restorer, namespace)
             if found is not None:
-                submit = msgspec.structs.replace(submit, chat=found.turn, rest=found.rest)
+                request = replace(request, chat=found.turn, rest=found.rest)
         submit = msgspec.structs.replace(
-            submit,
+            request.submit,
             reasoning_budget=budget,
             preserved_tokens=self._chats.preserved_tokens,
             session_branch=conversation_branch(self.template, body),
         )
+        request = replace(request, submit=submit)
         options = msgspec.structs.replace(
-            _reply_options(body, (submit,), context),
+            _reply_options(body, (request,), context),
             parser=chat.parser,
             chat=chat_to_store(body, context.request_id) if job.is_run else None,
         )
-        return ParsedBody((submit,), options)
+        return ReadBody((request,), options)
 
-    def _response(self, job: ParseBody) -> ParsedBody:
+    def _response(self, job: Prepare) -> ReadBody | Needs:
         """Read a body of the Responses API."""
         body = decode(job.body, ResponsesBody)
         missing = responses.references(body) if job.earlier is None else None
         if missing is not None:
-            return ParsedBody((), ReplyOptions(), missing)
+            return Needs(missing)
         unique_id = job.context.request_id.partition("_")[2]
         read = responses.read_request if job.kind == "responses" else responses.read_compaction
         request = read(body, job.earlier or EarlierItems(), unique_id)
@@ -206,11 +216,9 @@ class RequestReader:
             parsed = self._chat(request.chat, job)
         except LlamaslotError as error:
             raise renamed(error, request.field_names) from error
-        return msgspec.structs.replace(
-            parsed, options=msgspec.structs.replace(parsed.options, response=request.fields)
-        )
+        return replace(parsed, options=msgspec.structs.replace(parsed.options, response=request.fields))
 
-    def _constraints_for(self, job: ParseBody) -> ConstraintReader:
+    def _constraints_for(self, job: Prepare) -> ConstraintReader:
         return self._constraints if job.may_compile else self._known_constraints
 
     def _check_size(self, prompt: Prompt) -> None:
@@ -247,8 +255,8 @@ class RequestReader:
         return tokens[0] if len(tokens) == 1 else None
 
 
-def _reply_options(body: Options, submits: tuple[Submit, ...], context: RequestContext) -> ReplyOptions:
-    n = n_choices(body)
+def _reply_options(body: Options, requests: tuple[TextRequest, ...], context: RequestContext) -> ReplyOptions:
+    n, submit = n_choices(body), requests[0].submit
     fields = body.response_fields if isinstance(body, CompletionBody | InfillBody) else None
     return ReplyOptions(
         stream=bool(body.stream),
@@ -257,8 +265,8 @@ def _reply_options(body: Options, submits: tuple[Submit, ...], context: RequestC
         return_tokens=bool(body.return_tokens),
         verbose=is_verbose(body, context),
         echo=bool(body.echo),
-        n_best=n if submits[0].n > n else 0,
-        hides_logprobs=submits[0].sampling.n_probs >= 0 and not wants_probs(body),
+        n_best=n if submit.n > n else 0,
+        hides_logprobs=submit.sampling.n_probs >= 0 and not wants_probs(body),
         response_fields=tuple(fields or ()),
         sse_ping_interval=body.sse_ping_interval,
     )

@@ -1,4 +1,4 @@
-"""Conversion of the fields of a request body to the `Submit` commands of its prompts."""
+"""From the fields of a request body to the requests for its prompts, whose texts do not leave the prompt worker."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import itertools
 import re
 import secrets
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 import msgspec
@@ -13,14 +14,13 @@ import msgspec
 from llamaslot.base.commands import (
     N_SEEDS,
     Constraint,
-    Detokenize,
-    Detokenized,
     PromptPart,
     Submit,
     TextPart,
     TokensPart,
 )
 from llamaslot.base.errors import ForbiddenError, InvalidRequestError, NotSupportedError
+from llamaslot.base.generation.replies import ChatTurn
 from llamaslot.base.generation.request_context import RequestContext, RequestLimits
 from llamaslot.base.generation.sampling import INFILL, Sampling, named_samplers
 from llamaslot.base.model import ModelInfo
@@ -40,6 +40,20 @@ _SAME_FIELDS = {field.name for field in msgspec.structs.fields(Sampling)} - {
 """Request fields with the same name and type as in `Sampling`."""
 
 
+@dataclass(frozen=True, slots=True)
+class TextRequest:
+    """A prompt before it is tokenized, and the parameters of its completions."""
+
+    submit: Submit
+    parts: Prompt
+    add_special: bool = True
+    """Put the model's BOS before a prompt that starts with text."""
+    chat: ChatTurn | None = None
+    """Of a chat whose reply may be remembered."""
+    rest: tuple[TextPart, ...] = ()
+    """The prompt after the tokens that `chat` restores; `parts` is the same conversation without them."""
+
+
 class BodyTokenizer(Protocol):
     """Methods of the tokenizer (`llamaslot.prompts.tokenizer`) that may run on any thread."""
 
@@ -49,8 +63,8 @@ class BodyTokenizer(Protocol):
     def piece(self, token: int) -> bytes:
         """Return the bytes of a token."""
 
-    def detokenize(self, command: Detokenize) -> Detokenized:
-        """Return the text of token ids."""
+    def detokenize(self, tokens: Sequence[int]) -> str:
+        """Return the text of token ids, with invalid UTF-8 replaced."""
 
     def check_size(self, prompt: Prompt) -> None:
         """Raise `ContextSizeError` for a text that is too long to fit."""
@@ -79,8 +93,8 @@ def submissions(
     tokens_of: TokensOf,
     *,
     constraint: Constraint | None = None,
-) -> tuple[Submit, ...]:
-    """Return one submission for each prompt, with `n` completions. Raises `InvalidRequestError`."""
+) -> tuple[TextRequest, ...]:
+    """Return a request for each prompt, with `n` completions. Raises `InvalidRequestError`."""
     limits = context.limits
     n = _n_computed(options)
     if n * len(prompts) > limits.max_choices:
@@ -88,7 +102,7 @@ def submissions(
         param = "best_of" if n > n_choices(options) else "n" if n > 1 else "prompt"
         raise InvalidRequestError(f"{message} (--max-choices)", param=param)
     stop = _stop(options, limits)
-    session_id = options.session_id or context.session_id or options.prompt_cache_key or ""
+    session_id = options.session_id or context.caller.session_id or options.prompt_cache_key or ""
     salt = request_salt(
         context.key_secret,
         options.cache_salt or "",
@@ -103,28 +117,32 @@ def submissions(
     id_slot = _first(options.id_slot, -1)
     if id_slot >= info.n_slots:
         raise InvalidRequestError(f"'id_slot' must be below {info.n_slots}", param="id_slot")
+    submit = Submit(
+        request_id=context.request_id,
+        sampling=sampling,
+        max_tokens=max_tokens_of(options, context),
+        stop=stop,
+        n_indent=_first(options.n_indent, 0),
+        t_max_predict_ms=_first(options.t_max_predict_ms, -1),
+        return_progress=bool(options.return_progress and options.stream),
+        reports_progress=bool(options.stream and (options.timings_per_token or context.counts_tokens)),
+        constraint=constraint,
+        cache_prompt=_first(options.cache_prompt, options.cache_public or None, context.cache_prompt),
+        cache_salt=salt,
+        id_slot=id_slot,
+        client_request_id=context.caller.client_request_id,
+        session_id=session_id,
+        owner=context.caller.owner,
+        client=context.caller.client(session_id),
+        n=n,
+        prompt_probs=prompt_probs,
+    )
+    if len(prompts) == 1:
+        return (TextRequest(submit, prompts[0]),)
+    # Several prompts are no conversation.
+    replace = msgspec.structs.replace
     return tuple(
-        Submit(
-            request_id=f"{context.request_id}-{i}" if len(prompts) > 1 else context.request_id,
-            prompt=prompt,
-            sampling=sampling,
-            max_tokens=max_tokens_of(options, context),
-            stop=stop,
-            n_indent=_first(options.n_indent, 0),
-            t_max_predict_ms=_first(options.t_max_predict_ms, -1),
-            return_progress=bool(options.return_progress and options.stream),
-            constraint=constraint,
-            cache_prompt=_first(options.cache_prompt, options.cache_public or None, context.cache_prompt),
-            cache_salt=salt,
-            id_slot=id_slot,
-            return_tokens=context.return_tokens or bool(options.echo) or is_verbose(options, context),
-            client_request_id=context.client_request_id,
-            session_id=session_id if len(prompts) == 1 else "",
-            owner=context.sender.owner,
-            client=context.sender.client(session_id),
-            n=n,
-            prompt_probs=prompt_probs,
-        )
+        TextRequest(replace(submit, request_id=f"{submit.request_id}-{i}", session_id=""), prompt)
         for i, prompt in enumerate(prompts)
     )
 

@@ -1,7 +1,7 @@
 """Memory of replies while they are generated and sent: what one may ask for, and what all may take together.
 
 Only the packed form is kept (`ProbRows`): the JSON of a probability is four times as long, and is made while it is
-sent. An owner (`Sender.owner`) may take as much as it leaves free, so one alone gets half, and there is always room
+sent. An owner (`Caller.owner`) may take as much as it leaves free, so one alone gets half, and there is always room
 for the next one.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from llamaslot.base.commands import Submit
+from llamaslot.base.commands import PreparedPrompt
 from llamaslot.base.errors import InvalidRequestError, QueueFullError
 
 MAX_BYTES = 64 * 2**20
@@ -71,13 +71,13 @@ class ProbsLimit(NamedTuple):
         """The most probabilities of which the reply may have its copies."""
         return self.flag_value // self.n_copies
 
-    def check(self, submits: Sequence[Submit], n_ctx: int, n_prompts: Sequence[int] | None = None) -> None:
-        """Raise `InvalidRequestError` if a reply would have more; `n_prompts` has the tokens of each prompt.
+    def check(self, prompts: Sequence[PreparedPrompt], n_ctx: int) -> None:
+        """Raise `InvalidRequestError` if a reply to these prompts would have more.
 
         A reply without `max_tokens` is known to be long with `ignore_eos` only.
         """
         n = 0
-        for submit, n_prompt in zip(submits, n_prompts or [1] * len(submits), strict=True):
+        for submit, n_prompt in ((each.submit, each.tokenized.n_tokens) for each in prompts):
             n_new = n_ctx - n_prompt
             if submit.max_tokens >= 0:
                 n_new = min(n_new, submit.max_tokens)

@@ -1,305 +1,557 @@
-"""The engine as HTTP handlers see it: submit requests, query, and collect metrics.
+"""Service: requests and queries between the HTTP handlers, the prompt worker and the engine.
 
-It exchanges commands and events with the dispatcher and nothing else: `connect` sets where commands go, `receive`
-takes events.
+    open --> prepare --> start --> Generate --> engine --> Started, Output, ..., Finished --> the handler
+             |   ^                                              |
+             v   |                                              v
+         prompt worker: Prepare                             prompt worker: Remember, Release
+
+A request is kept until its terminal event (`live_request.py` has its states). If the engine's process ends, the
+requests that had started fail, and the others are sent to the next engine.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-import math
-from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import structlog
 
+from llamaslot.base.callers import Caller
 from llamaslot.base.commands import (
+    AnswerBody,
+    CacheCleared,
     Cancel,
-    Command,
-    CountTokens,
+    ClearCache,
+    DropPaths,
+    DropSession,
+    EngineCommand,
+    EngineQuery,
+    Generate,
+    InspectCache,
     InspectEngine,
-    ProbeCache,
-    PromptQuery,
+    JsonReply,
+    Needs,
+    Prepare,
+    Prepared,
+    ProbePrompt,
     Query,
-    QueryBody,
-    Submit,
+    WriteTexts,
 )
 from llamaslot.base.errors import (
     DeadlineError,
     InvalidRequestError,
     LlamaslotError,
-    QueueFullError,
     UnavailableError,
     stopped_error,
 )
 from llamaslot.base.events import (
-    TERMINAL,
-    Accepted,
     Cancelled,
     Event,
     Failed,
     Finished,
+    Generated,
     Output,
-    Progress,
     Reply,
     SelfTestEnded,
+    Started,
     Stopped,
 )
+from llamaslot.base.generation.request_context import ReplyOptions
+from llamaslot.base.generation.responses import EarlierItems, ListItems, References
 from llamaslot.base.model import ModelInfo
-from llamaslot.base.stats import EngineState
+from llamaslot.base.stats import CacheProbe, CacheState, EngineState
+from llamaslot.base.text_records import TextRecord
 from llamaslot.formats.recognition import format_of
-from llamaslot.service.generations import Generation, Generations
-from llamaslot.service.metrics import Metrics, per_second
+from llamaslot.prompts.prompt_jobs import (
+    ClearTexts,
+    DroppedSession,
+    Job,
+    Locate,
+    Located,
+    Release,
+    Remember,
+    TextRecords,
+)
+from llamaslot.prompts.prompt_worker import PromptQueue
+from llamaslot.service.capacity import Capacity
+from llamaslot.service.live_request import Change, Completion, LiveRequest, State
+from llamaslot.service.metrics import Metrics
 from llamaslot.service.reply_budget import ProbsLimit, ReplyBudget
+from llamaslot.service.request_log import RequestLog
+from llamaslot.service.suspects import Suspects, request_digest
 
 _log = structlog.get_logger(__name__)
 _R = TypeVar("_R", bound=msgspec.Struct)
+_T = TypeVar("_T")
 
-_CANCELLABLE = PromptQuery | ProbeCache | CountTokens
-"""Queries that read or tokenize texts, which may be long."""
-_MAX_RETRY_AFTER_S = 60
-"""OpenAI's clients ignore a longer one."""
-_MEAN_DECAY = 0.9
-"""Weight of earlier requests in the mean duration."""
-
-
-class _Limit(NamedTuple):
-    """A limit of the requests that run and wait, and how many there are."""
-
-    flag: str
-    most: int
-    n_in_flight: int
-    whose: str = ""
-    """Words for the error message, if it is not a limit of all requests."""
+_POLL_S = 0.01
+"""Time between two looks at whether all requests have ended."""
 
 
 class Service:
-    """The engine as HTTP handlers see it. Every method is called on the server's event loop.
+    """The engine and the prompt worker as HTTP handlers see them. Every method is called on the event loop.
 
-    At most `max_queue` requests may wait for a slot, and of one client at most `max_queue_per_client` (0 for no
-    limit of its own); one more is refused. A request ends with an error after `request_timeout` seconds (0: never).
-    `has_remote` says whether there is a remote tier, whose tokens the log then names.
+    `max_queue` and `max_queue_per_client` are as in `Capacity`. A request fails after `request_timeout` seconds (0:
+    never). `has_remote` says whether there is a remote tier, whose tokens the log then names.
     """
 
     def __init__(
         self,
         info: ModelInfo,
-        chat_template: str,
+        prompts: PromptQueue,
         metrics: Metrics,
         *,
         max_queue: int,
         max_queue_per_client: int = 0,
         request_timeout: float = 0,
         has_remote: bool = False,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.info = info
-        self.chat_template = chat_template
-        """Jinja source of the template in use."""
-        self.output_format = format_of(chat_template, {})
-        """The format in which models write that use the template, to parse their output."""
-        self.max_queue = max_queue
-        self.max_in_flight = info.n_slots + max_queue
-        """Completions that may run and wait together."""
-        self._max_per_client = max_queue_per_client
-        self.request_timeout = request_timeout
-        self._has_remote = has_remote
         self.metrics = metrics
+        self._log = RequestLog(metrics, has_remote=has_remote)
+        self.capacity = Capacity(info.n_slots, max_queue, max_queue_per_client, self._log)
         self.reply_budget = ReplyBudget()
-        self._send: Callable[[Command], None] | None = None
-        self._why_down: Callable[[], str] = lambda: ""
-        self._generations: dict[str, Generation] = {}
-        self._n_of_client: Counter[str] = Counter()
-        """Requests of each client that were submitted and have not ended, and prompts that it has tokenized."""
-        self._n_tokenizing = 0
-        """Prompts that are tokenized, and not run."""
-        self._timers: dict[str, asyncio.TimerHandle] = {}
-        """By request id: the timer that ends it at its deadline."""
-        self._expired: set[str] = set()
-        """Requests that are being cancelled because of their deadline."""
-        self._replies: dict[str, asyncio.Future[Any]] = {}
+        self.output_format = format_of(prompts.chat_template, {})
+        """The format in which models write that use the template, to parse their output."""
+        self._request_timeout = request_timeout
+        self._clock = clock
+        self._prompts = prompts
+        self._preparing: set[asyncio.Future[Any]] = set()
+        """Jobs of the prompt worker that a handler waits for."""
+        self._send: Callable[[EngineCommand], None]
+        self._why_stopped: Callable[[], str] = lambda: ""
+        self.is_connected = False
+        """True while an engine takes commands."""
+        self._completions: dict[str, Completion] = {}
+        """Those that have not ended, by id."""
+        self._alone: Completion | None = None
+        """The suspect that the engine has; it gets no other request until that one's end."""
+        self._suspects = Suspects(clock)
+        self._queries: dict[str, asyncio.Future[Any]] = {}
+        """Queries that the engine has, by id."""
         self._ids = itertools.count(1)
-        self._mean_seconds = 0.0
-        self._refusal: LlamaslotError | None = None
+        self._tasks: set[asyncio.Task[Any]] = set()
+        """Background tasks, such as remembering a reply."""
+        self._unwritten: list[TextRecord] = []
+        """New records that no engine has got yet."""
+        self._is_closing = False
         self.stopped: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         """Done when the engine has ended; its result is the reason, empty after an ordinary stop."""
 
-    def connect(self, send: Callable[[Command], None], why_down: Callable[[], str] = lambda: "") -> None:
-        """Set the function that passes commands on, and one that says why the engine does not run."""
+    @property
+    def chat_template(self) -> str:
+        """Jinja source of the template in use."""
+        return self._prompts.chat_template
+
+    # Requests
+
+    @asynccontextmanager
+    async def open(self, caller: Caller) -> AsyncIterator[LiveRequest]:
+        """Give a request to a handler, and cancel what has not ended when the handler leaves the block.
+
+        Raises what `Capacity.check` raises, before a body is read for nothing.
+        """
+        # Only checked here: uploads that are slow would fill the queue if they counted.
+        self.capacity.check(1, caller.known_client)
+        deadline = asyncio.get_running_loop().time() + self._request_timeout if self._request_timeout else None
+        live = LiveRequest(caller.known_client, caller.owner, deadline, self.reply_budget)
+        try:
+            yield live
+        finally:
+            live.close()
+            for completion in live.completions:
+                self._cancel(completion)
+            if not live.completions:
+                self.capacity.count(live, -live.n_reserved)
+                self._release(live)
+
+    async def prepare(
+        self, live: LiveRequest, job: Prepare, find: Callable[[References], EarlierItems] | None = None
+    ) -> ReplyOptions:
+        """Have the prompt worker read a body and tokenize its prompts; `find` returns earlier items that it names.
+
+        Raises what `Capacity.check` raises, and `InvalidRequestError` or `ContextSizeError` for what cannot run.
+        """
+        self.capacity.reserve(live, 1, live.client)
+        live.id, live.prepared_at = job.context.request_id, self._clock()
+        try:
+            prepared = await self._prepared(job, find)
+        except InvalidRequestError:
+            # A body at fault is its client's business alone, and is answered at once.
+            raise
+        except (LlamaslotError, asyncio.CancelledError) as error:
+            if job.is_run:
+                self._log.record(self._unstarted(live, error), job.context.caller.client_request_id)
+            raise
+        live.prompts = prepared.prompts
+        # Its body may name another client.
+        self.capacity.reserve(live, 1, live.prompts[0].submit.client)
+        return prepared.options
+
+    async def _prepared(self, job: Prepare, find: Callable[[References], EarlierItems] | None) -> Prepared:
+        """Send a job to the prompt worker until it needs nothing more."""
+        while True:
+            answer = await self._answer_of(job)
+            match answer:
+                case Prepared():
+                    return answer
+                case Needs(may_compile=True):
+                    job = msgspec.structs.replace(job, may_compile=True)
+                case Needs(references):
+                    # Only the prompt worker decodes bodies, and it has no earlier items.
+                    assert find is not None
+                    job = msgspec.structs.replace(job, earlier=find(references))
+
+    def _unstarted(self, live: LiveRequest, error: BaseException) -> Failed | Cancelled:
+        """Return the terminal event of a request that no engine has got."""
+        is_late = live.deadline is not None and asyncio.get_running_loop().time() >= live.deadline
+        if isinstance(error, asyncio.CancelledError):
+            return Failed(live.id, self._deadline_error().info()) if is_late else Cancelled(live.id)
+        assert isinstance(error, LlamaslotError)
+        return Failed(live.id, error.info())
+
+    def start(self, live: LiveRequest, probs: ProbsLimit | None = None) -> None:
+        """Have the engine generate the completions of a prepared request, all or none.
+
+        Raises what `Capacity.check` raises, `InvalidRequestError` for a reply over the limit `probs` (without it
+        tokens and probabilities are passed on and not kept), and `UnavailableError` for a request with which the
+        engine has crashed twice.
+        """
+        self.capacity.reserve(live, sum(each.submit.n for each in live.prompts), live.prompts[0].submit.client)
+        if probs is not None:
+            probs.check(live.prompts, self.info.n_ctx_slot)
+        if self._suspects:
+            for prompt in live.prompts:
+                self._suspects.check(request_digest(prompt.submit, prompt.tokenized))
+        live.begin(probs)
+        if live.deadline is not None:
+            # The engine has it now: it ends by a terminal event, once its slot is free.
+            live.timer = asyncio.get_running_loop().call_at(live.deadline, self._expire, live)
+        self._completions |= {each.id: each for each in live.completions}
+        self._send_waiting()
+
+    def cancel(self, request_id: str) -> bool:
+        """Cancel a completion, if it runs or waits: it fails. Return False if it has ended."""
+        completion = self._completions.get(request_id)
+        if completion is not None:
+            self._cancel(completion)
+        return completion is not None
+
+    def owner_of(self, request_id: str) -> str:
+        """Return the owner of a completion that runs or waits; empty for an unknown one."""
+        completion = self._completions.get(request_id)
+        return completion.submit.owner if completion is not None else ""
+
+    @asynccontextmanager
+    async def until_deadline(self, live: LiveRequest) -> AsyncIterator[None]:
+        """Cancel what runs in the `async with` block at the request's deadline, and raise `DeadlineError`."""
+        try:
+            async with asyncio.timeout_at(live.deadline):
+                yield
+        except TimeoutError:
+            raise self._deadline_error() from None
+
+    # The engine's side
+
+    def connect(self, send: Callable[[EngineCommand], None], why_stopped: Callable[[], str] = lambda: "") -> None:
+        """Set the function that passes commands to the engine, and one that says why nothing is carried out."""
         self._send = send
-        self._why_down = why_down
+        self._why_stopped = why_stopped
+        self.is_connected = True
 
     def check_running(self) -> None:
         """Raise `UnavailableError` while the engine is restarting, or stopped by a signal."""
-        if reason := self._why_down():
+        if not self.is_connected:
+            raise _restarting_error()
+        if reason := self._why_stopped():
             raise UnavailableError(reason, retry_after=1)
 
-    @property
-    def n_in_flight(self) -> int:
-        """Requests that were submitted and have not ended."""
-        return len(self._generations)
-
-    def owner_of(self, request_id: str) -> str:
-        """Return the `Sender.owner` of a completion that runs; empty for an unknown one."""
-        generation = self._generations.get(request_id)
-        return generation.submit.owner if generation is not None else ""
-
-    def refuse(self, error: LlamaslotError) -> None:
-        """Refuse further requests with this error; those in flight continue."""
-        self._refusal = error
-
-    def check_capacity(self, n: int, client: str = "") -> None:
-        """Raise if `n` more requests of a client cannot be taken: `UnavailableError` when shutting down,
-        `QueueFullError` when too many are in flight, `InvalidRequestError` when `n` always exceeds the limit.
-        """
-        if self._refusal:
-            raise self._refusal
-        limits = [_Limit("--max-queue", self.max_in_flight, self.n_in_flight + self._n_tokenizing)]
-        if self._max_per_client:
-            most = self.info.n_slots + self._max_per_client
-            limits.append(_Limit("--max-queue-per-client", most, self._n_of_client[client], " of this client"))
-        for limit in limits:
-            if n > limit.most:
-                message = f"{n} completions were asked for at once; the server takes {limit.most} ({limit.flag})"
-                raise InvalidRequestError(message, param="n")
-        for limit in limits:
-            if limit.n_in_flight + n > limit.most:
-                raise self._queue_full(limit, n)
-
-    def _queue_full(self, limit: _Limit, n: int) -> QueueFullError:
-        """Return the error of one request too many, and count it."""
-        rounds = limit.n_in_flight / self.info.n_slots
-        retry_after = min(max(1, math.ceil(rounds * self._mean_seconds)), _MAX_RETRY_AFTER_S)
-        self.metrics.record_end("refused", None)
-        _log.warning(
-            "request.refused", in_flight=limit.n_in_flight, wanted=n, flag=limit.flag, retry_after=retry_after
-        )
-        message = (
-            f"{limit.n_in_flight} requests{limit.whose} run or wait, and the limit is {limit.most} ({limit.flag} "
-            "and the slots); try later"
-        )
-        return QueueFullError(message, retry_after=retry_after)
-
-    def deadline(self) -> float | None:
-        """Return the time on the event loop's clock at which a request that arrives now must have ended, if any."""
-        return asyncio.get_running_loop().time() + self.request_timeout if self.request_timeout else None
-
-    @asynccontextmanager
-    async def limited_by(self, deadline: float | None) -> AsyncIterator[None]:
-        """Cancel what runs in the `async with` block at a deadline, and raise `DeadlineError` in its place."""
-        try:
-            async with asyncio.timeout_at(deadline):
-                yield
-        except TimeoutError:
-            raise self.deadline_error() from None
-
-    def deadline_error(self) -> DeadlineError:
-        """Return the error of a request that has not ended at its deadline."""
-        return DeadlineError(f"the request took more than {self.request_timeout:g} s (--request-timeout)")
-
-    def generate(
-        self, submits: Sequence[Submit], deadline: float | None = None, probs: ProbsLimit | None = None
-    ) -> Generations:
-        """Submit the completions of one request, of one prompt or several, all or none.
-
-        Raises what `check_capacity` raises, and `InvalidRequestError` for a reply over the limit `probs`, without
-        which tokens and probabilities are passed on and not kept. Those that have not ended by `deadline` fail with
-        `deadline_error`.
-        """
-        client = submits[0].client
-        self.check_capacity(sum(submit.n for submit in submits), client)
-        if probs is not None:
-            probs.check(submits, self.info.n_ctx_slot)
-        completions = [completion for submit in submits for completion in submit.completions()]
-        generations = Generations(
-            completions, self.cancel, self.reply_budget, n_ctx=self.info.n_ctx_slot, probs=probs
-        )
-        self._generations |= {each.submit.request_id: each for each in generations.all}
-        self._n_of_client[client] += len(completions)
-        if deadline is not None:
-            loop = asyncio.get_running_loop()
-            for each in completions:
-                self._timers[each.request_id] = loop.call_at(deadline, self._expire, each.request_id)
-        for submit in submits:
-            self.send(submit)
-        return generations
-
-    async def ask_about(self, query: ProbeCache | CountTokens, reply_type: type[_R]) -> _R:
-        """Return the reply to a query about a prompt, which counts as a request of its client meanwhile.
-
-        Raises what `check_capacity` raises, or the error of the reply.
-        """
-        client = query.submit.client
-        self.check_capacity(1, client)
-        self._n_tokenizing += 1
-        self._n_of_client[client] += 1
-        try:
-            return await self.ask(query, reply_type)
-        finally:
-            self._n_tokenizing -= 1
-            self._release_client(client)
-
-    async def ask(self, body: QueryBody, reply_type: type[_R]) -> _R:
-        """Return the reply to a query, or raise its error.
-
-        If this is cancelled, so is a query that the prompt worker has not begun; others run, unheard.
-        """
-        if self.stopped.done():
-            raise self._refusal or UnavailableError("the engine is not running")
-        request_id = f"query-{next(self._ids)}"
-        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._replies[request_id] = future
-        try:
-            self.send(Query(request_id, body))
-            return msgspec.convert(await future, reply_type)
-        finally:
-            if self._replies.pop(request_id, None) is not None and isinstance(body, _CANCELLABLE):
-                self.send(Cancel(request_id))
-
-    async def exposition(self) -> bytes:
-        """Return the metrics in Prometheus' text format."""
-        return self.metrics.exposition(await self.ask(InspectEngine(), EngineState))
-
-    def send(self, command: Command) -> None:
-        """Pass a command to the dispatcher."""
-        if self._send is None:
-            raise UnavailableError("the engine is not running")
-        self._send(command)
-
     def receive(self, events: list[Event]) -> None:
-        """Distribute a step's events."""
+        """Take the events of an engine step."""
         for event in events:
             match event:
-                case Output():
-                    if generation := self._generations.get(event.request_id):
-                        generation.put(event)
                 case Reply():
                     self._resolve(event)
                 case SelfTestEnded(info):
                     # The backend does not know the limits that the server has chosen.
                     self.info = msgspec.structs.replace(info, checkpoint_limits=self.info.checkpoint_limits)
-                case Stopped():
-                    self._engine_stopped(event)
+                case Stopped(reason):
+                    self._stop(reason)
                 case _:
-                    self._pass_on(event)
+                    completion = self._completions.get(event.request_id)
+                    if completion is not None:
+                        self._receive(completion, event)
 
-    def _expire(self, request_id: str) -> None:
-        """End a request at its deadline: it fails once the engine has freed its slot."""
-        self._expired.add(request_id)
-        self.cancel(request_id)
+    def _receive(self, completion: Completion, event: Started | Output | Finished | Failed | Cancelled) -> None:
+        """Take an event of a completion that has not ended."""
+        match event:
+            case Started():
+                is_first = completion.state is State.SENT
+                completion.handle(Change.START)
+                if is_first and event.miss in ("diverged", "changed"):
+                    job = Locate(completion.live.id, event.n_matched, completion.prompt_number)
+                    self._spawn(self._locate(completion, self._prompts.call(job)))
+            case Output():
+                completion.live.put(completion, event)
+            case _:
+                self._end(completion, event)
 
-    def cancel(self, request_id: str) -> bool:
-        """Cancel a completion, if it runs or waits: it fails. Return False if it has ended."""
-        if request_id not in self._generations:
-            return False
-        self.send(Cancel(request_id))
-        return True
+    def _stop(self, reason: str) -> None:
+        """End everything: the engine has ended for good."""
+        self.capacity.refusal = stopped_error(reason)
+        self._end_all(self.capacity.refusal)
+        if not self.stopped.done():
+            self.stopped.set_result(reason)
+
+    def engine_lost(self, is_crash: bool) -> None:
+        """Fail the requests that had started, and keep the others for the next engine: this one has ended."""
+        self.is_connected = False
+        in_engine = [each for each in self._completions.values() if each.is_in_engine]
+        alone, self._alone = self._alone, None
+        if is_crash and in_engine:
+            self._add_suspects(in_engine, alone)
+        message = "the engine ended while it ran this request, and is restarting"
+        error = stopped_error("") if self._is_closing else UnavailableError(message, retry_after=1)
+        for completion in in_engine:
+            if completion.is_cancelled:
+                self._end(completion, Cancelled(completion.id))
+            elif completion.state is State.RUNNING or (is_crash and completion is alone) or self._is_closing:
+                self._fail(completion, error)
+            else:
+                completion.handle(Change.LOSE)
+        self._fail_queries(_restarting_error())
+
+    def engine_restarted(self) -> None:
+        """Send the requests that wait: another engine takes commands."""
+        self.is_connected = True
+        self._write_texts()
+        self._send_waiting()
+
+    async def close(self, seconds: float) -> None:
+        """End all requests as unavailable, and wait until their replies are remembered, at most `seconds`."""
+        self._is_closing = True
+        error = stopped_error("")
+        self.capacity.refusal = self.capacity.refusal or error
+        self._fail_preparing(error)
+        for completion in list(self._completions.values()):
+            self._cancel(completion)
+        loop = asyncio.get_running_loop()
+        until = loop.time() + seconds
+        while (self._completions or self._tasks) and loop.time() < until:
+            await asyncio.sleep(_POLL_S)
+        self._end_all(error)
+
+    def _send_waiting(self) -> None:
+        """Send completions to the engine in order; a suspect waits until the engine has nothing else."""
+        for completion in [each for each in self._completions.values() if each.state is State.WAITING]:
+            if not self.is_connected or self._alone is not None:
+                return
+            if self._suspects and completion.digest in self._suspects:
+                try:
+                    self._suspects.check(completion.digest)
+                except LlamaslotError as error:
+                    self._fail(completion, error)
+                    continue
+                if any(each.is_in_engine for each in self._completions.values()):
+                    return
+                self._alone = completion
+            completion.handle(Change.SEND)
+            waited = self._clock() - completion.live.prepared_at
+            self._send(Generate(completion.submit, completion.prompt.tokenized, waited))
+
+    def _add_suspects(self, in_engine: list[Completion], alone: Completion | None) -> None:
+        """Find the suspects of a crash: what had started, or else what the engine was about to start."""
+        blamed = [each for each in in_engine if each.state is State.RUNNING] or in_engine
+        if alone is not None:
+            self._suspects.refuse(alone.digest)
+        else:
+            for completion in blamed:
+                self._suspects.add(completion.digest)
+        _log.warning("engine.suspects", request_ids=[each.id for each in blamed], alone=alone is not None)
+
+    async def _locate(self, completion: Completion, locating: asyncio.Future[Located]) -> None:
+        """Note the character at which a prompt departs from what was cached."""
+        completion.diverged_at = (await locating).n_characters
+
+    # The end of a completion
+
+    def _cancel(self, completion: Completion) -> None:
+        """Cancel a completion that has not ended: it ends at once, or when the engine has freed its slot."""
+        if completion.state is State.DONE:
+            return
+        if completion.state is State.WAITING:
+            self._end(completion, Cancelled(completion.id))
+        elif not completion.is_cancelled:
+            completion.is_cancelled = True
+            self._send(Cancel(completion.id))
+
+    def _expire(self, live: LiveRequest) -> None:
+        """End a request at its deadline."""
+        live.is_expired = True
+        for completion in live.completions:
+            self._cancel(completion)
+
+    def _fail(self, completion: Completion, error: LlamaslotError) -> None:
+        self._end(completion, Failed(completion.id, error.info()))
+
+    def _end_all(self, error: LlamaslotError) -> None:
+        """Fail all that waits for the engine."""
+        self._fail_preparing(error)
+        self._fail_queries(error)
+        for completion in list(self._completions.values()):
+            self._fail(completion, error)
+
+    def _end(self, completion: Completion, event: Finished | Failed | Cancelled) -> None:
+        """Take the terminal event of a completion that has not ended: every one passes here, once."""
+        live = completion.live
+        completion.handle(Change.END)
+        del self._completions[completion.id]
+        self.capacity.count(live, -1)
+        was_alone = completion is self._alone
+        if was_alone:
+            self._alone = None
+            if isinstance(event, Finished):
+                self._suspects.clear(completion.digest)
+        if not isinstance(event, Failed) and event.generated is not None:
+            # Before the client learns of the end: jobs run in order, so its next prompt finds the reply.
+            self._remember(completion, event.generated, is_whole=isinstance(event, Finished))
+        if not live.n_reserved:
+            self._release(live)
+        if completion.diverged_at >= 0 and event.progress is not None:
+            progress = msgspec.structs.replace(event.progress, diverged_at=completion.diverged_at)
+            event = msgspec.structs.replace(event, progress=progress)
+        if isinstance(event, Cancelled) and (live.is_expired or self._is_closing):
+            error = self._deadline_error() if live.is_expired else stopped_error("")
+            event = Failed(event.request_id, error.info(), event.progress)
+        live.put(completion, event)
+        self._log.record(event, completion.submit.client_request_id)
+        if was_alone or self._suspects:
+            # Others may have waited for this end. Not at once: the caller may be going through all completions.
+            asyncio.get_running_loop().call_soon(self._send_waiting)
+
+    def _remember(self, completion: Completion, generated: Generated, *, is_whole: bool) -> None:
+        job = Remember(
+            completion.live.id,
+            generated.packed_tokens,
+            generated.n_sent,
+            completion.id if is_whole else "",
+            completion.prompt_number,
+        )
+        self._spawn(self._write_new(self._prompts.call(job)))
+
+    async def _write_new(self, remembering: asyncio.Future[TextRecords]) -> None:
+        new = await remembering
+        if new.records:
+            self._unwritten += new.records
+            self._write_texts()
+
+    def _write_texts(self) -> None:
+        """Have the engine write new records to disk."""
+        if self._unwritten and self.is_connected:
+            records, self._unwritten = tuple(self._unwritten), []
+            self._send(WriteTexts(records))
+
+    def _release(self, live: LiveRequest) -> None:
+        """Have the prompt worker drop what it keeps of a request."""
+        if live.id:
+            _ignored(self._prompts.call(Release(live.id)))
+            live.id = ""
+
+    def _deadline_error(self) -> DeadlineError:
+        return DeadlineError(f"the request took more than {self._request_timeout:g} s (--request-timeout)")
+
+    # Queries
+
+    async def ask(self, body: EngineQuery, reply_type: type[_R]) -> _R:
+        """Return the engine's reply to a query, or raise its error."""
+        self._check_stopped()
+        if not self.is_connected:
+            raise _restarting_error()
+        request_id = f"query-{next(self._ids)}"
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._queries[request_id] = future
+        try:
+            self._send(Query(request_id, body))
+            # From another process the body arrives as builtins.
+            return msgspec.convert(await future, reply_type)
+        finally:
+            self._queries.pop(request_id, None)
+
+    async def answer(self, job: AnswerBody | ListItems) -> JsonReply:
+        """Return the prompt worker's answer, or raise its error."""
+        reply: JsonReply = await self._answer_of(job)
+        return reply
+
+    async def probe(self, live: LiveRequest) -> CacheProbe:
+        """Return what is cached of the prompt of a prepared request, which is not run."""
+        (prompt,) = live.prompts
+        probe = await self.ask(ProbePrompt(prompt.submit, prompt.tokenized), CacheProbe)
+        if probe.miss in ("diverged", "changed"):
+            place: Located = await self._answer_of(Locate(live.id, probe.prompt_tokens - probe.computed))
+            if place.n_characters >= 0:
+                probe.diverged_at = place.n_characters
+        return probe
+
+    async def engine_state(self) -> EngineState:
+        """Return the state of slots, queue and cache."""
+        state = await self.ask(InspectEngine(), EngineState)
+        state.cache.anchors, state.cache.sessions, state.cache.messages = self._prompts.stats
+        return state
+
+    async def cache_state(self, query: InspectCache) -> CacheState:
+        """Return the cache's statistics and its radix tree."""
+        state = await self.ask(query, CacheState)
+        state.anchors, state.sessions, state.messages = self._prompts.stats
+        return state
+
+    async def exposition(self) -> bytes:
+        """Return the metrics in Prometheus' text format."""
+        return self.metrics.exposition(await self.engine_state())
+
+    async def drop_session(self, session_id: str, cache_salt: str) -> CacheCleared:
+        """Drop a session, and the KV that only it uses; raises `NotFoundError`.
+
+        It goes on if the client does not wait: what the prompt worker has dropped must not stay on disk.
+        """
+        self.check_running()
+        return await asyncio.shield(self._spawn(self._drop_session(DropSession(session_id, cache_salt))))
+
+    async def _drop_session(self, job: DropSession) -> CacheCleared:
+        dropped: DroppedSession = await self._prompts.call(job)
+        return await self.ask(DropPaths(dropped.namespace, dropped.paths, dropped.digest), CacheCleared)
+
+    async def clear_cache(self) -> CacheCleared:
+        """Drop every prefix that no running request uses, and all that is remembered of texts."""
+        self.check_running()
+        return await asyncio.shield(self._spawn(self._clear_cache()))
+
+    async def _clear_cache(self) -> CacheCleared:
+        # First the texts: what is being remembered now is dropped too.
+        await self._prompts.call(ClearTexts())
+        return await self.ask(ClearCache(), CacheCleared)
+
+    async def _answer_of(self, job: Job) -> Any:
+        """Return the prompt worker's answer; the job is cancelled with the task that waits for it."""
+        self._check_stopped()
+        future = self._prompts.call(job)
+        self._preparing.add(future)
+        try:
+            return await future
+        finally:
+            self._preparing.discard(future)
+
+    def _check_stopped(self) -> None:
+        if self.stopped.done():
+            raise self.capacity.refusal or stopped_error("")
 
     def _resolve(self, reply: Reply) -> None:
-        future = self._replies.pop(reply.request_id, None)
+        future = self._queries.pop(reply.request_id, None)
         if future is None or future.done():
             return
         if reply.error is not None:
@@ -307,83 +559,30 @@ class Service:
         else:
             future.set_result(reply.body)
 
-    def _pass_on(self, event: Accepted | Finished | Failed | Cancelled) -> None:
-        generation = self._generations.get(event.request_id)
-        if generation is None:
-            return
-        if isinstance(event, Cancelled) and event.request_id in self._expired:
-            event = Failed(event.request_id, self.deadline_error().info(), event.progress)
-        generation.put(event)
-        if isinstance(event, TERMINAL):
-            self._remove(generation.submit)
-            self._log_end(event, generation.submit.client_request_id)
-
-    def _remove(self, submit: Submit) -> None:
-        del self._generations[submit.request_id]
-        self._release_client(submit.client)
-        self._expired.discard(submit.request_id)
-        timer = self._timers.pop(submit.request_id, None)
-        if timer is not None:
-            timer.cancel()
-
-    def _release_client(self, client: str) -> None:
-        """Count one request of a client less."""
-        self._n_of_client[client] -= 1
-        if not self._n_of_client[client]:
-            del self._n_of_client[client]
-
-    def _log_end(self, event: Finished | Failed | Cancelled, client_request_id: str) -> None:
-        reason = _reason(event)
-        progress = event.progress
-        self.metrics.record_end(reason, progress)
-        log = _log.bind(request_id=event.request_id)
-        if client_request_id:
-            log = log.bind(client_request_id=client_request_id)
-        if isinstance(event, Failed):
-            log = log.bind(type=event.error.type, error=event.error.message)
-        if progress is None:
-            log.info("request.done", finish_reason=reason)
-            return
-        seconds = (progress.prompt_ms + progress.predicted_ms) / 1e3
-        decay = _MEAN_DECAY if self._mean_seconds else 0.0
-        self._mean_seconds = decay * self._mean_seconds + (1 - decay) * seconds
-        log.info("request.done", **_log_fields(progress, self._has_remote), finish_reason=reason)
-
-    def _engine_stopped(self, event: Stopped) -> None:
-        self._refusal = stopped_error(event.reason)
-        for future in self._replies.values():
+    def _fail_queries(self, error: LlamaslotError) -> None:
+        for future in self._queries.values():
             if not future.done():
-                future.set_exception(self._refusal)
-        self._replies.clear()
-        if not self.stopped.done():
-            self.stopped.set_result(event.reason)
+                future.set_exception(error)
+        self._queries.clear()
+
+    def _fail_preparing(self, error: LlamaslotError) -> None:
+        for future in self._preparing:
+            if not future.done():
+                future.set_exception(error)
+
+    def _spawn(self, work: Coroutine[Any, Any, _T]) -> asyncio.Task[_T]:
+        """Run something in the background; an error that nobody awaits is dropped."""
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        _ignored(task)
+        return task
 
 
-def _reason(event: Finished | Failed | Cancelled) -> str:
-    if isinstance(event, Finished):
-        return event.reason
-    return "error" if isinstance(event, Failed) else "cancelled"
+def _restarting_error() -> UnavailableError:
+    return UnavailableError("the engine is restarting; try later", retry_after=1)
 
 
-def _log_fields(progress: Progress, has_remote: bool) -> dict[str, Any]:
-    return {
-        "slot": progress.slot,
-        "queue_ms": round(progress.queue_ms, 2),
-        "ttft_ms": round(progress.queue_ms + progress.prompt_ms, 2),
-        "prompt_tokens": progress.n_prompt,
-        "prefix_cache_tokens": progress.n_cached,
-        "prefix_cache_ratio": round(progress.n_cached / progress.n_prompt, 4),
-        "prefix_copied_tokens": progress.n_copied,
-        "prefix_loaded_tokens": progress.n_loaded,
-        "prefix_read_tokens": progress.n_read,
-        **({"prefix_fetched_tokens": progress.n_fetched} if has_remote else {}),
-        "prefix_anchored_tokens": progress.n_anchored,
-        **({"restored_tokens": progress.n_restored} if progress.n_restored else {}),
-        "prefix_miss": progress.miss or None,
-        **({"diverged_at": progress.diverged_at} if progress.diverged_at >= 0 else {}),
-        **({"session_match": progress.session_match} if progress.session_match else {}),
-        **({"approximate_tokens": progress.n_approximate} if progress.n_approximate else {}),
-        "load_ms": round(progress.load_ms, 2),
-        "generated_tokens": progress.n_generated,
-        "tokens_per_second": round(per_second(progress), 2),
-    }
+def _ignored(future: asyncio.Future[Any]) -> None:
+    """Ignore the result of a future, and its error."""
+    future.add_done_callback(lambda done: done.cancelled() or done.exception())

@@ -229,9 +229,7 @@ class ChatTemplate:
         for piece in pieces:
             n_characters += len(piece)
             if n_characters > self._max_characters:
-                raise _RefusedError(
-                    f"the prompt would be longer than {self._max_characters} characters"
-                )
+                raise _RefusedError(f"the prompt would be longer than {self._max_characters} characters")
             text.append(piece)
         return "".join(text)
 

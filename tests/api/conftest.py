@@ -17,7 +17,6 @@ from llamaslot.api.body_reader import BodyReader
 from llamaslot.api.context import READINESS, ApiSettings
 from llamaslot.api.http_server import Listener, create_app, serve
 from llamaslot.api.json_bodies import BODY_READER
-from llamaslot.base.commands import InspectEngine
 from llamaslot.base.stats import EngineState
 from llamaslot.service.metrics import Metrics
 from llamaslot.service.service import Service
@@ -72,7 +71,7 @@ class Server:
     async def state_where(self, wanted: Callable[[EngineState], bool]) -> EngineState:
         """The engine's state as soon as it is as wanted."""
         for _ in range(2000):
-            state = await self.service.ask(InspectEngine(), EngineState)
+            state = await self.service.engine_state()
             if wanted(state):
                 return state
             await asyncio.sleep(0.005)
@@ -106,18 +105,15 @@ async def start() -> AsyncIterator[Start]:
             **settings: Any,
         ) -> Server:
             backend = backend or FakeBackend(n_ctx=1024)
-            info = backend.info
             api_settings = ApiSettings(**settings)
-            service = Service(
-                info,
-                template,
-                Metrics(api_settings.model_names(info)[0]),
-                max_queue=max_queue,
-                max_queue_per_client=max_queue_per_client,
-                request_timeout=request_timeout,
-            )
-            own = LocalEngine(backend, service.receive, template=template, **(engine or {}))
-            service.connect(own.send)
+            limits = {
+                "metrics": Metrics(api_settings.model_names(backend.info)[0]),
+                "max_queue": max_queue,
+                "max_queue_per_client": max_queue_per_client,
+                "request_timeout": request_timeout,
+            }
+            own = LocalEngine(backend, service=limits, template=template, **(engine or {}))
+            service = own.service
             run = asyncio.create_task(own.run())
 
             async def stop() -> None:

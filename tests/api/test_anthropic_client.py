@@ -138,7 +138,7 @@ async def test_errors(connect: Any) -> None:
         await client.with_options(api_key="wrong").messages.create(**ASKED)
     with pytest.raises(anthropic.NotFoundError):
         await client.messages.batches.list()
-    server.service.refuse(QueueFullError("too many", retry_after=1))
+    server.service.capacity.refusal = QueueFullError("too many", retry_after=1)
     with pytest.raises(anthropic.RateLimitError):
         await client.messages.create(**ASKED)
 

@@ -335,7 +335,7 @@ async def test_a_request_whose_choices_exceed_the_queue_starts_none(start: Any) 
         (NATIVE, {"prompt": ["x", "y", "z"]}, 429),
     ):
         assert (await server.post(path, body))[0] == status
-        assert server.service.n_in_flight == 1
+        assert server.service.capacity.n_in_flight == 1
         async with server.session.get(server.url + "/metrics") as response:
             assert "cancelled" not in await response.text()
     running.cancel()

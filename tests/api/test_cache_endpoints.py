@@ -325,7 +325,8 @@ def made(
     body = CompletionBody(prompt=["p"] * n_prompts, n=n)
     key_secret = ApiSettings(cache_salt_from_api_key=from_key).key_secret(api_key)
     context = RequestContext("request", ApiSettings().request_limits(10), Sampling(), key_secret=key_secret)
-    return submissions(body, prompts_of(body, info.n_vocab, 10), context, info, lambda _: ())
+    read = submissions(body, prompts_of(body, info.n_vocab, 10), context, info, lambda _: ())
+    return tuple(each.submit for each in read)
 
 
 async def test_each_prompt_is_one_submission() -> None:

@@ -50,7 +50,7 @@ async def connect(start: Any) -> Any:
 async def gone(server: Any) -> None:
     """Check that all requests have ended, well before their token limit."""
     state = await server.idle()
-    assert server.service.n_in_flight == 0
+    assert server.service.capacity.n_in_flight == 0
     assert state.n_decoded_tokens < 10_000
     await server.ok("/completion", {"prompt": "Hello", "max_tokens": 1})
 
@@ -88,7 +88,7 @@ async def test_a_client_that_leaves_while_queued_cancels_its_request(connect: An
     second.close()
     state = await server.state_where(lambda state: state.n_queued == 0)
     assert state.slots[0].request_id
-    assert server.service.n_in_flight == 1
+    assert server.service.capacity.n_in_flight == 1
     first.close()
     await gone(server)
 
@@ -140,7 +140,7 @@ class Cancellations:
         self._engine, self._backend = local.engine, backend
         self._cancel = self._engine._cancel
         self._engine._cancel = self.cancel
-        local.dispatcher.connect(self.send)
+        local.service.connect(self.send)
 
     def send(self, command: commands.EngineCommand) -> None:
         """Note when the engine is told."""
@@ -193,7 +193,7 @@ async def test_every_client_that_leaves_frees_its_slot_within_a_step(
             if chance.random() < 0.5:
                 writer.transport.abort()
             writer.close()
-            while server.service.n_in_flight > n_others:
+            while server.service.capacity.n_in_flight > n_others:
                 await asyncio.sleep(0)
 
     n_others, n_each = 0, 250 if LONG else 3

@@ -11,11 +11,11 @@ import openai
 import pytest
 
 from llamaslot.api.context import ApiSettings
+from llamaslot.base.callers import Caller
 from llamaslot.base.commands import TextPart
 from llamaslot.base.generation.request_context import RequestContext
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.namespaces import tenant_name
-from llamaslot.base.turns import Sender
 from llamaslot.protocol.bodies import CompletionBody
 from llamaslot.protocol.submission import submissions
 from tests.api.conftest import Server, Start
@@ -77,7 +77,7 @@ async def test_one_client_cannot_fill_the_queue(start: Start) -> None:
     await server.state_where(lambda state: state.n_queued == 4)
     status, _, message = await refused(server, NATIVE, ENDLESS, headers={"X-Session-ID": "a third"})
     assert status == 429
-    assert "--max-queue " in message
+    assert "--max-queue)" in message
     for task in tasks:
         task.cancel()
     await asyncio.wait(tasks)
@@ -112,16 +112,16 @@ async def test_many_requests_of_one_client_delay_another_by_one_request(start: S
 
 
 def test_the_key_tells_clients_apart_then_the_session_then_the_address() -> None:
-    with_key = Sender.of("key", "address")
-    assert with_key.client("session") == Sender.of("key", "another").client("")
-    assert with_key.client("session") != Sender.of("another", "address").client("session")
+    with_key = Caller.of("key", "address")
+    assert with_key.client("session") == Caller.of("key", "another").client("")
+    assert with_key.client("session") != Caller.of("another", "address").client("session")
     assert with_key.client("session") == tenant_name("key"), "it has the name that GET /cache shows"
     assert "key" not in with_key.client("session")
-    without = Sender.of(None, "address")
-    assert without.client("session") == Sender.of(None, "another").client("session")
-    assert without.client("") != Sender.of(None, "another").client("")
+    without = Caller.of(None, "address")
+    assert without.client("session") == Caller.of(None, "another").client("session")
+    assert without.client("") != Caller.of(None, "another").client("")
     assert len({without.client(session_id) for session_id in ("", "session", "another")}) == 3
-    assert Sender.of("", "address").client("") == Sender.of("", "another").client(""), "a server with keys"
+    assert Caller.of("", "address").client("") == Caller.of("", "another").client(""), "a server with keys"
 
 
 @pytest.mark.parametrize("key", ["key", None])
@@ -129,11 +129,11 @@ def test_the_key_tells_clients_apart_then_the_session_then_the_address() -> None
 def test_a_session_in_the_body_tells_clients_apart_as_one_in_the_headers(
     key: str | None, session_id: str | None
 ) -> None:
-    sender = Sender.of(key, "address")
-    context = RequestContext("r", ApiSettings().request_limits(1), Sampling(), sender=sender)
+    caller = Caller.of(key, "address")
+    context = RequestContext("r", ApiSettings().request_limits(1), Sampling(), caller=caller)
     body = CompletionBody(prompt="x", session_id=session_id)
-    (submit,) = submissions(body, [(TextPart("x"),)], context, FakeBackend().info, lambda _: ())
-    assert submit.client == sender.client(session_id or "")
+    (read,) = submissions(body, [(TextPart("x"),)], context, FakeBackend().info, lambda _: ())
+    assert read.submit.client == caller.client(session_id or "")
 
 
 class Stuck(FakeBackend):
@@ -162,7 +162,7 @@ async def test_requests_end_at_their_deadline_whether_they_wait_or_run(start: St
     await server.state_where(lambda state: state.n_queued == 1 and state.slots[0].n_generated > 2)
     clock.advance(190)
     await asyncio.sleep(0.05)
-    assert server.service.n_in_flight == 2
+    assert server.service.capacity.n_in_flight == 2
     clock.advance(20)
     async with asyncio.timeout(5):
         for task in tasks:
@@ -172,7 +172,7 @@ async def test_requests_end_at_their_deadline_whether_they_wait_or_run(start: St
             assert text.count("timeout_error") == text.count("--request-timeout") == 1
             assert "[DONE]" not in text
     await server.idle()
-    assert server.service.n_in_flight == 0
+    assert server.service.capacity.n_in_flight == 0
     await server.ok(NATIVE, {"prompt": "x", "n_predict": 1})
 
 

@@ -280,7 +280,7 @@ async def test_count_tokens_counts_the_prompt_of_the_same_body(start: Any) -> No
         usage = (await server.ok(MESSAGES, {**body, "max_tokens": 1, "cache_prompt": False}))["usage"]
         assert counted == {"input_tokens": usage["input_tokens"]}
     async with asyncio.timeout(10):
-        while server.local.prompts.n_contexts:
+        while server.local.prompts.threads.n_kept:
             await asyncio.sleep(0.005)
 
 
@@ -371,7 +371,7 @@ async def test_errors_of_the_middleware_have_it_too(start: Any) -> None:
     assert await refused(body=large, **key) == (413, "request_too_large")
     assert await refused(COUNT, large, **key) == (413, "request_too_large")
     assert (await server.post(MESSAGES, PLAIN, headers=key))[0] == 200
-    server.service.refuse(QueueFullError("too many", retry_after=1))
+    server.service.capacity.refusal = QueueFullError("too many", retry_after=1)
     assert await refused(**key) == (429, "rate_limit_error")
 
 

@@ -108,6 +108,6 @@ async def test_errors(server: Any, client: openai.AsyncOpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as unbuilt:
         await client.chat.completions.create(model="any", messages=MESSAGES, modalities=["text", "audio"])
     assert (unbuilt.value.param, unbuilt.value.type) == ("modalities", "not_supported_error")
-    server.service.refuse(QueueFullError("too many", retry_after=1))
+    server.service.capacity.refusal = QueueFullError("too many", retry_after=1)
     with pytest.raises(openai.RateLimitError):
         await client.completions.create(model="any", prompt="x")

@@ -58,8 +58,8 @@ class Chats:
         self.vocab = FakeVocab()
         self.prompts: list[list[int]] = []
         self.generated: list[list[int]] = []
-        dispatcher = server.local.dispatcher
-        send, receive = dispatcher._send, dispatcher.receive
+        service = server.service
+        send, receive = service._send, server.local._receive
 
         def sent(command: Any) -> None:
             if isinstance(command, Generate):
@@ -72,7 +72,7 @@ class Chats:
                     self.generated.append(ids_of(event.generated.packed_tokens))
             receive(events)
 
-        dispatcher.connect(sent)
+        service.connect(sent)
         server.local.engine._on_events = received
 
     @property
@@ -554,7 +554,7 @@ async def test_a_message_that_is_restored_outlives_one_that_is_not(start: Any) -
     chat = await chats(start, CALL, CALL, "x", CALL, "x", "x")
     first, other = [reply_of(await chat.ask(QUESTION, cache_salt=salt)) for salt in ("one", "two")]
     await chat.ask(QUESTION, first, *results(first), cache_salt="one", max_tokens=0)
-    memory = chat.server.local.prompts._jobs.tokenizer.replies
+    memory = chat.server.local.prompts.threads._jobs.tokenizer.replies
     memory._replies.max_bytes = memory.n_bytes
     await chat.ask(QUESTION, cache_salt="three")
     for salt, message in (("one", first), ("two", other)):
@@ -577,7 +577,7 @@ async def test_no_key_evicts_a_message_of_another_within_its_share(start: Any) -
         return dict(reply)
 
     message = reply_of(await ask("one", QUESTION))
-    memory = server.local.prompts._jobs.tokenizer.replies
+    memory = server.local.prompts.threads._jobs.tokenizer.replies
     async with asyncio.timeout(10):
         while not len(memory):
             await asyncio.sleep(0.005)

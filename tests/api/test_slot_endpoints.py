@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from llamaslot.backend.disk import SlotFiles
-from llamaslot.base.commands import Command, Query, SlotAction
+from llamaslot.base.commands import EngineCommand, Query, SlotAction
 from tests.fake_backend import FakeBackend
 
 
@@ -38,14 +38,14 @@ async def test_an_action_is_carried_out_although_its_client_goes_away(
     server: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = asyncio.Event()
-    send = server.service.send
+    send = server.service._send
 
-    def sent(command: Command) -> None:
+    def sent(command: EngineCommand) -> None:
         send(command)
         if isinstance(command, Query) and isinstance(command.body, SlotAction):
             asked.set()
 
-    monkeypatch.setattr(server.service, "send", sent)
+    monkeypatch.setattr(server.service, "_send", sent)
     body = {"prompt": "Hello", "n_predict": -1, "id_slot": 0, "ignore_eos": True}
     running = asyncio.create_task(server.post("/completion", body))
     await server.state_where(lambda state: state.slots[0].n_generated > 2)

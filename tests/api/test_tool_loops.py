@@ -279,15 +279,15 @@ class Served:
     def __init__(self, server: Any) -> None:
         self.prompts: list[Sequence[int]] = []
         self.ok = server.ok
-        dispatcher = server.local.dispatcher
-        send = dispatcher._send
+        service = server.service
+        send = service._send
 
         def sent(command: Any) -> None:
             if isinstance(command, Generate):
                 self.prompts.append(ids_of(command.prompt.packed_tokens))
             send(command)
 
-        dispatcher.connect(sent)
+        service.connect(sent)
 
 
 async def served(start: Any, family: Family, conversations: Sequence[Sequence[Step]]) -> Served:

@@ -11,15 +11,12 @@ import pytest
 from msgspec.structs import asdict
 
 from llamaslot.api.context import ApiSettings
+from llamaslot.base.callers import Caller
 from llamaslot.base.commands import (
     AnswerBody,
     CacheCleared,
     Cancel,
     ClearCache,
-    Command,
-    CountTokens,
-    Detokenize,
-    Detokenized,
     DropPaths,
     DropSession,
     EngineCommand,
@@ -28,23 +25,21 @@ from llamaslot.base.commands import (
     InspectCache,
     InspectEngine,
     JsonReply,
-    ParseBody,
-    ParsedBody,
-    ProbeCache,
+    Needs,
+    Prepare,
+    Prepared,
+    PreparedPrompt,
     ProbePrompt,
     Query,
-    QueryBody,
     SlotAction,
     SlotActionDone,
     Submit,
-    TextPart,
-    TokensPart,
     WriteTexts,
 )
 from llamaslot.base.errors import ErrorInfo
 from llamaslot.base.events import TERMINAL, Event, Generated, Progress, Reply
 from llamaslot.base.generation.request_context import ReplyOptions, RequestContext
-from llamaslot.base.generation.responses import ListItems
+from llamaslot.base.generation.responses import ListItems, References
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.generation.tools import ParserOptions, Tool, packed
 from llamaslot.base.model import Capabilities, CheckpointLimits, ModelInfo, StateKind
@@ -69,7 +64,6 @@ PROGRESS = Progress(
 )
 VALUES: dict[str, Any] = {
     "request_id": "r-1",
-    "prompt": (TextPart("a\u20ac", special=False), TokensPart((1, 2))),
     "generated": Generated(b"\1\0\0\0", 3),
     "sampling": SAMPLING,
     "progress": PROGRESS,
@@ -93,47 +87,46 @@ PREFIX = CachePrefix(
     checkpoint=64,
     text="a€",
 )
-PROMPT_QUERIES = [
-    Detokenize((3, 4)),
-    ParseBody(
+PROMPT_JOBS = [
+    Prepare(
         "chat",
         b"{}",
-        RequestContext("r", ApiSettings().request_limits(2), SAMPLING, session_id="mine", key_secret="a b"),
+        RequestContext(
+            "r", ApiSettings().request_limits(2), SAMPLING, caller=Caller("k", "a", "mine"), key_secret="a b"
+        ),
     ),
     AnswerBody("tokenize", b"\xff"),
     ListItems((b"[]", b'[{"id": "a"}]'), 20, is_descending=True),
 ]
 QUERIES = [
-    *PROMPT_QUERIES,
     InspectEngine(),
     InspectCache(5, text=True),
-    DropSession("mine", "salt"),
-    ProbeCache(Submit("p", (TextPart("a"),), sampling=SAMPLING)),
-    CountTokens(Submit("p", (TextPart("a"),), sampling=SAMPLING)),
-    ProbePrompt(Submit("p", (), sampling=SAMPLING), TokenizedPrompt(b"\1\0\0\0", session_match="new")),
+    ProbePrompt(Submit("p", sampling=SAMPLING), TokenizedPrompt(b"\1\0\0\0", session_match="new")),
     SlotAction(1, "restore", "a.bin"),
     ClearCache(),
-]
-ENGINE_QUERIES = [
-    *(each for each in QUERIES if isinstance(each, EngineQuery)),
     DropPaths("space", (b"\1\0\0\0",), b"digest"),
 ]
 RECORD = TextRecord("anchor", b"digest", b"content", b"parent")
-SUBMIT = Submit("r", (TextPart("a"),), sampling=SAMPLING)
+SUBMIT = Submit("r", sampling=SAMPLING)
 JOBS = [
-    prompt_jobs.TokenizePrompt(SUBMIT),
     prompt_jobs.Remember("r", b"\1\0\0\0", 3),
     prompt_jobs.Release("r"),
     prompt_jobs.Locate("r", 3),
     prompt_jobs.ClearTexts(),
     prompt_jobs.Restore((RECORD,)),
     DropSession("mine", "salt"),
-    *PROMPT_QUERIES,
+    *PROMPT_JOBS,
+]
+RESULTS = [
+    Prepared(
+        (PreparedPrompt(SUBMIT, TokenizedPrompt(b"\1\0\0\0"), "text", "echo"),),
+        ReplyOptions(stream=True, response_fields=("content",), sse_ping_interval=3),
+    ),
+    Needs(may_compile=True),
+    Needs(References("resp_1", ("item_1",))),
+    JsonReply(b"{}"),
 ]
 REPLIES = [
-    Detokenized("text"),
-    ParsedBody((SUBMIT,), ReplyOptions(stream=True, response_fields=("content",), sse_ping_interval=3)),
-    JsonReply(b"{}"),
     SlotActionDone(3, 4, 0.5),
     CacheCleared(3),
     EngineState(slots=(SlotState(0, 128, 7, sampling=SAMPLING),), n_queued=2, cache=CACHE),
@@ -154,9 +147,9 @@ def example(kind: type[msgspec.Struct]) -> msgspec.Struct:
     return kind(**values)
 
 
-@pytest.mark.parametrize("kind", [Submit, Cancel, *get_args(Event)], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", [Cancel, *get_args(Event)], ids=lambda kind: kind.__name__)
 def test_a_message_comes_back_equal(kind: type[msgspec.Struct]) -> None:
-    union = Command if kind in get_args(Command) else Event
+    union = EngineCommand if kind in get_args(EngineCommand) else Event
     message = example(kind)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=union) == message
 
@@ -164,7 +157,7 @@ def test_a_message_comes_back_equal(kind: type[msgspec.Struct]) -> None:
 @pytest.mark.parametrize("body", QUERIES, ids=lambda body: type(body).__name__)
 def test_a_query_comes_back_equal(body: Any) -> None:
     query = Query("q", body)
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(query), type=Command) == query
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(query), type=EngineCommand) == query
 
 
 @pytest.mark.parametrize(
@@ -173,7 +166,6 @@ def test_a_query_comes_back_equal(body: Any) -> None:
         Generate(SUBMIT, TokenizedPrompt(b"\1\0\0\0", session_match="diverge", n_approximate=1), 0.5),
         WriteTexts((RECORD,)),
         Cancel("r"),
-        *(Query("q", body) for body in ENGINE_QUERIES),
     ],
     ids=repr,
 )
@@ -186,9 +178,13 @@ def test_a_job_comes_back_equal(job: Any) -> None:
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(job), type=prompt_jobs.Job) == job
 
 
+@pytest.mark.parametrize("result", RESULTS, ids=lambda result: type(result).__name__)
+def test_the_result_of_a_job_comes_back_equal(result: Any) -> None:
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(result), type=prompt_jobs.JobResult) == result
+
+
 def test_every_query_and_job_is_tried() -> None:
-    assert {type(body) for body in [*QUERIES, *ENGINE_QUERIES]} == {*get_args(QueryBody)}
-    assert {type(body) for body in ENGINE_QUERIES} == {*get_args(EngineQuery)}
+    assert {type(body) for body in QUERIES} == {*get_args(EngineQuery)}
     assert {type(job) for job in JOBS} == {*get_args(prompt_jobs.Job)}
 
 
@@ -199,12 +195,12 @@ def test_a_reply_comes_back_equal(body: Any) -> None:
 
 
 def test_the_completions_of_a_prompt_have_ids_and_seeds_of_their_own_and_one_group() -> None:
-    submit = Submit("r", (TextPart("a"),), sampling=Sampling(seed=2**32 - 2), n=3)
+    submit = Submit("r", sampling=Sampling(seed=2**32 - 2), n=3)
     completions = submit.completions()
     assert [each.request_id for each in completions] == ["r-0", "r-1", "r-2"]
     assert [each.sampling.seed for each in completions] == [2**32 - 2, 0, 1]
-    assert {(each.group, each.n, each.prompt) for each in completions} == {("r", 1, submit.prompt)}
-    assert [each.group for each in Submit("r", ()).completions()] == [""]
+    assert {(each.group, each.n) for each in completions} == {("r", 1)}
+    assert [each.group for each in Submit("r").completions()] == [""]
 
 
 def test_the_facts_about_a_model_come_back_equal() -> None:
@@ -222,10 +218,10 @@ def test_every_terminal_event_is_an_event() -> None:
 def test_schemas_of_tools_are_passed_on_without_being_decoded() -> None:
     schema = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(100)}}
     tools = tuple(Tool(f"f{i}", schema) for i in range(20_000))
-    parsed = ParsedBody((), ReplyOptions(parser=ParserOptions(packed(tools))))
+    parsed = Prepared((), ReplyOptions(parser=ParserOptions(packed(tools))))
     raw = msgspec.msgpack.encode(parsed)
     started = time.process_time()
-    decoded = msgspec.msgpack.decode(raw, type=ParsedBody)
+    decoded = msgspec.msgpack.decode(raw, type=Prepared)
     assert time.process_time() - started < 0.3, "objects for each of 2,000,000 schemas take ten times as long"
     assert decoded == parsed
     assert list(decoded.options.parser.tools_by_name.values()) == list(tools)

@@ -24,7 +24,7 @@ from bench.demo.corpus import Dialogue
 from llamaslot.backend.disk import DiskStore
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings
 from llamaslot.backend.llama.state.partial_states import PartialStates
-from llamaslot.base.commands import Submit, TextPart, TokensPart
+from llamaslot.base.commands import TextPart, TokensPart
 from llamaslot.base.events import Finished, Progress
 from llamaslot.base.kv_ops import Kv, Restore
 from llamaslot.kvcache.tiers import pacing
@@ -32,6 +32,7 @@ from tests.conftest import LONG
 from tests.demo.talks import TEMPLATE, dialogues, forked, turns
 from tests.engine.harness import GREEDY, Harness, running
 from tests.noise import Noise
+from tests.prompt_threads import text_request
 from tests.text.rendering import rendered
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -121,7 +122,7 @@ class Asked:
             name = f"{i} from {len(tokens[i])}"
             prompt = TextPart(self.prompts[i]), TokensPart(tuple(tokens[i]))
             n = min(step, self.n_tokens - len(tokens[i]))
-            end = await engine.send(Submit(name, prompt, sampling=GREEDY, max_tokens=n, **fields))
+            end = await engine.send(text_request(name, prompt, sampling=GREEDY, max_tokens=n, **fields))
             assert isinstance(end, Finished), end
             tally.progress.append(end.progress)
             tokens[i] += engine.tokens(name)

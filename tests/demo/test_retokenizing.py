@@ -11,12 +11,13 @@ from collections import Counter
 from bench.demo.corpus import held_out
 from llamaslot.app.models import resolve_model
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings
-from llamaslot.base.commands import Submit, TextPart, TokensPart
-from llamaslot.base.events import Accepted, Finished
+from llamaslot.base.commands import TextPart, TokensPart
+from llamaslot.base.events import Finished
 from llamaslot.base.generation.sampling import Sampling
 from tests.conftest import LONG
-from tests.engine.harness import GREEDY, Harness, running
+from tests.engine.harness import GREEDY, Accepted, Harness, running
 from tests.noise import Noise
+from tests.prompt_threads import text_request
 
 N_CONVERSATIONS = 200 if LONG else 12
 N_TURNS = 4
@@ -86,16 +87,14 @@ async def test_greedy_text_after_an_anchor_equals_that_of_the_same_tokens_comput
         for i in range(8 if not LONG else 40):
             text = await converse(harness, f"talk {i}", i, Counter()) + END + "\n" + turn("And then?")
             name, cold_name = f"warm {i}", f"cold {i}"
-            warm = await harness.send(
-                Submit(name, (TextPart(text),), sampling=GREEDY, max_tokens=16, return_tokens=True)
-            )
+            warm = await harness.send(text_request(name, (TextPart(text),), sampling=GREEDY, max_tokens=16))
             assert isinstance(warm, Finished)
             (accepted,) = [event for event in harness.events[name] if isinstance(event, Accepted)]
             ids = accepted.prompt_tokens
             assert harness.backend.vocab.detokenize(ids).decode(errors="replace") == text
             n_anchored += warm.progress.n_anchored > 0
             cold = await harness.send(
-                Submit(cold_name, (TokensPart(ids),), sampling=GREEDY, max_tokens=16, cache_prompt=False)
+                text_request(cold_name, (TokensPart(ids),), sampling=GREEDY, max_tokens=16, cache_prompt=False)
             )
             assert isinstance(cold, Finished)
             a, b = harness.tokens(name), harness.tokens(cold_name)

@@ -23,15 +23,16 @@ from llamaslot.app.models import resolve_model
 from llamaslot.backend.disk import DiskStore, SlotFiles
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings
 from llamaslot.base.backend import Decoded, Run
-from llamaslot.base.commands import SlotAction, Submit, TextPart, TokensPart
-from llamaslot.base.events import Accepted, Finished, Progress
+from llamaslot.base.commands import SlotAction, TextPart, TokensPart
+from llamaslot.base.events import Finished, Progress
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.kv_ops import Remove
 from llamaslot.kvcache.tiers import pacing
 from tests.conftest import LONG
-from tests.engine.harness import GREEDY, Harness, running
+from tests.engine.harness import GREEDY, Accepted, Harness, running
 from tests.kv_rows import Rows, rows_of
 from tests.noise import Noise
+from tests.prompt_threads import text_request
 
 SETTINGS = LlamaSettings(resolve_model("demo"), n_ctx=2400, n_slots=2, n_cache_seqs=2, n_threads=1)
 MAX_KV_DIFFERENCE = 0.02
@@ -69,13 +70,12 @@ class Talks:
         name, chance = f"{len(engine.ends)}", self.chances[i]
         sampling = self.short_tokens if name == "1" else chance.choice((GREEDY, drawn(chance), drawn(chance)))
         end = await engine.send(
-            Submit(
+            text_request(
                 name,
                 (TextPart(self.texts[i]),),
                 sampling=sampling,
                 max_tokens=MAX_TOKENS,
                 session_id=f"talk {i}",
-                return_tokens=True,
             )
         )
         assert isinstance(end, Finished), end
@@ -216,7 +216,9 @@ async def cold_tokens(talks: Talks, settings: LlamaSettings = SETTINGS) -> list[
     async with running(LlamaBackend(settings)) as engine:
         for n, (ids, sampling, _) in enumerate(talks.asked):
             await engine.send(
-                Submit(f"{n}", (TokensPart(ids),), sampling=sampling, max_tokens=MAX_TOKENS, cache_prompt=False)
+                text_request(
+                    f"{n}", (TokensPart(ids),), sampling=sampling, max_tokens=MAX_TOKENS, cache_prompt=False
+                )
             )
         return [engine.tokens(f"{n}") for n in range(len(talks.asked))]
 

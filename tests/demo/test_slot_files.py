@@ -8,11 +8,12 @@ from bench.demo.corpus import held_out
 from llamaslot.app.models import resolve_model
 from llamaslot.backend.disk import SlotFiles
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings
-from llamaslot.base.commands import SlotAction, SlotActionDone, Submit, TokensPart
+from llamaslot.base.commands import SlotAction, SlotActionDone, TokensPart
 from llamaslot.base.events import Finished
 from tests.conftest import LONG
 from tests.engine.harness import GREEDY, Harness, running
 from tests.noise import Noise
+from tests.prompt_threads import text_request
 
 SETTINGS = LlamaSettings(resolve_model("demo"), n_ctx=8192, n_slots=2)
 N = 20 if LONG else 3
@@ -26,7 +27,7 @@ async def act(harness: Harness, action: str, slot: int, filename: str) -> int:
 
 
 async def ask(harness: Harness, name: str, ids: tuple[int, ...], **fields: object) -> Finished:
-    submit = Submit(name, (TokensPart(ids),), sampling=GREEDY, max_tokens=24, **fields)  # type: ignore[arg-type]
+    submit = text_request(name, (TokensPart(ids),), sampling=GREEDY, max_tokens=24, **fields)  # type: ignore[arg-type]
     end = await harness.send(submit)
     assert isinstance(end, Finished)
     return end

@@ -14,7 +14,7 @@ from jsonschema import Draft202012Validator
 from bench import synthetic
 from llamaslot.app.models import resolve_model
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings
-from llamaslot.base.commands import Constraint, Submit, TextPart
+from llamaslot.base.commands import Constraint, TextPart
 from llamaslot.base.errors import InvalidRequestError
 from llamaslot.base.events import Finished, Output
 from llamaslot.base.generation.sampling import Sampling
@@ -25,6 +25,7 @@ from tests.conftest import LONG
 from tests.engine.harness import GREEDY, Harness, running
 from tests.json_schemas import SchemaMaker
 from tests.noise import Noise
+from tests.prompt_threads import text_request
 
 N_SLOTS = 8
 MAX_TOKENS = 700
@@ -139,7 +140,7 @@ async def test_a_reply_is_the_same_warm_preempted_and_stepwise(monkeypatch: pyte
 
 async def test_choices_follow_the_schema_each_on_its_own() -> None:
     async with running(LlamaBackend(settings())) as engine:
-        submit = Submit(
+        submit = text_request(
             "r",
             (TextPart(PROMPT),),
             sampling=Sampling(temperature=1.0, seed=7),

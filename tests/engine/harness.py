@@ -8,22 +8,38 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import Executor, Future
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Any
 
+from llamaslot.base import commands
 from llamaslot.base.backend import Backend
-from llamaslot.base.commands import Cancel, Command, Query, QueryBody, Submit, TextPart
-from llamaslot.base.events import TERMINAL, Accepted, Event, Finished, Output, Reply, SelfTestEnded, Stopped
+from llamaslot.base.callers import Caller
+from llamaslot.base.errors import LlamaslotError
+from llamaslot.base.events import (
+    TERMINAL,
+    Cancelled,
+    Event,
+    Failed,
+    Finished,
+    Output,
+    Reply,
+    SelfTestEnded,
+    Stopped,
+)
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.engine.engine import Engine
 from llamaslot.engine.engine_settings import EngineSettings
 from llamaslot.engine.model_worker import OnStep, Worker
 from llamaslot.prompts.tokenizer import Tokenizer
+from llamaslot.protocol.submission import TextRequest
 from llamaslot.scheduler.step import StepPlan
-from llamaslot.service.dispatcher import Dispatcher
+from llamaslot.service.live_request import Completion
+from llamaslot.service.metrics import Metrics
+from llamaslot.service.service import Service
 from tests.conftest import LONG
 from tests.fake_backend import FakeBackend
 from tests.pool import check_pool
-from tests.prompt_threads import PLAIN_TEMPLATE, prompt_thread
+from tests.prompt_threads import PLAIN_TEMPLATE, prepare_text, prompt_thread, text_request
 
 GREEDY = Sampling(temperature=0.0)
 
@@ -41,10 +57,29 @@ class Inline(Executor):
         return future
 
 
-class LocalEngine:
-    """A dispatcher with a prompt worker and an engine in this process; policies and files are given by name."""
+@dataclass(frozen=True)
+class Accepted:
+    """A request's prompt is tokenized, and the engine has it."""
 
-    def __init__(self, backend: Backend, on_events: Callable[[list[Event]], None], **settings: Any) -> None:
+    request_id: str
+    prompt_tokens: tuple[int, ...]
+
+
+class LocalEngine:
+    """A service with a prompt worker and an engine in this process; policies and files are given by name.
+
+    `on_events` gets all that happens to requests and queries, one list for each step of the engine; `service` has
+    arguments of the service.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        on_events: Callable[[list[Any]], None] = lambda _: None,
+        *,
+        service: dict[str, Any] | None = None,
+        **settings: Any,
+    ) -> None:
         given = "disk", "remote", "snapshots", "clock", "thread", "read_memory"
         files = {name: settings.pop(name) for name in given if name in settings}
         use_anchors = settings.pop("text_anchors", True)
@@ -67,27 +102,122 @@ class LocalEngine:
             grammars,
             restoring=backend.vocab if restore and info.can_reuse else None,
         )
-        clock = {"clock": files["clock"]} if "clock" in files else {}
-        self.dispatcher = Dispatcher(info, self.prompts, on_events, **clock)
-        self.engine = Engine(
-            backend, self.dispatcher.receive, EngineSettings(**{"gap_ms": 100.0} | settings), **files
-        )
-        self.dispatcher.connect(self.engine.send)
+        own = {"metrics": Metrics(), "max_queue": 10**6, **(service or {})}
+        if "clock" in files:
+            own["clock"] = files["clock"]
+        self.service = Service(info, self.prompts, **own)
+        self._on_events = on_events
+        self._outbox: list[Any] = []
+        self._preparing: dict[str, asyncio.Task[None]] = {}
+        self._asking: set[asyncio.Task[None]] = set()
+        self.engine = Engine(backend, self._receive, EngineSettings(**{"gap_ms": 100.0} | settings), **files)
+        self.service.connect(self.engine.send)
 
-    def send(self, command: Command) -> None:
-        """Send a command to the dispatcher."""
-        self.dispatcher.send(command)
+    def send(self, request: TextRequest) -> None:
+        """Run a request, as the handler of an HTTP request does."""
+        name = request.submit.request_id
+        task = self._preparing[name] = asyncio.ensure_future(self._run(request))
+
+        def ended(_: object) -> None:
+            self._preparing.pop(name, None)
+            if task.cancelled():
+                # Before it had begun.
+                self._emit(*(Cancelled(each.request_id) for each in request.submit.completions()))
+            else:
+                task.result()
+
+        task.add_done_callback(ended)
+
+    @property
+    def is_preparing(self) -> bool:
+        """True while a request has not reached the engine."""
+        return bool(self._preparing)
+
+    def cancel(self, request_id: str) -> None:
+        """Cancel a completion, or a request that is being prepared."""
+        if not self.service.cancel(request_id) and request_id in self._preparing:
+            self._preparing[request_id].cancel()
+
+    def ask(self, name: str, body: Any) -> None:
+        """Ask the service; the answer is a `Reply` of that name."""
+        task = asyncio.ensure_future(self._reply(name, body))
+        self._asking.add(task)
+        task.add_done_callback(self._asking.discard)
 
     async def stop(self) -> None:
         """End all requests, then `run`."""
-        await self.dispatcher.close(5)
+        await self.service.close(5)
         self.engine.stop()
 
     async def run(self) -> None:
         """Run until `stop`."""
-        self.prompts.start()
+        self.prompts.threads.start()
         await self.engine.run()
         await asyncio.wait(map(asyncio.wrap_future, self.prompts.close()), timeout=5)
+
+    async def _run(self, request: TextRequest) -> None:
+        submit = request.submit
+        names = [each.request_id for each in submit.completions()]
+        ended: asyncio.Queue[None] = asyncio.Queue()
+
+        def put(completion: Completion, event: Event) -> None:
+            self._emit(event)
+            if isinstance(event, TERMINAL):
+                ended.put_nowait(None)
+
+        try:
+            async with self.service.open(Caller(submit.client, submit.owner)) as live:
+                live.put = put  # type: ignore[method-assign, assignment]
+                await self.service.prepare(live, prepare_text(request))
+                self.service.start(live)
+                del self._preparing[submit.request_id]
+                tokens = tuple(live.prompts[0].tokenized.tokens.tolist())
+                self._emit()
+                self._outbox[:0] = [Accepted(each, tokens) for each in names]
+                for _ in names:
+                    await ended.get()
+        except LlamaslotError as error:
+            self._emit(*(Failed(each, error.info()) for each in names))
+        except asyncio.CancelledError:
+            self._emit(*(Cancelled(each) for each in names))
+
+    async def _reply(self, name: str, body: Any) -> None:
+        try:
+            self._emit(Reply(name, await self._answer(body)))
+        except LlamaslotError as error:
+            self._emit(Reply(name, error=error.info()))
+
+    async def _answer(self, body: Any) -> Any:  # noqa: PLR0911 - one for each kind
+        match body:
+            case commands.InspectEngine():
+                return await self.service.engine_state()
+            case commands.InspectCache():
+                return await self.service.cache_state(body)
+            case commands.ClearCache():
+                return await self.service.clear_cache()
+            case commands.DropSession():
+                return await self.service.drop_session(body.session_id, body.cache_salt)
+            case commands.AnswerBody():
+                return await self.service.answer(body)
+            case commands.SlotAction():
+                return await self.service.ask(body, commands.SlotActionDone)
+        return await self.prompts.call(body)
+
+    def _receive(self, events: list[Event]) -> None:
+        self.service.receive(events)
+        self._outbox += [each for each in events if isinstance(each, SelfTestEnded | Stopped)]
+        self._flush()
+
+    def _emit(self, *events: Any) -> None:
+        """Pass events on with those of the engine's step or, outside of one, after this turn of the event loop."""
+        if not self._outbox:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._outbox += events
+
+    def _flush(self) -> None:
+        if self._outbox:
+            events, self._outbox = self._outbox, []
+            self._on_events(events)
 
 
 class Harness:
@@ -104,7 +234,7 @@ class Harness:
         self.local = LocalEngine(backend, self._receive, **settings)
         self.engine = self.local.engine
         if isinstance(backend, FakeBackend) and self.is_inline:
-            thread = self.local.prompts._lanes[0].threads[0] = Inline()
+            thread = self.local.prompts.threads._idle[0][0] = Inline()
             ahead = random.Random(1)
             worker = Worker(backend, thread, self.engine._clock, lambda: ahead.random() < 0.5)
             worker.run = self._watched(worker.run)
@@ -123,39 +253,53 @@ class Harness:
         """Send a request; the future holds its terminal event."""
         fields.setdefault("sampling", GREEDY)
         fields.setdefault("max_tokens", 8)
-        return self.send(Submit(request_id, (TextPart(prompt),), **fields))
+        return self.send(text_request(request_id, prompt, **fields))
 
-    def send(self, submit: Submit) -> asyncio.Future[Event]:
+    def send(self, request: TextRequest) -> asyncio.Future[Event]:
         """Send a request as it is; the future holds its terminal event."""
-        self.ends[submit.request_id] = asyncio.get_running_loop().create_future()
-        self.local.send(submit)
-        return self.ends[submit.request_id]
+        name = request.submit.request_id
+        self.ends[name] = asyncio.get_running_loop().create_future()
+        self.local.send(request)
+        return self.ends[name]
 
-    def submit_all(self, submit: Submit) -> list[asyncio.Future[Event]]:
+    def submit_all(self, request: TextRequest) -> list[asyncio.Future[Event]]:
         """Send a request for several completions; the futures hold their terminal events."""
-        names = [each.request_id for each in submit.completions()]
+        names = [each.request_id for each in request.submit.completions()]
         self.ends |= {name: asyncio.get_running_loop().create_future() for name in names}
-        self.local.send(submit)
+        self.local.send(request)
         return [self.ends[name] for name in names]
 
-    async def ask(self, body: QueryBody) -> Any:
+    async def ask(self, body: Any) -> Any:
         """Return what the engine replies to a query, an error as `ErrorInfo`."""
         reply = await self.query(body)
         return reply.body if reply.error is None else reply.error
 
-    def query(self, body: QueryBody) -> asyncio.Future[Reply]:
+    def query(self, body: Any) -> asyncio.Future[Reply]:
         """Send a query; the future holds its reply."""
         future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         name = f"query {len(self.replies)}"
         self.replies[name] = future
-        self.local.send(Query(name, body))
+        self.local.ask(name, body)
         if self.stopped is not None:
             self._fail_replies(self.stopped)
         return future
 
+    @asynccontextmanager
+    async def held(self) -> AsyncIterator[None]:
+        """Admit no request inside the block; those that were sent there are admitted together behind it."""
+        admission = self.engine.scheduler.admission
+        admission.is_held = True
+        yield
+        async with asyncio.timeout(10):
+            while self.local.is_preparing:
+                await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        admission.is_held = False
+        self.engine._wake.set()
+
     def cancel(self, request_id: str) -> None:
         """Cancel a request."""
-        self.local.send(Cancel(request_id))
+        self.local.cancel(request_id)
 
     async def wait_for(self, request_id: str, kind: type[Event], count: int = 1) -> None:
         """Wait until a request got `count` events of a kind."""
@@ -215,7 +359,7 @@ class Harness:
                 # Without this, one that no test waits for would be logged.
                 reply.exception()
 
-    def _receive(self, events: list[Event]) -> None:
+    def _receive(self, events: list[Any]) -> None:
         self.n_batches += 1
         for event in events:
             if isinstance(event, Stopped):
@@ -258,7 +402,7 @@ async def running(backend: Backend, *, kind: type[Harness] = Harness, **settings
         await task
         backend.close()
     has_died = harness.stopped is not None and harness.stopped.reason
-    assert has_died or not harness.local.prompts.n_contexts, "the prompt worker keeps prompts of ended requests"
+    assert has_died or not harness.local.prompts.threads.n_kept, "the prompt worker keeps prompts of ended requests"
     assert harness.stopped is not None
     for request_id, end in harness.ends.items():
         assert end.done(), f"{request_id} never ended"

@@ -10,7 +10,7 @@ import pytest
 
 from llamaslot.backend.disk import DiskStore
 from llamaslot.base.backend import NO_TOKEN, Decoded, Run, Sampler, Status
-from llamaslot.base.commands import ClearCache, InspectCache, Submit, TextPart
+from llamaslot.base.commands import ClearCache, InspectCache, TextPart
 from llamaslot.base.events import Failed, Finished, Output
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.namespaces import PUBLIC_SALT, PUBLIC_TENANT, key_salt, key_secret, salt_namespace
@@ -18,6 +18,7 @@ from llamaslot.kvcache.tiers import pacing
 from tests.engine.harness import GREEDY, Harness, alone, running
 from tests.fake_backend import FakeBackend
 from tests.fake_pool import Cell
+from tests.prompt_threads import text_request
 
 HEAD = "You are a helpful assistant. " * 4
 ENDLESS = Sampling(temperature=0.0, ignore_eos=True)
@@ -159,7 +160,9 @@ async def test_a_request_whose_own_tokens_are_bad_fails_after_one_more_attempt(n
     async with running(backend) as harness:
         await finished(harness, "good", HEAD + "Hello")
         prompt = (TextPart(HEAD + "!" + "x" * 40),)
-        bad = await asyncio.gather(*harness.submit_all(Submit("bad", prompt, sampling=GREEDY, n=n, max_tokens=8)))
+        bad = await asyncio.gather(
+            *harness.submit_all(text_request("bad", prompt, sampling=GREEDY, n=n, max_tokens=8))
+        )
         for end in bad:
             assert isinstance(end, Failed)
             assert "INVALID_LOGITS" in end.error.message

@@ -14,7 +14,7 @@ import pytest
 from llguidance import LLMatcher
 
 from llamaslot.base.backend import CompiledConstraint, Status
-from llamaslot.base.commands import Constraint, Submit, TextPart
+from llamaslot.base.commands import Constraint, TextPart
 from llamaslot.base.events import Cancelled, Failed, Finished, Output
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.engine import constraint_worker
@@ -23,6 +23,7 @@ from llamaslot.text.grammars.json_schema import json_schema_constraint
 from tests.conftest import LONG
 from tests.engine.harness import GREEDY, Harness, Threaded, running
 from tests.fake_backend import EOS, FakeBackend
+from tests.prompt_threads import text_request
 
 SCHEMA = {
     "type": "object",
@@ -148,7 +149,7 @@ async def test_several_choices_follow_the_grammar_each_on_its_own() -> None:
     backend = FakeBackend(n_ctx=1024)
     async with running(backend) as harness:
         sampling = Sampling(temperature=1.0, seed=5)
-        submit = Submit("r", (TextPart("prompt"),), sampling=sampling, max_tokens=200, constraint=PERSON, n=4)
+        submit = text_request("r", (TextPart("prompt"),), sampling=sampling, max_tokens=200, constraint=PERSON, n=4)
         ends = harness.submit_all(submit)
         for end in ends:
             assert isinstance(await end, Finished)

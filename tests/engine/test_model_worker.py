@@ -9,12 +9,13 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from llamaslot.base.backend import Decoded, Run, Sampler
-from llamaslot.base.commands import Cancel, InspectEngine, Query, Submit, TextPart
+from llamaslot.base.commands import InspectEngine, TextPart
 from llamaslot.base.events import TERMINAL, Cancelled, Event, Failed, Finished, Output, Reply, Stopped
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.scheduler.step import StepPlan
 from tests.engine.harness import GREEDY, LocalEngine, alone
 from tests.fake_backend import FakeBackend
+from tests.prompt_threads import text_request
 
 ENDLESS = Sampling(temperature=0.0, ignore_eos=True)
 
@@ -66,7 +67,7 @@ class Threaded:
         self.ends[name] = asyncio.get_running_loop().create_future()
         self.texts[name] = ""
         fields.setdefault("sampling", ENDLESS)
-        self.local.send(Submit(name, (TextPart(prompt),), max_tokens=max_tokens, **fields))
+        self.local.send(text_request(name, (TextPart(prompt),), max_tokens=max_tokens, **fields))
         return self.ends[name]
 
     def _receive(self, events: list[Event]) -> None:
@@ -125,7 +126,7 @@ async def test_a_stream_that_the_worker_is_ahead_on_is_cancelled_after_the_step_
     async with Threaded(backend) as engine:
         end = engine.submit("1", "hello")
         await backend.reached(5)
-        engine.local.send(Cancel("1"))
+        engine.local.cancel("1")
         backend.gate.release(1000)
         assert isinstance(await end, Cancelled)
         assert backend.n_decodes == 6
@@ -141,10 +142,10 @@ async def test_a_command_given_between_plan_and_step_is_not_overlooked() -> None
         def cancel() -> None:
             nonlocal n_before
             n_before = backend.n_decodes
-            engine.local.send(Cancel("1"))
+            engine.local.cancel("1")
 
         engine.on_state = cancel
-        engine.local.send(Query("state", InspectEngine()))
+        engine.local.ask("state", InspectEngine())
         assert isinstance(await end, Cancelled)
         assert 0 < backend.n_decodes - n_before <= 2
 
@@ -174,7 +175,8 @@ async def test_samplers_outlive_the_step_that_runs_when_the_engine_dies() -> Non
     backend.n_free = 5
     engine = Threaded(backend)
 
-    def die() -> None:
+    def die(events: list[Event]) -> None:
+        engine.engine._on_events = engine.local._receive
         threading.Timer(0.2, backend.gate.release, (1000,)).start()
         raise ZeroDivisionError
 
@@ -182,7 +184,7 @@ async def test_samplers_outlive_the_step_that_runs_when_the_engine_dies() -> Non
         end = engine.submit("1", "hello")
         await engine.first.wait()
         await backend.reached(5)
-        engine.on_state = die
+        engine.engine._on_events = die
         engine.engine._outbox.append(Reply("state"))
         backend.gate.release()
         assert isinstance(await end, Failed)
@@ -244,7 +246,7 @@ async def test_an_error_on_the_loop_ends_the_engine_after_the_step_that_runs() -
     has_failed = asyncio.Event()
 
     def fail_once(_: list[Event]) -> None:
-        engine.engine._on_events = engine.local.dispatcher.receive
+        engine.engine._on_events = engine.local._receive
         has_failed.set()
         raise ZeroDivisionError
 

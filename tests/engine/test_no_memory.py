@@ -212,7 +212,7 @@ def test_what_follows_from_a_failed_operation_is_left_out_and_the_rest_computed(
 
 def request_of(number: int) -> Request:
     prompt = TokenizedPrompt(packed(np.arange(11, dtype=np.int32)))
-    return Request(Submit(f"r{number}", (), sampling=GREEDY), prompt, arrival=number, now=0.0, can_reuse=True)
+    return Request(Submit(f"r{number}", sampling=GREEDY), prompt, arrival=number, now=0.0, can_reuse=True)
 
 
 async def test_a_slot_that_cannot_be_restored_is_told_and_empty(tmp_path: Path) -> None:

@@ -11,12 +11,12 @@ import pytest
 
 from bench import synthetic
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings
-from llamaslot.base.events import Accepted, Finished, Output, Started
+from llamaslot.base.events import Finished, Output, Started
 from llamaslot.base.kv_ops import Copy, Load, NotSavedError, Operation, Restore, Save, Take
 from llamaslot.base.model import SelfTestOutcome, StateKind
 from llamaslot.engine import pending_self_test
 from llamaslot.engine.pending_self_test import PendingSelfTest
-from tests.engine.harness import Harness, running
+from tests.engine.harness import Accepted, Harness, running
 from tests.fake_backend import FakeBackend
 
 KINDS = StateKind.WINDOW, StateKind.RECURRENT, StateKind.HYBRID

@@ -64,9 +64,10 @@ async def test_what_a_failed_step_computed_is_scored_all_the_same(
     backend.failures.extend([*[(Status.OK, 9)] * after, (status, n_applied)])
     async with running(backend) as harness:
         # A request that fails alone in its step fails for good.
-        ends = [harness.submit("beside", "and a text that is not scored", max_tokens=40, sampling=ENDLESS)]
-        prompts = {"a": "a prompt of some length", "b": "b another one, longer than it"}
-        ends += [harness.submit(name, prompt, prompt_probs=0) for name, prompt in prompts.items()]
+        async with harness.held():
+            ends = [harness.submit("beside", "and a text that is not scored", max_tokens=40, sampling=ENDLESS)]
+            prompts = {"a": "a prompt of some length", "b": "b another one, longer than it"}
+            ends += [harness.submit(name, prompt, prompt_probs=0) for name, prompt in prompts.items()]
         for end in ends:
             assert isinstance(await end, Finished)
         assert not backend.failures

@@ -12,10 +12,11 @@ import msgspec
 import pytest
 
 from llamaslot.backend.disk import DiskStore
-from llamaslot.base.commands import ClearCache, DropSession, ParseBody, ParsedBody, QueryBody
+from llamaslot.base.commands import ClearCache, DropSession, Prepare
 from llamaslot.base.events import Finished, Progress
 from llamaslot.formats.parsed_message import ParsedMessage
 from llamaslot.formats.recognition import format_of
+from llamaslot.protocol.request_reader import ReadBody
 from tests.engine.harness import Harness, running
 from tests.fake_backend import FakeBackend
 from tests.prompt_threads import CONTEXT
@@ -54,11 +55,14 @@ async def chat(engine: Harness, *messages: dict[str, Any], **fields: Any) -> tup
     body = msgspec.json.encode(
         {"messages": messages, "tools": [TOOL], "temperature": 0, "max_tokens": 99, **fields}
     )
-    parsed = await engine.ask(ParseBody("chat", body, msgspec.structs.replace(CONTEXT, request_id=request_id)))
-    assert isinstance(parsed, ParsedBody), parsed
-    end = await engine.send(parsed.submits[0])
+    context = msgspec.structs.replace(CONTEXT, request_id=request_id)
+    job = Prepare("chat", body, context, may_compile=True)
+    # The reader is on the event loop here, as all that the harness runs.
+    read = engine.local.prompts.threads._reader.read(job)
+    assert isinstance(read, ReadBody), read
+    end = await engine.send(read.requests[0])
     assert isinstance(end, Finished)
-    message = ParsedMessage(format_of(TEMPLATE, {}), parsed.options.parser, request_id)
+    message = ParsedMessage(format_of(TEMPLATE, {}), read.options.parser, request_id)
     message.push(engine.text(request_id), end.reason)
     calls = [
         {"type": "function", "id": each.id, "function": {"name": each.name, "arguments": each.arguments}}
@@ -68,7 +72,7 @@ async def chat(engine: Harness, *messages: dict[str, Any], **fields: Any) -> tup
 
 
 @pytest.mark.parametrize("drop", [DropSession("mine"), ClearCache()], ids=lambda drop: type(drop).__name__)
-async def test_messages_survive_a_restart_until_they_are_dropped(tmp_path: Path, drop: QueryBody) -> None:
+async def test_messages_survive_a_restart_until_they_are_dropped(tmp_path: Path, drop: Any) -> None:
     async with served(tmp_path, leads=True) as engine:
         message, _ = await chat(engine, QUESTION, session_id="mine")
         (call,) = message["tool_calls"]

@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 
 from llamaslot.backend.disk import DiskStore
-from llamaslot.base.commands import CacheCleared, ClearCache, DropSession, Submit, TextPart
+from llamaslot.base.commands import CacheCleared, ClearCache, DropSession, TextPart
 from llamaslot.base.errors import ErrorInfo
 from llamaslot.base.events import Cancelled, Finished, Output, Progress
 from llamaslot.base.generation.sampling import Sampling
 from tests.engine.harness import Harness, running
 from tests.fake_backend import FakeBackend
+from tests.prompt_threads import text_request
 
 SYSTEM = "You are a helpful assistant who answers at length. " * 4
 ENDLESS = Sampling(temperature=0.0, ignore_eos=True)
@@ -155,7 +156,7 @@ async def test_dropping_a_session_keeps_what_others_have_in_another_tier(n_ctx: 
 
 
 async def test_a_choice_that_shares_its_only_token_reports_no_miss(engine: Harness) -> None:
-    submit = Submit("one", (TextPart(HELLO),), sampling=ENDLESS, max_tokens=1, n=2)
+    submit = text_request("one", (TextPart(HELLO),), sampling=ENDLESS, max_tokens=1, n=2)
     ends = [await end for end in engine.submit_all(submit)]
     assert [end.progress.miss for end in ends if isinstance(end, Finished)] == ["cold", ""]
 

@@ -15,10 +15,11 @@ import numpy as np
 import pytest
 
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings
-from llamaslot.base.commands import Submit, TokensPart
+from llamaslot.base.commands import TokensPart
 from llamaslot.base.events import Cancelled, Finished
 from llamaslot.base.generation.sampling import Sampling
 from tests.engine.harness import Harness, running
+from tests.prompt_threads import text_request
 
 Prompt = tuple[int, ...]
 GREEDY = Sampling(temperature=0.0, ignore_eos=True)
@@ -46,7 +47,7 @@ class Counted:
         name = str(len(self.prompts))
         self.prompts[name] = prompt
         end = self.engine.ends[name] = asyncio.get_running_loop().create_future()
-        submit = Submit(name, (TokensPart(prompt),), sampling=GREEDY, max_tokens=max_tokens, **fields)
+        submit = text_request(name, (TokensPart(prompt),), sampling=GREEDY, max_tokens=max_tokens, **fields)
         self.engine.local.send(submit)
         return end
 

@@ -335,7 +335,6 @@ class CacheMachine(RuleBasedStateMachine):
         name = f"r{len(self.asked)}"
         submit = Submit(
             name,
-            (),
             sampling=Sampling(temperature=0.0 if greedy else 1.0, seed=seed, ignore_eos=endless),
             max_tokens=max_tokens,
             cache_prompt=cached,

@@ -17,12 +17,11 @@ from llamaslot.base.commands import (
     Cancel,
     Generate,
     InspectCache,
+    Prepare,
     Query,
     Submit,
-    TextPart,
-    TokensPart,
 )
-from llamaslot.base.events import Accepted, Finished, Progress, Stopped
+from llamaslot.base.events import Finished, Progress, Started, Stopped
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.prompt import TokenizedPrompt
 from llamaslot.base.text_records import TextRecord
@@ -37,16 +36,16 @@ from llamaslot.processes.messages import (
     ToEngine,
     ToPrompts,
 )
-from llamaslot.prompts.prompt_jobs import TextRecords, TokenizePrompt
+from llamaslot.prompts.prompt_jobs import TextRecords
 from tests.conftest import LONG
+from tests.prompt_threads import CONTEXT
 
-PROMPT = (TextPart("aé", special=False), TokensPart((1, 2)))
 MESSAGES = [
     Cancel("abc"),
-    Generate(Submit("a", (), sampling=Sampling(logit_bias={3: 1.5})), TokenizedPrompt(b"1234")),
+    Generate(Submit("a", sampling=Sampling(logit_bias={3: 1.5})), TokenizedPrompt(b"1234")),
     Query("a", InspectCache(5)),
-    Events([Accepted("a", 3), Finished("a", "eos", Progress(1, 2, 3, 4, 5.0, 6.0, 7.0)), Stopped("x")]),
-    NumberedJob(3, TokenizePrompt(Submit("a", PROMPT))),
+    Events([Started("a", 3), Finished("a", "eos", Progress(1, 2, 3, 4, 5.0, 6.0, 7.0)), Stopped("x")]),
+    NumberedJob(3, 1, Prepare("native", b"{}", CONTEXT)),
     JobDone(3, TextRecords((TextRecord("anchor", b"a", b"b"),))),
 ]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from llamaslot.base.events import EngineEvent, SelfTestEnded
+from llamaslot.base.events import Event, SelfTestEnded
 from llamaslot.processes.engine_supervisor import EngineSupervisor
 from llamaslot.processes.messages import Events, Loaded
 from tests.fake_backend import FakeBackend
@@ -17,7 +17,7 @@ async def test_a_self_test_that_ends_while_the_vocabulary_is_loaded_is_heard_of(
     assert await engine.loaded() is not None
     event = SelfTestEnded(msgspec.structs.replace(info, self_test="passed"))
     engine._receive(Events([event]))
-    heard: list[EngineEvent] = []
+    heard: list[Event] = []
     engine.listen(heard.extend, lambda _: None, lambda: None)
     assert heard == [event]
 
@@ -26,7 +26,7 @@ async def test_what_another_engine_knows_of_its_self_test_takes_the_place_of_wha
     info = msgspec.structs.replace(FakeBackend().info, self_test="pending")
     engine = EngineSupervisor("no.module", {}, lambda _, __: None)
     engine._receive(Loaded(info, "", ""))
-    heard: list[EngineEvent] = []
+    heard: list[Event] = []
     engine.listen(heard.extend, lambda _: None, lambda: None)
     passed = msgspec.structs.replace(info, self_test="passed")
     engine._receive(Loaded(passed, "", ""))

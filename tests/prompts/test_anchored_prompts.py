@@ -12,12 +12,14 @@ import numpy as np
 import pytest
 
 from llamaslot.backend.llama.vocab import LlamaVocab
-from llamaslot.base.commands import Submit, TextPart, TokensPart
+from llamaslot.base.commands import TextPart, TokensPart
 from llamaslot.base.tokens import Tokens
 from llamaslot.prompts import cut_points
 from llamaslot.prompts.cut_points import exact_cut_tokens
 from llamaslot.prompts.prompt_context import PromptContext
 from llamaslot.prompts.tokenizer import Tokenizer
+from llamaslot.protocol.submission import TextRequest
+from tests.prompt_threads import text_request
 
 START, END = "<|im_start|>", "<|im_end|>"
 N_CTX = 2**17
@@ -29,9 +31,8 @@ def tokenizer(vocab: LlamaVocab) -> Tokenizer:
     return Tokenizer(vocab, N_CTX, min_match=0.8)
 
 
-def submit(*parts: TextPart | TokensPart | str, **fields: object) -> Submit:
-    prompt = tuple(TextPart(part) if isinstance(part, str) else part for part in parts)
-    return Submit("r", prompt, **fields)  # type: ignore[arg-type]
+def submit(*parts: TextPart | TokensPart | str, **fields: object) -> TextRequest:
+    return text_request("r", [TextPart(part) if isinstance(part, str) else part for part in parts], **fields)
 
 
 def turn(content: str) -> str:

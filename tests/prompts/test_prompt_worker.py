@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
-import time
 import weakref
 from collections.abc import AsyncIterator, Sequence
 from typing import get_args
@@ -17,12 +16,11 @@ import pytest
 from llamaslot.base.commands import (
     AnswerBody,
     BodyKind,
-    Detokenize,
     DropSession,
     JsonReply,
-    ParseBody,
-    ParsedBody,
-    Submit,
+    Needs,
+    Prepare,
+    Prepared,
     TextPart,
     TokensPart,
 )
@@ -42,13 +40,12 @@ from llamaslot.prompts.prompt_jobs import (
     Remember,
     Restore,
     TextRecords,
-    TokenizePrompt,
     activity_of,
 )
-from llamaslot.prompts.prompt_worker import PromptThreads, is_long, is_long_query
+from llamaslot.prompts.prompt_worker import LocalPrompts, is_long, is_long_query
 from llamaslot.prompts.tokenizer import Tokenizer
 from tests.fake_backend import FakeVocab
-from tests.prompt_threads import CONTEXT, long_query, parse, prompt_thread, tokenize
+from tests.prompt_threads import CONTEXT, long_query, parse, prepare_text, prompt_thread, text_request, tokenize
 
 BROKEN = np.array([0x80, 0x80], dtype=np.int32).tobytes()
 """A reply of two invalid characters, whose text gives other tokens."""
@@ -69,32 +66,38 @@ class GatedVocab(FakeVocab):
         return super().tokenize(text, add_special=add_special, parse_special=parse_special)
 
 
+async def tokens_of(worker: LocalPrompts, *args: str, **fields: str) -> TokenizedPrompt:
+    """The tokens of a prompt that stays prepared."""
+    (prompt,) = (await worker.call(tokenize(*args, **fields))).prompts
+    return prompt.tokenized
+
+
 @pytest.fixture
-async def worker() -> AsyncIterator[PromptThreads]:
+async def worker() -> AsyncIterator[LocalPrompts]:
     worker = prompt_thread(Tokenizer(FakeVocab(), 100, min_match=0.8))
     yield worker
     worker.close()
 
 
-async def test_a_reply_is_remembered_until_its_request_is_released(worker: PromptThreads) -> None:
-    prompt = await worker.call(tokenize("a", session_id="mine"))
-    assert isinstance(prompt, TokenizedPrompt)
+async def test_a_reply_is_remembered_until_its_request_is_released(worker: LocalPrompts) -> None:
+    prepared = await worker.call(tokenize("a", session_id="mine"))
+    assert isinstance(prepared, Prepared)
     new = await worker.call(Remember("a", BROKEN, 2))
     assert isinstance(new, TextRecords)
     assert [record.kind for record in new.records] == ["anchor", "session"]
     anchors, sessions, _ = worker.stats
-    assert (anchors.replies, sessions.known, worker.n_contexts) == (1, 1, 1)
+    assert (anchors.replies, sessions.known, worker.threads.n_kept) == (1, 1, 1)
     await worker.call(Release("a"))
-    assert worker.n_contexts == 0
+    assert worker.threads.n_kept == 0
 
 
-async def test_a_second_reply_to_the_same_prompt_is_remembered_too(worker: PromptThreads) -> None:
+async def test_a_second_reply_to_the_same_prompt_is_remembered_too(worker: LocalPrompts) -> None:
     await worker.call(tokenize("a"))
     for reply in (BROKEN, BROKEN * 2):
         assert len((await worker.call(Remember("a", reply, len(reply) // 4))).records) == 1
 
 
-async def test_records_are_restored_by_another_worker(worker: PromptThreads) -> None:
+async def test_records_are_restored_by_another_worker(worker: LocalPrompts) -> None:
     await worker.call(tokenize("a", session_id="mine"))
     reply = np.array([ord("!")] * 2, dtype=np.int32).tobytes()
     new = await worker.call(Remember("a", reply, 2))
@@ -102,13 +105,13 @@ async def test_records_are_restored_by_another_worker(worker: PromptThreads) -> 
     broken = [TextRecord("session", b"x", b"no msgpack"), TextRecord("anchor", b"x", b"")]
     await other.call(Restore((*new.records, *broken)))
     assert other.stats == worker.stats
-    prompt = await other.call(tokenize("b", "hello!!?", session_id="mine"))
+    prompt = await tokens_of(other, "b", "hello!!?", session_id="mine")
     assert prompt.session_match == "extend"
     other.close()
 
 
-async def test_positions_are_found_in_the_text_of_a_prompt(worker: PromptThreads) -> None:
-    prompt = await worker.call(tokenize("a", "hello"))
+async def test_positions_are_found_in_the_text_of_a_prompt(worker: LocalPrompts) -> None:
+    prompt = await tokens_of(worker, "a", "hello")
     assert await worker.call(Locate("a", len(prompt.tokens) - 1)) == Located(4)
 
 
@@ -121,17 +124,15 @@ async def test_positions_are_found_in_the_text_of_a_prompt(worker: PromptThreads
     ids=["long", "ids"],
 )
 async def test_a_refused_prompt_leaves_nothing(
-    worker: PromptThreads, part: TextPart | TokensPart, error: type[Exception], word: str
+    worker: LocalPrompts, part: TextPart | TokensPart, error: type[Exception], word: str
 ) -> None:
     with pytest.raises(error, match=word):
-        await worker.call(TokenizePrompt(Submit("a", (part,))))
-    assert worker.n_contexts == 0
-    with pytest.raises(InvalidRequestError):
-        await worker.call(Detokenize((10**6,)))
+        await worker.call(prepare_text(text_request("a", (part,))))
+    assert worker.threads.n_kept == 0
 
 
 @pytest.mark.parametrize("prompt", ["x" * 1000, ["x" * 250, 1, "x" * 250]], ids=["text", "parts"])
-async def test_a_prompt_that_cannot_fit_is_refused_with_its_body(worker: PromptThreads, prompt: object) -> None:
+async def test_a_prompt_that_cannot_fit_is_refused_with_its_body(worker: LocalPrompts, prompt: object) -> None:
     """To pass its text on would hold up the server's event loop."""
     with pytest.raises(ContextSizeError, match="at least"):
         await worker.call(parse("native", {"prompt": prompt}))
@@ -157,18 +158,16 @@ async def test_a_cancelled_job_is_not_carried_out() -> None:
         await asyncio.sleep(0.001)
     second = worker.call(tokenize("b"))
     second.cancel()
-    # The executor learns of it with the next iteration of the loop.
-    await asyncio.sleep(0)
     vocab.gate.set()
     await first
     await worker.call(tokenize("c"))
-    assert worker.n_contexts == 2
+    assert worker.threads.n_kept == 2
     worker.close()
 
 
 def test_errors_name_the_reading_of_a_body_of_every_kind() -> None:
     for kind in get_args(BodyKind):
-        assert activity_of(parse(kind, {})).startswith("reading the request body"), kind
+        assert "tokenizing" in activity_of(parse(kind, {})), kind
 
 
 class Body(str):
@@ -183,7 +182,7 @@ async def test_bodies_of_clients_that_have_gone_take_no_memory() -> None:
     first = worker.call(tokenize("a", "x" * 20_000))
     body = Body("{}")
     raw = weakref.ref(body)
-    waiting = worker.call(ParseBody("chat", body, CONTEXT))  # type: ignore[arg-type]
+    waiting = worker.call(Prepare("chat", body, CONTEXT))  # type: ignore[arg-type]
     del body
     await asyncio.sleep(0.01)
     waiting.cancel()
@@ -198,20 +197,20 @@ async def test_bodies_of_clients_that_have_gone_take_no_memory() -> None:
 
 async def test_a_large_body_does_not_hold_up_prompts() -> None:
     vocab = GatedVocab()
-    worker = prompt_thread(Tokenizer(vocab, 10**6, min_match=0.8))
+    worker = prompt_thread(Tokenizer(vocab, 10**7, min_match=0.8))
     biased = {"prompt": " " * 2**20, "logit_bias": {"x" * 10_001: 1}}
     large = worker.call(parse("native", biased))
     await asyncio.wait_for(worker.call(tokenize("a")), 5)
     assert not large.done()
     vocab.gate.set()
-    assert isinstance(await large, ParsedBody)
+    assert isinstance(await large, Prepared)
     worker.close()
 
 
 def test_a_small_body_that_continues_a_large_response_does_not_hold_up_prompts() -> None:
-    assert not is_long(ParseBody("responses", b"{}", CONTEXT, earlier=EarlierItems((b"[]",))))
-    assert is_long(ParseBody("responses", b"{}", CONTEXT, earlier=EarlierItems((b"[]", b" " * 2**20))))
-    assert is_long(ParseBody("responses", b"{}", CONTEXT, earlier=EarlierItems((), {"msg_1": b" " * 2**20})))
+    assert not is_long(Prepare("responses", b"{}", CONTEXT, earlier=EarlierItems((b"[]",))))
+    assert is_long(Prepare("responses", b"{}", CONTEXT, earlier=EarlierItems((b"[]", b" " * 2**20))))
+    assert is_long(Prepare("responses", b"{}", CONTEXT, earlier=EarlierItems((), {"msg_1": b" " * 2**20})))
 
 
 def test_a_long_list_of_items_is_a_long_query() -> None:
@@ -219,22 +218,22 @@ def test_a_long_list_of_items_is_a_long_query() -> None:
     assert is_long_query(ListItems((b"[]", b" " * 2**20), 20, is_descending=True))
 
 
-async def test_what_is_being_remembered_is_cleared_too(worker: PromptThreads) -> None:
+async def test_what_is_being_remembered_is_cleared_too(worker: LocalPrompts) -> None:
     await worker.call(tokenize("a", session_id="mine"))
     jobs = [worker.call(Remember("a", BROKEN, 2)), worker.call(ClearTexts())]
     await asyncio.gather(*jobs)
     assert worker.stats == (AnchorStats(), SessionStats(), ReplyStats())
 
 
-async def test_a_dropped_session_gives_its_tokens_once(worker: PromptThreads) -> None:
-    prompt = await worker.call(tokenize("a", session_id="mine"))
+async def test_a_dropped_session_gives_its_tokens_once(worker: LocalPrompts) -> None:
+    prompt = await tokens_of(worker, "a", session_id="mine")
     worker.call(Remember("a", BROKEN, 2))
     found = [await worker.call(DropSession("mine")) for _ in range(2)]
     assert all(isinstance(each, DroppedSession) for each in found)
     assert [each.paths for each in found] == [(prompt.packed_tokens + BROKEN,), ()]
 
 
-async def test_a_session_is_dropped_with_its_branches(worker: PromptThreads) -> None:
+async def test_a_session_is_dropped_with_its_branches(worker: LocalPrompts) -> None:
     texts = {"": "a", "title": "b", "agent": "c"}
     for branch, text in texts.items():
         await worker.call(tokenize(text, text, session_id="mine", session_branch=branch))
@@ -295,12 +294,81 @@ async def test_a_prompt_that_is_cancelled_and_released_at_once_leaves_nothing() 
     second = worker.call(tokenize("b"))
     second.cancel()
     released = worker.call(Release("b"))
-    # The thread goes on before the event loop has passed the cancellation on to it.
     vocab.gate.set()
-    time.sleep(0.05)  # noqa: ASYNC251 - it must not
     await asyncio.gather(first, released)
-    assert worker.n_contexts == 1
+    assert worker.threads.n_kept == 1
     worker.close()
+
+
+async def test_a_body_that_is_read_in_another_lane_leaves_nothing_after_its_client_has_gone() -> None:
+    vocab = GatedVocab()
+    worker = prompt_thread(Tokenizer(vocab, 10**6, min_match=0.8))
+    biased = {"prompt": " " * 2**20, "logit_bias": {"x" * 10_001: 1}}
+    large = worker.call(parse("native", biased, "large"))
+    while not vocab.n_waiting:
+        await asyncio.sleep(0.001)
+    large.cancel()
+    await worker.call(Release("large"))
+    vocab.gate.set()
+    while any(lane.running for lane in worker.lanes):
+        await asyncio.sleep(0.001)
+    assert worker.threads.n_kept == 0
+    worker.close()
+
+
+async def test_a_prompt_in_another_lane_waits_until_the_reply_before_it_is_remembered() -> None:
+    vocab = GatedVocab()
+    worker = prompt_thread(Tokenizer(vocab, 10**7, min_match=0.8))
+    await worker.call(tokenize("a", session_id="mine"))
+    busy = worker.call(tokenize("busy", "x" * 20_000))
+    while not vocab.n_waiting:
+        await asyncio.sleep(0.001)
+    remembered = worker.call(Remember("a", np.array([ord("!")] * 2, dtype=np.int32).tobytes(), 2))
+    long = worker.call(parse("native", {"prompt": "hello!!" + "?" * 2**20, "session_id": "mine"}, "b"))
+    await asyncio.sleep(0.05)
+    assert not worker.lanes[1].running
+    vocab.gate.set()
+    await asyncio.gather(busy, remembered)
+    assert (await long).prompts[0].tokenized.session_match == "extend"
+    worker.close()
+
+
+async def test_a_body_whose_grammar_is_not_known_is_read_again_without_being_sent_again(
+    worker: LocalPrompts,
+) -> None:
+    job = parse("native", {"prompt": "a", "grammar": 'root ::= "x"'})
+    assert await worker.call(job) == Needs(may_compile=True)
+    assert worker.threads.n_kept == 1
+    again = msgspec.structs.replace(job, body=b"", may_compile=True)
+    (prompt,) = (await worker.call(again)).prompts
+    assert prompt.submit.constraint is not None
+    await worker.call(Release("r"))
+    assert worker.threads.n_kept == 0
+
+
+async def test_the_time_limit_of_a_body_is_one_of_each_prompt(worker: LocalPrompts) -> None:
+    told: list[None] = []
+    job = parse("native", {"prompt": ["a", "b", "c"]})
+    prepared = worker.threads.carry_out(job, 0, lambda: told.append(None)).result()
+    assert isinstance(prepared, Prepared)
+    assert [each.submit.request_id for each in prepared.prompts] == ["r-0", "r-1", "r-2"]
+    assert len(told) == 2
+
+
+async def test_of_several_prompts_each_reply_is_remembered_after_its_own(worker: LocalPrompts) -> None:
+    await worker.call(parse("native", {"prompt": ["first", "second"]}))
+    new = [(await worker.call(Remember("r", BROKEN, 2, prompt=prompt))).records for prompt in (0, 1)]
+    of_each = []
+    other = prompt_thread(Tokenizer(FakeVocab(), 100, min_match=0.8))
+    for text in ("first", "second"):
+        await other.call(tokenize("alone", text))
+        of_each.append((await other.call(Remember("alone", BROKEN, 2))).records)
+    other.close()
+    assert [[each.digest for each in records] for records in new] == [
+        [each.digest for each in records] for records in of_each
+    ]
+    assert new[0] != new[1]
+    await worker.call(Release("r"))
 
 
 async def test_a_stream_of_new_clients_does_not_starve_another() -> None:

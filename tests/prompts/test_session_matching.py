@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from llamaslot.backend.llama.vocab import LlamaVocab
-from llamaslot.base.commands import Submit, TextPart, TokensPart
+from llamaslot.base.commands import TextPart, TokensPart
 from llamaslot.base.prompt import TokenizedPrompt
 from llamaslot.base.tokens import Tokens
 from llamaslot.prompts.cut_points import TextScanner
@@ -21,6 +21,7 @@ from llamaslot.prompts.detokenized import detokenize_with_markers
 from llamaslot.prompts.lru_cache import LruCache
 from llamaslot.prompts.sessions import Session
 from llamaslot.prompts.tokenizer import Tokenizer, tokenize_parts
+from tests.prompt_threads import text_request
 from tests.prompts.test_anchored_prompts import END, N_CTX, canonical, tokenized_otherwise, turn, words
 
 LONG = "The quick brown fox jumps over the lazy dog, and then it goes home to sleep for a while. " * 3
@@ -38,8 +39,8 @@ class Talk:
     def ask(self, *parts: TextPart | TokensPart | str, **fields: object) -> TokenizedPrompt:
         """Tokenize a prompt, whose tokens must be its text."""
         prompt = tuple(TextPart(part) if isinstance(part, str) else part for part in parts)
-        submit = Submit("r", prompt, **({"session_id": "mine"} | fields))  # type: ignore[arg-type]
-        self.context = self.tokenizer.tokenize_prompt(submit)
+        request = text_request("r", prompt, **({"session_id": "mine"} | fields))
+        self.context = self.tokenizer.tokenize_prompt(request)
         texts = [part for part in prompt if isinstance(part, TextPart)]
         if len(texts) == len(prompt):
             written = detokenize_with_markers(self.vocab, self.context.prompt.tokens.tolist()).text
@@ -216,7 +217,7 @@ def test_a_reply_in_a_session_gets_an_anchor_for_requests_without_one(vocab: Lla
 
 def test_without_anchors_sessions_are_not_compared_by_text(vocab: LlamaVocab) -> None:
     tokenizer = Tokenizer(vocab, N_CTX, min_match=0.8, use_anchors=False)
-    submit = Submit("r", (TextPart("Hello"),), session_id="mine")
+    submit = text_request("r", (TextPart("Hello"),), session_id="mine")
     context = tokenizer.tokenize_prompt(submit)
     assert context.prompt.session_match == "new"
     tokenizer.remember(context, np.array([5], dtype=np.int32), 1)
@@ -270,21 +271,21 @@ def without_probing(vocab: LlamaVocab) -> Tokenizer:
 
 def test_a_prompt_whose_tokens_are_another_text_is_not_compared_by_text(spaced: Spaced) -> None:
     tokenizer = without_probing(spaced)
-    submit = Submit("r", (TextPart("Hello there"),), session_id="mine")
+    submit = text_request("r", (TextPart("Hello there"),), session_id="mine")
     tokenizer.remember(tokenizer.tokenize_prompt(submit), np.empty(0, dtype=np.int32), 0)
-    other = Submit("r", (TextPart(" Hello there"),), session_id="mine")
+    other = text_request("r", (TextPart(" Hello there"),), session_id="mine")
     prompt = tokenizer.tokenize_prompt(other).prompt
     assert prompt.session_match == "tokens"
-    assert prompt.tokens.tolist() == tokenize_parts(spaced, other.prompt, add_special=True).tolist()
+    assert prompt.tokens.tolist() == tokenize_parts(spaced, other.parts, add_special=True).tolist()
 
 
 def test_a_session_is_not_continued_where_the_rest_would_become_another_text(spaced: Spaced) -> None:
     tokenizer = without_probing(spaced)
-    context = tokenizer.tokenize_prompt(Submit("r", (TextPart(turn("Hi")),), session_id="mine"))
+    context = tokenizer.tokenize_prompt(text_request("r", (TextPart(turn("Hi")),), session_id="mine"))
     ids = spaced.tokenize("Hello", add_special=False, parse_special=False)
     tokenizer.remember(context, ids, len(" Hello"))
     for rest, outcome in ((END, "extend"), (" and more", "tokens")):
-        submit = Submit("r", (TextPart(turn("Hi") + " Hello" + rest),), session_id="mine")
+        submit = text_request("r", (TextPart(turn("Hi") + " Hello" + rest),), session_id="mine")
         again = tokenizer.tokenize_prompt(submit).prompt
         assert again.session_match == outcome, rest
     assert spaced.detokenize(again.tokens.tolist()).decode() == turn("Hi") + " Hello and more"
@@ -301,8 +302,8 @@ def test_the_least_recently_used_sessions_go_first(talk: Talk) -> None:
 
 def test_a_prompt_too_long_with_its_sessions_tokens_gets_its_own(vocab: LlamaVocab) -> None:
     tokenizer = Tokenizer(vocab, 100, min_match=0.8)
-    context = tokenizer.tokenize_prompt(Submit("r", (TextPart(turn("Hi")),), session_id="mine"))
+    context = tokenizer.tokenize_prompt(text_request("r", (TextPart(turn("Hi")),), session_id="mine"))
     tokenizer.remember(context, np.array(byte_tokens(vocab, LONG[:90].encode()), dtype=np.int32), 90)
     text = turn("Hi") + LONG[:90] + END
-    again = tokenizer.tokenize_prompt(Submit("r", (TextPart(text),), session_id="mine")).prompt
+    again = tokenizer.tokenize_prompt(text_request("r", (TextPart(text),), session_id="mine")).prompt
     assert (again.session_match, again.tokens.tolist()) == ("tokens", canonical(vocab, text))

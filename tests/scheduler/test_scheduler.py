@@ -120,7 +120,6 @@ class Driver:
         self.n_submitted += 1
         submit = Submit(
             f"request {self.n_submitted}",
-            (),
             sampling=Sampling(temperature=0.0, ignore_eos=True),
             max_tokens=max_tokens,
             **fields,

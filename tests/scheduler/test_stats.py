@@ -100,7 +100,7 @@ def test_a_hit_counts_for_its_own_slot_or_for_another() -> None:
 def test_namespaces_are_told_apart_by_numbers_and_not_by_their_names() -> None:
     driver = Driver(n_slots=4, n_reserved=4, n_ctx=128, n_ubatch=64)
     for i, salt in enumerate(("", "pepper", "pepper")):
-        submit = Submit(f"r{i}", (), sampling=Sampling(ignore_eos=True), max_tokens=1, cache_salt=salt)
+        submit = Submit(f"r{i}", sampling=Sampling(ignore_eos=True), max_tokens=1, cache_salt=salt)
         request = Request(submit, tokenized("the same prompt"), arrival=i, now=0.0)
         driver.scheduler.submit(request)
         driver.finish(request)
@@ -138,7 +138,7 @@ def test_private_and_unstarted_requests_are_neither_hits_nor_misses() -> None:
     driver = Driver(n_slots=1, n_ctx=256, n_ubatch=64)
     driver.run("a prompt")
     private = Request(
-        Submit("private", (), cache_prompt=False, max_tokens=1), tokenized("a prompt"), arrival=5, now=0.0
+        Submit("private", cache_prompt=False, max_tokens=1), tokenized("a prompt"), arrival=5, now=0.0
     )
     driver.scheduler.submit(private)
     driver.finish(private)

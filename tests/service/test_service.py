@@ -1,4 +1,4 @@
-"""The service over the real engine on the fake backend or, where timing matters, over its messages alone."""
+"""The service over the real engine on the fake backend or, where timing matters, one that the test plays."""
 
 from __future__ import annotations
 
@@ -15,21 +15,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from structlog.testing import capture_logs
 
 from llamaslot.base.backend import Decoded, Run
-from llamaslot.base.commands import (
-    Cancel,
-    Command,
-    CountTokens,
-    Detokenize,
-    Detokenized,
-    InspectEngine,
-    ProbeCache,
-    Query,
-    Submit,
-    TextPart,
-)
+from llamaslot.base.callers import Caller
+from llamaslot.base.commands import AnswerBody, InspectEngine, Query
 from llamaslot.base.errors import (
     ContextSizeError,
-    ErrorInfo,
+    DeadlineError,
     InvalidRequestError,
     LlamaslotError,
     NotSupportedError,
@@ -37,21 +27,17 @@ from llamaslot.base.errors import (
     ServerError,
     UnavailableError,
 )
-from llamaslot.base.events import Event, Finished, Output, Progress, Reply, Stopped
+from llamaslot.base.events import Cancelled, Finished, Progress, Reply, Stopped
 from llamaslot.base.generation.sampling import Sampling
-from llamaslot.base.prompt import CountedTokens
-from llamaslot.base.stats import CacheProbe, EngineState, SlotState
-from llamaslot.service.generations import Generations
-from llamaslot.service.metrics import Metrics
+from llamaslot.base.stats import EngineState, SlotState
+from llamaslot.protocol.submission import TextRequest
 from llamaslot.service.service import Service
 from tests.engine.harness import LocalEngine
 from tests.fake_backend import FakeBackend
+from tests.prompt_threads import prepare_text, text_request
+from tests.service.live import Wire, begin, events, leave, result
 
 _ids = itertools.count(1)
-
-
-def service_for(backend: FakeBackend, max_queue: int = 256, *, has_remote: bool = False) -> Service:
-    return Service(backend.info, "", Metrics(), max_queue=max_queue, has_remote=has_remote)
 
 
 @asynccontextmanager
@@ -59,67 +45,42 @@ async def running(
     backend: FakeBackend, max_queue: int = 256, *, has_remote: bool = False
 ) -> AsyncIterator[Service]:
     """A service whose engine runs inside the block."""
-    service = service_for(backend, max_queue, has_remote=has_remote)
-    engine = LocalEngine(backend, service.receive)
-    service.connect(engine.send)
+    engine = LocalEngine(backend, service={"max_queue": max_queue, "has_remote": has_remote})
     task = asyncio.create_task(engine.run())
     try:
         async with asyncio.timeout(30):
-            yield service
+            yield engine.service
     finally:
         await engine.stop()
         await task
 
 
-class Wire:
-    """A service without an engine: commands collect in `sent`, and the test sends the events."""
-
-    def __init__(self, *, n_slots: int = 2, max_queue: int = 2) -> None:
-        self.service = service_for(FakeBackend(n_slots=n_slots), max_queue)
-        self.sent: list[Command] = []
-        self.service.connect(self.sent.append)
-
-    def finish(self, request_id: str, *, seconds: float) -> None:
-        """End a request that spent `seconds` in its slot."""
-        progress = Progress(
-            n_prompt=10,
-            n_cached=0,
-            n_prompt_computed=10,
-            n_generated=2,
-            queue_ms=0.0,
-            prompt_ms=seconds * 250,
-            predicted_ms=seconds * 750,
-        )
-        self.service.receive([Finished(request_id, "limit", progress)])
+def finish(wire: Wire, request_id: str, *, seconds: float) -> None:
+    """End a request that spent `seconds` in its slot."""
+    progress = Progress(
+        n_prompt=10,
+        n_cached=0,
+        n_prompt_computed=10,
+        n_generated=2,
+        queue_ms=0.0,
+        prompt_ms=seconds * 250,
+        predicted_ms=seconds * 750,
+    )
+    wire.receive(Finished(request_id, "limit", progress))
 
 
-async def events(generations: Generations) -> AsyncIterator[Output | Finished]:
-    """The events of completions; raises the error of one that failed."""
-    async with generations:
-        while batch := await generations.next_batch():
-            for _, event in batch:
-                yield event
-
-
-async def result(generations: Generations) -> tuple[str, tuple[int, ...], Finished]:
-    """All text, all tokens and the end of a completion."""
-    tokens = [token async for event in events(generations) for token in event.tokens]
-    (generation,) = generations.all
-    return generation.text, tuple(tokens), generation.end
-
-
-def submit(
-    prompt: str = "hello", *, max_tokens: int = 4, stop: tuple[str, ...] = (), client_request_id: str = ""
-) -> Submit:
+def request(
+    prompt: str = "hello", *, max_tokens: int = 4, stop: tuple[str, ...] = (), **fields: Any
+) -> TextRequest:
     """A greedy request of one token a letter that generates all of its tokens."""
-    return Submit(
+    return text_request(
         f"r{next(_ids)}",
-        (TextPart(prompt),),
+        prompt,
         add_special=False,
         sampling=Sampling(temperature=0.0, ignore_eos=True),
         max_tokens=max_tokens,
         stop=stop,
-        client_request_id=client_request_id,
+        **fields,
     )
 
 
@@ -161,8 +122,8 @@ async def test_what_llama_server_counts_is_of_the_type_counter() -> None:
 async def test_metrics_after_known_requests() -> None:
     backend = FakeBackend(n_slots=2)
     async with running(backend) as service:
-        text, _, first = await result(service.generate([submit("a" * 20, max_tokens=4)]))
-        _, _, second = await result(service.generate([submit("a" * 20 + text + "b" * 6, max_tokens=6)]))
+        text, _, first = await result(service, request("a" * 20, max_tokens=4))
+        _, _, second = await result(service, request("a" * 20 + text + "b" * 6, max_tokens=6))
         assert (first.progress.n_cached, second.progress.n_cached) == (0, 23)
         await samples(service)  # reading must count nothing
         found = await samples(service)
@@ -231,10 +192,10 @@ async def test_metrics_of_sharing_and_eviction() -> None:
     backend = Slow(n_slots=2, n_reserved=2, n_ctx=256, n_ubatch=32)
     head = "h" * 100
     async with running(backend) as service:
-        first, second = (service.generate([submit(head + tail)]) for tail in "ab")
-        ends = [(await result(generation))[2].progress for generation in (first, second)]
+        replies = await asyncio.gather(*(result(service, request(head + tail)) for tail in "ab"))
+        ends = [end.progress for _, _, end in replies]
         waited = await samples(service)
-        await result(service.generate([submit("other " * 25)]))
+        await result(service, request("other " * 25))
         evicted = await samples(service)
         assert evicted["llamaslot_cells_used"] == backend.cells_used
     assert [(p.n_cached, p.n_copied) for p in ends] == [(0, 0), (100, 100)]
@@ -257,11 +218,11 @@ async def test_metrics_of_sharing_and_eviction() -> None:
 
 async def test_cells_of_running_requests_are_pinned() -> None:
     async with running(FakeBackend(n_ctx=4096)) as service:
-        await result(service.generate([submit("a" * 20)]))
-        endless = service.generate([submit("b" * 30, max_tokens=4000)])
-        async with endless:
-            await endless.next_batch()
-            state = await service.ask(InspectEngine(), EngineState)
+        await result(service, request("a" * 20))
+        endless = await begin(service, request("b" * 30, max_tokens=4000))
+        await endless.next_batch()
+        state = await service.engine_state()
+        await leave(endless)
         found = parsed(service.metrics.exposition(state).decode())
     assert found["llamaslot_cells_pinned"] == state.slots[1].n_held >= 30
     assert found["llamaslot_cells_idle"] == 23
@@ -270,9 +231,9 @@ async def test_cells_of_running_requests_are_pinned() -> None:
 
 async def test_a_reply_keeps_the_tail_that_could_have_become_a_stop_string() -> None:
     async with running(FakeBackend()) as service:
-        whole, tokens, _ = await result(service.generate([submit(max_tokens=8)]))
+        whole, tokens, _ = await result(service, request(max_tokens=8))
         assert len(whole) == 8
-        stopped = service.generate([submit(max_tokens=8, stop=(whole[-3:] + "!",))])
+        stopped = await begin(service, request(max_tokens=8, stop=(whole[-3:] + "!",)))
         found = [event async for event in events(stopped)]
         assert "".join(event.content for event in found) == whole
         assert sum((event.tokens for event in found), ()) == tokens
@@ -284,63 +245,41 @@ async def test_a_reply_keeps_the_tail_that_could_have_become_a_stop_string() -> 
 @pytest.mark.parametrize(("reason", "kind"), [("", UnavailableError), ("it broke", ServerError)])
 async def test_queries_fail_when_the_engine_stops(reason: str, kind: type[LlamaslotError]) -> None:
     wire = Wire()
-    queries = [
-        asyncio.create_task(wire.service.ask(Detokenize((97,)), Detokenized)),
-        asyncio.create_task(wire.service.ask(InspectEngine(), EngineState)),
-    ]
+    query = asyncio.create_task(wire.service.engine_state())
     await asyncio.sleep(0)
-    assert len(wire.sent) == 2
-    wire.service.receive([Stopped(reason)])
+    assert len(wire.sent) == 1
+    wire.receive(Stopped(reason))
     async with asyncio.timeout(5):
-        replies = await asyncio.gather(*queries, return_exceptions=True)
-    assert [type(reply) for reply in replies] == [kind] * 2
-    with pytest.raises(kind):
-        async with asyncio.timeout(5):
-            await wire.service.ask(InspectEngine(), EngineState)
-    with pytest.raises(kind):
-        wire.service.generate([submit()])
+        with pytest.raises(kind):
+            await query
+        for later in (wire.service.engine_state(), wire.service.answer(AnswerBody("tokenize", b"{}"))):
+            with pytest.raises(kind):
+                await later
+        with pytest.raises(kind):
+            await begin(wire.service, request())
     assert await wire.service.stopped == reason
-    assert len(wire.sent) == 2
+    assert len(wire.sent) == 1
+    await wire.close()
 
 
 async def test_a_query_that_is_cancelled_while_its_reply_arrives_affects_no_other() -> None:
-    backend = FakeBackend()
-    service = service_for(backend)
-    queries: list[asyncio.Task[Detokenized]] = []
-
-    def receive(events: list[Event]) -> None:
-        for event in events:
-            if isinstance(event, Reply) and event.error:
-                queries[0].cancel()
-        service.receive(events)
-
-    engine = LocalEngine(backend, receive)
-    service.connect(engine.send)
-    run = asyncio.create_task(engine.run())
-    queries.append(asyncio.create_task(service.ask(Detokenize((10**6,)), Detokenized)))
-    async with asyncio.timeout(10):
-        with pytest.raises(asyncio.CancelledError):
-            await queries[0]
-        assert isinstance(await service.ask(InspectEngine(), EngineState), EngineState)
-        with pytest.raises(InvalidRequestError):
-            await service.ask(Detokenize((-1,)), Detokenized)
-    await engine.stop()
-    await run
-    assert await service.stopped == ""
-
-
-async def test_a_cancelled_query_is_cancelled_in_the_engine_and_its_reply_ignored() -> None:
     wire = Wire()
-    query = asyncio.create_task(wire.service.ask(Detokenize((10**6,)), Detokenized))
+    query = asyncio.create_task(wire.service.engine_state())
     await asyncio.sleep(0)
-    query.cancel()
-    await asyncio.gather(query, return_exceptions=True)
-    sent, cancelled = wire.sent
+    (sent,) = wire.sent
     assert isinstance(sent, Query)
-    assert cancelled == Cancel(sent.request_id)
-    with capture_logs() as lines:
-        wire.service.receive([Reply(sent.request_id, error=ErrorInfo("invalid_request_error", "no such token"))])
+    wire.receive(Reply(sent.request_id, EngineState()))
+    query.cancel()
+    with capture_logs() as lines, pytest.raises(asyncio.CancelledError):
+        await query
+    again = asyncio.create_task(wire.service.engine_state())
+    await asyncio.sleep(0)
+    wire.receive(Reply(sent.request_id, EngineState()))
+    assert not again.done()
+    wire.receive(Reply(wire.sent[-1].request_id, EngineState(n_queued=3)))  # type: ignore[union-attr]
+    assert (await again).n_queued == 3
     assert lines == []
+    await wire.close()
 
 
 async def test_a_reply_that_was_decoded_from_another_process_has_its_type() -> None:
@@ -349,8 +288,9 @@ async def test_a_reply_that_was_decoded_from_another_process_has_its_type() -> N
     for body in (state, msgspec.to_builtins(state)):
         query = asyncio.create_task(wire.service.ask(InspectEngine(), EngineState))
         await asyncio.sleep(0)
-        wire.service.receive([Reply(wire.sent[-1].request_id, body)])
+        wire.receive(Reply(wire.sent[-1].request_id, body))  # type: ignore[union-attr]
         assert await query == state
+    await wire.close()
 
 
 @pytest.mark.parametrize(
@@ -365,101 +305,178 @@ async def test_a_reply_that_was_decoded_from_another_process_has_its_type() -> N
 )
 async def test_a_query_raises_the_error_of_its_reply_whole(error: LlamaslotError) -> None:
     wire = Wire()
-    query = asyncio.create_task(wire.service.ask(InspectEngine(), EngineState))
+    query = asyncio.create_task(wire.service.engine_state())
     await asyncio.sleep(0)
-    wire.service.receive([Reply(wire.sent[-1].request_id, error=error.info())])
+    wire.receive(Reply(wire.sent[-1].request_id, error=error.info()))  # type: ignore[union-attr]
     with pytest.raises(type(error)) as raised:
         await query
     assert vars(raised.value) == vars(error)
+    await wire.close()
 
 
 async def test_the_capacity_is_the_slots_and_the_queue() -> None:
     wire = Wire(n_slots=2, max_queue=2)
-    wire.service.check_capacity(4)
+    wire.service.capacity.check(4)
     with pytest.raises(InvalidRequestError) as never:
-        wire.service.check_capacity(5)
+        await begin(wire.service, request(n=5))
     assert never.value.param == "n"
-    for _ in range(3):
-        wire.service.generate([submit()])
-    wire.service.check_capacity(1)
+    lives = [await begin(wire.service, request()) for _ in range(3)]
+    wire.service.capacity.check(1)
     with pytest.raises(QueueFullError):
-        wire.service.check_capacity(2)
-    (last,) = wire.service.generate([submit()]).all
+        await begin(wire.service, request(n=2))
+    lives.append(await begin(wire.service, request()))
     with pytest.raises(QueueFullError) as refused:
-        wire.service.generate([submit()])
+        await begin(wire.service, request())
     assert refused.value.retry_after == 1
-    assert wire.service.n_in_flight == len(wire.sent) == 4
-    wire.finish(last.submit.request_id, seconds=1)
-    wire.service.generate([submit()])
+    assert wire.service.capacity.n_in_flight == len(wire.generates) == 4
+    finish(wire, lives[-1].completions[0].id, seconds=1)
+    lives.append(await begin(wire.service, request()))
+    await wire.close(lives)
 
 
-@pytest.mark.parametrize(("query", "reply"), [(ProbeCache, CacheProbe), (CountTokens, CountedTokens)])
-async def test_a_prompt_that_is_only_counted_is_limited_as_a_request_is(query: Any, reply: Any) -> None:
-    wire = Wire(n_slots=1, max_queue=2)
-    service = wire.service
-    running = service.generate([submit()])
-    counts = [asyncio.create_task(service.ask_about(query(submit()), reply)) for _ in range(2)]
-    await asyncio.sleep(0)
-    with pytest.raises(QueueFullError, match="--max-queue "):
-        await asyncio.wait_for(service.ask_about(query(submit()), reply), 5)
+async def test_a_full_queue_refuses_a_request_before_its_body_is_read() -> None:
+    wire = Wire(n_slots=1, max_queue=0)
+    live = await begin(wire.service, request())
     with pytest.raises(QueueFullError):
-        service.generate([submit()])
-    counts[0].cancel()
-    await asyncio.wait(counts[:1])
-    assert isinstance(wire.sent[-1], Cancel), "the prompt worker need not tokenize it"
-    counts[1].cancel()
-    await asyncio.wait(counts)
-    wire.finish(running.all[0].submit.request_id, seconds=1)
-    service.check_capacity(3)
-    assert not service._n_of_client
+        async with wire.service.open(Caller()):
+            raise AssertionError("the body would be read")
+    await wire.close([live])
+
+
+async def test_a_request_that_is_being_prepared_counts_as_one_of_its_client() -> None:
+    wire = Wire(n_slots=1, max_queue=10, max_queue_per_client=1)
+    service = wire.service
+    first = await begin(service, request(client="mine"))
+    async with service.open(Caller("mine")) as preparing:
+        await service.prepare(preparing, prepare_text(request(client="mine")))
+        assert service.capacity.n_in_flight == 2
+        with pytest.raises(QueueFullError, match=r"from this client.*--max-queue-per-client"):
+            await begin(service, request(client="mine"))
+        others = await begin(service, request(client="other"))
+        with pytest.raises(QueueFullError, match="from this client"):
+            # Its body says that it is another's, who has too many.
+            service.capacity.reserve(preparing, 2, "other")
+        assert service.capacity.n_in_flight == 3
+    assert (service.capacity.n_in_flight, dict(service.capacity._n_of_client)) == (2, {"mine": 1, "other": 1})
+    for live in (first, others):
+        await leave(live)
+        wire.receive(Cancelled(live.completions[0].id))
+    assert not service.capacity.n_in_flight
+    assert not service.capacity._n_of_client
+    await wire.close()
+
+
+async def test_a_prompt_that_is_only_counted_is_limited_as_a_request_is() -> None:
+    wire = Wire(n_slots=1, max_queue=10, max_queue_per_client=1)
+    service = wire.service
+    lives = [await begin(service, request(client="mine")) for _ in range(2)]
+    job = msgspec.structs.replace(prepare_text(request(client="mine")), is_run=False)
+    with pytest.raises(QueueFullError, match="--max-queue-per-client"):
+        async with service.open(Caller()) as live:
+            # Only its body says whose it is.
+            await service.prepare(live, job)
+    assert service.capacity.n_in_flight == 2
+    await wire.close(lives)
+
+
+async def test_a_request_that_is_prepared_for_too_long_ends_at_its_deadline() -> None:
+    wire = Wire(request_timeout=0.05)
+    answer = wire.prompts._run
+    wire.prompts._run = lambda pending: None  # type: ignore[method-assign]
+    with capture_logs() as lines, pytest.raises(DeadlineError):
+        async with wire.service.open(Caller()) as live, wire.service.until_deadline(live):
+            await wire.service.prepare(live, prepare_text(request()))
+    (line,) = lines
+    assert (line["finish_reason"], line["type"]) == ("error", "timeout_error")
+    assert not wire.service.capacity.n_in_flight
+    wire.prompts._run = answer  # type: ignore[method-assign]
+    await wire.close()
+
+
+async def test_a_client_that_goes_while_its_body_is_prepared_leaves_nothing() -> None:
+    wire = Wire()
+    service, entered = wire.service, asyncio.Event()
+
+    async def handle() -> None:
+        async with service.open(Caller("mine")) as live:
+            entered.set()
+            await service.prepare(live, prepare_text(request("x" * 500)))
+            raise AssertionError("it was cancelled before")
+
+    handler = asyncio.create_task(handle())
+    await entered.wait()
+    await asyncio.sleep(0)
+    handler.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await handler
+    async with asyncio.timeout(5):
+        while wire.prompts.threads.n_kept or any(lane.running for lane in wire.prompts.lanes):
+            await asyncio.sleep(0.001)
+    assert (service.capacity.n_in_flight, dict(service.capacity._n_of_client), wire.sent) == (0, {}, [])
+    await wire.close()
+
+
+async def test_a_request_ends_at_its_deadline_once_the_engine_has_freed_its_slot() -> None:
+    wire = Wire(request_timeout=0.05)
+    live = await begin(wire.service, request())
+    (completion,) = live.completions
+    async with asyncio.timeout(5):
+        while len(wire.sent) < 2:
+            await asyncio.sleep(0.005)
+    with capture_logs() as lines:
+        wire.receive(Cancelled(completion.id))
+    with pytest.raises(DeadlineError, match="--request-timeout"):
+        await live.next_batch()
+    (line,) = lines
+    assert (line["finish_reason"], line["type"]) == ("error", "timeout_error")
+    await wire.close([live])
 
 
 async def test_retry_after_is_the_time_that_those_in_flight_should_take() -> None:
     wire = Wire(n_slots=2, max_queue=3)
 
-    def retry_after() -> int:
-        while wire.service.n_in_flight < 5:
-            wire.service.generate([submit()])
+    async def retry_after() -> int:
+        while wire.service.capacity.n_in_flight < 5:
+            await begin(wire.service, request())
         with pytest.raises(QueueFullError) as refused:
-            wire.service.generate([submit()])
+            await begin(wire.service, request())
         return refused.value.retry_after
 
-    def finish(seconds: float) -> None:
-        wire.service.generate([submit()])
-        wire.finish(wire.sent[-1].request_id, seconds=seconds)
-
-    finish(10)
-    assert retry_after() == 25  # two and a half rounds of ten seconds
-    wire.finish(next(c.request_id for c in wire.sent[1:]), seconds=20)
-    assert retry_after() == 28  # the mean is 11 seconds now
-    wire.finish(next(c.request_id for c in wire.sent[2:]), seconds=1000)
-    assert retry_after() == 60
+    live = await begin(wire.service, request())
+    finish(wire, live.completions[0].id, seconds=10)
+    assert await retry_after() == 25  # two and a half rounds of ten seconds
+    finish(wire, wire.generates[1], seconds=20)
+    assert await retry_after() == 28  # the mean is 11 seconds now
+    finish(wire, wire.generates[2], seconds=1000)
+    assert await retry_after() == 60
+    await wire.close()
 
 
 async def test_refused_requests_are_counted() -> None:
     wire = Wire(n_slots=1, max_queue=0)
-    wire.service.generate([submit()])
+    live = await begin(wire.service, request())
     for _ in range(3):
         with pytest.raises(QueueFullError):
-            wire.service.generate([submit()])
+            await begin(wire.service, request())
     found = parsed(wire.service.metrics.exposition(EngineState()).decode())
     assert found["llamaslot_requests_total{finish_reason=refused}"] == 3
     assert found["llamaslot_queue_seconds_count"] == 0
+    await wire.close([live])
 
 
 async def test_every_end_is_counted_by_its_reason() -> None:
     backend = FakeBackend(n_ctx=64)
     async with running(backend) as service:
-        await result(service.generate([submit()]))
-        text, _, _ = await result(service.generate([submit(max_tokens=3)]))
-        await result(service.generate([submit(stop=(text[1],))]))
+        await result(service, request())
+        text, _, _ = await result(service, request(max_tokens=3))
+        await result(service, request(stop=(text[1],)))
         with pytest.raises(LlamaslotError):
-            await result(service.generate([submit("x" * 100)]))
-        cancelled = service.generate([submit(max_tokens=50)])
-        async with cancelled:
-            assert await cancelled.next_batch()
-        while service.n_in_flight:
-            await service.ask(InspectEngine(), EngineState)
+            await result(service, request("x" * 100))
+        cancelled = await begin(service, request(max_tokens=50))
+        assert await cancelled.next_batch()
+        await leave(cancelled)
+        while service.capacity.n_in_flight:
+            await service.engine_state()
         found = await samples(service)
     name = "llamaslot_requests_total"
     counts = {key.removeprefix(name): value for key, value in found.items() if key.startswith(name)}
@@ -476,7 +493,7 @@ async def test_the_log_contains_the_id_that_the_client_gave() -> None:
     async with running(FakeBackend()) as service:
         with capture_logs() as lines:
             for client_request_id in ("mine", ""):
-                await result(service.generate([submit(client_request_id=client_request_id)]))
+                await result(service, request(client_request_id=client_request_id))
         named, nameless = (line for line in lines if line["event"] == "request.done")
     assert (named["client_request_id"], named["finish_reason"]) == ("mine", "limit")
     assert "client_request_id" not in nameless
@@ -486,7 +503,7 @@ async def test_the_log_contains_the_id_that_the_client_gave() -> None:
 async def test_the_log_has_the_tokens_of_the_remote_tier_if_there_is_one(has_remote: bool) -> None:
     async with running(FakeBackend(), has_remote=has_remote) as service:
         with capture_logs() as lines:
-            await result(service.generate([submit()]))
+            await result(service, request())
     [done] = (line for line in lines if line["event"] == "request.done")
     assert done.get("prefix_fetched_tokens") == (0 if has_remote else None)
     assert done["prefix_read_tokens"] == 0

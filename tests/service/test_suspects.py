@@ -54,7 +54,7 @@ def test_the_oldest_are_forgotten_beyond_the_limit(monkeypatch: pytest.MonkeyPat
 
 def test_requests_are_recognized_by_namespace_and_tokens() -> None:
     def digest(salt: str, tokens: bytes) -> bytes:
-        return request_digest(Submit("any", (), cache_salt=salt), TokenizedPrompt(tokens))
+        return request_digest(Submit("any", cache_salt=salt), TokenizedPrompt(tokens))
 
     assert digest("", b"1234") == digest("", b"1234")
     assert len({digest("", b"1234"), digest("", b"12345678"), digest("a", b"1234")}) == 3

@@ -16,12 +16,13 @@ from bench.synthetic import CHAT_TEMPLATE
 from llamaslot.backend.llama.llama_backend import LlamaBackend
 from llamaslot.backend.llama.llama_settings import LlamaSettings
 from llamaslot.base.backend import Vocab
-from llamaslot.base.commands import Submit, TextPart
+from llamaslot.base.commands import TextPart
 from llamaslot.base.errors import InvalidRequestError
 from llamaslot.prompts.tokenizer import Tokenizer
 from llamaslot.text.builtin_templates import builtin_names, resolve
 from llamaslot.text.template import ChatTemplate
 from tests.fake_backend import FakeBackend
+from tests.prompt_threads import text_request
 from tests.text.rendering import rendered
 
 CONTROL = ("<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|end|>", "<|channel|>", "[INST]", "[/INST]")
@@ -244,7 +245,7 @@ def check_tokens(vocab: Vocab, source: str, real: list[Any], forged: str) -> Non
     tokenizer = Tokenizer(vocab, 4096, min_match=0.8)
 
     def tokens(*parts: TextPart) -> list[int]:
-        return tokenizer.tokenize_prompt(Submit("1", parts, add_special=False)).prompt.tokens.tolist()
+        return tokenizer.tokenize_prompt(text_request("1", parts, add_special=False)).prompt.tokens.tolist()
 
     texts = rendered(chat, real), rendered(chat, [user(forged)])
     assert texts[0] == texts[1]

@@ -348,7 +348,10 @@ class TestLanguage:
         [
             ("a\n{% if %}", "error in line 2 of the chat template: Expected an expression"),
             ("a\nb\n{% for m in messages %}", "error in line 3 of"),
-            ("\n{{ 1 | no_such_filter }}", "error in line 2 of the chat template: No filter named 'no_such_filter'"),
+            (
+                "\n{{ 1 | no_such_filter }}",
+                "error in line 2 of the chat template: No filter named 'no_such_filter'",
+            ),
             ("{% for i in [1] %}" * 30 + "{% endfor %}" * 30, "does not compile: SyntaxError"),
             ("{{ " + "(" * 20_000 + ")" * 20_000 + " }}", "does not compile: RecursionError"),
         ],

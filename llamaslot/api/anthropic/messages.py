@@ -17,13 +17,13 @@ from llamaslot.api.anthropic.reply_bodies import (
     Stop,
     StopReason,
 )
-from llamaslot.api.generation.reply_stats import TokenCount
+from llamaslot.api.generation.reply_stats import TokenCount, progress_of
 from llamaslot.api.generation.reply_writer import ReplyContext, ReplyWriter, end_reason
 from llamaslot.api.generation.request_handling import complete, count_prompt_tokens
 from llamaslot.api.json_bodies import encode, json_response
 from llamaslot.api.sse import typed_event
 from llamaslot.base.events import Finished, Output
-from llamaslot.service.generations import Generation
+from llamaslot.service.live_request import Completion
 
 
 async def messages(request: web.Request) -> web.StreamResponse:
@@ -42,17 +42,17 @@ class MessagesReplyWriter(ReplyWriter):
     id_prefix = "msg_"
     ping = typed_event(Ping())
 
-    def __init__(self, reply: ReplyContext, generations: Sequence[Generation]) -> None:
-        super().__init__(reply, generations)
-        self._message = self.new_message(generations[0])
+    def __init__(self, reply: ReplyContext, completions: Sequence[Completion]) -> None:
+        super().__init__(reply, completions)
+        self._message = self.new_message(completions[0])
         self._blocks = BlockEvents(omit_thinking=self._options.omit_reasoning)
         self._is_started = False
 
-    def chunks(self, generation: Generation, output: Output | Finished) -> Iterator[bytes]:
+    def chunks(self, completion: Completion, output: Output | Finished) -> Iterator[bytes]:
         """Yield the beginning of the message with the first event, then blocks, then the stop reason."""
         if not self._is_started:
             self._is_started = True
-            yield typed_event(MessageStart(self._empty(AnthropicUsage.of(output.progress))))
+            yield typed_event(MessageStart(self._empty(AnthropicUsage.of(progress_of(output)))))
         added = self._message.push(output.content, end_reason(output))
         for each in self._blocks.add(added):
             yield typed_event(each)
@@ -67,9 +67,9 @@ class MessagesReplyWriter(ReplyWriter):
 
     def whole(self) -> Iterator[bytes]:
         """Yield the whole message."""
-        (generation,) = self._generations
-        end = generation.end
-        added = self._message.push(generation.text, end.reason)
+        (completion,) = self._completions
+        end = completion.end
+        added = self._message.push(completion.text, end.reason)
         content = blocks_of([*self._blocks.add(added), *self._blocks.close()])
         message = self._empty(AnthropicUsage.of(end.progress))
         stop = self._stop(end)

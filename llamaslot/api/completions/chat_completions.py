@@ -19,18 +19,19 @@ from llamaslot.api.completions.reply_bodies import (
     Message,
     OpenAIReason,
 )
+from llamaslot.api.context import CALLER
 from llamaslot.api.generation.logprobs import ChatLogprobs, ProbsWriter
-from llamaslot.api.generation.reply_stats import PromptProgress, TokenCount, stats_of, timings
+from llamaslot.api.generation.reply_stats import PromptProgress, TokenCount, progress_of, stats_of, timings
 from llamaslot.api.generation.reply_writer import ReplyContext, end_reason
 from llamaslot.api.generation.request_handling import complete, count_prompt_tokens
 from llamaslot.api.json_bodies import LATER, encode, json_response, with_values
-from llamaslot.api.middleware import caller_of, key_namespace
+from llamaslot.api.middleware import key_namespace
 from llamaslot.base.events import Finished, Output
 from llamaslot.base.generation.chats import ChatToStore
 from llamaslot.base.generation.token_probs import TokenProb
 from llamaslot.formats.calls import Delta as ParsedDelta
 from llamaslot.formats.parsed_message import ParsedMessage
-from llamaslot.service.generations import Generation
+from llamaslot.service.live_request import Completion
 
 _MARK = "\0"
 _NOTHING = ParsedDelta()
@@ -54,28 +55,28 @@ class ChatReplyWriter(OpenAIReplyWriter):
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
-    def __init__(self, reply: ReplyContext, generations: Sequence[Generation]) -> None:
-        super().__init__(reply, generations)
+    def __init__(self, reply: ReplyContext, completions: Sequence[Completion]) -> None:
+        super().__init__(reply, completions)
         self._frames: dict[int, tuple[bytes, bytes]] = {}
         """Bytes before and after the text in the chunks of a choice, by index: encoding them once saves time."""
         self._messages: dict[int, ParsedMessage] = {}
 
-    def chunks(self, generation: Generation, output: Output | Finished) -> Iterator[bytes]:
+    def chunks(self, completion: Completion, output: Output | Finished) -> Iterator[bytes]:
         """Yield the role once, then text, reasoning and calls, then the finish reason."""
-        index = generation.index
+        index = completion.index
         frame = self._frames.get(index)
         if frame is None:
             before, _, after = self._delta(index, Delta(content=_MARK)).partition(encode(_MARK))
             frame = self._frames[index] = (before, after)
-            self._messages[index] = self.new_message(generation)
+            self._messages[index] = self.new_message(completion)
             yield self._delta(index, Delta(role="assistant", content=None))
         added = self._messages[index].push(output.content, end_reason(output))
         if progress := PromptProgress.of(output):
             yield self._delta(index, Delta(), prompt_progress=progress)
-        elif generation.has_probs or self._options.timings_per_token:
+        elif completion.has_probs or self._options.timings_per_token:
             if output.content or output.probs or added != _NOTHING:
                 first, *others = _deltas_of(added)
-                yield self._with_details(generation, output, first)
+                yield self._with_details(completion, output, first)
                 for each in others:
                     yield self._delta(index, each)
         elif added.content and not (added.reasoning or added.tool_calls):
@@ -86,7 +87,7 @@ class ChatReplyWriter(OpenAIReplyWriter):
         if isinstance(output, Finished):
             shown = {} if self._options.include_usage else stats_of([output.progress])
             reason = _reason(self._messages[index], output)
-            yield from self._last_chunk(generation, ChatChunkChoice(index, Delta(), reason), **shown)
+            yield from self._last_chunk(completion, ChatChunkChoice(index, Delta(), reason), **shown)
 
     def closing(self) -> Iterator[bytes]:
         """Yield the usage, if it was asked for, and the end mark."""
@@ -100,44 +101,44 @@ class ChatReplyWriter(OpenAIReplyWriter):
         """Yield one body with all choices."""
         if self._options.chat is not None:
             yield from self._storing(self._options.chat)
-        yield from self._whole(map(self._choice, self._generations))
+        yield from self._whole(map(self._choice, self._completions))
 
     def _storing(self, chat: ChatToStore) -> Iterator[bytes]:
         """Store the completion before the client can ask for it; yield an empty piece for each of its pieces."""
         request, reply = self._reply.request, self._reply
         store, pieces, n_bytes = request.app[CHATS], list[bytes](), 0
-        for piece in self._whole(map(self._choice, self._generations), is_verbose=False):
+        for piece in self._whole(map(self._choice, self._completions), is_verbose=False):
             pieces.append(piece)
             n_bytes += len(piece)
             if n_bytes > store.max_bytes:
                 return
             yield b""
-        owner = caller_of(request).sender.owner
+        owner = request[CALLER].owner
         stored = StoredChat(reply.id, reply.model, b"".join(pieces), chat.messages, chat.metadata, owner)
         store.put(key_namespace(request), stored)
 
-    def _choice(self, generation: Generation) -> Iterator[bytes]:
-        message = self.new_message(generation)
-        message.push(generation.text, generation.end.reason)
-        reason = _reason(message, generation.end)
-        choice = ChatChoice(generation.index, _whole_message(message), reason)
-        if not generation.has_probs:
+    def _choice(self, completion: Completion) -> Iterator[bytes]:
+        message = self.new_message(completion)
+        message.push(completion.text, completion.end.reason)
+        reason = _reason(message, completion.end)
+        choice = ChatChoice(completion.index, _whole_message(message), reason)
+        if not completion.has_probs:
             return with_values(choice)
         choice.logprobs = ChatLogprobs(LATER)
-        return with_values(choice, ProbsWriter(generation.submit).native_later(generation.probs))
+        return with_values(choice, ProbsWriter(completion.submit).native_later(completion.probs))
 
-    def _with_details(self, generation: Generation, output: Output | Finished, delta: Delta) -> bytes:
+    def _with_details(self, completion: Completion, output: Output | Finished, delta: Delta) -> bytes:
         """Return a chunk with new text, and with what the client wants to know about it."""
-        choice = ChatChunkChoice(generation.index, delta)
-        choice.logprobs = self._logprobs(generation, output.probs or ())
-        shown = timings([output.progress]) if self._options.timings_per_token else UNSET
+        choice = ChatChunkChoice(completion.index, delta)
+        choice.logprobs = self._logprobs(completion, output.probs or ())
+        shown = timings([progress_of(output)]) if self._options.timings_per_token else UNSET
         return self._chunk([choice], timings=shown)
 
     def _delta(self, index: int, delta: Delta, **stats: Any) -> bytes:
         return self._chunk([ChatChunkChoice(index, delta)], **stats)
 
-    def _logprobs(self, generation: Generation, rows: Iterable[TokenProb]) -> ChatLogprobs | UnsetType:
-        return self.probs_writer(generation).chat(rows) if generation.has_probs else UNSET
+    def _logprobs(self, completion: Completion, rows: Iterable[TokenProb]) -> ChatLogprobs | UnsetType:
+        return self.probs_writer(completion).chat(rows) if completion.has_probs else UNSET
 
 
 def _deltas_of(added: ParsedDelta) -> list[Delta]:

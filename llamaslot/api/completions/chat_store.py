@@ -25,7 +25,7 @@ class StoredChat:
     """A JSON list; each message has an id."""
     metadata: Mapping[str, str]
     owner: str = ""
-    """The `Sender.owner` whose share is charged for it."""
+    """The `Caller.owner` whose share is charged for it."""
 
     def body(self) -> Iterator[bytes]:
         """Yield the completion with its metadata, a JSON object."""

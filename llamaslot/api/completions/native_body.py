@@ -10,11 +10,10 @@ import msgspec
 
 from llamaslot.api.generation.reply_stats import stats_of
 from llamaslot.api.json_bodies import LATER
-from llamaslot.base.commands import Detokenize, Detokenized, Submit
+from llamaslot.base.commands import Submit
 from llamaslot.base.generation.request_context import ReplyOptions
 from llamaslot.base.generation.sampling import Sampling
-from llamaslot.service.generations import Generation
-from llamaslot.service.service import Service
+from llamaslot.service.live_request import Completion
 
 _NEUTRAL: dict[str, Any] = {
     "n_keep": 0,
@@ -25,39 +24,26 @@ _NEUTRAL: dict[str, Any] = {
 
 
 class NativeBodies:
-    """Makes the bodies of completions of these prompts, which are the texts as the model saw them, by index."""
+    """Makes the bodies of completions; they show the prompts as the model saw them."""
 
-    def __init__(self, prompts: Sequence[str], eog: Sequence[int], model: str, options: ReplyOptions) -> None:
-        self._prompts = prompts
+    def __init__(self, eog: Sequence[int], model: str, options: ReplyOptions) -> None:
         self._eog = eog
         self._model = model
         self._options = options
 
-    @classmethod
-    async def ask(
-        cls, service: Service, generations: Sequence[Generation], model: str, options: ReplyOptions
-    ) -> NativeBodies:
-        """Decode the prompts of completions whose requests return their tokens."""
-        texts: dict[tuple[int, ...], str] = {}
-        for each in generations:
-            if each.prompt_tokens not in texts:
-                query = Detokenize(each.prompt_tokens, each.submit.client)
-                texts[each.prompt_tokens] = (await service.ask(query, Detokenized)).content
-        return cls([texts[each.prompt_tokens] for each in generations], service.info.eog, model, options)
-
-    def whole(self, generation: Generation) -> dict[str, Any]:
+    def whole(self, completion: Completion) -> dict[str, Any]:
         """Return the body of a completion with all of its text; its probabilities, if it has any, are `LATER`."""
-        tokens = generation.tokens.tolist() if self._options.return_tokens else []
-        body = self.final(generation, content=generation.text, tokens=tokens)
-        if generation.has_probs:
+        tokens = completion.tokens.tolist() if self._options.return_tokens else []
+        body = self.final(completion, content=completion.text, tokens=tokens)
+        if completion.has_probs:
             body["completion_probabilities"] = LATER
         return body
 
-    def final(self, generation: Generation, *, content: str = "", tokens: Sequence[int] = ()) -> dict[str, Any]:
+    def final(self, completion: Completion, *, content: str = "", tokens: Sequence[int] = ()) -> dict[str, Any]:
         """Return the body of a completion with this text and these tokens."""
-        end, submit = generation.end, generation.submit
+        end, submit = completion.end, completion.submit
         return {
-            "index": generation.index,
+            "index": completion.index,
             "content": content,
             "tokens": tokens,
             "id_slot": end.progress.slot,
@@ -71,8 +57,8 @@ class NativeBodies:
                 "stream": self._options.stream,
                 "timings_per_token": self._options.timings_per_token,
             },
-            "prompt": self._prompts[generation.index],
-            "has_new_line": "\n" in generation.text,
+            "prompt": completion.prompt.text,
+            "has_new_line": "\n" in completion.text,
             "truncated": end.truncated,
             "stop_type": end.reason,
             "stopping_word": end.stopping_word,

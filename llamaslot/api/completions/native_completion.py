@@ -9,15 +9,14 @@ from aiohttp import web
 
 from llamaslot.api.completions.native_body import NativeBodies
 from llamaslot.api.context import READINESS
-from llamaslot.api.generation.reply_stats import PromptProgress, timings
-from llamaslot.api.generation.reply_writer import ReplyWriter
+from llamaslot.api.generation.reply_stats import PromptProgress, progress_of, timings
+from llamaslot.api.generation.reply_writer import ReplyContext, ReplyWriter
 from llamaslot.api.generation.request_handling import complete
 from llamaslot.api.json_bodies import LATER, list_of, with_values
 from llamaslot.api.sse import event
 from llamaslot.base.errors import NotSupportedError
 from llamaslot.base.events import Finished, Output
-from llamaslot.service.generations import Generation
-from llamaslot.service.service import Service
+from llamaslot.service.live_request import Completion
 
 
 async def completion(request: web.Request) -> web.StreamResponse:
@@ -36,44 +35,44 @@ class NativeReplyWriter(ReplyWriter):
     """Writes llama-server's replies."""
 
     id_prefix = "cmpl-"
-    returns_prompt = True
+    shows_prompt = counts_tokens = True
     probs_fields = ("n", "n_predict", "n_probs")
-    _bodies: NativeBodies
 
-    async def prepare(self, service: Service) -> None:
-        """Decode the prompts, so that the reply shows them as the model saw them."""
-        self._bodies = await NativeBodies.ask(service, self._generations, self._reply.model, self._options)
+    def __init__(self, reply: ReplyContext, completions: Sequence[Completion]) -> None:
+        super().__init__(reply, completions)
+        self._bodies = NativeBodies(reply.eog, reply.model, reply.options)
 
-    def chunks(self, generation: Generation, output: Output | Finished) -> Iterator[bytes]:
+    def chunks(self, completion: Completion, output: Output | Finished) -> Iterator[bytes]:
         """Yield new text and tokens, and everything else at the end."""
         if progress := PromptProgress.of(output):
-            yield event({**self._part(generation, output, "", ()), "prompt_progress": progress})
-        elif generation.has_probs and output.probs is not None:
+            yield event({**self._part(completion, output, "", ()), "prompt_progress": progress})
+        elif completion.has_probs and output.probs is not None:
             # As with llama-server, each event has one token: the last one has the text.
             rows = list(output.probs)
             for i, row in enumerate(rows, start=1):
-                part = self._part(generation, output, output.content if i == len(rows) else "", [row.token])
-                yield event({**part, "completion_probabilities": self.probs_writer(generation).native([row])})
+                part = self._part(completion, output, output.content if i == len(rows) else "", [row.token])
+                yield event({**part, "completion_probabilities": self.probs_writer(completion).native([row])})
         elif output.content or output.tokens:
-            yield event(self._part(generation, output, output.content, output.tokens))
+            yield event(self._part(completion, output, output.content, output.tokens))
         if isinstance(output, Finished):
-            yield event(self._picked(self._bodies.final(generation)))
+            yield event(self._picked(self._bodies.final(completion)))
 
     def _part(
-        self, generation: Generation, output: Output | Finished, content: str, tokens: Sequence[int]
+        self, completion: Completion, output: Output | Finished, content: str, tokens: Sequence[int]
     ) -> dict[str, Any]:
         """Return an event with new text and tokens."""
+        progress = progress_of(output)
         part: dict[str, Any] = {
-            "index": generation.index,
+            "index": completion.index,
             "content": content,
             "tokens": tokens,
             "stop": False,
-            "id_slot": output.progress.slot,
-            "tokens_predicted": output.progress.n_generated,
-            "tokens_evaluated": output.progress.n_prompt,
+            "id_slot": progress.slot,
+            "tokens_predicted": progress.n_generated,
+            "tokens_evaluated": progress.n_prompt,
         }
         if self._options.timings_per_token:
-            part["timings"] = timings([output.progress])
+            part["timings"] = timings([progress])
         return part
 
     def closing(self) -> Iterator[bytes]:
@@ -82,12 +81,12 @@ class NativeReplyWriter(ReplyWriter):
 
     def whole(self) -> Iterator[bytes]:
         """Yield the final event of the completion with all of its text; a list if there are several."""
-        bodies = (self._whole(each) for each in self._generations)
-        return list_of(bodies) if len(self._generations) > 1 else next(bodies)
+        bodies = (self._whole(each) for each in self._completions)
+        return list_of(bodies) if len(self._completions) > 1 else next(bodies)
 
-    def _whole(self, generation: Generation) -> Iterator[bytes]:
-        body = self._picked(self._bodies.whole(generation))
-        shown = [self.probs_writer(generation).native_later(generation.probs)] * (LATER in body.values())
+    def _whole(self, completion: Completion) -> Iterator[bytes]:
+        body = self._picked(self._bodies.whole(completion))
+        shown = [self.probs_writer(completion).native_later(completion.probs)] * (LATER in body.values())
         return with_values(body, *shown)
 
     def _picked(self, body: dict[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,6 @@ from aiohttp import web
 from llamaslot.api.context import READINESS
 from llamaslot.api.json_bodies import json_reply
 from llamaslot.api.middleware import caller_of, valid_unicode
-from llamaslot.base.commands import JsonReply
 from llamaslot.base.errors import InvalidRequestError
 from llamaslot.base.generation.responses import ListItems
 
@@ -75,9 +74,9 @@ async def page_of_stored(request: web.Request, lists: Sequence[bytes], paging: P
         paging.limit,
         is_descending=paging.is_reversed,
         after=valid_unicode(paging.after),
-        client=caller.sender.client(caller.session_id),
+        client=caller.client(),
     )
     service = request.app[READINESS].check()
-    reply = await service.ask(job, JsonReply)
-    with service.reply_budget.held(caller.sender.owner, len(reply.data)):
+    reply = await service.answer(job)
+    with service.reply_budget.held(caller.owner, len(reply.data)):
         return await json_reply(request, [reply.data])

@@ -11,7 +11,7 @@ from msgspec import UNSET, UnsetType
 from llamaslot.base.events import Finished, Output, Progress
 from llamaslot.base.prompt import SessionMatch
 from llamaslot.base.stats import MISS_FLAGS, Miss
-from llamaslot.service.generations import Generation
+from llamaslot.service.live_request import Completion
 
 
 class Timings(msgspec.Struct):
@@ -89,7 +89,13 @@ class PromptProgress(msgspec.Struct):
         prefill = event.prefill if isinstance(event, Output) else None
         if prefill is None:
             return None
-        return cls(event.progress.n_prompt, prefill.n_cached, prefill.n_processed, int(prefill.ms))
+        return cls(progress_of(event).n_prompt, prefill.n_cached, prefill.n_processed, int(prefill.ms))
+
+
+def progress_of(event: Output | Finished) -> Progress:
+    """Return the progress of an event that has it: the first, the last, or any where the client asked for it."""
+    assert event.progress is not None
+    return event.progress
 
 
 def cache_use(progress: Progress) -> CacheUse:
@@ -134,13 +140,13 @@ def stats_of(progress: Sequence[Progress]) -> dict[str, Any]:
     return {"timings": timings(progress), "cache": cache_use(progress[0])}
 
 
-def usage(generations: Sequence[Generation]) -> Usage:
+def usage(completions: Sequence[Completion]) -> Usage:
     """Return the usage of finished completions. A prompt counts once, with the reused tokens of its first one."""
     prompts: dict[str, Progress] = {}
-    for each in generations:
+    for each in completions:
         prompts.setdefault(each.submit.group or each.submit.request_id, each.end.progress)
     n_prompt = sum(progress.n_prompt for progress in prompts.values())
-    n_generated = sum(each.end.progress.n_generated for each in generations)
+    n_generated = sum(each.end.progress.n_generated for each in completions)
     n_cached = sum(progress.n_cached for progress in prompts.values())
     return Usage(n_generated, n_prompt, n_prompt + n_generated, PromptDetails(n_cached))
 

@@ -18,9 +18,8 @@ from llamaslot.base.events import Finished, FinishReason, Output
 from llamaslot.base.generation.request_context import ReplyOptions
 from llamaslot.formats.format import Format
 from llamaslot.formats.parsed_message import ParsedMessage
-from llamaslot.service.generations import Generation
+from llamaslot.service.live_request import Completion
 from llamaslot.service.reply_budget import ProbsLimit
-from llamaslot.service.service import Service
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +33,8 @@ class ReplyContext:
     options: ReplyOptions
     output_format: Format
     """The format in which the model writes chat messages."""
+    eog: Sequence[int]
+    """Tokens that end a text."""
     created: int = field(default_factory=lambda: int(time.time()))
     """Seconds since 1970."""
 
@@ -44,21 +45,23 @@ def end_reason(output: Output | Finished) -> FinishReason | None:
 
 
 class ReplyWriter(ABC):
-    """Writes the reply of one endpoint to one request, from the completions in `generations`."""
+    """Writes the reply of one endpoint to one request, from the completions in `completions`."""
 
     id_prefix: ClassVar[str]
     """Beginning of the reply's id."""
     ping: ClassVar[bytes] = PING
     """An event of a stream that means nothing, and keeps its connection open."""
-    returns_prompt: ClassVar[bool] = False
+    shows_prompt: ClassVar[bool] = False
     """True if the reply contains the prompt."""
+    counts_tokens: ClassVar[bool] = False
+    """True if each event of a stream has the number of tokens so far."""
     probs_fields: ClassVar[Sequence[str]] = ("max_tokens",)
     """Request fields that multiply the probabilities in the reply."""
 
-    def __init__(self, reply: ReplyContext, generations: Sequence[Generation]) -> None:
+    def __init__(self, reply: ReplyContext, completions: Sequence[Completion]) -> None:
         self._reply = reply
         self._options = reply.options
-        self._generations = generations
+        self._completions = completions
         self._probs_writers: dict[int, ProbsWriter] = {}
 
     @classmethod
@@ -66,22 +69,19 @@ class ReplyWriter(ABC):
         """Return the limit of the reply's probabilities; None for a stream that keeps none of them."""
         return None if options.stream else ProbsLimit(most, cls.probs_fields)
 
-    def probs_writer(self, generation: Generation) -> ProbsWriter:
+    def probs_writer(self, completion: Completion) -> ProbsWriter:
         """Return the writer of the probabilities of a completion's tokens."""
-        writer = self._probs_writers.get(generation.index)
+        writer = self._probs_writers.get(completion.index)
         if writer is None:
-            writer = self._probs_writers[generation.index] = ProbsWriter(generation.submit)
+            writer = self._probs_writers[completion.index] = ProbsWriter(completion.submit)
         return writer
 
-    def new_message(self, generation: Generation) -> ParsedMessage:
+    def new_message(self, completion: Completion) -> ParsedMessage:
         """Return the message that the text of a chat's completion is to be added to."""
-        return ParsedMessage(self._reply.output_format, self._options.parser, generation.submit.request_id)
-
-    async def prepare(self, service: Service) -> None:  # noqa: B027 - most replies need nothing
-        """Ask the engine for what the reply needs in addition to the completions."""
+        return ParsedMessage(self._reply.output_format, self._options.parser, completion.submit.request_id)
 
     @abstractmethod
-    def chunks(self, generation: Generation, output: Output | Finished) -> Iterable[bytes]:
+    def chunks(self, completion: Completion, output: Output | Finished) -> Iterable[bytes]:
         """Yield the server-sent events for an event of a completion, each whole or in parts."""
 
     @abstractmethod

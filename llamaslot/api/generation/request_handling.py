@@ -2,132 +2,120 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from itertools import chain
-from typing import TypeAlias, TypeVar
+from typing import TypeAlias
 
 from aiohttp import web
-from msgspec import Struct, structs
 
 from llamaslot.api import http_errors
 from llamaslot.api.context import READINESS, SETTINGS, UNIQUE_ID
 from llamaslot.api.generation.reply_writer import ReplyContext, ReplyWriter
 from llamaslot.api.json_bodies import BODY_READER, json_reply
 from llamaslot.api.keys import GRANTED, Access
-from llamaslot.api.middleware import caller_of
+from llamaslot.api.middleware import caller_of, given_key
 from llamaslot.api.sse import EventStream
-from llamaslot.base.commands import (
-    BodyKind,
-    CountTokens,
-    ParseBody,
-    ParsedBody,
-    ProbeCache,
-    Submit,
-)
+from llamaslot.base.commands import BodyKind, Prepare
 from llamaslot.base.generation.request_context import ReplyOptions, RequestContext
 from llamaslot.base.generation.responses import EarlierItems, References
-from llamaslot.base.prompt import CountedTokens
-from llamaslot.service.generations import Generations
+from llamaslot.base.stats import CacheProbe
+from llamaslot.service.live_request import LiveRequest
+from llamaslot.service.service import Service
 
 Find: TypeAlias = Callable[[References], EarlierItems]
 """Returns the earlier items that a body names."""
-R = TypeVar("R", bound=Struct)
 
 
 async def complete(
     request: web.Request, kind: BodyKind, writer_type: type[ReplyWriter], find: Find | None = None
 ) -> web.StreamResponse:
     """Answer a request for completions of the prompts in its body; `find` returns earlier items that it names."""
-    service, settings = request.app[READINESS].check(), request.app[SETTINGS]
-    reply_id = writer_type.id_prefix + request[UNIQUE_ID]
-    deadline = service.deadline()
-    context = _context(request, reply_id, returns_prompt=writer_type.returns_prompt)
-    async with service.limited_by(deadline):
-        submits, options = await _read(request, kind, context, find)
-    probs = writer_type.probs_limit(options, settings.max_reply_probs)
-    async with service.generate(submits, deadline, probs) as generations:
+    settings = request.app[SETTINGS]
+    context = _context(request, writer_type.id_prefix + request[UNIQUE_ID], writer_type)
+    async with _prepared(request, kind, context, find) as (service, live, options):
+        service.start(live, writer_type.probs_limit(options, settings.max_reply_probs))
         model = settings.model_names(service.info)[0]
-        reply = ReplyContext(request, reply_id, model, options, service.output_format)
-        writer = writer_type(reply, generations.all)
-        await writer.prepare(service)
+        output_format, eog = service.output_format, service.info.eog
+        reply = ReplyContext(request, context.request_id, model, options, output_format, eog)
+        writer = writer_type(reply, live.completions)
         if options.stream:
             interval = options.sse_ping_interval
             interval = settings.sse_ping_interval if interval is None else interval
             stream = EventStream(request, interval, settings.max_stream_buffer_bytes, writer.ping)
-            return await _stream(stream, generations, writer)
-        while await generations.next_batch():
+            return await _stream(stream, live, writer)
+        while await live.next_batch():
             pass
         return await json_reply(request, writer.whole())
 
 
-async def inspect_prompt(
-    request: web.Request,
-    kind: BodyKind,
-    query: Callable[[Submit], CountTokens | ProbeCache],
-    reply_type: type[R],
-    find: Find | None = None,
-) -> R:
-    """Answer a query about the prompt that the body of a request has, and generate nothing."""
-    service = request.app[READINESS].check()
-    context = _context(request, f"prompt-{request[UNIQUE_ID]}")
-    async with service.limited_by(service.deadline()):
-        (submit,), _ = await _read(request, kind, context, find, is_run=False)
-        return await service.ask_about(query(submit), reply_type)
-
-
 async def count_prompt_tokens(request: web.Request, kind: BodyKind, find: Find | None = None) -> int:
     """Count the tokens of the prompt that the body of a request has, and generate nothing."""
-    return (await inspect_prompt(request, kind, CountTokens, CountedTokens, find)).n_tokens
+    async with _prepared(request, kind, _prompt_context(request), find, is_run=False) as (_, live, _):
+        return live.prompts[0].tokenized.n_tokens
 
 
-async def _read(
-    request: web.Request, kind: BodyKind, context: RequestContext, find: Find | None, *, is_run: bool = True
-) -> tuple[Sequence[Submit], ReplyOptions]:
-    """Have the body of a request read; it is not kept while the reply is generated."""
+async def probe_cache(request: web.Request) -> CacheProbe:
+    """Return what is cached of the prompt of a chat or a text completion, which is not run."""
+    context = _prompt_context(request)
+    async with (
+        _prepared(request, "probe", context, is_run=False) as (service, live, _),
+        service.until_deadline(live),
+    ):
+        return await service.probe(live)
+
+
+@asynccontextmanager
+async def _prepared(
+    request: web.Request, kind: BodyKind, context: RequestContext, find: Find | None = None, *, is_run: bool = True
+) -> AsyncIterator[tuple[Service, LiveRequest, ReplyOptions]]:
+    """Give a request whose body was prepared; leaving the block cancels what has not ended.
+
+    The body is not kept while the reply is generated.
+    """
     service = request.app[READINESS].check()
-    async with request.app[BODY_READER].body(request) as raw:
-        job = ParseBody(kind, raw, context, is_run)
-        body = await service.ask(job, ParsedBody)
-        if body.references is not None and find is not None:
-            # Only the prompt worker decodes bodies, and it has no earlier items.
-            body = await service.ask(structs.replace(job, earlier=find(body.references)), ParsedBody)
-    return body.submits, body.options
+    async with service.open(context.caller) as live:
+        async with service.until_deadline(live), request.app[BODY_READER].body(request) as raw:
+            options = await service.prepare(live, Prepare(kind, raw, context, is_run), find)
+        yield service, live, options
 
 
-def _context(request: web.Request, request_id: str, *, returns_prompt: bool = False) -> RequestContext:
+def _prompt_context(request: web.Request) -> RequestContext:
+    return _context(request, f"prompt-{request[UNIQUE_ID]}", None)
+
+
+def _context(request: web.Request, request_id: str, writer_type: type[ReplyWriter] | None) -> RequestContext:
     service, settings = request.app[READINESS].check(), request.app[SETTINGS]
-    caller = caller_of(request)
     return RequestContext(
         request_id=request_id,
-        limits=settings.request_limits(service.max_in_flight),
+        limits=settings.request_limits(service.capacity.most),
         sampling=settings.default_sampling(service.info),
         max_tokens=settings.n_predict,
         cache_prompt=settings.cache_prompt,
-        return_tokens=returns_prompt,
+        shows_prompt=writer_type is not None and writer_type.shows_prompt,
+        counts_tokens=writer_type is not None and writer_type.counts_tokens,
         verbose=settings.verbose,
-        client_request_id=caller.client_request_id,
-        session_id=caller.session_id,
-        sender=caller.sender,
-        key_secret=settings.key_secret(caller.api_key),
+        caller=caller_of(request),
+        key_secret=settings.key_secret(given_key(request)),
         is_admin=request[GRANTED] is Access.ADMIN,
         reasoning=settings.reasoning_defaults,
     )
 
 
-async def _stream(stream: EventStream, generations: Generations, writer: ReplyWriter) -> web.StreamResponse:
+async def _stream(stream: EventStream, live: LiveRequest, writer: ReplyWriter) -> web.StreamResponse:
     await stream.open()
-    generations.listen(
-        lambda generation, output: stream.write_now(writer.chunks(generation, output)), lambda: stream.is_ready
+    live.listen(
+        lambda completion, output: stream.write_now(writer.chunks(completion, output)), lambda: stream.is_ready
     )
     try:
-        while batch := await stream.wait(generations.next_batch):
-            events = (data for generation, output in batch for data in writer.chunks(generation, output))
-            if generations.done:
+        while batch := await stream.wait(live.next_batch):
+            events = (data for completion, output in batch for data in writer.chunks(completion, output))
+            if live.is_done:
                 await stream.close(chain(events, writer.closing()))
             else:
                 await stream.send(events)
     except ConnectionError:
-        pass  # The client is gone; leaving the generations cancels them.
+        pass  # The client is gone; leaving the live request cancels its completions.
     except Exception as error:
         await stream.close(writer.failure(http_errors.described(error)))
     return stream.response

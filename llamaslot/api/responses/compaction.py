@@ -17,7 +17,7 @@ from llamaslot.api.responses.responses import ResponsesReplyWriter
 from llamaslot.base.errors import ServerError
 from llamaslot.base.events import Finished, Output
 from llamaslot.protocol.responses.items import encoded_compaction
-from llamaslot.service.generations import Generation
+from llamaslot.service.live_request import Completion
 
 
 class Compaction(msgspec.Struct, kw_only=True):
@@ -37,14 +37,14 @@ class CompactionWriter(ResponsesReplyWriter):
 
     is_cancellable = False
 
-    def chunks(self, generation: Generation, output: Output | Finished) -> Iterator[bytes]:
+    def chunks(self, completion: Completion, output: Output | Finished) -> Iterator[bytes]:
         """Raise an error: a request for a stream was refused."""
         raise ServerError("a compaction is not streamed")
 
     def whole(self) -> Iterator[bytes]:
         """Yield the compaction."""
-        end = self._generation.end
-        self._message.push(self._generation.text, end.reason)
+        end = self._completion.end
+        self._message.push(self._completion.text, end.reason)
         content = encoded_compaction(self._fields.user_texts, self._message.content.strip())
         item_id = self._reply.id.replace(self.id_prefix, "cmp_", 1)
         compaction = Compaction(

@@ -7,11 +7,11 @@ from contextlib import closing, suppress
 
 from aiohttp import web
 
-from llamaslot.api.context import READINESS, SETTINGS, UNIQUE_ID
+from llamaslot.api.context import CALLER, READINESS, SETTINGS, UNIQUE_ID
 from llamaslot.api.generation.pages import Paging, page_of_stored
 from llamaslot.api.generation.request_handling import complete, count_prompt_tokens
 from llamaslot.api.json_bodies import json_reply, json_response
-from llamaslot.api.middleware import caller_of, key_namespace
+from llamaslot.api.middleware import key_namespace
 from llamaslot.api.responses.compaction import CompactionWriter
 from llamaslot.api.responses.replay import N_FIRST, replayed
 from llamaslot.api.responses.reply_bodies import Deleted, InputTokens
@@ -37,7 +37,7 @@ async def compact(request: web.Request) -> web.StreamResponse:
 async def cancel(request: web.Request) -> web.StreamResponse:
     """Cancel a response that runs, for its client too; return one that has ended as it is.
 
-    If its generation has ended, and its client has yet to read the rest, it is in progress until then.
+    If its completion has ended, and its client has yet to read the rest, it is in progress until then.
     """
     service, key = request.app[READINESS].check(), (key_namespace(request), request.match_info["response_id"])
     running = request.app[RUNNING].get(key)
@@ -109,4 +109,4 @@ def _stored(request: web.Request) -> StoredResponse:
 
 
 def _store_access(request: web.Request) -> StoreAccess:
-    return StoreAccess(request.app[RESPONSES], key_namespace(request), caller_of(request).sender.owner)
+    return StoreAccess(request.app[RESPONSES], key_namespace(request), request[CALLER].owner)

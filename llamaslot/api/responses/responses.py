@@ -11,7 +11,7 @@ import msgspec
 from aiohttp import web
 
 from llamaslot.api.generation.logprobs import Prob
-from llamaslot.api.generation.reply_stats import PromptProgress, stats_of, timings
+from llamaslot.api.generation.reply_stats import PromptProgress, progress_of, stats_of, timings
 from llamaslot.api.generation.reply_stats import usage as chat_usage
 from llamaslot.api.generation.reply_writer import ReplyContext, ReplyWriter, end_reason
 from llamaslot.api.json_bodies import encode
@@ -33,7 +33,7 @@ from llamaslot.base.errors import LlamaslotError
 from llamaslot.base.events import Finished, Output
 from llamaslot.base.generation.request_context import ReplyOptions
 from llamaslot.formats.calls import Delta
-from llamaslot.service.generations import Generation
+from llamaslot.service.live_request import Completion
 from llamaslot.service.reply_budget import ProbsLimit
 
 _CODES = {
@@ -60,13 +60,13 @@ class ResponsesReplyWriter(ReplyWriter):
     """True if `POST /v1/responses/{id}/cancel` cancels it while it runs."""
     probs_fields = ("max_output_tokens", "top_logprobs")
 
-    def __init__(self, reply: ReplyContext, generations: Sequence[Generation]) -> None:
-        super().__init__(reply, generations)
-        (self._generation,) = generations
+    def __init__(self, reply: ReplyContext, completions: Sequence[Completion]) -> None:
+        super().__init__(reply, completions)
+        (self._completion,) = completions
         self._fields = reply.options.response
         self._echo = self._fields.echo[1:]
         self._output = OutputItems(reply.id.removeprefix(self.id_prefix), self._fields)
-        self._message = self.new_message(self._generation)
+        self._message = self.new_message(self._completion)
         self._tokens = _TokenTexts()
         self._pending: list[Prob] = []
         """Probabilities of tokens of which it is open to which item they belong."""
@@ -94,7 +94,7 @@ class ResponsesReplyWriter(ReplyWriter):
         """Return the JSON of the response as one that was cancelled, or else is in progress."""
         return b"".join(self._response("cancelled" if self.is_cancelled else "in_progress"))
 
-    def chunks(self, generation: Generation, output: Output | Finished) -> Iterator[bytes]:
+    def chunks(self, completion: Completion, output: Output | Finished) -> Iterator[bytes]:
         """Yield the beginning once, then the events of each item, then the end."""
         if not self._n_events:
             yield from self._lifecycle(events.Created, self._response("in_progress"))
@@ -103,7 +103,7 @@ class ResponsesReplyWriter(ReplyWriter):
             yield from self._lifecycle(events.InProgress, self._response("in_progress"), prompt_progress=progress)
         for each in self._added(output):
             if self._options.timings_per_token:
-                each.timings = timings([output.progress])
+                each.timings = timings([progress_of(output)])
             yield self._event(each)
         if isinstance(output, Finished):
             is_cut = self._status == "incomplete" and self._reply.request.path != LLAMA_SERVER_PATH
@@ -124,11 +124,11 @@ class ResponsesReplyWriter(ReplyWriter):
 
     def whole(self) -> Iterator[bytes]:
         """Yield the response, after an empty piece for each event that it is made of."""
-        generation = self._generation
-        for part in generation.probs.parts():
-            self._tokens.put(self.probs_writer(generation).native(part))
+        completion = self._completion
+        for part in completion.probs.parts():
+            self._tokens.put(self.probs_writer(completion).native(part))
             yield b""
-        end = msgspec.structs.replace(generation.end, content=generation.text)
+        end = msgspec.structs.replace(completion.end, content=completion.text)
         for _ in self._added(end):
             yield b""
         yield from self._finished(end)
@@ -136,10 +136,10 @@ class ResponsesReplyWriter(ReplyWriter):
     def _added(self, output: Output | Finished) -> Iterator[events.ItemEvent]:
         """Add the text of an event, and yield the events of that."""
         end = end_reason(output)
-        if not self._generation.has_probs:
+        if not self._completion.has_probs:
             yield from self._parts(self._message.push(output.content, end))
         else:
-            rows = self.probs_writer(self._generation).native(output.probs or ())
+            rows = self.probs_writer(self._completion).native(output.probs or ())
             for text, found in self._tokens.add(output.content, rows):
                 self._pending += found
                 yield from self._parts(self._message.push(text))
@@ -185,7 +185,7 @@ class ResponsesReplyWriter(ReplyWriter):
 
         The latter may be many MiB of tools, of which each copy would hold up the event loop.
         """
-        sampling = self._generation.submit.sampling
+        sampling = self._completion.submit.sampling
         generated = Generated(
             id=self._reply.id,
             created_at=self._reply.created,
@@ -204,13 +204,13 @@ class ResponsesReplyWriter(ReplyWriter):
         return "incomplete" if self._message.reason == "limit" else "completed"
 
     def _usage(self) -> ResponseUsage:
-        counts = chat_usage([self._generation])
+        counts = chat_usage([self._completion])
         n_prompt, n_cached = counts.prompt_tokens, counts.prompt_tokens_details.cached_tokens
-        n_characters = max(len(self._generation.text), 1)
+        n_characters = max(len(self._completion.text), 1)
         share = min(len(self._message.reasoning) / n_characters, 1)
         return ResponseUsage(
             n_prompt,
-            InputDetails(n_cached, n_prompt - n_cached if self._generation.submit.cache_prompt else 0),
+            InputDetails(n_cached, n_prompt - n_cached if self._completion.submit.cache_prompt else 0),
             counts.completion_tokens,
             OutputDetails(round(share * counts.completion_tokens)),
             counts.total_tokens,

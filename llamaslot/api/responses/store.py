@@ -29,7 +29,7 @@ class StoredResponse:
     """Its output items by id, JSON objects."""
     previous: StoredResponse | None = None
     owner: str = ""
-    """The `Sender.owner` whose share is charged for it."""
+    """The `Caller.owner` whose share is charged for it."""
     is_listed: bool = False
     """True if it can be found by its id."""
     n_holders: int = field(default=0)

@@ -62,9 +62,7 @@ def memory(free: int, total: int, model_bytes: int) -> Check:
     where = f" (the container's limit; the host has {shown_size(on_host)})" if total < on_host else ""
     found = f"{shown_size(free)} of {shown_size(total)} free{where}"
     if model_bytes > free:
-        advice = (
-            "use a smaller model or quantization, or add memory: otherwise every token reads weights from disk"
-        )
+        advice = "use a smaller model or quantization, or add memory: otherwise every token reads weights from disk"
         return warn("memory", f"{found}; the model's files have {shown_size(model_bytes)}", advice)
     if free < _MIN_FREE_BYTES:
         return warn("memory", found, "end other programs or raise the container's limit")

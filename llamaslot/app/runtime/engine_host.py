@@ -23,7 +23,7 @@ from llamaslot.backend.host_memory import MemoryReader, Sources, host_memory
 from llamaslot.backend.llama import LlamaBackend, LoadingStopped
 from llamaslot.base.backend import Backend
 from llamaslot.base.errors import ConfigError
-from llamaslot.base.events import EngineEvent
+from llamaslot.base.events import Event
 from llamaslot.engine.engine import Engine
 from llamaslot.engine.model_worker import model_thread
 from llamaslot.engine.step_watch import StepWatch
@@ -141,7 +141,7 @@ class EngineHost:
                 "folder.unusable", flag=error.param, reason=error.message, until="the engine is started again"
             )
 
-    def start(self, on_events: Callable[[list[EngineEvent]], None]) -> Engine:
+    def start(self, on_events: Callable[[list[Event]], None]) -> Engine:
         """Return an engine, which takes commands; the caller has it run."""
         backend = self.backend
         snapshots = slot_files(self._slot_folder, backend.info, self._disk)

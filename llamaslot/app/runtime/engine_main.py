@@ -18,7 +18,7 @@ from llamaslot.app.logs import get_logger
 from llamaslot.app.runtime.child_setup import channel_to_parent, configured, socket_of
 from llamaslot.app.runtime.engine_host import EngineHost
 from llamaslot.base.errors import LlamaslotError
-from llamaslot.base.events import EngineEvent, Stopped
+from llamaslot.base.events import Event, Stopped
 from llamaslot.engine.engine import Engine
 from llamaslot.processes.channel import Channel
 from llamaslot.processes.messages import OVERDUE_STATUS, Events, LoadEngine, Loading, Refused, Stop, ToEngine
@@ -76,7 +76,7 @@ class EngineMain:
             return False
         reasons: list[str] = []
 
-        def on_events(events: list[EngineEvent]) -> None:
+        def on_events(events: list[Event]) -> None:
             reasons.extend(event.reason for event in events[-1:] if isinstance(event, Stopped))
             self._channel.send(Events(events))
 

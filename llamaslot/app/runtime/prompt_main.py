@@ -9,8 +9,9 @@ import asyncio
 import gc
 import os
 import sys
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import uvloop
 
@@ -25,6 +26,7 @@ from llamaslot.processes.channel import Channel
 from llamaslot.processes.messages import (
     JobDone,
     LoadVocab,
+    NextPrompt,
     NumberedJob,
     PromptWorkerReady,
     Refused,
@@ -34,6 +36,7 @@ from llamaslot.processes.messages import (
 )
 from llamaslot.processes.threads import start_default_executor
 from llamaslot.processes.trial_process import TrialProcess
+from llamaslot.prompts.prompt_jobs import JobResult
 from llamaslot.prompts.prompt_worker import PromptThreads, invalid_unicode
 
 
@@ -87,10 +90,15 @@ class PromptMain:
         self._channel.send(PromptWorkerReady(self._worker.chat_template))
 
     def _start(self, numbered: NumberedJob) -> None:
-        future = self._worker.call(numbered.job)
-        future.add_done_callback(lambda _: self._answer(numbered.number, future))
+        loop, number = asyncio.get_running_loop(), numbered.number
 
-    def _answer(self, number: int, future: asyncio.Future[Any]) -> None:
+        def on_prompt() -> None:
+            loop.call_soon_threadsafe(self._channel.send, NextPrompt(number))
+
+        future = self._worker.carry_out(numbered.job, numbered.lane, on_prompt)
+        future.add_done_callback(lambda done: loop.call_soon_threadsafe(self._answer, number, done))
+
+    def _answer(self, number: int, future: Future[JobResult]) -> None:
         anchors, sessions, messages = self._worker.stats
         error = future.exception()
         if error is None:

@@ -16,12 +16,11 @@ from llamaslot.processes.engine_supervisor import EngineSupervisor
 from llamaslot.processes.messages import Loaded, SetModel
 from llamaslot.processes.prompt_supervisor import PromptSupervisor
 from llamaslot.prompts.prompt_jobs import Restore
-from llamaslot.prompts.prompt_worker import PromptThreads, PromptWorker
+from llamaslot.prompts.prompt_worker import LocalPrompts, PromptQueue
 
 if TYPE_CHECKING:
     from llamaslot.engine.engine import Engine
-    from llamaslot.service.dispatcher import Dispatcher
-    from llamaslot.service.metrics import Metrics
+    from llamaslot.service.service import Service
 
 _ENGINE_MAIN = "llamaslot.app.runtime.engine_main"
 _PROMPT_MAIN = "llamaslot.app.runtime.prompt_main"
@@ -38,12 +37,8 @@ class Runtime(Protocol):
     """Call `start`, `load`, `connect` and `stop` in this order, the last one in any case."""
 
     @property
-    def prompts(self) -> PromptWorker:
+    def prompts(self) -> PromptQueue:
         """The prompt worker, once the model is loaded."""
-
-    @property
-    def why_stopped(self) -> str:
-        """Why no request is carried out though no process has ended; empty if they are."""
 
     async def start(self) -> None:
         """Start the processes, if there are any; raises `OSError`."""
@@ -51,8 +46,8 @@ class Runtime(Protocol):
     async def load(self) -> Loaded | None:
         """Load the model; None if that was interrupted. Raises `ConfigError`."""
 
-    def connect(self, dispatcher: Dispatcher, metrics: Metrics) -> None:
-        """Run the engine for a dispatcher, and count restarts."""
+    def connect(self, service: Service) -> None:
+        """Run the engine for a service, and count restarts."""
 
     def interrupt(self) -> None:
         """Have `load` stop as soon as possible."""
@@ -79,14 +74,9 @@ class InProcessRuntime:
         self._given = backend
         self._is_interrupted = False
         self._host = EngineHost(config)
-        self._prompts: PromptThreads | None = None
+        self._prompts: LocalPrompts | None = None
         self._engine: Engine | None = None
         self._running: asyncio.Task[None] | None = None
-
-    @property
-    def why_stopped(self) -> str:
-        """Empty: a process that is stopped does not answer."""
-        return ""
 
     async def start(self) -> None:
         """There is nothing to start before `load`."""
@@ -103,21 +93,21 @@ class InProcessRuntime:
         loaded = await self._host.load(on_progress, self._given)
         if loaded is not None:
             model = SetModel(loaded.info, *self._template)
-            self._prompts = prompt_worker(self._config, self._host.backend.vocab, model)
+            self._prompts = LocalPrompts(prompt_worker(self._config, self._host.backend.vocab, model))
             self._prompts.call(Restore(loaded.records))
-            self._prompts.start()
+            self._prompts.threads.start()
         return loaded
 
     @property
-    def prompts(self) -> PromptThreads:
+    def prompts(self) -> LocalPrompts:
         """The prompt worker, once the model is loaded."""
         assert self._prompts is not None
         return self._prompts
 
-    def connect(self, dispatcher: Dispatcher, metrics: Metrics) -> None:
-        """Run the engine for a dispatcher, and count restarts."""
-        self._engine = self._host.start(dispatcher.receive)
-        dispatcher.connect(self._engine.send)
+    def connect(self, service: Service) -> None:
+        """Run the engine for a service, and count restarts."""
+        self._engine = self._host.start(service.receive)
+        service.connect(self._engine.send)
         self._running = asyncio.create_task(self._engine.run(), name="engine")
 
     def interrupt(self) -> None:
@@ -152,7 +142,7 @@ class MultiProcessRuntime:
         self.engine = EngineSupervisor(_ENGINE_MAIN, self._config, on_progress)
 
     @property
-    def why_stopped(self) -> str:
+    def _why_stopped(self) -> str:
         """Why no request is carried out though no process has ended; empty if they are."""
         for process, name in ((self.engine, "engine"), (self.prompts, "prompt worker")):
             if process.is_stopped:
@@ -179,16 +169,16 @@ class MultiProcessRuntime:
             raise ConfigError(error.message, param=error.param) from None
         return loaded
 
-    def connect(self, dispatcher: Dispatcher, metrics: Metrics) -> None:
-        """Run the engine for a dispatcher, and count restarts."""
+    def connect(self, service: Service) -> None:
+        """Run the engine for a service, and count restarts."""
 
         def on_restarted() -> None:
-            metrics.record_restart("engine")
-            dispatcher.engine_restarted()
+            service.metrics.record_restart("engine")
+            service.engine_restarted()
 
-        dispatcher.connect(self.engine.send)
-        self.engine.listen(dispatcher.receive, dispatcher.engine_lost, on_restarted)
-        self.prompts.on_restarted = lambda: metrics.record_restart("prompt_worker")
+        service.connect(self.engine.send, lambda: self._why_stopped)
+        self.engine.listen(service.receive, service.engine_lost, on_restarted)
+        self.prompts.on_restarted = lambda: service.metrics.record_restart("prompt_worker")
 
     def interrupt(self) -> None:
         """Have `load` stop as soon as possible."""

@@ -117,9 +117,7 @@ def _fitting(
     growing = [place for place in places if place.cell_bytes]
     unknown = [place.name for place in growing if not place.total]
     if unknown or not growing:
-        reason = (
-            f"free memory on {unknown[0]} is unknown" if unknown else "its KV does not grow with the context"
-        )
+        reason = f"free memory on {unknown[0]} is unknown" if unknown else "its KV does not grow with the context"
         return (
             n_ctx_train,
             f"KV pool: {n_ctx_train:,} cells, the model's context, regardless of free memory: {reason}",

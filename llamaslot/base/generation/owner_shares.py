@@ -1,4 +1,4 @@
-"""Shares of owners (`Sender.owner`) in a bounded memory of replies: which entry is evicted first.
+"""Shares of owners (`Caller.owner`) in a bounded memory of replies: which entry is evicted first.
 
 The least recently used entry of the owner that holds most is evicted. That owner has at least its equal share, so
 one that sends much never evicts an entry of an owner that is below its share. Owners may use what others leave, as

@@ -49,7 +49,7 @@ class RememberedReply(msgspec.Struct, frozen=True):
     session: bytes = b""
     """Digest of the session that it belongs to; empty for none."""
     owner: str = ""
-    """The `Sender.owner` whose share is charged for it."""
+    """The `Caller.owner` whose share is charged for it."""
 
     @property
     def n_bytes(self) -> int:

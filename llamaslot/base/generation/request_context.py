@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import msgspec
 
+from llamaslot.base.callers import Caller
 from llamaslot.base.generation.chats import ChatToStore
 from llamaslot.base.generation.responses import ResponseFields
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.generation.tools import ParserOptions, ReasoningDefaults
-from llamaslot.base.turns import Sender
 
 
 class RequestLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,14 +34,13 @@ class RequestContext(msgspec.Struct, frozen=True):
     """Default limit of new tokens."""
     cache_prompt: bool = True
     """Default of the field."""
-    return_tokens: bool = False
-    """`Submit.return_tokens`."""
+    shows_prompt: bool = False
+    """The reply shows the prompt's text."""
+    counts_tokens: bool = False
+    """Every event of a stream has the number of tokens so far."""
     verbose: bool = False
     """Default of the field."""
-    client_request_id: str = ""
-    session_id: str = ""
-    """The session in the headers; empty without one."""
-    sender: Sender = Sender()
+    caller: Caller = Caller()
     key_secret: str = ""
     """`key_secret` of the API key where each key has namespaces of its own; empty where not."""
     is_admin: bool = False

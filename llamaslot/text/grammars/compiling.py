@@ -251,9 +251,7 @@ def grammar_error(message: str, param: str) -> InvalidRequestError:
             param=param,
         )
     if _TOO_MANY_SYMBOLS in message:
-        return GrammarTooLongError(
-            f"'{param}': its grammar has too many parts; simplify it", param=param
-        )
+        return GrammarTooLongError(f"'{param}': its grammar has too many parts; simplify it", param=param)
     advice = f"; {ADVICE}" if _TOO_EXPENSIVE.search(message) else ""
     return InvalidRequestError(f"'{param}': {first_lines(message)}{advice}", param=param)
 

@@ -1,0 +1,308 @@
+"""Live requests: HTTP requests for completions, from their arrival to the end of their replies.
+
+While a request is prepared it has no completions: a client that goes away, a deadline or an error ends the job of
+the prompt worker. Then each completion has a state (`TRANSITIONS`; `service/service.py` carries them out):
+
+    WAITING    no engine has it. SEND gives it to one, at once unless there is none or a suspect has to run alone
+    SENT       an engine has it. If that is lost, it waits for the next one; a suspect that ran alone when the
+               engine crashed ends, and so does one that was cancelled
+    RUNNING    the engine has started it. If the engine is lost, it ends
+    DONE       its terminal event has arrived, or was made here
+
+Here is what a request keeps, and the queue of events to its handler.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from enum import Enum
+from typing import TypeAlias
+
+import msgspec
+
+from llamaslot.base.commands import PreparedPrompt, Submit
+from llamaslot.base.errors import LlamaslotError, ServerError
+from llamaslot.base.events import Cancelled, Failed, Finished, Output
+from llamaslot.base.generation.token_probs import FLOAT_MIN, ProbRows, TokenProbs
+from llamaslot.service.reply_budget import ProbsLimit, ReplyBudget
+from llamaslot.service.suspects import request_digest
+
+
+class State(Enum):
+    """State of a completion."""
+
+    WAITING = "waiting"
+    SENT = "sent"
+    RUNNING = "running"
+    DONE = "done"
+
+
+class Change(Enum):
+    """Event that changes the state of a completion."""
+
+    SEND = "send"
+    START = "start"
+    LOSE = "lose"
+    END = "end"
+
+
+TRANSITIONS: dict[tuple[State, Change], State] = {
+    (State.WAITING, Change.SEND): State.SENT,
+    (State.SENT, Change.START): State.RUNNING,
+    # After a preemption.
+    (State.RUNNING, Change.START): State.RUNNING,
+    (State.SENT, Change.LOSE): State.WAITING,
+    **{(state, Change.END): State.DONE for state in (State.WAITING, State.SENT, State.RUNNING)},
+}
+"""Every legal transition; any other pair raises and changes nothing."""
+
+
+class IllegalChangeError(AssertionError):
+    """An event that the state of a completion does not allow: a bug, never caused by input."""
+
+
+class Completion:
+    """One completion, with the text and the tokens that it has produced so far."""
+
+    def __init__(
+        self, index: int, submit: Submit, prompt: PreparedPrompt, prompt_number: int, live: LiveRequest
+    ) -> None:
+        self.index = index
+        self.submit = submit
+        self.prompt = prompt
+        self.prompt_number = prompt_number
+        """That of its prompt among those of the request."""
+        self.live = live
+        self.state = State.WAITING
+        self.is_cancelled = False
+        """True if the engine was told to cancel it."""
+        self.diverged_at = -1
+        """`Progress.diverged_at`."""
+        self.tokens = array("i")
+        self.probs = ProbRows()
+        """Those of `tokens`, if the request asks for them and the reply has them at its end."""
+        self.prompt_probs = ProbRows()
+        """Those of the prompt, if the request asks for them; complete before the first text."""
+        self.finished: Finished | None = None
+        self._text = bytearray()
+
+    def handle(self, change: Change) -> None:
+        """Go to the next state, or raise `IllegalChangeError` and change nothing."""
+        after = TRANSITIONS.get((self.state, change))
+        if after is None:
+            raise IllegalChangeError(f"completion {self.id}: {change.value} while {self.state.value}")
+        self.state = after
+
+    @property
+    def is_in_engine(self) -> bool:
+        """True while an engine has it."""
+        return self.state in (State.SENT, State.RUNNING)
+
+    @property
+    def id(self) -> str:
+        """The id under which the engine has it."""
+        return self.submit.request_id
+
+    @property
+    def digest(self) -> bytes:
+        """The digest by which it is suspected of crashing the engine."""
+        return request_digest(self.submit, self.prompt.tokenized)
+
+    @property
+    def has_probs(self) -> bool:
+        """True if probabilities are asked for."""
+        return self.submit.sampling.n_probs >= 0
+
+    @property
+    def mean_logprob(self) -> float:
+        """The mean log-probability of its tokens, if they have some; that of no tokens is less than any."""
+        values = self.probs.values()
+        if self.submit.sampling.post_sampling_probs:
+            values = [math.log(value) if value > 0 else FLOAT_MIN for value in values]
+        return math.fsum(values) / len(values) if values else -math.inf
+
+    @property
+    def text(self) -> str:
+        """All text so far."""
+        return self._text.decode(errors="surrogatepass")
+
+    @property
+    def end(self) -> Finished:
+        """The terminal event; only once it has finished."""
+        assert self.finished is not None
+        return self.finished
+
+    def add(self, event: Output | Finished, *, keeps_tokens: bool = True) -> int:
+        """Append an event's text and tokens; return how many bytes that takes."""
+        text = event.content.encode(errors="surrogatepass")
+        self._text += text
+        n_bytes = len(text)
+        if keeps_tokens:
+            self.tokens.extend(event.tokens)
+            n_bytes += 4 * len(event.tokens)
+            if event.probs is not None:
+                self.probs.extend(event.probs)
+                n_bytes += event.probs.n_bytes
+        if isinstance(event, Finished):
+            # What it carried is kept here.
+            self.finished = msgspec.structs.replace(event, probs=None, tokens=(), generated=None)
+        elif event.prompt_probs is not None:
+            self.prompt_probs.extend(event.prompt_probs)
+            n_bytes += event.prompt_probs.n_bytes
+        return n_bytes
+
+
+CompletionEvent: TypeAlias = Output | Finished | Failed | Cancelled
+Batch: TypeAlias = list[tuple[Completion, Output | Finished]]
+Sink: TypeAlias = Callable[[Completion, Output], None]
+
+
+class LiveRequest:
+    """A request whose reply is not complete. `next_batch` returns the events of its completions.
+
+    What they produce is charged to the owner's share of `budget`.
+    """
+
+    def __init__(self, client: str, owner: str, deadline: float | None, budget: ReplyBudget) -> None:
+        self.client = client
+        """Whose limit of requests it counts against; empty while only the body can name it."""
+        self.owner = owner
+        self.deadline = deadline
+        """Time on the event loop's clock at which it must have ended, if any."""
+        self.timer: asyncio.TimerHandle | None = None
+        """Ends its completions at the deadline."""
+        self.is_expired = False
+        self.n_reserved = 0
+        """Requests that it counts as: 1 until its body is read, then its completions that have not ended."""
+        self.id = ""
+        """Under which the prompt worker keeps its prompts, until they are released."""
+        self.prepared_at = 0.0
+        """When its preparation began, on the service's clock."""
+        self.prompts: Sequence[PreparedPrompt] = ()
+        self.completions: list[Completion] = []
+        self.is_closed = False
+        """True once its handler has ended."""
+        self._budget = budget
+        self._probs: ProbsLimit | None = None
+        self._n_probs = 0
+        self._n_bytes = 0
+        """Bytes that are charged."""
+        self._queue: asyncio.Queue[tuple[Completion, CompletionEvent | Exception]] = asyncio.Queue()
+        self._failure: Exception | None = None
+        self._sink: Sink | None = None
+        self._is_ready: Callable[[], bool] = lambda: False
+        self._n_unread = 0
+        """Completions whose end was not read."""
+
+    def begin(self, probs: ProbsLimit | None) -> None:
+        """Make the completions of the prompts.
+
+        With `probs`, the limit of probabilities in the reply, tokens and probabilities are kept for it; without,
+        they are passed on only.
+        """
+        self._probs = probs
+        for number, prompt in enumerate(self.prompts):
+            for submit in prompt.submit.completions():
+                self.completions.append(Completion(len(self.completions), submit, prompt, number, self))
+        self._n_unread = len(self.completions)
+
+    def close(self) -> None:
+        """Release the memory; further events take none."""
+        self.is_closed = True
+        if self.timer is not None:
+            self.timer.cancel()
+        self._budget.charge(self.owner, -self._n_bytes)
+        self._n_bytes = 0
+
+    @property
+    def is_done(self) -> bool:
+        """True if the ends of all completions were read."""
+        return self._n_unread == 0
+
+    def listen(self, sink: Sink, is_ready: Callable[[], bool]) -> None:
+        """Pass each `Output` to `sink` at once if `is_ready()` and no earlier event waits for `next_batch`.
+
+        `next_batch` returns all other events, and raises what the sink raised.
+        """
+        self._sink, self._is_ready = sink, is_ready
+
+    async def next_batch(self) -> Batch:
+        """Return the events that have arrived since the last call, at least one; none once all are finished.
+
+        May be cancelled without loss. Raises the error of a failed completion after all events before it.
+        """
+        if self.is_done:
+            return []
+        batch: Batch = []
+        if self._failure is None:
+            self._take(*await self._queue.get(), batch)
+        while self._failure is None and not self._queue.empty():
+            self._take(*self._queue.get_nowait(), batch)
+        if self._failure is not None and not batch:
+            raise self._failure
+        return batch
+
+    def put(self, completion: Completion, event: CompletionEvent) -> None:
+        """Take an event of a completion. An error of the sink or of the budget is this request's alone."""
+        if self.is_closed:
+            return
+        try:
+            can_pass = self._sink is not None and self._queue.empty() and self._is_ready()
+            if self._sink is None or not isinstance(event, Output) or not can_pass:
+                if isinstance(event, Output):
+                    # The client of a stream may read slowly.
+                    self._charge(_waiting_bytes(event))
+                self._queue.put_nowait((completion, event))
+            else:
+                self._add(completion, event)
+                self._sink(completion, event)
+        except Exception as error:
+            self._queue.put_nowait((completion, error))
+
+    def _take(self, completion: Completion, event: CompletionEvent | Exception, batch: Batch) -> None:
+        match event:
+            case Output() | Finished():
+                if isinstance(event, Output):
+                    self._charge(-_waiting_bytes(event))
+                try:
+                    self._add(completion, event)
+                except LlamaslotError as error:
+                    self._failure = error
+                    return
+                self._n_unread -= isinstance(event, Finished)
+                batch.append((completion, event))
+            case Failed():
+                self._failure = event.error.exception()
+            case Cancelled():
+                self._failure = ServerError("the request was cancelled")
+            case Exception():
+                self._failure = event
+
+    def _add(self, completion: Completion, event: Output | Finished) -> None:
+        n_bytes = completion.add(event, keeps_tokens=self._probs is not None)
+        if self._probs is not None:
+            self._n_probs += sum(each.n_entries for each in _probs_of(event))
+            if self._n_probs > self._probs.most:
+                raise self._probs.error(f"already has {self._n_probs}")
+            n_bytes *= self._probs.n_copies
+        self._charge(n_bytes)
+
+    def _charge(self, n_bytes: int) -> None:
+        if self.is_closed:
+            return
+        self._budget.charge(self.owner, n_bytes, n_own=self._n_bytes)
+        self._n_bytes += n_bytes
+
+
+def _probs_of(event: Output | Finished) -> Iterator[TokenProbs]:
+    for probs in (event.probs, event.prompt_probs if isinstance(event, Output) else None):
+        if probs is not None:
+            yield probs
+
+
+def _waiting_bytes(event: Output) -> int:
+    """Return the bytes that an event takes in the queue, about."""
+    return 512 + len(event.content) + sum(each.n_bytes for each in _probs_of(event))

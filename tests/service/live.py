@@ -1,0 +1,96 @@
+"""Live requests of tests, which are begun and left without an HTTP handler."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator, Iterable
+from contextlib import AbstractAsyncContextManager
+from typing import Any
+
+from llamaslot.base.callers import Caller
+from llamaslot.base.commands import EngineCommand, Generate
+from llamaslot.base.events import Finished, Output
+from llamaslot.prompts.tokenizer import Tokenizer
+from llamaslot.protocol.submission import TextRequest
+from llamaslot.service.live_request import LiveRequest
+from llamaslot.service.metrics import Metrics
+from llamaslot.service.reply_budget import ProbsLimit
+from llamaslot.service.service import Service
+from tests.fake_backend import FakeBackend, FakeVocab
+from tests.prompt_threads import prepare_text, prompt_thread
+
+_open: dict[LiveRequest, AbstractAsyncContextManager[LiveRequest]] = {}
+
+
+async def begin(service: Service, *requests: TextRequest, probs: ProbsLimit | None = None) -> LiveRequest:
+    """A request that the engine has, or the error with which it was refused."""
+    submit = requests[0].submit
+    manager = service.open(Caller(submit.client, submit.owner))
+    live = await manager.__aenter__()
+    try:
+        await service.prepare(live, prepare_text(*requests))
+        service.start(live, probs)
+    except BaseException:
+        await manager.__aexit__(*sys.exc_info())
+        raise
+    _open[live] = manager
+    return live
+
+
+async def leave(live: LiveRequest) -> None:
+    """Leave a request as its handler does."""
+    await _open.pop(live).__aexit__(None, None, None)
+
+
+async def events(live: LiveRequest) -> AsyncIterator[Output | Finished]:
+    """The events of a request's completions; raises the error of one that failed."""
+    try:
+        while batch := await live.next_batch():
+            for _, event in batch:
+                yield event
+    finally:
+        await leave(live)
+
+
+async def result(service: Service, *requests: TextRequest) -> tuple[str, tuple[int, ...], Finished]:
+    """All text, all tokens and the end of a completion."""
+    live = await begin(service, *requests)
+    tokens = [token async for event in events(live) for token in event.tokens]
+    (completion,) = live.completions
+    return completion.text, tuple(tokens), completion.end
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Wire:
+    """A service with a prompt worker on the fake vocabulary, and an engine whose side the test plays."""
+
+    def __init__(self, *, n_slots: int = 2, max_queue: int = 1000, **limits: Any) -> None:
+        self.clock = Clock()
+        self.prompts = prompt_thread(Tokenizer(FakeVocab(), 1000, min_match=0.8))
+        info = FakeBackend(n_slots=n_slots).info
+        self.service = Service(info, self.prompts, Metrics(), max_queue=max_queue, clock=self.clock, **limits)
+        self.sent: list[EngineCommand] = []
+        self.service.connect(self.sent.append)
+
+    def receive(self, *given: Any) -> None:
+        """Have the engine send events."""
+        self.service.receive(list(given))
+
+    @property
+    def generates(self) -> list[str]:
+        """The completions that the engine has got, in order."""
+        return [each.submit.request_id for each in self.sent if isinstance(each, Generate)]
+
+    async def close(self, lives: Iterable[LiveRequest] = ()) -> None:
+        """End the threads."""
+        for live in lives:
+            await leave(live)
+        await asyncio.sleep(0.01)
+        self.prompts.close()

@@ -1,0 +1,162 @@
+"""Live requests: the events of several completions read as one sequence; leaving cancels what has not ended."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import msgspec
+import pytest
+
+from llamaslot.base.commands import Cancel, PreparedPrompt
+from llamaslot.base.errors import ErrorInfo, ServerError
+from llamaslot.base.events import Cancelled, Failed, Finished, Output, Progress
+from llamaslot.base.generation.sampling import Sampling
+from llamaslot.base.generation.token_probs import FLOAT_MIN, TokenProbs, TokenScore
+from llamaslot.base.prompt import TokenizedPrompt
+from llamaslot.service.live_request import (
+    TRANSITIONS,
+    Change,
+    Completion,
+    IllegalChangeError,
+    LiveRequest,
+    State,
+)
+from llamaslot.service.reply_budget import ProbsLimit, ReplyBudget
+from tests.prompt_threads import text_request
+from tests.service.live import Wire, begin, leave
+
+PROGRESS = Progress(**dict.fromkeys(Progress.__struct_fields__, 1))
+OUT_OF_LUCK = ErrorInfo("server_error", "out of luck")
+
+
+async def begun(wire: Wire, n: int) -> tuple[LiveRequest, list[str]]:
+    """A request for completions of one prompt that the engine has, and their ids."""
+    live = await begin(wire.service, text_request("r", "hello", n=n), probs=ProbsLimit(1000, ["n"]))
+    return live, [each.id for each in live.completions]
+
+
+async def test_events_before_a_failure_are_delivered_first() -> None:
+    wire = Wire()
+    live, (first, second) = await begun(wire, 2)
+    wire.receive(Output(first, "a", (), PROGRESS), Output(second, "b", (), PROGRESS))
+    wire.receive(Output(first, "c", ()), Failed(first, OUT_OF_LUCK))
+    wire.receive(Finished(second, "limit", PROGRESS))
+    batch = await live.next_batch()
+    assert [(each.index, event.content) for each, event in batch] == [(0, "a"), (1, "b"), (0, "c")]
+    for _ in range(2):
+        with pytest.raises(ServerError, match="out of luck"):
+            await live.next_batch()
+    await wire.close([live])
+
+
+async def test_the_completions_of_several_prompts_are_read_together() -> None:
+    wire = Wire()
+    live = await begin(wire.service, text_request("r-0", "a"), text_request("r-1", "b", n=2))
+    assert wire.generates == ["r-0", "r-1-0", "r-1-1"]
+    assert [each.prompt_number for each in live.completions] == [0, 1, 1]
+    wire.receive(Output("r-1-0", "a", (1,), PROGRESS), Finished("r-0", "limit", PROGRESS, "b", (2,)))
+    batch = await live.next_batch()
+    assert [(each.index, event.content) for each, event in batch] == [(1, "a"), (0, "b")]
+    wire.receive(Finished("r-1-0", "limit", PROGRESS), Finished("r-1-1", "limit", PROGRESS))
+    assert len(await live.next_batch()) == 2
+    assert live.is_done
+    assert await live.next_batch() == []
+    await wire.close([live])
+    assert wire.prompts.threads.n_kept == 0
+
+
+async def test_output_is_passed_on_at_once_unless_earlier_output_waits() -> None:
+    wire = Wire()
+    live, (name,) = await begun(wire, 1)
+    seen: list[str] = []
+    is_free = True
+
+    live.listen(lambda _, output: seen.append(output.content), lambda: is_free)
+    wire.receive(Output(name, "a", (1,), PROGRESS))
+    is_free = False
+    wire.receive(Output(name, "b", (2,)))
+    is_free = True
+    wire.receive(Output(name, "c", (3,)))
+    assert seen == ["a"]
+    assert [event.content for _, event in await live.next_batch()] == ["b", "c"]
+    wire.receive(Output(name, "d", (4,)), Finished(name, "limit", PROGRESS, "e", (5,)))
+    assert seen == ["a", "d"]
+    assert [event.content for _, event in await live.next_batch()] == ["e"]
+    assert live.is_done
+    assert (live.completions[0].text, live.completions[0].tokens.tolist()) == ("abcde", [1, 2, 3, 4, 5])
+    await wire.close([live])
+
+
+async def test_an_error_of_the_sink_is_raised_to_the_reader_and_not_to_the_engine() -> None:
+    wire = Wire()
+    live, names = await begun(wire, 2)
+
+    def sink(completion: Completion, output: Output) -> None:
+        raise ZeroDivisionError
+
+    live.listen(sink, lambda: True)
+    wire.receive(*(Output(name, "a", (), PROGRESS) for name in names))
+    with pytest.raises(ZeroDivisionError):
+        await live.next_batch()
+    await wire.close([live])
+
+
+async def test_leaving_cancels_only_what_has_not_ended() -> None:
+    wire = Wire()
+    live, (first, second) = await begun(wire, 2)
+    wire.receive(Finished(first, "limit", PROGRESS))
+    await leave(live)
+    assert wire.sent[2:] == [Cancel(second)]
+    assert wire.service.capacity.n_in_flight == 1
+    wire.receive(Output(second, "late", ()), Cancelled(second))
+    assert wire.service.capacity.n_in_flight == 0
+    assert wire.service.reply_budget.n_bytes == 0
+    await wire.close()
+    assert wire.prompts.threads.n_kept == 0
+
+
+def test_every_pair_of_state_and_event_is_a_transition_or_raises_and_changes_nothing() -> None:
+    live = LiveRequest("", "", None, ReplyBudget())
+    submit = text_request("r", "").submit
+    for state, change in itertools.product(State, Change):
+        completion = Completion(0, submit, PreparedPrompt(submit, TokenizedPrompt(b"")), 0, live)
+        completion.state = state
+        after = TRANSITIONS.get((state, change))
+        if after is not None:
+            completion.handle(change)
+        else:
+            with pytest.raises(IllegalChangeError):
+                completion.handle(change)
+        assert completion.state is (after or state)
+    assert not any(state is State.DONE for state, _ in TRANSITIONS)
+
+
+def test_the_mean_log_probability_of_a_completion() -> None:
+    live = LiveRequest("", "", None, ReplyBudget())
+
+    def mean(*values: float, is_sampled: bool = False) -> float:
+        sampling = Sampling(n_probs=0, post_sampling_probs=is_sampled)
+        submit = msgspec.structs.replace(text_request("r", "").submit, sampling=sampling)
+        completion = Completion(0, submit, PreparedPrompt(submit, TokenizedPrompt(b"")), 0, live)
+        scores = [TokenScore(1, value, [2], [9.0]) for value in values]
+        completion.probs.extend(TokenProbs.of(scores, lambda _: b"a"))
+        return completion.mean_logprob
+
+    assert mean(-1, -2, -6) == -3
+    assert mean(0.5, 0.125, is_sampled=True) == pytest.approx(math.log(0.25))
+    assert mean(0.0, is_sampled=True) == FLOAT_MIN
+    assert mean() == -math.inf
+
+
+async def test_what_waits_to_be_read_is_charged_with_the_probabilities_of_the_prompt() -> None:
+    wire = Wire()
+    live = await begin(wire.service, text_request("r", "hello"))
+    charged = []
+    for probs in (None, TokenProbs.of([TokenScore(token, 0.0) for token in range(1000)], lambda _: b"a")):
+        before = wire.service.reply_budget.n_bytes
+        wire.receive(Output("r", "", (), PROGRESS, prompt_probs=probs))
+        charged.append(wire.service.reply_budget.n_bytes - before)
+    assert charged[1] > charged[0] + 10_000
+    await wire.close([live])
+    assert wire.service.reply_budget.n_bytes == 0
