@@ -89,7 +89,7 @@ def _measured(result: BenchmarkResult) -> Iterator[Check]:
     if result.warm_cached_tokens:
         yield ok("benchmark", found)
     else:
-        yield warn("benchmark", found, "nothing was reused: see how prefixes of this model are (README.md, Models)")
+        yield warn("benchmark", found, "nothing was reused: see how prefixes of this model are (docs/models.md)")
 
 
 def _table(checks: Sequence[Check]) -> Table:
