@@ -21,7 +21,7 @@ SOURCES = ("llamaslot", "tests", "bench", "examples")
 PACKAGE = ("llamaslot",)
 CACHE = ("llamaslot/kvcache", "llamaslot/scheduler", "llamaslot/engine", "tests/kvcache", "tests/scheduler")
 EXCLUDED = ("bench/demo", "tests/test_vocabulary.py")
-DOCUMENTS = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs/**/*.md", "bench/README.md", "examples/**/*.md")
+DOCUMENTS = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs/*.md", "bench/README.md", "examples/**/*.md")
 _COMMENT = re.compile(r"(?:^ *|  )#.*")
 """Comments, as the formatter sets them, and a few strings: Python's own tokenizer takes 20 times as long."""
 _PARTS = re.compile(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z]+|[A-Z]+")
