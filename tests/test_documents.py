@@ -13,7 +13,7 @@ SOURCES = [ROOT / name for name in ("llamaslot", "tests", "bench", "examples", "
 """Not all folders: a test that builds a source distribution makes one beside them, and removes it."""
 DOCUMENTS = [ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "bench/README.md")]
 DOCUMENTS += [ROOT / "examples" / "fleet" / "README.md", ROOT / "tests" / "models" / "README.md"]
-DOCUMENTS += sorted((ROOT / "docs").glob("*.md"))
+DOCUMENTS += sorted((ROOT / "docs").rglob("*.md"))
 MAX_WIDTH = 120
 
 _LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)]*))?\)")

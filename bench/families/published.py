@@ -1,8 +1,8 @@
 """The published comparison by kind of model: one run with a fixed plan, its raw data, and the tables made from it.
 
 `python -m bench families --publish` runs `PLAN` at a clean commit and writes `bench/published/families.json.gz`.
-The tables in `bench/README.md` and in the project's README are generated from that file alone, so no row can be
-replaced without the others. A test compares them with the raw data.
+The tables in `bench/README.md` and in `docs/models.md` are generated from that file alone, so no row can be replaced
+without the others. A test compares them with the raw data.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from bench.progress import duration
 from bench.report import ROOT, keep_raw, page_with, raw_data, wrapped
 
 RAW = ROOT / "bench" / "published" / "families.json.gz"
-PAGES = ROOT / "README.md", ROOT / "bench" / "README.md"
+PAGES = ROOT / "docs" / "models.md", ROOT / "bench" / "README.md"
+"""The summary for users, and the benchmark's page."""
 BEGIN, END = "<!-- kinds of models: begin -->", "<!-- kinds of models: end -->"
 """Around the generated part of each page."""
 COMMAND = "python -m bench families --publish"
@@ -60,11 +61,11 @@ def render() -> None:
 def rendered(page: Path) -> str:
     """Return a page as it is with its generated part made from the raw data."""
     content = raw_data(RAW)
-    return page_with(page, BEGIN, END, _summary(content) if page.parent == ROOT else _tables(content))
+    return page_with(page, BEGIN, END, _summary(content) if page == PAGES[0] else _tables(content))
 
 
 def _summary(content: Mapping[str, Any]) -> list[str]:
-    """For the project's README: what is reused of each kind, and what a checkpoint takes."""
+    """For users: what is reused of each kind, and what a checkpoint takes."""
     sizes, by_kind, lines = content["checkpoint_bytes"], _by_kind(content), []
     for kind in KINDS:
         own = [row.computed / row.fewest for row in by_kind[kind.name]]

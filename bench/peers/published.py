@@ -1,8 +1,8 @@
 """The published benchmark: one run with a fixed plan, its raw data, and the tables that are generated from it.
 
 `make bench-publish` measures every workload on every server at one commit, with the pairs of `N_PAIRS`, and writes
-`bench/published/peers.json`. The tables in `bench/published/README.md` and in the project's README are generated
-from that file alone, so no row can be replaced without the others. A test compares them with the raw data.
+`bench/published/peers.json`. `bench/published/README.md` and the summary in the project's README are generated from
+that file alone, so no row can be replaced without the others. A test compares them with the raw data.
 """
 
 from __future__ import annotations
@@ -41,6 +41,28 @@ N_REFERENCE_PAIRS = 1
 """Pairs of the servers that no goal depends on."""
 DECIMALS = 5
 """Decimals of all times in the raw data, which are in seconds."""
+IN_WORDS = {
+    "chat": "four turns after 1,000 tokens",
+    "fan-out cold": "16 users at once, one new system prompt",
+    "fan-out warm": "the same with a cached system prompt",
+    "interleaved": "six conversations in turn",
+    "twenty": "20 conversations at once, one system prompt",
+    "branching": "eight forks of a conversation at once",
+    "groups": "four system prompts, six users each",
+    "agent": "10,000 tokens of tools, sub-agents",
+    "pressure": "prompts of four times the pool",
+    "low reuse": "prompts that share nothing",
+    "conversations 1": "first turns of eight at once, nothing shared",
+    "conversations 2": "their second turns, one by one",
+    "conversations 3": "their third turns at once",
+    "decode 1": "one stream",
+    "decode 4": "four streams",
+    "decode 8": "eight streams",
+    "sampled 8": "eight streams that are not greedy",
+    "long prefill": "streams beside a prompt of 16,000 tokens",
+    ENGINE: "eight streams without HTTP",
+}
+"""The workloads that have goals, for the project's README."""
 CPU_NOTE = (
     "Ratios depend on the CPU, most of all those of chat, agent and branching, where few new tokens follow a "
     "cached prefix: llama.cpp's attention computes 64 tokens at once and fewer one by one."
@@ -126,20 +148,31 @@ def ratios_of(content: Mapping[str, Any]) -> list[Ratio]:
 
 
 def summary(content: Mapping[str, Any]) -> str:
-    """The generated part of the project's README."""
-    ratios = [each for each in ratios_of(content) if each.metric != "computed"]
+    """The generated part of the project's README: the first goal of each workload, then all that were missed."""
+    facts, ratios = content["machine"], ratios_of(content)
+    first: dict[str, Ratio] = {}
+    for each in ratios:
+        first.setdefault(each.workload, each)
     rows = [
         [
-            each.workload,
+            f"{each.workload}: {IN_WORDS[each.workload]}",
             each.metric,
-            f"{each.median:.2f} ({each.interval[0]:.2f}-{each.interval[1]:.2f})",
+            f"{each.median:.2f}",
             f"{'at least' if each.at_least else 'at most'} {each.goal:.2f}",
             each.verdict,
         ]
-        for each in ratios
+        for each in first.values()
     ]
-    heading = ("workload", "figure", "llamaslot / llama-server", "goal", "")
-    return "\n".join([*_origin(content), "", *tables.markdown_table(heading, rows), "", *_remarks(ratios), ""])
+    origin = wrapped(
+        f"One run at commit `{content['commit'][:10]}`, {facts['date'][:10]}, on {facts['processor']} "
+        f"({facts['threads']} threads, {facts['memory_gib']} GiB), {content['settings']['model']}:"
+    )
+    missed = wrapped(
+        f"**Goals missed:** {_named(ratios, 'missed') or 'none'}. "
+        f"**Not decided:** {_named(ratios, 'open', 'few pairs') or 'none'}."
+    )
+    heading = ("workload", "figure", "ratio", "goal", "")
+    return "\n".join([*origin, "", *tables.markdown_table(heading, rows), "", *missed, ""])
 
 
 def page(content: Mapping[str, Any]) -> str:
@@ -203,16 +236,17 @@ def _method(content: Mapping[str, Any], results: Sequence[RunResult]) -> list[st
 
 
 def _remarks(ratios: Sequence[Ratio]) -> list[str]:
-    def named(*verdicts: str) -> str:
-        return ", ".join(f"{each.workload} ({each.metric})" for each in ratios if each.verdict in verdicts)
-
-    lines = wrapped(f"**Goals missed:** {named('missed') or 'none'}.")
-    if undecided := named("open", "few pairs"):
+    lines = wrapped(f"**Goals missed:** {_named(ratios, 'missed') or 'none'}.")
+    if undecided := _named(ratios, "open", "few pairs"):
         lines += [
             "",
             *wrapped(f"**Not decided** (the interval reaches across the goal, or few pairs): {undecided}."),
         ]
     return [*lines, "", *wrapped(CPU_NOTE)]
+
+
+def _named(ratios: Sequence[Ratio], *verdicts: str) -> str:
+    return ", ".join(f"{each.workload} ({each.metric})" for each in ratios if each.verdict in verdicts)
 
 
 def _results(content: Mapping[str, Any]) -> list[RunResult]:

@@ -144,7 +144,8 @@ class Runner:
             return []
 
     def _fail(self, what: str, error: BenchmarkError) -> None:
-        self.failures[what] = str(error).splitlines()[0]
+        # Without the path of its log.
+        self.failures[what] = str(error).splitlines()[0].partition("; the end of")[0]
         notes.print(f"{what}: {error}")
 
     async def run(self, workload: Workload, server: ServerSetup, repeat: int) -> RunResult:

@@ -89,7 +89,7 @@ def _measured(result: BenchmarkResult) -> Iterator[Check]:
     if result.warm_cached_tokens:
         yield ok("benchmark", found)
     else:
-        yield warn("benchmark", found, "nothing was reused: see README.md, Models, for reuse with this model")
+        yield warn("benchmark", found, "nothing was reused: see docs/models.md for reuse with this model")
 
 
 def _table(checks: Sequence[Check]) -> Table:

@@ -13,7 +13,7 @@ from bench.client import BenchmarkError
 from bench.peers import baseline, published
 from bench.peers.goals import GOALS, Selection
 from bench.peers.results import RunResult
-from bench.peers.runner import ENGINE_SECONDS, EnginePair, Runner
+from bench.peers.runner import ENGINE, ENGINE_SECONDS, EnginePair, Runner
 from bench.peers.servers import OWN, SERVERS
 from bench.peers.workloads import WORKLOADS
 from bench.progress import Estimate
@@ -83,8 +83,13 @@ def test_every_goal_and_server_is_in_the_published_tables() -> None:
     summary = published.summary(content())
     assert "commit `0123456789`" in summary
     assert "on a CPU (2 threads, 8 GiB)" in summary.replace("\n", " ")
-    assert "| chat | TTFT p50 | 0.50 (0.50-0.50) | at most 1.00 | few pairs |" in summary
+    assert f"| chat: {published.IN_WORDS['chat']} | TTFT p50 | 0.50 | at most 1.00 | few pairs |" in summary
+    assert summary.count("| fan-out cold: ") == 1
     assert "**Goals missed:** engine alone (decode 8)." in summary
+    undecided = summary.replace("\n", " ").partition("**Not decided:** ")[2]
+    for workload, goals in GOALS.items():
+        assert all(f"{workload} ({metric.name})" in undecided for metric, _ in goals)
+    assert set(published.IN_WORDS) == {*GOALS, ENGINE}
 
 
 def test_raw_data_have_a_line_for_each_run_and_survive_writing(tmp_path: Path) -> None:

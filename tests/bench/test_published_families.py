@@ -46,11 +46,11 @@ def content(*, computed: int = 100, ttft: float = 0.5) -> dict[str, Any]:
 
 @pytest.fixture
 def pages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[Path, Path]:
-    """Pages of a checkout of its own: the project's and the benchmark's."""
+    """Pages of a checkout of its own: that on models and the benchmark's."""
     folder = tmp_path / "checkout"
-    found = folder / "README.md", folder / "bench" / "README.md"
-    found[1].parent.mkdir(parents=True)
+    found = folder / "docs" / "models.md", folder / "bench" / "README.md"
     for page in found:
+        page.parent.mkdir(parents=True)
         page.write_text(f"before\n{published.BEGIN}\nstale figures\n{published.END}\nafter\n")
     monkeypatch.setattr(published, "ROOT", folder)
     monkeypatch.setattr(published, "PAGES", found)
@@ -78,15 +78,15 @@ def test_both_pages_are_generated_from_the_run(
 ) -> None:
     finish(monkeypatch, content(), [COMMIT] * 2)
     published.run(threads=1, folder=tmp_path)
-    project, bench = (page.read_text() for page in pages)
-    assert "| RWKV 7 | by checkpoints | 2 KiB | 1.00 to 1.00 | 4.00 to 4.00 | `60m-rwkv7` |" in project
-    assert "| Llama, Qwen3, Mistral | to the token |  | 1.00 to 1.00 | 4.00 to 4.00 | `60m` |" in project
+    models, bench = (page.read_text() for page in pages)
+    assert "| RWKV 7 | by checkpoints | 2 KiB | 1.00 to 1.00 | 4.00 to 4.00 | `60m-rwkv7` |" in models
+    assert "| Llama, Qwen3, Mistral | to the token |  | 1.00 to 1.00 | 4.00 to 4.00 | `60m` |" in models
     assert f"| dense | {' | '.join(['1.00, 4.00'] * len(NAMES))} |" in bench
     assert f"| dense | {' | '.join(['0.50'] * len(NAMES))} |" in bench
     assert "commit `0123456789`" in bench
     assert bench.count("missed:** none") == 1
     assert bench.replace("\n", " ").count(":** none") == 3
-    for text in (project, bench):
+    for text in (models, bench):
         assert text.startswith("before\n")
         assert text.endswith(f"{published.END}\nafter\n")
         assert "stale" not in text

@@ -83,5 +83,5 @@ def _model(path: Path, architecture: str, reuse: str, error: str) -> Check:
     found = f"{path.name}, {size}, {architecture}; prefixes are reused {reuse}"
     if reuse not in ("to the token", "by checkpoints"):
         found = f"{path.name}, {size}, {architecture}; every prompt is computed whole ({reuse})"
-        return warn("model", found, "choose another model if prefixes should be reused (README.md, Models)")
+        return warn("model", found, "choose another model if prefixes should be reused (docs/models.md)")
     return ok("model", found)
