@@ -1,8 +1,8 @@
 """The published comparison by kind of model: one run with a fixed plan, its raw data, and the tables made from it.
 
 `python -m bench families --publish` runs `PLAN` at a clean commit and writes `bench/published/families.json.gz`.
-The tables in `bench/README.md` and in `docs/models.md` are generated from that file alone, so no row can be replaced
-without the others. A test compares them with the raw data.
+The tables in `bench/README.md` and in `docs/models.md` are generated from that file alone, so no row can be
+replaced without the others. A test compares them with the raw data.
 """
 
 from __future__ import annotations

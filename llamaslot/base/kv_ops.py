@@ -47,7 +47,7 @@ class NotSavedError(Exception):
     """The host has no memory for a `Save` or `Take`; nothing was changed."""
 
     def __init__(self, segment: int) -> None:
-        super().__init__(f"no memory for segment {segment}")
+        super().__init__(f"not enough memory for segment {segment}")
         self.segment = segment
 
 

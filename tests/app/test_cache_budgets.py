@@ -84,7 +84,7 @@ def test_a_model_without_kv_of_every_token_has_no_number_of_tokens_that_fit() ->
 
 
 def test_ram_for_less_than_one_checkpoint_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"--checkpoint-ram 9 is less than one checkpoint .*, 10\.0 MiB"):
+    with pytest.raises(ConfigError, match=r"--checkpoint-ram 9 is less than one checkpoint .* \(10\.0 MiB\)"):
         choose_budgets(Config(checkpoint_ram=9), partial(), 100 * MIB)
 
 

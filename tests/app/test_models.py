@@ -76,7 +76,7 @@ def test_the_embedded_model_has_the_digest_of_the_list(tmp_path: Path):
         ("a b/c d.bin shape", "'d.bin' is not a .gguf file"),
         ("a b/c d.gguf works", "'works' is not one of: shape, weights"),
         ("ok e/f g.gguf shape", "an earlier line already has the name 'ok'"),
-        ("a b/c d.gguf shape sha256:c0ffee a note", "'sha256:c0ffee' is not sha256: and 64 small hexadecimal"),
+        ("a b/c d.gguf shape sha256:c0ffee a note", "'sha256:c0ffee' is not sha256: and 64 lower-case hexadecimal"),
         (f"a b/c d.gguf shape sha256:{'A' * 64}", "is not sha256: and 64 lower-case hexadecimal digits"),
     ],
 )

@@ -198,7 +198,7 @@ def test_the_size_of_a_segment_has_no_part_of_a_state_that_cannot_be_trimmed(sha
             assert len(kv) == size.of(end - start)
             backend.change(Free(0))
         assert size.of(200) < whole
-        with pytest.raises(ValueError, match="are not 200 tokens"):
+        with pytest.raises(ValueError, match="a segment of 200 tokens does not have"):
             backend.put(1, 0, 200, np.zeros(whole, dtype=np.uint8))
         backend.put(1, 0, 200, kv_of_whole(backend))
         backend.change(Remove(1, 0))

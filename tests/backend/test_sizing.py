@@ -480,7 +480,7 @@ def test_a_gpu_that_does_not_say_what_is_free_is_not_guessed(
     monkeypatch.setattr(sizing, "kv_places", lambda *_args: [Place("GPU0", 0, 0, 1000)])
     with loaded(models["tiny"], n_ctx=0) as backend:
         assert backend.info.n_ctx == 4096
-        assert "GPU0 does not say" in backend.info.sizing
+        assert "free memory on GPU0 is unknown" in backend.info.sizing
 
 
 def group(folder: Path, limit: str, used: int, files: int) -> None:

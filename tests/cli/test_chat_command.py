@@ -201,7 +201,7 @@ async def test_commands_change_the_conversation_and_are_not_sent(server: Server)
     ]
     assert "(new conversation)" in notes
     assert "(system prompt: Be kind.)" in notes
-    assert any(note.startswith("/what is not a command; /clear forgets") for note in notes)
+    assert any(note.startswith("/what is not a command; /clear starts a new conversation") for note in notes)
 
 
 @pytest.mark.parametrize("how", ["flag", "environment"])

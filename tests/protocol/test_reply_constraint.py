@@ -81,7 +81,7 @@ def test_tools_are_prepared_only_while_their_grammar_may_be_short_enough(monkeyp
     monkeypatch.setattr(reply_constraint, "prepared_schema", prepare)
     long = {"type": "object", "properties": {f"property_{i}": {"type": "string"} for i in range(900)}}
     tools = [named(f"f{i}", long) for i in range(200)]
-    with pytest.raises(InvalidRequestError, match=f"'tools': .* limit: {MAX_GRAMMAR_CHARS}"):
+    with pytest.raises(InvalidRequestError, match=f"'tools': .*limit: {MAX_GRAMMAR_CHARS}"):
         constraint("hermes", {"tools": tools, "tool_choice": "required"})
     assert len(prepared) < 40
 

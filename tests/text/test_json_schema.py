@@ -113,10 +113,10 @@ def test_every_allowed_text_is_valid_and_few_schemas_are_refused(is_rough: bool)
             for each in (123, None, True, {}, {"a": 1}, [1], [[]], [{}])
         ),
         ({"oneOf": [{"type": "integer"}, {"enum": [1e30, 2.5]}]}, "oneOf"),
-        ({"type": "integer", "minimum": 10**18}, "beyond +999999999999999999"),
+        ({"type": "integer", "minimum": 10**18}, "exceeds the largest supported number, +999999999999999999"),
         (
             {"items": {"type": "number", "exclusiveMaximum": -1e30}},
-            "the bound -1e+30 is beyond -999999999999999999",
+            "the bound -1e+30 exceeds the largest supported number, -999999999999999999",
         ),
         (123, "must be a JSON schema"),
         (False, "must be a JSON schema"),

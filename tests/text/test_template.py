@@ -418,7 +418,7 @@ def test_a_prompt_without_end_is_refused() -> None:
     source = "{{ messages[0].content }}{% for i in range(messages[0].content | length) %}!{% endfor %}"
     template = ChatTemplate(source, bos_token="", eos_token="", max_characters=100)
     assert template.render([{"role": "user", "content": "x" * 50}])[0].text == "x" * 50 + "!" * 50
-    with pytest.raises(InvalidRequestError, match="more than 100 characters"):
+    with pytest.raises(InvalidRequestError, match="longer than 100 characters"):
         template.render([{"role": "user", "content": "x" * 51}])
 
 
