@@ -140,7 +140,7 @@ def remote_key(folder: Path) -> Path:
     """Return the file with the secret of the remote tier; it stays, so that later fleets can read the store."""
     file = folder / "remote-key"
     if not file.exists():
-        write_secret(file, secrets.token_urlsafe(32) + "\n")
+        write_secret(file, secrets.token_hex(32) + "\n")
     return file
 
 
@@ -160,7 +160,7 @@ def read_keys(file: Path, settings: Settings) -> None:
     settings.client_keys = [line.strip() for line in lines if line.strip()]
     if not settings.client_keys:
         raise FleetError(f"--api-key-file {file} has no key")
-    settings.worker_key = secrets.token_urlsafe(32)
+    settings.worker_key = secrets.token_hex(32)
     lines = [f"{settings.worker_key} admin", *(f"{key} user" for key in settings.client_keys)]
     write_secret(settings.folder / "keys", "\n".join(lines) + "\n")
 

@@ -313,7 +313,7 @@ async def test_a_grammar_whose_check_does_not_end_fails_its_request_only(start: 
     pid = worker.pid
 
     def read(text: str, client: str = "a", *, may_compile: bool) -> asyncio.Future[Prepared]:
-        job = parse("native", {"prompt": "a", "grammar": f'root ::= "{text}"'})
+        job = parse("native", {"prompt": "a", "grammar": f'root ::= "{text}"'}, request_id=text)
         context = msgspec.structs.replace(job.context, caller=Caller(address=client))
         return worker.call(msgspec.structs.replace(job, may_compile=may_compile, context=context))
 
