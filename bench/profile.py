@@ -1,109 +1,49 @@
 """Where a step's time goes: CPU microseconds for each generated token, by part, while answers stream over HTTP.
 
-The server runs in this process, its parts wrapped in clocks that count CPU time alone, so that other load on the
-machine matters little; the client has a process of its own (`python -m bench.profile PORT MODEL`). Where the model
-takes as many threads as there are cores, whatever is spent beside `decode` is taken from it.
+The server runs as for a user, and `bench/clocks.py` counts the CPU time of its parts, so that other load on the
+machine matters little. Where the model takes as many threads as there are cores, whatever is spent beside `decode`
+is taken from it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import os
 import random
 import secrets
 import signal
-import subprocess
-import sys
-import threading
+import tempfile
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from functools import wraps
 from pathlib import Path
-from time import process_time_ns, thread_time_ns
+from time import process_time_ns
 from typing import Any
 
-import llama_cpp
-import structlog
-import uvloop
 from rich.table import Table
 
-from bench.client import BenchmarkError, connected
+from bench import clocks
+from bench.client import BenchmarkError, Client
+from bench.clocks import ENGINE, PARTS, SERVER
 from bench.report import console, decode_rate, machine, write_json
-from bench.server import free_port
+from bench.server import llamaslot, serving
 from bench.tokens import Tokens
-from llamaslot.api.sse import EventStream
-from llamaslot.app.composition import serve
-from llamaslot.app.config import Config
-from llamaslot.app.config_reader import read_config
-from llamaslot.app.flags import Parser, add_flags
-from llamaslot.app.logs import configure_logging
-from llamaslot.backend.llama.llama_backend import LlamaBackend
-from llamaslot.base.errors import ConfigError
-from llamaslot.engine import model_worker
-from llamaslot.engine.engine import Engine
-from llamaslot.scheduler.scheduler import Scheduler
-from llamaslot.service.service import Service
 
 STREAMS = (1, 4, 8)
 PROMPT_TOKENS = 16
 CONTEXT = 8192
 FEW = 16
 """Tokens of an answer that is subtracted, so that what a request costs once is left out."""
-PARTS: dict[str, list[tuple[Any, str]]] = {
-    "fill": [(LlamaBackend, "decode")],
-    "decode": [(llama_cpp, "llama_decode")],
-    "sample": [(LlamaBackend, "sample")],
-    "follow": [(model_worker, "apply"), (model_worker, "next_decode_step")],
-    "plan": [(Scheduler, "plan")],
-    "commit": [(Scheduler, "commit")],
-    "detokenize": [(Engine, "_deliver")],
-    "pass on": [(Service, "receive")],
-    "send": [(EventStream, "write_now")],
-}
-"""Functions that are timed, in the order of a step. `sample` chooses the tokens, `follow` prepares the next step;
-`send` writes the chunk and hands it to the event loop, whose own work, the writes to sockets among it, is `turns`.
+_ON_MODEL_THREAD = ("fill", "decode", "sample", "follow")
+_LOOKS, _LOOK_S = 1000, 0.01
+"""Looks for the counts that a process was told to write, and the time before each."""
+PLACES = dict.fromkeys(PARTS[ENGINE], "engine's loop") | dict.fromkeys(PARTS[SERVER], "parent's loop")
+PLACES |= dict.fromkeys(_ON_MODEL_THREAD, "model thread")
+PLACES |= {"engine's turns": "engine's loop", "parent's turns": "parent's loop", "client": "client"}
+"""Where each part runs. `turns` is what an event loop does beside the parts, such as messages between the processes
+and writes to sockets.
 """
-ON_MODEL_THREAD = ("fill", "decode", "sample", "follow")
-
-
-class Clocks:
-    """CPU nanoseconds by part; what one part spends inside another counts for the inner one alone."""
-
-    def __init__(self) -> None:
-        self.spent: Counter[str] = Counter()
-        self._inner = threading.local()
-        self._own = 0
-        """Measured time of a function that does nothing."""
-        nothing = self.around("nothing", int)
-        for _ in range(2000):
-            nothing()
-        self._own = self.spent.pop("nothing") // 2000
-
-    def around(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The same function, timed."""
-
-        @wraps(function)
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            outer = getattr(self._inner, "ns", 0)
-            self._inner.ns = 0
-            started = thread_time_ns()
-            try:
-                return function(*args, **kwargs)
-            finally:
-                taken = thread_time_ns() - started
-                self.spent[part] += taken - self._inner.ns - self._own
-                self._inner.ns = outer + taken
-
-        return timed
-
-    def install(self) -> None:
-        """Put a clock around every part."""
-        for part, places in PARTS.items():
-            for owner, name in places:
-                setattr(owner, name, self.around(part, getattr(owner, name)))
 
 
 @dataclass(frozen=True)
@@ -119,18 +59,9 @@ class Measurement:
 def run(*, model: Path, title: str, tokens: int, threads: int, folder: Path, server_flags: Sequence[str]) -> None:
     """Measure, print the table, write `profile.json`."""
     facts = machine()
-    port = free_port()
     flags = ["-c", str(CONTEXT), "-np", str(max(STREAMS)), "-t", str(threads), "-tb", str(threads), *server_flags]
-    parser = Parser(prog="--server")
-    add_flags(parser)
-    try:
-        config = read_config(parser.parse(["-m", str(model), "--port", str(port), *flags]), {})
-    except ConfigError as error:
-        raise BenchmarkError(str(error)) from None
-    configure_logging("auto", "error")
-    clocks = Clocks()
-    clocks.install()
-    measured = uvloop.run(_measure(config, clocks, [str(port), str(model)], tokens))
+    folder.mkdir(parents=True, exist_ok=True)
+    measured = asyncio.run(measure(model, flags, tokens, folder / "profile.log"))
     console.print(table(measured))
     settings = {"model": title, "flags": " ".join(flags), "tokens": tokens}
     runs = [asdict(each) for each in measured]
@@ -139,86 +70,83 @@ def run(*, model: Path, title: str, tokens: int, threads: int, folder: Path, ser
     )
 
 
-async def _measure(config: Config, clocks: Clocks, client: list[str], tokens: int) -> list[Measurement]:
-    serving = asyncio.create_task(serve(config))
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "bench.profile", *client), stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    )
-    to_client, from_client = process.stdin, process.stdout
-    assert to_client is not None
-    assert from_client is not None
-
-    async def spent(streams: int, tokens: int) -> tuple[Counter[str], float]:
-        """CPU microseconds that answers of so many tokens take, by part, and their rate."""
-        before = clocks.spent.copy()
-        loop = thread_time_ns()
-        to_client.write(f"{streams} {tokens}\n".encode())
-        line = await from_client.readline()
-        client, rate = json.loads(line)
-        taken = clocks.spent - before
-        on_loop = sum(taken[part] for part in PARTS if part not in ON_MODEL_THREAD)
-        taken["turns"] = thread_time_ns() - loop - on_loop
-        taken["client"] = client
-        return taken, rate
-
+async def measure(
+    model: Path, flags: Sequence[str], tokens: int, log: Path, streams: Sequence[int] = STREAMS
+) -> list[Measurement]:
+    """Measure answers of so many tokens in so many streams at once."""
+    text, words = Tokens(model), random.Random(secrets.token_hex(8))
     measured = []
-    await from_client.readline()
-    for streams in STREAMS:
-        few, _ = await spent(streams, FEW)
-        many, rate = await spent(streams, FEW + tokens)
-        n = streams * tokens
-        parts = {part: (many[part] - few[part]) / 1e3 / n for part in (*PARTS, "turns", "client")}
-        measured.append(Measurement(streams, rate, parts))
-    to_client.close()
-    await process.wait()
-    os.kill(os.getpid(), signal.SIGTERM)
-    await serving
+    with tempfile.TemporaryDirectory() as folder:
+        command = ["env", *clocks.environment(Path(folder)), *llamaslot(model, *flags)]
+        async with serving(command, log=log) as server:
+            for n in streams:
+                prompts = [text.draw(words, PROMPT_TOKENS) for _ in range(2 * n)]
+                few, _ = await _spent(server.client, Path(folder), prompts[:n], FEW)
+                many, rate = await _spent(server.client, Path(folder), prompts[n:], FEW + tokens)
+                parts = {part: (many[part] - few[part]) / 1e3 / (n * tokens) for part in PLACES}
+                measured.append(Measurement(n, rate, parts))
     return measured
 
 
-async def _ask(port: str, model: str) -> None:
-    """The client: for each line with streams and tokens, let them stream; print its CPU time and the rate."""
-    text, words = Tokens(Path(model)), random.Random(secrets.token_hex(8))
-    async with connected(f"http://127.0.0.1:{port}") as client:
-        while not await client.healthy():
-            await asyncio.sleep(0.1)
-        print("ready", flush=True)
-        while line := await asyncio.to_thread(sys.stdin.readline):
-            streams, tokens = map(int, line.split())
-            prompts = [text.draw(words, PROMPT_TOKENS) for _ in range(streams)]
-            started = process_time_ns()
-            answers = await asyncio.gather(
-                *(
-                    client.chat(
-                        [{"role": "user", "content": prompt}], temperature=0, max_tokens=tokens, ignore_eos=True
-                    )
-                    for prompt in prompts
-                )
-            )
-            rate = decode_rate([answer.arrivals for answer in answers])
-            print(json.dumps([process_time_ns() - started, rate]), flush=True)
+async def _spent(client: Client, folder: Path, prompts: Sequence[str], tokens: int) -> tuple[Counter[str], float]:
+    """Return the CPU nanoseconds that answers of so many tokens take, by part, and their rate."""
+    before, own = await _counts(folder), process_time_ns()
+    answers = await asyncio.gather(
+        *(
+            client.chat([{"role": "user", "content": prompt}], temperature=0, max_tokens=tokens, ignore_eos=True)
+            for prompt in prompts
+        )
+    )
+    own = process_time_ns() - own
+    taken = await _counts(folder)
+    taken.subtract(before)
+    taken["client"] = own
+    return taken, decode_rate([answer.arrivals for answer in answers])
+
+
+async def _counts(folder: Path) -> Counter[str]:
+    """Return the CPU nanoseconds that both processes have spent, by part."""
+    result: Counter[str] = Counter()
+    for process, name in ((ENGINE, "engine's turns"), (SERVER, "parent's turns")):
+        counts = await _written(clocks.counts_file(folder, process))
+        result.update(counts["spent"])
+        on_loop = sum(n for part, n in counts["spent"].items() if part not in _ON_MODEL_THREAD)
+        result[name] = counts["loop"] - on_loop
+    return result
+
+
+async def _written(file: Path) -> dict[str, Any]:
+    """Have a process write its counts, and return them."""
+    before = _read(file)
+    os.kill(before["pid"], signal.SIGUSR2)
+    for _ in range(_LOOKS):
+        await asyncio.sleep(_LOOK_S)
+        counts = _read(file)
+        if counts["n"] > before["n"]:
+            return counts
+    raise BenchmarkError(f"process {before['pid']} did not write {file.name} in time")
+
+
+def _read(file: Path) -> dict[str, Any]:
+    counts: dict[str, Any] = json.loads(file.read_text())
+    return counts
 
 
 def table(measured: Sequence[Measurement]) -> Table:
-    """A line for each part."""
+    """Return a line for each part."""
     result = Table(title="CPU time for each token", caption="microseconds; decode: of the first thread alone")
     result.add_column("part")
     result.add_column("on")
     for each in measured:
         result.add_column(f"{each.streams} streams", justify="right")
-    for part in measured[0].parts:
-        place = "client" if part == "client" else "model thread" if part in ON_MODEL_THREAD else "event loop"
+    for part, place in PLACES.items():
         result.add_row(part, place, *(f"{each.parts[part]:,.1f}" for each in measured))
-    for place, chosen in {
-        "model thread beside decode": [part for part in ON_MODEL_THREAD if part != "decode"],
-        "event loop": [part for part in measured[0].parts if part not in (*ON_MODEL_THREAD, "client")],
-    }.items():
-        result.add_row(place, "", *(f"{sum(each.parts[part] for part in chosen):,.1f}" for each in measured))
+    for place, title in (
+        ("model thread", "model thread beside decode"),
+        ("engine's loop", "engine's loop"),
+        ("parent's loop", "parent's loop"),
+    ):
+        chosen = [part for part in PLACES if PLACES[part] == place and part != "decode"]
+        result.add_row(title, "", *(f"{sum(each.parts[part] for part in chosen):,.1f}" for each in measured))
     result.add_row("tokens per second", "", *(f"{each.rate:,.0f}" for each in measured))
     return result
-
-
-if __name__ == "__main__":
-    # llama.cpp's lines would be among the results on standard output.
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
-    asyncio.run(_ask(*sys.argv[1:]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,10 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     # Read by OpenMP when llama.cpp is loaded, here and in the servers that tests start.
     os.environ.setdefault("OMP_THREAD_LIMIT", "1")
+    for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            # As under `nohup` and in a shell's background job; servers that tests start would ignore it as well.
+            signal.signal(number, handler)
     options = config.option
     if options.hypothesis_profile is None:
         options.hypothesis_profile = "random" if LONG or options.hypothesis_seed is not None else "fixed"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import io
-from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -13,6 +12,7 @@ from aiohttp.http import HttpProcessingError
 
 from llamaslot.api.connections import OWNER_SHARE
 from llamaslot.api.context import CALLER
+from llamaslot.base.callers import Amounts
 from llamaslot.base.errors import (
     InvalidRequestError,
     QueueFullError,
@@ -31,9 +31,8 @@ class BodyReader:
         self._max_bytes = max_bytes
         self._max_total = max_total
         self._timeout = timeout
-        self._n_bytes = 0
-        self._n_of: Counter[str] = Counter()
-        """Bytes by owner."""
+        self._bytes = Amounts()
+        """Those that owners have of bodies that are being received or read."""
 
     @asynccontextmanager
     async def body(self, request: web.Request, max_bytes: int | None = None) -> AsyncIterator[bytes]:
@@ -56,13 +55,9 @@ class BodyReader:
             # Without a copy, which would hold up the event loop.
             yield received.getvalue()
         finally:
-            owner = request[CALLER].owner
-            self._n_bytes -= received.tell()
-            self._n_of[owner] -= received.tell()
+            self._bytes.add(request[CALLER].owner, -received.tell())
             # aiohttp keeps what broke the connection, and with it these frames, for longer than the connection.
             received.close()
-            if not self._n_of[owner]:
-                del self._n_of[owner]
 
     async def _receive(self, request: web.Request, received: io.BytesIO, most: int) -> None:
         owner = request[CALLER].owner
@@ -71,8 +66,7 @@ class BodyReader:
                 while chunk := await request.content.readany():
                     _check_size(received.tell() + len(chunk), most, self._max_bytes)
                     self._check_total(received.tell(), len(chunk), owner)
-                    self._n_bytes += len(chunk)
-                    self._n_of[owner] += len(chunk)
+                    self._bytes.add(owner, len(chunk))
                     received.write(chunk)
         except TimeoutError:
             message = f"the body did not arrive within {self._timeout:g} s (--body-timeout)"
@@ -91,11 +85,11 @@ class BodyReader:
 
     def _check_total(self, n_received: int, n_more: int, owner: str) -> None:
         """Raise unless the owner leaves enough free for others; one body alone is always read."""
-        n_free = self._max_total - self._n_bytes - n_more
-        if self._n_bytes > n_received and OWNER_SHARE * n_free < self._n_of[owner] + n_more:
+        n_total, n_own = self._bytes.total, self._bytes[owner]
+        if n_total > n_received and OWNER_SHARE * (self._max_total - n_total - n_more) < n_own + n_more:
             raise QueueFullError(
-                f"request bodies take {self._n_bytes / _MIB:.0f} MiB, {self._n_of[owner] / _MIB:.0f} of them this "
-                f"client's, and the limit is {self._max_total / _MIB:g} MiB (--max-total-body-mb); try later",
+                f"request bodies take {n_total / _MIB:.0f} MiB, {n_own / _MIB:.0f} of them this client's, and the "
+                f"limit is {self._max_total / _MIB:g} MiB (--max-total-body-mb); try later",
                 retry_after=1,
             )
 

@@ -18,7 +18,6 @@ import resource
 import socket
 import ssl
 import sys
-from collections import Counter
 from collections.abc import Callable
 from typing import Any, Protocol, cast
 
@@ -29,6 +28,7 @@ from aiohttp.http import RawRequestMessage
 from llamaslot.api import http_errors
 from llamaslot.api.context import shown_id
 from llamaslot.api.http_errors import Handler
+from llamaslot.base.callers import Amounts
 from llamaslot.base.errors import InvalidRequestError, QueueFullError, UnavailableError
 
 _OTHER_DESCRIPTORS = 128
@@ -89,7 +89,7 @@ class Connections:
         """The one that has been idle longest first."""
         self._owner_of: dict[Abortable, str] = {}
         """Owners of busy connections, but for `/health` and administrators."""
-        self._n_of: Counter[str] = Counter()
+        self._n_busy = Amounts()
         """Busy connections by owner."""
         self._max_busy = limit - limit // _KEPT_FRACTION
         self._logged_at = float("-inf")
@@ -126,7 +126,7 @@ class Connections:
 
         That is a `QueueFullError`, or an `UnavailableError` if it is because of others.
         """
-        n_owner, n_free = self._n_of[owner], self._max_busy - len(self._owner_of)
+        n_owner, n_free = self._n_busy[owner], self._max_busy - self._n_busy.total
         if n_owner > OWNER_SHARE * n_free or n_free <= 0:
             self._log_full(idle=len(self._idle))
             flag = f"of {self._limit} (--max-connections)"
@@ -135,14 +135,12 @@ class Connections:
             message = f"{n_owner} connections of this client {flag} are in use, and others need the rest; try later"
             raise QueueFullError(message, retry_after=1)
         self._owner_of[connection] = owner
-        self._n_of[owner] += 1
+        self._n_busy.add(owner, 1)
 
     def _release(self, connection: Abortable) -> None:
         owner = self._owner_of.pop(connection, None)
         if owner is not None:
-            self._n_of[owner] -= 1
-            if not self._n_of[owner]:
-                del self._n_of[owner]
+            self._n_busy.add(owner, -1)
 
     def end(self, connection: Abortable) -> None:
         """Note that the request was answered."""

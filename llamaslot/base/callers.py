@@ -52,5 +52,25 @@ class Caller(msgspec.Struct, frozen=True):
         return _digest("session", session_id) if session_id else self.address
 
 
+class Amounts:
+    """What owners or clients hold of something that is limited."""
+
+    def __init__(self) -> None:
+        self.total = 0
+        self.each: dict[str, int] = {}
+        """By owner or client; without those that hold nothing."""
+
+    def __getitem__(self, holder: str) -> int:
+        """Return what one holds."""
+        return self.each.get(holder, 0)
+
+    def add(self, holder: str, n: int) -> None:
+        """Count `n` more, or with a negative number less."""
+        self.total += n
+        amount = self.each.pop(holder, 0) + n
+        if amount:
+            self.each[holder] = amount
+
+
 def _digest(kind: Literal["session", "address"], name: str) -> str:
     return hashlib.blake2b(f"{kind} {name}".encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from typing import NamedTuple
 
 import structlog
 
+from llamaslot.base.callers import Amounts
 from llamaslot.base.errors import InvalidRequestError, LlamaslotError, QueueFullError
 from llamaslot.service.live_request import LiveRequest
 from llamaslot.service.request_log import RequestLog
@@ -35,15 +35,20 @@ class Capacity:
     """
 
     def __init__(self, n_slots: int, max_queue: int, max_per_client: int, log: RequestLog) -> None:
-        self.n_in_flight = 0
         self.most = n_slots + max_queue
         """Completions that may run and wait together."""
         self.refusal: LlamaslotError | None = None
         """The error of all further requests."""
         self._n_slots = n_slots
         self._max_per_client = max_per_client
-        self._n_of_client: Counter[str] = Counter()
+        self._n_of_client = Amounts()
+        """By client; empty for what no client is known of."""
         self._requests = log
+
+    @property
+    def n_in_flight(self) -> int:
+        """Completions that have not ended, and requests that are being prepared."""
+        return self._n_of_client.total
 
     def check(self, n: int, client: str = "") -> None:
         """Raise if `n` more requests of a client cannot be taken: `UnavailableError` when shutting down,
@@ -57,7 +62,7 @@ class Capacity:
             limits.append(_Limit("--max-queue-per-client", most, n_own, " from this client"))
         for limit in limits:
             if n > limit.most:
-                message = f"{n} completions were asked for at once; the server takes {limit.most} ({limit.flag})"
+                message = f"{n} completions requested at once, and the limit is {limit.most} ({limit.flag})"
                 raise InvalidRequestError(message, param="n")
         for limit in limits:
             if limit.n_in_flight + n > limit.most:
@@ -78,11 +83,7 @@ class Capacity:
     def count(self, live: LiveRequest, n: int) -> None:
         """Count a request as `n` more than before, or less."""
         live.n_reserved += n
-        self.n_in_flight += n
-        if live.client:
-            self._n_of_client[live.client] += n
-            if not self._n_of_client[live.client]:
-                del self._n_of_client[live.client]
+        self._n_of_client.add(live.client, n)
 
     def _full(self, limit: _Limit, n: int) -> QueueFullError:
         """Return the error of one request too many, and count it."""

@@ -7,11 +7,11 @@ for the next one.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
+from llamaslot.base.callers import Amounts
 from llamaslot.base.commands import PreparedPrompt
 from llamaslot.base.errors import InvalidRequestError, QueueFullError
 
@@ -25,9 +25,12 @@ class ReplyBudget:
 
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
         self._max_bytes = max_bytes
-        self._bytes: Counter[str] = Counter()
-        self.n_bytes = 0
+        self._bytes = Amounts()
+
+    @property
+    def n_bytes(self) -> int:
         """Bytes of all owners."""
+        return self._bytes.total
 
     def charge(self, owner: str, n_bytes: int, *, n_own: int = 0) -> None:
         """Count further bytes of a request that has `n_own`; raises `QueueFullError` if its owner has too many.
@@ -41,10 +44,7 @@ class ReplyBudget:
                 "try later, send fewer requests at once, or ask for less",
                 retry_after=1,
             )
-        self.n_bytes = n_total
-        self._bytes[owner] = n_owner
-        if not n_owner:
-            del self._bytes[owner]
+        self._bytes.add(owner, n_bytes)
 
     @contextmanager
     def held(self, owner: str, n_bytes: int) -> Iterator[None]:

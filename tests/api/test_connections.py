@@ -182,7 +182,7 @@ async def test_what_is_no_http_is_not_kept_until_a_garbage_collection(server: Se
 async def received(server: Server, n_bytes: int) -> None:
     """Wait until unread bodies take that many bytes."""
     async with asyncio.timeout(10):
-        while server.bodies._n_bytes != n_bytes:
+        while server.bodies._bytes.total != n_bytes:
             await asyncio.sleep(0.005)
 
 

@@ -357,12 +357,12 @@ async def test_a_request_that_is_being_prepared_counts_as_one_of_its_client() ->
             # Its body says that it is another's, who has too many.
             service.capacity.reserve(preparing, 2, "other")
         assert service.capacity.n_in_flight == 3
-    assert (service.capacity.n_in_flight, dict(service.capacity._n_of_client)) == (2, {"mine": 1, "other": 1})
+    assert (service.capacity.n_in_flight, service.capacity._n_of_client.each) == (2, {"mine": 1, "other": 1})
     for live in (first, others):
         await leave(live)
         wire.receive(Cancelled(live.completions[0].id))
     assert not service.capacity.n_in_flight
-    assert not service.capacity._n_of_client
+    assert not service.capacity._n_of_client.each
     await wire.close()
 
 
@@ -412,7 +412,7 @@ async def test_a_client_that_goes_while_its_body_is_prepared_leaves_nothing() ->
     async with asyncio.timeout(5):
         while wire.prompts.threads.n_kept or any(lane.running for lane in wire.prompts.lanes):
             await asyncio.sleep(0.001)
-    assert (service.capacity.n_in_flight, dict(service.capacity._n_of_client), wire.sent) == (0, {}, [])
+    assert (service.capacity.n_in_flight, service.capacity._n_of_client.each, wire.sent) == (0, {}, [])
     await wire.close()
 
 

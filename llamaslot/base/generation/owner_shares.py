@@ -11,9 +11,11 @@ share: its entries are evicted first.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from typing import Generic, TypeVar
+
+from llamaslot.base.callers import Amounts
 
 INACTIVE_S = 3600.0
 """Time without a use after which an owner has no share."""
@@ -33,9 +35,12 @@ class OwnerShares(Generic[K]):
         """By owner, the least recently used first; so are the owners."""
         self._last_used: dict[str, float] = {}
         """Times of owners that have entries."""
-        self._bytes: Counter[str] = Counter()
-        self.n_bytes = 0
+        self._bytes = Amounts()
+
+    @property
+    def n_bytes(self) -> int:
         """Bytes of all owners."""
+        return self._bytes.total
 
     def __len__(self) -> int:
         """Count the entries."""
@@ -71,18 +76,14 @@ class OwnerShares(Generic[K]):
 
     def charge(self, owner: str, n_bytes: int) -> None:
         """Count bytes that an owner holds, or with a negative number holds no more."""
-        self.n_bytes += n_bytes
-        self._bytes[owner] += n_bytes
-        if not self._bytes[owner]:
-            del self._bytes[owner]
+        self._bytes.add(owner, n_bytes)
 
     def clear(self) -> None:
         """Remove all entries and bytes."""
         self._owner_of.clear()
         self._keys.clear()
         self._last_used.clear()
-        self._bytes.clear()
-        self.n_bytes = 0
+        self._bytes = Amounts()
 
     def evicted_next(
         self,
