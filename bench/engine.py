@@ -24,7 +24,7 @@ from llamaslot.app.logs import configure_logging
 from llamaslot.app.models import resolve_model
 from llamaslot.app.runtime.engine_config import llama_settings
 from llamaslot.backend.llama import LlamaBackend
-from llamaslot.base.commands import Generate, Submit
+from llamaslot.base.commands import Generate, GenerateParams
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.events import TERMINAL, Event, Finished, Output
 from llamaslot.base.generation.sampling import Sampling
@@ -58,7 +58,7 @@ async def measure(config: Config, *, streams: int, tokens: int, prompt_tokens: i
     sampling = Sampling(temperature=0.0, ignore_eos=True)
     for name in arrivals:
         prompt = TokenizedPrompt(packed(random.integers(0, backend.info.n_vocab, prompt_tokens)))
-        engine.send(Generate(Submit(name, sampling=sampling, max_tokens=tokens), prompt))
+        engine.send(Generate(GenerateParams(name, sampling=sampling, max_tokens=tokens), prompt))
     ends = [await ended.get() for _ in arrivals]
     engine.stop()
     await running

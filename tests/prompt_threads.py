@@ -12,10 +12,10 @@ from llamaslot.base.callers import Caller
 from llamaslot.base.commands import (
     AnswerBody,
     BodyKind,
+    GenerateParams,
     Needs,
     Prepare,
     PromptPart,
-    Submit,
     TextPart,
 )
 from llamaslot.base.generation.request_context import ReplyOptions, RequestContext
@@ -25,7 +25,7 @@ from llamaslot.prompts.prompt_worker import LocalPrompts, PromptThreads
 from llamaslot.prompts.tokenizer import Tokenizer
 from llamaslot.protocol.replies.restoring import ReplyRestorer
 from llamaslot.protocol.request_reader import ReadBody, RequestReader
-from llamaslot.protocol.submission import TextRequest
+from llamaslot.protocol.text_requests import TextRequest
 from llamaslot.text.template import ChatTemplate
 from tests.fake_backend import FakeBackend, FakeVocab
 
@@ -51,15 +51,15 @@ class TextReader(RequestReader):
 def text_request(
     name: str, parts: Sequence[PromptPart] | str, *, add_special: bool = True, **fields: Any
 ) -> TextRequest:
-    """A request for a prompt; `fields` are those of `Submit`."""
+    """A request for a prompt; `fields` are those of `GenerateParams`."""
     prompt = (TextPart(parts),) if isinstance(parts, str) else tuple(parts)
-    return TextRequest(Submit(name, **fields), prompt, add_special)
+    return TextRequest(GenerateParams(name, **fields), prompt, add_special)
 
 
 def prepare_text(*requests: TextRequest) -> PrepareText:
     """Tokenize the prompts of a body, when it is the turn of its client."""
-    submit = requests[0].submit
-    context = msgspec.structs.replace(CONTEXT, request_id=submit.request_id, caller=Caller(submit.client, "here"))
+    params = requests[0].params
+    context = msgspec.structs.replace(CONTEXT, request_id=params.request_id, caller=Caller(params.client, "here"))
     return PrepareText("native", b"{}", context, requests=requests)
 
 

@@ -19,7 +19,7 @@ from llamaslot.api.middleware import check_sees_all, given_key, valid_unicode
 from llamaslot.base.commands import InspectCache
 from llamaslot.base.errors import ForbiddenError, InvalidRequestError, NotSupportedError
 from llamaslot.protocol.bodies import SessionBody
-from llamaslot.protocol.submission import request_salt
+from llamaslot.protocol.text_requests import request_salt
 from llamaslot.service.service import Service
 
 _DEFAULT_TOP, MAX_TOP = 20, 1000

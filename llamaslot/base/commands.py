@@ -57,7 +57,7 @@ class Constraint(msgspec.Struct, frozen=True):
     """Memory that it took then; 0 if that is not known."""
 
 
-class Submit(msgspec.Struct, frozen=True, tag="submit"):
+class GenerateParams(msgspec.Struct, frozen=True):
     """What to generate after a prompt: the parameters of its `n` completions."""
 
     request_id: str
@@ -111,7 +111,7 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
         """True if the generated text may end the generation."""
         return bool(self.stop) or self.n_indent > 0 or self.t_max_predict_ms > 0
 
-    def completions(self) -> list[Submit]:
+    def completions(self) -> list[GenerateParams]:
         """Return the parameters of each completion, with its own id and the seed that follows the one before."""
         if self.n == 1:
             return [self]
@@ -130,7 +130,7 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
 class Generate(msgspec.Struct, frozen=True, tag="generate"):
     """One completion of a tokenized prompt."""
 
-    submit: Submit
+    params: GenerateParams
     prompt: TokenizedPrompt
     waited_s: float = 0.0
     """Seconds since the request was prepared."""
@@ -172,7 +172,7 @@ class Prepare(msgspec.Struct, frozen=True, tag="prepare"):
 class PreparedPrompt(msgspec.Struct, frozen=True):
     """One prompt of a body."""
 
-    submit: Submit
+    params: GenerateParams
     tokenized: TokenizedPrompt
     text: str = ""
     """Its text as the model sees it, if the reply shows it."""
@@ -233,7 +233,7 @@ class InspectCache(msgspec.Struct, frozen=True, tag="inspect_cache"):
 class ProbePrompt(msgspec.Struct, frozen=True, tag="probe_prompt"):
     """Ask what is cached of a tokenized prompt, which is not run; answered by `CacheProbe`."""
 
-    submit: Submit
+    params: GenerateParams
     prompt: TokenizedPrompt
 
 

@@ -103,7 +103,7 @@ class Output(msgspec.Struct, frozen=True, tag="output"):
     content: str
     tokens: tuple[int, ...]
     progress: Progress | None = None
-    """In the first one of a request, in those with `prefill`, and in all where `Submit.reports_progress` is set."""
+    """In the first one of a request, in those with `prefill`, and in all with `GenerateParams.reports_progress`."""
     prefill: Prefill | None = None
     probs: TokenProbs | None = None
     """Those of `tokens`, if the request asks for them."""

@@ -20,7 +20,7 @@ SessionMatch: TypeAlias = Literal["", "new", "exact", "extend", "diverge", "toke
 """
 
 
-class TokenizedPrompt(msgspec.Struct, frozen=True, tag="tokenized_prompt"):
+class TokenizedPrompt(msgspec.Struct, frozen=True):
     """Token ids of a prompt and where they come from. Plain values, so that it can cross a process boundary."""
 
     packed_tokens: bytes

@@ -47,7 +47,7 @@ class ConstraintWorker:
 
     def prepare(self, request: Request, failed: Callable[[LlamaslotError], None]) -> None:
         """Give a queued request its compiled constraint, or call `failed`; neither if it has ended by then."""
-        constraint = request.submit.constraint
+        constraint = request.params.constraint
         if constraint is None:
             return
 
@@ -66,7 +66,7 @@ class ConstraintWorker:
 
         queue = self._quick if constraint.seconds <= QUICK_S else self._slow
         task = asyncio.ensure_future(
-            self._result(queue.submit(constraint, request.submit.client), constraint.param)
+            self._result(queue.submit(constraint, request.params.client), constraint.param)
         )
         self._tasks.add(task)
         task.add_done_callback(done)

@@ -392,17 +392,17 @@ class Engine:
             self._on_events(events)
 
     def _begin(self, command: commands.Generate, arrived: float) -> None:
-        if command.submit.cache_salt == PUBLIC_SALT and not self.scheduler.cache.settings.offloads:
+        if command.params.cache_salt == PUBLIC_SALT and not self.scheduler.cache.settings.offloads:
             message = "'cache_public' needs prefixes in RAM, which are off here; the start line of the log says why"
-            self._fail(command.submit.request_id, NotSupportedError(message, param="cache_public"))
+            self._fail(command.params.request_id, NotSupportedError(message, param="cache_public"))
             return
         self._n_arrived += 1
-        cache, submit, why_not = self.scheduler.cache, command.submit, self._self_test.why_not_reused
+        cache, params, why_not = self.scheduler.cache, command.params, self._self_test.why_not_reused
         if cache.settings.can_reuse and why_not:
             # Choices of one prompt may not share a state before the self-test has passed either.
-            submit = msgspec.structs.replace(submit, group="")
+            params = msgspec.structs.replace(params, group="")
         request = Request(
-            submit,
+            params,
             command.prompt,
             arrival=self._n_arrived,
             now=arrived,

@@ -24,7 +24,7 @@ class ReplyStream:
         self.n_sent = 0
         """Number of characters sent."""
         self._vocab = vocab
-        self._text = TextStream(request.submit.stop, request.submit.n_indent)
+        self._text = TextStream(request.params.stop, request.params.n_indent)
         self._unsent: list[int] = []
         """Tokens whose text is held back, because it may be part of a character or of a stop string."""
         self._starts: list[int] = []
@@ -62,13 +62,13 @@ class ReplyStream:
 
     def _bytes_of(self, token: int) -> bytes:
         """Return the bytes that the client gets for a token."""
-        if token in self.request.submit.preserved_tokens:
+        if token in self.request.params.preserved_tokens:
             return self._vocab.detokenize([token])
         return self._vocab.piece(token)
 
     def _is_overdue(self, text: str) -> bool:
         """Return True if new text ends a line after the time limit (`t_max_predict_ms`)."""
-        limit = self.request.submit.t_max_predict_ms
+        limit = self.request.params.t_max_predict_ms
         return 0 < limit < self.request.predicted_ms and "\n" in text
 
     def scored(self, scores: Sequence[TokenScore], progress: Progress) -> Output:
@@ -92,7 +92,7 @@ class ReplyStream:
     @property
     def wants_progress(self) -> bool:
         """True if the next event needs the progress: the first one, or any if the request asks for it."""
-        return not self._has_reported or self.request.submit.reports_progress
+        return not self._has_reported or self.request.params.reports_progress
 
     def output(self, text: str, progress: Progress | None) -> Output:
         """Return an event with new text and its tokens."""
@@ -134,7 +134,7 @@ def prefill_events(
 ) -> Iterator[Output]:
     """Yield the progress of a step's prompts for clients that want it; before the step unless `is_computed`."""
     for request, run in ((each.request, each.run) for each in plan.work):
-        live = replies.get(request.id) if request.submit.return_progress else None
+        live = replies.get(request.id) if request.params.return_progress else None
         if live is not None and run.start < request.n_prompt:
             n_processed = run.start + len(run.tokens) * is_computed
             if event := live.prefill(n_processed, request.progress(now, n_processed)):

@@ -74,14 +74,14 @@ class Reports:
 
     def probe(self, query: ProbePrompt) -> CacheProbe:
         """Return what is cached of a prompt."""
-        submit, prompt = query.submit, query.prompt
+        params, prompt = query.params, query.prompt
         n_tokens = prompt.n_tokens
-        if not submit.cache_prompt:
+        if not params.cache_prompt:
             return CacheProbe(n_tokens, 0, 0, 0, n_tokens, 0, "off")
         why_not = self._why_not_reused() or ("" if self._scheduler.cache.settings.can_reuse else "unsupported")
         if why_not:
             return CacheProbe(n_tokens, 0, 0, 0, n_tokens, 0, why_not)
-        found = self._scheduler.cache.probe(salt_namespace(submit.cache_salt), prompt.packed_tokens)
+        found = self._scheduler.cache.probe(salt_namespace(params.cache_salt), prompt.packed_tokens)
         if found.miss == "diverged" and prompt.is_reply_edited:
             found.miss = "changed"
         found.session_match = prompt.session_match or None
@@ -101,6 +101,6 @@ class Reports:
             n_prompt=request.n_prompt,
             n_prompt_computed=request.n_prompt_computed,
             n_generated=request.n_generated,
-            max_tokens=request.submit.max_tokens,
-            sampling=request.submit.sampling,
+            max_tokens=request.params.max_tokens,
+            sampling=request.params.sampling,
         )

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from llamaslot.base.prompt import TokenizedPrompt
 from llamaslot.prompts.cut_points import PromptText
-from llamaslot.protocol.submission import TextRequest
+from llamaslot.protocol.text_requests import TextRequest
 
 
 @dataclass(frozen=True, slots=True)

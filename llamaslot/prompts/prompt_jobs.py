@@ -192,7 +192,7 @@ class PromptJobs:
             text = self.tokenizer.detokenize(context.prompt.tokens.tolist())
         if options.echo:
             echo = self.tokenizer.echo(context)
-        return PreparedPrompt(context.request.submit, context.prompt, text, echo)
+        return PreparedPrompt(context.request.params, context.prompt, text, echo)
 
     def _release(self, job: Release) -> None:
         self._contexts.pop(job.request_id, None)
@@ -208,7 +208,7 @@ class PromptJobs:
         # Of a reply that was cancelled, the client may have received less than was sent.
         if not job.completion_id or context.request.chat is None:
             return TextRecords(records)
-        sent = self.tokenizer.sent(generated.tolist(), job.n_sent, context.request.submit.preserved_tokens)
+        sent = self.tokenizer.sent(generated.tolist(), job.n_sent, context.request.params.preserved_tokens)
         reply = self.tokenizer.replies.remember(context, job.completion_id, sent, self._reader.output_format)
         return TextRecords(records if reply is None else (*records, reply))
 

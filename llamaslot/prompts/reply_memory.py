@@ -107,7 +107,7 @@ def remembered_reply(
 
     So is a reply with calls that the model did not end: a part of the last one's markup is missing.
     """
-    submit, turn = context.request.submit, context.request.chat
+    params, turn = context.request.params, context.request.chat
     text, ids, has_ended = sent
     if turn is None or not ids:
         return None
@@ -133,8 +133,8 @@ def remembered_reply(
         closing=text[-_MAX_CLOSING:],
         tokens=own,
         n_reply=before.n_reply + len(ids),
-        session=session_digest(salt_namespace(submit.cache_salt), submit.session_id) if submit.session_id else b"",
-        owner=submit.owner,
+        session=session_digest(salt_namespace(params.cache_salt), params.session_id) if params.session_id else b"",
+        owner=params.owner,
     )
 
 

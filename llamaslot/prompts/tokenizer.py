@@ -30,7 +30,7 @@ import numpy as np
 from msgspec import MsgspecError, structs
 
 from llamaslot.base.backend import Vocab
-from llamaslot.base.commands import PromptPart, Submit, TextPart, TokensPart
+from llamaslot.base.commands import GenerateParams, PromptPart, TextPart, TokensPart
 from llamaslot.base.errors import ContextSizeError, InvalidRequestError
 from llamaslot.base.namespaces import salt_namespace
 from llamaslot.base.prompt import SessionMatch, TokenizedPrompt
@@ -44,7 +44,7 @@ from llamaslot.prompts.reply_memory import ReplyMemory
 from llamaslot.prompts.session_matching import SessionComparison
 from llamaslot.prompts.sessions import MAX_BYTES, Session, session_digest
 from llamaslot.prompts.text_anchors import TextAnchor, TextAnchors
-from llamaslot.protocol.submission import TextRequest
+from llamaslot.protocol.text_requests import TextRequest
 
 _MAX_TAIL = 2**14
 """Most characters after the last cut point for a reply to get an anchor: all of them are tokenized again then."""
@@ -127,7 +127,7 @@ class Tokenizer:
         if restored is not None and restored.prompt.n_tokens < self._n_ctx:
             return restored
         text = self._scan(request)
-        has_session = request.submit.session_id and request.submit.cache_prompt
+        has_session = request.params.session_id and request.params.cache_prompt
         found = self._from_session(request, text) if has_session else self._from_anchor(request, text)
         prompt = found.prompt
         if len(prompt.tokens) >= self._n_ctx and (prompt.n_anchored or prompt.session_match):
@@ -155,13 +155,13 @@ class Tokenizer:
 
     def remember(self, context: PromptContext, generated: Tokens, n_sent: int) -> tuple[TextRecord, ...]:
         """Remember the tokens of a reply, of which `n_sent` characters were sent; return the new records."""
-        submit = context.request.submit
-        if context.text is None and not submit.session_id:
+        params = context.request.params
+        if context.text is None and not params.session_id:
             return ()
-        reply, ids, _ = self.sent(generated.tolist(), n_sent, submit.preserved_tokens)
+        reply, ids, _ = self.sent(generated.tolist(), n_sent, params.preserved_tokens)
         anchor = self._add_anchor(context, reply, ids) if ids else None
         records = (anchor.record(),) if anchor is not None else ()
-        return (*records, self._put_session(context, generated, ids)) if submit.session_id else records
+        return (*records, self._put_session(context, generated, ids)) if params.session_id else records
 
     def clear(self) -> None:
         """Drop all text anchors, sessions and remembered replies."""
@@ -220,7 +220,7 @@ class Tokenizer:
     def _scan(self, request: TextRequest) -> PromptText | None:
         texts = [part for part in request.parts if isinstance(part, TextPart)]
         is_text = bool(texts) and len(texts) == len(request.parts)
-        if self._scanner is None or not request.submit.cache_prompt or not is_text:
+        if self._scanner is None or not request.params.cache_prompt or not is_text:
             return None
         return self._scanner.scan(texts, _text_namespace(request))
 
@@ -238,10 +238,10 @@ class Tokenizer:
         prompt = TokenizedPrompt(
             packed(np.concatenate([known, own])), n_restored=len(known), n_replies=restored.n_reply
         )
-        submit = request.submit
-        if not submit.session_id:
+        params = request.params
+        if not params.session_id:
             return PromptContext(request, prompt)
-        session = self._session_of(submit)
+        session = self._session_of(params)
         match: SessionMatch = "new" if session is None else "tokens"
         if self._scanner is None:
             return PromptContext(request, structs.replace(prompt, session_match=match))
@@ -273,7 +273,7 @@ class Tokenizer:
 
     def _from_session(self, request: TextRequest, text: PromptText | None) -> PromptContext:
         """Keep the tokens of the prompt's session as far as their text is the prompt's."""
-        session = self._session_of(request.submit)
+        session = self._session_of(request.params)
         if session is None:
             return _with(self._from_anchor(request, text), session_match="new")
         is_comparable = session.is_text and np.array_equal(self._added_tokens(request), session.added_tokens)
@@ -334,14 +334,14 @@ class Tokenizer:
 
     def _put_session(self, context: PromptContext, generated: Tokens, sent: list[int]) -> TextRecord:
         """Replace the session by the prompt and its reply."""
-        submit, text, tokens = context.request.submit, context.text, context.prompt.tokens
-        digest = _session_digest(submit)
+        params, text, tokens = context.request.params, context.text, context.prompt.tokens
+        digest = _session_digest(params)
         n_added, n_prompt = len(self._added_tokens(context.request)), len(tokens)
         session = Session(
             np.concatenate([tokens, generated]), n_added, n_prompt, n_prompt + len(sent), is_text=False
         )
-        if submit.session_branch:
-            session.parent = session_digest(salt_namespace(submit.cache_salt), submit.session_id)
+        if params.session_branch:
+            session.parent = session_digest(salt_namespace(params.cache_salt), params.session_id)
         if text is not None:
             prompt = detokenize_with_markers(self._vocab, tokens[n_added:].tolist())
             session.is_text = prompt.text == text.data
@@ -354,9 +354,9 @@ class Tokenizer:
             self.sessions.put(digest, session)
         return session.record(digest)
 
-    def _session_of(self, submit: Submit) -> Session | None:
+    def _session_of(self, params: GenerateParams) -> Session | None:
         with self._lock:
-            return self.sessions.get(_session_digest(submit))
+            return self.sessions.get(_session_digest(params))
 
     def sent(self, generated: list[int], n_sent: int, preserved_tokens: Container[int]) -> SentReply:
         """Return the text of a reply that was sent, and its tokens.
@@ -402,11 +402,11 @@ class Tokenizer:
 
 
 def _text_namespace(request: TextRequest) -> str:
-    return f"{salt_namespace(request.submit.cache_salt)} {request.add_special}"
+    return f"{salt_namespace(request.params.cache_salt)} {request.add_special}"
 
 
-def _session_digest(submit: Submit) -> bytes:
-    return session_digest(salt_namespace(submit.cache_salt), submit.session_id, submit.session_branch)
+def _session_digest(params: GenerateParams) -> bytes:
+    return session_digest(salt_namespace(params.cache_salt), params.session_id, params.session_branch)
 
 
 def _with(context: PromptContext, **changes: object) -> PromptContext:

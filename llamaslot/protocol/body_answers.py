@@ -13,7 +13,7 @@ from llamaslot.base.model import ModelInfo
 from llamaslot.protocol.bodies import ChatBody, DetokenizeBody, TokenizeBody
 from llamaslot.protocol.chat_prompt import ChatReader
 from llamaslot.protocol.decoding import decode
-from llamaslot.protocol.submission import BodyTokenizer, checked, parse_prompt, refuse_missing
+from llamaslot.protocol.text_requests import BodyTokenizer, checked, parse_prompt, refuse_missing
 
 _MAX_TOKENS = 2**20
 """Most tokens of a text. Limited, because each may become a JSON object."""

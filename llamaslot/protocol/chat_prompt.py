@@ -22,7 +22,7 @@ from llamaslot.protocol.replies.meaning import digest_of
 from llamaslot.protocol.replies.restoring import ReplyRestorer, TurnPrompt
 from llamaslot.protocol.reply_constraint import RAW_GRAMMAR, ReplyConstraints
 from llamaslot.protocol.structured_output import ConstraintReader
-from llamaslot.protocol.submission import wants_probs
+from llamaslot.protocol.text_requests import wants_probs
 from llamaslot.protocol.tool_messages import with_text_of_tools
 from llamaslot.protocol.tools import read_tools
 from llamaslot.text.conversation import clean_message, joined

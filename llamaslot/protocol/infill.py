@@ -19,7 +19,7 @@ from llamaslot.base.errors import InvalidRequestError, NotSupportedError
 from llamaslot.base.generation.request_context import RequestContext
 from llamaslot.base.model import FimTokens, ModelInfo
 from llamaslot.protocol.bodies import CompletionBody, FileExtract, InfillBody, Parts
-from llamaslot.protocol.submission import Prompt, max_tokens_of, parse_prompt
+from llamaslot.protocol.text_requests import Prompt, max_tokens_of, parse_prompt
 
 CUT_TOKENS = 256
 """Granularity in tokens at which a too long text is cut, so that later prompts keep the same start."""

@@ -41,7 +41,7 @@ from llamaslot.protocol.replies.storing import chat_to_store
 from llamaslot.protocol.responses import chat as responses
 from llamaslot.protocol.responses.bodies import ResponsesBody
 from llamaslot.protocol.structured_output import ConstraintReader
-from llamaslot.protocol.submission import (
+from llamaslot.protocol.text_requests import (
     BodyTokenizer,
     Prompt,
     TextRequest,
@@ -49,7 +49,7 @@ from llamaslot.protocol.submission import (
     n_choices,
     prompts_of,
     refuse_missing,
-    submissions,
+    text_requests,
     wants_probs,
 )
 from llamaslot.text.grammars.compiling import GrammarChecker, LocalTrial, Trial, UnknownGrammarError
@@ -144,7 +144,7 @@ class RequestReader:
         own = self._constraints_for(job).read(body)
         default = self._defaults.next() if job.is_run else None
         constraint = own or default
-        requests = submissions(body, prompts, job.context, self._info, self._tokens_of, constraint=constraint)
+        requests = text_requests(body, prompts, job.context, self._info, self._tokens_of, constraint=constraint)
         return ReadBody(requests, _reply_options(body, requests, job.context))
 
     def _probe(self, job: Prepare) -> ReadBody:
@@ -181,19 +181,19 @@ class RequestReader:
         else:
             # A default grammar covers the whole output, and may not allow a forced end of the reasoning.
             constraint, budget = default, None
-        (request,) = submissions(body, [chat.parts], context, self._info, self._tokens_of, constraint=constraint)
-        if request.submit.cache_prompt and self._restorer is not None:
-            namespace = salt_namespace(request.submit.cache_salt)
+        (request,) = text_requests(body, [chat.parts], context, self._info, self._tokens_of, constraint=constraint)
+        if request.params.cache_prompt and self._restorer is not None:
+            namespace = salt_namespace(request.params.cache_salt)
             chat, found = self._chats.with_replies(body, chat, self._restorer, namespace)
             if found is not None:
                 request = replace(request, chat=found.turn, rest=found.rest)
-        submit = msgspec.structs.replace(
-            request.submit,
+        params = msgspec.structs.replace(
+            request.params,
             reasoning_budget=budget,
             preserved_tokens=self._chats.preserved_tokens,
             session_branch=conversation_branch(self.template, body),
         )
-        request = replace(request, submit=submit)
+        request = replace(request, params=params)
         options = msgspec.structs.replace(
             _reply_options(body, (request,), context),
             parser=chat.parser,
@@ -256,7 +256,7 @@ class RequestReader:
 
 
 def _reply_options(body: Options, requests: tuple[TextRequest, ...], context: RequestContext) -> ReplyOptions:
-    n, submit = n_choices(body), requests[0].submit
+    n, params = n_choices(body), requests[0].params
     fields = body.response_fields if isinstance(body, CompletionBody | InfillBody) else None
     return ReplyOptions(
         stream=bool(body.stream),
@@ -265,8 +265,8 @@ def _reply_options(body: Options, requests: tuple[TextRequest, ...], context: Re
         return_tokens=bool(body.return_tokens),
         verbose=is_verbose(body, context),
         echo=bool(body.echo),
-        n_best=n if submit.n > n else 0,
-        hides_logprobs=submit.sampling.n_probs >= 0 and not wants_probs(body),
+        n_best=n if params.n > n else 0,
+        hides_logprobs=params.sampling.n_probs >= 0 and not wants_probs(body),
         response_fields=tuple(fields or ()),
         sse_ping_interval=body.sse_ping_interval,
     )

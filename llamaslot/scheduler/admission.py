@@ -90,7 +90,7 @@ class Admission:
             admitted.append(request)
             for other in others:
                 is_later = request.arrival > other.arrival
-                other.n_overtaken += is_later and other.submit.id_slot in (-1, request.slot)
+                other.n_overtaken += is_later and other.params.id_slot in (-1, request.slot)
         return admitted
 
     def next_up(self, running: Sequence[Request]) -> list[Request]:
@@ -185,7 +185,7 @@ class Admission:
         request.admit(acquired, now)
         self._slots[request.slot].request = request
         self._in_flight.add(request)
-        self._shares.take_turn(request.submit.client)
+        self._shares.take_turn(request.params.client)
 
     def _may_wait(self, request: Request) -> bool:
         """True if a running request is computing more of a prompt than is cached."""
@@ -263,7 +263,7 @@ class Admission:
 
 def _free_slots(request: Request, free: Sequence[Slot]) -> list[int]:
     """Return the free slots in which a request may run."""
-    return [slot.id for slot in free if request.submit.id_slot in (-1, slot.id)]
+    return [slot.id for slot in free if request.params.id_slot in (-1, slot.id)]
 
 
 def _is_due(request: Request) -> bool:
@@ -280,4 +280,4 @@ def _order(request: Request) -> tuple[int, int, int]:
 
 def _are_siblings(a: Request, b: Request) -> bool:
     """True if two requests are choices of one prompt."""
-    return bool(a.submit.group) and (a.submit.group, a.namespace) == (b.submit.group, b.namespace)
+    return bool(a.params.group) and (a.params.group, a.namespace) == (b.params.group, b.namespace)

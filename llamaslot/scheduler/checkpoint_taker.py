@@ -88,6 +88,6 @@ class CheckpointTaker:
 
     def _is_due(self, request: Request, queue: Sequence[Request]) -> bool:
         """True at a stop, and at the end of a prompt of which further choices are waiting for a slot."""
-        length, group = self._cache.length(request.slot), request.submit.group
-        has_choices = bool(group) and any(other.submit.group == group for other in queue)
+        length, group = self._cache.length(request.slot), request.params.group
+        has_choices = bool(group) and any(other.params.group == group for other in queue)
         return request.stops.has(length) or (length == request.n_prompt and has_choices)

@@ -30,10 +30,10 @@ class FairShare:
 
     def groups(self, queue: Iterable[Request], running: Iterable[Request]) -> list[list[Request]]:
         """Group the requests of a queue by the rank of their clients, the first to be admitted at the front."""
-        n_running = Counter(request.submit.client for request in running)
+        n_running = Counter(request.params.client for request in running)
         groups: dict[Rank, list[Request]] = {}
         for request in queue:
-            client = request.submit.client
+            client = request.params.client
             groups.setdefault((n_running[client], self._turn(client)), []).append(request)
         return [groups[rank] for rank in sorted(groups)]
 
@@ -57,6 +57,6 @@ def by_share(running: Sequence[Request]) -> list[Request]:
     seen: Counter[str] = Counter()
     ranked = []
     for request in sorted(running, key=lambda r: r.arrival):
-        ranked.append((seen[request.submit.client], request.arrival, request))
-        seen[request.submit.client] += 1
+        ranked.append((seen[request.params.client], request.arrival, request))
+        seen[request.params.client] += 1
     return [request for _, _, request in sorted(ranked, key=lambda each: each[:2])]

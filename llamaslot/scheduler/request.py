@@ -12,7 +12,7 @@ from enum import Enum
 import numpy as np
 
 from llamaslot.base.backend import CompiledConstraint, Sampler
-from llamaslot.base.commands import Submit
+from llamaslot.base.commands import GenerateParams
 from llamaslot.base.events import Progress
 from llamaslot.base.generation.token_probs import NOT_SCORED, TokenScore
 from llamaslot.base.namespaces import private_namespace, salt_namespace
@@ -108,7 +108,7 @@ class Request:
 
     def __init__(
         self,
-        submit: Submit,
+        params: GenerateParams,
         prompt: TokenizedPrompt,
         *,
         arrival: int,
@@ -116,23 +116,23 @@ class Request:
         can_reuse: bool = True,
         why_not: Miss = "unsupported",
     ) -> None:
-        self.submit = submit
+        self.params = params
         self.prompt = prompt
-        self.id = submit.request_id
-        self.wants_scores = submit.prompt_probs >= 0
+        self.id = params.request_id
+        self.wants_scores = params.prompt_probs >= 0
         self.n_scored = 0
         """Prompt tokens whose scores were reported; 0 if scores are not wanted.
 
         A request that wants scores shares no KV, so the successor of every token that has KV has been scored.
         """
-        self.is_private = self.wants_scores or not (submit.cache_prompt and can_reuse)
+        self.is_private = self.wants_scores or not (params.cache_prompt and can_reuse)
         """True if it shares no KV with other requests, neither theirs nor its own."""
         self.distrusted = b""
         """Packed tokens of a cached prefix after which its logits were invalid."""
         self.namespace = (
-            private_namespace(self.id if self.wants_scores else submit.group or self.id, submit.cache_salt)
+            private_namespace(self.id if self.wants_scores else params.group or self.id, params.cache_salt)
             if self.is_private
-            else salt_namespace(submit.cache_salt)
+            else salt_namespace(params.cache_salt)
         )
         self.arrival = arrival
         """Order of submission; unchanged by preemption."""
@@ -166,8 +166,8 @@ class Request:
         self.n_waited_for = 0
         """Length of the prefix for which it waited while another request computed it; 0 if it never waited."""
         self.constraint: CompiledConstraint | None = None
-        """The compiled `submit.constraint`; the request is not admitted before it is compiled."""
-        self.reasoning_limit = ReasoningLimit.of(submit.reasoning_budget)
+        """The compiled `params.constraint`; the request is not admitted before it is compiled."""
+        self.reasoning_limit = ReasoningLimit.of(params.reasoning_budget)
         self.n_forced = 0
         """Tokens that were forced after the last sampled one; they are computed together with it."""
         self.sampler: Sampler | None = None
@@ -206,7 +206,7 @@ class Request:
     def isolate(self, distrusted: bytes) -> None:
         """Make a waiting request private, so that its prompt is computed without the cache."""
         self.is_private = True
-        self.namespace = private_namespace(self.id, self.submit.cache_salt)
+        self.namespace = private_namespace(self.id, self.params.cache_salt)
         self.match = None
         self.n_reused = 0
         self.distrusted = distrusted
@@ -252,12 +252,12 @@ class Request:
     @property
     def is_ready(self) -> bool:
         """True unless its constraint is still being compiled, or its KV still being fetched."""
-        return not self.is_fetching and (self.submit.constraint is None or self.constraint is not None)
+        return not self.is_fetching and (self.params.constraint is None or self.constraint is not None)
 
     @property
     def fast_forwards(self) -> bool:
         """True if forced tokens are appended without sampling; not if probabilities are wanted, which they lack."""
-        return self.submit.constraint is not None and self.submit.sampling.n_probs < 0
+        return self.params.constraint is not None and self.params.sampling.n_probs < 0
 
     def is_stream(self, n_pending: int) -> bool:
         """True if it has only one token to compute, or the last sampled one with those forced after it.
@@ -282,7 +282,7 @@ class Request:
     @property
     def wants_tokens(self) -> bool:
         """True if it generates tokens; False if only the prompt is to be computed."""
-        return self.submit.max_tokens != 0
+        return self.params.max_tokens != 0
 
     def targets(self, start: int, n: int) -> Tokens | None:
         """Return the prompt tokens that follow those at `[start, start + n)`, if any are still to be scored."""
@@ -311,7 +311,7 @@ class Request:
     @property
     def n_remaining(self) -> int | None:
         """Tokens that may still be generated; None if the request has no limit."""
-        limit = self.submit.max_tokens
+        limit = self.params.max_tokens
         return None if limit < 0 else max(0, limit - self.n_generated)
 
     @property

@@ -333,8 +333,8 @@ class Scheduler:
 
     def _fail_constraint(self, request: Request, now: float) -> ConstraintFailed:
         assert request.sampler is not None
-        assert request.submit.constraint is not None
-        param, reason = request.submit.constraint.param, request.sampler.failure
+        assert request.params.constraint is not None
+        param, reason = request.params.constraint.param, request.sampler.failure
         self.end(request, now)
         return ConstraintFailed(
             request, f"'{param}' cannot be followed after {request.n_generated} tokens: {reason}"
@@ -371,7 +371,7 @@ class Scheduler:
             # Without that cached prefix the logits are valid, so its KV is dropped. Only the last node is: if the
             # fault is further up, the next request that reuses it will show that.
             self.cache.dropper.invalidate_path(
-                salt_namespace(request.submit.cache_salt), request.distrusted, with_public=request.n_public > 0
+                salt_namespace(request.params.cache_salt), request.distrusted, with_public=request.n_public > 0
             )
             request.distrusted = b""
         request.add_token(token, now)

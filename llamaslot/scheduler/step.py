@@ -158,7 +158,7 @@ def apply(plan: StepPlan, backend: Backend, clock: Callable[[], float]) -> StepR
                 sampler = request.sampler
                 if sampler is None:
                     sampler = backend.new_sampler(
-                        request.submit.sampling, request.tokens.view(), request.constraint
+                        request.params.sampling, request.tokens.view(), request.constraint
                     )
                     made[request.id] = sampler
                 names.append(request.id)
@@ -169,7 +169,7 @@ def apply(plan: StepPlan, backend: Backend, clock: Callable[[], float]) -> StepR
         forced = _advance(plan, tokens, by_name)
         for work in plan.work:
             if work.run.targets is not None:
-                n_top = work.request.submit.prompt_probs
+                n_top = work.request.params.prompt_probs
                 prompt_scores[work.request.id] = backend.score(work.run.seq, n_top)
     else:
         lengths = {work.run.seq: backend.seq_len(work.run.seq) for work in plan.work}

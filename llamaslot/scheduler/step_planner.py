@@ -221,7 +221,7 @@ class StepPlanner:
         requests = [each.request for each in work]
         if not work or not all(each.run.output and len(each.run.tokens) == 1 for each in work):
             return 0
-        if any(request.sampler is None or request.submit.ends_by_text for request in requests):
+        if any(request.sampler is None or request.params.ends_by_text for request in requests):
             return 0
         left = [self._n_ctx_slot - len(request.tokens) for request in requests]
         left += [n for request in requests if (n := request.n_remaining) is not None]

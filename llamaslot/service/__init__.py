@@ -1,1 +1,1 @@
-"""The async facade over the engine: render, submit, stream, cancel. Knows no HTTP and no model."""
+"""The service: requests between the HTTP handlers, the prompt worker and the engine. Knows no HTTP and no model."""

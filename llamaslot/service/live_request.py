@@ -23,7 +23,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from llamaslot.base.commands import PreparedPrompt, Submit
+from llamaslot.base.commands import GenerateParams, PreparedPrompt
 from llamaslot.base.errors import LlamaslotError, ServerError
 from llamaslot.base.events import Cancelled, Failed, Finished, Output
 from llamaslot.base.generation.token_probs import FLOAT_MIN, ProbRows, TokenProbs
@@ -68,10 +68,10 @@ class Completion:
     """One completion, with the text and the tokens that it has produced so far."""
 
     def __init__(
-        self, index: int, submit: Submit, prompt: PreparedPrompt, prompt_number: int, live: LiveRequest
+        self, index: int, params: GenerateParams, prompt: PreparedPrompt, prompt_number: int, live: LiveRequest
     ) -> None:
         self.index = index
-        self.submit = submit
+        self.params = params
         self.prompt = prompt
         self.prompt_number = prompt_number
         """That of its prompt among those of the request."""
@@ -104,23 +104,23 @@ class Completion:
     @property
     def id(self) -> str:
         """The id under which the engine has it."""
-        return self.submit.request_id
+        return self.params.request_id
 
     @property
     def digest(self) -> bytes:
         """The digest by which it is suspected of crashing the engine."""
-        return request_digest(self.submit, self.prompt.tokenized)
+        return request_digest(self.params, self.prompt.tokenized)
 
     @property
     def has_probs(self) -> bool:
         """True if probabilities are asked for."""
-        return self.submit.sampling.n_probs >= 0
+        return self.params.sampling.n_probs >= 0
 
     @property
     def mean_logprob(self) -> float:
         """The mean log-probability of its tokens, if they have some; that of no tokens is less than any."""
         values = self.probs.values()
-        if self.submit.sampling.post_sampling_probs:
+        if self.params.sampling.post_sampling_probs:
             values = [math.log(value) if value > 0 else FLOAT_MIN for value in values]
         return math.fsum(values) / len(values) if values else -math.inf
 
@@ -205,8 +205,8 @@ class LiveRequest:
         """
         self._probs = probs
         for number, prompt in enumerate(self.prompts):
-            for submit in prompt.submit.completions():
-                self.completions.append(Completion(len(self.completions), submit, prompt, number, self))
+            for params in prompt.params.completions():
+                self.completions.append(Completion(len(self.completions), params, prompt, number, self))
         self._n_unread = len(self.completions)
 
     def close(self) -> None:

@@ -77,13 +77,13 @@ class ProbsLimit(NamedTuple):
         A reply without `max_tokens` is known to be long with `ignore_eos` only.
         """
         n = 0
-        for submit, n_prompt in ((each.submit, each.tokenized.n_tokens) for each in prompts):
+        for params, n_prompt in ((each.params, each.tokenized.n_tokens) for each in prompts):
             n_new = n_ctx - n_prompt
-            if submit.max_tokens >= 0:
-                n_new = min(n_new, submit.max_tokens)
-            elif not submit.sampling.ignore_eos:
+            if params.max_tokens >= 0:
+                n_new = min(n_new, params.max_tokens)
+            elif not params.sampling.ignore_eos:
                 n_new = 0
-            n += submit.n * (n_new * (1 + submit.sampling.n_probs) + n_prompt * (1 + submit.prompt_probs))
+            n += params.n * (n_new * (1 + params.sampling.n_probs) + n_prompt * (1 + params.prompt_probs))
         if n > self.most:
             raise self.error(f"would have {n}")
 

@@ -191,7 +191,7 @@ class Service:
             raise
         live.prompts = prepared.prompts
         # Its body may name another client.
-        self.capacity.reserve(live, 1, live.prompts[0].submit.client)
+        self.capacity.reserve(live, 1, live.prompts[0].params.client)
         return prepared.options
 
     async def _prepared(self, job: Prepare, find: Callable[[References], EarlierItems] | None) -> Prepared:
@@ -223,12 +223,12 @@ class Service:
         tokens and probabilities are passed on and not kept), and `UnavailableError` for a request with which the
         engine has crashed twice.
         """
-        self.capacity.reserve(live, sum(each.submit.n for each in live.prompts), live.prompts[0].submit.client)
+        self.capacity.reserve(live, sum(each.params.n for each in live.prompts), live.prompts[0].params.client)
         if probs is not None:
             probs.check(live.prompts, self.info.n_ctx_slot)
         if self._suspects:
             for prompt in live.prompts:
-                self._suspects.check(request_digest(prompt.submit, prompt.tokenized))
+                self._suspects.check(request_digest(prompt.params, prompt.tokenized))
         live.begin(probs)
         if live.deadline is not None:
             # The engine has it now: it ends by a terminal event, once its slot is free.
@@ -246,7 +246,7 @@ class Service:
     def owner_of(self, request_id: str) -> str:
         """Return the owner of a completion that runs or waits; empty for an unknown one."""
         completion = self._completions.get(request_id)
-        return completion.submit.owner if completion is not None else ""
+        return completion.params.owner if completion is not None else ""
 
     @asynccontextmanager
     async def until_deadline(self, live: LiveRequest) -> AsyncIterator[None]:
@@ -363,7 +363,7 @@ class Service:
                 self._alone = completion
             completion.handle(Change.SEND)
             waited = self._clock() - completion.live.prepared_at
-            self._send(Generate(completion.submit, completion.prompt.tokenized, waited))
+            self._send(Generate(completion.params, completion.prompt.tokenized, waited))
 
     def _add_suspects(self, in_engine: list[Completion], alone: Completion | None) -> None:
         """Find the suspects of a crash: what had started, or else what the engine was about to start."""
@@ -430,7 +430,7 @@ class Service:
             error = self._deadline_error() if live.is_expired else stopped_error("")
             event = Failed(event.request_id, error.info(), event.progress)
         live.put(completion, event)
-        self._log.record(event, completion.submit.client_request_id)
+        self._log.record(event, completion.params.client_request_id)
         if was_alone or self._suspects:
             # Others may have waited for this end. Not at once: the caller may be going through all completions.
             asyncio.get_running_loop().call_soon(self._send_waiting)
@@ -491,7 +491,7 @@ class Service:
     async def probe(self, live: LiveRequest) -> CacheProbe:
         """Return what is cached of the prompt of a prepared request, which is not run."""
         (prompt,) = live.prompts
-        probe = await self.ask(ProbePrompt(prompt.submit, prompt.tokenized), CacheProbe)
+        probe = await self.ask(ProbePrompt(prompt.params, prompt.tokenized), CacheProbe)
         if probe.miss in ("diverged", "changed"):
             place: Located = await self._answer_of(Locate(live.id, probe.prompt_tokens - probe.computed))
             if place.n_characters >= 0:

@@ -9,7 +9,7 @@ import hashlib
 import math
 from collections.abc import Callable
 
-from llamaslot.base.commands import Submit
+from llamaslot.base.commands import GenerateParams
 from llamaslot.base.errors import UnavailableError
 from llamaslot.base.prompt import TokenizedPrompt
 
@@ -17,9 +17,9 @@ _REFUSED_S = 600.0
 _MAX_SUSPECTS = 1024
 
 
-def request_digest(submit: Submit, prompt: TokenizedPrompt) -> bytes:
+def request_digest(params: GenerateParams, prompt: TokenizedPrompt) -> bytes:
     """Return the 16 bytes by which a request is recognized: its namespace and its tokens."""
-    digest = hashlib.blake2b(submit.cache_salt.encode(errors="surrogatepass"), digest_size=16)
+    digest = hashlib.blake2b(params.cache_salt.encode(errors="surrogatepass"), digest_size=16)
     digest.update(b"\0" + prompt.packed_tokens)
     return digest.digest()
 

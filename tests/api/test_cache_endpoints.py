@@ -10,11 +10,11 @@ import msgspec
 import pytest
 
 from llamaslot.api.context import ApiSettings
-from llamaslot.base.commands import Submit
+from llamaslot.base.commands import GenerateParams
 from llamaslot.base.generation.request_context import RequestContext
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.protocol.bodies import CompletionBody
-from llamaslot.protocol.submission import prompts_of, submissions
+from llamaslot.protocol.text_requests import prompts_of, text_requests
 from tests.fake_backend import FakeBackend
 
 SECRET = "The secret word of another user is xylophone."
@@ -312,24 +312,24 @@ async def test_users_of_different_keys_never_share(start: Any) -> None:
     assert await cached(b, cache_salt="own") == 0
     assert await cached(a, cache_salt="own") == len(SECRET)
     # Whoever knows how namespaces are named gets into none of them by it.
-    [submit] = made(api_key="key-a", from_key=True)
-    assert await cached(b, cache_salt=submit.cache_salt) == 0
+    [params] = made(api_key="key-a", from_key=True)
+    assert await cached(b, cache_salt=params.cache_salt) == 0
     assert "key-a" not in repr(await cache(server, headers=a))
 
 
 def made(
     *, api_key: str = "", from_key: bool = False, n_prompts: int = 1, n: int | None = None
-) -> tuple[Submit, ...]:
+) -> tuple[GenerateParams, ...]:
     """Return the commands that a request becomes."""
     info = FakeBackend().info
     body = CompletionBody(prompt=["p"] * n_prompts, n=n)
     key_secret = ApiSettings(cache_salt_from_api_key=from_key).key_secret(api_key)
     context = RequestContext("request", ApiSettings().request_limits(10), Sampling(), key_secret=key_secret)
-    read = submissions(body, prompts_of(body, info.n_vocab, 10), context, info, lambda _: ())
-    return tuple(each.submit for each in read)
+    read = text_requests(body, prompts_of(body, info.n_vocab, 10), context, info, lambda _: ())
+    return tuple(each.params for each in read)
 
 
 async def test_each_prompt_is_one_submission() -> None:
-    assert [(submit.request_id, submit.n) for submit in made(n=2)] == [("request", 2)]
+    assert [(params.request_id, params.n) for params in made(n=2)] == [("request", 2)]
     several = made(n_prompts=2, n=3)
-    assert [(submit.request_id, submit.n) for submit in several] == [("request-0", 3), ("request-1", 3)]
+    assert [(params.request_id, params.n) for params in several] == [("request-0", 3), ("request-1", 3)]

@@ -206,7 +206,7 @@ async def test_every_client_that_leaves_frees_its_slot_within_a_step(
     for i in range(n_each):
         n_others = 2
         async with server.session.post(f"{server.url}/v1/completions", json={**ENDLESS, "n": 2, "stream": True}):
-            await leave({"prompt": f"{i} Hello"}, lambda r: r.state is RequestState.QUEUED and not r.submit.group)
+            await leave({"prompt": f"{i} Hello"}, lambda r: r.state is RequestState.QUEUED and not r.params.group)
         n_others = 0
         await server.idle()
     assert cancellations.stages.total() == 6 * n_each

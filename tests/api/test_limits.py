@@ -17,7 +17,7 @@ from llamaslot.base.generation.request_context import RequestContext
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.namespaces import tenant_name
 from llamaslot.protocol.bodies import CompletionBody
-from llamaslot.protocol.submission import submissions
+from llamaslot.protocol.text_requests import text_requests
 from tests.api.conftest import Server, Start
 from tests.fake_backend import FakeBackend
 from tests.fake_clock import LoopClock
@@ -132,8 +132,8 @@ def test_a_session_in_the_body_tells_clients_apart_as_one_in_the_headers(
     caller = Caller.of(key, "address")
     context = RequestContext("r", ApiSettings().request_limits(1), Sampling(), caller=caller)
     body = CompletionBody(prompt="x", session_id=session_id)
-    (read,) = submissions(body, [(TextPart("x"),)], context, FakeBackend().info, lambda _: ())
-    assert read.submit.client == caller.client(session_id or "")
+    (read,) = text_requests(body, [(TextPart("x"),)], context, FakeBackend().info, lambda _: ())
+    assert read.params.client == caller.client(session_id or "")
 
 
 class Stuck(FakeBackend):

@@ -14,7 +14,7 @@ import pytest
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings, step_cost
 from llamaslot.backend.llama.quiet import Quiet
 from llamaslot.base.backend import Decoded, Run, Status
-from llamaslot.base.commands import Submit
+from llamaslot.base.commands import GenerateParams
 from llamaslot.base.kv_ops import Remove
 from llamaslot.base.model import QUERY_BLOCK
 from llamaslot.base.prompt import TokenizedPrompt
@@ -96,9 +96,9 @@ def test_what_a_failed_decode_left_of_padding_is_removed(tiny_model: Path, monke
         return -3
 
     monkeypatch.setattr(llama_cpp, "llama_decode", failing)
-    submit = Submit("r", max_tokens=1)
+    params = GenerateParams("r", max_tokens=1)
     tokens = np.full(10, 5, dtype=np.int32)
-    request = Request(submit, TokenizedPrompt(packed(tokens)), arrival=1, now=0.0)
+    request = Request(params, TokenizedPrompt(packed(tokens)), arrival=1, now=0.0)
     padding = Run(scratch, 0, np.zeros(QUERY_BLOCK - 10, dtype=np.int32), output=False)
     plan = StepPlan(work=[Work(request, Run(0, 0, tokens, output=True))], padding=[padding])
     result = apply(plan, backend, lambda: 0.0)
@@ -113,8 +113,10 @@ def test_padding_behind_a_prompt_in_its_part_changes_nothing(tiny_model: Path) -
     results = []
     for n_padding in (0, QUERY_BLOCK - 10):
         backend = LlamaBackend(settings(tiny_model, n_slots=2, n_cache_seqs=0, unified=False))
-        stream = Request(Submit("s", max_tokens=9), TokenizedPrompt(packed(tokens)), arrival=1, now=0.0)
-        request = Request(Submit("r", max_tokens=9), TokenizedPrompt(packed(tokens + 9)), arrival=2, now=0.0)
+        stream = Request(GenerateParams("s", max_tokens=9), TokenizedPrompt(packed(tokens)), arrival=1, now=0.0)
+        request = Request(
+            GenerateParams("r", max_tokens=9), TokenizedPrompt(packed(tokens + 9)), arrival=2, now=0.0
+        )
         work = [Work(stream, Run(0, 0, tokens, output=True)), Work(request, Run(1, 0, tokens + 9, output=True))]
         padding = [Run(1, 10, np.zeros(n_padding, dtype=np.int32), output=False)] if n_padding else []
         plan = StepPlan(work=work, padding=padding, n_extra_steps=3)
@@ -148,7 +150,7 @@ def test_a_row_in_a_slot_between_streams_changes_nothing(tiny_model: Path, n_hel
             if len(prompt := (tokens, held, tokens + 9)[seq]):
                 backend.decode([Run(seq, 0, prompt, output=True)])
         streams = [
-            Request(Submit(f"r{seq}", max_tokens=9), TokenizedPrompt(packed(tokens)), arrival=seq, now=0.0)
+            Request(GenerateParams(f"r{seq}", max_tokens=9), TokenizedPrompt(packed(tokens)), arrival=seq, now=0.0)
             for seq in (0, 2)
         ]
         runs = [Run(seq, 10, np.array([7], dtype=np.int32), output=True) for seq in (0, 2)]

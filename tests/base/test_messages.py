@@ -22,6 +22,7 @@ from llamaslot.base.commands import (
     EngineCommand,
     EngineQuery,
     Generate,
+    GenerateParams,
     InspectCache,
     InspectEngine,
     JsonReply,
@@ -33,7 +34,6 @@ from llamaslot.base.commands import (
     Query,
     SlotAction,
     SlotActionDone,
-    Submit,
     WriteTexts,
 )
 from llamaslot.base.errors import ErrorInfo
@@ -101,13 +101,13 @@ PROMPT_JOBS = [
 QUERIES = [
     InspectEngine(),
     InspectCache(5, text=True),
-    ProbePrompt(Submit("p", sampling=SAMPLING), TokenizedPrompt(b"\1\0\0\0", session_match="new")),
+    ProbePrompt(GenerateParams("p", sampling=SAMPLING), TokenizedPrompt(b"\1\0\0\0", session_match="new")),
     SlotAction(1, "restore", "a.bin"),
     ClearCache(),
     DropPaths("space", (b"\1\0\0\0",), b"digest"),
 ]
 RECORD = TextRecord("anchor", b"digest", b"content", b"parent")
-SUBMIT = Submit("r", sampling=SAMPLING)
+SUBMIT = GenerateParams("r", sampling=SAMPLING)
 JOBS = [
     prompt_jobs.Remember("r", b"\1\0\0\0", 3),
     prompt_jobs.Release("r"),
@@ -195,12 +195,12 @@ def test_a_reply_comes_back_equal(body: Any) -> None:
 
 
 def test_the_completions_of_a_prompt_have_ids_and_seeds_of_their_own_and_one_group() -> None:
-    submit = Submit("r", sampling=Sampling(seed=2**32 - 2), n=3)
-    completions = submit.completions()
+    params = GenerateParams("r", sampling=Sampling(seed=2**32 - 2), n=3)
+    completions = params.completions()
     assert [each.request_id for each in completions] == ["r-0", "r-1", "r-2"]
     assert [each.sampling.seed for each in completions] == [2**32 - 2, 0, 1]
     assert {(each.group, each.n) for each in completions} == {("r", 1)}
-    assert [each.group for each in Submit("r").completions()] == [""]
+    assert [each.group for each in GenerateParams("r").completions()] == [""]
 
 
 def test_the_facts_about_a_model_come_back_equal() -> None:

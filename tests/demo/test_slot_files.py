@@ -27,8 +27,8 @@ async def act(harness: Harness, action: str, slot: int, filename: str) -> int:
 
 
 async def ask(harness: Harness, name: str, ids: tuple[int, ...], **fields: object) -> Finished:
-    submit = text_request(name, (TokensPart(ids),), sampling=GREEDY, max_tokens=24, **fields)  # type: ignore[arg-type]
-    end = await harness.send(submit)
+    params = text_request(name, (TokensPart(ids),), sampling=GREEDY, max_tokens=24, **fields)  # type: ignore[arg-type]
+    end = await harness.send(params)
     assert isinstance(end, Finished)
     return end
 

@@ -140,7 +140,7 @@ async def test_a_reply_is_the_same_warm_preempted_and_stepwise(monkeypatch: pyte
 
 async def test_choices_follow_the_schema_each_on_its_own() -> None:
     async with running(LlamaBackend(settings())) as engine:
-        submit = text_request(
+        params = text_request(
             "r",
             (TextPart(PROMPT),),
             sampling=Sampling(temperature=1.0, seed=7),
@@ -148,7 +148,7 @@ async def test_choices_follow_the_schema_each_on_its_own() -> None:
             constraint=PERSON,
             n=4,
         )
-        for end in engine.submit_all(submit):
+        for end in engine.submit_all(params):
             assert isinstance(await end, Finished)
         texts = [engine.text(f"r-{i}") for i in range(4)]
     assert all(not list(Draft202012Validator(SCHEMA).iter_errors(json.loads(text))) for text in texts)

@@ -31,7 +31,7 @@ from llamaslot.engine.engine import Engine
 from llamaslot.engine.engine_settings import EngineSettings
 from llamaslot.engine.model_worker import OnStep, Worker
 from llamaslot.prompts.tokenizer import Tokenizer
-from llamaslot.protocol.submission import TextRequest
+from llamaslot.protocol.text_requests import TextRequest
 from llamaslot.scheduler.step import StepPlan
 from llamaslot.service.live_request import Completion
 from llamaslot.service.metrics import Metrics
@@ -115,14 +115,14 @@ class LocalEngine:
 
     def send(self, request: TextRequest) -> None:
         """Run a request, as the handler of an HTTP request does."""
-        name = request.submit.request_id
+        name = request.params.request_id
         task = self._preparing[name] = asyncio.ensure_future(self._run(request))
 
         def ended(_: object) -> None:
             self._preparing.pop(name, None)
             if task.cancelled():
                 # Before it had begun.
-                self._emit(*(Cancelled(each.request_id) for each in request.submit.completions()))
+                self._emit(*(Cancelled(each.request_id) for each in request.params.completions()))
             else:
                 task.result()
 
@@ -156,8 +156,8 @@ class LocalEngine:
         await asyncio.wait(map(asyncio.wrap_future, self.prompts.close()), timeout=5)
 
     async def _run(self, request: TextRequest) -> None:
-        submit = request.submit
-        names = [each.request_id for each in submit.completions()]
+        params = request.params
+        names = [each.request_id for each in params.completions()]
         ended: asyncio.Queue[None] = asyncio.Queue()
 
         def put(completion: Completion, event: Event) -> None:
@@ -166,11 +166,11 @@ class LocalEngine:
                 ended.put_nowait(None)
 
         try:
-            async with self.service.open(Caller(submit.client, submit.owner)) as live:
+            async with self.service.open(Caller(params.client, params.owner)) as live:
                 live.put = put  # type: ignore[method-assign, assignment]
                 await self.service.prepare(live, prepare_text(request))
                 self.service.start(live)
-                del self._preparing[submit.request_id]
+                del self._preparing[params.request_id]
                 tokens = tuple(live.prompts[0].tokenized.tokens.tolist())
                 self._emit()
                 self._outbox[:0] = [Accepted(each, tokens) for each in names]
@@ -257,14 +257,14 @@ class Harness:
 
     def send(self, request: TextRequest) -> asyncio.Future[Event]:
         """Send a request as it is; the future holds its terminal event."""
-        name = request.submit.request_id
+        name = request.params.request_id
         self.ends[name] = asyncio.get_running_loop().create_future()
         self.local.send(request)
         return self.ends[name]
 
     def submit_all(self, request: TextRequest) -> list[asyncio.Future[Event]]:
         """Send a request for several completions; the futures hold their terminal events."""
-        names = [each.request_id for each in request.submit.completions()]
+        names = [each.request_id for each in request.params.completions()]
         self.ends |= {name: asyncio.get_running_loop().create_future() for name in names}
         self.local.send(request)
         return [self.ends[name] for name in names]

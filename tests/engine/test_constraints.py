@@ -149,8 +149,8 @@ async def test_several_choices_follow_the_grammar_each_on_its_own() -> None:
     backend = FakeBackend(n_ctx=1024)
     async with running(backend) as harness:
         sampling = Sampling(temperature=1.0, seed=5)
-        submit = text_request("r", (TextPart("prompt"),), sampling=sampling, max_tokens=200, constraint=PERSON, n=4)
-        ends = harness.submit_all(submit)
+        params = text_request("r", (TextPart("prompt"),), sampling=sampling, max_tokens=200, constraint=PERSON, n=4)
+        ends = harness.submit_all(params)
         for end in ends:
             assert isinstance(await end, Finished)
         texts = [harness.text(f"r-{i}") for i in range(4)]

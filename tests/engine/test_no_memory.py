@@ -12,7 +12,7 @@ import pytest
 
 from llamaslot.backend.disk import DiskStore
 from llamaslot.base.backend import Run
-from llamaslot.base.commands import ClearCache, SlotActionDone, Submit
+from llamaslot.base.commands import ClearCache, GenerateParams, SlotActionDone
 from llamaslot.base.errors import ErrorInfo
 from llamaslot.base.events import Finished
 from llamaslot.base.kv_ops import Copy, Free, Load, NotLoadedError, NotSavedError, Operation, Remove, Save, Share
@@ -212,7 +212,7 @@ def test_what_follows_from_a_failed_operation_is_left_out_and_the_rest_computed(
 
 def request_of(number: int) -> Request:
     prompt = TokenizedPrompt(packed(np.arange(11, dtype=np.int32)))
-    return Request(Submit(f"r{number}", sampling=GREEDY), prompt, arrival=number, now=0.0, can_reuse=True)
+    return Request(GenerateParams(f"r{number}", sampling=GREEDY), prompt, arrival=number, now=0.0, can_reuse=True)
 
 
 async def test_a_slot_that_cannot_be_restored_is_told_and_empty(tmp_path: Path) -> None:

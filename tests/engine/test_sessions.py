@@ -156,8 +156,8 @@ async def test_dropping_a_session_keeps_what_others_have_in_another_tier(n_ctx: 
 
 
 async def test_a_choice_that_shares_its_only_token_reports_no_miss(engine: Harness) -> None:
-    submit = text_request("one", (TextPart(HELLO),), sampling=ENDLESS, max_tokens=1, n=2)
-    ends = [await end for end in engine.submit_all(submit)]
+    params = text_request("one", (TextPart(HELLO),), sampling=ENDLESS, max_tokens=1, n=2)
+    ends = [await end for end in engine.submit_all(params)]
     assert [end.progress.miss for end in ends if isinstance(end, Finished)] == ["cold", ""]
 
 

@@ -47,8 +47,8 @@ class Counted:
         name = str(len(self.prompts))
         self.prompts[name] = prompt
         end = self.engine.ends[name] = asyncio.get_running_loop().create_future()
-        submit = text_request(name, (TokensPart(prompt),), sampling=GREEDY, max_tokens=max_tokens, **fields)
-        self.engine.local.send(submit)
+        params = text_request(name, (TokensPart(prompt),), sampling=GREEDY, max_tokens=max_tokens, **fields)
+        self.engine.local.send(params)
         return end
 
     async def ask_all(self, prompts: Sequence[Prompt], **fields: object) -> list[Finished]:

@@ -29,7 +29,7 @@ from hypothesis.stateful import (
 )
 
 from llamaslot.base.backend import Backend, Run, Sampler, Status
-from llamaslot.base.commands import Submit
+from llamaslot.base.commands import GenerateParams
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.kv_ops import Copy, Kv, Load, Remove, Save
 from llamaslot.base.model import SegmentSize, StepCost
@@ -146,8 +146,8 @@ class Asked:
         return self.prompt + self.generated
 
     @property
-    def submit(self) -> Submit:
-        return self.request.submit
+    def submit(self) -> GenerateParams:
+        return self.request.params
 
     @property
     def is_private(self) -> bool:
@@ -333,7 +333,7 @@ class CacheMachine(RuleBasedStateMachine):
     ) -> None:  # fmt: skip
         prompt = prompt[: self.n_ctx_slot - 1]
         name = f"r{len(self.asked)}"
-        submit = Submit(
+        params = GenerateParams(
             name,
             sampling=Sampling(temperature=0.0 if greedy else 1.0, seed=seed, ignore_eos=endless),
             max_tokens=max_tokens,
@@ -345,7 +345,7 @@ class CacheMachine(RuleBasedStateMachine):
         )
         can_reuse = self.cache.settings.can_reuse
         tokenized = TokenizedPrompt(packed(np.array(prompt, dtype=np.int32)))
-        request = Request(submit, tokenized, arrival=len(self.asked), now=self.now, can_reuse=can_reuse)
+        request = Request(params, tokenized, arrival=len(self.asked), now=self.now, can_reuse=can_reuse)
         self.scheduler.submit(request)
         namespace = f"salt {salt}" if cached and can_reuse else f"private {group or name}"
         self.asked.append(Asked(request, prompt, namespace))
@@ -723,7 +723,7 @@ class CacheMachine(RuleBasedStateMachine):
             assert (slot.request is None) == (asked is None)
             if asked is not None and asked.slot != slot.id:
                 assert asked.slot == -1, "moved to another slot"
-                assert asked.submit.id_slot in (-1, slot.id)
+                assert asked.params.id_slot in (-1, slot.id)
                 asked.slot, asked.has_started = slot.id, True
                 self.backend.namespaces[slot.id] = asked.namespace
                 admitted.append(asked)
@@ -759,7 +759,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     def record_token(self, asked: Asked, token: int) -> None:
         """Record a sampled token, which must be the one of a cold run."""
-        self.check_token(asked.tokens, asked.submit.sampling, len(asked.generated), token)
+        self.check_token(asked.tokens, asked.params.sampling, len(asked.generated), token)
         asked.generated.append(token)
         COUNTS["tokens"] += 1
 
@@ -782,7 +782,7 @@ class CacheMachine(RuleBasedStateMachine):
                 assert len(plan.work) == 1, "failed, but not alone"
                 COUNTS["broke"] += 1
             elif outcome.token is None:
-                assert asked.submit.max_tokens == 0
+                assert asked.params.max_tokens == 0
                 assert outcome.reason == "limit"
             else:
                 sampled.remove(asked.request.id)
@@ -801,8 +801,8 @@ class CacheMachine(RuleBasedStateMachine):
         if outcome.token in self.backend.vocab.eog:
             return "eos"
         is_full = len(asked.prompt) + n == self.n_ctx_slot
-        assert outcome.truncated == (is_full and n != asked.submit.max_tokens)
-        return "limit" if n == asked.submit.max_tokens or is_full else None
+        assert outcome.truncated == (is_full and n != asked.params.max_tokens)
+        return "limit" if n == asked.params.max_tokens or is_full else None
 
     # --- invariants ---
 
@@ -939,7 +939,7 @@ class CacheMachine(RuleBasedStateMachine):
                 longest = max(common(wanted, other) for other in others)
                 assert len(prefixes) >= longest or asked.slot in loading, "a longer match was left"
             if not self.backend.info.can_trim:
-                assert asked.n_start == 0 or asked.submit.group
+                assert asked.n_start == 0 or asked.params.group
             running = [other for other in self.running if other not in admitted]
             # A RAM that is too small may lose what was cached when they were admitted.
             is_lossy = (
@@ -963,7 +963,7 @@ class CacheMachine(RuleBasedStateMachine):
         for leader in running:
             if leader.namespace != asked.namespace:
                 continue
-            if asked.submit.group and leader.submit.group == asked.submit.group and not leader.generated:
+            if asked.params.group and leader.params.group == asked.params.group and not leader.generated:
                 return True
             n = common(wanted, leader.expected_prefixes)
             if n > n_cached and n - leader.n_start > min_shared:
@@ -1002,7 +1002,7 @@ class CacheMachine(RuleBasedStateMachine):
                     other.request.arrival > asked.request.arrival
                     and other in before.fresh
                     and asked in before.fresh
-                    and asked.submit.id_slot in (-1, other.slot)
+                    and asked.params.id_slot in (-1, other.slot)
                     and not may_wait
                     and not self.waits(asked, 0, [*before.running])
                 ):
@@ -1010,7 +1010,7 @@ class CacheMachine(RuleBasedStateMachine):
                     COUNTS["overtaken"] += 1
             # In the plan in which the limit is reached, the requests ahead of it are not counted one by one.
             assert asked.n_overtaken < MAX_OVERTAKEN + self.shape.n_slots, "overtaken too often"
-            may_run = any(asked.submit.id_slot in (-1, slot) for slot in free)
+            may_run = any(asked.params.id_slot in (-1, slot) for slot in free)
             if may_run and not may_wait and not plan.preempted and not set(first) - {asked}:
                 assert not self.surely_fits(asked, before), "held back without a reason"
         assert self.running or not waiting or plan.preempted, "no request runs"
@@ -1042,7 +1042,7 @@ class CacheMachine(RuleBasedStateMachine):
     def most(self, asked: Asked) -> int:
         """Tokens that a request may generate still."""
         n_free = self.n_ctx_slot - len(asked.tokens)
-        limit = asked.submit.max_tokens
+        limit = asked.params.max_tokens
         return n_free if limit < 0 else min(n_free, limit - len(asked.generated))
 
     def check_losses(self, before: Before, plan: StepPlan) -> None:
@@ -1104,7 +1104,7 @@ class CacheMachine(RuleBasedStateMachine):
         assert run.start == len(held)
         assert held.tokens + run.tokens.tolist() == asked.tokens[: run.start + len(run.tokens)]
         is_last = run.start + len(run.tokens) == len(asked.tokens)
-        assert run.output == (is_last and asked.submit.max_tokens != 0)
+        assert run.output == (is_last and asked.params.max_tokens != 0)
 
     @invariant()
     @precondition(lambda self: hasattr(self, "scheduler"))
@@ -1129,7 +1129,7 @@ class CacheMachine(RuleBasedStateMachine):
     def finish(self) -> None:
         self.backend.failure = None
         for asked in self.living:
-            if asked.submit.max_tokens < 0:
+            if asked.params.max_tokens < 0:
                 self.end(asked)
         for _ in range(4000):
             if not self.living:

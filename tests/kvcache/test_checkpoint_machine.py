@@ -382,7 +382,7 @@ class CheckpointMachine(FakeMachine):
         is_loading = any(isinstance(each, Load) for each in plan.operations)
         for asked in waiting:
             n_cached = max((n for n, _ in self.restore_points(asked, after)), default=0)
-            may_run = any(asked.submit.id_slot in (-1, slot) for slot in free)
+            may_run = any(asked.params.id_slot in (-1, slot) for slot in free)
             may_wait = is_loading or self.waits_for_state(asked, n_cached, running)
             if may_run and not may_wait and not set(first) - {asked}:
                 n_copies = self.n_resident(asked, after) * (self.cache._sequences.duplicates.n_cells > 0)
@@ -395,7 +395,7 @@ class CheckpointMachine(FakeMachine):
         for leader in self.running:
             if leader.namespace != asked.namespace:
                 continue
-            if asked.submit.group and leader.submit.group == asked.submit.group and not leader.generated:
+            if asked.params.group and leader.params.group == asked.params.group and not leader.generated:
                 return True
             n = common(wanted, leader.expected_prefixes)
             if n > n_cached and running.get(leader, 0) <= n:

@@ -16,10 +16,10 @@ from llamaslot.base.commands import (
     AnswerBody,
     Cancel,
     Generate,
+    GenerateParams,
     InspectCache,
     Prepare,
     Query,
-    Submit,
 )
 from llamaslot.base.events import Finished, Progress, Started, Stopped
 from llamaslot.base.generation.sampling import Sampling
@@ -42,7 +42,7 @@ from tests.prompt_threads import CONTEXT
 
 MESSAGES = [
     Cancel("abc"),
-    Generate(Submit("a", sampling=Sampling(logit_bias={3: 1.5})), TokenizedPrompt(b"1234")),
+    Generate(GenerateParams("a", sampling=Sampling(logit_bias={3: 1.5})), TokenizedPrompt(b"1234")),
     Query("a", InspectCache(5)),
     Events([Started("a", 3), Finished("a", "eos", Progress(1, 2, 3, 4, 5.0, 6.0, 7.0)), Stopped("x")]),
     NumberedJob(3, 1, Prepare("native", b"{}", CONTEXT)),

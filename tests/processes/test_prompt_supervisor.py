@@ -190,7 +190,7 @@ async def test_what_was_remembered_of_a_branch_survives_its_crash(start: Start) 
     question = {"role": "user", "content": "Once upon"}
     job = parse("chat", {"messages": [question], "session_id": "mine", "max_tokens": 5}, "a")
     (prompt,) = (await worker.call(job)).prompts
-    assert prompt.submit.session_branch
+    assert prompt.params.session_branch
     await worker.call(Remember("a", b"\5\0\0\0", 1))
     await outcomes(worker.call(tokenize("x", "CRASH")))
     assert (await worker.call(job)).prompts[0].tokenized.session_match != "new"
@@ -254,7 +254,7 @@ async def test_a_body_that_needs_something_more_crosses_once_unless_the_process_
         if crashes:
             await outcomes(worker.call(tokenize("x", "CRASH")))
         (prompt,) = (await worker.call(again)).prompts
-        assert prompt.submit.constraint is not None
+        assert prompt.params.constraint is not None
         bodies = [each.job.body for each in sent if isinstance(each, NumberedJob) and isinstance(each.job, Prepare)]
         assert bodies[-1] == (job.body if crashes else b"")
         await worker.call(Release("r"))
@@ -323,11 +323,11 @@ async def test_a_grammar_whose_check_does_not_end_fails_its_request_only(start: 
         # Each client waits for its own only, of which one is checked at a time.
         waits = read("fine too", may_compile=True)
         slow, fine = (read(text, "b", may_compile=True) for text in ("SLOW", "fine"))
-        assert (await fine).prompts[0].submit.constraint is not None
+        assert (await fine).prompts[0].params.constraint is not None
         assert slow.done()
         assert not waits.done()
         # It is known by now.
-        assert (await read("fine", may_compile=False)).prompts[0].submit.constraint is not None
+        assert (await read("fine", may_compile=False)).prompts[0].params.constraint is not None
         assert await outcomes(*(worker.call(chat(text)) for text in "abc")) == [Prepared] * 3
     assert not hanging.done()
     assert await outcomes(hanging) == [InvalidRequestError]

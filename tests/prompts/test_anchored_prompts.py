@@ -18,7 +18,7 @@ from llamaslot.prompts import cut_points
 from llamaslot.prompts.cut_points import exact_cut_tokens
 from llamaslot.prompts.prompt_context import PromptContext
 from llamaslot.prompts.tokenizer import Tokenizer
-from llamaslot.protocol.submission import TextRequest
+from llamaslot.protocol.text_requests import TextRequest
 from tests.prompt_threads import text_request
 
 START, END = "<|im_start|>", "<|im_end|>"

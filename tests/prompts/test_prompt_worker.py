@@ -341,7 +341,7 @@ async def test_a_body_whose_grammar_is_not_known_is_read_again_without_being_sen
     assert worker.threads.n_kept == 1
     again = msgspec.structs.replace(job, body=b"", may_compile=True)
     (prompt,) = (await worker.call(again)).prompts
-    assert prompt.submit.constraint is not None
+    assert prompt.params.constraint is not None
     await worker.call(Release("r"))
     assert worker.threads.n_kept == 0
 
@@ -351,7 +351,7 @@ async def test_the_time_limit_of_a_body_is_one_of_each_prompt(worker: LocalPromp
     job = parse("native", {"prompt": ["a", "b", "c"]})
     prepared = worker.threads.carry_out(job, 0, lambda: told.append(None)).result()
     assert isinstance(prepared, Prepared)
-    assert [each.submit.request_id for each in prepared.prompts] == ["r-0", "r-1", "r-2"]
+    assert [each.params.request_id for each in prepared.prompts] == ["r-0", "r-1", "r-2"]
     assert len(told) == 2
 
 

@@ -217,11 +217,11 @@ def test_a_reply_in_a_session_gets_an_anchor_for_requests_without_one(vocab: Lla
 
 def test_without_anchors_sessions_are_not_compared_by_text(vocab: LlamaVocab) -> None:
     tokenizer = Tokenizer(vocab, N_CTX, min_match=0.8, use_anchors=False)
-    submit = text_request("r", (TextPart("Hello"),), session_id="mine")
-    context = tokenizer.tokenize_prompt(submit)
+    params = text_request("r", (TextPart("Hello"),), session_id="mine")
+    context = tokenizer.tokenize_prompt(params)
     assert context.prompt.session_match == "new"
     tokenizer.remember(context, np.array([5], dtype=np.int32), 1)
-    prompt = tokenizer.tokenize_prompt(submit).prompt
+    prompt = tokenizer.tokenize_prompt(params).prompt
     assert (prompt.session_match, prompt.tokens.tolist()) == ("tokens", canonical(vocab, "Hello"))
 
 
@@ -271,8 +271,8 @@ def without_probing(vocab: LlamaVocab) -> Tokenizer:
 
 def test_a_prompt_whose_tokens_are_another_text_is_not_compared_by_text(spaced: Spaced) -> None:
     tokenizer = without_probing(spaced)
-    submit = text_request("r", (TextPart("Hello there"),), session_id="mine")
-    tokenizer.remember(tokenizer.tokenize_prompt(submit), np.empty(0, dtype=np.int32), 0)
+    params = text_request("r", (TextPart("Hello there"),), session_id="mine")
+    tokenizer.remember(tokenizer.tokenize_prompt(params), np.empty(0, dtype=np.int32), 0)
     other = text_request("r", (TextPart(" Hello there"),), session_id="mine")
     prompt = tokenizer.tokenize_prompt(other).prompt
     assert prompt.session_match == "tokens"
@@ -285,8 +285,8 @@ def test_a_session_is_not_continued_where_the_rest_would_become_another_text(spa
     ids = spaced.tokenize("Hello", add_special=False, parse_special=False)
     tokenizer.remember(context, ids, len(" Hello"))
     for rest, outcome in ((END, "extend"), (" and more", "tokens")):
-        submit = text_request("r", (TextPart(turn("Hi") + " Hello" + rest),), session_id="mine")
-        again = tokenizer.tokenize_prompt(submit).prompt
+        params = text_request("r", (TextPart(turn("Hi") + " Hello" + rest),), session_id="mine")
+        again = tokenizer.tokenize_prompt(params).prompt
         assert again.session_match == outcome, rest
     assert spaced.detokenize(again.tokens.tolist()).decode() == turn("Hi") + " Hello and more"
 

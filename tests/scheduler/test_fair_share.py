@@ -29,7 +29,7 @@ class Clients(Driver):
 
     def arrive(self, prompt: str, client: str, *, max_tokens: int = 1) -> Request:
         """Queue a request."""
-        if all(r.submit.client != client for r in (*self.scheduler.queue, *self.scheduler.running)):
+        if all(r.params.client != client for r in (*self.scheduler.queue, *self.scheduler.running)):
             self.overtaken_by[client] = Counter()
         return self.submit(prompt, max_tokens=max_tokens, client=client)
 
@@ -37,10 +37,10 @@ class Clients(Driver):
         plan = super().step()
         for admitted in self.scheduler.admitted:
             for client, before in list(self.overtaken_by.items()):
-                if client == admitted.submit.client:
+                if client == admitted.params.client:
                     self.waits.append(self.overtaken_by.pop(client))
                 else:
-                    before[admitted.submit.client] += 1
+                    before[admitted.params.client] += 1
         return plan
 
 

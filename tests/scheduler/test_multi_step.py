@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from llamaslot.base.backend import Decoded, Run, Status
-from llamaslot.base.commands import Submit
+from llamaslot.base.commands import GenerateParams
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.prompt import TokenizedPrompt
 from llamaslot.base.tokens import packed
@@ -134,7 +134,9 @@ def test_a_request_that_waits_for_a_slot_does_not_end_extra_steps() -> None:
 def step_of(n_extra_steps: int, tokens: dict[int, int], status: Status = Status.OK) -> tuple[StepPlan, StepResult]:
     """A step in which sequences 1 and 3 were at positions 7 and 20."""
     prompt = TokenizedPrompt(packed(np.array([1], dtype=np.int32)))
-    requests = [Request(Submit(f"r{seq}", sampling=Sampling()), prompt, arrival=seq, now=0.0) for seq in (1, 3)]
+    requests = [
+        Request(GenerateParams(f"r{seq}", sampling=Sampling()), prompt, arrival=seq, now=0.0) for seq in (1, 3)
+    ]
     runs = [Run(seq, start, np.array([5], dtype=np.int32), output=True) for seq, start in ((1, 7), (3, 20))]
     work = [Work(request, run) for request, run in zip(requests, runs, strict=True)]
     sampled = {f"r{seq}": token for seq, token in tokens.items()}

@@ -108,7 +108,7 @@ class Workload:
         return ["h" * 20, "h" * 12 + "g" * 20, self.letters("xy", 30)]
 
     def run(self) -> None:
-        """Submit some requests, and step until all have ended."""
+        """GenerateParams some requests, and step until all have ended."""
         rng = self.rng
         for _ in range(rng.randint(*self.n_requests)):
             self.submit()
@@ -150,7 +150,7 @@ class Workload:
         )
         self.requests.append(request)
         self.counts["private"] += bool(private)
-        self.counts["public"] += not private and request.submit.cache_salt == PUBLIC_SALT
+        self.counts["public"] += not private and request.params.cache_salt == PUBLIC_SALT
 
     def failure(self) -> tuple[Status, int]:
         """Return how the next step fails."""
@@ -202,7 +202,7 @@ class Workload:
     def check(self) -> None:
         for request, prompt in zip(self.requests, self.prompts[3:], strict=True):
             assert request.state is RequestState.DONE, f"{request.id} does not end"
-            n = request.submit.max_tokens
+            n = request.params.max_tokens
             found = generated(request)
             self.check_tokens(request, prompt, found)
             assert len(found) == n or request in self.failed | self.cancelled, f"{request.id} ended early"
@@ -215,7 +215,7 @@ class Workload:
 
     def check_tokens(self, request: Request, prompt: str, found: list[int]) -> None:
         """Verify what a request generated."""
-        expected = cold(self.kind, prompt, request.submit.max_tokens)
+        expected = cold(self.kind, prompt, request.params.max_tokens)
         assert found == expected[: len(found)], (request.id, prompt, request.n_cached)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from llamaslot.base.backend import Decoded, Run, Status
-from llamaslot.base.commands import Submit
+from llamaslot.base.commands import GenerateParams
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.kv_ops import Copy, Load, Operation, Remove, Save
 from llamaslot.base.model import QUERY_BLOCK, StepCost
@@ -118,14 +118,14 @@ class Driver:
     def submit(self, prompt: str, *, max_tokens: int = 1, **fields: object) -> Request:
         """Queue a request for a prompt of one token a letter; it generates all of its tokens."""
         self.n_submitted += 1
-        submit = Submit(
+        params = GenerateParams(
             f"request {self.n_submitted}",
             sampling=Sampling(temperature=0.0, ignore_eos=True),
             max_tokens=max_tokens,
             **fields,
         )
         now, can_reuse = self.backend.now, self.backend.info.can_reuse
-        request = Request(submit, tokenized(prompt), arrival=self.n_submitted, now=now, can_reuse=can_reuse)
+        request = Request(params, tokenized(prompt), arrival=self.n_submitted, now=now, can_reuse=can_reuse)
         self.scheduler.submit(request)
         return request
 

@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from llamaslot.base.commands import Submit
+from llamaslot.base.commands import GenerateParams
 from llamaslot.base.prompt import TokenizedPrompt
 from llamaslot.base.tokens import packed
 from llamaslot.scheduler.request import REQUEST_TABLE, IllegalEventError, Request, RequestEvent, RequestState
@@ -16,7 +16,7 @@ PROMPT = TokenizedPrompt(packed(np.arange(5, dtype=np.int32)))
 
 
 def make_request(request_id: str = "r", *, cache_prompt: bool = True) -> Request:
-    return Request(Submit(request_id, cache_prompt=cache_prompt), PROMPT, arrival=1, now=0.0)
+    return Request(GenerateParams(request_id, cache_prompt=cache_prompt), PROMPT, arrival=1, now=0.0)
 
 
 def test_the_table_allows_what_a_request_goes_through() -> None:
@@ -69,7 +69,7 @@ def test_ending_a_request_frees_its_sampler_once() -> None:
 def test_a_private_request_shares_with_its_group_only() -> None:
     namespaces = {
         (cache_prompt, can_trim, salt, group): Request(
-            Submit("r", cache_prompt=cache_prompt, cache_salt=salt, group=group),
+            GenerateParams("r", cache_prompt=cache_prompt, cache_salt=salt, group=group),
             PROMPT,
             arrival=1,
             now=0.0,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llamaslot.base.commands import CacheCleared, Submit
+from llamaslot.base.commands import CacheCleared, GenerateParams
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.stats import CacheState, CacheStats
 from llamaslot.kvcache.cache import KVCache
@@ -100,8 +100,8 @@ def test_a_hit_counts_for_its_own_slot_or_for_another() -> None:
 def test_namespaces_are_told_apart_by_numbers_and_not_by_their_names() -> None:
     driver = Driver(n_slots=4, n_reserved=4, n_ctx=128, n_ubatch=64)
     for i, salt in enumerate(("", "pepper", "pepper")):
-        submit = Submit(f"r{i}", sampling=Sampling(ignore_eos=True), max_tokens=1, cache_salt=salt)
-        request = Request(submit, tokenized("the same prompt"), arrival=i, now=0.0)
+        params = GenerateParams(f"r{i}", sampling=Sampling(ignore_eos=True), max_tokens=1, cache_salt=salt)
+        request = Request(params, tokenized("the same prompt"), arrival=i, now=0.0)
         driver.scheduler.submit(request)
         driver.finish(request)
     state = state_of(driver)
@@ -138,7 +138,7 @@ def test_private_and_unstarted_requests_are_neither_hits_nor_misses() -> None:
     driver = Driver(n_slots=1, n_ctx=256, n_ubatch=64)
     driver.run("a prompt")
     private = Request(
-        Submit("private", cache_prompt=False, max_tokens=1), tokenized("a prompt"), arrival=5, now=0.0
+        GenerateParams("private", cache_prompt=False, max_tokens=1), tokenized("a prompt"), arrival=5, now=0.0
     )
     driver.scheduler.submit(private)
     driver.finish(private)

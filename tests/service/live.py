@@ -12,7 +12,7 @@ from llamaslot.base.callers import Caller
 from llamaslot.base.commands import EngineCommand, Generate
 from llamaslot.base.events import Finished, Output
 from llamaslot.prompts.tokenizer import Tokenizer
-from llamaslot.protocol.submission import TextRequest
+from llamaslot.protocol.text_requests import TextRequest
 from llamaslot.service.live_request import LiveRequest
 from llamaslot.service.metrics import Metrics
 from llamaslot.service.reply_budget import ProbsLimit
@@ -25,8 +25,8 @@ _open: dict[LiveRequest, AbstractAsyncContextManager[LiveRequest]] = {}
 
 async def begin(service: Service, *requests: TextRequest, probs: ProbsLimit | None = None) -> LiveRequest:
     """A request that the engine has, or the error with which it was refused."""
-    submit = requests[0].submit
-    manager = service.open(Caller(submit.client, submit.owner))
+    params = requests[0].params
+    manager = service.open(Caller(params.client, params.owner))
     live = await manager.__aenter__()
     try:
         await service.prepare(live, prepare_text(*requests))
@@ -86,7 +86,7 @@ class Wire:
     @property
     def generates(self) -> list[str]:
         """The completions that the engine has got, in order."""
-        return [each.submit.request_id for each in self.sent if isinstance(each, Generate)]
+        return [each.params.request_id for each in self.sent if isinstance(each, Generate)]
 
     async def close(self, lives: Iterable[LiveRequest] = ()) -> None:
         """End the threads."""

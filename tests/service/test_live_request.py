@@ -118,9 +118,9 @@ async def test_leaving_cancels_only_what_has_not_ended() -> None:
 
 def test_every_pair_of_state_and_event_is_a_transition_or_raises_and_changes_nothing() -> None:
     live = LiveRequest("", "", None, ReplyBudget())
-    submit = text_request("r", "").submit
+    params = text_request("r", "").params
     for state, change in itertools.product(State, Change):
-        completion = Completion(0, submit, PreparedPrompt(submit, TokenizedPrompt(b"")), 0, live)
+        completion = Completion(0, params, PreparedPrompt(params, TokenizedPrompt(b"")), 0, live)
         completion.state = state
         after = TRANSITIONS.get((state, change))
         if after is not None:
@@ -137,8 +137,8 @@ def test_the_mean_log_probability_of_a_completion() -> None:
 
     def mean(*values: float, is_sampled: bool = False) -> float:
         sampling = Sampling(n_probs=0, post_sampling_probs=is_sampled)
-        submit = msgspec.structs.replace(text_request("r", "").submit, sampling=sampling)
-        completion = Completion(0, submit, PreparedPrompt(submit, TokenizedPrompt(b"")), 0, live)
+        params = msgspec.structs.replace(text_request("r", "").params, sampling=sampling)
+        completion = Completion(0, params, PreparedPrompt(params, TokenizedPrompt(b"")), 0, live)
         scores = [TokenScore(1, value, [2], [9.0]) for value in values]
         completion.probs.extend(TokenProbs.of(scores, lambda _: b"a"))
         return completion.mean_logprob

@@ -30,7 +30,7 @@ from llamaslot.base.errors import (
 from llamaslot.base.events import Cancelled, Finished, Progress, Reply, Stopped
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.stats import EngineState, SlotState
-from llamaslot.protocol.submission import TextRequest
+from llamaslot.protocol.text_requests import TextRequest
 from llamaslot.service.service import Service
 from tests.engine.harness import LocalEngine
 from tests.fake_backend import FakeBackend

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from llamaslot.base.commands import Submit
+from llamaslot.base.commands import GenerateParams
 from llamaslot.base.errors import UnavailableError
 from llamaslot.base.prompt import TokenizedPrompt
 from llamaslot.service import suspects as module
@@ -54,7 +54,7 @@ def test_the_oldest_are_forgotten_beyond_the_limit(monkeypatch: pytest.MonkeyPat
 
 def test_requests_are_recognized_by_namespace_and_tokens() -> None:
     def digest(salt: str, tokens: bytes) -> bytes:
-        return request_digest(Submit("any", cache_salt=salt), TokenizedPrompt(tokens))
+        return request_digest(GenerateParams("any", cache_salt=salt), TokenizedPrompt(tokens))
 
     assert digest("", b"1234") == digest("", b"1234")
     assert len({digest("", b"1234"), digest("", b"12345678"), digest("a", b"1234")}) == 3

@@ -125,7 +125,7 @@ class ChatReplyWriter(OpenAIReplyWriter):
         if not completion.has_probs:
             return with_values(choice)
         choice.logprobs = ChatLogprobs(LATER)
-        return with_values(choice, ProbsWriter(completion.submit).native_later(completion.probs))
+        return with_values(choice, ProbsWriter(completion.params).native_later(completion.probs))
 
     def _with_details(self, completion: Completion, output: Output | Finished, delta: Delta) -> bytes:
         """Return a chunk with new text, and with what the client wants to know about it."""

@@ -10,7 +10,7 @@ import msgspec
 
 from llamaslot.api.generation.reply_stats import stats_of
 from llamaslot.api.json_bodies import LATER
-from llamaslot.base.commands import Submit
+from llamaslot.base.commands import GenerateParams
 from llamaslot.base.generation.request_context import ReplyOptions
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.service.live_request import Completion
@@ -41,7 +41,7 @@ class NativeBodies:
 
     def final(self, completion: Completion, *, content: str = "", tokens: Sequence[int] = ()) -> dict[str, Any]:
         """Return the body of a completion with this text and these tokens."""
-        end, submit = completion.end, completion.submit
+        end, params = completion.end, completion.params
         return {
             "index": completion.index,
             "content": content,
@@ -52,8 +52,8 @@ class NativeBodies:
             "tokens_predicted": end.progress.n_generated,
             "tokens_evaluated": end.progress.n_prompt,
             "generation_settings": {
-                **generation_settings(submit.sampling, submit.max_tokens),
-                **self._texts(submit),
+                **generation_settings(params.sampling, params.max_tokens),
+                **self._texts(params),
                 "stream": self._options.stream,
                 "timings_per_token": self._options.timings_per_token,
             },
@@ -66,18 +66,18 @@ class NativeBodies:
             **stats_of([end.progress]),
         }
 
-    def _texts(self, submit: Submit) -> dict[str, Any]:
+    def _texts(self, params: GenerateParams) -> dict[str, Any]:
         """Return the settings that only the request's own client sees; a bias of -inf is null.
 
         With `ignore_eos`, the tokens that end a text are shown with such a bias, as in llama-server.
         """
-        ends = self._eog if submit.sampling.ignore_eos else ()
-        biases = {**submit.sampling.logit_bias, **dict.fromkeys(ends, -math.inf)}
+        ends = self._eog if params.sampling.ignore_eos else ()
+        biases = {**params.sampling.logit_bias, **dict.fromkeys(ends, -math.inf)}
         return {
-            "stop": submit.stop,
+            "stop": params.stop,
             "logit_bias": [{"token": token, "bias": bias} for token, bias in biases.items()],
-            "grammar": submit.constraint.grammar if submit.constraint is not None else "",
-            "dry_sequence_breakers": submit.sampling.dry_sequence_breakers,
+            "grammar": params.constraint.grammar if params.constraint is not None else "",
+            "dry_sequence_breakers": params.sampling.dry_sequence_breakers,
         }
 
 

@@ -64,7 +64,7 @@ class OpenAIReplyWriter(ReplyWriter):
     ) -> Iterator[Iterator[bytes]]:
         """Yield the values that are `LATER` in llama-server's own reply."""
         if shown is not UNSET and completion.has_probs:
-            yield ProbsWriter(completion.submit).native_later(completion.probs)
+            yield ProbsWriter(completion.params).native_later(completion.probs)
 
     def _totals(self) -> dict[str, Any]:
         """Return the usage of all finished completions, and their stats."""

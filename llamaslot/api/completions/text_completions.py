@@ -67,11 +67,11 @@ class TextReplyWriter(OpenAIReplyWriter):
             return with_values(choice)
         choice.logprobs = TextLogprobs(LATER, LATER, LATER, LATER, LATER)
         of_prompt = completion.prompt_probs if self._options.echo else None
-        return with_values(choice, *ProbsWriter(completion.submit).text_later(of_prompt, prompt, completion.probs))
+        return with_values(choice, *ProbsWriter(completion.params).text_later(of_prompt, prompt, completion.probs))
 
     def _best(self) -> Iterator[Completion]:
         """Yield the completions of each prompt that are most likely per token; all of them if all are wanted."""
-        for _, group in groupby(self._completions, lambda each: each.submit.group or each.submit.request_id):
+        for _, group in groupby(self._completions, lambda each: each.params.group or each.params.request_id):
             if self._options.n_best:
                 yield from sorted(group, key=lambda each: -each.mean_logprob)[: self._options.n_best]
             else:

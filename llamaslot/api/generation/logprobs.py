@@ -11,7 +11,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from llamaslot.api.json_bodies import encode, joined_lists
-from llamaslot.base.commands import Submit
+from llamaslot.base.commands import GenerateParams
 from llamaslot.base.generation.token_probs import ProbRows, TokenProb
 
 _MAX_TOPS = 4096
@@ -61,9 +61,9 @@ class ProbsWriter:
     The texts of all tokens together are the choice's text: a character of several tokens is the last one's.
     """
 
-    def __init__(self, submit: Submit) -> None:
+    def __init__(self, params: GenerateParams) -> None:
         self._texts = _Texts()
-        self._are_sampled = submit.sampling.post_sampling_probs
+        self._are_sampled = params.sampling.post_sampling_probs
         self._tops: dict[int, bytes] = {}
         """By token the JSON of a `TopProb` up to its probability: the same tokens are likely in many places."""
 

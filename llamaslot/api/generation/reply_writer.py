@@ -73,12 +73,12 @@ class ReplyWriter(ABC):
         """Return the writer of the probabilities of a completion's tokens."""
         writer = self._probs_writers.get(completion.index)
         if writer is None:
-            writer = self._probs_writers[completion.index] = ProbsWriter(completion.submit)
+            writer = self._probs_writers[completion.index] = ProbsWriter(completion.params)
         return writer
 
     def new_message(self, completion: Completion) -> ParsedMessage:
         """Return the message that the text of a chat's completion is to be added to."""
-        return ParsedMessage(self._reply.output_format, self._options.parser, completion.submit.request_id)
+        return ParsedMessage(self._reply.output_format, self._options.parser, completion.params.request_id)
 
     @abstractmethod
     def chunks(self, completion: Completion, output: Output | Finished) -> Iterable[bytes]:

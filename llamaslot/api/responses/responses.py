@@ -185,7 +185,7 @@ class ResponsesReplyWriter(ReplyWriter):
 
         The latter may be many MiB of tools, of which each copy would hold up the event loop.
         """
-        sampling = self._completion.submit.sampling
+        sampling = self._completion.params.sampling
         generated = Generated(
             id=self._reply.id,
             created_at=self._reply.created,
@@ -210,7 +210,7 @@ class ResponsesReplyWriter(ReplyWriter):
         share = min(len(self._message.reasoning) / n_characters, 1)
         return ResponseUsage(
             n_prompt,
-            InputDetails(n_cached, n_prompt - n_cached if self._completion.submit.cache_prompt else 0),
+            InputDetails(n_cached, n_prompt - n_cached if self._completion.params.cache_prompt else 0),
             counts.completion_tokens,
             OutputDetails(round(share * counts.completion_tokens)),
             counts.total_tokens,

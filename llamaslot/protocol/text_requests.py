@@ -14,8 +14,8 @@ import msgspec
 from llamaslot.base.commands import (
     N_SEEDS,
     Constraint,
+    GenerateParams,
     PromptPart,
-    Submit,
     TextPart,
     TokensPart,
 )
@@ -44,7 +44,7 @@ _SAME_FIELDS = {field.name for field in msgspec.structs.fields(Sampling)} - {
 class TextRequest:
     """A prompt before it is tokenized, and the parameters of its completions."""
 
-    submit: Submit
+    params: GenerateParams
     parts: Prompt
     add_special: bool = True
     """Put the model's BOS before a prompt that starts with text."""
@@ -85,7 +85,7 @@ def refuse_missing(body: Options, *, is_text: bool = False) -> None:
             raise NotSupportedError(f"'{name}' is for /v1/completions only", param=name)
 
 
-def submissions(
+def text_requests(
     options: Options,
     prompts: Sequence[Prompt],
     context: RequestContext,
@@ -117,7 +117,7 @@ def submissions(
     id_slot = _first(options.id_slot, -1)
     if id_slot >= info.n_slots:
         raise InvalidRequestError(f"'id_slot' must be below {info.n_slots}", param="id_slot")
-    submit = Submit(
+    params = GenerateParams(
         request_id=context.request_id,
         sampling=sampling,
         max_tokens=max_tokens_of(options, context),
@@ -138,11 +138,11 @@ def submissions(
         prompt_probs=prompt_probs,
     )
     if len(prompts) == 1:
-        return (TextRequest(submit, prompts[0]),)
+        return (TextRequest(params, prompts[0]),)
     # Several prompts are no conversation.
     replace = msgspec.structs.replace
     return tuple(
-        TextRequest(replace(submit, request_id=f"{submit.request_id}-{i}", session_id=""), prompt)
+        TextRequest(replace(params, request_id=f"{params.request_id}-{i}", session_id=""), prompt)
         for i, prompt in enumerate(prompts)
     )
 
