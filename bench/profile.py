@@ -82,14 +82,16 @@ async def measure(
             for n in streams:
                 prompts = [text.draw(words, PROMPT_TOKENS) for _ in range(2 * n)]
                 few, _ = await _spent(server.client, Path(folder), prompts[:n], FEW)
-                many, rate = await _spent(server.client, Path(folder), prompts[n:], FEW + tokens)
+                many, arrivals = await _spent(server.client, Path(folder), prompts[n:], FEW + tokens)
                 parts = {part: (many[part] - few[part]) / 1e3 / (n * tokens) for part in PLACES}
-                measured.append(Measurement(n, rate, parts))
+                measured.append(Measurement(n, decode_rate(arrivals), parts))
     return measured
 
 
-async def _spent(client: Client, folder: Path, prompts: Sequence[str], tokens: int) -> tuple[Counter[str], float]:
-    """Return the CPU nanoseconds that answers of so many tokens take, by part, and their rate."""
+async def _spent(
+    client: Client, folder: Path, prompts: Sequence[str], tokens: int
+) -> tuple[Counter[str], list[list[float]]]:
+    """Return the CPU nanoseconds that answers of so many tokens take, by part, and when their tokens arrived."""
     before, own = await _counts(folder), process_time_ns()
     answers = await asyncio.gather(
         *(
@@ -101,7 +103,7 @@ async def _spent(client: Client, folder: Path, prompts: Sequence[str], tokens: i
     taken = await _counts(folder)
     taken.subtract(before)
     taken["client"] = own
-    return taken, decode_rate([answer.arrivals for answer in answers])
+    return taken, [answer.arrivals for answer in answers]
 
 
 async def _counts(folder: Path) -> Counter[str]:

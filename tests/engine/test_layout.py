@@ -41,7 +41,7 @@ class Backend(FakeBackend):
 async def answers(engine: Harness, prompts: list[str], eos_every: int = 40) -> list[Finished]:
     """Answers to prompts that come at once, each compared with that of an engine of its own."""
     names = [f"{len(engine.events)} {i}" for i in range(len(prompts))]
-    ends = await asyncio.gather(*map(engine.params, names, prompts))
+    ends = await asyncio.gather(*map(engine.submit, names, prompts))
     for name, prompt, end in zip(names, prompts, ends, strict=True):
         assert isinstance(end, Finished), end
         assert engine.text(name) == await alone(prompt, FakeBackend(eos_every=eos_every))

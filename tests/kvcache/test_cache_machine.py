@@ -146,7 +146,7 @@ class Asked:
         return self.prompt + self.generated
 
     @property
-    def submit(self) -> GenerateParams:
+    def params(self) -> GenerateParams:
         return self.request.params
 
     @property

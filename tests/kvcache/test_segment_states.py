@@ -35,7 +35,7 @@ EVENTS = {
     "evicted from disk": E.EVICT_DISK,
     "evicted": E.EVICT_DISK,
 }
-"""Events by the words of docs/architecture.md."""
+"""Events by the words of docs/internals/segment-states.md."""
 
 
 def in_state(state: SegmentState) -> Segment:
@@ -47,7 +47,7 @@ def attributes(segment: Segment) -> dict[str, object]:
 
 
 def test_the_table_is_the_one_in_the_documents() -> None:
-    text = (Path(__file__).resolve().parents[2] / "docs" / "architecture.md").read_text()
+    text = (Path(__file__).resolve().parents[2] / "docs" / "internals" / "segment-states.md").read_text()
     documented = {(state, E.DROP): S.DROPPED for state in S if state is not S.DROPPED}
     for state, transitions in re.findall(r"^\| ([A-Z]+) \|.*\| ([^|]*->[^|]*) \|$", text, re.MULTILINE):
         for transition in transitions.split("; "):
