@@ -74,10 +74,11 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     # Read by OpenMP when llama.cpp is loaded, here and in the servers that tests start.
     os.environ.setdefault("OMP_THREAD_LIMIT", "1")
-    for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    for number in (signal.SIGINT, signal.SIGHUP):
         if signal.getsignal(number) is signal.SIG_IGN:
-            # As under `nohup` and in a shell's background job; servers that tests start would ignore it as well.
-            signal.signal(number, handler)
+            # As under `nohup` and in a shell's background job. Servers that tests start must not ignore it as
+            # well: a handler, unlike SIG_IGN, is not inherited by what a process executes.
+            signal.signal(number, lambda *_: None)
     options = config.option
     if options.hypothesis_profile is None:
         options.hypothesis_profile = "random" if LONG or options.hypothesis_seed is not None else "fixed"
