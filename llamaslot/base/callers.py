@@ -53,7 +53,7 @@ class Caller(msgspec.Struct, frozen=True):
 
 
 class Amounts:
-    """What owners or clients hold of something that is limited."""
+    """Amounts of a limited resource that owners or clients hold."""
 
     def __init__(self) -> None:
         self.total = 0

@@ -58,7 +58,7 @@ class Constraint(msgspec.Struct, frozen=True):
 
 
 class GenerateParams(msgspec.Struct, frozen=True):
-    """What to generate after a prompt: the parameters of its `n` completions."""
+    """Generation parameters of the `n` completions of a prompt."""
 
     request_id: str
     sampling: Sampling = Sampling()

@@ -22,7 +22,7 @@ class Check(msgspec.Struct, frozen=True):
     outcome: Outcome
     found: str
     advice: str = ""
-    """What to change; empty if nothing is wrong."""
+    """Advice for the user; empty if nothing is wrong."""
 
 
 def ok(name: str, found: str) -> Check:

@@ -47,7 +47,7 @@ _log = structlog.get_logger(__name__)
 
 
 class _File(NamedTuple):
-    """What the file of a segment must match."""
+    """Index entry of a segment, which its file must match."""
 
     n_bytes: int
     path_digest: bytes

@@ -57,7 +57,7 @@ _MAX_DENIED = 32
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """What to look up in the store for a waiting request."""
+    """Lookup in the store for a waiting request."""
 
     request_id: str
     namespace: str
