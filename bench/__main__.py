@@ -134,7 +134,8 @@ def _add_parts(commands: Any) -> None:
     text = "write the table in bench/README.md, under this name of the model"
     placing.add_argument("--publish", metavar="NAME", help=text)
     numbers = sorted({case.n for case in layouts.CASES})
-    placing.add_argument("--conversations", type=int, choices=numbers, help="only so many (default: each of these)")
+    text = "only so many (default: each of these)"
+    placing.add_argument("--conversations", type=int, nargs="+", choices=numbers, default=numbers, help=text)
     _threads(placing)
 
     splitting = commands.add_parser("processes", help="cost of other clients' load")
@@ -418,7 +419,7 @@ def _steps(options: Namespace) -> None:
 
 def _layouts(options: Namespace) -> None:
     most = 500 if options.quick else options.max_tokens
-    cases = [case for case in layouts.CASES if case.n_tokens <= most and options.conversations in (None, case.n)]
+    cases = [case for case in layouts.CASES if case.n_tokens <= most and case.n in options.conversations]
     measured = _measured(options)
     measured.pop("server_flags")
     commit = baseline.clean_revision(ROOT) if options.publish else ""
