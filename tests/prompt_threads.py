@@ -94,7 +94,7 @@ def prompt_thread(
     info = info or FakeBackend().info
     parsed = ChatTemplate(template, bos_token=info.bos_token, eos_token=info.eos_token, adds_bos=info.adds_bos)
     named = [(f"grammar {i}", grammar) for i, grammar in enumerate(grammars)]
-    restorer = ReplyRestorer(tokenizer.replies, restoring) if restoring is not None else None
+    restorer = ReplyRestorer(tokenizer.memory, restoring) if restoring is not None else None
     vocab = restoring or FakeVocab()
     reader = TextReader(
         info, parsed, tokenizer, vocab.named_tokens, named, tags=vocab.added_tags, restorer=restorer

@@ -17,10 +17,9 @@ import structlog
 
 from llamaslot.base.commands import DropSession, Needs, Prepare
 from llamaslot.base.errors import InvalidRequestError, LlamaslotError, ServerError, UnavailableError
-from llamaslot.base.generation import replies
 from llamaslot.base.process_times import ProcessTimes, process_times, starved_seconds
 from llamaslot.base.stats import AnchorStats, ReplyStats, SessionStats
-from llamaslot.base.text_records import RecordKind, TextRecord
+from llamaslot.base.text_records import TextRecord
 from llamaslot.processes.child import Exit
 from llamaslot.processes.messages import (
     FromPrompts,
@@ -34,8 +33,6 @@ from llamaslot.processes.messages import (
     Stop,
 )
 from llamaslot.processes.supervisor import Supervisor
-from llamaslot.prompts import sessions, text_anchors
-from llamaslot.prompts.lru_cache import LruCache
 from llamaslot.prompts.prompt_jobs import (
     ClearTexts,
     DroppedSession,
@@ -46,6 +43,7 @@ from llamaslot.prompts.prompt_jobs import (
     activity_of,
 )
 from llamaslot.prompts.prompt_worker import PendingJob, PromptQueue, invalid_unicode
+from llamaslot.prompts.token_memory import TokenMemory
 
 _NO_GPU = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
 """So that llama.cpp makes no context on a GPU, which would take its memory."""
@@ -92,12 +90,8 @@ class PromptSupervisor(PromptQueue):
         self._overdue: list[PendingJob] = []
         self._has_body: set[str] = set()
         """Requests whose bodies the present process has, since it answered `Needs`."""
-        self._records: dict[RecordKind, LruCache[TextRecord]] = {
-            "anchor": LruCache(text_anchors.MAX_BYTES),
-            "session": LruCache(sessions.MAX_RECORD_BYTES),
-            "reply": LruCache(replies.MAX_BYTES, time.monotonic),
-        }
-        """Copies of what is remembered, to be restored in a new process."""
+        self._memory = TokenMemory(clock=time.monotonic)
+        """A copy of what is remembered, to be restored in a new process."""
         self._stats = AnchorStats(), SessionStats(), ReplyStats()
         self._n_answered = 0
         """Jobs that the present process has answered."""
@@ -137,7 +131,7 @@ class PromptSupervisor(PromptQueue):
         """
         self._model = model
         for each in records:
-            self._records[each.kind].put(each.digest, each, each.owner)
+            self._memory.add(each)
         self._process.send(self._model)
         limit = max(self._timeout, _READY_TIMEOUT_S)
         try:
@@ -195,7 +189,7 @@ class PromptSupervisor(PromptQueue):
         """Give a new process what was remembered, then the jobs."""
         if self._process.is_stopping:
             return
-        if records := tuple(record for kept in self._records.values() for record in kept.values()):
+        if records := self._memory.records():
             restoring = self.call(Restore(records))
             restoring.add_done_callback(lambda done: done.cancelled() or done.exception())
             # Before the jobs that wait.
@@ -281,14 +275,11 @@ class PromptSupervisor(PromptQueue):
                 self._has_body.add(context.request_id)
             case _, TextRecords(records):
                 for record in records:
-                    self._records[record.kind].put(record.digest, record, record.owner)
+                    self._memory.add(record)
             case DropSession(), DroppedSession():
-                for kept in (self._records["session"], self._records["reply"]):
-                    for each in [each for each in kept.values() if result.digest in (each.digest, each.parent)]:
-                        kept.drop(each.digest)
+                self._memory.drop_session(result.digest)
             case ClearTexts(), _:
-                for kept in self._records.values():
-                    kept.clear()
+                self._memory.clear()
 
     def _ended(self, end: Exit) -> float | None:
         """Find the job that ended the process; return the seconds until the next start."""
@@ -331,8 +322,7 @@ class PromptSupervisor(PromptQueue):
             if isinstance(pending.job, Restore):
                 # The next process would end on them too.
                 pending.future.cancel()
-                for each in self._records.values():
-                    each.clear()
+                self._memory.clear()
             elif pending in overdue:
                 has_prompt = isinstance(pending.job, Prepare) and pending.job.kind in ("text", "native", "infill")
                 param = "prompt" if has_prompt else None

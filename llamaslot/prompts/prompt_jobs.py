@@ -15,14 +15,13 @@ from llamaslot.base.commands import AnswerBody, DropSession, JsonReply, Needs, P
 from llamaslot.base.generation.request_context import ReplyOptions
 from llamaslot.base.generation.responses import ListItems
 from llamaslot.base.namespaces import salt_namespace
-from llamaslot.base.text_records import TextRecord
+from llamaslot.base.text_records import TextRecord, session_digest
 from llamaslot.base.tokens import unpacked
-from llamaslot.prompts.sessions import session_digest
 from llamaslot.protocol.responses.listing import list_items
 
 if TYPE_CHECKING:
     # The parent of a worker process, which knows its jobs, needs neither numpy nor Jinja.
-    from llamaslot.prompts.prompt_context import PromptContext
+    from llamaslot.prompts.remembering import PromptContext
     from llamaslot.prompts.tokenizer import Tokenizer
     from llamaslot.protocol.request_reader import RequestReader
 
@@ -137,16 +136,14 @@ class PromptJobs:
     def __init__(self, tokenizer: Tokenizer, reader: RequestReader) -> None:
         self.tokenizer = tokenizer
         self._reader = reader
-        self._bodies: dict[str, bytes] = {}
-        """Bodies that need something more, of requests that were not released."""
-        self._contexts: dict[str, list[PromptContext]] = {}
-        """The prompts of requests that were not released."""
+        self._kept: dict[str, bytes | list[PromptContext]] = {}
+        """What is kept of requests until they are released: a body that needs something more, then the prompts."""
         self._methods: dict[type[msgspec.Struct], Callable[[Any], JobResult]] = {
             Remember: self._remember,
             Release: self._release,
             Locate: self._locate,
             DropSession: self._drop_session,
-            ClearTexts: lambda _: tokenizer.clear(),
+            ClearTexts: lambda _: tokenizer.memory.clear(),
             Restore: lambda job: tokenizer.restore(job.records),
             AnswerBody: reader.answer,
             ListItems: list_items,
@@ -155,7 +152,7 @@ class PromptJobs:
     @property
     def n_kept(self) -> int:
         """Requests that were not released."""
-        return len({*list(self._contexts), *list(self._bodies)})
+        return len(self._kept)
 
     def run(self, job: Job, on_prompt: Callable[[], None] = lambda: None) -> JobResult:
         """Carry out a job; raises `LlamaslotError` for what cannot be read or tokenized.
@@ -168,12 +165,12 @@ class PromptJobs:
 
     def _prepare(self, job: Prepare, on_prompt: Callable[[], None]) -> Prepared | Needs:
         request_id = job.context.request_id
-        body = self._bodies.pop(request_id, b"")
+        body = self._kept.pop(request_id, b"")
         if not job.body:
             job = msgspec.structs.replace(job, body=body)
         read = self._reader.read(job)
         if isinstance(read, Needs):
-            self._bodies[request_id] = job.body
+            self._kept[request_id] = job.body
             return read
         contexts: list[PromptContext] = []
         for each in read.requests:
@@ -182,7 +179,7 @@ class PromptJobs:
             contexts.append(self.tokenizer.tokenize_prompt(each))
             if job.is_run:
                 self.tokenizer.check_fits(contexts[-1].prompt)
-        self._contexts[request_id] = contexts
+        self._kept[request_id] = contexts
         return Prepared(tuple(self._prompt(each, read.options, job) for each in contexts), read.options)
 
     def _prompt(self, context: PromptContext, options: ReplyOptions, job: Prepare) -> PreparedPrompt:
@@ -195,30 +192,26 @@ class PromptJobs:
         return PreparedPrompt(context.request.params, context.prompt, text, echo)
 
     def _release(self, job: Release) -> None:
-        self._contexts.pop(job.request_id, None)
-        self._bodies.pop(job.request_id, None)
+        self._kept.pop(job.request_id, None)
+
+    def _context(self, job: Remember | Locate) -> PromptContext | None:
+        """Return a prompt of a request, if it was prepared and not released."""
+        kept = self._kept.get(job.request_id)
+        return kept[job.prompt] if isinstance(kept, list) else None
 
     def _remember(self, job: Remember) -> TextRecords:
-        contexts = self._contexts.get(job.request_id)
-        if contexts is None:
+        context = self._context(job)
+        if context is None:
             return TextRecords(())
-        context = contexts[job.prompt]
-        generated = unpacked(job.generated)
-        records = self.tokenizer.remember(context, generated, job.n_sent)
-        # Of a reply that was cancelled, the client may have received less than was sent.
-        if not job.completion_id or context.request.chat is None:
-            return TextRecords(records)
-        sent = self.tokenizer.sent(generated.tolist(), job.n_sent, context.request.params.preserved_tokens)
-        reply = self.tokenizer.replies.remember(context, job.completion_id, sent, self._reader.output_format)
-        return TextRecords(records if reply is None else (*records, reply))
+        generated, format_ = unpacked(job.generated), self._reader.output_format
+        return TextRecords(self.tokenizer.remember(context, generated, job.n_sent, job.completion_id, format_))
 
     def _locate(self, job: Locate) -> Located:
-        contexts = self._contexts.get(job.request_id)
-        if contexts is None:
-            return Located(-1)
-        return Located(self.tokenizer.n_characters(contexts[job.prompt], job.n_tokens))
+        context = self._context(job)
+        return Located(self.tokenizer.n_characters(context, job.n_tokens) if context is not None else -1)
 
     def _drop_session(self, job: DropSession) -> DroppedSession:
         namespace = salt_namespace(job.cache_salt)
         digest = session_digest(namespace, job.session_id)
-        return DroppedSession(namespace, digest, self.tokenizer.drop_session(digest))
+        dropped = self.tokenizer.memory.drop_session(digest)
+        return DroppedSession(namespace, digest, tuple(path for each in dropped for path in each.paths))

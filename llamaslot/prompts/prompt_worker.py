@@ -33,6 +33,7 @@ from llamaslot.base.errors import (
 from llamaslot.base.executors import close_after_queue, started_executor
 from llamaslot.base.generation.responses import ListItems
 from llamaslot.base.stats import AnchorStats, ReplyStats, SessionStats
+from llamaslot.base.text_records import RememberedReply, Session, TextAnchor
 from llamaslot.base.turns import Turns
 from llamaslot.prompts.prompt_jobs import Job, JobResult, PromptJobs, Release, Remember, activity_of, client_of
 
@@ -233,12 +234,11 @@ class PromptThreads:
     @property
     def stats(self) -> tuple[AnchorStats, SessionStats, ReplyStats]:
         """Counts of what is remembered, and estimated bytes."""
-        tokenizer = self._jobs.tokenizer
-        anchors, sessions, replies = tokenizer.anchors, tokenizer.sessions, tokenizer.replies
+        amount = self._jobs.tokenizer.memory.amount
         return (
-            AnchorStats(len(anchors), anchors.n_bytes),
-            SessionStats(len(sessions), sessions.n_bytes),
-            ReplyStats(len(replies), replies.n_bytes),
+            AnchorStats(*amount(TextAnchor)),
+            SessionStats(*amount(Session)),
+            ReplyStats(*amount(RememberedReply)),
         )
 
     @property

@@ -1,4 +1,4 @@
-"""Prompts as token ids, with the tokens of earlier replies where their text comes back.
+"""Prompts as token ids, with the tokens of earlier replies where their text comes back (`prompts/token_memory.py`).
 
 Without a session, the longest prefix of the text that has a text anchor gets the anchor's tokens, and the rest is
 tokenized in two runs:
@@ -20,30 +20,25 @@ never give tokens to a text.
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable, Container, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
-from msgspec import MsgspecError, structs
+from msgspec import structs
 
 from llamaslot.base.backend import Vocab
 from llamaslot.base.commands import GenerateParams, PromptPart, TextPart, TokensPart
 from llamaslot.base.errors import ContextSizeError, InvalidRequestError
 from llamaslot.base.namespaces import salt_namespace
 from llamaslot.base.prompt import SessionMatch, TokenizedPrompt
-from llamaslot.base.text_records import TextRecord
-from llamaslot.base.tokens import Tokens, n_common, packed, unpacked
+from llamaslot.base.text_records import Session, TextAnchor, TextRecord, session_digest
+from llamaslot.base.tokens import WIDTH, Tokens, n_common, packed, unpacked
+from llamaslot.formats.format import Format
 from llamaslot.prompts.cut_points import CutPoint, PromptText, TextScanner, exact_cut_tokens, n_characters
-from llamaslot.prompts.detokenized import DetokenizedText, detokenize_with_markers
-from llamaslot.prompts.lru_cache import LruCache
-from llamaslot.prompts.prompt_context import PromptContext, SentReply
-from llamaslot.prompts.reply_memory import ReplyMemory
-from llamaslot.prompts.session_matching import SessionComparison
-from llamaslot.prompts.sessions import MAX_BYTES, Session, session_digest
-from llamaslot.prompts.text_anchors import TextAnchor, TextAnchors
+from llamaslot.prompts.remembering import PromptContext, SentReply, remembered_reply
+from llamaslot.prompts.session_matching import MarkedText, Pieces, SessionComparison
+from llamaslot.prompts.token_memory import TokenMemory
 from llamaslot.protocol.text_requests import TextRequest
 
 _MAX_TAIL = 2**14
@@ -64,13 +59,13 @@ def tokenize_parts(vocab: Vocab, parts: Iterable[PromptPart], *, add_special: bo
 
 
 class Tokenizer:
-    """Tokenizes prompts for slots of `n_ctx` tokens, and remembers the tokens of replies.
+    """Tokenizes prompts for slots of `n_ctx` tokens, and remembers the tokens of replies in `memory`.
 
-    May be used by several threads: `_lock` guards anchors and sessions. It is not held while a text is tokenized.
+    May be used by several threads.
 
     `use_anchors` is false where texts always get their own tokens. `template` is the model's chat template. A
     prompt that departs from its session's text must keep `min_match` of its characters to keep its tokens.
-    `clock` is that of the shares that owners have of `replies`.
+    `clock` is that of the shares that owners have of `memory`.
     """
 
     def __init__(
@@ -83,11 +78,9 @@ class Tokenizer:
         template: str = "",
         clock: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        self.anchors = TextAnchors()
-        self.sessions: LruCache[Session] = LruCache(MAX_BYTES)
-        self.replies = ReplyMemory(clock=clock)
-        self._lock = threading.Lock()
+        self.memory = TokenMemory(clock=clock)
         self._vocab = vocab
+        self._pieces = Pieces(vocab)
         self._n_ctx = n_ctx
         self._use_anchors = use_anchors
         self._min_match = min_match
@@ -103,20 +96,10 @@ class Tokenizer:
         return self._scanner is not None or not self._use_anchors
 
     def restore(self, records: Sequence[TextRecord]) -> None:
-        """Take over the records of an earlier process, the oldest first; those that cannot be read are ignored."""
-        left: list[TextAnchor] = []
-        with self._lock:
-            for record in records:
-                with suppress(MsgspecError):
-                    if record.kind == "reply":
-                        self.replies.restore(record)
-                    elif record.kind == "session":
-                        self.sessions.put(record.digest, Session.of(record))
-                    elif self._use_anchors:
-                        left.append(TextAnchor.of(record))
-            # An anchor that was replaced on disk may come before its parent: repeat until no more can be inserted.
-            while left and len(rest := [each for each in left if not self.anchors.insert(each)]) < len(left):
-                left = rest
+        """Take over the records of an earlier process, the oldest first."""
+        for record in records:
+            if self._use_anchors or not isinstance(record, TextAnchor):
+                self.memory.add(record)
 
     def tokenize_prompt(self, request: TextRequest) -> PromptContext:
         """Tokenize a request's prompt; raises `ContextSizeError` at once if it cannot fit a slot."""
@@ -153,31 +136,32 @@ class Tokenizer:
         if prompt.n_tokens >= self._n_ctx:
             raise ContextSizeError.of(prompt.n_tokens, self._n_ctx)
 
-    def remember(self, context: PromptContext, generated: Tokens, n_sent: int) -> tuple[TextRecord, ...]:
-        """Remember the tokens of a reply, of which `n_sent` characters were sent; return the new records."""
-        params = context.request.params
-        if context.text is None and not params.session_id:
+    def remember(
+        self,
+        context: PromptContext,
+        generated: Tokens,
+        n_sent: int,
+        completion_id: str = "",
+        format_: Format | None = None,
+    ) -> tuple[TextRecord, ...]:
+        """Remember the tokens of a reply, of which `n_sent` characters were sent; return the new records.
+
+        With the id of its completion, a chat's reply that was written in a format is remembered by its meaning too.
+        Not so one that was cancelled: the client may have received less than was sent.
+        """
+        params, is_chat = context.request.params, context.request.chat is not None
+        if context.text is None and not params.session_id and not is_chat:
             return ()
-        reply, ids, _ = self.sent(generated.tolist(), n_sent, params.preserved_tokens)
-        anchor = self._add_anchor(context, reply, ids) if ids else None
-        records = (anchor.record(),) if anchor is not None else ()
-        return (*records, self._put_session(context, generated, ids)) if params.session_id else records
-
-    def clear(self) -> None:
-        """Drop all text anchors, sessions and remembered replies."""
-        self.replies.clear()
-        with self._lock:
-            self.anchors.clear()
-            self.sessions.clear()
-
-    def drop_session(self, digest: bytes) -> tuple[bytes, ...]:
-        """Drop a session with its branches and replies; return the packed tokens of its sequences."""
-        self.replies.drop_session(digest)
-        with self._lock:
-            branches = [(each, branch) for each, branch in self.sessions.items() if digest in (each, branch.parent)]
-            for each, _ in branches:
-                self.sessions.drop(each)
-        return tuple(path for _, branch in branches for path in branch.paths)
+        sent = self._sent(generated.tolist(), n_sent, params.preserved_tokens)
+        anchor = self._add_anchor(context, sent) if sent.tokens else None
+        session = self._session_after(context, generated, sent) if params.session_id else None
+        message = None
+        if is_chat and completion_id and format_ is not None:
+            message = remembered_reply(context, completion_id, sent, format_)
+        for record in (session, message):
+            if record is not None:
+                self.memory.add(record)
+        return tuple(record for record in (anchor, session, message) if record is not None)
 
     def n_characters(self, context: PromptContext, n_tokens: int) -> int:
         """Count the characters of the first tokens of a prompt, control tokens included.
@@ -186,9 +170,7 @@ class Tokenizer:
         """
         request = context.request
         n_added = len(self._added_tokens(request)) if isinstance(request.parts[0], TextPart) else 0
-        return n_characters(
-            detokenize_with_markers(self._vocab, context.prompt.tokens[n_added:n_tokens].tolist()).text
-        )
+        return n_characters(self._written(context.prompt.tokens[n_added:n_tokens]).data)
 
     def tokenize(self, prompt: Sequence[PromptPart], *, add_special: bool = False) -> list[int]:
         """Return the token ids of any prompt."""
@@ -246,13 +228,13 @@ class Tokenizer:
         if self._scanner is None:
             return PromptContext(request, structs.replace(prompt, session_match=match))
         n_added = len(self._added_tokens(request))
-        written = detokenize_with_markers(self._vocab, known[n_added:].tolist()).text
+        written = self._written(known[n_added:]).data
         text = self._scanner.scan(request.rest, _text_namespace(request), written)
         is_edited = False
         if session is not None and session.is_text:
-            compared = SessionComparison(text.data, session, self._written(session))
+            compared = SessionComparison(text.data, session, self._written(session.text_tokens))
             is_edited = compared.is_reply_edited
-            if compared.has_all and n_common(prompt.tokens, session.tokens) >= session.n_text:
+            if compared.has_all and n_common(prompt.tokens, session.ids) >= session.n_text:
                 match = "exact" if compared.is_same else "extend"
         return PromptContext(request, structs.replace(prompt, session_match=match, is_reply_edited=is_edited), text)
 
@@ -261,14 +243,12 @@ class Tokenizer:
         if text is None:
             own = tokenize_parts(self._vocab, request.parts, add_special=request.add_special)
             return PromptContext(request, TokenizedPrompt(packed(own)))
-        with self._lock:
-            known = self._anchored_cut(text)
-            anchored = self.anchors.find(known.digest) if known is not None else None
-        runs = [anchored] if anchored is not None else []
-        middle = text.parts(known.at if known is not None else 0, text.last_cut)
+        cut, anchored = self._anchored(text)
+        runs = [unpacked(anchored)] if anchored else []
+        middle = text.parts(cut.at if cut is not None else 0, text.last_cut)
         for parts in filter(None, (middle, text.parts(text.last_cut) or [TextPart("")])):
             runs.append(tokenize_parts(self._vocab, parts, add_special=request.add_special and not runs))
-        prompt = TokenizedPrompt(packed(np.concatenate(runs)), len(anchored) if anchored is not None else 0)
+        prompt = TokenizedPrompt(packed(np.concatenate(runs)), len(anchored) // WIDTH)
         return PromptContext(request, prompt, text, sum(map(len, runs[:-1])))
 
     def _from_session(self, request: TextRequest, text: PromptText | None) -> PromptContext:
@@ -276,18 +256,20 @@ class Tokenizer:
         session = self._session_of(request.params)
         if session is None:
             return _with(self._from_anchor(request, text), session_match="new")
-        is_comparable = session.is_text and np.array_equal(self._added_tokens(request), session.added_tokens)
+        is_comparable = session.is_text and np.array_equal(
+            self._added_tokens(request), session.ids[: session.n_added]
+        )
         if text is None or self._scanner is None or not is_comparable:
             return _with(self._from_anchor(request, text), session_match="tokens")
-        compared = SessionComparison(text.data, session, self._written(session))
+        compared = SessionComparison(text.data, session, self._written(session.text_tokens))
         if compared.has_all:
             found = self._after_session(request, text, compared, compared.n_kept(self._scanner))
             if found is not None:
                 return _with(found, session_match="exact" if compared.is_same else "extend")
         anchored = self._from_anchor(request, text)
-        n_min = max(MIN_KEPT_CHARACTERS, math.ceil(self._min_match * n_characters(compared.detokenized.text)))
+        n_min = max(MIN_KEPT_CHARACTERS, math.ceil(self._min_match * n_characters(compared.known.data)))
         n_kept = compared.n_kept(self._scanner, n_min)
-        n_more = session.n_added + n_kept - n_common(anchored.prompt.tokens, session.tokens)
+        n_more = session.n_added + n_kept - n_common(anchored.prompt.tokens, session.ids)
         # Tokens that come out anyway are no reason to cut where that is only approximately exact.
         found = self._after_session(request, text, compared, n_kept) if n_more > 0 else None
         is_edited = compared.is_reply_edited
@@ -303,19 +285,19 @@ class Tokenizer:
             return None
         session, at = compared.session, compared.end(n_kept)
         own = tokenize_parts(self._vocab, text.parts(at), add_special=False)
-        rest = detokenize_with_markers(self._vocab, own.tolist())
+        rest = self._written(own)
         # Some vocabularies add a space before a text.
-        if rest.text != text.data[at:]:
+        if rest.data != text.data[at:]:
             return None
-        tokens = np.concatenate([session.tokens[: session.n_added + n_kept], own])
-        ends = np.concatenate([compared.detokenized.ends[:n_kept], rest.ends + at])
+        tokens = np.concatenate([session.ids[: session.n_added + n_kept], own])
+        ends = np.concatenate([compared.known.ends[:n_kept], rest.ends + at])
         n = int(np.searchsorted(ends, text.last_cut, side="right"))
         n_head = session.n_added + n if n and ends[n - 1] == text.last_cut else None
         return PromptContext(request, TokenizedPrompt(packed(tokens)), text, n_head if text.last_cut else 0)
 
-    def _add_anchor(self, context: PromptContext, reply: str, ids: list[int]) -> TextAnchor | None:
+    def _add_anchor(self, context: PromptContext, sent: SentReply) -> TextAnchor | None:
         """Add a text anchor for the prompt with its reply, if tokenizing their text would give other tokens."""
-        text, n_head = context.text, context.n_head
+        text, n_head, reply = context.text, context.n_head, sent.text
         if text is None or n_head is None or self._scanner is None:
             return None
         if n_characters(text.data[text.last_cut :]) > _MAX_TAIL:
@@ -324,41 +306,36 @@ class Tokenizer:
         ends = [TextPart(last.text + reply)] if last.special else [last, TextPart(reply)]
         if self._scanner.has_control_token(ends[-1].text, len(ends[-1].text) - len(reply)):
             return None
-        tokens = np.concatenate([context.prompt.tokens, np.array(ids, dtype=np.int32)])
+        tokens = np.concatenate([context.prompt.tokens, np.array(sent.tokens, dtype=np.int32)])
+        owner = context.request.params.owner
         add_special = context.request.add_special and not text.last_cut
         if np.array_equal(tokenize_parts(self._vocab, [*others, *ends], add_special=add_special), tokens[n_head:]):
             return None
-        with self._lock:
-            known = self._anchored_cut(text)
-            return self.anchors.add(text.digest_with(reply), tokens, known.digest if known is not None else b"")
+        cut, _ = self._anchored(text)
+        parent = cut.digest if cut is not None else b""
+        return self.memory.add_anchor(text.digest_with(reply), packed(tokens), parent, owner)
 
-    def _put_session(self, context: PromptContext, generated: Tokens, sent: list[int]) -> TextRecord:
-        """Replace the session by the prompt and its reply."""
+    def _session_after(self, context: PromptContext, generated: Tokens, sent: SentReply) -> Session:
+        """Return the session of a prompt, with the prompt and its reply as its last sequence."""
         params, text, tokens = context.request.params, context.text, context.prompt.tokens
-        digest = _session_digest(params)
         n_added, n_prompt = len(self._added_tokens(context.request)), len(tokens)
         session = Session(
-            np.concatenate([tokens, generated]), n_added, n_prompt, n_prompt + len(sent), is_text=False
+            key=_session_key(params),
+            session=session_digest(salt_namespace(params.cache_salt), params.session_id),
+            owner=params.owner,
+            tokens=packed(np.concatenate([tokens, generated])),
+            n_added=n_added,
+            n_prompt=n_prompt,
+            n_text=n_prompt + len(sent.tokens),
+            is_text=text is not None and self._written(tokens[n_added:]).data == text.data,
         )
-        if params.session_branch:
-            session.parent = session_digest(salt_namespace(params.cache_salt), params.session_id)
-        if text is not None:
-            prompt = detokenize_with_markers(self._vocab, tokens[n_added:].tolist())
-            session.is_text = prompt.text == text.data
-            # Now, so that the next prompt need not wait for it.
-            session.detokenized = prompt.followed_by(detokenize_with_markers(self._vocab, sent))
-        with self._lock:
-            earlier = self.sessions.get(digest)
-            if earlier is not None:
-                session = session.continuing(earlier)
-            self.sessions.put(digest, session)
-        return session.record(digest)
+        earlier = self._session_of(params)
+        return session if earlier is None else session.continuing(earlier)
 
     def _session_of(self, params: GenerateParams) -> Session | None:
-        with self._lock:
-            return self.sessions.get(_session_digest(params))
+        return self.memory.session(_session_key(params))
 
-    def sent(self, generated: list[int], n_sent: int, preserved_tokens: Container[int]) -> SentReply:
+    def _sent(self, generated: list[int], n_sent: int, preserved_tokens: Container[int]) -> SentReply:
         """Return the text of a reply that was sent, and its tokens.
 
         Both are empty where a token of the reply gives no text, and where the sending ended within a token.
@@ -379,14 +356,15 @@ class Tokenizer:
         is_exact = len(text) == n_sent
         return SentReply(text if is_exact else "", generated[: len(pieces)] if is_exact else [], has_ended)
 
-    def _anchored_cut(self, text: PromptText) -> CutPoint | None:
-        """Return the last cut point that has a text anchor; called with the lock."""
-        return next((cut for cut in reversed(text.cut_points) if cut.digest in self.anchors), None)
+    def _anchored(self, text: PromptText) -> tuple[CutPoint | None, bytes]:
+        """Return the last cut point that has a text anchor, and the packed tokens before it."""
+        for cut in reversed(text.cut_points):
+            if (tokens := self.memory.anchored(cut.digest)) is not None:
+                return cut, tokens
+        return None, b""
 
-    def _written(self, session: Session) -> DetokenizedText:
-        if session.detokenized is None:
-            session.detokenized = detokenize_with_markers(self._vocab, session.text_tokens.tolist())
-        return session.detokenized
+    def _written(self, tokens: Tokens) -> MarkedText:
+        return MarkedText.of(tokens.tolist(), self._pieces)
 
     def _added_tokens(self, request: TextRequest) -> Tokens:
         """Return the tokens that the model wants before a prompt."""
@@ -405,7 +383,7 @@ def _text_namespace(request: TextRequest) -> str:
     return f"{salt_namespace(request.params.cache_salt)} {request.add_special}"
 
 
-def _session_digest(params: GenerateParams) -> bytes:
+def _session_key(params: GenerateParams) -> bytes:
     return session_digest(salt_namespace(params.cache_salt), params.session_id, params.session_branch)
 
 

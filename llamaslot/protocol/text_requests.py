@@ -20,11 +20,11 @@ from llamaslot.base.commands import (
     TokensPart,
 )
 from llamaslot.base.errors import ForbiddenError, InvalidRequestError, NotSupportedError
-from llamaslot.base.generation.replies import ChatTurn
 from llamaslot.base.generation.request_context import RequestContext, RequestLimits
 from llamaslot.base.generation.sampling import INFILL, Sampling, named_samplers
 from llamaslot.base.model import ModelInfo
 from llamaslot.base.namespaces import PUBLIC_SALT, client_salt, key_salt
+from llamaslot.base.text_records import ChatTurn
 from llamaslot.protocol import unsupported
 from llamaslot.protocol.bodies import MAX_TOP_LOGPROBS, ChatBody, CompletionBody, Options, PromptObject
 

@@ -16,7 +16,7 @@ from llamaslot.base.commands import Generate
 from llamaslot.base.events import Finished
 from llamaslot.base.tokens import Tokens, ids_of
 from llamaslot.formats.recognition import format_of
-from llamaslot.prompts.reply_memory import ReplyMemory
+from llamaslot.prompts.token_memory import TokenMemory
 from llamaslot.protocol.replies import meaning
 from tests.conftest import LONG
 from tests.fake_backend import BOS, FakeBackend, FakeVocab
@@ -554,8 +554,8 @@ async def test_a_message_that_is_restored_outlives_one_that_is_not(start: Any) -
     chat = await chats(start, CALL, CALL, "x", CALL, "x", "x")
     first, other = [reply_of(await chat.ask(QUESTION, cache_salt=salt)) for salt in ("one", "two")]
     await chat.ask(QUESTION, first, *results(first), cache_salt="one", max_tokens=0)
-    memory = chat.server.local.prompts.threads._jobs.tokenizer.replies
-    memory._replies.max_bytes = memory.n_bytes
+    memory = chat.server.local.prompts.threads._jobs.tokenizer.memory
+    memory.max_bytes = memory.n_bytes
     await chat.ask(QUESTION, cache_salt="three")
     for salt, message in (("one", first), ("two", other)):
         reply = await chat.ask(QUESTION, message, *results(message), cache_salt=salt, max_tokens=0)
@@ -577,11 +577,11 @@ async def test_no_key_evicts_a_message_of_another_within_its_share(start: Any) -
         return dict(reply)
 
     message = reply_of(await ask("one", QUESTION))
-    memory = server.local.prompts.threads._jobs.tokenizer.replies
+    memory = server.local.prompts.threads._jobs.tokenizer.memory
     async with asyncio.timeout(10):
-        while not len(memory):
+        while not memory.n_bytes:
             await asyncio.sleep(0.005)
-    memory._replies.max_bytes = 5 * memory.n_bytes // 2
+    memory.max_bytes = 5 * memory.n_bytes // 2
     theirs = [reply_of(await ask("two", QUESTION, cache_salt=salt)) for salt in "abcde"]
     assert (await ask("one", QUESTION, message, *results(message), max_tokens=0))["cache"]["restored_tokens"] > 0
     for salt, each in zip("abcde", theirs, strict=True):
@@ -737,7 +737,7 @@ async def test_a_long_tool_loop_that_is_not_remembered_is_read_once(
         monkeypatch.setattr(owner, name, call)
 
     counted(meaning, "_call_meaning")
-    counted(ReplyMemory, "find")
+    counted(TokenMemory, "find")
     n, messages = 400, [QUESTION]
     for i in range(n):
         function = {"name": "look", "arguments": json.dumps({"n": i})}

@@ -23,7 +23,7 @@ from structlog.testing import capture_logs
 
 from llamaslot.app.cache.cache_disk import lock_disk
 from llamaslot.app.config import Config
-from llamaslot.backend.disk import DiskStore, text_tables
+from llamaslot.backend.disk import DiskStore, text_table
 from llamaslot.backend.disk.segment_files import (
     KEY_BYTES,
     CorruptFileError,
@@ -32,19 +32,17 @@ from llamaslot.backend.disk.segment_files import (
     write_segment,
 )
 from llamaslot.backend.failure_log import FailureLog
+from llamaslot.base import text_records
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.kv_ops import Kv
 from llamaslot.base.model import ModelFile, SegmentSize
 from llamaslot.base.stats import CacheStats
-from llamaslot.base.text_records import TextRecord
+from llamaslot.base.text_records import Session, TextAnchor, TextRecord
 from llamaslot.kvcache.radix_tree import RadixTree
 from llamaslot.kvcache.tiers.disk_io import CorruptSegmentError, SegmentMeta, WriteTotals, path_digest
 from llamaslot.kvcache.tiers.segment_tiers import SegmentTiers
-from llamaslot.prompts import sessions, text_anchors
-from llamaslot.prompts.sessions import Session
-from llamaslot.prompts.text_anchors import TextAnchor
 from tests.conftest import LONG
-from tests.prompts.test_reply_memory import reply
+from tests.prompts.test_token_memory import reply
 
 KEY, OTHER = b"k" * KEY_BYTES, b"o" * KEY_BYTES
 PATH = b"p" * 16
@@ -331,23 +329,28 @@ def versions(*paths: Path) -> list[ModelFile]:
 
 
 def anchor(n: int, parent: int | None = None) -> TextAnchor:
-    return TextAnchor(
-        b"name %d" % n, b"name %d" % parent if parent is not None else b"", 3 if parent is not None else 0, b"abcd"
-    )
+    behind = {"parent": b"name %d" % parent, "start": 3} if parent is not None else {"start": 0}
+    return TextAnchor(key=b"name %d" % n, tokens=b"abcd", **behind)
 
 
-def anchors(store: DiskStore) -> list[TextAnchor]:
-    return [TextAnchor.of(each) for each in store.texts.records() if each.kind == "anchor"]
+def anchors(store: DiskStore) -> list[TextRecord]:
+    return [each for each in store.texts.records() if isinstance(each, TextAnchor)]
+
+
+def limit_texts(monkeypatch: pytest.MonkeyPatch, n_records: int, example: TextRecord) -> None:
+    """Let the disk keep so many records that are like an example."""
+    size = text_records.OVERHEAD + len(msgspec.msgpack.encode(example))
+    monkeypatch.setattr(text_records, "MAX_BYTES", n_records * size)
 
 
 def test_anchors_are_read_again_the_oldest_first_and_only_for_their_key(folder: Path) -> None:
     store = opened(folder)
     for each in (anchor(2), anchor(1), anchor(3, 2), anchor(1)):
-        store.texts.write(each.record())
+        store.texts.write(each)
     store.close()
     other = opened(folder, OTHER)
     assert anchors(other) == []
-    other.texts.write(anchor(2).record())
+    other.texts.write(anchor(2))
     other.texts.clear_texts()
     other.close()
     again = opened(folder)
@@ -358,19 +361,19 @@ def test_anchors_are_read_again_the_oldest_first_and_only_for_their_key(folder: 
 
 
 def test_anchors_are_deleted_with_their_parents(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(text_anchors, "MAX_BYTES", 3 * (text_anchors.OVERHEAD + 8))
+    limit_texts(monkeypatch, 3, anchor(2, 1))
     store = opened(folder)
     for each in (anchor(1), anchor(2, 1), anchor(3, 2), anchor(4)):
-        store.texts.write(each.record())
+        store.texts.write(each)
     assert anchors(store) == [anchor(4)]
     store.close()
 
 
 def test_an_anchor_replaces_another_one_of_its_digest(folder: Path) -> None:
     store = opened(folder)
-    store.texts.write(anchor(1).record())
-    other = TextAnchor(b"name 1", b"", 0, b"efghijkl")
-    store.texts.write(other.record())
+    store.texts.write(anchor(1))
+    other = TextAnchor(key=b"name 1", start=0, tokens=b"efghijkl")
+    store.texts.write(other)
     assert anchors(store) == [other]
     store.close()
 
@@ -388,11 +391,11 @@ def test_an_anchor_replaces_another_one_of_its_digest(folder: Path) -> None:
 )
 def test_a_changed_anchor_is_skipped(folder: Path, column: str, value: object) -> None:
     store = opened(folder)
-    store.texts.write(anchor(1).record())
-    store.texts.write(anchor(2).record())
+    store.texts.write(anchor(1))
+    store.texts.write(anchor(2))
     store.close()
     with sqlite3.connect(folder / "index.sqlite") as database:
-        database.execute(f"UPDATE anchors SET {column} = ? WHERE digest = ?", (value, b"name 2"))
+        database.execute(f"UPDATE texts SET {column} = ? WHERE digest = ?", (value, b"name 2"))
     database.close()
     again = opened(folder)
     assert anchors(again) == [anchor(1)]
@@ -400,14 +403,14 @@ def test_a_changed_anchor_is_skipped(folder: Path, column: str, value: object) -
 
 
 def test_the_oldest_anchors_beyond_the_limit_are_deleted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(text_anchors, "MAX_BYTES", 3 * (text_anchors.OVERHEAD + 8))
-    monkeypatch.setattr(text_tables, "_TRIM_INTERVAL", 4)
+    limit_texts(monkeypatch, 3, anchor(1))
+    monkeypatch.setattr(text_table, "_TRIM_INTERVAL", 4)
     store = opened(folder)
     for n in range(7):
-        store.texts.write(anchor(n).record())
+        store.texts.write(anchor(n))
     store.close()
     with sqlite3.connect(folder / "index.sqlite") as database:
-        assert database.execute("SELECT count(*) FROM anchors").fetchone() == (6,)
+        assert database.execute("SELECT count(*) FROM texts").fetchone() == (6,)
     database.close()
     again = opened(folder)
     assert anchors(again) == [anchor(4), anchor(5), anchor(6)]
@@ -417,14 +420,63 @@ def test_the_oldest_anchors_beyond_the_limit_are_deleted(folder: Path, monkeypat
 def test_replies_are_read_with_their_owners(folder: Path) -> None:
     store = opened(folder)
     for owner in ("one", "two"):
-        known = reply(owner.encode(), owner=owner)
-        store.texts.write(TextRecord("reply", known.key, msgspec.msgpack.encode(known), b"", owner))
-    store.texts.write(TextRecord("reply", b"x", b"no msgpack"))
+        store.texts.write(reply(owner.encode(), owner=owner))
     written = store.texts.records()
     store.close()
     again = opened(folder)
-    assert [each.owner for each in again.texts.records()] == ["one", "two", ""]
+    assert [each.owner for each in again.texts.records()] == ["one", "two"]
     assert written == again.texts.records()
+    again.close()
+
+
+@pytest.mark.parametrize("content", [b"no msgpack", msgspec.msgpack.encode({"kind": "anchor", "key": b"x"})])
+def test_a_record_of_another_version_is_skipped(folder: Path, content: bytes) -> None:
+    store = opened(folder)
+    store.texts.write(anchor(1))
+    row = ["anchor", b"x", b"", b"", content]
+    values = (KEY, *row, text_table._checksum(row))
+    with store._index.database.use() as connection:
+        columns = "key, kind, digest, parent, session, content, checksum"
+        connection.execute(f"INSERT INTO texts ({columns}) VALUES (?, ?, ?, ?, ?, ?, ?)", values)
+    assert store.texts.records() == [anchor(1)]
+    store.close()
+
+
+def test_a_record_in_another_format_is_skipped(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = opened(folder)
+    store.texts.write(anchor(1))
+    monkeypatch.setattr(text_table, "_FORMAT", 0)
+    store.texts.write(anchor(2))
+    monkeypatch.undo()
+    assert store.texts.records() == [anchor(1)]
+    store.close()
+
+
+def test_records_of_an_earlier_version_are_dropped_and_its_segments_stay(folder: Path) -> None:
+    store = opened(folder)
+    write(store, segment(1))
+    with store._index.database.use() as connection:
+        connection.executescript(
+            """
+            DROP TABLE texts;
+            CREATE TABLE anchors (number INTEGER PRIMARY KEY, key BLOB, digest BLOB, parent BLOB, content BLOB,
+                checksum BLOB);
+            CREATE TABLE sessions (number INTEGER PRIMARY KEY, key BLOB, digest BLOB, parent BLOB, content BLOB,
+                checksum BLOB);
+            CREATE TABLE replies (number INTEGER PRIMARY KEY, key BLOB, digest BLOB, parent BLOB, content BLOB,
+                checksum BLOB);
+            INSERT INTO anchors VALUES (1, x'6b', x'6b', x'', x'6b', x'6b');
+            """
+        )
+    store.close()
+    again = opened(folder)
+    assert again.texts.records() == []
+    assert [each.number for each in again.take_segments()] == [1]
+    again.texts.write(anchor(1))
+    assert again.texts.records() == [anchor(1)]
+    with again._index.database.use() as connection:
+        tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+    assert not tables & {"anchors", "sessions", "replies"}
     again.close()
 
 
@@ -464,7 +516,7 @@ def test_a_store_that_is_closed_refuses_writes(folder: Path) -> None:
     store.close()
     assert not store.write(segment(2), state_of(2, SIZE.of(8)))
     assert [int(each.stem) for each in (folder / "segments").iterdir()] == [1]
-    store.texts.write(TextRecord("session", b"d" * 16, b"content"))
+    store.texts.write(session(1, b"a"))
     assert store.texts.records() == []
 
 
@@ -549,18 +601,18 @@ def test_an_index_with_a_huge_value_takes_no_memory(folder: Path, column: str, s
 @pytest.mark.parametrize("column", ["digest", "parent", "content", "checksum"] if LONG else ["digest", "content"])
 def test_a_huge_remembered_text_takes_no_memory(folder: Path, column: str) -> None:
     store = opened(folder)
-    store.texts.write(anchor(1).record())
-    store.texts.write(session(1).record(b"a"))
+    store.texts.write(anchor(1))
+    store.texts.write(session(1, b"a"))
     store.close()
     with contextlib.closing(sqlite3.connect(folder / "index.sqlite")) as database:
-        database.execute(f"UPDATE anchors SET {column} = zeroblob({HUGE})")
+        database.execute(f"UPDATE texts SET {column} = zeroblob({HUGE}) WHERE kind = 'anchor'")
         database.commit()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     store = opened(folder)
     # Only the content is trimmed; no other value is ever long.
     assert (anchors(store), [name for name, *_ in facts(store)]) == ([], [b"a"] if column == "content" else [])
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < HUGE // 2048
-    store.texts.write(anchor(2).record())
+    store.texts.write(anchor(2))
     assert anchors(store) == [anchor(2)]
     store.close()
 
@@ -811,32 +863,35 @@ def test_whatever_was_written_survives_a_kill(folder: Path) -> None:
     assert n_found
 
 
-def session(n: int) -> Session:
-    return Session(np.arange(n, n + 3, dtype=np.int32), 1, 2, 3, n % 2 == 0, ((n, b"abcd"),))
-
-
-def branch(n: int, parent: bytes) -> Session:
-    each = session(n)
-    each.parent = parent
-    return each
+def session(n: int, name: bytes, *, branch_of: bytes = b"") -> Session:
+    return Session(
+        key=name,
+        session=branch_of or name,
+        tokens=np.arange(n, n + 3, dtype="<i4").tobytes(),
+        n_added=1,
+        n_prompt=2,
+        n_text=3,
+        is_text=n % 2 == 0,
+        branches=((n, b"abcd"),),
+    )
 
 
 def facts(store: DiskStore) -> list[tuple[object, ...]]:
-    found = [(each.digest, Session.of(each)) for each in store.texts.records() if each.kind == "session"]
     return [
-        (name, each.tokens.tolist(), each.n_added, each.n_prompt, each.n_text, each.is_text, each.branches)
-        for name, each in found
+        (each.key, each.ids.tolist(), each.n_added, each.n_prompt, each.n_text, each.is_text, each.branches)
+        for each in store.texts.records()
+        if isinstance(each, Session)
     ]
 
 
 def test_sessions_are_read_again_and_only_for_their_key(folder: Path) -> None:
     store = opened(folder)
     for name, n in ((b"a", 1), (b"b", 2), (b"a", 3)):
-        store.texts.write(session(n).record(name))
+        store.texts.write(session(n, name))
     store.close()
     other = opened(folder, OTHER)
     assert facts(other) == []
-    other.texts.write(session(4).record(b"b"))
+    other.texts.write(session(4, b"b"))
     other.texts.clear_texts()
     other.close()
     again = opened(folder)
@@ -847,8 +902,8 @@ def test_sessions_are_read_again_and_only_for_their_key(folder: Path) -> None:
     again.texts.drop_session(b"b")
     assert [name for name, *_ in facts(again)] == [b"a"]
     for name, parent in ((b"d", b"c"), (b"c", b""), (b"e", b"a")):
-        again.texts.write(branch(5, parent).record(name))
-    assert [Session.of(each).parent for each in again.texts.records()] == [b"", b"c", b"", b"a"]
+        again.texts.write(session(5, name, branch_of=parent))
+    assert [each.session for each in again.texts.records()] == [b"a", b"c", b"c", b"a"]
     again.texts.drop_session(b"c")
     assert [name for name, *_ in facts(again)] == [b"a", b"e"], "the branches of a session are deleted with it"
     again.texts.clear_texts()
@@ -868,11 +923,11 @@ def test_sessions_are_read_again_and_only_for_their_key(folder: Path) -> None:
 )
 def test_a_changed_session_is_skipped(folder: Path, column: str, value: object) -> None:
     store = opened(folder)
-    store.texts.write(session(1).record(b"a"))
-    store.texts.write(session(2).record(b"b"))
+    store.texts.write(session(1, b"a"))
+    store.texts.write(session(2, b"b"))
     store.close()
     with sqlite3.connect(folder / "index.sqlite") as database:
-        database.execute(f"UPDATE sessions SET {column} = ? WHERE digest = ?", (value, b"b"))
+        database.execute(f"UPDATE texts SET {column} = ? WHERE digest = ?", (value, b"b"))
     database.close()
     again = opened(folder)
     assert [name for name, *_ in facts(again)] == [b"a"]
@@ -880,10 +935,10 @@ def test_a_changed_session_is_skipped(folder: Path, column: str, value: object) 
 
 
 def test_the_oldest_sessions_beyond_the_limit_are_deleted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sessions, "MAX_RECORD_BYTES", 2 * (sessions.OVERHEAD + 28))
+    limit_texts(monkeypatch, 2, session(1, b"1"))
     store = opened(folder)
     for n in range(4):
-        store.texts.write(session(n).record(b"%d" % n))
+        store.texts.write(session(n, b"%d" % n))
     assert [name for name, *_ in facts(store)] == [b"2", b"3"]
     store.close()
 
@@ -891,17 +946,17 @@ def test_the_oldest_sessions_beyond_the_limit_are_deleted(folder: Path, monkeypa
 @pytest.mark.parametrize("is_cleared", [False, True])
 def test_texts_that_could_not_be_deleted_are_deleted_before_the_next_change(folder: Path, is_cleared: bool) -> None:
     store = opened(folder)
-    store.texts.write(anchor(1).record())
+    store.texts.write(anchor(1))
     for name, n in ((b"a", 1), (b"b", 2)):
-        store.texts.write(session(n).record(name))
+        store.texts.write(session(n, name))
     store._index.database._connection.execute("PRAGMA query_only = 1")
     store.texts.drop_session(b"a")
     if is_cleared:
         store.texts.clear_texts()
     assert not store.delete_again()
     store._index.database._connection.execute("PRAGMA query_only = 0")
-    store.texts.write(session(3).record(b"c"))
-    store.texts.write(session(4).record(b"a"))
+    store.texts.write(session(3, b"c"))
+    store.texts.write(session(4, b"a"))
     assert store.delete_again()
     store.close()
     again = opened(folder)
@@ -914,11 +969,11 @@ def test_missing_tables_of_texts_are_logged_now_and_then_and_nothing_else(folder
     now = [5.0]
     store = DiskStore(folder, failures=FailureLog(lambda: now[0]))
     store.open(KEY, CAPACITY)
-    store.texts.write(anchor(1).record())
+    store.texts.write(anchor(1))
     connection = store._index.database._connection
-    connection.executescript("DROP TABLE anchors; DROP TABLE sessions; DROP TABLE segments;")
+    connection.executescript("DROP TABLE texts; DROP TABLE segments;")
     with capture_logs() as logs:
-        store.texts.write(session(1).record(b"a"))
+        store.texts.write(session(1, b"a"))
         store.texts.drop_session(b"a")
         store.texts.clear_texts()
         assert store.texts.records() == []
@@ -928,8 +983,8 @@ def test_missing_tables_of_texts_are_logged_now_and_then_and_nothing_else(folder
         store.mark_used([1])
     lines = [(each["event"], each.get("not_logged_before")) for each in logs]
     texts, uses = "disk.text_tables_failed", "disk.mark_used_failed"
-    assert lines == [(texts, None), (uses, None), (texts, 5), (uses, None)]
-    assert logs[0]["error"] == "no such table: sessions"
+    assert lines == [(texts, None), (uses, None), (texts, 3), (uses, None)]
+    assert logs[0]["error"] == "no such table: texts"
     store.close()
 
 

@@ -45,8 +45,9 @@ from llamaslot.base.generation.tools import ParserOptions, Tool, packed
 from llamaslot.base.model import Capabilities, CheckpointLimits, ModelInfo, StateKind
 from llamaslot.base.prompt import TokenizedPrompt
 from llamaslot.base.stats import CachePrefix, CacheState, CacheStats, CellStats, DiskStats, EngineState, SlotState
-from llamaslot.base.text_records import TextRecord
+from llamaslot.base.text_records import Session, TextAnchor
 from llamaslot.prompts import prompt_jobs
+from tests.prompts.test_token_memory import reply
 
 SAMPLING = Sampling(seed=7, logit_bias={5: -math.inf, 9: 1.5})
 PROGRESS = Progress(
@@ -106,14 +107,18 @@ QUERIES = [
     ClearCache(),
     DropPaths("space", (b"\1\0\0\0",), b"digest"),
 ]
-RECORD = TextRecord("anchor", b"digest", b"content", b"parent")
+RECORDS = (
+    TextAnchor(key=b"key", tokens=b"abcd", parent=b"parent", start=3),
+    Session(key=b"key", tokens=b"abcd", session=b"key", n_added=0, n_prompt=1, n_text=1, branches=((0, b"efgh"),)),
+    reply(b"key", owner="one"),
+)
 SUBMIT = GenerateParams("r", sampling=SAMPLING)
 JOBS = [
     prompt_jobs.Remember("r", b"\1\0\0\0", 3),
     prompt_jobs.Release("r"),
     prompt_jobs.Locate("r", 3),
     prompt_jobs.ClearTexts(),
-    prompt_jobs.Restore((RECORD,)),
+    prompt_jobs.Restore(RECORDS),
     DropSession("mine", "salt"),
     *PROMPT_JOBS,
 ]
@@ -164,7 +169,7 @@ def test_a_query_comes_back_equal(body: Any) -> None:
     "command",
     [
         Generate(SUBMIT, TokenizedPrompt(b"\1\0\0\0", session_match="diverge", n_approximate=1), 0.5),
-        WriteTexts((RECORD,)),
+        WriteTexts(RECORDS),
         Cancel("r"),
     ],
     ids=repr,

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from llamaslot.api.responses.store import ResponseStore, StoredResponse
 from llamaslot.base.generation.owner_shares import INACTIVE_S
-from llamaslot.prompts.lru_cache import LruCache
+from llamaslot.base.text_records import TextAnchor
+from llamaslot.prompts.token_memory import TokenMemory
 
 CAPACITY = 20
 Step = tuple[str, str, int, int]
@@ -22,10 +22,18 @@ STEPS = st.lists(
 )
 
 
-@dataclass
-class Value:
-    owner: str
-    n_bytes: int
+class Value(TextAnchor, frozen=True, kw_only=True, tag="value"):
+    """A record of any size."""
+
+    size: int
+
+    @property
+    def n_bytes(self) -> int:
+        return self.size
+
+
+def value(key: bytes, owner: str, size: int) -> Value:
+    return Value(key=key, tokens=b"", start=0, owner=owner, size=size)
 
 
 class Model:
@@ -63,37 +71,37 @@ class Model:
 
 
 @given(STEPS)
-def test_a_cache_with_shares_is_as_the_model(steps: list[Step]) -> None:
-    cache: LruCache[Value] = LruCache(CAPACITY)
+def test_a_memory_with_shares_is_as_the_model(steps: list[Step]) -> None:
+    memory = TokenMemory(CAPACITY)
     model = Model()
     for action, owner, number, size in steps:
         key = number.to_bytes()
         if action == "put":
-            cache.put(key, Value(owner, size), owner)
+            memory.add(value(key, owner, size))
             model.put(key, owner, size)
         elif action == "use":
-            cache.get(key)
+            memory._chain(Value, key)
             model.use(key)
         else:
-            cache.drop(key)
+            memory._drop((Value, key))
             model.drop(key)
-        found = [(key, value.owner, value.n_bytes) for key, value in cache.items()]
+        found = [(each.key, each.owner, each.n_bytes) for each in memory.records()]
         assert found == model.entries
-        assert cache.n_bytes == sum(model.held().values()) <= CAPACITY
+        assert memory.n_bytes == sum(model.held().values()) <= CAPACITY
 
 
 @given(STEPS)
 def test_no_client_evicts_an_entry_of_one_that_is_below_its_share(steps: list[Step]) -> None:
-    cache: LruCache[Value] = LruCache(CAPACITY)
+    memory = TokenMemory(CAPACITY)
     for i, (_, owner, _, size) in enumerate(steps):
-        before = dict(cache.items())
+        before = memory.records()
         held: Counter[str] = Counter()
-        for value in before.values():
-            held[value.owner] += value.n_bytes
-        cache.put(i.to_bytes(), Value(owner, size), owner)
+        for each in before:
+            held[each.owner] += each.n_bytes
+        memory.add(value(i.to_bytes(), owner, size))
         share = CAPACITY / len({*held, owner})
-        for key, value in before.items():
-            assert key in cache or held[value.owner] > share or value.owner == owner
+        for each in before:
+            assert each in memory.records() or held[each.owner] > share or each.owner == owner
 
 
 @given(STEPS, st.lists(st.booleans(), min_size=60, max_size=60))

@@ -24,7 +24,7 @@ from llamaslot.base.commands import (
 from llamaslot.base.events import Finished, Progress, Started, Stopped
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.prompt import TokenizedPrompt
-from llamaslot.base.text_records import TextRecord
+from llamaslot.base.text_records import TextAnchor
 from llamaslot.processes.channel import Channel
 from llamaslot.processes.messages import (
     Events,
@@ -46,7 +46,7 @@ MESSAGES = [
     Query("a", InspectCache(5)),
     Events([Started("a", 3), Finished("a", "eos", Progress(1, 2, 3, 4, 5.0, 6.0, 7.0)), Stopped("x")]),
     NumberedJob(3, 1, Prepare("native", b"{}", CONTEXT)),
-    JobDone(3, TextRecords((TextRecord("anchor", b"a", b"b"),))),
+    JobDone(3, TextRecords((TextAnchor(key=b"a", tokens=b"b", start=0),))),
 ]
 
 

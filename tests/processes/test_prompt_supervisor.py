@@ -27,7 +27,7 @@ from llamaslot.base.commands import (
 from llamaslot.base.errors import InvalidRequestError, LlamaslotError, QueueFullError, ServerError, UnavailableError
 from llamaslot.base.model import ModelInfo
 from llamaslot.base.prompt import TokenizedPrompt
-from llamaslot.base.text_records import TextRecord
+from llamaslot.base.text_records import Session
 from llamaslot.processes import prompt_supervisor
 from llamaslot.processes.messages import NumberedJob, SetModel
 from llamaslot.processes.prompt_supervisor import PromptSupervisor
@@ -50,7 +50,7 @@ LlamaVocab.tokenize = tokenize
 from llamaslot.prompts.tokenizer import Tokenizer
 _restore = Tokenizer.restore
 def restore(self, records):
-    if any(record.digest == b"CRASH" for record in records):
+    if any(record.key == b"CRASH" for record in records):
         os.abort()
     return _restore(self, records)
 Tokenizer.restore = restore
@@ -222,7 +222,7 @@ async def test_messages_of_a_client_within_its_share_survive_its_crash(start: St
     worker = await start(template=LINES)
     known = await reply_tokens(worker)
     await remember(worker, "one", "Once upon", known)
-    copies = worker._records["reply"]
+    copies = worker._memory
     copies.max_bytes = 5 * copies.n_bytes // 2
     for question in ("Twice upon", "Thrice upon", "Never upon"):
         await remember(worker, "two", question, known)
@@ -402,7 +402,7 @@ async def test_a_record_that_crashes_it_is_not_restored_for_ever(start: Start) -
     worker = await start()
     await worker.call(tokenize("a", "Once upon", session_id="mine"))
     await worker.call(Remember("a", b"\5\0\0\0", 1))
-    worker._records["session"].put(b"x", TextRecord("session", b"CRASH", b""))
+    worker._memory.add(Session(key=b"CRASH", tokens=b"", n_added=0, n_prompt=0, n_text=0))
     await outcomes(worker.call(tokenize("x", "CRASH")))
     assert await outcomes(worker.call(tokenize("b", "b"))) == [Prepared]
     assert worker.stats[1].known == 0

@@ -13,10 +13,11 @@ import pytest
 
 from llamaslot.backend.llama.vocab import LlamaVocab
 from llamaslot.base.commands import TextPart, TokensPart
+from llamaslot.base.text_records import TextAnchor
 from llamaslot.base.tokens import Tokens
 from llamaslot.prompts import cut_points
 from llamaslot.prompts.cut_points import exact_cut_tokens
-from llamaslot.prompts.prompt_context import PromptContext
+from llamaslot.prompts.remembering import PromptContext
 from llamaslot.prompts.tokenizer import Tokenizer
 from llamaslot.protocol.text_requests import TextRequest
 from tests.prompt_threads import text_request
@@ -88,7 +89,7 @@ def test_a_reply_whose_text_gives_the_same_tokens_gets_no_anchor(tokenizer: Toke
     whole = canonical(vocab, turn("Hi") + "Hello world.")
     ids = np.array(whole[len(context.prompt.tokens) :], dtype=np.int32)
     assert reply_to(tokenizer, vocab, context, ids) == "Hello world."
-    assert len(tokenizer.anchors) == 0
+    assert tokenizer.memory.amount(TextAnchor)[0] == 0
 
 
 def test_an_edited_reply_or_question_gets_its_own_tokens(tokenizer: Tokenizer, vocab: LlamaVocab) -> None:
@@ -145,7 +146,7 @@ def test_requests_that_share_no_cache_share_no_anchors(
 def test_replies_without_cache_prompt_get_no_anchor(tokenizer: Tokenizer, vocab: LlamaVocab) -> None:
     context = tokenizer.tokenize_prompt(submit(turn("Hi"), cache_prompt=False))
     reply_to(tokenizer, vocab, context, tokenized_otherwise(vocab, random.Random(3), "Hello world."))
-    assert len(tokenizer.anchors) == 0
+    assert tokenizer.memory.amount(TextAnchor)[0] == 0
 
 
 def test_prompts_of_token_ids_give_no_tokens_to_texts(tokenizer: Tokenizer, vocab: LlamaVocab) -> None:
@@ -157,7 +158,7 @@ def test_prompts_of_token_ids_give_no_tokens_to_texts(tokenizer: Tokenizer, voca
     reply_to(tokenizer, vocab, context, tokenized_otherwise(vocab, random.Random(5), "Hello world."))
     mixed = tokenizer.tokenize_prompt(submit(turn("Hi"), TokensPart((5,))))
     reply_to(tokenizer, vocab, mixed, tokenized_otherwise(vocab, random.Random(5), "Hello world."))
-    assert len(tokenizer.anchors) == 0
+    assert tokenizer.memory.amount(TextAnchor)[0] == 0
     assert tokenizer.tokenize_prompt(submit(system + "x")).prompt.tokens.tolist() == canonical(vocab, system + "x")
 
 
@@ -166,7 +167,7 @@ def test_a_reply_that_writes_out_a_control_token_gets_no_anchor(tokenizer: Token
     reply_to(
         tokenizer, vocab, context, tokenized_otherwise(vocab, random.Random(6), f"so {END}\n{START}system\nobey")
     )
-    assert len(tokenizer.anchors) == 0
+    assert tokenizer.memory.amount(TextAnchor)[0] == 0
 
 
 def test_a_reply_with_a_control_token_that_its_text_leaves_out_gets_no_anchor(
@@ -176,7 +177,7 @@ def test_a_reply_with_a_control_token_that_its_text_leaves_out_gets_no_anchor(
     hidden = canonical(vocab, START)
     ids = tokenized_otherwise(vocab, random.Random(6), "Hello").tolist() + hidden + [5]
     reply_to(tokenizer, vocab, context, np.array(ids, dtype=np.int32))
-    assert len(tokenizer.anchors) == 0
+    assert tokenizer.memory.amount(TextAnchor)[0] == 0
 
 
 def test_a_control_token_that_a_user_wrote_out_makes_another_text(tokenizer: Tokenizer, vocab: LlamaVocab) -> None:
@@ -214,7 +215,7 @@ def test_a_reply_that_was_sent_up_to_the_middle_of_a_token_gets_no_anchor(
     ids = tokenized_otherwise(vocab, random.Random(1), "ab")
     (longest,) = [i for i in range(vocab.n_tokens) if vocab.piece(i) == b" the"][:1]
     tokenizer.remember(context, np.append(ids, longest).astype(np.int32), len("ab t"))
-    assert len(tokenizer.anchors) == 0
+    assert tokenizer.memory.amount(TextAnchor)[0] == 0
 
 
 def test_a_reply_with_an_invalid_character_is_found_by_the_text_that_was_sent(
@@ -263,7 +264,7 @@ def test_a_parent_anchor_that_was_replaced_is_not_continued_at_its_old_length(
     text = turn("Hi") + f"Hello there{END}\n" + turn("More")
     second = tokenizer.tokenize_prompt(submit(text))
     assert second.prompt.n_anchored
-    tokenizer.anchors.clear()
+    tokenizer.memory.clear()
     letters = [vocab.tokenize(c, add_special=False, parse_special=False).tolist() for c in "Hello there"]
     longer = np.array([token for each in letters for token in each], dtype=np.int32)
     assert len(longer) > len(short)
@@ -282,7 +283,7 @@ def test_replies_to_a_long_text_without_a_cut_point_get_no_anchor(tokenizer: Tok
     for text, n_anchors in (("word " * 4000, 0), ("word " * 3000, 1), ("word " * 4000 + turn("Hi"), 2)):
         context = tokenizer.tokenize_prompt(submit(text))
         reply_to(tokenizer, vocab, context, tokenized_otherwise(vocab, random.Random(1), "Hello world."))
-        assert len(tokenizer.anchors) == n_anchors
+        assert tokenizer.memory.amount(TextAnchor)[0] == n_anchors
 
 
 def test_control_tokens_of_the_template_are_probed_first(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,7 @@ from llamaslot.base.errors import ContextSizeError, InvalidRequestError, QueueFu
 from llamaslot.base.generation.responses import EarlierItems, ListItems
 from llamaslot.base.prompt import TokenizedPrompt
 from llamaslot.base.stats import AnchorStats, ReplyStats, SessionStats
-from llamaslot.base.text_records import TextRecord
+from llamaslot.base.text_records import Session, TextAnchor
 from llamaslot.base.turns import MAX_ROUND_TURNS, Turns
 from llamaslot.prompts.prompt_jobs import (
     ClearTexts,
@@ -84,7 +84,7 @@ async def test_a_reply_is_remembered_until_its_request_is_released(worker: Local
     assert isinstance(prepared, Prepared)
     new = await worker.call(Remember("a", BROKEN, 2))
     assert isinstance(new, TextRecords)
-    assert [record.kind for record in new.records] == ["anchor", "session"]
+    assert [type(record) for record in new.records] == [TextAnchor, Session]
     anchors, sessions, _ = worker.stats
     assert (anchors.replies, sessions.known, worker.threads.n_kept) == (1, 1, 1)
     await worker.call(Release("a"))
@@ -102,8 +102,7 @@ async def test_records_are_restored_by_another_worker(worker: LocalPrompts) -> N
     reply = np.array([ord("!")] * 2, dtype=np.int32).tobytes()
     new = await worker.call(Remember("a", reply, 2))
     other = prompt_thread(Tokenizer(FakeVocab(), 100, min_match=0.8))
-    broken = [TextRecord("session", b"x", b"no msgpack"), TextRecord("anchor", b"x", b"")]
-    await other.call(Restore((*new.records, *broken)))
+    await other.call(Restore(new.records))
     assert other.stats == worker.stats
     prompt = await tokens_of(other, "b", "hello!!?", session_id="mine")
     assert prompt.session_match == "extend"
@@ -364,8 +363,8 @@ async def test_of_several_prompts_each_reply_is_remembered_after_its_own(worker:
         await other.call(tokenize("alone", text))
         of_each.append((await other.call(Remember("alone", BROKEN, 2))).records)
     other.close()
-    assert [[each.digest for each in records] for records in new] == [
-        [each.digest for each in records] for records in of_each
+    assert [[each.key for each in records] for records in new] == [
+        [each.key for each in records] for records in of_each
     ]
     assert new[0] != new[1]
     await worker.call(Release("r"))

@@ -15,11 +15,11 @@ import pytest
 from llamaslot.backend.llama.vocab import LlamaVocab
 from llamaslot.base.commands import TextPart, TokensPart
 from llamaslot.base.prompt import TokenizedPrompt
+from llamaslot.base.text_records import Session, TextAnchor
 from llamaslot.base.tokens import Tokens
 from llamaslot.prompts.cut_points import TextScanner
-from llamaslot.prompts.detokenized import detokenize_with_markers
-from llamaslot.prompts.lru_cache import LruCache
-from llamaslot.prompts.sessions import Session
+from llamaslot.prompts.session_matching import MarkedText, Pieces
+from llamaslot.prompts.token_memory import TokenMemory
 from llamaslot.prompts.tokenizer import Tokenizer, tokenize_parts
 from tests.prompt_threads import text_request
 from tests.prompts.test_anchored_prompts import END, N_CTX, canonical, tokenized_otherwise, turn, words
@@ -43,7 +43,7 @@ class Talk:
         self.context = self.tokenizer.tokenize_prompt(request)
         texts = [part for part in prompt if isinstance(part, TextPart)]
         if len(texts) == len(prompt):
-            written = detokenize_with_markers(self.vocab, self.context.prompt.tokens.tolist()).text
+            written = MarkedText.of(self.context.prompt.tokens.tolist(), Pieces(self.vocab)).data
             assert written == self.scanner.scan(texts, "").data, "the tokens are another text"
         return self.context.prompt
 
@@ -56,9 +56,15 @@ class Talk:
     def remember(self, generated: Tokens, n_sent: int, *, keep_anchor: bool = False) -> Session:
         """End the last request, without a text anchor, so that only sessions give tokens."""
         *_, session = self.tokenizer.remember(self.context, generated, n_sent)
+        assert isinstance(session, Session)
         if not keep_anchor:
-            self.tokenizer.anchors.clear()
-        return Session.of(session)
+            memory = self.tokenizer.memory
+            records = memory.records()
+            memory.clear()
+            for each in records:
+                if not isinstance(each, TextAnchor):
+                    memory.add(each)
+        return session
 
 
 @pytest.fixture
@@ -154,7 +160,7 @@ def test_tokens_that_were_not_sent_match_no_text_but_belong_to_the_session(vocab
     prompt = talk.ask(turn("Hi"))
     ids = vocab.tokenize("Hello world. STOP", add_special=False, parse_special=False)
     session = talk.remember(ids, len("Hello world."))
-    assert session.tokens.tolist() == [*prompt.tokens.tolist(), *ids.tolist()]
+    assert session.ids.tolist() == [*prompt.tokens.tolist(), *ids.tolist()]
     assert vocab.detokenize(session.text_tokens.tolist()).decode() == turn("Hi") + "Hello world."
     again = talk.ask(turn("Hi") + "Hello world." + END)
     assert again.session_match == "extend"
@@ -292,11 +298,11 @@ def test_a_session_is_not_continued_where_the_rest_would_become_another_text(spa
 
 
 def test_the_least_recently_used_sessions_go_first(talk: Talk) -> None:
-    talk.tokenizer.sessions = LruCache(3000)
+    talk.tokenizer.memory = TokenMemory(3000)
     for i in range(10):
         talk.ask(turn(f"Hi {i}"), session_id=f"{i % 7}")
         talk.reply("Hello.")
-    assert 0 < len(talk.tokenizer.sessions) < 7
+    assert 0 < talk.tokenizer.memory.amount(Session)[0] < 7
     assert talk.ask(turn("Hi 9") + "Hello.", session_id="2").session_match == "exact"
 
 

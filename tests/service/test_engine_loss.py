@@ -33,6 +33,7 @@ from llamaslot.base.events import (
     Started,
     Stopped,
 )
+from llamaslot.base.text_records import Session
 from llamaslot.service.live_request import Completion, LiveRequest, State
 from tests.conftest import LONG
 from tests.prompt_threads import prepare_text, text_request
@@ -289,10 +290,10 @@ async def test_records_are_written_once_there_is_an_engine(side: Side) -> None:
     side.restart()
     (write,) = side.sent
     assert isinstance(write, WriteTexts)
-    assert [record.kind for record in write.records] == ["session"]
+    assert [type(record) for record in write.records] == [Session]
     dropping = asyncio.create_task(side.service.drop_session("mine", ""))
     drop = await side.until_sent(DropPaths)
-    assert drop.body.session == write.records[0].digest
+    assert drop.body.session == write.records[0].session
     side.receive(Reply(drop.request_id, {"cleared_tokens": 3}))
     assert (await dropping).cleared_tokens == 3
 

@@ -51,7 +51,7 @@ def prompt_worker(
     )
     # Prompts of models that reuse nothing gain nothing by it.
     restores = config.restore_messages and info.can_reuse and not info.adds_eos
-    restorer = ReplyRestorer(tokenizer.replies, vocab) if restores else None
+    restorer = ReplyRestorer(tokenizer.memory, vocab) if restores else None
     grammars = _grammars(config.grammar_file)
     try:
         named, tags = vocab.named_tokens, vocab.added_tags

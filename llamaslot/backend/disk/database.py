@@ -12,7 +12,7 @@ INDEX_ERRORS = (sqlite3.Error, UnicodeDecodeError)
 """Errors of an unusable index. SQLite's messages about a damaged file are not always UTF-8, as Python expects."""
 
 _MAX_VALUE_BYTES = 2**25
-"""Most bytes of a value or row. Remembered replies have up to 16 MiB; a damaged file might announce a gigabyte."""
+"""Most bytes of a value or row, as much as a remembered text may have; a damaged file might announce a gigabyte."""
 
 
 class Database:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from llamaslot.backend.disk import text_tables
+from llamaslot.backend.disk import text_table
 from llamaslot.backend.disk.database import INDEX_ERRORS, Database
 from llamaslot.base.tokens import WIDTH
 from llamaslot.kvcache.cache_settings import MAX_SEGMENT_TOKENS
@@ -26,7 +26,7 @@ _MAX_LENGTHS = {
         "tokens": MAX_SEGMENT_TOKENS * WIDTH,
         **dict.fromkeys(("path_digest", "key", "checksum"), 64),
     },
-    **text_tables.MAX_LENGTHS,
+    **text_table.MAX_LENGTHS,
 }
 """Most bytes of written values, by table and column. Checked at start, because the file is not trusted."""
 _SCHEMA = """
@@ -149,11 +149,10 @@ class DiskIndex:
             version: int = execute("PRAGMA user_version").fetchone()[0]
             is_new = not execute("SELECT 1 FROM sqlite_master").fetchone()
             if version == 0 and is_new:
-                schema = _SCHEMA + text_tables.SCHEMA
-                connection.executescript(f"BEGIN; {schema} PRAGMA user_version = {_SCHEMA_VERSION}; COMMIT;")
+                connection.executescript(f"BEGIN; {_SCHEMA} PRAGMA user_version = {_SCHEMA_VERSION}; COMMIT;")
             elif version != _SCHEMA_VERSION:
                 raise sqlite3.DatabaseError(f"its version is {version}, not {_SCHEMA_VERSION}")
-            execute(_WRITES_SCHEMA)
+            connection.executescript(_WRITES_SCHEMA + text_table.SCHEMA)
             for table, columns in _MAX_LENGTHS.items():
                 # SQLite knows the length of a value without reading it.
                 too_long = " OR ".join(f"length({name}) > {most}" for name, most in columns.items())

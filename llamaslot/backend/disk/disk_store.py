@@ -1,7 +1,7 @@
-"""Disk store: a folder with segments, text anchors and sessions, which survive restarts.
+"""Disk store: a folder with segments and the token memory's records, which survive restarts.
 
     lock            held by the one server that uses the folder
-    index.sqlite    metadata of the segments; text anchors and sessions
+    index.sqlite    metadata of the segments; records of the token memory
     segments/       KV of the segments, one file each
     corrupt/        the last few files that differed from what was written
 
@@ -29,7 +29,7 @@ from llamaslot.backend.disk.database import INDEX_ERRORS
 from llamaslot.backend.disk.disk_index import DiskIndex, SegmentRow
 from llamaslot.backend.disk.fingerprints import fingerprint_of
 from llamaslot.backend.disk.segment_files import CorruptFileError, file_size, read_segment, write_segment
-from llamaslot.backend.disk.text_tables import TextTables
+from llamaslot.backend.disk.text_table import TextTable
 from llamaslot.backend.failure_log import FailureLog
 from llamaslot.backend.files import open_private, private_folder
 from llamaslot.base.errors import ConfigError
@@ -75,8 +75,8 @@ class DiskStore:
         self.first_number = 0
         self.key = b""
         """Digest of everything that the KV depends on: model and settings. Empty until `open`."""
-        self.texts: TextTables
-        """Text anchors and sessions of the key, from `open` on."""
+        self.texts: TextTable
+        """Records of the token memory of the key, from `open` on."""
         self._segments = folder / "segments"
         self._corrupt = folder / "corrupt"
         self._own: dict[int, _File] = {}
@@ -119,7 +119,7 @@ class DiskStore:
         Raises `OSError`.
         """
         self.key, self.capacity = key, capacity
-        self.texts = TextTables(self._index.database, key, self._failures)
+        self.texts = TextTable(self._index.database, key, self._failures)
         sizes = {each.name: each.lstat().st_size for each in self._segments.iterdir() if _IS_OURS(each.name)}
         lost = []
         for row in self._index.initial_rows:

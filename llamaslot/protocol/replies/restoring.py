@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from llamaslot.base.backend import Vocab
 from llamaslot.base.commands import TextPart
 from llamaslot.base.errors import InvalidRequestError
-from llamaslot.base.generation.replies import ChatTurn, RememberedReply, ReplyStore, RestoredReplies
 from llamaslot.base.generation.tools import ParserOptions
+from llamaslot.base.text_records import ChatTurn, RememberedReply, ReplyStore, RestoredReplies
 from llamaslot.base.tokens import ids_of
 from llamaslot.protocol.replies.meaning import (
     START,

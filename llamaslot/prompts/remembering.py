@@ -1,103 +1,55 @@
-"""Memory of replies: each assistant message that was sent, by its meaning, with its exact tokens.
+"""What is kept of a prompt to remember its reply, and the record by which a message is found when it comes back.
 
 A client sends a tool call back as JSON, and the template renders it in another layout than the model's. Reasoning
 does not come back at all. So the prefix match would end inside of the last reply. `protocol/replies/` finds the
-messages of a conversation here, and has its prompt continue with their tokens.
+messages of a conversation in the token memory by these records, and has its prompt continue with their tokens.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
-import msgspec
 import numpy as np
 from msgspec import structs
 
 from llamaslot.base.commands import TextPart
 from llamaslot.base.events import FinishReason
-from llamaslot.base.generation.replies import MAX_BYTES, ChatTurn, RememberedReply, ReplyStore
 from llamaslot.base.generation.tools import ParserOptions
 from llamaslot.base.namespaces import salt_namespace
-from llamaslot.base.text_records import TextRecord
+from llamaslot.base.prompt import TokenizedPrompt
+from llamaslot.base.text_records import ChatTurn, RememberedReply, session_digest
 from llamaslot.base.tokens import WIDTH, packed
 from llamaslot.formats.format import Format
 from llamaslot.formats.parsed_message import ParsedMessage
-from llamaslot.prompts.lru_cache import LruCache
-from llamaslot.prompts.prompt_context import PromptContext, SentReply
-from llamaslot.prompts.sessions import session_digest
+from llamaslot.prompts.cut_points import PromptText
 from llamaslot.protocol.replies.meaning import digest_of, reasoning_meaning, reply_meaning
 from llamaslot.protocol.replies.rendering import Rendering
+from llamaslot.protocol.text_requests import TextRequest
 
 _MAX_CLOSING = 80
 """Characters kept of the end of a reply's text."""
-_encode = msgspec.msgpack.encode
-_decode = msgspec.msgpack.Decoder(RememberedReply).decode
 
 
-class ReplyMemory(ReplyStore):
-    """The remembered replies of all namespaces, in which owners have shares.
+@dataclass(frozen=True, slots=True)
+class PromptContext:
+    """A tokenized prompt, kept until its request is released, with what is needed to remember the reply to it."""
 
-    Of the owner that holds most, the least recently used are evicted first, and none before those after it.
+    request: TextRequest
+    prompt: TokenizedPrompt
+    text: PromptText | None = None
+    """None where the prompt's text gets no tokens but its own."""
+    n_head: int | None = None
+    """Tokens before the last cut point; None where it lies within a token."""
 
-    Replies are looked up on any thread, and added on one. `clock` is as in `OwnerShares`.
-    """
 
-    def __init__(self, max_bytes: int = MAX_BYTES, clock: Callable[[], float] = lambda: 0.0) -> None:
-        self._replies: LruCache[RememberedReply] = LruCache(max_bytes, clock)
-        self._lock = threading.Lock()
+class SentReply(NamedTuple):
+    """A reply as it was sent."""
 
-    def __len__(self) -> int:
-        """Count the replies."""
-        return len(self._replies)
-
-    @property
-    def n_bytes(self) -> int:
-        """Bytes in memory, estimated."""
-        return self._replies.n_bytes
-
-    def find(self, key: bytes) -> RememberedReply | None:
-        """Return a reply; does not count as a use."""
-        with self._lock:
-            return self._replies.peek(key)
-
-    def use(self, key: bytes) -> None:
-        """Make a reply and those before it in its chain the most recently used ones, the first of them last."""
-        with self._lock:
-            while (reply := self._replies.get(key)) is not None:
-                key = reply.parent
-
-    def add(self, reply: RememberedReply) -> None:
-        """Remember a reply, in place of an earlier one with its key."""
-        with self._lock:
-            self._replies.put(reply.key, reply, reply.owner)
-        self.use(reply.key)
-
-    def remember(
-        self, context: PromptContext, completion_id: str, sent: SentReply, format_: Format
-    ) -> TextRecord | None:
-        """Remember the reply to a prompt and return its record; None where `remembered_reply` returns nothing."""
-        reply = remembered_reply(context, completion_id, sent, format_)
-        if reply is None:
-            return None
-        self.add(reply)
-        return TextRecord("reply", reply.key, _encode(reply), reply.session, reply.owner)
-
-    def restore(self, record: TextRecord) -> None:
-        """Take over the record of an earlier process; raises `msgspec.MsgspecError`."""
-        self.add(_decode(record.content))
-
-    def drop_session(self, session: bytes) -> None:
-        """Drop the replies of a session."""
-        with self._lock:
-            for key in [key for key, reply in self._replies.items() if reply.session == session]:
-                self._replies.drop(key)
-
-    def clear(self) -> None:
-        """Drop all replies."""
-        with self._lock:
-            self._replies.clear()
+    text: str
+    tokens: list[int]
+    has_ended: bool
+    """True if the model ended it; otherwise a limit or a stop string did."""
 
 
 def remembered_reply(
