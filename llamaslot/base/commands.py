@@ -11,12 +11,11 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-from llamaslot.base.generation.request_context import ReplyOptions, RequestContext
-from llamaslot.base.generation.responses import EarlierItems, References
+from llamaslot.base.generation.request_context import EarlierItems, References, ReplyOptions, RequestContext
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.generation.tools import ReasoningBudget, ReasoningDefaults
-from llamaslot.base.prompt import TokenizedPrompt
 from llamaslot.base.text_records import TextRecord
+from llamaslot.base.tokens import TokenizedPrompt
 
 N_SEEDS = 2**32 - 1
 """Seeds are 32 bits wide; the highest one means "random" to llama.cpp and is never passed on."""
@@ -97,7 +96,7 @@ class GenerateParams(msgspec.Struct, frozen=True):
     client: str = ""
     """A digest that tells clients apart: of the API key, else of the session, else of the address.
 
-    Clients take turns in queues (`base/turns.py`).
+    Clients take turns in queues (`base/callers.py`).
     """
     n: int = 1
     prompt_probs: int = -1

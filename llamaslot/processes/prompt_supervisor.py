@@ -17,10 +17,9 @@ import structlog
 
 from llamaslot.base.commands import DropSession, Needs, Prepare
 from llamaslot.base.errors import InvalidRequestError, LlamaslotError, ServerError, UnavailableError
-from llamaslot.base.generation import replies
 from llamaslot.base.process_times import ProcessTimes, process_times, starved_seconds
 from llamaslot.base.stats import AnchorStats, ReplyStats, SessionStats
-from llamaslot.base.text_records import RecordKind, TextRecord
+from llamaslot.base.text_records import MAX_REPLIES_BYTES, RecordKind, TextRecord
 from llamaslot.processes.child import Exit
 from llamaslot.processes.messages import (
     FromPrompts,
@@ -95,7 +94,7 @@ class PromptSupervisor(PromptQueue):
         self._records: dict[RecordKind, LruCache[TextRecord]] = {
             "anchor": LruCache(text_anchors.MAX_BYTES),
             "session": LruCache(sessions.MAX_RECORD_BYTES),
-            "reply": LruCache(replies.MAX_BYTES, time.monotonic),
+            "reply": LruCache(MAX_REPLIES_BYTES, time.monotonic),
         }
         """Copies of what is remembered, to be restored in a new process."""
         self._stats = AnchorStats(), SessionStats(), ReplyStats()

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import Generic, Protocol, TypeVar
 
-from llamaslot.base.generation.owner_shares import OwnerShares
+from llamaslot.base.callers import OwnerShares
 
 
 class Sized(Protocol):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from llamaslot.base.prompt import TokenizedPrompt
+from llamaslot.base.tokens import TokenizedPrompt
 from llamaslot.prompts.cut_points import PromptText
 from llamaslot.protocol.text_requests import TextRequest
 

@@ -17,10 +17,9 @@ from msgspec import structs
 
 from llamaslot.base.commands import TextPart
 from llamaslot.base.events import FinishReason
-from llamaslot.base.generation.replies import MAX_BYTES, ChatTurn, RememberedReply, ReplyStore
 from llamaslot.base.generation.tools import ParserOptions
 from llamaslot.base.namespaces import salt_namespace
-from llamaslot.base.text_records import TextRecord
+from llamaslot.base.text_records import MAX_REPLIES_BYTES, ChatTurn, RememberedReply, ReplyStore, TextRecord
 from llamaslot.base.tokens import WIDTH, packed
 from llamaslot.formats.format import Format
 from llamaslot.formats.parsed_message import ParsedMessage
@@ -44,7 +43,7 @@ class ReplyMemory(ReplyStore):
     Replies are looked up on any thread, and added on one. `clock` is as in `OwnerShares`.
     """
 
-    def __init__(self, max_bytes: int = MAX_BYTES, clock: Callable[[], float] = lambda: 0.0) -> None:
+    def __init__(self, max_bytes: int = MAX_REPLIES_BYTES, clock: Callable[[], float] = lambda: 0.0) -> None:
         self._replies: LruCache[RememberedReply] = LruCache(max_bytes, clock)
         self._lock = threading.Lock()
 
@@ -155,8 +154,7 @@ class _Before(NamedTuple):
 
 def _before(context: PromptContext, turn: ChatTurn) -> _Before | None:
     """Return what is remembered of the prompt before a reply, None if that is unknown."""
-    restored = turn.restored
-    continued = restored.continued if restored is not None else None
+    continued = turn.continued
     n_restored = context.prompt.n_restored
     if continued is not None:
         if not n_restored:

@@ -21,14 +21,19 @@ from jinja2.meta import find_undeclared_variables
 
 from llamaslot.base.commands import TextPart
 from llamaslot.base.errors import ConfigError, InvalidRequestError
-from llamaslot.text.call_arguments import parsed_arguments
 from llamaslot.text.control_tokens import ControlTokens, Placeholders, restored
-from llamaslot.text.conversation import SYSTEM_ROLES, Conversation, Message, clean_message, clean_tool, joined
+from llamaslot.text.conversation import (
+    SYSTEM_ROLES,
+    Conversation,
+    Message,
+    clean_message,
+    clean_tool,
+    joined,
+    parsed_arguments,
+)
 from llamaslot.text.jinja_sandbox import ChatSandbox, copied
-from llamaslot.text.message_form import MessageForm
-from llamaslot.text.roles import fitted, results_from_user, without_system
-from llamaslot.text.tool_schemas import simpler_tools
-from llamaslot.text.turns import CALLED, Preambles, TurnForm, probed
+from llamaslot.text.message_form import MessageForm, simpler_tools
+from llamaslot.text.turns import CALLED, Preambles, TurnForm, fitted, probed, results_from_user, without_system
 from llamaslot.text.volatile import without
 
 MAX_CHARACTERS = 2**26

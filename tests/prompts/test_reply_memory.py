@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from llamaslot.base.generation.owner_shares import INACTIVE_S
-from llamaslot.base.generation.replies import RememberedReply
+from llamaslot.base.callers import INACTIVE_S
+from llamaslot.base.text_records import RememberedReply
 from llamaslot.prompts.reply_memory import ReplyMemory
 
 

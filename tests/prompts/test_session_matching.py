@@ -14,8 +14,7 @@ import pytest
 
 from llamaslot.backend.llama.vocab import LlamaVocab
 from llamaslot.base.commands import TextPart, TokensPart
-from llamaslot.base.prompt import TokenizedPrompt
-from llamaslot.base.tokens import Tokens
+from llamaslot.base.tokens import TokenizedPrompt, Tokens
 from llamaslot.prompts.cut_points import TextScanner
 from llamaslot.prompts.detokenized import detokenize_with_markers
 from llamaslot.prompts.lru_cache import LruCache

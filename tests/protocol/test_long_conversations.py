@@ -9,13 +9,11 @@ from typing import Any
 import pytest
 
 from llamaslot.base.errors import InvalidRequestError
-from llamaslot.protocol.anthropic.messages import conversation_of
-from llamaslot.protocol.responses.items import Turns
-from llamaslot.protocol.responses.tools import Toolbox
-from llamaslot.text.call_arguments import parsed_arguments
-from llamaslot.text.roles import fitted
+from llamaslot.protocol.anthropic import conversation_of
+from llamaslot.protocol.response_items import Toolbox, Turns
+from llamaslot.text.conversation import parsed_arguments
 from llamaslot.text.template import ChatTemplate
-from llamaslot.text.turns import PREAMBLE, Preambles, TurnForm
+from llamaslot.text.turns import PREAMBLE, Preambles, TurnForm, fitted
 from llamaslot.text.volatile import pattern, without
 
 N = 100_000

@@ -16,8 +16,7 @@ import xxhash
 
 from llamaslot.backend.disk.database import INDEX_ERRORS, Database
 from llamaslot.backend.failure_log import FailureLog
-from llamaslot.base.generation import replies
-from llamaslot.base.text_records import RecordKind, TextRecord
+from llamaslot.base.text_records import MAX_REPLIES_BYTES, REPLY_OVERHEAD, RecordKind, TextRecord, owner_of
 from llamaslot.prompts import sessions, text_anchors
 
 _TRIM_INTERVAL = 256
@@ -110,7 +109,7 @@ class TextTables:
             for *row, checksum in connection.execute(query, (self._key,)):
                 if checksum == _checksum(row):
                     digest, parent, content = row
-                    owner = replies.owner_of(content) if kind == "reply" else ""
+                    owner = owner_of(content) if kind == "reply" else ""
                     found.append(TextRecord(kind, digest, content, parent, owner))
         return found
 
@@ -128,7 +127,7 @@ def _trim(connection: sqlite3.Connection) -> None:
     """Delete the oldest rows, of any key, of tables that exceed their limit, and anchors whose parent is gone."""
     n_deleted = _trim_table(connection, "anchors", text_anchors.OVERHEAD, text_anchors.MAX_BYTES)
     _trim_table(connection, "sessions", sessions.OVERHEAD, sessions.MAX_RECORD_BYTES)
-    _trim_table(connection, "replies", replies.OVERHEAD, replies.MAX_BYTES)
+    _trim_table(connection, "replies", REPLY_OVERHEAD, MAX_REPLIES_BYTES)
     while n_deleted:
         n_deleted = connection.execute(
             "DELETE FROM anchors WHERE parent != x'' AND NOT EXISTS (SELECT 1 FROM anchors AS other "

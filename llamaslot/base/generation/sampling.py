@@ -11,13 +11,13 @@ SAMPLERS = (
 )  # fmt: skip
 """The default order of the samplers."""
 _LETTERS = dict(zip("edskypmxta", [*SAMPLERS, "adaptive_p"], strict=True))
-"""llama-server's letters for all samplers, but for `i`."""
+"""llama-server's letters for all samplers except `i`."""
 INFILL = "infill"
 """A sampler of llama-server that this server does not have."""
 
 
 def _spellings() -> dict[str, str]:
-    """Return the name of a sampler by each of its spellings that llama-server takes."""
+    """Return the names of samplers by all spellings that llama-server accepts."""
     names = {"nucleus": "top_p", "temp": "temperature", "typ": "typ_p"}
     for name in (*_LETTERS.values(), INFILL):
         names |= dict.fromkeys((name, name.replace("_", "-"), name.replace("_", "")), name)
