@@ -24,11 +24,11 @@ from llamaslot.base.generation.tools import ParserOptions
 
 RecordKind: TypeAlias = Literal["anchor", "session", "reply"]
 _RECORD_OVERHEAD = 200
-"""Bytes that a record takes in addition to its content, about."""
+"""Approximate bytes of a record in addition to its content."""
 MAX_REPLIES_BYTES = 16 * 2**20
-"""Memory that all remembered replies may take, and again on disk; estimated."""
+"""Limit of the estimated memory of all remembered replies, and of their size on disk."""
 REPLY_OVERHEAD = 600
-"""Bytes that one takes in addition to its tokens and texts, about."""
+"""Approximate bytes of a reply in addition to its tokens and texts."""
 
 
 class TextRecord(msgspec.Struct, frozen=True):
@@ -125,7 +125,7 @@ def owner_of(content: bytes) -> str:
 
 
 class ChatTurn(msgspec.Struct, frozen=True):
-    """The part of a chat request that is needed to remember its reply."""
+    """Facts about a chat request that are needed to remember its reply."""
 
     parser: ParserOptions
     """For the whole message, of which the prompt may have the beginning."""

@@ -33,7 +33,15 @@ from llamaslot.text.conversation import (
 )
 from llamaslot.text.jinja_sandbox import ChatSandbox, copied
 from llamaslot.text.message_form import MessageForm, simpler_tools
-from llamaslot.text.turns import CALLED, Preambles, TurnForm, fitted, probed, results_from_user, without_system
+from llamaslot.text.turns import (
+    CALLED,
+    Preambles,
+    TurnForm,
+    probed,
+    results_from_user,
+    with_accepted_roles,
+    without_system,
+)
 from llamaslot.text.volatile import without
 
 MAX_CHARACTERS = 2**26
@@ -96,7 +104,9 @@ class ChatTemplate:
             conversation[-n_last:] = [_as_one(conversation[-n_last:])]
         if self._volatile is not None:
             conversation = without(self._volatile, conversation)
-        return fitted(conversation, later_system=self._takes_later_system, user_twice=self._takes_user_twice)
+        return with_accepted_roles(
+            conversation, later_system=self._takes_later_system, user_twice=self._takes_user_twice
+        )
 
     def render(
         self,

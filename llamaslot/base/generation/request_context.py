@@ -1,4 +1,4 @@
-"""Inputs of a request beside its body, and the fields of the body that shape the reply.
+"""Inputs of a request other than its body, and the fields of the body that shape the reply.
 
 The earlier items and the fields of a reply are those of the Responses API.
 """
@@ -30,7 +30,7 @@ class RequestLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RequestContext(msgspec.Struct, frozen=True):
-    """Inputs of the prompt worker beside a completion request's body: HTTP headers and server settings."""
+    """Inputs of the prompt worker other than a request's body: HTTP headers and server settings."""
 
     request_id: str
     limits: RequestLimits
