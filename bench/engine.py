@@ -28,8 +28,7 @@ from llamaslot.base.commands import Generate, GenerateParams
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.events import TERMINAL, Event, Finished, Output
 from llamaslot.base.generation.sampling import Sampling
-from llamaslot.base.prompt import TokenizedPrompt
-from llamaslot.base.tokens import packed
+from llamaslot.base.tokens import TokenizedPrompt, packed
 from llamaslot.engine.engine import Engine
 from llamaslot.engine.engine_settings import EngineSettings
 from llamaslot.engine.model_worker import model_thread

@@ -30,7 +30,7 @@ SLOWEST = (
     "bench/test_checkpoints.py",
     "app/test_chaos.py",
     "api/test_bad_input.py",
-    "protocol/test_reply_constraint.py",
+    "protocol/test_constraints.py",
     "cli/test_doctor_command.py",
     "engine/test_disk_worker.py",
     "backend/test_splitters.py",

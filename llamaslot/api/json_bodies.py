@@ -17,7 +17,7 @@ from aiohttp import web
 from llamaslot.api import http_errors
 from llamaslot.api.body_reader import BodyReader
 from llamaslot.api.connections import Connection
-from llamaslot.protocol.decoding import decode
+from llamaslot.protocol.bodies import decode
 
 _MAX_SMALL_BODY = 2**16
 """Bytes of a body that is decoded on the event loop."""

@@ -1,1 +1,1 @@
-"""Errors and the messages that service and engine exchange; imports nothing of this project."""
+"""Types that all packages share: messages between processes, errors, facts about the model."""

@@ -133,11 +133,11 @@ class Vocab(Protocol):
 
     @property
     def longest_piece(self) -> int:
-        """Bytes of text that one token may stand for at most, 0 where a tokenizer may drop text."""
+        """Maximum bytes of text per token; 0 if the tokenizer may drop text."""
 
     @property
     def stack_bytes(self) -> int:
-        """Stack that a thread needs to call `tokenize`; 0 for what threads have by default."""
+        """Stack size that a thread needs to call `tokenize`; 0 for the default size."""
 
     @property
     def eog(self) -> frozenset[int]:
@@ -145,7 +145,7 @@ class Vocab(Protocol):
 
     @property
     def special_tokens(self) -> tuple[str, ...]:
-        """Texts that `parse_special` makes one token each, and that become several tokens without it."""
+        """Texts that are one token each with `parse_special`, and several tokens without it."""
 
     @property
     def cut_tokens(self) -> tuple[str, ...]:
@@ -190,7 +190,7 @@ class Backend(Protocol):
     def change(self, operation: Operation) -> None:
         """Carry out an operation on sequences.
 
-        Besides the errors of each operation, raises `MemoryError` if there is none; the target is empty then.
+        Besides the errors of each operation, raises `MemoryError`; the target is then empty.
         """
 
     def end_changes(self) -> None:
@@ -215,7 +215,7 @@ class Backend(Protocol):
         """Compute at most `info.n_ubatch` tokens, as one micro-batch; every run must continue its sequence."""
 
     def compile(self, constraint: Constraint) -> CompiledConstraint:
-        """Compile a constraint, on one thread at a time, which may be another one than that of all other calls.
+        """Compile a constraint. Called on one thread at a time, which may differ from that of all other calls.
 
         Raises `InvalidRequestError` for an invalid one, `NotSupportedError` if the vocabulary takes none.
         """
@@ -248,15 +248,15 @@ class Backend(Protocol):
     def measure_costs(self, should_stop: Callable[[], bool] = lambda: False) -> bool:
         """Measure the costs that are pending; sequences must be empty, but something may be saved.
 
-        `should_stop` is asked now and then. Returns False if they still are pending, since it was stopped or
+        `should_stop` is polled. Returns False if costs are still pending because the measurement was stopped or
         disturbed; otherwise `info` has them. Raises `IllegalCallError` if a sequence holds something.
         """
 
     def set_layout(self, *, unified: bool) -> None:
-        """Make the context again in another layout, where `info.part_cells` allows it; segments stay.
+        """Recreate the context in another layout, if `info.part_cells` allows it; segments are kept.
 
-        Raises `IllegalCallError` if a sequence holds something, and `MemoryError` if there is no memory for it: the
-        layout is the former one then.
+        Raises `IllegalCallError` if a sequence holds something, and `MemoryError` without enough memory; then the
+        layout is unchanged.
         """
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Callers: who sent a request, and the three principals that follow from that.
+"""Callers: who sent a request, whose turn it is, and whose share of memory is charged.
 
     owner       pays for memory (replies, stored chats, bodies): its API key, else its address
     client      takes turns, and has a limit of requests: its API key, else its session, else its address
@@ -11,11 +11,22 @@ number of sessions.
 from __future__ import annotations
 
 import hashlib
-from typing import Literal
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from typing import Generic, Literal, TypeVar
 
 import msgspec
 
 from llamaslot.base.namespaces import tenant_name
+
+MAX_CLIENTS = 1024
+"""Clients whose last turn is remembered: those that had one most recently."""
+MAX_ROUND_TURNS = 64
+"""Turns after which a client counts as one that had none: a stream of new clients cannot keep it waiting longer."""
+INACTIVE_S = 3600.0
+"""Time without a use after which an owner has no share."""
+T = TypeVar("T")
+K = TypeVar("K", bound=Hashable)
 
 
 class Caller(msgspec.Struct, frozen=True):
@@ -41,11 +52,11 @@ class Caller(msgspec.Struct, frozen=True):
 
     @property
     def known_client(self) -> str:
-        """The id of the client before the body is read; empty where only the body may name it, by its session."""
+        """The id of the client if it is known before the body is read; else empty: the body may name a session."""
         return self.client() if self.key or self.session_id else ""
 
     def client(self, session_id: str = "") -> str:
-        """Return the id of the client, of a request whose body names a session or not."""
+        """Return the id of the client; `session_id` is the session that the body names, if any."""
         if self.key:
             return self.key
         session_id = session_id or self.session_id
@@ -61,15 +72,155 @@ class Amounts:
         """By owner or client; without those that hold nothing."""
 
     def __getitem__(self, holder: str) -> int:
-        """Return what one holds."""
+        """Return the amount of one holder."""
         return self.each.get(holder, 0)
 
     def add(self, holder: str, n: int) -> None:
-        """Count `n` more, or with a negative number less."""
+        """Add `n`, which may be negative."""
         self.total += n
         amount = self.each.pop(holder, 0) + n
         if amount:
             self.each[holder] = amount
+
+
+class Turns:
+    """Numbers the turns that clients take; the next one to be served is the one whose last turn is oldest."""
+
+    def __init__(self) -> None:
+        self.n_taken = 0
+        self._last: dict[str, int] = {}
+
+    def last(self, client: str) -> int:
+        """Return the number of a client's last turn; 0 if it had none, or so long ago that it is forgotten."""
+        return self._last.get(client, 0)
+
+    def next(self, waiting: Iterable[T], client_of: Callable[[T], str | None]) -> T:
+        """Return the first item of the client whose turn it is; items of no client come before all others."""
+
+        def place(item: T) -> int:
+            client = client_of(item)
+            if client is None:
+                return -1
+            last = self.last(client)
+            return last if last > self.n_taken - MAX_ROUND_TURNS else 0
+
+        return min(waiting, key=place)
+
+    def take(self, client: str) -> None:
+        """Count a turn of a client."""
+        self.n_taken += 1
+        self._last.pop(client, None)
+        self._last[client] = self.n_taken
+        if len(self._last) > MAX_CLIENTS:
+            del self._last[next(iter(self._last))]
+
+
+class OwnerShares(Generic[K]):
+    """Bounded memory of replies, by owner: keys in the order of their last use, and the bytes of each owner.
+
+    The least recently used entry of the owner that holds most is evicted first. That owner has at least its equal
+    share, so one that sends much never evicts an entry of an owner that is below its share. Owners may use what
+    others leave, as with the KV of tenants (`kvcache/tiers/tenant_shares.py`). One that has added and used nothing
+    for an hour has no share: its entries are evicted first.
+
+        capacity   |-- owner 1 ---|---------- owner 2 -----------|-- owner 3 ---|
+                                     evicted first
+
+    `clock` gives seconds; without one no owner is ever inactive.
+    """
+
+    def __init__(self, clock: Callable[[], float] = lambda: 0.0) -> None:
+        self._clock = clock
+        self._owner_of: dict[K, str] = {}
+        self._keys: OrderedDict[str, OrderedDict[K, None]] = OrderedDict()
+        """By owner, the least recently used first; so are the owners."""
+        self._last_used: dict[str, float] = {}
+        """Times of owners that have entries."""
+        self._bytes = Amounts()
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of all owners."""
+        return self._bytes.total
+
+    def __len__(self) -> int:
+        """Count the entries."""
+        return len(self._owner_of)
+
+    def __contains__(self, key: object) -> bool:
+        """True if there is an entry."""
+        return key in self._owner_of
+
+    def __iter__(self) -> Iterator[K]:
+        """Iterate over the keys of all entries."""
+        return iter(self._owner_of)
+
+    def add(self, key: K, owner: str) -> None:
+        """Add an entry that is not here, as the most recently used one; `charge` adds its bytes."""
+        self._owner_of[key] = owner
+        self._keys.setdefault(owner, OrderedDict())[key] = None
+        self._keep_active(owner)
+
+    def use(self, key: K) -> None:
+        """Make an entry the most recently used one of its owner."""
+        owner = self._owner_of[key]
+        self._keys[owner].move_to_end(key)
+        self._keep_active(owner)
+
+    def remove(self, key: K) -> str:
+        """Remove an entry and return its owner, which keeps its bytes until they are charged back."""
+        owner = self._owner_of.pop(key)
+        del self._keys[owner][key]
+        if not self._keys[owner]:
+            del self._keys[owner], self._last_used[owner]
+        return owner
+
+    def charge(self, owner: str, n_bytes: int) -> None:
+        """Count bytes that an owner holds, or with a negative number holds no more."""
+        self._bytes.add(owner, n_bytes)
+
+    def clear(self) -> None:
+        """Remove all entries and bytes."""
+        self._owner_of.clear()
+        self._keys.clear()
+        self._last_used.clear()
+        self._bytes = Amounts()
+
+    def evicted_next(
+        self,
+        owner: str,
+        n_bytes: int,
+        *,
+        by_count: bool = False,
+        can_evict: Callable[[K], bool] = lambda key: True,
+    ) -> K | None:
+        """Return the key to evict before an owner adds an entry of `n_bytes`.
+
+        It belongs to an inactive owner, else to the one that would hold the most bytes, or with `by_count` the most
+        entries, among those with an entry that `can_evict`. None if the owner itself would hold the most and has no
+        such entry: then it cannot add one.
+        """
+
+        def held(each: str) -> tuple[int, bool, str]:
+            amount = len(self._keys.get(each, ())) if by_count else self._bytes[each]
+            added = (1 if by_count else n_bytes) if each == owner else 0
+            # On a tie, the owner that wants more gives way.
+            return amount + added, each == owner, each
+
+        # Entries that running requests use cannot be evicted; that must not block other owners.
+        first = {each: next(filter(can_evict, keys), None) for each, keys in self._keys.items()}
+        inactive_since = self._clock() - INACTIVE_S
+        for each, key in first.items():
+            if self._last_used[each] > inactive_since:
+                break
+            if key is not None and each != owner:
+                return key
+        largest = max({owner, *(each for each, key in first.items() if key is not None)}, key=held)
+        return first.get(largest)
+
+    def _keep_active(self, owner: str) -> None:
+        self._keys.move_to_end(owner)
+        self._last_used[owner] = self._clock()
 
 
 def _digest(kind: Literal["session", "address"], name: str) -> str:

@@ -11,12 +11,11 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-from llamaslot.base.generation.request_context import ReplyOptions, RequestContext
-from llamaslot.base.generation.responses import EarlierItems, References
+from llamaslot.base.generation.request_context import EarlierItems, References, ReplyOptions, RequestContext
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.generation.tools import ReasoningBudget, ReasoningDefaults
-from llamaslot.base.prompt import TokenizedPrompt
 from llamaslot.base.text_records import TextRecord
+from llamaslot.base.tokens import TokenizedPrompt
 
 N_SEEDS = 2**32 - 1
 """Seeds are 32 bits wide; the highest one means "random" to llama.cpp and is never passed on."""
@@ -52,9 +51,9 @@ class Constraint(msgspec.Struct, frozen=True):
     param: str
     """The request field that it comes from, for errors."""
     seconds: float = 0.0
-    """CPU time that it took to compile when it was checked."""
+    """CPU time to compile it, measured when it was checked."""
     n_bytes: int = 0
-    """Memory that it took then; 0 if that is not known."""
+    """Memory of the compiled grammar, measured then; 0 if unknown."""
 
 
 class GenerateParams(msgspec.Struct, frozen=True):
@@ -66,9 +65,9 @@ class GenerateParams(msgspec.Struct, frozen=True):
     """Tokens to generate: -1 up to the end of the slot's context, 0 none (the prompt is evaluated)."""
     stop: tuple[str, ...] = ()
     n_indent: int = 0
-    """Spaces and tabs that each line but the first must begin with, or the text ends before it."""
+    """Minimum indentation (spaces and tabs) of all lines but the first; a line with less ends the text."""
     t_max_predict_ms: int = -1
-    """Time after the first token from which on the end of a line ends the text; not positive for none."""
+    """Time after the first token from which the end of a line ends the text; off if not positive."""
     return_progress: bool = False
     """Send an `Output` with `prefill` before the first and after each step that computes the prompt."""
     reports_progress: bool = False
@@ -91,17 +90,17 @@ class GenerateParams(msgspec.Struct, frozen=True):
     session_id: str = ""
     """The client's name for the conversation; empty for none."""
     session_branch: str = ""
-    """Tells apart conversations of one session, such as those of sub-agents, by what they begin with."""
+    """Distinguishes conversations of one session, such as those of sub-agents, by their beginning."""
     owner: str = ""
     """The `Caller.owner` whose share of memory is charged for the remembered reply."""
     client: str = ""
-    """A digest that tells clients apart: of the API key, else of the session, else of the address.
+    """A digest that identifies the client: of the API key, else of the session, else of the address.
 
-    Clients take turns in queues (`base/turns.py`).
+    Clients take turns in queues (`base/callers.py`).
     """
     n: int = 1
     prompt_probs: int = -1
-    """Score the prompt's tokens, each with so many of the most likely ones; -1 for not.
+    """Score the prompt's tokens, each with this many of the most likely tokens; -1 for no scores.
 
     Such a prompt is computed in full, without the cache.
     """

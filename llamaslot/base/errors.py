@@ -1,4 +1,4 @@
-"""The errors that users can meet, each with a stable `type`, which is llama-server's.
+"""Errors that users can meet, each with a stable `type`, which is llama-server's.
 
 `llamaslot.api.http_errors` maps each type to an HTTP status.
 """
@@ -14,7 +14,7 @@ MAX_MESSAGE_CHARS = 4000
 """Characters of a message: some quote a request's field, which may have many MiB."""
 _MAX_PARAM_CHARS = 200
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
-"""Characters that control a terminal or the direction of text, but not tab and newline."""
+"""Characters that control a terminal or the direction of text, except tab and newline."""
 
 
 def printable(text: str) -> str:
@@ -170,7 +170,7 @@ class ServerError(LlamaslotError):
 
 
 def stopped_error(reason: str) -> ServerError | UnavailableError:
-    """Return the error of requests that the engine does not serve any more; `reason` is empty for a shutdown."""
+    """Return the error of requests that a stopped engine leaves; `reason` is empty for a shutdown."""
     if reason:
         return ServerError("the engine stopped because of an internal error")
     return UnavailableError("the server is shutting down", retry_after=1)

@@ -13,8 +13,8 @@ import msgspec
 from llamaslot.base.errors import ErrorInfo
 from llamaslot.base.generation.token_probs import TokenProbs
 from llamaslot.base.model import ModelInfo
-from llamaslot.base.prompt import SessionMatch
 from llamaslot.base.stats import Miss
+from llamaslot.base.tokens import SessionMatch
 
 FinishReason: TypeAlias = Literal["eos", "limit", "word"]
 
@@ -159,7 +159,7 @@ class Reply(msgspec.Struct, frozen=True, tag="reply"):
 
 
 class Stopped(msgspec.Struct, frozen=True, tag="stopped"):
-    """The engine ended and answers nothing more; `reason` is empty when it was told to."""
+    """The engine has stopped; `reason` is empty for a normal shutdown."""
 
     reason: str
 

@@ -1,8 +1,8 @@
-"""Threads that run from the start, and end without being waited for.
+"""Executors whose threads run from the start, and are not waited for at the end.
 
-A thread that is started when the first request needs it fails then, at a limit of threads or memory, with an
-error that nothing expects. And a call that never returns must not hold up the end of the server: Python joins all
-executor threads when it exits, so a process with a hung one must end by `os._exit`.
+At a limit of threads or memory, a thread that starts only with the first request fails with an error that nothing
+expects. And a call that never returns must not delay the end of the server: Python joins all executor threads when
+it exits, so a process with a hung one must end by `os._exit`.
 """
 
 from __future__ import annotations

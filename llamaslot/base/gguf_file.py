@@ -78,20 +78,20 @@ _NOT_SERVED = {
 }
 """Reasons by architecture; `{}` stands for its name."""
 _WITHOUT_EXPERTS = ("hunyuan-dense", "hunyuan_vl")
-"""Architectures of which llama.cpp takes a single expert for none."""
+"""Architectures for which llama.cpp treats a single expert as none."""
 
 
 def check_file(path: Path) -> None:
-    """Raise `ConfigError` for what is not a readable GGUF file."""
+    """Raise `ConfigError` unless a path leads to a readable GGUF file."""
     with _opened(path) as file:
         if _read(file, 4, path) != b"GGUF":
             raise ConfigError(f"{path} is not a GGUF file", param="--model")
 
 
 def check_metadata(path: Path) -> None:
-    """Raise `ConfigError` for a model one of whose files is no GGUF file or has metadata that is out of bounds.
+    """Raise `ConfigError` if one of a model's files is not a GGUF file, or its metadata exceeds a limit.
 
-    Takes time and memory within the bounds. A version of the format that llama.cpp refuses is left to it.
+    Time and memory are bounded. A version of the format that llama.cpp refuses is not checked here.
     """
     for part in parts(path):
         check_file(part)
@@ -100,7 +100,7 @@ def check_metadata(path: Path) -> None:
 
 
 def why_not_served(architecture: str, *, is_causal: bool = True) -> str:
-    """Return the reason why no text is generated with models of an architecture; empty where it is.
+    """Return why models of an architecture are not served; empty if they are.
 
     Without causal attention each token sees those after it too, so KV of a prefix is not that of a longer prompt.
     """
@@ -109,7 +109,7 @@ def why_not_served(architecture: str, *, is_causal: bool = True) -> str:
 
 
 def parts(path: Path) -> list[Path]:
-    """Return all files of a model by the first one; llama.cpp finds the others by their names."""
+    """Return all files of a model, given the first; llama.cpp finds the others by their names."""
     found = re.fullmatch(r"(.*)-00001-of-(\d{5})\.gguf", path.name)
     if found is None or not int(found[2]):
         return [path]
@@ -204,7 +204,7 @@ class _Metadata:
         self._at = at
 
     def _check_tokens(self, tokens: list[bytes]) -> None:
-        """Refuse a token that is there twice: llama.cpp would abort (fact 29)."""
+        """Refuse duplicate tokens, at which llama.cpp would abort (fact 29)."""
         known = set(tokens)
         if len(known) == len(tokens) and b"" not in known and b"\0" not in b"".join(tokens):
             return
@@ -244,7 +244,7 @@ class _Metadata:
         return self._numbers.get(f"{self._architecture}.{key}", default)
 
     def _value(self, kind: int, key: str) -> int:
-        """Pass a value; returns it, without a fraction if it has one."""
+        """Read a value; returns 0 for one that is not an integer."""
         form = self._form_of(kind, key)
         self._need(form.size)
         (value,) = form.unpack_from(self._data, self._at)
@@ -279,7 +279,7 @@ class _Metadata:
         self._at += n_bytes
 
     def _need(self, n_bytes: int) -> None:
-        """Read on until that many bytes are there."""
+        """Read until so many unread bytes are buffered."""
         n_here = len(self._data) - self._at
         if n_here >= n_bytes:
             return
@@ -301,7 +301,7 @@ class _Metadata:
 
 
 def _printable(raw: bytes) -> str:
-    """Return a text that may become a part of an error message."""
+    """Return a text that can be shown in an error message."""
     text = raw.decode(errors="replace")
     return text if text.isprintable() else ascii(text)
 

@@ -44,7 +44,7 @@ class IllegalCallError(AssertionError):
 
 
 class NotSavedError(Exception):
-    """The host has no memory for a `Save` or `Take`; nothing was changed."""
+    """Not enough host memory for a `Save` or `Take`; nothing was changed."""
 
     def __init__(self, segment: int) -> None:
         super().__init__(f"not enough memory for segment {segment}")
@@ -52,7 +52,7 @@ class NotSavedError(Exception):
 
 
 class NotLoadedError(Exception):
-    """There is no memory for a `Load` or `Restore`; the target is empty then."""
+    """Not enough memory for a `Load` or `Restore`; the target is then empty."""
 
     def __init__(self, segment: int) -> None:
         super().__init__(f"segment {segment} could not be loaded")

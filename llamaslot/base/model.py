@@ -82,13 +82,13 @@ class StateCost(msgspec.Struct, frozen=True):
 
 
 CPU = "CPU"
-"""`ModelInfo.device` of a model of which nothing is computed on a GPU."""
+"""`ModelInfo.device` of a model that runs on the CPU alone."""
 QUERY_BLOCK = 64
 """Query block: tokens of a step that llama.cpp's flash attention computes together on a CPU."""
 
 
 class SegmentSize(msgspec.Struct, frozen=True):
-    """Bytes that the KV of some tokens of one sequence takes off the pool."""
+    """Size of the saved KV of some tokens of one sequence."""
 
     fixed: int
     per_token: int
@@ -243,16 +243,16 @@ class ModelInfo(msgspec.Struct, frozen=True):
     n_batch: int
     n_ubatch: int
     unified: bool
-    """One pool for all slots, or an equal part for each; at start, where `part_cells` allows both."""
+    """True for one pool for all slots, False for an equal part each; at start, if `part_cells` allows both."""
     flash_attn: bool
     cache_type_k: str
     cache_type_v: str
     device: str
     """Device that the model runs on, for a person to read."""
     part_cells: int = 0
-    """Cells of a slot while the pool is partitioned, where it can be both in turn; 0 where its layout is fixed."""
+    """Cells of a slot while the pool is partitioned, if its layout may change; 0 if it is fixed."""
     context_ms: float = 0.0
-    """Milliseconds that making the context took, which a change of its layout takes again."""
+    """Milliseconds to create the context; to change its layout takes as long."""
     backends: tuple[str, ...] = ()
     """Backends of ggml in the llama.cpp build, such as CUDA and CPU; empty for a backend without llama.cpp."""
     reuse_reason: str = ""

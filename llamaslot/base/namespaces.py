@@ -3,7 +3,7 @@
 The namespaces of one API key form a tenant: its KV counts against the key's share of the cache, whatever salts its
 requests have.
 
-The public namespace is the only one of which other tenants find prefixes. Only administrators send requests to it.
+Other tenants find prefixes of the public namespace, and of no other. Only administrators send requests to it.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ PUBLIC_SALT = _RESERVED + "public"
 
 
 def client_salt(salt: str) -> str:
-    """Return a salt that a client chose, such that it is none of those that the server makes."""
+    """Return a client's salt, escaped so that it never equals a salt that the server makes."""
     return _RESERVED + salt if salt.startswith(_RESERVED) else salt
 
 
 def key_secret(api_key: str) -> str:
-    """Return what the salts of an API key's requests are made from; it does not disclose the key."""
+    """Return the secret from which the salts of an API key are made; it does not disclose the key."""
     key = api_key.encode("utf-8", "surrogateescape")
     return f"{tenant_name(api_key)} {hmac.digest(key, b'llamaslot', 'sha256').hex()}"
 

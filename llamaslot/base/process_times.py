@@ -71,7 +71,7 @@ def thread_times(pid: int) -> dict[int, ThreadTimes]:
 def process_times(pid: int, at: float) -> ProcessTimes:
     """Return the accounts of a process now, at `at` seconds; those of one that has ended are empty.
 
-    Those of the process that asks lack the thread that asks.
+    Those of the calling process leave out the calling thread.
     """
     threads = thread_times(pid)
     threads.pop(threading.get_native_id(), None)
@@ -108,12 +108,12 @@ def starved_seconds(before: ProcessTimes, after: ProcessTimes) -> float:
 
 
 def has_ended(pid: int) -> bool:
-    """Return true for a process whose main thread has ended, even if others keep it from being reaped."""
+    """Return True for a process whose main thread has ended, even if others keep it from being reaped."""
     return _status(pid) in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD, "")
 
 
 def is_stopped(pid: int) -> bool:
-    """Return true for a process that is stopped by a signal or a debugger."""
+    """Return True for a process that is stopped by a signal or a debugger."""
     return _status(pid) in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 
 

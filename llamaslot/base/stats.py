@@ -12,7 +12,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from llamaslot.base.generation.sampling import Sampling
-from llamaslot.base.prompt import SessionMatch
+from llamaslot.base.tokens import SessionMatch
 
 Miss: TypeAlias = Literal[
     "",

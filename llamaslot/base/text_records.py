@@ -157,19 +157,8 @@ TextRecord: TypeAlias = TextAnchor | Session | RememberedReply
 RecordKind: TypeAlias = type[TextAnchor] | type[Session] | type[RememberedReply]
 
 
-class RestoredReplies(msgspec.Struct, frozen=True):
-    """The tokens of remembered replies with which a prompt begins."""
-
-    tokens: bytes
-    """Packed."""
-    n_reply: int
-    """Tokens of replies among them."""
-    continued: RememberedReply | None = None
-    """The last of them if the prompt's message continues it: it is remembered again with what follows."""
-
-
 class ChatTurn(msgspec.Struct, frozen=True):
-    """The part of a chat request that is needed to remember its reply."""
+    """Facts about a chat request that are needed to remember its reply."""
 
     parser: ParserOptions
     """For the whole message, of which the prompt may have the beginning."""
@@ -185,7 +174,12 @@ class ChatTurn(msgspec.Struct, frozen=True):
     """State after it."""
     start: bytes
     """State of the empty chain."""
-    restored: RestoredReplies | None = None
+    restored: bytes = b""
+    """Tokens of remembered replies with which the prompt begins, packed."""
+    n_reply: int = 0
+    """Tokens of replies among them."""
+    continued: RememberedReply | None = None
+    """The last of them if the prompt's message continues it: it is remembered again with what follows."""
 
 
 def session_digest(namespace: str, session_id: str, branch: str = "") -> bytes:

@@ -17,7 +17,6 @@ from llamaslot.formats.message import (
     OutputParser,
     ReadCalls,
     ReasoningTags,
-    StreamParser,
     TaggedMessage,
 )
 from llamaslot.formats.output import Output
@@ -92,7 +91,7 @@ class Format(ABC):
             parallel=options.parallel,
             calls_only=options.calls_only,
         )
-        return StreamParser(reader, output, self.steps(reader, output, options))
+        return OutputParser(reader, output, self.steps(reader, output, options))
 
     def steps(self, reader: Reader, output: Output, options: ParserOptions) -> Steps[None]:
         """Return the parser's generator for one message."""

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 from llamaslot.base.generation.tools import Tool
-from llamaslot.formats.schema_types import value_types
+from llamaslot.base.json_schemas import value_types
 
 Thinking: TypeAlias = Literal["none", "optional", "open"]
 """Reasoning before the forced call: not allowed, started by the model if it wants, or opened by the prompt."""
@@ -146,6 +146,19 @@ class GrammarWriter:
     def repeated(self, call: str, separator: str, *, parallel: bool) -> str:
         """Return an expression for one call or, if `parallel`, for several with a separator between them."""
         return f"{call} ({self.sequence(separator, call)})*" if parallel else call
+
+    def calls(self, functions: Iterable[str], opening: str, closing: str, separator: str, *, parallel: bool) -> str:
+        """Return an expression for a call of any one of the functions or, if `parallel`, for several.
+
+        `opening` and `closing` are texts around each call.
+        """
+        call = self.rule(self.sequence(self.text(opening), self.choice(functions), self.text(closing)))
+        return self.repeated(call, self.text(separator), parallel=parallel)
+
+    def call_list(self, functions: Iterable[str], opening: str, closing: str, *, parallel: bool) -> str:
+        """Return an expression for calls with commas between them; `opening` and `closing` are around the list."""
+        calls = self.calls(functions, "", "", ", ", parallel=parallel)
+        return self.sequence(self.text(opening), calls, self.text(closing))
 
     def listed(self, required: Sequence[str], optional: Sequence[str], separator: str) -> str:
         """Return an expression for all required parts, then any of the optional ones, each in the given order."""

@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Callable, Collection, Iterable
 
-from llamaslot.formats.fields import is_object
+from llamaslot.formats.calls import is_object
 from llamaslot.formats.json_value import QUOTES, ValueCopier, copy_arguments, copy_string, read_string
 from llamaslot.formats.output import Output
 from llamaslot.formats.reader import Machine, Reader, Steps

@@ -4,38 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 from llamaslot.base.events import FinishReason
 from llamaslot.base.generation.tools import ParserOptions
 from llamaslot.formats.calls import Delta
 from llamaslot.formats.output import Output
 from llamaslot.formats.reader import Emit, Machine, Markers, Reader, Steps, beginnings
-
-
-class OutputParser(Protocol):
-    """Parser of one message. It never raises: output that cannot be parsed is content.
-
-    The concatenated deltas do not depend on how the output was split into pieces.
-    """
-
-    def push(self, text: str) -> Delta:
-        """Add output and return the part of the message that is certain now."""
-        ...
-
-    def finish(self, reason: FinishReason = "eos") -> Delta:
-        """End the output and return the rest of the message."""
-        ...
-
-    @property
-    def is_partial(self) -> bool:
-        """True if the message differs from the model's output: text was dropped, or a call was closed."""
-        ...
-
-    @property
-    def is_cut(self) -> bool:
-        """True if the output ended inside a call, which the message lacks or contains only in part."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +47,12 @@ call.
 """
 
 
-class StreamParser:
-    """An `OutputParser` that drives a generator (`Steps`), which reads from a `Reader`."""
+class OutputParser:
+    """Parser of one message. It never raises: output that cannot be parsed is content.
+
+    The concatenated deltas do not depend on how the output was split into pieces: a generator (`Steps`) reads them
+    from a `Reader`.
+    """
 
     def __init__(self, reader: Reader, output: Output, steps: Steps[None]) -> None:
         self._output = output

@@ -6,8 +6,7 @@ from dataclasses import replace
 
 from llamaslot.base.events import FinishReason
 from llamaslot.base.generation.tools import ParserOptions
-from llamaslot.formats.calls import Delta, ToolCall, ToolCallDelta
-from llamaslot.formats.fields import is_object
+from llamaslot.formats.calls import Delta, ToolCall, ToolCallDelta, is_object
 from llamaslot.formats.format import Format
 
 

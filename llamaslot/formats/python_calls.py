@@ -7,8 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from llamaslot.base.generation.tools import Tool
-from llamaslot.formats.calls import ToolCall
-from llamaslot.formats.fields import fields_of
+from llamaslot.formats.calls import ToolCall, fields_of
 from llamaslot.formats.grammar import GrammarWriter, object_schema, parameters_of, takes_any_names
 from llamaslot.formats.json_calls import read_list
 from llamaslot.formats.json_value import PYTHON_QUOTES, ValueCopier

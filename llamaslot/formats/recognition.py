@@ -4,19 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from llamaslot.formats.families.deepseek import DeepSeek
 from llamaslot.formats.families.gemma import FunctionGemma, Gemma
-from llamaslot.formats.families.generic import Generic
-from llamaslot.formats.families.glm import Glm
-from llamaslot.formats.families.granite import Granite
 from llamaslot.formats.families.harmony import Harmony
-from llamaslot.formats.families.hermes import Hermes
-from llamaslot.formats.families.kimi import Kimi
-from llamaslot.formats.families.lfm2 import Lfm2
-from llamaslot.formats.families.llama import Llama3, LlamaPython
-from llamaslot.formats.families.minimax import MiniMax
-from llamaslot.formats.families.mistral import Mistral
-from llamaslot.formats.families.qwen_coder import QwenCoder
+from llamaslot.formats.families.json_arguments import DeepSeek, Kimi, Mistral
+from llamaslot.formats.families.json_or_python import Generic, Granite, Hermes, Lfm2, Llama3, LlamaPython
+from llamaslot.formats.families.tagged_arguments import Glm, MiniMax, QwenCoder
 from llamaslot.formats.format import Format
 from llamaslot.formats.message import ReasoningTags
 

@@ -17,17 +17,19 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 from llamaslot.base.generation.tools import Tool
+from llamaslot.base.json_schemas import ALL_TYPES, parameter_types, type_of
 from llamaslot.formats.json_value import ValueCopier, copy_arguments
 from llamaslot.formats.output import Output
 from llamaslot.formats.reader import Emit, Machine, Markers, Reader, Steps, beginnings
-from llamaslot.formats.schema_types import ALL_TYPES, json_of, parameter_types
 
 _NAME = re.compile(r"[^\s<>{}\[\]\"']+")
 _WHITESPACE = re.compile(r"\s+")
+_PYTHON_LITERALS = {"True": "true", "False": "false", "None": "null"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,6 +244,33 @@ class TaggedCalls:
         return not self._tags.value_open or bool((yield from self._reader.accept(self._tags.value_open)))
 
 
+def read_section(
+    reader: Reader,
+    output: Output,
+    read_call: Callable[[], Steps[bool]],
+    *,
+    starts: Sequence[str],
+    tags: Tags,
+    close: str,
+    between: re.Pattern[str] = _WHITESPACE,
+) -> Steps[None]:
+    """Read further calls, which begin with one of `starts`, up to `close`. What is not a call becomes content."""
+    while True:
+        yield from reader.all(between)
+        if (yield from reader.accept(close)) or reader.fragment(tags.call_close, close):
+            return
+        if not (yield from reader.looking_at(*starts)):
+            if begun := reader.fragment(tags.name_open):
+                output.cut(begun)
+            return
+        mark = reader.mark()
+        is_call = yield from read_call()
+        rejected = reader.release(mark)
+        if not is_call:
+            output.rejected(rejected, reader)
+            return
+
+
 class _String:
     """Passes a string on as it arrives."""
 
@@ -307,3 +336,27 @@ def _value_sink(types: frozenset[str], emit: Emit) -> _String | _Kept | _Contain
     if types <= {"object", "array"}:
         return _Container(emit, types)
     return _Kept(emit, types)
+
+
+def json_of(text: str, types: frozenset[str]) -> str:
+    """Return an argument's text as JSON.
+
+    If strings are allowed, the text is a string unless it is JSON of another allowed type. Text that is not JSON is
+    always a string.
+    """
+    stripped = text.strip()
+    stripped = _PYTHON_LITERALS.get(stripped, stripped)
+    try:
+        value = json.loads(stripped, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return json.dumps(text, ensure_ascii=False)
+    if "string" not in types:
+        return stripped
+    kind = type_of(value)
+    if kind != "string" and (kind in types or (kind == "integer" and "number" in types)):
+        return stripped
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(constant)

@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import msgspec
 
 from llamaslot.base.commands import AnswerBody, DropSession, JsonReply, Needs, Prepare, Prepared, PreparedPrompt
-from llamaslot.base.generation.request_context import ReplyOptions
-from llamaslot.base.generation.responses import ListItems
+from llamaslot.base.generation.request_context import ListItems, ReplyOptions
 from llamaslot.base.namespaces import salt_namespace
 from llamaslot.base.text_records import TextRecord, session_digest
 from llamaslot.base.tokens import unpacked
-from llamaslot.protocol.responses.listing import list_items
+from llamaslot.protocol.response_items import list_items
 
 if TYPE_CHECKING:
     # The parent of a worker process, which knows its jobs, needs neither numpy nor Jinja.

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 
+from llamaslot.base.callers import Turns
 from llamaslot.base.commands import AnswerBody, Prepare
 from llamaslot.base.errors import (
     InvalidRequestError,
@@ -31,10 +32,9 @@ from llamaslot.base.errors import (
     UnavailableError,
 )
 from llamaslot.base.executors import close_after_queue, started_executor
-from llamaslot.base.generation.responses import ListItems
+from llamaslot.base.generation.request_context import ListItems
 from llamaslot.base.stats import AnchorStats, ReplyStats, SessionStats
 from llamaslot.base.text_records import RememberedReply, Session, TextAnchor
-from llamaslot.base.turns import Turns
 from llamaslot.prompts.prompt_jobs import Job, JobResult, PromptJobs, Release, Remember, activity_of, client_of
 
 if TYPE_CHECKING:

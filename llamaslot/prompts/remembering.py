@@ -17,9 +17,8 @@ from llamaslot.base.commands import TextPart
 from llamaslot.base.events import FinishReason
 from llamaslot.base.generation.tools import ParserOptions
 from llamaslot.base.namespaces import salt_namespace
-from llamaslot.base.prompt import TokenizedPrompt
 from llamaslot.base.text_records import ChatTurn, RememberedReply, session_digest
-from llamaslot.base.tokens import WIDTH, packed
+from llamaslot.base.tokens import WIDTH, TokenizedPrompt, packed
 from llamaslot.formats.format import Format
 from llamaslot.formats.parsed_message import ParsedMessage
 from llamaslot.prompts.cut_points import PromptText
@@ -107,8 +106,7 @@ class _Before(NamedTuple):
 
 def _before(context: PromptContext, turn: ChatTurn) -> _Before | None:
     """Return what is remembered of the prompt before a reply, None if that is unknown."""
-    restored = turn.restored
-    continued = restored.continued if restored is not None else None
+    continued = turn.continued
     n_restored = context.prompt.n_restored
     if continued is not None:
         if not n_restored:

@@ -17,7 +17,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import TypeAlias
 
-from llamaslot.base.generation.owner_shares import OwnerShares
+from llamaslot.base.callers import OwnerShares
 from llamaslot.base.text_records import (
     MAX_BYTES,
     RecordKind,

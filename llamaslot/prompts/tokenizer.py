@@ -31,9 +31,16 @@ from llamaslot.base.backend import Vocab
 from llamaslot.base.commands import GenerateParams, PromptPart, TextPart, TokensPart
 from llamaslot.base.errors import ContextSizeError, InvalidRequestError
 from llamaslot.base.namespaces import salt_namespace
-from llamaslot.base.prompt import SessionMatch, TokenizedPrompt
 from llamaslot.base.text_records import Session, TextAnchor, TextRecord, session_digest
-from llamaslot.base.tokens import WIDTH, Tokens, n_common, packed, unpacked
+from llamaslot.base.tokens import (
+    WIDTH,
+    SessionMatch,
+    TokenizedPrompt,
+    Tokens,
+    n_common,
+    packed,
+    unpacked,
+)
 from llamaslot.formats.format import Format
 from llamaslot.prompts.cut_points import CutPoint, PromptText, TextScanner, exact_cut_tokens, n_characters
 from llamaslot.prompts.remembering import PromptContext, SentReply, remembered_reply
@@ -208,17 +215,17 @@ class Tokenizer:
 
     def _with_replies(self, request: TextRequest) -> PromptContext | None:
         """Tokenize the prompt after the tokens of remembered replies; None if it has none."""
-        restored = request.chat.restored if request.chat is not None else None
-        if restored is None:
+        turn = request.chat
+        if turn is None or not turn.restored:
             return None
-        known = unpacked(restored.tokens)
+        known = unpacked(turn.restored)
         own = tokenize_parts(self._vocab, request.rest, add_special=False)
         # Some vocabularies add a space before a text, also before one that begins with a space.
         n_blanks = _n_leading_blanks(request.rest[0].text.encode(errors="replace")) if request.rest else 0
         if _n_leading_blanks(self._vocab.detokenize(own[: n_blanks + 4].tolist())) > n_blanks:
             return None
         prompt = TokenizedPrompt(
-            packed(np.concatenate([known, own])), n_restored=len(known), n_replies=restored.n_reply
+            packed(np.concatenate([known, own])), n_restored=len(known), n_replies=turn.n_reply
         )
         params = request.params
         if not params.session_id:

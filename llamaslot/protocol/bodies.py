@@ -1,4 +1,4 @@
-"""Request bodies, typed and bounded.
+"""Request bodies: their fields with types and bounds, decoding, and errors that name the field at fault.
 
 As in llama-server, null counts as absent, unknown fields are ignored, and 2.0 is an integer. Fields of the wrong
 type or out of range are refused by name. The meaning of values is decided elsewhere.
@@ -6,13 +6,15 @@ type or out of range are refused by name. The meaning of values is decided elsew
 
 from __future__ import annotations
 
-from typing import Annotated, Any, TypeAlias
+import re
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import Meta
 
+from llamaslot.base.errors import InvalidRequestError, LlamaslotError
 from llamaslot.base.generation.tools import ReasoningFormat
-from llamaslot.protocol.structured_options import StructuredOptions
 
 INT32_MAX = 2**31 - 1
 MAX_SESSION_ID_CHARS = 256
@@ -50,6 +52,49 @@ Metadata: TypeAlias = Annotated[
     dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]], Meta(max_length=16)
 ]
 """OpenAI's `metadata` of stored chats and responses."""
+Choices: TypeAlias = Annotated[list[str], Meta(min_length=1)]
+B = TypeVar("B", bound=msgspec.Struct)
+FieldNames: TypeAlias = Sequence[tuple[str, str]]
+"""Regular expressions for chat fields, and the names of these fields in another API."""
+_BOM = b"\xef\xbb\xbf"
+_WORDS = {
+    "int": "an integer",
+    "float": "a number",
+    "str": "a string",
+    "bool": "true or false",
+    "array": "a list",
+    "object": "an object",
+    "null": "null",
+}
+_MISSING = re.compile(r"Object missing required field `(\w+)`")
+
+
+class JsonSchemaFormat(msgspec.Struct):
+    """OpenAI's `response_format.json_schema`. Replies follow the schema whether or not it is `strict`."""
+
+    name: str | None = None
+    description: str | None = None
+    schema: Any = None
+    strict: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct):
+    """OpenAI's `response_format`, and llama-server's `schema` with `json_object`."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    json_schema: JsonSchemaFormat | None = None
+    schema: Any = None
+
+
+class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
+    """vLLM's `structured_outputs`: exactly one of the first five."""
+
+    json: Any = None
+    regex: str | None = None
+    choice: Choices | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    disable_any_whitespace: bool | None = None
 
 
 class StreamOptions(msgspec.Struct):
@@ -65,8 +110,25 @@ class PromptObject(msgspec.Struct):
     multimodal_data: Any = None
 
 
-class Options(StructuredOptions, kw_only=True):
+class Options(msgspec.Struct, kw_only=True):
     """Fields of all endpoints that generate."""
+
+    functions: Any = None
+    """Like the next four not supported: refused unless the value leaves the feature off (`refuse_missing`)."""
+    function_call: Any = None
+    lora: Any = None
+    modalities: list[str] | None = None
+    moderation: Any = None
+
+    response_format: ResponseFormat | None = None
+    """Like the next seven a constraint of the reply; at most one may be present."""
+    json_schema: Any = None
+    grammar: str | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Any = None
+    guided_regex: str | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: str | None = None
 
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -214,3 +276,66 @@ class DetokenizeBody(msgspec.Struct, kw_only=True):
     """`POST /detokenize`."""
 
     tokens: list[Token] | None = None
+
+
+def decode(raw: bytes, kind: type[B]) -> B:
+    """Decode a body; raises an `InvalidRequestError` that names the field at fault."""
+    try:
+        # Clients on Windows may write a byte order mark before UTF-8.
+        return _decoded(raw.removeprefix(_BOM), kind)
+    except msgspec.ValidationError as error:
+        raise _named(str(error)) from error
+    except RecursionError as error:
+        raise too_deep() from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InvalidRequestError(f"the body is not valid JSON: {error}") from error
+
+
+def too_deep() -> InvalidRequestError:
+    """Return the error for a body with too many nested lists and objects."""
+    return InvalidRequestError("the body is nested too deeply")
+
+
+def _decoded(raw: bytes, kind: type[B]) -> B:
+    """Decode a body in which integers may be written as 2.0."""
+    try:
+        return msgspec.json.decode(raw, type=kind)
+    except msgspec.ValidationError as error:
+        if "got `float`" not in str(error):
+            raise
+    fields = {
+        name: int(value) if isinstance(value, float) and value.is_integer() else value
+        for name, value in msgspec.json.decode(raw, type=dict[str, Any]).items()
+    }
+    return msgspec.convert(fields, kind)
+
+
+def whole(field: str) -> str:
+    """Return a regular expression that matches only the whole field, in a `param` or quoted in a message."""
+    return rf"(?<![^']){field}(?![^'])"
+
+
+def renamed(error: LlamaslotError, names: FieldNames) -> LlamaslotError:
+    """Return an error about a chat with the field names of the API whose body was converted to that chat."""
+    message, param = error.message, error.param
+    for pattern, name in names:
+        message = re.sub(pattern, name, message)
+        param = re.sub(pattern, name, param) if param else param
+    return msgspec.structs.replace(error.info(), message=message, param=param).exception()
+
+
+def _named(message: str) -> InvalidRequestError:
+    """Convert msgspec's message to an error about a field, with that field as `param`."""
+    complaint, *where = re.split(r" - at (?:`key` in )?`\$", message, maxsplit=1)
+    param = "".join(where).rstrip("`").removeprefix(".").partition("[...]")[0]
+    if missing := _MISSING.match(complaint):
+        param = f"{param}.{missing[1]}" if param else missing[1]
+        return InvalidRequestError(f"'{param}' is required", param=param)
+    sentence = re.sub(r"`([^`]+)`", lambda types: _in_words(types[1]), complaint)
+    sentence = sentence[:1].lower() + sentence[1:]
+    return InvalidRequestError(f"'{param}': {sentence}" if param else f"the body: {sentence}", param=param or None)
+
+
+def _in_words(types: str) -> str:
+    """Convert `int | null` to "an integer or null"; other names are unchanged."""
+    return " or ".join(_WORDS.get(name, name) for name in types.split(" | "))

@@ -15,16 +15,15 @@ from llamaslot.base.commands import Constraint, TextPart
 from llamaslot.base.errors import InvalidRequestError
 from llamaslot.base.generation.request_context import RequestContext
 from llamaslot.base.generation.tools import ParserOptions, ReasoningBudget, ReasoningDefaults, packed
+from llamaslot.base.text_records import ChatTurn
 from llamaslot.formats.grammar import Thinking
 from llamaslot.formats.recognition import format_of
 from llamaslot.protocol.bodies import ChatBody
+from llamaslot.protocol.constraints import RAW_GRAMMAR, ConstraintReader
 from llamaslot.protocol.replies.meaning import digest_of
-from llamaslot.protocol.replies.restoring import ReplyRestorer, TurnPrompt
-from llamaslot.protocol.reply_constraint import RAW_GRAMMAR, ReplyConstraints
-from llamaslot.protocol.structured_output import ConstraintReader
+from llamaslot.protocol.replies.restoring import ReplyRestorer
 from llamaslot.protocol.text_requests import wants_probs
-from llamaslot.protocol.tool_messages import with_text_of_tools
-from llamaslot.protocol.tools import read_tools
+from llamaslot.protocol.tools import read_tools, with_text_of_tools
 from llamaslot.text.conversation import clean_message, joined
 from llamaslot.text.template import ChatTemplate
 
@@ -32,25 +31,23 @@ _ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "functio
 
 
 @dataclass(frozen=True, slots=True)
-class _TemplateInputs:
-    """Inputs of a chat template in addition to the messages."""
-
-    tools: tuple[dict[str, Any], ...]
-    kwargs: Mapping[str, Any]
-    """Template variables set by the request or the server."""
-
-
-@dataclass(frozen=True, slots=True)
 class ChatPrompt:
     """A conversation as a prompt, with the constraint of its reply and how the reply is parsed."""
 
     parts: tuple[TextPart, ...]
+    tools: tuple[dict[str, Any], ...]
+    """Tools in the form that chat templates read."""
+    variables: Mapping[str, Any]
+    """Template variables set by the request or the server."""
     constraint: Constraint | None
     reasoning_budget: ReasoningBudget | None
     constrains_content: bool
     """True if the request constrains the content of the reply; otherwise only its tools do."""
     parser: ParserOptions
-    inputs: _TemplateInputs
+    turn: ChatTurn | None = None
+    """None if the reply cannot be remembered."""
+    rest: tuple[TextPart, ...] = ()
+    """The prompt after the tokens that `turn` restores."""
 
 
 class ChatReader:
@@ -81,36 +78,43 @@ class ChatReader:
         With `is_run` False (only counted or probed), no constraint is made, so its grammar need not be valid.
         """
         use = read_tools(body)
-        inputs = _TemplateInputs(use.definitions, _template_kwargs(body, context.reasoning))
-        parts = self._rendered(body, inputs)
+        variables = _template_variables(body, context.reasoning)
+        parts = self._render(_checked_messages(body), use.definitions, variables, wants_reply=_wants_reply(body))
         opened = self._reasoning_open(body, "".join(part.text for part in parts))
-        parser = ParserOptions(
-            packed_tools=packed(use.tools),
-            parse_tools=use.mode != "none",
-            parallel=use.parallel,
-            calls_only=use.mode == "required",
-            reasoning_open=opened,
-            reasoning_format=body.reasoning_format or context.reasoning.format,
-        )
-        thinking: Thinking = (
-            "open" if opened else "optional" if inputs.kwargs.get("enable_thinking", True) else "none"
-        )
+        thinking: Thinking = "optional" if variables.get("enable_thinking", True) else "none"
         if self.format.reasoning is None:
             thinking = "none"
+        elif opened:
+            thinking = "open"
         own = constraints.read(body) if is_run else None
-        constraint = ReplyConstraints(self.format, constraints).constraint(own, use, thinking) if is_run else None
         is_raw = own is not None and own.param == RAW_GRAMMAR
-        budget = self._budget(body, context, is_open=bool(opened), is_raw=is_raw) if thinking != "none" else None
-        return ChatPrompt(parts, constraint, budget, own is not None, parser, inputs)
+        return ChatPrompt(
+            parts,
+            use.definitions,
+            variables,
+            constraint=constraints.for_reply(self.format, own, use, thinking) if is_run else None,
+            reasoning_budget=self._budget(body, context, thinking, is_raw=is_raw),
+            constrains_content=own is not None,
+            parser=ParserOptions(
+                packed_tools=packed(use.tools),
+                parse_tools=use.mode != "none",
+                parallel=use.parallel,
+                calls_only=use.mode == "required",
+                reasoning_open=opened,
+                reasoning_format=body.reasoning_format or context.reasoning.format,
+            ),
+        )
 
     def _budget(
-        self, body: ChatBody, context: RequestContext, *, is_open: bool, is_raw: bool
+        self, body: ChatBody, context: RequestContext, thinking: Thinking, *, is_raw: bool
     ) -> ReasoningBudget | None:
         """Return the limit of reasoning set by a request or, if it sets none, by the server.
 
         None if tokens cannot be forced: because probabilities are wanted, or a grammar covers the whole reply.
         """
         tags, n_tokens = self.format.reasoning, _budget_tokens(body)
+        if tags is None or thinking == "none":
+            return None
         against = ""
         if wants_probs(body):
             against = f"'{'logprobs' if body.logprobs else 'n_probs'}': forced tokens have none"
@@ -121,38 +125,34 @@ class ChatReader:
             raise InvalidRequestError(message, param="reasoning_budget_tokens")
         if n_tokens < 0:
             n_tokens = context.reasoning.budget
-        if tags is None or n_tokens < 0 or against:
+        if n_tokens < 0 or against:
             return None
         start, end, after = map(self._tokens_of, (tags.start, tags.end, self.format.text_after_reasoning))
-        return ReasoningBudget(n_tokens, start, end, after, is_open)
+        return ReasoningBudget(n_tokens, start, end, after, is_open=thinking == "open")
 
-    def with_replies(
-        self, body: ChatBody, chat: ChatPrompt, restorer: ReplyRestorer, namespace: str
-    ) -> tuple[ChatPrompt, TurnPrompt | None]:
-        """Restore remembered replies in a chat's prompt.
-
-        Returns the chat, whose reply may have to be parsed differently then, and the prompt with the remembered
-        tokens; None if the chat's own reply cannot be remembered.
-        """
+    def with_replies(self, body: ChatBody, chat: ChatPrompt, restorer: ReplyRestorer, namespace: str) -> ChatPrompt:
+        """Restore remembered replies in a chat's prompt. Its reply may then have to be parsed differently."""
         if not _wants_reply(body):
-            return chat, None
-        variables = json.dumps(chat.inputs.kwargs, sort_keys=True).encode()
-        start = digest_of(namespace.encode(), variables)
+            return chat
+        variables = json.dumps(chat.variables, sort_keys=True).encode()
         found = restorer.prompt(
             self.template.prepared(body.messages),
             chat.parts,
             # Renderings that are not prompts are only compared as text.
             lambda messages, wants_reply: self._render(
-                messages, chat.inputs, wants_reply=wants_reply, only_text=not wants_reply
+                messages, chat.tools, chat.variables, wants_reply=wants_reply, only_text=not wants_reply
             ),
-            start,
+            digest_of(namespace.encode(), variables),
             lambda bare: msgspec.structs.replace(chat.parser, reasoning_open=self.format.reasoning_open_at(bare)),
-            variables=digest_of(variables, b"tools" if chat.inputs.tools else b""),
+            variables=digest_of(variables, b"tools" if chat.tools else b""),
         )
-        if found is not None and found.turn.begun:
-            opened = self._reasoning_open(body, found.text)
-            chat = replace(chat, parser=msgspec.structs.replace(chat.parser, reasoning_open=opened))
-        return chat, found
+        if found is None:
+            return chat
+        turn, rest, text = found
+        parser = chat.parser
+        if turn.begun:
+            parser = msgspec.structs.replace(parser, reasoning_open=self._reasoning_open(body, text))
+        return replace(chat, parser=parser, turn=turn, rest=rest)
 
     def render(
         self, body: ChatBody, defaults: ReasoningDefaults, *, keeps_added: bool = False
@@ -161,36 +161,29 @@ class ChatReader:
 
         `keeps_added` keeps BOS and EOS that the template writes, for a tokenizer that adds none itself.
         """
-        inputs = _TemplateInputs(read_tools(body).definitions, _template_kwargs(body, defaults))
-        return self._rendered(body, inputs, keeps_added=keeps_added)
-
-    def _rendered(
-        self, body: ChatBody, inputs: _TemplateInputs, *, keeps_added: bool = False
-    ) -> tuple[TextPart, ...]:
-        for i, message in enumerate(body.messages):
-            role = message.get("role")
-            if not isinstance(role, str) or role not in _ROLES:
-                raise InvalidRequestError(
-                    f"'messages[{i}].role' must be one of {', '.join(sorted(_ROLES))}", param=f"messages[{i}].role"
-                )
-        return self._render(body.messages, inputs, wants_reply=_wants_reply(body), keeps_added=keeps_added)
+        return self._render(
+            _checked_messages(body),
+            read_tools(body).definitions,
+            _template_variables(body, defaults),
+            wants_reply=_wants_reply(body),
+            keeps_added=keeps_added,
+        )
 
     def _render(
         self,
         messages: Sequence[Mapping[str, Any]],
-        inputs: _TemplateInputs,
+        tools: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, Any],
         *,
         wants_reply: bool,
         only_text: bool = False,
         keeps_added: bool = False,
     ) -> tuple[TextPart, ...]:
-        messages = with_text_of_tools(self.template, self.format, messages, inputs.tools)
-        tools = inputs.tools if self.template.takes_tools else ()
         return self.template.render(
-            messages,
-            tools=tools,
+            with_text_of_tools(self.template, self.format, messages, tools),
+            tools=tools if self.template.takes_tools else (),
             add_generation_prompt=wants_reply,
-            kwargs=inputs.kwargs,
+            kwargs=variables,
             only_text=only_text,
             keeps_added=keeps_added,
         )
@@ -211,7 +204,7 @@ class ChatReader:
         return end[start:] if start > end.rfind(tags.end) else ""
 
 
-def _template_kwargs(body: ChatBody, defaults: ReasoningDefaults) -> dict[str, Any]:
+def _template_variables(body: ChatBody, defaults: ReasoningDefaults) -> dict[str, Any]:
     """Return the template variables that a request sets, in addition to the server's."""
     kwargs: dict[str, Any] = {}
     if not defaults.enabled:
@@ -256,3 +249,14 @@ def _wants_reply(body: ChatBody) -> bool:
             "'continue_final_message' needs a last message by the assistant", param="continue_final_message"
         )
     return True
+
+
+def _checked_messages(body: ChatBody) -> list[dict[str, Any]]:
+    """Return the messages; raises `InvalidRequestError` for an unknown role."""
+    for i, message in enumerate(body.messages):
+        role = message.get("role")
+        if not isinstance(role, str) or role not in _ROLES:
+            raise InvalidRequestError(
+                f"'messages[{i}].role' must be one of {', '.join(sorted(_ROLES))}", param=f"messages[{i}].role"
+            )
+    return body.messages

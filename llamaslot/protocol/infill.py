@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import chain
-from typing import Protocol
 
 from llamaslot.base.commands import TokensPart
 from llamaslot.base.errors import InvalidRequestError, NotSupportedError
@@ -31,17 +30,12 @@ _SNIPPET = "\n\n--- snippet ---\n\n"
 """Precedes each file if the model has no token for that."""
 
 
-class Tokenize(Protocol):
-    """Tokenizes a prompt."""
-
-    def __call__(self, prompt: Prompt) -> list[int]:
-        """Return the token ids of a prompt, without BOS."""
-
-
 class InfillPrompts:
     """Makes fill-in-the-middle prompts for a model. Usable on any thread."""
 
-    def __init__(self, info: ModelInfo, tokenize: Tokenize, check_size: Callable[[Prompt], None]) -> None:
+    def __init__(
+        self, info: ModelInfo, tokenize: Callable[[Prompt], list[int]], check_size: Callable[[Prompt], None]
+    ) -> None:
         self._info = info
         self._tokenize = tokenize
         self._check_size = check_size

@@ -1,16 +1,23 @@
-"""Request reader: converts the body of a request to its prompts and the options of its reply."""
+"""Request reader: converts the body of a request to its prompts and the options of its reply.
+
+Bodies of `/apply-template`, `/tokenize` and `/detokenize` are answered here. They need only chat template and
+vocabulary.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
+from typing import Any
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
 from llamaslot.base.commands import (
     AnswerBody,
+    Constraint,
     JsonReply,
     Needs,
     Prepare,
@@ -18,35 +25,35 @@ from llamaslot.base.commands import (
     TokensPart,
 )
 from llamaslot.base.errors import ContextSizeError, InvalidRequestError, LlamaslotError
-from llamaslot.base.generation.request_context import ReplyOptions, RequestContext
-from llamaslot.base.generation.responses import EarlierItems
+from llamaslot.base.generation.request_context import ChatToStore, EarlierItems, ReplyOptions, RequestContext
 from llamaslot.base.model import ModelInfo
 from llamaslot.base.namespaces import salt_namespace
 from llamaslot.formats.format import Format
-from llamaslot.protocol.anthropic import chat as anthropic
-from llamaslot.protocol.anthropic.bodies import CountTokensBody, MessagesBody
+from llamaslot.protocol.anthropic import CountTokensBody, MessagesBody, chat_of, field_names
 from llamaslot.protocol.bodies import (
     ChatBody,
     CompletionBody,
+    DetokenizeBody,
     InfillBody,
+    Metadata,
     Options,
+    TokenizeBody,
+    decode,
+    renamed,
+    too_deep,
 )
-from llamaslot.protocol.body_answers import BodyAnswers
 from llamaslot.protocol.chat_prompt import ChatReader, conversation_branch
-from llamaslot.protocol.decoding import decode, renamed, too_deep
-from llamaslot.protocol.default_grammars import DefaultGrammars
+from llamaslot.protocol.constraints import ConstraintReader
 from llamaslot.protocol.infill import InfillPrompts
 from llamaslot.protocol.replies.restoring import ReplyRestorer
-from llamaslot.protocol.replies.storing import chat_to_store
-from llamaslot.protocol.responses import chat as responses
-from llamaslot.protocol.responses.bodies import ResponsesBody
-from llamaslot.protocol.structured_output import ConstraintReader
+from llamaslot.protocol.responses import ResponsesBody, read_compaction, read_response, references
 from llamaslot.protocol.text_requests import (
     BodyTokenizer,
     Prompt,
     TextRequest,
-    is_verbose,
+    checked,
     n_choices,
+    parse_prompt,
     prompts_of,
     refuse_missing,
     text_requests,
@@ -54,6 +61,11 @@ from llamaslot.protocol.text_requests import (
 )
 from llamaslot.text.grammars.compiling import GrammarChecker, LocalTrial, Trial, UnknownGrammarError
 from llamaslot.text.template import ChatTemplate
+
+_MAX_TOKENS = 2**20
+"""Most tokens of a text to tokenize. Limited, because each may become a JSON object."""
+_MAX_REPLY_BYTES = 16 * 2**20
+"""Most bytes of an answer, which the parent process keeps until the client has read it."""
 
 
 class _Kind(msgspec.Struct):
@@ -68,6 +80,24 @@ class ReadBody:
 
     requests: tuple[TextRequest, ...]
     options: ReplyOptions
+
+
+class DefaultGrammars:
+    """Grammars of requests that have none (`--grammar-file`).
+
+    One is for all requests; of several, the k-th is for the k-th request, and later requests get none.
+    """
+
+    def __init__(self, grammars: Sequence[Constraint] = ()) -> None:
+        self._grammars = grammars
+        self._numbers = itertools.count()
+
+    def next(self) -> Constraint | None:
+        """Return the grammar of the next request. Usable on any thread."""
+        number = next(self._numbers)
+        if len(self._grammars) == 1:
+            return self._grammars[0]
+        return self._grammars[number] if number < len(self._grammars) else None
 
 
 class RequestReader:
@@ -100,7 +130,6 @@ class RequestReader:
         self._chats = ChatReader(template, named_tokens, self._tag_tokens)
         self._defaults = DefaultGrammars([self._constraints.grammar(*each) for each in grammars])
         self._infill = InfillPrompts(info, tokenizer.tokenize, self._check_size)
-        self._answers = BodyAnswers(self._chats, tokenizer, info)
 
     def read(self, job: Prepare) -> ReadBody | Needs:
         """Read the body of a request for completions; raises `InvalidRequestError`."""
@@ -145,7 +174,7 @@ class RequestReader:
         default = self._defaults.next() if job.is_run else None
         constraint = own or default
         requests = text_requests(body, prompts, job.context, self._info, self._tokens_of, constraint=constraint)
-        return ReadBody(requests, _reply_options(body, requests, job.context))
+        return ReadBody(requests, _reply_options(body, requests[0], job.context))
 
     def _probe(self, job: Prepare) -> ReadBody:
         """Read a body of `POST /cache/probe`: a chat or, without messages, a body with one prompt."""
@@ -161,9 +190,9 @@ class RequestReader:
         """Read a body in Anthropic's form."""
         body = decode(job.body, MessagesBody if job.is_run else CountTokensBody)
         try:
-            parsed = self._chat(anthropic.chat_of(body), job)
+            parsed = self._chat(chat_of(body), job)
         except LlamaslotError as error:
-            raise renamed(error, anthropic.field_names(body)) from error
+            raise renamed(error, field_names(body)) from error
         omits = body.thinking is not None and body.thinking.display == "omitted"
         options = msgspec.structs.replace(parsed.options, omit_reasoning=omits)
         return replace(parsed, options=options)
@@ -175,48 +204,43 @@ class RequestReader:
         chat = self._chats.read(body, context, self._constraints_for(job), is_run=job.is_run)
         self._check_size(chat.parts)
         default = self._defaults.next() if job.is_run else None
-        budget = chat.reasoning_budget
-        if chat.constrains_content or default is None:
-            constraint = chat.constraint
-        else:
+        constraint, budget = chat.constraint, chat.reasoning_budget
+        if default is not None and not chat.constrains_content:
             # A default grammar covers the whole output, and may not allow a forced end of the reasoning.
             constraint, budget = default, None
         (request,) = text_requests(body, [chat.parts], context, self._info, self._tokens_of, constraint=constraint)
-        if request.params.cache_prompt and self._restorer is not None:
-            namespace = salt_namespace(request.params.cache_salt)
-            chat, found = self._chats.with_replies(body, chat, self._restorer, namespace)
-            if found is not None:
-                request = replace(request, chat=found.turn, rest=found.rest)
         params = msgspec.structs.replace(
             request.params,
             reasoning_budget=budget,
             preserved_tokens=self._chats.preserved_tokens,
             session_branch=conversation_branch(self.template, body),
         )
-        request = replace(request, params=params)
+        if params.cache_prompt and self._restorer is not None:
+            chat = self._chats.with_replies(body, chat, self._restorer, salt_namespace(params.cache_salt))
+        request = replace(request, params=params, chat=chat.turn, rest=chat.rest)
         options = msgspec.structs.replace(
-            _reply_options(body, (request,), context),
+            _reply_options(body, request, context),
             parser=chat.parser,
-            chat=chat_to_store(body, context.request_id) if job.is_run else None,
+            chat=_chat_to_store(body, context.request_id) if job.is_run else None,
         )
         return ReadBody((request,), options)
 
     def _response(self, job: Prepare) -> ReadBody | Needs:
         """Read a body of the Responses API."""
         body = decode(job.body, ResponsesBody)
-        missing = responses.references(body) if job.earlier is None else None
+        missing = references(body) if job.earlier is None else None
         if missing is not None:
             return Needs(missing)
         unique_id = job.context.request_id.partition("_")[2]
-        read = responses.read_request if job.kind == "responses" else responses.read_compaction
-        request = read(body, job.earlier or EarlierItems(), unique_id)
+        read = read_response if job.kind == "responses" else read_compaction
+        chat, fields, names = read(body, job.earlier or EarlierItems(), unique_id)
         try:
             # Tools may have more text than the part of them that is in the prompt.
-            self._check_size((TextPart(request.fields.echo.decode()),))
-            parsed = self._chat(request.chat, job)
+            self._check_size((TextPart(fields.echo.decode()),))
+            parsed = self._chat(chat, job)
         except LlamaslotError as error:
-            raise renamed(error, request.field_names) from error
-        return replace(parsed, options=msgspec.structs.replace(parsed.options, response=request.fields))
+            raise renamed(error, names) from error
+        return replace(parsed, options=msgspec.structs.replace(parsed.options, response=fields))
 
     def _constraints_for(self, job: Prepare) -> ConstraintReader:
         return self._constraints if job.may_compile else self._known_constraints
@@ -233,11 +257,65 @@ class RequestReader:
         self._tokenizer.check_size(prompt)
 
     def answer(self, job: AnswerBody) -> JsonReply:
-        """Answer a body; raises `InvalidRequestError`."""
+        """Answer a body that needs only the chat template or the vocabulary; raises `InvalidRequestError`."""
+        methods: dict[str, Callable[[AnswerBody], Any]] = {
+            "apply_template": self._apply_template,
+            "tokenize": self._tokenize,
+            "detokenize": self._detokenize,
+        }
         try:
-            return self._answers.answer(job)
+            data = msgspec.json.encode(methods[job.kind](job))
         except RecursionError as error:
             raise too_deep() from error
+        if len(data) > _MAX_REPLY_BYTES:
+            raise InvalidRequestError(
+                f"the reply would have {len(data)} bytes (limit: {_MAX_REPLY_BYTES}); send less at a time"
+            )
+        return JsonReply(data)
+
+    def _apply_template(self, job: AnswerBody) -> dict[str, str]:
+        """Return the prompt that the template renders from a conversation and its tools."""
+        return {"prompt": "".join(part.text for part in self._rendered(job))}
+
+    def _rendered(self, job: AnswerBody, *, keeps_added: bool = False) -> tuple[TextPart, ...]:
+        body = decode(job.body, ChatBody)
+        refuse_missing(body)
+        return self._chats.render(body, job.reasoning, keeps_added=keeps_added)
+
+    def _tokenize(self, job: AnswerBody) -> dict[str, Any]:
+        """Return the token ids of a text, or of mixed texts and ids, with the text of each token if requested."""
+        body = decode(job.body, TokenizeBody)
+        has_messages = body.messages is not UNSET and bytes(body.messages) != b"null"
+        if body.prompt is not None or has_messages:
+            adds = body.add_special_tokens is not False
+            own = body.prompt
+            text = (TextPart(own),) if own is not None else self._rendered(job, keeps_added=not adds)
+            tokens = self._tokens(text, "prompt" if own is not None else "messages", add_special=adds)
+            reply = {"tokens": tokens, "count": len(tokens), "max_model_len": self._info.n_ctx_slot}
+            if body.return_token_strs:
+                reply["token_strs"] = [self._tokenizer.piece(token).decode(errors="replace") for token in tokens]
+            return reply
+        if body.content is None or body.content == []:
+            return {"tokens": []}
+        special = body.parse_special is not False
+        parts = parse_prompt(body.content, self._info.n_vocab, "content", special=special)
+        tokens = self._tokens(parts, "content", add_special=bool(body.add_special))
+        if not body.with_pieces:
+            return {"tokens": tokens}
+        return {"tokens": [{"id": token, "piece": _piece(self._tokenizer.piece(token))} for token in tokens]}
+
+    def _tokens(self, prompt: Prompt, param: str, *, add_special: bool) -> list[int]:
+        tokens = self._tokenizer.tokenize(prompt, add_special=add_special)
+        if len(tokens) > _MAX_TOKENS:
+            message = f"'{param}' has {len(tokens)} tokens (limit: {_MAX_TOKENS}); send less at a time"
+            raise InvalidRequestError(message, param=param)
+        return tokens
+
+    def _detokenize(self, job: AnswerBody) -> dict[str, str]:
+        """Return the text of token ids, under llama-server's name and vLLM's."""
+        tokens = checked(decode(job.body, DetokenizeBody).tokens or (), self._info.n_vocab, "tokens")
+        text = self._tokenizer.detokenize(tokens)
+        return {"content": text, "prompt": text}
 
     @property
     def output_format(self) -> Format:
@@ -255,18 +333,47 @@ class RequestReader:
         return tokens[0] if len(tokens) == 1 else None
 
 
-def _reply_options(body: Options, requests: tuple[TextRequest, ...], context: RequestContext) -> ReplyOptions:
-    n, params = n_choices(body), requests[0].params
+def _reply_options(body: Options, request: TextRequest, context: RequestContext) -> ReplyOptions:
+    n, params = n_choices(body), request.params
     fields = body.response_fields if isinstance(body, CompletionBody | InfillBody) else None
     return ReplyOptions(
         stream=bool(body.stream),
         include_usage=bool(body.stream_options and body.stream_options.include_usage),
         timings_per_token=bool(body.timings_per_token),
         return_tokens=bool(body.return_tokens),
-        verbose=is_verbose(body, context),
+        verbose=context.verbose if body.verbose is None else body.verbose,
         echo=bool(body.echo),
         n_best=n if params.n > n else 0,
         hides_logprobs=params.sampling.n_probs >= 0 and not wants_probs(body),
         response_fields=tuple(fields or ()),
         sse_ping_interval=body.sse_ping_interval,
     )
+
+
+def _chat_to_store(body: ChatBody, request_id: str) -> ChatToStore | None:
+    """Return what to store of a chat, None if nothing; raises `InvalidRequestError` for invalid metadata."""
+    if not body.store:
+        return None
+    try:
+        # Checked only with `store`: without it metadata has no effect, and clients send other things in it.
+        metadata = msgspec.convert(body.metadata or {}, Metadata)
+    except msgspec.ValidationError as error:
+        message = "'metadata' must have at most 16 texts of 512 characters, with names of 64"
+        raise InvalidRequestError(message, param="metadata") from error
+    messages = [_with_id(message, f"{request_id}-{index}") for index, message in enumerate(body.messages)]
+    return ChatToStore(msgspec.json.encode(messages), metadata)
+
+
+def _with_id(message: Mapping[str, Any], message_id: str) -> dict[str, Any]:
+    """Return a message as the API lists it: content in parts goes to `content_parts`, and `content` is null."""
+    content = message.get("content")
+    listed = {"content": None, **message, "id": message_id}
+    return {**listed, "content": None, "content_parts": content} if isinstance(content, list) else listed
+
+
+def _piece(piece: bytes) -> str | list[int]:
+    """Return a token's bytes as text if they are valid UTF-8, else as numbers."""
+    try:
+        return piece.decode()
+    except UnicodeDecodeError:
+        return list(piece)

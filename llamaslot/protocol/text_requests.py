@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import operator
 import re
 import secrets
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, TypeVar
 
@@ -25,7 +26,6 @@ from llamaslot.base.generation.sampling import INFILL, Sampling, named_samplers
 from llamaslot.base.model import ModelInfo
 from llamaslot.base.namespaces import PUBLIC_SALT, client_salt, key_salt
 from llamaslot.base.text_records import ChatTurn
-from llamaslot.protocol import unsupported
 from llamaslot.protocol.bodies import MAX_TOP_LOGPROBS, ChatBody, CompletionBody, Options, PromptObject
 
 Prompt: TypeAlias = tuple[PromptPart, ...]
@@ -70,12 +70,29 @@ class BodyTokenizer(Protocol):
         """Raise `ContextSizeError` for a text that is too long to fit."""
 
 
-def refuse_missing(body: Options, *, is_text: bool = False) -> None:
-    """Raise `NotSupportedError` for the first field that the server, or this endpoint, does not support.
+_IS_OFF: Mapping[str, Callable[[Any], bool]] = {
+    "functions": operator.not_,
+    "function_call": lambda value: value in ("none", "auto"),
+    "lora": operator.not_,
+    "modalities": lambda value: value == ["text"],
+    # Without a blocking policy there are only scores, which would not change the reply.
+    "moderation": lambda value: b"block" not in msgspec.json.encode(value),
+}
+"""Fields that are not supported, with a predicate for values other than null that leave the feature off."""
 
-    `is_text` is True for OpenAI's text completions.
+
+def refuse_missing(body: Options, *, is_text: bool = False) -> None:
+    """Raise `NotSupportedError` for the first feature that the server, or this endpoint, does not support.
+
+    A value that would change the reply is refused instead of being ignored; one that leaves the feature off is
+    accepted. `is_text` is True for OpenAI's text completions.
     """
-    unsupported.refuse(body)
+    for name, is_off in _IS_OFF.items():
+        value = getattr(body, name)
+        if name == "functions" and body.function_call == "none":
+            continue
+        if value is not None and not is_off(value):
+            raise NotSupportedError(f"'{name}': this value is not supported yet", param=name)
     if is_text:
         return
     if body.best_of is not None and body.best_of > (body.n or 1):
@@ -147,11 +164,6 @@ def text_requests(
     )
 
 
-def is_verbose(options: Options, context: RequestContext) -> bool:
-    """Return True if the reply must also contain llama-server's own reply (`__verbose`)."""
-    return _first(options.verbose, context.verbose)
-
-
 def max_tokens_of(options: Options, context: RequestContext) -> int:
     """Return the most tokens to generate; -1 for no limit."""
     return _first(options.n_predict, options.max_completion_tokens, options.max_tokens, context.max_tokens)
@@ -213,12 +225,8 @@ def request_salt(key_secret: str, own: str, *, is_public: bool, is_admin: bool, 
     administrator's, and `InvalidRequestError` if nothing can be public, or the request excludes it (`own`, not
     `is_cached`).
     """
-    if is_public:
-        return _public_salt(key_secret, own, is_admin=is_admin, is_cached=is_cached)
-    return key_salt(key_secret, own) if key_secret else client_salt(own)
-
-
-def _public_salt(key_secret: str, own: str, *, is_admin: bool, is_cached: bool) -> str:
+    if not is_public:
+        return key_salt(key_secret, own) if key_secret else client_salt(own)
     if not key_secret:
         message = (
             "'cache_public' needs --cache-salt-from-api-key; without it all requests without 'cache_salt' share "

@@ -1,20 +1,31 @@
-"""Tools of a chat request: what the model is told about them, and which ones its reply may or must call."""
+"""Tools of a chat request: what the model is told about them, and which ones its reply may or must call.
+
+For chat templates that ignore tools or calls, these become text of the messages.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 from llamaslot.base.errors import InvalidRequestError
 from llamaslot.base.generation.tools import Tool
-from llamaslot.formats.schema_types import without_reference
+from llamaslot.base.json_schemas import without_reference
+from llamaslot.formats.calls import ToolCall, is_object
+from llamaslot.formats.format import Format
 from llamaslot.protocol.bodies import ChatBody
-from llamaslot.text.conversation import clean_tool
+from llamaslot.text.conversation import Conversation, Message, clean_message, clean_tool, joined, parsed_arguments
+from llamaslot.text.template import ChatTemplate
 
 Mode: TypeAlias = Literal["none", "auto", "required"]
 _MODES: Mapping[str, Mode] = {"none": "none", "auto": "auto", "required": "required", "any": "required"}
 """Values of `tool_choice`. `any` is Mistral's, which some clients send."""
+_INTRODUCTION = (
+    "You can call functions. Each of the following lines describes one, with the schema of its parameters:"
+)
+_EXAMPLE = ToolCall("name", '{"parameter": "value"}')
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +59,9 @@ def read_tools(body: ChatBody) -> ToolUse:
         if not isinstance(function["parameters"], dict):
             raise InvalidRequestError(f"'{where}' must be a JSON schema, an object", param=where)
     known = {function["name"] for function in functions}
-    mode, names = _choice(body.tool_choice, known)
+    choice = body.tool_choice
+    mode, names = _choice(choice, known)
+    is_named = isinstance(choice, dict) and choice.get("type") != "allowed_tools"
     return ToolUse(
         definitions,
         tuple(
@@ -59,7 +72,7 @@ def read_tools(body: ChatBody) -> ToolUse:
         places,
         frozenset(each["function"]["name"] for each in raw if each["function"].get("strict") is True),
         mode if definitions else "none",
-        body.parallel_tool_calls is not False and not _is_named(body.tool_choice),
+        parallel=body.parallel_tool_calls is not False and not is_named,
     )
 
 
@@ -88,10 +101,6 @@ def _choice(choice: Any, known: set[str]) -> tuple[Mode, set[str] | None]:
     return "required", {_name(choice, known)}
 
 
-def _is_named(choice: Any) -> bool:
-    return isinstance(choice, dict) and choice.get("type") != "allowed_tools"
-
-
 def _name(choice: Any, known: set[str]) -> str:
     """Return the name in `{"type": "function", "function": {"name": ...}}`, or in `{"type": ..., "name": ...}`."""
     function = choice.get("function", choice) if isinstance(choice, dict) else None
@@ -101,3 +110,54 @@ def _name(choice: Any, known: set[str]) -> str:
     if name not in known:
         raise InvalidRequestError(f"'tool_choice': '{name}' is not among the 'tools'", param="tool_choice")
     return name
+
+
+def with_text_of_tools(
+    template: ChatTemplate,
+    format_: Format,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]],
+) -> Sequence[Mapping[str, Any]]:
+    """Return messages with the tools and calls that the template ignores as text; unchanged if there are none.
+
+    Calls are written as models of the format write them. Raises `InvalidRequestError` for invalid messages.
+    """
+    adds_tools = bool(tools) and not template.takes_tools
+    has_calls = any(
+        isinstance(each, Mapping) and (each.get("tool_calls") or each.get("function_call")) for each in messages
+    )
+    adds_calls = has_calls and not template.takes_calls
+    if not (adds_tools or adds_calls):
+        return messages
+    conversation = [clean_message(message, index) for index, message in enumerate(messages)]
+    if adds_calls:
+        conversation = [_with_calls(message, format_) for message in conversation]
+    return _with_tools(conversation, format_, tools) if adds_tools else conversation
+
+
+def _with_calls(message: Message, format_: Format) -> Message:
+    calls = message.pop("tool_calls", ())
+    if not calls:
+        return message
+    rendered = format_.render([_call(call) for call in calls])
+    text = joined(message["content"], "\n")
+    return {**message, "content": f"{text}\n{rendered}" if text else rendered}
+
+
+def _call(call: Message) -> ToolCall:
+    arguments = call["function"]["arguments"]
+    if not is_object(arguments):
+        arguments = json.dumps(parsed_arguments(arguments), ensure_ascii=False)
+    return ToolCall(call["function"]["name"], arguments, call.get("id"))
+
+
+def _with_tools(conversation: Conversation, format_: Format, tools: Sequence[Mapping[str, Any]]) -> Conversation:
+    """Add a description of the tools at the start of the conversation's system message."""
+    lines = [json.dumps(tool["function"], ensure_ascii=False) for tool in tools]
+    text = "\n".join(
+        [_INTRODUCTION, *lines, "To call a function, reply with nothing but this form:", format_.render([_EXAMPLE])]
+    )
+    if conversation and conversation[0]["role"] in {"system", "developer"}:
+        first, *rest = conversation
+        return [{**first, "content": f"{text}\n\n{joined(first['content'], chr(10))}"}, *rest]
+    return [{"role": "system", "content": text}, *conversation]

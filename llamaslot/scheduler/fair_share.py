@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
-from llamaslot.base.turns import MAX_ROUND_TURNS, Turns
+from llamaslot.base.callers import MAX_ROUND_TURNS, Turns
 from llamaslot.scheduler.request import Request
 
 Rank: TypeAlias = tuple[int, int]

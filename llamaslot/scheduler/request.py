@@ -16,9 +16,8 @@ from llamaslot.base.commands import GenerateParams
 from llamaslot.base.events import Progress
 from llamaslot.base.generation.token_probs import NOT_SCORED, TokenScore
 from llamaslot.base.namespaces import private_namespace, salt_namespace
-from llamaslot.base.prompt import TokenizedPrompt
 from llamaslot.base.stats import Miss
-from llamaslot.base.tokens import WIDTH, Tokens, packed
+from llamaslot.base.tokens import WIDTH, TokenizedPrompt, Tokens, packed
 from llamaslot.kvcache.match import Acquired, Match
 from llamaslot.kvcache.offload.offloader import Loaded
 from llamaslot.scheduler.checkpoint_stops import CheckpointStops

@@ -61,8 +61,7 @@ from llamaslot.base.events import (
     Started,
     Stopped,
 )
-from llamaslot.base.generation.request_context import ReplyOptions
-from llamaslot.base.generation.responses import EarlierItems, ListItems, References
+from llamaslot.base.generation.request_context import EarlierItems, ListItems, References, ReplyOptions
 from llamaslot.base.model import ModelInfo
 from llamaslot.base.stats import CacheProbe, CacheState, EngineState
 from llamaslot.base.text_records import TextRecord

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from llamaslot.base.commands import GenerateParams
 from llamaslot.base.errors import UnavailableError
-from llamaslot.base.prompt import TokenizedPrompt
+from llamaslot.base.tokens import TokenizedPrompt
 
 _REFUSED_S = 600.0
 _MAX_SUSPECTS = 1024

@@ -1,16 +1,20 @@
 """Messages and tools of a request, checked and converted to the form that chat templates expect.
 
-Every cleaned value is a new object, which the caller may change. `InvalidRequestError`s name the invalid message or
-tool. Templates themselves refuse wrong roles and orders.
+Every cleaned value is a new object, which the caller may change. `InvalidRequestError`s name the field that is
+invalid, such as `messages[0].content`. Templates themselves refuse wrong roles and orders.
+
+Clients send back calls that a token limit has cut, whose arguments are the beginning of a JSON object. The parsed
+object has everything up to the cut, so that the conversation can continue, with the model's own text in its prompt.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
-from llamaslot.text.json_fields import checked_list, checked_object, object_of, refuse_field, text_of
+from llamaslot.base.errors import InvalidRequestError
 
 Message: TypeAlias = dict[str, Any]
 Conversation: TypeAlias = list[Message]
@@ -18,6 +22,13 @@ Conversation: TypeAlias = list[Message]
 SYSTEM_ROLES = ("system", "developer")
 """Roles of instructions."""
 _ANY_ARGUMENTS: Message = {"type": "object", "properties": {}}
+_INSIDE = r'[^"\\]*(?:\\.[^"\\]*)*'
+_TOKENS = re.compile(
+    rf'\s*(?:(?P<mark>[{{}}\[\]:,])|(?P<text>"{_INSIDE}")|(?P<cut>"{_INSIDE}\\?\Z)|(?P<word>[^\s{{}}\[\]:,"]+))',
+    re.DOTALL,
+)
+_CUT_ESCAPE = re.compile(r"(?<!\\)((?:\\\\)*)(?:\\u[dD][89abAB][0-9a-fA-F]{2})?(?:\\(?:u[0-9a-fA-F]{0,3})?)?\Z")
+"""An incomplete escape at the end, or one without its second surrogate, possibly after escaped backslashes."""
 
 
 def clean_message(message: Mapping[str, Any], index: int) -> Message:
@@ -109,3 +120,82 @@ def _function(value: Any, where: str) -> Mapping[str, Any]:
     if not isinstance(value, Mapping) or value.get("type") != "function":
         refuse_field(where, "must be an object of type 'function'")
     return object_of(value, "function", where)
+
+
+def parsed_arguments(text: str) -> dict[str, Any]:
+    """Return arguments as an object: cut ones up to the cut; other values than objects as the field `arguments`."""
+    if not text.strip():
+        return {}
+    for json_text in (text, _closed(text)) if text.lstrip().startswith("{") else (text,):
+        try:
+            value = json.loads(json_text)
+        except (ValueError, RecursionError):
+            continue
+        if value is None:
+            return {}
+        return value if isinstance(value, dict) else {"arguments": value}
+    return {"arguments": text}
+
+
+def _closed(text: str) -> str:
+    """Complete the beginning of a JSON object.
+
+    A name without a value is left out, and so is a number or word at the end, which may be incomplete.
+    """
+    end = 0
+    closers: list[str] = []
+    is_name = False
+    for token in _TOKENS.finditer(text):
+        is_whole = False
+        match token.lastgroup, token[token.lastgroup or 0]:
+            case "mark", "{" | "[" as bracket:
+                closers.append("}" if bracket == "{" else "]")
+                is_whole, is_name = True, bracket == "{"
+            case "mark", "}" | "]" as bracket:
+                if not closers or closers.pop() != bracket:
+                    return ""
+                is_whole, is_name = True, False
+            case "mark", mark:
+                is_name = mark == "," and closers[-1:] == ["}"]
+            case "word", _:
+                is_whole = token.end() < len(text)
+            case "text", _:
+                is_whole = not is_name
+            case _ if not is_name:
+                return _CUT_ESCAPE.sub(r"\1", text, count=1) + '"' + "".join(reversed(closers))
+        if is_whole:
+            # `closers` fits this place: only brackets change it, and no bracket follows the last whole part.
+            end = token.end()
+    return text[:end] + "".join(reversed(closers))
+
+
+def refuse_field(where: str, why: str) -> NoReturn:
+    """Raise an `InvalidRequestError` about the field `where`; `why` follows its name in the message."""
+    raise InvalidRequestError(f"'{where}' {why}", param=where)
+
+
+def text_of(value: Mapping[str, Any], key: str, where: str) -> str:
+    """Return a field of the object at `where` that must be text."""
+    text = value.get(key)
+    if not isinstance(text, str):
+        refuse_field(f"{where}.{key}", "must be text")
+    return text
+
+
+def object_of(value: Mapping[str, Any], key: str, where: str) -> Mapping[str, Any]:
+    """Return a field of the object at `where` that must be an object."""
+    return checked_object(value.get(key), f"{where}.{key}")
+
+
+def checked_object(value: Any, where: str) -> Mapping[str, Any]:
+    """Return the value at `where`, which must be an object."""
+    if not isinstance(value, Mapping):
+        refuse_field(where, "must be an object")
+    return value
+
+
+def checked_list(value: Any, where: str) -> Sequence[Any]:
+    """Return the value at `where`, which must be a list."""
+    if not isinstance(value, Sequence) or isinstance(value, str | bytes):
+        refuse_field(where, "must be a list")
+    return value

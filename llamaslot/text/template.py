@@ -21,14 +21,27 @@ from jinja2.meta import find_undeclared_variables
 
 from llamaslot.base.commands import TextPart
 from llamaslot.base.errors import ConfigError, InvalidRequestError
-from llamaslot.text.call_arguments import parsed_arguments
 from llamaslot.text.control_tokens import ControlTokens, Placeholders, restored
-from llamaslot.text.conversation import SYSTEM_ROLES, Conversation, Message, clean_message, clean_tool, joined
+from llamaslot.text.conversation import (
+    SYSTEM_ROLES,
+    Conversation,
+    Message,
+    clean_message,
+    clean_tool,
+    joined,
+    parsed_arguments,
+)
 from llamaslot.text.jinja_sandbox import ChatSandbox, copied
-from llamaslot.text.message_form import MessageForm
-from llamaslot.text.roles import fitted, results_from_user, without_system
-from llamaslot.text.tool_schemas import simpler_tools
-from llamaslot.text.turns import CALLED, Preambles, TurnForm, probed
+from llamaslot.text.message_form import MessageForm, simpler_tools
+from llamaslot.text.turns import (
+    CALLED,
+    Preambles,
+    TurnForm,
+    probed,
+    results_from_user,
+    with_accepted_roles,
+    without_system,
+)
 from llamaslot.text.volatile import without
 
 MAX_CHARACTERS = 2**26
@@ -91,7 +104,9 @@ class ChatTemplate:
             conversation[-n_last:] = [_as_one(conversation[-n_last:])]
         if self._volatile is not None:
             conversation = without(self._volatile, conversation)
-        return fitted(conversation, later_system=self._takes_later_system, user_twice=self._takes_user_twice)
+        return with_accepted_roles(
+            conversation, later_system=self._takes_later_system, user_twice=self._takes_user_twice
+        )
 
     def render(
         self,

@@ -1,25 +1,27 @@
-"""The order of messages that a chat template accepts, and conversion of conversations to it.
+"""The roles and the order of messages that a chat template accepts, and conversion of conversations to them.
 
-Templates refuse, or silently leave out, what agents send: a question right after a tool result, two calls in one
-message, ids in another server's form, no question at all. Small conversations, rendered once, show what a template
-accepts, with and without tools and a system message. Only what it does not accept is rewritten; all other messages
-are rendered unchanged. A rewrite depends only on the messages before it and on the results of its own calls, so
-that a growing conversation keeps its prefix.
+Agents send instructions in the middle of a conversation, several user messages in a row, a question right after a
+tool result, two calls in one message, ids in another server's form, or no question at all. Templates refuse these,
+leave them out, or write instructions at the start, where they would change everything after them. Small
+conversations, rendered once, show what a template accepts, with and without tools and a system message. Only what
+it does not accept is rewritten; all other messages are rendered unchanged. A rewrite depends only on the messages
+before it and on the results of its own calls, and changes at most the message right before it. So a growing
+conversation keeps its prefix.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 import string
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, takewhile
+from itertools import chain, groupby, takewhile
 from typing import Any, TypeAlias
 
 from llamaslot.text.conversation import SYSTEM_ROLES, Conversation, Message, joined
-from llamaslot.text.roles import results_from_user
 
 Render: TypeAlias = Callable[[Conversation], str | None]
 """Renders a conversation; returns None if the template refuses it."""
@@ -37,6 +39,64 @@ _SHORT_IDS = "call00001", "call00002"
 _LONG_ID = "call_of_another_server_0001"
 CALLED = "a_called_function"
 """The function of probed calls."""
+
+
+def with_accepted_roles(conversation: Conversation, *, later_system: bool, user_twice: bool) -> Conversation:
+    """Return the messages as a template accepts them.
+
+    Without `later_system`, instructions at the start of the conversation become one message. Later ones become user
+    texts in `<system-reminder>` tags, like those of Claude Code. After a tool result they are added to the result,
+    because templates leave out the reasoning of a tool loop when a user message follows. Without `user_twice`,
+    consecutive user messages become one.
+    """
+    found: list[tuple[Message, list[str]]] = []
+    """Messages, and texts to add to them."""
+    for message in conversation:
+        role, last_role = message["role"], found[-1][0]["role"] if found else ""
+        text = joined(message["content"], "\n")
+        is_later = role in SYSTEM_ROLES and bool(found) and not later_system
+        follows_system = is_later and last_role in SYSTEM_ROLES
+        if is_later and not follows_system:
+            text, role = f"<system-reminder>\n{text}\n</system-reminder>", "user"
+        if follows_system or (is_later and last_role == "tool") or (role == last_role == "user" and not user_twice):
+            found[-1][1].append(text)
+        else:
+            found.append(({"role": role, "content": text} if is_later else message, []))
+    return [
+        {**message, "content": "\n\n".join(filter(None, [joined(message["content"], "\n"), *texts]))}
+        if texts
+        else message
+        for message, texts in found
+    ]
+
+
+def without_system(conversation: Conversation) -> Conversation:
+    """Put the leading system message before the next message's text; if there is none, make it a user message."""
+    system, *rest = conversation
+    if not rest:
+        return [{**system, "role": "user"}]
+    content = joined(system["content"], "\n") + "\n" + joined(rest[0]["content"], "\n")
+    return [{**rest[0], "content": content}, *rest[1:]]
+
+
+def results_from_user(conversation: Conversation) -> Conversation:
+    """Convert tool results to user messages, in the JSON form that llama.cpp once used for such templates.
+
+    Results of one turn become one message, because roles often have to alternate in such templates.
+    """
+    adapted: Conversation = []
+    for is_result, run in groupby(conversation, lambda message: bool(message["role"] == "tool")):
+        if is_result:
+            adapted.append({"role": "user", "content": "\n".join(map(_result_as_text, run))})
+        else:
+            adapted += run
+    return adapted
+
+
+def _result_as_text(message: Message) -> str:
+    result = {"tool": message.get("name"), "content": joined(message["content"], "\n")}
+    result = {key: value for key, value in result.items() if value is not None}
+    return json.dumps({"tool_response": result}, ensure_ascii=False, indent=2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,7 +295,10 @@ def probed(
     question, other_question = ({"role": "user", "content": f"a {nth} question"} for nth in ("first", "second"))
     reply, other_reply = ({"role": "assistant", "content": f"a {nth} reply"} for nth in ("first", "second"))
     call = _calling("", _SHORT_IDS[:1]) if takes_calls else {"role": "assistant", "content": "a call"}
-    result, other_result = _results(_SHORT_IDS)
+    result, other_result = (
+        {"role": "tool", "tool_call_id": call_id, "content": f"result {nth} of a call"}
+        for nth, call_id in enumerate(_SHORT_IDS)
+    )
 
     def takes(*messages: Message) -> bool:
         text = render([*start, *messages])
@@ -315,13 +378,6 @@ def _calling(text: str, ids: Sequence[str]) -> Message:
         for nth, call_id in enumerate(ids)
     ]
     return {"role": "assistant", "content": text, "tool_calls": calls}
-
-
-def _results(ids: Sequence[str]) -> Conversation:
-    return [
-        {"role": "tool", "tool_call_id": call_id, "content": f"result {nth} of a call"}
-        for nth, call_id in enumerate(ids)
-    ]
 
 
 def _head(

@@ -246,8 +246,8 @@ async def test_an_error_does_not_repeat_a_long_field(server: Any, path: str, bod
 async def test_a_text_of_too_many_tokens_is_refused(
     server: Any, with_pieces: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("llamaslot.protocol.body_answers._MAX_TOKENS", 1000)
-    monkeypatch.setattr("llamaslot.protocol.body_answers._MAX_REPLY_BYTES", 20_000)
+    monkeypatch.setattr("llamaslot.protocol.request_reader._MAX_TOKENS", 1000)
+    monkeypatch.setattr("llamaslot.protocol.request_reader._MAX_REPLY_BYTES", 20_000)
     for body in (
         {"content": "a" * 2000, "with_pieces": with_pieces},
         {"prompt": "a" * 2000, "return_token_strs": with_pieces},
@@ -266,7 +266,7 @@ async def test_a_text_of_too_many_tokens_is_refused(
 
 
 async def test_a_page_ends_before_it_is_large(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llamaslot.protocol.responses.listing._MAX_PAGE_BYTES", 400)
+    monkeypatch.setattr("llamaslot.protocol.response_items._MAX_PAGE_BYTES", 400)
     items = [{"role": "user", "content": str(i) * 50} for i in range(9)]
     stored = await server.ok("/v1/responses", {"input": items, "max_output_tokens": 1})
     seen: list[str] = []

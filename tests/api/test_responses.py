@@ -12,7 +12,7 @@ from llamaslot.api.generation.logprobs import Prob
 from llamaslot.api.responses.responses import _TokenTexts
 from llamaslot.formats.calls import ToolCall
 from llamaslot.formats.recognition import format_of
-from llamaslot.protocol.responses.chat import MAX_REPEATED_BYTES
+from llamaslot.protocol.responses import MAX_REPEATED_BYTES
 from tests.api.response_events import RESPONSES, events_of, kinds, plain, put_together, text_of
 from tests.api.test_tools import CALL, CITY, PARAMETERS, leading_to, served, template
 from tests.fake_backend import FakeBackend

@@ -10,8 +10,7 @@ import msgspec
 
 from llamaslot.base.events import SelfTestEnded
 from llamaslot.base.model import CheckpointLimits, StateKind
-from llamaslot.protocol.bodies import TokenizeBody
-from llamaslot.protocol.decoding import decode
+from llamaslot.protocol.bodies import TokenizeBody, decode
 from tests.fake_backend import FakeBackend
 
 

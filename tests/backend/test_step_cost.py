@@ -17,8 +17,7 @@ from llamaslot.base.backend import Decoded, Run, Status
 from llamaslot.base.commands import GenerateParams
 from llamaslot.base.kv_ops import Remove
 from llamaslot.base.model import QUERY_BLOCK
-from llamaslot.base.prompt import TokenizedPrompt
-from llamaslot.base.tokens import packed
+from llamaslot.base.tokens import TokenizedPrompt, packed
 from llamaslot.scheduler.request import Request
 from llamaslot.scheduler.step import StepPlan, Work, apply, next_decode_step
 

@@ -38,14 +38,13 @@ from llamaslot.base.commands import (
 )
 from llamaslot.base.errors import ErrorInfo
 from llamaslot.base.events import TERMINAL, Event, Generated, Progress, Reply
-from llamaslot.base.generation.request_context import ReplyOptions, RequestContext
-from llamaslot.base.generation.responses import ListItems, References
+from llamaslot.base.generation.request_context import ListItems, References, ReplyOptions, RequestContext
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.generation.tools import ParserOptions, Tool, packed
 from llamaslot.base.model import Capabilities, CheckpointLimits, ModelInfo, StateKind
-from llamaslot.base.prompt import TokenizedPrompt
 from llamaslot.base.stats import CachePrefix, CacheState, CacheStats, CellStats, DiskStats, EngineState, SlotState
 from llamaslot.base.text_records import Session, TextAnchor
+from llamaslot.base.tokens import TokenizedPrompt
 from llamaslot.prompts import prompt_jobs
 from tests.prompts.test_token_memory import reply
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llamaslot.api.responses.store import ResponseStore, StoredResponse
-from llamaslot.base.generation.owner_shares import INACTIVE_S
+from llamaslot.base.callers import INACTIVE_S
 from llamaslot.base.text_records import TextAnchor
 from llamaslot.prompts.token_memory import TokenMemory
 

@@ -16,8 +16,7 @@ from llamaslot.base.commands import ClearCache, GenerateParams, SlotActionDone
 from llamaslot.base.errors import ErrorInfo
 from llamaslot.base.events import Finished
 from llamaslot.base.kv_ops import Copy, Free, Load, NotLoadedError, NotSavedError, Operation, Remove, Save, Share
-from llamaslot.base.prompt import TokenizedPrompt
-from llamaslot.base.tokens import packed
+from llamaslot.base.tokens import TokenizedPrompt, packed
 from llamaslot.kvcache.tiers import pacing
 from llamaslot.scheduler.request import Request
 from llamaslot.scheduler.step import StepPlan, Work, apply, next_decode_step

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from llamaslot.formats.schema_types import ALL_TYPES, json_of, parameter_types, value_types, without_reference
+from llamaslot.base.json_schemas import ALL_TYPES, parameter_types, value_types, without_reference
+from llamaslot.formats.tagged_calls import json_of
 
 ROOT = {
     "type": "object",

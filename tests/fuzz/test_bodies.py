@@ -48,7 +48,7 @@ async def test_a_500_is_noticed(start: Any, monkeypatch: pytest.MonkeyPatch) -> 
         raise ServerError("a bug")
 
     server = await start()
-    monkeypatch.setattr("llamaslot.protocol.body_answers.checked", fail)
+    monkeypatch.setattr("llamaslot.protocol.request_reader.checked", fail)
     request = Request("POST", "/detokenize", "/detokenize", b'{"tokens": [1]}')
     with pytest.raises(ExceptionGroup) as caught:
         await send_all(server.session, server.url, [request], at_once=1)

@@ -34,8 +34,7 @@ from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.kv_ops import Copy, Kv, Load, Remove, Save
 from llamaslot.base.model import SegmentSize, StepCost
 from llamaslot.base.namespaces import PUBLIC_SALT, key_salt, key_secret
-from llamaslot.base.prompt import TokenizedPrompt
-from llamaslot.base.tokens import packed, unpacked
+from llamaslot.base.tokens import TokenizedPrompt, packed, unpacked
 from llamaslot.kvcache import ghost_list
 from llamaslot.kvcache.cache import KVCache
 from llamaslot.kvcache.cache_settings import CacheSettings

@@ -23,8 +23,8 @@ from llamaslot.base.commands import (
 )
 from llamaslot.base.events import Finished, Progress, Started, Stopped
 from llamaslot.base.generation.sampling import Sampling
-from llamaslot.base.prompt import TokenizedPrompt
 from llamaslot.base.text_records import TextAnchor
+from llamaslot.base.tokens import TokenizedPrompt
 from llamaslot.processes.channel import Channel
 from llamaslot.processes.messages import (
     Events,

@@ -26,8 +26,8 @@ from llamaslot.base.commands import (
 )
 from llamaslot.base.errors import InvalidRequestError, LlamaslotError, QueueFullError, ServerError, UnavailableError
 from llamaslot.base.model import ModelInfo
-from llamaslot.base.prompt import TokenizedPrompt
 from llamaslot.base.text_records import Session
+from llamaslot.base.tokens import TokenizedPrompt
 from llamaslot.processes import prompt_supervisor
 from llamaslot.processes.messages import NumberedJob, SetModel
 from llamaslot.processes.prompt_supervisor import PromptSupervisor

@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from llamaslot.base.callers import MAX_ROUND_TURNS, Turns
 from llamaslot.base.commands import (
     AnswerBody,
     BodyKind,
@@ -25,11 +26,10 @@ from llamaslot.base.commands import (
     TokensPart,
 )
 from llamaslot.base.errors import ContextSizeError, InvalidRequestError, QueueFullError, ServerError
-from llamaslot.base.generation.responses import EarlierItems, ListItems
-from llamaslot.base.prompt import TokenizedPrompt
+from llamaslot.base.generation.request_context import EarlierItems, ListItems
 from llamaslot.base.stats import AnchorStats, ReplyStats, SessionStats
 from llamaslot.base.text_records import Session, TextAnchor
-from llamaslot.base.turns import MAX_ROUND_TURNS, Turns
+from llamaslot.base.tokens import TokenizedPrompt
 from llamaslot.prompts.prompt_jobs import (
     ClearTexts,
     DroppedSession,

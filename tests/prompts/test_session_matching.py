@@ -14,9 +14,8 @@ import pytest
 
 from llamaslot.backend.llama.vocab import LlamaVocab
 from llamaslot.base.commands import TextPart, TokensPart
-from llamaslot.base.prompt import TokenizedPrompt
 from llamaslot.base.text_records import Session, TextAnchor
-from llamaslot.base.tokens import Tokens
+from llamaslot.base.tokens import TokenizedPrompt, Tokens
 from llamaslot.prompts.cut_points import TextScanner
 from llamaslot.prompts.session_matching import MarkedText, Pieces
 from llamaslot.prompts.token_memory import TokenMemory

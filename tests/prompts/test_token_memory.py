@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from llamaslot.base.generation.owner_shares import INACTIVE_S
+from llamaslot.base.callers import INACTIVE_S
 from llamaslot.base.text_records import (
     OVERHEAD,
     RememberedReply,

@@ -8,10 +8,8 @@ import msgspec
 import pytest
 
 from llamaslot.base.errors import LlamaslotError
-from llamaslot.protocol.anthropic.bodies import CountTokensBody
-from llamaslot.protocol.anthropic.chat import chat_of
-from llamaslot.protocol.bodies import ChatBody
-from llamaslot.protocol.decoding import decode
+from llamaslot.protocol.anthropic import CountTokensBody, chat_of
+from llamaslot.protocol.bodies import ChatBody, decode
 
 HI = {"role": "user", "content": "Hi"}
 SCHEMA = {"type": "object", "properties": {"path": {"type": "string"}}, "required": ["path"]}

@@ -6,7 +6,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 from llamaslot.base.commands import Constraint
-from llamaslot.protocol.default_grammars import DefaultGrammars
+from llamaslot.protocol.request_reader import DefaultGrammars
 
 
 def test_requests_that_are_read_at_once_get_different_grammars() -> None:

@@ -9,13 +9,11 @@ from typing import Any
 import pytest
 
 from llamaslot.base.errors import InvalidRequestError
-from llamaslot.protocol.anthropic.messages import conversation_of
-from llamaslot.protocol.responses.items import Turns
-from llamaslot.protocol.responses.tools import Toolbox
-from llamaslot.text.call_arguments import parsed_arguments
-from llamaslot.text.roles import fitted
+from llamaslot.protocol.anthropic import conversation_of
+from llamaslot.protocol.response_items import Toolbox, Turns
+from llamaslot.text.conversation import parsed_arguments
 from llamaslot.text.template import ChatTemplate
-from llamaslot.text.turns import PREAMBLE, Preambles, TurnForm
+from llamaslot.text.turns import PREAMBLE, Preambles, TurnForm, with_accepted_roles
 from llamaslot.text.volatile import pattern, without
 
 N = 100_000
@@ -37,14 +35,14 @@ def items_of(role: str) -> Any:
     turns = Turns()
     for _ in range(N):
         turns.add({"role": role, "content": "some words"}, "input")
-    (message,) = fitted(turns.messages(), later_system=True, user_twice=False)
+    (message,) = with_accepted_roles(turns.messages(), later_system=True, user_twice=False)
     return message["content"].split("\n\n")
 
 
 def reminders() -> Any:
     result = {"role": "tool", "tool_call_id": "a", "content": "some words"}
     reminder = {"role": "system", "content": "some words"}
-    (message,) = fitted([result, *[reminder] * (N - 1)], later_system=False, user_twice=False)
+    (message,) = with_accepted_roles([result, *[reminder] * (N - 1)], later_system=False, user_twice=False)
     return message["content"].split("\n\n")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from llamaslot.protocol.responses.items import Turns
+from llamaslot.protocol.response_items import Turns
 
 
 def call(number: int) -> dict[str, Any]:

@@ -8,8 +8,7 @@ import pytest
 from llamaslot.base.backend import Decoded, Run, Status
 from llamaslot.base.commands import GenerateParams
 from llamaslot.base.generation.sampling import Sampling
-from llamaslot.base.prompt import TokenizedPrompt
-from llamaslot.base.tokens import packed
+from llamaslot.base.tokens import TokenizedPrompt, packed
 from llamaslot.scheduler.request import Request, RequestState
 from llamaslot.scheduler.step import StepPlan, StepResult, Work, next_decode_step
 from tests.scheduler.test_scheduler import Driver, trims

@@ -18,8 +18,7 @@ from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.kv_ops import Copy, Load, Operation, Remove, Save
 from llamaslot.base.model import QUERY_BLOCK, StepCost
 from llamaslot.base.namespaces import salt_namespace
-from llamaslot.base.prompt import TokenizedPrompt
-from llamaslot.base.tokens import Tokens, packed
+from llamaslot.base.tokens import TokenizedPrompt, Tokens, packed
 from llamaslot.kvcache.cache_settings import CacheSettings, CheckpointSettings
 from llamaslot.kvcache.match import Match
 from llamaslot.scheduler import admission

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from llamaslot.base.commands import GenerateParams
-from llamaslot.base.prompt import TokenizedPrompt
-from llamaslot.base.tokens import packed
+from llamaslot.base.tokens import TokenizedPrompt, packed
 from llamaslot.scheduler.request import REQUEST_TABLE, IllegalEventError, Request, RequestEvent, RequestState
 
 PROMPT = TokenizedPrompt(packed(np.arange(5, dtype=np.int32)))

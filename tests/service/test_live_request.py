@@ -13,7 +13,7 @@ from llamaslot.base.errors import ErrorInfo, ServerError
 from llamaslot.base.events import Cancelled, Failed, Finished, Output, Progress
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.generation.token_probs import FLOAT_MIN, TokenProbs, TokenScore
-from llamaslot.base.prompt import TokenizedPrompt
+from llamaslot.base.tokens import TokenizedPrompt
 from llamaslot.service.live_request import (
     TRANSITIONS,
     Change,

@@ -6,7 +6,7 @@ import pytest
 
 from llamaslot.base.commands import GenerateParams
 from llamaslot.base.errors import UnavailableError
-from llamaslot.base.prompt import TokenizedPrompt
+from llamaslot.base.tokens import TokenizedPrompt
 from llamaslot.service import suspects as module
 from llamaslot.service.suspects import Suspects, request_digest
 

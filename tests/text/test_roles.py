@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llamaslot.text.roles import fitted
+from llamaslot.text.turns import with_accepted_roles
 
 RULES, USER = {"role": "system", "content": "Rules"}, {"role": "user", "content": "Hi"}
 LATER, REPLY = {"role": "developer", "content": "New rules"}, {"role": "assistant", "content": "Yes?"}
@@ -34,28 +34,28 @@ PARTS = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     ],
 )
 def test_instructions_where_a_template_takes_them_at_the_beginning_only(conversation: Any, expected: Any) -> None:
-    assert fitted(conversation, later_system=False, user_twice=True) == expected
-    assert fitted(conversation, later_system=True, user_twice=True) == conversation
+    assert with_accepted_roles(conversation, later_system=False, user_twice=True) == expected
+    assert with_accepted_roles(conversation, later_system=True, user_twice=True) == conversation
 
 
 def test_messages_of_the_user_become_one_where_a_template_refuses_two() -> None:
     conversation = [RULES, USER, {**USER, "content": PARTS}, REPLY, LATER, USER]
     reminded = {"role": "user", "content": f"{REMINDER}\n\nHi"}
-    assert fitted(conversation, later_system=False, user_twice=False) == [
+    assert with_accepted_roles(conversation, later_system=False, user_twice=False) == [
         RULES,
         {"role": "user", "content": "Hi\n\na\nb"},
         REPLY,
         reminded,
     ]
-    assert fitted(conversation, later_system=True, user_twice=False)[2:] == [REPLY, LATER, USER]
+    assert with_accepted_roles(conversation, later_system=True, user_twice=False)[2:] == [REPLY, LATER, USER]
 
 
 @given(st.lists(st.sampled_from([RULES, USER, LATER, REPLY, RESULT]), max_size=8), st.booleans(), st.booleans())
 def test_what_follows_changes_the_last_message_at_most(conversation: Any, later: bool, twice: bool) -> None:
-    whole = fitted(conversation, later_system=later, user_twice=twice)
+    whole = with_accepted_roles(conversation, later_system=later, user_twice=twice)
     for n in range(len(conversation)):
-        *before, last = fitted(conversation[: n + 1], later_system=later, user_twice=twice)
+        *before, last = with_accepted_roles(conversation[: n + 1], later_system=later, user_twice=twice)
         assert whole[: len(before)] == before
         assert whole[len(before)]["role"] == last["role"]
         assert whole[len(before)]["content"].startswith(last["content"])
-    assert fitted(whole, later_system=later, user_twice=twice) == whole
+    assert with_accepted_roles(whole, later_system=later, user_twice=twice) == whole

@@ -9,7 +9,7 @@ import pytest
 
 from llamaslot.app.config import Config
 from llamaslot.base.errors import ConfigError
-from llamaslot.protocol.anthropic.messages import conversation_of
+from llamaslot.protocol.anthropic import conversation_of
 from llamaslot.text.template import ChatTemplate
 from llamaslot.text.volatile import pattern
 from tests.text.rendering import rendered

@@ -21,8 +21,7 @@ from llamaslot.api.anthropic.reply_bodies import (
     ThinkingDelta,
     ToolUseBlock,
 )
-from llamaslot.formats.calls import Delta, ToolCallDelta
-from llamaslot.formats.fields import is_object
+from llamaslot.formats.calls import Delta, ToolCallDelta, is_object
 
 _NO_ARGUMENTS = msgspec.Raw(b"{}")
 

@@ -27,7 +27,7 @@ from llamaslot.api.generation.request_handling import complete, count_prompt_tok
 from llamaslot.api.json_bodies import LATER, encode, json_response, with_values
 from llamaslot.api.middleware import key_namespace
 from llamaslot.base.events import Finished, Output
-from llamaslot.base.generation.chats import ChatToStore
+from llamaslot.base.generation.request_context import ChatToStore
 from llamaslot.base.generation.token_probs import TokenProb
 from llamaslot.formats.calls import Delta as ParsedDelta
 from llamaslot.formats.parsed_message import ParsedMessage

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from aiohttp import web
 
 from llamaslot.api.json_bodies import encode
+from llamaslot.base.callers import OwnerShares
 from llamaslot.base.errors import NotFoundError
-from llamaslot.base.generation.owner_shares import OwnerShares
 
 
 @dataclass(slots=True)

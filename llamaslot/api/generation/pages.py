@@ -13,7 +13,7 @@ from llamaslot.api.context import READINESS
 from llamaslot.api.json_bodies import json_reply
 from llamaslot.api.middleware import caller_of, valid_unicode
 from llamaslot.base.errors import InvalidRequestError
-from llamaslot.base.generation.responses import ListItems
+from llamaslot.base.generation.request_context import ListItems
 
 DEFAULT_LIMIT, MAX_LIMIT = 20, 100
 _IS_COUNT = re.compile(r"[0-9]{1,9}").fullmatch

@@ -9,8 +9,8 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from llamaslot.base.events import Finished, Output, Progress
-from llamaslot.base.prompt import SessionMatch
 from llamaslot.base.stats import MISS_FLAGS, Miss
+from llamaslot.base.tokens import SessionMatch
 from llamaslot.service.live_request import Completion
 
 

@@ -17,8 +17,7 @@ from llamaslot.api.keys import GRANTED, Access
 from llamaslot.api.middleware import caller_of, given_key
 from llamaslot.api.sse import EventStream
 from llamaslot.base.commands import BodyKind, Prepare
-from llamaslot.base.generation.request_context import ReplyOptions, RequestContext
-from llamaslot.base.generation.responses import EarlierItems, References
+from llamaslot.base.generation.request_context import EarlierItems, References, ReplyOptions, RequestContext
 from llamaslot.base.stats import CacheProbe
 from llamaslot.service.live_request import LiveRequest
 from llamaslot.service.service import Service

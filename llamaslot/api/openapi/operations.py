@@ -24,8 +24,8 @@ from llamaslot.api.responses.replay import N_FIRST
 from llamaslot.base.commands import CacheCleared
 from llamaslot.base.stats import CacheProbe, CacheState
 from llamaslot.protocol import bodies
-from llamaslot.protocol.anthropic.bodies import CountTokensBody, MessagesBody
-from llamaslot.protocol.responses.bodies import ResponsesBody
+from llamaslot.protocol.anthropic import CountTokensBody, MessagesBody
+from llamaslot.protocol.responses import ResponsesBody
 
 JSON: Final = "application/json"
 _STRING = {"type": "string"}

@@ -16,7 +16,7 @@ from llamaslot.api.responses.reply_bodies import CompactionItem, ResponseUsage
 from llamaslot.api.responses.responses import ResponsesReplyWriter
 from llamaslot.base.errors import ServerError
 from llamaslot.base.events import Finished, Output
-from llamaslot.protocol.responses.items import encoded_compaction
+from llamaslot.protocol.response_items import encoded_compaction
 from llamaslot.service.live_request import Completion
 
 

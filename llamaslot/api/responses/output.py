@@ -29,10 +29,9 @@ from llamaslot.api.responses.reply_bodies import (
     ShellCall,
     Status,
 )
-from llamaslot.base.generation.responses import CallForm, ResponseFields
+from llamaslot.base.generation.request_context import CallForm, ResponseFields
 from llamaslot.formats.calls import Delta, ToolCallDelta
-from llamaslot.protocol.responses.items import encoded_reasoning
-from llamaslot.protocol.responses.tools import custom_arguments
+from llamaslot.protocol.response_items import custom_arguments, encoded_reasoning
 
 _FUNCTION = CallForm()
 

@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
+from llamaslot.base.callers import OwnerShares
 from llamaslot.base.errors import NotFoundError
-from llamaslot.base.generation.owner_shares import OwnerShares
-from llamaslot.base.generation.responses import EarlierItems, References
+from llamaslot.base.generation.request_context import EarlierItems, References
 
 
 @dataclass(slots=True, eq=False)

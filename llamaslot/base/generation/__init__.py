@@ -1,3 +1,1 @@
-"""Plain values of a request: sampling, log-probabilities, tools, reasoning, remembered replies, responses;
-and the shares of owners in what is kept of them.
-"""
+"""Plain values of a request: its context, sampling, log-probabilities, tools, reasoning, options of its reply."""

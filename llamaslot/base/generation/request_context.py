@@ -1,14 +1,20 @@
-"""Inputs of a request beside its body, and the fields of the body that shape the reply."""
+"""Inputs of a request other than its body, and the fields of the body that shape the reply.
+
+The earlier items and the fields of a reply are those of the Responses API.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal, TypeAlias
 
 import msgspec
 
 from llamaslot.base.callers import Caller
-from llamaslot.base.generation.chats import ChatToStore
-from llamaslot.base.generation.responses import ResponseFields
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.generation.tools import ParserOptions, ReasoningDefaults
+
+CallKind: TypeAlias = Literal["function", "custom", "local_shell"]
 
 
 class RequestLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -24,7 +30,7 @@ class RequestLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RequestContext(msgspec.Struct, frozen=True):
-    """Inputs of the prompt worker beside a completion request's body: HTTP headers and server settings."""
+    """Inputs of the prompt worker other than a request's body: HTTP headers and server settings."""
 
     request_id: str
     limits: RequestLimits
@@ -46,6 +52,79 @@ class RequestContext(msgspec.Struct, frozen=True):
     is_admin: bool = False
     """True if the API key is an administrator's, who may share KV with all keys."""
     reasoning: ReasoningDefaults = ReasoningDefaults()
+
+
+class CallForm(msgspec.Struct, frozen=True):
+    """The form in which calls of a tool are reported that the model knows as a function."""
+
+    kind: CallKind = "function"
+    name: str = ""
+    """The client's name of the tool."""
+    namespace: str = ""
+
+
+class ResponseFields(msgspec.Struct, frozen=True):
+    """Fields of a Responses request that its reply repeats or depends on."""
+
+    echo: bytes = b"{}"
+    """A JSON object of the request's fields that the reply repeats."""
+    input: bytes = b"[]"
+    """The request's own input items, a JSON list; each has an id. Empty if the response is not to be stored."""
+    store: bool = True
+    previous: str = ""
+    """Id of the response that this one continues."""
+    user_texts: tuple[str, ...] = ()
+    """All that the user wrote, for a compaction."""
+    returns_reasoning: bool = False
+    """Reasoning items have `encrypted_content`."""
+    forms: Mapping[str, CallForm] = {}
+    """By the name of the function that the model calls; none for functions that the request calls the same."""
+
+
+class References(msgspec.Struct, frozen=True):
+    """References of a request to earlier responses: the one that it continues, and items by their ids."""
+
+    previous: str = ""
+    items: tuple[str, ...] = ()
+
+
+class EarlierItems(msgspec.Struct, frozen=True):
+    """The items that `References` stand for."""
+
+    history: tuple[bytes, ...] = ()
+    """JSON lists of items, in the order of the conversation."""
+    items: Mapping[str, bytes] = {}
+    """JSON objects by id."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of all items."""
+        return sum(map(len, self.history)) + sum(map(len, self.items.values()))
+
+
+class ListItems(msgspec.Struct, frozen=True, tag="list_items"):
+    """List some of the items or messages of a conversation, which may be long; answered by `JsonReply`."""
+
+    lists: tuple[bytes, ...]
+    """JSON lists of items, in the order of the conversation."""
+    limit: int
+    is_descending: bool
+    after: str = ""
+    """The id of the item before the first one; empty for all."""
+    client: str = ""
+
+    @property
+    def size(self) -> int:
+        """Bytes of all items."""
+        return sum(map(len, self.lists))
+
+
+class ChatToStore(msgspec.Struct, frozen=True):
+    """The fields of a stored chat that its reply does not have."""
+
+    messages: bytes
+    """The request's messages, each with an id, as a JSON list."""
+    metadata: Mapping[str, str] = {}
 
 
 class ReplyOptions(msgspec.Struct, frozen=True):

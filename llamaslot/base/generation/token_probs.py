@@ -14,7 +14,7 @@ import msgspec
 FLOAT_MIN = -3.4028234663852886e38
 """The lowest float32, which stands for the logarithm of 0: JSON has no infinity."""
 _PART_ENTRIES = 1024
-"""Probabilities of a part of many."""
+"""Probabilities in one part of a long list."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class TokenProbs(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def n_bytes(self) -> int:
-        """Bytes that it takes, about."""
+        """Approximate bytes in memory."""
         return 4 * len(self.packed_tokens) + len(self.text)
 
     @classmethod
@@ -121,7 +121,7 @@ class ProbRows:
         return [value for value in chosen if not isnan(value)]
 
     def parts(self, *, with_top: bool = True) -> Iterator[list[TokenProb]]:
-        """Yield the tokens in lists that take about a millisecond to encode; without the most likely ones if so."""
+        """Yield the tokens in lists that take a millisecond to encode; the most likely ones only `with_top`."""
         part: list[TokenProb] = []
         n_entries = 0
         for start, count in zip(self._starts(), self._counts, strict=True):

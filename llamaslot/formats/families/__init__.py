@@ -1,1 +1,1 @@
-"""Formats, one module for each model family."""
+"""Formats of model families, one module for each kind of notation."""

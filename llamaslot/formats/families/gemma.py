@@ -1,16 +1,17 @@
-"""Tool calls of Gemma 4 and FunctionGemma, whose arguments are not JSON."""
+"""Formats of Gemma 4 and FunctionGemma, whose arguments are not JSON: `{a:<|"|>text<|"|>,b:[1]}`."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from llamaslot.base.generation.tools import Tool
-from llamaslot.formats.calls import ToolCall
-from llamaslot.formats.families.gemma_notation import Notation, rendered
-from llamaslot.formats.fields import fields_of
+from llamaslot.base.json_schemas import ALL_TYPES, referenced, value_types
+from llamaslot.formats.calls import ToolCall, fields_of
 from llamaslot.formats.format import Format
-from llamaslot.formats.grammar import GrammarWriter
+from llamaslot.formats.grammar import GrammarWriter, object_schema, parameters_of, takes_any_names
 from llamaslot.formats.json_value import copy_arguments
 from llamaslot.formats.message import CallMarkers, ReadCalls, ReasoningTags
 from llamaslot.formats.output import Output
@@ -18,6 +19,14 @@ from llamaslot.formats.reader import Reader, Steps
 
 _NAME = re.compile(r"[^\s{}<]+")
 _KEYWORD = "call:"
+_INTEGER = "/-?(0|[1-9][0-9]{0,17})/"
+_NUMBER = "/-?(0|[1-9][0-9]{0,17})(\\.[0-9]{1,17})?([eE][+-]?[0-9]{1,3})?/"
+_DEFINITIONS = ("$defs", "definitions", "$schema", "$id")
+_KEYWORDS = (
+    *("type", "enum", "const", "properties", "required", "items", "anyOf", "oneOf", "$ref", "additionalProperties"),
+    *("pattern", "minLength", "maxLength", "title", "description", "default", "examples", "format", "nullable"),
+)
+_SCALARS = {"integer": _INTEGER, "number": _NUMBER, "boolean": '("true" | "false")', "null": '"null"'}
 
 
 class Gemma(Format):
@@ -37,17 +46,14 @@ class Gemma(Format):
 
     @classmethod
     def recognises(cls, source: str) -> bool:
-        """Return True if the template mentions the marker and `call:`."""
         return cls.opening in source and _KEYWORD in source
 
     @property
     def preserved(self) -> tuple[str, ...]:
-        """Control tokens whose text must stay in the output for the parser."""
         channel = ("<|channel>", "<channel|>", "<|turn>") if self.reasoning else ()
         return (self.opening, self.closing, self.quote, *channel)
 
     def read_calls(self, reader: Reader, output: Output, tools: Mapping[str, Tool]) -> ReadCalls:
-        """Return the function that reads the calls a marker begins."""
 
         def read(_: str) -> Steps[bool]:
             yield from reader.whitespace()
@@ -66,9 +72,8 @@ class Gemma(Format):
         return read
 
     def render(self, calls: Sequence[ToolCall]) -> str:
-        """Return calls as the model writes them."""
         return "".join(
-            f"{self.opening}{_KEYWORD}{call.name}{rendered(fields_of(call.arguments), self.quote)}{self.closing}"
+            f"{self.opening}{_KEYWORD}{call.name}{_rendered(fields_of(call.arguments), self.quote)}{self.closing}"
             for call in calls
         )
 
@@ -78,12 +83,10 @@ class Gemma(Format):
         Raises `ValueError` for schema keywords that cannot be enforced, because the notation is not JSON.
         """
         functions = [
-            writer.rule(writer.sequence(writer.text(tool.name), Notation(writer, tool, self.quote).arguments()))
+            writer.rule(writer.sequence(writer.text(tool.name), _Notation(writer, tool, self.quote).arguments()))
             for tool in tools
         ]
-        opening, closing = writer.text(self.opening + _KEYWORD), writer.text(self.closing)
-        call = writer.rule(writer.sequence(opening, writer.choice(functions), closing))
-        return writer.repeated(call, "", parallel=parallel)
+        return writer.calls(functions, self.opening + _KEYWORD, self.closing, "", parallel=parallel)
 
 
 class FunctionGemma(Gemma):
@@ -92,3 +95,100 @@ class FunctionGemma(Gemma):
     name = "function-gemma"
     opening, closing, quote = "<start_function_call>", "<end_function_call>", "<escape>"
     markers = CallMarkers(calls=(opening,), left_over=(closing,))
+
+
+class _Notation:
+    """Grammar expressions for the values that a tool's schema allows; undeclared names are not allowed."""
+
+    def __init__(self, writer: GrammarWriter, tool: Tool, quote: str) -> None:
+        self._writer = writer
+        self._root = object_schema(tool)
+        self._quote = quote
+        self._references: dict[str, str] = {}
+        self._any = ""
+
+    def arguments(self) -> str:
+        """Return an expression for the arguments object."""
+        return self._object({key: value for key, value in self._root.items() if key not in _DEFINITIONS})
+
+    def _value(self, schema: Any) -> str:
+        if not isinstance(schema, Mapping):
+            return self._any_value()
+        unknown = [key for key in schema if key not in _KEYWORDS]
+        if unknown:
+            raise ValueError(f"Gemma's tool call format does not support the schema keyword {unknown[0]!r}")
+        if "$ref" in schema:
+            return self._reference(schema["$ref"])
+        options = [schema["const"]] if "const" in schema else schema.get("enum")
+        if isinstance(options, list) and options:
+            return self._writer.choice(self._writer.text(_rendered(each, self._quote)) for each in options)
+        for key in ("anyOf", "oneOf"):
+            if schema.get(key):
+                return self._writer.choice(map(self._value, schema[key]))
+        types = value_types(schema, self._root)
+        if types == ALL_TYPES:
+            return self._any_value()
+        return self._writer.choice(self._of_type(kind, schema) for kind in sorted(types))
+
+    def _of_type(self, kind: str, schema: Mapping[str, Any]) -> str:
+        writer = self._writer
+        if kind == "object":
+            return self._object(schema)
+        if kind == "array":
+            item = writer.rule(self._value(schema.get("items")))
+            items = writer.repeated(item, writer.text(","), parallel=True)
+            return writer.rule(f"{writer.text('[')} ({items})? {writer.text(']')}")
+        if kind == "string":
+            return writer.sequence(writer.text(self._quote), writer.text_until(self._quote, schema))
+        return _SCALARS[kind]
+
+    def _object(self, schema: Mapping[str, Any]) -> str:
+        properties, names = parameters_of(schema)
+        if takes_any_names(schema):
+            return self._any_object()
+        if not properties:
+            return self._writer.text("{}")
+        parts = {
+            name: self._writer.rule(self._writer.sequence(self._writer.text(f"{name}:"), self._value(each)))
+            for name, each in properties.items()
+        }
+        required = [part for name, part in parts.items() if name in names]
+        optional = [part for name, part in parts.items() if name not in names]
+        fields = self._writer.listed(required, optional, ",")
+        return self._writer.rule(self._writer.sequence(self._writer.text("{"), fields, self._writer.text("}")))
+
+    def _reference(self, reference: str) -> str:
+        if reference not in self._references:
+            name = self._references[reference] = self._writer.declare()
+            self._writer.define(name, self._value(referenced(reference, self._root)))
+        return self._references[reference]
+
+    def _any_object(self) -> str:
+        writer = self._writer
+        field = f"/[A-Za-z_][A-Za-z0-9_]*/ {writer.text(':')} {self._any_value()}"
+        fields = writer.repeated(field, writer.text(","), parallel=True)
+        return f"{writer.text('{')} ({fields})? {writer.text('}')}"
+
+    def _any_value(self) -> str:
+        if not self._any:
+            writer = self._writer
+            self._any = writer.declare()
+            kinds = [self._of_type(kind, {}) for kind in ("string", "number", "boolean", "null")]
+            items = writer.repeated(self._any, writer.text(","), parallel=True)
+            kinds.append(f"{writer.text('[')} ({items})? {writer.text(']')}")
+            kinds.append(self._any_object())
+            writer.define(self._any, " | ".join(kinds))
+        return self._any
+
+
+def _rendered(value: object, quote: str) -> str:
+    """Return a value in Gemma's notation."""
+    match value:
+        case str():
+            return f"{quote}{value}{quote}"
+        case dict():
+            return "{" + ",".join(f"{name}:{_rendered(each, quote)}" for name, each in value.items()) + "}"
+        case list():
+            return "[" + ",".join(_rendered(each, quote) for each in value) + "]"
+        case _:
+            return json.dumps(value)

@@ -6,8 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from llamaslot.base.generation.tools import ParserOptions, Tool
-from llamaslot.formats.calls import ToolCall
-from llamaslot.formats.fields import as_json
+from llamaslot.formats.calls import ToolCall, as_json
 from llamaslot.formats.format import Format
 from llamaslot.formats.grammar import GrammarWriter, Thinking
 from llamaslot.formats.json_value import copy_arguments
@@ -46,12 +45,10 @@ class Harmony(Format):
 
     @classmethod
     def recognises(cls, source: str) -> bool:
-        """Return True if the template writes channels."""
         return CHANNEL in source
 
     @property
     def preserved(self) -> tuple[str, ...]:
-        """Control tokens whose text must stay in the output for the parser."""
         return (CHANNEL, CONSTRAIN, MESSAGE, START, END, CALL, RETURN)
 
     def read_calls(self, reader: Reader, output: Output, tools: Mapping[str, Tool]) -> ReadCalls:
@@ -68,7 +65,6 @@ class Harmony(Format):
         return read
 
     def steps(self, reader: Reader, output: Output, options: ParserOptions) -> Steps[None]:
-        """Return the parser's generator for one reply."""
         output.on_call = reader.unmark
         return _Messages(reader, output, options, self.read_calls(reader, output, options.tools_by_name)).steps()
 
@@ -103,7 +99,6 @@ class Harmony(Format):
         return writer.sequence(writer.text(FINAL), content)
 
     def reasoning_expression(self, writer: GrammarWriter, thinking: Thinking) -> str:
-        """Return a grammar expression for the reasoning before the calls; empty if there must be none."""
         if thinking == "none":
             return ""
         ended = writer.sequence(writer.text_until(END), writer.text(f"{START}assistant"))

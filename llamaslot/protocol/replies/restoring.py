@@ -18,7 +18,7 @@ from llamaslot.base.backend import Vocab
 from llamaslot.base.commands import TextPart
 from llamaslot.base.errors import InvalidRequestError
 from llamaslot.base.generation.tools import ParserOptions
-from llamaslot.base.text_records import ChatTurn, RememberedReply, ReplyStore, RestoredReplies
+from llamaslot.base.text_records import ChatTurn, RememberedReply, ReplyStore
 from llamaslot.base.tokens import ids_of
 from llamaslot.protocol.replies.meaning import (
     START,
@@ -31,8 +31,16 @@ from llamaslot.protocol.replies.meaning import (
     with_meaning,
     with_merged_replies,
 )
-from llamaslot.protocol.replies.probing import CALL, ProbedTemplate, Probes, Render
-from llamaslot.protocol.replies.rendering import Placeholders, Rendering, n_common_characters
+from llamaslot.protocol.replies.rendering import (
+    CALL,
+    MAX_PROBES,
+    Findings,
+    Placeholders,
+    ProbedTemplate,
+    Render,
+    Rendering,
+    n_common_characters,
+)
 from llamaslot.text.conversation import Conversation, Message
 
 _MAX_TRIES = 8
@@ -43,17 +51,6 @@ _N_COMPARED = 8
 """Number of characters that are compared to tell the text of a message from markup."""
 _MAX_EARLIER = 8
 """Most states, latest first, after which a reply is looked up: those after earlier replies of the conversation."""
-
-
-@dataclass(frozen=True, slots=True)
-class TurnPrompt:
-    """The prompt of a chat request with restored tokens, and what is needed to remember its own reply."""
-
-    turn: ChatTurn
-    rest: tuple[TextPart, ...]
-    """The prompt's text after the restored tokens."""
-    text: str
-    """Text of the whole prompt, including the beginning of the reply that it contains."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +101,8 @@ class ReplyRestorer:
         self._store = store
         self._vocab = vocab
         self._end_tokens = [text for token in vocab.eog if (text := self._text_of([token]))]
-        self._probes = Probes()
+        self._findings: dict[bytes, Findings] = {}
+        """Results of probing the template, by a digest of the variables on which they depend."""
 
     def prompt(
         self,
@@ -115,13 +113,18 @@ class ReplyRestorer:
         parser_of: Callable[[str], ParserOptions],
         *,
         variables: bytes,
-    ) -> TurnPrompt | None:
-        """Return the prompt of a conversation that is rendered as `parts`; None if its reply cannot be remembered.
+    ) -> tuple[ChatTurn, tuple[TextPart, ...], str] | None:
+        """Return a chat's turn, and the texts of its prompt after the restored tokens and of the whole prompt.
 
-        `start` is the state before any reply, `parser_of` returns the parser options for a message after a prompt,
-        and `variables` is a digest of everything except the messages on which `render` depends.
+        None if the reply cannot be remembered. The conversation is rendered as `parts`, `start` is the state before
+        any reply, `parser_of` returns the parser options for a message after a prompt, and `variables` is a digest
+        of everything except the messages on which `render` depends. A prompt includes the beginning of the reply
+        that it contains.
         """
-        template = ProbedTemplate(render, self._probes.of(variables))
+        if variables not in self._findings and len(self._findings) >= MAX_PROBES:
+            # Clients choose variables, so their number is limited. Most clients never send any.
+            self._findings.clear()
+        template = ProbedTemplate(render, self._findings.setdefault(variables, Findings()))
         history, begun = conversation, conversation[-1] if conversation[-1]["role"] == "assistant" else None
         if begun is not None:
             history = conversation[:-1]
@@ -152,9 +155,11 @@ class ReplyRestorer:
             parent=plan.parent,
             state=plan.state,
             start=start,
-            restored=RestoredReplies(tokens, n_reply, continued) if tokens else None,
+            restored=tokens,
+            n_reply=n_reply,
+            continued=continued,
         )
-        return TurnPrompt(turn, rest, bare.text + text_begun)
+        return turn, rest, bare.text + text_begun
 
     def _text_of(self, tokens: Sequence[int]) -> str:
         return self._vocab.detokenize(tokens).decode(errors="replace")

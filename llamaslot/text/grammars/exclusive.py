@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from llamaslot.text.grammars.schema_parts import Resolve, Schema, conjuncts, dict_of, is_number, list_of
+from llamaslot.base.json_schemas import Resolve, Schema, conjuncts, dict_of, is_number, list_of
 
 _TYPES = frozenset({"null", "boolean", "number", "string", "array", "object"})
 _MAX_STEPS = 100_000

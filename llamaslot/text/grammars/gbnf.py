@@ -1,7 +1,9 @@
 """Conversion of GBNF, llama.cpp's grammar format, to Lark for llguidance.
 
-llguidance's own converter is not used: it fails on escapes such as `\\u00e9` and on token rules such as `<[12]>`,
-takes `.` to exclude newlines, and treats `&&`, `--` and `~~` in character classes as operators.
+llguidance's own converter (`llguidance.gbnf_to_lark`) is not used. It has no token rules such as `<[12]>`, fails on
+`\\u00e9` and on repeated repetitions, takes `.` to exclude newlines and `&&`, `--` and `~~` in character classes as
+operators, splits `name "a"` into lexemes, accepts rules that are defined twice, `[z-a]` and any number of
+repetitions, and does not name the line where a rule is missing.
 
 llguidance splits text into lexemes, each as long as possible, so that the letter in `name: /[a-z]*/ "a"` could
 never match. GBNF has no lexemes. Therefore every part without recursion becomes a single terminal, within which
@@ -9,21 +11,22 @@ such a sequence matches exactly. One difference remains: a part without recursio
 a recursive part begins.
 
 llguidance excludes the tokens of added tags such as `<tool_call>` from text. Models are trained on these tokens, so
-a tag in a literal matches its token; if the token would split a terminal, it matches the tag's characters as well.
+a tag in a literal matches its token; if the token would split a terminal (`_TagCheck`), it matches the tag's
+characters as well.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from llamaslot.base.errors import InvalidRequestError
-from llamaslot.text.grammars.gbnf_nodes import Choice, Concatenation, Leaf, Node, Reference, Repeat, leaves
-from llamaslot.text.grammars.gbnf_tags import keeps_terminals
 
 TokenOf: TypeAlias = Callable[[str], int | None]
 """Returns the id of the token for a text; None if the text is not exactly one token."""
@@ -32,7 +35,7 @@ _NO_TAGS: Mapping[str, int] = MappingProxyType({})
 _MAX_REPEAT = 2000
 """Most required repetitions, as in llama.cpp. A higher upper limit counts as no limit."""
 _MAX_DEPTH = 100
-"""Most levels of nested parentheses."""
+"""Most levels of nested parentheses, and of parts and references for which tags are checked."""
 _LARK = re.compile(r"^\s*(?:%llguidance\b|start\s*:(?!:=))", re.MULTILINE)
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
 _BLANKS = re.compile(r"(?:[ \t]|#[^\r\n]*)*")
@@ -64,7 +67,7 @@ def gbnf_to_lark(text: str, param: str, token_of: TokenOf, tags: Mapping[str, in
     if tagged == rules:
         return _lark(_Writer(rules))
     writer, texts = _Writer(tagged, prefix="t"), _Writer(rules)
-    return _lark(writer) if keeps_terminals(tagged, texts.regular) else _lark(writer, texts)
+    return _lark(writer) if _TagCheck(tagged, texts.regular).keeps_terminals() else _lark(writer, texts)
 
 
 def _lark(*writers: _Writer) -> str:
@@ -72,6 +75,69 @@ def _lark(*writers: _Writer) -> str:
     written = [line for writer in writers for line in writer.lines()]
     start = " | ".join(writer.names["root"] for writer in writers)
     return "\n".join(["%llguidance {}", f"start: {start}", *written]) + "\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """A text, a character or a token, as Lark."""
+
+    lark: str
+    is_token: bool = False
+    is_tag: bool = False
+    """True for the token of a tag within a literal."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """The name of a rule, and its position in the grammar."""
+
+    name: str
+    at: int
+
+
+@dataclass(frozen=True, slots=True)
+class Concatenation:
+    """A sequence of parts."""
+
+    items: tuple[Node, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Alternatives."""
+
+    options: tuple[Node, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Repeat:
+    """A part repeated `least` to `most` times; None for no upper limit."""
+
+    item: Node
+    least: int
+    most: int | None
+
+
+Node: TypeAlias = Leaf | Reference | Concatenation | Choice | Repeat
+
+
+def _sequences(node: Node) -> Iterator[Sequence[Node]]:
+    """Yield the items of each sequence in a node, also of those with only one item."""
+    todo = [node]
+    while todo:
+        each = todo.pop()
+        items = each.items if isinstance(each, Concatenation) else (each,)
+        yield items
+        for item in items:
+            if isinstance(item, Choice):
+                todo += item.options
+            elif isinstance(item, Repeat):
+                todo.append(item.item)
+
+
+def _leaves(node: Node) -> Iterator[Leaf | Reference]:
+    """Yield all texts, characters, tokens and references in a node."""
+    return (item for items in _sequences(node) for item in items if isinstance(item, Leaf | Reference))
 
 
 class _Parser:
@@ -86,11 +152,11 @@ class _Parser:
         self._tag = re.compile("(" + ("|".join(map(re.escape, ordered)) or "(?!)") + ")")
         self._at = 0
         self._depth = 0
+        self._references: list[Reference] = []
 
     def rules(self) -> dict[str, Node]:
         """Parse the whole text."""
         rules: dict[str, Node] = {}
-        references: list[Reference] = []
         self._skip(_BLANKS_AND_LINES)
         while self._at < len(self._text):
             name = self._match(_NAME, "the name of a rule")[0]
@@ -99,27 +165,27 @@ class _Parser:
             self._skip(_BLANKS_AND_LINES)
             if name in rules:
                 raise self._error(f"the rule '{name}' is defined twice")
-            rules[name] = self._choice(references, is_nested=False)
+            rules[name] = self._choice(is_nested=False)
             if self._at < len(self._text):
                 self._match(_NEWLINE, "the end of the line")
             self._skip(_BLANKS_AND_LINES)
-        for each in references:
+        for each in self._references:
             if each.name not in rules:
                 raise self._error(f"there is no rule '{each.name}'", each.at)
         return rules
 
-    def _choice(self, references: list[Reference], *, is_nested: bool) -> Node:
-        options = [self._sequence(references, is_nested=is_nested)]
+    def _choice(self, *, is_nested: bool) -> Node:
+        options = [self._sequence(is_nested=is_nested)]
         while self._next() == "|":
             self._at += 1
             self._skip(_BLANKS_AND_LINES)
-            options.append(self._sequence(references, is_nested=is_nested))
+            options.append(self._sequence(is_nested=is_nested))
         return options[0] if len(options) == 1 else Choice(tuple(options))
 
-    def _sequence(self, references: list[Reference], *, is_nested: bool) -> Node:
+    def _sequence(self, *, is_nested: bool) -> Node:
         items: list[Node] = []
         blanks = _BLANKS_AND_LINES if is_nested else _BLANKS
-        while (item := self._item(references)) is not None:
+        while (item := self._item()) is not None:
             self._skip(blanks)
             while (counts := self._counts()) is not None:
                 self._skip(blanks)
@@ -128,7 +194,7 @@ class _Parser:
             items += item.items if isinstance(item, Concatenation) else [item]
         return items[0] if len(items) == 1 else Concatenation(tuple(items))
 
-    def _item(self, references: list[Reference]) -> Node | None:
+    def _item(self) -> Node | None:
         char = self._next()
         readers = {'"': self._literal, "[": self._class, "<": self._token, "!": self._token, ".": self._any}
         if char in readers:
@@ -139,13 +205,13 @@ class _Parser:
                 raise self._error("too many nested parentheses")
             self._at += 1
             self._skip(_BLANKS_AND_LINES)
-            found = self._choice(references, is_nested=True)
+            found = self._choice(is_nested=True)
             self._expect(")")
             self._depth -= 1
             return found
         if name := _NAME.match(self._text, self._at):
             reference = Reference(name[0], self._at)
-            references.append(reference)
+            self._references.append(reference)
             self._at = name.end()
             return reference
         return None
@@ -164,7 +230,7 @@ class _Parser:
         items = tuple(
             Leaf(f"<[{self._tags[part]}]>", is_token=True, is_tag=True)
             if part in self._tags
-            else Leaf(_quoted(part))
+            else Leaf(json.dumps(part, ensure_ascii=False))
             for part in parts
         )
         return items[0] if len(items) == 1 else Concatenation(items)
@@ -264,119 +330,210 @@ class _Parser:
         )
 
 
-@dataclass(slots=True)
+def _users(rules: Mapping[str, Node]) -> defaultdict[str, set[str]]:
+    """Return the names of the rules that refer to each rule."""
+    users: defaultdict[str, set[str]] = defaultdict(set)
+    for name, node in rules.items():
+        for each in _leaves(node):
+            if isinstance(each, Reference):
+                users[each.name].add(name)
+    return users
+
+
+def _regular_rules(rules: Mapping[str, Node]) -> set[str]:
+    """Return the rules with neither recursion nor tokens, which includes the rules to which they refer."""
+    users = _users(rules)
+    n_open = Counter(user for found in users.values() for user in found)
+    """References of each rule that are not known to be regular."""
+    with_tokens = {name for name, node in rules.items() if any(_is_token(each) for each in _leaves(node))}
+    regular: set[str] = set()
+    todo = [name for name in rules if not n_open[name]]
+    while todo:
+        name = todo.pop()
+        if name in with_tokens:
+            continue
+        regular.add(name)
+        n_open.subtract(users[name])
+        todo += [user for user in users[name] if not n_open[user]]
+    return regular
+
+
+def _is_token(leaf: Leaf | Reference) -> bool:
+    return isinstance(leaf, Leaf) and leaf.is_token
+
+
 class _Writer:
-    """Writes rules as Lark. Parts with neither recursion nor tokens become terminals, with names in capitals."""
+    """Writes rules as Lark. Parts with neither recursion nor tokens become terminals, with names in capitals.
 
-    rules: dict[str, Node]
-    prefix: str = ""
-    """Prefix of the names it writes, so that several writers can contribute to one grammar."""
-    regular: dict[str, bool] = field(default_factory=dict)
-    """For each rule, True if it has neither recursion nor tokens."""
-    names: dict[str, str] = field(default_factory=dict)
-    terminals: dict[str, str] = field(default_factory=dict)
-    """Names of terminals by their Lark text, so that equal parts share a terminal."""
+    The names begin with `prefix`, so that several writers can contribute to one grammar.
+    """
 
-    def __post_init__(self) -> None:
-        """Find the rules that have neither recursion nor tokens."""
-        for name in self.rules:
-            self._find_regular(name)
+    def __init__(self, rules: Mapping[str, Node], prefix: str = "") -> None:
+        self._rules = rules
+        self._prefix = prefix
+        self.regular = _regular_rules(rules)
+        self.names = {
+            name: f"{prefix.upper()}T{i}" if name in self.regular else f"{prefix}r{i}"
+            for i, name in enumerate(rules)
+        }
+        self._terminals: dict[str, str] = {}
+        """Names of terminals by their Lark text, so that equal parts share a terminal."""
 
     def lines(self) -> list[str]:
         """Return the rules and terminals."""
-        for i, name in enumerate(self.rules):
-            self.names[name] = f"{self.prefix.upper()}T{i}" if self.regular[name] else f"{self.prefix}r{i}"
         # Rules are written first, because that adds terminals.
-        written = {name: self._write(node, is_terminal=self.regular[name]) for name, node in self.rules.items()}
-        lines = [f"{self.names[name]}: {lark}" for name, lark in written.items()]
-        return [*lines, *(f"{name}: {lark}" for lark, name in self.terminals.items())]
-
-    def _find_regular(self, start: str) -> None:
-        """Find out whether rules have recursion or tokens, by an iterative depth-first search."""
-        stack = [start]
-        active: set[str] = set()
-        while stack:
-            name = stack[-1]
-            if name in self.regular and name not in active:
-                stack.pop()
-                continue
-            if name not in active:
-                active.add(name)
-                self.regular[name] = True
-                stack += [each for each in self._references(name) if each not in self.regular]
-                # A rule on the current path refers to itself through this one.
-                if any(each in active for each in self._references(name)):
-                    self.regular[name] = False
-                continue
-            stack.pop()
-            active.remove(name)
-            is_regular = self.regular[name] and not self._has_tokens(self.rules[name])
-            self.regular[name] = is_regular and all(self.regular[each] for each in self._references(name))
-
-    def _references(self, name: str) -> list[str]:
-        return [each.name for each in leaves(self.rules[name]) if isinstance(each, Reference)]
-
-    def _has_tokens(self, node: Node) -> bool:
-        return any(isinstance(each, Leaf) and each.is_token for each in leaves(node))
+        lines = [
+            f"{self.names[name]}: {self._write(node, is_terminal=name in self.regular)}"
+            for name, node in self._rules.items()
+        ]
+        return [*lines, *(f"{name}: {lark}" for lark, name in self._terminals.items())]
 
     def _is_terminal(self, node: Node) -> bool:
         return all(
-            self.regular[each.name] if isinstance(each, Reference) else not each.is_token for each in leaves(node)
+            each.name in self.regular if isinstance(each, Reference) else not each.is_token
+            for each in _leaves(node)
         )
 
     def _write(self, node: Node, *, is_terminal: bool) -> str:
         """Return the Lark text of a node. Within a rule, parts without recursion become terminals."""
         if not is_terminal and not isinstance(node, Reference) and self._is_terminal(node):
-            return self._terminal(node)
+            lark = self._write(node, is_terminal=True)
+            return self._terminals.setdefault(lark, f"{self._prefix.upper()}P{len(self._terminals)}")
         match node:
             case Leaf(lark):
                 return lark
             case Reference(name):
                 return self.names[name]
             case Concatenation(items):
-                parts = [*items] if is_terminal else _joined(items, self._is_terminal)
+                parts = items if is_terminal else self._joined(items)
                 return " ".join(self._group(each, is_terminal=is_terminal) for each in parts) or '""'
             case Choice(options):
                 return " | ".join(self._write(each, is_terminal=is_terminal) for each in options)
             case Repeat(item, least, most):
-                return self._group(item, is_terminal=is_terminal) + _suffix(least, most)
+                counts = f"{{{least},{'' if most is None else most}}}" if least or most is not None else "*"
+                return self._group(item, is_terminal=is_terminal) + counts
 
     def _group(self, node: Node, *, is_terminal: bool) -> str:
         lark = self._write(node, is_terminal=is_terminal)
         is_one = isinstance(node, Leaf | Reference) or (not is_terminal and self._is_terminal(node))
         return lark if is_one else f"({lark})"
 
-    def _terminal(self, node: Node) -> str:
-        lark = self._write(node, is_terminal=True)
-        return self.terminals.setdefault(lark, f"{self.prefix.upper()}P{len(self.terminals)}")
-
-
-def _joined(items: Sequence[Node], is_terminal: Callable[[Node], bool]) -> list[Node]:
-    """Return the items of a sequence, with adjacent terminals joined."""
-    result: list[Node] = []
-    run: list[Node] = []
-    for item in [*items, None]:
-        if item is not None and is_terminal(item):
-            run.append(item)
-            continue
-        if run:
-            result.append(run[0] if len(run) == 1 else Concatenation(tuple(run)))
-            run = []
-        if item is not None:
-            result.append(item)
-    return result
-
-
-def _suffix(least: int, most: int | None) -> str:
-    if (least, most) == (0, None):
-        return "*"
-    return f"{{{least},{'' if most is None else most}}}"
-
-
-def _quoted(text: str) -> str:
-    """Return a text as a Lark string, which uses JSON's escapes."""
-    return json.dumps(text, ensure_ascii=False)
+    def _joined(self, items: Sequence[Node]) -> Iterator[Node]:
+        """Yield the items of a sequence, with adjacent terminals joined."""
+        for joins, run in itertools.groupby(items, self._is_terminal):
+            parts = tuple(run)
+            yield from (Concatenation(parts),) if joins and len(parts) > 1 else parts
 
 
 def _hex(char: str) -> str:
     return f"\\x{{{ord(char):x}}}"
+
+
+class _Following(NamedTuple):
+    """The text that follows a token in its sequence."""
+
+    token: Leaf
+    text: str
+    is_whole: bool
+    """True if neither characters nor other rules continue it."""
+
+    def may_exceed(self, other: _Following) -> bool:
+        """Return True if a longer text than the other can follow the same token."""
+        # A token given by its id may be that of a tag, and an excluded one allows any token.
+        if self.token.is_tag and self.token != other.token:
+            return False
+        is_longer = self.text.startswith(other.text) and self.text != other.text
+        return is_longer or (not self.is_whole and other.text.startswith(self.text))
+
+
+def _following(token: Leaf, rest: Sequence[Node]) -> _Following:
+    """Return the text that follows a token, given the rest of its sequence."""
+    text = ""
+    for each in rest:
+        if not isinstance(each, Leaf) or not each.lark.startswith('"'):
+            return _Following(token, text, isinstance(each, Leaf) and each.is_token)
+        text += json.loads(each.lark)
+    return _Following(token, text, bool(text))
+
+
+class _TagCheck:
+    """Decides whether the tokens of tags can replace their text in a grammar.
+
+    Tokens split terminals. `[a-z]* "<tag>"? "a"` is a single terminal only if the tag is text; with a token, the
+    letters would match the last `a` too. That cannot happen if a part begins and ends with a tag. A part may also
+    end with text if no longer text can follow its last tag. In `("<tag>x" | "<tag>xy") "yz"` it can: of `xyz`, the
+    first part would match `xy`.
+
+    `regular` has the rules that are single terminals if tags are text.
+    """
+
+    def __init__(self, rules: Mapping[str, Node], regular: set[str]) -> None:
+        self._rules = rules
+        self._regular = regular
+        self._bounded: dict[str, bool] = {}
+        self._following = [
+            _following(item, items[i + 1 :])
+            for node in rules.values()
+            for items in _sequences(node)
+            for i, item in enumerate(items)
+            if isinstance(item, Leaf) and item.is_token
+        ]
+        self._tagged: set[str] = set()
+        """Names of regular rules that have tags, directly or through a rule to which they refer."""
+        users = _users(rules)
+        todo = [name for name in regular if self._has_tags(rules[name])]
+        while todo:
+            name = todo.pop()
+            if name not in self._tagged:
+                self._tagged.add(name)
+                todo += users[name] & regular
+
+    def keeps_terminals(self) -> bool:
+        """Return True if the rules match the same texts with tags as tokens as with tags as text."""
+        return all(
+            self._is_bounded(item)
+            for name, node in self._rules.items()
+            if name == "root" or name not in self._regular
+            for option in (node.options if isinstance(node, Choice) else (node,))
+            for item in (option.items if isinstance(option, Concatenation) else (option,))
+            if self._has_tags(item)
+        )
+
+    def _has_tags(self, node: Node) -> bool:
+        return any(
+            each.name in self._tagged if isinstance(each, Reference) else each.is_tag for each in _leaves(node)
+        )
+
+    def _is_bounded(self, node: Node, depth: int = 0) -> bool:
+        """Return True if a part begins with a tag, and ends with a tag or with text that cannot be longer."""
+        if depth > _MAX_DEPTH:
+            return False
+        match node:
+            case Leaf():
+                return node.is_tag
+            case Reference(name):
+                if name not in self._bounded:
+                    is_tagged = name in self._tagged
+                    self._bounded[name] = is_tagged and self._is_bounded(self._rules[name], depth + 1)
+                return self._bounded[name]
+            case Choice(options):
+                return all(self._is_bounded(each, depth + 1) for each in options)
+            case Repeat(item, least):
+                return least > 0 and self._is_bounded(item, depth + 1)
+            case Concatenation(items):
+                tagged = [i for i, each in enumerate(items) if self._has_tags(each)]
+                return (
+                    tagged[:1] == [0]
+                    and all(self._is_bounded(items[i], depth + 1) for i in tagged)
+                    and self._ends(items, tagged[-1])
+                )
+
+    def _ends(self, items: Sequence[Node], last: int) -> bool:
+        """Return True if a sequence ends with its last part that has tags, or with text that cannot be longer."""
+        if last == len(items) - 1:
+            return True
+        tag = items[last]
+        if not isinstance(tag, Leaf):
+            return False
+        end = _following(tag, items[last + 1 :])
+        return end.is_whole and not any(each.may_exceed(end) for each in self._following)

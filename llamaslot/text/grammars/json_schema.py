@@ -9,8 +9,8 @@ llguidance enforces a schema, and refuses unknown keywords by name. Before that,
 - As in llama-server, a schema that only describes the items of an array, or the properties of an object, allows
   only arrays or objects, although all other values match it too; and a tuple of schemas allows exactly as many
   items.
-- Keywords without effect that llguidance would refuse are removed (`vacuous.py`), and so are formats that it does
-  not know, and descriptions, which are most of the text of tools' schemas.
+- Keywords without effect that llguidance would refuse are removed (`schema_fixes.py`), and so are formats that it
+  does not know, and descriptions, which are most of the text of tools' schemas.
 - `oneOf` becomes `anyOf` if no value can match two of its alternatives (`exclusive.py`).
 - `multipleOf` and the number of an object's properties are limited, because the time to compile grows with their
   square.
@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable
 from decimal import Decimal
 from functools import cache, partial
 from typing import Any
@@ -31,7 +30,17 @@ from llguidance import LLMatcher
 
 from llamaslot.base.commands import Constraint
 from llamaslot.base.errors import InvalidRequestError
-from llamaslot.base.schema_references import names_in, referenced
+from llamaslot.base.json_schemas import (
+    APPLICATORS,
+    Resolve,
+    Schema,
+    conjuncts,
+    is_number,
+    list_of,
+    names_in,
+    referenced,
+    subschemas,
+)
 from llamaslot.text.grammars.compiling import MAX_CONSTRAINT_CHARS, too_long
 from llamaslot.text.grammars.exclusive import Judge
 from llamaslot.text.grammars.schema_fixes import (
@@ -41,9 +50,8 @@ from llamaslot.text.grammars.schema_fixes import (
     has_wide_numbers,
     limit_any_value,
     limit_digits,
+    remove_vacuous,
 )
-from llamaslot.text.grammars.schema_parts import APPLICATORS, Schema, conjuncts, is_number, list_of, subschemas
-from llamaslot.text.grammars.vacuous import remove_vacuous
 
 MAX_MULTIPLE_OF = 10_000
 """Largest sum of all `multipleOf`, without decimal points. Compiles in 0.1 s; a sum of 1,000,000 took 27 s."""
@@ -226,7 +234,7 @@ def _prepare(root: Schema, param: str, *, limits_digits: bool, is_of_arguments: 
         _limit_digits(root, is_of_arguments=is_of_arguments)
 
 
-def _leave_type_to_alternatives(schema: Schema, resolve: Callable[[object], object | None]) -> None:
+def _leave_type_to_alternatives(schema: Schema, resolve: Resolve) -> None:
     """Remove a type that all alternatives have as well.
 
     llguidance refuses unions that contain themselves if they have any other keyword.
@@ -238,7 +246,7 @@ def _leave_type_to_alternatives(schema: Schema, resolve: Callable[[object], obje
             schema.pop("type", None)
 
 
-def _types(schema: object, resolve: Callable[[object], object | None] = lambda _: None) -> frozenset[str]:
+def _types(schema: object, resolve: Resolve = lambda _: None) -> frozenset[str]:
     """Return the types named by a schema, or by the one to which it refers; empty if none are named."""
     for _ in range(_MAX_HOPS):
         if not isinstance(schema, dict) or "type" in schema:
@@ -323,7 +331,7 @@ def _add_all(root: Schema, schema: object, found: set[int]) -> None:
                 todo.append(referenced(each["$ref"], root))
 
 
-def _make_any_of(root: Schema, resolve: Callable[[object], object | None]) -> None:
+def _make_any_of(root: Schema, resolve: Resolve) -> None:
     """Replace `oneOf` by `anyOf` if its alternatives exclude each other. Must run before they are closed."""
     schemas = list(subschemas(root))
     if any("/oneOf/" in str(each.get("$ref")) for each in schemas):

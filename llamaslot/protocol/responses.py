@@ -1,22 +1,53 @@
-"""Conversion of a Responses request's body to a chat body, and to the fields that its reply repeats."""
+"""OpenAI's Responses API: fields of its request bodies, and their conversion to a `ChatBody`.
+
+The reply repeats some of the fields; these and others that it depends on are its `ResponseFields`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
+from msgspec import Meta
 
 from llamaslot.base.errors import InvalidRequestError, NotSupportedError
-from llamaslot.base.generation.responses import EarlierItems, References, ResponseFields
-from llamaslot.protocol.bodies import ChatBody, options_of
-from llamaslot.protocol.decoding import FieldNames, whole
-from llamaslot.protocol.responses.bodies import LOGPROBS, REASONING, ResponsesBody, TextFormat, TextOptions, refuse
-from llamaslot.protocol.responses.items import Item, Turns, with_ids
-from llamaslot.protocol.responses.tools import Toolbox, chat_choice
-from llamaslot.protocol.structured_options import ResponseFormat
+from llamaslot.base.generation.request_context import EarlierItems, References, ResponseFields
+from llamaslot.base.generation.tools import ReasoningFormat
+from llamaslot.protocol.bodies import (
+    ChatBody,
+    Count,
+    FieldNames,
+    Metadata,
+    Options,
+    ResponseFormat,
+    options_of,
+    whole,
+)
+from llamaslot.protocol.response_items import Item, Toolbox, Turns, chat_choice, with_ids
 
+REASONING = "reasoning.encrypted_content"
+LOGPROBS = "message.output_text.logprobs"
+_INCLUDES = frozenset(
+    {
+        REASONING,
+        LOGPROBS,
+        "file_search_call.results",
+        "web_search_call.results",
+        "web_search_call.action.sources",
+        "message.input_image.image_url",
+        "computer_call_output.output.image_url",
+        "code_interpreter_call.outputs",
+    }
+)
+"""Values of `include`. Except for the first two, they concern items that replies of this server never have."""
+_HINTS = {
+    "background": "the reply is returned by the request itself; stream it if it takes long",
+    "conversation": "continue a response with 'previous_response_id', or send its items as 'input'",
+    "prompt": "the server has no stored prompts; send 'instructions' and 'input'",
+    "context_management": "the server does not compact conversations",
+    "moderation": "the server does not moderate",
+}
 _SAME_AS_CHAT = (
     "parallel_tool_calls", "chat_template_kwargs", "reasoning_format", "reasoning_budget_tokens",
     "thinking_budget_tokens",
@@ -37,16 +68,85 @@ SUMMARIZE = (
     "was found and done, names and values that matter, and what is still to be done. Answer with the summary alone."
 )
 """Prompt of a compaction, added after the conversation."""
+Converted: TypeAlias = tuple[ChatBody, ResponseFields, FieldNames]
+"""A request as a chat, the fields that its reply depends on, and the names here of fields that errors may name."""
 
 
-@dataclass(frozen=True, slots=True)
-class ResponsesRequest:
-    """A request converted to a chat."""
+class ReasoningOptions(msgspec.Struct):
+    """OpenAI's `reasoning`. There are no summaries: the reasoning itself is returned."""
 
-    chat: ChatBody
-    fields: ResponseFields
-    field_names: FieldNames
-    """Chat fields that errors may name, with this API's names."""
+    effort: str | None = None
+    summary: Literal["auto", "concise", "detailed", "none"] | None = None
+    generate_summary: Literal["auto", "concise", "detailed", "none"] | None = None
+
+
+class TextFormat(msgspec.Struct, omit_defaults=True):
+    """OpenAI's `text.format`."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    description: str | None = None
+    schema: Any = None
+    strict: bool | None = None
+
+
+class TextOptions(msgspec.Struct):
+    """OpenAI's `text`. The verbosity has no effect."""
+
+    format: TextFormat | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+
+
+class ResponsesBody(Options, kw_only=True):
+    """`POST /v1/responses` and `POST /v1/responses/input_tokens`.
+
+    As in OpenAI's API `input` may be absent, and it may be empty if something else makes a prompt.
+    """
+
+    input: str | list[dict[str, Any]] | None = None
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    store: bool | None = None
+    include: list[str] | None = None
+    max_output_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
+    text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    max_tool_calls: int | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    metadata: Metadata | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    service_tier: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_format: ReasoningFormat | None = None
+    reasoning_budget_tokens: Count | None = None
+    thinking_budget_tokens: Count | None = None
+
+    background: bool | None = None
+    conversation: Any = None
+    prompt: Any = None
+    context_management: Any = None
+    moderation: Any = None
+
+
+def _refuse(body: ResponsesBody) -> None:
+    """Raise an error for the first field that asks for an unsupported feature."""
+    for name, hint in _HINTS.items():
+        if getattr(body, name):
+            raise NotSupportedError(f"'{name}' is not supported: {hint}", param=name)
+    if body.truncation == "auto":
+        message = "'truncation': 'auto' is not supported: shorten the input, or raise --ctx-size"
+        raise NotSupportedError(message, param="truncation")
+    for name in ("n", "n_cmpl"):
+        if (getattr(body, name) or 1) > 1:
+            raise InvalidRequestError(f"'{name}' must be 1: a response has only one choice", param=name)
+    for index, value in enumerate(body.include or ()):
+        if value not in _INCLUDES:
+            where = f"include[{index}]"
+            raise InvalidRequestError(f"'{where}' must be one of {', '.join(sorted(_INCLUDES))}", param=where)
 
 
 def references(body: ResponsesBody) -> References | None:
@@ -56,12 +156,12 @@ def references(body: ResponsesBody) -> References | None:
     return References(body.previous_response_id or "", named) if body.previous_response_id or named else None
 
 
-def read_request(body: ResponsesBody, earlier: EarlierItems, request_id: str) -> ResponsesRequest:
+def read_response(body: ResponsesBody, earlier: EarlierItems, request_id: str) -> Converted:
     """Read a body with the items to which it refers; raises `InvalidRequestError`.
 
     Ids of new items are derived from `request_id`.
     """
-    refuse(body)
+    _refuse(body)
     items, turns = _items_and_turns(body, earlier)
     toolbox = Toolbox(body.tools or ())
     store = body.store is not False
@@ -73,20 +173,21 @@ def read_request(body: ResponsesBody, earlier: EarlierItems, request_id: str) ->
         returns_reasoning=REASONING in (body.include or ()),
         forms=toolbox.forms,
     )
-    return _request(body, turns, toolbox, fields)
+    return _chat(body, turns, toolbox), fields, _field_names(toolbox)
 
 
-def read_compaction(body: ResponsesBody, earlier: EarlierItems, request_id: str) -> ResponsesRequest:
+def read_compaction(body: ResponsesBody, earlier: EarlierItems, request_id: str) -> Converted:
     """Read a body that asks for a summary of its conversation; raises `InvalidRequestError`."""
-    refuse(body)
+    _refuse(body)
     if body.stream:
         raise NotSupportedError("'stream': a compaction is returned as a whole", param="stream")
     _, turns = _items_and_turns(body, earlier)
     fields = ResponseFields(store=False, user_texts=tuple(turns.user_texts))
     turns.add(_user(SUMMARIZE), "input")
-    request = _request(body, turns, Toolbox(body.tools or ()), fields)
-    request.chat.tool_choice = "none"
-    return request
+    toolbox = Toolbox(body.tools or ())
+    chat = _chat(body, turns, toolbox)
+    chat.tool_choice = "none"
+    return chat, fields, _field_names(toolbox)
 
 
 def _items_and_turns(body: ResponsesBody, earlier: EarlierItems) -> tuple[list[Item], Turns]:
@@ -111,9 +212,9 @@ def _items_and_turns(body: ResponsesBody, earlier: EarlierItems) -> tuple[list[I
     return items, turns
 
 
-def _request(body: ResponsesBody, turns: Turns, toolbox: Toolbox, fields: ResponseFields) -> ResponsesRequest:
+def _field_names(toolbox: Toolbox) -> FieldNames:
     tool_names = [(rf"tools\[{i}\]\.function", place) for i, place in enumerate(toolbox.places)]
-    return ResponsesRequest(_chat(body, turns.messages(), toolbox), fields, (*tool_names, *_FIELD_NAMES))
+    return (*tool_names, *_FIELD_NAMES)
 
 
 def _user(text: str) -> Item:
@@ -134,7 +235,7 @@ def _referenced(item: Item, index: int, earlier: EarlierItems) -> Item:
     return found
 
 
-def _chat(body: ResponsesBody, messages: list[dict[str, Any]], toolbox: Toolbox) -> ChatBody:
+def _chat(body: ResponsesBody, turns: Turns, toolbox: Toolbox) -> ChatBody:
     same = options_of(body)
     if LOGPROBS in (body.include or ()) or body.top_logprobs:
         same |= {"logprobs": True, "top_logprobs": body.top_logprobs or 0}
@@ -148,7 +249,7 @@ def _chat(body: ResponsesBody, messages: list[dict[str, Any]], toolbox: Toolbox)
     return ChatBody(
         **same,
         **{name: getattr(body, name) for name in _SAME_AS_CHAT},
-        messages=messages,
+        messages=turns.messages(),
         tools=toolbox.functions or None,
         tool_choice=chat_choice(body.tool_choice),
         reasoning_effort=body.reasoning.effort if body.reasoning is not None else None,

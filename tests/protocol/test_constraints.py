@@ -13,10 +13,9 @@ from llguidance import LLMatcher, LLTokenizer
 from llamaslot.base.errors import InvalidRequestError
 from llamaslot.base.generation.tools import ParserOptions, Tool, packed
 from llamaslot.formats.calls import ToolCall
-from llamaslot.protocol import reply_constraint, structured_output
+from llamaslot.protocol import constraints
 from llamaslot.protocol.bodies import ChatBody
-from llamaslot.protocol.reply_constraint import ReplyConstraints
-from llamaslot.protocol.structured_output import MAX_GRAMMAR_CHARS, ConstraintReader
+from llamaslot.protocol.constraints import MAX_GRAMMAR_CHARS, ConstraintReader
 from llamaslot.protocol.tools import read_tools
 from llamaslot.text.grammars.compiling import MAX_CONSTRAINT_CHARS, GrammarChecker, LocalTrial
 from llamaslot.text.grammars.json_schema import MAX_OPTIONAL, prepared_schema
@@ -41,8 +40,7 @@ def constraint(family: str, body: dict[str, Any]) -> str:
     """The grammar of a body's reply, in a vocabulary without control tokens."""
     options = msgspec.convert({"messages": QUESTION, **body}, ChatBody)
     reader = ConstraintReader(GrammarChecker(LocalTrial.of_bytes((), FakeBackend().info.n_vocab)), lambda _: None)
-    constraints = ReplyConstraints(made(family), reader)
-    found = constraints.constraint(reader.read(options), read_tools(options), "none")
+    found = reader.for_reply(made(family), reader.read(options), read_tools(options), "none")
     assert found is not None
     return found.grammar
 
@@ -78,7 +76,7 @@ def test_tools_are_prepared_only_while_their_grammar_may_be_short_enough(monkeyp
         prepared.append(param)
         return prepared_schema(schema, param, **options)
 
-    monkeypatch.setattr(reply_constraint, "prepared_schema", prepare)
+    monkeypatch.setattr(constraints, "prepared_schema", prepare)
     long = {"type": "object", "properties": {f"property_{i}": {"type": "string"} for i in range(900)}}
     tools = [named(f"f{i}", long) for i in range(200)]
     with pytest.raises(InvalidRequestError, match=f"'tools': .*limit: {MAX_GRAMMAR_CHARS}"):
@@ -242,7 +240,7 @@ def test_a_grammar_that_is_too_long_with_tokens_for_tags_has_their_text(monkeypa
     assert short is not None
     assert len(short.grammar) < len(long.grammar)
     for limit, expected in ((len(long.grammar), long), (len(long.grammar) - 1, short)):
-        monkeypatch.setattr(structured_output, "MAX_GRAMMAR_CHARS", limit)
+        monkeypatch.setattr(constraints, "MAX_GRAMMAR_CHARS", limit)
         assert both.read(options) == expected
 
 

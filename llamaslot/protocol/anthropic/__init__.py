@@ -1,1 +1,0 @@
-"""Anthropic's request bodies, and their conversion to chats."""

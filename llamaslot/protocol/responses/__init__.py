@@ -1,1 +1,0 @@
-"""OpenAI's Responses API: conversion of its request bodies to chat bodies."""
