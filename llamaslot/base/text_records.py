@@ -124,6 +124,17 @@ def owner_of(content: bytes) -> str:
         return ""
 
 
+class RestoredReplies(msgspec.Struct, frozen=True):
+    """The tokens of remembered replies with which a prompt begins."""
+
+    tokens: bytes
+    """Packed."""
+    n_reply: int
+    """Tokens of replies among them."""
+    continued: RememberedReply | None = None
+    """The last of them if the prompt's message continues it: it is remembered again with what follows."""
+
+
 class ChatTurn(msgspec.Struct, frozen=True):
     """Facts about a chat request that are needed to remember its reply."""
 
@@ -141,12 +152,7 @@ class ChatTurn(msgspec.Struct, frozen=True):
     """State after it."""
     start: bytes
     """State of the empty chain."""
-    restored: bytes = b""
-    """Tokens of remembered replies with which the prompt begins, packed."""
-    n_reply: int = 0
-    """Tokens of replies among them."""
-    continued: RememberedReply | None = None
-    """The last of them if the prompt's message continues it: it is remembered again with what follows."""
+    restored: RestoredReplies | None = None
 
 
 class ReplyStore(Protocol):
