@@ -157,6 +157,17 @@ TextRecord: TypeAlias = TextAnchor | Session | RememberedReply
 RecordKind: TypeAlias = type[TextAnchor] | type[Session] | type[RememberedReply]
 
 
+class RestoredReplies(msgspec.Struct, frozen=True):
+    """The tokens of remembered replies with which a prompt begins."""
+
+    tokens: bytes
+    """Packed."""
+    n_reply: int
+    """Tokens of replies among them."""
+    continued: RememberedReply | None = None
+    """The last of them if the prompt's message continues it: it is remembered again with what follows."""
+
+
 class ChatTurn(msgspec.Struct, frozen=True):
     """Facts about a chat request that are needed to remember its reply."""
 
@@ -174,12 +185,7 @@ class ChatTurn(msgspec.Struct, frozen=True):
     """State after it."""
     start: bytes
     """State of the empty chain."""
-    restored: bytes = b""
-    """Tokens of remembered replies with which the prompt begins, packed."""
-    n_reply: int = 0
-    """Tokens of replies among them."""
-    continued: RememberedReply | None = None
-    """The last of them if the prompt's message continues it: it is remembered again with what follows."""
+    restored: RestoredReplies | None = None
 
 
 def session_digest(namespace: str, session_id: str, branch: str = "") -> bytes:

@@ -41,6 +41,12 @@ class Format(ABC):
     calls_are_json: ClassVar[bool] = False
     """True if calls are JSON without a marker, so that a grammar cannot tell them from JSON content."""
 
+    calls_stand_alone: ClassVar[bool] = False
+    """True if a grammar must not allow text before calls, because it cannot tell where they begin."""
+
+    text_after_reasoning: ClassVar[str] = ""
+    """Text to insert after the end tag when a budget ends the reasoning."""
+
     limits_digits: ClassVar[bool] = False
     """True if the format's grammars limit the digits of numbers, so that schemas need not do it."""
 
@@ -65,11 +71,6 @@ class Format(ABC):
     @abstractmethod
     def calls_expression(self, writer: GrammarWriter, tools: Sequence[Tool], *, parallel: bool) -> str:
         """Return a grammar expression for one or more calls."""
-
-    @property
-    def calls_stand_alone(self) -> bool:
-        """True if a grammar must not allow text before calls, because it cannot tell where they begin."""
-        return bool(self.markers.lines)
 
     @property
     def preserved(self) -> tuple[str, ...]:
@@ -155,11 +156,6 @@ class Format(ABC):
         """Return the id of a call, derived from the completion's random id so that it can be computed again."""
         digest = hashlib.blake2b(f"{completion_id} {index}".encode(), digest_size=18).digest()
         return f"call_{base64.b64encode(digest, altchars=b'ab').decode()}"
-
-    @property
-    def text_after_reasoning(self) -> str:
-        """Text to insert after the end tag when a budget ends the reasoning."""
-        return ""
 
     def reasoning_open_at(self, prompt: str) -> str:
         """Return the prompt's end, from an opening reasoning tag on; empty if it does not end with that tag."""

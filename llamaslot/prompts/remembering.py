@@ -106,7 +106,8 @@ class _Before(NamedTuple):
 
 def _before(context: PromptContext, turn: ChatTurn) -> _Before | None:
     """Return what is remembered of the prompt before a reply, None if that is unknown."""
-    continued = turn.continued
+    restored = turn.restored
+    continued = restored.continued if restored is not None else None
     n_restored = context.prompt.n_restored
     if continued is not None:
         if not n_restored:

@@ -215,17 +215,17 @@ class Tokenizer:
 
     def _with_replies(self, request: TextRequest) -> PromptContext | None:
         """Tokenize the prompt after the tokens of remembered replies; None if it has none."""
-        turn = request.chat
-        if turn is None or not turn.restored:
+        restored = request.chat.restored if request.chat is not None else None
+        if restored is None:
             return None
-        known = unpacked(turn.restored)
+        known = unpacked(restored.tokens)
         own = tokenize_parts(self._vocab, request.rest, add_special=False)
         # Some vocabularies add a space before a text, also before one that begins with a space.
         n_blanks = _n_leading_blanks(request.rest[0].text.encode(errors="replace")) if request.rest else 0
         if _n_leading_blanks(self._vocab.detokenize(own[: n_blanks + 4].tolist())) > n_blanks:
             return None
         prompt = TokenizedPrompt(
-            packed(np.concatenate([known, own])), n_restored=len(known), n_replies=turn.n_reply
+            packed(np.concatenate([known, own])), n_restored=len(known), n_replies=restored.n_reply
         )
         params = request.params
         if not params.session_id:

@@ -69,7 +69,7 @@ _MAX_REPLY_BYTES = 16 * 2**20
 
 
 class _Kind(msgspec.Struct):
-    """The field that tells a chat from a text completion."""
+    """The field by which `POST /cache/probe` tells a chat from a text completion."""
 
     messages: msgspec.Raw | UnsetType = UNSET
 
@@ -148,8 +148,8 @@ class RequestReader:
                 return self._response(job)
             case "messages":
                 return self._messages(job)
-            case "probe":
-                return self._probe(job)
+            case "probe" if decode(job.body, _Kind).messages is not UNSET:
+                return self._chat(decode(job.body, ChatBody), job)
             case _:
                 return self._completions(job)
 
@@ -174,31 +174,24 @@ class RequestReader:
         default = self._defaults.next() if job.is_run else None
         constraint = own or default
         requests = text_requests(body, prompts, job.context, self._info, self._tokens_of, constraint=constraint)
-        return ReadBody(requests, _reply_options(body, requests[0], job.context))
-
-    def _probe(self, job: Prepare) -> ReadBody:
-        """Read a body of `POST /cache/probe`: a chat or, without messages, a body with one prompt."""
-        has_messages = decode(job.body, _Kind).messages is not UNSET
-        if has_messages:
-            return self._chat(decode(job.body, ChatBody), job)
-        parsed = self._completions(job)
-        if len(parsed.requests) > 1:
+        if job.kind == "probe" and len(requests) > 1:
             raise InvalidRequestError("'prompt' must be one prompt to probe the cache", param="prompt")
-        return parsed
+        return ReadBody(requests, _reply_options(body, requests[0], job.context))
 
     def _messages(self, job: Prepare) -> ReadBody:
         """Read a body in Anthropic's form."""
         body = decode(job.body, MessagesBody if job.is_run else CountTokensBody)
+        omits = body.thinking is not None and body.thinking.display == "omitted"
         try:
-            parsed = self._chat(chat_of(body), job)
+            return self._chat(chat_of(body), job, omit_reasoning=omits)
         except LlamaslotError as error:
             raise renamed(error, field_names(body)) from error
-        omits = body.thinking is not None and body.thinking.display == "omitted"
-        options = msgspec.structs.replace(parsed.options, omit_reasoning=omits)
-        return replace(parsed, options=options)
 
-    def _chat(self, body: ChatBody, job: Prepare) -> ReadBody:
-        """Read a chat: the body of a job, or one converted from another API's body."""
+    def _chat(self, body: ChatBody, job: Prepare, **of_api: Any) -> ReadBody:
+        """Read a chat: the body of a job, or one converted from another API's body.
+
+        `of_api` has fields of `ReplyOptions` that chats do not have.
+        """
         context = job.context
         refuse_missing(body)
         chat = self._chats.read(body, context, self._constraints_for(job), is_run=job.is_run)
@@ -222,6 +215,7 @@ class RequestReader:
             _reply_options(body, request, context),
             parser=chat.parser,
             chat=_chat_to_store(body, context.request_id) if job.is_run else None,
+            **of_api,
         )
         return ReadBody((request,), options)
 
@@ -237,10 +231,9 @@ class RequestReader:
         try:
             # Tools may have more text than the part of them that is in the prompt.
             self._check_size((TextPart(fields.echo.decode()),))
-            parsed = self._chat(chat, job)
+            return self._chat(chat, job, response=fields)
         except LlamaslotError as error:
             raise renamed(error, names) from error
-        return replace(parsed, options=msgspec.structs.replace(parsed.options, response=fields))
 
     def _constraints_for(self, job: Prepare) -> ConstraintReader:
         return self._constraints if job.may_compile else self._known_constraints

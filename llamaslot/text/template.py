@@ -257,54 +257,38 @@ class ChatTemplate:
     def _probe(self) -> None:
         """Render small conversations to find out what the template supports, as llama-server does."""
         text = "a text to be found again"
-        user: Message = {"role": "user", "content": text}
         question: Message = {"role": "user", "content": "?"}
         system: Message = {"role": "system", "content": text}
-        self._takes_system = text in self._attempt([self._form.shaped(system), self._form.shaped(question)])
-        first: Message = {"role": "system", "content": "another text"}
-        answer: Message = {"role": "assistant", "content": "an answer to be found"}
-        plain = self._attempt(list(map(self._form.shaped, [first, question, answer, question])))
-        several = self._attempt(list(map(self._form.shaped, [first, question, answer, system, question])))
-        before = "".join(plain.partition(answer["content"])[:2])
+        self._takes_system = text in self._written(system, question)
+        self._takes_user_twice = text in self._written(question, {**question, "content": text})
         # Some templates write all system messages at the start.
+        answer: Message = {"role": "assistant", "content": "an answer to be found"}
+        start = {**system, "content": "another text"}, question, answer
+        before = "".join(self._written(*start, question).partition(answer["content"])[:2])
+        several = self._written(*start, system, question)
         self._takes_later_system = text in several[len(before) :] and several.startswith(before)
-        self._takes_user_twice = text in self._attempt([self._form.shaped(question), self._form.shaped(user)])
 
-        function = {"name": "f", "arguments": {"argument": text}}
-        call = {"type": "function", "id": "call00001", "function": function}
-        conversation: Conversation = [
-            question,
-            {"role": "assistant", "content": "", "tool_calls": [call]},
-            {"role": "tool", "content": "!", "tool_call_id": "call00001"},
-            {"role": "assistant", "content": "!"},
-            question,
-        ]
-        properties = {"argument": {"type": "string", "description": "?"}}
-        parameters = {"type": "object", "properties": properties}
-        tool = {"type": "function", "function": {"name": "f", "description": "?", "parameters": parameters}}
-        self._takes_arguments = text in self._attempt([self._form.shaped(m) for m in conversation], tools=[tool])
-        self._probe_tools(conversation, tool)
-
-    def _probe_tools(self, conversation: Conversation, tool: Message) -> None:
-        """Find out whether the template writes tools, calls and their results."""
-        question, asked, result, *answered = conversation
-        named = {**tool, "function": {**tool["function"], "name": "a_tool_to_be_found"}}
-        self.takes_tools = "a_tool_to_be_found" in self._attempt([self._form.shaped(question)], tools=[named])
-        function = {"name": "a_call_to_be_found", "arguments": {} if self._takes_arguments else "{}"}
-        call = {"type": "function", "id": "call00001", "function": function}
-        calling: Conversation = [question, {**asked, "tool_calls": [call]}, result]
-        self.takes_calls = "a_call_to_be_found" in self._attempt(
-            list(map(self._form.shaped, calling)), tools=[tool]
+        tool = _probed_tool("f")
+        self.takes_tools = "a_tool_to_be_found" in self._written(
+            question, tools=[_probed_tool("a_tool_to_be_found")]
         )
+        result: Message = {"role": "tool", "content": "!", "tool_call_id": "call00001"}
+        reply: Message = {"role": "assistant", "content": "!"}
+        asked = _probed_call("f", {"argument": text})
+        self._takes_arguments = text in self._written(question, asked, result, reply, question, tools=[tool])
+        called = _probed_call("a_call_to_be_found", {} if self._takes_arguments else "{}")
+        calling = [question, called, result]
+        self.takes_calls = "a_call_to_be_found" in self._written(*calling, tools=[tool])
         self._form.probe_reasoning(calling, tool)
-        text = "a result to be found"
-        conversation = [*conversation[:2], {**conversation[2], "content": text}]
-        as_result = self._attempt([self._form.shaped(m) for m in conversation], tools=[tool])
-        conversation[2]["role"] = "user"
-        as_question = self._attempt([self._form.shaped(m) for m in conversation], tools=[tool])
+        as_result = self._written(question, asked, {**result, "content": text}, tools=[tool])
+        as_question = self._written(question, asked, {**result, "role": "user", "content": text}, tools=[tool])
         self._takes_results = text in as_result or text not in as_question
-        system: Conversation = [{"role": "system", "content": "?"}] if self._takes_system else []
-        self._form.probe_parts([*system, *calling, *answered], tool)
+        instructions: Conversation = [{"role": "system", "content": "?"}] if self._takes_system else []
+        self._form.probe_parts([*instructions, *calling, reply, question], tool)
+
+    def _written(self, *messages: Message, tools: Sequence[Message] = ()) -> str:
+        """Return the prompt of messages in the form that the template reads; empty if it refuses them."""
+        return self._attempt([self._form.shaped(message) for message in messages], tools)
 
     def _attempt(self, conversation: Conversation, tools: Sequence[Message] = ()) -> str:
         """Return the prompt; empty if the template refuses the conversation."""
@@ -320,7 +304,7 @@ class ChatTemplate:
         """Return the order of messages that the template accepts, probed at the first use."""
         key = refusals, has_tools, has_system
         if key not in self._turns:
-            tools = _PROBED_TOOLS if has_tools else []
+            tools = [_probed_tool(CALLED), _probed_tool(_NOT_CALLED)] if has_tools else []
 
             def render(conversation: Conversation, *, wants_reply: bool = False) -> str | None:
                 messages = self._adapted(copied(conversation), TurnForm())
@@ -426,14 +410,13 @@ def _described(error: Exception) -> str:
 _ENVIRONMENT = ChatSandbox()
 _NOT_CALLED = "a_function_to_be_found"
 """A probed tool that is never called, so that its name is in a prompt only if the tools are."""
-_PROBED_TOOLS: list[Message] = [
-    {
-        "type": "function",
-        "function": {
-            "name": name,
-            "description": "?",
-            "parameters": {"type": "object", "properties": {"argument": {"type": "string", "description": "?"}}},
-        },
-    }
-    for name in (CALLED, _NOT_CALLED)
-]
+
+
+def _probed_tool(name: str) -> Message:
+    parameters = {"type": "object", "properties": {"argument": {"type": "string", "description": "?"}}}
+    return {"type": "function", "function": {"name": name, "description": "?", "parameters": parameters}}
+
+
+def _probed_call(name: str, arguments: Any) -> Message:
+    call = {"type": "function", "id": "call00001", "function": {"name": name, "arguments": arguments}}
+    return {"role": "assistant", "content": "", "tool_calls": [call]}

@@ -39,6 +39,8 @@ class Harmony(Format):
 
     name = "gpt-oss"
     markers = CallMarkers()
+    calls_stand_alone = True
+    text_after_reasoning = f"{START}assistant"
 
     def __init__(self, source: str, special: Mapping[str, int], reasoning: ReasoningTags | None) -> None:
         super().__init__(source, special, ReasoningTags(ANALYSIS, END))
@@ -83,16 +85,6 @@ class Harmony(Format):
             for tool, arguments in ((tool, writer.arguments(tool)) for tool in tools)
         ]
         return writer.sequence(writer.text(f" to={_NAMESPACE}"), writer.choice(functions))
-
-    @property
-    def calls_stand_alone(self) -> bool:
-        """True, because content has a channel of its own."""
-        return True
-
-    @property
-    def text_after_reasoning(self) -> str:
-        """Start of the next message, inserted after reasoning that was cut off."""
-        return f"{START}assistant"
 
     def content_expression(self, writer: GrammarWriter, content: str) -> str:
         """Return an expression for `content` in the final channel."""

@@ -83,6 +83,7 @@ class Llama3(Format):
 
     name = "llama3"
     calls_are_json = True
+    calls_stand_alone = True
     markers = CallMarkers(calls=(_PYTHON_TAG, QWEN_TAGS.name_open), lines=("{", "["))
 
     @classmethod
@@ -113,6 +114,7 @@ class LlamaPython(Format):
     """
 
     name = "llama-pythonic"
+    calls_stand_alone = True
     markers = CallMarkers(calls=(_PYTHON_OPEN,), lines=("[", "{"), left_over=(_PYTHON_CLOSE,))
 
     @classmethod
@@ -179,6 +181,7 @@ class Generic(Format):
 
     name = "generic"
     calls_are_json = True
+    calls_stand_alone = True
     markers = CallMarkers(calls=(OPEN,), lines=("{", "["), left_over=(CLOSE,))
 
     @classmethod

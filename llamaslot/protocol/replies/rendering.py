@@ -173,14 +173,14 @@ def n_common_characters(a: str, b: str) -> int:
     return low
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Findings:
     """Results of the probes, by the number of the reply's calls, where 2 stands for 2 or more."""
 
     own_ends: dict[int, str] = field(default_factory=dict)
     strips: dict[int, bool] = field(default_factory=dict)
-    takes_several_calls: list[bool] = field(default_factory=list)
-    """True if a message with several calls is written as one message; empty until that is known."""
+    takes_several_calls: bool | None = None
+    """True if a message with several calls is written as one message; None until that is known."""
     outer: dict[tuple[str, str], tuple[str, str] | None] = field(default_factory=dict)
     """Whitespace that the template writes around a reply's text, by that in the message; None if unknown."""
     prompts: list[str] = field(default_factory=list)
@@ -215,10 +215,10 @@ class ProbedTemplate:
         """
         if len(calls) < len(_CALLS):
             return calls
-        if not self.known.takes_several_calls:
+        if self.known.takes_several_calls is None:
             text, span = self._probe(len(_CALLS), is_last=False)
-            self.known.takes_several_calls.append(span is None or _RESULT not in text[span.start : span.until])
-        return calls if self.known.takes_several_calls[0] else calls[:1]
+            self.known.takes_several_calls = span is None or _RESULT not in text[span.start : span.until]
+        return calls if self.known.takes_several_calls else calls[:1]
 
     def strips_reasoning(self, calls: Sequence[Message]) -> bool:
         """Return True if the template leaves out the reasoning of a reply when another question follows."""

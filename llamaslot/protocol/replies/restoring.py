@@ -18,7 +18,7 @@ from llamaslot.base.backend import Vocab
 from llamaslot.base.commands import TextPart
 from llamaslot.base.errors import InvalidRequestError
 from llamaslot.base.generation.tools import ParserOptions
-from llamaslot.base.text_records import ChatTurn, RememberedReply, ReplyStore
+from llamaslot.base.text_records import ChatTurn, RememberedReply, ReplyStore, RestoredReplies
 from llamaslot.base.tokens import ids_of
 from llamaslot.protocol.replies.meaning import (
     START,
@@ -155,9 +155,7 @@ class ReplyRestorer:
             parent=plan.parent,
             state=plan.state,
             start=start,
-            restored=tokens,
-            n_reply=n_reply,
-            continued=continued,
+            restored=RestoredReplies(tokens, n_reply, continued) if tokens else None,
         )
         return turn, rest, bare.text + text_begun
 

@@ -345,7 +345,11 @@ def _regular_rules(rules: Mapping[str, Node]) -> set[str]:
     users = _users(rules)
     n_open = Counter(user for found in users.values() for user in found)
     """References of each rule that are not known to be regular."""
-    with_tokens = {name for name, node in rules.items() if any(_is_token(each) for each in _leaves(node))}
+    with_tokens = {
+        name
+        for name, node in rules.items()
+        if any(isinstance(each, Leaf) and each.is_token for each in _leaves(node))
+    }
     regular: set[str] = set()
     todo = [name for name in rules if not n_open[name]]
     while todo:
@@ -356,10 +360,6 @@ def _regular_rules(rules: Mapping[str, Node]) -> set[str]:
         n_open.subtract(users[name])
         todo += [user for user in users[name] if not n_open[user]]
     return regular
-
-
-def _is_token(leaf: Leaf | Reference) -> bool:
-    return isinstance(leaf, Leaf) and leaf.is_token
 
 
 class _Writer:
