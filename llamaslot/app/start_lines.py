@@ -11,8 +11,7 @@ import structlog
 
 from llamaslot import __version__
 from llamaslot.app.config import Config
-from llamaslot.app.gpu_use import unused_gpu
-from llamaslot.backend.host_gpus import host_gpus
+from llamaslot.app.gpu_use import host_gpus, unused_gpu
 from llamaslot.base.errors import printable
 from llamaslot.base.model import QUERY_BLOCK, CheckpointLimits, ModelInfo, StateKind, StepCost
 from llamaslot.processes.messages import Loaded

@@ -26,7 +26,6 @@ from llamaslot.base.commands import EngineCommand
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.events import Event, Finished, SelfTestEnded, Stopped
 from llamaslot.base.model import ModelInfo
-from llamaslot.processes.child import Exit
 from llamaslot.processes.messages import (
     OVERDUE_STATUS,
     Events,
@@ -37,7 +36,7 @@ from llamaslot.processes.messages import (
     Refused,
     Stop,
 )
-from llamaslot.processes.supervisor import Supervisor
+from llamaslot.processes.supervisor import Exit, Supervisor
 
 _FIRST_PAUSE_S = 0.5
 _MAX_DOUBLINGS = 6

@@ -21,7 +21,6 @@ from llamaslot.base.generation import replies
 from llamaslot.base.process_times import ProcessTimes, process_times, starved_seconds
 from llamaslot.base.stats import AnchorStats, ReplyStats, SessionStats
 from llamaslot.base.text_records import RecordKind, TextRecord
-from llamaslot.processes.child import Exit
 from llamaslot.processes.messages import (
     FromPrompts,
     JobDone,
@@ -33,7 +32,7 @@ from llamaslot.processes.messages import (
     SetModel,
     Stop,
 )
-from llamaslot.processes.supervisor import Supervisor
+from llamaslot.processes.supervisor import Exit, Supervisor
 from llamaslot.prompts import sessions, text_anchors
 from llamaslot.prompts.lru_cache import LruCache
 from llamaslot.prompts.prompt_jobs import (
@@ -48,16 +47,18 @@ from llamaslot.prompts.prompt_jobs import (
 from llamaslot.prompts.prompt_worker import PendingJob, PromptQueue, invalid_unicode
 
 _NO_GPU = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
-"""So that llama.cpp makes no context on a GPU, which would take its memory."""
+"""Keeps llama.cpp from creating a context on a GPU, which would take its memory."""
 _READY_TIMEOUT_S = 30.0
 """Least time that the first process gets to load the vocabulary and to try the chat template."""
 _PAUSE_S = 1.0
-"""Time before the process is started again if it did not carry out a single job, times such processes in a row."""
+"""Time before the process is started again, for each process in a row that did not carry out a single job."""
 _MAX_PAUSE_S = 30.0
 _MIN_LOST = 0.02
 """Fraction of the time limit: a shorter time in which a process did not get a CPU is not given to its job again."""
 _ALMOST = 0.1
-"""Fraction of the time limit: a job that has less left when another one has none would hang the next process."""
+"""Fraction of the time limit: a job with less time left, when another has none, also fails, since it would hang the
+next process.
+"""
 _MAX_TRIES = 3
 """Processes that may end on a job before it fails, whatever ended them."""
 
@@ -165,10 +166,6 @@ class PromptSupervisor(PromptQueue):
             future.set_exception(UnavailableError("the server is shutting down"))
             return future
         return super().call(job)
-
-    def interrupt(self) -> None:
-        """Have it stop as soon as possible, such as while it loads the vocabulary; it has nothing to save."""
-        self.kill()
 
     def _has_started(self) -> None:
         self._n_answered = 0

@@ -1,12 +1,12 @@
-"""A process that tries grammars, each in a copy of itself that can be killed.
+"""Trial process: compiles each grammar of a request in a fork of itself, with limits, before the engine does.
 
     prompt worker --- socket ---> trial process          has the tokens and llguidance, one thread
          |                           |-- fork ---> trial of a grammar, with limits of time, memory and stack
          +------- socket of the trial ------+
 
-llguidance cannot be interrupted, takes what memory it needs, and recurses: a chain of 4,000 rules overflows the
-stack. In a fork of a small process all of that ends the fork only. It costs some milliseconds, and there is nothing
-to start again afterwards. Forking is safe there: the process has one thread.
+llguidance cannot be interrupted, takes as much memory as it needs, and recurses: a chain of 4,000 rules overflows
+the stack. In a fork of a small process, all of that only ends the fork. A fork costs some milliseconds, and nothing
+has to be restarted afterwards. Forking is safe there, because the process has one thread.
 
 The stack of a trial is an eighth of the one that the engine compiles with, so what passes has a margin there.
 """
@@ -41,9 +41,9 @@ MAX_BYTES = 256 * 2**20
 """Memory of a trial. The calls of 200 tools take 20 MB."""
 _STACK_BYTES = GRAMMAR_STACK_BYTES // 8
 _MAX_WALL_S = 20.0
-"""Time after which a trial is ended because the machine gives it no CPU time."""
+"""Wall time after which a trial is killed, because the machine gives it no CPU time."""
 _QUICK_S = 0.25
-"""Time after which a trial goes on with the CPU time that nothing else needs."""
+"""Time after which a trial continues with low priority."""
 _SLOW_NICENESS = 15
 _START_S = 60.0
 _CAUSES: dict[int, str] = {

@@ -21,10 +21,10 @@ import numpy as np
 import pytest
 from structlog.testing import capture_logs
 
-from llamaslot.app.cache.cache_disk import lock_disk
+from llamaslot.app.cache_tiers import lock_disk
 from llamaslot.app.config import Config
-from llamaslot.backend.disk import DiskStore, text_tables
-from llamaslot.backend.disk.segment_files import (
+from llamaslot.backend.disk import DiskStore, disk_index
+from llamaslot.backend.disk.disk_store import (
     KEY_BYTES,
     CorruptFileError,
     file_size,
@@ -401,7 +401,7 @@ def test_a_changed_anchor_is_skipped(folder: Path, column: str, value: object) -
 
 def test_the_oldest_anchors_beyond_the_limit_are_deleted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(text_anchors, "MAX_BYTES", 3 * (text_anchors.OVERHEAD + 8))
-    monkeypatch.setattr(text_tables, "_TRIM_INTERVAL", 4)
+    monkeypatch.setattr(disk_index, "_TRIM_INTERVAL", 4)
     store = opened(folder)
     for n in range(7):
         store.texts.write(anchor(n).record())

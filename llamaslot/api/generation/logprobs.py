@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from llamaslot.api.json_bodies import encode, joined_lists
+from llamaslot.api.bodies import encode, joined_lists
 from llamaslot.base.commands import GenerateParams
 from llamaslot.base.generation.token_probs import ProbRows, TokenProb
 

@@ -1,34 +1,50 @@
-"""Index of the disk tier: an SQLite file with the metadata of all segments in the order of their last use.
+"""Index of the disk tier: an SQLite file with the metadata of all segments, and text anchors, sessions and replies.
 
-In WAL mode it stays consistent whenever the process ends. Each row has only its segment's own tokens: those before
-them are in the row of its parent segment, which is never deleted first.
+Segments are in the order of their last use. In WAL mode the file stays consistent whenever the process ends. Each
+row has only its segment's own tokens: those before them are in the row of its parent segment, which is never
+deleted first.
+
+Each row of a text has a checksum, because SQLite does not notice a changed byte, and belongs to a key, because
+other models have other tokens. A damaged row is skipped, so that its text is tokenized again.
 """
 
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterable, Sequence
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from llamaslot.backend.disk import text_tables
-from llamaslot.backend.disk.database import INDEX_ERRORS, Database
+import msgspec
+import xxhash
+
+from llamaslot.backend.failure_log import FailureLog
+from llamaslot.base.generation import replies
+from llamaslot.base.text_records import RecordKind, TextRecord
 from llamaslot.base.tokens import WIDTH
 from llamaslot.kvcache.cache_settings import MAX_SEGMENT_TOKENS
 from llamaslot.kvcache.tiers.disk_io import SegmentMeta
+from llamaslot.prompts import sessions, text_anchors
 
 _SCHEMA_VERSION = 5
 _INTEGER_LIMIT = 2**62
 """Exclusive limit of integers in the index; a larger one means that the row is damaged."""
+_TABLES: dict[RecordKind, str] = {"anchor": "anchors", "session": "sessions", "reply": "replies"}
+_TRIM_INTERVAL = 256
+"""Number of rows of texts written between two checks of their limits."""
 _MAX_LENGTHS = {
     "segments": {
         "namespace": 2**12,
         "tokens": MAX_SEGMENT_TOKENS * WIDTH,
         **dict.fromkeys(("path_digest", "key", "checksum"), 64),
     },
-    **text_tables.MAX_LENGTHS,
+    **{table: dict.fromkeys(("key", "digest", "parent", "checksum"), 2**10) for table in _TABLES.values()},
 }
-"""Most bytes of written values, by table and column. Checked at start, because the file is not trusted."""
+"""Most bytes of written values, by table and column. Checked at start, because the file is not trusted. The content
+of texts is limited for all rows together (`_trim`).
+"""
 _SCHEMA = """
     CREATE TABLE segments (
         number INTEGER PRIMARY KEY,
@@ -48,7 +64,20 @@ _SCHEMA = """
         version TEXT NOT NULL,
         digest BLOB NOT NULL
     );
-"""
+""" + "".join(
+    f"""
+    CREATE TABLE {table} (
+        number INTEGER PRIMARY KEY AUTOINCREMENT,
+        key BLOB NOT NULL,
+        digest BLOB NOT NULL,
+        parent BLOB NOT NULL,
+        content BLOB NOT NULL,
+        checksum BLOB NOT NULL,
+        UNIQUE (key, digest)
+    );
+    """
+    for table in _TABLES.values()
+)
 _WRITES_SCHEMA = """
     CREATE TABLE IF NOT EXISTS writes (
         id INTEGER PRIMARY KEY CHECK (id = 0),
@@ -60,6 +89,35 @@ _WRITES_SCHEMA = """
 """Bytes written to the folder. Created if missing, so that folders of earlier versions stay usable."""
 _COLUMN_TYPES = (int, int, str, int, bytes, int, bytes, bytes, bytes, int)
 _ROOT_COLUMN_TYPES = (int, type(None), *_COLUMN_TYPES[2:])
+INDEX_ERRORS = (sqlite3.Error, UnicodeDecodeError)
+"""Errors of an unusable index. SQLite's messages about a damaged file are not always UTF-8, as Python expects."""
+
+_MAX_VALUE_BYTES = 2**25
+"""Most bytes of a value or row. Remembered replies have up to 16 MiB; a damaged file might announce a gigabyte."""
+
+
+class Database:
+    """An SQLite file that several threads use one at a time. Any of them may close it.
+
+    The lock is needed although SQLite has its own, because that does not cover Python's statements: closing the
+    file during a statement of another thread crashes the process.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+        self._connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _MAX_VALUE_BYTES)
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def use(self) -> Iterator[sqlite3.Connection]:
+        """Give this thread the connection. Once closed, its methods raise `sqlite3.ProgrammingError`."""
+        with self._lock:
+            yield self._connection
+
+    def close(self) -> None:
+        """Close the file once no thread uses it."""
+        with self._lock:
+            self._connection.close()
 
 
 class SegmentRow(NamedTuple):
@@ -149,8 +207,7 @@ class DiskIndex:
             version: int = execute("PRAGMA user_version").fetchone()[0]
             is_new = not execute("SELECT 1 FROM sqlite_master").fetchone()
             if version == 0 and is_new:
-                schema = _SCHEMA + text_tables.SCHEMA
-                connection.executescript(f"BEGIN; {schema} PRAGMA user_version = {_SCHEMA_VERSION}; COMMIT;")
+                connection.executescript(f"BEGIN; {_SCHEMA} PRAGMA user_version = {_SCHEMA_VERSION}; COMMIT;")
             elif version != _SCHEMA_VERSION:
                 raise sqlite3.DatabaseError(f"its version is {version}, not {_SCHEMA_VERSION}")
             execute(_WRITES_SCHEMA)
@@ -190,3 +247,108 @@ def _checked(columns: tuple[Any, ...]) -> SegmentRow:
     if not all(0 <= each < _INTEGER_LIMIT for each in columns if isinstance(each, int)):
         raise sqlite3.DatabaseError("a row has an integer out of range")
     return SegmentRow(SegmentMeta(*columns[:7]), *columns[7:9])
+
+
+class TextTables:
+    """Text anchors, sessions and remembered replies of one key (`TextStore`), the latest written last.
+
+    Failures are only logged. A deletion that failed is repeated before the next change.
+    """
+
+    def __init__(self, database: Database, key: bytes, failures: FailureLog) -> None:
+        self._database = database
+        self._key = key
+        self._failures = failures
+        self._n_written = 0
+        self._deletes: dict[tuple[str, tuple[bytes, ...]], None] = {}
+        """Statements and parameters of deletions that are still to be done."""
+
+    def records(self) -> list[TextRecord]:
+        """Return the intact records, the oldest of each kind first."""
+        return [record for kind in _TABLES for record in self._records(kind)]
+
+    def write(self, record: TextRecord) -> None:
+        """Write a record, replacing an earlier one of the same kind and digest."""
+        row = [record.digest, record.parent, record.content]
+        with self._use() as connection:
+            self._delete(connection)
+            connection.execute(
+                f"REPLACE INTO {_TABLES[record.kind]} (key, digest, parent, content, checksum) "
+                "VALUES (?, ?, ?, ?, ?)",
+                (self._key, *row, _checksum(row)),
+            )
+            self._n_written += 1
+            if self._n_written % _TRIM_INTERVAL == 0:
+                _trim(connection)
+
+    def drop_session(self, digest: bytes) -> None:
+        """Delete a session and its branches."""
+        for table in ("sessions", "replies"):
+            statement = f"DELETE FROM {table} WHERE key = ? AND (digest = ? OR parent = ?)"
+            self._deletes[statement, (self._key, digest, digest)] = None
+        self.delete_again()
+
+    def clear_texts(self) -> None:
+        """Delete all records."""
+        tables = _TABLES.values()
+        self._deletes = {(f"DELETE FROM {table} WHERE key = ?", (self._key,)): None for table in tables}
+        self.delete_again()
+
+    def delete_again(self) -> bool:
+        """Retry deletions that failed; returns True if none is left."""
+        if self._deletes:
+            with self._use() as connection:
+                self._delete(connection)
+        return not self._deletes
+
+    def _delete(self, connection: sqlite3.Connection) -> None:
+        for statement, values in list(self._deletes):
+            connection.execute(statement, values)
+            del self._deletes[statement, values]
+
+    def _records(self, kind: RecordKind) -> list[TextRecord]:
+        found: list[TextRecord] = []
+        query = f"SELECT digest, parent, content, checksum FROM {_TABLES[kind]} WHERE key = ? ORDER BY number"
+        with self._use() as connection:
+            _trim(connection)
+            for *row, checksum in connection.execute(query, (self._key,)):
+                if checksum == _checksum(row):
+                    digest, parent, content = row
+                    owner = replies.owner_of(content) if kind == "reply" else ""
+                    found.append(TextRecord(kind, digest, content, parent, owner))
+        return found
+
+    @contextmanager
+    def _use(self) -> Iterator[sqlite3.Connection]:
+        """Give the caller the connection, and log errors of an unusable index."""
+        try:
+            with self._database.use() as connection:
+                yield connection
+        except INDEX_ERRORS as error:
+            self._failures.add("disk.text_tables_failed", error)
+
+
+def _trim(connection: sqlite3.Connection) -> None:
+    """Delete the oldest rows, of any key, of tables that exceed their limit, and anchors whose parent is gone."""
+    n_deleted = _trim_table(connection, "anchors", text_anchors.OVERHEAD, text_anchors.MAX_BYTES)
+    _trim_table(connection, "sessions", sessions.OVERHEAD, sessions.MAX_RECORD_BYTES)
+    _trim_table(connection, "replies", replies.OVERHEAD, replies.MAX_BYTES)
+    while n_deleted:
+        n_deleted = connection.execute(
+            "DELETE FROM anchors WHERE parent != x'' AND NOT EXISTS (SELECT 1 FROM anchors AS other "
+            "WHERE (other.key, other.digest) = (anchors.key, anchors.parent))"
+        ).rowcount
+
+
+def _trim_table(connection: sqlite3.Connection, table: str, overhead: int, max_bytes: int) -> int:
+    """Delete the oldest rows of a table beyond its limit, of any key, and return how many."""
+    return connection.execute(
+        f"DELETE FROM {table} WHERE number IN (SELECT number FROM (SELECT number, sum(length(content) + ?) "
+        f"OVER (ORDER BY number DESC) AS n_bytes FROM {table}) WHERE n_bytes > ?)",
+        (overhead, max_bytes),
+    ).rowcount
+
+
+def _checksum(row: list[Any]) -> bytes:
+    """Return a digest of the values of a row and of their types."""
+    return xxhash.xxh3_128_digest(msgspec.msgpack.encode(row))
