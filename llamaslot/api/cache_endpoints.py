@@ -151,7 +151,7 @@ async def _filename(request: web.Request) -> str:
 
 
 def _of_others(slot: SlotState) -> SlotState:
-    """Return a slot without what its request is and was, but for whether there is one."""
+    """Return a slot without anything about its requests, except whether one is running."""
     return SlotState(id=slot.id, n_ctx=slot.n_ctx, n_held=0, request_id="another key's" if slot.request_id else "")
 
 

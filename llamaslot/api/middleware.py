@@ -98,7 +98,7 @@ def valid_unicode(text: str) -> str:
 
 @web.middleware
 async def identify(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Give the request an id; the client's own is used if it is fit for a log."""
+    """Give the request an id; the client's own is used if it is valid."""
     client_request_id = request.headers.get("X-Request-Id", "")
     request[UNIQUE_ID] = uuid4().hex
     request[CLIENT_REQUEST_ID] = client_request_id if _VALID_ID.fullmatch(client_request_id) else ""

@@ -48,7 +48,7 @@ class Channel(asyncio.Protocol, Generic[T]):
         if self._transport is None or self._transport.is_closing():
             return
         data = bytearray(_HEADER)
-        # After its header: to join them would copy the message, and the body of a request may have 64 MiB.
+        # Encoded behind its header: joining them would copy the message, which may be a body of 64 MiB.
         self._encode_into(message, data, _HEADER)
         data[:_HEADER] = (len(data) - _HEADER).to_bytes(_HEADER, "little")
         self._transport.write(data)
@@ -70,7 +70,7 @@ class Channel(asyncio.Protocol, Generic[T]):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Take the transport (`asyncio.Protocol`)."""
-        # uvloop's transports are no `asyncio.Transport`.
+        # uvloop's transports are not subclasses of `asyncio.Transport`.
         self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
@@ -92,7 +92,7 @@ class Channel(asyncio.Protocol, Generic[T]):
                 try:
                     self._on_message(message)
                 except Exception as error:
-                    # To go on would leave requests without a terminal event: a lost connection ends them all.
+                    # Continuing would leave requests without a terminal event; a lost connection ends all of them.
                     _log.exception("channel.message_failed", type=type(message).__name__)
                     self._fail(f"a message could not be handled: {error}")
                     return

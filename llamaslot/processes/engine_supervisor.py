@@ -65,7 +65,7 @@ class EngineSupervisor:
         self.config = config
         self._on_progress = on_progress
         self._early: list[Event] = []
-        """Events from before `listen`, such as of a self-test that ends while the vocabulary is loaded."""
+        """Events before `listen`, such as the end of a self-test while the vocabulary is loaded."""
         self._on_events: Callable[[list[Event]], None] = self._early.extend
         self._on_lost: Callable[[bool], None] = lambda _: None
         self._on_restarted: Callable[[], None] = lambda: None
@@ -80,7 +80,7 @@ class EngineSupervisor:
         self._info: ModelInfo | None = None
         """Of the first engine."""
         self._started: asyncio.Future[Loaded | None] = asyncio.get_running_loop().create_future()
-        # If the server fails before, nothing waits for it.
+        # Retrieve the exception: if the server fails earlier, nobody awaits it.
         self._started.add_done_callback(lambda done: done.cancelled() or done.exception())
         self._error: ConfigError | None = None
         """The reason why the process refused to load the model."""

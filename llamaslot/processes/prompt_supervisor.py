@@ -87,7 +87,7 @@ class PromptSupervisor(PromptQueue):
         )
         self._is_ready = False
         self._loaded: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        # If the engine fails to load, nothing waits for it.
+        # Retrieve the exception: if the engine fails to load, nobody awaits it.
         self._loaded.add_done_callback(lambda done: done.cancelled() or done.exception())
         self._refusal: LlamaslotError | None = None
         self._overdue: list[PendingJob] = []
@@ -189,7 +189,7 @@ class PromptSupervisor(PromptQueue):
                 self._job_done(message)
 
     def _has_loaded(self) -> None:
-        """Give a new process what was remembered, then the jobs."""
+        """Send the remembered records to a new process, then the jobs."""
         if self._process.is_stopping:
             return
         if records := tuple(record for kept in self._records.values() for record in kept.values()):
@@ -206,7 +206,7 @@ class PromptSupervisor(PromptQueue):
         self._run_next()
 
     def _run_next(self) -> None:
-        """Send what may be carried out now, but a suspect alone, after what restores the records."""
+        """Send the jobs that may run now; a suspect runs alone, after the records are restored."""
         running = [pending for lane in self.lanes for pending in lane.running.values()]
         if not self._is_ready or any(each.is_suspect for each in running):
             return
@@ -233,11 +233,11 @@ class PromptSupervisor(PromptQueue):
             pending.fail(invalid_unicode())
             return
         pending.until = asyncio.get_running_loop().time() + self._timeout
-        # Most jobs are done before the accounts of the process need be read.
+        # Most jobs end before the CPU times of the process have to be read.
         pending.timer = asyncio.get_running_loop().call_later(self._timeout / 4, self._watch, pending)
 
     def _restart_time(self, number: int) -> None:
-        """Give a running job its time again."""
+        """Restart the time limit of a running job."""
         for lane in self.lanes:
             if (pending := lane.running.get(number)) is not None and pending.timer is not None:
                 pending.timer.cancel()
@@ -245,13 +245,13 @@ class PromptSupervisor(PromptQueue):
                 self._watch(pending)
 
     def _watch(self, pending: PendingJob) -> None:
-        """Look again when the job has had its time."""
+        """Schedule the check whether the job has exceeded its time."""
         loop = asyncio.get_running_loop()
         times = process_times(self.pid, loop.time())
         pending.timer = loop.call_at(pending.until, self._end_overdue, pending, times)
 
     def _end_overdue(self, pending: PendingJob, before: ProcessTimes) -> None:
-        """End the process, unless it was kept from running: then the job gets that time in addition."""
+        """Kill the process; but if it did not get a CPU for some time, extend the job's limit by that time."""
         now = asyncio.get_running_loop().time()
         # This process may have been stopped, too, such as by `docker pause`.
         lost = max(starved_seconds(before, process_times(self.pid, now)), now - pending.until)
@@ -326,7 +326,7 @@ class PromptSupervisor(PromptQueue):
             pending.n_tries += 1
             activity = activity_of(pending.job)
             if isinstance(pending.job, Restore):
-                # The next process would end on them too.
+                # The next process would crash on the same records.
                 pending.future.cancel()
                 for each in self._records.values():
                     each.clear()

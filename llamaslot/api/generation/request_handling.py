@@ -80,7 +80,7 @@ async def probe_cache(request: web.Request) -> CacheProbe:
 async def _prepared(
     request: web.Request, kind: BodyKind, context: RequestContext, find: Find | None = None, *, is_run: bool = True
 ) -> AsyncIterator[tuple[Service, LiveRequest, ReplyOptions]]:
-    """Give a request whose body was prepared; leaving the block cancels what has not ended.
+    """Prepare the body of a request, and yield the live request; leaving the block cancels what has not ended.
 
     The body is not kept while the reply is generated.
     """

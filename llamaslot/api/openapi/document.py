@@ -47,13 +47,9 @@ JSON: Final = "application/json"
 _STRING = {"type": "string"}
 
 
-class Parameter(msgspec.Struct, frozen=True):
-    """A parameter of the query or of a header."""
-
-    name: str
-    place: str
-    schema: Mapping[str, Any]
-    required: bool = False
+def _parameter(name: str, place: str, schema: Mapping[str, Any], *, required: bool = False) -> dict[str, Any]:
+    """Return a parameter of the path, the query or a header, in OpenAPI's form."""
+    return {"name": name, "in": place, "required": required, "schema": schema}
 
 
 class Operation(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,27 +59,27 @@ class Operation(msgspec.Struct, frozen=True, kw_only=True):
     bodies: tuple[Any, ...] = ()
     body_required: bool = True
     chunks: tuple[Any, ...] = ()
-    parameters: tuple[Parameter, ...] = ()
+    parameters: tuple[dict[str, Any], ...] = ()
     content_type: str = JSON
     """The reply's."""
     error: Any = ErrorBody
 
 
-_SESSION = tuple(Parameter(name, "header", {"type": "string"}) for name in SESSION_HEADERS)
+_SESSION = tuple(_parameter(name, "header", {"type": "string"}) for name in SESSION_HEADERS)
 """Only the first one that a request has is read: the others may be of any length."""
 
 
-def _page(min_limit: int) -> tuple[Parameter, ...]:
+def _page(min_limit: int) -> tuple[dict[str, Any], ...]:
     """Return the parameters of a list."""
     return (
-        Parameter("limit", "query", {"type": "integer", "minimum": min_limit, "maximum": MAX_LIMIT}),
-        Parameter("order", "query", {"enum": ["asc", "desc"]}),
-        Parameter("after", "query", _STRING),
+        _parameter("limit", "query", {"type": "integer", "minimum": min_limit, "maximum": MAX_LIMIT}),
+        _parameter("order", "query", {"enum": ["asc", "desc"]}),
+        _parameter("after", "query", _STRING),
     )
 
 
-_ACTION = Parameter("action", "query", {"enum": ["save", "restore", "erase"]}, required=True)
-_TOP = Parameter("top", "query", {"type": "integer", "minimum": 1, "maximum": cache_endpoints.MAX_TOP})
+_ACTION = _parameter("action", "query", {"enum": ["save", "restore", "erase"]}, required=True)
+_TOP = _parameter("top", "query", {"type": "integer", "minimum": 1, "maximum": cache_endpoints.MAX_TOP})
 
 _NATIVE_REPLIES = (
     reply_types.NativeReply,
@@ -105,7 +101,7 @@ OPERATIONS: dict[Handler, Operation] = {
     server_endpoints.detokenize: Operation(bodies=(bodies.DetokenizeBody,), replies=(reply_types.DetokenizeReply,)),
     server_endpoints.tokenizer_info: Operation(replies=(server_endpoints.TokenizerInfo,)),
     cache_endpoints.slots: Operation(
-        replies=(list[reply_types.Slot],), parameters=(Parameter("fail_on_no_slot", "query", _STRING),)
+        replies=(list[reply_types.Slot],), parameters=(_parameter("fail_on_no_slot", "query", _STRING),)
     ),
     cache_endpoints.act: Operation(
         bodies=(bodies.SlotBody, Any),  # `erase` ignores its body
@@ -138,7 +134,7 @@ OPERATIONS: dict[Handler, Operation] = {
     ),
     stored_chats.list_chats: Operation(
         replies=(ListReply[reply_types.StoredChatReply],),
-        parameters=(*_page(0), Parameter("model", "query", _STRING)),
+        parameters=(*_page(0), _parameter("model", "query", _STRING)),
     ),
     stored_chats.retrieve: Operation(replies=(reply_types.StoredChatReply,)),
     stored_chats.update: Operation(bodies=(bodies.StoredChatBody,), replies=(reply_types.StoredChatReply,)),
@@ -169,8 +165,8 @@ OPERATIONS: dict[Handler, Operation] = {
         replies=(responses_bodies.Response,),
         chunks=_RESPONSE_EVENTS,
         parameters=(
-            Parameter("stream", "query", {"type": "boolean"}),
-            Parameter("starting_after", "query", {"type": "integer", "minimum": 0, "maximum": N_FIRST - 1}),
+            _parameter("stream", "query", {"type": "boolean"}),
+            _parameter("starting_after", "query", {"type": "integer", "minimum": 0, "maximum": N_FIRST - 1}),
         ),
     ),
     responses.delete: Operation(replies=(responses_bodies.Deleted,)),
@@ -182,7 +178,7 @@ OPERATIONS: dict[Handler, Operation] = {
         bodies=(bodies.InfillBody,), replies=_NATIVE_REPLIES, chunks=_NATIVE_CHUNKS, parameters=_SESSION
     ),
 }
-"""Every handler of the route table is here, but for that of `/openapi.json` itself."""
+"""Every handler of the route table is here, except that of `/openapi.json` itself."""
 
 
 class OpenApi:
@@ -256,15 +252,9 @@ def _security(access: Access) -> dict[str, Any]:
 
 
 def _parameters(pattern: str, operation: Operation) -> dict[str, Any]:
-    in_path = [
-        {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
-        for name in _IS_VARIABLE.findall(pattern)
-    ]
-    others = [
-        {"name": each.name, "in": each.place, "required": each.required, "schema": each.schema}
-        for each in operation.parameters
-    ]
-    return {"parameters": in_path + others} if in_path or others else {}
+    in_path = [_parameter(name, "path", _STRING, required=True) for name in _IS_VARIABLE.findall(pattern)]
+    found = [*in_path, *operation.parameters]
+    return {"parameters": found} if found else {}
 
 
 def _body(operation: Operation, schema_of: dict[Any, Any]) -> dict[str, Any]:

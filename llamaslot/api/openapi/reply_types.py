@@ -265,7 +265,7 @@ class SessionDropped(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class TokenPiece(msgspec.Struct, forbid_unknown_fields=True):
-    """A token with its text, or with its bytes if they are no valid UTF-8."""
+    """A token with its text, or with its bytes if they are not valid UTF-8."""
 
     id: int
     piece: str | list[int]

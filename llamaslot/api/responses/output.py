@@ -174,7 +174,7 @@ class _Custom(_Function):
         return CustomCall(**self._named, status=status, input=self._input())
 
     def _input(self) -> str:
-        """Return the text in the arguments; all of them if they are no such JSON."""
+        """Return the text in the arguments; all of the arguments if they are not that JSON."""
         try:
             text = json.loads(self._text)["input"]
         except (ValueError, KeyError, TypeError, RecursionError):
@@ -229,7 +229,7 @@ def item_events(item: Item, index: int) -> Iterator[ItemEvent]:
 
 
 def _opened(item: Item, index: int) -> tuple[_OpenItem, str, Sequence[Prob]]:
-    """Return a complete item as it was when it began, and what was added to it."""
+    """Return a complete item as an empty open one, and the text and probabilities to add to it."""
     if isinstance(item, MessageItem):
         (part,) = item.content
         return _Message(item.id, index), part.text, part.logprobs
@@ -252,7 +252,7 @@ class OutputItems:
 
     def __init__(self, unique_id: str, fields: ResponseFields) -> None:
         self.items: list[Item] = []
-        """Those that are complete."""
+        """Complete items."""
         self._unique_id = unique_id
         self._fields = fields
         self._open: _OpenItem | None = None

@@ -75,7 +75,7 @@ class ResponsesReplyWriter(ReplyWriter):
         self._message = self.new_message(self._completion)
         self._tokens = _TokenTexts()
         self._pending: list[Prob] = []
-        """Probabilities of tokens of which it is open to which item they belong."""
+        """Probabilities of tokens that are not assigned to an item yet."""
         self._n_events = 0
         self.is_cancelled = False
         """True once the response was cancelled by its id."""
@@ -240,7 +240,7 @@ RUNNING = web.AppKey("RUNNING", dict[tuple[str, str], ResponsesReplyWriter])
 
 
 class _TokenTexts:
-    """Pairs of texts and the tokens that they come from.
+    """Assigns text to the tokens that it comes from.
 
     The text of an event may come later than its tokens, or never, after a stop string.
     """
@@ -248,7 +248,7 @@ class _TokenTexts:
     def __init__(self) -> None:
         self._text = ""
         self._at = 0
-        """Characters of it that belong to tokens already."""
+        """Number of its characters that are assigned to tokens."""
         self._probs: deque[Prob] = deque()
 
     def put(self, probs: Iterable[Prob]) -> None:
@@ -266,7 +266,7 @@ class _TokenTexts:
             yield self._text[start : self._at], [prob]
 
     def rest(self) -> str:
-        """Return the text that no token has."""
+        """Return the text that is not assigned to a token."""
         return self._text[self._at :]
 
 

@@ -110,7 +110,7 @@ class Database:
 
     @contextmanager
     def use(self) -> Iterator[sqlite3.Connection]:
-        """Give this thread the connection. Once closed, its methods raise `sqlite3.ProgrammingError`."""
+        """Yield the connection, to this thread only. Once closed, its methods raise `sqlite3.ProgrammingError`."""
         with self._lock:
             yield self._connection
 
@@ -320,7 +320,7 @@ class TextTables:
 
     @contextmanager
     def _use(self) -> Iterator[sqlite3.Connection]:
-        """Give the caller the connection, and log errors of an unusable index."""
+        """Yield the connection; log errors of an unusable index."""
         try:
             with self._database.use() as connection:
                 yield connection

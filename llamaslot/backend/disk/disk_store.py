@@ -28,7 +28,7 @@ import re
 import sqlite3
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -174,10 +174,8 @@ class DiskStore:
     def count_write(self, n_bytes: int, budget_used_bytes: int) -> None:
         """Store for the next start that `n_bytes` more were written, and how much of the daily budget is in use."""
         self._n_written += n_bytes
-        try:
+        with self._logged("disk.count_failed"):
             self._index.set_writes(self._n_written, budget_used_bytes, self._wall_clock())
-        except INDEX_ERRORS as error:
-            self._failures.add("disk.count_failed", error)
 
     def read(self, number: int) -> Kv | None:
         """Return the KV of a segment exactly as it was written; None if it cannot be read now.
@@ -209,12 +207,10 @@ class DiskStore:
             if file is not None:
                 self._unerased[number] = file.n_bytes
         given = dict.fromkeys([*numbers, *self._unerased])
-        try:
+        has_rows = True
+        with self._logged("disk.erase_failed"):
             self._index.remove(given)
             has_rows = False
-        except INDEX_ERRORS as error:
-            self._failures.add("disk.erase_failed", error)
-            has_rows = True
         for number in given:
             try:
                 self._path(number).unlink(missing_ok=True)
@@ -239,22 +235,26 @@ class DiskStore:
 
     def mark_used(self, numbers: Sequence[int]) -> None:
         """Mark segments as the most recently used, the last one as the latest."""
-        try:
+        with self._logged("disk.mark_used_failed"):
             self._index.mark_used(numbers)
-        except INDEX_ERRORS as error:
-            self._failures.add("disk.mark_used_failed", error)
 
     def reparent(self, numbers: Sequence[int], parent: int) -> None:
         """Record a new parent of segments. If that fails, they are deleted at the next start."""
-        try:
+        with self._logged("disk.reparent_failed"):
             self._index.reparent(numbers, parent)
-        except INDEX_ERRORS as error:
-            self._failures.add("disk.reparent_failed", error)
 
     def close(self) -> None:
         """Release the folder for other servers."""
         self._index.close()
         os.close(self._lock)
+
+    @contextlib.contextmanager
+    def _logged(self, event: str) -> Iterator[None]:
+        """Log errors of an unusable index, rather than raise them."""
+        try:
+            yield
+        except INDEX_ERRORS as error:
+            self._failures.add(event, error)
 
     def _evict_others(self, n_bytes: int) -> None:
         """Delete segments of other keys until `n_bytes` more fit. Segments of this key are evicted by the cache."""
