@@ -1,8 +1,7 @@
-"""The doctor on folders: those that cannot be written to, full disks, folders in memory, locks, the wheel cache."""
+"""The doctor on folders: those that cannot be written to, full disks, folders in memory, locks."""
 
 from __future__ import annotations
 
-import json
 import os
 import resource
 import signal
@@ -13,16 +12,15 @@ from pathlib import Path
 import psutil
 import pytest
 
-from llamaslot.app.doctor import folder_checks
-from llamaslot.app.doctor.check import Outcome
+from llamaslot.app.doctor import Outcome, machine_checks
 from llamaslot.backend.disk import DiskStore
 
 
 def test_the_speed_of_a_folder_is_measured_and_nothing_is_left_in_it(tmp_path: Path) -> None:
-    speed = folder_checks.measure(tmp_path, 2**23)
-    assert speed.write > 0
-    assert speed.read > 0
-    check = folder_checks.disk_tier(tmp_path / "not" / "yet")
+    write_rate, read_rate = machine_checks.measure(tmp_path, 2**23)
+    assert write_rate > 0
+    assert read_rate > 0
+    check = machine_checks.disk_tier(tmp_path / "not" / "yet")
     assert check.outcome in (Outcome.OK, Outcome.WARN), "a slow disk, or a full one"
     assert "MiB/s" in check.found
     assert list(tmp_path.iterdir()) == []
@@ -31,22 +29,22 @@ def test_the_speed_of_a_folder_is_measured_and_nothing_is_left_in_it(tmp_path: P
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux'")
 def test_a_folder_that_cannot_be_written_to_fails_for_the_disk_tier_alone() -> None:
     folder = Path("/proc/self")
-    check = folder_checks.disk_tier(folder)
+    check = machine_checks.disk_tier(folder)
     assert check.outcome is Outcome.FAIL
     assert "cannot be written to" in check.found
-    assert folder_checks.cache_folder(folder / "cache").outcome is Outcome.WARN
+    assert machine_checks.cache_folder(folder / "cache").outcome is Outcome.WARN
 
 
 def test_a_file_in_the_place_of_the_folder_fails(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for path in (tmp_path / "file", tmp_path / "file" / "below"):
-        assert folder_checks.disk_tier(path).outcome is Outcome.FAIL
+        assert machine_checks.disk_tier(path).outcome is Outcome.FAIL
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
 def test_a_folder_without_permission_fails(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
-    assert "Permission denied" in folder_checks.disk_tier(tmp_path).found
+    assert "Permission denied" in machine_checks.disk_tier(tmp_path).found
 
 
 def test_a_full_disk_fails(tmp_path: Path) -> None:
@@ -56,7 +54,7 @@ def test_a_full_disk_fails(tmp_path: Path) -> None:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 
     code = (
-        "import pathlib, sys; from llamaslot.app.doctor.folder_checks import disk_tier\n"
+        "import pathlib, sys; from llamaslot.app.doctor.machine_checks import disk_tier\n"
         "check = disk_tier(pathlib.Path(sys.argv[1])); print(check.outcome, check.found)"
     )
     command = [sys.executable, "-c", code, str(tmp_path)]
@@ -70,27 +68,15 @@ def test_a_full_disk_fails(tmp_path: Path) -> None:
     reason="there is no /dev/shm",
 )
 def test_a_folder_in_memory_is_warned_of() -> None:
-    check = folder_checks.disk_tier(Path("/dev/shm"))
+    check = machine_checks.disk_tier(Path("/dev/shm"))
     assert check.outcome is Outcome.WARN
     assert "in memory" in check.advice
 
 
 def test_a_folder_that_a_server_uses_is_named(tmp_path: Path) -> None:
     disk = DiskStore(tmp_path / "disk")
-    check = folder_checks.disk_tier(tmp_path / "disk")
+    check = machine_checks.disk_tier(tmp_path / "disk")
     assert check.outcome is Outcome.WARN
     assert "another server uses" in check.found
     disk.close()
-    assert "another server uses" not in folder_checks.disk_tier(tmp_path / "disk").found
-
-
-def test_the_builds_in_the_wheel_cache_are_named(tmp_path: Path) -> None:
-    assert "no builds" in folder_checks.wheel_cache(tmp_path).found
-    for name, cmake_args in (("a", {"CMAKE_ARGS": "-DGGML_CUDA=on"}), ("b", {}), ("c", None)):
-        entry = tmp_path / name
-        entry.mkdir()
-        (entry / "llama_cpp_python-0.3.36-py3-none-linux_x86_64.whl").write_bytes(b"0")
-        (entry / "key.json").write_text(json.dumps(cmake_args) if cmake_args is not None else "garbage")
-    found = folder_checks.wheel_cache(tmp_path).found
-    for build in ("0.3.36 (-DGGML_CUDA=on)", "0.3.36 (default build)", "0.3.36 (build unknown)"):
-        assert build in found
+    assert "another server uses" not in machine_checks.disk_tier(tmp_path / "disk").found

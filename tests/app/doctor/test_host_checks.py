@@ -8,15 +8,14 @@ import sys
 import psutil
 import pytest
 
-from llamaslot.app.doctor import host_checks
-from llamaslot.app.doctor.check import Outcome
-from llamaslot.backend.host_cpus import HostCpus
+from llamaslot.app.doctor import Outcome, machine_checks
+from llamaslot.backend.host import HostCpus
 
 GIB = 2**30
 
 
 def test_this_machine_has_no_wrong_python() -> None:
-    check = host_checks.software()
+    check = machine_checks.software()
     assert check.outcome is Outcome.OK
     assert sys.version.split()[0] in check.found
 
@@ -35,7 +34,7 @@ def test_this_machine_has_no_wrong_python() -> None:
     ],
 )
 def test_more_threads_than_cpus_are_warned_of(host: HostCpus, n_threads: int, busy: float, advice: str) -> None:
-    check = host_checks.cpus(host, n_threads, busy)
+    check = machine_checks.cpus(host, n_threads, busy)
     assert check.outcome is (Outcome.WARN if advice else Outcome.OK)
     assert check.advice.startswith(advice) or advice in check.advice
     assert ("quota is" in check.found) == (host.quota is not None)
@@ -44,25 +43,25 @@ def test_more_threads_than_cpus_are_warned_of(host: HostCpus, n_threads: int, bu
 
 def test_a_model_that_is_larger_than_free_memory_is_warned_of() -> None:
     total = psutil.virtual_memory().total
-    assert host_checks.memory(4 * GIB, total, 2 * GIB).outcome is Outcome.OK
-    larger = host_checks.memory(4 * GIB, total, 5 * GIB)
+    assert machine_checks.memory(4 * GIB, total, 2 * GIB).outcome is Outcome.OK
+    larger = machine_checks.memory(4 * GIB, total, 5 * GIB)
     assert larger.outcome is Outcome.WARN
     assert "5.0 GiB" in larger.found
-    assert host_checks.memory(GIB // 2, total, 0).outcome is Outcome.WARN
-    assert "container's limit" in host_checks.memory(2 * GIB, total // 2, 0).found
+    assert machine_checks.memory(GIB // 2, total, 0).outcome is Outcome.WARN
+    assert "container's limit" in machine_checks.memory(2 * GIB, total // 2, 0).found
 
 
 def test_swap_that_is_used_or_huge_is_warned_of() -> None:
-    assert host_checks.swap(0, 0, 8 * GIB).outcome is Outcome.OK
-    assert host_checks.swap(8 * GIB, 0, 8 * GIB).outcome is Outcome.OK
-    assert "--cache-ram" in host_checks.swap(8 * GIB, GIB, 8 * GIB).advice
-    assert "less swap" in host_checks.swap(17 * GIB, 0, 8 * GIB).advice
+    assert machine_checks.swap(0, 0, 8 * GIB).outcome is Outcome.OK
+    assert machine_checks.swap(8 * GIB, 0, 8 * GIB).outcome is Outcome.OK
+    assert "--cache-ram" in machine_checks.swap(8 * GIB, GIB, 8 * GIB).advice
+    assert "less swap" in machine_checks.swap(17 * GIB, 0, 8 * GIB).advice
 
 
 def test_a_low_hard_limit_of_open_files_is_warned_of() -> None:
     code = (
         "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (512, 512))\n"
-        "from llamaslot.app.doctor.host_checks import descriptors\n"
+        "from llamaslot.app.doctor.machine_checks import descriptors\n"
         "from llamaslot.app.logs import configure_logging; configure_logging('json', 'error')\n"
         "print(descriptors(300).outcome, descriptors(1024).outcome, descriptors(1024).advice)"
     )
