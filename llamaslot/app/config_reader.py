@@ -127,7 +127,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
             parser.add_argument(*option.flags, *negative, dest=option.name, action=_Switch, help=text)
         else:
             action = "append" if option.is_list else "store"
-            parser.add_argument(*option.flags, dest=option.name, action=action, metavar=_metavar(option), help=text)
+            metavar = {int: "N", float: "X"}.get(option.types[0], "TEXT")
+            if option.choices:
+                metavar = "{" + ",".join(option.choices) + "}"
+            parser.add_argument(*option.flags, dest=option.name, action=action, metavar=metavar, help=text)
     for n_values, flags in WITHOUT_EFFECT.items():
         parser.add_argument(*flags.split(), dest="ignored", nargs=n_values, action=_Ignored, help=argparse.SUPPRESS)
     for reason, flags in NOT_SUPPORTED.items():
@@ -158,12 +161,6 @@ class _Refused(argparse.Action):
         raise ConfigError(f"{option_string} is a flag of llama-server: {self.const}", param=option_string)
 
 
-def _metavar(option: Option) -> str:
-    if option.choices:
-        return "{" + ",".join(option.choices) + "}"
-    return {int: "N", float: "X"}.get(option.types[0], "TEXT")
-
-
 def _shown(default: Any) -> str:
     if isinstance(default, bool):
         return "on" if default else "off"
@@ -176,7 +173,12 @@ def read_config(flags: argparse.Namespace, environ: Mapping[str, str]) -> Config
     file = flags.config or environ.get("LLAMASLOT_CONFIG")
     found: dict[str, tuple[str, Any]] = {}
     if file:
-        for key, value in _read_toml(Path(file)).items():
+        path = Path(file)
+        try:
+            content = tomllib.loads(read_named_text(path, "--config"))
+        except tomllib.TOMLDecodeError as error:
+            raise ConfigError(f"{path} is not valid TOML: {error}", param="--config") from None
+        for key, value in content.items():
             found[_known_key(key, table, file)] = (f"{key} in {file}", value)
     for option in table.values():
         negated = option.env.replace("_ARG_", "_ARG_NO_")
@@ -227,13 +229,6 @@ def _checked(config: Config) -> Config:
             "--no-jinja allows only built-in templates: give the name of one as --chat-template", param="--no-jinja"
         )
     return config
-
-
-def _read_toml(path: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(read_named_text(path, "--config"))
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path} is not valid TOML: {error}", param="--config") from None
 
 
 def _known_key(key: str, table: Mapping[str, Option], file: str) -> str:

@@ -100,7 +100,16 @@ def unused_gpu(
     reason = asked or f"This machine has {'an' if seen[0] in 'AN' else 'a'} {seen}"
     built = ", ".join(backends)
     if any(each not in _WITHOUT_GPU for each in backends):
-        return UnusedGpu(f"{reason}, but llama.cpp ({built}) finds none that it can use", _driver_advice(host))
+        problem = f"{reason}, but llama.cpp ({built}) finds none that it can use"
+        if host and not host[0].has_driver:
+            return UnusedGpu(
+                problem, f"install the driver of the {host[0].name}, or pass the GPU to this container"
+            )
+        return UnusedGpu(
+            problem,
+            "check whether its driver is older than the toolkit of the build, and whether this user may open the "
+            "device",
+        )
     if not host:
         return UnusedGpu(
             f"{reason}, but there is none here, and llama.cpp is built for {built} only", "use --gpu-layers 0"
@@ -109,12 +118,4 @@ def unused_gpu(
         f"{reason}, but llama.cpp is built for {built} only",
         f'reinstall llama-cpp-python with CMAKE_ARGS="{host[0].cmake_args}" (docs/install.md), '
         "or use --gpu-layers 0",
-    )
-
-
-def _driver_advice(host: Sequence[HostGpu]) -> str:
-    if host and not host[0].has_driver:
-        return f"install the driver of the {host[0].name}, or pass the GPU to this container"
-    return (
-        "check whether its driver is older than the toolkit of the build, and whether this user may open the device"
     )

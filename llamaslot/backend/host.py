@@ -85,30 +85,21 @@ def host_cpus(cgroups: Path = CGROUPS, own: Path = OWN_GROUPS) -> HostCpus:
     """Return the CPUs of this machine, and the limits of this process."""
     logical = psutil.cpu_count() or 1
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else logical
-    quotas = list(_quotas(cgroups, own))
-    return HostCpus(psutil.cpu_count(logical=False) or logical, logical, allowed, min(quotas, default=None))
-
-
-def _quotas(cgroups: Path, own: Path) -> Iterator[float]:
+    quotas: list[float] = []
     for group in own_groups("cpu", cgroups, own):
         try:
-            quota, period = _quota_v1(group) if group.is_v1 else _quota_v2(group)
+            if group.is_v1:
+                files = (group.folder / f"cpu.cfs_{name}_us" for name in ("quota", "period"))
+                quota, period = (int(file.read_text()) for file in files)
+            else:
+                quota, period = map(int, (group.folder / "cpu.max").read_text().split())
         except (OSError, ValueError):
+            # Without a limit, v2 has `max` instead of a number.
             continue
+        # Without a limit, v1 has -1.
         if quota > 0 and period > 0:
-            yield quota / period
-
-
-def _quota_v2(group: Group) -> tuple[int, int]:
-    """Return quota and period in microseconds; raises `ValueError` for `max`, which means no limit."""
-    quota, period = (group.folder / "cpu.max").read_text().split()
-    return int(quota), int(period)
-
-
-def _quota_v1(group: Group) -> tuple[int, int]:
-    """Return quota and period in microseconds; a quota of -1 means no limit."""
-    quota, period = (int((group.folder / f"cpu.cfs_{name}_us").read_text()) for name in ("quota", "period"))
-    return quota, period
+            quotas.append(quota / period)
+    return HostCpus(psutil.cpu_count(logical=False) or logical, logical, allowed, min(quotas, default=None))
 
 
 class _Group(NamedTuple):

@@ -1,4 +1,4 @@
-"""The prompt worker in a process of its own: a prompt on which it crashes or hangs fails, and no other.
+"""The prompt worker in a process of its own: only the prompt on which it crashes or hangs fails.
 
 When the process ends, a new one is started, and first gets copies of what was remembered; replies that are being
 generated at that time are not remembered. If several jobs were running when it crashed, they are tried again one by

@@ -69,12 +69,6 @@ class Exit:
         return f"signal {-self.status}"
 
 
-def _defaults(chosen: Mapping[str, str]) -> dict[str, str]:
-    """Variables for children of a process that has these; `OMP_WAIT_POLICY` chooses how long threads spin."""
-    is_left_out = {"GOMP_SPINCOUNT"} if "OMP_WAIT_POLICY" in chosen else set()
-    return {name: value for name, value in _DEFAULT_ENV.items() if name not in is_left_out}
-
-
 class Child:
     """A running child; its output goes where this process' output goes."""
 
@@ -101,6 +95,9 @@ class Child:
 
         `env` has environment variables in addition to those of this process. Raises `OSError`.
         """
+        # `OMP_WAIT_POLICY` chooses how long threads spin.
+        left_out = {"GOMP_SPINCOUNT"} if "OMP_WAIT_POLICY" in os.environ else set()
+        defaults = {name: value for name, value in _DEFAULT_ENV.items() if name not in left_out}
         ours, theirs = socket.socketpair()
         lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         channel: Channel[Any] = Channel(message_type, on_message, lost.set_result)
@@ -111,7 +108,7 @@ class Child:
                 stdin=asyncio.subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
-                env={**_defaults(os.environ), **os.environ, **(env or {})},
+                env={**defaults, **os.environ, **(env or {})},
             )
         except BaseException:
             ours.close()
