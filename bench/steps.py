@@ -17,9 +17,8 @@ from rich.table import Table
 
 from bench.client import BenchmarkError
 from bench.report import Summary, console, machine, write_json
-from llamaslot.app.config_reader import read_config
-from llamaslot.app.flags import Parser, add_flags
-from llamaslot.app.runtime.engine_config import llama_settings
+from llamaslot.app.config_reader import Parser, add_flags, read_config
+from llamaslot.app.runtime.engine_host import llama_settings
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings
 from llamaslot.base.backend import Run, Status
 from llamaslot.base.errors import ConfigError

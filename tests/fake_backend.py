@@ -21,8 +21,7 @@ import msgspec
 import numpy as np
 from llguidance import LLTokenizer, TokenizerWrapper
 
-from llamaslot.backend.constraints.compiler import Compiled, ConstraintCompiler
-from llamaslot.backend.constraints.matcher import Matcher
+from llamaslot.backend.constraints import Compiled, ConstraintCompiler, Matcher
 from llamaslot.base import kv_ops
 from llamaslot.base.backend import (
     CONSTRAINT_FAILED,

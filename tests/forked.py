@@ -45,9 +45,9 @@ def _run(argv: Sequence[str], environ: Mapping[str, str], out: str, err: str, fa
 def _use_one_process() -> None:
     """Run engine and prompt worker in the server's own process, as a test's engine without a server does."""
     from llamaslot.app import composition  # noqa: PLC0415
-    from llamaslot.app.runtime.runtime import InProcessRuntime  # noqa: PLC0415
+    from tests.in_process_runtime import InProcessRuntime  # noqa: PLC0415
 
-    composition.MultiProcessRuntime = partial(InProcessRuntime, backend=None)  # type: ignore[assignment, misc]
+    composition.Runtime = partial(InProcessRuntime, backend=None)  # type: ignore[assignment, misc]
 
 
 class ForkedProcess:

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 from llguidance import LLMatcher
 
-from llamaslot.backend.constraints.matcher import next_mask
+from llamaslot.backend.constraints import next_mask
 from tests.fake_backend import EOS, N_VOCAB
 
 Schema: TypeAlias = dict[str, Any]

@@ -1,4 +1,4 @@
-"""TCP connections: how many may be open, how long without a request or without reading, what malformed HTTP gets.
+"""TCP connections: limits of their number, of idle time and of slow readers; TLS handshakes; malformed HTTP.
 
 A connection is idle while no request on it is being answered, and during its TLS handshake. If all connections are
 taken, a new one replaces the one that has been idle longest, so that clients that open connections without using
@@ -35,17 +35,17 @@ _OTHER_DESCRIPTORS = 128
 """Descriptors that are not for connections: the model's files, the disk tier, libraries."""
 _LOG_INTERVAL_S = 60.0
 OWNER_SHARE = 4
-"""An owner may take so many times what it leaves free."""
+"""An owner may take this many times what it leaves free for others."""
 _KEPT_FRACTION = 16
-"""One connection of so many is kept for `/health` and administrators."""
+"""One in this many connections is kept for `/health` and administrators."""
 _TCP_INFO_BYTES, _BYTES_ACKED = 128, slice(120, 128)
 """Beginning of Linux' `struct tcp_info`, up to and with `tcpi_bytes_acked`."""
 _HANDSHAKE_TIMEOUT_S = 10.0
 """Time that a TLS handshake may take."""
 _FREELY_RECEIVING = 64
-"""Connections of which the system keeps as many unread bytes as it likes."""
+"""Number of connections whose receive buffers are not limited."""
 _RECEIVE_BYTES = 2**16
-"""Unread bytes that the system keeps of each further one: what it has of all of them may be read at once."""
+"""Receive buffer of each further connection, because the content of all buffers may be read at once."""
 _MAX_REFUSED_HANDSHAKES = 32
 """Handshakes in progress beyond the limit of connections, so that their clients can be told that it is reached."""
 _MIN_READ_BYTES = 2**16
@@ -83,12 +83,13 @@ class Connections:
         self._limit = limit
         self._clock = clock
         self.encoding_turn = asyncio.Lock()
-        """Held while a part of a large reply is made, so that many of them take no longer turns than one."""
+        """Held while a part of a large reply is encoded, so that many large replies delay others no more than one.
+        """
         self._open: set[Abortable] = set()
         self._idle: dict[Abortable, None] = {}
         """The one that has been idle longest first."""
         self._owner_of: dict[Abortable, str] = {}
-        """Owners of busy connections, but for `/health` and administrators."""
+        """Owners of busy connections, except those of `/health` and administrators."""
         self._n_busy = Amounts()
         """Busy connections by owner."""
         self._max_busy = limit - limit // _KEPT_FRACTION
@@ -284,7 +285,7 @@ class Connection(web.RequestHandler):
 
     @property
     def _errors(self) -> list[BaseException]:
-        """What was malformed in what has been received, but not handled yet."""
+        """Errors of malformed messages that were received but not handled yet."""
         return [each.exc for each, _ in self._messages if not isinstance(each, RawRequestMessage)]
 
     def abort(self) -> None:

@@ -1,19 +1,18 @@
-"""Errors as HTTP: a status for each type of error, one body for all of them.
+"""Errors as HTTP: a status for each type of error, and a body `{"error": {...}}`.
 
-Every error becomes a body `{"error": {...}}`, at the paths of Anthropic's API in Anthropic's form. Unexpected
-exceptions go to the log and never into a body.
+At the paths of Anthropic's API the body has Anthropic's form. Unexpected exceptions go to the log and never into a
+body.
 """
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import msgspec
 import structlog
 from aiohttp import web
 
-from llamaslot.api.anthropic.errors import anthropic_error, is_anthropic
 from llamaslot.api.context import shown_id
 from llamaslot.base import errors
 
@@ -43,6 +42,33 @@ _OTHER_MODELS = {
 }
 """Endpoints of llama-server that need another kind of model, and what they are for."""
 _encoder = msgspec.json.Encoder()
+_ANTHROPIC_PATH = "/v1/messages"
+
+AnthropicErrorType = Literal[
+    "invalid_request_error",
+    "authentication_error",
+    "permission_error",
+    "not_found_error",
+    "request_too_large",
+    "rate_limit_error",
+    "timeout_error",
+    "api_error",
+    "overloaded_error",
+]
+_THREAD = "thread"
+"""The field that asks the server to keep a conversation."""
+_ANTHROPIC_TYPES: dict[str, AnthropicErrorType] = {
+    "authentication_error": "authentication_error",
+    "permission_error": "permission_error",
+    "not_found_error": "not_found_error",
+    "request_too_large_error": "request_too_large",
+    "rate_limit_error": "rate_limit_error",
+    "timeout_error": "timeout_error",
+    "server_error": "api_error",
+    "unavailable_error": "overloaded_error",
+}
+"""By our own types; all others are `invalid_request_error`."""
+
 _log = structlog.get_logger(__name__)
 
 
@@ -170,3 +196,43 @@ def _not_found(request: web.BaseRequest) -> errors.LlamaslotError:
             "(chat: POST /v1/chat/completions, text: POST /v1/completions, models: GET /v1/models)"
         )
     return errors.NotFoundError(f"there is nothing at {request.path}; GET /openapi.json lists the endpoints")
+
+
+class AnthropicErrorCode(msgspec.Struct):
+    """A code by which clients recognise an error that they can avoid."""
+
+    error_code: str
+
+
+class AnthropicErrorDetail(msgspec.Struct):
+    """Type and message of an error."""
+
+    type: AnthropicErrorType
+    message: str
+    details: AnthropicErrorCode | msgspec.UnsetType = msgspec.UNSET
+
+
+class AnthropicError(msgspec.Struct, tag_field="type", tag="error"):
+    """An error, as a reply or as the last event of a stream."""
+
+    error: AnthropicErrorDetail
+    request_id: str
+
+
+def is_anthropic(path: str) -> bool:
+    """Return True if errors at a path have Anthropic's form."""
+    return path == _ANTHROPIC_PATH or path.startswith(f"{_ANTHROPIC_PATH}/")
+
+
+def anthropic_error(error: errors.LlamaslotError, request_id: str) -> AnthropicError:
+    """Return an error in Anthropic's form."""
+    message = error.message
+    if isinstance(error, errors.ContextSizeError):
+        # Anthropic's words: Claude Code compacts the conversation when it reads them.
+        least = "at least " if error.at_least else ""
+        message = f"prompt is too long: {least}{error.n_prompt_tokens} tokens > {error.n_ctx} maximum"
+    detail = AnthropicErrorDetail(_ANTHROPIC_TYPES.get(error.type, "invalid_request_error"), message)
+    if error.param == _THREAD:
+        # Anthropic's client then sends the whole conversation, without the field.
+        detail.details = AnthropicErrorCode("thread_unsupported_request")
+    return AnthropicError(detail, request_id)

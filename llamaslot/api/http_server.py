@@ -11,11 +11,10 @@ from functools import partial
 
 from aiohttp import web
 
-from llamaslot.api import cache_endpoints, server_endpoints, slot_endpoints, token_endpoints
-from llamaslot.api.anthropic import messages
-from llamaslot.api.body_reader import BodyReader, accept_expect
-from llamaslot.api.completions import chat_completions, native_completion, stored_chats, text_completions
-from llamaslot.api.completions.chat_store import CHATS, ChatStore
+from llamaslot.api import anthropic, cache_endpoints, server_endpoints
+from llamaslot.api.bodies import BODY_READER, BodyReader, accept_expect
+from llamaslot.api.completions import native_completion, openai_completions, stored_chats
+from llamaslot.api.completions.stored_chats import CHATS, ChatStore
 from llamaslot.api.connections import (
     Connection,
     Connections,
@@ -25,9 +24,8 @@ from llamaslot.api.connections import (
     mark_busy,
 )
 from llamaslot.api.context import READINESS, SETTINGS, ApiSettings, Readiness
+from llamaslot.api.credentials import Access, ApiKeys
 from llamaslot.api.http_errors import error_middleware
-from llamaslot.api.json_bodies import BODY_READER
-from llamaslot.api.keys import Access, ApiKeys
 from llamaslot.api.middleware import ACCESS, KEYS, add_headers, admit, identify
 from llamaslot.api.openapi.document import OPENAPI, PATH, OpenApi, openapi
 from llamaslot.api.responses import endpoints as responses
@@ -44,14 +42,14 @@ ROUTES = (
     ("GET", "/v1/models", server_endpoints.models, Access.USER),
     ("GET", "/v1/models/{name:.+}", server_endpoints.model, Access.USER),
     ("GET", "/props", server_endpoints.props, Access.USER),
-    ("GET", "/slots", slot_endpoints.slots, Access.USER),
+    ("GET", "/slots", cache_endpoints.slots, Access.USER),
     ("GET", "/cache", cache_endpoints.cache, Access.USER),
     ("GET", "/metrics", server_endpoints.metrics, Access.USER),
     ("GET", PATH, openapi, Access.USER),
-    ("POST", "/chat/completions", chat_completions.chat_completions, Access.USER),
-    ("POST", "/v1/chat/completions", chat_completions.chat_completions, Access.USER),
-    ("POST", "/chat/completions/input_tokens", chat_completions.count_tokens, Access.USER),
-    ("POST", "/v1/chat/completions/input_tokens", chat_completions.count_tokens, Access.USER),
+    ("POST", "/chat/completions", openai_completions.chat_completions, Access.USER),
+    ("POST", "/v1/chat/completions", openai_completions.chat_completions, Access.USER),
+    ("POST", "/chat/completions/input_tokens", openai_completions.count_tokens, Access.USER),
+    ("POST", "/v1/chat/completions/input_tokens", openai_completions.count_tokens, Access.USER),
     ("GET", "/v1/chat/completions", stored_chats.list_chats, Access.USER),
     ("GET", "/v1/chat/completions/{completion_id}", stored_chats.retrieve, Access.USER),
     ("POST", "/v1/chat/completions/{completion_id}", stored_chats.update, Access.USER),
@@ -65,19 +63,19 @@ ROUTES = (
     ("GET", "/v1/responses/{response_id}", responses.retrieve, Access.USER),
     ("DELETE", "/v1/responses/{response_id}", responses.delete, Access.USER),
     ("GET", "/v1/responses/{response_id}/input_items", responses.input_items, Access.USER),
-    ("POST", "/v1/completions", text_completions.completions, Access.USER),
-    ("POST", "/v1/messages", messages.messages, Access.USER),
-    ("POST", "/v1/messages/count_tokens", messages.count_tokens, Access.USER),
+    ("POST", "/v1/completions", openai_completions.completions, Access.USER),
+    ("POST", "/v1/messages", anthropic.messages, Access.USER),
+    ("POST", "/v1/messages/count_tokens", anthropic.count_tokens, Access.USER),
     ("POST", "/completion", native_completion.completion, Access.USER),
     ("POST", "/completions", native_completion.completion, Access.USER),
     ("POST", "/infill", native_completion.infill, Access.USER),
-    ("POST", "/apply-template", token_endpoints.apply_template, Access.USER),
+    ("POST", "/apply-template", server_endpoints.apply_template, Access.USER),
     ("POST", "/cache/clear", cache_endpoints.clear, Access.ADMIN),
     ("POST", "/cache/probe", cache_endpoints.probe, Access.USER),
-    ("POST", "/slots/{id_slot}", slot_endpoints.act, Access.ADMIN),
-    ("POST", "/tokenize", token_endpoints.tokenize, Access.USER),
-    ("POST", "/detokenize", token_endpoints.detokenize, Access.USER),
-    ("GET", "/tokenizer_info", token_endpoints.tokenizer_info, Access.USER),
+    ("POST", "/slots/{id_slot}", cache_endpoints.act, Access.ADMIN),
+    ("POST", "/tokenize", server_endpoints.tokenize, Access.USER),
+    ("POST", "/detokenize", server_endpoints.detokenize, Access.USER),
+    ("GET", "/tokenizer_info", server_endpoints.tokenizer_info, Access.USER),
     ("DELETE", "/sessions/{session_id:.+}", cache_endpoints.drop_session, Access.USER),
 )
 """Method, path, handler, and the access that it requires."""

@@ -18,11 +18,10 @@ import structlog
 from aiohttp import web
 from msgspec import structs
 
-from llamaslot.api.anthropic.errors import is_anthropic
 from llamaslot.api.connections import Connection
 from llamaslot.api.context import CALLER, CLIENT_REQUEST_ID, READINESS, SETTINGS, UNIQUE_ID, shown_id
-from llamaslot.api.http_errors import Handler
-from llamaslot.api.keys import GRANTED, Access, ApiKeys
+from llamaslot.api.credentials import GRANTED, Access, ApiKeys
+from llamaslot.api.http_errors import Handler, is_anthropic
 from llamaslot.base.callers import Caller
 from llamaslot.base.errors import AuthenticationError, ForbiddenError, InvalidRequestError
 from llamaslot.base.namespaces import tenant_name
@@ -99,7 +98,7 @@ def valid_unicode(text: str) -> str:
 
 @web.middleware
 async def identify(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Give the request an id; the client's own is used if it is fit for a log."""
+    """Give the request an id; the client's own is used if it is valid."""
     client_request_id = request.headers.get("X-Request-Id", "")
     request[UNIQUE_ID] = uuid4().hex
     request[CLIENT_REQUEST_ID] = client_request_id if _VALID_ID.fullmatch(client_request_id) else ""
@@ -131,29 +130,29 @@ async def admit(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Refuse foreign hosts and origins; answer CORS preflights; refuse other requests until the model is loaded, or
     without a key that opens the endpoint.
     """
-    _check_host(request)
-    is_allowed = _origin_is_allowed(request)
+    settings, headers = request.app[SETTINGS], request.headers
+    if "Host" in headers and not host_allowed(headers["Host"], settings.allowed_hosts):
+        raise ForbiddenError(f"the server has no name {_shown(headers['Host'])}; --allowed-hosts adds one")
+    is_allowed = "Origin" not in headers or origin_allowed(headers["Origin"], settings.cors_origins)
     if request.method == "OPTIONS":
         # Without the headers, the browser does not send the request that it asks about.
         return web.Response(headers=_preflight_headers(request) if is_allowed else None)
     if not is_allowed:
-        origin = _shown(request.headers["Origin"])
-        raise ForbiddenError(f"pages of {origin} may not use this server; --cors-origins allows them")
+        raise ForbiddenError(
+            f"pages of {_shown(headers['Origin'])} may not use this server; --cors-origins allows them"
+        )
     request.app[READINESS].check()
-    granted = request[GRANTED] = _granted(request)
-    has_key = request.app[KEYS] and granted > Access.PUBLIC
-    request[CALLER] = Caller.of(given_key(request) if has_key else None, request.remote or "")
-    _occupy(request, granted)
-    return await handler(request)
-
-
-def _occupy(request: web.Request, granted: Access) -> None:
-    """Charge the owner for a connection, but for `/health` and administrators' keys."""
-    is_exempt = (request.app[KEYS] and granted is Access.ADMIN) or (
-        request.app[ACCESS].get(request.match_info.handler) is Access.PUBLIC
+    keys, granted = request.app[KEYS], _granted(request)
+    request[GRANTED] = granted
+    request[CALLER] = Caller.of(
+        given_key(request) if keys and granted > Access.PUBLIC else None, request.remote or ""
     )
+    # `/health` and administrators' keys have connections that no owner is charged for.
+    is_public = request.app[ACCESS].get(request.match_info.handler) is Access.PUBLIC
+    is_exempt = is_public or (keys and granted is Access.ADMIN)
     if not is_exempt and isinstance(request.protocol, Connection):
         request.protocol.occupy(request[CALLER].owner)
+    return await handler(request)
 
 
 def _preflight_headers(request: web.Request) -> dict[str, str]:
@@ -194,19 +193,6 @@ def check_sees_all(request: web.Request, what: str) -> None:
         )
 
 
-def _check_host(request: web.Request) -> None:
-    """Raise `ForbiddenError` for a request to a name that is not the server's."""
-    host = request.headers.get("Host")
-    if host is not None and not host_allowed(host, request.app[SETTINGS].allowed_hosts):
-        raise ForbiddenError(f"the server has no name {_shown(host)}; --allowed-hosts adds one")
-
-
-def _origin_is_allowed(request: web.Request) -> bool:
-    """Return False for a request that a page of a foreign site has sent."""
-    origin = request.headers.get("Origin")
-    return origin is None or origin_allowed(origin, request.app[SETTINGS].cors_origins)
-
-
 def _shown(header: str) -> str:
     """Return a header's value for an error message."""
     return repr(header if len(header) <= _MAX_SHOWN else f"{header[:_MAX_SHOWN]}...")
@@ -216,7 +202,11 @@ def host_allowed(host: str, allowed: Sequence[str]) -> bool:
     """Return True if the name in a `Host` header is one of these, whatever its port; `localhost` stands for all
     loopback addresses and for the names that containers have for this machine, and no names at all for any.
     """
-    return not allowed or "*" in allowed or _is_host(host_name(host), allowed)
+    if not allowed or "*" in allowed:
+        return True
+    name = host_name(host)
+    is_local = _is_this_machine(name) or name in _CONTAINER_NAMES
+    return bool(name) and (name in allowed or ("localhost" in allowed and is_local))
 
 
 def host_name(host: str) -> str:
@@ -230,12 +220,6 @@ def _name_in(url: str) -> str:
         return (urlsplit(url).hostname or "").removesuffix(".")
     except ValueError:
         return ""
-
-
-def _is_host(name: str, allowed: Sequence[str]) -> bool:
-    return bool(name) and (
-        name in allowed or ("localhost" in allowed and (_is_this_machine(name) or name in _CONTAINER_NAMES))
-    )
 
 
 def _is_this_machine(name: str) -> bool:

@@ -1,17 +1,19 @@
-"""Endpoints about the server and its model: health, models, properties, metrics."""
+"""Endpoints about the server and its model: health, models, properties, metrics; template and tokenizer."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
+import msgspec
 import psutil
 from aiohttp import web
 
-from llamaslot.api.completions.native_body import generation_settings
-from llamaslot.api.completions.reply_bodies import FINGERPRINT
+from llamaslot.api.bodies import BODY_READER, json_reply, json_response
+from llamaslot.api.completions.native_completion import generation_settings
+from llamaslot.api.completions.openai_completions import FINGERPRINT
 from llamaslot.api.context import READINESS, SETTINGS, ApiSettings
-from llamaslot.api.json_bodies import json_response
-from llamaslot.api.middleware import check_sees_all
+from llamaslot.api.middleware import caller_of, check_sees_all
+from llamaslot.base.commands import AnswerBody
 from llamaslot.base.errors import NotFoundError, NotSupportedError
 from llamaslot.base.model import ModelInfo
 
@@ -152,3 +154,46 @@ def _model(request: web.Request) -> dict[str, Any]:
 def _started() -> int:
     """Return the start of this process in seconds since 1970."""
     return int(psutil.Process().create_time())
+
+
+class TokenizerInfo(msgspec.Struct):
+    """Control tokens of the vocabulary, and the chat template, as vLLM names them."""
+
+    bos_token: str | None
+    eos_token: str | None
+    model_max_length: int
+    chat_template: str
+
+
+async def apply_template(request: web.Request) -> web.StreamResponse:
+    """Return the prompt that the template makes of a conversation and its tools."""
+    return await _answered(request, "apply_template")
+
+
+async def tokenize(request: web.Request) -> web.StreamResponse:
+    """Return the token ids of a text or of texts and ids, with the text of each token if asked for."""
+    return await _answered(request, "tokenize")
+
+
+async def detokenize(request: web.Request) -> web.StreamResponse:
+    """Return the text of token ids."""
+    return await _answered(request, "detokenize")
+
+
+async def tokenizer_info(request: web.Request) -> web.StreamResponse:
+    """Return what vLLM's clients need to know of the vocabulary, such as lm-eval."""
+    service = request.app[READINESS].check()
+    info, template = service.info, service.chat_template
+    return json_response(TokenizerInfo(info.bos_token or None, info.eos_token or None, info.n_ctx_slot, template))
+
+
+async def _answered(
+    request: web.Request, kind: Literal["apply_template", "tokenize", "detokenize"]
+) -> web.StreamResponse:
+    service, settings = request.app[READINESS].check(), request.app[SETTINGS]
+    async with request.app[BODY_READER].body(request) as raw:
+        caller = caller_of(request)
+        job = AnswerBody(kind, raw, caller.client(), settings.reasoning_defaults)
+        reply = await service.answer(job)
+    with service.reply_budget.held(caller.owner, len(reply.data)):
+        return await json_reply(request, [reply.data])

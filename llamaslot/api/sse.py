@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 import msgspec
 from aiohttp import web
 
+from llamaslot.api.bodies import chunks, encode, with_values
 from llamaslot.api.connections import Connection
-from llamaslot.api.json_bodies import chunks, encode, with_values
 
 DONE = b"data: [DONE]\n\n"
 PING = b": ping\n\n"

@@ -24,11 +24,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import structlog
 
 from llamaslot.app.config import Config
-from llamaslot.app.config_reader import listed
+from llamaslot.app.config_reader import listed, read_template
 from llamaslot.app.models import resolve_model
-from llamaslot.app.runtime.runtime import InProcessRuntime, MultiProcessRuntime, OnProgress, Runtime
-from llamaslot.app.template_config import read_template
-from llamaslot.base.backend import Backend
+from llamaslot.app.runtime.runtime import OnProgress, Runtime
 from llamaslot.base.errors import stopped_error
 from llamaslot.base.gguf_file import check_metadata
 from llamaslot.processes.messages import Loaded
@@ -36,7 +34,7 @@ from llamaslot.processes.threads import in_daemon_thread, start_default_executor
 
 if TYPE_CHECKING:
     from llamaslot.api.context import Readiness
-    from llamaslot.api.file_changes import FileChanges
+    from llamaslot.api.credentials import FileChanges
     from llamaslot.api.http_server import Application, Listener
     from llamaslot.service.service import Service
 
@@ -48,34 +46,25 @@ _REMEMBER_TIMEOUT_S = 2.0
 """Time limit for ending the remaining requests and remembering their replies."""
 
 
-async def serve(config: Config, *, backend: Backend | None = None) -> int:
-    """Serve until a signal arrives or the engine dies; return the process's exit status.
-
-    `backend` replaces the model that the configuration names. Raises `ConfigError`.
-    """
+async def serve(config: Config) -> int:
+    """Serve until a signal arrives or the engine dies; return the process's exit status. Raises `ConfigError`."""
     model = resolve_model(config.model)
-    if backend is None:
-        # Report a broken file before any process is started.
-        check_metadata(model)
+    # Report a broken file before any process is started.
+    check_metadata(model)
     template = read_template(config)
     config = replace(config, model=str(model))
     start_default_executor()
     _bound_heap()
     async with contextlib.AsyncExitStack() as stack:
         on_progress = stack.enter_context(_progress())
-        runtime: Runtime
-        if backend is not None:
-            runtime = InProcessRuntime(config, template, on_progress, backend)
-        else:
-            runtime = MultiProcessRuntime(config, template, on_progress)
+        runtime = Runtime(config, template, on_progress)
         stop = _Signals()
         listeners: list[Listener] = []
         stack.push_async_callback(_stop, runtime, listeners)
         await runtime.start()
         # Import these while the other processes start, because these imports take as long as theirs.
         from llamaslot.api.context import READINESS, SETTINGS  # noqa: PLC0415
-        from llamaslot.app import http_config  # noqa: PLC0415
-        from llamaslot.app.sampling_config import check_vocabulary  # noqa: PLC0415
+        from llamaslot.app.http_config import check_vocabulary, max_queue_per_client  # noqa: PLC0415
         from llamaslot.app.start_lines import announce  # noqa: PLC0415
         from llamaslot.service.metrics import Metrics  # noqa: PLC0415
         from llamaslot.service.service import Service  # noqa: PLC0415
@@ -91,7 +80,7 @@ async def serve(config: Config, *, backend: Backend | None = None) -> int:
             runtime.prompts,
             Metrics(app[SETTINGS].model_names(loaded.info)[0]),
             max_queue=config.max_queue,
-            max_queue_per_client=http_config.max_queue_per_client(config),
+            max_queue_per_client=max_queue_per_client(config),
             request_timeout=config.request_timeout,
             has_remote=bool(config.cache_remote),
         )
@@ -128,12 +117,14 @@ async def _listen(
     config: Config, stop: _Signals, stack: contextlib.AsyncExitStack, listeners: list[Listener]
 ) -> Application | None:
     """Create the application and start its listener; None if a signal came before its files were read."""
+    from llamaslot.api.credentials import certificate  # noqa: PLC0415
     from llamaslot.api.http_server import create_app, serve  # noqa: PLC0415
     from llamaslot.api.middleware import KEYS  # noqa: PLC0415
     from llamaslot.app.http_config import api_settings  # noqa: PLC0415
-    from llamaslot.app.tls import certificate  # noqa: PLC0415
 
-    opening = in_daemon_thread(lambda: (create_app(api_settings(config)), certificate(config)))
+    opening = in_daemon_thread(
+        lambda: (create_app(api_settings(config)), certificate(config.ssl_cert_file, config.ssl_key_file))
+    )
     await _first(opening, stop.first)
     if not opening.done():
         opening.cancel()
@@ -222,7 +213,10 @@ async def _first(*futures: asyncio.Future[Any]) -> None:
 async def _drain(
     service: Service, readiness: Readiness, second_signal: asyncio.Future[None], config: Config
 ) -> None:
-    """Report unhealthy for `--drain-delay`, then refuse new requests and wait for those in flight."""
+    """Report unhealthy for `--drain-delay`, then refuse new requests and wait for those in flight.
+
+    A second signal ends both, and `--shutdown-timeout` the latter.
+    """
     readiness.drain()
     delay = config.drain_delay
     _log.info(
@@ -230,15 +224,9 @@ async def _drain(
     )
     await asyncio.wait((second_signal, service.stopped), timeout=delay, return_when=asyncio.FIRST_COMPLETED)
     service.capacity.refusal = stopped_error("")
-    await _drained(service, second_signal, config.shutdown_timeout)
-
-
-async def _drained(service: Service, second_signal: asyncio.Future[None], seconds: float) -> None:
-    """Wait until no request is in flight, for at most `seconds` and not after a second signal."""
-    deadline = asyncio.get_running_loop().time() + seconds
-    while (
-        service.capacity.n_in_flight and not second_signal.done() and asyncio.get_running_loop().time() < deadline
-    ):
+    now = asyncio.get_running_loop().time
+    deadline = now() + config.shutdown_timeout
+    while service.capacity.n_in_flight and not second_signal.done() and now() < deadline:
         await asyncio.wait([second_signal], timeout=0.05)
 
 

@@ -1,22 +1,46 @@
-"""Conversion of the configuration to the settings of the HTTP layer."""
+"""Conversion of the configuration to the settings of the HTTP layer, with the default sampling of requests."""
 
 from __future__ import annotations
 
+import re
+from typing import Any
+
+from msgspec.structs import fields
+
 from llamaslot.api.context import ApiSettings
 from llamaslot.api.middleware import host_name, is_loopback
-from llamaslot.app.config import Config
+from llamaslot.app.config import Config, options
 from llamaslot.app.config_reader import listed
-from llamaslot.app.sampling_config import sampling_defaults
 from llamaslot.base.errors import ConfigError
+from llamaslot.base.generation.sampling import INFILL, Sampling, named_samplers
+from llamaslot.base.model import ModelInfo
+from llamaslot.protocol.bodies import MAX_BREAKER_CHARS, MAX_BREAKERS
+
+_CONVERTED = {"samplers", "logit_bias"}
+_SAME_FIELDS = {field.name for field in fields(Sampling)} & {option.name for option in options()} - _CONVERTED
+"""Options whose values are fields of `Sampling` without conversion."""
+_BIAS = re.compile(r"\s*(\d{1,10})\s*([+-](?:inf|\d+\.?\d*|\.\d+))\s*")
+_MAX_BIAS = 1e6
+"""Largest absolute value of a bias, except for -inf."""
+_ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "'": "'", '"': '"', "\\": "\\"}
+_ESCAPE = re.compile(r"\\([nrt'\"\\])")
 
 
 def api_settings(config: Config) -> ApiSettings:
-    """Return the settings of the HTTP layer. Raises `ConfigError`."""
+    """Return the settings of the HTTP layer: options of the same name, and those that are converted.
+
+    Raises `ConfigError`.
+    """
     keys = listed(config.api_key)
     if not keys and config.api_key:
         raise ConfigError("--api-key contains no key", param="--api-key")
     has_keys = bool(keys or config.api_key_file)
-    _check_host_needs_key(config, has_keys=has_keys)
+    outside = [host for host in listed(config.host) if not is_loopback(host)]
+    if outside and not has_keys and not config.insecure:
+        message = (
+            f"--host {outside[0]} lets other machines use this server: give --api-key, or --insecure to allow it"
+        )
+        raise ConfigError(message, param="--host")
     if config.cache_salt_from_api_key and not has_keys:
         flag = "--cache-salt-from-api-key"
         raise ConfigError(f"{flag} needs API keys: give --api-key or --api-key-file", param=flag)
@@ -26,41 +50,24 @@ def api_settings(config: Config) -> ApiSettings:
             raise ConfigError(
                 f"{flag} needs --cache-salt-from-api-key: otherwise all keys share their KV", param=flag
             )
-    return ApiSettings(
-        api_keys=tuple(keys),
-        api_key_file=config.api_key_file,
-        max_body_bytes=config.max_body_mb * 2**20,
-        max_total_body_bytes=config.max_total_body_mb * 2**20,
-        body_timeout=config.body_timeout,
-        max_logit_bias_entries=config.max_logit_bias_entries,
-        max_choices=config.max_choices,
-        max_reply_probs=config.max_reply_probs,
-        max_stop_strings=config.max_stop_strings,
-        max_stop_chars=config.max_stop_chars,
-        max_stored_responses=config.max_stored_responses,
-        max_stored_responses_bytes=config.max_stored_responses_mb * 2**20,
-        max_connections=config.max_connections,
-        keep_alive_timeout=config.keep_alive_timeout,
-        write_timeout=config.write_timeout,
-        max_stream_buffer_bytes=config.max_stream_buffer_kb * 2**10,
-        alias=config.alias,
-        tags=config.tags,
-        owned_by=config.owned_by,
-        cors_origins=_cors_origins(config, has_keys=has_keys),
-        allowed_hosts=_allowed_hosts(config),
-        sse_ping_interval=config.sse_ping_interval,
-        metrics=config.metrics,
-        slots=config.slots,
-        cache_debug_text=config.cache_debug_text,
-        cache_salt_from_api_key=config.cache_salt_from_api_key,
-        verbose=config.verbose,
-        n_predict=config.n_predict,
-        reasoning=config.reasoning != "off",
-        reasoning_format=config.reasoning_format,
-        reasoning_budget=config.reasoning_budget,
-        cache_prompt=config.cache_prompt,
-        sampling=sampling_defaults(config),
-    )
+    origins, names = listed(config.cors_origins), listed(config.allowed_hosts)
+    if config.cors_origins == "auto":
+        # With keys, any page may use it: browsers add no key by themselves, so a page is limited to its own key.
+        origins = ["*"] if has_keys else ["localhost"]
+    converted: dict[str, Any] = {
+        "api_keys": tuple(keys),
+        "max_body_bytes": config.max_body_mb * 2**20,
+        "max_total_body_bytes": config.max_total_body_mb * 2**20,
+        "max_stored_responses_bytes": config.max_stored_responses_mb * 2**20,
+        "max_stream_buffer_bytes": config.max_stream_buffer_kb * 2**10,
+        "cors_origins": tuple(origins),
+        # Any name if other machines may use the server under names that are not given.
+        "allowed_hosts": ("localhost", *map(host_name, [*names, *outside])) if names or not outside else (),
+        "reasoning": config.reasoning != "off",
+        "sampling": sampling_defaults(config),
+    }
+    same = {name: getattr(config, name) for name in ApiSettings.__struct_fields__ if name not in converted}
+    return ApiSettings(**same, **converted)
 
 
 def max_queue_per_client(config: Config) -> int:
@@ -72,30 +79,68 @@ def max_queue_per_client(config: Config) -> int:
     return max(1, config.max_queue // 2) if has_keys and config.max_queue else 0
 
 
-def _check_host_needs_key(config: Config, *, has_keys: bool) -> None:
-    """Raise `ConfigError` if other machines could use the server without a key."""
-    outside = [host for host in listed(config.host) if not is_loopback(host)]
-    if outside and not has_keys and not config.insecure:
-        message = (
-            f"--host {outside[0]} lets other machines use this server: give --api-key, or --insecure to allow it"
-        )
-        raise ConfigError(message, param="--host")
+def sampling_defaults(config: Config) -> dict[str, Any]:
+    """Return the fields of `Sampling` that options set; for the others the model file's values apply.
 
-
-def _cors_origins(config: Config, *, has_keys: bool) -> tuple[str, ...]:
-    """Return the origins whose pages may use the server.
-
-    If keys are needed, any page may: browsers add no key by themselves, so a page is limited to its own key.
+    Raises `ConfigError` for invalid samplers, biases or sequence breakers.
     """
-    if config.cors_origins == "auto":
-        return ("*",) if has_keys else ("localhost",)
-    return tuple(listed(config.cors_origins))
+    found = {name: value for name in _SAME_FIELDS if (value := getattr(config, name)) is not None}
+    if not config.ignore_eos:
+        del found["ignore_eos"]
+    if found.get("dry_base", 1) < 1:
+        # As in llama-server, a value below 1 stands for the default.
+        del found["dry_base"]
+    if config.samplers or config.sampler_seq:
+        found["samplers"] = _samplers(config)
+    if config.logit_bias:
+        found["logit_bias"] = dict(map(_bias, config.logit_bias))
+    if config.dry_sequence_breaker:
+        found["dry_sequence_breakers"] = _breakers(config.dry_sequence_breaker)
+    return found
 
 
-def _allowed_hosts(config: Config) -> tuple[str, ...]:
-    """Return the names that the Host header may have; empty: any name."""
-    outside = [host for host in listed(config.host) if not is_loopback(host)]
-    names = listed(config.allowed_hosts)
-    if outside and not names:
-        return ()
-    return ("localhost", *map(host_name, [*names, *outside]))
+def check_vocabulary(config: Config, info: ModelInfo) -> None:
+    """Raise `ConfigError` for a bias of a token outside the model's vocabulary."""
+    for token in sampling_defaults(config).get("logit_bias", {}):
+        if token >= info.n_vocab:
+            raise ConfigError(
+                f"--logit-bias names token {token}, but the model's vocabulary ends at {info.n_vocab - 1}",
+                param="--logit-bias",
+            )
+
+
+def _samplers(config: Config) -> tuple[str, ...]:
+    if config.samplers and config.sampler_seq:
+        raise ConfigError("give --samplers or --sampler-seq, not both", param="--samplers")
+    flag = "--samplers" if config.samplers else "--sampler-seq"
+    asked = [name.strip() for name in config.samplers.split(";") if name.strip()] or list(config.sampler_seq)
+    found: list[str] = []
+    for name in asked:
+        names = named_samplers([name] if config.samplers else name)
+        if not names or names[0] == INFILL:
+            raise ConfigError(f"{flag}: unknown sampler '{name}'", param=flag)
+        found += names
+    return tuple(found)
+
+
+def _bias(text: str) -> tuple[int, float]:
+    match = _BIAS.fullmatch(text)
+    bias = float(match[2]) if match else float("nan")
+    if match is None or (abs(bias) > _MAX_BIAS and bias != float("-inf")):
+        raise ConfigError(
+            f"--logit-bias: '{text}' is not a token id with a bias, such as 15043+1", param="--logit-bias"
+        )
+    return int(match[1]), bias
+
+
+def _breakers(texts: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the sequence breakers; as in llama-server, `none` removes those before it, `\\n` is a line break."""
+    breakers: list[str] = []
+    for text in texts:
+        breakers = [] if text == "none" else [*breakers, _ESCAPE.sub(lambda match: _ESCAPES[match[1]], text)]
+    if len(breakers) > MAX_BREAKERS or any(len(text) > MAX_BREAKER_CHARS for text in breakers):
+        raise ConfigError(
+            f"--dry-sequence-breaker: at most {MAX_BREAKERS} texts of at most {MAX_BREAKER_CHARS} characters",
+            param="--dry-sequence-breaker",
+        )
+    return tuple(breakers)

@@ -11,11 +11,12 @@ import structlog
 
 from llamaslot import __version__
 from llamaslot.app.config import Config
-from llamaslot.app.gpu_use import unused_gpu
-from llamaslot.backend.host_gpus import host_gpus
+from llamaslot.app.gpu_use import host_gpus, unused_gpu
 from llamaslot.base.errors import printable
 from llamaslot.base.model import QUERY_BLOCK, CheckpointLimits, ModelInfo, StateKind, StepCost
 from llamaslot.processes.messages import Loaded
+
+_BOLD = 1
 
 _log = structlog.get_logger(__name__)
 
@@ -25,7 +26,7 @@ def announce(loaded: Loaded, urls: Sequence[str], config: Config) -> None:
     info = loaded.info
     size = f"{info.size_bytes / 2**20:,.0f} MiB"
     name, description = printable(info.name), printable(info.description)
-    print(f"llamaslot {__version__}: {_bold(name)} ({description}, {size}) on {info.device}")
+    print(f"llamaslot {__version__}: {_styled(name, _BOLD)} ({description}, {size}) on {info.device}")
     if unused := unused_gpu(config.gpu_layers, info.device, info.backends, host_gpus()):
         print(_yellow(f"{unused}."))
         _log.warning("gpu.unused", reason=str(unused))
@@ -81,10 +82,6 @@ def announce(loaded: Loaded, urls: Sequence[str], config: Config) -> None:
         disk=config.cache_disk if loaded.disk_line else "off",
         remote="on" if loaded.remote_line else "off",
     )
-
-
-def _bold(text: str) -> str:
-    return _styled(text, 1)
 
 
 def _yellow(text: str) -> str:

@@ -43,7 +43,7 @@ PromptPart: TypeAlias = TextPart | TokensPart
 class Constraint(msgspec.Struct, frozen=True):
     """A grammar that the text of a reply must match, in one normal form whatever the client sent.
 
-    `text/grammars/` makes and checks it in the prompt worker, `backend/constraints/` follows it in the engine.
+    `text/grammars/` makes and checks it in the prompt worker, `backend/constraints.py` follows it in the engine.
     """
 
     grammar: str

@@ -45,14 +45,10 @@ def _with_whole_flags(script: str, shell: str) -> str:
     if shell == "zsh":
         return script.replace("_arguments -C -s ", "_arguments -C ")
     if shell == "fish":
-        # Change only the part before the description.
-        return re.sub(r"^complete .*?(?= -d '|$)", _old_style, script, flags=re.MULTILINE)
+        # `-o` (old style) instead of `-s` (short), only in the part before the description.
+        options = re.compile(r"^complete .*?(?= -d '|$)", re.MULTILINE)
+        return options.sub(lambda found: re.sub(r" -s (?=[\w-]{2})", " -o ", found[0]), script)
     return script
-
-
-def _old_style(found: re.Match[str]) -> str:
-    """Return a line of fish with `-o` (old style) instead of `-s` (short)."""
-    return re.sub(r" -s (?=[\w-]{2})", " -o ", found[0])
 
 
 def _described() -> argparse.ArgumentParser:

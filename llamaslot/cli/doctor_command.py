@@ -7,19 +7,30 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import msgspec
+import platformdirs
+import psutil
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from llamaslot import __version__
+from llamaslot.app.cache_tiers import remote_settings
+from llamaslot.app.config import Config
+from llamaslot.app.config_reader import add_flags
+from llamaslot.app.doctor import Check, Outcome, fail, machine_checks, ok, server_checks, warn
 from llamaslot.app.doctor.benchmark import BenchmarkError, BenchmarkResult, run_benchmark
-from llamaslot.app.doctor.check import Check, Outcome, fail, ok, warn
-from llamaslot.app.doctor.examination import Examination
-from llamaslot.app.flags import add_flags
+from llamaslot.app.doctor.llama_checks import llama_checks, model_file
+from llamaslot.app.gpu_use import host_gpus
 from llamaslot.app.logs import configure_logging
+from llamaslot.backend.host import host_cpus, host_memory
+from llamaslot.base.errors import ConfigError
+from llamaslot.base.gguf_file import parts
 
+_BUSY_S = 0.3
+"""Time over which CPU usage is measured."""
 _PIPE_COLUMNS = 160
 """Width of the output if it is not a terminal."""
 _NEEDED = ("llama.cpp", "model", "configuration")
@@ -55,12 +66,12 @@ def run(args: argparse.Namespace) -> int:
     configure_logging("json", "error")
     result = None
     with _progress() as on_progress:
-        examination = Examination(args, os.environ, on_progress)
-        checks = list(examination.checks())
+        config, configuration = server_checks.configuration(args, os.environ)
+        checks = list(_checks(config, configuration, on_progress))
         if args.bench and not any(check.outcome is Outcome.FAIL for check in checks if check.name in _NEEDED):
             on_progress("benchmark: starting a server, then measuring for ten seconds")
             try:
-                result = run_benchmark(examination.config)
+                result = run_benchmark(config)
                 checks += _measured(result)
             except BenchmarkError as error:
                 advice = "see the checks above; --no-bench skips the benchmark"
@@ -73,6 +84,49 @@ def run(args: argparse.Namespace) -> int:
         width = None if sys.stdout.isatty() else _PIPE_COLUMNS
         Console(highlight=False, markup=False, emoji=False, width=width).print(_table(checks))
     return 1 if has_failed else 0
+
+
+def _checks(config: Config, configuration: Check, on_progress: Callable[[str], None]) -> Iterator[Check]:
+    """Yield the results of all checks; `on_progress` gets the name of each slow one before it begins."""
+    yield machine_checks.software()
+    model = model_file(config.model)
+    if isinstance(model, Check):
+        yield model
+    path = model if isinstance(model, Path) else None
+    on_progress("loading llama.cpp")
+    yield from llama_checks(path, config.gpu_layers, host_gpus())
+    free, total = host_memory()
+    swap = psutil.swap_memory()
+    yield machine_checks.cpus(host_cpus(), config.threads, psutil.cpu_percent(_BUSY_S) / 100)
+    yield machine_checks.memory(free, total, sum(part.stat().st_size for part in parts(path)) if path else 0)
+    yield machine_checks.swap(int(swap.total), int(swap.used), total)
+    yield machine_checks.descriptors(config.max_connections)
+    cache = platformdirs.user_cache_path("llamaslot")
+    on_progress(f"measuring {cache}")
+    yield machine_checks.cache_folder(cache)
+    if config.cache_disk:
+        disk = Path(config.cache_disk).expanduser()
+        on_progress(f"measuring {disk}")
+        yield machine_checks.disk_tier(disk)
+    yield configuration
+    yield from _remote_checks(config, on_progress)
+    yield server_checks.access(config)
+    yield server_checks.port(config)
+
+
+def _remote_checks(config: Config, on_progress: Callable[[str], None]) -> Sequence[Check]:
+    try:
+        settings = remote_settings(config)
+    except ConfigError:
+        # The configuration check has reported this.
+        return ()
+    if settings is None:
+        return ()
+    # Imported only if needed, because nothing else uses the redis package.
+    from llamaslot.app.doctor.remote_checks import remote_checks  # noqa: PLC0415
+
+    on_progress(f"asking {settings.address}")
+    return remote_checks(settings, config)
 
 
 def _measured(result: BenchmarkResult) -> Iterator[Check]:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from importlib import import_module
 
 from llamaslot import __version__
-from llamaslot.app.flags import Parser
+from llamaslot.app.config_reader import Parser
 from llamaslot.base.errors import ConfigError, printable
 
 _COMMANDS = {

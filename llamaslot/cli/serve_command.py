@@ -7,8 +7,7 @@ import os
 
 import uvloop
 
-from llamaslot.app.config_reader import read_config
-from llamaslot.app.flags import add_flags
+from llamaslot.app.config_reader import add_flags, read_config
 from llamaslot.app.logs import configure_logging
 
 
@@ -20,7 +19,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Serve until stopped; return the exit status."""
     config = read_config(args, os.environ)
-    configure_logging(config.log_format, "debug" if config.verbose else config.log_level)
+    configure_logging(config.log_format, config.lowest_log_level)
     # Load llama.cpp only now, so that wrong flags are reported at once.
     from llamaslot.app.composition import serve  # noqa: PLC0415
 

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
+import faulthandler
+import os
+import signal
 import socket
+import sys
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar, cast
 
@@ -11,6 +16,7 @@ import msgspec
 import structlog
 
 _HEADER = 4
+_PR_SET_PDEATHSIG = 1
 T = TypeVar("T")
 _log = structlog.get_logger(__name__)
 
@@ -42,7 +48,7 @@ class Channel(asyncio.Protocol, Generic[T]):
         if self._transport is None or self._transport.is_closing():
             return
         data = bytearray(_HEADER)
-        # After its header: to join them would copy the message, and the body of a request may have 64 MiB.
+        # Encoded behind its header: joining them would copy the message, which may be a body of 64 MiB.
         self._encode_into(message, data, _HEADER)
         data[:_HEADER] = (len(data) - _HEADER).to_bytes(_HEADER, "little")
         self._transport.write(data)
@@ -64,7 +70,7 @@ class Channel(asyncio.Protocol, Generic[T]):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Take the transport (`asyncio.Protocol`)."""
-        # uvloop's transports are no `asyncio.Transport`.
+        # uvloop's transports are not subclasses of `asyncio.Transport`.
         self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
@@ -86,7 +92,7 @@ class Channel(asyncio.Protocol, Generic[T]):
                 try:
                     self._on_message(message)
                 except Exception as error:
-                    # To go on would leave requests without a terminal event: a lost connection ends them all.
+                    # Continuing would leave requests without a terminal event; a lost connection ends all of them.
                     _log.exception("channel.message_failed", type=type(message).__name__)
                     self._fail(f"a message could not be handled: {error}")
                     return
@@ -106,3 +112,24 @@ class Channel(asyncio.Protocol, Generic[T]):
         on_lost, self._on_lost = self._on_lost, lambda _: None
         self._on_message = lambda _: None
         on_lost(reason)
+
+
+def channel_to_parent(message_type: Any, on_message: Callable[[T], None]) -> Channel[T]:
+    """Set up a child process; return its channel to the parent, at whose end the child ends at once.
+
+    Signals that a service manager or a terminal sends to all processes are left to the parent.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    if sys.platform == "linux":
+        # Also where a thread keeps the event loop from noticing the parent's end.
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    # The stack of a crash in llama.cpp goes to standard error.
+    faulthandler.enable()
+    return Channel(message_type, on_message, lambda _: os._exit(1))
+
+
+def socket_of(fd: int) -> socket.socket:
+    """Return the socket to the parent; programs that are started here, such as a debugger, do not get it."""
+    os.set_inheritable(fd, False)
+    return socket.socket(fileno=fd)

@@ -26,7 +26,6 @@ from llamaslot.base.commands import EngineCommand
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.events import Event, Finished, SelfTestEnded, Stopped
 from llamaslot.base.model import ModelInfo
-from llamaslot.processes.child import Exit
 from llamaslot.processes.messages import (
     OVERDUE_STATUS,
     Events,
@@ -37,7 +36,7 @@ from llamaslot.processes.messages import (
     Refused,
     Stop,
 )
-from llamaslot.processes.supervisor import Supervisor
+from llamaslot.processes.supervisor import Exit, Supervisor
 
 _FIRST_PAUSE_S = 0.5
 _MAX_DOUBLINGS = 6
@@ -66,7 +65,7 @@ class EngineSupervisor:
         self.config = config
         self._on_progress = on_progress
         self._early: list[Event] = []
-        """Events from before `listen`, such as of a self-test that ends while the vocabulary is loaded."""
+        """Events before `listen`, such as the end of a self-test while the vocabulary is loaded."""
         self._on_events: Callable[[list[Event]], None] = self._early.extend
         self._on_lost: Callable[[bool], None] = lambda _: None
         self._on_restarted: Callable[[], None] = lambda: None
@@ -81,7 +80,7 @@ class EngineSupervisor:
         self._info: ModelInfo | None = None
         """Of the first engine."""
         self._started: asyncio.Future[Loaded | None] = asyncio.get_running_loop().create_future()
-        # If the server fails before, nothing waits for it.
+        # Retrieve the exception: if the server fails earlier, nobody awaits it.
         self._started.add_done_callback(lambda done: done.cancelled() or done.exception())
         self._error: ConfigError | None = None
         """The reason why the process refused to load the model."""

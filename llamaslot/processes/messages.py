@@ -43,13 +43,13 @@ class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
 
     info: ModelInfo
     ram_line: str
-    """The use of RAM, for a person to read."""
+    """Start line about RAM."""
     disk_line: str
-    """The use of the disk; empty where there is none."""
+    """Start line about the disk tier; empty without one."""
     records: tuple[TextRecord, ...] = ()
     """Text anchors and sessions of an earlier process."""
     remote_line: str = ""
-    """The use of the remote tier; empty where there is none."""
+    """Start line about the remote tier; empty without one."""
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):

@@ -1,4 +1,4 @@
-"""The prompt worker in a process of its own: a prompt on which it crashes or hangs fails, and no other.
+"""The prompt worker in a process of its own: only the prompt on which it crashes or hangs fails.
 
 When the process ends, a new one is started, and first gets copies of what was remembered; replies that are being
 generated at that time are not remembered. If several jobs were running when it crashed, they are tried again one by
@@ -20,7 +20,6 @@ from llamaslot.base.errors import InvalidRequestError, LlamaslotError, ServerErr
 from llamaslot.base.process_times import ProcessTimes, process_times, starved_seconds
 from llamaslot.base.stats import AnchorStats, ReplyStats, SessionStats
 from llamaslot.base.text_records import TextRecord
-from llamaslot.processes.child import Exit
 from llamaslot.processes.messages import (
     FromPrompts,
     JobDone,
@@ -32,7 +31,7 @@ from llamaslot.processes.messages import (
     SetModel,
     Stop,
 )
-from llamaslot.processes.supervisor import Supervisor
+from llamaslot.processes.supervisor import Exit, Supervisor
 from llamaslot.prompts.prompt_jobs import (
     ClearTexts,
     DroppedSession,
@@ -46,16 +45,18 @@ from llamaslot.prompts.prompt_worker import PendingJob, PromptQueue, invalid_uni
 from llamaslot.prompts.token_memory import TokenMemory
 
 _NO_GPU = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
-"""So that llama.cpp makes no context on a GPU, which would take its memory."""
+"""Keeps llama.cpp from creating a context on a GPU, which would take its memory."""
 _READY_TIMEOUT_S = 30.0
 """Least time that the first process gets to load the vocabulary and to try the chat template."""
 _PAUSE_S = 1.0
-"""Time before the process is started again if it did not carry out a single job, times such processes in a row."""
+"""Time before the process is started again, for each process in a row that did not carry out a single job."""
 _MAX_PAUSE_S = 30.0
 _MIN_LOST = 0.02
 """Fraction of the time limit: a shorter time in which a process did not get a CPU is not given to its job again."""
 _ALMOST = 0.1
-"""Fraction of the time limit: a job that has less left when another one has none would hang the next process."""
+"""Fraction of the time limit: a job with less time left, when another has none, also fails, since it would hang the
+next process.
+"""
 _MAX_TRIES = 3
 """Processes that may end on a job before it fails, whatever ended them."""
 
@@ -84,7 +85,7 @@ class PromptSupervisor(PromptQueue):
         )
         self._is_ready = False
         self._loaded: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        # If the engine fails to load, nothing waits for it.
+        # Retrieve the exception: if the engine fails to load, nobody awaits it.
         self._loaded.add_done_callback(lambda done: done.cancelled() or done.exception())
         self._refusal: LlamaslotError | None = None
         self._overdue: list[PendingJob] = []
@@ -160,10 +161,6 @@ class PromptSupervisor(PromptQueue):
             return future
         return super().call(job)
 
-    def interrupt(self) -> None:
-        """Have it stop as soon as possible, such as while it loads the vocabulary; it has nothing to save."""
-        self.kill()
-
     def _has_started(self) -> None:
         self._n_answered = 0
         if self._process.is_stopping:
@@ -186,7 +183,7 @@ class PromptSupervisor(PromptQueue):
                 self._job_done(message)
 
     def _has_loaded(self) -> None:
-        """Give a new process what was remembered, then the jobs."""
+        """Send the remembered records to a new process, then the jobs."""
         if self._process.is_stopping:
             return
         if records := self._memory.records():
@@ -203,7 +200,7 @@ class PromptSupervisor(PromptQueue):
         self._run_next()
 
     def _run_next(self) -> None:
-        """Send what may be carried out now, but a suspect alone, after what restores the records."""
+        """Send the jobs that may run now; a suspect runs alone, after the records are restored."""
         running = [pending for lane in self.lanes for pending in lane.running.values()]
         if not self._is_ready or any(each.is_suspect for each in running):
             return
@@ -230,11 +227,11 @@ class PromptSupervisor(PromptQueue):
             pending.fail(invalid_unicode())
             return
         pending.until = asyncio.get_running_loop().time() + self._timeout
-        # Most jobs are done before the accounts of the process need be read.
+        # Most jobs end before the CPU times of the process have to be read.
         pending.timer = asyncio.get_running_loop().call_later(self._timeout / 4, self._watch, pending)
 
     def _restart_time(self, number: int) -> None:
-        """Give a running job its time again."""
+        """Restart the time limit of a running job."""
         for lane in self.lanes:
             if (pending := lane.running.get(number)) is not None and pending.timer is not None:
                 pending.timer.cancel()
@@ -242,13 +239,13 @@ class PromptSupervisor(PromptQueue):
                 self._watch(pending)
 
     def _watch(self, pending: PendingJob) -> None:
-        """Look again when the job has had its time."""
+        """Schedule the check whether the job has exceeded its time."""
         loop = asyncio.get_running_loop()
         times = process_times(self.pid, loop.time())
         pending.timer = loop.call_at(pending.until, self._end_overdue, pending, times)
 
     def _end_overdue(self, pending: PendingJob, before: ProcessTimes) -> None:
-        """End the process, unless it was kept from running: then the job gets that time in addition."""
+        """Kill the process; but if it did not get a CPU for some time, extend the job's limit by that time."""
         now = asyncio.get_running_loop().time()
         # This process may have been stopped, too, such as by `docker pause`.
         lost = max(starved_seconds(before, process_times(self.pid, now)), now - pending.until)
@@ -320,7 +317,7 @@ class PromptSupervisor(PromptQueue):
             pending.n_tries += 1
             activity = activity_of(pending.job)
             if isinstance(pending.job, Restore):
-                # The next process would end on them too.
+                # The next process would crash on the same records.
                 pending.future.cancel()
                 self._memory.clear()
             elif pending in overdue:

@@ -1,12 +1,12 @@
-"""A process that tries grammars, each in a copy of itself that can be killed.
+"""Trial process: compiles each grammar of a request in a fork of itself, with limits, before the engine does.
 
     prompt worker --- socket ---> trial process          has the tokens and llguidance, one thread
          |                           |-- fork ---> trial of a grammar, with limits of time, memory and stack
          +------- socket of the trial ------+
 
-llguidance cannot be interrupted, takes what memory it needs, and recurses: a chain of 4,000 rules overflows the
-stack. In a fork of a small process all of that ends the fork only. It costs some milliseconds, and there is nothing
-to start again afterwards. Forking is safe there: the process has one thread.
+llguidance cannot be interrupted, takes as much memory as it needs, and recurses: a chain of 4,000 rules overflows
+the stack. In a fork of a small process, all of that only ends the fork. A fork costs some milliseconds, and nothing
+has to be restarted afterwards. Forking is safe there, because the process has one thread.
 
 The stack of a trial is an eighth of the one that the engine compiles with, so what passes has a margin there.
 """
@@ -41,9 +41,9 @@ MAX_BYTES = 256 * 2**20
 """Memory of a trial. The calls of 200 tools take 20 MB."""
 _STACK_BYTES = GRAMMAR_STACK_BYTES // 8
 _MAX_WALL_S = 20.0
-"""Time after which a trial is ended because the machine gives it no CPU time."""
+"""Wall time after which a trial is killed, because the machine gives it no CPU time."""
 _QUICK_S = 0.25
-"""Time after which a trial goes on with the CPU time that nothing else needs."""
+"""Time after which a trial continues with low priority."""
 _SLOW_NICENESS = 15
 _START_S = 60.0
 _CAUSES: dict[int, str] = {
@@ -75,7 +75,7 @@ class TrialProcess:
         can be started for it.
         """
         param, grammar = constraint.param, constraint.grammar.encode()
-        # Again in a new process, if the first one had ended, as one that was killed for want of memory.
+        # Try again in a new process if the first one had ended, such as when memory ran out.
         result = self._tried(grammar) or self._tried(grammar)
         if result is None:
             raise UnavailableError(f"no process can be started to check '{param}'; try later", param=param)
@@ -102,7 +102,7 @@ class TrialProcess:
                         control = self._connected()
                         socket.send_fds(control, [b"t"], [theirs.fileno()])
                     except OSError:
-                        # Also where it did not take all tokens: it would take the next message for the rest.
+                        # Also if only a part of the tokens was sent: the next message would be taken for the rest.
                         self._disconnect()
                         raise
                 try:
@@ -130,7 +130,7 @@ class TrialProcess:
                     [sys.executable, "-P", "-m", __name__, str(theirs.fileno())],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
-                    # A thread would reserve address space for one of its own, which counts against the limit.
+                    # An arena for the thread would reserve address space, which counts against the limit.
                     env={**os.environ, "MALLOC_ARENA_MAX": "1"},
                     pass_fds=(theirs.fileno(),),
                 )
@@ -204,13 +204,13 @@ def _run_trial(trial: socket.socket, local: LocalTrial) -> NoReturn:
     n_virtual, n_resident = _memory()
     if n_virtual:
         _, hard = resource.getrlimit(resource.RLIMIT_AS)
-        # A lower limit, such as of `ulimit -v`, may not be raised.
+        # A lower limit, such as that of `ulimit -v`, cannot be raised.
         most = n_virtual + MAX_BYTES if hard == resource.RLIM_INFINITY else min(n_virtual + MAX_BYTES, hard)
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
     # llguidance runs on the thread below; a handler of Python's would wait for it.
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    # What is written to standard error would be about an overflow that the client hears of.
+    # An overflow is reported to the client, so its message need not go to the log.
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     signal.setitimer(signal.ITIMER_PROF, MAX_CPU_S)
 
@@ -230,7 +230,7 @@ def _run_trial(trial: socket.socket, local: LocalTrial) -> NoReturn:
     thread = threading.Thread(target=run)
     thread.start()
     thread.join()
-    # An exception: there is no result.
+    # Reached only after an exception, without a result.
     os._exit(1)
 
 
@@ -271,7 +271,8 @@ def _serve(control: socket.socket, local: LocalTrial) -> None:
                 break
             for fd in fds:
                 trial = socket.socket(fileno=fd)
-                # For the first one, as a second of work after the start would slow the first requests.
+                # Prepared for the first trial only: a second of work at the start would slow down the first
+                # requests.
                 local.prepare()
                 try:
                     pid = os.fork()
@@ -282,7 +283,7 @@ def _serve(control: socket.socket, local: LocalTrial) -> None:
                 if not pid:
                     signal.set_wakeup_fd(-1)
                     control.close()
-                    # The clients of others wait for the end of their streams.
+                    # The clients of other trials wait for the end of their streams.
                     for each in running.values():
                         each.close()
                     _run_trial(trial, local)

@@ -13,10 +13,9 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from llamaslot.api.body_reader import BodyReader
+from llamaslot.api.bodies import BODY_READER, BodyReader
 from llamaslot.api.context import READINESS, ApiSettings
 from llamaslot.api.http_server import Listener, create_app, serve
-from llamaslot.api.json_bodies import BODY_READER
 from llamaslot.base.stats import EngineState
 from llamaslot.service.metrics import Metrics
 from llamaslot.service.service import Service

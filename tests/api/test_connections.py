@@ -18,7 +18,7 @@ from aiohttp import web
 from aiohttp.http import HttpProcessingError
 from structlog.testing import capture_logs
 
-from llamaslot.api import body_reader
+from llamaslot.api import bodies
 from llamaslot.api.connections import Connection, available_connections
 from tests.api.conftest import Server, Start
 from tests.fake_backend import FakeBackend
@@ -101,7 +101,7 @@ async def test_a_connection_that_is_closed_before_its_body_is_read_is_no_crash(
         assert isinstance(request.protocol, Connection)
         request.protocol.abort()
 
-    monkeypatch.setattr(body_reader, "_continue", close)
+    monkeypatch.setattr(bodies, "_continue", close)
     with capture_logs() as logs:
         for path in ("/completion", "/v1/chat/completions", "/v1/messages", "/v1/responses", "/tokenize"):
             async with sockets(server, 1) as (client,):

@@ -11,9 +11,9 @@ from aiohttp import web
 from structlog.testing import capture_logs
 
 from llamaslot.api.context import ApiSettings
+from llamaslot.api.credentials import Access, ApiKeys
 from llamaslot.api.http_server import ROUTES as ROUTE_TABLE
 from llamaslot.api.http_server import create_app
-from llamaslot.api.keys import Access, ApiKeys
 from llamaslot.api.middleware import ACCESS
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.namespaces import tenant_name

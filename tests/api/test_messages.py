@@ -12,8 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llamaslot.api.anthropic.blocks import BlockEvents, blocks_of
-from llamaslot.api.anthropic.reply_bodies import BlockEvent
+from llamaslot.api.anthropic import BlockEvent, BlockEvents, blocks_of
 from llamaslot.api.context import ApiSettings
 from llamaslot.api.http_server import create_app, serve
 from llamaslot.base.backend import Status

@@ -12,10 +12,9 @@ import msgspec
 import pytest
 
 from llamaslot.api.context import ApiSettings
+from llamaslot.api.credentials import Access
 from llamaslot.api.http_server import ROUTES, create_app
-from llamaslot.api.keys import Access
-from llamaslot.api.openapi.document import document
-from llamaslot.api.openapi.operations import OPERATIONS
+from llamaslot.api.openapi.document import OPERATIONS, document
 from llamaslot.backend.disk import SlotFiles
 from llamaslot.base.model import FimTokens
 from tests.fake_backend import FakeBackend
@@ -147,7 +146,7 @@ async def test_replies_are_what_is_described(start: Any, tmp_path: Path) -> None
         path = pattern.replace("{response_id}", stored).replace("{completion_id}", chat)
         for name, value in variables.items():
             path = path.replace(f"{{{name}}}", value) if name else path + value
-        takes_stream = operation_of(method, pattern).chunk is not None
+        takes_stream = bool(operation_of(method, pattern).chunks)
         for stream in (False, True) if takes_stream else (None,):
             sent = {**(body or {}), "session_id": "mine", "stream": stream} if stream is not None else body
             async with server.session.request(method, server.url + path, json=sent) as response:

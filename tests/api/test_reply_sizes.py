@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from llamaslot.api import json_bodies
+from llamaslot.api import bodies
 from llamaslot.base.errors import MAX_MESSAGE_CHARS, QueueFullError
 from llamaslot.service import reply_budget
 from llamaslot.service.reply_budget import ReplyBudget
@@ -127,7 +127,7 @@ async def test_a_reply_in_pieces_is_the_same(
     server = await start()
     await server.post(path, {**body, **SHORT})
     whole = await server.ok(path, {**body, **SHORT})
-    monkeypatch.setattr(json_bodies, "_CHUNK_BYTES", 100)
+    monkeypatch.setattr(bodies, "_CHUNK_BYTES", 100)
     async with server.session.post(server.url + path, json={**body, **SHORT}) as response:
         assert response.headers["Transfer-Encoding"] == "chunked"
         assert response.content_type == "application/json"
@@ -135,7 +135,7 @@ async def test_a_reply_in_pieces_is_the_same(
 
 
 async def test_a_stored_chat_has_all_pieces(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(json_bodies, "_CHUNK_BYTES", 100)
+    monkeypatch.setattr(bodies, "_CHUNK_BYTES", 100)
     server = await start()
     path, body = "/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 30, "logprobs": True, "store": True}
     sent = await server.ok(path, {**body, "metadata": {"a": "b"}})

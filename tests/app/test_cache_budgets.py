@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from llamaslot.app.cache.cache_budgets import (
+from llamaslot.app.cache_budgets import (
     break_even_tokens,
     choose_budgets,
     restart_flags,

@@ -7,8 +7,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from llamaslot.app.cache.cache_budgets import Budgets
-from llamaslot.app.cache.cache_disk import lock_disk, open_disk
+from llamaslot.app.cache_budgets import Budgets
+from llamaslot.app.cache_tiers import lock_disk, open_disk
 from llamaslot.app.config import Config
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.model import ModelFile, ModelInfo, SegmentSize

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from llamaslot.app.cache.cache_remote import KEY_VARIABLE, PASSWORD_VARIABLE, remote_line, remote_settings
+from llamaslot.app.cache_tiers import KEY_VARIABLE, PASSWORD_VARIABLE, remote_line, remote_settings
 from llamaslot.app.config import Config
 from llamaslot.base.errors import ConfigError
 from tests.app.test_serve import refused
@@ -105,7 +105,7 @@ def test_secrets_come_from_the_first_lines_of_files(tmp_path: Path, monkeypatch:
 def test_the_url_is_shown_without_user(url: str, shown: str) -> None:
     found = remote_settings(config(cache_remote=url))
     assert found is not None
-    assert found.shown == shown
+    assert found.address == shown
     assert remote_line(found).startswith(f"Remote tier: {shown}, ")
 
 

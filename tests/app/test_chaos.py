@@ -309,9 +309,9 @@ class Datetime(datetime.datetime):
     def now(cls, tz=None):
         return cls.fromtimestamp(time.time(), tz)
 datetime.datetime = Datetime
-if "llamaslot.api.file_changes" in sys.modules:
+if "llamaslot.api.credentials" in sys.modules:
     # Of API keys, which the server reads again.
-    sys.modules["llamaslot.api.file_changes"]._INTERVAL_S = 0.1
+    sys.modules["llamaslot.api.credentials"]._INTERVAL_S = 0.1
 if "llamaslot.app.runtime.engine_main" in sys.orig_argv:
     from llamaslot.kvcache.tiers import pacing
     pacing.PARTIAL_DELAY_S = 0.1

@@ -8,8 +8,7 @@ from typing import get_args
 import pytest
 
 from llamaslot.app.config import CacheType, Config, options
-from llamaslot.app.config_reader import read_config
-from llamaslot.app.flags import NOT_SUPPORTED, WITHOUT_EFFECT, Parser, add_flags
+from llamaslot.app.config_reader import NOT_SUPPORTED, WITHOUT_EFFECT, Parser, add_flags, read_config
 from llamaslot.backend.llama import CACHE_TYPES
 from llamaslot.base.errors import ConfigError
 

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from llamaslot.app.gpu_use import unused_gpu
-from llamaslot.backend.host_gpus import HostGpu, host_gpus
+from llamaslot.app.gpu_use import HostGpu, host_gpus, unused_gpu
 from llamaslot.backend.llama import library
 
 NVIDIA = HostGpu("NVIDIA", has_driver=True, cmake_args="-DGGML_CUDA=on")

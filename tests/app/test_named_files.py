@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from llamaslot.api import file_changes
-from llamaslot.api.file_changes import FileChanges
+from llamaslot.api import credentials
+from llamaslot.api.credentials import FileChanges
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.named_files import MAX_BYTES, read_named, read_named_text
 from tests.certificates import make
@@ -107,8 +107,8 @@ def test_what_is_read_is_bounded(tmp_path: Path, pipe: Path) -> None:
 def test_a_file_system_that_hangs_keeps_one_thread_waiting_and_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(file_changes, "_INTERVAL_S", 0.01)
-    monkeypatch.setattr(file_changes, "_UNRESPONSIVE_S", 0.0)
+    monkeypatch.setattr(credentials, "_INTERVAL_S", 0.01)
+    monkeypatch.setattr(credentials, "_UNRESPONSIVE_S", 0.0)
     path, hung, free = tmp_path / "file", threading.Event(), threading.Event()
     path.write_text("a")
 

@@ -10,16 +10,14 @@ import ssl
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from structlog.testing import capture_logs
 
 from llamaslot.api.context import ApiSettings
+from llamaslot.api.credentials import Certificate, certificate
 from llamaslot.api.http_server import create_app, serve
-from llamaslot.app.config import Config
-from llamaslot.app.tls import Certificate, certificate
 from llamaslot.base.errors import ConfigError
 from llamaslot.cli.client import Client
 from llamaslot.cli.main import main
@@ -65,20 +63,20 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_a_wrong_file_is_named_with_its_flag(made: Path, cert: str, key: str, param: str, message: str) -> None:
-    given = {name: str(made / file) for name, file in (("ssl_cert_file", cert), ("ssl_key_file", key)) if file}
+    given = [str(made / file) if file else "" for file in (cert, key)]
     with pytest.raises(ConfigError, match=message) as caught:
-        certificate(replace(Config(), **given))
+        certificate(*given)
     assert caught.value.param == param
     assert "\n" not in caught.value.message
 
 
 def test_without_flags_there_is_no_tls() -> None:
-    assert certificate(Config()) is None
+    assert certificate("", "") is None
 
 
 def test_key_and_certificate_may_be_one_file(made: Path) -> None:
     both = str(made / "both.pem")
-    made_of = certificate(Config(ssl_cert_file=both, ssl_key_file=both))
+    made_of = certificate(both, both)
     context = made_of and made_of.context
     assert context is not None
     assert context.minimum_version is ssl.TLSVersion.TLSv1_2

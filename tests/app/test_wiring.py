@@ -9,8 +9,10 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import aiohttp
 import msgspec
@@ -18,15 +20,12 @@ import pytest
 from structlog.testing import capture_logs
 
 from llamaslot.api.context import ApiSettings
-from llamaslot.app.cache.cache_budgets import Budgets, choose_budgets
-from llamaslot.app.composition import serve
+from llamaslot.app import composition
+from llamaslot.app.cache_budgets import Budgets, choose_budgets
 from llamaslot.app.config import Config, options
-from llamaslot.app.config_reader import read_config
-from llamaslot.app.flags import Parser, add_flags
-from llamaslot.app.http_config import api_settings, max_queue_per_client
-from llamaslot.app.runtime.engine_config import engine_settings, llama_settings
-from llamaslot.app.sampling_config import check_vocabulary
-from llamaslot.app.template_config import read_template
+from llamaslot.app.config_reader import Parser, add_flags, read_config, read_template
+from llamaslot.app.http_config import api_settings, check_vocabulary, max_queue_per_client
+from llamaslot.app.runtime.engine_host import engine_settings, llama_settings
 from llamaslot.backend.llama import LlamaSettings
 from llamaslot.base.backend import Decoded, Run, Sampler
 from llamaslot.base.errors import ConfigError
@@ -36,6 +35,7 @@ from llamaslot.engine import engine_settings as engine_settings_module
 from llamaslot.kvcache.cache_settings import CacheSettings
 from llamaslot.text.builtin_templates import resolve
 from tests.fake_backend import EOS, FakeBackend
+from tests.in_process_runtime import InProcessRuntime
 
 MODEL = Path("some.gguf")
 
@@ -451,8 +451,12 @@ async def serving(folder: Path, backend: FakeBackend, **config: Any) -> AsyncIte
     model = folder / "fake.gguf"
     model.touch()
     settings = replace(Config(), model=str(model), port=0, **config)
-    with capture_logs() as lines:
-        status = asyncio.create_task(serve(settings, backend=backend))
+    with (
+        capture_logs() as lines,
+        patch.object(composition, "Runtime", partial(InProcessRuntime, backend=backend)),
+        patch.object(composition, "check_metadata"),
+    ):
+        status = asyncio.create_task(composition.serve(settings))
         async with asyncio.timeout(30), aiohttp.ClientSession() as session:
             while not (ready := [line for line in lines if line["event"] == "server.ready"]):
                 assert not status.done(), status.result()

@@ -18,10 +18,8 @@ from llguidance import LLMatcher
 
 from bench import synthetic
 from llamaslot import demo
-from llamaslot.backend.constraints import compiler as compiling
-from llamaslot.backend.constraints import matcher as matching
-from llamaslot.backend.constraints.compiler import ConstraintCompiler
-from llamaslot.backend.constraints.matcher import Matcher, TokenMask
+from llamaslot.backend import constraints as module
+from llamaslot.backend.constraints import ConstraintCompiler, Matcher, TokenMask
 from llamaslot.backend.llama.constraint_tokenizer import ConstraintTokenizer
 from llamaslot.backend.llama.sampling.candidates import highest
 from llamaslot.backend.llama.sampling.dry import BreakerIndex
@@ -272,8 +270,8 @@ def test_a_reply_whose_masks_take_too_long_ends(
     vocab: LlamaVocab, compiler: ConstraintCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The items of such a grammar grow with the square of the text, and those beside it wait for its masks."""
-    monkeypatch.setattr(matching, "MASK_S", 0.0)
-    monkeypatch.setattr(matching, "MAX_MASK_EXCESS_S", 0.05)
+    monkeypatch.setattr(module, "MASK_S", 0.0)
+    monkeypatch.setattr(module, "MAX_MASK_EXCESS_S", 0.05)
     matcher = compiler.compile(of_lark('start: s\ns: s s | "a" | s s s')).matcher()
     free = compiler.compile(of_lark("start: /a*/")).matcher()
     token = vocab.tokenize("a", add_special=False, parse_special=False).tolist()[-1]
@@ -312,7 +310,7 @@ def test_compiled_grammars_are_kept_within_a_bound(vocab: LlamaVocab, monkeypatc
         return tokenizer.make(tuple(vocab.eog))
 
     compiler = ConstraintCompiler(make, n_vocab=vocab.n_tokens, eog=tuple(vocab.eog))
-    monkeypatch.setattr(compiling, "MAX_CACHE_BYTES", 3 * 2**20)
+    monkeypatch.setattr(module, "MAX_CACHE_BYTES", 3 * 2**20)
     first, second = of_lark('start: "a"'), of_lark('start: "b"')
     compiled = compiler.compile(first)
     assert compiler.compile(second) is not compiled

@@ -21,10 +21,10 @@ import numpy as np
 import pytest
 from structlog.testing import capture_logs
 
-from llamaslot.app.cache.cache_disk import lock_disk
+from llamaslot.app.cache_tiers import lock_disk
 from llamaslot.app.config import Config
-from llamaslot.backend.disk import DiskStore, text_table
-from llamaslot.backend.disk.segment_files import (
+from llamaslot.backend.disk import DiskStore, disk_index
+from llamaslot.backend.disk.disk_store import (
     KEY_BYTES,
     CorruptFileError,
     file_size,
@@ -404,7 +404,7 @@ def test_a_changed_anchor_is_skipped(folder: Path, column: str, value: object) -
 
 def test_the_oldest_anchors_beyond_the_limit_are_deleted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     limit_texts(monkeypatch, 3, anchor(1))
-    monkeypatch.setattr(text_table, "_TRIM_INTERVAL", 4)
+    monkeypatch.setattr(disk_index, "_TRIM_INTERVAL", 4)
     store = opened(folder)
     for n in range(7):
         store.texts.write(anchor(n))
@@ -434,7 +434,7 @@ def test_a_record_of_another_version_is_skipped(folder: Path, content: bytes) ->
     store = opened(folder)
     store.texts.write(anchor(1))
     row = ["anchor", b"x", b"", b"", content]
-    values = (KEY, *row, text_table._checksum(row))
+    values = (KEY, *row, disk_index._checksum(row))
     with store._index.database.use() as connection:
         columns = "key, kind, digest, parent, session, content, checksum"
         connection.execute(f"INSERT INTO texts ({columns}) VALUES (?, ?, ?, ?, ?, ?, ?)", values)
@@ -445,7 +445,7 @@ def test_a_record_of_another_version_is_skipped(folder: Path, content: bytes) ->
 def test_a_record_in_another_format_is_skipped(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = opened(folder)
     store.texts.write(anchor(1))
-    monkeypatch.setattr(text_table, "_FORMAT", 0)
+    monkeypatch.setattr(disk_index, "_TEXTS_FORMAT", 0)
     store.texts.write(anchor(2))
     monkeypatch.undo()
     assert store.texts.records() == [anchor(1)]

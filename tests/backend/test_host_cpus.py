@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from llamaslot.backend.host_cpus import HostCpus, host_cpus
+from llamaslot.backend.host import HostCpus, host_cpus
 
 
 def quota_of(tmp_path: Path, lines: str) -> float | None:
@@ -63,7 +63,7 @@ def test_threads_are_as_many_as_can_run_at_once(
 def test_the_affinity_of_the_process_counts() -> None:
     code = (
         "import os; os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])\n"
-        "from llamaslot.backend.host_cpus import host_cpus; print(host_cpus().allowed, host_cpus().n_threads)"
+        "from llamaslot.backend.host import host_cpus; print(host_cpus().allowed, host_cpus().n_threads)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["1", "1"]

@@ -12,9 +12,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from llamaslot.backend import host_memory as module
+from llamaslot.backend import host as module
 from llamaslot.backend import memory
-from llamaslot.backend.host_memory import MemoryReader, Sources, host_memory, mac_pressure_level, pressure_files
+from llamaslot.backend.host import MemoryReader, Sources, host_memory, mac_pressure_level, pressure_files
 from llamaslot.backend.memory import new_kv
 
 NO_LIMIT = 9223372036854771712

@@ -14,14 +14,10 @@ import numpy as np
 import pytest
 from redis.exceptions import RedisError
 
-from llamaslot.app.cache.cache_remote import RemoteSettings
-from llamaslot.app.cache.remote_store import connect
-from llamaslot.backend.remote import redis_store
+from llamaslot.backend.remote import StoreSettings, redis_store
 from llamaslot.backend.remote.redis_store import RedisStore
-from llamaslot.backend.remote.reply_parser import ReplyParser, allowing
-from llamaslot.backend.remote.sealing import Sealer
-from llamaslot.backend.remote.store_entries import ENTRY
-from llamaslot.backend.remote.store_settings import StoreSettings
+from llamaslot.backend.remote.sealing import ENTRY, Sealer
+from llamaslot.backend.remote.store_connection import ReplyParser, allowing, connect
 from llamaslot.base.kv_ops import KvPart
 from llamaslot.base.model import SegmentSize
 from llamaslot.kvcache.remote.remote_io import CorruptObjectError, RemoteUnavailableError
@@ -110,8 +106,8 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def opened(port: int, timeout_s: float = 10) -> RedisStore:
-    settings = StoreSettings(max_bytes=2000, ttl_s=100, timeout_s=timeout_s)
-    client = connect(RemoteSettings(f"redis://127.0.0.1:{port}", b"", "", "", settings))
+    settings = StoreSettings(max_bytes=2000, ttl_s=100, timeout_s=timeout_s, url=f"redis://127.0.0.1:{port}")
+    client = connect(settings)
     return RedisStore(client, Sealer(b"secret", b"model"), settings, SIZE)
 
 

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from bench import synthetic
-from llamaslot.backend.host_cpus import HostCpus, host_cpus
+from llamaslot.backend.host import HostCpus, host_cpus
 from llamaslot.backend.llama import (
     LlamaBackend,
     LlamaSettings,

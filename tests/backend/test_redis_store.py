@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import fakeredis
@@ -10,10 +11,9 @@ import numpy as np
 import pytest
 from redis.asyncio.client import Pipeline
 
+from llamaslot.backend.remote import StoreSettings
 from llamaslot.backend.remote.redis_store import RedisStore
-from llamaslot.backend.remote.sealing import DIGEST_BYTES, Sealer
-from llamaslot.backend.remote.store_entries import ENTRY
-from llamaslot.backend.remote.store_settings import StoreSettings
+from llamaslot.backend.remote.sealing import DIGEST_BYTES, ENTRY, Sealer
 from llamaslot.base.kv_ops import Kv, KvPart
 from llamaslot.base.model import SegmentSize
 from llamaslot.kvcache.remote.remote_io import (
@@ -482,7 +482,7 @@ async def test_a_burst_of_lookups_does_not_run_out_of_connections(fleet: Fleet) 
 async def test_only_the_caller_limits_a_lookup(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     store = fleet.store()
     await put(store, 0, 128)
-    monkeypatch.setattr(store._store, "timeout_s", 0.01)
+    monkeypatch.setattr(store._store, "_settings", replace(store._settings, timeout_s=0.01))
     pipeline = store._store.client.pipeline
 
     def slow(**fields: Any) -> Any:

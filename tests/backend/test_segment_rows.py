@@ -9,7 +9,7 @@ import pytest
 
 from bench import synthetic
 from llamaslot.backend.llama import LlamaBackend
-from llamaslot.backend.segment_rows import join_parts
+from llamaslot.backend.state_format import join_parts
 from llamaslot.base.kv_ops import Free, Kv, KvPart, Remove, Save
 from llamaslot.base.model import SegmentSize
 from tests.backend.test_segments import PROMPT, feed, loaded

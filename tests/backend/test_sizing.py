@@ -17,8 +17,8 @@ from structlog.testing import capture_logs
 
 from bench import synthetic
 from llamaslot.app.models import resolve_model
-from llamaslot.backend import host_memory as host_memory_module
-from llamaslot.backend.host_memory import host_memory
+from llamaslot.backend import host as host_module
+from llamaslot.backend.host import host_memory
 from llamaslot.backend.llama import LlamaSettings, library, sizing
 from llamaslot.backend.llama import kv_bytes as kv_bytes_module
 from llamaslot.backend.llama.kv_bytes import KvBytes, from_log, kv_bytes, layer_bytes, layers_on_gpu
@@ -320,7 +320,7 @@ def test_a_default_pool_says_where_it_comes_from(models: dict[str, Path]) -> Non
 
 def scarce(monkeypatch: pytest.MonkeyPatch, *, available: int, total: int) -> None:
     memory = SimpleNamespace(available=available, total=total)
-    monkeypatch.setattr(host_memory_module.psutil, "virtual_memory", lambda: memory)
+    monkeypatch.setattr(host_module.psutil, "virtual_memory", lambda: memory)
 
 
 def test_scarce_memory_makes_a_smaller_pool(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:

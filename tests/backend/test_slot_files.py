@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from llamaslot.backend.disk import SlotFiles
-from llamaslot.backend.disk.segment_files import checksum_of
+from llamaslot.backend.disk.disk_store import checksum_of
 from llamaslot.backend.disk.slot_files import _HEADER, VERSION
 from llamaslot.base.kv_ops import Kv
 from llamaslot.base.model import CheckpointSize, SegmentSize

@@ -14,9 +14,8 @@ import psutil
 import pytest
 
 from llamaslot.app.config import Config
-from llamaslot.app.doctor import benchmark, server_checks
+from llamaslot.app.doctor import Outcome, benchmark, server_checks
 from llamaslot.app.doctor.benchmark import BenchmarkResult
-from llamaslot.app.doctor.check import Outcome
 from llamaslot.cli.doctor_command import _measured
 from tests.forked import Command, Ended
 
@@ -41,7 +40,7 @@ def test_a_machine_that_serves_is_measured(tiny_model: Path, tmp_path: Path) -> 
     checks = {check["name"]: check for check in report["checks"]}
     assert list(checks) == [
         *("system", "llama.cpp", "devices", "model", "CPU", "memory", "swap", "descriptors", "cache folder"),
-        *("--cache-disk", "wheel cache", "configuration", "access", "port", "server", "benchmark"),
+        *("--cache-disk", "configuration", "access", "port", "server", "benchmark"),
     ]
     assert all(bool(check["advice"]) == (check["outcome"] != "ok") for check in checks.values())
     result = report["benchmark"]
@@ -94,7 +93,7 @@ def test_a_server_that_runs_already_is_named_and_ends_with_the_doctor_that_start
     tiny_model: Path, tmp_path: Path
 ) -> None:
     config = Config(model=str(tiny_model), ctx_size=512, port=0, threads=1)
-    command = [sys.executable, "-P", "-m", "llamaslot.app.doctor.benchmark_server"]
+    command = [sys.executable, "-P", "-m", "llamaslot.app.doctor.benchmark"]
     own = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=own) as server:
         assert server.stdin is not None

@@ -9,10 +9,9 @@ import msgspec
 
 from llamaslot.api.http_errors import ErrorDetail
 from llamaslot.api.http_server import ROUTES
-from llamaslot.api.openapi.document import openapi
-from llamaslot.api.openapi.operations import OPERATIONS, Operation
+from llamaslot.api.openapi.document import OPERATIONS, Operation, openapi
 
-_OWN = Operation(reply=dict[str, Any])
+_OWN = Operation(replies=(dict[str, Any],))
 
 
 def operation_of(method: str, path: str) -> Operation:
@@ -34,11 +33,11 @@ def check_reply(method: str, path: str, status: int, content_type: str, raw: byt
             assert not isinstance(error, ErrorDetail) or error.code == status, raw
             return error
         if content_type == "text/event-stream":
-            return _events(raw, _without_picked(operation.chunk, operation.other_chunks, picked), operation.error)
+            return _events(raw, _without_picked(operation.chunks, picked), operation.error)
         assert content_type == operation.content_type, content_type
         if operation.content_type != "application/json":
             return raw.decode()
-        return _decoded(raw, _without_picked(operation.reply, operation.other_replies, picked))
+        return _decoded(raw, _without_picked(operation.replies, picked))
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise AssertionError(f"{method} {path}: {error}: {raw[:500]!r}") from error
 
@@ -64,10 +63,10 @@ def _events(raw: bytes, types: Sequence[Any], error: Any) -> list[Any]:
     return events
 
 
-def _without_picked(first: Any, others: Sequence[Any], picked: bool) -> list[Any]:
+def _without_picked(types: Sequence[Any], picked: bool) -> Sequence[Any]:
     """The types of a reply; mappings of any fields are among them only if the request asked for fields."""
-    own = [each for each in (first, *others) if "dict" not in str(each)]
-    return [first, *others] if picked else own or [first]
+    own = [each for each in types if "dict" not in str(each)]
+    return types if picked else own or types
 
 
 def _decoded(raw: bytes, types: Sequence[Any]) -> Any:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from llamaslot.backend.disk import SlotFiles
-from llamaslot.backend.disk.segment_files import CorruptFileError, checksum_of, read_segment, write_segment
+from llamaslot.backend.disk.disk_store import CorruptFileError, checksum_of, read_segment, write_segment
 from llamaslot.backend.disk.slot_files import _HEADER as SLOT_HEADER
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.gguf_file import check_metadata

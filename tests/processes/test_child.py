@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from llamaslot.processes import child as child_module
-from llamaslot.processes.child import Child, Exit
+from llamaslot.processes import supervisor as child_module
+from llamaslot.processes.supervisor import Child, Exit
 
 MODULE = """
 import os

@@ -1,19 +1,114 @@
-"""The endpoints of stored chat completions, which are found with the API key that made them only."""
+"""Stored chat completions: their store in memory, and its endpoints.
+
+A completion is found with the API key that made it only. The store has a limit of their number and one of their
+bytes.
+"""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
 from aiohttp import web
 
-from llamaslot.api.completions.chat_store import CHATS
+from llamaslot.api.bodies import LATER, encode, json_reply, json_response, list_of, read, with_values
 from llamaslot.api.generation.pages import ListReply, Paging, page_of_stored
-from llamaslot.api.json_bodies import LATER, json_reply, json_response, list_of, read, with_values
 from llamaslot.api.middleware import key_namespace
+from llamaslot.base.callers import OwnerShares
+from llamaslot.base.errors import NotFoundError
 from llamaslot.protocol.bodies import StoredChatBody
 
 _FILTER = "metadata["
+
+
+@dataclass(slots=True)
+class StoredChat:
+    """A chat completion, with the messages that it answers."""
+
+    id: str
+    model: str
+    reply: bytes
+    """As it was returned, a JSON object."""
+    messages: bytes
+    """A JSON list; each message has an id."""
+    metadata: Mapping[str, str]
+    owner: str = ""
+    """The `Caller.owner` whose share is charged for it."""
+
+    def body(self) -> Iterator[bytes]:
+        """Yield the completion with its metadata, a JSON object."""
+        yield self.reply.removesuffix(b"}")
+        yield b',"metadata":%b}' % encode(self.metadata)
+
+    @property
+    def size(self) -> int:
+        """Bytes that are kept of it."""
+        return (
+            len(self.reply) + len(self.messages) + sum(len(key) + len(self.metadata[key]) for key in self.metadata)
+        )
+
+
+class ChatStore:
+    """Chat completions by namespace and id; of the owner that holds most, the oldest one is evicted."""
+
+    def __init__(self, *, max_chats: int, max_bytes: int) -> None:
+        self._max_chats = max_chats
+        self.max_bytes = max_bytes
+        self._chats: dict[tuple[str, str], StoredChat] = {}
+        """In the order in which they were stored."""
+        self._shares: OwnerShares[tuple[str, str]] = OwnerShares(time.monotonic)
+
+    def put(self, namespace: str, chat: StoredChat) -> None:
+        """Store a completion, unless it is too large, and evict others for it."""
+        if not self._max_chats or chat.size > self.max_bytes:
+            return
+        while (is_full := len(self._chats) >= self._max_chats) or self._shares.n_bytes + chat.size > self.max_bytes:
+            evicted = self._shares.evicted_next(chat.owner, chat.size, by_count=is_full)
+            if evicted is None:
+                return
+            self._drop(evicted)
+        self._chats[namespace, chat.id] = chat
+        self._shares.add((namespace, chat.id), chat.owner)
+        self._shares.charge(chat.owner, chat.size)
+
+    def get(self, namespace: str, chat_id: str) -> StoredChat:
+        """Return a completion; raises `NotFoundError`."""
+        try:
+            return self._chats[namespace, chat_id]
+        except KeyError:
+            raise NotFoundError(
+                f"there is no chat completion '{chat_id}': it was not stored ('store': true), was deleted, or was "
+                "evicted (--max-stored-responses, --max-stored-responses-mb)"
+            ) from None
+
+    def all_of(self, namespace: str) -> Iterator[StoredChat]:
+        """Yield all completions of a namespace, the oldest first."""
+        return (chat for (owner, _), chat in self._chats.items() if owner == namespace)
+
+    def update(self, namespace: str, chat_id: str, metadata: Mapping[str, str]) -> StoredChat:
+        """Replace the metadata of a completion, and return it; raises `NotFoundError`."""
+        chat = self.get(namespace, chat_id)
+        before = chat.size
+        chat.metadata = metadata
+        self._shares.charge(chat.owner, chat.size - before)
+        while self._shares.n_bytes > self.max_bytes and (evicted := self._shares.evicted_next(chat.owner, 0)):
+            self._drop(evicted)
+        return chat
+
+    def delete(self, namespace: str, chat_id: str) -> None:
+        """Delete a completion; raises `NotFoundError`."""
+        self.get(namespace, chat_id)
+        self._drop((namespace, chat_id))
+
+    def _drop(self, key: tuple[str, str]) -> None:
+        chat = self._chats.pop(key)
+        self._shares.charge(self._shares.remove(key), -chat.size)
+
+
+CHATS = web.AppKey("CHATS", ChatStore)
 
 
 class ChatDeleted(msgspec.Struct):

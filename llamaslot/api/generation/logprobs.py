@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from llamaslot.api.json_bodies import encode, joined_lists
+from llamaslot.api.bodies import encode, joined_lists
 from llamaslot.base.commands import GenerateParams
 from llamaslot.base.generation.token_probs import ProbRows, TokenProb
 
@@ -49,7 +49,7 @@ class TextLogprobs(msgspec.Struct):
     tokens: list[str]
     token_logprobs: list[float | None]
     top_logprobs: list[dict[str, float] | None]
-    """By text; OpenAI's way of writing bytes that are no text."""
+    """Log-probability by text; bytes that are not valid UTF-8 are written as in OpenAI's API."""
     text_offset: list[int]
     content: list[Prob]
     """Generated tokens only."""
@@ -58,14 +58,14 @@ class TextLogprobs(msgspec.Struct):
 class ProbsWriter:
     """Writes the probabilities of one choice's tokens, in order; those of its prompt, if any, come first.
 
-    The texts of all tokens together are the choice's text: a character of several tokens is the last one's.
+    The texts of all tokens join to the choice's text: a character of several tokens belongs to the last of them.
     """
 
     def __init__(self, params: GenerateParams) -> None:
         self._texts = _Texts()
         self._are_sampled = params.sampling.post_sampling_probs
         self._tops: dict[int, bytes] = {}
-        """By token the JSON of a `TopProb` up to its probability: the same tokens are likely in many places."""
+        """JSON of a `TopProb` up to its probability, by token: the same tokens are likely in many places."""
 
     def native(self, rows: Iterable[TokenProb]) -> list[Prob]:
         """Return the next tokens in llama-server's format, which has all fields of OpenAI's for chat."""

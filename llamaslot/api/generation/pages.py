@@ -9,8 +9,8 @@ from typing import Generic, Literal, TypeVar
 import msgspec
 from aiohttp import web
 
+from llamaslot.api.bodies import json_reply
 from llamaslot.api.context import READINESS
-from llamaslot.api.json_bodies import json_reply
 from llamaslot.api.middleware import caller_of, valid_unicode
 from llamaslot.base.errors import InvalidRequestError
 from llamaslot.base.generation.request_context import ListItems

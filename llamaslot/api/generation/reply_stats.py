@@ -44,7 +44,7 @@ class CacheUse(msgspec.Struct):
     diverged_at: int | None = None
     """Character at which the prompt departs from the cached tokens.
 
-    The prompt is that of `/apply-template`, but for restored messages.
+    The prompt is that of `/apply-template`, except for restored messages.
     """
     session_match: SessionMatch | None = None
     """A value of `SessionMatch`; null without a session."""

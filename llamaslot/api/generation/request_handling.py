@@ -1,25 +1,36 @@
-"""Handling of requests that generate: from the body to the reply, whole or streamed, for all APIs."""
+"""Requests that generate, for all APIs: from the body to the reply, whole or as the events of a stream.
+
+Each endpoint has a `ReplyWriter` of its own, which writes the reply.
+"""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from itertools import chain
-from typing import TypeAlias
+from typing import ClassVar, TypeAlias
 
 from aiohttp import web
 
 from llamaslot.api import http_errors
+from llamaslot.api.bodies import BODY_READER, json_reply
 from llamaslot.api.context import READINESS, SETTINGS, UNIQUE_ID
-from llamaslot.api.generation.reply_writer import ReplyContext, ReplyWriter
-from llamaslot.api.json_bodies import BODY_READER, json_reply
-from llamaslot.api.keys import GRANTED, Access
+from llamaslot.api.credentials import GRANTED, Access
+from llamaslot.api.generation.logprobs import ProbsWriter
 from llamaslot.api.middleware import caller_of, given_key
-from llamaslot.api.sse import EventStream
+from llamaslot.api.sse import PING, EventStream
 from llamaslot.base.commands import BodyKind, Prepare
+from llamaslot.base.errors import LlamaslotError
+from llamaslot.base.events import Finished, FinishReason, Output
 from llamaslot.base.generation.request_context import EarlierItems, References, ReplyOptions, RequestContext
 from llamaslot.base.stats import CacheProbe
-from llamaslot.service.live_request import LiveRequest
+from llamaslot.formats.format import Format
+from llamaslot.formats.parsed_message import ParsedMessage
+from llamaslot.service.live_request import Completion, LiveRequest
+from llamaslot.service.reply_budget import ProbsLimit
 from llamaslot.service.service import Service
 
 Find: TypeAlias = Callable[[References], EarlierItems]
@@ -68,7 +79,7 @@ async def probe_cache(request: web.Request) -> CacheProbe:
 async def _prepared(
     request: web.Request, kind: BodyKind, context: RequestContext, find: Find | None = None, *, is_run: bool = True
 ) -> AsyncIterator[tuple[Service, LiveRequest, ReplyOptions]]:
-    """Give a request whose body was prepared; leaving the block cancels what has not ended.
+    """Prepare the body of a request, and yield the live request; leaving the block cancels what has not ended.
 
     The body is not kept while the reply is generated.
     """
@@ -118,3 +129,78 @@ async def _stream(stream: EventStream, live: LiveRequest, writer: ReplyWriter) -
     except Exception as error:
         await stream.close(writer.failure(http_errors.described(error)))
     return stream.response
+
+
+@dataclass(frozen=True, slots=True)
+class ReplyContext:
+    """The request that a reply answers, with the server's settings for it."""
+
+    request: web.Request
+    id: str
+    model: str
+    """Name of the model."""
+    options: ReplyOptions
+    output_format: Format
+    """The format in which the model writes chat messages."""
+    eog: Sequence[int]
+    """Tokens that end a text."""
+    created: int = field(default_factory=lambda: int(time.time()))
+    """Seconds since 1970."""
+
+
+def end_reason(output: Output | Finished) -> FinishReason | None:
+    """Return why a completion ended with an event; None if it has not."""
+    return output.reason if isinstance(output, Finished) else None
+
+
+class ReplyWriter(ABC):
+    """Writes the reply of one endpoint to one request, from the completions in `completions`."""
+
+    id_prefix: ClassVar[str]
+    """Beginning of the reply's id."""
+    ping: ClassVar[bytes] = PING
+    """An event of a stream that means nothing, and keeps its connection open."""
+    shows_prompt: ClassVar[bool] = False
+    """True if the reply contains the prompt."""
+    counts_tokens: ClassVar[bool] = False
+    """True if each event of a stream has the number of tokens so far."""
+    probs_fields: ClassVar[Sequence[str]] = ("max_tokens",)
+    """Request fields that multiply the probabilities in the reply."""
+
+    def __init__(self, reply: ReplyContext, completions: Sequence[Completion]) -> None:
+        self._reply = reply
+        self._options = reply.options
+        self._completions = completions
+        self._probs_writers: dict[int, ProbsWriter] = {}
+
+    @classmethod
+    def probs_limit(cls, options: ReplyOptions, most: int) -> ProbsLimit | None:
+        """Return the limit of the reply's probabilities; None for a stream that keeps none of them."""
+        return None if options.stream else ProbsLimit(most, cls.probs_fields)
+
+    def probs_writer(self, completion: Completion) -> ProbsWriter:
+        """Return the writer of the probabilities of a completion's tokens."""
+        writer = self._probs_writers.get(completion.index)
+        if writer is None:
+            writer = self._probs_writers[completion.index] = ProbsWriter(completion.params)
+        return writer
+
+    def new_message(self, completion: Completion) -> ParsedMessage:
+        """Return the message that the text of a chat's completion is to be added to."""
+        return ParsedMessage(self._reply.output_format, self._options.parser, completion.params.request_id)
+
+    @abstractmethod
+    def chunks(self, completion: Completion, output: Output | Finished) -> Iterable[bytes]:
+        """Yield the server-sent events for an event of a completion, each whole or in parts."""
+
+    @abstractmethod
+    def closing(self) -> Iterable[bytes]:
+        """Yield the server-sent events after all completions are finished."""
+
+    def failure(self, error: LlamaslotError) -> Iterable[bytes]:
+        """Yield the last server-sent events of a stream that fails."""
+        yield http_errors.event(error, self._reply.request)
+
+    @abstractmethod
+    def whole(self) -> Iterable[bytes]:
+        """Yield the JSON body of a reply that is not streamed."""

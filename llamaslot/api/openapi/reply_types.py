@@ -12,8 +12,8 @@ from typing import Any, Literal, TypeAlias
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from llamaslot.api.completions.native_body import generation_settings
-from llamaslot.api.completions.reply_bodies import ChatChoice, ChatChunkChoice, Envelope, TextChoice
+from llamaslot.api.completions.native_completion import generation_settings
+from llamaslot.api.completions.openai_completions import ChatChoice, ChatChunkChoice, Envelope, TextChoice
 from llamaslot.api.generation.logprobs import Prob
 from llamaslot.api.generation.reply_stats import CacheUse, PromptProgress, Timings
 from llamaslot.base.events import FinishReason
@@ -265,7 +265,7 @@ class SessionDropped(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class TokenPiece(msgspec.Struct, forbid_unknown_fields=True):
-    """A token with its text, or with its bytes if they are no valid UTF-8."""
+    """A token with its text, or with its bytes if they are not valid UTF-8."""
 
     id: int
     piece: str | list[int]

@@ -3,25 +3,41 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from contextlib import closing, suppress
+from typing import TypeAlias
 
+import msgspec
 from aiohttp import web
+from msgspec import UNSET
 
+from llamaslot.api.bodies import json_reply, json_response
 from llamaslot.api.context import CALLER, READINESS, SETTINGS, UNIQUE_ID
 from llamaslot.api.generation.pages import Paging, page_of_stored
 from llamaslot.api.generation.request_handling import complete, count_prompt_tokens
-from llamaslot.api.json_bodies import json_reply, json_response
 from llamaslot.api.middleware import key_namespace
-from llamaslot.api.responses.compaction import CompactionWriter
-from llamaslot.api.responses.replay import N_FIRST, replayed
-from llamaslot.api.responses.reply_bodies import Deleted, InputTokens
-from llamaslot.api.responses.responses import RUNNING, STORE_ACCESS, ResponsesReplyWriter
+from llamaslot.api.responses import bodies
+from llamaslot.api.responses.bodies import (
+    CustomCall,
+    Deleted,
+    FunctionCall,
+    InputTokens,
+    MessageItem,
+    OutputText,
+    ReasoningItem,
+    Response,
+    ShellCall,
+)
+from llamaslot.api.responses.output import item_events
+from llamaslot.api.responses.responses import RUNNING, STORE_ACCESS, CompactionWriter, ResponsesReplyWriter
 from llamaslot.api.responses.store import ResponseStore, StoreAccess, StoredResponse
-from llamaslot.api.sse import EventStream
+from llamaslot.api.sse import EventStream, typed_event
 from llamaslot.base.commands import BodyKind
 from llamaslot.base.errors import LlamaslotError, NotSupportedError
 
 RESPONSES = web.AppKey("RESPONSES", ResponseStore)
+N_FIRST = 2
+"""Events before those of the items: their numbers are the same whenever a response is streamed."""
 
 
 async def create(request: web.Request) -> web.StreamResponse:
@@ -110,3 +126,53 @@ def _stored(request: web.Request) -> StoredResponse:
 
 def _store_access(request: web.Request) -> StoreAccess:
     return StoreAccess(request.app[RESPONSES], key_namespace(request), request[CALLER].owner)
+
+
+class _Text(OutputText, kw_only=True, tag_field="type", tag="output_text"):
+    logprobs: list[msgspec.Raw] = msgspec.field(default_factory=list)  # type: ignore[assignment]
+
+
+class _Message(MessageItem, kw_only=True, tag="message"):
+    content: list[_Text] = msgspec.field(default_factory=list)  # type: ignore[assignment]
+
+
+_StoredItem: TypeAlias = _Message | ReasoningItem | FunctionCall | CustomCall | ShellCall
+
+
+class _Stored(Response, kw_only=True):
+    """A response whose largest fields stay encoded: decoding many MiB of them would hold up the event loop, on
+    another thread too, since `msgspec` keeps the GIL.
+    """
+
+    output: list[_StoredItem]  # type: ignore[assignment]
+    text: msgspec.Raw  # type: ignore[assignment]
+    tool_choice: msgspec.Raw  # type: ignore[assignment]
+    tools: msgspec.Raw  # type: ignore[assignment]
+
+
+def replayed(body: bytes, first: int) -> Iterator[bytes]:
+    """Yield the events of a complete response, which is JSON, from the one with the number `first` on."""
+    for number, event in enumerate(_events(body)):
+        event.sequence_number = number
+        if number >= first:
+            yield typed_event(event)
+
+
+def _events(body: bytes) -> Iterator[bodies.Event]:
+    whole = msgspec.json.decode(body, type=_Stored)
+    begun = msgspec.structs.replace(
+        whole,
+        status="in_progress",
+        output=[],
+        completed_at=None,
+        incomplete_details=None,
+        usage=None,
+        timings=UNSET,
+        cache=UNSET,
+    )
+    yield bodies.Created(response=begun)
+    yield bodies.InProgress(response=begun)
+    for index, item in enumerate(whole.output):
+        yield from item_events(item, index)
+    kind = bodies.Completed if whole.status == "completed" else bodies.Incomplete
+    yield kind(response=whole, timings=whole.timings)

@@ -15,12 +15,12 @@ import msgspec
 from msgspec import UNSET
 
 from llamaslot.api.generation.logprobs import Prob
-from llamaslot.api.responses import events
-from llamaslot.api.responses.events import ItemEvent
-from llamaslot.api.responses.reply_bodies import (
+from llamaslot.api.responses import bodies
+from llamaslot.api.responses.bodies import (
     CustomCall,
     FunctionCall,
     Item,
+    ItemEvent,
     MessageItem,
     OutputText,
     ReasoningItem,
@@ -69,10 +69,10 @@ class _OpenItem(ABC):
         """Return the item as it is now."""
 
     def _added(self, item: Item) -> ItemEvent:
-        return events.ItemAdded(output_index=self._index, item=item)
+        return bodies.ItemAdded(output_index=self._index, item=item)
 
     def _done(self, status: Status) -> ItemEvent:
-        return events.ItemDone(output_index=self._index, item=self.item(status))
+        return bodies.ItemDone(output_index=self._index, item=self.item(status))
 
 
 class _Message(_OpenItem):
@@ -82,17 +82,17 @@ class _Message(_OpenItem):
 
     def begin(self) -> Iterator[ItemEvent]:
         yield self._added(MessageItem(id=self._id))
-        yield events.PartAdded(**self._place, part=OutputText(text=""))
+        yield bodies.PartAdded(**self._place, part=OutputText(text=""))
 
     def add(self, text: str, probs: Sequence[Prob]) -> Iterator[ItemEvent]:
         self._texts.append(text)
         self._probs += probs
-        yield events.TextDelta(**self._place, delta=text, logprobs=list(probs))
+        yield bodies.TextDelta(**self._place, delta=text, logprobs=list(probs))
 
     def end(self, status: Status) -> Iterator[ItemEvent]:
         part = self._part()
-        yield events.TextDone(**self._place, text=part.text, logprobs=part.logprobs)
-        yield events.PartDone(**self._place, part=part)
+        yield bodies.TextDone(**self._place, text=part.text, logprobs=part.logprobs)
+        yield bodies.PartDone(**self._place, part=part)
         yield self._done(status)
 
     def item(self, status: Status) -> Item:
@@ -109,15 +109,15 @@ class _Reasoning(_OpenItem):
 
     def begin(self) -> Iterator[ItemEvent]:
         yield self._added(ReasoningItem(id=self._id))
-        yield events.PartAdded(**self._place, part=ReasoningText(""))
+        yield bodies.PartAdded(**self._place, part=ReasoningText(""))
 
     def add(self, text: str, probs: Sequence[Prob]) -> Iterator[ItemEvent]:
         self._texts.append(text)
-        yield events.ReasoningDelta(**self._place, delta=text)
+        yield bodies.ReasoningDelta(**self._place, delta=text)
 
     def end(self, status: Status) -> Iterator[ItemEvent]:
-        yield events.ReasoningDone(**self._place, text=self._text)
-        yield events.PartDone(**self._place, part=ReasoningText(self._text))
+        yield bodies.ReasoningDone(**self._place, text=self._text)
+        yield bodies.PartDone(**self._place, part=ReasoningText(self._text))
         yield self._done(status)
 
     def item(self, status: Status) -> Item:
@@ -143,10 +143,10 @@ class _Function(_OpenItem):
 
     def add(self, text: str, probs: Sequence[Prob]) -> Iterator[ItemEvent]:
         self._texts.append(text)
-        yield events.ArgumentsDelta(**self._place, delta=text)
+        yield bodies.ArgumentsDelta(**self._place, delta=text)
 
     def end(self, status: Status) -> Iterator[ItemEvent]:
-        yield events.ArgumentsDone(**self._place, name=self._name, arguments=self._text)
+        yield bodies.ArgumentsDone(**self._place, name=self._name, arguments=self._text)
         yield self._done(status)
 
     def item(self, status: Status) -> Item:
@@ -165,15 +165,15 @@ class _Custom(_Function):
 
     def end(self, status: Status) -> Iterator[ItemEvent]:
         text = self._input()
-        yield events.InputDelta(**self._place, delta=text)
-        yield events.InputDone(**self._place, input=text)
+        yield bodies.InputDelta(**self._place, delta=text)
+        yield bodies.InputDone(**self._place, input=text)
         yield self._done(status)
 
     def item(self, status: Status) -> Item:
         return CustomCall(**self._named, status=status, input=self._input())
 
     def _input(self) -> str:
-        """Return the text in the arguments; all of them if they are no such JSON."""
+        """Return the text in the arguments; all of the arguments if they are not that JSON."""
         try:
             text = json.loads(self._text)["input"]
         except (ValueError, KeyError, TypeError, RecursionError):
@@ -228,7 +228,7 @@ def item_events(item: Item, index: int) -> Iterator[ItemEvent]:
 
 
 def _opened(item: Item, index: int) -> tuple[_OpenItem, str, Sequence[Prob]]:
-    """Return a complete item as it was when it began, and what was added to it."""
+    """Return a complete item as an empty open one, and the text and probabilities to add to it."""
     if isinstance(item, MessageItem):
         (part,) = item.content
         return _Message(item.id, index), part.text, part.logprobs
@@ -251,7 +251,7 @@ class OutputItems:
 
     def __init__(self, unique_id: str, fields: ResponseFields) -> None:
         self.items: list[Item] = []
-        """Those that are complete."""
+        """Complete items."""
         self._unique_id = unique_id
         self._fields = fields
         self._open: _OpenItem | None = None

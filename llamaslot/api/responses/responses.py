@@ -1,24 +1,28 @@
-"""`POST /v1/responses`: replies in the format of OpenAI's Responses API."""
+"""Replies of OpenAI's Responses API: `POST /v1/responses`, and `POST /v1/responses/compact`.
+
+A compaction is an item that stands for a conversation, with a summary by the model. The summary is asked for after
+the conversation, whose prefix is in the cache already.
+"""
 
 from __future__ import annotations
 
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import msgspec
 from aiohttp import web
 
+from llamaslot.api.bodies import encode
 from llamaslot.api.generation.logprobs import Prob
-from llamaslot.api.generation.reply_stats import PromptProgress, progress_of, stats_of, timings
+from llamaslot.api.generation.reply_stats import CacheUse, PromptProgress, Timings, progress_of, stats_of, timings
 from llamaslot.api.generation.reply_stats import usage as chat_usage
-from llamaslot.api.generation.reply_writer import ReplyContext, ReplyWriter, end_reason
-from llamaslot.api.json_bodies import encode
+from llamaslot.api.generation.request_handling import ReplyContext, ReplyWriter, end_reason
 from llamaslot.api.middleware import key_namespace
-from llamaslot.api.responses import events
-from llamaslot.api.responses.output import OutputItems
-from llamaslot.api.responses.reply_bodies import (
+from llamaslot.api.responses import bodies
+from llamaslot.api.responses.bodies import (
+    CompactionItem,
     ErrorDetails,
     Generated,
     IncompleteDetails,
@@ -27,12 +31,14 @@ from llamaslot.api.responses.reply_bodies import (
     ResponseUsage,
     Status,
 )
+from llamaslot.api.responses.output import OutputItems
 from llamaslot.api.responses.store import StoreAccess
 from llamaslot.api.sse import typed_event
-from llamaslot.base.errors import LlamaslotError
+from llamaslot.base.errors import LlamaslotError, ServerError
 from llamaslot.base.events import Finished, Output
 from llamaslot.base.generation.request_context import ReplyOptions
 from llamaslot.formats.calls import Delta
+from llamaslot.protocol.response_items import encoded_compaction
 from llamaslot.service.live_request import Completion
 from llamaslot.service.reply_budget import ProbsLimit
 
@@ -69,7 +75,7 @@ class ResponsesReplyWriter(ReplyWriter):
         self._message = self.new_message(self._completion)
         self._tokens = _TokenTexts()
         self._pending: list[Prob] = []
-        """Probabilities of tokens of which it is open to which item they belong."""
+        """Probabilities of tokens that are not assigned to an item yet."""
         self._n_events = 0
         self.is_cancelled = False
         """True once the response was cancelled by its id."""
@@ -97,17 +103,17 @@ class ResponsesReplyWriter(ReplyWriter):
     def chunks(self, completion: Completion, output: Output | Finished) -> Iterator[bytes]:
         """Yield the beginning once, then the events of each item, then the end."""
         if not self._n_events:
-            yield from self._lifecycle(events.Created, self._response("in_progress"))
-            yield from self._lifecycle(events.InProgress, self._response("in_progress"))
+            yield from self._lifecycle(bodies.Created, self._response("in_progress"))
+            yield from self._lifecycle(bodies.InProgress, self._response("in_progress"))
         if progress := PromptProgress.of(output):
-            yield from self._lifecycle(events.InProgress, self._response("in_progress"), prompt_progress=progress)
+            yield from self._lifecycle(bodies.InProgress, self._response("in_progress"), prompt_progress=progress)
         for each in self._added(output):
             if self._options.timings_per_token:
                 each.timings = timings([progress_of(output)])
             yield self._event(each)
         if isinstance(output, Finished):
             is_cut = self._status == "incomplete" and self._reply.request.path != LLAMA_SERVER_PATH
-            kind = events.Incomplete if is_cut else events.Completed
+            kind = bodies.Incomplete if is_cut else bodies.Completed
             yield from self._lifecycle(kind, self._finished(output), timings=timings([output.progress]))
 
     def closing(self) -> Iterable[bytes]:
@@ -117,10 +123,10 @@ class ResponsesReplyWriter(ReplyWriter):
     def failure(self, error: LlamaslotError) -> Iterator[bytes]:
         """Yield the error, and the response as it has failed."""
         if not self._n_events:
-            yield from self._lifecycle(events.Created, self._response("in_progress"))
+            yield from self._lifecycle(bodies.Created, self._response("in_progress"))
         details = ErrorDetails(_CODES.get(error.type, "server_error"), error.message)
-        yield self._event(events.Error(code=error.type, message=error.message, param=error.param))
-        yield from self._lifecycle(events.Failed, self._response("failed", error=details))
+        yield self._event(bodies.Error(code=error.type, message=error.message, param=error.param))
+        yield from self._lifecycle(bodies.Failed, self._response("failed", error=details))
 
     def whole(self) -> Iterator[bytes]:
         """Yield the response, after an empty piece for each event that it is made of."""
@@ -133,7 +139,7 @@ class ResponsesReplyWriter(ReplyWriter):
             yield b""
         yield from self._finished(end)
 
-    def _added(self, output: Output | Finished) -> Iterator[events.ItemEvent]:
+    def _added(self, output: Output | Finished) -> Iterator[bodies.ItemEvent]:
         """Add the text of an event, and yield the events of that."""
         end = end_reason(output)
         if not self._completion.has_probs:
@@ -148,7 +154,7 @@ class ResponsesReplyWriter(ReplyWriter):
         if end is not None:
             yield from self._output.end(self._status, cuts_call=self._message.has_cut_call)
 
-    def _parts(self, delta: Delta) -> Iterator[events.ItemEvent]:
+    def _parts(self, delta: Delta) -> Iterator[bodies.ItemEvent]:
         """Add the parts of a message, its text with the probabilities of the last tokens that cover it."""
         for part in delta.parts or (delta,):
             if part == Delta():
@@ -216,14 +222,14 @@ class ResponsesReplyWriter(ReplyWriter):
             counts.total_tokens,
         )
 
-    def _lifecycle(self, kind: type[events.Lifecycle], response: _Json, **fields: Any) -> Iterator[bytes]:
+    def _lifecycle(self, kind: type[bodies.Lifecycle], response: _Json, **fields: Any) -> Iterator[bytes]:
         """Yield the parts of an event with the response."""
         start, name, end = self._event(kind(response=_EMPTY, **fields)).partition(b'"response":')
         yield start + name
         yield from response
         yield end.removeprefix(bytes(_EMPTY))
 
-    def _event(self, event: events.Event) -> bytes:
+    def _event(self, event: bodies.Event) -> bytes:
         event.sequence_number = self._n_events
         self._n_events += 1
         return typed_event(event)
@@ -234,7 +240,7 @@ RUNNING = web.AppKey("RUNNING", dict[tuple[str, str], ResponsesReplyWriter])
 
 
 class _TokenTexts:
-    """Pairs of texts and the tokens that they come from.
+    """Assigns text to the tokens that it comes from.
 
     The text of an event may come later than its tokens, or never, after a stop string.
     """
@@ -242,7 +248,7 @@ class _TokenTexts:
     def __init__(self) -> None:
         self._text = ""
         self._at = 0
-        """Characters of it that belong to tokens already."""
+        """Number of its characters that are assigned to tokens."""
         self._probs: deque[Prob] = deque()
 
     def put(self, probs: Iterable[Prob]) -> None:
@@ -260,5 +266,42 @@ class _TokenTexts:
             yield self._text[start : self._at], [prob]
 
     def rest(self) -> str:
-        """Return the text that no token has."""
+        """Return the text that is not assigned to a token."""
         return self._text[self._at :]
+
+
+class Compaction(msgspec.Struct, kw_only=True):
+    """A conversation that was made short."""
+
+    id: str
+    object: Literal["response.compaction"] = "response.compaction"
+    created_at: int
+    output: list[CompactionItem]
+    usage: ResponseUsage
+    timings: Timings
+    cache: CacheUse
+
+
+class CompactionWriter(ResponsesReplyWriter):
+    """One item: what the user wrote, word for word, and a summary of the rest."""
+
+    is_cancellable = False
+
+    def chunks(self, completion: Completion, output: Output | Finished) -> Iterator[bytes]:
+        """Raise an error: a request for a stream was refused."""
+        raise ServerError("a compaction is not streamed")
+
+    def whole(self) -> Iterator[bytes]:
+        """Yield the compaction."""
+        end = self._completion.end
+        self._message.push(self._completion.text, end.reason)
+        content = encoded_compaction(self._fields.user_texts, self._message.content.strip())
+        item_id = self._reply.id.replace(self.id_prefix, "cmp_", 1)
+        compaction = Compaction(
+            id=self._reply.id,
+            created_at=self._reply.created,
+            output=[CompactionItem(id=item_id, encrypted_content=content)],
+            usage=self._usage(),
+            **stats_of([end.progress]),
+        )
+        yield encode(compaction)

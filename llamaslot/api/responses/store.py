@@ -91,7 +91,7 @@ class ResponseStore:
         return self._listed[key]
 
     def put(self, response: StoredResponse) -> bool:
-        """Store a response that is complete, and evict others for it; return False if there is no room for it."""
+        """Store a response that is complete, and evict others for it; return False if it does not fit."""
         chain = sum(turn.size for turn in response.turns())
         if not self._max_responses or chain > self._max_bytes:
             return False
@@ -105,7 +105,7 @@ class ResponseStore:
                 can_evict=lambda key: is_full or not self._listed[key].n_holders,
             )
             if evicted is None:
-                # Requests that run, or others within their shares, hold the rest.
+                # Running requests, or owners within their shares, hold the rest.
                 if response.previous is not None:
                     self.release(response.previous)
                 return False
@@ -184,7 +184,7 @@ class StoreAccess:
         return EarlierItems(tuple(history), items)
 
     def put(self, response_id: str, body: bytes, input_: bytes, output: Mapping[str, bytes]) -> bool:
-        """Store the response to this request; return False if there is no room for it."""
+        """Store the response to this request; return False if it does not fit."""
         return self._store.put(
             StoredResponse(self._namespace, response_id, body, input_, output, self._previous, self._owner)
         )

@@ -4,7 +4,8 @@
     longer prompt, cold          TTFT, prefill and decode rates
     the same again, warm         TTFT with the prompt's KV in the pool
 
-The client measures the times.
+The client measures the times. The main program of the server is this module too: it reads the configuration from
+standard input, and exits when that closes, that is, when the doctor ends.
 """
 
 from __future__ import annotations
@@ -12,22 +13,24 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import os
 import random
 import re
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
-from urllib.parse import urlsplit
 
 import msgspec
+import uvloop
 
 from llamaslot.app.config import Config
+from llamaslot.app.logs import configure_logging
 
-_SERVER = "llamaslot.app.doctor.benchmark_server"
 _START_TIMEOUT_S = 300.0
 _STOP_TIMEOUT_S = 20.0
 _LIMIT_S = 10.0
@@ -67,36 +70,29 @@ class BenchmarkResult(msgspec.Struct, frozen=True):
     """Why the self-test does not allow reuse by the end of the run; empty if it does."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Reply:
-    ttft_s: float
-    timings: dict[str, Any]
-
-
 def run_benchmark(config: Config) -> BenchmarkResult:
     """Start a server, measure it and stop it. Raises `BenchmarkError`."""
     started = time.monotonic()
-    with _server(_local(config)) as (url, lines):
+    with _server(_local(config)) as (address, lines):
         load_s = time.monotonic() - started
         ends_at = time.monotonic() + _LIMIT_S
-        first = _complete(url, _prompt(_FIRST_WORDS), _FIRST_NEW_TOKENS, ends_at)
-        n_words, n_new = _sizes(first.timings, _context_of(url))
+        _, timings = _complete(address, _prompt(_FIRST_WORDS), _FIRST_NEW_TOKENS, ends_at)
+        n_words, n_new = _sizes(timings, int(_props(address)["default_generation_settings"]["n_ctx"]))
         prompt = _prompt(n_words)
-        cold = _complete(url, prompt, n_new, ends_at)
-        warm = [cold]
-        for _ in range(_WARM_REPEATS):
-            # Always measure once; repeat only while the remaining time suffices.
-            if len(warm) == 1 or time.monotonic() + 2 * warm[-1].ttft_s < ends_at:
-                warm.append(_complete(url, prompt, 1, ends_at))
-        self_test = _self_test_of(url)
+        cold_s, cold = _complete(address, prompt, n_new, ends_at)
+        warm_s, warm = _complete(address, prompt, 1, ends_at)
+        for _ in range(_WARM_REPEATS - 1):
+            if time.monotonic() + 2 * warm_s < ends_at:
+                warm_s = min(warm_s, _complete(address, prompt, 1, ends_at)[0])
+        self_test = _self_test(address)
     return BenchmarkResult(
         load_s=load_s,
-        prompt_tokens=cold.timings["prompt_n"] + cold.timings["cache_n"],
-        prefill_rate=cold.timings["prompt_per_second"],
-        decode_rate=cold.timings["predicted_per_second"],
-        cold_ttft_ms=1e3 * cold.ttft_s,
-        warm_ttft_ms=1e3 * min(reply.ttft_s for reply in warm[1:]),
-        warm_cached_tokens=warm[-1].timings["cache_n"],
+        prompt_tokens=cold["prompt_n"] + cold["cache_n"],
+        prefill_rate=cold["prompt_per_second"],
+        decode_rate=cold["predicted_per_second"],
+        cold_ttft_ms=1e3 * cold_s,
+        warm_ttft_ms=1e3 * warm_s,
+        warm_cached_tokens=warm["cache_n"],
         start_lines=tuple(lines),
         self_test=self_test,
     )
@@ -146,8 +142,8 @@ def _prompt(n_words: int) -> str:
 
 @contextlib.contextmanager
 def _server(config: Config) -> Iterator[tuple[str, list[str]]]:
-    """Run a server; yield its address and start lines."""
-    command = [sys.executable, "-P", "-m", _SERVER]
+    """Run a server; yield its address (host and port) and start lines."""
+    command = [sys.executable, "-P", "-m", __name__]
     with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=output, stderr=errors)
         assert process.stdin is not None
@@ -165,76 +161,92 @@ def _server(config: Config) -> Iterator[tuple[str, list[str]]]:
 
 
 def _wait_until_ready(process: subprocess.Popen[bytes], output: Any, errors: Any) -> tuple[str, list[str]]:
+    def lines_of(file: Any) -> list[str]:
+        file.seek(0)
+        return [line for line in file.read().splitlines() if line.strip()]
+
     ends_at = time.monotonic() + _START_TIMEOUT_S
     while time.monotonic() < ends_at:
-        lines = _lines(output)
+        lines = lines_of(output)
         for i, line in enumerate(lines):
-            if found := re.match(r"listening on (\S+)", line):
+            if found := re.match(r"listening on http://(\S+)", line):
                 return found[1], lines[:i]
         if process.poll() is not None:
-            reasons = [line.removeprefix("llamaslot: ") for line in _lines(errors) if not line.startswith("{")]
+            reasons = [line.removeprefix("llamaslot: ") for line in lines_of(errors) if not line.startswith("{")]
             raise BenchmarkError(f"the server did not start: {(reasons or ['it exited'])[-1]}", has_started=False)
         time.sleep(0.05)
     raise BenchmarkError(f"the server was not ready after {_START_TIMEOUT_S:.0f} s", has_started=False)
 
 
-def _lines(file: Any) -> list[str]:
-    file.seek(0)
-    return [line for line in file.read().splitlines() if line.strip()]
-
-
-def _context_of(url: str) -> int:
-    return int(_props(url)["default_generation_settings"]["n_ctx"])
-
-
-def _self_test_of(url: str) -> str:
+def _self_test(address: str) -> str:
     """Wait until the self-test of reuse has ended, or a time limit; return why it does not allow reuse, if so."""
     ends_at = time.monotonic() + _SELF_TEST_S
-    while (reuse := _props(url)["prefix_reuse"])["self_test"] == "pending" and time.monotonic() < ends_at:
+    while (reuse := _props(address)["prefix_reuse"])["self_test"] == "pending" and time.monotonic() < ends_at:
         time.sleep(0.2)
     return str(reuse["reason"]) if reuse["self_test"] in ("pending", "failed") else ""
 
 
-def _props(url: str) -> Any:
-    connection, path = _connected(url, _LIMIT_S)
-    with contextlib.closing(connection):
+def _props(address: str) -> Any:
+    with contextlib.closing(http.client.HTTPConnection(address, timeout=_LIMIT_S)) as connection:
         try:
-            connection.request("GET", f"{path}/props")
+            connection.request("GET", "/props")
             return json.loads(connection.getresponse().read())
         except (OSError, http.client.HTTPException, ValueError) as error:
             raise BenchmarkError(f"the server did not answer /props: {error}", has_started=True) from error
 
 
-def _complete(url: str, prompt: str, n_new: int, ends_at: float) -> _Reply:
-    """Stream a completion; raises `BenchmarkError` if it does not end in time."""
+def _complete(address: str, prompt: str, n_new: int, ends_at: float) -> tuple[float, dict[str, Any]]:
+    """Stream a completion; return its TTFT in seconds and its `timings`.
+
+    Raises `BenchmarkError` if it does not end in time.
+    """
     body = {"prompt": prompt, "n_predict": n_new, "stream": True, "ignore_eos": True, "temperature": 0}
     started = time.monotonic()
-    connection, path = _connected(url, max(ends_at - started, 0.1))
     first = 0.0
-    with contextlib.closing(connection):
+    timeout = max(ends_at - started, 0.1)
+    with contextlib.closing(http.client.HTTPConnection(address, timeout=timeout)) as connection:
         try:
-            connection.request("POST", f"{path}/completion", json.dumps(body), {"Content-Type": "application/json"})
-            response = connection.getresponse()
-            for line in response:
+            connection.request("POST", "/completion", json.dumps(body), {"Content-Type": "application/json"})
+            for line in connection.getresponse():
                 if not line.startswith(b"data: "):
                     continue
                 first = first or time.monotonic()
                 event = json.loads(line.removeprefix(b"data: "))
                 if event.get("stop"):
-                    return _Reply(first - started, event["timings"])
+                    return first - started, event["timings"]
                 if time.monotonic() > ends_at:
                     break
+        except TimeoutError:
+            pass
         except (OSError, http.client.HTTPException, ValueError) as error:
-            if not isinstance(error, TimeoutError):
-                raise BenchmarkError(
-                    f"the connection to the server failed ({error or type(error).__name__})", has_started=True
-                ) from None
+            message = f"the connection to the server failed ({error or type(error).__name__})"
+            raise BenchmarkError(message, has_started=True) from None
     n_chars = f"{n_new} tokens after a prompt of {len(prompt):,} characters"
     raise BenchmarkError(f"too slow to measure in {_LIMIT_S:.0f} s: {n_chars}", has_started=True)
 
 
-def _connected(url: str, timeout: float) -> tuple[http.client.HTTPConnection, str]:
-    address = urlsplit(url)
-    return http.client.HTTPConnection(address.hostname or "", address.port, timeout=timeout), address.path.rstrip(
-        "/"
-    )
+def main() -> int:
+    """Serve until stopped; return the exit status."""
+    config = msgspec.json.decode(sys.stdin.buffer.readline(), type=Config)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    configure_logging("json", "warning")
+    from llamaslot.app.composition import serve  # noqa: PLC0415
+    from llamaslot.base.errors import ConfigError  # noqa: PLC0415
+
+    try:
+        return uvloop.run(serve(config))
+    except ConfigError as error:
+        print(f"llamaslot: {error.message}", file=sys.stderr)
+        return 2
+
+
+def _end_with_parent() -> None:
+    # Not through `sys.stdin`: this thread would hold its lock, which Python needs at shutdown.
+    while os.read(0, 1024):
+        pass
+    # The child processes end with this one.
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

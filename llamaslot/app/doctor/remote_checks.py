@@ -17,12 +17,12 @@ from urllib.parse import urlsplit
 from redis import exceptions
 
 from llamaslot.api.middleware import is_loopback
-from llamaslot.app.cache.cache_remote import PASSWORD_VARIABLE, RemoteSettings
-from llamaslot.app.cache.remote_store import connect
+from llamaslot.app.cache_tiers import PASSWORD_VARIABLE
 from llamaslot.app.config import Config
-from llamaslot.app.doctor.check import Check, ok, shown_size, warn
+from llamaslot.app.doctor import Check, ok, shown_size, warn
 from llamaslot.app.doctor.server_checks import others_can_read
-from llamaslot.backend.remote.reply_parser import allowing
+from llamaslot.backend.remote import StoreSettings
+from llamaslot.backend.remote.store_connection import allowing, connect
 
 _NAME = "--cache-remote"
 _MEASURED_BYTES = 2**22
@@ -34,15 +34,15 @@ _EXPIRES_S = 60
 _SERVES_WITHOUT = "without it, the server starts but shares nothing"
 
 
-def remote_checks(settings: RemoteSettings, config: Config) -> list[Check]:
+def remote_checks(settings: StoreSettings, config: Config) -> list[Check]:
     """Return the checks of a configured store."""
     return [*asyncio.run(_asked(settings)), *_readers(settings, config)]
 
 
-async def _asked(settings: RemoteSettings) -> list[Check]:
+async def _asked(settings: StoreSettings) -> list[Check]:
     """Check the store itself; if it does not answer, return only the reason."""
     client: Any = connect(settings, n_retries=0)
-    timeout_s, began = settings.store.timeout_s, time.perf_counter()
+    timeout_s, began = settings.timeout_s, time.perf_counter()
     try:
         try:
             async with asyncio.timeout(timeout_s):
@@ -52,7 +52,7 @@ async def _asked(settings: RemoteSettings) -> list[Check]:
         except (exceptions.RedisError, OSError, TimeoutError, ValueError) as error:
             return [_unreachable(settings, error)]
         found = (
-            f"{settings.shown} connected in {1e3 * (connected - began):,.1f} ms, "
+            f"{settings.address} connected in {1e3 * (connected - began):,.1f} ms, "
             f"PING {1e3 * (time.perf_counter() - connected):,.1f} ms"
         )
         return [await _objects(client, timeout_s, found), *await _memory(client, settings)]
@@ -61,10 +61,10 @@ async def _asked(settings: RemoteSettings) -> list[Check]:
             await asyncio.wait_for(client.aclose(), timeout_s)
 
 
-def _unreachable(settings: RemoteSettings, error: Exception) -> Check:
+def _unreachable(settings: StoreSettings, error: Exception) -> Check:
     """Return a check that names the flag that is probably wrong."""
     reason = str(error).strip().rstrip(".")
-    found = f"{settings.shown} cannot be used: {reason or type(error).__name__}"
+    found = f"{settings.address} cannot be used: {reason or type(error).__name__}"
     if isinstance(error, exceptions.AuthenticationError | exceptions.NoPermissionError):
         what = "correct" if settings.password else "give"
         advice = f"{what} --cache-remote-password-file (or {PASSWORD_VARIABLE}), and the user in --cache-remote"
@@ -75,7 +75,7 @@ def _unreachable(settings: RemoteSettings, error: Exception) -> Check:
     elif "SSL" in reason:
         advice = "if the store has no TLS, use --cache-remote redis:// instead of rediss://"
     elif isinstance(error, TimeoutError | exceptions.TimeoutError):
-        found = f"{settings.shown} does not answer within {1e3 * settings.store.timeout_s:,.0f} ms"
+        found = f"{settings.address} does not answer within {1e3 * settings.timeout_s:,.0f} ms"
         advice = "correct host and port of --cache-remote or raise --cache-remote-timeout"
     elif "closed" in reason.lower():
         advice = "if the store has TLS, use --cache-remote rediss:// instead of redis://"
@@ -104,8 +104,9 @@ async def _objects(client: Any, timeout_s: float, found: str) -> Check:
                 "use a closer store: prefixes that take longer to fetch than to compute are not fetched",
             )
             async with asyncio.timeout(_TRANSFER_TIMEOUT_S):
-                write_s = await _timed(client.set(prefix + "m", large, ex=_EXPIRES_S))
                 began = time.perf_counter()
+                await client.set(prefix + "m", large, ex=_EXPIRES_S)
+                write_s, began = time.perf_counter() - began, time.perf_counter()
                 with allowing(2 * _MEASURED_BYTES):
                     read_large = await client.get(prefix + "m")
                 read_s = time.perf_counter() - began
@@ -123,8 +124,9 @@ async def _objects(client: Any, timeout_s: float, found: str) -> Check:
             f"{found}; it does not return the bytes that were written",
             "use another store, or a maxmemory that suffices",
         )
-    rates = f"writes {_rate(write_s)}, reads {_rate(read_s)}"
-    return ok(_NAME, f"{found}; {shown_size(_MEASURED_BYTES)}: {rates}")
+    write_rate, read_rate = (_MEASURED_BYTES / max(each, 1e-9) / 2**20 for each in (write_s, read_s))
+    size = shown_size(_MEASURED_BYTES)
+    return ok(_NAME, f"{found}; {size}: writes {write_rate:,.0f} MiB/s, reads {read_rate:,.0f} MiB/s")
 
 
 async def _write_small(client: Any, prefix: str, data: bytes) -> None:
@@ -153,27 +155,23 @@ def _refused(error: Exception) -> str:
     return f"check the store: {_SERVES_WITHOUT}"
 
 
-async def _memory(client: Any, settings: RemoteSettings) -> list[Check]:
+async def _memory(client: Any, settings: StoreSettings) -> list[Check]:
     """Compare the store's memory limit with `--cache-remote-size`; managed stores may not report theirs."""
-    limit, policy = await _limit_and_policy(client, settings.store.timeout_s)
+    limit, policy = await _limit_and_policy(client, settings.timeout_s)
     if limit is None:
         return []
-    wanted = settings.store.max_bytes
-    name, found = (
-        "remote memory",
-        f"maxmemory {shown_size(limit) if limit else 'not set'}, {policy or 'policy unknown'}",
-    )
+    wanted = settings.max_bytes
+    found = f"maxmemory {shown_size(limit) if limit else 'not set'}, {policy or 'policy unknown'}"
+    advice = ""
     if limit and wanted > limit:
-        size = f"--cache-remote-size {max(limit // 2**20, 1)}"
-        return [
-            warn(name, f"{found}; --cache-remote-size {wanted // 2**20:,} MiB", f"raise maxmemory or give {size}")
-        ]
-    if limit and policy.startswith(("noeviction", "volatile-")):
+        found += f"; --cache-remote-size {wanted // 2**20:,} MiB"
+        advice = f"raise maxmemory or give --cache-remote-size {max(limit // 2**20, 1)}"
+    elif limit and policy.startswith(("noeviction", "volatile-")):
         advice = "set maxmemory-policy allkeys-lru: with other policies, a full store may refuse objects"
-        return [warn(name, found, advice)]
-    if not limit and not wanted:
-        return [warn(name, f"{found}; --cache-remote-size 0", "set one of them: nothing limits the store's memory")]
-    return [ok(name, found)]
+    elif not limit and not wanted:
+        found += "; --cache-remote-size 0"
+        advice = "set one of them: nothing limits the store's memory"
+    return [warn("remote memory", found, advice) if advice else ok("remote memory", found)]
 
 
 async def _limit_and_policy(client: Any, timeout_s: float) -> tuple[int | None, str]:
@@ -189,27 +187,16 @@ async def _limit_and_policy(client: Any, timeout_s: float) -> tuple[int | None, 
     return int(limit) if limit.isdecimal() else None, found.get("maxmemory_policy", "")
 
 
-def _readers(settings: RemoteSettings, config: Config) -> Iterator[Check]:
+def _readers(settings: StoreSettings, config: Config) -> Iterator[Check]:
     """Check whether others can read the transferred data or the store's secrets."""
     name = "remote access"
-    files = [path for path in (config.cache_remote_key_file, config.cache_remote_password_file) if path]
-    for path in files:
-        if others_can_read(Path(path).expanduser()):
+    for path in (config.cache_remote_key_file, config.cache_remote_password_file):
+        if path and others_can_read(Path(path).expanduser()):
             yield warn(name, f"other users may read {path}", f"chmod 600 {path}")
     parts = urlsplit(settings.url)
     if parts.scheme == "redis" and not is_loopback(parts.hostname or ""):
         advice = "use rediss:// and a store with TLS, or a private network: KV and password are sent unencrypted"
-        yield warn(name, f"{settings.shown} is another machine, without TLS", advice)
-
-
-async def _timed(call: Any) -> float:
-    began = time.perf_counter()
-    await call
-    return time.perf_counter() - began
-
-
-def _rate(seconds: float) -> str:
-    return f"{_MEASURED_BYTES / max(seconds, 1e-9) / 2**20:,.0f} MiB/s"
+        yield warn(name, f"{settings.address} is another machine, without TLS", advice)
 
 
 def _text(value: object) -> str:

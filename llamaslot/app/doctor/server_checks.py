@@ -13,15 +13,13 @@ from pathlib import Path
 
 import psutil
 
-from llamaslot.api.keys import ApiKeys
+from llamaslot.api.credentials import ApiKeys, certificate
 from llamaslot.api.middleware import is_loopback
-from llamaslot.app.cache.cache_remote import remote_settings
+from llamaslot.app.cache_tiers import remote_settings
 from llamaslot.app.config import Config
-from llamaslot.app.config_reader import listed, read_config
-from llamaslot.app.doctor.check import Check, fail, ok, warn
+from llamaslot.app.config_reader import listed, read_config, read_template
+from llamaslot.app.doctor import Check, fail, ok, warn
 from llamaslot.app.http_config import api_settings
-from llamaslot.app.template_config import read_template
-from llamaslot.app.tls import certificate
 from llamaslot.base.errors import ConfigError
 
 _ASK_TIMEOUT_S = 1.0
@@ -36,7 +34,7 @@ def configuration(flags: argparse.Namespace, environ: Mapping[str, str]) -> tupl
         config = read_config(flags, environ)
         read_template(config)
         api_settings(config)
-        certificate(config)
+        certificate(config.ssl_cert_file, config.ssl_key_file)
         remote_settings(config)
     except ConfigError as error:
         return config, fail("configuration", error.message, _FIX_CONFIG)

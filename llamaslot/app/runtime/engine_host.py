@@ -1,4 +1,4 @@
-"""Engine host: a model with its disk and its engine, in the process that runs this.
+"""Engine host: a model with its disk and its engine, in the process that runs this; and the settings for it.
 
 lock the disk folder, load the model, open the disk for it, run; flush the disk, free the model
 """
@@ -11,20 +11,30 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+import platformdirs
 import structlog
 
-from llamaslot.app.cache.cache_budgets import Budgets, choose_budgets, with_budgets
-from llamaslot.app.cache.cache_disk import lock_disk, open_disk, slot_files, slot_save_path
-from llamaslot.app.cache.cache_remote import RemoteSettings, remote_line, remote_settings
+from llamaslot.app.cache_budgets import Budgets, choose_budgets, offload_after, with_budgets
+from llamaslot.app.cache_tiers import (
+    lock_disk,
+    open_disk,
+    open_remote,
+    remote_line,
+    remote_settings,
+    slot_files,
+    slot_save_path,
+)
 from llamaslot.app.config import Config
-from llamaslot.app.runtime.engine_config import engine_settings, llama_settings
 from llamaslot.backend.disk import DiskStore
-from llamaslot.backend.host_memory import MemoryReader, Sources, host_memory
+from llamaslot.backend.host import MemoryReader, Sources, host_memory
 from llamaslot.backend.llama import LlamaBackend, LoadingStopped
+from llamaslot.backend.llama.llama_settings import LlamaSettings
+from llamaslot.backend.remote import StoreSettings
 from llamaslot.base.backend import Backend
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.events import Event
 from llamaslot.engine.engine import Engine
+from llamaslot.engine.engine_settings import EngineSettings
 from llamaslot.engine.model_worker import model_thread
 from llamaslot.engine.step_watch import StepWatch
 from llamaslot.processes.messages import Loaded
@@ -43,7 +53,57 @@ OnProgress = Callable[[str, float], bool]
 """Gets what is being done and the fraction done, on another thread; false to stop."""
 
 _T = TypeVar("_T")
+
 _log = structlog.get_logger(__name__)
+
+
+def llama_settings(config: Config, model: Path) -> LlamaSettings:
+    """Return the settings of the llama backend."""
+    return LlamaSettings(
+        model=model,
+        n_ctx=config.ctx_size,
+        kv_mem_fraction=config.kv_mem_fraction,
+        n_slots=config.parallel,
+        n_cache_seqs=config.cache_seqs if config.cache_seqs >= 0 else None,
+        n_cache_seqs_a_slot=2 if config.cache_ram else 4,
+        n_batch=config.batch_size,
+        n_ubatch=min(config.ubatch_size, config.batch_size),
+        n_threads=max(config.threads, 0),
+        n_threads_batch=max(config.threads_batch, 0),
+        n_gpu_layers=config.gpu_layers if isinstance(config.gpu_layers, int) else -1,
+        use_mmap=config.mmap,
+        use_mlock=config.mlock,
+        swa_full=config.swa_full,
+        checkpoints=config.ctx_checkpoints > 0,
+        reuse_self_test=config.reuse_self_test,
+        flash_attn=config.flash_attn,
+        unified=config.kv_unified is not False,
+        may_partition=config.kv_unified is None,
+        cache_type_k=config.cache_type_k,
+        cache_type_v=config.cache_type_v,
+        measure_costs=True,
+        measurements=platformdirs.user_cache_path("llamaslot") / "measurements",
+    )
+
+
+def engine_settings(config: Config, budgets: Budgets, *, lacks_disk: bool = False) -> EngineSettings:
+    """Return the policies of the engine."""
+    return EngineSettings(
+        gap_ms=config.prefill_gap_ms,
+        idle_cells=budgets.idle_cells,
+        offload_after=budgets.offload_after,
+        offload_after_by=lambda info: offload_after(config, info, budgets.ram_bytes),
+        ram_bytes=budgets.ram_bytes,
+        ram_is_fixed=budgets.ram_is_fixed,
+        disk_bytes_per_day=config.cache_disk_write_per_day * 2**20,
+        ram_bytes_per_key=config.cache_ram_per_key * 2**20,
+        disk_bytes_per_key=config.cache_disk_per_key * 2**20,
+        checkpoint_bytes=budgets.checkpoints.ram_bytes if budgets.checkpoints is not None else 0,
+        checkpoints_on_path=config.ctx_checkpoints,
+        checkpoint_step=config.checkpoint_min_step,
+        lacks_disk=lacks_disk,
+        debug_invariants=config.debug_invariants,
+    )
 
 
 class EngineHost:
@@ -59,7 +119,7 @@ class EngineHost:
         self._disk: DiskStore | None = None
         self._slot_folder: Path | None = None
         self._backend: Backend | None = None
-        self._remote_settings: RemoteSettings | None = None
+        self._remote_settings: StoreSettings | None = None
         self._remote: RedisStore | None = None
         self._budgets: Budgets
         self._has_disk_tier = False
@@ -115,9 +175,6 @@ class EngineHost:
         line = ""
         remote = self._remote_settings
         if remote is not None and self._budgets.ram_bytes:
-            # Its client takes much memory, which other servers need not have.
-            from llamaslot.app.cache.remote_store import open_remote  # noqa: PLC0415
-
             key = self._disk.key if self._disk is not None and disk_line else None
             text = "reading the model for its checksum"
             self._remote = await asyncio.to_thread(

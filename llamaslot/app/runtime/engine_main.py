@@ -12,15 +12,16 @@ import os
 import socket
 import sys
 
+import msgspec
 import uvloop
 
-from llamaslot.app.logs import get_logger
-from llamaslot.app.runtime.child_setup import channel_to_parent, configured, socket_of
+from llamaslot.app.config import Config
+from llamaslot.app.logs import configure_logging, get_logger
 from llamaslot.app.runtime.engine_host import EngineHost
 from llamaslot.base.errors import LlamaslotError
 from llamaslot.base.events import Event, Stopped
 from llamaslot.engine.engine import Engine
-from llamaslot.processes.channel import Channel
+from llamaslot.processes.channel import Channel, channel_to_parent, socket_of
 from llamaslot.processes.messages import OVERDUE_STATUS, Events, LoadEngine, Loading, Refused, Stop, ToEngine
 from llamaslot.processes.threads import start_default_executor
 
@@ -45,7 +46,9 @@ class EngineMain:
         """Serve the parent until it says stop, or the engine dies; then exit without waiting for threads."""
         await self._channel.connect(socket_of(self._fd))
         load = await self._load
-        host = EngineHost(configured(load.config), needs_folders=load.needs_folders)
+        config = msgspec.convert(load.config, Config)
+        configure_logging(config.log_format, config.lowest_log_level)
+        host = EngineHost(config, needs_folders=load.needs_folders)
         try:
             has_failed = await self._serve(host)
         except LlamaslotError as error:

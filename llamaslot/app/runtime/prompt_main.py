@@ -1,6 +1,7 @@
 """The prompt worker's process, started by `processes/prompt_supervisor.py` with the number of its socket.
 
-It has the vocabulary only. It ends with its parent, whose end closes the socket.
+It has the vocabulary only. It ends with its parent, whose end closes the socket. `prompt_worker` is also used
+without a process of its own.
 """
 
 from __future__ import annotations
@@ -9,20 +10,23 @@ import asyncio
 import gc
 import os
 import sys
+import time
 from concurrent.futures import Future
 from pathlib import Path
 from typing import NoReturn
 
+import msgspec
 import uvloop
 
 from llamaslot.app.config import Config
-from llamaslot.app.runtime.child_setup import channel_to_parent, configured, socket_of
-from llamaslot.app.runtime.prompt_config import prompt_worker
+from llamaslot.app.logs import configure_logging, get_logger
 from llamaslot.backend.llama import LlamaVocab
 from llamaslot.backend.llama.constraint_tokenizer import token_texts
 from llamaslot.backend.memory import trim_heap
-from llamaslot.base.errors import LlamaslotError
-from llamaslot.processes.channel import Channel
+from llamaslot.base.backend import Vocab
+from llamaslot.base.errors import ConfigError, InvalidRequestError, LlamaslotError
+from llamaslot.base.named_files import read_named_text
+from llamaslot.processes.channel import Channel, channel_to_parent, socket_of
 from llamaslot.processes.messages import (
     JobDone,
     LoadVocab,
@@ -38,6 +42,73 @@ from llamaslot.processes.threads import start_default_executor
 from llamaslot.processes.trial_process import TrialProcess
 from llamaslot.prompts.prompt_jobs import JobResult
 from llamaslot.prompts.prompt_worker import PromptThreads, invalid_unicode
+from llamaslot.prompts.tokenizer import Tokenizer
+from llamaslot.protocol.replies.restoring import ReplyRestorer
+from llamaslot.protocol.request_reader import RequestReader
+from llamaslot.text.builtin_templates import resolve
+from llamaslot.text.template import ChatTemplate
+from llamaslot.text.volatile import pattern
+
+_FALLBACK_TEMPLATE = "chatml"
+
+_log = get_logger(__name__)
+
+
+def prompt_worker(
+    config: Config, vocab: Vocab, model: SetModel, trials: TrialProcess | None = None
+) -> PromptThreads:
+    """Return the prompt worker for a loaded model, which tries grammars in a process if there is one.
+
+    Raises `ConfigError` for an unusable template.
+    """
+    info = model.info
+    template = _chat_template(config, model)
+    tokenizer = Tokenizer(
+        vocab,
+        info.n_ctx_slot,
+        # EOS after every prompt would also follow the text before a cut point.
+        use_anchors=config.text_anchors and info.can_reuse and not info.adds_eos,
+        min_match=config.session_min_match,
+        template=info.chat_template,
+        clock=time.monotonic,
+    )
+    # Prompts of models that reuse nothing gain nothing by it.
+    restores = config.restore_messages and info.can_reuse and not info.adds_eos
+    restorer = ReplyRestorer(tokenizer.memory, vocab) if restores else None
+    grammars = [(file, read_named_text(Path(file), "--grammar-file")) for file in config.grammar_file]
+    try:
+        named, tags = vocab.named_tokens, vocab.added_tags
+        reader = RequestReader(
+            info, template, tokenizer, named, grammars, tags=tags, restorer=restorer, trial=trials
+        )
+    except InvalidRequestError as error:
+        raise ConfigError(f"--grammar-file: {error.message}", param="--grammar-file") from None
+    return PromptThreads(tokenizer, reader)
+
+
+def _chat_template(config: Config, model: SetModel) -> ChatTemplate:
+    """Return the template to render conversations by: the configured one, the model's own, or ChatML."""
+    info, source, flag = model.info, model.template, model.template_flag
+    if not config.jinja and not source:
+        source, flag = resolve(info.builtin_template), "--no-jinja"
+    source = source or info.chat_template
+    if not source:
+        _log.warning("template.missing", fallback=_FALLBACK_TEMPLATE)
+        source = resolve(_FALLBACK_TEMPLATE)
+    try:
+        return ChatTemplate(
+            source,
+            bos_token=info.bos_token,
+            eos_token=info.eos_token,
+            adds_bos=info.adds_bos,
+            adds_eos=info.adds_eos,
+            control_tokens=info.control_tokens,
+            mark_control_tokens=config.escape_special,
+            volatile=pattern(config.drop_volatile),
+        )
+    except ConfigError as error:
+        origin = flag or "the model's own template (--chat-template takes another)"
+        raise ConfigError(f"{origin}: {error.message}", param="--chat-template") from None
 
 
 class PromptMain:
@@ -67,7 +138,8 @@ class PromptMain:
                 os._exit(0)
 
     def _load(self, message: LoadVocab) -> None:
-        self._config = configured(message.config)
+        self._config = msgspec.convert(message.config, Config)
+        configure_logging(self._config.log_format, self._config.lowest_log_level)
         try:
             self._vocab = LlamaVocab.load(Path(self._config.model))
         except LlamaslotError as error:

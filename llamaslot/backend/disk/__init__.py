@@ -3,8 +3,7 @@
 Also snapshots of single slots, in files that users name.
 """
 
-from llamaslot.backend.disk.disk_store import DiskStore
-from llamaslot.backend.disk.fingerprints import fingerprint_of
+from llamaslot.backend.disk.disk_store import DiskStore, fingerprint_of
 from llamaslot.backend.disk.slot_files import SlotFiles
 
 __all__ = ["DiskStore", "SlotFiles", "fingerprint_of"]

@@ -5,6 +5,14 @@
     segments/       KV of the segments, one file each
     corrupt/        the last few files that differed from what was written
 
+A segment's file has a header that identifies it, then its KV as the backend saved it:
+
+    magic, format version, length of the KV, key of model and settings, path digest, checksum of the KV
+
+It is verified byte for byte before it is used, because llama.cpp loads flipped bits without an error, and aborts
+the process if bytes are missing. KV is valid only for exactly the weights that computed it, so the key contains a
+fingerprint of the model's files.
+
 A file is written before its row and deleted after it. So if a row has no file, somebody removed the file, and if a
 file has no row, a server was killed: both are deleted when the folder is opened. Segments of another model, or of
 other settings, stay until their space is needed.
@@ -18,20 +26,19 @@ import fcntl
 import os
 import re
 import sqlite3
+import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import structlog
+import xxhash
 
-from llamaslot.backend.disk.database import INDEX_ERRORS
-from llamaslot.backend.disk.disk_index import DiskIndex, SegmentRow
-from llamaslot.backend.disk.fingerprints import fingerprint_of
-from llamaslot.backend.disk.segment_files import CorruptFileError, file_size, read_segment, write_segment
-from llamaslot.backend.disk.text_table import TextTable
+from llamaslot.backend.disk.disk_index import INDEX_ERRORS, DiskIndex, SegmentRow, TextTable
 from llamaslot.backend.failure_log import FailureLog
-from llamaslot.backend.files import open_private, private_folder
+from llamaslot.backend.files import open_private, open_regular, private_folder, write_atomically
+from llamaslot.backend.memory import new_kv
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.kv_ops import Kv
 from llamaslot.base.model import ModelFile
@@ -42,6 +49,15 @@ _MAX_CORRUPT_FILES = 8
 _UNUSABLE = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR, sqlite3.SQLITE_TOOBIG)
 """SQLite's error codes for a corrupt index, which is replaced by a new one."""
 _IS_OURS = re.compile(r"\d{12}\.(kv|tmp)|index\.sqlite.*").fullmatch
+
+VERSION = 1
+KEY_BYTES = 32
+_MAGIC = b"llamslot"
+_HEADER = struct.Struct(f"<8sQQ{KEY_BYTES}s16s16s")
+_HASH_CHUNK_BYTES = 2**20
+"""Bytes to hash at a time, so that other threads need not wait for the GIL during a whole segment."""
+
+_CHUNK_BYTES = 2**24
 
 _log = structlog.get_logger(__name__)
 
@@ -158,10 +174,8 @@ class DiskStore:
     def count_write(self, n_bytes: int, budget_used_bytes: int) -> None:
         """Store for the next start that `n_bytes` more were written, and how much of the daily budget is in use."""
         self._n_written += n_bytes
-        try:
+        with self._logged("disk.count_failed"):
             self._index.set_writes(self._n_written, budget_used_bytes, self._wall_clock())
-        except INDEX_ERRORS as error:
-            self._failures.add("disk.count_failed", error)
 
     def read(self, number: int) -> Kv | None:
         """Return the KV of a segment exactly as it was written; None if it cannot be read now.
@@ -193,12 +207,10 @@ class DiskStore:
             if file is not None:
                 self._unerased[number] = file.n_bytes
         given = dict.fromkeys([*numbers, *self._unerased])
-        try:
+        has_rows = True
+        with self._logged("disk.erase_failed"):
             self._index.remove(given)
             has_rows = False
-        except INDEX_ERRORS as error:
-            self._failures.add("disk.erase_failed", error)
-            has_rows = True
         for number in given:
             try:
                 self._path(number).unlink(missing_ok=True)
@@ -223,22 +235,26 @@ class DiskStore:
 
     def mark_used(self, numbers: Sequence[int]) -> None:
         """Mark segments as the most recently used, the last one as the latest."""
-        try:
+        with self._logged("disk.mark_used_failed"):
             self._index.mark_used(numbers)
-        except INDEX_ERRORS as error:
-            self._failures.add("disk.mark_used_failed", error)
 
     def reparent(self, numbers: Sequence[int], parent: int) -> None:
         """Record a new parent of segments. If that fails, they are deleted at the next start."""
-        try:
+        with self._logged("disk.reparent_failed"):
             self._index.reparent(numbers, parent)
-        except INDEX_ERRORS as error:
-            self._failures.add("disk.reparent_failed", error)
 
     def close(self) -> None:
         """Release the folder for other servers."""
         self._index.close()
         os.close(self._lock)
+
+    @contextlib.contextmanager
+    def _logged(self, event: str) -> Iterator[None]:
+        """Log errors of an unusable index, rather than raise them."""
+        try:
+            yield
+        except INDEX_ERRORS as error:
+            self._failures.add(event, error)
 
     def _evict_others(self, n_bytes: int) -> None:
         """Delete segments of other keys until `n_bytes` more fit. Segments of this key are evicted by the cache."""
@@ -294,3 +310,93 @@ def _locked(path: Path) -> int:
         reason = f"another server uses {path.parent}; give each its own --cache-disk"
         raise ConfigError(reason, param="--cache-disk") from None
     return descriptor
+
+
+class CorruptFileError(Exception):
+    """A file's content differs from what was written."""
+
+
+def file_size(n_kv_bytes: int) -> int:
+    """Return the size of the file of a segment with `n_kv_bytes` of KV, in bytes."""
+    return _HEADER.size + n_kv_bytes
+
+
+def checksum_of(*views: memoryview) -> bytes:
+    """Return the 128-bit XXH3 of these bytes."""
+    digest = xxhash.xxh3_128()
+    for view in views:
+        for start in range(0, len(view), _HASH_CHUNK_BYTES):
+            digest.update(view[start : start + _HASH_CHUNK_BYTES])
+    return digest.digest()
+
+
+def write_segment(path: Path, key: bytes, path_digest: bytes, kv: Kv) -> bytes:
+    """Write a segment's file atomically, and return the checksum of its KV. Raises `OSError`."""
+    checksum = checksum_of(kv.data)
+    header = _HEADER.pack(_MAGIC, VERSION, len(kv), key, path_digest, checksum)
+    write_atomically(path, [memoryview(header), kv.data], temporary=path.with_suffix(".tmp"))
+    return checksum
+
+
+def read_segment(path: Path, key: bytes, n_bytes: int, path_digest: bytes, checksum: bytes) -> Kv:
+    """Return the KV in a segment's file.
+
+    Raises `CorruptFileError` unless key, path digest, length and checksum match, and `OSError` if it is unreadable.
+    """
+    with open_regular(path) as file:
+        if os.fstat(file.fileno()).st_size != file_size(n_bytes):
+            raise CorruptFileError("its length differs from what was written")
+        if file.read(_HEADER.size) != _HEADER.pack(_MAGIC, VERSION, n_bytes, key, path_digest, checksum):
+            raise CorruptFileError("its header differs from what was written")
+        kv = new_kv(n_bytes)
+        n_read = file.readinto(kv.data)
+    if n_read < n_bytes or checksum_of(kv.data) != checksum:
+        raise CorruptFileError("its checksum differs from what was written")
+    return kv
+
+
+def fingerprint_of(
+    files: Sequence[ModelFile],
+    on_progress: Callable[[float], bool] = lambda _: True,
+    index: DiskIndex | None = None,
+) -> bytes | None:
+    """Return a digest of the contents of these files, which are read completely unless `index` has their digests.
+
+    `on_progress` gets the fraction of the current file that was read. Returns None once `on_progress` has returned
+    False. Raises `OSError`, also if a file has changed since it was loaded.
+    """
+    fingerprint = xxhash.xxh3_128()
+    for file in files:
+        path = Path(file.path)
+        name = str(path.resolve())
+        digest = None
+        if index is not None:
+            try:
+                digest = index.file_digest(name, file.version)
+            except INDEX_ERRORS as error:
+                _log.warning("disk.digest_unreadable", path=name, error=str(error))
+        is_new = digest is None
+        if digest is None:
+            digest = _computed_digest(path, on_progress)
+            if digest is None:
+                return None
+        if not file.version or ModelFile.of(path) != file:
+            raise OSError(f"{path} has changed since it was loaded")
+        if is_new and index is not None:
+            with contextlib.suppress(*INDEX_ERRORS):
+                index.add_file_digest(name, file.version, digest)
+        fingerprint.update(digest)
+    return fingerprint.digest()
+
+
+def _computed_digest(path: Path, on_progress: Callable[[float], bool]) -> bytes | None:
+    digest = xxhash.xxh3_128()
+    n_read = 0
+    with path.open("rb", buffering=0) as file:
+        n_bytes = os.fstat(file.fileno()).st_size
+        while chunk := file.read(_CHUNK_BYTES):
+            digest.update(chunk)
+            n_read += len(chunk)
+            if not on_progress(min(n_read / n_bytes, 1.0) if n_bytes else 1.0):
+                return None
+    return digest.digest()

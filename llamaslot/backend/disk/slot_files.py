@@ -21,7 +21,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from llamaslot.backend.disk.segment_files import KEY_BYTES, checksum_of
+from llamaslot.backend.disk.disk_store import KEY_BYTES, checksum_of
 from llamaslot.backend.files import open_regular, write_atomically
 from llamaslot.backend.memory import new_kv
 from llamaslot.base.kv_ops import Kv

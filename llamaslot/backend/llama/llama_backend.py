@@ -12,8 +12,8 @@ import llama_cpp
 import msgspec
 import numpy as np
 
-from llamaslot.backend.constraints.compiler import Compiled, ConstraintCompiler
-from llamaslot.backend.host_cpus import host_cpus
+from llamaslot.backend.constraints import Compiled, ConstraintCompiler
+from llamaslot.backend.host import host_cpus
 from llamaslot.backend.llama import kv_cost, library, loading, measurements, sizing, step_cost
 from llamaslot.backend.llama.batch import Batch
 from llamaslot.backend.llama.constraint_tokenizer import ConstraintTokenizer

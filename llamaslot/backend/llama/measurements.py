@@ -21,7 +21,7 @@ import llama_cpp
 import msgspec
 
 from llamaslot.backend.files import open_regular, private_folder, write_atomically
-from llamaslot.backend.host_cpus import host_cpus
+from llamaslot.backend.host import host_cpus
 from llamaslot.backend.llama import library
 from llamaslot.backend.llama.kv_cost import MAX_IDLE_CELLS
 from llamaslot.backend.llama.llama_settings import LlamaSettings

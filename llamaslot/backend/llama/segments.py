@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import llama_cpp
 
 from llamaslot.backend.llama import saved_sequences
-from llamaslot.backend.segment_rows import Rows, join, rows_of_sequence
+from llamaslot.backend.state_format import Rows, join, rows_of_sequence
 from llamaslot.base.kv_ops import Copy, Kv, Load, NotLoadedError, NotSavedError, Save
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import llama_cpp
 import structlog
 
-from llamaslot.backend.host_memory import host_memory
+from llamaslot.backend.host import host_memory
 from llamaslot.backend.llama import library
 from llamaslot.backend.llama.kv_bytes import KvBytes, kv_bytes
 from llamaslot.backend.llama.llama_settings import LlamaSettings

@@ -1,19 +1,26 @@
-"""Keyed digests of the remote tier: names of objects, and authentication codes of their fields.
+"""What servers write to the remote store beside KV: keyed digests, index entries, members of the sorted set.
 
-Both are BLAKE2b, keyed with a secret that all servers of the fleet share. Without the secret nobody can tell to
-which prompt an object belongs, or write an object that a server accepts.
+Digests are names of objects and authentication codes of their fields: BLAKE2b, keyed with a secret that all servers
+of the fleet share. Without the secret nobody can tell to which prompt an object belongs, or write an object that a
+server accepts.
 """
 
 from __future__ import annotations
 
 import hashlib
 import hmac
+import struct
 from collections.abc import Iterable
 
 from llamaslot.base.kv_ops import Kv
 from llamaslot.base.tokens import WIDTH
+from llamaslot.kvcache.remote.remote_io import RemoteObject
 
 DIGEST_BYTES = 16
+ENTRY = struct.Struct(f"<IIQQ{DIGEST_BYTES}s")
+"""Start, end, bytes of KV, bytes of state, digest."""
+_MAX_DIGITS = 15
+"""Most digits of a size in an entry; longer ones cannot come from a server."""
 
 
 class Sealer:
@@ -21,7 +28,7 @@ class Sealer:
 
     def __init__(self, secret: bytes, model_key: bytes) -> None:
         self._key = hashlib.blake2b(secret, digest_size=32, person=b"llamaslot fleet").digest()
-        self.scope = self._digest(b"scope", model_key).hex()
+        self.scope = hashlib.blake2b(b"scope\0" + model_key, key=self._key, digest_size=DIGEST_BYTES).hexdigest()
         """Prefix of all keys in the store; different for each secret and model."""
 
     def path_digests(self, namespace: str, tokens: bytes, ends: Iterable[int]) -> dict[int, bytes]:
@@ -47,5 +54,31 @@ class Sealer:
         """True if a server of the fleet uploaded exactly this field."""
         return hmac.compare_digest(self.code(digest, field, data), code)
 
-    def _digest(self, field: bytes, data: bytes) -> bytes:
-        return hashlib.blake2b(field + b"\0" + data, key=self._key, digest_size=DIGEST_BYTES).digest()
+
+def packed(each: RemoteObject) -> bytes:
+    """Return the index entry of an object."""
+    return ENTRY.pack(each.start, each.end, each.n_bytes, each.state_bytes, each.digest)
+
+
+def unpacked(data: bytes | None) -> RemoteObject | None:
+    """Return the object that an index entry names; None for invalid bytes."""
+    if data is None or len(data) != ENTRY.size:
+        return None
+    start, end, n_bytes, state_bytes, digest = ENTRY.unpack(data)
+    return RemoteObject(start, end, digest, n_bytes, state_bytes) if start < end else None
+
+
+def member_of(each: RemoteObject) -> bytes:
+    """Return an object's member of the sorted set: its digest and size."""
+    return f"{each.digest.hex()}:{each.n_bytes + each.state_bytes}".encode()
+
+
+def digest_and_size(member: bytes) -> tuple[bytes, int]:
+    """Return digest and size in a member of the sorted set; empty and 0 if no server can have written it."""
+    digest, _, n_bytes = member.partition(b":")
+    if len(digest) != 2 * DIGEST_BYTES or not n_bytes.isdigit() or len(n_bytes) > _MAX_DIGITS:
+        return b"", 0
+    try:
+        return bytes.fromhex(digest.decode("ascii")), int(n_bytes)
+    except ValueError:
+        return b"", 0

@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 from bench import synthetic
-from llamaslot.app.doctor.check import Check, Outcome
-from llamaslot.app.doctor.llama_checks import llama_checks, model_file
-from llamaslot.app.doctor.llama_facts import ask_llama
-from llamaslot.backend.host_gpus import HostGpu
+from llamaslot.app.doctor import Check, Outcome
+from llamaslot.app.doctor.llama_checks import LlamaFacts, ask_llama, llama_checks, model_file
+from llamaslot.app.gpu_use import HostGpu
 
 NVIDIA = HostGpu("NVIDIA", has_driver=True, cmake_args="-DGGML_CUDA=on")
 
@@ -63,7 +62,7 @@ def test_builds_models_and_devices_are_described(tmp_path: Path) -> None:
 
 def test_a_build_that_does_without_instructions_of_the_cpu_is_warned_of(tmp_path: Path) -> None:
     facts = ask_llama()
-    assert facts.model is None
+    assert isinstance(facts, LlamaFacts)
     cpu_info = tmp_path / "cpuinfo"
     cpu_info.write_text("flags\t\t: fpu avx2 fma f16c avx512f\n")
     build, devices = llama_checks(None, "auto", [] if len(facts.devices) > 1 else [NVIDIA], cpu_info)
@@ -80,12 +79,11 @@ def test_a_model_that_cannot_be_served_fails(tmp_path: Path, tiny_model: Path) -
     text = tmp_path / "text.gguf"
     text.write_text("not a model")
     for name, words in ((str(text), "not a GGUF file"), ("no-such-model", "unknown model")):
-        path, check = model_file(name)
-        assert path is None
-        assert check is not None
+        check = model_file(name)
+        assert isinstance(check, Check)
         assert check.outcome is Outcome.FAIL
         assert words in check.found
-    assert model_file(str(tiny_model)) == (tiny_model, None)
+    assert model_file(str(tiny_model)) == tiny_model
 
 
 def test_a_model_that_llama_cpp_does_not_know_fails(tmp_path: Path, tiny_model: Path) -> None:

@@ -15,10 +15,10 @@ from typing import Any
 import hiredis
 import pytest
 
-from llamaslot.app.cache.cache_remote import KEY_VARIABLE, PASSWORD_VARIABLE, remote_settings
+from llamaslot.app.cache_tiers import KEY_VARIABLE, PASSWORD_VARIABLE, remote_settings
 from llamaslot.app.config import Config
+from llamaslot.app.doctor import Check, Outcome
 from llamaslot.app.doctor import remote_checks as doctor_checks
-from llamaslot.app.doctor.check import Check, Outcome
 from llamaslot.app.doctor.remote_checks import remote_checks
 from tests import certificates
 from tests.store_server import PROGRAM, store_server

@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 
 from llamaslot.app.config import Config
-from llamaslot.app.doctor import server_checks
-from llamaslot.app.doctor.check import Check, Outcome
-from llamaslot.app.flags import Parser, add_flags
+from llamaslot.app.config_reader import Parser, add_flags
+from llamaslot.app.doctor import Check, Outcome, server_checks
 
 
 def flags(*args: str | Path) -> argparse.Namespace:

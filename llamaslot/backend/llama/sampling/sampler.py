@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from llamaslot.backend.constraints.matcher import Matcher
+from llamaslot.backend.constraints import Matcher
 from llamaslot.backend.llama.sampling.candidates import Adjuster, Candidates, Logits, highest, possible
 from llamaslot.backend.llama.sampling.chain import Chain, active_samplers, takes_the_best
 from llamaslot.backend.llama.sampling.dry import BreakerIndex, Dry

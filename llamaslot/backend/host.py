@@ -1,12 +1,13 @@
-"""Free memory of the host, within the limits of a container, and signs that memory is short.
+"""CPUs and memory of the host, within the limits that control groups (v1 and v2) give to a container.
 
-Linux: `MemAvailable`, limits of control groups (v1 and v2), and the time that tasks wait for memory (pressure stall
+Linux: `MemAvailable`, limits of control groups, and the time that tasks wait for memory (pressure stall
 information, PSI). macOS: the system's pressure level (untested).
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,12 +17,89 @@ from typing import NamedTuple
 
 import psutil
 
-from llamaslot.backend.cgroups import CGROUPS, OWN_GROUPS, own_groups
 from llamaslot.kvcache.tiers.ram_budget import MemoryReading
 
+CGROUPS = Path("/sys/fs/cgroup")
+OWN_GROUPS = Path("/proc/self/cgroup")
 _PRESSURE = Path("/proc/pressure/memory")
 _MAC_WARNING, _MAC_CRITICAL = 2, 4
 """Values of macOS' `kern.memorystatus_vm_pressure_level`; 1 is normal."""
+
+
+class Group(NamedTuple):
+    """The folder of a control group, and its version of cgroups, on which the names of its files depend."""
+
+    folder: Path
+    is_v1: bool
+
+
+def own_groups(controller: str, cgroups: Path = CGROUPS, own: Path = OWN_GROUPS) -> Iterator[Group]:
+    """Yield the groups that limit a resource (`controller`) of this process, each before its parent.
+
+    In a container the process's own group may be the root of the mount.
+    """
+    try:
+        lines = own.read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        mount = cgroups / controller if controllers else cgroups
+        group = mount / path.lstrip("/")
+        for folder in (group, *group.parents):
+            if not folder.is_relative_to(mount):
+                break
+            yield Group(folder, is_v1=bool(controllers))
+
+
+@dataclass(frozen=True, slots=True)
+class HostCpus:
+    """Counts of CPUs."""
+
+    cores: int
+    """Physical cores; logical CPUs if the system does not report physical ones."""
+    logical: int
+    allowed: int
+    """Logical CPUs in the affinity of this process, which `taskset` or a container's CPU set may reduce."""
+    quota: float | None
+    """CPU time that control groups allow, in CPUs; None without a limit."""
+
+    @property
+    def n_threads(self) -> int:
+        """Default number of threads to compute with.
+
+        Threads wait for each other in each layer, so one thread more than can run at once slows all of them down.
+        """
+        quota = self.logical if self.quota is None else int(self.quota)
+        return max(1, min(self.cores, self.allowed, quota))
+
+    @property
+    def n_at_once(self) -> float:
+        """Number of threads that can run at the same time."""
+        return self.allowed if self.quota is None else min(self.allowed, self.quota)
+
+
+def host_cpus(cgroups: Path = CGROUPS, own: Path = OWN_GROUPS) -> HostCpus:
+    """Return the CPUs of this machine, and the limits of this process."""
+    logical = psutil.cpu_count() or 1
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else logical
+    quotas: list[float] = []
+    for group in own_groups("cpu", cgroups, own):
+        try:
+            if group.is_v1:
+                files = (group.folder / f"cpu.cfs_{name}_us" for name in ("quota", "period"))
+                quota, period = (int(file.read_text()) for file in files)
+            else:
+                quota, period = map(int, (group.folder / "cpu.max").read_text().split())
+        except (OSError, ValueError):
+            # Without a limit, v2 has `max` instead of a number.
+            continue
+        # Without a limit, v1 has -1.
+        if quota > 0 and period > 0:
+            quotas.append(quota / period)
+    return HostCpus(psutil.cpu_count(logical=False) or logical, logical, allowed, min(quotas, default=None))
 
 
 class _Group(NamedTuple):

@@ -96,7 +96,8 @@ def _prefix_budgets(config: Config, info: ModelInfo, n_free: int) -> Budgets:
 
 def offload_after(config: Config, info: ModelInfo, ram_bytes: int) -> int | None:
     """Return the further prompt tokens after which an idle prefix is offloaded; None: never."""
-    fits = ram_bytes > 0 and ram_bytes >= MIN_POOLS_IN_RAM * _pool_bytes(info)
+    pool_bytes = info.segment_size.of(info.n_ctx) if info.segment_size is not None else 0
+    fits = ram_bytes > 0 and ram_bytes >= MIN_POOLS_IN_RAM * pool_bytes
     if config.cache_idle_cells != "auto" or info.kv_cost is None or not fits:
         return None
     return break_even_tokens(info.kv_cost)
@@ -173,10 +174,6 @@ def _why_no_checkpoints(config: Config, info: ModelInfo) -> str:
     if not info.unified:
         return "; checkpoints need a pool shared by all slots (--kv-unified)"
     return "; checkpoints need a spare sequence id: lower --parallel"
-
-
-def _pool_bytes(info: ModelInfo) -> int:
-    return info.segment_size.of(info.n_ctx) if info.segment_size is not None else 0
 
 
 def _line(info: ModelInfo, ram_bytes: int, offload_after: int | None, idle_cells: int | None) -> str:

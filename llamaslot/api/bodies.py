@@ -1,0 +1,257 @@
+"""Reading request bodies, within limits of size and time, and writing JSON replies.
+
+A reply whose size its client has chosen is never encoded as a whole: a generator yields it in pieces, which are
+made while it is sent, one piece of one reply in each turn of the event loop. `LATER` stands in a body for what is
+encoded by itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from collections.abc import AsyncIterator, Iterable, Iterator
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+import msgspec
+from aiohttp import HttpVersion11, web
+from aiohttp.http import HttpProcessingError
+
+from llamaslot.api import http_errors
+from llamaslot.api.connections import OWNER_SHARE, Connection
+from llamaslot.api.context import CALLER
+from llamaslot.base.callers import Amounts
+from llamaslot.base.errors import (
+    InvalidRequestError,
+    QueueFullError,
+    RequestTimeoutError,
+    TooLargeError,
+    UnsupportedMediaTypeError,
+)
+from llamaslot.protocol.bodies import decode
+
+_MAX_SMALL_BODY = 2**16
+"""Bytes of a body that is decoded on the event loop."""
+_CHUNK_BYTES = 2**16
+"""Bytes of a reply that are made and written at a time."""
+_CHUNK_S = 0.004
+"""Time after which a chunk is complete, however short it is."""
+_MARK = b"\0"
+
+B = TypeVar("B", bound=msgspec.Struct)
+LATER: Any = msgspec.Raw(_MARK)
+"""Place of a value for `with_values`: a byte that JSON never has."""
+
+encode = msgspec.json.Encoder().encode
+_MIB = 2**20
+
+
+class BodyReader:
+    """Reads bodies of at most `max_bytes`, each within `timeout` seconds, and at most `max_total` bytes at once."""
+
+    def __init__(self, *, max_bytes: int, max_total: int, timeout: float) -> None:
+        self._max_bytes = max_bytes
+        self._max_total = max_total
+        self._timeout = timeout
+        self._bytes = Amounts()
+        """Bytes of the bodies that are being received or read, by owner."""
+
+    @asynccontextmanager
+    async def body(self, request: web.Request, max_bytes: int | None = None) -> AsyncIterator[bytes]:
+        """Receive the body of a request, of at most `max_bytes` if given; its bytes are counted until the block
+        ends.
+
+        Raises `TooLargeError`, `QueueFullError` if other bodies take too much memory, `RequestTimeoutError`, and
+        `UnsupportedMediaTypeError` for a compressed body, whose size is not known before it is decompressed. A
+        client that waits for `100 Continue` gets it only if its body will be read.
+        """
+        encodings = request.headers.getall("Content-Encoding", [])
+        if any(encoding.strip().lower() not in ("", "identity") for encoding in encodings):
+            message = "compressed bodies are not supported: send it without Content-Encoding"
+            raise UnsupportedMediaTypeError(message, param="Content-Encoding")
+        most = self._max_bytes if max_bytes is None else min(max_bytes, self._max_bytes)
+        _check_size(request.content_length or 0, most, self._max_bytes)
+        await _continue(request)
+        received = io.BytesIO()
+        try:
+            await self._receive(request, received, most)
+            # Without a copy, which would hold up the event loop.
+            yield received.getvalue()
+        finally:
+            self._bytes.add(request[CALLER].owner, -received.tell())
+            # aiohttp keeps what broke the connection, and with it these frames, for longer than the connection.
+            received.close()
+
+    async def _receive(self, request: web.Request, received: io.BytesIO, most: int) -> None:
+        owner = request[CALLER].owner
+        try:
+            async with asyncio.timeout(self._timeout):
+                while chunk := await request.content.readany():
+                    _check_size(received.tell() + len(chunk), most, self._max_bytes)
+                    self._check_total(received.tell(), len(chunk), owner)
+                    self._bytes.add(owner, len(chunk))
+                    received.write(chunk)
+        except TimeoutError:
+            message = f"the body did not arrive within {self._timeout:g} s (--body-timeout)"
+            raise RequestTimeoutError(message) from None
+        except RuntimeError as error:
+            if request.transport is not None:
+                raise
+            # aiohttp's error if the connection was closed before its handler came to read the body, as that of one
+            # that another has replaced.
+            raise ConnectionResetError("the connection was closed before its body was read") from error
+        except (web.RequestPayloadError, HttpProcessingError) as error:
+            raise InvalidRequestError("the body cannot be read: it is not encoded as its headers say") from error
+        finally:
+            # As above: an error keeps this frame.
+            chunk = b""
+
+    def _check_total(self, n_received: int, n_more: int, owner: str) -> None:
+        """Raise unless the owner leaves enough free for others; one body alone is always read."""
+        n_total, n_own = self._bytes.total, self._bytes[owner]
+        if n_total > n_received and OWNER_SHARE * (self._max_total - n_total - n_more) < n_own + n_more:
+            raise QueueFullError(
+                f"request bodies take {n_total / _MIB:.0f} MiB, {n_own / _MIB:.0f} of them this client's, and the "
+                f"limit is {self._max_total / _MIB:g} MiB (--max-total-body-mb); try later",
+                retry_after=1,
+            )
+
+
+BODY_READER = web.AppKey("BODY_READER", BodyReader)
+
+
+def _check_size(n_bytes: int, most: int, flag_bytes: int) -> None:
+    """Raise `TooLargeError` for more than `most` bytes; `flag_bytes` is the limit of the server's flag."""
+    if n_bytes > flag_bytes:
+        limit = f"the server's limit of {flag_bytes / _MIB:g} MiB (--max-body-mb)"
+    elif n_bytes > most:
+        limit = f"the {most} bytes that this endpoint takes"
+    else:
+        return
+    raise TooLargeError(f"the body is larger than {limit}")
+
+
+async def read(request: web.Request, kind: type[B]) -> B:
+    """Return the small body of a request; raises an `InvalidRequestError` that names the field at fault."""
+    async with request.app[BODY_READER].body(request, _MAX_SMALL_BODY) as raw:
+        return decode(raw, kind)
+
+
+async def accept_expect(request: web.Request) -> None:
+    """Accept `Expect: 100-continue` without an answer: whether the body is wanted is known only when it is read.
+
+    Raises `web.HTTPExpectationFailed` for any other expectation.
+    """
+    if request.headers["Expect"].lower() != "100-continue":
+        raise web.HTTPExpectationFailed
+
+
+async def _continue(request: web.Request) -> None:
+    """Tell a client that waits with its body to send it."""
+    if request.version >= HttpVersion11 and request.headers.get("Expect", "").lower() == "100-continue":
+        await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        # The reply has not begun.
+        request.writer.output_size = 0
+
+
+def json_response(body: Any) -> web.Response:
+    """Return a successful reply with a small JSON body."""
+    return web.Response(body=encode(body), content_type="application/json")
+
+
+def with_values(body: Any, *values: Iterable[bytes]) -> Iterator[bytes]:
+    """Yield the JSON of a body, with a value in each place that is `LATER`, in their order."""
+    first, *others = encode(body).split(_MARK)
+    yield first
+    for value, after in zip(values, others, strict=True):
+        yield from value
+        yield after
+
+
+def list_of(items: Iterable[Iterable[bytes]]) -> Iterator[bytes]:
+    """Yield a JSON list of items that are in pieces each."""
+    yield b"["
+    for i, item in enumerate(items):
+        if i:
+            yield b","
+        yield from item
+    yield b"]"
+
+
+def joined_lists(parts: Iterable[list[Any]]) -> Iterator[bytes]:
+    """Yield one JSON list of the items of many lists; an empty one gives others a turn."""
+    yield b"["
+    comma = b""
+    for part in parts:
+        if part:
+            yield comma + encode(part)[1:-1]
+            comma = b","
+        else:
+            yield b""
+    yield b"]"
+
+
+async def json_reply(request: web.Request, pieces: Iterable[bytes]) -> web.StreamResponse:
+    """Return a successful reply with a JSON body of any size, which is sent here unless it is small."""
+    rest = _cut(pieces)
+    first, is_all = _next_chunk(rest)
+    if is_all or request.method == "HEAD":
+        return web.Response(body=first, content_type="application/json")
+    response = web.StreamResponse(headers={"Content-Type": "application/json; charset=utf-8"})
+    await response.prepare(request)
+    try:
+        await response.write(first)
+        async for chunk in chunks(request, rest):
+            await response.write(chunk)
+        await response.write_eof()
+    except ConnectionError:
+        # The client is gone.
+        pass
+    except Exception as error:
+        # The status is sent: only a connection that ends too soon can tell of the error.
+        http_errors.described(error)
+        if isinstance(request.protocol, Connection):
+            request.protocol.abort()
+    return response
+
+
+async def chunks(request: web.BaseRequest, pieces: Iterable[bytes]) -> AsyncIterator[bytes]:
+    """Yield the pieces of a reply in chunks.
+
+    The first is made at once. Of all further ones, whichever replies they are of, each turn of the event loop makes
+    one.
+    """
+    connection, rest = request.protocol, _cut(pieces)
+    chunk, is_all = _next_chunk(rest)
+    if chunk:
+        yield chunk
+    turn = connection.encoding_turn if isinstance(connection, Connection) else asyncio.Lock()
+    while not is_all:
+        async with turn:
+            chunk, is_all = _next_chunk(rest)
+            await asyncio.sleep(0)
+        if chunk:
+            yield chunk
+
+
+def _next_chunk(pieces: Iterator[bytes]) -> tuple[bytes, bool]:
+    """Return the next chunk, and True if it is the last one."""
+    chunk: list[bytes] = []
+    n_bytes, now = 0, asyncio.get_running_loop().time
+    end = now() + _CHUNK_S
+    for piece in pieces:
+        chunk.append(piece)
+        n_bytes += len(piece)
+        if n_bytes >= _CHUNK_BYTES or now() >= end:
+            return b"".join(chunk), False
+    return b"".join(chunk), True
+
+
+def _cut(pieces: Iterable[bytes]) -> Iterator[bytes]:
+    """Cut long pieces, such as a stored body."""
+    for piece in pieces:
+        if len(piece) <= _CHUNK_BYTES:
+            yield piece
+        else:
+            for start in range(0, len(piece), _CHUNK_BYTES):
+                yield piece[start : start + _CHUNK_BYTES]

@@ -1,0 +1,73 @@
+"""Runtime of a server with engine and prompt worker in its own process, and a given backend or its model."""
+
+from __future__ import annotations
+
+import asyncio
+
+from llamaslot.app.config import Config
+from llamaslot.app.runtime.engine_host import EngineHost
+from llamaslot.app.runtime.prompt_main import prompt_worker
+from llamaslot.app.runtime.runtime import OnProgress
+from llamaslot.base.backend import Backend
+from llamaslot.engine.engine import Engine
+from llamaslot.processes.messages import Loaded, SetModel
+from llamaslot.prompts.prompt_jobs import Restore
+from llamaslot.prompts.prompt_worker import LocalPrompts
+from llamaslot.service.service import Service
+
+
+class InProcessRuntime:
+    """Takes the place of `llamaslot.app.runtime.runtime.Runtime`."""
+
+    def __init__(
+        self, config: Config, template: tuple[str, str], on_progress: OnProgress, backend: Backend | None
+    ) -> None:
+        self._config = config
+        self._template = template
+        self._on_progress = on_progress
+        self._given = backend
+        self._is_interrupted = False
+        self._host = EngineHost(config)
+        self.prompts: LocalPrompts
+        self._engine: Engine | None = None
+        self._running: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """There is nothing to start before `load`."""
+
+    async def load(self) -> Loaded | None:
+        def on_progress(text: str, fraction: float) -> bool:
+            self._on_progress(text, fraction)
+            return not self._is_interrupted
+
+        await self._host.lock()
+        loaded = await self._host.load(on_progress, self._given)
+        if loaded is not None:
+            model = SetModel(loaded.info, *self._template)
+            self.prompts = LocalPrompts(prompt_worker(self._config, self._host.backend.vocab, model))
+            self.prompts.call(Restore(loaded.records))
+            self.prompts.threads.start()
+        return loaded
+
+    def connect(self, service: Service) -> None:
+        self._engine = self._host.start(service.receive)
+        service.connect(self._engine.send)
+        self._running = asyncio.create_task(self._engine.run(), name="engine")
+
+    def interrupt(self) -> None:
+        self._is_interrupted = True
+
+    def kill(self) -> None:
+        """There are no child processes."""
+
+    async def stop(self) -> str:
+        if self._engine is not None and self._running is not None:
+            self._engine.stop()
+            await self._running
+        if hasattr(self, "prompts"):
+            # Its threads must not outlive the vocabulary.
+            ends = map(asyncio.wrap_future, self.prompts.close())
+            _, pending = await asyncio.wait(ends, timeout=2.0)
+            if pending:
+                return "a prompt is still being tokenized"
+        return await self._host.close()
