@@ -24,7 +24,7 @@ from itertools import pairwise
 from typing import NamedTuple, Protocol, TypeAlias
 
 from llamaslot.base.kv_ops import Share
-from llamaslot.kvcache.node import Node
+from llamaslot.kvcache.nodes import Node
 from llamaslot.kvcache.radix_tree import RadixTree
 
 _Range: TypeAlias = tuple[int, int, int]

@@ -20,7 +20,7 @@ from llamaslot.base.prompt import TokenizedPrompt
 from llamaslot.base.stats import Miss
 from llamaslot.base.tokens import WIDTH, Tokens, packed
 from llamaslot.kvcache.match import Acquired, Match
-from llamaslot.kvcache.offload.offloader import Loaded
+from llamaslot.kvcache.offload.load_or_compute import Loaded
 from llamaslot.scheduler.checkpoint_stops import CheckpointStops
 from llamaslot.scheduler.reasoning_limit import ReasoningLimit
 

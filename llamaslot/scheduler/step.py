@@ -30,7 +30,7 @@ from llamaslot.base.kv_ops import (
     Share,
     Take,
 )
-from llamaslot.kvcache.remote.remote_io import Upload
+from llamaslot.kvcache.remote_io import Upload
 from llamaslot.kvcache.tiers.disk_io import Job
 from llamaslot.scheduler.request import Request
 

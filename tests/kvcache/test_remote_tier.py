@@ -9,8 +9,8 @@ from llamaslot.base.model import SegmentSize
 from llamaslot.base.tokens import packed
 from llamaslot.kvcache.cache import KVCache
 from llamaslot.kvcache.cache_settings import CacheSettings
-from llamaslot.kvcache.remote.remote_io import Found, Portion, RemoteObject
-from llamaslot.kvcache.remote.remote_tier import Lookup
+from llamaslot.kvcache.remote_io import Found, Portion, RemoteObject
+from llamaslot.kvcache.remote_tier import Lookup
 from llamaslot.kvcache.tiers.pacing import RETRY_DELAY_S
 
 N_BYTES = 512_000

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(not REAL, reason="long: make test-real")
 
 N_WORKLOADS = 10
 FETCHES = """
-from llamaslot.kvcache.remote import remote_tier
+from llamaslot.kvcache import remote_tier
 from llamaslot.kvcache.tiers import pacing
 pacing.PARTIAL_DELAY_S = 0.1
 def init(self, *args, _init=remote_tier.RemoteTier.__init__, **fields):

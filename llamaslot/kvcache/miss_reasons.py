@@ -1,5 +1,6 @@
-"""Ghost list: digests of prefixes that were computed before, whether or not their KV is still cached.
+"""Miss reasons: why no more of a prompt is cached.
 
+A ghost list remembers digests of prefixes that were computed before, whether or not their KV is still cached.
 With it a miss can be reported as `evicted` instead of `cold`. A path is recorded in blocks of tokens, each as a
 digest of all tokens up to its end.
 """
@@ -11,11 +12,27 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from itertools import takewhile
 
+from llamaslot.base.stats import Miss
 from llamaslot.base.tokens import WIDTH
+from llamaslot.kvcache.match import Match
 
 BLOCK_TOKENS = 64
 MAX_BLOCKS = 2**15
 """Most blocks that are remembered: those of two million tokens, in a few megabytes."""
+
+
+def miss_reason(match: Match, ghosts: GhostList, min_shared: int) -> Miss:
+    """Return why no more of the tokens are cached; empty if all are, or if nothing explains it."""
+    n = match.n_cached
+    if n * WIDTH == len(match.tokens):
+        return ""
+    if match.n_without_state >= min_shared:
+        return "no_checkpoint"
+    if ghosts.continues(match.namespace, match.tokens, n + match.n_without_state):
+        return "evicted"
+    if n < min_shared:
+        return "salted" if match.namespace else "cold"
+    return "diverged" if any(each.diverges_at(n) for each in (match, match.public) if each is not None) else ""
 
 
 class GhostList:
