@@ -46,7 +46,6 @@ from llamaslot.kvcache.offload.public_prefix import PublicPrefix
 from llamaslot.kvcache.offload.restoring import Restorer
 from llamaslot.kvcache.pool import Pool, WindowCells
 from llamaslot.kvcache.radix_tree import RadixTree
-from llamaslot.kvcache.remote_io import Upload
 from llamaslot.kvcache.remote_tier import RemoteTier
 from llamaslot.kvcache.sequences import Sequences
 from llamaslot.kvcache.slot_snapshots import SlotSave, SlotSnapshot, SlotSnapshots, SnapshotPart
@@ -329,10 +328,6 @@ class KVCache:
             self._tree.release(seq)
         self._sequences.reset(seq)
 
-    def unpin_fetched(self, request_id: str) -> None:
-        """Allow the eviction of KV that was fetched from the remote tier for a request."""
-        self.remote.unpin(request_id)
-
     # --- failed steps ---
 
     def on_save_failed(self, numbers: Collection[int], now: float) -> None:
@@ -455,10 +450,6 @@ class KVCache:
         """Return the disk jobs to start once the operations taken before are done."""
         return self._tiers.take_jobs()
 
-    def take_uploads(self) -> list[Upload]:
-        """Return the uploads to start once the operations taken before are done."""
-        return self.remote.take_uploads()
-
     def on_io(self, event: IoEvent, now: float) -> range | None:
         """Handle the result of a disk job; returns the positions of a segment that was read.
 
@@ -494,10 +485,6 @@ class KVCache:
     def invalidate_path(self, namespace: str, tokens: bytes, *, with_public: bool) -> None:
         """Drop the last node of a path whose KV may be invalid, with everything below it."""
         self._dropper.invalidate_path(namespace, tokens, with_public=with_public)
-
-    def deny_remote(self, namespace: str, tokens: bytes) -> None:
-        """Never again look up prompts in the remote tier that begin like this one."""
-        self.remote.deny(namespace, tokens)
 
     # --- slot files ---
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict
 from collections.abc import Iterator
-from itertools import takewhile
 
 from llamaslot.base.stats import Miss
 from llamaslot.base.tokens import WIDTH
@@ -52,14 +51,7 @@ class GhostList:
 
     def continues(self, namespace: str, tokens: bytes, n: int) -> bool:
         """True if the first whole block that ends after `n` tokens was computed before."""
-        end = (n // BLOCK_TOKENS + 1) * BLOCK_TOKENS * WIDTH
-        return end <= len(tokens) and self.computed_end(namespace, tokens[:end], n) > n
-
-    def computed_end(self, namespace: str, tokens: bytes, n: int) -> int:
-        """Return the end of the whole blocks after `n` tokens that were computed before; `n` if there are none."""
-        computed = takewhile(self._blocks.__contains__, _digests(namespace, tokens, n))
-        n_computed = sum(1 for _ in computed)
-        return (n // BLOCK_TOKENS + n_computed) * BLOCK_TOKENS if n_computed else n
+        return next(_digests(namespace, tokens, n), b"") in self._blocks
 
 
 def _digests(namespace: str, tokens: bytes, start: int) -> Iterator[bytes]:

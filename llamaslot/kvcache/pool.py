@@ -10,6 +10,7 @@ and time, and what a slot drops goes to RAM.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 
@@ -137,12 +138,12 @@ class Pool:
         if not sequences.spare or not all(map(sequences.in_use, sequences.spare)):
             return
         idle = [seq for seq in sequences.all if sequences.in_use(seq) and not self._tree.is_pinned(seq)]
-
-        beyond = self._offloader.tenants_beyond_ids()
+        used = Counter(sequences.end(seq).tenant for seq in sequences.all if sequences.in_use(seq))
+        excess = self._tiers.shares.excess(used, len(sequences.all))
 
         def order(seq: int) -> tuple[bool, bool, float]:
             is_long = sequences.n_own(seq) >= self._settings.min_shared
-            return sequences.end(seq).tenant not in beyond, is_long, sequences.rank(seq)
+            return excess[sequences.end(seq).tenant] <= 0, is_long, sequences.rank(seq)
 
         victim: int = min(idle, key=order)
         end = sequences.end(victim).end

@@ -118,6 +118,7 @@ class Scheduler:
         self.cache = KVCache(
             cache_settings, prefill_seconds=self.chunks.seconds, on_disk=on_disk, first_number=first_number
         )
+        self._remote = self.cache.remote
         self._taker = CheckpointTaker(self.cache, self.cache.checkpoints, control, info.n_ctx_slot)
         self.slots = [Slot(i) for i in range(cache_settings.n_slots)]
         self.admission = Admission(self.cache, self.slots, info.n_ctx_slot)
@@ -164,7 +165,7 @@ class Scheduler:
             self.admission.withdraw(request)
         else:
             self.admission.release(request)
-        self.cache.unpin_fetched(request.id)
+        self._remote.unpin(request.id)
         request.handle(RequestEvent.END, now)
         self.reuse.count(request)
         if not cancelled:
@@ -211,7 +212,7 @@ class Scheduler:
         self.cache.has_streams = any(request.is_stream(self._n_pending(request)) for request in running)
         loaded, is_loading = self._load(running)
         for request in self.admitted:
-            self.cache.unpin_fetched(request.id)
+            self._remote.unpin(request.id)
         able = [request for request in suspects[:1] or by_share(running) if request in loaded]
         turn = self._turns.next(able, self._n_pending, now)
         ready = self._taker.take_due(turn.requests, self.queue)
@@ -242,7 +243,7 @@ class Scheduler:
             padding=padding,
             n_extra_steps=n_extra_steps,
             jobs=self.cache.take_jobs(),
-            uploads=self.cache.take_uploads(),
+            uploads=self._remote.take_uploads(),
             turn=turn,
         )
 
@@ -349,7 +350,7 @@ class Scheduler:
         """
         request = work.request
         namespace, tokens = request.namespace, packed(request.tokens.view())
-        self.cache.deny_remote(namespace, tokens)
+        self._remote.deny(namespace, tokens)
         self.cache.invalidate(request.slot)
         if request.n_reused and not request.n_generated and not request.is_private:
             reused = tokens[: request.n_reused * WIDTH]

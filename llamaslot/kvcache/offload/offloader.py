@@ -5,7 +5,6 @@ Each token is offloaded once, however many sequences hold it.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -126,12 +125,6 @@ class Offloader:
         """
         end = self._sequences.end(seq).end
         self._offload(seq, self._missing_of_path(seq, end, with_partial=with_partial), end)
-
-    def tenants_beyond_ids(self) -> set[str]:
-        """Tenants with more than their share of the sequence ids."""
-        sequences = self._sequences
-        used = Counter(sequences.end(each).tenant for each in sequences.all if sequences.in_use(each))
-        return {name for name, n in self._tiers.shares.excess(used, len(sequences.all)).items() if n > 0}
 
     def free_evicted(self) -> None:
         """Record operations by which the backend frees the segments that left RAM."""
