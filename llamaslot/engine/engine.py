@@ -45,8 +45,8 @@ from llamaslot.engine.reply_stream import ReplyStream, prefill_events
 from llamaslot.engine.reports import REPORTED, Reports, Respond
 from llamaslot.engine.slot_actions import SlotActions
 from llamaslot.engine.step_watch import StepWatch
-from llamaslot.kvcache.remote_io import RemoteStore
 from llamaslot.kvcache.slot_snapshots import SnapshotStore
+from llamaslot.kvcache.tiers.remote_io import RemoteStore
 from llamaslot.scheduler.request import Request, RequestEvent, RequestState
 from llamaslot.scheduler.scheduler import ConstraintFailed, DecodeFailed, Sampled, Scheduler, Scored
 from llamaslot.scheduler.step import StepPlan, StepResult

@@ -25,7 +25,8 @@ from llamaslot.base.backend import Backend
 from llamaslot.base.kv_ops import Kv, KvPart
 from llamaslot.base.tokens import WIDTH
 from llamaslot.engine.shared_fetches import SharedFetches, WantedObject
-from llamaslot.kvcache.remote_io import (
+from llamaslot.kvcache.tiers import pacing
+from llamaslot.kvcache.tiers.remote_io import (
     Block,
     CorruptObjectError,
     Fetched,
@@ -35,8 +36,7 @@ from llamaslot.kvcache.remote_io import (
     RemoteUnavailableError,
     Upload,
 )
-from llamaslot.kvcache.remote_tier import Choice, Lookup, RemoteTier
-from llamaslot.kvcache.tiers import pacing
+from llamaslot.kvcache.tiers.remote_tier import Choice, Lookup, RemoteTier
 from llamaslot.scheduler.admission import Admission
 from llamaslot.scheduler.request import Request
 

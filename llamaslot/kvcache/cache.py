@@ -4,7 +4,7 @@
                                     |
     slot (sequence id) --> path in the radix tree --> node --> cells of the pool
                                                        |
-                                                       +-----> segment --> RAM, disk (`offload/`)
+                                                       +-----> segment --> RAM, disk (`tiers/`)
 
 A plan changes the tree at once and records a KV operation for each change; the next step carries the operations out
 in order, before it decodes. Disk jobs are handed out the same way, and their results come back through `on_io`.
@@ -12,6 +12,10 @@ What a decode really computed is reported by `append` and `invalidate`.
 
 Calls of a step: tick, acquire and load for requests, offload_idle, evict if the step lacks cells, maintain, then
 take the operations and jobs.
+
+Callers use the methods of `KVCache`, and its values `settings` and `cells`. Three collaborators are handed over as
+a whole: `remote` to the scheduler and to the worker that fetches and uploads, `ram_budget` to the watch of free
+memory, and `checkpoints` to the scheduler's `CheckpointTaker`.
 """
 
 from __future__ import annotations
@@ -37,7 +41,6 @@ from llamaslot.base.tokens import WIDTH, Tokens, packed
 from llamaslot.kvcache.cache_settings import CacheSettings
 from llamaslot.kvcache.match import Acquired, Match
 from llamaslot.kvcache.miss_reasons import GhostList, miss_reason
-from llamaslot.kvcache.offload.checkpoints import Checkpoints
 from llamaslot.kvcache.offload.dropping import Dropper
 from llamaslot.kvcache.offload.load_or_compute import Loaded, Loader, LoadStatus
 from llamaslot.kvcache.offload.offload_policy import Deadlines, OffloadPolicy
@@ -46,12 +49,13 @@ from llamaslot.kvcache.offload.public_prefix import PublicPrefix
 from llamaslot.kvcache.offload.restoring import Restorer
 from llamaslot.kvcache.pool import Pool, WindowCells
 from llamaslot.kvcache.radix_tree import RadixTree
-from llamaslot.kvcache.remote_tier import RemoteTier
 from llamaslot.kvcache.sequences import Sequences
 from llamaslot.kvcache.slot_snapshots import SlotSave, SlotSnapshot, SlotSnapshots, SnapshotPart
+from llamaslot.kvcache.tiers.checkpoints import Checkpoints
 from llamaslot.kvcache.tiers.disk_io import IoEvent, Job, SegmentMeta
 from llamaslot.kvcache.tiers.disk_tier import DiskTier
 from llamaslot.kvcache.tiers.ram_budget import RamBudget
+from llamaslot.kvcache.tiers.remote_tier import RemoteTier
 from llamaslot.kvcache.tiers.segment_tiers import SegmentTiers
 from llamaslot.kvcache.tree_listing import tree_listing
 

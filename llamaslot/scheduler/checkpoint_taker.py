@@ -9,7 +9,7 @@ import numpy as np
 
 from llamaslot.base.tokens import WIDTH
 from llamaslot.kvcache.cache import KVCache
-from llamaslot.kvcache.offload.checkpoints import Checkpoints
+from llamaslot.kvcache.tiers.checkpoints import Checkpoints
 from llamaslot.scheduler.checkpoint_stops import prompt_stops
 from llamaslot.scheduler.request import Request
 

@@ -24,7 +24,7 @@ from llamaslot.backend.remote.store_entries import ENTRY
 from llamaslot.backend.remote.store_settings import StoreSettings
 from llamaslot.base.kv_ops import KvPart
 from llamaslot.base.model import SegmentSize
-from llamaslot.kvcache.remote_io import CorruptObjectError, RemoteUnavailableError
+from llamaslot.kvcache.tiers.remote_io import CorruptObjectError, RemoteUnavailableError
 from tests.conftest import LONG
 from tests.store_proxy import Fault, StoreProxy
 from tests.store_server import StoreServer, store_server

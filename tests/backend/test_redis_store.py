@@ -16,7 +16,7 @@ from llamaslot.backend.remote.store_entries import ENTRY
 from llamaslot.backend.remote.store_settings import StoreSettings
 from llamaslot.base.kv_ops import Kv, KvPart
 from llamaslot.base.model import SegmentSize
-from llamaslot.kvcache.remote_io import (
+from llamaslot.kvcache.tiers.remote_io import (
     CorruptObjectError,
     Found,
     RemoteObject,

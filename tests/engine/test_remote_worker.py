@@ -29,10 +29,9 @@ from llamaslot.base.stats import RemoteStats
 from llamaslot.engine import remote_worker
 from llamaslot.engine.remote_worker import RemoteWorker
 from llamaslot.engine.shared_fetches import WantedObject
-from llamaslot.kvcache import remote_tier
-from llamaslot.kvcache.remote_io import GRID_TOKENS, Fetched, Portion, RemoteObject, RemoteUnavailableError
-from llamaslot.kvcache.remote_tier import Choice, Lookup
-from llamaslot.kvcache.tiers import pacing, upload_queue
+from llamaslot.kvcache.tiers import pacing, remote_tier, upload_queue
+from llamaslot.kvcache.tiers.remote_io import GRID_TOKENS, Fetched, Portion, RemoteObject, RemoteUnavailableError
+from llamaslot.kvcache.tiers.remote_tier import Choice, Lookup
 from tests.engine.harness import Harness, running
 from tests.store_server import PROGRAM, StoreServer, store_server
 

@@ -9,10 +9,10 @@ from llamaslot.base.model import CheckpointSize, SegmentSize, StateKind
 from llamaslot.base.stats import CacheStats
 from llamaslot.kvcache.cache_settings import CheckpointSettings
 from llamaslot.kvcache.nodes import Checkpoint
-from llamaslot.kvcache.offload.checkpoints import Checkpoints
 from llamaslot.kvcache.radix_tree import RadixTree
 from llamaslot.kvcache.segment_states import SegmentEvent, SegmentState
 from llamaslot.kvcache.sequences import Sequences
+from llamaslot.kvcache.tiers.checkpoints import Checkpoints
 from llamaslot.kvcache.tiers.segment_tiers import SegmentTiers
 from tests.kvcache.test_segment_tiers import run_of
 

@@ -20,11 +20,10 @@ from hypothesis.stateful import precondition, rule, run_state_machine_as_test
 from llamaslot.base.backend import Backend
 from llamaslot.base.kv_ops import Kv
 from llamaslot.base.tokens import WIDTH, unpacked
-from llamaslot.kvcache import remote_io, remote_tier
 from llamaslot.kvcache.cache_settings import CacheSettings
-from llamaslot.kvcache.remote_io import Block, Found, Portion, RemoteObject, Upload, portions_of
-from llamaslot.kvcache.remote_tier import Choice, Lookup
-from llamaslot.kvcache.tiers import pacing, upload_queue
+from llamaslot.kvcache.tiers import pacing, remote_io, remote_tier, upload_queue
+from llamaslot.kvcache.tiers.remote_io import Block, Found, Portion, RemoteObject, Upload, portions_of
+from llamaslot.kvcache.tiers.remote_tier import Choice, Lookup
 from llamaslot.scheduler.step import StepPlan
 from tests.conftest import LONG
 from tests.kvcache.test_cache_machine import COUNTS, OFTEN, Asked, FakeMachine, Shape

@@ -15,7 +15,7 @@ from llamaslot.backend.remote.sealing import DIGEST_BYTES
 from llamaslot.backend.remote.store_connection import StoreConnection, size_of, values
 from llamaslot.backend.remote.store_entries import digest_and_size, member_of
 from llamaslot.backend.remote.store_settings import StoreSettings
-from llamaslot.kvcache.remote_io import RemoteObject
+from llamaslot.kvcache.tiers.remote_io import RemoteObject
 
 _MAX_DELETED = 8
 """Most expired objects to delete before an upload."""

@@ -14,7 +14,7 @@ from redis.asyncio import Redis
 
 from llamaslot.backend.failure_log import FailureLog
 from llamaslot.backend.remote.reply_parser import ELEMENT_BYTES, allowing
-from llamaslot.kvcache.remote_io import RemoteUnavailableError
+from llamaslot.kvcache.tiers.remote_io import RemoteUnavailableError
 
 _MAX_NUMBER = 2**53
 """Largest plausible count or size in a store; still fits into an index entry."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 
 from llamaslot.backend.remote.sealing import DIGEST_BYTES
-from llamaslot.kvcache.remote_io import RemoteObject
+from llamaslot.kvcache.tiers.remote_io import RemoteObject
 
 ENTRY = struct.Struct(f"<IIQQ{DIGEST_BYTES}s")
 """Start, end, bytes of KV, bytes of state, digest."""

@@ -13,9 +13,9 @@ from llamaslot.base.namespaces import is_private
 from llamaslot.base.stats import CacheStats
 from llamaslot.kvcache.cache_settings import CacheSettings
 from llamaslot.kvcache.nodes import Node, Segment
-from llamaslot.kvcache.offload.checkpoints import Checkpoints
 from llamaslot.kvcache.radix_tree import RadixTree
 from llamaslot.kvcache.sequences import Sequences
+from llamaslot.kvcache.tiers.checkpoints import Checkpoints
 from llamaslot.kvcache.tiers.segment_tiers import SegmentTiers
 
 

@@ -20,11 +20,11 @@ from dataclasses import dataclass, replace
 from llamaslot.kvcache.cache_settings import CacheSettings
 from llamaslot.kvcache.match import Match
 from llamaslot.kvcache.nodes import Checkpoint, Node, checkpoints_on
-from llamaslot.kvcache.offload.checkpoints import Checkpoints
 from llamaslot.kvcache.offload.load_or_compute import Loader
 from llamaslot.kvcache.radix_tree import RadixTree
 from llamaslot.kvcache.segment_states import SegmentState
 from llamaslot.kvcache.sequences import Sequences
+from llamaslot.kvcache.tiers.checkpoints import Checkpoints
 from llamaslot.kvcache.tiers.disk_tier import DiskTier
 from llamaslot.kvcache.tiers.segment_tiers import SegmentTiers
 
@@ -209,9 +209,7 @@ class Restorer:
 
     def _is_readable(self, checkpoint: Checkpoint | None) -> bool:
         """True if a checkpoint can be restored, now or after reading it from disk."""
-        if checkpoint is None or not self._tiers.may_load:
-            return False
-        return checkpoint.state.is_loadable or self._disk.may_read(checkpoint)
+        return checkpoint is not None and self._disk.is_readable(checkpoint)
 
     def _gives_state(self, node: Node) -> bool:
         """True if a live sequence ends in a node, and its state can be copied, or its slot given to the request."""

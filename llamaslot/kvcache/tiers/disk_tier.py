@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from itertools import takewhile
 
 from msgspec import structs
 
@@ -80,12 +81,11 @@ class DiskTier:
 
     def readable(self, parts: Sequence[SegmentPart]) -> list[SegmentPart]:
         """Return the leading parts that can be loaded, now or after reading them from disk."""
-        found: list[SegmentPart] = []
-        for part in parts if self._tiers.may_load else ():
-            if not part.segment.state.is_loadable and not self.may_read(part.segment):
-                break
-            found.append(part)
-        return found
+        return list(takewhile(lambda part: self.is_readable(part.segment), parts))
+
+    def is_readable(self, segment: Segment) -> bool:
+        """True if a segment can be loaded, now or after reading it from disk."""
+        return self._tiers.may_load and (segment.state.is_loadable or self.may_read(segment))
 
     def may_read(self, segment: Segment) -> bool:
         """True if a segment that is only on disk can be read into RAM, evicting whatever is there if needed."""

@@ -175,10 +175,7 @@ class SegmentTiers:
         self.touch(segment.path_from_root)
         if not self.free_ram(tenant, segment.n_bytes, set(segment.path_from_root), may_take_shares=True):
             raise AssertionError("there was room")
-        self.ram.put(segment)
-        segment.ram_put_before = self.ram.n_bytes_put
-        self.queue_write(segment)
-        self.uploads.put([segment])
+        self._put(segment)
         return segment
 
     def add_checkpoint(self, node: Node, n_bytes: int) -> Checkpoint:
@@ -187,11 +184,16 @@ class SegmentTiers:
         self._tree.version += 1
         node.checkpoint = checkpoint
         self.touch(checkpoint.path_from_root)
-        self.checkpoints.put(checkpoint)
-        checkpoint.ram_put_before = self.checkpoints.n_bytes_put
-        self.queue_write(checkpoint)
-        self.uploads.put([checkpoint])
+        self._put(checkpoint)
         return checkpoint
+
+    def _put(self, segment: Segment) -> None:
+        """Count a new segment against RAM, and queue it to be written and uploaded."""
+        lru = self.ram_of(segment)
+        lru.put(segment)
+        segment.ram_put_before = lru.n_bytes_put
+        self.queue_write(segment)
+        self.uploads.put([segment])
 
     def new_number(self) -> int:
         """Return a number that no segment has had yet."""

@@ -29,9 +29,12 @@ from llamaslot.base.stats import RemoteStats
 from llamaslot.base.tokens import WIDTH
 from llamaslot.kvcache.match import Match, segment_parts
 from llamaslot.kvcache.nodes import Segment
-from llamaslot.kvcache.offload.checkpoints import Checkpoints
 from llamaslot.kvcache.radix_tree import RadixTree
-from llamaslot.kvcache.remote_io import (
+from llamaslot.kvcache.tiers import pacing
+from llamaslot.kvcache.tiers.checkpoints import Checkpoints
+from llamaslot.kvcache.tiers.disk_tier import DiskTier
+from llamaslot.kvcache.tiers.pacing import TransferRate
+from llamaslot.kvcache.tiers.remote_io import (
     BLOCK_TOKENS,
     GRID_TOKENS,
     Block,
@@ -41,9 +44,6 @@ from llamaslot.kvcache.remote_io import (
     Upload,
     block_start,
 )
-from llamaslot.kvcache.tiers import pacing
-from llamaslot.kvcache.tiers.disk_tier import DiskTier
-from llamaslot.kvcache.tiers.pacing import TransferRate
 from llamaslot.kvcache.tiers.segment_tiers import SegmentTiers
 
 _MIN_DEADLINE_S, _MAX_DEADLINE_S = 0.5, 10.0

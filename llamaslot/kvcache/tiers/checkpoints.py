@@ -12,7 +12,7 @@ They are evicted from RAM
 - if a path has too many (`--ctx-checkpoints`): the one whose neighbours are closest together, relative to their
   distance from the end of the path (`_thin_path`). The deepest stays, and forks go last.
 
-Checkpoints about to be restored are never evicted. `restoring.py` decides which are restored, and when.
+Checkpoints about to be restored are never evicted. `offload/restoring.py` decides which are restored, and when.
 """
 
 from __future__ import annotations
