@@ -126,7 +126,6 @@ class KVCache:
             self._tiers,
             self._disk,
             self.checkpoints,
-            checkpoint_size=settings.checkpoints.size if settings.has_states else None,
             seconds_to_compute=lambda n: n * settings.prefill_us / 1e6 or prefill_seconds(n),
         )
         """KV that several servers share."""

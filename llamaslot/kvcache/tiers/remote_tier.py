@@ -23,7 +23,6 @@ from dataclasses import dataclass
 
 from msgspec import structs
 
-from llamaslot.base.model import CheckpointSize
 from llamaslot.base.namespaces import is_private
 from llamaslot.base.stats import RemoteStats
 from llamaslot.base.tokens import WIDTH
@@ -106,14 +105,12 @@ class RemoteTier:
         disk: DiskTier,
         checkpoints: Checkpoints,
         *,
-        checkpoint_size: CheckpointSize | None,
         seconds_to_compute: Callable[[int], float],
     ) -> None:
         self._tree = tree
         self._tiers = tiers
         self._disk = disk
         self._checkpoints = checkpoints
-        self._checkpoint_size = checkpoint_size
         self._seconds_to_compute = seconds_to_compute
         self._rate = TransferRate()
         """Of fetches, per byte. While it is unknown, a fetch is tried however long it may take."""
@@ -204,10 +201,10 @@ class RemoteTier:
 
     def add_checkpoint(self, lookup: Lookup, checkpoint: RemoteObject, n_bytes: int) -> int | None:
         """Add a fetched checkpoint; returns its number, or None if it is of no use any more."""
-        end, size = checkpoint.end, self._checkpoint_size
+        end = checkpoint.end
         path = lookup.tokens[: end * WIDTH]
         match = self._tree.match(lookup.namespace, path)
-        if size is None or n_bytes not in size.all_of(end) or self._covered(match) < end:
+        if n_bytes not in self._checkpoints.settings.size.all_of(end) or self._covered(match) < end:
             return None
         last = match.whole_end if match.whole_end.end == end else None
         has_one = last is not None and last.checkpoint is not None
@@ -291,7 +288,7 @@ class RemoteTier:
             if not lookup.restore_point < each.end <= lookup.end or each.start > covered:
                 continue
             # Unlike the index, the list of checkpoints has no authentication codes, so its sizes are checked here.
-            if self._checkpoint_size is None or each.state_bytes not in self._checkpoint_size.all_of(each.end):
+            if each.state_bytes not in self._checkpoints.settings.size.all_of(each.end):
                 continue
             portions = tuple(
                 Portion(one.object, one.start, min(one.end, each.start))
