@@ -37,7 +37,7 @@ class DropActions:
 
     def clear(self, _: commands.ClearCache, respond: _Respond) -> None:
         """Drop all idle prefixes."""
-        cleared = self._cache.dropper.drop()
+        cleared = self._cache.drop()
         _log.info("cache.cleared", **msgspec.structs.asdict(cleared))
         if self._disk is not None:
             self._disk.start(self._cache.take_jobs())
@@ -46,8 +46,8 @@ class DropActions:
 
     def drop_paths(self, query: commands.DropPaths, respond: _Respond) -> None:
         """Drop the paths of a session."""
-        forks = self._cache.dropper.forks(query.namespace, query.paths)
-        dropped = self._cache.dropper.drop_paths(query.namespace, query.paths)
+        forks = self._cache.forks(query.namespace, query.paths)
+        dropped = self._cache.drop_paths(query.namespace, query.paths)
         _log.info("session.dropped", **msgspec.structs.asdict(dropped))
         if self._disk is not None:
             self._disk.start(self._cache.take_jobs())

@@ -45,8 +45,8 @@ from llamaslot.engine.reply_stream import ReplyStream, prefill_events
 from llamaslot.engine.reports import REPORTED, Reports, Respond
 from llamaslot.engine.slot_actions import SlotActions
 from llamaslot.engine.step_watch import StepWatch
-from llamaslot.kvcache.pools.slot_snapshot import SnapshotStore
-from llamaslot.kvcache.remote.remote_io import RemoteStore
+from llamaslot.kvcache.slot_snapshots import SnapshotStore
+from llamaslot.kvcache.tiers.remote_io import RemoteStore
 from llamaslot.scheduler.request import Request, RequestEvent, RequestState
 from llamaslot.scheduler.scheduler import ConstraintFailed, DecodeFailed, Sampled, Scheduler, Scored
 from llamaslot.scheduler.step import StepPlan, StepResult
@@ -113,7 +113,7 @@ class Engine:
             self._disk = DiskWorker(disk, backend, self.scheduler.cache, self._post, clock)
         self._remote: RemoteWorker | None = None
         if remote is not None and sizes.uploads:
-            self._remote = RemoteWorker(remote, backend, self.scheduler.cache, self._post, clock)
+            self._remote = RemoteWorker(remote, backend, self.scheduler.cache.remote, self._post, clock)
         self._outer_tiers = [each for each in (self._disk, self._remote) if each is not None]
         self._read_memory = read_memory
         self._self_test = PendingSelfTest(backend, clock)
@@ -309,7 +309,7 @@ class Engine:
                 self._worker.call, is_busy=lambda: bool(self._inbox), is_stopping=lambda: self._stopping
             )
         except NotSavedError:
-            scheduler.cache.dropper.drop_resident()
+            scheduler.cache.drop_resident()
             return
         finally:
             scheduler.admission.is_held = False
@@ -318,7 +318,7 @@ class Engine:
             return
         allows_reuse = not self._self_test.why_not_reused
         if not allows_reuse:
-            scheduler.cache.dropper.drop_resident()
+            scheduler.cache.drop_resident()
         scheduler.cache.is_on_trial = False
         scheduler.admission.end_trial(allows_reuse=allows_reuse)
         self._outbox.append(tested)

@@ -27,13 +27,14 @@ class MemoryWatch:
     ) -> None:
         self._read = read
         self._cache = cache
+        self._budget = cache.ram_budget
         self._wake = wake
         self._clock = clock
 
     async def run(self) -> None:
         """Watch until cancelled; returns at once without a RAM tier."""
         is_readable = True
-        while self._cache.ram_budget.max_bytes:
+        while self._budget.max_bytes:
             try:
                 reading = await asyncio.to_thread(self._read)
             except Exception as error:
@@ -48,7 +49,7 @@ class MemoryWatch:
 
     def observe(self, reading: MemoryReading) -> None:
         """Adapt the budget to a reading. Each change of its state is logged once."""
-        budget = self._cache.ram_budget
+        budget = self._budget
         before = budget.n_bytes
         n_used = self._cache.stats().ram.used_bytes
         if budget.observe(reading, n_used, self._clock()):

@@ -2,7 +2,7 @@
 
     request queued --> find --(between two steps)--> choose --> fetch --(between two steps)--> add, next portion ...
                                                         success or failure --> the request may be admitted
-    plan --> uploads --> RemoteWorker.start --> upload --(between two steps)--> KVCache.remote.on_uploaded
+    plan --> uploads --> RemoteWorker.start --> upload --(between two steps)--> RemoteTier.on_uploaded
 
 The store has its own thread and event loop, which receives, verifies and sends objects. Tasks on the engine's event
 loop only wait for it.
@@ -25,8 +25,8 @@ from llamaslot.base.backend import Backend
 from llamaslot.base.kv_ops import Kv, KvPart
 from llamaslot.base.tokens import WIDTH
 from llamaslot.engine.shared_fetches import SharedFetches, WantedObject
-from llamaslot.kvcache.cache import KVCache
-from llamaslot.kvcache.remote.remote_io import (
+from llamaslot.kvcache.tiers import pacing
+from llamaslot.kvcache.tiers.remote_io import (
     Block,
     CorruptObjectError,
     Fetched,
@@ -36,8 +36,7 @@ from llamaslot.kvcache.remote.remote_io import (
     RemoteUnavailableError,
     Upload,
 )
-from llamaslot.kvcache.remote.remote_tier import Choice, Lookup
-from llamaslot.kvcache.tiers import pacing
+from llamaslot.kvcache.tiers.remote_tier import Choice, Lookup, RemoteTier
 from llamaslot.scheduler.admission import Admission
 from llamaslot.scheduler.request import Request
 
@@ -49,8 +48,9 @@ _log = structlog.get_logger(__name__)
 
 
 class RemoteWorker:
-    """Fetches and uploads KV of `cache`; `backend` has the bytes in RAM. `post` runs a callback between two steps.
+    """Fetches and uploads KV as `tier` decides; `backend` has the bytes in RAM.
 
+    `post` runs a callback between two steps.
     All methods are called on the event loop.
     """
 
@@ -58,13 +58,13 @@ class RemoteWorker:
         self,
         store: RemoteStore,
         backend: Backend,
-        cache: KVCache,
+        tier: RemoteTier,
         post: Callable[[Callable[[], None]], None],
         clock: Callable[[], float],
     ) -> None:
         self._store = store
         self._backend = backend
-        self._cache = cache
+        self._tier = tier
         self._post = post
         self._clock = clock
         self._waiting: dict[tuple[str, bytes], list[Request]] = {}
@@ -84,7 +84,7 @@ class RemoteWorker:
     @property
     def is_busy(self) -> bool:
         """True while a segment is being uploaded."""
-        return self._cache.remote.uploads.is_sending
+        return self._tier.is_uploading
 
     def check(self) -> None:
         """Start to connect to the store, so that an unavailable one is logged before a request needs it."""
@@ -95,7 +95,7 @@ class RemoteWorker:
         # A prefix that a running request is computing need not be fetched.
         if admission.is_in_flight(request):
             return
-        lookup = self._cache.remote.wanted(request.id, admission.match(request), request.prefix, self._clock())
+        lookup = self._tier.wanted(request.id, admission.match(request), request.prefix, self._clock())
         if lookup is None:
             return
         request.is_fetching = True
@@ -115,7 +115,7 @@ class RemoteWorker:
 
     def clear(self, then: Callable[[str], None]) -> None:
         """Delete all objects of this model, then call `then` between two steps, with the reason if that failed."""
-        self._cache.remote.on_cleared()
+        self._tier.on_cleared()
         self._spawn(self._delete([self._store.clear], then))
 
     def drop(self, namespace: str, paths: Sequence[tuple[bytes, int]], then: Callable[[str], None]) -> None:
@@ -142,26 +142,25 @@ class RemoteWorker:
 
     async def _fetch_for(self, lookup: Lookup) -> None:
         """Look up, choose, fetch and add KV. In the end the waiting requests may be admitted, whatever happened."""
-        remote = self._cache.remote
         try:
             with_checkpoints = lookup.restore_point is not None
             found = await self._answer(
                 self._store.find(lookup.namespace, lookup.tokens, lookup.start, with_checkpoints=with_checkpoints)
             )
-            choice = await self._between_steps(lambda: remote.choose(lookup, found))
+            choice = await self._between_steps(lambda: self._tier.choose(lookup, found))
             if choice.portions or choice.checkpoint is not None:
                 try:
                     async with asyncio.timeout(choice.seconds):
                         await self._fetch_all(lookup, choice)
                 except TimeoutError:
                     self._log_late(choice)
-                    self._post(lambda: remote.on_late(choice, self._clock()))
+                    self._post(lambda: self._tier.on_late(choice, self._clock()))
         except CorruptObjectError:
-            self._post(remote.on_corrupt)
+            self._post(self._tier.on_corrupt)
         except RemoteUnavailableError:
             # Logged already.
             self._answers = False
-            self._post(lambda: remote.on_unavailable(self._clock()))
+            self._post(lambda: self._tier.on_unavailable(self._clock()))
         except (ValueError, MemoryError) as error:
             _log.warning("remote.unusable", error=str(error) or type(error).__name__)
         finally:
@@ -238,7 +237,7 @@ class RemoteWorker:
         seconds = perf_counter() - began
         if fetched is not None:
             n_bytes = fetched.n_bytes
-            self._post(lambda: self._cache.remote.on_fetched(n_bytes, seconds, self._clock()))
+            self._post(lambda: self._tier.on_fetched(n_bytes, seconds, self._clock()))
         return fetched
 
     async def _upload(self, upload: Upload, blocks: Sequence[tuple[Block, tuple[KvPart, ...], Kv | None]]) -> None:
@@ -259,7 +258,7 @@ class RemoteWorker:
             _log.error("remote.upload_failed", segment=upload.number, error=str(error) or type(error).__name__)
         finally:
             result = n_sent
-            self._post(lambda: self._cache.remote.on_uploaded(upload.number, self._clock(), result))
+            self._post(lambda: self._tier.on_uploaded(upload.number, self._clock(), result))
 
     async def _delete(
         self, calls: Sequence[Callable[[], Coroutine[Any, Any, None]]], then: Callable[[str], None]
@@ -280,12 +279,12 @@ class RemoteWorker:
     # --- between two steps ---
 
     def _add(self, lookup: Lookup, portion: Portion, kv: Kv) -> None:
-        number = self._cache.remote.add(lookup, portion, len(kv))
+        number = self._tier.add(lookup, portion, len(kv))
         if number is not None:
             self._backend.put(number, portion.start, portion.end, kv)
 
     def _add_checkpoint(self, lookup: Lookup, checkpoint: RemoteObject, state: Kv) -> None:
-        number = self._cache.remote.add_checkpoint(lookup, checkpoint, len(state))
+        number = self._tier.add_checkpoint(lookup, checkpoint, len(state))
         if number is not None:
             self._backend.put(number, checkpoint.end, checkpoint.end, state)
 
@@ -299,10 +298,11 @@ class RemoteWorker:
         """Return the KV of a block's parts, and its checkpoint; None if any of it has left RAM."""
         parts: list[KvPart] = []
         for each in block.parts:
-            kv = self._backend.kv_of(each.number)
+            segment = each.segment
+            kv = self._backend.kv_of(segment.number)
             if kv is None:
                 return None
-            parts.append(KvPart(kv, each.positions, each.wanted))
+            parts.append(KvPart(kv, range(segment.start, segment.end), range(each.start, each.end)))
         state = self._backend.kv_of(block.checkpoint) if block.checkpoint is not None else None
         return (tuple(parts), state) if state is not None or block.checkpoint is None else None
 

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from llamaslot.kvcache.remote.remote_io import Fetched, RemoteObject
+from llamaslot.kvcache.tiers.remote_io import Fetched, RemoteObject
 
 _MAX_FETCHES = 2
 """Most concurrent fetches for one request: the next object is received while one is being verified."""

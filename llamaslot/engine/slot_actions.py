@@ -27,7 +27,7 @@ from llamaslot.base.errors import (
 from llamaslot.base.executors import close_after_queue, started_executor
 from llamaslot.base.tokens import WIDTH
 from llamaslot.engine.reports import Respond
-from llamaslot.kvcache.pools.slot_snapshot import (
+from llamaslot.kvcache.slot_snapshots import (
     InvalidSnapshotError,
     SlotSave,
     SlotSnapshot,
@@ -35,7 +35,6 @@ from llamaslot.kvcache.pools.slot_snapshot import (
     SnapshotStore,
     UnsavableSlotError,
 )
-from llamaslot.kvcache.tiers.disk_io import SlotSaved
 from llamaslot.scheduler.scheduler import Scheduler
 
 MAX_WAITING = 8
@@ -194,7 +193,7 @@ class SlotActions:
     def _write(self, job: _Job, save: SlotSave) -> None:
         assert self._store is not None
         kvs = {number: kv for number in save.numbers if (kv := self._backend.kv_of(number)) is not None}
-        self._cache.on_io(SlotSaved(tuple(kvs)), self._clock())
+        self._cache.free_saved(kvs)
         if len(kvs) < len(save.numbers):
             job.respond(ServerError("not enough memory to save the slot"))
             return

@@ -4,7 +4,7 @@
                                     |
     slot (sequence id) --> path in the radix tree --> node --> cells of the pool
                                                        |
-                                                       +-----> segment --> RAM, disk (`offload/`)
+                                                       +-----> segment --> RAM, disk (`tiers/`)
 
 A plan changes the tree at once and records a KV operation for each change; the next step carries the operations out
 in order, before it decodes. Disk jobs are handed out the same way, and their results come back through `on_io`.
@@ -12,16 +12,21 @@ What a decode really computed is reported by `append` and `invalidate`.
 
 Calls of a step: tick, acquire and load for requests, offload_idle, evict if the step lacks cells, maintain, then
 take the operations and jobs.
+
+Callers use the methods of `KVCache`, and its values `settings` and `cells`. Three collaborators are handed over as
+a whole: `remote` to the scheduler and to the worker that fetches and uploads, `ram_budget` to the watch of free
+memory, and `checkpoints` to the scheduler's `CheckpointTaker`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from msgspec import structs
 
-from llamaslot.base.kv_ops import Operation, StateRecord
+from llamaslot.base.commands import CacheCleared
+from llamaslot.base.kv_ops import Copy, Load, Operation, Restore, StateRecord
 from llamaslot.base.model import SegmentSize
 from llamaslot.base.namespaces import is_private, tenant_of
 from llamaslot.base.stats import (
@@ -29,29 +34,29 @@ from llamaslot.base.stats import (
     CacheState,
     CacheStats,
     CellStats,
+    RamStats,
     SequenceStats,
 )
 from llamaslot.base.tokens import WIDTH, Tokens, packed
 from llamaslot.kvcache.cache_settings import CacheSettings
-from llamaslot.kvcache.ghost_list import GhostList
 from llamaslot.kvcache.match import Acquired, Match
-from llamaslot.kvcache.match_report import miss_reason, probe_of
-from llamaslot.kvcache.offload.checkpoints import Checkpoints
+from llamaslot.kvcache.miss_reasons import GhostList, miss_reason
 from llamaslot.kvcache.offload.dropping import Dropper
-from llamaslot.kvcache.offload.offloader import Loaded, LoadStatus, Offloader
-from llamaslot.kvcache.offload.policy import Deadlines, OffloadPolicy
+from llamaslot.kvcache.offload.load_or_compute import Loaded, Loader, LoadStatus
+from llamaslot.kvcache.offload.offload_policy import Deadlines, OffloadPolicy
+from llamaslot.kvcache.offload.offloader import Offloader
 from llamaslot.kvcache.offload.public_prefix import PublicPrefix
 from llamaslot.kvcache.offload.restoring import Restorer
-from llamaslot.kvcache.offload.window_cells import WindowCells
-from llamaslot.kvcache.pools.pool import Pool
-from llamaslot.kvcache.pools.slot_snapshot import SlotSave, SlotSnapshot, SlotSnapshots, SnapshotPart
+from llamaslot.kvcache.pool import Pool, WindowCells
 from llamaslot.kvcache.radix_tree import RadixTree
-from llamaslot.kvcache.remote.remote_tier import RemoteTier
 from llamaslot.kvcache.sequences import Sequences
+from llamaslot.kvcache.slot_snapshots import SlotSave, SlotSnapshot, SlotSnapshots, SnapshotPart
+from llamaslot.kvcache.tiers.checkpoints import Checkpoints
 from llamaslot.kvcache.tiers.disk_io import IoEvent, Job, SegmentMeta
+from llamaslot.kvcache.tiers.disk_tier import DiskTier
 from llamaslot.kvcache.tiers.ram_budget import RamBudget
+from llamaslot.kvcache.tiers.remote_tier import RemoteTier
 from llamaslot.kvcache.tiers.segment_tiers import SegmentTiers
-from llamaslot.kvcache.tiers.tier_stats import disk_stats, ram_stats, tenant_stats
 from llamaslot.kvcache.tree_listing import tree_listing
 
 _NO_SEQ = -1
@@ -84,54 +89,50 @@ class KVCache:
             states=StateRecord(settings.checkpoints.kind, settings.checkpoints.n_swa),
             shares_cells=settings.shares_cells,
         )
+        size = settings.segment_size or SegmentSize(0, 1)
         self._tiers = SegmentTiers(
             self._tree,
             settings.ram_bytes if settings.offloads else 0,
-            settings.segment_size or SegmentSize(0, 1),
+            size,
             settings.segment_tokens,
             self._counters,
             disk_bytes=settings.disk_bytes,
-            disk_bytes_per_day=settings.disk_bytes_per_day,
-            disk_written=settings.disk_written,
             ram_bytes_per_key=settings.ram_bytes_per_key,
             disk_bytes_per_key=settings.disk_bytes_per_key,
             checkpoint_bytes=settings.checkpoints.ram_bytes,
-            checkpoint_size=settings.checkpoints.size,
             uploads=settings.uploads,
+        )
+        self._disk = DiskTier(
+            self._tiers,
+            self._tree,
+            checkpoint_size=settings.checkpoints.size,
+            bytes_per_day=settings.disk_bytes_per_day,
+            written=settings.disk_written,
         )
         self.ram_budget = RamBudget(self._tiers.ram.capacity, is_fixed=settings.ram_is_fixed)
         """Follows free memory; `tick` evicts what exceeds it."""
         self.checkpoints = Checkpoints(self._tree, self._sequences, settings.checkpoints, self._tiers)
         """Copies of partial states, for models that have one."""
         shared = self._tree, self._sequences, self._tiers
-        self.restorer = Restorer(*shared, self.checkpoints, min_restored=lambda: settings.min_restored)
-        """Gives sequences their partial states."""
-        self._offloader = Offloader(*shared, settings, self._counters, lambda: self.cells.free, self.checkpoints)
-        self.window_cells = WindowCells(self._tree, self._sequences, self.checkpoints, self._offloader, settings)
-        """Cells of sliding-window layers, if these can run out."""
+        self._offloader = Offloader(*shared, settings, self._counters, self.checkpoints)
+        self._loader = Loader(*shared, self._disk, self._offloader, settings, self._counters)
+        self._restorer = Restorer(*shared, self._disk, self.checkpoints, self._loader, settings)
+        self._policy = OffloadPolicy(
+            settings, *shared, self._disk, self._offloader, self.checkpoints, lambda: self.has_streams
+        )
+        self._public = PublicPrefix(self._tree, self._tiers, self._disk, self._offloader)
         self.remote = RemoteTier(
             self._tree,
             self._tiers,
+            self._disk,
             self.checkpoints,
-            size=settings.segment_size or SegmentSize(0, 1),
-            checkpoint_size=settings.checkpoints.size if self.checkpoints.has_states else None,
             seconds_to_compute=lambda n: n * settings.prefill_us / 1e6 or prefill_seconds(n),
         )
         """KV that several servers share."""
-        self._policy = OffloadPolicy(settings, *shared, self._offloader, self.checkpoints, lambda: self.has_streams)
-        self._public = PublicPrefix(self._tree, self._tiers, self._offloader)
-        self.pool = Pool(
-            self._tree,
-            self._sequences,
-            settings,
-            self._counters,
-            self._offloader,
-            self.checkpoints,
-            self.restorer,
-        )
-        self.dropper = Dropper(*shared, self._offloader)
-        """Deletes prefixes in all tiers."""
-        self._snapshots = SlotSnapshots(self._tree, self._sequences, self.pool, self._offloader, self.checkpoints)
+        self._pool = Pool(*shared, settings, self._counters, self._offloader, self.checkpoints, self._restorer)
+        self._window_cells = WindowCells(self._tree, self._sequences, self.checkpoints, self._offloader, settings)
+        self._dropper = Dropper(*shared, self._offloader)
+        self._snapshots = SlotSnapshots(self._tree, self._sequences, self._pool, self._offloader, self.checkpoints)
         self._ghosts = GhostList()
         self._n_cached_at: dict[int, int] = {}
         """Tokens that were cached when each running slot was acquired."""
@@ -139,7 +140,7 @@ class KVCache:
         """Tokens loaded in this step."""
         self.has_streams = False
         """True if streams run in this step, so that it may save and load only as much as fits into `gap_ms`."""
-        self.ignored = self._tiers.restore(on_disk, first_number)
+        self.ignored = self._disk.restore(on_disk, first_number)
         """Numbers of segments on disk that are too large to be used."""
 
     @property
@@ -156,7 +157,9 @@ class KVCache:
     @property
     def cells(self) -> CellStats:
         """Used, idle, pinned and free cells, as of the operations recorded so far."""
-        total, used, idle = self.settings.pool_cells, self.pool.n_used, self.pool.n_idle
+        total, used, idle = self.settings.pool_cells, self._sequences.n_cells, self._tree.n_idle_tokens
+        if not self.settings.shares_cells:
+            idle += self._sequences.n_idle_duplicates
         return CellStats(total, used, idle, pinned=used - idle, free=total - used)
 
     def length(self, seq: int) -> int:
@@ -167,14 +170,52 @@ class KVCache:
         """Return the longest cached prefix of `tokens`: `last` if the tree has not changed since that lookup."""
         if last is not None and last.version == self._tree.version and len(last.tokens) == len(tokens):
             return last
-        match = self.restorer.cut(self._public.match(namespace, tokens), self._offloader.worth_loading)
+        match = self._restorer.cut(self._public.match(namespace, tokens))
         return match.cut(0, ()) if self.is_on_trial else match
 
     def probe(self, namespace: str, tokens: bytes) -> CacheProbe:
         """Return the tiers in which a request with this prompt would find its KV now."""
         match = self.match(namespace, tokens[:-WIDTH])
-        miss = miss_reason(match, self._ghosts, self.settings.min_shared)
-        return probe_of(match, self._offloader.worth_loading(match), len(tokens) // WIDTH, miss)
+        in_ram = on_disk = 0
+        for part in self._loader.worth_loading(match):
+            if part.segment.state.is_loadable:
+                in_ram += part.end - part.start
+            else:
+                on_disk += part.end - part.start
+        n_tokens = len(tokens) // WIDTH
+        return CacheProbe(
+            prompt_tokens=n_tokens,
+            cells=match.n_resident,
+            ram=in_ram,
+            disk=on_disk,
+            computed=n_tokens - match.n_cached,
+            matched=match.n_matched,
+            miss=miss_reason(match, self._ghosts, self.settings.min_shared) or None,
+        )
+
+    def can_hold(self, match: Match, n_tokens: int, running: Mapping[int, int]) -> bool:
+        """True if a request of `n_tokens` fits into a unified pool beside the running ones.
+
+        `running` has the expected length of each of these by its slot. Idle cells count as free, except those of
+        the request's own prefix.
+        """
+        settings = self.settings
+        if not self._window_cells.fits([n_tokens, *running.values()]):
+            return False
+        n_kept = match.n_resident - match.n_idle if settings.shares_cells else 0
+        n_reserved = sum(n - self.length(slot) for slot, n in running.items())
+        cells = self.cells
+        n_missing = cells.pinned + n_reserved + n_tokens - n_kept - cells.total
+        # The request may get tokens that running requests hold in cells that are idle duplicates now. Those become
+        # pinned, so they cannot be counted as free.
+        return n_missing <= 0 or n_missing + n_kept <= self._sequences.n_idle_duplicates
+
+    def can_share(self, seq: int, n: int) -> bool:
+        """True if another request can continue from the first `n` tokens of a running sequence once it has these.
+
+        For a model with a partial state that takes a checkpoint, which the sequence must not have passed.
+        """
+        return not self.settings.has_states or (self.length(seq) <= n and self.checkpoints.can_take(n))
 
     def touch(self, matches: Iterable[Match]) -> None:
         """Mark prefixes as used now, so that they are evicted late."""
@@ -185,23 +226,28 @@ class KVCache:
     # --- a running request ---
 
     def acquire(self, slots: Sequence[int], match: Match, *, is_new: bool = True) -> Acquired:
-        """Give the resident part of a match to the best of `slots`, all idle, and pin it against eviction."""
+        """Give the resident part of a match to the best of `slots`, all idle, and pin it against eviction.
+
+        Where sliding windows have few cells, idle sequences are evicted until the match's window fits.
+        """
+        self._window_cells.evict_for(match)
+        match = self.match(match.namespace, match.tokens, match)
         miss = miss_reason(match, self._ghosts, self.settings.min_shared)
         if self.is_on_trial:
             miss = "self_test_pending"
         self._tiers.shares.use(tenant_of(match.namespace), is_new=is_new)
-        if self.checkpoints.has_states:
+        if self.settings.has_states:
             # Acquiring a slot may offload its old path and take its checkpoint. Neither may evict what this request
             # is about to load from RAM.
             self._tiers.load_pins[_NO_SEQ] = frozenset(part.segment for part in match.parts)
-        slot, n_copied = self.pool.acquire(slots, match)
+        slot, n_copied = self._pool.acquire(slots, match)
         if pins := self._tiers.load_pins.pop(_NO_SEQ, None):
             self._tiers.load_pins[slot] = pins
         self._tree.touch(self._sequences.end(slot), self._sequences.advance(), hits=1)
         self._tiers.touch(self._tree.match(match.namespace, match.tokens).segments)
         if match.public is not None:
             self._public.mark_used(match.tokens)
-        self.pool.ensure_free_id()
+        self._pool.ensure_free_id()
         n_resident = self.length(slot)
         n_cached = match.n_cached
         if not self.settings.unified and n_resident < min(match.n_resident, n_cached):
@@ -214,35 +260,39 @@ class KVCache:
 
     def load(self, seq: int, tokens: bytes) -> Loaded:
         """Extend a running sequence by the rest of the cached prefix: copy resident cells, then load segments."""
-        if self.is_on_trial or not self.restorer.may_load(seq):
+        if self.is_on_trial or not self._restorer.may_load(seq):
             return Loaded(LoadStatus.DONE)
         match = self._public.match(self._sequences.end(seq).namespace, tokens)
-        match = self.restorer.cut_to_pending(seq, match)
-        n_copied = self.pool.copy_resident(seq, match)
+        match = self._restorer.cut_to_pending(seq, match)
+        n_copied = self._pool.copy_resident(seq, match)
         if not self.settings.unified and self.length(seq) < min(match.n_resident, match.n_cached):
             # Computing is faster than the copy. Later segments are loaded only if segments cover the gap as well.
             start = self.length(seq)
             match = match.cut(start, match.parts_from(start))
         if n_copied:
-            self.pool.deduplicate()
+            self._pool.deduplicate()
         # In a partitioned pool every load loads the whole sequence again (fact 3), so one large load is cheaper.
         is_limited = self.has_streams and self.settings.unified
         limit = self.settings.max_tokens_in_gap(self.settings.load_us) if is_limited else None
         limit = None if limit is None else max(0, limit - self._n_loaded)
-        is_reading = self.restorer.is_reading(seq)
-        loaded = self._offloader.load(seq, match, limit, loads_all=self.restorer.is_waiting(seq))
+        is_reading = self._restorer.is_reading(seq)
+        loaded = self._loader.load(seq, match, limit, loads_all=self._restorer.is_waiting(seq))
         if is_reading and loaded.status is LoadStatus.DONE:
             loaded = replace(loaded, status=LoadStatus.READING)
-        self.restorer.finish(seq)
+        self._restorer.finish(seq)
         if loaded.status is LoadStatus.DONE:
-            self.restorer.fall_back(seq)
+            self._restorer.fall_back(seq)
         self._n_loaded += loaded.n_loaded
         self._counters.loaded_tokens += loaded.n_loaded
         return replace(loaded, n_copied=n_copied)
 
+    def lacks_state(self, seq: int) -> bool:
+        """True if a running sequence cannot be decoded yet, because its partial state is not restored."""
+        return self._restorer.lacks_state(seq)
+
     def append(self, seq: int, tokens: Tokens) -> None:
         """Append tokens that a running sequence computed."""
-        self.pool.append(seq, packed(tokens))
+        self._pool.append(seq, packed(tokens))
         if len(tokens) > 1:
             self._sequences.clock += len(tokens)
         if self.settings.unified:
@@ -256,7 +306,7 @@ class KVCache:
     def release(self, seq: int) -> None:
         """Unpin a slot whose request ended or was preempted; its KV stays cached if the model allows reuse."""
         self._tiers.unpin(seq)
-        self.restorer.cancel(seq)
+        self._restorer.cancel(seq)
         end = self._tree.end_node(seq)
         n_cached = self._n_cached_at.pop(seq, 0)
         if end is None:
@@ -274,12 +324,38 @@ class KVCache:
     def invalidate(self, seq: int) -> None:
         """Remove a sequence whose content is unknown after a failed decode."""
         self._tiers.unpin(seq)
-        self.restorer.cancel(seq)
+        self._restorer.cancel(seq)
         end = self._tree.end_node(seq)
         if end is not None:
             self._tree.touch(end, self._sequences.advance())
             self._tree.release(seq)
         self._sequences.reset(seq)
+
+    # --- failed steps ---
+
+    def on_save_failed(self, numbers: Collection[int], now: float) -> None:
+        """Handle segments that the backend had no memory to save."""
+        self._tiers.on_save_failed(numbers, now)
+        self._offloader.free_evicted()
+
+    def on_incomplete(self, operations: Iterable[Operation], seqs: Collection[int], now: float) -> None:
+        """Handle operations that failed in some sequences; the caller invalidates these."""
+        loads = (Load,) if self.settings.unified else (Load, Copy)
+        for each in operations:
+            if isinstance(each, loads) and each.dst in seqs:
+                self._tiers.on_load_failed(now)
+            elif isinstance(each, Restore) and each.dst in seqs:
+                # Or it would be tried again and again.
+                self._restorer.on_restore_failed(each.checkpoint)
+        self._offloader.free_evicted()
+
+    def on_step_failed(self, starts: Mapping[int, int]) -> None:
+        """Handle a decode that left partial states unknown; `starts` has the tokens held before it by sequence."""
+        self._restorer.on_step_failed(starts)
+
+    def recover_states(self, seqs: Iterable[int]) -> None:
+        """After a failed step, truncate running sequences that lost their state to their deepest checkpoint."""
+        self._restorer.recover(seqs)
 
     # --- a step ---
 
@@ -288,11 +364,11 @@ class KVCache:
 
         `is_stopping` makes every write due, because the server is shutting down.
         """
-        self.pool.deduplicate()
+        self._pool.deduplicate()
         if is_stopping:
             self._policy.flush(now)
-        self._policy.keep_ram_budget(self.ram_budget.n_bytes)
-        self._tiers.tick(now)
+        self._tiers.keep_budget(self.ram_budget.n_bytes)
+        self._disk.tick(now)
         self.remote.tick()
         if self.settings.ram_bytes:
             self.checkpoints.keep_budget(self.ram_budget.n_bytes / self.settings.ram_bytes)
@@ -307,6 +383,20 @@ class KVCache:
             self.touch(wanted())
             self._policy.offload_idle(n_prefill)
 
+    def free_cells(self, n_cells: int, n_least: int) -> int:
+        """Evict idle cells until a step can fill `n_cells`; returns how many it can fill.
+
+        If windows have few cells, sequences without a state are evicted only until `n_least` are free.
+        """
+        if self.cells.free < n_cells:
+            self.evict(n_cells - self.cells.free)
+        self._window_cells.evict(n_cells, n_least=n_least)
+        return self._window_cells.limit(self.cells.free)
+
+    def limit_by_windows(self, n_tokens: int, n_granted: int) -> int:
+        """Return how many of `n_tokens` fit into the windows' cells in addition to `n_granted` tokens."""
+        return self._window_cells.limit(n_tokens, n_granted)
+
     def vacate(self) -> bool:
         """Offload all idle prefixes if RAM can take them without evicting anything; True if any were evicted."""
         settings, size = self.settings, self.settings.segment_size
@@ -319,12 +409,11 @@ class KVCache:
     def can_empty_pool(self) -> bool:
         """True if RAM can take what leaves the pool: the tier is on, and host memory is not short."""
         settings, tiers = self.settings, self._tiers
-        is_short = tiers.ram.capacity < settings.min_ram_for_idle or tiers.now < tiers.saves_again_at
-        return settings.offloads and not is_short
+        return settings.offloads and tiers.may_save and tiers.ram.capacity >= settings.min_ram_for_idle
 
     def empty_pool(self) -> None:
         """Evict everything from the pool, to RAM as far as it fits. No request may be running."""
-        self.pool.deduplicate()
+        self._pool.deduplicate()
         self._offloader.evict(self.cells.total)
         for seq in self._sequences.all:
             self._sequences.clear(seq)
@@ -365,24 +454,55 @@ class KVCache:
         return self._tiers.take_jobs()
 
     def on_io(self, event: IoEvent, now: float) -> range | None:
-        """Handle the result of a disk job or a save; returns the positions of a segment that was read.
+        """Handle the result of a disk job; returns the positions of a segment that was read.
 
         The caller then hands its bytes to the backend. None if nothing was read, or if it is no longer wanted.
         """
-        segment = self._tiers.on_io(event, now)
+        segment = self._disk.on_io(event, now)
         # If a segment was dropped, its node may be gone, and with it a checkpoint.
         self._offloader.free_evicted()
         return range(segment.start, segment.end) if segment is not None else None
+
+    def learn(self, measured: CacheSettings) -> None:
+        """Take over costs that were measured after the start."""
+        self.settings.learn(measured)
+
+    # --- deletion ---
+
+    def drop(self, namespace: str | None = None) -> CacheCleared:
+        """Drop the prefixes of a namespace in which no request runs, or all idle prefixes."""
+        return self._dropper.drop(namespace)
+
+    def drop_resident(self) -> None:
+        """Drop all idle sequences, and all checkpoints that are not on disk."""
+        self._dropper.drop_resident()
+
+    def drop_paths(self, namespace: str, paths: Sequence[bytes]) -> CacheCleared:
+        """Drop paths, each back to its last fork."""
+        return self._dropper.drop_paths(namespace, paths)
+
+    def forks(self, namespace: str, paths: Iterable[bytes]) -> list[tuple[bytes, int]]:
+        """Return paths, each with the last position at which another path branches off, ends, or is running."""
+        return self._dropper.forks(namespace, paths)
+
+    def invalidate_path(self, namespace: str, tokens: bytes, *, with_public: bool) -> None:
+        """Drop the last node of a path whose KV may be invalid, with everything below it."""
+        self._dropper.invalidate_path(namespace, tokens, with_public=with_public)
 
     # --- slot files ---
 
     def save_slot(self, seq: int) -> SlotSave:
         """Record operations that save everything an idle slot holds. Raises `UnsavableSlotError`.
 
-        The backend has the bytes from the end of the next operations until `SlotSaved` is reported.
+        The backend has the bytes from the end of the next operations until `free_saved`.
         """
-        self.pool.deduplicate()
+        self._pool.deduplicate()
         return self._snapshots.save(seq)
+
+    def free_saved(self, numbers: Iterable[int]) -> None:
+        """Let the backend free the bytes of a saved slot."""
+        self._tiers.free(numbers)
+        self._offloader.free_evicted()
 
     def restore_slot(self, seq: int, snapshot: SlotSnapshot) -> dict[int, SnapshotPart] | None:
         """Replace the content of an idle slot by a snapshot; returns KV for the backend, by segment number.
@@ -390,21 +510,30 @@ class KVCache:
         The backend needs that KV before the next operations. None if running requests leave too few cells.
         The slot's old path moves to a spare sequence.
         """
-        self.pool.deduplicate()
+        self._pool.deduplicate()
         n_tokens = len(snapshot.tokens) // WIDTH
-        self.window_cells.evict(min(n_tokens, self.settings.checkpoints.n_swa), kept=(seq,))
+        self._window_cells.evict(min(n_tokens, self.settings.checkpoints.n_swa), kept=(seq,))
         return self._snapshots.restore(seq, snapshot)
 
     # --- inspection ---
 
     def stats(self) -> CacheStats:
         """Statistics of the cache, in constant time; the scheduler adds what requests reused."""
-        settings = self.settings
+        settings, ram, budget = self.settings, self._tiers.ram, self.ram_budget
         return structs.replace(
             self._counters,
             cells=self.cells,
-            ram=ram_stats(self._tiers, self.ram_budget),
-            disk=disk_stats(self._tiers),
+            ram=RamStats(
+                total_bytes=budget.n_bytes,
+                used_bytes=ram.n_bytes,
+                tokens=ram.n_tokens,
+                segments=len(ram),
+                max_bytes=budget.max_bytes,
+                saved_bytes=self._counters.ram.saved_bytes,
+                state=budget.state.value,
+                reason=budget.reason,
+            ),
+            disk=self._disk.stats,
             remote=self.remote.stats,
             checkpoints=self.checkpoints.stats,
             sequences=SequenceStats(settings.n_slots, settings.n_spare, self._sequences.n_in_use, settings.n_seqs),
@@ -415,7 +544,7 @@ class KVCache:
     ) -> CacheState:
         """Statistics, the `top` prefixes of the tree (as text too if `detokenize` is given), and all tenants."""
         listing = tree_listing(self._tree, stats, top, detokenize)
-        listing.tenants = tenant_stats(self._tree, self._tiers)
+        listing.tenants = self._tiers.tenant_stats()
         return listing
 
     def check(self, range_of: Callable[[int], range]) -> None:
@@ -425,7 +554,7 @@ class KVCache:
         """
         assert not self._sequences.operations
         self._tiers.check(self._tree.check())
-        self.restorer.check()
+        self._restorer.check()
         self._sequences.duplicates.check()
         for seq in self._sequences.all:
             assert range_of(seq) == range(self.length(seq)), f"sequence {seq}"

@@ -130,9 +130,14 @@ class CacheSettings:
         return MIN_POOLS_IN_RAM * self.segment_size.of(self.n_cells) if self.segment_size is not None else 0
 
     @property
+    def has_states(self) -> bool:
+        """True for a model with a partial state."""
+        return self.checkpoints.kind is not StateKind.NONE
+
+    @property
     def can_reuse(self) -> bool:
         """True if prefixes are reused."""
-        return self.can_trim or self.checkpoints.kind is not StateKind.NONE
+        return self.can_trim or self.has_states
 
     @property
     def shares_cells(self) -> bool:
@@ -202,10 +207,6 @@ class CacheSettings:
     def load_cost(self) -> float:
         """Time to load a token divided by the time to compute it; 0 if unknown."""
         return self.load_us / self.prefill_us if self.prefill_us else 0.0
-
-    def pays_to_load(self, n_wanted: int, n_loaded: int) -> bool:
-        """True if loading `n_loaded` tokens is faster than computing the `n_wanted` needed ones among them."""
-        return n_wanted > self.load_cost * n_loaded
 
     def move_us(self, n_saved: int, n_loaded: int) -> float:
         """Return the microseconds to save `n_saved` tokens and load `n_loaded`; unknown costs count as 0."""

@@ -21,10 +21,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from itertools import pairwise
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from llamaslot.base.kv_ops import Share
-from llamaslot.kvcache.node import Node
+from llamaslot.kvcache.nodes import Node
 from llamaslot.kvcache.radix_tree import RadixTree
 
 _Range: TypeAlias = tuple[int, int, int]
@@ -33,8 +33,8 @@ _Stretch: TypeAlias = tuple[set[int], int, int]
 """The holders of a range of positions, all with the same holders, and the range."""
 
 
-class Duplicates(Protocol):
-    """Count of duplicate cells among the sequences of a tree.
+class Duplicates:
+    """Count of duplicate cells among the sequences of a tree; this base class counts none.
 
     Must be told of every change of a sequence, after the change of the tree (`copy` also before it).
     """
@@ -45,6 +45,7 @@ class Duplicates(Protocol):
 
         Valid only once all changes were reported.
         """
+        return 0
 
     def add(self, seq: int, start: int, end: int) -> None:
         """Record that a sequence computed, or loaded into its own cells, tokens that others hold already."""
@@ -57,19 +58,22 @@ class Duplicates(Protocol):
 
     def idle_holders(self, is_pinned: Callable[[int], bool]) -> set[int]:
         """Return the idle sequences that have duplicate cells which no pinned sequence uses."""
+        return set()
 
     def n_idle_cells(self, is_pinned: Callable[[int], bool]) -> int:
         """Return the number of those cells."""
+        return 0
 
     def resolve(self) -> list[Share]:
         """Return operations that make sequences share cells, where the model allows it; updates the count."""
+        return []
 
     def check(self) -> None:
         """Verify the ranges; raises `AssertionError`."""
 
 
-class DuplicateCells:
-    """Duplicates that are removed. Implements `Duplicates`."""
+class DuplicateCells(Duplicates):
+    """Duplicates that are removed before the next step, so none is idle."""
 
     def __init__(self, tree: RadixTree) -> None:
         self._tree = tree
@@ -98,14 +102,6 @@ class DuplicateCells:
         """Record that a sequence dropped all but its first `keep` tokens."""
         cut = [(s, a, min(b, keep)) if s == seq else (s, a, b) for s, a, b in self._ranges]
         self._ranges = [(s, a, b) for s, a, b in cut if a < b]
-
-    def idle_holders(self, is_pinned: Callable[[int], bool]) -> set[int]:
-        """Return no sequence: duplicates do not outlive the step."""
-        return set()
-
-    def n_idle_cells(self, is_pinned: Callable[[int], bool]) -> int:
-        """Return 0: duplicates do not outlive the step."""
-        return 0
 
     def resolve(self) -> list[Share]:
         """Return operations that replace every duplicate by the cells of another holder.
@@ -137,10 +133,11 @@ class DuplicateCells:
         return shares
 
 
-class OwnCells:
+class OwnCells(Duplicates):
     """Duplicates in a partitioned pool, where each sequence has its own cell for each of its tokens.
 
-    Implements `Duplicates` from the lengths of the sequences: nothing is recorded, nothing can be removed.
+    They follow from the lengths of the sequences: nothing is recorded, and nothing can be removed. Clearing others
+    does not help a request, which has the cells of its own part, so there are no `idle_holders`.
     """
 
     def __init__(self, tree: RadixTree, n_seqs: int) -> None:
@@ -152,30 +149,10 @@ class OwnCells:
         """Cells in addition to those that the tree counts."""
         return sum(map(self._tree.length, self._seqs)) - self._tree.n_tokens
 
-    def add(self, seq: int, start: int, end: int) -> None:
-        """Do nothing."""
-
-    def copy(self, src: int, dst: int, start: int, end: int) -> None:
-        """Do nothing."""
-
-    def truncate(self, seq: int, keep: int) -> None:
-        """Do nothing."""
-
-    def idle_holders(self, is_pinned: Callable[[int], bool]) -> set[int]:
-        """Return no sequence: a request has the cells of its own part, so clearing others does not help it."""
-        return set()
-
     def n_idle_cells(self, is_pinned: Callable[[int], bool]) -> int:
         """Return the cells of idle sequences in addition to those that the tree counts as idle."""
         idle = [seq for seq in self._seqs if not is_pinned(seq)]
         return sum(map(self._tree.length, idle)) - self._tree.n_idle_tokens
-
-    def resolve(self) -> list[Share]:
-        """Return no operation: the parts of a pool cannot share cells."""
-        return []
-
-    def check(self) -> None:
-        """Do nothing: `n_cells` follows from the tree."""
 
 
 class _Group(NamedTuple):
@@ -186,8 +163,8 @@ class _Group(NamedTuple):
     end: int
 
 
-class KeptDuplicates:
-    """Duplicates that stay until their holders drop them. Implements `Duplicates`.
+class KeptDuplicates(Duplicates):
+    """Duplicates that stay until their holders drop them.
 
     At each position a sequence is in at most one group. Holders in no group share the cells that the tree counts.
     """

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from llamaslot.kvcache.node import Node
+from llamaslot.kvcache.nodes import Node
 
 _Entry: TypeAlias = tuple[int, int, Node]
 """Last use of the node, a serial number that breaks ties by age, and the node."""

@@ -7,8 +7,7 @@ from itertools import takewhile
 
 from llamaslot.base.stats import Miss
 from llamaslot.base.tokens import WIDTH
-from llamaslot.kvcache.node import Node
-from llamaslot.kvcache.segment import Segment
+from llamaslot.kvcache.nodes import Node, Segment
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +130,8 @@ class Acquired:
 
 def segment_parts(last: Node, start: int, end: int) -> tuple[SegmentPart, ...]:
     """Segments that cover `[start, end)` of the path to a node, up to the first gap."""
-    covering = list(takewhile(lambda node: node.end > start, last.path_to_root())) if start < end else []
+    path = takewhile(lambda node: node.end > start, last.path_to_root())
+    covering = [node for node in path if start < end and node.start < end]
     parts: list[SegmentPart] = []
     for node in reversed(covering):
         if node.segment is None:

@@ -22,13 +22,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from itertools import pairwise
 
 from llamaslot.base.tokens import WIDTH
 from llamaslot.kvcache.eviction import EvictionQueue
 from llamaslot.kvcache.match import Match, segment_parts
-from llamaslot.kvcache.node import Node, n_equal, walk
-from llamaslot.kvcache.segment import Checkpoint, Segment
-from llamaslot.kvcache.tree_check import check_tree
+from llamaslot.kvcache.nodes import Checkpoint, Node, Segment, n_equal, walk
 
 
 class RadixTree:
@@ -243,11 +242,32 @@ class RadixTree:
     # --- invariants ---
 
     def check(self) -> set[Segment]:
-        """Verify all invariants; raises `AssertionError`. Takes time in proportion to the tree.
+        """Verify all invariants, in time proportional to the tree; raises `AssertionError`.
 
-        Returns all segments.
+        Returns all segments and checkpoints.
         """
-        return check_tree(self, roots=self._roots.values(), ends=self._ends, pinned=self._pinned)
+        n_tokens, n_pinned = Counter[str](), 0
+        covered: dict[Segment, list[Node]] = {}
+        nodes = list(self.nodes())
+        for node in nodes:
+            node.check(self._pinned)
+            assert not node.is_idle_leaf or node in self.eviction, "a leaf that cannot be evicted"
+            n_tokens[node.tenant] += node.n_tokens * node.is_resident
+            n_pinned += node.n_tokens * bool(node.n_pins)
+            if node.segment is not None:
+                covered.setdefault(node.segment, []).append(node)
+        assert (n_tokens, n_pinned) == (self.n_tokens_of, self.n_pinned_tokens)
+        assert n_tokens.total() == self.n_tokens
+        assert self._pinned <= self._ends.keys()
+        assert all(seq in node.end_of for seq, node in self._ends.items())
+        roots = self._roots.values()
+        assert sum(len(node.end_of) for node in (*nodes, *roots)) == len(self._ends)
+        assert all(root.children or root.end_of for root in roots), "a namespace without KV"
+        for segment, covering in covered.items():
+            assert covering == segment.nodes
+            assert (covering[0].start, covering[-1].end) == (segment.start, segment.end)
+            assert all(b.parent is a for a, b in pairwise(covering)), "a segment that branches"
+        return {*covered, *(node.checkpoint for node in nodes if node.checkpoint is not None)}
 
     # --- inside ---
 

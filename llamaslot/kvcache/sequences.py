@@ -15,7 +15,7 @@ from llamaslot.base.model import StateKind
 from llamaslot.base.tokens import WIDTH
 from llamaslot.kvcache.duplicates import DuplicateCells, Duplicates, KeptDuplicates, OwnCells
 from llamaslot.kvcache.match import Match
-from llamaslot.kvcache.node import Node
+from llamaslot.kvcache.nodes import Node
 from llamaslot.kvcache.radix_tree import RadixTree
 
 
@@ -52,6 +52,16 @@ class Sequences:
             if shares_cells
             else OwnCells(self._tree, n_seqs)
         )
+
+    @property
+    def n_cells(self) -> int:
+        """Cells in use: one for each resident token, and duplicates."""
+        return self._tree.n_tokens + self.duplicates.n_cells
+
+    @property
+    def n_idle_duplicates(self) -> int:
+        """Duplicate cells that only idle sequences use; eviction frees them."""
+        return self.duplicates.n_idle_cells(self._tree.is_pinned)
 
     @property
     def n_in_use(self) -> int:

@@ -14,7 +14,7 @@ from msgspec.structs import asdict
 
 from llamaslot.base.stats import CachePrefix, CacheState, CacheStats
 from llamaslot.base.tokens import WIDTH, unpacked
-from llamaslot.kvcache.node import Node
+from llamaslot.kvcache.nodes import Node
 from llamaslot.kvcache.radix_tree import RadixTree
 
 _MAX_TEXT_TOKENS = 256

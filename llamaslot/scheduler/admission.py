@@ -37,7 +37,7 @@ class Admission:
         self._cache = cache
         self._slots = slots
         self._n_ctx_slot = n_ctx_slot
-        self._in_flight = InFlight(self._has_passed)
+        self._in_flight = InFlight(lambda leader, n: not cache.can_share(leader.slot, n))
         self._shares = FairShare()
         self._mean_generated = 0.0
         self.queue: list[Request] = []
@@ -180,7 +180,6 @@ class Admission:
 
     def _start(self, request: Request, choices: Sequence[int], now: float) -> None:
         self.queue.remove(request)
-        self._cache.window_cells.evict_for(self.match(request))
         acquired = self._cache.acquire(choices, self.match(request), is_new=request.slot < 0)
         request.admit(acquired, now)
         self._slots[request.slot].request = request
@@ -211,15 +210,10 @@ class Admission:
             self.n_waits += not request.n_waited_for
             request.n_waited_for = max(request.n_waited_for, n_in_flight)
         waits = min(n_in_flight, request.n_waited_for) > match.n_cached
-        if waits and self._cache.checkpoints.has_states:
+        if waits and self._cache.settings.has_states:
             for leader in leaders:
                 leader.stops.add(n_in_flight)
         return waits
-
-    def _has_passed(self, leader: Request, n: int) -> bool:
-        """True if sharing `n` tokens of a running request needs a checkpoint there that cannot be taken."""
-        checkpoints = self._cache.checkpoints
-        return checkpoints.has_states and (self._cache.length(leader.slot) > n or not checkpoints.can_take(n))
 
     def _fits(self, request: Request, running: Sequence[Request]) -> bool:
         """True if a request's prompt and expected reply fit into the pool together with those of running requests.
@@ -231,22 +225,8 @@ class Admission:
             return not self.exceeds_part(request)
         if not running:
             return True
-        if not cache.window_cells.fits([len(r.tokens) + self.n_expected(r) for r in (request, *running)]):
-            return False
-        reserved = sum(len(r.tokens) - cache.length(r.slot) + self.n_expected(r) for r in running)
-        needed = len(request.tokens) + self.n_expected(request)
-        if cache.settings.shares_cells:
-            match = self.match(request)
-            needed += match.n_idle - match.n_resident
-        n_missing = cache.cells.pinned + reserved + needed - cache.cells.total
-        if n_missing <= 0:
-            return True
-        if not cache.settings.shares_cells:
-            return n_missing <= cache.pool.n_idle_duplicates
-        # The request may get tokens that running requests hold in cells that are idle duplicates now. Those become
-        # pinned, so they cannot be counted as free.
-        match = self.match(request)
-        return n_missing + match.n_resident - match.n_idle <= cache.pool.n_idle_duplicates
+        expected = {r.slot: len(r.tokens) + self.n_expected(r) for r in running}
+        return cache.can_hold(self.match(request), len(request.tokens) + self.n_expected(request), expected)
 
     def exceeds_part(self, request: Request) -> bool:
         """True if a request is expected to outgrow a part of the pool, and the layout may change."""

@@ -9,6 +9,7 @@ import numpy as np
 
 from llamaslot.base.tokens import WIDTH
 from llamaslot.kvcache.cache import KVCache
+from llamaslot.kvcache.tiers.checkpoints import Checkpoints
 from llamaslot.scheduler.checkpoint_stops import prompt_stops
 from llamaslot.scheduler.request import Request
 
@@ -19,14 +20,15 @@ class CheckpointTaker:
     `control` has the ids of control tokens: each of them begins or ends a message.
     """
 
-    def __init__(self, cache: KVCache, control: Collection[int], n_ctx_slot: int) -> None:
+    def __init__(self, cache: KVCache, checkpoints: Checkpoints, control: Collection[int], n_ctx_slot: int) -> None:
         self._cache = cache
+        self._checkpoints = checkpoints
         self._control = np.array(sorted(control), dtype=np.int32)
         self._n_ctx_slot = n_ctx_slot
 
     def choose_stops(self, request: Request) -> None:
         """Choose where an admitted request stops for checkpoints from which later requests may continue."""
-        checkpoints = self._cache.checkpoints
+        checkpoints = self._checkpoints
         if not checkpoints.has_states or request.is_private:
             return
         # Looked up by tokens, because what is still to be loaded is not on the slot's path yet.
@@ -57,7 +59,7 @@ class CheckpointTaker:
 
         Checkpoints that admissions in this plan took count towards the limit. `queue` has the waiting requests.
         """
-        checkpoints = self._cache.checkpoints
+        checkpoints = self._checkpoints
         limit = self._cache.settings.max_takes_in_gap if self._cache.has_streams else None
         if not checkpoints.has_states or limit == 0:
             # If even one checkpoint takes longer than the gap, none is taken while streams run.
@@ -84,7 +86,7 @@ class CheckpointTaker:
 
     def _precedes_reply(self, request: Request, position: int) -> bool:
         """True if the prompt ends a few tokens after this position."""
-        return 0 < request.n_prompt - position < self._cache.checkpoints.settings.min_gap
+        return 0 < request.n_prompt - position < self._checkpoints.settings.min_gap
 
     def _is_due(self, request: Request, queue: Sequence[Request]) -> bool:
         """True at a stop, and at the end of a prompt of which further choices are waiting for a slot."""

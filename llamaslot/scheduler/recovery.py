@@ -11,9 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from llamaslot.base.backend import Status
-from llamaslot.base.kv_ops import Copy, Load, Restore
 from llamaslot.kvcache.cache import KVCache
-from llamaslot.kvcache.tiers.disk_io import LoadFailed
 from llamaslot.scheduler.admission import Admission
 from llamaslot.scheduler.request import Request, Slot
 from llamaslot.scheduler.step import StepPlan, StepResult
@@ -49,12 +47,7 @@ class Recovery:
 
     def drop_incomplete(self, incomplete: Collection[int], plan: StepPlan, now: float) -> None:
         """Drop sequences whose operations failed; their requests start again from what is cached."""
-        loads = (Load,) if self._cache.settings.unified else (Load, Copy)
-        if any(isinstance(each, loads) and each.dst in incomplete for each in plan.operations):
-            self._cache.on_io(LoadFailed(), now)
-        for each in plan.operations:
-            if isinstance(each, Restore) and each.dst in incomplete:
-                self._cache.restorer.on_restore_failed(each.checkpoint)
+        self._cache.on_incomplete(plan.operations, incomplete, now)
         for seq in incomplete:
             if seq < len(self._slots) and self._slots[seq].request is not None:
                 self._invalidate(seq)
@@ -67,9 +60,9 @@ class Recovery:
 
     def on_failed(self, plan: StepPlan, result: StepResult) -> Request | None:
         """Keep what a failed decode computed; returns the request at fault, to be ended, if it ran alone."""
-        status, restorer = result.decoded.status, self._cache.restorer
+        status = result.decoded.status
         if status in (Status.ABORTED, Status.FATAL):
-            restorer.on_step_failed({work.run.seq: work.run.start for work in plan.work})
+            self._cache.on_step_failed({work.run.seq: work.run.start for work in plan.work})
         for work in plan.work:
             run = work.run
             n_applied = result.lengths[run.seq] - run.start
@@ -83,11 +76,8 @@ class Recovery:
         if status in (Status.ABORTED, Status.FATAL):
             if not self._cache.settings.can_reuse:
                 self._invalidate_others({work.run.seq for work in plan.work})
-            for slot in self._slots:
-                # A slot that still waits for its state has lost none.
-                is_hit = slot.id not in self._invalidated and not restorer.is_waiting(slot.id)
-                if slot.request is not None and is_hit:
-                    restorer.fall_back(slot.id)
+            running = (slot.id for slot in self._slots if slot.request is not None)
+            self._cache.recover_states(slot for slot in running if slot not in self._invalidated)
         # Cells are counted exactly, so this should not happen (fact 12). If it does, evict all idle cells and
         # retry.
         if status is Status.NO_CELLS and self._cache.evict(self._cache.cells.idle):

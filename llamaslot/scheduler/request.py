@@ -19,7 +19,7 @@ from llamaslot.base.namespaces import private_namespace, salt_namespace
 from llamaslot.base.stats import Miss
 from llamaslot.base.tokens import WIDTH, TokenizedPrompt, Tokens, packed
 from llamaslot.kvcache.match import Acquired, Match
-from llamaslot.kvcache.offload.offloader import Loaded
+from llamaslot.kvcache.offload.load_or_compute import Loaded
 from llamaslot.scheduler.checkpoint_stops import CheckpointStops
 from llamaslot.scheduler.reasoning_limit import ReasoningLimit
 

@@ -30,9 +30,9 @@ from llamaslot.base.stats import CacheStats
 from llamaslot.base.tokens import WIDTH, packed
 from llamaslot.kvcache.cache import KVCache
 from llamaslot.kvcache.cache_settings import CacheSettings
-from llamaslot.kvcache.offload.offloader import LoadStatus
-from llamaslot.kvcache.offload.policy import Deadlines
-from llamaslot.kvcache.tiers.disk_io import SaveFailed, SegmentMeta
+from llamaslot.kvcache.offload.load_or_compute import LoadStatus
+from llamaslot.kvcache.offload.offload_policy import Deadlines
+from llamaslot.kvcache.tiers.disk_io import SegmentMeta
 from llamaslot.scheduler.admission import Admission
 from llamaslot.scheduler.checkpoint_taker import CheckpointTaker
 from llamaslot.scheduler.chunk_sizer import ChunkSizer
@@ -118,7 +118,8 @@ class Scheduler:
         self.cache = KVCache(
             cache_settings, prefill_seconds=self.chunks.seconds, on_disk=on_disk, first_number=first_number
         )
-        self._taker = CheckpointTaker(self.cache, control, info.n_ctx_slot)
+        self._remote = self.cache.remote
+        self._taker = CheckpointTaker(self.cache, self.cache.checkpoints, control, info.n_ctx_slot)
         self.slots = [Slot(i) for i in range(cache_settings.n_slots)]
         self.admission = Admission(self.cache, self.slots, info.n_ctx_slot)
         self.queue = self.admission.queue
@@ -143,7 +144,7 @@ class Scheduler:
 
     def learn(self, info: ModelInfo, measured: CacheSettings) -> None:
         """Take over costs that could not be measured when the model was loaded."""
-        self.cache.settings.learn(measured)
+        self.cache.learn(measured)
         self._padding = _padding(info, measured)
         self._passes = Passes(info.step_cost, info.n_slots)
 
@@ -164,14 +165,14 @@ class Scheduler:
             self.admission.withdraw(request)
         else:
             self.admission.release(request)
-        self.cache.remote.unpin(request.id)
+        self._remote.unpin(request.id)
         request.handle(RequestEvent.END, now)
         self.reuse.count(request)
         if not cancelled:
             self.admission.observe_length(request.n_generated)
         others = (*self.queue, *self.running)
         if request.is_private and all(other.namespace != request.namespace for other in others):
-            self.cache.dropper.drop(request.namespace)
+            self.cache.drop(request.namespace)
 
     def stop(self, now: float) -> None:
         """End all requests. Later plans only write everything to disk."""
@@ -211,7 +212,7 @@ class Scheduler:
         self.cache.has_streams = any(request.is_stream(self._n_pending(request)) for request in running)
         loaded, is_loading = self._load(running)
         for request in self.admitted:
-            self.cache.remote.unpin(request.id)
+            self._remote.unpin(request.id)
         able = [request for request in suspects[:1] or by_share(running) if request in loaded]
         turn = self._turns.next(able, self._n_pending, now)
         ready = self._taker.take_due(turn.requests, self.queue)
@@ -242,7 +243,7 @@ class Scheduler:
             padding=padding,
             n_extra_steps=n_extra_steps,
             jobs=self.cache.take_jobs(),
-            uploads=self.cache.remote.take_uploads(),
+            uploads=self._remote.take_uploads(),
             turn=turn,
         )
 
@@ -250,7 +251,7 @@ class Scheduler:
         """Update the state to what the backend did for `plan`."""
         self._turns.commit(plan.turn)
         if result.unsaved:
-            self.cache.on_io(SaveFailed(result.unsaved), now)
+            self.cache.on_save_failed(result.unsaved, now)
         if result.incomplete:
             plan = plan.without(result.incomplete)
             self.recovery.drop_incomplete(result.incomplete, plan, now)
@@ -291,7 +292,7 @@ class Scheduler:
         is_loading = False
         for request in running:
             n_pending = self._n_pending(request)
-            lacks_state = self.cache.restorer.lacks_state(request.slot)
+            lacks_state = self.cache.lacks_state(request.slot)
             if lacks_state or (n_pending > 1 and not request.is_stream(n_pending)):
                 result = self.cache.load(request.slot, request.prefix)
                 request.count_loaded(result)
@@ -349,19 +350,19 @@ class Scheduler:
         """
         request = work.request
         namespace, tokens = request.namespace, packed(request.tokens.view())
-        self.cache.remote.deny(namespace, tokens)
+        self._remote.deny(namespace, tokens)
         self.cache.invalidate(request.slot)
         if request.n_reused and not request.n_generated and not request.is_private:
             reused = tokens[: request.n_reused * WIDTH]
             self._preempt(request, now)
-            self.cache.dropper.drop_paths(namespace, [tokens])
+            self.cache.drop_paths(namespace, [tokens])
             is_left = self.cache.match(namespace, reused).n_cached >= request.n_reused
             request.isolate(reused if is_left else b"")
             return [DecodeFailed(request, "INVALID_LOGITS", is_retried=True)]
         failed = work.samples or (request,)
         for each in failed:
             self.end(each, now)
-        self.cache.dropper.drop_paths(namespace, [tokens])
+        self.cache.drop_paths(namespace, [tokens])
         return [DecodeFailed(each, "INVALID_LOGITS") for each in failed]
 
     def _take_tokens(self, request: Request, token: int, result: StepResult, now: float) -> Sampled:
@@ -370,7 +371,7 @@ class Scheduler:
         if request.distrusted:
             # Without that cached prefix the logits are valid, so its KV is dropped. Only the last node is: if the
             # fault is further up, the next request that reuses it will show that.
-            self.cache.dropper.invalidate_path(
+            self.cache.invalidate_path(
                 salt_namespace(request.params.cache_salt), request.distrusted, with_public=request.n_public > 0
             )
             request.distrusted = b""

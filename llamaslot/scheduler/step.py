@@ -30,8 +30,8 @@ from llamaslot.base.kv_ops import (
     Share,
     Take,
 )
-from llamaslot.kvcache.remote.remote_io import Upload
 from llamaslot.kvcache.tiers.disk_io import Job
+from llamaslot.kvcache.tiers.remote_io import Upload
 from llamaslot.scheduler.request import Request
 
 

@@ -151,10 +151,7 @@ class StepPlanner:
             return wanted
         while True:
             n = self._n_granted + wanted
-            if self._cache.cells.free < n:
-                self._cache.evict(n - self._cache.cells.free)
-            self._cache.window_cells.evict(n, n_least=self._n_granted + 1)
-            free = self._cache.window_cells.limit(self._cache.cells.free) - self._n_granted
+            free = self._cache.free_cells(n, n_least=self._n_granted + 1) - self._n_granted
             if free > 0:
                 return min(wanted, free)
             last = self._running.pop()
@@ -201,7 +198,7 @@ class StepPlanner:
         assert self._cache.settings.scratch is not None
         run = self._padding.run(self._n_granted, self._cache.settings.scratch)
         n, free = len(run.tokens), self._cache.cells.free - self._n_granted
-        if self._cache.window_cells.limit(n, self._n_granted) < n:
+        if self._cache.limit_by_windows(n, self._n_granted) < n:
             return ()
         may_evict = not self.preempted and gain > self._padding.eviction_cost_ms
         if free < n <= free + self._cache.cells.idle and may_evict:
@@ -233,6 +230,6 @@ class StepPlanner:
             wanted = min(n_steps * len(work), max(len(work), MAX_CELLS_AHEAD))
             if not self.preempted and free < wanted:
                 free += self._cache.evict(wanted - free)
-            free = self._cache.window_cells.limit(free, self._n_granted + self._n_padding)
+            free = self._cache.limit_by_windows(free, self._n_granted + self._n_padding)
             n_steps = min(n_steps, free // len(work))
         return n_steps

@@ -27,8 +27,7 @@ KEY = {"LLAMASLOT_CACHE_REMOTE_KEY": "a secret of 32 bytes, as it seems"}
 RETRY_S = 0.3
 SOON = f"""
 from llamaslot.backend.remote import redis_store
-from llamaslot.kvcache.remote import remote_tier
-from llamaslot.kvcache.tiers import pacing
+from llamaslot.kvcache.tiers import pacing, remote_tier
 pacing.PARTIAL_DELAY_S, pacing.RETRY_DELAY_S = 0.1, {RETRY_S}
 redis_store._TRANSFER_TIMEOUT_S = 1.5
 """

@@ -40,6 +40,7 @@ from llamaslot.base.stats import CacheStats
 from llamaslot.base.text_records import Session, TextAnchor, TextRecord
 from llamaslot.kvcache.radix_tree import RadixTree
 from llamaslot.kvcache.tiers.disk_io import CorruptSegmentError, SegmentMeta, WriteTotals, path_digest
+from llamaslot.kvcache.tiers.disk_tier import DiskTier
 from llamaslot.kvcache.tiers.segment_tiers import SegmentTiers
 from tests.conftest import LONG
 from tests.prompts.test_token_memory import reply
@@ -643,7 +644,7 @@ def test_a_damaged_index_never_gives_a_segment_to_another_prefix(folder: Path) -
         store = opened(folder)
         tree = RadixTree()
         tiers = SegmentTiers(tree, 10**9, SIZE, 512, CacheStats(), disk_bytes=10**9)
-        tiers.restore(store.take_segments(), store.first_number)
+        DiskTier(tiers, tree).restore(store.take_segments(), store.first_number)
         tiers.check(tree.check())
         for found in tiers.disk:
             path = found.prefix

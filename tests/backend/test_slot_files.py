@@ -15,7 +15,7 @@ from llamaslot.backend.disk.disk_store import checksum_of
 from llamaslot.backend.disk.slot_files import _HEADER, VERSION
 from llamaslot.base.kv_ops import Kv
 from llamaslot.base.model import CheckpointSize, SegmentSize
-from llamaslot.kvcache.pools.slot_snapshot import (
+from llamaslot.kvcache.slot_snapshots import (
     MAX_SAVED_CHECKPOINTS,
     InvalidSnapshotError,
     SlotSnapshot,

@@ -22,7 +22,7 @@ from llamaslot.base.events import Finished
 from llamaslot.base.kv_ops import Copy, Load, Operation
 from llamaslot.base.tokens import WIDTH
 from llamaslot.kvcache.match import Match
-from llamaslot.kvcache.node import Node
+from llamaslot.kvcache.nodes import Node
 from llamaslot.kvcache.radix_tree import RadixTree
 from tests.conftest import LONG
 from tests.demo.talks import TEMPLATE, dialogues, turns

@@ -144,7 +144,7 @@ async def test_eight_conversations_go_on_in_a_pool_and_ram_for_three(
     computed = fewest = 0
     async with running(backend, disk=store, **budgets) as engine:
         cache = engine.engine.scheduler.cache
-        tiers, policy = cache._tiers, cache._policy
+        tiers, disk_tier, policy = cache._tiers, cache._disk, cache._policy
         for n in range(3):
             for i, text in enumerate(texts):
                 before = len(backend.vocab.tokenize(text, add_special=True, parse_special=True)) if n else 0
@@ -157,7 +157,7 @@ async def test_eight_conversations_go_on_in_a_pool_and_ram_for_three(
                     while (
                         tiers.busy
                         or policy._idle_work_at is not None
-                        or (tiers.writer.due_at or math.inf) <= engine.engine._clock()
+                        or (disk_tier.due_at or math.inf) <= engine.engine._clock()
                     ):
                         await asyncio.sleep(0.001)
         stats = engine.engine.scheduler.cache.stats()

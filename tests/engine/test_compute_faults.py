@@ -262,11 +262,11 @@ async def test_bad_kv_on_disk_is_dropped_and_what_continues_it_beside(
     head = "p" * 100
     settings = {"disk": store, "ram_bytes": 10**6, "idle_cells": 0}
     async with running(backend, debug_invariants=True, **settings) as engine:
-        tiers = engine.engine.scheduler.cache._tiers
+        tiers, disk_tier = engine.engine.scheduler.cache._tiers, engine.engine.scheduler.cache._disk
         for i, rest in enumerate(("x" * 40, "y" * 40)):
             await engine.submit(str(i), head + rest)
             async with asyncio.timeout(10):
-                while len(tiers.disk) <= i or tiers.writer.writing:
+                while len(tiers.disk) <= i or disk_tier.writing:
                     await asyncio.sleep(0.005)
         longest = max((each for each in tiers.ram if each.start == 0), key=lambda each: each.end)
         assert longest.end > len(head)

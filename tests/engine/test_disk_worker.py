@@ -21,7 +21,7 @@ from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.kv_ops import Kv
 from llamaslot.base.stats import DiskStats
 from llamaslot.engine import disk_worker, engine
-from llamaslot.kvcache.tiers import disk_pacing, pacing
+from llamaslot.kvcache.tiers import pacing
 from llamaslot.kvcache.tiers.disk_io import CorruptSegmentError, SegmentMeta
 from tests.engine.harness import Harness, alone, running
 from tests.fake_backend import SEGMENT_SIZE, FakeBackend
@@ -59,10 +59,10 @@ async def served(folder: Path, **settings: object) -> AsyncIterator[Harness]:
 
 async def written(harness: Harness) -> int:
     """Wait until everything is on disk, and return its number of tokens."""
-    tiers = harness.engine.scheduler.cache._tiers
+    tiers, disk_tier = harness.engine.scheduler.cache._tiers, harness.engine.scheduler.cache._disk
     assert tiers is not None
     async with asyncio.timeout(10):
-        while tiers.writer.writing or tiers.disk.n_tokens < harness.engine.scheduler.cache._tree.n_tokens:
+        while disk_tier.writing or tiers.disk.n_tokens < harness.engine.scheduler.cache._tree.n_tokens:
             await asyncio.sleep(0.005)
     return tiers.disk.n_tokens
 
@@ -200,18 +200,17 @@ async def test_a_request_is_computed_after_a_read_has_failed_slowly(
 
 
 async def test_no_request_waits_for_an_unresponsive_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk_pacing, "READ_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(pacing, "READ_TIMEOUT_S", 0.1)
     async with restarted(tmp_path, GatedDisk) as (harness, store):
         for name in "xyz":
             end = await harness.submit(name, HEAD + name)
             assert isinstance(end, Finished)
             assert harness.text(name) == await alone(HEAD + name, backend())
-        tiers = harness.engine.scheduler.cache._tiers
-        assert tiers is not None
-        assert tiers.reader.is_unresponsive
+        disk_tier = harness.engine.scheduler.cache._disk
+        assert disk_tier.is_unresponsive
         store.gate.set()
         async with asyncio.timeout(10):
-            while tiers.reader.is_unresponsive:
+            while disk_tier.is_unresponsive:
                 await asyncio.sleep(0.005)
         monkeypatch.undo()
         await harness.ask(ClearCache())
@@ -229,14 +228,14 @@ class CorruptDisk(GatedDisk):
 async def test_the_log_says_when_the_disk_stops_and_starts_to_respond(
     kind: type[GatedDisk], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(disk_pacing, "READ_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(pacing, "READ_TIMEOUT_S", 0.1)
     with capture_logs() as logs:
         async with restarted(tmp_path, kind) as (harness, store):
             await harness.submit("x", HEAD + "x")
             store.gate.set()
-            tiers = harness.engine.scheduler.cache._tiers
+            disk_tier = harness.engine.scheduler.cache._disk
             async with asyncio.timeout(10):
-                while tiers.reader.is_unresponsive:
+                while disk_tier.is_unresponsive:
                     await asyncio.sleep(0.005)
     events = [each["event"] for each in logs if each["event"] in ("disk.unresponsive", "disk.responsive")]
     assert events == ["disk.unresponsive", "disk.responsive"]
@@ -245,16 +244,16 @@ async def test_the_log_says_when_the_disk_stops_and_starts_to_respond(
 async def test_pending_reads_of_an_unresponsive_disk_are_cancelled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(disk_pacing, "READ_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(pacing, "READ_TIMEOUT_S", 0.1)
     prompt = HEAD * 7
     async with restarted(tmp_path, GatedDisk, prompt) as (harness, store):
         await harness.submit("x", prompt + "x")
-        tiers = harness.engine.scheduler.cache._tiers
+        tiers, disk_tier = harness.engine.scheduler.cache._tiers, harness.engine.scheduler.cache._disk
         assert tiers is not None
         assert len(tiers.disk) >= 3
         store.gate.set()
         async with asyncio.timeout(10):
-            while tiers.reader.is_unresponsive:
+            while disk_tier.is_unresponsive:
                 await asyncio.sleep(0.005)
         monkeypatch.undo()
         await harness.submit("other", "Something else.")
@@ -269,7 +268,7 @@ async def test_a_slow_step_does_not_make_the_disk_unresponsive(
             time.sleep(0.1)
             return super().read(number)
 
-    monkeypatch.setattr(disk_pacing, "READ_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(pacing, "READ_TIMEOUT_S", 0.5)
     async with restarted(tmp_path, Slow) as (harness, _):
         decode = harness.backend.decode
 
@@ -290,12 +289,12 @@ async def test_prefixes_larger_than_ram_together_are_read_in_turn(tmp_path: Path
     n_bytes = 4 * SEGMENT_SIZE.of(512)
     texts = {}
     async with served(tmp_path, ram_bytes=n_bytes) as harness:
-        tiers = harness.engine.scheduler.cache._tiers
+        tiers, disk_tier = harness.engine.scheduler.cache._tiers, harness.engine.scheduler.cache._disk
         for i, prompt in enumerate(prompts):
             await harness.submit(prompt, prompt)
             texts[prompt] = harness.text(prompt)
             async with asyncio.timeout(10):
-                while tiers.disk.n_tokens < 1500 * (i + 1) or tiers.writer.writing:
+                while tiers.disk.n_tokens < 1500 * (i + 1) or disk_tier.writing:
                     await asyncio.sleep(0.01)
     async with served(tmp_path, ram_bytes=n_bytes) as harness:
         for i in range(2):
@@ -314,9 +313,9 @@ async def test_a_finished_request_is_written_while_another_one_runs(
         endless = harness.submit("b", "Go on.", max_tokens=-1, sampling=Sampling(temperature=0.0, ignore_eos=True))
         await harness.wait_for("b", Output, 1)
         await harness.submit("a", HEAD)
-        tiers = harness.engine.scheduler.cache._tiers
+        tiers, disk_tier = harness.engine.scheduler.cache._tiers, harness.engine.scheduler.cache._disk
         async with asyncio.timeout(5):
-            while tiers.disk.n_tokens < len(HEAD) or tiers.writer.writing:
+            while tiers.disk.n_tokens < len(HEAD) or disk_tier.writing:
                 await asyncio.sleep(0.01)
         assert not endless.done()
         harness.cancel("b")
@@ -327,9 +326,9 @@ async def test_whole_segments_of_a_running_request_are_written(tmp_path: Path) -
     prompt = "".join(f"{i} " for i in range(400))[:1100]
     async with served(tmp_path) as harness:
         endless = harness.submit("a", prompt, max_tokens=-1, sampling=Sampling(temperature=0.0, ignore_eos=True))
-        tiers = harness.engine.scheduler.cache._tiers
+        tiers, disk_tier = harness.engine.scheduler.cache._tiers, harness.engine.scheduler.cache._disk
         async with asyncio.timeout(10):
-            while tiers.disk.n_tokens < 1024 or tiers.writer.writing:
+            while tiers.disk.n_tokens < 1024 or disk_tier.writing:
                 await asyncio.sleep(0.005)
         assert {segment.n_tokens for segment in tiers.disk} == {512}
         assert not endless.done()

@@ -14,7 +14,7 @@ from llamaslot.base.commands import InspectCache
 from llamaslot.base.events import Finished, Progress
 from llamaslot.base.stats import RamStats
 from llamaslot.engine import memory_watch
-from llamaslot.kvcache.segment import SegmentState
+from llamaslot.kvcache.segment_states import SegmentState
 from llamaslot.kvcache.tiers import pacing, ram_budget
 from llamaslot.kvcache.tiers.ram_budget import MemoryReading
 from tests.engine.harness import Harness, alone, running
@@ -128,9 +128,9 @@ async def test_segments_that_are_on_disk_leave_ram_first(tmp_path: Path) -> None
     store.open(b"k" * 32, 10**7)
     settings = {"disk": store, "disk_bytes_per_day": 1, "ram_bytes": 10**5, "ram_is_fixed": False, "idle_cells": 0}
     async with running(backend(), read_memory=memory.read, **settings) as engine:
-        tiers = engine.engine.scheduler.cache._tiers
+        tiers, disk_tier = engine.engine.scheduler.cache._tiers, engine.engine.scheduler.cache._disk
         await engine.submit("0", PROMPTS[0])
-        await until(lambda: bool(tiers.disk.n_tokens) and not tiers.writer.writing)
+        await until(lambda: bool(tiers.disk.n_tokens) and not disk_tier.writing)
         for i in (1, 2):
             await engine.submit(str(i), PROMPTS[i])
         await engine.submit("again", PROMPTS[0])
@@ -164,7 +164,7 @@ async def test_what_only_the_disk_has_is_not_cached_while_ram_may_hold_nothing(
             return end.progress
 
         assert (await ask("cold")).n_prompt_computed == n
-        await until(lambda: cache._tiers.disk.n_tokens == n and not cache._tiers.writer.writing)
+        await until(lambda: cache._tiers.disk.n_tokens == n and not cache._disk.writing)
         memory.reading = CRITICAL
         await until(lambda: cache._tiers.ram.capacity == 0)
         await engine.submit("other", PROMPTS[1], max_tokens=1)

@@ -29,10 +29,9 @@ from llamaslot.base.stats import RemoteStats
 from llamaslot.engine import remote_worker
 from llamaslot.engine.remote_worker import RemoteWorker
 from llamaslot.engine.shared_fetches import WantedObject
-from llamaslot.kvcache.remote import remote_tier
-from llamaslot.kvcache.remote.remote_io import GRID_TOKENS, Fetched, Portion, RemoteObject, RemoteUnavailableError
-from llamaslot.kvcache.remote.remote_tier import Choice, Lookup
-from llamaslot.kvcache.tiers import pacing, upload_queue
+from llamaslot.kvcache.tiers import pacing, remote_tier, upload_queue
+from llamaslot.kvcache.tiers.remote_io import GRID_TOKENS, Fetched, Portion, RemoteObject, RemoteUnavailableError
+from llamaslot.kvcache.tiers.remote_tier import Choice, Lookup
 from tests.engine.harness import Harness, running
 from tests.store_server import PROGRAM, StoreServer, store_server
 
@@ -407,17 +406,14 @@ async def test_the_time_of_a_fetch_is_without_its_wait_for_others(monkeypatch: p
         async def close(self) -> None:
             pass
 
-    class Cache:
-        remote: Any
-
+    class Tier:
         def on_fetched(self, _n_bytes: int, seconds: float, _now: float) -> None:
             measured.append(seconds)
 
-    store, backend, cache = Slow(), None, Cache()
-    cache.remote = cache
+    store, backend, tier = Slow(), None, Tier()
     monkeypatch.setattr(remote_worker, "perf_counter", lambda: now[0])
     worker = RemoteWorker(
-        cast(Any, store), cast(Any, backend), cast(Any, cache), lambda action: action(), lambda: 0.0
+        cast(Any, store), cast(Any, backend), cast(Any, tier), lambda action: action(), lambda: 0.0
     )
     worker._fetches._slots = asyncio.Semaphore(1)
 

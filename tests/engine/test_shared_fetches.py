@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from llamaslot.engine.shared_fetches import SharedFetches, WantedObject
-from llamaslot.kvcache.remote.remote_io import Fetched, RemoteObject
+from llamaslot.kvcache.tiers.remote_io import Fetched, RemoteObject
 
 
 def wanted(number: int) -> WantedObject:

@@ -22,8 +22,8 @@ from llamaslot.base.errors import ErrorInfo
 from llamaslot.base.events import Event, Finished, Output, Progress, Reply
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.model import StateKind
-from llamaslot.kvcache.pools.slot_snapshot import MAX_SAVED_CHECKPOINTS
-from llamaslot.kvcache.segment import checkpoints_on
+from llamaslot.kvcache.nodes import checkpoints_on
+from llamaslot.kvcache.slot_snapshots import MAX_SAVED_CHECKPOINTS
 from tests import conftest
 from tests.engine.harness import Harness, alone, running
 from tests.fake_backend import FakeBackend
@@ -406,7 +406,7 @@ async def test_a_restore_evicts_idle_duplicate_cells(tmp_path: Path) -> None:
         await asyncio.gather(*(engine.submit(name, "x" * 40 + name * 200, max_tokens=1) for name in "ab"))
         await asyncio.gather(*(engine.submit(2 * name, "z" * 480, max_tokens=1) for name in "ab"))
         cache = engine.engine.scheduler.cache
-        assert cache.pool.n_idle_duplicates
+        assert cache._sequences.n_idle_duplicates
         assert isinstance(await engine.act(0, "restore"), SlotActionDone)
 
 

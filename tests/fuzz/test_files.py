@@ -17,7 +17,7 @@ from llamaslot.base.gguf_file import check_metadata
 from llamaslot.base.kv_ops import Kv
 from llamaslot.base.model import SegmentSize
 from llamaslot.base.tokens import WIDTH
-from llamaslot.kvcache.pools.slot_snapshot import InvalidSnapshotError, SlotSnapshot, SnapshotPart
+from llamaslot.kvcache.slot_snapshots import InvalidSnapshotError, SlotSnapshot, SnapshotPart
 from tests.conftest import LONG, new_seed
 from tests.fuzz.mutations import damaged
 

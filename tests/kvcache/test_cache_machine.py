@@ -35,13 +35,13 @@ from llamaslot.base.kv_ops import Copy, Kv, Load, Remove, Save
 from llamaslot.base.model import SegmentSize, StepCost
 from llamaslot.base.namespaces import PUBLIC_SALT, key_salt, key_secret
 from llamaslot.base.tokens import TokenizedPrompt, packed, unpacked
-from llamaslot.kvcache import ghost_list
+from llamaslot.kvcache import miss_reasons
 from llamaslot.kvcache.cache import KVCache
 from llamaslot.kvcache.cache_settings import CacheSettings
 from llamaslot.kvcache.match import Acquired, Match
-from llamaslot.kvcache.node import Node
-from llamaslot.kvcache.pools.slot_snapshot import SlotSnapshot, SnapshotPart, UnsavableSlotError
-from llamaslot.kvcache.segment import SegmentState
+from llamaslot.kvcache.nodes import Node
+from llamaslot.kvcache.segment_states import SegmentState
+from llamaslot.kvcache.slot_snapshots import SlotSnapshot, SnapshotPart, UnsavableSlotError
 from llamaslot.kvcache.tiers import pacing, ram_budget
 from llamaslot.kvcache.tiers.disk_io import (
     Corrupt,
@@ -50,7 +50,6 @@ from llamaslot.kvcache.tiers.disk_io import (
     ReadDone,
     ReadFailed,
     ReadStarted,
-    SlotSaved,
     Write,
     Written,
 )
@@ -233,7 +232,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.patches = [
             mock.patch.object(admission, "MIN_EXPECTED_TOKENS", n_expected),
             mock.patch.object(pacing, "PARTIAL_DELAY_S", 0.005),
-            mock.patch.object(ghost_list, "BLOCK_TOKENS", 2 * MIN_SHARED),
+            mock.patch.object(miss_reasons, "BLOCK_TOKENS", 2 * MIN_SHARED),
             mock.patch.object(padding, "QUERY_BLOCK", (query_block or 64) * self.stretch),
             mock.patch.object(chunk_sizer, "QUERY_BLOCK", (query_block or 64) * self.stretch),
         ]
@@ -466,14 +465,14 @@ class CacheMachine(RuleBasedStateMachine):
         cache, asked = self.cache, self.asked[-1 - index % len(self.asked)]
         namespace, running = asked.request.namespace, list(self.running)
         if kind == "everything":
-            cache.dropper.drop()
+            cache.drop()
             assert cache._tree.n_tokens == cache._tree.n_pinned_tokens
             assert not len(self.tiers.ram) + len(self.tiers.disk)
         elif kind == "path":
             tokens = asked.tokens[: int(share * len(asked.tokens))]
             path = packed(np.array(tokens, dtype=np.int32))
             fork = cache._tree.match(namespace, path).last_fork()
-            cache.dropper.drop_paths(namespace, [path])
+            cache.drop_paths(namespace, [path])
             left = cache._tree.match(namespace, path)
             assert left.n_resident <= fork
             # A segment that starts before the fork cannot be cut: it stays whole.
@@ -483,11 +482,11 @@ class CacheMachine(RuleBasedStateMachine):
             path = packed(np.array(tokens, dtype=np.int32))
             node = cache._tree.match(namespace, path).matched_end
             start, is_pinned = node.start, node.n_pins > 0
-            cache.dropper.invalidate_path(namespace, path, with_public=asked.request.n_public > 0)
+            cache.invalidate_path(namespace, path, with_public=asked.request.n_public > 0)
             left = cache._tree.match(namespace, path)
             assert is_pinned or left.n_matched <= start
         elif all(other.request.namespace != namespace for other in running):
-            cache.dropper.drop(namespace)
+            cache.drop(namespace)
             assert not list(cache._tree.nodes(namespace))
         for other in running:
             assert cache._tree.is_pinned(other.slot) or other.slot in self.shaken
@@ -509,7 +508,7 @@ class CacheMachine(RuleBasedStateMachine):
         assert not self.backend.held[slot].namespace.startswith("private"), "a private prefix is saved"
         self.step(1, 0, is_late=False, n_jobs=0)
         kvs = {number: kv for number in save.numbers if (kv := self.backend.kv_of(number)) is not None}
-        self.cache.on_io(SlotSaved(tuple(kvs)), self.now)
+        self.cache.free_saved(kvs)
         if len(kvs) == len(save.numbers):
             parts = tuple(SnapshotPart(each.start, each.end, kvs[each.segment]) for each in save.saves)
             state = kvs[save.take.checkpoint] if save.take is not None else None
@@ -1202,7 +1201,7 @@ class CacheMachine(RuleBasedStateMachine):
 
         What only the disk has counts as evicted while RAM is too small to read it, or the disk does not answer.
         """
-        if self.tiers.reader.is_unresponsive:
+        if self.cache._disk.is_unresponsive:
             return self.prefixes_of_segments(set())
         kept, saved = self.disk.kept - self.unreadable, self.backend.saved
         return self.prefixes_of_segments(
@@ -1232,7 +1231,7 @@ class CacheMachine(RuleBasedStateMachine):
     def n_segments(self, asked: Asked, start: int) -> int:
         """Segments that have tokens of a request from `start` on, without a gap."""
         match = self.cache._public.match(asked.request.namespace, asked.request.prefix)
-        return sum(part.end > start for part in self.tiers.readable(match.parts))
+        return sum(part.end > start for part in self.cache._disk.readable(match.parts))
 
     @property
     def n_empty(self) -> int:

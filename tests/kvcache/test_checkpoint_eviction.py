@@ -8,10 +8,11 @@ from llamaslot.base.kv_ops import StateRecord
 from llamaslot.base.model import CheckpointSize, SegmentSize, StateKind
 from llamaslot.base.stats import CacheStats
 from llamaslot.kvcache.cache_settings import CheckpointSettings
-from llamaslot.kvcache.offload.checkpoints import Checkpoints
+from llamaslot.kvcache.nodes import Checkpoint
 from llamaslot.kvcache.radix_tree import RadixTree
-from llamaslot.kvcache.segment import Checkpoint, SegmentEvent, SegmentState
+from llamaslot.kvcache.segment_states import SegmentEvent, SegmentState
 from llamaslot.kvcache.sequences import Sequences
+from llamaslot.kvcache.tiers.checkpoints import Checkpoints
 from llamaslot.kvcache.tiers.segment_tiers import SegmentTiers
 from tests.kvcache.test_segment_tiers import run_of
 
@@ -33,7 +34,6 @@ class Taken:
             CacheStats(),
             disk_bytes=1000,
             checkpoint_bytes=n * N_BYTES,
-            checkpoint_size=size,
         )
         states = StateRecord(StateKind.RECURRENT, 0)
         settings = CheckpointSettings(

@@ -254,7 +254,7 @@ class CheckpointMachine(FakeMachine):
     @property
     def can_take(self) -> bool:
         """True unless the host had no memory for a checkpoint just now."""
-        return self.now >= max(self.tiers.saves_again_at, self.tiers.loads_again_at)
+        return self.now >= max(self.tiers._saves_again_at, self.tiers._loads_again_at)
 
     def n_restores_pending(self) -> int:
         return sum(isinstance(each, Restore) for each in self.cache._sequences.operations)
@@ -422,7 +422,7 @@ class CheckpointMachine(FakeMachine):
             assert set(workers) <= set(suspected)
         elif not self.chosen["take_ms"]:
             streams = {a for a in self.running if len(a.tokens) - len(self.backend.held[a.slot]) == 1}
-            may_rest = self.incomplete | {a.slot for a in streams if self.cache.restorer.lacks_state(a.slot)}
+            may_rest = self.incomplete | {a.slot for a in streams if self.cache.lacks_state(a.slot)}
             held_up = {a for a in streams - {*workers} if a.slot not in may_rest}
             # Where a prompt and streams may not share a step, they take turns.
             assert not (held_up if self.kind.allows_mixed_lengths else held_up & self.held_up), (
@@ -433,7 +433,7 @@ class CheckpointMachine(FakeMachine):
         is_reading = any(asked.slot >= 0 for asked in self.living) and self.disk.reads
         is_done = plan.work or plan.preempted or plan.operations or is_reading or not self.living
         assert is_done, "nothing is done"
-        workers_and_waiting = {a for a in self.running if not self.cache.restorer.lacks_state(a.slot)}
+        workers_and_waiting = {a for a in self.running if not self.cache.lacks_state(a.slot)}
         if workers_and_waiting - {*workers} and not suspected:
             assert not plan.n_extra_steps, "a request that may be computed waits for extra steps"
         for work in plan.work:

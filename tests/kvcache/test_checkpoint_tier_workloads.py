@@ -14,8 +14,9 @@ from llamaslot.base.model import CheckpointSize, SegmentSize
 from llamaslot.base.stats import CacheStats
 from llamaslot.kvcache.offload.offloader import _missing
 from llamaslot.kvcache.radix_tree import RadixTree
-from llamaslot.kvcache.segment import SegmentEvent, SegmentState
-from llamaslot.kvcache.tiers.disk_io import Corrupt, Read, ReadDone, ReadStarted, Reparent, SaveFailed, Written
+from llamaslot.kvcache.segment_states import SegmentEvent, SegmentState
+from llamaslot.kvcache.tiers.disk_io import Corrupt, Read, ReadDone, ReadStarted, Reparent, Written
+from llamaslot.kvcache.tiers.disk_tier import DiskTier
 from llamaslot.kvcache.tiers.pacing import PARTIAL_DELAY_S, RETRY_DELAY_S
 from llamaslot.kvcache.tiers.segment_tiers import SegmentTiers
 from tests.conftest import LONG
@@ -60,8 +61,8 @@ class Workload:
             CacheStats(),
             disk_bytes=self.disk_bytes,
             checkpoint_bytes=self.checkpoint_bytes,
-            checkpoint_size=CheckpointSize(N_BYTES),
         )
+        self.disk_tier = DiskTier(self.tiers, self.tree, checkpoint_size=CheckpointSize(N_BYTES))
 
     def run(self) -> None:
         for _ in range(N_EVENTS):
@@ -153,7 +154,7 @@ class Workload:
         """The backend has no memory for what was to be saved just now."""
         new = [each for each in (*self.tiers.ram, *self.tiers.checkpoints) if each.state is SegmentState.RAM]
         if new:
-            self.tiers.on_io(SaveFailed(frozenset({self.rng.choice(new).number})), self.now)
+            self.tiers.on_save_failed(frozenset({self.rng.choice(new).number}), self.now)
             self.now += RETRY_DELAY_S + 1
         return bool(new)
 
@@ -161,7 +162,7 @@ class Workload:
 
     def tick(self) -> bool:
         self.now += self.rng.choice([0.1, 2.5, PARTIAL_DELAY_S])
-        self.tiers.tick(self.now)
+        self.disk_tier.tick(self.now)
         return True
 
     def queue_jobs(self) -> None:
@@ -170,7 +171,7 @@ class Workload:
         for job in jobs:
             self.counts["reparented"] += isinstance(job, Reparent)
             if isinstance(job, Read):
-                self.tiers.on_io(ReadStarted(), self.now)
+                self.disk_tier.on_io(ReadStarted(), self.now)
         self.disk.take(jobs)
 
     def answer(self) -> bool:
@@ -180,25 +181,25 @@ class Workload:
         ok = self.rng.random() < 0.9
         write = self.disk.next_change(ok=ok)
         if write is not None:
-            self.tiers.on_io(Written(write.meta.number, ok), self.now)
+            self.disk_tier.on_io(Written(write.meta.number, ok), self.now)
         return True
 
     def read(self) -> bool:
         """Start to read a checkpoint."""
-        reader = self.tiers.reader
+        reader = self.disk_tier
         found = [
             s for s in self.tiers.disk if s.is_checkpoint and s.state is SegmentState.DISK and reader.may_read(s)
         ]
-        if not found or not reader.may_start or not self.may_add:
+        if not found or not reader.may_start_read or not self.may_add:
             return False
-        reader.start(self.rng.choice(found))
+        reader.start_read(self.rng.choice(found))
         return True
 
     def answer_read(self) -> bool:
         if not self.disk.reads:
             return False
         number = self.disk.reads.pop(0)
-        self.tiers.on_io(ReadDone(number, 0.1) if number in self.disk.metas else Corrupt(number), self.now)
+        self.disk_tier.on_io(ReadDone(number, 0.1) if number in self.disk.metas else Corrupt(number), self.now)
         return True
 
     def corrupt(self) -> bool:
@@ -210,7 +211,7 @@ class Workload:
         number = self.rng.choice(found)
         del self.disk.metas[number]
         self.disk.reads = [each for each in self.disk.reads if each != number]
-        self.tiers.on_io(Corrupt(number), self.now)
+        self.disk_tier.on_io(Corrupt(number), self.now)
         return True
 
     def restart(self) -> bool:
@@ -218,7 +219,7 @@ class Workload:
         self.queue_jobs()
         self.disk.writes, self.disk.reads = [], []
         self.start()
-        assert not self.tiers.restore([*self.disk.metas.values()], self.disk.first_number)
+        assert not self.disk_tier.restore([*self.disk.metas.values()], self.disk.first_number)
         self.now += RETRY_DELAY_S + 1
         return True
 
@@ -243,11 +244,11 @@ class Workload:
             parent = each.parent
             if parent is not None and not parent.replaces:
                 assert metas[each.number].parent == parent.number, f"{each.number} refers to another file"
-        assert not {*metas} - {each.number for each in tiers.disk} - {*tiers.writer._replaced}, "files are left"
+        assert not {*metas} - {each.number for each in tiers.disk} - {*tiers.replaced_files}, "files are left"
 
     def check_restart(self) -> None:
         """Once all jobs are done, a restart finds all that was on disk, unless a file waited to be replaced."""
-        before, is_whole = {each.number for each in self.tiers.disk}, not self.tiers.writer._replaced
+        before, is_whole = {each.number for each in self.tiers.disk}, not self.tiers.replaced_files
         self.restart()
         if is_whole:
             assert {each.number for each in self.tiers.disk} == before

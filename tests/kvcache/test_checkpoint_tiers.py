@@ -8,8 +8,9 @@ import pytest
 
 from llamaslot.base.model import CheckpointSize, SegmentSize
 from llamaslot.base.stats import CacheStats
+from llamaslot.kvcache.nodes import Checkpoint, Segment
 from llamaslot.kvcache.radix_tree import RadixTree
-from llamaslot.kvcache.segment import Checkpoint, Segment, SegmentEvent, SegmentState
+from llamaslot.kvcache.segment_states import SegmentEvent, SegmentState
 from llamaslot.kvcache.tiers.disk_io import (
     Erase,
     Read,
@@ -21,6 +22,7 @@ from llamaslot.kvcache.tiers.disk_io import (
     path_digest,
     verified_checkpoint_path,
 )
+from llamaslot.kvcache.tiers.disk_tier import DiskTier
 from llamaslot.kvcache.tiers.segment_tiers import SegmentTiers
 from tests.kvcache.test_segment_tiers import run_of
 
@@ -41,8 +43,8 @@ class Held:
             CacheStats(),
             disk_bytes=1000,
             checkpoint_bytes=1000,
-            checkpoint_size=CheckpointSize(N_BYTES),
         )
+        self.disk_tier = DiskTier(self.tiers, self.tree, checkpoint_size=CheckpointSize(N_BYTES))
         self.tree.hold(0, "")
 
     def extend(self, *tokens: int) -> None:
@@ -60,12 +62,12 @@ class Held:
 
     def written(self, *, answers: bool = True) -> list[int]:
         """Numbers of what is written and, unless it `answers` later, done by now."""
-        self.tiers.writer.flush()
+        self.disk_tier.flush()
         self.now += 1
-        self.tiers.tick(self.now)
+        self.disk_tier.tick(self.now)
         numbers = [job.meta.number for job in self.tiers.take_jobs() if isinstance(job, Write)]
         for number in numbers if answers else ():
-            self.tiers.on_io(Written(number, ok=True), self.now)
+            self.disk_tier.on_io(Written(number, ok=True), self.now)
         return numbers
 
     def erased(self) -> set[int]:
@@ -86,9 +88,9 @@ def test_a_checkpoint_that_is_written_or_read_goes_with_the_file_that_it_refers_
     assert held.written(answers=is_read) == [checkpoint.number]
     if is_read:
         held.tiers.transition(checkpoint, SegmentEvent.EVICT_RAM)
-        held.tiers.reader.start(checkpoint)
+        held.disk_tier.start_read(checkpoint)
         assert [job.number for job in held.tiers.take_jobs() if isinstance(job, Read)] == [checkpoint.number]
-        held.tiers.on_io(ReadStarted(), held.now)
+        held.disk_tier.on_io(ReadStarted(), held.now)
     held.extend(4, 5)
     longer = held.save()
     held.tiers.transition(longer, SegmentEvent.EVICT_RAM)
@@ -97,7 +99,7 @@ def test_a_checkpoint_that_is_written_or_read_goes_with_the_file_that_it_refers_
     assert checkpoint.state is (SegmentState.DROPPED if is_read else SegmentState.RAM)
     # The answer comes too late.
     answer = ReadDone(checkpoint.number, 0.1) if is_read else Written(checkpoint.number, ok=True)
-    assert held.tiers.on_io(answer, held.now) is None
+    assert held.disk_tier.on_io(answer, held.now) is None
     held.check()
     assert not checkpoint.state.uses_disk
 
@@ -136,14 +138,14 @@ def test_a_partial_segment_is_written_before_it_or_its_checkpoint_is_evicted(wha
     held.extend(1, 2, 3)
     segment = held.save()
     checkpoint = held.take()
-    held.tiers.tick(0.0)
+    held.disk_tier.tick(0.0)
     assert segment.state is SegmentState.DIRTY
     lru = held.tiers.ram if what == "segments" else held.tiers.checkpoints
     first = segment if what == "segments" else checkpoint
     i = 0
     while lru.n_bytes_put - first.ram_put_before <= lru.capacity / 4:
         i += 1
-        held.tiers.tick(0.0)
+        held.disk_tier.tick(0.0)
         assert segment.state is SegmentState.DIRTY
         held.tree.hold(i, "")
         held.tree.extend(i, run_of([i + 9, i, i]))
@@ -153,11 +155,11 @@ def test_a_partial_segment_is_written_before_it_or_its_checkpoint_is_evicted(wha
             held.tiers.add(node, 0, node.end)
         else:
             held.tiers.add_checkpoint(node, N_BYTES)
-    held.tiers.tick(0.0)
+    held.disk_tier.tick(0.0)
     assert segment.state is SegmentState.WRITING
     while held.tiers.busy:
-        held.tiers.on_io(Written(next(iter(held.tiers.busy)), ok=True), 0.0)
-        held.tiers.tick(0.0)
+        held.disk_tier.on_io(Written(next(iter(held.tiers.busy)), ok=True), 0.0)
+        held.disk_tier.tick(0.0)
     assert segment.state is SegmentState.CLEAN
     # A checkpoint may be replaced soon, too, and waits if only segments came in.
     assert checkpoint.state is (SegmentState.DIRTY if what == "segments" else SegmentState.CLEAN)
@@ -171,8 +173,8 @@ def test_a_partial_segment_is_not_written_early_for_checkpoints_that_do_not_wait
     segment, checkpoint = held.save(), held.take()
     for each in (segment, checkpoint):
         held.now += 3
-        held.tiers.tick(held.now)
-        held.tiers.on_io(Written(each.number, ok=True), held.now)
+        held.disk_tier.tick(held.now)
+        held.disk_tier.on_io(Written(each.number, ok=True), held.now)
     assert segment.state is checkpoint.state is SegmentState.CLEAN
     held.tree.hold(1, "")
     held.tree.extend(1, run_of([7, 8]))
@@ -183,7 +185,7 @@ def test_a_partial_segment_is_not_written_early_for_checkpoints_that_do_not_wait
         held.tiers.drop([other.checkpoint] if other.checkpoint is not None else [])
     held.extend(4, 5)
     longer = held.save()
-    held.tiers.tick(held.now)
+    held.disk_tier.tick(held.now)
     assert longer.state is SegmentState.DIRTY
 
 
@@ -207,7 +209,7 @@ def test_a_partial_segment_is_not_written_early_for_a_checkpoint_above_a_deeper_
     held.tiers.checkpoints.n_bytes_put += held.tiers.checkpoints.capacity // 2
     held.extend(3)
     deepest, segment = held.take(), held.save()
-    held.tiers.tick(0.0)
+    held.disk_tier.tick(0.0)
     assert (above.state, deepest.state, segment.state) == (
         SegmentState.RAM,
         SegmentState.RAM,
@@ -216,7 +218,7 @@ def test_a_partial_segment_is_not_written_early_for_a_checkpoint_above_a_deeper_
     held.tree.hold(1, "")
     held.tree.extend(1, run_of([1, 2]))
     assert above.is_fork
-    held.tiers.tick(0.0)
+    held.disk_tier.tick(0.0)
     assert segment.state is SegmentState.WRITING
 
 
@@ -232,5 +234,5 @@ def test_what_is_put_itself_does_not_make_a_partial_segment_due(what: str) -> No
         tiers.checkpoints.capacity = 10
     segment, checkpoint = held.save(), held.take()
     assert {"segment": segment, "checkpoint": checkpoint}[what].n_bytes > 10 / 4
-    tiers.tick(0.0)
+    held.disk_tier.tick(0.0)
     assert segment.state is SegmentState.DIRTY

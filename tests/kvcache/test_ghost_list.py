@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from llamaslot.base.tokens import packed
-from llamaslot.kvcache.ghost_list import BLOCK_TOKENS, GhostList
+from llamaslot.kvcache.miss_reasons import BLOCK_TOKENS, GhostList
 
 
 def run(*lengths: tuple[int, int]) -> bytes:
@@ -47,12 +47,12 @@ def test_the_oldest_blocks_are_removed() -> None:
     assert not ghosts.continues("", run((2, BLOCK_TOKENS)), 0)
 
 
-def test_the_end_of_what_was_computed_is_that_of_a_whole_block() -> None:
+def test_of_what_was_computed_only_whole_blocks_count() -> None:
     ghosts = GhostList()
     ghosts.add("", packed(np.arange(3 * BLOCK_TOKENS + 5, dtype=np.int32)), 0)
     longer = packed(np.arange(9 * BLOCK_TOKENS, dtype=np.int32))
-    for n, end in ((0, 3), (7, 3), (2 * BLOCK_TOKENS, 3)):
-        assert ghosts.computed_end("", longer, n) == end * BLOCK_TOKENS
+    for n in (0, 7, 2 * BLOCK_TOKENS, 3 * BLOCK_TOKENS - 1):
+        assert ghosts.continues("", longer, n)
+        assert not ghosts.continues("salt", longer, n)
     for n in (3 * BLOCK_TOKENS, 3 * BLOCK_TOKENS + 4):
-        assert ghosts.computed_end("", longer, n) == n
-    assert ghosts.computed_end("salt", longer, 7) == 7
+        assert not ghosts.continues("", longer, n)

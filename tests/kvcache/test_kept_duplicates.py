@@ -12,9 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from llamaslot.base.tokens import packed
 from llamaslot.kvcache.duplicates import KeptDuplicates
-from llamaslot.kvcache.node import Node
+from llamaslot.kvcache.nodes import Node, Segment
 from llamaslot.kvcache.radix_tree import RadixTree
-from llamaslot.kvcache.segment import Segment
 from tests.conftest import LONG
 
 SEQS = 6

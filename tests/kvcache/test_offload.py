@@ -10,8 +10,8 @@ from llamaslot.base.model import SegmentSize
 from llamaslot.base.tokens import packed
 from llamaslot.kvcache.cache import KVCache
 from llamaslot.kvcache.cache_settings import CacheSettings
-from llamaslot.kvcache.offload.offloader import Loaded, LoadStatus
-from llamaslot.kvcache.tiers.disk_io import SaveFailed, SegmentMeta, Write, Written, path_digest
+from llamaslot.kvcache.offload.load_or_compute import Loaded, LoadStatus
+from llamaslot.kvcache.tiers.disk_io import SegmentMeta, Write, Written, path_digest
 from llamaslot.kvcache.tiers.pacing import PARTIAL_DELAY_S, RETRY_DELAY_S
 from llamaslot.kvcache.tiers.ram_budget import CALM_S, MemoryReading
 from llamaslot.scheduler.step import StepPlan
@@ -185,7 +185,7 @@ def test_a_prefix_that_is_not_due_stays_where_there_is_no_memory_to_save_it() ->
     shared = driver(n_ctx=4096, offload_after=250, idle_delay_ms=1e9)
     for letter, n_tokens in (("a", 900), ("b", 100), ("c", 100)):
         shared.run(letter * n_tokens)
-    shared.cache.on_io(SaveFailed(frozenset({10**6})), shared.backend.now)
+    shared.cache.on_save_failed(frozenset({10**6}), shared.backend.now)
     shared.run("d" * 60)
     assert not shared.holders("a" * 900)
     assert shared.holders("b" * 100)
@@ -360,7 +360,7 @@ def test_what_lacked_memory_while_the_server_was_idle_is_saved_when_it_stops(sho
     if shortage == "after it was saved":
         set_free_memory(shared, 0)
     elif shortage == "while it is saved":
-        shared.cache.on_io(SaveFailed(frozenset({saves[0].segment})), shared.backend.now)
+        shared.cache.on_save_failed(frozenset({saves[0].segment}), shared.backend.now)
     for _ in range(3):
         assert not saved(shared.step())
     assert not list(shared.cache._tiers.ram)
@@ -407,7 +407,7 @@ def test_dropping_everything_drops_the_segments() -> None:
     shared = driver()
     shared.run("a" * 40)
     shared.run("b" * 200)
-    shared.cache.dropper.drop()
+    shared.cache.drop()
     shared.step()
     assert not shared.backend.segments
     assert shared.run("a" * 40).n_prompt_computed == 40

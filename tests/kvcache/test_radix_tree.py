@@ -14,9 +14,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from llamaslot.base.tokens import packed
 from llamaslot.kvcache.eviction import EvictionPlan
 from llamaslot.kvcache.match import Match
-from llamaslot.kvcache.node import Node
+from llamaslot.kvcache.nodes import Node, Segment
 from llamaslot.kvcache.radix_tree import RadixTree
-from llamaslot.kvcache.segment import Segment
 from llamaslot.kvcache.sequences import Sequences
 from tests.pool import tokens_of
 

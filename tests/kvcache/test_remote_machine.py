@@ -21,10 +21,9 @@ from llamaslot.base.backend import Backend
 from llamaslot.base.kv_ops import Kv
 from llamaslot.base.tokens import WIDTH, unpacked
 from llamaslot.kvcache.cache_settings import CacheSettings
-from llamaslot.kvcache.remote import remote_io, remote_tier
-from llamaslot.kvcache.remote.remote_io import Block, Found, Portion, RemoteObject, Upload, portions_of
-from llamaslot.kvcache.remote.remote_tier import Choice, Lookup
-from llamaslot.kvcache.tiers import pacing, upload_queue
+from llamaslot.kvcache.tiers import pacing, remote_io, remote_tier, upload_queue
+from llamaslot.kvcache.tiers.remote_io import Block, Found, Portion, RemoteObject, Upload, portions_of
+from llamaslot.kvcache.tiers.remote_tier import Choice, Lookup
 from llamaslot.scheduler.step import StepPlan
 from tests.conftest import LONG
 from tests.kvcache.test_cache_machine import COUNTS, OFTEN, Asked, FakeMachine, Shape
@@ -112,7 +111,7 @@ class RemoteMachine(FakeMachine):
             self.check_upload(upload)
             blocks = []
             for block in upload.blocks:
-                kvs = [kv for part in block.parts if (kv := self.backend.kv_of(part.number)) is not None]
+                kvs = [kv for part in block.parts if (kv := self.backend.kv_of(part.segment.number)) is not None]
                 if len(kvs) == len(block.parts):
                     blocks.append((block, kvs))
             self.sending.append(Sending(upload, blocks))
@@ -131,18 +130,20 @@ class RemoteMachine(FakeMachine):
             assert 0 < block.end - block.start <= BLOCK
             at = block.start
             for part in block.parts:
-                saved = self.backend.saved.get(part.number)
+                saved = self.backend.saved.get(part.segment.number)
                 if saved is None:
                     # There was no memory to save it in; its block is not sent.
                     assert self.is_short
-                    at = part.wanted.stop
+                    at = part.end
                     continue
-                assert part.number in self.backend.segments, "a part that is not in RAM"
-                assert part.wanted.start == at, "a gap in a block"
-                assert part.positions == range(saved.start, saved.start + len(saved.tokens))
-                wanted = slice(part.wanted.start - saved.start, part.wanted.stop - saved.start)
-                assert saved.prefixes[wanted] == named[part.wanted.start : part.wanted.stop], "another prefix"
-                at = part.wanted.stop
+                assert part.segment.number in self.backend.segments, "a part that is not in RAM"
+                assert part.start == at, "a gap in a block"
+                assert range(part.segment.start, part.segment.end) == range(
+                    saved.start, saved.start + len(saved.tokens)
+                )
+                wanted = slice(part.start - saved.start, part.end - saved.start)
+                assert saved.prefixes[wanted] == named[part.start : part.end], "another prefix"
+                at = part.end
             assert at == block.end, "a block without its end"
 
     @precondition(lambda self: self.sending)
@@ -157,8 +158,10 @@ class RemoteMachine(FakeMachine):
                 sent = []
                 for part, kv in zip(block.parts, kvs, strict=True):
                     # The fake model saves its cells in any order.
-                    pairs = kv[: 8 * len(part.positions)].view(np.int32).reshape(-1, 2).tolist()
-                    sent += sorted((pair for pair in pairs if pair[1] in part.wanted), key=lambda pair: pair[1])
+                    pairs = kv[: 8 * part.segment.n_tokens].view(np.int32).reshape(-1, 2).tolist()
+                    sent += sorted(
+                        (pair for pair in pairs if part.start <= pair[1] < part.end), key=lambda pair: pair[1]
+                    )
                 expected = [[tokens[at], at] for at in range(block.start, block.end)]
                 assert sent == expected, "KV of other tokens was uploaded"
                 self.store.put(upload.namespace, tokens[: block.end])

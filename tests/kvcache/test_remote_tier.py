@@ -9,9 +9,9 @@ from llamaslot.base.model import SegmentSize
 from llamaslot.base.tokens import packed
 from llamaslot.kvcache.cache import KVCache
 from llamaslot.kvcache.cache_settings import CacheSettings
-from llamaslot.kvcache.remote.remote_io import Found, Portion, RemoteObject
-from llamaslot.kvcache.remote.remote_tier import Lookup
 from llamaslot.kvcache.tiers.pacing import RETRY_DELAY_S
+from llamaslot.kvcache.tiers.remote_io import Found, Portion, RemoteObject
+from llamaslot.kvcache.tiers.remote_tier import Lookup
 
 N_BYTES = 512_000
 OBJECT = RemoteObject(0, 512, b"x" * 16, N_BYTES)

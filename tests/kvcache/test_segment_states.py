@@ -8,13 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from llamaslot.kvcache.segment import (
-    SEGMENT_TABLE,
-    IllegalTransitionError,
-    Segment,
-    SegmentEvent,
-    SegmentState,
-)
+from llamaslot.kvcache.nodes import Segment
+from llamaslot.kvcache.segment_states import SEGMENT_TABLE, IllegalTransitionError, SegmentEvent, SegmentState
 
 S, E = SegmentState, SegmentEvent
 

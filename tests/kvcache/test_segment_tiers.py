@@ -16,10 +16,10 @@ from llamaslot.base.model import SegmentSize
 from llamaslot.base.namespaces import private_namespace
 from llamaslot.base.stats import CacheStats
 from llamaslot.base.tokens import packed
-from llamaslot.kvcache.node import Node
+from llamaslot.kvcache.nodes import Node, Segment
 from llamaslot.kvcache.offload.offloader import _missing
 from llamaslot.kvcache.radix_tree import RadixTree
-from llamaslot.kvcache.segment import Segment, SegmentState
+from llamaslot.kvcache.segment_states import SegmentState
 from llamaslot.kvcache.tiers.disk_io import (
     CancelReads,
     Corrupt,
@@ -31,15 +31,14 @@ from llamaslot.kvcache.tiers.disk_io import (
     ReadDone,
     ReadFailed,
     ReadStarted,
-    SaveFailed,
     SegmentMeta,
     Write,
     WriteTotals,
     Written,
     path_digest,
 )
-from llamaslot.kvcache.tiers.disk_pacing import READ_TIMEOUT_S, WriteBudget
-from llamaslot.kvcache.tiers.pacing import PARTIAL_DELAY_S, RETRY_DELAY_S
+from llamaslot.kvcache.tiers.disk_tier import DiskTier
+from llamaslot.kvcache.tiers.pacing import PARTIAL_DELAY_S, READ_TIMEOUT_S, RETRY_DELAY_S, WriteBudget
 from llamaslot.kvcache.tiers.segment_tiers import SegmentTiers
 from tests.conftest import LONG
 from tests.fake_disk import FakeDisk
@@ -110,8 +109,8 @@ class Tiers:
             max_tokens,
             CacheStats(),
             disk_bytes=disk_bytes,
-            disk_bytes_per_day=disk_bytes_per_day,
         )
+        self.disk = DiskTier(self.tiers, self.tree, bytes_per_day=disk_bytes_per_day)
 
     @contextmanager
     def resident(self, namespace: str, tokens: Path) -> Iterator[Node]:
@@ -142,23 +141,23 @@ class Tiers:
         self.tiers.touch(self.path(tokens, namespace))
 
     def readable(self, tokens: Path, namespace: str = "") -> list[Segment]:
-        return [each.segment for each in self.tiers.readable(self.tree.match(namespace, run_of(tokens)).parts)]
+        return [each.segment for each in self.disk.readable(self.tree.match(namespace, run_of(tokens)).parts)]
 
     def prefetch(self, seq: int, tokens: Path, namespace: str = "") -> None:
-        self.tiers.prefetch(seq, self.tiers.readable(self.tree.match(namespace, run_of(tokens)).parts))
+        self.disk.prefetch(seq, self.disk.readable(self.tree.match(namespace, run_of(tokens)).parts))
 
     def check(self) -> None:
         self.tiers.check(self.tree.check())
 
     def written(self, tokens: Path, start: int = 0) -> list[Job]:
         """Offload something and have it written; returns all jobs meanwhile."""
-        self.tiers.writer.flush()
+        self.disk.flush()
         self.add(tokens, start)
-        self.tiers.tick(1000.0)
+        self.disk.tick(1000.0)
         jobs = self.tiers.take_jobs()
         for job in jobs:
             if isinstance(job, Write):
-                self.tiers.on_io(Written(job.meta.number, ok=True), 1000.0)
+                self.disk.on_io(Written(job.meta.number, ok=True), 1000.0)
         return jobs
 
     def chain(self, n: int, *, first: int = 0) -> list[Segment]:
@@ -229,7 +228,7 @@ class TiersMachine(RuleBasedStateMachine):
         return freed
 
     def on_io(self, event: IoEvent) -> Segment | None:
-        return self.tiers.on_io(event, self.seconds)
+        return self.held.disk.on_io(event, self.seconds)
 
     def is_reading(self, tracked: Tracked) -> bool:
         return tracked.segment.state is SegmentState.READING
@@ -242,7 +241,7 @@ class TiersMachine(RuleBasedStateMachine):
     def look(self, namespace: str, tokens: Path, share: float) -> None:
         start = int(share * len(tokens))
         with self.held.resident(namespace, tokens[:start]):
-            found = self.tiers.readable(self.tree.match(namespace, run_of(tokens)).parts)
+            found = self.held.disk.readable(self.tree.match(namespace, run_of(tokens)).parts)
         at = start
         for each in found:
             tracked = self.tracked[each.segment.number]
@@ -251,7 +250,7 @@ class TiersMachine(RuleBasedStateMachine):
             assert each.segment.state.is_loadable or tracked.on_disk
             at = each.end
         rest = [tracked for tracked in self.tracked.values() if tracked.has(namespace, tokens, at)]
-        is_unresponsive = self.tiers.reader.is_unresponsive
+        is_unresponsive = self.held.disk.is_unresponsive
         for each in rest:
             is_unreadable = each.segment.state is SegmentState.UNREADABLE
             assert (is_unreadable and each.segment.retry_at > self.seconds) or (is_unresponsive and not each.in_ram)
@@ -340,7 +339,7 @@ class TiersMachine(RuleBasedStateMachine):
         if not found:
             return
         tracked = found[index % len(found)]
-        self.on_io(SaveFailed(frozenset({tracked.segment.number})))
+        self.tiers.on_save_failed(frozenset({tracked.segment.number}), self.seconds)
         assert self.follow() == [], "the backend never had it"
         assert tracked.segment.number not in self.tracked
         assert not self.held.fits((1,), [(0, 1)])
@@ -363,14 +362,14 @@ class TiersMachine(RuleBasedStateMachine):
     @rule(seconds=st.sampled_from([0.0, 0.0, PARTIAL_DELAY_S, READ_TIMEOUT_S, RETRY_DELAY_S]))
     def wait(self, seconds: float) -> None:
         self.seconds += seconds
-        was_unresponsive, was_reading = self.tiers.reader.is_unresponsive, self.n_reading > 0
-        self.tiers.tick(self.seconds)
-        assert self.tiers.reader.is_unresponsive or not was_unresponsive or seconds >= RETRY_DELAY_S
+        was_unresponsive, was_reading = self.held.disk.is_unresponsive, self.n_reading > 0
+        self.held.disk.tick(self.seconds)
+        assert self.held.disk.is_unresponsive or not was_unresponsive or seconds >= RETRY_DELAY_S
         if was_reading and seconds >= READ_TIMEOUT_S:
-            assert self.tiers.reader.is_unresponsive
+            assert self.held.disk.is_unresponsive
             assert not self.n_reading
         self.follow()
-        due_at = self.tiers.due_at
+        due_at = self.held.disk.due_at
         assert due_at is None or due_at > self.seconds
         for tracked in self.tracked.values():
             assert tracked.segment.state is not SegmentState.UNREADABLE or tracked.segment.retry_at > self.seconds
@@ -407,7 +406,7 @@ class TiersMachine(RuleBasedStateMachine):
     @rule(answer=st.sampled_from(["good", "good", "good", "not now", "corrupt"]))
     def read(self, answer: str) -> None:
         number = self.disk.reads.pop(0)
-        was_unresponsive = self.tiers.reader.is_unresponsive
+        was_unresponsive = self.held.disk.is_unresponsive
         tracked = self.tracked.get(number)
         is_wanted = tracked is not None and self.is_reading(tracked)
         if answer == "good" and number in self.disk.metas:
@@ -420,11 +419,11 @@ class TiersMachine(RuleBasedStateMachine):
             self.on_io(Corrupt(number))
         else:
             self.on_io(ReadFailed(number))
-            assert self.tiers.reader.is_unresponsive == was_unresponsive
+            assert self.held.disk.is_unresponsive == was_unresponsive
             was_unresponsive = False
         self.follow()
         assert tracked is None or not self.is_reading(tracked)
-        assert not (self.tiers.reader.is_unresponsive and was_unresponsive)
+        assert not (self.held.disk.is_unresponsive and was_unresponsive)
 
     @rule(ram=st.sampled_from([0.5, 1, 1, 1]))
     def be_killed(self, ram: float) -> None:
@@ -436,7 +435,7 @@ class TiersMachine(RuleBasedStateMachine):
             assert meta.parent is None or meta.parent in metas, "on disk without its parent"
         was = {number: self.disk.path(number) for number in metas}
         self.new_tiers()
-        ignored = self.ignored = set(self.tiers.restore(list(metas.values()), self.disk.first_number))
+        ignored = self.ignored = set(self.held.disk.restore(list(metas.values()), self.disk.first_number))
         self.tracked = {
             segment.number: Tracked(segment, *was[segment.number], segment.start, 0, in_ram=False, on_disk=True)
             for segment in self.tiers.disk
@@ -530,20 +529,20 @@ def test_a_slow_disk_is_tried_again_after_a_while() -> None:
         held.written(tuple(range(1000 * i, 1000 * i + 100)))
     gone = next(segment for segment in held.tiers.disk if segment not in held.tiers.ram)
     held.prefetch(0, tuple(range(100)))
-    assert held.tiers.reader.us_per_token is None
-    assert held.tiers.on_io(ReadDone(gone.number, 0.5), 1000.0) is gone
-    assert held.tiers.reader.us_per_token == pytest.approx(5000)
-    held.tiers.tick(1000.0 + RETRY_DELAY_S)
-    assert held.tiers.reader.us_per_token is None
+    assert held.disk.us_per_token is None
+    assert held.disk.on_io(ReadDone(gone.number, 0.5), 1000.0) is gone
+    assert held.disk.us_per_token == pytest.approx(5000)
+    held.disk.tick(1000.0 + RETRY_DELAY_S)
+    assert held.disk.us_per_token is None
 
 
 def test_segments_that_a_sequence_is_about_to_load_are_not_evicted_for_another_one() -> None:
     held = Tiers(200, SegmentSize(0, 1), 100, disk_bytes=1000)
     first, second = held.chain(2, first=1000), held.chain(2)
-    held.tiers.tick(1000.0)
+    held.disk.tick(1000.0)
     held.prefetch(0, tuple(range(1000, 1200)))
     for each in first:
-        assert held.tiers.on_io(ReadDone(each.number, 1e-3), 1000.0)
+        assert held.disk.on_io(ReadDone(each.number, 1e-3), 1000.0)
     held.tiers.take_jobs()
     held.prefetch(1, tuple(range(200)))
     assert held.tiers.take_jobs() == []
@@ -556,13 +555,13 @@ def test_at_most_four_segments_are_read_and_two_written_at_a_time() -> None:
     held = Tiers(600, SegmentSize(0, 1), 100, disk_bytes=10_000)
     held.chain(6, first=1000)
     held.chain(6)
-    held.tiers.tick(1000.0)
+    held.disk.tick(1000.0)
     held.prefetch(0, tuple(range(1000, 1600)))
     assert [type(job) for job in held.tiers.take_jobs()] == [Read] * 4
     held = Tiers(1000, SegmentSize(0, 1), 100, disk_bytes=10_000)
     for i in range(4):
         held.add(tuple(range(1000 * i, 1000 * i + 100)))
-    held.tiers.tick(1000.0)
+    held.disk.tick(1000.0)
     assert [type(job) for job in held.tiers.take_jobs()] == [Write] * 2
 
 
@@ -571,19 +570,19 @@ def test_a_write_that_failed_is_retried_after_a_pause_and_then_its_children_are_
     path = tuple(range(200))
     held.add(path[:100])
     held.add(path, 100)
-    held.tiers.tick(0.0)
+    held.disk.tick(0.0)
     (write,) = held.tiers.take_jobs()
     assert isinstance(write, Write)
-    held.tiers.on_io(Written(write.meta.number, ok=False), 10.0)
+    held.disk.on_io(Written(write.meta.number, ok=False), 10.0)
     assert held.tiers.disk.n_bytes == 0
-    assert held.tiers.due_at == 10.0 + RETRY_DELAY_S
-    held.tiers.tick(10.0 + RETRY_DELAY_S - 1)
+    assert held.disk.due_at == 10.0 + RETRY_DELAY_S
+    held.disk.tick(10.0 + RETRY_DELAY_S - 1)
     assert held.tiers.take_jobs() == []
-    held.tiers.tick(10.0 + RETRY_DELAY_S)
+    held.disk.tick(10.0 + RETRY_DELAY_S)
     (again,) = held.tiers.take_jobs()
     assert again == write
-    held.tiers.on_io(Written(write.meta.number, ok=True), 50.0)
-    held.tiers.tick(50.0)
+    held.disk.on_io(Written(write.meta.number, ok=True), 50.0)
+    held.disk.tick(50.0)
     (child,) = held.tiers.take_jobs()
     assert isinstance(child, Write)
     assert (child.meta.parent, child.meta.start) == (write.meta.number, 100)
@@ -595,10 +594,10 @@ def test_an_unreadable_segment_is_not_read_for_a_while() -> None:
     held.chain(1, first=1000)
     path = tuple(range(100))
     held.prefetch(0, path)
-    held.tiers.on_io(ReadFailed(gone.number), 2000.0)
-    held.tiers.tick(2000.0 + RETRY_DELAY_S - 1)
+    held.disk.on_io(ReadFailed(gone.number), 2000.0)
+    held.disk.tick(2000.0 + RETRY_DELAY_S - 1)
     assert held.readable(path) == []
-    held.tiers.tick(2000.0 + RETRY_DELAY_S)
+    held.disk.tick(2000.0 + RETRY_DELAY_S)
     assert held.readable(path) == [gone]
 
 
@@ -606,17 +605,17 @@ def test_a_failed_save_drops_the_segment_and_stops_offloading_for_a_while() -> N
     held = Tiers(1000, SegmentSize(0, 1), 100, disk_bytes=1000)
     path = tuple(range(300))
     kept, *gone = [held.add(path[: at + 100], at) for at in range(0, 300, 100)]
-    held.tiers.tick(1000.0)
+    held.disk.tick(1000.0)
     assert [type(job) for job in held.tiers.take_jobs()] == [Write]
     for each in gone:
-        held.tiers.on_io(SaveFailed(frozenset({each.number})), 1000.0)
+        held.tiers.on_save_failed(frozenset({each.number}), 1000.0)
     held.check()
     assert held.tiers.take_freed() == []
     assert held.readable(path) == [kept]
     assert not held.fits(path, [(100, 200)])
-    held.tiers.tick(1000.0 + RETRY_DELAY_S)
+    held.disk.tick(1000.0 + RETRY_DELAY_S)
     assert held.fits(path, [(100, 200)])
-    held.tiers.on_io(SaveFailed(frozenset({kept.number})), 1000.0 + RETRY_DELAY_S)
+    held.tiers.on_save_failed(frozenset({kept.number}), 1000.0 + RETRY_DELAY_S)
     held.check()
     assert held.tiers.take_jobs() == [Erase((kept.number,))]
     assert held.readable(path) == []
@@ -627,27 +626,27 @@ def test_no_request_waits_for_an_unresponsive_disk() -> None:
     first, second = held.chain(2)
     held.chain(3, first=1000)
     path = tuple(range(200))
-    tiers = held.tiers
-    tiers.tick(1000.0)
+    tiers, disk = held.tiers, held.disk
+    disk.tick(1000.0)
     tiers.take_jobs()
     held.prefetch(0, path)
-    assert tiers.due_at is None, "the step may take longer than that before the disk is asked"
-    tiers.on_io(ReadStarted(), 1000.0)
-    assert tiers.due_at == 1000.0 + READ_TIMEOUT_S
-    assert tiers.on_io(ReadDone(first.number, 1e-3), 1005.0) is first
-    assert tiers.due_at == 1005.0 + READ_TIMEOUT_S
-    tiers.tick(1005.0 + READ_TIMEOUT_S)
-    assert tiers.reader.is_unresponsive
+    assert disk.due_at is None, "the step may take longer than that before the disk is asked"
+    disk.on_io(ReadStarted(), 1000.0)
+    assert disk.due_at == 1000.0 + READ_TIMEOUT_S
+    assert disk.on_io(ReadDone(first.number, 1e-3), 1005.0) is first
+    assert disk.due_at == 1005.0 + READ_TIMEOUT_S
+    disk.tick(1005.0 + READ_TIMEOUT_S)
+    assert disk.is_unresponsive
     assert tiers.take_jobs()[-1] == CancelReads()
     assert second.state is SegmentState.DISK
-    assert tiers.due_at is None
+    assert disk.due_at is None
     held.check()
     assert held.readable(path) == [first]
-    tiers.on_io(ReadFailed(second.number), 1100.0)
-    assert tiers.reader.is_unresponsive
+    disk.on_io(ReadFailed(second.number), 1100.0)
+    assert disk.is_unresponsive
     assert second.retry_at == 1100.0 + RETRY_DELAY_S
-    tiers.tick(1100.0 + RETRY_DELAY_S)
-    assert not tiers.reader.is_unresponsive
+    disk.tick(1100.0 + RETRY_DELAY_S)
+    assert not disk.is_unresponsive
     assert held.readable(path) == [first, second]
 
 
@@ -657,12 +656,12 @@ def test_a_late_answer_makes_the_disk_responsive_again(event: Callable[[int], Io
     (late,) = held.chain(1)
     held.chain(3, first=1000)
     held.prefetch(0, tuple(range(100)))
-    held.tiers.on_io(ReadStarted(), 1000.0)
-    held.tiers.tick(1000.0 + READ_TIMEOUT_S)
-    assert held.tiers.reader.is_unresponsive
+    held.disk.on_io(ReadStarted(), 1000.0)
+    held.disk.tick(1000.0 + READ_TIMEOUT_S)
+    assert held.disk.is_unresponsive
     version = held.tree.version
-    assert held.tiers.on_io(event(late.number), 1100.0) is None
-    assert not held.tiers.reader.is_unresponsive
+    assert held.disk.on_io(event(late.number), 1100.0) is None
+    assert not held.disk.is_unresponsive
     assert held.tree.version > version, "a waiting request would keep its stale lookup"
     assert late.state in (SegmentState.DISK, SegmentState.DROPPED)
     held.check()
@@ -673,14 +672,14 @@ def test_waiting_requests_look_again_once_an_unresponsive_disk_is_tried_again() 
     first, _ = held.chain(2)
     held.chain(3, first=1000)
     held.prefetch(0, tuple(range(200)))
-    held.tiers.on_io(ReadStarted(), 1000.0)
-    held.tiers.tick(1000.0 + READ_TIMEOUT_S)
-    held.tiers.on_io(ReadFailed(first.number), 1100.0)
-    assert held.tiers.reader.is_unresponsive
+    held.disk.on_io(ReadStarted(), 1000.0)
+    held.disk.tick(1000.0 + READ_TIMEOUT_S)
+    held.disk.on_io(ReadFailed(first.number), 1100.0)
+    assert held.disk.is_unresponsive
     held.tiers.drop(reversed(held.path(tuple(range(200)))))
     version = held.tree.version
-    held.tiers.tick(1100.0 + RETRY_DELAY_S)
-    assert not held.tiers.reader.is_unresponsive
+    held.disk.tick(1100.0 + RETRY_DELAY_S)
+    assert not held.disk.is_unresponsive
     assert held.tree.version > version
 
 
@@ -689,10 +688,10 @@ def test_the_children_of_a_corrupt_file_are_evicted_from_disk_with_it() -> None:
     path = held.chain(3)
     other = held.chain(1, first=1000)
     held.tiers.take_jobs()
-    held.tiers.on_io(Corrupt(path[0].number), 1000.0)
+    held.disk.on_io(Corrupt(path[0].number), 1000.0)
     assert list(held.tiers.disk) == other
     assert held.tiers.take_jobs() == [Erase((each.number,)) for each in reversed(path)]
-    held.tiers.on_io(Corrupt(path[1].number), 1000.0)
+    held.disk.on_io(Corrupt(path[1].number), 1000.0)
     assert held.tiers.counters.disk.corrupt_files == 1, "one that was erased meanwhile is not corrupt"
 
 
@@ -700,11 +699,11 @@ def test_a_partial_segment_stays_on_disk_until_its_replacement_is_written() -> N
     held = Tiers(1000, SegmentSize(0, 1), 100, disk_bytes=160)
     held.written(tuple(range(60)))
     held.add(tuple(range(80)))
-    held.tiers.tick(2000.0)
+    held.disk.tick(2000.0)
     (write,) = held.tiers.take_jobs()
     assert isinstance(write, Write)
     assert held.tiers.disk.n_bytes == 80
-    held.tiers.on_io(Written(write.meta.number, ok=True), 2000.0)
+    held.disk.on_io(Written(write.meta.number, ok=True), 2000.0)
     assert held.tiers.take_jobs() == [Erase((0,))]
 
 
@@ -714,7 +713,7 @@ def test_a_segment_that_was_not_written_in_its_turn_is_once_it_is_used_again() -
     held.chain(1, first=1000)
     assert [segment.number for segment in held.tiers.disk] == [1]
     held.touch(tuple(range(100)))
-    held.tiers.tick(2000.0)
+    held.disk.tick(2000.0)
     assert [segment.number for segment in held.tiers.disk] == [0]
 
 
@@ -773,21 +772,21 @@ def test_the_budget_goes_on_over_a_restart() -> None:
 
 def test_what_exceeds_the_budget_is_written_later_and_offloading_goes_on() -> None:
     held = Tiers(1000, SegmentSize(0, 1), 100, disk_bytes=1000, disk_bytes_per_day=150)
-    held.tiers.writer.flush()
+    held.disk.flush()
     for i in range(4):
         held.add(tuple(range(100 * i, 100 * i + 100)))
-    held.tiers.tick(1000.0)
+    held.disk.tick(1000.0)
     written = [job.meta.number for job in held.tiers.take_jobs()]
     assert written == [0, 1], "the last one may exceed what is left"
     for number in written:
-        held.tiers.on_io(Written(number, ok=True), 1000.0)
-    held.tiers.tick(1000.0)
+        held.disk.on_io(Written(number, ok=True), 1000.0)
+    held.disk.tick(1000.0)
     assert held.tiers.take_jobs() == []
-    assert not held.tiers.writer.has_backlog
+    assert not held.disk.has_backlog
     assert held.tiers.counters.disk.written_bytes == 200
-    due = held.tiers.writer.due_at
+    due = held.disk.due_at
     assert due == pytest.approx(1000.0 + 50 / 150 * 86_400)
-    held.tiers.tick(due + 1)
+    held.disk.tick(due + 1)
     assert [job.meta.number for job in held.tiers.take_jobs()] == [2]
 
 
@@ -808,7 +807,8 @@ def test_a_segment_larger_than_ram_stays_on_disk_unknown_with_all_behind_it() ->
         SegmentMeta(1, 0, "", 4, run_of(short[4:]), size.of(1), path_digest("", run_of(short))),
         SegmentMeta(2, None, "", 0, run_of(other), size.of(1), path_digest("", run_of(other))),
     ]
-    tiers = SegmentTiers(RadixTree(), size.of(1), size, MAX_TOKENS, CacheStats(), disk_bytes=100)
-    assert tiers.restore(metas, 3) == [0, 1]
+    held = Tiers(size.of(1), size, MAX_TOKENS, disk_bytes=100)
+    tiers = held.tiers
+    assert held.disk.restore(metas, 3) == [0, 1]
     assert [segment.number for segment in tiers.disk] == [2]
     assert tiers.take_jobs() == []

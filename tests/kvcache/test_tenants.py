@@ -21,11 +21,12 @@ from llamaslot.base.namespaces import (
 )
 from llamaslot.base.stats import CacheStats
 from llamaslot.base.tokens import packed
+from llamaslot.kvcache.nodes import Segment
 from llamaslot.kvcache.radix_tree import RadixTree
-from llamaslot.kvcache.segment import Segment
 from llamaslot.kvcache.tiers.disk_io import Write, Written
+from llamaslot.kvcache.tiers.disk_tier import DiskTier
 from llamaslot.kvcache.tiers.segment_tiers import SegmentTiers
-from llamaslot.kvcache.tiers.tenant_shares import INACTIVE_S
+from llamaslot.kvcache.tiers.tier_budget import INACTIVE_S
 from tests.scheduler.test_scheduler import Driver, as_tokens
 
 KEYS = ["key-a", "key-b", "key-c"]
@@ -101,11 +102,12 @@ class Tiers:
             ram_bytes_per_key=limit,
             disk_bytes_per_key=disk_limit,
         )
+        self.disk = DiskTier(self.tiers, self.tree)
         self.kept: list[Kept] = []
         self.now = 0.0
         self.n_uses = 0
         self.last_request = dict.fromkeys(map(tenant_of, NAMESPACES), 0.0)
-        self.tiers.tick(0.0)
+        self.disk.tick(0.0)
 
     @property
     def active(self) -> set[str]:
@@ -117,7 +119,7 @@ class Tiers:
 
     def wait(self, seconds: float) -> None:
         self.now += seconds
-        self.tiers.tick(self.now)
+        self.disk.tick(self.now)
 
     def offload(self, namespace: str, n: int) -> Segment | None:
         """Offload a path that shares nothing with others, if it fits."""
@@ -176,7 +178,7 @@ def test_who_exceeds_its_share_of_ram_loses_first_and_no_key_exceeds_its_limit(
 @given(STEPS, st.sampled_from([60, 100]), st.sampled_from([0, 0, 40]))
 def test_the_disk_keeps_the_shares_too(steps: list[tuple[str, int, float]], disk: int, limit: int) -> None:
     held = Tiers(10_000, 0, disk=disk, disk_limit=limit)
-    held.tiers.writer.flush()
+    held.disk.flush()
     for namespace, n, seconds in steps:
         tenant = tenant_of(namespace)
         held.wait(seconds)
@@ -184,10 +186,10 @@ def test_the_disk_keeps_the_shares_too(steps: list[tuple[str, int, float]], disk
         before = Counter(held.tiers.disk.used)
         segment = held.offload(namespace, n)
         assert segment is not None
-        held.tiers.tick(held.now)
+        held.disk.tick(held.now)
         for job in held.tiers.take_jobs():
             if isinstance(job, Write):
-                held.tiers.on_io(Written(job.meta.number, ok=True), held.now)
+                held.disk.on_io(Written(job.meta.number, ok=True), held.now)
         active = held.active & (before.keys() | {tenant})
         for name in active - {tenant}:
             lost = before[name] - held.tiers.disk.used[name]
@@ -199,17 +201,17 @@ def test_the_disk_keeps_the_shares_too(steps: list[tuple[str, int, float]], disk
 
 def test_a_smaller_limit_is_kept_after_a_restart() -> None:
     held = Tiers(1000, 0, disk=1000)
-    held.tiers.writer.flush()
+    held.disk.flush()
     metas = []
     for i in range(6):
         held.offload(NAMESPACES[i % 2 * 2], 30)
-        held.tiers.tick(0.0)
+        held.disk.tick(0.0)
         metas += [job.meta for job in held.tiers.take_jobs() if isinstance(job, Write)]
-        held.tiers.on_io(Written(metas[-1].number, ok=True), 0.0)
+        held.disk.on_io(Written(metas[-1].number, ok=True), 0.0)
     a, b = tenant_of(NAMESPACES[0]), tenant_of(NAMESPACES[2])
     assert held.tiers.disk.used == {a: 90, b: 90}
     later = Tiers(1000, 0, disk=1000, disk_limit=70)
-    assert later.tiers.restore(metas, 6) == []
+    assert later.disk.restore(metas, 6) == []
     assert later.tiers.disk.used == {a: 60, b: 60}
     assert {segment.number for segment in later.tiers.disk} == {2, 3, 4, 5}, "the oldest of each goes"
     later.check()

@@ -26,8 +26,7 @@ pytestmark = pytest.mark.skipif(not REAL, reason="long: make test-real")
 
 N_WORKLOADS = 10
 FETCHES = """
-from llamaslot.kvcache.remote import remote_tier
-from llamaslot.kvcache.tiers import pacing
+from llamaslot.kvcache.tiers import pacing, remote_tier
 pacing.PARTIAL_DELAY_S = 0.1
 def init(self, *args, _init=remote_tier.RemoteTier.__init__, **fields):
     _init(self, *args, **fields | {"seconds_to_compute": lambda n: 0.05 * n})

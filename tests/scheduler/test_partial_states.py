@@ -12,7 +12,8 @@ from llamaslot.base.kv_ops import Copy, Load, Take
 from llamaslot.base.model import StateKind
 from llamaslot.base.namespaces import key_salt, key_secret, salt_namespace, tenant_of
 from llamaslot.base.tokens import packed
-from llamaslot.kvcache.segment import SegmentState, checkpoints_on
+from llamaslot.kvcache.nodes import checkpoints_on
+from llamaslot.kvcache.segment_states import SegmentState
 from llamaslot.kvcache.tiers.disk_io import Write, Written
 from llamaslot.scheduler.checkpoint_taker import CheckpointTaker
 from llamaslot.scheduler.request import Request, RequestState
@@ -80,7 +81,7 @@ def test_what_is_dropped_of_a_path_takes_its_checkpoints_along(kind: StateKind, 
 
     kept = positions(other)
     assert {32, 48, 56} <= {*positions(dropped)} - {*kept}
-    driver.cache.dropper.drop_paths(dropped.namespace, [packed(dropped.tokens.view())])
+    driver.cache.drop_paths(dropped.namespace, [packed(dropped.tokens.view())])
     driver.step()
     assert max(positions(dropped)) <= 30
     assert positions(other) == kept
@@ -189,7 +190,7 @@ def test_a_checkpoint_above_one_that_only_the_disk_has_is_not_the_deepest() -> N
 @pytest.mark.parametrize("is_cached_first", [False, True])
 def test_a_checkpoint_at_the_end_of_the_first_message_is_known_however_it_was_taken(is_cached_first: bool) -> None:
     driver = Driver(kind=StateKind.RECURRENT, n_slots=2, n_ctx=2048, checkpoints={"step_tokens": 999})
-    driver.scheduler._taker = CheckpointTaker(driver.cache, [ord("|")], 2048)
+    driver.scheduler._taker = CheckpointTaker(driver.cache, driver.cache.checkpoints, [ord("|")], 2048)
     if is_cached_first:
         driver.run("s" * 40, max_tokens=0, id_slot=0)
         driver.cache.checkpoints.take_at_end(0)
@@ -204,7 +205,7 @@ def test_a_checkpoint_that_is_loaded_with_its_path_is_known_to_end_the_first_mes
     driver = Driver(
         kind=StateKind.RECURRENT, n_slots=2, n_ctx=2048, ram_bytes=10**6, checkpoints={"step_tokens": 999}
     )
-    driver.scheduler._taker = CheckpointTaker(driver.cache, [ord("|")], 2048)
+    driver.scheduler._taker = CheckpointTaker(driver.cache, driver.cache.checkpoints, [ord("|")], 2048)
     driver.run("s" * 40, max_tokens=0, id_slot=0)
     driver.cache.evict(driver.cache.cells.total)
     assert driver.cache.cells.used == 0
@@ -398,7 +399,7 @@ def test_a_failed_step_leaves_a_request_that_waits_for_its_checkpoint_as_it_is(s
     driver.step()
     n_loaded = driver.held(request)
     assert 0 < n_loaded < 99
-    assert driver.cache.restorer.is_waiting(request.slot)
+    assert driver.cache._restorer.is_waiting(request.slot)
     driver.backend.failures.append((status, 0))
     driver.step()
     assert not driver.backend.failures
@@ -432,7 +433,7 @@ def test_a_checkpoint_that_is_not_trusted_is_dropped_even_if_a_request_runs_ther
         driver.step()
     [checkpoint, *_] = [each for each in checkpoints_on(driver.match(prompt).matched_end) if each.node.n_pins]
     path = packed(running.tokens.view()[: checkpoint.end])
-    driver.cache.dropper.invalidate_path(running.namespace, path, with_public=False)
+    driver.cache.invalidate_path(running.namespace, path, with_public=False)
     assert checkpoint.state is SegmentState.DROPPED
     driver.finish(running)
     assert running.n_generated == 8
@@ -495,7 +496,7 @@ def test_no_more_duplicate_cells_are_evicted_than_are_needed() -> None:
     driver.finish(beside, *twins)
     assert running.state is RequestState.RUNNING
     n_free, n_idle = driver.cache.cells.free, driver.cache.cells.idle
-    assert (n_idle, driver.cache.pool.n_idle_duplicates) == (42, 40 + 40)
+    assert (n_idle, driver.cache._sequences.n_idle_duplicates) == (42, 40 + 40)
     driver.cache.evict(n_idle + 20)
     assert driver.cache.cells.free == n_free + 42 + 40
     assert driver.held(beside) == 40, "it has cells of its own for what the running one holds"

@@ -27,7 +27,7 @@ from llamaslot.backend.memory import new_kv
 from llamaslot.base.kv_ops import Kv
 from llamaslot.base.model import CheckpointSize, SegmentSize
 from llamaslot.base.tokens import WIDTH
-from llamaslot.kvcache.pools.slot_snapshot import (
+from llamaslot.kvcache.slot_snapshots import (
     MAX_SAVED_CHECKPOINTS,
     InvalidSnapshotError,
     SlotSnapshot,

@@ -1,75 +1,42 @@
-"""Offload of KV from the pool to segments in RAM, and loading it back.
+"""Offload of KV from the pool to segments in RAM. `load_or_compute.py` loads it back.
 
 Each token is offloaded once, however many sequences hold it.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 
 from llamaslot.base.kv_ops import Free, Save
 from llamaslot.base.namespaces import is_private
 from llamaslot.base.stats import CacheStats
 from llamaslot.kvcache.cache_settings import CacheSettings
-from llamaslot.kvcache.match import Match, SegmentPart
-from llamaslot.kvcache.node import Node
-from llamaslot.kvcache.offload.checkpoints import Checkpoints
+from llamaslot.kvcache.nodes import Node, Segment
 from llamaslot.kvcache.radix_tree import RadixTree
-from llamaslot.kvcache.segment import Segment
 from llamaslot.kvcache.sequences import Sequences
+from llamaslot.kvcache.tiers.checkpoints import Checkpoints
 from llamaslot.kvcache.tiers.segment_tiers import SegmentTiers
-
-_UNKNOWN_READ_COST = 1 / 8
-"""Assumed time to read a token from disk divided by the time to compute it, until a read is measured."""
-
-
-class LoadStatus(Enum):
-    """Progress of a load."""
-
-    DONE = "nothing more to load"
-    MORE = "more in another step"
-    READING = "more once a read from disk is done"
-
-
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """Result of a load."""
-
-    status: LoadStatus
-    n_copied: int = 0
-    """Tokens copied from other sequences."""
-    n_loaded: int = 0
-    """Tokens loaded from RAM."""
-    n_read: int = 0
-    """Of `n_loaded`, those that had to be read from disk first."""
-    n_fetched: int = 0
-    """Of `n_loaded`, those that had to be fetched from the remote tier first."""
-    n_public: int = 0
-    """Of `n_loaded`, those from segments of the public namespace."""
 
 
 @dataclass(eq=False)
 class Offloader:
-    """Moves KV between the pool and the tiers. Without a RAM tier it only evicts, and counts evicted tokens."""
+    """Evicts idle cells, and saves their KV to segments.
+
+    Without a RAM tier it only evicts, and counts evicted tokens.
+    """
 
     _tree: RadixTree
     _sequences: Sequences
     _tiers: SegmentTiers
     _settings: CacheSettings
     _counters: CacheStats
-    _n_free: Callable[[], int]
-    """Returns the number of free cells in the pool."""
     _checkpoints: Checkpoints
     _ahead_at: int = -1
     _offloaded_ahead: set[tuple[int, int, int]] = field(default_factory=set)
     """Sequence and range of what was offloaded ahead since the clock stood at `_ahead_at`. None is offloaded twice:
     otherwise, if RAM is smaller than the pool, ranges would evict each other without end.
     """
-
-    # --- to segments ---
 
     def evict(self, n_cells: int, before: int | None = None) -> int:
         """Evict `n_cells` idle cells, or as many as there are; returns how many.
@@ -82,7 +49,7 @@ class Offloader:
             beyond = self._tiers.shares.excess(self._tree.n_tokens_of, self._settings.pool_cells)
             # If no tenant has more than its share, plain LRU gives the same result faster.
             excess = beyond if max(beyond.values(), default=0) > 0 else None
-        n_wanted = self._n_free() + n_cells
+        n_wanted = self._n_free + n_cells
         plan = self._tree.eviction.plan(n_cells, before, excess)
         for seq, start, end in plan.evicted:
             self.offload_evicted(seq, start, end)
@@ -97,9 +64,8 @@ class Offloader:
         """True if `n_cells` are free or idle, though `n_kept_duplicates` idle duplicates may have to stay."""
         if not self._settings.unified:
             return True
-        n_missing = n_cells - self._n_free() - self._tree.n_idle_tokens
-        duplicates = self._sequences.duplicates.n_idle_cells(self._tree.is_pinned)
-        return n_missing <= max(0, duplicates - n_kept_duplicates)
+        n_missing = n_cells - self._n_free - self._tree.n_idle_tokens
+        return n_missing <= max(0, self._sequences.n_idle_duplicates - n_kept_duplicates)
 
     def free_cells(self, n_cells: int) -> bool:
         """Evict idle cells until `n_cells` are free, or none if that is impossible; True if enough are free.
@@ -108,10 +74,10 @@ class Offloader:
         """
         if not self._settings.unified:
             return True
-        n_missing = n_cells - self._n_free()
-        if 0 < n_missing <= self._n_idle():
+        n_missing = n_cells - self._n_free
+        if 0 < n_missing <= self._tree.n_idle_tokens + self._sequences.n_idle_duplicates:
             self.evict(n_missing)
-        return self._n_free() >= n_cells
+        return self._n_free >= n_cells
 
     def offload_evicted(self, seq: int, start: int, end: int) -> None:
         """Offload `[start, end)` of a sequence, which is about to leave the pool, as far as it fits into RAM."""
@@ -160,87 +126,16 @@ class Offloader:
         end = self._sequences.end(seq).end
         self._offload(seq, self._missing_of_path(seq, end, with_partial=with_partial), end)
 
-    def tenants_beyond_ids(self) -> set[str]:
-        """Tenants with more than their share of the sequence ids."""
-        sequences = self._sequences
-        used = Counter(sequences.end(each).tenant for each in sequences.all if sequences.in_use(each))
-        return {name for name, n in self._tiers.shares.excess(used, len(sequences.all)).items() if n > 0}
-
-    # --- from segments ---
-
-    def worth_loading(self, match: Match) -> Sequence[SegmentPart]:
-        """Segments after the resident part of a match that are worth loading.
-
-        A segment is loaded whole, so the last one is left out if too little of it is needed; not for models with a
-        partial state, which may have to be restored at its end. Nothing is worth loading if all parts together take
-        longer to load than to compute. In a partitioned pool the resident part is saved and loaded along with them.
-        """
-        parts = self._tiers.readable(match.parts) if match.parts else []
-        if parts and not self._checkpoints.has_states and not self._pays(parts[-1:]):
-            parts.pop()
-        return parts if self._pays(parts, 0 if self._settings.unified else 2 * match.n_resident) else []
-
-    def load(self, seq: int, match: Match, max_tokens: int | None, *, loads_all: bool = False) -> Loaded:
-        """Extend a sequence by the segments that are worth loading, about `max_tokens` at most.
-
-        With `loads_all` it is all segments of the match, because the sequence waits for a checkpoint at its end,
-        and a small rest would not be worth loading by itself.
-        """
-        parts = self._tiers.readable(match.parts) if loads_all else self.worth_loading(match)
-        if not parts:
-            self._tiers.unpin(seq)
-            return Loaded(LoadStatus.DONE)
-        self._tiers.prefetch(seq, parts)
-        self.free_evicted()
-        status = LoadStatus.DONE
-        # Segments with a planned save cannot be loaded yet, because the save may fail for lack of memory.
-        saving = {each.segment for each in self._sequences.operations if isinstance(each, Save)}
-        n_loaded = n_read = n_fetched = n_public = 0
-        if not self._settings.unified:
-            # Each load would load the whole sequence again (fact 3), so this waits until all parts are in RAM.
-            if any(part.segment.number in saving for part in parts):
-                return Loaded(LoadStatus.MORE)
-            if self._tiers.reader.n_pending and not all(part.segment.state.is_loadable for part in parts):
-                return Loaded(LoadStatus.READING)
-        for part in parts:
-            segment = part.segment
-            if (max_tokens is not None and n_loaded >= max_tokens) or segment.number in saving:
-                status = LoadStatus.MORE
-                break
-            if not segment.state.is_loadable:
-                status = LoadStatus.READING if self._tiers.reader.n_pending else LoadStatus.DONE
-                break
-            if not self.free_cells(segment.n_tokens) or not segment.state.is_loadable:
-                break
-            start = self._tree.length(seq)
-            self._sequences.load(segment.number, seq, part.end, match.tokens)
-            n_loaded += part.end - start
-            if match.public is not None and segment.is_public:
-                n_public += part.end - start
-            n_read += (part.end - start) * (segment.source == "disk")
-            n_fetched += (part.end - start) * (segment.source == "remote")
-            segment.source = ""
-        if status is LoadStatus.DONE:
-            self._tiers.unpin(seq)
-        self._counters.public_tokens += n_public
-        return Loaded(status, 0, n_loaded, n_read, n_fetched, n_public)
-
-    @property
-    def may_load(self) -> bool:
-        """False for a while after a load failed for lack of memory."""
-        return self._tiers.now >= self._tiers.loads_again_at
-
-    # --- operations ---
-
     def free_evicted(self) -> None:
         """Record operations by which the backend frees the segments that left RAM."""
         self._sequences.operations += map(Free, self._tiers.take_freed())
 
     # --- inside ---
 
-    def _n_idle(self) -> int:
-        """Cells that `evict` can free: those of idle nodes, and duplicates that only idle sequences hold."""
-        return self._tree.n_idle_tokens + self._sequences.duplicates.n_idle_cells(self._tree.is_pinned)
+    @property
+    def _n_free(self) -> int:
+        """Free cells of the pool."""
+        return self._settings.pool_cells - self._sequences.n_cells
 
     def _evict_duplicates(self, n_free: int) -> None:
         """Clear idle sequences that have duplicates of cells of running ones, until `n_free` cells are free.
@@ -249,24 +144,10 @@ class Offloader:
         """
         holders = self._sequences.duplicates.idle_holders(self._tree.is_pinned)
         for seq in sorted(holders, key=self._sequences.rank):
-            if self._n_free() >= n_free:
+            if self._n_free >= n_free:
                 return
             self._checkpoints.take_at_end(seq)
             self._sequences.clear(seq)
-
-    def _pays(self, parts: Sequence[SegmentPart], n_moved: int = 0) -> bool:
-        """True if loading these parts, and moving `n_moved` tokens for it, is faster than computing them."""
-        n_wanted = sum(part.end - part.start for part in parts)
-        n_loaded = sum(part.segment.n_tokens for part in parts) + n_moved
-        n_read = sum(part.segment.n_tokens for part in parts if not part.segment.state.is_loadable)
-        return n_wanted > self._settings.load_cost * n_loaded + self._read_cost * n_read
-
-    @property
-    def _read_cost(self) -> float:
-        """Time to read a token from disk divided by the time to compute it."""
-        read_us = self._tiers.reader.us_per_token
-        prefill_us = self._settings.prefill_us
-        return read_us / prefill_us if read_us and prefill_us else _UNKNOWN_READ_COST
 
     def _node_at(self, seq: int, end: int) -> Node:
         """Return the node on the path of a sequence that has the token before position `end`."""

@@ -31,6 +31,7 @@ from llamaslot.base.namespaces import PUBLIC_NAMESPACE, PUBLIC_TENANT, reads_pub
 from llamaslot.kvcache.match import Match, SegmentPart
 from llamaslot.kvcache.offload.offloader import Offloader
 from llamaslot.kvcache.radix_tree import RadixTree
+from llamaslot.kvcache.tiers.disk_tier import DiskTier
 from llamaslot.kvcache.tiers.segment_tiers import SegmentTiers
 
 
@@ -40,6 +41,7 @@ class PublicPrefix:
 
     _tree: RadixTree
     _tiers: SegmentTiers
+    _disk: DiskTier
     _offloader: Offloader
 
     def match(self, namespace: str, tokens: bytes) -> Match:
@@ -53,7 +55,8 @@ class PublicPrefix:
             return own
         parts: list[SegmentPart] = []
         is_public, end = False, own.n_resident
-        while more := self._readable(own, end) or self._readable(public, end):
+        readable = self._disk.readable
+        while more := readable(own.parts_from(end)) or readable(public.parts_from(end)):
             is_public |= more[0].segment.is_public
             parts += more
             end = more[-1].end
@@ -69,6 +72,3 @@ class PublicPrefix:
         end = self._tree.end_node(seq)
         if end is not None and end.namespace == PUBLIC_NAMESPACE:
             self._offloader.offload_path(seq, with_partial=has_ended)
-
-    def _readable(self, match: Match, start: int) -> list[SegmentPart]:
-        return self._tiers.readable(match.parts_from(start))

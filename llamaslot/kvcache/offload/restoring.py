@@ -14,56 +14,51 @@ from a *restore point*: a node that has a checkpoint, or in which a live sequenc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 
-from llamaslot.kvcache.match import Match, SegmentPart
-from llamaslot.kvcache.node import Node
-from llamaslot.kvcache.offload.checkpoints import Checkpoints
+from llamaslot.kvcache.cache_settings import CacheSettings
+from llamaslot.kvcache.match import Match
+from llamaslot.kvcache.nodes import Checkpoint, Node, checkpoints_on
+from llamaslot.kvcache.offload.load_or_compute import Loader
 from llamaslot.kvcache.radix_tree import RadixTree
-from llamaslot.kvcache.segment import Checkpoint, SegmentState, checkpoints_on
+from llamaslot.kvcache.segment_states import SegmentState
 from llamaslot.kvcache.sequences import Sequences
+from llamaslot.kvcache.tiers.checkpoints import Checkpoints
+from llamaslot.kvcache.tiers.disk_tier import DiskTier
 from llamaslot.kvcache.tiers.segment_tiers import SegmentTiers
 
 
+@dataclass(eq=False)
 class Restorer:
-    """Gives sequences their partial states. For a model without one it does nothing.
+    """Gives sequences their partial states. For a model without one it does nothing."""
 
-    `min_restored` returns the number of tokens that take as long to compute as a checkpoint takes to restore.
-    """
-
-    def __init__(
-        self,
-        tree: RadixTree,
-        sequences: Sequences,
-        tiers: SegmentTiers,
-        checkpoints: Checkpoints,
-        *,
-        min_restored: Callable[[], int],
-    ) -> None:
-        self._tree = tree
-        self._sequences = sequences
-        self._tiers = tiers
-        self._checkpoints = checkpoints
-        self._min_restored = min_restored
-        self._states = sequences.states
-        self._has_states = self._states.has_states
+    _tree: RadixTree
+    _sequences: Sequences
+    _tiers: SegmentTiers
+    _disk: DiskTier
+    _checkpoints: Checkpoints
+    _loader: Loader
+    _settings: CacheSettings
 
     # --- lookups ---
 
     def lacks_state(self, seq: int) -> bool:
         """Return True if a running sequence cannot be decoded yet: it waits for a checkpoint, or has no state."""
-        return self._has_states and (self._pending(seq) is not None or not self._states.is_live(seq))
+        return self._settings.has_states and (
+            self._pending(seq) is not None or not self._sequences.states.is_live(seq)
+        )
 
     def is_waiting(self, seq: int) -> bool:
         """Return True if a sequence waits for a checkpoint to be restored."""
         return self._pending(seq) is not None
 
-    def cut(self, match: Match, worth_loading: Callable[[Match], Sequence[SegmentPart]]) -> Match:
-        """Cut a match at its deepest restore point; `worth_loading` returns the segments of a match to load."""
+    def cut(self, match: Match) -> Match:
+        """Cut a match to what is worth loading, and at its deepest restore point."""
+        worth_loading = self._loader.worth_loading
         parts = worth_loading(match)
         n_covered = parts[-1].end if parts else match.n_resident
-        if not self._has_states:
+        if not self._settings.has_states:
             return replace(match, n_cached=n_covered) if parts else match
         for node in self._restore_points(match, n_covered):
             n = node.end
@@ -79,19 +74,19 @@ class Restorer:
 
         Must be called before the sequence or the pool is changed.
         """
-        if not self._has_states:
+        if not self._settings.has_states:
             return
         self._checkpoints.pending_restores.pop(seq, None)
         keeps_all = n_own == self._tree.length(seq)
         points = self._restore_points(match, match.n_cached)
         # There may be no restore point any more, if memory ran short since the lookup. And a live sequence that
         # already ends with the match needs no checkpoint.
-        if not points or (keeps_all and n_own == match.n_cached and self._states.is_live(seq)):
+        if not points or (keeps_all and n_own == match.n_cached and self._sequences.states.is_live(seq)):
             return
         node = points[0]
         # A sequence of the public namespace gives no state: its cells are not copied, only its segments are loaded.
         donor = self._live_end(node) if node.namespace == match.namespace else None
-        if donor is not None and self._states.copies_live and n_own < node.end <= match.n_resident:
+        if donor is not None and self._sequences.states.copies_live and n_own < node.end <= match.n_resident:
             # A copy of a whole live sequence is live itself.
             return
         checkpoint = node.checkpoint
@@ -115,11 +110,11 @@ class Restorer:
 
         Not to one that is live and waits for no checkpoint: it would lose its state.
         """
-        return not self._has_states or self.lacks_state(seq)
+        return not self._settings.has_states or self.lacks_state(seq)
 
     def cut_to_pending(self, seq: int, match: Match) -> Match:
         """Cut a match at the position of the checkpoint that a sequence waits for."""
-        if not self._has_states:
+        if not self._settings.has_states:
             return match
         pending = self._pending(seq)
         n = pending.end if pending is not None else self._tree.length(seq)
@@ -134,15 +129,21 @@ class Restorer:
 
     def is_reading(self, seq: int) -> bool:
         """Return True while a sequence waits for a checkpoint that is read from disk; starts the read if needed."""
-        pending, reader = self._pending(seq), self._tiers.reader
+        pending = self._pending(seq)
         if pending is None or pending.state.is_loadable:
             return False
-        if not pending.state.uses_ram and reader.may_read(pending):
-            if not reader.may_start:
+        if not pending.state.uses_ram and self._disk.may_read(pending):
+            if not self._disk.may_start_read:
                 return True
             if self._checkpoints.evict_for(pending.n_bytes, pending.tenant):
-                reader.start(pending)
+                self._disk.start_read(pending)
         return pending.state.uses_ram
+
+    def recover(self, seqs: Iterable[int]) -> None:
+        """After a failed step, let running sequences fall back, unless they still wait for their state."""
+        for seq in seqs:
+            if not self.is_waiting(seq):
+                self.fall_back(seq)
 
     def fall_back(self, seq: int) -> None:
         """Truncate a sequence without state to the deepest checkpoint in RAM on its path, or empty it.
@@ -150,7 +151,7 @@ class Restorer:
         Afterwards it waits for no checkpoint.
         """
         self._checkpoints.pending_restores.pop(seq, None)
-        if self._states.is_live(seq):
+        if self._sequences.states.is_live(seq):
             return
         on_path = checkpoints_on(self._sequences.end(seq))
         found = next((each for each in on_path if each.state.is_loadable), None)
@@ -165,9 +166,9 @@ class Restorer:
 
     def on_step_failed(self, starts: Mapping[int, int]) -> None:
         """Record that a step failed; `starts` has the tokens that its sequences held before it."""
-        if not self._has_states:
+        if not self._settings.has_states:
             return
-        self._states.fail(starts, {seq: self._tree.length(seq) for seq in self._sequences.all})
+        self._sequences.states.fail(starts, {seq: self._tree.length(seq) for seq in self._sequences.all})
         self._tree.version += 1
 
     def on_restore_failed(self, number: int) -> None:
@@ -204,23 +205,21 @@ class Restorer:
             public = checkpoints_on(match.public_end)
             found += [each.node for each in public if each.end <= n_covered and self._is_readable(each)]
             found.sort(key=lambda node: -node.end)
-        return [node for node in found if node.end >= self._min_restored() or self._gives_state(node)]
+        return [node for node in found if node.end >= self._settings.min_restored or self._gives_state(node)]
 
     def _is_readable(self, checkpoint: Checkpoint | None) -> bool:
         """True if a checkpoint can be restored, now or after reading it from disk."""
-        if checkpoint is None or self._tiers.now < self._tiers.loads_again_at:
-            return False
-        return checkpoint.state.is_loadable or self._tiers.reader.may_read(checkpoint)
+        return checkpoint is not None and self._disk.is_readable(checkpoint)
 
     def _gives_state(self, node: Node) -> bool:
         """True if a live sequence ends in a node, and its state can be copied, or its slot given to the request."""
-        live = [seq for seq in node.end_of if self._states.is_live(seq)]
+        live = [seq for seq in node.end_of if self._sequences.states.is_live(seq)]
         if self._sequences.states.copies_live or self._checkpoints.can_take(node.end):
             return bool(live)
         return any(seq in self._sequences.slots and not self._tree.is_pinned(seq) for seq in live)
 
     def _live_end(self, node: Node) -> int | None:
-        return next((seq for seq in node.end_of if self._states.is_live(seq)), None)
+        return next((seq for seq in node.end_of if self._sequences.states.is_live(seq)), None)
 
     def _restore(self, seq: int, checkpoint: Checkpoint) -> None:
         self._tiers.touch(checkpoint.path_from_root)

@@ -1,1 +1,1 @@
-"""Segments and checkpoints in RAM and on disk: their states, budgets, shares of tenants, reads and write-back."""
+"""Segments and checkpoints in RAM, on disk and in the remote store: what is kept, written, read, sent, fetched."""

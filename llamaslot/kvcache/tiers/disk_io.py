@@ -14,7 +14,7 @@ from typing import Protocol, TypeAlias
 from llamaslot.base.kv_ops import Kv
 from llamaslot.base.model import CheckpointSize, SegmentSize
 from llamaslot.base.tokens import WIDTH
-from llamaslot.kvcache.segment import Segment
+from llamaslot.kvcache.nodes import Segment
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,26 +159,7 @@ class Corrupt:
     number: int
 
 
-@dataclass(frozen=True, slots=True)
-class SaveFailed:
-    """The backend had not enough memory to save these segments."""
-
-    numbers: frozenset[int]
-
-
-@dataclass(frozen=True, slots=True)
-class LoadFailed:
-    """The backend had not enough memory to load a segment."""
-
-
-@dataclass(frozen=True, slots=True)
-class SlotSaved:
-    """The saved bytes of a slot are not needed any more."""
-
-    numbers: tuple[int, ...]
-
-
-IoEvent: TypeAlias = Written | ReadStarted | ReadDone | ReadFailed | Corrupt | SaveFailed | LoadFailed | SlotSaved
+IoEvent: TypeAlias = Written | ReadStarted | ReadDone | ReadFailed | Corrupt
 
 
 class CorruptSegmentError(Exception):

@@ -1,20 +1,26 @@
-"""Delays and transfer rates common to all tiers. Times are seconds on the caller's clock.
+"""Pacing of the tiers: delays, speed of transfers, the daily budget of writes, and a disk that does not respond.
 
-Refer to the constants as `pacing.RETRY_DELAY_S`, because tests shorten them in this module.
+Refer to the constants as `pacing.RETRY_DELAY_S`, because tests shorten them in this module. Times are seconds on
+the caller's clock.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
-from llamaslot.kvcache.segment import Segment
+from llamaslot.kvcache.nodes import Segment
+from llamaslot.kvcache.tiers.disk_io import WriteTotals
 
 PARTIAL_DELAY_S = 1.0
 """Delay before a partial segment is written or uploaded: a conversation's next turn usually replaces it sooner."""
 RETRY_DELAY_S = 30.0
 """Delay before a retry: of saves and loads after memory ran out, of reads, writes, and use of the remote tier."""
+READ_TIMEOUT_S = 10.0
+"""Time without an answer to a read after which the disk counts as unresponsive, until it answers."""
 _NEWEST_WEIGHT = 0.2
 """Weight of the newest transfer in the moving average."""
+_DAY_S = 86_400.0
 
 
 def due_at(segment: Segment, max_tokens: int, is_urgent: Callable[[Segment], bool]) -> float:
@@ -55,3 +61,81 @@ class TransferRate:
 
     def _learn(self, seconds: float, now: float) -> None:
         self._seconds, self._valid_until = seconds, now + RETRY_DELAY_S
+
+
+class WriteBudget:
+    """Token bucket of `bytes_per_day` (0 for no limit), which continues where an earlier server left it.
+
+    A burst may use the bytes of a whole day; after that, writes average `bytes_per_day`. A single write may
+    overdraw it. If the clock jumps ahead, at most the bytes of one day are added; if it jumps back, nothing
+    changes.
+    """
+
+    def __init__(self, bytes_per_day: int, written: WriteTotals | None = None) -> None:
+        self._bytes_per_day = bytes_per_day
+        before = written or WriteTotals()
+        n_used = max(0.0, before.budget_used_bytes - before.seconds_ago * bytes_per_day / _DAY_S)
+        self._left = bytes_per_day - n_used
+        """Bytes left at time `_at`; negative after an overdraft."""
+        self._at: float | None = None
+
+    @property
+    def n_used(self) -> int:
+        """Bytes of the budget in use."""
+        return round(self._bytes_per_day - self._left) if self._bytes_per_day else 0
+
+    def advance(self, now: float) -> None:
+        """Add the bytes that have become available since the last call."""
+        elapsed = max(0.0, now - self._at) if self._at is not None else 0.0
+        self._left = min(self._bytes_per_day, self._left + elapsed * self._bytes_per_day / _DAY_S)
+        self._at = now
+
+    @property
+    def opens_at(self) -> float:
+        """Time at which the next write may begin."""
+        if not self._bytes_per_day or self._at is None:
+            return 0.0
+        return self._at + max(0.0, -self._left) * _DAY_S / self._bytes_per_day
+
+    def take(self, n_bytes: int, now: float) -> None:
+        """Subtract a write that begins now."""
+        self.advance(now)
+        self._left -= n_bytes
+
+
+class ReadWatchdog:
+    """Detects a disk that does not answer a read within `READ_TIMEOUT_S`. Reads are sent one at a time."""
+
+    def __init__(self) -> None:
+        self._waiting_since: float | None = None
+        self._unresponsive_until = 0.0
+
+    @property
+    def times_out_at(self) -> float | None:
+        """Time at which the pending read times out; None if there is none."""
+        return None if self._waiting_since is None else self._waiting_since + READ_TIMEOUT_S
+
+    def is_unresponsive(self, now: float) -> bool:
+        """True while no reads may be sent."""
+        return now < self._unresponsive_until
+
+    def on_read_started(self, now: float) -> None:
+        """Record that a read was sent."""
+        if self._waiting_since is None:
+            self._waiting_since = now
+
+    def on_answer(self, now: float, *, has_more: bool, failed: bool = False) -> None:
+        """Record an answer; `has_more` is True if more reads are pending.
+
+        If an unresponsive disk answers with a failure, no reads are sent for `RETRY_DELAY_S`.
+        """
+        retry = failed and self.is_unresponsive(now)
+        self._unresponsive_until = now + RETRY_DELAY_S if retry else 0.0
+        self._waiting_since = now if has_more else None
+
+    def check_timeout(self, now: float) -> bool:
+        """Return True, once, if the pending read has timed out; it then no longer counts as pending."""
+        if self.times_out_at is None or now < self.times_out_at:
+            return False
+        self._unresponsive_until, self._waiting_since = math.inf, None
+        return True

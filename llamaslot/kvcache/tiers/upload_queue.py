@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from llamaslot.base.namespaces import is_private
-from llamaslot.kvcache.segment import Checkpoint, Segment
+from llamaslot.kvcache.nodes import Checkpoint, Segment
 from llamaslot.kvcache.tiers import pacing
 
 RETRY_UPLOAD_S = 1.0

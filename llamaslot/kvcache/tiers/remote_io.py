@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from llamaslot.base.kv_ops import Kv, KvPart
+from llamaslot.kvcache.match import SegmentPart
 
 BLOCK_TOKENS = 512
 """Most tokens of an object. Like `GRID_TOKENS`, it must be the same for all servers of a store."""
@@ -86,21 +87,12 @@ class Fetched:
 
 
 @dataclass(frozen=True, slots=True)
-class BlockPart:
-    """Positions `wanted` of segment `number` in RAM, which covers `positions`."""
-
-    number: int
-    positions: range
-    wanted: range
-
-
-@dataclass(frozen=True, slots=True)
 class Block:
     """A block to upload: the parts of segments that have its KV, and the number of a checkpoint at its end."""
 
     start: int
     end: int
-    parts: tuple[BlockPart, ...]
+    parts: tuple[SegmentPart, ...]
     checkpoint: int | None = None
 
 

@@ -12,7 +12,7 @@ They are evicted from RAM
 - if a path has too many (`--ctx-checkpoints`): the one whose neighbours are closest together, relative to their
   distance from the end of the path (`_thin_path`). The deepest stays, and forks go last.
 
-Checkpoints about to be restored are never evicted. `restoring.py` decides which are restored, and when.
+Checkpoints about to be restored are never evicted. `offload/restoring.py` decides which are restored, and when.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from llamaslot.base.namespaces import is_private
 from llamaslot.base.stats import CheckpointStats
 from llamaslot.base.tokens import WIDTH
 from llamaslot.kvcache.cache_settings import CheckpointSettings
-from llamaslot.kvcache.node import Node
+from llamaslot.kvcache.nodes import Checkpoint, Node, Segment, checkpoints_on
 from llamaslot.kvcache.radix_tree import RadixTree
-from llamaslot.kvcache.segment import Checkpoint, Segment, SegmentEvent, checkpoints_on
-from llamaslot.kvcache.segment import SegmentState as S
+from llamaslot.kvcache.segment_states import SegmentEvent
+from llamaslot.kvcache.segment_states import SegmentState as S
 from llamaslot.kvcache.sequences import Sequences
 from llamaslot.kvcache.tiers.segment_tiers import SegmentTiers
 
@@ -76,8 +76,7 @@ class Checkpoints:
 
     def can_take(self, n: int) -> bool:
         """Return True if a checkpoint after `n` tokens can fit into the budget, and memory has not just run out."""
-        is_possible = self.settings.size.of(n) <= self._tiers.checkpoints.capacity
-        return is_possible and self._tiers.now >= self._tiers.saves_again_at
+        return self._tiers.may_save and self.settings.size.of(n) <= self._tiers.checkpoints.capacity
 
     def take(self, seq: int, *, only_redundant: bool = False) -> Checkpoint | None:
         """Return the checkpoint at the end of a live sequence, taken now if there is none; None if it does not fit.
@@ -206,7 +205,7 @@ class Checkpoints:
     @property
     def _pinned(self) -> set[Segment]:
         """Segments and checkpoints that must stay: about to be loaded or restored, or being read or written."""
-        return {*self.pending_restores.values(), *self._tiers.busy.values()}.union(*self._tiers.load_pins.values())
+        return self._tiers.in_use.union(self.pending_restores.values())
 
     def _may_take_at_end(self, seq: int) -> bool:
         """True if a sequence is live, and its prefix may be used again."""

@@ -1,5 +1,6 @@
-"""Ghost list: digests of prefixes that were computed before, whether or not their KV is still cached.
+"""Miss reasons: why no more of a prompt is cached.
 
+A ghost list remembers digests of prefixes that were computed before, whether or not their KV is still cached.
 With it a miss can be reported as `evicted` instead of `cold`. A path is recorded in blocks of tokens, each as a
 digest of all tokens up to its end.
 """
@@ -9,13 +10,28 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict
 from collections.abc import Iterator
-from itertools import takewhile
 
+from llamaslot.base.stats import Miss
 from llamaslot.base.tokens import WIDTH
+from llamaslot.kvcache.match import Match
 
 BLOCK_TOKENS = 64
 MAX_BLOCKS = 2**15
 """Most blocks that are remembered: those of two million tokens, in a few megabytes."""
+
+
+def miss_reason(match: Match, ghosts: GhostList, min_shared: int) -> Miss:
+    """Return why no more of the tokens are cached; empty if all are, or if nothing explains it."""
+    n = match.n_cached
+    if n * WIDTH == len(match.tokens):
+        return ""
+    if match.n_without_state >= min_shared:
+        return "no_checkpoint"
+    if ghosts.continues(match.namespace, match.tokens, n + match.n_without_state):
+        return "evicted"
+    if n < min_shared:
+        return "salted" if match.namespace else "cold"
+    return "diverged" if any(each.diverges_at(n) for each in (match, match.public) if each is not None) else ""
 
 
 class GhostList:
@@ -35,14 +51,7 @@ class GhostList:
 
     def continues(self, namespace: str, tokens: bytes, n: int) -> bool:
         """True if the first whole block that ends after `n` tokens was computed before."""
-        end = (n // BLOCK_TOKENS + 1) * BLOCK_TOKENS * WIDTH
-        return end <= len(tokens) and self.computed_end(namespace, tokens[:end], n) > n
-
-    def computed_end(self, namespace: str, tokens: bytes, n: int) -> int:
-        """Return the end of the whole blocks after `n` tokens that were computed before; `n` if there are none."""
-        computed = takewhile(self._blocks.__contains__, _digests(namespace, tokens, n))
-        n_computed = sum(1 for _ in computed)
-        return (n // BLOCK_TOKENS + n_computed) * BLOCK_TOKENS if n_computed else n
+        return next(_digests(namespace, tokens, n), b"") in self._blocks
 
 
 def _digests(namespace: str, tokens: bytes, start: int) -> Iterator[bytes]:

@@ -18,33 +18,31 @@ Times are seconds on the caller's clock.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from msgspec import structs
 
-from llamaslot.base.model import CheckpointSize, SegmentSize
 from llamaslot.base.namespaces import is_private
 from llamaslot.base.stats import RemoteStats
 from llamaslot.base.tokens import WIDTH
-from llamaslot.kvcache.match import Match
-from llamaslot.kvcache.node import Node
-from llamaslot.kvcache.offload.checkpoints import Checkpoints
+from llamaslot.kvcache.match import Match, segment_parts
+from llamaslot.kvcache.nodes import Segment
 from llamaslot.kvcache.radix_tree import RadixTree
-from llamaslot.kvcache.remote.remote_io import (
+from llamaslot.kvcache.tiers import pacing
+from llamaslot.kvcache.tiers.checkpoints import Checkpoints
+from llamaslot.kvcache.tiers.disk_tier import DiskTier
+from llamaslot.kvcache.tiers.pacing import TransferRate
+from llamaslot.kvcache.tiers.remote_io import (
     BLOCK_TOKENS,
     GRID_TOKENS,
     Block,
-    BlockPart,
     Found,
     Portion,
     RemoteObject,
     Upload,
     block_start,
 )
-from llamaslot.kvcache.segment import Segment
-from llamaslot.kvcache.tiers import pacing
-from llamaslot.kvcache.tiers.pacing import TransferRate
 from llamaslot.kvcache.tiers.segment_tiers import SegmentTiers
 
 _MIN_DEADLINE_S, _MAX_DEADLINE_S = 0.5, 10.0
@@ -104,19 +102,15 @@ class RemoteTier:
         self,
         tree: RadixTree,
         tiers: SegmentTiers,
+        disk: DiskTier,
         checkpoints: Checkpoints,
         *,
-        size: SegmentSize,
-        checkpoint_size: CheckpointSize | None,
         seconds_to_compute: Callable[[int], float],
     ) -> None:
         self._tree = tree
         self._tiers = tiers
-        self.uploads = tiers.uploads
-        """Segments to upload."""
+        self._disk = disk
         self._checkpoints = checkpoints
-        self._size = size
-        self._checkpoint_size = checkpoint_size
         self._seconds_to_compute = seconds_to_compute
         self._rate = TransferRate()
         """Of fetches, per byte. While it is unknown, a fetch is tried however long it may take."""
@@ -130,6 +124,11 @@ class RemoteTier:
     def is_on(self) -> bool:
         """True if a store is configured."""
         return self._tiers.uploads.is_on
+
+    @property
+    def is_uploading(self) -> bool:
+        """True while a segment is being uploaded."""
+        return self._tiers.uploads.is_sending
 
     @property
     def stats(self) -> RemoteStats:
@@ -189,7 +188,7 @@ class RemoteTier:
         if (
             has_segment
             or self._covered(match) < portion.start
-            or n_bytes != self._size.of(portion.end - portion.start)
+            or n_bytes != self._tiers.size.of(portion.end - portion.start)
         ):
             return None
         if not self._tiers.fits(match.matched_end, [(portion.start, portion.end)]):
@@ -202,10 +201,10 @@ class RemoteTier:
 
     def add_checkpoint(self, lookup: Lookup, checkpoint: RemoteObject, n_bytes: int) -> int | None:
         """Add a fetched checkpoint; returns its number, or None if it is of no use any more."""
-        end, size = checkpoint.end, self._checkpoint_size
+        end = checkpoint.end
         path = lookup.tokens[: end * WIDTH]
         match = self._tree.match(lookup.namespace, path)
-        if size is None or n_bytes not in size.all_of(end) or self._covered(match) < end:
+        if n_bytes not in self._checkpoints.settings.size.all_of(end) or self._covered(match) < end:
             return None
         last = match.whole_end if match.whole_end.end == end else None
         has_one = last is not None and last.checkpoint is not None
@@ -289,7 +288,7 @@ class RemoteTier:
             if not lookup.restore_point < each.end <= lookup.end or each.start > covered:
                 continue
             # Unlike the index, the list of checkpoints has no authentication codes, so its sizes are checked here.
-            if self._checkpoint_size is None or each.state_bytes not in self._checkpoint_size.all_of(each.end):
+            if each.state_bytes not in self._checkpoints.settings.size.all_of(each.end):
                 continue
             portions = tuple(
                 Portion(one.object, one.start, min(one.end, each.start))
@@ -321,7 +320,7 @@ class RemoteTier:
 
     def _covered(self, match: Match) -> int:
         """Return the number of leading tokens of a match whose KV is in the pool or can be loaded."""
-        parts = self._tiers.readable(match.parts)
+        parts = self._disk.readable(match.parts)
         return parts[-1].end if parts else match.n_resident
 
     def _pin(self, lookup: Lookup, segment: Segment) -> None:
@@ -342,28 +341,14 @@ class RemoteTier:
             ends = [end]
         elif segment.is_end_of_path and last > max(n_whole, segment.start):
             ends.append(last)
-        path = list(segment.nodes[-1].path_to_root())
-        blocks = tuple(Block(block_start(at), at, _parts(path, block_start(at), at), number) for at in ends)
-        if not all(block.parts for block in blocks):
-            return None
+        last_node = segment.nodes[-1]
+        blocks = []
+        for at in ends:
+            start = block_start(at)
+            parts = segment_parts(last_node, start, at)
+            is_whole = bool(parts) and (parts[0].start, parts[-1].end) == (start, at)
+            if not is_whole or not all(part.segment.state.is_loadable for part in parts):
+                return None
+            blocks.append(Block(start, at, parts, number))
         tokens = segment.prefix[: ends[-1] * WIDTH] if ends else b""
-        return Upload(segment.number, segment.namespace, tokens, blocks)
-
-
-def _parts(path: Sequence[Node], start: int, end: int) -> tuple[BlockPart, ...]:
-    """Return the parts of segments that have `[start, end)` of a path; `path` runs from its end to the root.
-
-    Empty if any of the KV is not in RAM.
-    """
-    parts: list[BlockPart] = []
-    for node in reversed(path):
-        low, high = max(node.start, start), min(node.end, end)
-        if low >= high:
-            continue
-        segment = node.segment
-        if segment is None or not segment.state.is_loadable:
-            return ()
-        if parts and parts[-1].number == segment.number:
-            low = parts.pop().wanted.start
-        parts.append(BlockPart(segment.number, range(segment.start, segment.end), range(low, high)))
-    return tuple(parts)
+        return Upload(segment.number, segment.namespace, tokens, tuple(blocks))

@@ -1,112 +1,169 @@
-"""Segment: KV of a range of a path outside of the pool, and the states it goes through.
+"""Nodes of the radix tree, and what is attached to them: segments and checkpoints.
 
-Prefixes that conversations share are kept once:
+A node is a run of tokens. A segment is KV of a range of a path outside of the pool. Prefixes that conversations
+share are kept once:
 
     [0 .............. 8000) in 16 segments of 500 ---+--- [8000 .. 8100)   conversation 1
                                                      +--- [8000 .. 8250)   conversation 2
 
-A segment does not know whether its tokens are also in the pool: that is recorded in the nodes of the radix tree.
+A segment does not know whether its tokens are also in the pool: that is recorded in the nodes that it covers.
 
 A checkpoint is a segment without tokens: the partial state at one position of a path. It goes through the same
-states, and is the child of the segment that has the token before it.
+states (`segment_states.py`), and is the child of the segment that has the token before it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from enum import Enum
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from collections.abc import Iterator, Set
+from typing import Literal, NamedTuple
 
-from llamaslot.base.namespaces import PUBLIC_TENANT
+import numpy as np
 
-if TYPE_CHECKING:
-    from llamaslot.kvcache.node import Node
+from llamaslot.base.namespaces import PUBLIC_TENANT, tenant_of
+from llamaslot.base.tokens import WIDTH
+from llamaslot.kvcache.segment_states import SEGMENT_TABLE, IllegalTransitionError, SegmentEvent, SegmentState
 
 
-class SegmentState(Enum):
-    """Where the bytes of a segment are."""
+class Node:
+    """Tokens `[start, end)` of every path through this node; a root is empty and starts a namespace.
 
-    RAM = "in RAM"
-    DIRTY = "in RAM, queued to be written"
-    WRITING = "in RAM, being written"
-    CLEAN = "in RAM and on disk"
-    DISK = "on disk"
-    READING = "on disk, being read"
-    UNREADABLE = "on disk, but the last read failed"
-    DROPPED = "dropped"
+    A node is *resident* while a sequence holds it, and *offloaded* while a segment covers it. It can be both.
+    """
+
+    __slots__ = (
+        "checkpoint",
+        "children",
+        "end_of",
+        "hits",
+        "last_used",
+        "n_pins",
+        "n_resident_children",
+        "namespace",
+        "parent",
+        "run",
+        "segment",
+        "start",
+        "tenant",
+    )
+
+    def __init__(self, run: bytearray, parent: Node | None, start: int, namespace: str) -> None:
+        self.run = run
+        """The node's own tokens, packed."""
+        self.parent = parent
+        self.start = start
+        """Tokens on the path above this node."""
+        self.namespace = namespace
+        self.tenant: str = parent.tenant if parent is not None else tenant_of(namespace)
+        self.children: dict[bytes, Node] = {}
+        """By their first token, packed."""
+        self.end_of: set[int] = set()
+        """Sequences whose path ends here."""
+        self.n_resident_children = 0
+        self.n_pins = 0
+        """Running requests whose path goes through here: the reference count that protects from eviction."""
+        self.segment: Segment | None = None
+        """The segment that covers this node; a segment may cover several nodes in a row."""
+        self.checkpoint: Checkpoint | None = None
+        """The partial state after its last token, if there is a copy of it."""
+        self.last_used = 0
+        """Logical time of the last use, never earlier than that of a resident child. The least recently used node
+        is evicted from the pool first.
+        """
+        self.hits = 0
+        """Requests that reused this node."""
 
     @property
-    def is_loadable(self) -> bool:
-        """True if the bytes are in RAM now."""
-        return self in _LOADABLE
+    def n_tokens(self) -> int:
+        """Length of the run."""
+        return len(self.run) // WIDTH
 
     @property
-    def uses_ram(self) -> bool:
-        """True if it counts against the RAM budget. A read reserves its bytes at the start."""
-        return self in _LOADABLE or self is SegmentState.READING
+    def end(self) -> int:
+        """Tokens on the path to the end of this node."""
+        return self.start + len(self.run) // WIDTH
 
     @property
-    def uses_disk(self) -> bool:
-        """True if it counts against the disk budget. A write reserves its bytes at the start."""
-        return self in _USES_DISK
+    def is_root(self) -> bool:
+        """True for the start of a namespace."""
+        return self.parent is None
 
     @property
-    def is_busy(self) -> bool:
-        """True while it is being read or written."""
-        return self in _BUSY
+    def is_idle_leaf(self) -> bool:
+        """True if this node can be evicted: it is resident and not pinned, and no child is resident."""
+        is_leaf = bool(self.end_of) and not self.n_resident_children
+        return is_leaf and not self.n_pins and self.parent is not None
+
+    @property
+    def is_resident(self) -> bool:
+        """True if the KV is in the pool: a sequence ends here or below."""
+        return bool(self.end_of) or self.n_resident_children > 0
+
+    @property
+    def is_shared(self) -> bool:
+        """True if several sequences hold this node, or if it is a root, which has no tokens."""
+        return self.parent is None or len(self.end_of) + self.n_resident_children > 1
+
+    def path_to_root(self) -> Iterator[Node]:
+        """Yield this node and its ancestors except for the root."""
+        node = self
+        while node.parent is not None:
+            yield node
+            node = node.parent
+
+    def prefix(self) -> bytes:
+        """All tokens from the root to the end of this node, packed."""
+        return b"".join(reversed([bytes(node.run) for node in self.path_to_root()]))
+
+    def subtree(self) -> Iterator[Node]:
+        """Yield this node and all below it, parents first."""
+        rest = [self]
+        while rest:
+            node = rest.pop()
+            yield node
+            rest += node.children.values()
+
+    def check(self, pinned: Set[int]) -> None:
+        """Verify the invariants of a node and its neighbours; `pinned` are the pinned sequences."""
+        parent, children = self.parent, self.children.values()
+        assert parent is not None
+        assert parent.children[bytes(self.run[:WIDTH])] is self
+        assert (self.start, self.namespace) == (parent.end, parent.namespace)
+        assert self.n_tokens > 0
+        assert self.children or self.end_of or self.segment, "a leaf without KV"
+        (only,) = children if len(children) == 1 else (None,)
+        is_one = only is not None and only.segment is self.segment
+        assert not is_one or self.end_of or self.checkpoint, "a chain that could be one node"
+        assert self.checkpoint is None or self.checkpoint.node is self
+        assert self.n_resident_children == sum(child.is_resident for child in children)
+        assert self.n_pins == sum(child.n_pins for child in children) + len(self.end_of & pinned)
+        assert all(self.last_used >= child.last_used for child in children)
+
+    def holders(self) -> Iterator[int]:
+        """Yield the sequences that hold this node."""
+        rest = [self]
+        while rest:
+            node = rest.pop()
+            yield from sorted(node.end_of)
+            rest += [child for child in node.children.values() if child.is_resident]
 
 
-class SegmentEvent(Enum):
-    """Events that change the state of a segment."""
-
-    QUEUE = "queue to be written"
-    UNQUEUE = "leave the write queue"
-    WRITE = "start to write"
-    WRITTEN = "written"
-    WRITE_FAILED = "write failed"
-    READ = "start to read"
-    READ_DONE = "read"
-    READ_FAILED = "read failed"
-    READ_TIMED_OUT = "no answer to a read"
-    RETRY = "may be read again"
-    EVICT_RAM = "evict from RAM"
-    EVICT_DISK = "evict from disk"
-    DROP = "drop everywhere"
+def walk(node: Node, tokens: bytes) -> Iterator[tuple[Node, int]]:
+    """Yield the nodes below `node` that `tokens` lead to, and the position up to which each matches them."""
+    at = 0
+    while (child := node.children.get(tokens[at : at + WIDTH])) is not None:
+        if not tokens.startswith(child.run, at):
+            yield child, child.start + n_equal(child.run, tokens, at)
+            return
+        at += len(child.run)
+        yield child, child.end
+        node = child
 
 
-S, E = SegmentState, SegmentEvent
-_LOADABLE = frozenset({S.RAM, S.DIRTY, S.WRITING, S.CLEAN})
-_BUSY = frozenset({S.WRITING, S.READING})
-_USES_DISK = frozenset({S.WRITING, S.CLEAN, S.DISK, S.READING, S.UNREADABLE})
-
-SEGMENT_TABLE: dict[tuple[SegmentState, SegmentEvent], SegmentState] = {
-    (S.RAM, E.QUEUE): S.DIRTY,
-    (S.RAM, E.EVICT_RAM): S.DROPPED,
-    (S.DIRTY, E.UNQUEUE): S.RAM,
-    (S.DIRTY, E.WRITE): S.WRITING,
-    (S.DIRTY, E.EVICT_RAM): S.DROPPED,
-    (S.WRITING, E.WRITTEN): S.CLEAN,
-    (S.WRITING, E.WRITE_FAILED): S.RAM,
-    (S.WRITING, E.EVICT_DISK): S.RAM,
-    (S.CLEAN, E.EVICT_RAM): S.DISK,
-    (S.CLEAN, E.EVICT_DISK): S.RAM,
-    (S.DISK, E.READ): S.READING,
-    (S.DISK, E.READ_FAILED): S.UNREADABLE,  # the answer to a read that had timed out
-    (S.DISK, E.EVICT_DISK): S.DROPPED,
-    (S.READING, E.READ_DONE): S.CLEAN,
-    (S.READING, E.READ_FAILED): S.UNREADABLE,
-    (S.READING, E.READ_TIMED_OUT): S.DISK,
-    (S.READING, E.EVICT_DISK): S.DROPPED,
-    (S.UNREADABLE, E.RETRY): S.DISK,
-    (S.UNREADABLE, E.READ_FAILED): S.UNREADABLE,
-    (S.UNREADABLE, E.EVICT_DISK): S.DROPPED,
-    **{(state, E.DROP): S.DROPPED for state in SegmentState if state is not S.DROPPED},
-}
-"""Every legal transition; any other pair raises and changes nothing."""
-
-
-class IllegalTransitionError(AssertionError):
-    """An event that is not allowed in the segment's state: a bug, never caused by input."""
+def n_equal(run: bytearray, tokens: bytes, at: int) -> int:
+    """Return the number of leading tokens that `run` shares with `tokens[at:]`, which share at least one."""
+    n = min(len(run), len(tokens) - at) // WIDTH
+    same = np.frombuffer(run, "<i4", n) == np.frombuffer(tokens, "<i4", n, at)
+    return n if same.all() else int(same.argmin())
 
 
 class SegmentRank(NamedTuple):
@@ -148,7 +205,7 @@ class Segment:
         *,
         tenant: str = "",
         now: float = 0.0,
-        state: SegmentState = S.RAM,
+        state: SegmentState = SegmentState.RAM,
     ) -> None:
         self.number = number
         """Names the segment to the backend and on disk."""
@@ -252,7 +309,7 @@ class Checkpoint(Segment):
     is_checkpoint = True
 
     def __init__(
-        self, number: int, node: Node, n_bytes: int, *, now: float = 0.0, state: SegmentState = S.RAM
+        self, number: int, node: Node, n_bytes: int, *, now: float = 0.0, state: SegmentState = SegmentState.RAM
     ) -> None:
         super().__init__(number, node.end, node.end, n_bytes, tenant=node.tenant, now=now, state=state)
         self.nodes = [node]

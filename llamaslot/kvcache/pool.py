@@ -1,4 +1,4 @@
-"""Pool of cells: which slot a request gets, and how it gets the cells of its cached prefix.
+"""Pool of cells: which slot a request gets, how it gets the cells of its cached prefix, and whether cells suffice.
 
 In a unified pool all sequences share the cells: copying a prefix costs nothing, and a token takes one cell however
 many sequences hold it. One spare id is always kept free, so that a slot's old path can be moved to it first, and
@@ -10,17 +10,19 @@ and time, and what a slot drops goes to RAM.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 
 from llamaslot.base.stats import CacheStats
 from llamaslot.kvcache.cache_settings import CacheSettings
 from llamaslot.kvcache.match import Match
-from llamaslot.kvcache.offload.checkpoints import Checkpoints
 from llamaslot.kvcache.offload.offloader import Offloader
 from llamaslot.kvcache.offload.restoring import Restorer
 from llamaslot.kvcache.radix_tree import RadixTree
 from llamaslot.kvcache.sequences import Sequences
+from llamaslot.kvcache.tiers.checkpoints import Checkpoints
+from llamaslot.kvcache.tiers.segment_tiers import SegmentTiers
 
 
 @dataclass(eq=False)
@@ -29,26 +31,12 @@ class Pool:
 
     _tree: RadixTree
     _sequences: Sequences
+    _tiers: SegmentTiers
     _settings: CacheSettings
     _counters: CacheStats
     _offloader: Offloader
     _checkpoints: Checkpoints
     _restorer: Restorer
-
-    @property
-    def n_used(self) -> int:
-        """Cells in use: one per resident token, and duplicates."""
-        return self._tree.n_tokens + self._sequences.duplicates.n_cells
-
-    @property
-    def n_idle(self) -> int:
-        """Cells that only idle sequences use."""
-        return self._tree.n_idle_tokens + (0 if self._settings.shares_cells else self.n_idle_duplicates)
-
-    @property
-    def n_idle_duplicates(self) -> int:
-        """Duplicate cells that only idle sequences use; eviction frees them."""
-        return self._sequences.duplicates.n_idle_cells(self._tree.is_pinned)
 
     def acquire(self, slots: Sequence[int], match: Match) -> tuple[int, int]:
         """Choose one of `slots`, give it a match's resident part, and pin it; returns it and the tokens copied.
@@ -66,20 +54,24 @@ class Pool:
         seq = self._choose(slots, held, min(match.n_resident, match.n_cached))
         own = held[seq]
         self._restorer.begin(seq, own, match)
-        if own < self._tree.length(seq):
-            if self._sequences.is_covered(seq):
-                self._checkpoints.take_at_end(seq)
-            else:
-                self.move_to_spare(seq, own)
-        self._sequences.truncate(seq, own)
-        if not own:
-            self._tree.hold(seq, match.namespace)
-        self._tree.pin(seq)
+        self.claim(seq, own, match.namespace)
         # Nodes may have been split or joined since the lookup.
         now = self._tree.match(match.namespace, match.tokens)
         n_copied = self.copy_resident(seq, replace(now, n_cached=match.n_cached))
         self._restorer.finish(seq)
         return seq, n_copied
+
+    def claim(self, seq: int, own: int, namespace: str) -> None:
+        """Pin an idle slot, and truncate it to its first `own` tokens; its old path moves unless others hold it."""
+        if own < self._tree.length(seq):
+            if self._sequences.is_covered(seq):
+                self._checkpoints.take_at_end(seq)
+            else:
+                self._move_to_spare(seq, own)
+        self._sequences.truncate(seq, own)
+        if not own:
+            self._tree.hold(seq, namespace)
+        self._tree.pin(seq)
 
     def copy_resident(self, seq: int, match: Match) -> int:
         """Copy a match's resident cells of other sequences to a sequence; returns how many, 0 if that is slower."""
@@ -96,7 +88,7 @@ class Pool:
             source = min(node.holders(), key=self._tree.length)
             # A copy between parts saves both sequences, joins them in host memory, and loads the target (fact 3).
             us = self._settings.move_us(self._tree.length(source) + start, end)
-            if not self._settings.pays_to_move(end - start, us) or not self._offloader.may_load:
+            if not self._settings.pays_to_move(end - start, us) or not self._tiers.may_load:
                 return 0
         self._sequences.copy(source, seq, end, match.tokens)
         self._counters.copied_tokens += end - start
@@ -114,7 +106,7 @@ class Pool:
         self._sequences.operations += self._sequences.duplicates.resolve()
         self._release_covered()
 
-    def move_to_spare(self, seq: int, keep: int) -> None:
+    def _move_to_spare(self, seq: int, keep: int) -> None:
         """Move the path of a slot, which is about to drop all but `keep` tokens, to a spare id, or offload it."""
         sequences = self._sequences
         target = next((each for each in sequences.all if not sequences.in_use(each)), None)
@@ -146,12 +138,12 @@ class Pool:
         if not sequences.spare or not all(map(sequences.in_use, sequences.spare)):
             return
         idle = [seq for seq in sequences.all if sequences.in_use(seq) and not self._tree.is_pinned(seq)]
-
-        beyond = self._offloader.tenants_beyond_ids()
+        used = Counter(sequences.end(seq).tenant for seq in sequences.all if sequences.in_use(seq))
+        excess = self._tiers.shares.excess(used, len(sequences.all))
 
         def order(seq: int) -> tuple[bool, bool, float]:
             is_long = sequences.n_own(seq) >= self._settings.min_shared
-            return sequences.end(seq).tenant not in beyond, is_long, sequences.rank(seq)
+            return excess[sequences.end(seq).tenant] <= 0, is_long, sequences.rank(seq)
 
         victim: int = min(idle, key=order)
         end = sequences.end(victim).end
@@ -160,7 +152,7 @@ class Pool:
         self._counters.dropped_prefixes += 1
         if victim in sequences.slots:
             moved = sequences.spare[-1]
-            self.move_to_spare(moved, 0)
+            self._move_to_spare(moved, 0)
             sequences.clear(moved)
 
     def _choose(self, slots: Sequence[int], held: dict[int, int], n_resident: int) -> int:
@@ -202,3 +194,68 @@ class Pool:
         for seq in self._sequences.spare:
             if self._sequences.in_use(seq) and self._sequences.is_covered(seq):
                 self._sequences.clear(seq)
+
+
+@dataclass(eq=False)
+class WindowCells:
+    """Counts the cells of sliding-window layers, and evicts idle sequences when they run out.
+
+    llama.cpp gives these layers cells for one window per sequence and one micro-batch, but no more than the pool
+    has. In a small pool they run out before the cells of the other layers do, because sequences share those, while
+    each live sequence has its own window (fact 32).
+    """
+
+    _tree: RadixTree
+    _sequences: Sequences
+    _checkpoints: Checkpoints
+    _offloader: Offloader
+    _settings: CacheSettings
+
+    @property
+    def n_free(self) -> int | None:
+        """Free cells, without the one that saving a segment needs; None if there are always enough."""
+        chosen = self._settings.checkpoints
+        if chosen.n_window_cells is None:
+            return None
+        lengths = {seq: self._tree.length(seq) for seq in self._sequences.all}
+        # A sequence that has lost its state keeps a single cell.
+        used = sum(min(n, chosen.n_swa if self._sequences.states.is_live(seq) else 1) for seq, n in lengths.items())
+        return chosen.n_window_cells - 1 - used
+
+    def limit(self, n_tokens: int, n_granted: int = 0) -> int:
+        """Return how many of `n_tokens` a step may compute in addition to `n_granted` tokens."""
+        free = self.n_free
+        return n_tokens if free is None else max(0, min(n_tokens, free - n_granted))
+
+    def fits(self, lengths: Sequence[int]) -> bool:
+        """True if sequences of these lengths can run side by side."""
+        chosen = self._settings.checkpoints
+        if chosen.n_window_cells is None:
+            return True
+        n_used = sum(min(n, chosen.n_swa) for n in lengths)
+        # Besides the windows: one cell for each sequence id (saving needs one, idle ones keep one), and one for the
+        # next token of each running sequence.
+        return n_used + self._settings.n_seqs + len(lengths) <= chosen.n_window_cells
+
+    def evict(self, n_cells: int, *, n_least: int = 0, kept: Container[int] = ()) -> None:
+        """Evict idle sequences that are not in `kept`, least recently used first, until `n_cells` are free.
+
+        Those without a state free only one cell each, so they go last, and only until `n_least` are free.
+        """
+        sequences, is_live = self._sequences, self._sequences.states.is_live
+        for seq in sorted(sequences.all, key=lambda seq: (not is_live(seq), sequences.rank(seq))):
+            free = self.n_free
+            if free is None or free >= (n_cells if is_live(seq) else n_least):
+                return
+            is_idle = self._tree.length(seq) > 0 and not self._tree.is_pinned(seq)
+            if is_idle and seq not in kept:
+                end = sequences.end(seq).end
+                self._offloader.offload_evicted(seq, end - sequences.n_own(seq), end)
+                if sequences.is_covered(seq):
+                    self._checkpoints.take_at_end(seq)
+                sequences.clear(seq)
+
+    def evict_for(self, match: Match) -> None:
+        """Evict idle sequences until the window of a match fits, but none that end on its path."""
+        on_path = {seq for node in match.resident_end.path_to_root() for seq in node.end_of}
+        self.evict(min(match.n_cached, self._settings.checkpoints.n_swa), kept=on_path)

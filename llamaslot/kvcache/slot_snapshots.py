@@ -8,12 +8,12 @@ from typing import Protocol
 from llamaslot.base.kv_ops import Free, Kv, Save, Take
 from llamaslot.base.namespaces import is_private
 from llamaslot.kvcache.cache_settings import MAX_SEGMENT_TOKENS
-from llamaslot.kvcache.offload.checkpoints import Checkpoints
+from llamaslot.kvcache.nodes import checkpoints_on
 from llamaslot.kvcache.offload.offloader import Offloader
-from llamaslot.kvcache.pools.pool import Pool
+from llamaslot.kvcache.pool import Pool
 from llamaslot.kvcache.radix_tree import RadixTree
-from llamaslot.kvcache.segment import checkpoints_on
 from llamaslot.kvcache.sequences import Sequences
+from llamaslot.kvcache.tiers.checkpoints import Checkpoints
 
 MAX_SAVED_CHECKPOINTS = 64
 """Most checkpoints in a snapshot: the deepest of its path before its end. A file with more is refused."""
@@ -129,15 +129,7 @@ class SlotSnapshots:
             return None
         # The slot keeps what it holds of the snapshot already: that may be nowhere else in the pool.
         own = self._sequences.held(match, [seq])[seq]
-        if own < self._tree.length(seq):
-            if self._sequences.is_covered(seq):
-                self._checkpoints.take_at_end(seq)
-            else:
-                self._pool.move_to_spare(seq, own)
-        self._sequences.truncate(seq, own)
-        if not own:
-            self._tree.hold(seq, snapshot.namespace)
-        self._tree.pin(seq)
+        self._pool.claim(seq, own, snapshot.namespace)
         self._pool.copy_resident(seq, self._tree.match(snapshot.namespace, tokens))
         parts: dict[int, SnapshotPart] = {}
         for part in snapshot.parts:

@@ -10,8 +10,7 @@
 - While the server is idle, idle prefixes are copied to RAM, so that evicting them for the next prompt is quick.
 - With a disk or a remote tier, KV of running requests is copied to RAM as well, a segment at a time, to be written
   or uploaded from there.
-- While memory is short (`ram_budget.py`), segments are evicted from RAM, and idle prefixes stay in the pool until
-  their cells are needed.
+- While memory is short (`ram_budget.py`), idle prefixes stay in the pool until their cells are needed.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from llamaslot.kvcache.cache_settings import CacheSettings
-from llamaslot.kvcache.offload.checkpoints import Checkpoints
 from llamaslot.kvcache.offload.offloader import Offloader
 from llamaslot.kvcache.radix_tree import RadixTree
-from llamaslot.kvcache.segment import Segment, SegmentEvent, SegmentRank, SegmentState
 from llamaslot.kvcache.sequences import Sequences
+from llamaslot.kvcache.tiers.checkpoints import Checkpoints
+from llamaslot.kvcache.tiers.disk_tier import DiskTier
 from llamaslot.kvcache.tiers.segment_tiers import SegmentTiers
 
 
@@ -46,6 +45,7 @@ class OffloadPolicy:
     _tree: RadixTree
     _sequences: Sequences
     _tiers: SegmentTiers
+    _disk: DiskTier
     _offloader: Offloader
     _checkpoints: Checkpoints
     _has_streams: Callable[[], bool]
@@ -68,10 +68,9 @@ class OffloadPolicy:
         Each eviction moves the cutoff, so this repeats until nothing is below it.
         """
         # Without memory for segments, evicted prefixes would be lost, so freed cells do not lower the cutoff then.
-        can_save = self._tiers.now >= self._tiers.saves_again_at
         limit, n_freed = self._at_most(self._tree.n_idle_tokens), 0
         while n_freed < limit:
-            cutoff = self._offload_cutoff(n_prefill, max(n_freed - n_prefill, 0) if can_save else 0)
+            cutoff = self._offload_cutoff(n_prefill, max(n_freed - n_prefill, 0) if self._tiers.may_save else 0)
             n_evicted = self._offloader.evict(limit - n_freed, cutoff) if cutoff is not None else 0
             if not n_evicted:
                 return
@@ -83,29 +82,12 @@ class OffloadPolicy:
         if self._settings.shares_cells and budget is not None and self._tree.n_idle_tokens > budget:
             self._offloader.evict(self._at_most(self._tree.n_idle_tokens - budget))
 
-    def keep_ram_budget(self, n_bytes: int) -> None:
-        """Evict from RAM what exceeds `n_bytes`: first segments that are also on disk, then others.
-
-        Segments that are being read, written or loaded stay, so this is repeated with each plan.
-        """
-        ram = self._tiers.ram
-        if ram.n_bytes > n_bytes:
-            kept = {*self._tiers.busy.values()}.union(*self._tiers.load_pins.values())
-            evictable = [segment for segment in ram if segment not in kept]
-            for segment in sorted(evictable, key=_order_when_short):
-                if ram.n_bytes <= n_bytes:
-                    break
-                self._tiers.transition(segment, SegmentEvent.EVICT_RAM)
-        # Lookups are stale: whether a segment can be read from disk depends on the capacity of RAM.
-        self._tree.version += ram.capacity != max(n_bytes, ram.n_bytes)
-        ram.capacity = max(n_bytes, ram.n_bytes)
-
     def offload_for_disk(self, now: float) -> None:
         """While requests run, offload a segment each `write_interval_ms`: only what is in RAM can be written."""
         if now < self._next_write_at:
             return
         self._next_write_at = now + self._settings.write_interval_ms / 1e3
-        if not self._tiers.writer.has_backlog:
+        if not self._disk.has_backlog:
             n_tokens = self._at_most(self._settings.segment_tokens)
             self._offloader.offload_ahead(n_tokens, with_running=True)
 
@@ -115,7 +97,7 @@ class OffloadPolicy:
             self._was_busy, self._idle_work_at = True, None
         elif self._was_busy:
             self._was_busy, self._idle_work_at = False, now + self._settings.idle_delay_ms / 1e3
-        if self._idle_work_at is None or now < self._idle_work_at or self._tiers.writer.has_backlog:
+        if self._idle_work_at is None or now < self._idle_work_at or self._disk.has_backlog:
             return
         n_done = 0
         if self._settings.offloads_ahead:
@@ -131,7 +113,7 @@ class OffloadPolicy:
             self._sequences.advance()
         self._is_flushing = True
         self._was_busy, self._idle_work_at = False, now
-        self._tiers.writer.flush()
+        self._disk.flush()
         self._tiers.uploads.flush()
 
     @property
@@ -139,8 +121,9 @@ class OffloadPolicy:
         """Times at which something is due."""
         if not self._settings.offloads:
             return Deadlines(self._idle_work_at)
-        due_at = self._tiers.due_at
-        idle_work_at = None if self._tiers.writer.has_backlog else self._idle_work_at
+        times = (self._disk.due_at, self._tiers.uploads.due_at)
+        due_at = min((each for each in times if each is not None), default=None)
+        idle_work_at = None if self._disk.has_backlog else self._idle_work_at
         idle = min((each for each in (idle_work_at, due_at) if each is not None), default=None)
         if not self._settings.copies_running:
             return Deadlines(idle)
@@ -166,8 +149,3 @@ class OffloadPolicy:
         n_idle = self._tree.n_idle_tokens
         idle_share = n_idle / (n_idle + n_free) if n_idle else 1.0
         return self._sequences.clock + min(n_prefill - round(after * idle_share), 0)
-
-
-def _order_when_short(segment: Segment) -> tuple[bool, SegmentRank]:
-    """Sort key of evictions from RAM while memory is short: segments that are also on disk first, then by rank."""
-    return segment.state is not SegmentState.CLEAN, segment.rank

@@ -1,0 +1,395 @@
+"""Disk tier: when segments in RAM are written to disk, and when they are read back.
+
+A segment is written after its parent, and evicted from disk only after its children. So the index needs only its
+own tokens and the number of its parent, and after a restart every path on disk is complete.
+
+    full segment, or one that others continue   written at once
+    partial segment                             after `PARTIAL_DELAY_S`, since the next turn usually replaces it; at
+                                                once if much else has come into RAM after it
+    checkpoint that `is_worth_storing`          the same: the next turn usually takes a deeper one
+    other checkpoints                           never
+    segment of a private request                never
+
+The file of a replaced segment is erased only once its replacement is written. When a longer segment replaces the
+parent of a checkpoint, the index is changed (`Reparent`).
+
+Segments that a request is about to load are read, a few at a time. If a read is not answered in time, the disk is
+unresponsive, and nothing is read until it answers. A failed read is retried after a while. A corrupt segment is
+evicted from disk with its descendants.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from itertools import takewhile
+
+from msgspec import structs
+
+from llamaslot.base.model import CheckpointSize
+from llamaslot.base.namespaces import tenant_of
+from llamaslot.base.stats import DiskStats
+from llamaslot.base.tokens import WIDTH
+from llamaslot.kvcache.match import SegmentPart
+from llamaslot.kvcache.nodes import Checkpoint, Segment, checkpoints_on
+from llamaslot.kvcache.radix_tree import RadixTree
+from llamaslot.kvcache.segment_states import SegmentEvent as E
+from llamaslot.kvcache.segment_states import SegmentState as S
+from llamaslot.kvcache.tiers import disk_io, pacing
+from llamaslot.kvcache.tiers.pacing import ReadWatchdog, TransferRate, WriteBudget
+from llamaslot.kvcache.tiers.segment_tiers import SegmentTiers
+
+_MAX_WRITES = 2
+_MAX_READS = 4
+"""Most writes and reads at a time. Few, so that the next segment is chosen as late as possible."""
+MAX_DIRTY_FRACTION = 0.25
+"""If more than this fraction of RAM is dirty, nothing more is offloaded ahead of eviction."""
+_EARLY_WRITE_FRACTION = 0.25
+"""A partial segment is written without delay once newer segments fill this fraction of RAM: otherwise LRU may evict
+it before its delay ends.
+"""
+
+
+class DiskTier:
+    """Chooses which segments of `tiers` are written and read, and when.
+
+    `bytes_per_day` limits writes (0 for no limit); `written` has what earlier servers wrote.
+    """
+
+    def __init__(
+        self,
+        tiers: SegmentTiers,
+        tree: RadixTree,
+        *,
+        checkpoint_size: CheckpointSize | None = None,
+        bytes_per_day: int = 0,
+        written: disk_io.WriteTotals | None = None,
+    ) -> None:
+        self._tiers = tiers
+        self._tree = tree
+        self._checkpoint_size = checkpoint_size
+        self._budget = WriteBudget(bytes_per_day, written)
+        self._paused_until = 0.0
+        self._is_flushing = False
+        self._rate = TransferRate()
+        """Of reads, per token."""
+        self._watchdog = ReadWatchdog()
+        if written is not None:
+            tiers.counters.disk.total_written_bytes = written.total_bytes
+
+    # --- lookups ---
+
+    def readable(self, parts: Sequence[SegmentPart]) -> list[SegmentPart]:
+        """Return the leading parts that can be loaded, now or after reading them from disk."""
+        return list(takewhile(lambda part: self.is_readable(part.segment), parts))
+
+    def is_readable(self, segment: Segment) -> bool:
+        """True if a segment can be loaded, now or after reading it from disk."""
+        return self._tiers.may_load and (segment.state.is_loadable or self.may_read(segment))
+
+    def may_read(self, segment: Segment) -> bool:
+        """True if a segment that is only on disk can be read into RAM, evicting whatever is there if needed."""
+        ram = self._tiers.ram_of(segment)
+        fits = segment.n_bytes <= ram.capacity and not ram.exceeds_limit(segment.tenant, segment.n_bytes)
+        return segment.state is not S.UNREADABLE and not self.is_unresponsive and fits
+
+    @property
+    def is_unresponsive(self) -> bool:
+        """True if the disk does not answer, so that segments that only it has cannot be loaded."""
+        return self._watchdog.is_unresponsive(self._tiers.now)
+
+    @property
+    def us_per_token(self) -> float | None:
+        """Microseconds to read a token, from recent reads; None if there were none."""
+        seconds = self._rate.seconds(self._tiers.now)
+        return None if seconds is None else 1e6 * seconds
+
+    @property
+    def reading(self) -> list[Segment]:
+        """Segments that are being read."""
+        return [segment for segment in self._tiers.busy.values() if segment.state is S.READING]
+
+    @property
+    def writing(self) -> list[Segment]:
+        """Segments that are being written: they count as on disk but are not there yet."""
+        return [segment for segment in self._tiers.busy.values() if segment.state is S.WRITING]
+
+    @property
+    def has_backlog(self) -> bool:
+        """True if more than `MAX_DIRTY_FRACTION` of RAM is dirty: offloading more would evict dirty segments."""
+        waiting = (*self._tiers.dirty.values(), *self.writing)
+        n_bytes = sum(each.n_bytes for each in waiting if not each.is_checkpoint)
+        return n_bytes > self._tiers.ram.capacity * MAX_DIRTY_FRACTION and not self._is_paused
+
+    @property
+    def due_at(self) -> float | None:
+        """Time at which a write is due, or a read times out; None for never."""
+        times = (self._write_due_at, self._watchdog.times_out_at)
+        return min((each for each in times if each is not None), default=None)
+
+    @property
+    def stats(self) -> DiskStats:
+        """Counters, and what is on disk, without segments that are still being written."""
+        disk, writing = self._tiers.disk, self.writing
+        return structs.replace(
+            self._tiers.counters.disk,
+            total_bytes=disk.capacity,
+            used_bytes=disk.n_bytes - sum(segment.n_bytes for segment in writing),
+            tokens=disk.n_tokens - sum(segment.n_tokens for segment in writing),
+            segments=len(disk) - len(writing),
+        )
+
+    # --- a step ---
+
+    def tick(self, now: float) -> None:
+        """Advance the clock: time out reads, allow unreadable segments to be read again, start due writes."""
+        before = self.is_unresponsive, self.us_per_token
+        self._tiers.tick(now)
+        if self._watchdog.check_timeout(now):
+            for segment in self.reading:
+                self._tiers.transition(segment, E.READ_TIMED_OUT)
+            self._tiers.add_job(disk_io.CancelReads())
+        for segment in [each for each in self._tiers.unreadable.values() if each.retry_at <= now]:
+            self._tiers.transition(segment, E.RETRY)
+        # Lookups are stale: what is worth loading depends on the speed of the disk.
+        self._tree.version += (self.is_unresponsive, self.us_per_token) != before
+        self._budget.advance(now)
+        while len(self.writing) < _MAX_WRITES and not self._is_paused:
+            due = next((each for each in self._tiers.dirty.values() if self._due_at(each) <= now), None)
+            if due is None:
+                return
+            if not self._tiers.may_write(due) or not self._write(due):
+                self._tiers.transition(due, E.UNQUEUE)
+
+    def flush(self) -> None:
+        """Make all writes due at once: the server is shutting down, so no path will grow."""
+        self._is_flushing = True
+
+    def prefetch(self, seq: int, parts: Iterable[SegmentPart]) -> None:
+        """Pin segments that a sequence is about to load, and start to read those that are only on disk."""
+        segments = [part.segment for part in parts]
+        self._tiers.load_pins[seq] = frozenset(segments)
+        for segment in segments:
+            if segment.state.uses_ram:
+                continue
+            if not self.may_start_read or not self._tiers.free_ram(segment.tenant, segment.n_bytes):
+                return
+            self.start_read(segment)
+
+    @property
+    def may_start_read(self) -> bool:
+        """True if another read may be started now."""
+        return len(self.reading) < _MAX_READS
+
+    def start_read(self, segment: Segment) -> None:
+        """Start to read a segment; the caller has made room for it in RAM."""
+        self._tiers.transition(segment, E.READ)
+        self._tiers.add_job(disk_io.Read(segment.number))
+
+    # --- results of jobs ---
+
+    def on_io(self, event: disk_io.IoEvent, now: float) -> Segment | None:
+        """Handle the result of a job; returns a segment that was read and is still wanted in RAM."""
+        self._tree.version += 1
+        self._tiers.now = now
+        match event:
+            case disk_io.ReadStarted():
+                self._watchdog.on_read_started(self._tiers.now)
+            case disk_io.Written(number, ok):
+                self._on_written(self._tiers.busy.get(number), ok=ok)
+            case disk_io.ReadDone(number, seconds):
+                return self._on_read(number, seconds)
+            case disk_io.ReadFailed(number):
+                self._on_read_failed(number)
+            case disk_io.Corrupt(number):
+                self._on_corrupt(number)
+        return None
+
+    def _on_written(self, segment: Segment | None, *, ok: bool) -> None:
+        """Handle the end of a write. `segment` is None, or no longer WRITING, if it was evicted meanwhile."""
+        counters = self._tiers.counters
+        counters.disk.failed_writes += not ok
+        if segment is None or segment.state is not S.WRITING:
+            return
+        if not ok:
+            self._paused_until = self._tiers.now + pacing.RETRY_DELAY_S
+            self._tiers.transition(segment, E.WRITE_FAILED)
+            self._tiers.queue_write(segment)
+            return
+        self._tiers.transition(segment, E.WRITTEN)
+        counters.written_tokens += segment.n_tokens
+        counters.disk.written_bytes += segment.n_bytes
+        counters.disk.total_written_bytes += segment.n_bytes
+        checkpoints = tuple(each.number for each in segment.children if each.is_checkpoint and each.state.uses_disk)
+        if segment.replaces and checkpoints:
+            self._tiers.add_job(disk_io.Reparent(checkpoints, segment.number))
+        self._tiers.erase_replaced(segment)
+        for child in segment.children:
+            self._tiers.queue_write(child)
+        if isinstance(segment, Checkpoint):
+            # Checkpoints above this one may not be worth storing any more.
+            for above in checkpoints_on(segment.node)[1:]:
+                if above.state.uses_disk and not above.state.is_busy and not above.is_worth_storing:
+                    self._tiers.transition(above, E.EVICT_DISK)
+
+    def _on_read(self, number: int, seconds: float) -> Segment | None:
+        """Handle a successful read; returns the segment if its bytes are still wanted in RAM."""
+        segment = self._tiers.busy.get(number)
+        is_wanted = segment is not None and segment.state is S.READING
+        if segment is not None and is_wanted:
+            self._tiers.transition(segment, E.READ_DONE)
+            segment.source = "disk"
+            self._tiers.counters.read_tokens += segment.n_tokens
+            if segment.n_tokens:
+                self._rate.observe(segment.n_tokens, seconds, self._tiers.now)
+        self._on_answer()
+        return segment if is_wanted else None
+
+    def _on_read_failed(self, number: int) -> None:
+        """Handle a read that failed for a reason that may be temporary."""
+        segment = self._tiers.disk.get(number)
+        if segment is not None and segment.state not in (S.CLEAN, S.WRITING):
+            segment.retry_at = self._tiers.now + pacing.RETRY_DELAY_S
+            self._tiers.transition(segment, E.READ_FAILED)
+        self._on_answer(failed=True)
+
+    def _on_corrupt(self, number: int) -> None:
+        """Evict a corrupt segment and its descendants from disk."""
+        segment = self._tiers.disk.get(number)
+        gone = [segment] if segment is not None else []
+        self._tiers.counters.disk.corrupt_files += len(gone)
+        for each in gone:
+            gone += [child for child in each.children if child.state.uses_disk]
+        for each in reversed(gone):
+            self._tiers.transition(each, E.EVICT_DISK)
+        self._on_answer()
+
+    def _on_answer(self, *, failed: bool = False) -> None:
+        self._watchdog.on_answer(self._tiers.now, has_more=bool(self.reading), failed=failed)
+
+    # --- writes ---
+
+    @property
+    def _is_paused(self) -> bool:
+        """True for `RETRY_DELAY_S` after a write failed, and while the budget is used up."""
+        return self._tiers.now < max(self._paused_until, self._budget.opens_at)
+
+    @property
+    def _write_due_at(self) -> float | None:
+        """Time of the next write; None if there is none, or if `_MAX_WRITES` are in progress."""
+        dirty = self._tiers.dirty.values()
+        if not dirty or len(self.writing) >= _MAX_WRITES:
+            return None
+        return max(self._paused_until, self._budget.opens_at, min(map(self._due_at, dirty)))
+
+    def _due_at(self, segment: Segment) -> float:
+        return pacing.due_at(segment, self._tiers.max_tokens, self._is_urgent)
+
+    def _is_urgent(self, segment: Segment) -> bool:
+        """True if a partial segment may otherwise be evicted from RAM before it is written.
+
+        That is so if newer segments fill `_EARLY_WRITE_FRACTION` of RAM, for it or a checkpoint that waits for it.
+        A checkpoint is written after the segment that it refers to, and counts against its own budget of RAM.
+        """
+        taken = [node.checkpoint for node in segment.nodes if node.checkpoint is not None]
+        waiting = [each for each in taken if each.state is S.RAM and each.is_worth_storing]
+        lrus = ((self._tiers.ram_of(each), each) for each in (segment, *waiting))
+        return self._is_flushing or any(
+            lru.n_bytes_put - each.ram_put_before > _EARLY_WRITE_FRACTION * lru.capacity for lru, each in lrus
+        )
+
+    def _write(self, segment: Segment) -> bool:
+        """Start to write a segment; False if a more recently used one would have to be evicted for it.
+
+        If the segment's tenant stays within its share, more recent segments of tenants beyond theirs may be
+        evicted.
+        """
+        disk, shares = self._tiers.disk, self._tiers.shares
+        oldest: list[Segment] = []
+        reserved: Counter[str] = Counter()
+        for tenant, n_bytes in self._tiers.replaced_files.values():
+            reserved[tenant] += n_bytes
+        while losers := shares.losers(disk, segment.tenant, segment.n_bytes, reserved):
+            found = disk.oldest(lambda each: _may_evict(each, oldest), losers)
+            if found is None or (found.rank > segment.rank and segment.tenant in losers):
+                return False
+            oldest.append(found)
+            reserved[found.tenant] -= found.n_bytes
+        for each in oldest:
+            self._tiers.transition(each, E.EVICT_DISK)
+        self._tiers.transition(segment, E.WRITE)
+        self._budget.take(segment.n_bytes, self._tiers.now)
+        parent, prefix = segment.parent, segment.prefix
+        meta = disk_io.SegmentMeta(
+            number=segment.number,
+            parent=parent.number if parent is not None else None,
+            namespace=segment.namespace,
+            start=segment.start,
+            tokens=prefix[segment.start * WIDTH :],
+            n_bytes=segment.n_bytes,
+            path_digest=disk_io.path_digest(segment.namespace, prefix),
+        )
+        self._tiers.add_job(disk_io.Write(meta, self._budget.n_used))
+        return True
+
+    # --- start ---
+
+    def restore(self, found: Sequence[disk_io.SegmentMeta], first_number: int) -> list[int]:
+        """Add the segments on disk, the least recently used first; new ones are numbered from `first_number` on.
+
+        Segments that do not fit into the budget, or whose metadata is not plausible, are erased. Returns the
+        numbers of those too large for RAM and of their descendants, which stay on disk but are not added.
+        """
+        self._tiers.count_from(first_number, len(found))
+        disk = self._tiers.disk
+        uses = {meta.number: i for i, meta in enumerate(found, 1)}
+        too_large: set[int] = set()
+        for meta in sorted(found, key=lambda meta: (meta.start, -len(meta.tokens))):
+            ram = self._tiers.ram if meta.tokens else self._tiers.checkpoints
+            if meta.n_bytes > ram.capacity or meta.parent in too_large:
+                too_large.add(meta.number)
+                continue
+            parent = disk.get(meta.parent) if meta.parent is not None else None
+            segment = self._segment_of(meta, parent) if meta.tokens else self._checkpoint_of(meta, parent)
+            if segment is None:
+                self._tiers.add_job(disk_io.Erase((meta.number,)))
+                continue
+            segment.last_used = uses[meta.number]
+            disk.put(segment)
+        for segment in sorted(disk, key=lambda segment: -segment.start):
+            if segment.parent is not None:
+                segment.parent.last_used = max(segment.parent.last_used, segment.last_used)
+        shares = self._tiers.shares
+        for tenant in (*disk.used, ""):
+            while losers := shares.losers(disk, tenant, 0):
+                oldest = disk.oldest(_may_evict, losers)
+                assert oldest is not None
+                self._tiers.transition(oldest, E.EVICT_DISK)
+        return sorted(too_large)
+
+    def _segment_of(self, meta: disk_io.SegmentMeta, parent: Segment | None) -> Segment | None:
+        """Add a segment on disk to the tree; None if its metadata is not plausible."""
+        tokens = disk_io.verified_path(meta, parent, self._tiers.size)
+        match = self._tree.match(meta.namespace, tokens or b"")
+        if tokens is None or any(part.start <= meta.start < part.end for part in match.parts):
+            return None
+        tenant = tenant_of(meta.namespace)
+        segment = Segment(meta.number, meta.start, len(tokens) // WIDTH, meta.n_bytes, tenant=tenant, state=S.DISK)
+        self._tree.attach(segment, self._tree.insert(meta.namespace, tokens))
+        return segment
+
+    def _checkpoint_of(self, meta: disk_io.SegmentMeta, parent: Segment | None) -> Checkpoint | None:
+        """Add a checkpoint on disk to the tree; None if its metadata is not plausible."""
+        tokens = disk_io.verified_checkpoint_path(meta, parent, self._checkpoint_size)
+        node = self._tree.insert(meta.namespace, tokens) if tokens is not None else None
+        if node is None or node.checkpoint is not None:
+            return None
+        node.checkpoint = Checkpoint(meta.number, node, meta.n_bytes, state=S.DISK)
+        return node.checkpoint
+
+
+def _may_evict(segment: Segment, gone: Sequence[Segment] = ()) -> bool:
+    """True if a segment may be evicted from disk once those in `gone` have been."""
+    if segment.state.is_busy or segment in gone:
+        return False
+    return all(child in gone for child in segment.children if child.state.uses_disk or child.replaces)
