@@ -1,11 +1,13 @@
 """What the layout of KV costs: the same steps in pools whose cells are placed in different ways.
 
 Nothing is computed to fill a pool: the KV of a few tokens is loaded again and again at other positions, since its
-content does not matter for the time of a step. Calls of llama.cpp alone, without engine and cache.
+content does not matter for the time of a step. Calls of llama.cpp alone, without engine and cache. Beside them the
+whole conversations, computed by llama-batched-bench and by a server at its defaults.
 """
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import statistics
 from collections.abc import Iterator, Sequence
@@ -24,6 +26,7 @@ from bench.decode import batched_bench_figures
 from bench.peers import build
 from bench.peers.baseline import revision
 from bench.report import ROOT, console, machine, notes, write_json
+from bench.server import llamaslot, serving
 from llamaslot.backend.llama import library
 from llamaslot.backend.llama.batch import Batch
 from llamaslot.backend.state_format import HEADER_BYTES, LAYOUTS, Bytes, SavedCells, read_cells
@@ -32,6 +35,8 @@ from llamaslot.base.model import QUERY_BLOCK
 
 LAYOUTS_OF_POOL = ("apart", "tidy", "blocks", "interleaved")
 """Streams of their own; one pool, in which each sequence's cells lie together, in blocks of 64, or one by one."""
+SERVED = "served"
+"""The layout that llamaslot chooses."""
 N_UBATCH = 512
 MAX_KV_BYTES = 12 * 2**30
 _SAVED = 64
@@ -103,7 +108,7 @@ class Pool:
     def new(self, seq: int, n: int) -> Run:
         """So many tokens that continue a sequence."""
         tokens = self._random.integers(0, self._n_vocab, n, dtype=np.int32)
-        return Run(seq, self._case.n_tokens, tokens, output=True)
+        return Run(seq, self._case.n_tokens, tokens, n_outputs=1)
 
     def seconds(self, steps: Sequence[Sequence[Run]]) -> float:
         """Time of some steps, after which their tokens are removed again."""
@@ -125,7 +130,7 @@ class Pool:
 
     def _save_some(self) -> tuple[Bytes, SavedCells, Bytes]:
         """Compute `_SAVED` tokens, save and remove them: the header, the cells, and what follows them."""
-        self._batch.fill([Run(0, 0, np.arange(_SAVED, dtype=np.int32) % self._n_vocab, output=True)])
+        self._batch.fill([Run(0, 0, np.arange(_SAVED, dtype=np.int32) % self._n_vocab, n_outputs=1)])
         llama_cpp.llama_decode(self._context, self._batch.struct)
         state = np.empty(llama_cpp.llama_state_seq_get_size(self._context, 0), np.uint8)
         llama_cpp.llama_state_seq_get_data(self._context, _pointer(state), len(state), 0)
@@ -223,6 +228,11 @@ def run(*, model: Path, title: str, repeats: int, threads: int, cases: Sequence[
                 results += _measured(weights, case, layout, repeats=repeats, threads=threads)
             if case.n > 1 and case.n * case.n_tokens <= MAX_COMPUTED:
                 results += _batched_bench(model, case, threads)
+                n_vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(weights))
+                served = _served(model, case, n_vocab, threads=threads, log=folder / "layouts-server.log")
+                seconds = asyncio.run(served)
+                n_tokens = case.n * (case.n_tokens + _DECODED)
+                results.append(_result(case, SERVED, "whole", n_tokens, [seconds]))
             console.print(_table(case, results))
             content = {"benchmark": "layouts", "model": title, "threads": threads, "machine": facts}
             content |= {"commit": commit, "seconds": round(perf_counter() - started, 1)}
@@ -245,8 +255,8 @@ def _batched_bench(model: Path, case: Case, threads: int) -> Iterator[dict[str, 
     """The whole prompts and some tokens of each, by llama-batched-bench, which has no partly shared prompts."""
     if case.shared:
         return
-    n_ctx = case.n * -(-(case.n_tokens + _DECODED) // 256) * 256
-    command = [str(build.batched_bench()), "-m", str(model), "-c", str(n_ctx), "-b", "2048", "-ub", str(N_UBATCH)]
+    command = [str(build.batched_bench()), "-m", str(model), "-b", "2048", "-ub", str(N_UBATCH)]
+    command += ["-c", str(_n_ctx(case))]
     command += ["-t", str(threads), "-tb", str(threads), "-fa", "on"]
     command += ["-npp", str(case.n_tokens), "-ntg", str(_DECODED), "-npl", str(case.n)]
     for layout, flags in (("apart", []), ("tidy", ["--kv-unified"])):
@@ -254,8 +264,41 @@ def _batched_bench(model: Path, case: Case, threads: int) -> Iterator[dict[str, 
         for name, n, key in (
             ("llama-batched-bench: prompts", case.n * case.n_tokens, "t_pp"),
             ("llama-batched-bench: decode", case.n * _DECODED, "t_tg"),
+            ("whole", case.n * (case.n_tokens + _DECODED), "t"),
         ):
             yield _result(case, layout, name, n, [float(figures[key])])
+
+
+def _n_ctx(case: Case) -> int:
+    return case.n * -(-(case.n_tokens + _DECODED) // 256) * 256
+
+
+async def _served(model: Path, case: Case, n_vocab: int, *, threads: int, log: Path) -> float:
+    """Seconds that a server at its defaults takes for all conversations at once, with `_DECODED` tokens of each.
+
+    Its prompts share what those of the case do.
+    """
+    flags = ["-c", str(_n_ctx(case)), "-np", str(case.n), "-t", str(threads), "-tb", str(threads)]
+    words = np.random.default_rng(1)
+
+    def drawn(n: int) -> list[int]:
+        tokens: list[int] = words.integers(0, n_vocab, n).tolist()
+        return tokens
+
+    async with serving(llamaslot(model, *flags), log=log) as server:
+
+        async def complete(prompt: list[int]) -> None:
+            body = {"prompt": prompt, "n_predict": _DECODED, "temperature": 0, "ignore_eos": True}
+            answer = await server.client.post("/completion", **body)
+            if answer["tokens_predicted"] != _DECODED:
+                raise BenchmarkError(f"a reply of {answer['tokens_predicted']} tokens, not {_DECODED}")
+
+        await complete(drawn(8))
+        shared = drawn(case.n_shared)
+        prompts = [shared + drawn(case.n_tokens - case.n_shared) for _ in range(case.n)]
+        started = perf_counter()
+        await asyncio.gather(*map(complete, prompts))
+        return perf_counter() - started
 
 
 def _result(case: Case, layout: str, step: str, n_computed: int, seconds: Sequence[float]) -> dict[str, Any]:
@@ -280,7 +323,7 @@ def _table(case: Case, results: Sequence[dict[str, Any]]) -> Table:
         for each in results
         if (each["conversations"], each["tokens"], each["shared"]) == (case.n, case.n_tokens, case.shared)
     ]
-    layouts = [layout for layout in LAYOUTS_OF_POOL if any(each["layout"] == layout for each in here)]
+    layouts = [layout for layout in (*LAYOUTS_OF_POOL, SERVED) if any(each["layout"] == layout for each in here)]
     for heading in ("step", *layouts):
         table.add_column(heading, justify="left" if heading == "step" else "right")
     for step in dict.fromkeys(each["step"] for each in here):

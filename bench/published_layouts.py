@@ -25,6 +25,7 @@ _COLUMNS = {
     "a chunk of each, a step each": ("apart", "tidy"),
     "llama-batched-bench: prompts": ("apart", "tidy"),
     "llama-batched-bench: decode": ("apart", "tidy"),
+    "whole": ("apart", "tidy", "served"),
 }
 """Published steps, and the layouts of each."""
 _HEADINGS = (
@@ -35,6 +36,7 @@ _HEADINGS = (
     "a step each",
     "bench: prompts",
     "bench: decode",
+    "whole",
 )
 
 

@@ -59,7 +59,7 @@ class Steps:
         """Seconds plain and padded, and whether the server pads."""
         runs = runs_of()
         n = sum(len(run.tokens) for run in runs)
-        padding = Run(self._scratch, 0, np.zeros(QUERY_BLOCK - n, dtype=np.int32), output=False)
+        padding = Run(self._scratch, 0, np.zeros(QUERY_BLOCK - n, dtype=np.int32), n_outputs=0)
         kinds: dict[str, list[Run]] = {"plain": [], "padded": [padding]}
         seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
         for repeat in range(repeats + 1):
@@ -98,7 +98,7 @@ class Steps:
 
     def _fresh(self, seq: int, start: int, n_tokens: int) -> Run:
         tokens = self._random.integers(0, self._backend.info.n_vocab, n_tokens, dtype=np.int32)
-        return Run(seq, start, tokens, output=True)
+        return Run(seq, start, tokens, n_outputs=1)
 
 
 def run(*, model: Path, title: str, repeats: int, folder: Path, server_flags: Sequence[str]) -> None:

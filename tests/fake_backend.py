@@ -10,11 +10,12 @@ to pass.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import re
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, TypeAlias
 
 import msgspec
@@ -31,6 +32,7 @@ from llamaslot.base.backend import (
     Run,
     Sampler,
     Status,
+    accepted,
     check_runs,
 )
 from llamaslot.base.commands import Constraint
@@ -99,7 +101,7 @@ class FakeSampler:
     sampling: Sampling
     n_drawn: int = 0
     closed: bool = False
-    score: TokenScore | None = None
+    scores: list[TokenScore] = field(default_factory=list)
     matcher: Matcher | None = None
 
     @property
@@ -188,7 +190,8 @@ class FakeBackend:
         """Tokens that are generated."""
         self._eos_every = eos_every
         self._make_pools()
-        self._rows: dict[int, int] = {}
+        self._rows: dict[int, list[int]] = {}
+        self._drafts: dict[int, list[int]] = {}
         self._targets: dict[int, Run] = {}
         self.states = kv_ops.StateRecord(kind, WINDOW)
         self._partial: dict[int, int] = {}
@@ -317,13 +320,18 @@ class FakeBackend:
         if status in (Status.NO_CELLS, Status.INVALID) or not self._fits(runs):
             return Decoded(status if status is not Status.OK else Status.NO_CELLS, sent(runs))
         for run in runs[:n_applied]:
-            self._place(run.seq, [(token, run.start + i) for i, token in enumerate(run.tokens.tolist())])
             self.n_decoded += len(run.tokens)
-            if self.states.has_states:
-                self._partial[run.seq] = _state_of(run.tokens.tolist(), self._partial.get(run.seq, 0))
-            if status is Status.OK and run.output:
-                is_bad = self._pool(run.seq).is_bad(run.seq, self.poison)
-                self._rows[run.seq] = NO_TOKEN if is_bad else self._logits(run.seq)
+            rows = []
+            for i, token in enumerate(run.tokens.tolist()):
+                self._place(run.seq, [(token, run.start + i)])
+                if self.states.has_states:
+                    self._partial[run.seq] = _state_of([token], self._partial.get(run.seq, 0))
+                if status is Status.OK and i >= len(run.tokens) - run.n_outputs:
+                    is_bad = self._pool(run.seq).is_bad(run.seq, self.poison)
+                    rows.append(NO_TOKEN if is_bad else self._logits(run.seq))
+            if rows:
+                self._rows[run.seq] = rows
+                self._drafts[run.seq] = run.tokens[len(run.tokens) - run.n_drafted :].tolist()
         if self.states.has_states and status in (Status.ABORTED, Status.FATAL):
             self._lose_states(runs)
         return Decoded(status, sent(runs))
@@ -341,12 +349,16 @@ class FakeBackend:
         self.samplers.append(sampler)
         return sampler
 
-    def sample(self, draws: Sequence[tuple[int, Sampler]]) -> list[int]:
-        """Sample a token for each sequence id."""
-        return [
-            self._draw(self._rows[seq], sampler) if self._rows[seq] != NO_TOKEN else NO_TOKEN
-            for seq, sampler in draws
-        ]
+    def sample(self, draws: Sequence[tuple[int, Sampler]]) -> list[tuple[int, ...]]:
+        """Sample for each sequence id: drafted tokens as far as they are right, and one more."""
+        sampled = []
+        for seq, sampler in draws:
+            if not isinstance(sampler, FakeSampler) or sampler.closed:
+                raise kv_ops.IllegalCallError("sampling with a freed sampler")
+            sampler.scores.clear()
+            choose = functools.partial(self._draw, self._rows[seq], sampler)
+            sampled.append(accepted(self._drafts[seq], self.vocab.eog, choose))
+        return sampled
 
     def score(self, seq: int, n_top: int) -> list[TokenScore]:
         """Score the targets of a sequence, each by the tokens up to it."""
@@ -441,9 +453,10 @@ class FakeBackend:
         self._pool(dst).copy(self._scratch, dst, start, end)
         self._pool(self._scratch).remove(self._scratch, 0, self.seq_len(self._scratch))
 
-    def _draw(self, row: int, sampler: Sampler) -> int:
-        if not isinstance(sampler, FakeSampler) or sampler.closed:
-            raise kv_ops.IllegalCallError("sampling with a freed sampler")
+    def _draw(self, rows: Sequence[int], sampler: FakeSampler, index: int) -> int:
+        row = rows[index]
+        if row == NO_TOKEN:
+            return NO_TOKEN
         sampler.n_drawn += 1
         if sampler.sampling.temperature > 0:
             row = _digest((row, sampler.sampling.seed, sampler.n_drawn))
@@ -453,7 +466,7 @@ class FakeBackend:
             is_end = row % self._eos_every == 0 and not sampler.sampling.ignore_eos
             token = EOS if is_end else self.alphabet[row // self._eos_every % len(self.alphabet)]
         if sampler.sampling.n_probs >= 0 and token >= 0:
-            sampler.score = score_of(row, token, sampler.sampling.n_probs)
+            sampler.scores.append(score_of(row, token, sampler.sampling.n_probs))
         return token
 
     def _draw_allowed(self, row: int, matcher: Matcher) -> int:

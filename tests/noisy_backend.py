@@ -30,7 +30,7 @@ class NoisyBackend(LlamaBackend):
 
     def decode(self, runs: Sequence[Run]) -> Decoded:
         decoded = super().decode(runs)
-        n_rows = sum(max(int(run.output), len(run.targets) if run.targets is not None else 0) for run in runs)
+        n_rows = sum(max(run.n_outputs, len(run.targets) if run.targets is not None else 0) for run in runs)
         if self._noise and n_rows and decoded.status is Status.OK:
             rows = np.ctypeslib.as_array(llama_cpp.llama_get_logits(self._context), (n_rows, self.vocab.n_tokens))
             rows += self._drawn(n_rows)

@@ -361,7 +361,7 @@ class Recorder:
         self.samplers.append(self.inner.new_sampler(sampling, history, constraint))
         return self.samplers[-1]
 
-    def sample(self, draws: Sequence[tuple[int, Sampler]]) -> list[int]:
+    def sample(self, draws: Sequence[tuple[int, Sampler]]) -> list[tuple[int, ...]]:
         return self.inner.sample(draws)
 
     def run_self_test(self, should_stop: Callable[[], bool] = lambda: False) -> bool:

@@ -48,10 +48,32 @@ class Run:
     start: int
     """Position of the first token: as many tokens as the sequence holds."""
     tokens: Tokens
-    output: bool
-    """True if the logits of the last token are needed."""
+    n_outputs: int
+    """Number of last tokens whose logits are needed. Those after the first of them are drafted (see `sample`)."""
     targets: Tokens | None = None
     """The tokens that follow the first ones of `tokens`, if they are to be scored: their logits are needed too."""
+
+    @property
+    def n_drafted(self) -> int:
+        """Number of drafted tokens, which are the last ones."""
+        return max(self.n_outputs - 1, 0)
+
+
+def accepted(draft: Sequence[int], eog: frozenset[int], choose: Callable[[int], int]) -> tuple[int, ...]:
+    """Choose a token after each row of logits, as long as it is the drafted token that has the next row.
+
+    `choose` returns the token after the row with that index, or a negative number if it failed. If it fails after
+    the first row, that row is left to the next step, in which it is the first one.
+    """
+    tokens: list[int] = []
+    for row in range(len(draft) + 1):
+        token = choose(row)
+        if token < 0:
+            return tuple(tokens) or (token,)
+        tokens.append(token)
+        if row == len(draft) or token != draft[row] or token in eog:
+            break
+    return tuple(tokens)
 
 
 def check_runs(
@@ -70,8 +92,8 @@ def check_runs(
     if not info.state.kind.allows_mixed_lengths and len({len(run.tokens) for run in runs}) > 1:
         raise IllegalCallError("runs of several lengths in one step of a model with windows and recurrent states")
     targets = [run.targets for run in runs if run.targets is not None]
-    if sum(map(len, targets)) > info.n_scored:
-        raise IllegalCallError("more tokens to score than there are rows of logits")
+    if sum(map(len, targets)) + sum(run.n_drafted for run in runs) > info.n_scored:
+        raise IllegalCallError("more drafted tokens, and tokens to score, than there are rows of logits")
     for each in targets:
         if len(each) and (each.min() < 0 or each.max() >= n_vocab):
             raise IllegalCallError("a token to score is outside of the vocabulary")
@@ -83,6 +105,8 @@ def check_runs(
             raise IllegalCallError(f"a run at {run.start} does not continue sequence {run.seq}")
         if not states.is_live(run.seq):
             raise IllegalCallError(f"sequence {run.seq} has lost its state")
+        if not 0 <= run.n_outputs <= len(run.tokens):
+            raise IllegalCallError("the logits of more tokens are needed than are computed")
         if run.targets is not None and len(run.targets) > len(run.tokens):
             raise IllegalCallError("more tokens to score than are computed")
         least, most = (run.tokens.min(), run.tokens.max()) if len(run.tokens) > 1 else (run.tokens[0],) * 2
@@ -102,8 +126,8 @@ class Decoded:
 class Sampler(Protocol):
     """Sampler state of one request."""
 
-    score: TokenScore | None
-    """Probability of the token that was sampled last, if the request asks for it."""
+    scores: list[TokenScore]
+    """Probabilities of the tokens that the last `sample` returned, if the request asks for them."""
 
     @property
     def failure(self) -> str:
@@ -225,10 +249,13 @@ class Backend(Protocol):
     ) -> Sampler:
         """Create a sampler whose penalties count the tokens of `history`, for a reply that begins now."""
 
-    def sample(self, draws: Sequence[tuple[int, Sampler]]) -> list[int]:
-        """Sample a token for each sequence id and its sampler; the last `decode` had `output` for all of them.
+    def sample(self, draws: Sequence[tuple[int, Sampler]]) -> list[tuple[int, ...]]:
+        """Sample for each sequence id and its sampler; the last `decode` had outputs for all of them.
 
-        `NO_TOKEN` for a sequence whose logits contain NaN, or infinity as the highest, and `CONSTRAINT_FAILED`.
+        Returns the drafted tokens up to the first that the sampler did not choose, and the token it chose then:
+        at least one, at most `n_outputs`. The sequence still holds the whole draft. If the first row of logits
+        contains NaN, or infinity as the highest, `NO_TOKEN` is the only token, and likewise `CONSTRAINT_FAILED`; a
+        later row that fails ends the tokens before it.
         """
 
     def score(self, seq: int, n_top: int) -> list[TokenScore]:

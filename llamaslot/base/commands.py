@@ -11,6 +11,7 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
+from llamaslot.base.errors import ErrorInfo
 from llamaslot.base.generation.request_context import EarlierItems, References, ReplyOptions, RequestContext
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.generation.tools import ReasoningBudget, ReasoningDefaults
@@ -144,8 +145,8 @@ class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
 class Prepare(msgspec.Struct, frozen=True, tag="prepare"):
     """Read the body of a request for completions, render its template and tokenize its prompts.
 
-    Answered by `Prepared`, or by `Needs`: then it is sent again with what is missing. The worker keeps the prompts'
-    texts for `Remember` and `Locate` until `Release`.
+    Answered by `Prepared`, `BadBody`, or `Needs`: then it is sent again with what is missing. The worker keeps the
+    prompts' texts for `Remember` and `Locate` until `Release`.
 
     The body has a conversation in the format of OpenAI's chats (`chat`), of its Responses API (`responses`) or of
     Anthropic's Messages API (`messages`), or prompts in OpenAI's format (`text`) or llama-server's (`native`,
@@ -191,6 +192,12 @@ class Needs(msgspec.Struct, frozen=True, tag="needs"):
 
     references: References = References()
     may_compile: bool = False
+
+
+class BadBody(msgspec.Struct, frozen=True, tag="bad_body"):
+    """A body is at fault. That's its client's business alone: it counts as no request, and is not logged."""
+
+    error: ErrorInfo
 
 
 class AnswerBody(msgspec.Struct, frozen=True, tag="answer_body"):

@@ -306,7 +306,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
     kv_files: tuple[ModelFile, ...] = ()
     """The files of the weights, and of what computes with them."""
     n_scored: int = 1
-    """Prompt tokens that a step may score, each with a row of logits; sampling has rows besides."""
+    """Rows of logits of a step besides one a sequence: for prompt tokens to be scored, and for drafted tokens."""
     sizing: str = ""
     """Origin of the pool's size, for a person to read; empty where it was given."""
 

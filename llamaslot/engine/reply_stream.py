@@ -36,18 +36,14 @@ class ReplyStream:
         """True if an event had the progress."""
 
     def push(self, sampled: Sampled) -> tuple[str, FinishReason | None, int]:
-        """Add a token, then the tokens forced after it one by one, up to a stop string.
+        """Add tokens one by one, up to a stop string.
 
-        Returns the text that can be sent, the reason if the reply ends here, and the number of forced tokens that
-        follow a stop string.
+        Returns the text that can be sent, the reason if the reply ends here, and the number of tokens that follow a
+        stop string.
         """
-        if sampled.token is None:
-            return "", sampled.reason, 0
         text = ""
-        if sampled.score is not None:
-            self._scores.append(sampled.score)
-        tokens = (sampled.token, *sampled.forced)
-        for n_left, token in zip(reversed(range(len(tokens))), tokens, strict=True):
+        self._scores += sampled.scores
+        for n_left, token in zip(reversed(range(len(sampled.tokens))), sampled.tokens, strict=True):
             self._unsent.append(token)
             self._starts.append(self._text.n_decoded)
             if n_left or sampled.reason != "eos":

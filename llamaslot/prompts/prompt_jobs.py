@@ -11,7 +11,17 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
 
-from llamaslot.base.commands import AnswerBody, DropSession, JsonReply, Needs, Prepare, Prepared, PreparedPrompt
+from llamaslot.base.commands import (
+    AnswerBody,
+    BadBody,
+    DropSession,
+    JsonReply,
+    Needs,
+    Prepare,
+    Prepared,
+    PreparedPrompt,
+)
+from llamaslot.base.errors import LlamaslotError
 from llamaslot.base.generation.request_context import ListItems, ReplyOptions
 from llamaslot.base.namespaces import salt_namespace
 from llamaslot.base.text_records import TextRecord, session_digest
@@ -90,7 +100,7 @@ class Restore(msgspec.Struct, frozen=True, tag="restore"):
 
 
 Job: TypeAlias = Prepare | Remember | Release | Locate | DropSession | ClearTexts | Restore | AnswerBody | ListItems
-JobResult: TypeAlias = Prepared | Needs | TextRecords | Located | DroppedSession | JsonReply | None
+JobResult: TypeAlias = Prepared | Needs | BadBody | TextRecords | Located | DroppedSession | JsonReply | None
 
 
 def client_of(job: Job) -> str | None:
@@ -162,12 +172,15 @@ class PromptJobs:
             return self._prepare(job, on_prompt)
         return self._methods[type(job)](job)
 
-    def _prepare(self, job: Prepare, on_prompt: Callable[[], None]) -> Prepared | Needs:
+    def _prepare(self, job: Prepare, on_prompt: Callable[[], None]) -> Prepared | Needs | BadBody:
         request_id = job.context.request_id
         body = self._kept.pop(request_id, b"")
         if not job.body:
             job = msgspec.structs.replace(job, body=body)
-        read = self._reader.read(job)
+        try:
+            read = self._reader.read(job)
+        except LlamaslotError as error:
+            return BadBody(error.info())
         if isinstance(read, Needs):
             self._kept[request_id] = job.body
             return read

@@ -32,7 +32,7 @@ class ChunkSizer:
     """Learns the cost of decode steps and prompt tokens, and sizes chunks accordingly."""
 
     def __init__(self, *, n_ubatch: int, gap_ms: float, unified: bool = True) -> None:
-        self._n_ubatch = n_ubatch
+        self.n_ubatch = n_ubatch
         self._gap_s = gap_ms / 1e3
         self._unified = unified
         self._decode: dict[int, float] = {}
@@ -53,7 +53,7 @@ class ChunkSizer:
         the streams' last step, None before the first of them. The next one must fit into the rest of the gap; the
         limit is 0 if not even the smallest chunk does.
         """
-        whole = self._n_ubatch - n_decoding
+        whole = self.n_ubatch - n_decoding
         if n_decoding + n_waiting == 0:
             return whole
         decode = self._decode_seconds(n_decoding + n_waiting)
@@ -73,7 +73,7 @@ class ChunkSizer:
         """Return how many prompt tokens fill up a query block beside `n_decoding` streams, within a micro-batch."""
         if self._unified:
             return QUERY_BLOCK - n_decoding % QUERY_BLOCK
-        return min(QUERY_BLOCK, self._n_ubatch - n_decoding)
+        return min(QUERY_BLOCK, self.n_ubatch - n_decoding)
 
     def without_short_rest(self, limit: int, n_left: int, n_decoding: int, *, may_grow: bool = True) -> int:
         """Adjust a limit of whole query blocks by at most one block, so that no small rest of a prompt is left.
@@ -88,7 +88,7 @@ class ChunkSizer:
         shorter = limit - QUERY_BLOCK
         if shorter >= block:
             return shorter
-        return min(n_left, self._n_ubatch - n_decoding) if may_grow else limit
+        return min(n_left, self.n_ubatch - n_decoding) if may_grow else limit
 
     def set_layout(self, *, unified: bool) -> None:
         """Forget the cost of prompts beside streams, which differs between the layouts of the pool.

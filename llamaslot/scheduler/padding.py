@@ -30,7 +30,7 @@ class Padding:
     @staticmethod
     def run(n_tokens: int, seq: int, start: int = 0) -> Run:
         """Return padding that fills up a step to a query block, in a sequence that holds `start` tokens."""
-        return Run(seq, start, np.zeros(QUERY_BLOCK - n_tokens, dtype=np.int32), output=False)
+        return Run(seq, start, np.zeros(QUERY_BLOCK - n_tokens, dtype=np.int32), n_outputs=0)
 
     def gain_ms(self, spans: Sequence[tuple[int, int]], n_used: int) -> float:
         """Return by how many milliseconds padding to a query block makes a step faster; 0 if it does not pay.

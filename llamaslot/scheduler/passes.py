@@ -66,7 +66,7 @@ class Passes:
         if ms * MIN_SPEEDUP > sum(self._ms(seqs, held) for seqs in adjacent(streams)):
             return []
         dummies = [seq for seqs in passes for seq in seqs if seq not in streams]
-        return [Run(seq, held[seq], np.zeros(1, dtype=np.int32), output=False) for seq in dummies]
+        return [Run(seq, held[seq], np.zeros(1, dtype=np.int32), n_outputs=0) for seq in dummies]
 
     def observe(self, runs: Sequence[Run], seconds: float) -> None:
         """Learn from a step of these runs of one token each."""

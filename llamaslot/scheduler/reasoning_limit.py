@@ -51,6 +51,11 @@ class ReasoningLimit:
         self._state = _State.DONE
         return self._budget.end[self._n_last(self._budget.end) :] + self._budget.after
 
+    @property
+    def n_free(self) -> int | None:
+        """Tokens that can be added before any is forced; None if none will be."""
+        return None if self._state is _State.DONE else self._budget.n_tokens - self._n
+
     def _n_last(self, tag: tuple[int, ...]) -> int:
         """Return how many of the last tokens are the beginning of a tag."""
         last = tuple(self._last)

@@ -23,6 +23,8 @@ from llamaslot.kvcache.offload.load_or_compute import Loaded
 from llamaslot.scheduler.checkpoint_stops import CheckpointStops
 from llamaslot.scheduler.reasoning_limit import ReasoningLimit
 
+NO_TOKENS: Tokens = np.empty(0, dtype=np.int32)
+
 
 class IllegalEventError(AssertionError):
     """An event that is not allowed in the request's state: a bug, never caused by input."""
@@ -104,6 +106,8 @@ class Request:
     _was_preempted = False
     n_overtaken = 0
     """Number of later requests that were admitted although this one could have been."""
+    draft: Tokens = NO_TOKENS
+    """Tokens that may come next, to be computed and verified in one step; a new token drops them."""
 
     def __init__(
         self,
@@ -236,6 +240,7 @@ class Request:
         """Append a sampled token, or one that was forced after it."""
         self._mark_started(now)
         self.tokens.append(token)
+        self.draft = NO_TOKENS
         self.n_generated += 1
         self.n_forced = self.n_forced + 1 if forced else 0
         self._last_token = now
@@ -243,10 +248,10 @@ class Request:
             self._first_token = now
 
     def drop_tokens(self, n: int) -> None:
-        """Remove the last `n` generated tokens, which follow a stop string and were not computed."""
+        """Remove the last `n` generated tokens, which follow a stop string. The slot may hold them, if drafted."""
         self.tokens.truncate(len(self.tokens) - n)
         self.n_generated -= n
-        self.n_forced -= n
+        self.n_forced = max(self.n_forced - n, 0)
 
     @property
     def is_ready(self) -> bool:
@@ -312,6 +317,15 @@ class Request:
         """Tokens that may still be generated; None if the request has no limit."""
         limit = self.params.max_tokens
         return None if limit < 0 else max(0, limit - self.n_generated)
+
+    @property
+    def n_draftable(self) -> int | None:
+        """Drafted tokens of which all may be accepted with one more before a limit ends the reply or its reasoning.
+
+        None without a limit.
+        """
+        limits = [self.n_remaining, self.reasoning_limit.n_free if self.reasoning_limit is not None else None]
+        return min((max(limit - 1, 0) for limit in limits if limit is not None), default=None)
 
     @property
     def n_cached(self) -> int:

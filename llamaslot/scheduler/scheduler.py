@@ -50,17 +50,15 @@ from llamaslot.scheduler.turns import NoTurns, PromptTurns, RunTurns, Turns
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """A request got its next token, which is the last one if there is a `reason`."""
+    """A request got its next tokens, sampled or forced; with a `reason` the last of them ended it."""
 
     request: Request
-    token: int | None
-    """None if only the prompt was to be computed."""
+    tokens: tuple[int, ...]
+    """Empty if only the prompt was to be computed."""
     reason: FinishReason | None
     truncated: bool = False
-    score: TokenScore | None = None
-    """Probability of the token, if the request asks for it."""
-    forced: tuple[int, ...] = ()
-    """Tokens that were forced after `token`; a `reason` then belongs to the last of them."""
+    scores: Sequence[TokenScore] = ()
+    """Probabilities of the tokens, if the request asks for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +225,7 @@ class Scheduler:
             running=by_share(running),
             preempt=lambda request: self._preempt(request, now),
             siblings=self.admission.siblings,
-            n_scored=self._n_scored,
+            n_rows=self._n_scored,
         )
         work = planner.grant([request for request in able if request in ready], turn=turn)
         padding = () if suspects else planner.pad(work)
@@ -310,7 +308,7 @@ class Scheduler:
 
     def _advance(self, work: Work, result: StepResult, now: float) -> list[Outcome]:
         request = work.request
-        self.cache.append(work.run.seq, work.run.tokens)
+        self.cache.append(work.run.seq, result.kept(work))
         scored: list[Outcome] = []
         if not request.is_scored:
             scores = result.prompt_scores.get(request.id, [])
@@ -320,15 +318,15 @@ class Scheduler:
                 scored.append(Scored(request, scores))
         if not request.wants_tokens and self.cache.length(work.run.seq) == request.n_prompt:
             self.end(request, now)
-            return [*scored, Sampled(request, None, "limit")]
+            return [*scored, Sampled(request, (), "limit")]
         tokens = {each: result.tokens[each.id] for each in work.samples}
-        if NO_TOKEN in tokens.values():
+        if (NO_TOKEN,) in tokens.values():
             return [*scored, *self._fail_sampling(work, now)]
         taken = [
-            self._take_tokens(each, token, result, now)
-            if token != CONSTRAINT_FAILED
+            self._take_tokens(each, sampled, result, now)
+            if sampled != (CONSTRAINT_FAILED,)
             else self._fail_constraint(each, now)
-            for each, token in tokens.items()
+            for each, sampled in tokens.items()
         ]
         return [*scored, *taken]
 
@@ -365,9 +363,9 @@ class Scheduler:
         self.cache.drop_paths(namespace, [tokens])
         return [DecodeFailed(each, "INVALID_LOGITS") for each in failed]
 
-    def _take_tokens(self, request: Request, token: int, result: StepResult, now: float) -> Sampled:
-        """Append a sampled token to a request, and those forced after it as far as the request's limits allow."""
-        forced = result.forced.get(request.id, ())
+    def _take_tokens(self, request: Request, sampled: tuple[int, ...], result: StepResult, now: float) -> Sampled:
+        """Append sampled tokens to a request, and those forced after them, as far as the request's limits allow."""
+        tokens = sampled + result.forced.get(request.id, ())
         if request.distrusted:
             # Without that cached prefix the logits are valid, so its KV is dropped. Only the last node is: if the
             # fault is further up, the next request that reuses it will show that.
@@ -375,17 +373,15 @@ class Scheduler:
                 salt_namespace(request.params.cache_salt), request.distrusted, with_public=request.n_public > 0
             )
             request.distrusted = b""
-        request.add_token(token, now)
-        reason, truncated = self._end_reason(request, token)
-        n_taken = 0
-        while reason is None and n_taken < len(forced):
-            request.add_token(forced[n_taken], now, forced=True)
-            reason, truncated = self._end_reason(request, forced[n_taken])
+        reason, truncated, n_taken = None, False, 0
+        while reason is None and n_taken < len(tokens):
+            request.add_token(tokens[n_taken], now, forced=n_taken >= len(sampled))
+            reason, truncated = self._end_reason(request, tokens[n_taken])
             n_taken += 1
         if reason:
             self.end(request, now)
-        score = result.scores.get(request.id)
-        return Sampled(request, token, reason, truncated, score, tuple(forced[:n_taken]))
+        scores = result.scores.get(request.id, [])[:n_taken]
+        return Sampled(request, tokens[:n_taken], reason, truncated, scores)
 
     def _end_reason(self, request: Request, token: int) -> tuple[FinishReason | None, bool]:
         """Return why a request ends after a token (None if it does not), and True if its context is full."""

@@ -30,6 +30,7 @@ from llamaslot.base.kv_ops import (
     Share,
     Take,
 )
+from llamaslot.base.tokens import Tokens
 from llamaslot.kvcache.tiers.disk_io import Job
 from llamaslot.kvcache.tiers.remote_io import Upload
 from llamaslot.scheduler.request import Request
@@ -45,8 +46,8 @@ class Work:
 
     @property
     def samples(self) -> tuple[Request, ...]:
-        """Requests that get a token by this work."""
-        return (self.request, *self.siblings) if self.run.output else ()
+        """Requests that get tokens by this work: one each, or several of a draft."""
+        return (self.request, *self.siblings) if self.run.n_outputs else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +114,8 @@ class StepResult:
     """Result of a step."""
 
     decoded: Decoded
-    tokens: dict[str, int]
-    """Sampled token by request id; `NO_TOKEN` if the logits were invalid."""
+    tokens: dict[str, tuple[int, ...]]
+    """Sampled tokens by request id, of which all but the last were drafted; `NO_TOKEN` alone for invalid logits."""
     samplers: dict[str, Sampler]
     """Samplers created in this step, by request id."""
     lengths: dict[int, int]
@@ -127,12 +128,22 @@ class StepResult:
     """Numbers of segments whose save failed for lack of memory, without those freed since."""
     incomplete: frozenset[int] = frozenset()
     """Sequences with an operation that failed for lack of memory; nothing was computed in them."""
-    scores: dict[str, TokenScore] = field(default_factory=dict)
+    scores: dict[str, list[TokenScore]] = field(default_factory=dict)
     """Probabilities of the sampled tokens, by request id, for requests that want them."""
     forced: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """Tokens forced after the sampled ones, by request id, for requests that have any."""
     prompt_scores: dict[str, list[TokenScore]] = field(default_factory=dict)
     """Probabilities of the prompt tokens that were to be scored, by request id."""
+
+    def kept(self, work: Work) -> Tokens:
+        """Return the tokens that a sequence has kept of its run: not the rejected part of a draft."""
+        run = work.run
+        return run.tokens[: _n_kept(run, self.tokens[work.request.id])] if run.n_drafted else run.tokens
+
+
+def _n_kept(run: Run, sampled: Sequence[int]) -> int:
+    """Return how many tokens of a run with a draft stay; of those sampled, all but the last were in it."""
+    return len(run.tokens) - run.n_drafted + len(sampled) - 1
 
 
 def apply(plan: StepPlan, backend: Backend, clock: Callable[[], float]) -> StepResult:
@@ -144,8 +155,8 @@ def apply(plan: StepPlan, backend: Backend, clock: Callable[[], float]) -> StepR
     if not plan.work:
         return StepResult(Decoded(Status.OK, {}), {}, {}, {}, started, 0.0, unsaved, incomplete)
     decoded = _decode(plan, backend)
-    tokens: dict[str, int] = {}
-    scores: dict[str, TokenScore] = {}
+    tokens: dict[str, tuple[int, ...]] = {}
+    scores: dict[str, list[TokenScore]] = {}
     made: dict[str, Sampler] = {}
     forced: dict[str, tuple[int, ...]] = {}
     prompt_scores: dict[str, list[TokenScore]] = {}
@@ -164,14 +175,19 @@ def apply(plan: StepPlan, backend: Backend, clock: Callable[[], float]) -> StepR
                 names.append(request.id)
                 draws.append((work.run.seq, sampler))
         tokens = dict(zip(names, backend.sample(draws), strict=True))
+        for work in plan.work:
+            if work.run.n_drafted:
+                _cut(work.run, _n_kept(work.run, tokens[work.request.id]), backend)
         by_name = {name: sampler for name, (_, sampler) in zip(names, draws, strict=True)}
-        scores = {name: sampler.score for name, sampler in by_name.items() if sampler.score is not None}
+        scores = {name: [*sampler.scores] for name, sampler in by_name.items() if sampler.scores}
         forced = _advance(plan, tokens, by_name)
         for work in plan.work:
             if work.run.targets is not None:
                 n_top = work.request.params.prompt_probs
                 prompt_scores[work.request.id] = backend.score(work.run.seq, n_top)
     else:
+        for run in (work.run for work in plan.work if work.run.n_drafted):
+            _cut(run, len(run.tokens) - run.n_drafted, backend)
         lengths = {work.run.seq: backend.seq_len(work.run.seq) for work in plan.work}
     seconds = clock() - started
     return StepResult(
@@ -189,8 +205,15 @@ def apply(plan: StepPlan, backend: Backend, clock: Callable[[], float]) -> StepR
     )
 
 
+def _cut(run: Run, n: int, backend: Backend) -> None:
+    """Remove what a sequence holds after the first `n` tokens of a run."""
+    # After a failure only the backend knows which tokens it computed; `seq_len` also corrects its own record.
+    if backend.seq_len(run.seq) > run.start + n:
+        backend.change(Remove(run.seq, run.start + n))
+
+
 def _advance(
-    plan: StepPlan, tokens: Mapping[str, int], samplers: Mapping[str, Sampler]
+    plan: StepPlan, tokens: Mapping[str, tuple[int, ...]], samplers: Mapping[str, Sampler]
 ) -> dict[str, tuple[int, ...]]:
     """Advance constraints by the sampled tokens; returns what constraints and reasoning limits force next.
 
@@ -199,10 +222,10 @@ def _advance(
     forced = {}
     for work in plan.work:
         for request in work.samples:
-            token, limit = tokens[request.id], request.reasoning_limit
-            if token < 0:
+            sampled, limit = tokens[request.id], request.reasoning_limit
+            if sampled[0] < 0:
                 continue
-            more = limit.add((token,)) if limit is not None else ()
+            more = limit.add(sampled) if limit is not None else ()
             if more or request.constraint is not None:
                 by_constraint = samplers[request.id].advance(forced=more, fast_forward=request.fast_forwards)
                 more += by_constraint
@@ -275,9 +298,7 @@ def _decode(plan: StepPlan, backend: Backend) -> Decoded:
     decoded = backend.decode(sorted((*runs, *plan.padding), key=lambda run: run.seq))
     sent = {run.seq: decoded.sent[run.seq] for run in runs}
     for padding in plan.padding:
-        # After a failure only the backend knows which tokens it computed; `seq_len` also corrects its own record.
-        if decoded.status is Status.OK or backend.seq_len(padding.seq) > padding.start:
-            backend.change(Remove(padding.seq, padding.start))
+        _cut(padding, 0, backend)
         if padding.seq in sent:
             first, n_sent = sent[padding.seq]
             sent[padding.seq] = first, n_sent - len(padding.tokens)
@@ -286,13 +307,13 @@ def _decode(plan: StepPlan, backend: Backend) -> Decoded:
 
 def next_decode_step(plan: StepPlan, result: StepResult, eog: frozenset[int]) -> StepPlan | None:
     """Return the step that computes what this one sampled; None if a plan is needed, as for forced tokens."""
-    tokens = result.tokens.values()
+    tokens = [token for sampled in result.tokens.values() for token in sampled]
     ends = min(tokens, default=0) < 0 or not eog.isdisjoint(tokens) or result.forced
     if plan.n_extra_steps == 0 or result.decoded.status is not Status.OK or ends or result.incomplete:
         return None
     work = []
     for each in plan.work:
-        run, token = each.run, result.tokens[each.request.id]
+        run, (token,) = each.run, result.tokens[each.request.id]
         start = run.start + len(run.tokens)
-        work.append(Work(each.request, Run(run.seq, start, np.array([token], dtype=np.int32), output=True)))
+        work.append(Work(each.request, Run(run.seq, start, np.array([token], dtype=np.int32), n_outputs=1)))
     return StepPlan(work=work, padding=plan.padding, n_extra_steps=plan.n_extra_steps - 1)

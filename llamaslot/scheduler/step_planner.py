@@ -16,6 +16,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
+from dataclasses import replace
+
+import numpy as np
 
 from llamaslot.base.backend import Run
 from llamaslot.kvcache.cache import KVCache
@@ -48,7 +51,7 @@ class StepPlanner:
         running: list[Request],
         preempt: Callable[[Request], None],
         siblings: Callable[[Request], Sequence[Request]],
-        n_scored: int,
+        n_rows: int,
     ) -> None:
         self._n_ctx_slot = n_ctx_slot
         self._cache = cache
@@ -58,7 +61,7 @@ class StepPlanner:
         self._running = running
         self._preempt = preempt
         self._siblings = siblings
-        self._n_scored = n_scored
+        self._n_rows = n_rows
         self._n_granted = 0
         self._n_padding = 0
         self._is_chunked = False
@@ -100,12 +103,41 @@ class StepPlanner:
                 continue
             granted.append(self._work(request, n, is_last=n == pending[request.id]))
             self._n_granted += n
+        granted = self._with_drafts(granted)
         granted.sort(key=lambda work: work.run.seq)
         return granted
 
+    def _with_drafts(self, granted: Sequence[Work]) -> list[Work]:
+        """Return the work with the drafts of streams, as far as the step, free cells and rows of logits have room.
+
+        The part of a draft that is rejected is removed, so the model must be able to truncate sequences.
+        """
+        if not any(len(work.request.draft) for work in granted) or not self._cache.settings.can_trim:
+            return [*granted]
+        n_rows = self._n_rows - sum(len(work.run.targets) for work in granted if work.run.targets is not None)
+        left = min(self._chunks.n_ubatch - self._n_granted, n_rows)
+        if self._cache.settings.unified:
+            free = self._cache.cells.free - self._n_granted
+            left = min(left, self._cache.limit_by_windows(free, self._n_granted))
+        work = []
+        for each in granted:
+            run, request = each.run, each.request
+            limits = [left, self._n_ctx_slot - len(request.tokens) - 1]
+            if (most := request.n_draftable) is not None:
+                limits.append(most)
+            # Siblings have no KV of their own in which several tokens could be kept.
+            has_rows = run.n_outputs > 0 and not each.siblings
+            if n := min(len(request.draft), max(min(limits), 0)) * has_rows:
+                tokens = np.concatenate([run.tokens, request.draft[:n]])
+                run = replace(run, tokens=tokens, n_outputs=1 + n)
+                left -= n
+                self._n_granted += n
+            work.append(replace(each, run=run))
+        return work
+
     def _within_logits(self, requests: Sequence[Request], pending: dict[str, int]) -> dict[str, int]:
         """Return the pending tokens of each request, with prompts to be scored limited by the rows of logits."""
-        wanted, left = dict(pending), self._n_scored
+        wanted, left = dict(pending), self._n_rows
         for request in requests:
             if not request.is_scored:
                 wanted[request.id] = min(pending[request.id], left)
@@ -137,9 +169,9 @@ class StepPlanner:
 
     def _work(self, request: Request, n: int, *, is_last: bool) -> Work:
         start = self._cache.length(request.slot)
-        output = is_last and request.wants_tokens
-        run = Run(request.slot, start, request.tokens.view(start, start + n), output, request.targets(start, n))
-        if not output or request.sampler is not None:
+        n_outputs = int(is_last and request.wants_tokens)
+        run = Run(request.slot, start, request.tokens.view(start, start + n), n_outputs, request.targets(start, n))
+        if not n_outputs or request.sampler is not None:
             return Work(request, run)
         siblings = tuple(other for other in self._siblings(request) if other.id not in self._served)
         self._served.update(other.id for other in siblings)
@@ -216,7 +248,7 @@ class StepPlanner:
         knows it only after the commit.
         """
         requests = [each.request for each in work]
-        if not work or not all(each.run.output and len(each.run.tokens) == 1 for each in work):
+        if not work or not all(each.run.n_outputs and len(each.run.tokens) == 1 for each in work):
             return 0
         if any(request.sampler is None or request.params.ends_by_text for request in requests):
             return 0

@@ -24,6 +24,7 @@ import structlog
 from llamaslot.base.callers import Caller
 from llamaslot.base.commands import (
     AnswerBody,
+    BadBody,
     CacheCleared,
     Cancel,
     ClearCache,
@@ -44,7 +45,6 @@ from llamaslot.base.commands import (
 )
 from llamaslot.base.errors import (
     DeadlineError,
-    InvalidRequestError,
     LlamaslotError,
     UnavailableError,
     stopped_error,
@@ -181,24 +181,25 @@ class Service:
         live.id, live.prepared_at = job.context.request_id, self._clock()
         try:
             prepared = await self._prepared(job, find)
-        except InvalidRequestError:
-            # A body at fault is its client's business alone, and is answered at once.
-            raise
         except (LlamaslotError, asyncio.CancelledError) as error:
             if job.is_run:
                 self._log.record(self._unstarted(live, error), job.context.caller.client_request_id)
             raise
+        if isinstance(prepared, BadBody):
+            raise prepared.error.exception()
         live.prompts = prepared.prompts
         # Its body may name another client.
         self.capacity.reserve(live, 1, live.prompts[0].params.client)
         return prepared.options
 
-    async def _prepared(self, job: Prepare, find: Callable[[References], EarlierItems] | None) -> Prepared:
+    async def _prepared(
+        self, job: Prepare, find: Callable[[References], EarlierItems] | None
+    ) -> Prepared | BadBody:
         """Send a job to the prompt worker until it needs nothing more."""
         while True:
             answer = await self._answer_of(job)
             match answer:
-                case Prepared():
+                case Prepared() | BadBody():
                     return answer
                 case Needs(may_compile=True):
                     job = msgspec.structs.replace(job, may_compile=True)

@@ -329,7 +329,7 @@ def made(
     return tuple(each.params for each in read)
 
 
-async def test_each_prompt_is_one_submission() -> None:
+async def test_each_prompt_is_one_request() -> None:
     assert [(params.request_id, params.n) for params in made(n=2)] == [("request", 2)]
     several = made(n_prompts=2, n=3)
     assert [(params.request_id, params.n) for params in several] == [("request-0", 3), ("request-1", 3)]

@@ -138,8 +138,8 @@ class SplitCharacters(FakeBackend):
         super().__init__(n_ctx=1024)
         self._bytes = "aé€".encode() + b"\xe2\x82"
 
-    def _draw(self, row: int, sampler: Any) -> int:
-        token = super()._draw(row, sampler)
+    def _draw(self, rows: Any, sampler: Any, index: int) -> int:
+        token = super()._draw(rows, sampler, index)
         sampler.score = sampler.score and type(sampler.score)(self._next(sampler), -1.0, [token], [-1.0])
         return self._next(sampler)
 

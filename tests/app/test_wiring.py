@@ -619,8 +619,8 @@ async def test_replies_are_remembered_unless_it_is_turned_off(tmp_path: Path, is
     """Bytes that are no text come back as others."""
 
     class Garbled(FakeBackend):
-        def sample(self, draws: Sequence[tuple[int, Sampler]]) -> list[int]:
-            return [0x80 for _ in super().sample(draws)]
+        def sample(self, draws: Sequence[tuple[int, Sampler]]) -> list[tuple[int, ...]]:
+            return [(0x80,) for _ in super().sample(draws)]
 
     async with serving(tmp_path, Garbled(), text_anchors=is_on) as server:
         status, reply = await server.post("/completion", {"prompt": "x", "n_predict": 30, "ignore_eos": True})

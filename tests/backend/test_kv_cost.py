@@ -98,7 +98,7 @@ def test_the_pool_is_empty_behind_it(tiny_model: Path, monkeypatch: pytest.Monke
     assert [backend.seq_range(seq) for seq in range(backend.n_seqs)] == [range(0)] * backend.n_seqs
     # Only an empty pool has room for all of these.
     for start in range(0, 4096, 512):
-        run = Run(0, start, np.full(512, 5, dtype=np.int32), output=False)
+        run = Run(0, start, np.full(512, 5, dtype=np.int32), n_outputs=0)
         assert backend.decode([run]).status is Status.OK
     backend.close()
 
@@ -130,7 +130,7 @@ def test_models_with_a_state_that_cannot_be_trimmed_are_measured_with_cells_alon
     assert backend.info.step_cost is None, "such steps are not padded"
     assert [backend.seq_range(seq) for seq in range(backend.n_seqs)] == [range(0)] * backend.n_seqs
     for start in range(0, 4096, 512):
-        run = Run(0, start, np.full(512, 5, dtype=np.int32), output=False)
+        run = Run(0, start, np.full(512, 5, dtype=np.int32), n_outputs=0)
         assert backend.decode([run]).status is Status.OK
     backend.close()
 

@@ -29,9 +29,9 @@ def backend(tiny_model: Path) -> Iterator[LlamaBackend]:
 
 def greedy(backend: LlamaBackend, seq: int, tokens: Tokens) -> int:
     """The token that follows, computed on what a sequence holds."""
-    run = Run(seq, backend.seq_len(seq), tokens, output=True)
+    run = Run(seq, backend.seq_len(seq), tokens, n_outputs=1)
     assert backend.decode([run]).status is Status.OK
-    (token,) = backend.sample([(seq, backend.new_sampler(Sampling(temperature=0.0), tokens[:0]))])
+    ((token,),) = backend.sample([(seq, backend.new_sampler(Sampling(temperature=0.0), tokens[:0]))])
     return token
 
 

@@ -226,7 +226,7 @@ def test_the_pool_is_empty_after_a_start_with_or_without_measuring(tiny_model: P
         assert [backend.seq_range(seq) for seq in range(backend.n_seqs)] == [range(0)] * backend.n_seqs
         tokens = np.full(512, 5, dtype=np.int32)
         for start in range(0, 4096, 512):
-            assert backend.decode([Run(0, start, tokens, output=False)]).status is Status.OK
+            assert backend.decode([Run(0, start, tokens, n_outputs=0)]).status is Status.OK
         backend.close()
     assert len(list(tmp_path.iterdir())) == 1
 
@@ -400,7 +400,7 @@ def test_costs_are_measured_on_empty_sequences_only_and_leave_what_is_saved(
     monkeypatch.setattr(quiet, "read_clocks", lambda: quiet.Clocks(t := float(next(ticking)), 0.0, {1: t}))
     backend = LlamaBackend(settings(tiny_model, None, n_ctx=4096, n_ubatch=512, n_threads=1))
     assert backend.info.costs_pending
-    backend.decode([Run(0, 0, np.arange(100, 140, dtype=np.int32), output=False)])
+    backend.decode([Run(0, 0, np.arange(100, 140, dtype=np.int32), n_outputs=0)])
     with pytest.raises(IllegalCallError):
         backend.measure_costs()
     backend.change(Save(0, 0, 0, 40))

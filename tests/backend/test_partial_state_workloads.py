@@ -103,8 +103,8 @@ class WatchedLlama(LlamaBackend):
         with failing(self, self.failures.popleft()[1]):
             return super().decode(runs)
 
-    def sample(self, draws: Sequence[tuple[int, Sampler]]) -> list[int]:
-        self.drawn = {seq: self._logits(self._rows[seq]).copy() for seq, _ in draws}
+    def sample(self, draws: Sequence[tuple[int, Sampler]]) -> list[tuple[int, ...]]:
+        self.drawn = {seq: self._logits(self._rows[seq][0]).copy() for seq, _ in draws}
         return super().sample(draws)
 
     def empty(self) -> None:

@@ -56,17 +56,17 @@ def test_they_are_the_models_whatever_the_samplers_do(sampling: Sampling) -> Non
     for _ in range(4):
         token = sampler.choose(LOGITS)
         assert token != best
-        assert sampler.score is not None
-        assert sampler.score.token == token
-        assert sampler.score.value == pytest.approx(expected[token], abs=1e-4)
-        assert list(sampler.score.top_tokens) == TOP[:5].tolist()
+        assert sampler.scores
+        assert sampler.scores[-1].token == token
+        assert sampler.scores[-1].value == pytest.approx(expected[token], abs=1e-4)
+        assert list(sampler.scores[-1].top_tokens) == TOP[:5].tolist()
     sampler.close()
 
 
 def test_nothing_is_recorded_unasked() -> None:
     sampler = sampler_of(changed(OPEN, n_probs=-1), [])
     sampler.choose(LOGITS)
-    assert sampler.score is None
+    assert not sampler.scores
     sampler.close()
 
 
@@ -81,10 +81,10 @@ def test_after_sampling_they_are_those_of_the_draw() -> None:
     for _ in range(40):
         token = sampler.choose(logits)
         seen.add(token)
-        assert sampler.score is not None
-        assert sampler.score.value == pytest.approx(expected[token], rel=1e-4)
-        assert sampler.score.top_tokens == [10, 20, 30], "tokens that cannot be drawn are left out"
-        assert sampler.score.top_values == pytest.approx(list(expected.values()), rel=1e-4)
+        assert sampler.scores
+        assert sampler.scores[-1].value == pytest.approx(expected[token], rel=1e-4)
+        assert sampler.scores[-1].top_tokens == [10, 20, 30], "tokens that cannot be drawn are left out"
+        assert sampler.scores[-1].top_values == pytest.approx(list(expected.values()), rel=1e-4)
     sampler.close()
     assert len(seen) > 1
 
@@ -95,9 +95,9 @@ def test_after_xtc_the_most_likely_token_may_be_left_out() -> None:
     xtc = changed(OPEN, post_sampling_probs=True, xtc_probability=1.0, xtc_threshold=0.2)
     sampler = sampler_of(xtc, [])
     sampler.choose(logits)
-    assert sampler.score is not None
-    assert sampler.score.top_tokens[:2] == [20, 30]
-    assert sampler.score.top_values[:2] == pytest.approx([0.75, 0.25], rel=1e-4)
+    assert sampler.scores
+    assert sampler.scores[-1].top_tokens[:2] == [20, 30]
+    assert sampler.scores[-1].top_values[:2] == pytest.approx([0.75, 0.25], rel=1e-4)
     sampler.close()
 
 
@@ -105,6 +105,6 @@ def test_a_greedy_choice_has_the_probability_1_after_sampling() -> None:
     for n_probs, top in ((0, []), (1, [int(TOP[0])]), (5, [int(TOP[0])])):
         sampler = sampler_of(changed(OPEN, temperature=0.0, post_sampling_probs=True, n_probs=n_probs), [])
         sampler.choose(LOGITS)
-        assert sampler.score is not None
-        assert (sampler.score.value, list(sampler.score.top_tokens)) == (1.0, top)
+        assert sampler.scores
+        assert (sampler.scores[-1].value, list(sampler.scores[-1].top_tokens)) == (1.0, top)
         sampler.close()

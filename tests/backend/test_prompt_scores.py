@@ -40,7 +40,7 @@ def plain_scores(backend: LlamaBackend, tokens: np.ndarray) -> list[np.ndarray]:
     """The log-softmax after each token, computed one by one."""
     rows = []
     for i, token in enumerate(tokens.tolist()):
-        decoded = backend.decode([Run(0, i, np.array([token], dtype=np.int32), output=True)])
+        decoded = backend.decode([Run(0, i, np.array([token], dtype=np.int32), n_outputs=1)])
         assert decoded.status is Status.OK
         rows.append(log_softmax(backend._logits(0)))
     backend.change(Remove(0, 0))
@@ -100,8 +100,8 @@ def test_calls_that_llama_cpp_would_abort_on_are_refused(backend: LlamaBackend) 
         backend.score(0, 1)
     for targets in (np.array([-1]), np.array([backend.info.n_vocab]), np.arange(101)):
         with pytest.raises(IllegalCallError):
-            backend.decode([Run(0, 0, tokens, output=False, targets=targets.astype(np.int32))])
-    assert backend.decode([Run(0, 0, tokens, output=True, targets=tokens)]).status is Status.OK
+            backend.decode([Run(0, 0, tokens, n_outputs=0, targets=targets.astype(np.int32))])
+    assert backend.decode([Run(0, 0, tokens, n_outputs=1, targets=tokens)]).status is Status.OK
     assert len(backend.score(0, 0)) == 100
 
 
@@ -110,10 +110,10 @@ def test_every_row_may_be_an_output_at_once(monkeypatch: pytest.MonkeyPatch) -> 
     backend = loaded()
     assert backend.info.n_scored == 1
     two = np.array([5, 6], dtype=np.int32)
-    runs = [Run(seq, 0, two, output=True) for seq in range(1, backend.n_seqs)]
-    runs.append(Run(0, 0, two, output=True, targets=two[1:]))
+    runs = [Run(seq, 0, two, n_outputs=1) for seq in range(1, backend.n_seqs)]
+    runs.append(Run(0, 0, two, n_outputs=1, targets=two[1:]))
     assert backend.decode(runs).status is Status.OK
     assert len(backend.score(0, 2)) == 1
     with pytest.raises(IllegalCallError, match="rows of logits"):
-        backend.decode([Run(0, 2, two, output=True, targets=two)])
+        backend.decode([Run(0, 2, two, n_outputs=1, targets=two)])
     backend.close()

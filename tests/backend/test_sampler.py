@@ -66,7 +66,7 @@ class Chooser:
         """`n` tokens from one sampler, all from the same logits."""
         sampler = self.backend.new_sampler(sampling, ids(history))
         try:
-            return [self.backend.sample([(0, sampler)])[0] for _ in range(n)]
+            return [self.backend.sample([(0, sampler)])[0][0] for _ in range(n)]
         finally:
             sampler.close()
 
@@ -121,7 +121,7 @@ def test_each_sequence_gets_its_own_logits(tiny_model: Path) -> None:
     assert best[0] != best[1]
     for sampling in (GREEDY, changed(OPEN, top_k=1)):
         samplers = {seq: backend.new_sampler(sampling, ids([])) for seq in best}
-        assert backend.sample(list(samplers.items())) == list(best.values())
+        assert backend.sample(list(samplers.items())) == [(token,) for token in best.values()]
         for sampler in samplers.values():
             sampler.close()
     backend.close()

@@ -48,7 +48,7 @@ def loaded(model: Path, **fields: Any) -> Iterator[LlamaBackend]:
 
 
 def feed(backend: LlamaBackend, seq: int, tokens: Any) -> Status:
-    run = Run(seq, backend.seq_len(seq), np.array(tokens, dtype=np.int32), output=True)
+    run = Run(seq, backend.seq_len(seq), np.array(tokens, dtype=np.int32), n_outputs=1)
     return backend.decode([run]).status
 
 

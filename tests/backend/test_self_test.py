@@ -175,7 +175,7 @@ class WrongBackend(NoisyBackend):
     def _compute(self, seq: int, ids: list[int]) -> None:
         n = self.info.n_ubatch
         for at in range(0, len(ids), n):
-            run = Run(seq, at, np.array(ids[at : at + n], np.int32), output=False)
+            run = Run(seq, at, np.array(ids[at : at + n], np.int32), n_outputs=0)
             assert super().decode([run]).status is Status.OK
 
 

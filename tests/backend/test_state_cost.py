@@ -52,7 +52,7 @@ def loaded(shape: str, **fields: object) -> Iterator[LlamaBackend]:
 def feed(backend: LlamaBackend, seq: int, end: int) -> None:
     """Compute the prompt up to a position, after what the sequence holds of it."""
     for start in range(backend.seq_len(seq), end, N_UBATCH):
-        run = Run(seq, start, PROMPT[start : min(start + N_UBATCH, end)], output=False)
+        run = Run(seq, start, PROMPT[start : min(start + N_UBATCH, end)], n_outputs=0)
         assert backend.decode([run]).status is Status.OK
 
 
@@ -150,7 +150,7 @@ def test_the_pool_is_empty_afterwards_and_answers_as_before(shape: str) -> None:
         assert np.abs(logits(backend) - before).max() < 0.1 * before.std()
         # Only an empty pool has room for all of these.
         for start in range(151, N_CTX, N_UBATCH):
-            run = Run(0, start, np.full(min(N_UBATCH, N_CTX - start), 301, dtype=np.int32), output=False)
+            run = Run(0, start, np.full(min(N_UBATCH, N_CTX - start), 301, dtype=np.int32), n_outputs=0)
             assert backend.decode([run]).status is Status.OK
 
 
@@ -178,6 +178,6 @@ def measured(backend: LlamaBackend) -> StateCost | None:
 def logits(backend: LlamaBackend) -> npt.NDArray[np.float32]:
     """The logits after one more token of sequence 0."""
     start = backend.seq_len(0)
-    assert backend.decode([Run(0, start, PROMPT[start : start + 1], output=True)]).status is Status.OK
+    assert backend.decode([Run(0, start, PROMPT[start : start + 1], n_outputs=1)]).status is Status.OK
     row = llama_cpp.llama_get_logits_ith(backend._context, 0)
     return np.ctypeslib.as_array(row, (backend.info.n_vocab,)).copy()

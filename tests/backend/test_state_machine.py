@@ -105,14 +105,42 @@ class SequencesMachine(RuleBasedStateMachine):
         assert decoded.sent == {run.seq: (run.start, len(run.tokens)) for run in runs}
         for run in runs:
             self.extend(run.seq, run.tokens.tolist())
-        wanted = [run.seq for run in runs if run.output]
+        wanted = [run.seq for run in runs if run.n_outputs]
         draws = [(seq, self.backend.new_sampler(GREEDY, np.empty(0, dtype=np.int32))) for seq in wanted * 2]
         answers = self.backend.sample(draws)
         for _, sampler in draws:
             sampler.close()
         assert answers[: len(wanted)] == answers[len(wanted) :]  # one row serves any number of samplers
-        for seq, answer in zip(wanted, answers, strict=False):
+        for seq, (answer,) in zip(wanted, answers, strict=False):
             assert self.same_answer(self.held(seq), answer, cold_answer(self.new_backend, self.held(seq)))
+
+    @rule(seq=seqs, run=tokens, n_right=st.integers(0, 7), wrong=tokens)
+    def verify(self, seq: int, run: list[int], n_right: int, wrong: list[int]) -> None:
+        """Compute tokens with a draft after them, which is accepted as far as it is what a cold run gives."""
+        if self.is_beyond_a_partition([seq], N_UBATCH) or seq not in self.live:
+            return
+        if self.unified and self.cells_used + len(run) + 7 > N_CTX:
+            return
+        history = [*self.held(seq), *run]
+        expected = cold_answers(self.new_backend, history, 8)
+        draft = [*expected[:n_right], *wrong][:7]
+        new = Run(seq, len(self.oracle[seq]), np.array([*run, *draft], dtype=np.int32), 1 + len(draft))
+        assert self.backend.decode([new]).status is Status.OK
+        sampler = self.backend.new_sampler(GREEDY, np.empty(0, dtype=np.int32))
+        (chosen,) = self.backend.sample([(seq, sampler)])
+        sampler.close()
+        n = len(chosen) - 1
+        assert [*chosen[:n]] == draft[:n]
+        assert n == len(draft) or chosen[n] != draft[n] or chosen[n] in self.backend.vocab.eog
+        for i, (token, cold) in enumerate(zip(chosen, expected, strict=False)):
+            assert self.same_answer([*history, *expected[:i]], token, cold)
+            if token != cold:
+                break  # within noise: the cold run went another way
+        self.extend(seq, [*run, *draft])
+        if not self.has_states:
+            keep = len(history) + n
+            self.backend.change(Remove(seq, keep))
+            self.cut(seq, keep)
 
     @rule(seq=seqs, share=st.floats(0, 1))
     def remove(self, seq: int, share: float) -> None:
@@ -452,15 +480,28 @@ def common(a: list[int], b: list[int]) -> int:
 
 
 def cold_answer(new_backend: Callable[[], Backend], history: list[int]) -> int:
+    (token,) = cold_answers(new_backend, history, 1)
+    return token
+
+
+def cold_answers(new_backend: Callable[[], Backend], history: list[int], n: int) -> list[int]:
+    """The greedy tokens that follow a history."""
     backend = new_backend()
     try:
         for at in range(0, len(history), N_UBATCH):
             chunk = np.array(history[at : at + N_UBATCH], dtype=np.int32)
             assert backend.decode([Run(0, at, chunk, at + N_UBATCH >= len(history))]).status is Status.OK
         sampler = backend.new_sampler(GREEDY, np.empty(0, dtype=np.int32))
-        (token,) = backend.sample([(0, sampler)])
+        answers: list[int] = []
+        for at in range(len(history), len(history) + n):
+            if answers:
+                assert (
+                    backend.decode([Run(0, at - 1, np.array(answers[-1:], dtype=np.int32), 1)]).status is Status.OK
+                )
+            ((token,),) = backend.sample([(0, sampler)])
+            answers.append(token)
         sampler.close()
-        return token
+        return answers
     finally:
         backend.close()
 

@@ -58,7 +58,7 @@ def test_the_pool_is_empty_behind_it(tiny_model: Path, monkeypatch: pytest.Monke
     assert step_cost.measure(backend, backend._context, Quiet(on_cpu=True)) is not None
     assert [backend.seq_range(seq) for seq in range(backend.n_seqs)] == [range(0)] * backend.n_seqs
     for start in range(0, 4096, 512):
-        assert backend.decode([Run(0, start, np.full(512, 5, dtype=np.int32), output=False)]).status is Status.OK
+        assert backend.decode([Run(0, start, np.full(512, 5, dtype=np.int32), n_outputs=0)]).status is Status.OK
     backend.close()
 
 
@@ -98,8 +98,8 @@ def test_what_a_failed_decode_left_of_padding_is_removed(tiny_model: Path, monke
     params = GenerateParams("r", max_tokens=1)
     tokens = np.full(10, 5, dtype=np.int32)
     request = Request(params, TokenizedPrompt(packed(tokens)), arrival=1, now=0.0)
-    padding = Run(scratch, 0, np.zeros(QUERY_BLOCK - 10, dtype=np.int32), output=False)
-    plan = StepPlan(work=[Work(request, Run(0, 0, tokens, output=True))], padding=[padding])
+    padding = Run(scratch, 0, np.zeros(QUERY_BLOCK - 10, dtype=np.int32), n_outputs=0)
+    plan = StepPlan(work=[Work(request, Run(0, 0, tokens, n_outputs=1))], padding=[padding])
     result = apply(plan, backend, lambda: 0.0)
     assert result.decoded.status is Status.FATAL
     assert result.lengths == {0: 10}
@@ -116,8 +116,8 @@ def test_padding_behind_a_prompt_in_its_part_changes_nothing(tiny_model: Path) -
         request = Request(
             GenerateParams("r", max_tokens=9), TokenizedPrompt(packed(tokens + 9)), arrival=2, now=0.0
         )
-        work = [Work(stream, Run(0, 0, tokens, output=True)), Work(request, Run(1, 0, tokens + 9, output=True))]
-        padding = [Run(1, 10, np.zeros(n_padding, dtype=np.int32), output=False)] if n_padding else []
+        work = [Work(stream, Run(0, 0, tokens, n_outputs=1)), Work(request, Run(1, 0, tokens + 9, n_outputs=1))]
+        padding = [Run(1, 10, np.zeros(n_padding, dtype=np.int32), n_outputs=0)] if n_padding else []
         plan = StepPlan(work=work, padding=padding, n_extra_steps=3)
         texts = []
         for _ in range(4):
@@ -143,16 +143,16 @@ def test_a_row_in_a_slot_between_streams_changes_nothing(tiny_model: Path, n_hel
     held, tokens = np.arange(50, 50 + n_held, dtype=np.int32), np.arange(5, 15, dtype=np.int32)
     backend = LlamaBackend(settings(tiny_model, n_slots=3, n_cache_seqs=0, unified=False))
     results = []
-    for padding in ([], [Run(1, n_held, np.zeros(1, dtype=np.int32), output=False)]):
+    for padding in ([], [Run(1, n_held, np.zeros(1, dtype=np.int32), n_outputs=0)]):
         for seq in range(3):
             backend.change(Remove(seq, 0))
             if len(prompt := (tokens, held, tokens + 9)[seq]):
-                backend.decode([Run(seq, 0, prompt, output=True)])
+                backend.decode([Run(seq, 0, prompt, n_outputs=1)])
         streams = [
             Request(GenerateParams(f"r{seq}", max_tokens=9), TokenizedPrompt(packed(tokens)), arrival=seq, now=0.0)
             for seq in (0, 2)
         ]
-        runs = [Run(seq, 10, np.array([7], dtype=np.int32), output=True) for seq in (0, 2)]
+        runs = [Run(seq, 10, np.array([7], dtype=np.int32), n_outputs=1) for seq in (0, 2)]
         plan = StepPlan(
             work=[Work(*each) for each in zip(streams, runs, strict=True)], padding=padding, n_extra_steps=5
         )

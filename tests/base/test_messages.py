@@ -14,6 +14,7 @@ from llamaslot.api.context import ApiSettings
 from llamaslot.base.callers import Caller
 from llamaslot.base.commands import (
     AnswerBody,
+    BadBody,
     CacheCleared,
     Cancel,
     ClearCache,
@@ -111,7 +112,7 @@ RECORDS = (
     Session(key=b"key", tokens=b"abcd", session=b"key", n_added=0, n_prompt=1, n_text=1, branches=((0, b"efgh"),)),
     reply(b"key", owner="one"),
 )
-SUBMIT = GenerateParams("r", sampling=SAMPLING)
+PARAMS = GenerateParams("r", sampling=SAMPLING)
 JOBS = [
     prompt_jobs.Remember("r", b"\1\0\0\0", 3),
     prompt_jobs.Release("r"),
@@ -123,10 +124,11 @@ JOBS = [
 ]
 RESULTS = [
     Prepared(
-        (PreparedPrompt(SUBMIT, TokenizedPrompt(b"\1\0\0\0"), "text", "echo"),),
+        (PreparedPrompt(PARAMS, TokenizedPrompt(b"\1\0\0\0"), "text", "echo"),),
         ReplyOptions(stream=True, response_fields=("content",), sse_ping_interval=3),
     ),
     Needs(may_compile=True),
+    BadBody(ErrorInfo("invalid_request_error", "'prompt' is required", "prompt")),
     Needs(References("resp_1", ("item_1",))),
     JsonReply(b"{}"),
 ]
@@ -167,7 +169,7 @@ def test_a_query_comes_back_equal(body: Any) -> None:
 @pytest.mark.parametrize(
     "command",
     [
-        Generate(SUBMIT, TokenizedPrompt(b"\1\0\0\0", session_match="diverge", n_approximate=1), 0.5),
+        Generate(PARAMS, TokenizedPrompt(b"\1\0\0\0", session_match="diverge", n_approximate=1), 0.5),
         WriteTexts(RECORDS),
         Cancel("r"),
     ],

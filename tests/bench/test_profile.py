@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from time import thread_time
 
 from bench import profile
+from bench.clocks import Clocks
 
 
 async def test_each_part_is_counted(tiny_model: Path, tmp_path: Path) -> None:
@@ -13,3 +15,24 @@ async def test_each_part_is_counted(tiny_model: Path, tmp_path: Path) -> None:
     assert not [part for part, taken in measured.parts.items() if taken == 0]
     assert min(measured.parts[part] for part in ("decode", "engine's turns", "parent's turns", "client")) > 0
     assert measured.rate > 0
+
+
+def spin(seconds: float) -> None:
+    until = thread_time() + seconds
+    while thread_time() < until:
+        pass
+
+
+def test_time_within_another_part_counts_for_the_inner_one() -> None:
+    clocks = Clocks()
+    inner = clocks.around("inner", lambda: spin(0.03))
+
+    def work() -> None:
+        spin(0.01)
+        inner()
+        spin(0.01)
+
+    clocks.around("outer", work)()
+    inner()
+    assert 0.055e9 < clocks.spent["inner"] < 0.09e9
+    assert 0.015e9 < clocks.spent["outer"] < 0.04e9

@@ -30,6 +30,8 @@ def test_a_run_is_kept_and_its_medians_are_shown(tmp_path: Path, monkeypatch: py
         result("512 of one", "apart", 512, [0.1, 0.25, 9.0]),
         result("512 of one", "tidy", 512, [0.5]),
         result("decode", "apart", 8, [0.02]),
+        result("whole", "apart", 100, [0.5]),
+        result("whole", "served", 100, [0.4]),
     ]
     content = {"model": "a shape", "threads": 2, "commit": "0123456789abcdef", "machine": FACTS, "results": results}
     (tmp_path / "layouts.json").write_text(json.dumps(content))
@@ -38,5 +40,5 @@ def test_a_run_is_kept_and_its_medians_are_shown(tmp_path: Path, monkeypatch: py
     assert text.startswith("before")
     assert text.endswith("after\n")
     assert "old" not in text
-    assert "| 8 x 3,000, 50% | 2,048/1,024 | 400 |" in text
+    assert "| 8 x 3,000, 50% | 2,048/1,024 | 400 |  |  |  |  | 200/250 |" in text
     assert "`0123456789`" in text

@@ -129,9 +129,9 @@ def keep_prompt_rows(backend: LlamaBackend, kept: list[Rows]) -> None:
         for run in runs:
             end = run.start + len(run.tokens)
             is_reply = len(run.tokens) == 1 and ends.get(run.seq) == run.start
-            if run.output and not is_reply and end > SEGMENT:
+            if run.n_outputs and not is_reply and end > SEGMENT:
                 kept.append(rows_of(backend, run.seq))
-            ends[run.seq] = end if run.output else -1
+            ends[run.seq] = end if run.n_outputs else -1
         return decoded
 
     backend.decode = decode_and_keep  # type: ignore[method-assign]

@@ -11,6 +11,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from llamaslot.base import commands
 from llamaslot.base.backend import Backend
 from llamaslot.base.callers import Caller
@@ -37,7 +39,7 @@ from llamaslot.service.live_request import Completion
 from llamaslot.service.metrics import Metrics
 from llamaslot.service.service import Service
 from tests.conftest import LONG
-from tests.fake_backend import FakeBackend
+from tests.fake_backend import BOS, FakeBackend
 from tests.pool import check_pool
 from tests.prompt_threads import PLAIN_TEMPLATE, prepare_text, prompt_thread, text_request
 
@@ -406,6 +408,24 @@ async def running(backend: Backend, *, kind: type[Harness] = Harness, **settings
     assert harness.stopped is not None
     for request_id, end in harness.ends.items():
         assert end.done(), f"{request_id} never ended"
+
+
+def draft_replies(harness: Harness, n_drafted: tuple[int, int], replies: dict[str, str]) -> None:
+    """Draft for each request whose reply is known by its prompt: so many right tokens, then so many wrong ones."""
+    scheduler, (n_right, n_wrong) = harness.engine.scheduler, n_drafted
+    plan = scheduler.plan
+
+    def planned(now: float) -> StepPlan:
+        for request in scheduler.running:
+            prompt = bytes(token for token in request.tokens.view(0, request.n_prompt).tolist() if token < BOS)
+            n = request.n_generated
+            known = replies.get(prompt.decode(), "").encode()[n : n + n_right]
+            if n and n_right + n_wrong:
+                wrong = [known[0] ^ 1 if known else 1] * n_wrong
+                request.draft = np.array([*known, *wrong], dtype=np.int32)
+        return plan(now)
+
+    scheduler.plan = planned
 
 
 async def alone(prompt: str, backend: FakeBackend, **fields: object) -> str:

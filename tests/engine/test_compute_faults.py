@@ -199,12 +199,12 @@ class Losing(FakeBackend):
     lost: Sampler | None = None
     n_good = 5
 
-    def sample(self, draws: Sequence[tuple[int, Sampler]]) -> list[int]:
+    def sample(self, draws: Sequence[tuple[int, Sampler]]) -> list[tuple[int, ...]]:
         """Sample as ever, but for the stream that was drawn first."""
         self.lost = self.lost or draws[0][1]
         return [
-            NO_TOKEN if sampler is self.lost and sampler.n_drawn > self.n_good else token
-            for (_, sampler), token in zip(draws, super().sample(draws), strict=True)
+            (NO_TOKEN,) if sampler is self.lost and sampler.n_drawn > self.n_good else tokens
+            for (_, sampler), tokens in zip(draws, super().sample(draws), strict=True)
         ]
 
 

@@ -166,7 +166,7 @@ async def test_samplers_outlive_the_step_that_runs_when_the_engine_dies() -> Non
     class Watched(GatedBackend):
         n_sampled = 0
 
-        def sample(self, draws: Sequence[tuple[int, Sampler]]) -> list[int]:
+        def sample(self, draws: Sequence[tuple[int, Sampler]]) -> list[tuple[int, ...]]:
             tokens = super().sample(draws)  # which refuses a closed one
             self.n_sampled += 1
             return tokens

@@ -69,7 +69,7 @@ async def test_a_prefix_that_could_not_be_offloaded_is_computed_again(
 def test_a_failed_save_that_the_same_plan_discards_is_not_reported() -> None:
     backend = Short(n_slots=1, n_ctx=64, n_reserved=1)
     tokens = np.arange(10, dtype=np.int32)
-    backend.decode([Run(0, 0, tokens, output=False)])
+    backend.decode([Run(0, 0, tokens, n_outputs=0)])
     operations = [Save(0, 0, 0, 5), Save(1, 0, 5, 10), Free(0), Remove(0, 0)]
     result = apply(StepPlan(operations), backend, lambda: 0.0)
     assert result.unsaved == {1}
@@ -193,12 +193,12 @@ class Always(random.Random):
 def test_what_follows_from_a_failed_operation_is_left_out_and_the_rest_computed() -> None:
     backend = Failing(n_slots=4, n_ctx=64, n_reserved=1)
     tokens = np.arange(10, dtype=np.int32)
-    backend.decode([Run(0, 0, tokens, output=False)])
+    backend.decode([Run(0, 0, tokens, n_outputs=0)])
     backend.change(Save(7, 0, 0, 10))
     backend.kinds, backend.chance = (Load,), Always()
     operations = [Copy(0, 1, 0, 4), Load(1, 4, ((7, 10),)), Copy(1, 2, 0, 10), Save(8, 2, 0, 10), Copy(0, 3, 0, 9)]
     requests = [request_of(i) for i in range(3)]
-    runs = [Run(seq, at, tokens[:1], output=True) for seq, at in ((1, 10), (2, 10), (3, 9))]
+    runs = [Run(seq, at, tokens[:1], n_outputs=1) for seq, at in ((1, 10), (2, 10), (3, 9))]
     work = [Work(each, run) for each, run in zip(requests, runs, strict=True)]
     result = apply(StepPlan(operations, work, n_extra_steps=5), backend, lambda: 0.0)
     assert (result.incomplete, result.unsaved) == ({1, 2}, {8})

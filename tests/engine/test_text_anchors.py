@@ -26,10 +26,10 @@ class Garbled(FakeBackend):
 
     n_sampled = 0
 
-    def sample(self, draws: Sequence[tuple[int, Sampler]]) -> list[int]:
+    def sample(self, draws: Sequence[tuple[int, Sampler]]) -> list[tuple[int, ...]]:
         tokens = []
         for _ in super().sample(draws):
-            tokens.append((0x80, 0x80, ord("a"), ord("b"))[self.n_sampled % 4])
+            tokens.append(((0x80, 0x80, ord("a"), ord("b"))[self.n_sampled % 4],))
             self.n_sampled += 1
         return tokens
 

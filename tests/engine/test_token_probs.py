@@ -22,8 +22,8 @@ class Scripted(FakeBackend):
         super().__init__()
         self._script = text.encode()
 
-    def _draw(self, row: int, sampler: Any) -> int:
-        super()._draw(row, sampler)
+    def _draw(self, rows: Any, sampler: Any, index: int) -> int:
+        super()._draw(rows, sampler, index)
         return self._script[sampler.n_drawn - 1]
 
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from llamaslot.base.backend import Status
 from llamaslot.base.events import Cancelled, Failed, Finished
-from tests.engine.harness import Harness, Threaded, alone, running
+from tests.engine.harness import Harness, Threaded, alone, draft_replies, running
 from tests.fake_backend import FakeBackend
 
 HEADS = ("", "a" * 9, "ab" * 8, "ab" * 8 + "c" * 12, "system prompt ")
@@ -67,9 +67,11 @@ async def run_jobs(
     faults: list[tuple[int, Status, int]],
     backend: FakeBackend,
     kind: type[Harness] = Harness,
+    n_drafted: tuple[int, int] = (0, 0),
     **settings: int,
 ) -> dict[int, tuple[object, str]]:
     async with running(backend, kind=kind, debug_invariants=kind is Threaded, **settings) as engine:
+        draft_replies(engine, n_drafted, {job.prompt: cold(job.prompt, job.max_tokens) for job in todo})
 
         async def run_job(i: int, job: Job) -> None:
             await turns(job.pause)
@@ -121,16 +123,24 @@ STORING = (
 
 
 @pytest.mark.parametrize("kind", [Harness, Threaded])
-@given(st.lists(jobs, min_size=1, max_size=10), failures, st.sampled_from(LAYOUTS), st.sampled_from(STORING))
+@given(
+    todo=st.lists(jobs, min_size=1, max_size=10),
+    faults=failures,
+    layout=st.sampled_from(LAYOUTS),
+    storing=st.sampled_from(STORING),
+    n_drafted=st.sampled_from([(0, 0), (7, 0), (3, 4), (0, 2)]),
+)
 def test_every_answer_is_the_cold_one(
     kind: type[Harness],
+    *,
     todo: list[Job],
     faults: list[tuple[int, Status, int]],
     layout: dict[str, float],
     storing: dict[str, int],
+    n_drafted: tuple[int, int],
 ) -> None:
     backend = FakeBackend(n_slots=2, n_ubatch=16, **layout)
-    for i, (end, text) in asyncio.run(run_jobs(todo, faults, backend, kind, **storing)).items():
+    for i, (end, text) in asyncio.run(run_jobs(todo, faults, backend, kind, n_drafted, **storing)).items():
         job = todo[i]
         expected = cold(job.prompt, job.max_tokens)
         if isinstance(end, Finished):

@@ -28,7 +28,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from llamaslot.base.backend import Backend, Run, Sampler, Status
+from llamaslot.base.backend import Backend, Run, Status
 from llamaslot.base.commands import GenerateParams
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.kv_ops import Copy, Kv, Load, Remove, Save
@@ -75,6 +75,7 @@ COUNTS: Counter[str] = Counter()
 """Number of times that each event came up in the runs."""
 OFTEN = (
     *("requests", "plans", "steps", "tokens", "ended", "cancelled", "broke", "reused tokens", "extra steps"),
+    *("drafted", "rejected"),
     *("saves", "written", "losses", "looked for what is cached", "dropped: path", "RAM reduced"),
 )
 """Events that must come up in any run, for else a check is vacuous."""
@@ -155,8 +156,8 @@ class Asked:
 class TinyFake(FakeBackend):
     """A fake model that knows two letters."""
 
-    def _draw(self, row: int, sampler: Sampler) -> int:
-        token = super()._draw(row, sampler)
+    def _draw(self, rows: Sequence[int], sampler: FakeSampler, index: int) -> int:
+        token = super()._draw(rows, sampler, index)
         return token if token == EOS else LETTERS[token % 2]
 
 
@@ -549,11 +550,15 @@ class CacheMachine(RuleBasedStateMachine):
     def go_on(self, n: int, n_extra: int, n_jobs: int) -> None:
         self.step(n, n_extra, is_late=False, n_jobs=n_jobs)
 
-    @rule(n=st.integers(1, 4), n_extra=st.integers(0, 3), is_late=st.booleans(), n_jobs=st.integers(0, 2))
-    def step(self, n: int, n_extra: int, is_late: bool, n_jobs: int) -> None:
+    @rule(
+        n=st.integers(1, 4), n_extra=st.integers(0, 3), is_late=st.booleans(), n_jobs=st.integers(0, 2),
+        n_drafted=st.sampled_from([(0, 0), (0, 0), (8, 0), (3, 5), (0, 2)]),
+    )  # fmt: skip
+    def step(self, n: int, n_extra: int, is_late: bool, n_jobs: int, n_drafted: tuple[int, int] = (0, 0)) -> None:
         """So many plans, each with at most `n_extra` extra steps, committed as they come or all at the end."""
         self.is_sound = False
         for _ in range(n):
+            self.draft(*n_drafted)
             plan = self.plan()
             if self.shape.disk:
                 self.run_disk_jobs(n_jobs, n_jobs, True, "good")
@@ -752,8 +757,20 @@ class CacheMachine(RuleBasedStateMachine):
         if result.decoded.status is Status.OK:
             for work in plan.work:
                 for request in work.samples:
-                    self.record_token(self.find(request), result.tokens[request.id])
+                    for token in result.tokens[request.id]:
+                        self.record_token(self.find(request), token)
+                COUNTS["drafted"] += work.run.n_drafted
+                COUNTS["rejected"] += len(work.run.tokens) - len(result.kept(work))
         return result
+
+    def draft(self, n_right: int, n_wrong: int) -> None:
+        """Draft so many tokens for each reply, the first ones as a cold run would choose them."""
+        for asked in self.running:
+            if asked.generated and asked.params.sampling.temperature == 0 and n_right + n_wrong:
+                draft: list[int] = []
+                for _ in range(n_right):
+                    draft.append(self.cold_token([*asked.tokens, *draft], asked.params.sampling))
+                asked.request.draft = np.array([*draft, *LETTERS * n_wrong][: n_right + n_wrong], dtype=np.int32)
 
     def record_token(self, asked: Asked, token: int) -> None:
         """Record a sampled token, which must be the one of a cold run."""
@@ -779,7 +796,7 @@ class CacheMachine(RuleBasedStateMachine):
                 assert outcome.reason == result.decoded.status.name != Status.OK.name
                 assert len(plan.work) == 1, "failed, but not alone"
                 COUNTS["broke"] += 1
-            elif outcome.token is None:
+            elif not outcome.tokens:
                 assert asked.params.max_tokens == 0
                 assert outcome.reason == "limit"
             else:
@@ -793,10 +810,10 @@ class CacheMachine(RuleBasedStateMachine):
         assert not sampled or result.decoded.status is not Status.OK
 
     def reason(self, asked: Asked, outcome: Sampled) -> str | None:
-        """Why a request must end with this token; with extra steps more tokens may be recorded by now."""
+        """Why a request must end with these tokens; with extra steps more tokens may be recorded by now."""
         n = asked.request.n_generated
-        assert asked.generated[n - 1] == outcome.token
-        if outcome.token in self.backend.vocab.eog:
+        assert asked.generated[n - len(outcome.tokens) : n] == [*outcome.tokens]
+        if outcome.tokens[-1] in self.backend.vocab.eog:
             return "eos"
         is_full = len(asked.prompt) + n == self.n_ctx_slot
         assert outcome.truncated == (is_full and n != asked.params.max_tokens)
@@ -1059,7 +1076,9 @@ class CacheMachine(RuleBasedStateMachine):
             return
         n_free = self.backend.info.n_ctx - len(self.backend.cells) - sum(len(work.run.tokens) for work in plan.work)
         n_free -= sum(len(run.tokens) for run in plan.padding)
-        are_decoding = bool(plan.work) and all(work.run.output and len(work.run.tokens) == 1 for work in plan.work)
+        are_decoding = bool(plan.work) and all(
+            work.run.n_outputs and len(work.run.tokens) == 1 for work in plan.work
+        )
         if n_free <= ((plan.n_extra_steps + 1) * len(plan.work) - 1 if are_decoding else 0):
             COUNTS["losses for cells"] += 1
             return
@@ -1100,9 +1119,11 @@ class CacheMachine(RuleBasedStateMachine):
         assert run.seq == asked.slot
         assert not asked.has_ended
         assert run.start == len(held)
-        assert held.tokens + run.tokens.tolist() == asked.tokens[: run.start + len(run.tokens)]
-        is_last = run.start + len(run.tokens) == len(asked.tokens)
-        assert run.output == (is_last and asked.params.max_tokens != 0)
+        tokens = run.tokens[: len(run.tokens) - run.n_drafted].tolist()
+        assert held.tokens + tokens == asked.tokens[: run.start + len(tokens)]
+        is_last = run.start + len(tokens) == len(asked.tokens)
+        assert bool(run.n_outputs) == (is_last and asked.params.max_tokens != 0)
+        assert not run.n_drafted or self.cache.settings.can_trim
 
     @invariant()
     @precondition(lambda self: hasattr(self, "scheduler"))
@@ -1290,9 +1311,13 @@ class FakeMachine(CacheMachine):
         )
 
     def check_token(self, history: list[int], sampling: Sampling, n_drawn: int, token: int) -> None:
+        assert self.cold_token(history, sampling, n_drawn) == token, "not what a cold run gives"
+
+    def cold_token(self, history: list[int], sampling: Sampling, n_drawn: int = 0) -> int:
         self.cold.change(Remove(0, 0))
         self.cold.decode([Run(0, 0, np.array(history, dtype=np.int32), True)])
-        assert self.cold.sample([(0, FakeSampler(sampling, n_drawn))]) == [token], "not what a cold run gives"
+        ((token,),) = self.cold.sample([(0, FakeSampler(sampling, n_drawn))])
+        return token
 
     def check_samplers(self) -> None:
         assert all(sampler.closed for sampler in self.backend.samplers)

@@ -117,7 +117,7 @@ def test_there_are_no_extra_steps_while_a_resumed_request_is_computed_token_by_t
     driver.scheduler.chunks.limit = lambda *_, **__: 1
     n_before = len(driver.plans)
     driver.finish(*requests)
-    incomplete = [plan for plan in driver.plans[n_before:] if any(not work.run.output for work in plan.work)]
+    incomplete = [plan for plan in driver.plans[n_before:] if any(not work.run.n_outputs for work in plan.work)]
     assert incomplete
     assert all(plan.n_extra_steps == 0 for plan in incomplete)
 
@@ -136,9 +136,9 @@ def step_of(n_extra_steps: int, tokens: dict[int, int], status: Status = Status.
     requests = [
         Request(GenerateParams(f"r{seq}", sampling=Sampling()), prompt, arrival=seq, now=0.0) for seq in (1, 3)
     ]
-    runs = [Run(seq, start, np.array([5], dtype=np.int32), output=True) for seq, start in ((1, 7), (3, 20))]
+    runs = [Run(seq, start, np.array([5], dtype=np.int32), n_outputs=1) for seq, start in ((1, 7), (3, 20))]
     work = [Work(request, run) for request, run in zip(requests, runs, strict=True)]
-    sampled = {f"r{seq}": token for seq, token in tokens.items()}
+    sampled = {f"r{seq}": (token,) for seq, token in tokens.items()}
     return StepPlan(work=work, n_extra_steps=n_extra_steps), StepResult(
         Decoded(status, {}), sampled, {}, {}, 0.0, 0.0
     )
@@ -150,9 +150,9 @@ def test_the_next_decode_step_computes_what_this_one_sampled() -> None:
     assert after is not None
     assert (after.n_extra_steps, after.operations, after.preempted) == (1, [], [])
     assert [each.request for each in after.work] == [each.request for each in plan.work]
-    assert [(w.run.seq, w.run.start, w.run.tokens.tolist(), w.run.output) for w in after.work] == [
-        (1, 8, [8], True),
-        (3, 21, [9], True),
+    assert [(w.run.seq, w.run.start, w.run.tokens.tolist(), w.run.n_outputs) for w in after.work] == [
+        (1, 8, [8], 1),
+        (3, 21, [9], 1),
     ]
 
 

@@ -32,7 +32,7 @@ def padded_driver(cost: StepCost = ALWAYS, **shape: float) -> Driver:
 def test_a_few_tokens_behind_a_long_prefix_are_padded_to_a_query_block() -> None:
     assert padding().gain_ms([(4096, 16)], n_used=4096) == pytest.approx(275 - 84, abs=3)
     added = padding().run(16, SCRATCH)
-    assert (added.seq, added.start, len(added.tokens), added.output) == (SCRATCH, 0, QUERY_BLOCK - 16, False)
+    assert (added.seq, added.start, len(added.tokens), added.n_outputs) == (SCRATCH, 0, QUERY_BLOCK - 16, 0)
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,7 @@ def test_in_a_partitioned_pool_padding_follows_the_prompt_and_is_removed_at_the_
     request = driver.submit("x" * 40, max_tokens=3)
     plan = driver.scheduler.plan(0.0)
     [added] = plan.padding
-    assert (added.seq, added.start, len(added.tokens), added.output) == (request.slot, 40, QUERY_BLOCK - 40, False)
+    assert (added.seq, added.start, len(added.tokens), added.n_outputs) == (request.slot, 40, QUERY_BLOCK - 40, 0)
     result = apply(plan, driver.backend, lambda: 0.0)
     assert result.decoded == Decoded(Status.OK, {request.slot: (0, 40)})
     assert driver.backend.seq_len(request.slot) == 40

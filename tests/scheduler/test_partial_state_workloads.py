@@ -54,7 +54,8 @@ def cold(kind: StateKind, prompt: str, n: int) -> list[int]:
     tokens, found = as_tokens(prompt), []
     for _ in range(n):
         assert backend.decode([Run(0, backend.seq_len(0), tokens, True)]).status is Status.OK
-        found += backend.sample([(0, backend.new_sampler(sampling, tokens))])
+        ((token,),) = backend.sample([(0, backend.new_sampler(sampling, tokens))])
+        found.append(token)
         tokens = as_tokens(chr(found[-1]))
     return found
 

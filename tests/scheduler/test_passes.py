@@ -23,7 +23,7 @@ MEASURED_MS = {1: 4.9, 2: 6.1, 3: 8.6, 4: 9.9, 5: 13.5, 6: 15.1, 7: 16.9, 8: 15.
 
 
 def rows(seqs: list[int], held: int = 1800) -> list[Run]:
-    return [Run(seq, held, np.zeros(1, dtype=np.int32), output=True) for seq in seqs]
+    return [Run(seq, held, np.zeros(1, dtype=np.int32), n_outputs=1) for seq in seqs]
 
 
 def milliseconds(seqs: list[int]) -> float:

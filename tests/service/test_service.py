@@ -470,8 +470,9 @@ async def test_every_end_is_counted_by_its_reason() -> None:
         await result(service, request())
         text, _, _ = await result(service, request(max_tokens=3))
         await result(service, request(stop=(text[1],)))
-        with pytest.raises(LlamaslotError):
-            await result(service, request("x" * 100))
+        for bad in ("x" * 100, ""):
+            with pytest.raises(LlamaslotError):
+                await result(service, request(bad))
         cancelled = await begin(service, request(max_tokens=50))
         assert await cancelled.next_batch()
         await leave(cancelled)
@@ -483,7 +484,7 @@ async def test_every_end_is_counted_by_its_reason() -> None:
     assert counts == {
         "{finish_reason=limit}": 2,
         "{finish_reason=word}": 1,
-        "{finish_reason=error}": 1,
+        "{finish_reason=error}": 2,
         "{finish_reason=cancelled}": 1,
     }
     assert found["llamaslot_request_seconds_count"] == 4

@@ -34,10 +34,11 @@ class Batch:
             logits=_as(self._output, ctypes.c_int8),
         )
 
-    def fill(self, runs: Sequence[Run]) -> tuple[dict[int, int], dict[int, tuple[int, Tokens]]]:
+    def fill(self, runs: Sequence[Run]) -> tuple[dict[int, tuple[int, list[int]]], dict[int, tuple[int, Tokens]]]:
         """Write the runs one after another.
 
-        Returns, by sequence id, the row of the last token's logits, and the first row and tokens to be scored.
+        Returns, by sequence id, the first row of logits to sample from and the draft, and the first row and
+        tokens to be scored.
         """
         rows, targets = {}, {}
         at = 0
@@ -51,9 +52,10 @@ class Batch:
                 self._output[at : at + len(run.targets)] = 1
                 targets[run.seq] = at, run.targets
             at += n
-            if run.output:
-                self._output[at - 1] = 1
-                rows[run.seq] = at - 1
+            if run.n_outputs:
+                first = at - run.n_outputs
+                self._output[first:at] = 1
+                rows[run.seq] = first, self._tokens[first + 1 : at].tolist()
         self.struct.n_tokens = at
         return rows, targets
 

@@ -146,7 +146,7 @@ def fill(backend: Backend, context: Any, n_cells: int) -> bool:
 def compute(backend: Backend, n_tokens: int, *, seq: int = 0, start: int = 0) -> None:
     """Compute `n_tokens` in a sequence that holds `start` tokens; raises `ConfigError` if the model cannot."""
     tokens = np.arange(n_tokens, dtype=np.int32) % backend.info.n_vocab
-    status = backend.decode([Run(seq=seq, start=start, tokens=tokens, output=True)]).status
+    status = backend.decode([Run(seq=seq, start=start, tokens=tokens, n_outputs=1)]).status
     if status is not Status.OK:
         reason = f"the model cannot compute {n_tokens} tokens at once ({status.name})"
         raise ConfigError(reason, param="--ubatch-size")

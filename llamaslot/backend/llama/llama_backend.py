@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from time import sleep
 from typing import Any, TypeVar
 
@@ -30,7 +31,7 @@ from llamaslot.backend.llama.state import capabilities, self_test, state_cost
 from llamaslot.backend.llama.vocab import LlamaVocab
 from llamaslot.backend.memory import trim_heap
 from llamaslot.base import kv_ops
-from llamaslot.base.backend import CompiledConstraint, Decoded, Run, Sampler, Status, check_runs
+from llamaslot.base.backend import CompiledConstraint, Decoded, Run, Sampler, Status, accepted, check_runs
 from llamaslot.base.commands import Constraint
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.generation.sampling import Sampling
@@ -74,8 +75,8 @@ class LlamaBackend:
         self.info = self._describe(settings, made, n_cache_seqs, size, files)
         self._batch = Batch(self.info.n_ubatch)
         self._kv = KvOperations(self._context, self.info, self.n_seqs)
-        self._rows: dict[int, int] = {}
-        """Batch row of the last token of each sequence whose logits were requested."""
+        self._rows: dict[int, tuple[int, list[int]]] = {}
+        """First batch row to sample from, and the drafted tokens, by sequence."""
         self._targets: dict[int, tuple[int, Tokens]] = {}
         """First batch row and tokens to be scored, by sequence."""
         self._views: dict[int, Logits] = {}
@@ -170,14 +171,20 @@ class LlamaBackend:
             matcher=constraint.matcher() if constraint is not None else None,
         )
 
-    def sample(self, draws: Sequence[tuple[int, Sampler]]) -> list[int]:
-        """Sample a token for each sequence id and its sampler."""
-        tokens = []
+    def sample(self, draws: Sequence[tuple[int, Sampler]]) -> list[tuple[int, ...]]:
+        """Sample for each sequence id and its sampler: drafted tokens as far as it chooses them, and one more."""
+        sampled = []
         for seq, sampler in draws:
             if not isinstance(sampler, LlamaSampler) or seq not in self._rows:
                 raise kv_ops.IllegalCallError(f"sequence {seq} has no logits or a foreign sampler")
-            tokens.append(sampler.choose(self._logits(self._rows[seq])))
-        return tokens
+            first, draft = self._rows[seq]
+            sampler.scores.clear()
+            choose = partial(self._choose, sampler, first)
+            sampled.append(accepted(draft, self.vocab.eog, choose))
+        return sampled
+
+    def _choose(self, sampler: LlamaSampler, first: int, row: int) -> int:
+        return sampler.choose(self._logits(first + row))
 
     def score(self, seq: int, n_top: int) -> list[TokenScore]:
         """Return the log-probabilities of a sequence's targets in the last `decode`."""
@@ -346,7 +353,7 @@ class LlamaBackend:
         """Compute one token, so that the first request need not wait until the weights are read."""
         token = np.array([max(self.vocab.bos, 0)], dtype=np.int32)
         llama_cpp.llama_set_warmup(self._context, True)
-        status = self.decode([Run(seq=0, start=0, tokens=token, output=True)]).status
+        status = self.decode([Run(seq=0, start=0, tokens=token, n_outputs=1)]).status
         llama_cpp.llama_set_warmup(self._context, False)
         if status is not Status.OK:
             raise ConfigError(f"the model loads but cannot compute ({status.name})", param="--model")
@@ -452,7 +459,7 @@ class LlamaBackend:
         segments, checkpoints = [], []
         for n_tokens in (1, 2):
             if n_tokens > 1:
-                self.decode([Run(seq=0, start=1, tokens=token, output=False)])
+                self.decode([Run(seq=0, start=1, tokens=token, n_outputs=0)])
             segments.append(kv.segment_bytes(0))
             checkpoints.append(kv.partial.n_bytes(0))
         segment, checkpoint = (SegmentSize(2 * one - two, two - one) for one, two in (segments, checkpoints))

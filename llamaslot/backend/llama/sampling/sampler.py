@@ -67,8 +67,8 @@ class LlamaSampler:
         self._n_probs = sampling.n_probs
         self._scores_draws = sampling.post_sampling_probs
         self._drawn_from: Candidates | None = None
-        self.score: TokenScore | None = None
-        """Probability of the token chosen last, if the request asks for it."""
+        self.scores: list[TokenScore] = []
+        """Probabilities of the tokens chosen since it was cleared, if the request asks for them."""
         self._matcher = matcher
         self._closed = False
 
@@ -86,7 +86,7 @@ class LlamaSampler:
         if token >= 0:
             self._accept(token)
             if self._n_probs >= 0:
-                self.score = self._scored(token, logits)
+                self.scores.append(self._scored(token, logits))
         return token
 
     @property

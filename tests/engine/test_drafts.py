@@ -1,0 +1,143 @@
+"""Drafted tokens never change a reply: those that are accepted are the ones that would be chosen one by one."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from llamaslot.base.events import Finished, Output
+from llamaslot.base.generation.sampling import Sampling
+from llamaslot.base.generation.tools import ReasoningBudget
+from llamaslot.base.model import StateKind
+from llamaslot.engine.engine import Engine
+from llamaslot.text.grammars.json_schema import json_schema_constraint
+from tests.engine.harness import Harness, draft_replies, running
+from tests.fake_backend import FakeBackend
+
+NAME = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
+OPEN = Sampling(temperature=0.0, ignore_eos=True)
+
+
+class Steps:
+    """Counts what an engine drafted and kept."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.counts: Counter[str] = Counter()
+        commit = engine.scheduler.commit
+
+        def counted(plan: Any, result: Any, now: float) -> Any:
+            for work in plan.work:
+                self.counts["drafted"] += work.run.n_drafted
+                self.counts["rejected"] += len(work.run.tokens) - len(result.kept(work))
+                self.counts["longest"] = max(self.counts["longest"], work.run.n_drafted)
+            return commit(plan, result, now)
+
+        engine.scheduler.commit = counted
+
+
+async def reply(
+    n_drafted: tuple[int, int], expected: str, *, backend: dict[str, Any], **fields: Any
+) -> tuple[dict[str, Any], Counter[str]]:
+    """All that a client gets, and what was drafted."""
+    async with running(FakeBackend(**backend)) as harness:
+        steps = Steps(harness.engine)
+        draft_replies(harness, n_drafted, {"a prompt": expected})
+        end = await harness.submit("r", "a prompt", **fields)
+        assert isinstance(end, Finished)
+        seen = [event for event in harness.events["r"] if isinstance(event, Output | Finished)]
+        return {
+            "text": harness.text("r"),
+            "tokens": harness.tokens("r"),
+            "probs": [row for event in seen for row in event.probs or ()],
+            "end": (end.reason, end.truncated, end.stopping_word, end.progress.n_generated),
+            "generated": end.generated,
+        }, steps.counts
+
+
+@pytest.mark.parametrize("n_drafted", [(7, 0), (3, 4), (1, 6), (0, 3)])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"max_tokens": 40},
+        {"max_tokens": 40, "sampling": OPEN},
+        {"max_tokens": 1, "sampling": OPEN},
+        {"max_tokens": 3, "sampling": OPEN},
+        {"max_tokens": -1, "sampling": OPEN},
+        {"max_tokens": 40, "sampling": Sampling(temperature=1.0, seed=7, ignore_eos=True)},
+        {"max_tokens": 40, "sampling": Sampling(temperature=0.0, ignore_eos=True, n_probs=2)},
+        {"max_tokens": 40, "constraint": json_schema_constraint(NAME, "json_schema")},
+        {"max_tokens": 40, "reasoning_budget": ReasoningBudget(9, (), (46, 46), is_open=True)},
+    ],
+    ids=["eos", "limit", "one", "three", "context", "seed", "probs", "constraint", "reasoning"],
+)
+@pytest.mark.parametrize("backend", [{}, {"unified": False}, {"n_scored": 2}], ids=["unified", "parts", "few rows"])
+async def test_a_reply_with_drafts_is_the_reply_without(
+    n_drafted: tuple[int, int], fields: dict[str, Any], backend: dict[str, Any]
+) -> None:
+    plain, counts = await reply((0, 0), "", backend=backend, **fields)
+    assert not counts["drafted"]
+    drafted, counts = await reply(n_drafted, plain["text"], backend=backend, **fields)
+    assert drafted == plain
+    if fields["max_tokens"] in {-1, 40}:
+        assert counts["drafted"]
+        n_rows = backend.get("n_scored", 8)
+        assert counts["longest"] <= n_rows
+        # A reply's forced tokens and its limits cut drafts short, so that they may have no wrong part.
+        has_wrong = n_drafted[1] and n_drafted[0] < n_rows and not {"constraint", "reasoning_budget"} & {*fields}
+        assert counts["rejected"] or not has_wrong
+        assert counts["drafted"] > counts["rejected"] or not n_drafted[0]
+
+
+@pytest.mark.parametrize("at", range(1, 12))
+async def test_a_stop_string_within_a_draft_ends_the_reply(at: int) -> None:
+    plain, _ = await reply((0, 0), "", backend={}, max_tokens=30, sampling=OPEN)
+    stop = (plain["text"][at : at + 3],)
+    expected, _ = await reply((0, 0), "", backend={}, max_tokens=30, sampling=OPEN, stop=stop)
+    drafted, counts = await reply((7, 0), plain["text"], backend={}, max_tokens=30, sampling=OPEN, stop=stop)
+    assert drafted == expected
+    assert counts["drafted"]
+
+
+@pytest.mark.parametrize("kind", [kind for kind in StateKind if kind is not StateKind.NONE])
+async def test_a_model_that_cannot_truncate_sequences_computes_no_drafts(kind: StateKind) -> None:
+    plain, _ = await reply((0, 0), "", backend={"kind": kind}, max_tokens=20, sampling=OPEN)
+    drafted, counts = await reply((7, 0), plain["text"], backend={"kind": kind}, max_tokens=20, sampling=OPEN)
+    assert (drafted, counts["drafted"]) == (plain, 0)
+
+
+async def test_invalid_logits_after_a_drafted_token_fail_the_request_where_they_do_without_drafts() -> None:
+    async def text(n_drafted: tuple[int, int], expected: str) -> tuple[str, str]:
+        backend = FakeBackend()
+        async with running(backend) as harness:
+            plain = await whole(harness)
+            backend.poison = {ord(plain[10])}
+            draft_replies(harness, n_drafted, {"a prompt": expected or plain})
+            end = await harness.submit("bad", "a prompt", max_tokens=30, sampling=OPEN)
+            return harness.text("bad"), type(end).__name__
+
+    async def whole(harness: Harness) -> str:
+        await harness.submit("good", "a prompt", max_tokens=30, sampling=OPEN)
+        return harness.text("good")
+
+    assert await text((7, 0), "") == await text((0, 0), "")
+    assert (await text((0, 0), ""))[1] == "Failed"
+
+
+async def test_drafts_of_several_streams_share_the_room_of_a_step() -> None:
+    backend = FakeBackend(n_slots=3, n_ubatch=8, n_scored=100)
+    async with running(backend) as harness:
+        ends = [harness.submit(name, name * 5, max_tokens=40, sampling=OPEN) for name in "abc"]
+        for end in ends:
+            await end
+        texts = {name * 5: harness.text(name) for name in "abc"}
+    backend = FakeBackend(n_slots=3, n_ubatch=8, n_scored=100)
+    async with running(backend) as harness:
+        steps = Steps(harness.engine)
+        draft_replies(harness, (7, 0), texts)
+        ends = [harness.submit(name, name * 5, max_tokens=40, sampling=OPEN) for name in "abc"]
+        for end in ends:
+            await end
+        assert {name * 5: harness.text(name) for name in "abc"} == texts
+        assert steps.counts["drafted"] > 60
