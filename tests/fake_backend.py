@@ -322,11 +322,14 @@ class FakeBackend:
         for run in runs[:n_applied]:
             self.n_decoded += len(run.tokens)
             rows = []
-            for i, token in enumerate(run.tokens.tolist()):
-                self._place(run.seq, [(token, run.start + i)])
+            n_before = len(run.tokens) - max(run.n_outputs, 1) + 1
+            # All tokens up to the first row of logits at once, then the drafted ones.
+            for start, end in [(0, n_before), *((i, i + 1) for i in range(n_before, len(run.tokens)))]:
+                tokens = run.tokens[start:end].tolist()
+                self._place(run.seq, [(token, run.start + start + i) for i, token in enumerate(tokens)])
                 if self.states.has_states:
-                    self._partial[run.seq] = _state_of([token], self._partial.get(run.seq, 0))
-                if status is Status.OK and i >= len(run.tokens) - run.n_outputs:
+                    self._partial[run.seq] = _state_of(tokens, self._partial.get(run.seq, 0))
+                if status is Status.OK and run.n_outputs:
                     is_bad = self._pool(run.seq).is_bad(run.seq, self.poison)
                     rows.append(NO_TOKEN if is_bad else self._logits(run.seq))
             if rows:

@@ -34,15 +34,21 @@ class LlamaMachine(CacheMachine):
     def check_token(self, history: list[int], sampling: Sampling, n_drawn: int, token: int) -> None:
         if sampling.temperature > 0:
             return
-        expected = self.cold_token(history, sampling)
+        (expected,) = self.cold_tokens(history, sampling, 1)
         assert token == expected or self.noise.explains(history, token, expected), "not what a cold run gives"
 
-    def cold_token(self, history: list[int], sampling: Sampling, n_drawn: int = 0) -> int:
+    def cold_tokens(self, history: list[int], sampling: Sampling, n: int) -> list[int]:
         compute(self.cold, history)
         sampler = self.cold.new_sampler(sampling, np.empty(0, dtype=np.int32))
-        ((token,),) = self.cold.sample([(0, sampler)])
+        found: list[int] = []
+        for end in range(len(history), min(len(history) + n, N_CTX)):
+            if found:
+                last = np.array(found[-1:], dtype=np.int32)
+                assert self.cold.decode([Run(0, end - 1, last, 1)]).status is Status.OK
+            ((token,),) = self.cold.sample([(0, sampler)])
+            found.append(token)
         sampler.close()
-        return token
+        return found
 
 
 def compute(backend: LlamaBackend, tokens: Sequence[int]) -> None:

@@ -197,6 +197,10 @@ class CacheMachine(RuleBasedStateMachine):
     def check_token(self, history: list[int], sampling: Sampling, n_drawn: int, token: int) -> None:
         raise NotImplementedError
 
+    def cold_tokens(self, history: list[int], sampling: Sampling, n: int) -> list[int]:
+        """The greedy tokens that follow a history in a cold run, at most `n`."""
+        raise NotImplementedError
+
     @initialize(
         layout=st.integers(0, 20),
         n_slots=st.integers(2, 3),
@@ -552,7 +556,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(
         n=st.integers(1, 4), n_extra=st.integers(0, 3), is_late=st.booleans(), n_jobs=st.integers(0, 2),
-        n_drafted=st.sampled_from([(0, 0), (0, 0), (8, 0), (3, 5), (0, 2)]),
+        n_drafted=st.sampled_from([(0, 0), (0, 0), (0, 0), (8, 0), (3, 5), (0, 2)]),
     )  # fmt: skip
     def step(self, n: int, n_extra: int, is_late: bool, n_jobs: int, n_drafted: tuple[int, int] = (0, 0)) -> None:
         """So many plans, each with at most `n_extra` extra steps, committed as they come or all at the end."""
@@ -767,9 +771,7 @@ class CacheMachine(RuleBasedStateMachine):
         """Draft so many tokens for each reply, the first ones as a cold run would choose them."""
         for asked in self.running:
             if asked.generated and asked.params.sampling.temperature == 0 and n_right + n_wrong:
-                draft: list[int] = []
-                for _ in range(n_right):
-                    draft.append(self.cold_token([*asked.tokens, *draft], asked.params.sampling))
+                draft = self.cold_tokens(asked.tokens, asked.params.sampling, n_right) if n_right else []
                 asked.request.draft = np.array([*draft, *LETTERS * n_wrong][: n_right + n_wrong], dtype=np.int32)
 
     def record_token(self, asked: Asked, token: int) -> None:
@@ -1101,7 +1103,8 @@ class CacheMachine(RuleBasedStateMachine):
             assert len(workers) <= 1
             assert set(workers) <= set(was_suspected)
         else:
-            is_prompt = not self.backend.info.unified and any(len(work.run.tokens) > 1 for work in plan.work)
+            runs = [work.run for work in plan.work]
+            is_prompt = not self.backend.info.unified and any(len(run.tokens) - run.n_drafted > 1 for run in runs)
             assert not is_prompt or len(workers) == 1
             for asked in self.running if not is_prompt else ():
                 is_stream = len(asked.tokens) - len(self.backend.held[asked.slot]) == 1
@@ -1311,13 +1314,17 @@ class FakeMachine(CacheMachine):
         )
 
     def check_token(self, history: list[int], sampling: Sampling, n_drawn: int, token: int) -> None:
-        assert self.cold_token(history, sampling, n_drawn) == token, "not what a cold run gives"
+        assert self.cold_tokens(history, sampling, 1, n_drawn) == [token], "not what a cold run gives"
 
-    def cold_token(self, history: list[int], sampling: Sampling, n_drawn: int = 0) -> int:
+    def cold_tokens(self, history: list[int], sampling: Sampling, n: int, n_drawn: int = 0) -> list[int]:
         self.cold.change(Remove(0, 0))
-        self.cold.decode([Run(0, 0, np.array(history, dtype=np.int32), True)])
-        ((token,),) = self.cold.sample([(0, FakeSampler(sampling, n_drawn))])
-        return token
+        sampler, tokens, found = FakeSampler(sampling, n_drawn), history, []
+        while len(found) < n and self.cold.seq_len(0) + len(tokens) <= self.cold.info.n_ubatch:
+            self.cold.decode([Run(0, self.cold.seq_len(0), np.array(tokens, dtype=np.int32), 1)])
+            ((token,),) = self.cold.sample([(0, sampler)])
+            tokens = [token]
+            found.append(token)
+        return found
 
     def check_samplers(self) -> None:
         assert all(sampler.closed for sampler in self.backend.samplers)
