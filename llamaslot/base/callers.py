@@ -22,7 +22,7 @@ from llamaslot.base.namespaces import tenant_name
 MAX_CLIENTS = 1024
 """Clients whose last turn is remembered: those that had one most recently."""
 MAX_ROUND_TURNS = 64
-"""Turns after which a client counts as one that had none: a stream of new clients cannot keep it waiting longer."""
+"""After this many turns of others a client ranks as new, so that a stream of new clients cannot starve it."""
 INACTIVE_S = 3600.0
 """Time without a use after which an owner has no share."""
 T = TypeVar("T")

@@ -195,7 +195,7 @@ class Needs(msgspec.Struct, frozen=True, tag="needs"):
 
 
 class BadBody(msgspec.Struct, frozen=True, tag="bad_body"):
-    """A body is at fault. That's its client's business alone: it counts as no request, and is not logged."""
+    """The body is invalid: its client gets a 400, and it is neither counted as a request nor logged."""
 
     error: ErrorInfo
 

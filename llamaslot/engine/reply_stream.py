@@ -17,7 +17,7 @@ from llamaslot.text.stream import TextStream
 
 
 class ReplyStream:
-    """The reply of a request between `Accepted` and its terminal event."""
+    """The reply of a request from its submission to its terminal event."""
 
     def __init__(self, request: Request, vocab: Vocab) -> None:
         self.request = request

@@ -52,7 +52,7 @@ _PAUSE_S = 1.0
 """Time before the process is started again, for each process in a row that did not carry out a single job."""
 _MAX_PAUSE_S = 30.0
 _MIN_LOST = 0.02
-"""Fraction of the time limit: a shorter time in which a process did not get a CPU is not given to its job again."""
+"""Fraction of the time limit. Less time than this without a CPU does not extend a job's deadline."""
 _ALMOST = 0.1
 """Fraction of the time limit: a job with less time left, when another has none, also fails, since it would hang the
 next process.

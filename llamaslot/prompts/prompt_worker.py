@@ -101,7 +101,7 @@ class PendingJob:
     timer: asyncio.TimerHandle | None = None
     """Watches the time of a running job."""
     until: float = 0.0
-    """When it has had its time, on the clock of the event loop."""
+    """Its deadline, on the clock of the event loop."""
 
     def fail(self, error: LlamaslotError) -> None:
         """Answer with an error, unless it is answered or cancelled."""

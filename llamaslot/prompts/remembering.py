@@ -54,9 +54,9 @@ class SentReply(NamedTuple):
 def remembered_reply(
     context: PromptContext, completion_id: str, sent: SentReply, format_: Format
 ) -> RememberedReply | None:
-    """Return the reply to a prompt; None if it has no meaning, or if its client got less than its tokens.
+    """Return the reply to a prompt; None if it could not be recognized later.
 
-    So is a reply with calls that the model did not end: a part of the last one's markup is missing.
+    It cannot if it is empty, was sent only in part, or ends within a call, whose markup then lacks its end.
     """
     params, turn = context.request.params, context.request.chat
     text, ids, has_ended = sent

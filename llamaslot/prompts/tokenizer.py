@@ -154,7 +154,7 @@ class Tokenizer:
         """Remember the tokens of a reply, of which `n_sent` characters were sent; return the new records.
 
         With the id of its completion, a chat's reply that was written in a format is remembered by its meaning too.
-        Not so one that was cancelled: the client may have received less than was sent.
+        A cancelled reply is not, because the client may have received less than was sent.
         """
         params, is_chat = context.request.params, context.request.chat is not None
         if context.text is None and not params.session_id and not is_chat:

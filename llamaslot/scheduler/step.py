@@ -142,7 +142,7 @@ class StepResult:
 
 
 def _n_kept(run: Run, sampled: Sequence[int]) -> int:
-    """Return how many tokens of a run with a draft stay; of those sampled, all but the last were in it."""
+    """Return how many tokens of a run with a draft stay: those before the draft, and its accepted part."""
     return len(run.tokens) - run.n_drafted + len(sampled) - 1
 
 

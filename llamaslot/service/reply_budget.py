@@ -40,7 +40,7 @@ class ReplyBudget:
         n_total, n_owner = self.n_bytes + n_bytes, self._bytes[owner] + n_bytes
         if n_bytes > 0 and n_owner > self._max_bytes - n_total and n_total > n_own + n_bytes:
             raise QueueFullError(
-                f"replies of this client that are not complete, or not read yet, take {n_owner / _MIB:.0f} MiB; "
+                f"unfinished and unread replies of this client take {n_owner / _MIB:.0f} MiB; "
                 "try later, send fewer requests at once, or ask for less",
                 retry_after=1,
             )
