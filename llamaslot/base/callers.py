@@ -194,29 +194,47 @@ class OwnerShares(Generic[K]):
         by_count: bool = False,
         can_evict: Callable[[K], bool] = lambda key: True,
     ) -> K | None:
-        """Return the key to evict before an owner adds an entry of `n_bytes`.
+        """Return the first of `evictions`."""
+        return next(self.evictions(owner, n_bytes, by_count=by_count, can_evict=can_evict), None)
 
-        It belongs to an inactive owner, else to the one that would hold the most bytes, or with `by_count` the most
-        entries, among those with an entry that `can_evict`. None if the owner itself would hold the most and has no
-        such entry: then it cannot add one.
+    def evictions(
+        self,
+        owner: str,
+        n_bytes: int,
+        *,
+        size_of: Callable[[K], int] = lambda key: 0,
+        by_count: bool = False,
+        can_evict: Callable[[K], bool] = lambda key: True,
+    ) -> Iterator[K]:
+        """Yield the keys to evict, in this order, before an owner adds an entry of `n_bytes`; nothing is changed.
+
+        Each belongs to an inactive owner, else to the one that would hold the most bytes, or with `by_count` the
+        most entries, among those with an entry that `can_evict`. They end where the owner would itself hold most
+        and has no such entry: then it can add nothing more.
         """
+        held = {each: len(keys) if by_count else self._bytes[each] for each, keys in self._keys.items()}
+        # Entries that running requests use cannot be evicted; that must not block other owners.
+        left = {each: filter(can_evict, keys) for each, keys in self._keys.items()}
+        first = {each: next(keys, None) for each, keys in left.items()}
+        inactive_since = self._clock() - INACTIVE_S
+        # In the order of their last use.
+        inactive = [each for each in self._keys if self._last_used[each] <= inactive_since and each != owner]
 
-        def held(each: str) -> tuple[int, bool, str]:
-            amount = len(self._keys.get(each, ())) if by_count else self._bytes[each]
+        def amount(each: str) -> tuple[int, bool, str]:
             added = (1 if by_count else n_bytes) if each == owner else 0
             # On a tie, the owner that wants more gives way.
-            return amount + added, each == owner, each
+            return held.get(each, 0) + added, each == owner, each
 
-        # Entries that running requests use cannot be evicted; that must not block other owners.
-        first = {each: next(filter(can_evict, keys), None) for each, keys in self._keys.items()}
-        inactive_since = self._clock() - INACTIVE_S
-        for each, key in first.items():
-            if self._last_used[each] > inactive_since:
-                break
-            if key is not None and each != owner:
-                return key
-        largest = max({owner, *(each for each, key in first.items() if key is not None)}, key=held)
-        return first.get(largest)
+        while True:
+            chosen = next((each for each in inactive if first[each] is not None), None)
+            if chosen is None:
+                chosen = max({owner, *(each for each, key in first.items() if key is not None)}, key=amount)
+            key = first.get(chosen)
+            if key is None:
+                return
+            yield key
+            held[chosen] -= 1 if by_count else size_of(key)
+            first[chosen] = next(left[chosen], None)
 
     def _keep_active(self, owner: str) -> None:
         self._keys.move_to_end(owner)

@@ -164,19 +164,35 @@ class TokenMemory(ReplyStore):
 
     def _put(self, record: TextRecord) -> bool:
         key = (type(record), record.key)
+        earlier = self._records.get(key)
         self._drop(key)
-        if record.n_bytes > self.max_bytes:
+        # Chosen first, so that nothing is evicted for a record that does not fit after all.
+        evicted: list[_Key] = []
+        excess = self.n_bytes + record.n_bytes - self.max_bytes
+        if excess > 0:
+            for each in self._shares.evictions(record.owner, record.n_bytes, size_of=self._size_of):
+                evicted.append(each)
+                excess -= self._size_of(each)
+                if excess <= 0:
+                    break
+        if excess > 0:
+            if earlier is not None:
+                self._insert(earlier)
             return False
-        while self.n_bytes + record.n_bytes > self.max_bytes:
-            evicted = self._shares.evicted_next(record.owner, record.n_bytes)
-            if evicted is None:
-                return False
-            self._drop(evicted)
+        for each in evicted:
+            self._drop(each)
+        self._insert(record)
+        self._chain(*key)
+        return True
+
+    def _size_of(self, key: _Key) -> int:
+        return self._records[key].n_bytes
+
+    def _insert(self, record: TextRecord) -> None:
+        key = (type(record), record.key)
         self._records[key] = record
         self._shares.add(key, record.owner)
         self._count(record, 1)
-        self._chain(*key)
-        return True
 
     def _drop(self, key: _Key) -> None:
         record = self._records.pop(key, None)

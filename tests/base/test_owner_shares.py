@@ -55,9 +55,9 @@ class Model:
         self.entries.sort(key=lambda each: each[0] == key)
 
     def put(self, key: bytes, owner: str, size: int) -> None:
+        earlier = [each for each in self.entries if each[0] == key]
         self.drop(key)
-        if size > CAPACITY:
-            return
+        unchanged = [*self.entries, *earlier]
         while sum(self.held().values()) + size > CAPACITY:
             held = self.held()
             held[owner] += size
@@ -65,6 +65,7 @@ class Model:
             largest = owner if held[owner] == most else max(each for each in held if held[each] == most)
             theirs = [entry for entry in self.entries if entry[1] == largest]
             if not theirs:
+                self.entries = unchanged
                 return
             self.entries.remove(theirs[0])
         self.entries.append((key, owner, size))

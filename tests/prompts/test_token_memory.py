@@ -48,6 +48,10 @@ def reply(key: bytes, parent: bytes = b"", **fields: Any) -> RememberedReply:
     return RememberedReply(**{"key": key, "parent": parent, **nothing, **fields})
 
 
+def by_key(records: tuple[TextRecord, ...]) -> dict[bytes, TextRecord]:
+    return {each.key: each for each in records}
+
+
 def known(memory: TokenMemory, keys: bytes) -> bytes:
     """Keys of the replies that are there."""
     return b"".join(key.to_bytes() for key in keys if memory.find(key.to_bytes()) is not None)
@@ -96,15 +100,37 @@ def test_a_record_replaces_the_earlier_one_with_its_key() -> None:
     )
 
 
-def test_a_record_that_is_too_large_is_not_kept_nor_is_the_one_it_replaces_and_drops_no_others() -> None:
+def test_a_record_that_is_too_large_is_not_kept_and_drops_nothing() -> None:
     memory = TokenMemory(2 * session(b"a", 1).n_bytes)
-    other = session(b"b", 2)
-    memory.add(session(b"a", 1))
-    memory.add(other)
+    records = session(b"a", 1), session(b"b", 2)
+    for each in records:
+        memory.add(each)
     memory.add(session(b"a", *range(1000)))
-    assert memory.records() == (other,)
+    assert by_key(memory.records()) == by_key(records)
     assert memory.add_anchor(digest(1), tokens(*range(1000)), b"") is None
-    assert memory.records() == (other,)
+    assert by_key(memory.records()) == by_key(records)
+
+
+def test_a_session_that_outgrows_its_share_keeps_its_earlier_tokens() -> None:
+    memory = TokenMemory(10 * session(b"a", *range(1000)).n_bytes)
+    for key in b"abcdefghij":
+        memory.add(session(bytes([key]), *range(1000), owner=chr(key)))
+    before = memory.records()
+    memory.add(session(b"a", *range(1100), owner="a"))
+    assert by_key(memory.records()) == by_key(before)
+
+
+def test_an_owner_loses_nothing_for_a_record_that_does_not_fit_into_its_share() -> None:
+    one = session(b"a", *range(1000)).n_bytes
+    memory = TokenMemory(20 * one)
+    for i in range(19):
+        memory.add(session(b"%d" % i, *range(1000), owner=f"owner {i}"))
+    for i in range(2):
+        memory.add(session(b"a %d" % i, 1, owner="a"))
+    before = memory.records()
+    assert len(before) == 21
+    memory.add(session(b"a", *range(3000), owner="a"))
+    assert memory.records() == before
 
 
 def test_a_dropped_session_takes_its_branches_and_replies_along() -> None:
