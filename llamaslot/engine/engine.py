@@ -439,7 +439,7 @@ class Engine:
             self.scheduler.end(live.request, now)
         if reason is not None:
             progress = live.request.progress(now, self._n_held(live.request))
-            finished = live.finished(text, reason, progress, truncated=sampled.truncated)
+            finished = live.finished(text, reason, progress, truncated=sampled.truncated and not n_unused)
             del self._replies[live.request.id]
             self._outbox.append(msgspec.structs.replace(finished, generated=_generated(live)))
         elif text:

@@ -132,6 +132,6 @@ def prefill_events(
     for request, run in ((each.request, each.run) for each in plan.work):
         live = replies.get(request.id) if request.params.return_progress else None
         if live is not None and run.start < request.n_prompt:
-            n_processed = run.start + len(run.tokens) * is_computed
+            n_processed = run.start + (len(run.tokens) - run.n_drafted) * is_computed
             if event := live.prefill(n_processed, request.progress(now, n_processed)):
                 yield event

@@ -33,9 +33,10 @@ from llamaslot.scheduler.admission import Admission
 from llamaslot.scheduler.request import Request
 
 _MAX_SHARED = 4.0
-"""Largest ratio of all tokens to distinct tokens at which the pool is partitioned. Each part needs its own copy of a
-shared prefix, which beyond this takes as much time as it saves: eight conversations of 3,000 tokens take 27, 22, 7.3
-and 3.1 s in a unified pool if 50, 70, 80 and 90% are shared, and 7.3, 5.7, 4.6 and 3.3 s in parts (60m, two cores).
+"""Largest ratio of all tokens to distinct tokens at which the pool is partitioned. Each part needs its own copy of
+a shared prefix, which beyond this takes as much time as it saves: eight conversations of 3,000 tokens took 27, 22,
+7.3 and 3.0 s in a unified pool if 50, 70, 80 and 90% were shared, and 7.3, 5.7, 4.6 and 3.3 s in parts (60m, two
+cores).
 """
 _MIN_CHANGES, _MAX_CHANGES = 2, 256
 """Threshold for a change of layout, in durations of a change: the other layout must save at least this much time.

@@ -13,7 +13,7 @@ from collections.abc import Collection, Sequence
 from llamaslot.base.backend import Status
 from llamaslot.kvcache.cache import KVCache
 from llamaslot.scheduler.admission import Admission
-from llamaslot.scheduler.request import Request, Slot
+from llamaslot.scheduler.request import NO_TOKENS, Request, Slot
 from llamaslot.scheduler.step import StepPlan, StepResult
 
 
@@ -82,7 +82,9 @@ class Recovery:
         # retry.
         if status is Status.NO_CELLS and self._cache.evict(self._cache.cells.idle):
             return None
-        if len(plan.work) > 1 or plan.padding:
+        for work in plan.work:
+            work.request.draft = NO_TOKENS
+        if len(plan.work) > 1 or plan.padding or plan.work[0].run.n_drafted:
             self.suspects = [work.request.id for work in plan.work]
             return None
         request = plan.work[0].request

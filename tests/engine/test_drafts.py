@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 
+from llamaslot.base.backend import Decoded, Run, Status
 from llamaslot.base.events import Finished, Output
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.generation.tools import ReasoningBudget
 from llamaslot.base.model import StateKind
 from llamaslot.engine.engine import Engine
+from llamaslot.scheduler.step import StepPlan
 from llamaslot.text.grammars.json_schema import json_schema_constraint
 from tests.engine.harness import Harness, draft_replies, running
 from tests.fake_backend import FakeBackend
@@ -98,6 +102,56 @@ async def test_a_stop_string_within_a_draft_ends_the_reply(at: int) -> None:
     drafted, counts = await reply((7, 0), plain["text"], backend={}, max_tokens=30, sampling=OPEN, stop=stop)
     assert drafted == expected
     assert counts["drafted"]
+
+
+@pytest.mark.parametrize("at", range(40, 52))
+async def test_a_stop_string_before_the_end_of_the_context_is_the_reason(at: int) -> None:
+    backend = {"n_ctx": 64, "n_slots": 1}
+    plain, _ = await reply((0, 0), "", backend=backend, max_tokens=-1, sampling=OPEN)
+    stop = (plain["text"][at : at + 4],)
+    expected, _ = await reply((0, 0), "", backend=backend, max_tokens=-1, sampling=OPEN, stop=stop)
+    drafted, _ = await reply((7, 0), plain["text"], backend=backend, max_tokens=-1, sampling=OPEN, stop=stop)
+    assert drafted == expected
+
+
+@pytest.mark.parametrize("status", [Status.FATAL, Status.ABORTED, Status.INVALID])
+async def test_a_step_that_fails_with_a_draft_is_tried_again_without(status: Status) -> None:
+    backend = FakeBackend()
+    async with running(backend) as harness:
+        await harness.submit("plain", "a prompt", max_tokens=30, sampling=OPEN)
+        plain = harness.text("plain")
+    backend = FakeBackend()
+    decode = backend.decode
+
+    def failing(runs: Sequence[Run]) -> Decoded:
+        if any(run.n_drafted for run in runs):
+            backend.failures.append((status, 0))
+        return decode(runs)
+
+    backend.decode = failing
+    async with running(backend) as harness:
+        draft_once(harness, plain)
+        end = await harness.submit("r", "a prompt", max_tokens=30, sampling=OPEN)
+        assert isinstance(end, Finished)
+        assert harness.text("r") == plain
+
+
+def draft_once(harness: Harness, expected: str) -> None:
+    """Draft the tokens after the fifth, until a step with a draft was computed or failed."""
+    scheduler = harness.engine.scheduler
+    plan, was_drafted = scheduler.plan, False
+
+    def planned(now: float) -> StepPlan:
+        nonlocal was_drafted
+        for request in scheduler.running:
+            if request.n_generated >= 5 and not was_drafted:
+                n = request.n_generated
+                request.draft = np.array(list(expected.encode()[n : n + 4]), dtype=np.int32)
+        made = plan(now)
+        was_drafted |= any(work.run.n_drafted for work in made.work)
+        return made
+
+    scheduler.plan = planned
 
 
 @pytest.mark.parametrize("kind", [kind for kind in StateKind if kind is not StateKind.NONE])
