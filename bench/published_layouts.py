@@ -25,7 +25,7 @@ _COLUMNS = {
     "a chunk of each, a step each": ("apart", "tidy"),
     "llama-batched-bench: prompts": ("apart", "tidy"),
     "llama-batched-bench: decode": ("apart", "tidy"),
-    "whole": ("apart", "tidy", "served"),
+    "whole": ("apart", "served"),
 }
 """Published steps, and the layouts of each."""
 _HEADINGS = (
@@ -71,7 +71,7 @@ def _table(content: Mapping[str, Any], raw: str) -> list[str]:
 def _cells(results: Sequence[Mapping[str, Any]], case: tuple[int, int, float]) -> list[str]:
     here = [each for each in results if (each["conversations"], each["tokens"], each["shared"]) == case]
     rates = {
-        (each["step"], each["layout"]): f"{each['computed'] / statistics.median(each['seconds']):,.0f}"
+        (each["step"], each["layout"]): f"{each['computed'] / statistics.median(each['seconds']):.0f}"
         for each in here
     }
     return [

@@ -176,7 +176,7 @@ class LiveRequest:
         """Ends its completions at the deadline."""
         self.is_expired = False
         self.n_reserved = 0
-        """Places it takes in `Capacity`: 1 until its body is read, then one for each completion that has not ended."""
+        """Places it takes in `Capacity`: 1 until its body is read, then one for each unfinished completion."""
         self.id = ""
         """Under which the prompt worker keeps its prompts, until they are released."""
         self.prepared_at = 0.0

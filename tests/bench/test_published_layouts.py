@@ -40,5 +40,5 @@ def test_a_run_is_kept_and_its_medians_are_shown(tmp_path: Path, monkeypatch: py
     assert text.startswith("before")
     assert text.endswith("after\n")
     assert "old" not in text
-    assert "| 8 x 3,000, 50% | 2,048/1,024 | 400 |  |  |  |  | 200/250 |" in text
+    assert "| 8 x 3,000, 50% | 2048/1024 | 400 |  |  |  |  | 200/250 |" in text
     assert "`0123456789`" in text
