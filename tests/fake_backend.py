@@ -153,7 +153,7 @@ class FakeBackend:
         unified: bool = True,
         can_trim: bool = True,
         segment_size: SegmentSize | None = SEGMENT_SIZE,
-        n_scored: int = 8,
+        n_spare_rows: int = 8,
         eos_every: int = 40,
         kind: StateKind = StateKind.NONE,
         may_partition: bool = False,
@@ -175,7 +175,7 @@ class FakeBackend:
             reuse_reason="" if can_trim else "turned off by the test",
             bos_token="<s>",
             eos_token=self.vocab.names[EOS], eog=(EOS,), n_cache_seqs=n_reserved,
-            segment_size=segment_size if can_save else None, n_scored=n_scored,
+            segment_size=segment_size if can_save else None, n_spare_rows=n_spare_rows,
             state=Capabilities(kind=kind, can_trim=can_trim, n_swa=WINDOW), keeps_checkpoints=has_states,
             checkpoint_size=CheckpointSize(64, 8 * ("window" in kind), WINDOW) if has_states else None,
         )  # fmt: skip

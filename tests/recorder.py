@@ -306,7 +306,7 @@ class Recorder:
         for run in runs:
             tokens = run.tokens[:left]
             if len(tokens):
-                applied.append(Run(run.seq, run.start, tokens, False))
+                applied.append(Run(run.seq, run.start, tokens, 0))
                 left -= len(tokens)
         if applied:
             assert self.inner.decode(applied).status is Status.OK

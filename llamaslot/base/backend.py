@@ -92,7 +92,7 @@ def check_runs(
     if not info.state.kind.allows_mixed_lengths and len({len(run.tokens) for run in runs}) > 1:
         raise IllegalCallError("runs of several lengths in one step of a model with windows and recurrent states")
     targets = [run.targets for run in runs if run.targets is not None]
-    if sum(map(len, targets)) + sum(run.n_drafted for run in runs) > info.n_scored:
+    if sum(map(len, targets)) + sum(run.n_drafted for run in runs) > info.n_spare_rows:
         raise IllegalCallError("more drafted tokens, and tokens to score, than there are rows of logits")
     for each in targets:
         if len(each) and (each.min() < 0 or each.max() >= n_vocab):

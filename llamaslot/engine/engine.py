@@ -32,18 +32,16 @@ from llamaslot.base.events import Cancelled, Event, Failed, Generated, Reply, St
 from llamaslot.base.kv_ops import NotSavedError
 from llamaslot.base.namespaces import PUBLIC_SALT
 from llamaslot.base.tokens import packed
+from llamaslot.engine.cache_actions import DropActions, SlotActions
 from llamaslot.engine.constraint_worker import ConstraintWorker
 from llamaslot.engine.disk_worker import Disk, DiskWorker
-from llamaslot.engine.drop_actions import DropActions
 from llamaslot.engine.engine_settings import EngineSettings, cache_settings
 from llamaslot.engine.memory_watch import MemoryWatch, ReadMemory
 from llamaslot.engine.model_worker import Worker, model_thread
-from llamaslot.engine.pending_costs import PendingCosts
-from llamaslot.engine.pending_self_test import PendingSelfTest
+from llamaslot.engine.pending_measurements import PendingCosts, PendingSelfTest
 from llamaslot.engine.remote_worker import RemoteWorker
 from llamaslot.engine.reply_stream import ReplyStream, prefill_events
 from llamaslot.engine.reports import REPORTED, Reports, Respond
-from llamaslot.engine.slot_actions import SlotActions
 from llamaslot.engine.step_watch import StepWatch
 from llamaslot.kvcache.slot_snapshots import SnapshotStore
 from llamaslot.kvcache.tiers.remote_io import RemoteStore

@@ -10,7 +10,7 @@ import structlog
 from llamaslot.base.callers import Amounts
 from llamaslot.base.errors import InvalidRequestError, LlamaslotError, QueueFullError
 from llamaslot.service.live_request import LiveRequest
-from llamaslot.service.request_log import RequestLog
+from llamaslot.service.metrics import RequestLog
 
 _MAX_RETRY_AFTER_S = 60
 """OpenAI's clients ignore a longer one."""

@@ -21,16 +21,15 @@ from llamaslot.backend.host import HostCpus, host_cpus
 from llamaslot.backend.llama import (
     LlamaBackend,
     LlamaSettings,
-    kv_cost,
+    costs,
     library,
     llama_backend,
     measurements,
     quiet,
-    step_cost,
+    self_test,
 )
 from llamaslot.backend.llama.measurements import Measurements
 from llamaslot.backend.llama.quiet import Quiet
-from llamaslot.backend.llama.state import self_test, state_cost
 from llamaslot.base.backend import Run, Status
 from llamaslot.base.kv_ops import IllegalCallError, Load, Remove, Save
 from llamaslot.base.model import KvCost, StateCost, StepCost
@@ -58,8 +57,8 @@ def n_measured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         count[0] += 1
         return MEASURED.kv_cost
 
-    monkeypatch.setattr(kv_cost, "measure", measure)
-    monkeypatch.setattr(step_cost, "measure", lambda *_: MEASURED.step_cost)
+    monkeypatch.setattr(costs, "measure_kv_cost", measure)
+    monkeypatch.setattr(costs, "measure_step_cost", lambda *_: MEASURED.step_cost)
     return count
 
 
@@ -242,9 +241,9 @@ class Clocks:
 
 
 MEASURES: dict[str, tuple[Any, str, object]] = {
-    "kv_cost": (kv_cost, "measure", MEASURED.kv_cost),
-    "step_cost": (step_cost, "measure", MEASURED.step_cost),
-    "state_cost": (state_cost, "measure", StateCost(take_ms=1.0, restore_ms=2.0)),
+    "kv_cost": (costs, "measure_kv_cost", MEASURED.kv_cost),
+    "step_cost": (costs, "measure_step_cost", MEASURED.step_cost),
+    "state_cost": (costs, "measure_state_cost", StateCost(take_ms=1.0, restore_ms=2.0)),
 }
 """All that is measured and kept, and where: here each takes a second, and returns this."""
 
@@ -266,16 +265,16 @@ def test_what_was_measured_while_other_programs_ran_is_not_kept_and_is_measured_
         monkeypatch.setattr(owner, function, lambda *_, each=each: measure(each))
     given = settings(tiny_model, tmp_path, n_threads=1)
     backend = LlamaBackend(given)
-    costs = {each: getattr(backend.info, each) for each in MEASURES}
+    found = {each: getattr(backend.info, each) for each in MEASURES}
     if share < quiet.MAX_WAITING_SHARE:
         assert not backend.info.costs_pending
-        assert costs[name] == MEASURES[name][2]
+        assert found[name] == MEASURES[name][2]
         assert backend.measure_costs()
         backend.close()
         assert len(list(tmp_path.iterdir())) == 1
         return
     assert backend.info.costs_pending == "threads waited 0.50 s for CPUs within 1.00 s"
-    assert not any(costs.values()), "all are measured again"
+    assert not any(found.values()), "all are measured again"
     assert not list(tmp_path.iterdir())
     assert not backend.measure_costs(), "it is still disturbed"
     shares[0] = 0.0
@@ -303,8 +302,8 @@ def test_a_start_that_is_disturbed_for_a_moment_measures_again(
         clocks.delay_s += 0.5 * disturbed.pop(0)
         return MEASURED.kv_cost
 
-    monkeypatch.setattr(kv_cost, "measure", measure)
-    monkeypatch.setattr(step_cost, "measure", lambda *_: MEASURED.step_cost)
+    monkeypatch.setattr(costs, "measure_kv_cost", measure)
+    monkeypatch.setattr(costs, "measure_step_cost", lambda *_: MEASURED.step_cost)
     assert start(tiny_model, tmp_path, n_threads=1).kv_cost == MEASURED.kv_cost
     assert not disturbed
     assert len(list(tmp_path.iterdir())) == 1
@@ -315,8 +314,8 @@ def test_costs_without_memory_for_a_segment_are_not_kept_and_are_measured_later(
 ) -> None:
     monkeypatch.setattr(Quiet, "check", lambda _: None)
     monkeypatch.setattr(Quiet, "compare", lambda *_: None)
-    prefill = kv_cost._prefill
-    monkeypatch.setattr(kv_cost, "_prefill", lambda *args: min(prefill(*args), 0.01))
+    prefill = costs._prefill
+    monkeypatch.setattr(costs, "_prefill", lambda *args: min(prefill(*args), 0.01))
     with monkeypatch.context() as patch:
         patch.setattr(llama_cpp, "llama_state_seq_get_data", lambda *_: 0)
         patch.setattr(llama_backend, "_PAUSES_S", ())
@@ -393,9 +392,9 @@ def test_costs_that_are_measured_later_without_reuse_are_not_kept_for_starts_wit
 def test_costs_are_measured_on_empty_sequences_only_and_leave_what_is_saved(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prefill = kv_cost._prefill
-    monkeypatch.setattr(kv_cost, "_prefill", lambda *given: min(prefill(*given), 0.005))
-    monkeypatch.setattr(kv_cost, "_N_PAIRS", 1)
+    prefill = costs._prefill
+    monkeypatch.setattr(costs, "_prefill", lambda *given: min(prefill(*given), 0.005))
+    monkeypatch.setattr(costs, "_N_PAIRS", 1)
     ticking = iter(range(10**6))
     monkeypatch.setattr(quiet, "read_clocks", lambda: quiet.Clocks(t := float(next(ticking)), 0.0, {1: t}))
     backend = LlamaBackend(settings(tiny_model, None, n_ctx=4096, n_ubatch=512, n_threads=1))

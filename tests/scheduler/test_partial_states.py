@@ -18,7 +18,7 @@ from llamaslot.kvcache.tiers.disk_io import Write, Written
 from llamaslot.scheduler.checkpoint_taker import CheckpointTaker
 from llamaslot.scheduler.request import Request, RequestState
 from llamaslot.scheduler.step import StepPlan
-from llamaslot.scheduler.turns import RunTurns
+from llamaslot.scheduler.step_planner import RunTurns
 from tests.fake_backend import WINDOW, FakeBackend
 from tests.scheduler.test_scheduler import Driver, generated
 

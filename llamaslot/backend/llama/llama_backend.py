@@ -15,20 +15,17 @@ import numpy as np
 
 from llamaslot.backend.constraints import Compiled, ConstraintCompiler
 from llamaslot.backend.host import host_cpus
-from llamaslot.backend.llama import kv_cost, library, loading, measurements, sizing, step_cost
+from llamaslot.backend.llama import capabilities, costs, library, loading, measurements, self_test, sizing
 from llamaslot.backend.llama.batch import Batch
-from llamaslot.backend.llama.constraint_tokenizer import ConstraintTokenizer
 from llamaslot.backend.llama.llama_settings import LlamaSettings, sequences
 from llamaslot.backend.llama.loading import Context
 from llamaslot.backend.llama.measurements import Measurements
 from llamaslot.backend.llama.operations import KvOperations
 from llamaslot.backend.llama.quiet import DisturbedError, Quiet, StoppedError
-from llamaslot.backend.llama.sampling.candidates import Logits
-from llamaslot.backend.llama.sampling.dry import BreakerIndex
-from llamaslot.backend.llama.sampling.probabilities import score_of
+from llamaslot.backend.llama.sampling.candidates import Logits, score_of
+from llamaslot.backend.llama.sampling.penalties import BreakerIndex
 from llamaslot.backend.llama.sampling.sampler import LlamaSampler
-from llamaslot.backend.llama.state import capabilities, self_test, state_cost
-from llamaslot.backend.llama.vocab import LlamaVocab
+from llamaslot.backend.llama.vocab import ConstraintTokenizer, LlamaVocab
 from llamaslot.backend.memory import trim_heap
 from llamaslot.base import kv_ops
 from llamaslot.base.backend import CompiledConstraint, Decoded, Run, Sampler, Status, accepted, check_runs
@@ -207,8 +204,8 @@ class LlamaBackend:
         if result.outcome == "pending":
             return False
         info = self.info
-        costs = info.kv_cost, info.step_cost, info.state_cost
-        measured = Measurements(*costs, result, has_costs=not info.costs_pending)
+        known = info.kv_cost, info.step_cost, info.state_cost
+        measured = Measurements(*known, result, has_costs=not info.costs_pending)
         self._keep(measured)
         self._set_measured(measured, is_later=True)
         trim_heap()
@@ -314,7 +311,7 @@ class LlamaBackend:
             n_cache_seqs=n_cache_seqs,
             n_batch=llama_cpp.llama_n_batch(context),
             n_ubatch=llama_cpp.llama_n_ubatch(context),
-            n_scored=loading.n_scored(model, llama_cpp.llama_n_ubatch(context)),
+            n_spare_rows=loading.spare_rows(model, llama_cpp.llama_n_ubatch(context)),
             unified=settings.unified,
             context_ms=1e3 * made.seconds,
             flash_attn=made.flash_attn,
@@ -405,7 +402,9 @@ class LlamaBackend:
 
     def _measure(self, should_stop: Callable[[], bool] = lambda: False) -> Measurements | None:
         """Measure all costs; None, with the reason in `info`, if that was disturbed or stopped."""
-        info, costs = self.info, self._settings.measure_costs
+        info = self.info
+        if not self._settings.measure_costs:
+            return Measurements()
         n_threads = max(self._settings.n_threads, self._settings.n_threads_batch)
         quiet = Quiet(
             on_cpu=info.device == CPU,
@@ -422,11 +421,9 @@ class LlamaBackend:
         pending = ""
         try:
             return Measurements(
-                kv_cost=watched(lambda: kv_cost.measure(self, self._context, quiet)) if costs else None,
-                step_cost=watched(lambda: step_cost.measure(self, self._context, quiet)) if costs else None,
-                state_cost=watched(lambda: state_cost.measure(self, self._context, self._kv.partial, quiet))
-                if costs
-                else None,
+                kv_cost=watched(lambda: costs.measure_kv_cost(self, self._context, quiet)),
+                step_cost=watched(lambda: costs.measure_step_cost(self, self._context, quiet)),
+                state_cost=watched(lambda: costs.measure_state_cost(self, self._context, self._kv.partial, quiet)),
             )
         except DisturbedError as error:
             pending = str(error)

@@ -23,9 +23,9 @@ import msgspec
 from llamaslot.backend.files import open_regular, private_folder, write_atomically
 from llamaslot.backend.host import host_cpus
 from llamaslot.backend.llama import library
-from llamaslot.backend.llama.kv_cost import MAX_IDLE_CELLS
+from llamaslot.backend.llama.costs import MAX_IDLE_CELLS
 from llamaslot.backend.llama.llama_settings import LlamaSettings
-from llamaslot.backend.llama.state.self_test import SelfTestResult
+from llamaslot.backend.llama.self_test import SelfTestResult
 from llamaslot.base.gguf_file import parts
 from llamaslot.base.model import KvCost, ModelInfo, StateCost, StepCost
 

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import llama_cpp
 
-from llamaslot.backend.llama import saved_sequences
+from llamaslot.backend.llama.saved_states import load_sequence, save_sequence, sequence_bytes
 from llamaslot.backend.state_format import Rows, join, rows_of_sequence
 from llamaslot.base.kv_ops import Copy, Kv, Load, NotLoadedError, NotSavedError, Save
 
@@ -102,18 +102,18 @@ class PoolTransfer:
     def save(self, src: int, wanted: range) -> Kv:
         """Return the KV of these positions of a sequence, as a segment."""
         with self._in_scratch(src, wanted):
-            return saved_sequences.save(self._context, self._scratch)
+            return save_sequence(self._context, self._scratch)
 
     def size(self, src: int, wanted: range) -> int:
         """Return the bytes that `save` would return."""
         with self._in_scratch(src, wanted):
-            return saved_sequences.size_of(self._context, self._scratch)
+            return sequence_bytes(self._context, self._scratch)
 
     def load(self, dst: int, start: int, parts: Sequence[tuple[Kv, range, range]]) -> None:
         """Append to a sequence of `start` tokens."""
         for state, _, wanted in parts:
             try:
-                if not saved_sequences.load(self._context, self._scratch, state):
+                if not load_sequence(self._context, self._scratch, state):
                     raise MemoryError(f"llama.cpp could not load {len(state)} bytes")
                 self.copy(Copy(self._scratch, dst, wanted.start, wanted.stop))
             finally:
@@ -175,12 +175,12 @@ class StreamTransfer:
         self._saved = None
         own.clear()
         rows.clear()
-        if not saved_sequences.load(self._context, dst, state):
+        if not load_sequence(self._context, dst, state):
             raise MemoryError(f"llama.cpp could not load {len(state)} bytes")
 
     def _rows(self, seq: int, wanted: range) -> Rows:
         length = self._lengths()[seq]
         if self._saved is None or self._saved[:2] != (seq, length):
-            self._saved = seq, length, saved_sequences.save(self._context, seq)
+            self._saved = seq, length, save_sequence(self._context, seq)
         state = self._saved[2]
         return rows_of_sequence(state, range(length), wanted, stream=seq, n_streams=self._n_streams)
