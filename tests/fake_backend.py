@@ -284,15 +284,15 @@ class FakeBackend:
         state[: len(pairs)] = pairs
         return state
 
-    def put(self, segment: int, start: int, end: int, state: kv_ops.Kv) -> None:
+    def put(self, segment: int, start: int, end: int, kv: kv_ops.Kv) -> None:
         """Add a segment of KV that an earlier process saved."""
         if start == end:
-            self._taken[segment], self.states.checkpoints[segment] = int(state[:8].view(np.int64)[0]), end
+            self._taken[segment], self.states.checkpoints[segment] = int(kv[:8].view(np.int64)[0]), end
             return
         size = self.info.segment_size
-        if size is None or len(state) != size.of(end - start):
-            raise ValueError(f"{len(state)} bytes are not {end - start} tokens")
-        pairs = state[: 8 * (end - start)].view(np.int32).reshape(-1, 2)
+        if size is None or len(kv) != size.of(end - start):
+            raise ValueError(f"{len(kv)} bytes are not {end - start} tokens")
+        pairs = kv[: 8 * (end - start)].view(np.int32).reshape(-1, 2)
         self._states[segment] = [(token, position) for token, position in pairs.tolist()]
         self.segments[segment] = range(start, end)
 

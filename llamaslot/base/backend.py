@@ -229,10 +229,10 @@ class Backend(Protocol):
     def kv_of(self, segment: int) -> Kv | None:
         """Bytes of a segment or checkpoint in host memory, None without one; may be called from any thread."""
 
-    def put(self, segment: int, start: int, end: int, state: Kv) -> None:
+    def put(self, segment: int, start: int, end: int, kv: Kv) -> None:
         """Add a segment, with a number that is not in use, of KV that an earlier process saved; from any thread.
 
-        With `start` at `end` it is a checkpoint. Raises `ValueError` if `state` does not have the size of either.
+        With `start` at `end` it is a checkpoint. Raises `ValueError` if `kv` does not have the size of either.
         """
 
     def decode(self, runs: Sequence[Run]) -> Decoded:

@@ -28,7 +28,6 @@ import numpy.typing as npt
 from llamaslot.base.tokens import WIDTH, Tokens
 from llamaslot.kvcache.cache import KVCache
 from llamaslot.kvcache.cache_settings import CheckpointSettings
-from llamaslot.kvcache.tiers.checkpoints import Checkpoints
 from llamaslot.scheduler.request import CheckpointStops, Request
 
 _LAST_TOKENS = 4
@@ -43,9 +42,9 @@ class CheckpointTaker:
     `control` has the ids of control tokens: each of them begins or ends a message.
     """
 
-    def __init__(self, cache: KVCache, checkpoints: Checkpoints, control: Collection[int], n_ctx_slot: int) -> None:
+    def __init__(self, cache: KVCache, control: Collection[int], n_ctx_slot: int) -> None:
         self._cache = cache
-        self._checkpoints = checkpoints
+        self._checkpoints = cache.checkpoints
         self._control = np.array(sorted(control), dtype=np.int32)
         self._n_ctx_slot = n_ctx_slot
 

@@ -114,7 +114,7 @@ class Scheduler:
             cache_settings, prefill_seconds=self.chunks.seconds, on_disk=on_disk, first_number=first_number
         )
         self._remote = self.cache.remote
-        self._taker = CheckpointTaker(self.cache, self.cache.checkpoints, control, info.n_ctx_slot)
+        self._taker = CheckpointTaker(self.cache, control, info.n_ctx_slot)
         self.slots = [Slot(i) for i in range(cache_settings.n_slots)]
         self.admission = Admission(self.cache, self.slots, info.n_ctx_slot)
         self.queue = self.admission.queue

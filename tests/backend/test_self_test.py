@@ -146,7 +146,7 @@ class WrongBackend(NoisyBackend):
                 super().change(Load(1, start, parts))
                 kv.lengths[0] = operation.end
             case "a segment twice", Load(_, _, ((first, half), (second, _))):
-                kv.segments._states[second] = shifted(kv.segments._states[first], half)
+                kv.segments._kv[second] = shifted(kv.segments._kv[first], half)
                 super().change(operation)
             case "cells of another branch", Copy(src, dst, 0, end):
                 self._compute(dst, self._held[src][:end][::-1])

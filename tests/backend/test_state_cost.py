@@ -12,7 +12,7 @@ import pytest
 
 from bench import synthetic
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings, costs
-from llamaslot.backend.llama.quiet import Quiet
+from llamaslot.backend.llama.costs import Quiet
 from llamaslot.backend.llama.saved_states import PartialStates
 from llamaslot.base.backend import Run, Status
 from llamaslot.base.kv_ops import Free, Remove, Restore, Take

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings, costs
-from llamaslot.backend.llama.quiet import Quiet
+from llamaslot.backend.llama.costs import Quiet
 from llamaslot.base.backend import Decoded, Run, Status
 from llamaslot.base.commands import GenerateParams
 from llamaslot.base.kv_ops import Remove

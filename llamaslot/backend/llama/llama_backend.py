@@ -21,7 +21,7 @@ from llamaslot.backend.llama.llama_settings import LlamaSettings, sequences
 from llamaslot.backend.llama.loading import Context
 from llamaslot.backend.llama.measurements import Measurements
 from llamaslot.backend.llama.operations import KvOperations
-from llamaslot.backend.llama.quiet import DisturbedError, Quiet, StoppedError
+from llamaslot.backend.llama.costs import DisturbedError, Quiet, StoppedError
 from llamaslot.backend.llama.sampling.candidates import Logits, score_of
 from llamaslot.backend.llama.sampling.penalties import BreakerIndex
 from llamaslot.backend.llama.sampling.sampler import LlamaSampler
@@ -100,18 +100,18 @@ class LlamaBackend:
         kv = self._kv.segments.kv_of(segment)
         return kv if kv is not None else self._kv.partial.kv_of(segment)
 
-    def put(self, segment: int, start: int, end: int, state: kv_ops.Kv) -> None:
+    def put(self, segment: int, start: int, end: int, kv: kv_ops.Kv) -> None:
         """Add a segment or checkpoint that was read from disk, a file or the remote tier."""
         if start == end:
             checkpoint = self.info.checkpoint_size
-            if checkpoint is None or len(state) not in checkpoint.all_of(end):
-                raise ValueError(f"a checkpoint after {end} tokens does not have {len(state)} bytes")
-            self._kv.put_checkpoint(segment, end, state)
+            if checkpoint is None or len(kv) not in checkpoint.all_of(end):
+                raise ValueError(f"a checkpoint after {end} tokens does not have {len(kv)} bytes")
+            self._kv.put_checkpoint(segment, end, kv)
             return
         size = self.info.segment_size
-        if size is None or len(state) != size.of(end - start):
-            raise ValueError(f"a segment of {end - start} tokens does not have {len(state)} bytes")
-        self._kv.segments.put(segment, range(start, end), state)
+        if size is None or len(kv) != size.of(end - start):
+            raise ValueError(f"a segment of {end - start} tokens does not have {len(kv)} bytes")
+        self._kv.segments.put(segment, range(start, end), kv)
 
     def end_changes(self) -> None:
         """Free what was kept to speed up further operations on the same sequences."""
@@ -138,7 +138,8 @@ class LlamaBackend:
 
     def decode(self, runs: Sequence[Run]) -> Decoded:
         """Compute a batch."""
-        check_runs(runs, length_of=self._recorded_length, info=self.info, states=self._kv.states)
+        self._check_open()
+        check_runs(runs, length_of=self._kv.length, info=self.info, states=self._kv.states)
         self._kv.end_changes()
         self._rows, self._targets = self._batch.fill(runs)
         code = llama_cpp.llama_decode(self._context, self._batch.struct)
@@ -476,10 +477,6 @@ class LlamaBackend:
     def _check_seq(self, seq: int) -> None:
         self._check_open()
         kv_ops.check_seq(seq, self.n_seqs)
-
-    def _recorded_length(self, seq: int) -> int:
-        self._check_seq(seq)
-        return self._kv.lengths[seq]
 
 
 def _constraint_compiler(vocab: LlamaVocab) -> ConstraintCompiler:

@@ -1,7 +1,7 @@
 """Start-up measurements, kept in the user's cache folder for the next start with the same model.
 
 A file has the measurements of one key: a digest of the model's files, all settings and sizes on which times depend,
-the library and the machine. Measurements that other programs disturbed are never kept (`quiet.py`). Servers may
+the library and the machine. Measurements that other programs disturbed are never kept (`costs.py`). Servers may
 share the folder: a file is replaced as a whole, and one that is corrupt or has another key counts as missing.
 """
 

@@ -28,25 +28,25 @@ class SegmentStore:
     def __init__(self) -> None:
         self.positions: dict[int, range] = {}
         """Token positions of each segment in host memory."""
-        self._states: dict[int, Kv] = {}
+        self._kv: dict[int, Kv] = {}
 
     def kv_of(self, segment: int) -> Kv | None:
         """Return the KV of a segment; None if there is no such segment."""
-        return self._states.get(segment)
+        return self._kv.get(segment)
 
-    def put(self, segment: int, positions: range, state: Kv) -> None:
+    def put(self, segment: int, positions: range, kv: Kv) -> None:
         """Add a segment of KV at these token positions."""
-        self._states[segment] = state
+        self._kv[segment] = kv
         self.positions[segment] = positions
 
     def save(self, operation: Save, transfer: Transfer) -> None:
         """Save a range of a sequence; raises `NotSavedError` if memory does not suffice."""
         wanted = range(operation.start, operation.end)
         try:
-            state = transfer.save(operation.src, wanted)
+            kv = transfer.save(operation.src, wanted)
         except MemoryError as error:
             raise NotSavedError(operation.segment) from error
-        self.put(operation.segment, wanted, state)
+        self.put(operation.segment, wanted, kv)
 
     def load(self, operation: Load, transfer: Transfer) -> None:
         """Append parts of segments to a sequence; raises `NotLoadedError`.
@@ -54,7 +54,7 @@ class SegmentStore:
         llama.cpp does not report whether memory or free cells did not suffice.
         """
         parts = [
-            (self._states[number], self.positions[number], range(start, end))
+            (self._kv[number], self.positions[number], range(start, end))
             for number, start, end in operation.ranges
         ]
         try:
@@ -65,7 +65,7 @@ class SegmentStore:
 
     def free(self, segment: int) -> None:
         """Free a segment."""
-        del self._states[segment], self.positions[segment]
+        del self._kv[segment], self.positions[segment]
 
 
 class Transfer(Protocol):

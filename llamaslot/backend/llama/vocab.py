@@ -173,11 +173,9 @@ class LlamaVocab:
     @cached_property
     def added_tags(self) -> dict[str, int]:
         """Ids, by text, of added tags (`<name>`) that are not control tokens. llama.cpp finds them in any text."""
-        added = (token for token in range(self.n_tokens) if self._is_user_defined(token))
+        defined = llama_cpp.LLAMA_TOKEN_ATTR_USER_DEFINED
+        added = (token for token in range(self.n_tokens) if self._attributes(token) & defined)
         return {text: token for token in added if token not in self._controls and is_tag(text := self.text(token))}
-
-    def _is_user_defined(self, token: int) -> bool:
-        return bool(self._attributes(token) & llama_cpp.LLAMA_TOKEN_ATTR_USER_DEFINED)
 
     @property
     def bos(self) -> int:
