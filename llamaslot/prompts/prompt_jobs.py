@@ -21,7 +21,7 @@ from llamaslot.base.commands import (
     Prepared,
     PreparedPrompt,
 )
-from llamaslot.base.errors import LlamaslotError
+from llamaslot.base.errors import InvalidRequestError
 from llamaslot.base.generation.request_context import ListItems, ReplyOptions
 from llamaslot.base.namespaces import salt_namespace
 from llamaslot.base.text_records import TextRecord, session_digest
@@ -179,7 +179,7 @@ class PromptJobs:
             job = msgspec.structs.replace(job, body=body)
         try:
             read = self._reader.read(job)
-        except LlamaslotError as error:
+        except InvalidRequestError as error:
             return BadBody(error.info())
         if isinstance(read, Needs):
             self._kept[request_id] = job.body

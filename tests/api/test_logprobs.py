@@ -140,7 +140,7 @@ class SplitCharacters(FakeBackend):
 
     def _draw(self, rows: Any, sampler: Any, index: int) -> int:
         token = super()._draw(rows, sampler, index)
-        sampler.score = sampler.score and type(sampler.score)(self._next(sampler), -1.0, [token], [-1.0])
+        sampler.scores[:] = [type(each)(self._next(sampler), -1.0, [token], [-1.0]) for each in sampler.scores]
         return self._next(sampler)
 
     def _next(self, sampler: Any) -> int:

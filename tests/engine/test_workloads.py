@@ -67,11 +67,13 @@ async def run_jobs(
     faults: list[tuple[int, Status, int]],
     backend: FakeBackend,
     kind: type[Harness] = Harness,
+    *,
     n_drafted: tuple[int, int] = (0, 0),
+    replies: dict[str, str] | None = None,
     **settings: int,
 ) -> dict[int, tuple[object, str]]:
     async with running(backend, kind=kind, debug_invariants=kind is Threaded, **settings) as engine:
-        draft_replies(engine, n_drafted, {job.prompt: cold(job.prompt, job.max_tokens) for job in todo})
+        draft_replies(engine, n_drafted, replies or {})
 
         async def run_job(i: int, job: Job) -> None:
             await turns(job.pause)
@@ -140,7 +142,9 @@ def test_every_answer_is_the_cold_one(
     n_drafted: tuple[int, int],
 ) -> None:
     backend = FakeBackend(n_slots=2, n_ubatch=16, **layout)
-    for i, (end, text) in asyncio.run(run_jobs(todo, faults, backend, kind, n_drafted, **storing)).items():
+    replies = {job.prompt: cold(job.prompt, job.max_tokens) for job in todo}
+    run = run_jobs(todo, faults, backend, kind, n_drafted=n_drafted, replies=replies, **storing)
+    for i, (end, text) in asyncio.run(run).items():
         job = todo[i]
         expected = cold(job.prompt, job.max_tokens)
         if isinstance(end, Finished):

@@ -18,6 +18,7 @@ from llamaslot.app.models import resolve_model
 from llamaslot.base.callers import Caller
 from llamaslot.base.commands import (
     AnswerBody,
+    BadBody,
     DropSession,
     JsonReply,
     Needs,
@@ -347,7 +348,7 @@ async def test_a_template_that_does_not_end_when_it_is_tried_is_refused(
 
 async def test_what_is_no_valid_unicode_is_refused(start: Start) -> None:
     worker = await start(template="{{ '\\ud800' if messages[0].content == 'broken' else 'fine' }}")
-    assert await outcomes(worker.call(chat("broken")), worker.call(chat("a"))) == [InvalidRequestError, Prepared]
+    assert await outcomes(worker.call(chat("broken")), worker.call(chat("a"))) == [BadBody, Prepared]
 
 
 async def test_errors_cross_the_process_boundary(start: Start) -> None:
@@ -358,7 +359,8 @@ async def test_errors_cross_the_process_boundary(start: Start) -> None:
     assert isinstance(error, LlamaslotError)
     assert error.n_ctx == 4096
     invalid = worker.call(parse("native", {"prompt": {"a": 1}}))
-    assert await outcomes(invalid, worker.call(tokenize("b", "b"))) == [InvalidRequestError, Prepared]
+    assert await outcomes(invalid, worker.call(tokenize("b", "b"))) == [BadBody, Prepared]
+    assert invalid.result().error.param == "prompt.prompt_string"
 
 
 async def test_long_queries_are_limited(start: Start) -> None:

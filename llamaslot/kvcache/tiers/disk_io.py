@@ -9,12 +9,15 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from llamaslot.base.kv_ops import Kv
 from llamaslot.base.model import CheckpointSize, SegmentSize
 from llamaslot.base.tokens import WIDTH
-from llamaslot.kvcache.nodes import Segment
+
+if TYPE_CHECKING:
+    # The parent process, which reads the settings of the cache, needs no numpy.
+    from llamaslot.kvcache.nodes import Segment
 
 
 @dataclass(frozen=True, slots=True)
