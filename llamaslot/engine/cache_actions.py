@@ -51,6 +51,7 @@ _log = structlog.get_logger(__name__)
 
 MAX_WAITING = 8
 """Most actions that may wait for their slots. Limited, because a waiting restore has its whole file in memory."""
+_EVENTS = {"save": "slot.saved", "restore": "slot.restored", "erase": "slot.erased"}
 _Drop: TypeAlias = Callable[[Callable[[str], None]], None]
 """Deletes objects of the remote store, then calls its argument with the reason of a failure, or an empty text."""
 
@@ -234,9 +235,6 @@ class SlotActions:
         command, n_tokens = job.command, job.n_tokens
         _log.info(_EVENTS[command.action], slot=command.slot, tokens=n_tokens, bytes=job.n_bytes, ms=round(ms, 2))
         job.respond(SlotActionDone(n_tokens, job.n_bytes, ms))
-
-
-_EVENTS = {"save": "slot.saved", "restore": "slot.restored", "erase": "slot.erased"}
 
 
 def _error_of(error: BaseException, job: _Job) -> LlamaslotError:

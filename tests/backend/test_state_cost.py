@@ -119,7 +119,7 @@ def test_the_cost_is_the_time_to_take_and_to_restore_a_checkpoint_of_the_largest
         assert states.n_bytes(operation.dst) == sizes[-1]
         now += 2e-3 * sizes[-1] / 1024
 
-    monkeypatch.setattr(costs, "_COMPUTED_TOKENS", n_computed)
+    monkeypatch.setattr(costs, "_SAVED_TOKENS", n_computed)
     monkeypatch.setattr(costs, "perf_counter", lambda: now)
     monkeypatch.setattr(PartialStates, "take", timed_take)
     monkeypatch.setattr(PartialStates, "restore", timed_restore)

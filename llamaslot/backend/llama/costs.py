@@ -43,8 +43,8 @@ MAX_IDLE_CELLS = 8192
 MIN_IDLE_CELLS = 2048
 """With fewer idle cells nothing is measured: the result would be noise, and they cost little."""
 
-_SEGMENT = -1
-"""Number of the saved segment; the engine uses no such number."""
+_SEGMENT = _CHECKPOINT = -1
+"""Number of what is saved; the engine uses no such number."""
 _SAVED_TOKENS = 64
 """Tokens of the sequence that is loaded repeatedly."""
 _PROBE_TOKENS = 16
@@ -63,12 +63,8 @@ _LIMIT_S = 0.2
 _MAX_REPEATS = 5
 """Most repetitions of a step."""
 
-_COMPUTED_TOKENS = 64
-"""Tokens of the sequence that is loaded repeatedly."""
 _N_REPEATS = 5
 """Number of measurements of each cost."""
-_CHECKPOINT = -1
-"""Number of the checkpoint; the engine uses no such number."""
 
 MAX_WAITING_SHARE = 0.1
 """Largest fraction of the time that threads may have waited for a CPU."""
@@ -263,7 +259,7 @@ def measure_state_cost(backend: Backend, context: Any, states: PartialStates, qu
 def _state_cost(backend: Backend, context: Any, states: PartialStates, quiet: Quiet) -> StateCost | None:
     """Measure. Sequences 0 and 1 may be left with cells."""
     n_swa = backend.info.state.n_swa
-    n_tokens = min(n_swa or 1, _COMPUTED_TOKENS, backend.info.n_ubatch)
+    n_tokens = min(n_swa or 1, _SAVED_TOKENS, backend.info.n_ubatch)
     _compute(backend, n_tokens)
     if not _fill_state(context, -(-n_swa // n_tokens) or 1):
         return None

@@ -18,6 +18,8 @@ from llamaslot.backend.memory import new_kv
 from llamaslot.base.kv_ops import IllegalCallError, Kv, NotLoadedError, NotSavedError, Restore, Take
 from llamaslot.base.model import StateKind
 
+_PARTIAL = llama_cpp.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
+
 
 def save_sequence(context: Any, seq: int) -> Kv:
     """Return what a sequence holds; raises `MemoryError`."""
@@ -42,9 +44,6 @@ def sequence_bytes(context: Any, seq: int) -> int:
 def _pointer(state: Kv) -> Any:
     """Return the address of the bytes for llama.cpp's calls."""
     return state.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
-
-
-_PARTIAL = llama_cpp.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
 
 
 class PartialStates:
