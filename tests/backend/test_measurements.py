@@ -27,8 +27,8 @@ from llamaslot.backend.llama import (
     measurements,
     self_test,
 )
-from llamaslot.backend.llama.measurements import Measurements
 from llamaslot.backend.llama.costs import Quiet
+from llamaslot.backend.llama.measurements import Measurements
 from llamaslot.base.backend import Run, Status
 from llamaslot.base.kv_ops import IllegalCallError, Load, Remove, Save
 from llamaslot.base.model import KvCost, StateCost, StepCost

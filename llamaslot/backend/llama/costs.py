@@ -19,24 +19,23 @@ ends the measurement.
 
 from __future__ import annotations
 
+import os
 import statistics
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
+
 import llama_cpp
 import numpy as np
+
 from llamaslot.backend.llama.saved_states import PartialStates, load_sequence, save_sequence
 from llamaslot.base.backend import Backend, Run, Status
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.kv_ops import Free, Load, NotLoadedError, NotSavedError, Operation, Remove, Restore, Save, Take
 from llamaslot.base.model import QUERY_BLOCK, KvCost, StateCost, StepCost
-from llamaslot.kvcache.cache_settings import MAX_SEGMENT_TOKENS
-import os
-import statistics
-import time
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
 from llamaslot.base.process_times import thread_times
+from llamaslot.kvcache.cache_settings import MAX_SEGMENT_TOKENS
 
 MAX_IDLE_CELLS = 8192
 """Most idle cells in the pool while prefill is measured."""

@@ -17,11 +17,11 @@ from llamaslot.backend.constraints import Compiled, ConstraintCompiler
 from llamaslot.backend.host import host_cpus
 from llamaslot.backend.llama import capabilities, costs, library, loading, measurements, self_test, sizing
 from llamaslot.backend.llama.batch import Batch
+from llamaslot.backend.llama.costs import DisturbedError, Quiet, StoppedError
 from llamaslot.backend.llama.llama_settings import LlamaSettings, sequences
 from llamaslot.backend.llama.loading import Context
 from llamaslot.backend.llama.measurements import Measurements
 from llamaslot.backend.llama.operations import KvOperations
-from llamaslot.backend.llama.costs import DisturbedError, Quiet, StoppedError
 from llamaslot.backend.llama.sampling.candidates import Logits, score_of
 from llamaslot.backend.llama.sampling.penalties import BreakerIndex
 from llamaslot.backend.llama.sampling.sampler import LlamaSampler

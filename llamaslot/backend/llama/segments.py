@@ -54,8 +54,7 @@ class SegmentStore:
         llama.cpp does not report whether memory or free cells did not suffice.
         """
         parts = [
-            (self._kv[number], self.positions[number], range(start, end))
-            for number, start, end in operation.ranges
+            (self._kv[number], self.positions[number], range(start, end)) for number, start, end in operation.ranges
         ]
         try:
             transfer.load(operation.dst, operation.start, parts)
