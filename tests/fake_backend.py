@@ -153,7 +153,7 @@ class FakeBackend:
         unified: bool = True,
         can_trim: bool = True,
         segment_size: SegmentSize | None = SEGMENT_SIZE,
-        n_scored: int = 8,
+        n_spare_rows: int = 8,
         eos_every: int = 40,
         kind: StateKind = StateKind.NONE,
         may_partition: bool = False,
@@ -175,7 +175,7 @@ class FakeBackend:
             reuse_reason="" if can_trim else "turned off by the test",
             bos_token="<s>",
             eos_token=self.vocab.names[EOS], eog=(EOS,), n_cache_seqs=n_reserved,
-            segment_size=segment_size if can_save else None, n_scored=n_scored,
+            segment_size=segment_size if can_save else None, n_spare_rows=n_spare_rows,
             state=Capabilities(kind=kind, can_trim=can_trim, n_swa=WINDOW), keeps_checkpoints=has_states,
             checkpoint_size=CheckpointSize(64, 8 * ("window" in kind), WINDOW) if has_states else None,
         )  # fmt: skip
@@ -284,15 +284,15 @@ class FakeBackend:
         state[: len(pairs)] = pairs
         return state
 
-    def put(self, segment: int, start: int, end: int, state: kv_ops.Kv) -> None:
+    def put(self, segment: int, start: int, end: int, kv: kv_ops.Kv) -> None:
         """Add a segment of KV that an earlier process saved."""
         if start == end:
-            self._taken[segment], self.states.checkpoints[segment] = int(state[:8].view(np.int64)[0]), end
+            self._taken[segment], self.states.checkpoints[segment] = int(kv[:8].view(np.int64)[0]), end
             return
         size = self.info.segment_size
-        if size is None or len(state) != size.of(end - start):
-            raise ValueError(f"{len(state)} bytes are not {end - start} tokens")
-        pairs = state[: 8 * (end - start)].view(np.int32).reshape(-1, 2)
+        if size is None or len(kv) != size.of(end - start):
+            raise ValueError(f"{len(kv)} bytes are not {end - start} tokens")
+        pairs = kv[: 8 * (end - start)].view(np.int32).reshape(-1, 2)
         self._states[segment] = [(token, position) for token, position in pairs.tolist()]
         self.segments[segment] = range(start, end)
 

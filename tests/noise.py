@@ -101,7 +101,7 @@ class Noise:
             backend.decode([Run(0, start, part, start + len(part) == len(prompt))])
         for at, token in enumerate(reply, len(prompt)):
             backend.sample([(0, sampler)])
-            backend.decode([Run(0, at, np.array([token], dtype=np.int32), True)])
+            backend.decode([Run(0, at, np.array([token], dtype=np.int32), 1)])
         drawn = sampler.choose(logits)
         sampler.close()
         return drawn
@@ -148,7 +148,7 @@ def logits_after(
     for at in range(0, len(history), chunk):
         n_others = min(n_before, n_free - n_taken, backend.info.n_ubatch)
         if n_others > 0 and (at == 0 or (is_scattered and at < len(history) // 2)):
-            backend.decode([Run(1, n_taken, np.full(n_others, 97, dtype=np.int32), False)])
+            backend.decode([Run(1, n_taken, np.full(n_others, 97, dtype=np.int32), 0)])
             n_taken += n_others
         elif n_taken:
             backend.change(Remove(1, 0))

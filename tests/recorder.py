@@ -306,7 +306,7 @@ class Recorder:
         for run in runs:
             tokens = run.tokens[:left]
             if len(tokens):
-                applied.append(Run(run.seq, run.start, tokens, False))
+                applied.append(Run(run.seq, run.start, tokens, 0))
                 left -= len(tokens)
         if applied:
             assert self.inner.decode(applied).status is Status.OK
@@ -334,11 +334,11 @@ class Recorder:
     def kv_of(self, segment: int) -> Kv | None:
         return self.inner.kv_of(segment)
 
-    def put(self, segment: int, start: int, end: int, state: Kv) -> None:
+    def put(self, segment: int, start: int, end: int, kv: Kv) -> None:
         self.n_calls += 1
         place = self._place_of(segment)
         assert segment not in place
-        self.inner.put(segment, start, end, state)
+        self.inner.put(segment, start, end, kv)
         if start == end:
             self.checkpoints[segment] = self.ever_taken[segment]
             assert len(self.checkpoints[segment][1]) == end

@@ -92,7 +92,7 @@ def check_runs(
     if not info.state.kind.allows_mixed_lengths and len({len(run.tokens) for run in runs}) > 1:
         raise IllegalCallError("runs of several lengths in one step of a model with windows and recurrent states")
     targets = [run.targets for run in runs if run.targets is not None]
-    if sum(map(len, targets)) + sum(run.n_drafted for run in runs) > info.n_scored:
+    if sum(map(len, targets)) + sum(run.n_drafted for run in runs) > info.n_spare_rows:
         raise IllegalCallError("more drafted tokens, and tokens to score, than there are rows of logits")
     for each in targets:
         if len(each) and (each.min() < 0 or each.max() >= n_vocab):
@@ -229,10 +229,10 @@ class Backend(Protocol):
     def kv_of(self, segment: int) -> Kv | None:
         """Bytes of a segment or checkpoint in host memory, None without one; may be called from any thread."""
 
-    def put(self, segment: int, start: int, end: int, state: Kv) -> None:
+    def put(self, segment: int, start: int, end: int, kv: Kv) -> None:
         """Add a segment, with a number that is not in use, of KV that an earlier process saved; from any thread.
 
-        With `start` at `end` it is a checkpoint. Raises `ValueError` if `state` does not have the size of either.
+        With `start` at `end` it is a checkpoint. Raises `ValueError` if `kv` does not have the size of either.
         """
 
     def decode(self, runs: Sequence[Run]) -> Decoded:

@@ -9,7 +9,7 @@ from typing import Annotated, Literal, TypeAlias
 import msgspec
 
 SelfTestOutcome: TypeAlias = Literal["", "passed", "failed", "pending", "skipped", "off"]
-"""Outcome of the self-test of reuse (`backend/llama/state/self_test.py`); empty for models that need none.
+"""Outcome of the self-test of reuse (`backend/llama/self_test.py`); empty for models that need none.
 
 By `--reuse-self-test`: `skipped` where `on` reuses prefixes without a test, `off` where nothing is reused.
 """
@@ -305,7 +305,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
     """Everything but `kv_files` that KV depends on: KV saved under other facts must not be loaded."""
     kv_files: tuple[ModelFile, ...] = ()
     """The files of the weights, and of what computes with them."""
-    n_scored: int = 1
+    n_spare_rows: int = 1
     """Rows of logits of a step besides one a sequence: for prompt tokens to be scored, and for drafted tokens."""
     sizing: str = ""
     """Origin of the pool's size, for a person to read; empty where it was given."""

@@ -36,7 +36,7 @@ _MAX_BRANCHES = 8
 
 
 class Remembered(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"):
-    """What all kinds of records have."""
+    """The fields of all kinds of records."""
 
     key: bytes
     """Digest of 16 bytes by which it is found among the records of its kind. The namespace is a part of it."""

@@ -32,18 +32,16 @@ from llamaslot.base.events import Cancelled, Event, Failed, Generated, Reply, St
 from llamaslot.base.kv_ops import NotSavedError
 from llamaslot.base.namespaces import PUBLIC_SALT
 from llamaslot.base.tokens import packed
+from llamaslot.engine.cache_actions import DropActions, SlotActions
 from llamaslot.engine.constraint_worker import ConstraintWorker
 from llamaslot.engine.disk_worker import Disk, DiskWorker
-from llamaslot.engine.drop_actions import DropActions
 from llamaslot.engine.engine_settings import EngineSettings, cache_settings
 from llamaslot.engine.memory_watch import MemoryWatch, ReadMemory
 from llamaslot.engine.model_worker import Worker, model_thread
-from llamaslot.engine.pending_costs import PendingCosts
-from llamaslot.engine.pending_self_test import PendingSelfTest
+from llamaslot.engine.pending_measurements import PendingCosts, PendingSelfTest
 from llamaslot.engine.remote_worker import RemoteWorker
 from llamaslot.engine.reply_stream import ReplyStream, prefill_events
-from llamaslot.engine.reports import REPORTED, Reports, Respond
-from llamaslot.engine.slot_actions import SlotActions
+from llamaslot.engine.reports import Reports, Respond
 from llamaslot.engine.step_watch import StepWatch
 from llamaslot.kvcache.slot_snapshots import SnapshotStore
 from llamaslot.kvcache.tiers.remote_io import RemoteStore
@@ -89,14 +87,14 @@ class Engine:
         self._on_events = on_events
         self._clock = clock
         self._settings = settings
-        sizes = cache_settings(
+        for_cache = cache_settings(
             backend, settings, disk, has_remote=remote is not None, has_slot_files=snapshots is not None
         )
-        disk = disk if sizes.writes else None
+        disk = disk if for_cache.writes else None
         on_disk = disk.take_segments() if disk is not None else ()
         self.scheduler = Scheduler(
             info,
-            sizes,
+            for_cache,
             eog=backend.vocab.eog,
             control=set(backend.vocab.named_tokens.values()) - set(backend.vocab.added_tags.values()),
             on_disk=on_disk,
@@ -112,7 +110,7 @@ class Engine:
             _log.info("disk.restored", segments=len(on_disk) - len(too_large), larger_than_ram=len(too_large))
             self._disk = DiskWorker(disk, backend, self.scheduler.cache, self._post, clock)
         self._remote: RemoteWorker | None = None
-        if remote is not None and sizes.uploads:
+        if remote is not None and for_cache.uploads:
             self._remote = RemoteWorker(remote, backend, self.scheduler.cache.remote, self._post, clock)
         self._outer_tiers = [each for each in (self._disk, self._remote) if each is not None]
         self._read_memory = read_memory
@@ -124,10 +122,12 @@ class Engine:
         self._slot_actions = SlotActions(snapshots, backend, self.scheduler, post=self._post, clock=clock)
         drops = DropActions(self.scheduler.cache, self._disk, self._remote, settings.lacks_disk)
         self._queries: dict[type[msgspec.Struct], Callable[[Any, Respond], None]] = {
-            commands.DropPaths: self._between_steps(drops.drop_paths),
-            commands.SlotAction: self._between_steps(self._slot_actions.handle),
-            commands.ClearCache: self._between_steps(drops.clear),
-            **dict.fromkeys(REPORTED, self._between_steps(self._reports.respond)),
+            commands.DropPaths: drops.drop_paths,
+            commands.SlotAction: self._slot_actions.handle,
+            commands.ClearCache: drops.clear,
+            commands.InspectEngine: _reporting(self._reports.engine_state),
+            commands.InspectCache: _reporting(self._reports.cache_state),
+            commands.ProbePrompt: _reporting(self._reports.probe),
         }
         self._replies: dict[str, ReplyStream] = {}
         """Requests that have not had their terminal event."""
@@ -150,7 +150,7 @@ class Engine:
             case commands.Cancel():
                 self._post(lambda: self._cancel(command.request_id))
             case commands.Query(request_id, body):
-                self._queries[type(body)](body, partial(self._reply, request_id))
+                self._post(lambda: self._queries[type(body)](body, partial(self._reply, request_id)))
             case commands.WriteTexts(records) if self._disk is not None and not self._is_closed:
                 self._disk.write_texts(records)
 
@@ -373,9 +373,6 @@ class Engine:
         until = self.scheduler.deadlines.running
         return self._stopping or bool(self._inbox) or (until is not None and self._clock() >= until)
 
-    def _between_steps(self, handler: Callable[[Any, Respond], None]) -> Callable[[Any, Respond], None]:
-        return lambda query, respond: self._post(lambda: handler(query, respond))
-
     def _reply(self, request_id: str, answer: msgspec.Struct | LlamaslotError) -> None:
         if isinstance(answer, LlamaslotError):
             self._outbox.append(Reply(request_id, error=answer.info()))
@@ -474,6 +471,11 @@ class Engine:
 
     def _n_held(self, request: Request) -> int:
         return self.scheduler.cache.length(request.slot) if request.slot >= 0 else 0
+
+
+def _reporting(report: Callable[[Any], msgspec.Struct]) -> Callable[[Any, Respond], None]:
+    """Return the handler of a query that is answered at once."""
+    return lambda query, respond: respond(report(query))
 
 
 def _generated(live: ReplyStream) -> Generated | None:

@@ -47,7 +47,8 @@ class ReplyStream:
             self._unsent.append(token)
             self._starts.append(self._text.n_decoded)
             if n_left or sampled.reason != "eos":
-                text += self._text.push(self._bytes_of(token))
+                is_kept = token in self.request.params.preserved_tokens
+                text += self._text.push(self._vocab.detokenize([token]) if is_kept else self._vocab.piece(token))
             if self._text.stopped is not None:
                 return text, "word", n_left
             if self._text.is_cut:
@@ -55,12 +56,6 @@ class ReplyStream:
         if sampled.reason is None and self._is_overdue(text):
             return text, "limit", 0
         return text, sampled.reason, 0
-
-    def _bytes_of(self, token: int) -> bytes:
-        """Return the bytes that the client gets for a token."""
-        if token in self.request.params.preserved_tokens:
-            return self._vocab.detokenize([token])
-        return self._vocab.piece(token)
 
     def _is_overdue(self, text: str) -> bool:
         """Return True if new text ends a line after the time limit (`t_max_predict_ms`)."""

@@ -19,9 +19,6 @@ from llamaslot.scheduler.step import StepPlan, StepResult
 Respond: TypeAlias = Callable[[msgspec.Struct | LlamaslotError], None]
 """Sends the reply to one query. Called exactly once unless the engine stops first."""
 
-REPORTED = (InspectEngine, InspectCache, ProbePrompt)
-"""Queries that `Reports` answers."""
-
 
 class Reports:
     """Counts decoded tokens, and answers queries between two steps.
@@ -44,17 +41,7 @@ class Reports:
             self._n_busy_slots += len(plan.work)
             self._n_decoded += sum(n for _, n in result.decoded.sent.values())
 
-    def respond(self, query: InspectEngine | InspectCache | ProbePrompt, respond: Respond) -> None:
-        """Answer a query."""
-        match query:
-            case InspectEngine():
-                respond(self.engine_state())
-            case InspectCache():
-                respond(self.cache_state(query))
-            case ProbePrompt():
-                respond(self.probe(query))
-
-    def engine_state(self) -> EngineState:
+    def engine_state(self, _: InspectEngine) -> EngineState:
         """Return the state of slots, queue and cache."""
         scheduler = self._scheduler
         return EngineState(

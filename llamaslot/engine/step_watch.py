@@ -77,15 +77,12 @@ class StepWatch:
             times = self._read_times(self._clock())
             starved = starved_seconds(self._times, times) if self._times is not None else 0.0
             paused = slept if slept > 2 * _INTERVAL_S else 0.0
-            self._move(deadline, max(starved, paused))
+            # Meanwhile another step may have begun on the model thread, with its own deadline.
+            if self._deadline == deadline:
+                self._deadline = deadline + max(starved, paused)
         self._times = times
         self._watched = self._deadline
         return self.is_overdue
-
-    def _move(self, deadline: float, seconds: float) -> None:
-        # Meanwhile another step may have begun on the model thread, with its own deadline.
-        if self._deadline == deadline:
-            self._deadline = deadline + seconds
 
     def run(self, on_overdue: Callable[[], None]) -> None:
         """Start a thread that watches steps until the process ends, and sleeps while none is in progress."""

@@ -1,7 +1,9 @@
 """Admission: which waiting request runs next, and in which slot.
 
 A request waits while no slot is free, while it does not fit into the pool together with the running requests, and
-while a running request (its leader) computes a prefix that it can share.
+while a running request (its leader) computes a prefix that it can share, instead of computing that again. Who waits
+for whom is not stored: each plan compares the prompts again. So when a leader ends, for whatever reason, its
+followers are free, and the first of them to be admitted leads the others.
 
 Clients take turns (`fair_share.py`). Among the requests of clients whose turn it is, the order is: preempted
 requests by arrival; then, by arrival, requests overtaken too often and further choices (`n`) that got their first
@@ -14,10 +16,10 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from llamaslot.base.tokens import Tokens, n_common
 from llamaslot.kvcache.cache import KVCache
 from llamaslot.kvcache.match import Match
 from llamaslot.scheduler.fair_share import FairShare
-from llamaslot.scheduler.in_flight import InFlight
 from llamaslot.scheduler.request import Request, Slot
 
 MAX_OVERTAKEN = 8
@@ -239,6 +241,49 @@ class Admission:
         expected = min(expected, self._n_ctx_slot - len(request.tokens))
         remaining = request.n_remaining
         return expected if remaining is None else min(remaining, expected)
+
+
+class InFlight:
+    """Prefixes that running requests hold or are about to compute: their tokens, as of their admission.
+
+    `has_passed` returns True if it is too late to share that many tokens of a running request, because no
+    checkpoint will be taken after them.
+    """
+
+    def __init__(self, has_passed: Callable[[Request, int], bool]) -> None:
+        self._has_passed = has_passed
+        self._running: dict[str, tuple[Request, Tokens]] = {}
+        self._n_common: dict[str, dict[tuple[str, int], int]] = {}
+        """Length of the common prefix, by waiting request, then by running request and its number of tokens."""
+
+    def add(self, request: Request) -> None:
+        """Record that a request was admitted."""
+        self._running[request.id] = request, request.tokens.view()
+        self._n_common.pop(request.id, None)
+
+    def remove(self, request: Request) -> None:
+        """Record that a request has left its slot or the queue."""
+        self._running.pop(request.id, None)
+        self._n_common.pop(request.id, None)
+
+    def longest(self, request: Request) -> tuple[int, Sequence[Request]]:
+        """Return the longest prefix shared with running requests of the namespace, and which requests share it."""
+        lengths = self._n_common.setdefault(request.id, {})
+        prefix = request.tokens.view(0, len(request.tokens) - 1)
+        longest, leaders = 0, []
+        for leader, tokens in self._running.values():
+            if leader.namespace != request.namespace:
+                continue
+            key = leader.id, len(tokens)
+            if key not in lengths:
+                lengths[key] = n_common(prefix, tokens)
+            if lengths[key] >= max(longest, 1) and self._has_passed(leader, lengths[key]):
+                continue
+            if lengths[key] > longest:
+                longest, leaders = lengths[key], [leader]
+            elif lengths[key] == longest > 0:
+                leaders.append(leader)
+        return longest, leaders
 
 
 def _free_slots(request: Request, free: Sequence[Slot]) -> list[int]:

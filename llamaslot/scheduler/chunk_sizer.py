@@ -8,7 +8,7 @@ The cost of a token depends on how many are in the step (`StepCost`): 64 tokens 
 costs of steps below and above `QUERY_BLOCK` are learned separately. Otherwise the high cost per token of small
 chunks would make the next chunks even smaller.
 
-In a partitioned pool prompts have their own steps (`turns.py`). All those between two steps of the streams share
+In a partitioned pool prompts have their own steps (`PromptTurns`). All those between two steps of the streams share
 one gap. If the streams' own step leaves no gap, only the first of them may take as long as that step.
 """
 

@@ -27,11 +27,6 @@ class ReasoningLimit:
         self._n = 0
         self._last: deque[int] = deque(maxlen=max(len(budget.start), len(budget.end)))
 
-    @classmethod
-    def of(cls, budget: ReasoningBudget | None) -> ReasoningLimit | None:
-        """Return the limit for a budget; None without a budget."""
-        return None if budget is None else cls(budget)
-
     def add(self, tokens: Sequence[int]) -> tuple[int, ...]:
         """Count tokens of the reply; returns the tokens that must follow, which count as added."""
         for token in tokens:

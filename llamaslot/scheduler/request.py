@@ -2,25 +2,29 @@
 
 As in vLLM V1, a request has no prefill or decode phase: each step computes tokens that have no KV yet, whether of
 the prompt or generated, and a step that computes the last of them yields the next token.
+
+`ReuseStats` counts what ended requests reused.
 """
 
 from __future__ import annotations
 
+import bisect
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
 import numpy as np
+from msgspec.structs import replace
 
 from llamaslot.base.backend import CompiledConstraint, Sampler
 from llamaslot.base.commands import GenerateParams
 from llamaslot.base.events import Progress
 from llamaslot.base.generation.token_probs import NOT_SCORED, TokenScore
 from llamaslot.base.namespaces import private_namespace, salt_namespace
-from llamaslot.base.stats import Miss
+from llamaslot.base.stats import CacheStats, Miss, PromptStats, RequestStats
 from llamaslot.base.tokens import WIDTH, TokenizedPrompt, Tokens, packed
 from llamaslot.kvcache.match import Acquired, Match
 from llamaslot.kvcache.offload.load_or_compute import Loaded
-from llamaslot.scheduler.checkpoint_stops import CheckpointStops
 from llamaslot.scheduler.reasoning_limit import ReasoningLimit
 
 NO_TOKENS: Tokens = np.empty(0, dtype=np.int32)
@@ -84,6 +88,28 @@ class TokenBuffer:
     def truncate(self, length: int) -> None:
         """Remove the tokens from `length` on. Views of them are overwritten by the next tokens."""
         self._length = length
+
+
+class CheckpointStops:
+    """Positions at which a step of one request must end, so that a checkpoint can be taken there."""
+
+    def __init__(self, positions: Sequence[int] = ()) -> None:
+        self._positions = sorted(set(positions))
+
+    def add(self, position: int) -> None:
+        """Add a stop."""
+        if not self.has(position):
+            bisect.insort(self._positions, position)
+
+    def has(self, position: int) -> bool:
+        """Return True if there is a stop at a position."""
+        at = bisect.bisect_left(self._positions, position)
+        return at < len(self._positions) and self._positions[at] == position
+
+    def limit(self, position: int, n: int) -> int:
+        """Return how many of the `n` tokens after `position` a step may compute."""
+        at = bisect.bisect_right(self._positions, position)
+        return min(n, self._positions[at] - position) if at < len(self._positions) else n
 
 
 class Request:
@@ -170,7 +196,8 @@ class Request:
         """Length of the prefix for which it waited while another request computed it; 0 if it never waited."""
         self.constraint: CompiledConstraint | None = None
         """The compiled `params.constraint`; the request is not admitted before it is compiled."""
-        self.reasoning_limit = ReasoningLimit.of(params.reasoning_budget)
+        budget = params.reasoning_budget
+        self.reasoning_limit = ReasoningLimit(budget) if budget is not None else None
         self.n_forced = 0
         """Tokens that were forced after the last sampled one; they are computed together with it."""
         self.sampler: Sampler | None = None
@@ -379,3 +406,48 @@ class Slot:
 
     id: int
     request: Request | None = None
+
+
+class ReuseStats:
+    """Counts hits by tier, misses, and reused tokens of requests that have ended."""
+
+    def __init__(self) -> None:
+        self.requests = RequestStats()
+        self.prompt_tokens = PromptStats()
+        self.miss_reasons: dict[Miss, int] = {}
+
+    def count(self, request: Request) -> None:
+        """Count a request that has ended."""
+        if request.miss and request.has_started:
+            self.miss_reasons[request.miss] = self.miss_reasons.get(request.miss, 0) + 1
+        if request.is_private or not request.has_started:
+            return
+        n_cached, requests, tokens = request.n_cached, self.requests, self.prompt_tokens
+        tokens.total += request.n_prompt
+        tokens.matched += n_cached
+        tokens.restored += request.prompt.n_replies
+        tokens.hit_rate = tokens.matched / max(tokens.total, 1)
+        if n_cached:
+            requests.hits += 1
+            if request.n_fetched:
+                requests.from_remote += 1
+            elif request.n_read:
+                requests.from_disk += 1
+            elif request.n_loaded:
+                requests.from_ram += 1
+            elif request.n_copied:
+                requests.cross_slot += 1
+            else:
+                requests.same_slot += 1
+            requests.anchored += request.prompt.n_anchored > 0
+            requests.restored += request.prompt.n_replies > 0
+            requests.in_session += request.prompt.session_match in ("exact", "extend", "diverge")
+        else:
+            requests.misses += 1
+        requests.hit_rate = requests.hits / (requests.hits + requests.misses)
+
+    def add_to(self, stats: CacheStats) -> None:
+        """Fill in the fields of the cache's statistics that are about requests."""
+        stats.requests = replace(self.requests)
+        stats.prompt_tokens = replace(self.prompt_tokens)
+        stats.miss_reasons = dict(self.miss_reasons)

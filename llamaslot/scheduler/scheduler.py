@@ -38,14 +38,11 @@ from llamaslot.scheduler.checkpoint_taker import CheckpointTaker
 from llamaslot.scheduler.chunk_sizer import ChunkSizer
 from llamaslot.scheduler.fair_share import by_share
 from llamaslot.scheduler.layout import LayoutChoice
-from llamaslot.scheduler.padding import Padding
-from llamaslot.scheduler.passes import Passes
+from llamaslot.scheduler.padding import Padding, Passes
 from llamaslot.scheduler.recovery import Recovery
-from llamaslot.scheduler.request import Request, RequestEvent, RequestState, Slot
-from llamaslot.scheduler.reuse_stats import ReuseStats
+from llamaslot.scheduler.request import Request, RequestEvent, RequestState, ReuseStats, Slot
 from llamaslot.scheduler.step import StepPlan, StepResult, Work
-from llamaslot.scheduler.step_planner import StepPlanner
-from llamaslot.scheduler.turns import NoTurns, PromptTurns, RunTurns, Turns
+from llamaslot.scheduler.step_planner import NoTurns, PromptTurns, RunTurns, StepPlanner, Turns
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +105,7 @@ class Scheduler:
         if info.n_ubatch < cache_settings.n_slots:
             raise ValueError("n_ubatch must be at least n_slots")
         self.n_ctx_slot = info.n_ctx_slot
-        self._n_scored = info.n_scored
+        self._n_spare_rows = info.n_spare_rows
         self._eog = eog
         self.chunks = ChunkSizer(
             n_ubatch=info.n_ubatch, gap_ms=cache_settings.gap_ms, unified=cache_settings.unified
@@ -117,7 +114,7 @@ class Scheduler:
             cache_settings, prefill_seconds=self.chunks.seconds, on_disk=on_disk, first_number=first_number
         )
         self._remote = self.cache.remote
-        self._taker = CheckpointTaker(self.cache, self.cache.checkpoints, control, info.n_ctx_slot)
+        self._taker = CheckpointTaker(self.cache, control, info.n_ctx_slot)
         self.slots = [Slot(i) for i in range(cache_settings.n_slots)]
         self.admission = Admission(self.cache, self.slots, info.n_ctx_slot)
         self.queue = self.admission.queue
@@ -225,7 +222,7 @@ class Scheduler:
             running=by_share(running),
             preempt=lambda request: self._preempt(request, now),
             siblings=self.admission.siblings,
-            n_rows=self._n_scored,
+            n_spare_rows=self._n_spare_rows,
         )
         work = planner.grant([request for request in able if request in ready], turn=turn)
         padding = () if suspects else planner.pad(work)

@@ -52,7 +52,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """The requests whose tokens one step may compute, as chosen in `turns.py`."""
+    """The requests whose tokens one step may compute, as chosen in `step_planner.py`."""
 
     requests: Sequence[Request] = ()
     long_runs: tuple[str, ...] = ()

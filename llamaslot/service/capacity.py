@@ -10,7 +10,7 @@ import structlog
 from llamaslot.base.callers import Amounts
 from llamaslot.base.errors import InvalidRequestError, LlamaslotError, QueueFullError
 from llamaslot.service.live_request import LiveRequest
-from llamaslot.service.request_log import RequestLog
+from llamaslot.service.metrics import RequestLog
 
 _MAX_RETRY_AFTER_S = 60
 """OpenAI's clients ignore a longer one."""
@@ -43,7 +43,7 @@ class Capacity:
         self._max_per_client = max_per_client
         self._n_of_client = Amounts()
         """By client; empty for what no client is known of."""
-        self._requests = log
+        self._log = log
 
     @property
     def n_in_flight(self) -> int:
@@ -88,8 +88,8 @@ class Capacity:
     def _full(self, limit: _Limit, n: int) -> QueueFullError:
         """Return the error of one request too many, and count it."""
         rounds = limit.n_in_flight / self._n_slots
-        retry_after = min(max(1, math.ceil(rounds * self._requests.mean_seconds)), _MAX_RETRY_AFTER_S)
-        self._requests.metrics.record_end("refused", None)
+        retry_after = min(max(1, math.ceil(rounds * self._log.mean_seconds)), _MAX_RETRY_AFTER_S)
+        self._log.metrics.record_end("refused", None)
         _log.warning(
             "request.refused", in_flight=limit.n_in_flight, wanted=n, flag=limit.flag, retry_after=retry_after
         )

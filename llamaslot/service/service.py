@@ -79,9 +79,8 @@ from llamaslot.prompts.prompt_jobs import (
 from llamaslot.prompts.prompt_worker import PromptQueue
 from llamaslot.service.capacity import Capacity
 from llamaslot.service.live_request import Change, Completion, LiveRequest, State
-from llamaslot.service.metrics import Metrics
+from llamaslot.service.metrics import Metrics, RequestLog
 from llamaslot.service.reply_budget import ProbsLimit, ReplyBudget
-from llamaslot.service.request_log import RequestLog
 from llamaslot.service.suspects import Suspects, request_digest
 
 _log = structlog.get_logger(__name__)

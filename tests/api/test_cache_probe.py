@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from llamaslot.backend.llama.state import self_test
+from llamaslot.backend.llama import self_test
 from llamaslot.base.model import StateKind
 from tests.fake_backend import FakeBackend
 

@@ -107,7 +107,7 @@ async def test_a_scored_prompt_neither_uses_nor_feeds_the_cache(server: Any) -> 
 
 
 async def test_several_at_once_share_the_rows_of_logits(start: Any) -> None:
-    server = await start(backend=FakeBackend(n_ctx=1024, n_scored=3, n_ubatch=64))
+    server = await start(backend=FakeBackend(n_ctx=1024, n_spare_rows=3, n_ubatch=64))
     prompts = [f"{i} and some more text" for i in range(6)]
     plain = [{**GREEDY, "prompt": prompt * 5, "echo": False} for prompt in prompts]
     scored = [{**GREEDY, "prompt": prompt, "logprobs": 1} for prompt in prompts]

@@ -7,11 +7,11 @@ import time
 
 import pytest
 
-from llamaslot.backend.llama import quiet
+from llamaslot.backend.llama import costs
 
 
 @pytest.fixture(autouse=True)
 def quiet_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """To measurements the machine seems idle, however many tests run side by side."""
-    monkeypatch.setattr(quiet, "read_clocks", lambda: quiet.Clocks(time.perf_counter(), 0.0, {}))
-    monkeypatch.setattr(quiet, "MAX_SPREAD", math.inf)
+    monkeypatch.setattr(costs, "read_clocks", lambda: costs.Clocks(time.perf_counter(), 0.0, {}))
+    monkeypatch.setattr(costs, "MAX_SPREAD", math.inf)

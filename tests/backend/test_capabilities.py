@@ -19,9 +19,8 @@ import numpy.typing as npt
 import pytest
 
 from bench import synthetic
-from llamaslot.backend.llama import LlamaBackend, library, loading
+from llamaslot.backend.llama import LlamaBackend, capabilities, library, loading
 from llamaslot.backend.llama.llama_settings import LlamaSettings
-from llamaslot.backend.llama.state import capabilities
 from llamaslot.base import gguf_file
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.events import Finished

@@ -20,11 +20,10 @@ from bench import synthetic
 from llamaslot import demo
 from llamaslot.backend import constraints as module
 from llamaslot.backend.constraints import ConstraintCompiler, Matcher, TokenMask
-from llamaslot.backend.llama.constraint_tokenizer import ConstraintTokenizer
 from llamaslot.backend.llama.sampling.candidates import highest
-from llamaslot.backend.llama.sampling.dry import BreakerIndex
+from llamaslot.backend.llama.sampling.penalties import BreakerIndex
 from llamaslot.backend.llama.sampling.sampler import LlamaSampler
-from llamaslot.backend.llama.vocab import LlamaVocab
+from llamaslot.backend.llama.vocab import ConstraintTokenizer, LlamaVocab
 from llamaslot.base.backend import CONSTRAINT_FAILED, NO_TOKEN
 from llamaslot.base.commands import Constraint
 from llamaslot.base.errors import InvalidRequestError, NotSupportedError

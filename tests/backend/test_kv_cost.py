@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from bench import synthetic
-from llamaslot.backend.llama import LlamaBackend, LlamaSettings, kv_cost, step_cost
-from llamaslot.backend.llama.state import self_test, state_cost
+from llamaslot.backend.llama import LlamaBackend, LlamaSettings, costs, self_test
 from llamaslot.base.backend import Run, Status
 from llamaslot.base.kv_ops import Load, Operation, Save
 
@@ -30,7 +29,7 @@ def test_the_ratio_is_the_time_beside_so_many_cells_over_that_in_an_empty_pool(
 ) -> None:
     """Prefill of n tokens takes n ms, and in a full pool 2.5 times as long."""
     seen = []
-    prefill = kv_cost._prefill
+    prefill = costs._prefill
 
     def timed(backend: LlamaBackend, context: object, n_tokens: int) -> float:
         prefill(backend, context, n_tokens)
@@ -45,8 +44,8 @@ def test_the_ratio_is_the_time_beside_so_many_cells_over_that_in_an_empty_pool(
         loaded.append(load(*args))
         return loaded[-1]
 
-    monkeypatch.setattr(kv_cost, "_prefill", timed)
-    monkeypatch.setattr(step_cost, "measure", lambda *_: None)
+    monkeypatch.setattr(costs, "_prefill", timed)
+    monkeypatch.setattr(costs, "measure_step_cost", lambda *_: None)
     monkeypatch.setattr(llama_cpp, "llama_state_seq_set_data", counted)
     backend = LlamaBackend(settings(tiny_model, n_ctx=4096, n_ubatch=512))
     cost = backend.info.kv_cost
@@ -64,7 +63,7 @@ def test_saving_and_loading_are_timed_with_the_tokens_that_were_computed(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch, seconds: float, n_saved: int
 ) -> None:
     """Prefill of 16 tokens takes so many seconds; saving n takes 3n ms, loading 2n ms."""
-    prefill, change = kv_cost._prefill, kv_cost._change
+    prefill, change = costs._prefill, costs._change
 
     def paced(*args: Any) -> float:
         prefill(*args)
@@ -76,8 +75,8 @@ def test_saving_and_loading_are_timed_with_the_tokens_that_were_computed(
         assert operation.end == n_saved
         return operation.end * (3e-3 if isinstance(operation, Save) else 2e-3)
 
-    monkeypatch.setattr(kv_cost, "_prefill", paced)
-    monkeypatch.setattr(kv_cost, "_change", timed)
+    monkeypatch.setattr(costs, "_prefill", paced)
+    monkeypatch.setattr(costs, "_change", timed)
     backend = LlamaBackend(settings(tiny_model, n_ctx=4096, n_ubatch=1024))
     cost = backend.info.kv_cost
     assert cost is not None
@@ -86,13 +85,13 @@ def test_saving_and_loading_are_timed_with_the_tokens_that_were_computed(
 
 
 def test_the_pool_is_empty_behind_it(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    prefill = kv_cost._prefill
+    prefill = costs._prefill
 
     def fast(*args: Any) -> float:
         prefill(*args)
         return 0.01
 
-    monkeypatch.setattr(kv_cost, "_prefill", fast)
+    monkeypatch.setattr(costs, "_prefill", fast)
     backend = LlamaBackend(settings(tiny_model, n_ctx=4096, n_ubatch=512))
     assert backend.info.kv_cost is not None
     assert [backend.seq_range(seq) for seq in range(backend.n_seqs)] == [range(0)] * backend.n_seqs
@@ -108,7 +107,7 @@ def test_models_with_a_state_that_cannot_be_trimmed_are_measured_with_cells_alon
     shape: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Windows have fewer cells than the pool: what fills it must have none of theirs."""
-    prefill, load = kv_cost._prefill, llama_cpp.llama_state_seq_set_data
+    prefill, load = costs._prefill, llama_cpp.llama_state_seq_set_data
     loaded: list[int] = []
 
     def fast(*args: Any) -> float:
@@ -119,9 +118,9 @@ def test_models_with_a_state_that_cannot_be_trimmed_are_measured_with_cells_alon
         loaded.append(load(*args))
         return loaded[-1]
 
-    monkeypatch.setattr(kv_cost, "_prefill", fast)
+    monkeypatch.setattr(costs, "_prefill", fast)
     monkeypatch.setattr(llama_cpp, "llama_state_seq_set_data", counted)
-    monkeypatch.setattr(state_cost, "measure", lambda *_: None)
+    monkeypatch.setattr(costs, "measure_state_cost", lambda *_: None)
     monkeypatch.setattr(self_test, "is_needed", lambda _: False)
     backend = LlamaBackend(settings(synthetic.ensure(shape), n_ctx=4096, n_ubatch=512, checkpoints=True))
     assert backend.info.kv_cost is not None
@@ -136,7 +135,7 @@ def test_models_with_a_state_that_cannot_be_trimmed_are_measured_with_cells_alon
 
 
 def test_a_slow_model_is_not_kept_from_serving(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_cost, "_prefill", lambda *_: 0.3)
+    monkeypatch.setattr(costs, "_prefill", lambda *_: 0.3)
     backend = LlamaBackend(settings(tiny_model, n_ctx=4096, n_ubatch=512))
     assert backend.info.kv_cost is None
     backend.close()

@@ -21,16 +21,14 @@ from llamaslot.backend.host import HostCpus, host_cpus
 from llamaslot.backend.llama import (
     LlamaBackend,
     LlamaSettings,
-    kv_cost,
+    costs,
     library,
     llama_backend,
     measurements,
-    quiet,
-    step_cost,
+    self_test,
 )
+from llamaslot.backend.llama.costs import Quiet
 from llamaslot.backend.llama.measurements import Measurements
-from llamaslot.backend.llama.quiet import Quiet
-from llamaslot.backend.llama.state import self_test, state_cost
 from llamaslot.base.backend import Run, Status
 from llamaslot.base.kv_ops import IllegalCallError, Load, Remove, Save
 from llamaslot.base.model import KvCost, StateCost, StepCost
@@ -58,8 +56,8 @@ def n_measured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         count[0] += 1
         return MEASURED.kv_cost
 
-    monkeypatch.setattr(kv_cost, "measure", measure)
-    monkeypatch.setattr(step_cost, "measure", lambda *_: MEASURED.step_cost)
+    monkeypatch.setattr(costs, "measure_kv_cost", measure)
+    monkeypatch.setattr(costs, "measure_step_cost", lambda *_: MEASURED.step_cost)
     return count
 
 
@@ -237,14 +235,14 @@ class Clocks:
     def __init__(self) -> None:
         self.now = self.delay_s = 0.0
 
-    def read(self) -> quiet.Clocks:
-        return quiet.Clocks(self.now, self.now - self.delay_s, {1: self.delay_s})
+    def read(self) -> costs.Clocks:
+        return costs.Clocks(self.now, self.now - self.delay_s, {1: self.delay_s})
 
 
 MEASURES: dict[str, tuple[Any, str, object]] = {
-    "kv_cost": (kv_cost, "measure", MEASURED.kv_cost),
-    "step_cost": (step_cost, "measure", MEASURED.step_cost),
-    "state_cost": (state_cost, "measure", StateCost(take_ms=1.0, restore_ms=2.0)),
+    "kv_cost": (costs, "measure_kv_cost", MEASURED.kv_cost),
+    "step_cost": (costs, "measure_step_cost", MEASURED.step_cost),
+    "state_cost": (costs, "measure_state_cost", StateCost(take_ms=1.0, restore_ms=2.0)),
 }
 """All that is measured and kept, and where: here each takes a second, and returns this."""
 
@@ -255,7 +253,7 @@ def test_what_was_measured_while_other_programs_ran_is_not_kept_and_is_measured_
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, share: float
 ) -> None:
     clocks, shares = Clocks(), [share]
-    monkeypatch.setattr(quiet, "read_clocks", clocks.read)
+    monkeypatch.setattr(costs, "read_clocks", clocks.read)
 
     def measure(measured: str) -> Any:
         clocks.now += 1.0
@@ -266,16 +264,16 @@ def test_what_was_measured_while_other_programs_ran_is_not_kept_and_is_measured_
         monkeypatch.setattr(owner, function, lambda *_, each=each: measure(each))
     given = settings(tiny_model, tmp_path, n_threads=1)
     backend = LlamaBackend(given)
-    costs = {each: getattr(backend.info, each) for each in MEASURES}
-    if share < quiet.MAX_WAITING_SHARE:
+    found = {each: getattr(backend.info, each) for each in MEASURES}
+    if share < costs.MAX_WAITING_SHARE:
         assert not backend.info.costs_pending
-        assert costs[name] == MEASURES[name][2]
+        assert found[name] == MEASURES[name][2]
         assert backend.measure_costs()
         backend.close()
         assert len(list(tmp_path.iterdir())) == 1
         return
     assert backend.info.costs_pending == "threads waited 0.50 s for CPUs within 1.00 s"
-    assert not any(costs.values()), "all are measured again"
+    assert not any(found.values()), "all are measured again"
     assert not list(tmp_path.iterdir())
     assert not backend.measure_costs(), "it is still disturbed"
     shares[0] = 0.0
@@ -295,7 +293,7 @@ def test_a_start_that_is_disturbed_for_a_moment_measures_again(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clocks = Clocks()
-    monkeypatch.setattr(quiet, "read_clocks", clocks.read)
+    monkeypatch.setattr(costs, "read_clocks", clocks.read)
     disturbed = [True, True, False]
 
     def measure(*_: object) -> KvCost | None:
@@ -303,8 +301,8 @@ def test_a_start_that_is_disturbed_for_a_moment_measures_again(
         clocks.delay_s += 0.5 * disturbed.pop(0)
         return MEASURED.kv_cost
 
-    monkeypatch.setattr(kv_cost, "measure", measure)
-    monkeypatch.setattr(step_cost, "measure", lambda *_: MEASURED.step_cost)
+    monkeypatch.setattr(costs, "measure_kv_cost", measure)
+    monkeypatch.setattr(costs, "measure_step_cost", lambda *_: MEASURED.step_cost)
     assert start(tiny_model, tmp_path, n_threads=1).kv_cost == MEASURED.kv_cost
     assert not disturbed
     assert len(list(tmp_path.iterdir())) == 1
@@ -315,8 +313,8 @@ def test_costs_without_memory_for_a_segment_are_not_kept_and_are_measured_later(
 ) -> None:
     monkeypatch.setattr(Quiet, "check", lambda _: None)
     monkeypatch.setattr(Quiet, "compare", lambda *_: None)
-    prefill = kv_cost._prefill
-    monkeypatch.setattr(kv_cost, "_prefill", lambda *args: min(prefill(*args), 0.01))
+    prefill = costs._prefill
+    monkeypatch.setattr(costs, "_prefill", lambda *args: min(prefill(*args), 0.01))
     with monkeypatch.context() as patch:
         patch.setattr(llama_cpp, "llama_state_seq_get_data", lambda *_: 0)
         patch.setattr(llama_backend, "_PAUSES_S", ())
@@ -334,7 +332,7 @@ def test_threads_that_wait_for_each_other_are_no_disturbance(
 ) -> None:
     """With more threads than CPUs they always do, so costs would be pending for ever."""
     ticking = iter(range(10**6))
-    monkeypatch.setattr(quiet, "read_clocks", lambda: quiet.Clocks(t := float(next(ticking)), 0.0, {1: t}))
+    monkeypatch.setattr(costs, "read_clocks", lambda: costs.Clocks(t := float(next(ticking)), 0.0, {1: t}))
     n_cpus = int(host_cpus().n_at_once)
     for fields in ({"n_threads": n_cpus + 1}, {"n_threads_batch": n_cpus + 1}):
         backend = LlamaBackend(settings(tiny_model, None, **fields))
@@ -354,14 +352,14 @@ def test_the_result_of_the_self_test_is_kept_though_costs_were_disturbed(
 ) -> None:
     """Else nothing would be reused at each start on a busy machine, until the self-test has passed again."""
     ticking = iter(range(10**6))
-    monkeypatch.setattr(quiet, "read_clocks", lambda: quiet.Clocks(t := float(next(ticking)), 0.0, {1: t}))
+    monkeypatch.setattr(costs, "read_clocks", lambda: costs.Clocks(t := float(next(ticking)), 0.0, {1: t}))
     given = settings(synthetic.ensure("tiny-lfm2"), tmp_path, checkpoints=True, n_threads=1)
     LlamaBackend(given).close()
     monkeypatch.setattr(self_test, "run", lambda *_, **__: pytest.fail("it was passed already"))
     backend = LlamaBackend(given)
     assert backend.info.costs_pending
     assert backend.info.self_test == "passed"
-    monkeypatch.setattr(quiet, "read_clocks", lambda: quiet.Clocks(0.0, 0.0, {}))
+    monkeypatch.setattr(costs, "read_clocks", lambda: costs.Clocks(0.0, 0.0, {}))
     assert backend.measure_costs()
     backend.close()
     n_measured[0] = 0
@@ -375,14 +373,14 @@ def test_costs_that_are_measured_later_without_reuse_are_not_kept_for_starts_wit
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, outcome: Any
 ) -> None:
     ticking = iter(range(10**6))
-    monkeypatch.setattr(quiet, "read_clocks", lambda: quiet.Clocks(t := float(next(ticking)), 0.0, {1: t}))
+    monkeypatch.setattr(costs, "read_clocks", lambda: costs.Clocks(t := float(next(ticking)), 0.0, {1: t}))
     failed = self_test.SelfTestResult("failed", "the reason")
     monkeypatch.setattr(self_test, "run", lambda *_, **__: failed)
     given = settings(synthetic.ensure("tiny-lfm2"), tmp_path, checkpoints=True, n_threads=1)
     choice: Any = "off" if outcome == "off" else "auto"
     backend = LlamaBackend(replace(given, reuse_self_test=choice))
     assert backend.info.self_test == outcome
-    monkeypatch.setattr(quiet, "read_clocks", lambda: quiet.Clocks(0.0, 0.0, {}))
+    monkeypatch.setattr(costs, "read_clocks", lambda: costs.Clocks(0.0, 0.0, {}))
     assert backend.measure_costs()
     backend.close()
     again = LlamaBackend(replace(given, reuse_self_test="on"))
@@ -393,11 +391,11 @@ def test_costs_that_are_measured_later_without_reuse_are_not_kept_for_starts_wit
 def test_costs_are_measured_on_empty_sequences_only_and_leave_what_is_saved(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prefill = kv_cost._prefill
-    monkeypatch.setattr(kv_cost, "_prefill", lambda *given: min(prefill(*given), 0.005))
-    monkeypatch.setattr(kv_cost, "_N_PAIRS", 1)
+    prefill = costs._prefill
+    monkeypatch.setattr(costs, "_prefill", lambda *given: min(prefill(*given), 0.005))
+    monkeypatch.setattr(costs, "_N_PAIRS", 1)
     ticking = iter(range(10**6))
-    monkeypatch.setattr(quiet, "read_clocks", lambda: quiet.Clocks(t := float(next(ticking)), 0.0, {1: t}))
+    monkeypatch.setattr(costs, "read_clocks", lambda: costs.Clocks(t := float(next(ticking)), 0.0, {1: t}))
     backend = LlamaBackend(settings(tiny_model, None, n_ctx=4096, n_ubatch=512, n_threads=1))
     assert backend.info.costs_pending
     backend.decode([Run(0, 0, np.arange(100, 140, dtype=np.int32), n_outputs=0)])
@@ -406,7 +404,7 @@ def test_costs_are_measured_on_empty_sequences_only_and_leave_what_is_saved(
     backend.change(Save(0, 0, 0, 40))
     backend.change(Remove(0, 0))
     kept = bytes(backend.kv_of(0).data)  # type: ignore[union-attr]
-    monkeypatch.setattr(quiet, "read_clocks", lambda: quiet.Clocks(0.0, 0.0, {}))
+    monkeypatch.setattr(costs, "read_clocks", lambda: costs.Clocks(0.0, 0.0, {}))
     stops = iter([False, False, True])
     assert not backend.measure_costs(lambda: next(stops))
     assert [backend.seq_range(seq) for seq in range(backend.n_seqs)] == [range(0)] * backend.n_seqs
@@ -420,28 +418,28 @@ def test_costs_are_measured_on_empty_sequences_only_and_leave_what_is_saved(
 
 READINGS = [
     # before, after, on a CPU, seconds of waiting
-    (quiet.Clocks(0, 0, {1: 0.0}), quiet.Clocks(1, 0.2, {1: 0.3, 2: 0.1}), True, 0.4),
-    (quiet.Clocks(0, 0, {1: 0.0, 9: 5.0}), quiet.Clocks(1, 0.2, {1: 0.3}), False, 0.3),
-    (quiet.Clocks(0, 0, {1: 0.0}), quiet.Clocks(1, 0.1, {1: 0.0}), True, 0.0),
-    (quiet.Clocks(0, 0, None), quiet.Clocks(1, 0.75, None), True, 0.25),
-    (quiet.Clocks(0, 0, None), quiet.Clocks(1, 0.1, None), False, 0.0),
+    (costs.Clocks(0, 0, {1: 0.0}), costs.Clocks(1, 0.2, {1: 0.3, 2: 0.1}), True, 0.4),
+    (costs.Clocks(0, 0, {1: 0.0, 9: 5.0}), costs.Clocks(1, 0.2, {1: 0.3}), False, 0.3),
+    (costs.Clocks(0, 0, {1: 0.0}), costs.Clocks(1, 0.1, {1: 0.0}), True, 0.0),
+    (costs.Clocks(0, 0, None), costs.Clocks(1, 0.75, None), True, 0.25),
+    (costs.Clocks(0, 0, None), costs.Clocks(1, 0.1, None), False, 0.0),
 ]
 
 
 @pytest.mark.parametrize(("before", "after", "on_cpu", "waited"), READINGS)
 def test_waiting_is_what_the_kernel_counts_else_the_time_without_a_cpu(
-    before: quiet.Clocks, after: quiet.Clocks, on_cpu: bool, waited: float
+    before: costs.Clocks, after: costs.Clocks, on_cpu: bool, waited: float
 ) -> None:
-    assert quiet.waited_s(before, after, on_cpu=on_cpu) == pytest.approx(waited)
+    assert costs.waited_s(before, after, on_cpu=on_cpu) == pytest.approx(waited)
 
 
 def test_equal_work_that_takes_unequal_times_is_a_disturbance_on_any_device(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(quiet, "MAX_SPREAD", 1.5)
-    quiet.Quiet.compare([0.20, 0.21, 0.9])
-    with pytest.raises(quiet.DisturbedError, match=r"took 0\.200 to 0\.900 s"):
-        quiet.Quiet.compare([0.20, 0.8, 0.9])
+    monkeypatch.setattr(costs, "MAX_SPREAD", 1.5)
+    costs.Quiet.compare([0.20, 0.21, 0.9])
+    with pytest.raises(costs.DisturbedError, match=r"took 0\.200 to 0\.900 s"):
+        costs.Quiet.compare([0.20, 0.8, 0.9])
 
 
 def test_files_of_earlier_versions_are_not_read(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

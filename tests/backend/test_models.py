@@ -70,7 +70,7 @@ def failing(backend: LlamaBackend, n_nodes: int = 1) -> Iterator[list[int]]:
 
 def feed(backend: LlamaBackend, seq: int, tokens: list[int]) -> Decoded:
     """Decode tokens behind what the sequence holds, with logits for the last."""
-    return backend.decode([Run(seq, backend.seq_len(seq), np.array(tokens, dtype=np.int32), True)])
+    return backend.decode([Run(seq, backend.seq_len(seq), np.array(tokens, dtype=np.int32), 1)])
 
 
 def logits(backend: LlamaBackend, row: int) -> np.ndarray:
@@ -342,7 +342,7 @@ def test_a_failure_that_changed_nothing_leaves_the_length(
 ) -> None:
     with loaded(tiny_model) as backend:
         feed(backend, 0, [300] * 5)
-        again = Run(0, 5, np.array([301] * 7, dtype=np.int32), True)
+        again = Run(0, 5, np.array([301] * 7, dtype=np.int32), 1)
         for code, status in ((1, Status.NO_CELLS), (2, Status.ABORTED), (-1, Status.INVALID), (-2, Status.FATAL)):
             with monkeypatch.context() as patch:
                 patch.setattr(llama_cpp, "llama_decode", lambda _context, _batch, code=code: code)

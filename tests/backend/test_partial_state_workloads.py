@@ -146,7 +146,7 @@ class Model:
         compute(backend, prompt)
         found = [logits(backend, -1)]
         for at, token in enumerate(reply, len(prompt)):
-            assert backend.decode([Run(0, at, np.array([token], dtype=np.int32), True)]).status is Status.OK
+            assert backend.decode([Run(0, at, np.array([token], dtype=np.int32), 1)]).status is Status.OK
             found.append(logits(backend, -1))
         return found
 

@@ -15,8 +15,7 @@ import numpy.typing as npt
 import pytest
 
 from bench import synthetic
-from llamaslot.backend.llama import LlamaBackend
-from llamaslot.backend.llama.state import partial_states
+from llamaslot.backend.llama import LlamaBackend, saved_states
 from llamaslot.base.backend import Decoded, Run, Status
 from llamaslot.base.kv_ops import (
     Copy,
@@ -66,7 +65,7 @@ def backend(folder: Path, request: pytest.FixtureRequest) -> Iterator[LlamaBacke
 
 def feed(backend: LlamaBackend, seq: int, tokens: npt.NDArray[np.int32]) -> Logits:
     """Compute tokens after what the sequence holds; returns the logits after the last."""
-    assert backend.decode([Run(seq, backend.seq_len(seq), tokens, True)]).status is Status.OK
+    assert backend.decode([Run(seq, backend.seq_len(seq), tokens, 1)]).status is Status.OK
     return logits(backend, len(tokens) - 1)
 
 
@@ -161,7 +160,7 @@ def test_a_failed_step_costs_states_and_no_cells(backend: LlamaBackend) -> None:
         feed(backend, seq, HELD)
     backend.change(Take(1, 0, N_HELD))
     with failing(backend):
-        runs = [Run(0, N_HELD, OTHER[:50], True), Run(2, 0, OTHER[:10], True)]
+        runs = [Run(0, N_HELD, OTHER[:50], 1), Run(2, 0, OTHER[:10], 1)]
         assert backend.decode(runs).status is Status.ABORTED
     assert [backend.seq_len(seq) for seq in range(3)] == [N_HELD, N_HELD, 0]
     assert is_refused(backend, 0)
@@ -187,7 +186,7 @@ def fail_beside_a_free_state(backend: LlamaBackend) -> None:
         feed(backend, seq, HELD)
     backend.change(Remove(1, 0))
     with failing(backend):
-        runs = [Run(seq, N_HELD, OTHER[:2], True) for seq in (0, 2)]
+        runs = [Run(seq, N_HELD, OTHER[:2], 1) for seq in (0, 2)]
         assert backend.decode(runs).status is Status.ABORTED
 
 
@@ -217,7 +216,7 @@ def test_without_checkpoints_a_new_sequence_begins_with_a_clear_state_too(folder
 def test_cells_of_a_failed_step_are_free_before_anything_is_restored(backend: LlamaBackend) -> None:
     feed(backend, 0, HELD)
     with failing(backend):
-        assert backend.decode([Run(0, N_HELD, OTHER, True)]).status is Status.ABORTED
+        assert backend.decode([Run(0, N_HELD, OTHER, 1)]).status is Status.ABORTED
     n_left = N_CTX - N_HELD
     for n in (60, 60, 60, n_left - 180):
         feed(backend, 1, IDS[:n])
@@ -228,9 +227,9 @@ def test_a_failed_step_of_which_a_part_was_applied_leaves_nothing(backend: Llama
     """Beside recurrent states, llama.cpp first computes as many tokens of each sequence as the shortest run has."""
     expected = cold(backend, OTHER)
     with failing(backend, n_nodes=10**9) as counted:
-        assert backend.decode([Run(0, 0, HELD[:1], True)]).status is Status.OK
+        assert backend.decode([Run(0, 0, HELD[:1], 1)]).status is Status.OK
     with failing(backend, counted[0] + 5):
-        runs = [Run(0, 1, HELD[1:2], True), Run(1, 0, HELD, True)]
+        runs = [Run(0, 1, HELD[1:2], 1), Run(1, 0, HELD, 1)]
         status = backend.decode(runs).status
     if status is Status.ABORTED:
         assert (backend.seq_len(0), backend.seq_len(1)) == (1, 0)
@@ -263,7 +262,7 @@ def test_a_checkpoint_without_memory_leaves_its_number_unused(
 
     feed(backend, 0, HELD)
     with monkeypatch.context() as patched:
-        patched.setattr(partial_states, "new_kv", no_memory)
+        patched.setattr(saved_states, "new_kv", no_memory)
         with pytest.raises(NotSavedError):
             backend.change(Take(1, 0, N_HELD))
     with pytest.raises(IllegalCallError):
@@ -302,7 +301,7 @@ def test_a_failed_step_without_checkpoints_leaves_all_sequences_empty(folder: Pa
         for seq in (0, 1):
             feed(backend, seq, IDS[seq:30])
         with failing(backend):
-            assert backend.decode([Run(0, 30, IDS[30:40], True)]).status is Status.ABORTED
+            assert backend.decode([Run(0, 30, IDS[30:40], 1)]).status is Status.ABORTED
         assert (backend.seq_len(0), backend.seq_len(1)) == (0, 0)
         assert np.array_equal(feed(backend, 0, IDS[:40]), expected)
         assert np.array_equal(feed(backend, 1, IDS[:40]), expected)

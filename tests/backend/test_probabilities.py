@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llamaslot.backend.llama.sampling.probabilities import score_of
+from llamaslot.backend.llama.sampling.candidates import score_of
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.generation.token_probs import FLOAT_MIN
 from tests.backend.test_sampler import LOGITS, N_VOCAB, TOP, changed, sampler_of

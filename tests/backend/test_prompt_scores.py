@@ -57,11 +57,11 @@ def rows(harness: Harness, name: str) -> list[TokenProb]:
     return [row for event in events for row in event.probs or ()]
 
 
-@pytest.mark.parametrize("n_scored", [1, 7, 1000])
+@pytest.mark.parametrize("n_spare_rows", [1, 7, 1000])
 async def test_prompts_and_replies_are_scored_as_by_a_plain_decode(
-    n_scored: int, monkeypatch: pytest.MonkeyPatch
+    n_spare_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loading, "n_scored", lambda model, n_ubatch: min(n_scored, n_ubatch))
+    monkeypatch.setattr(loading, "spare_rows", lambda model, n_ubatch: min(n_spare_rows, n_ubatch))
     backend = loaded()
     tokens = backend.vocab.tokenize(PROMPT, add_special=True, parse_special=True)
     sampling = Sampling(temperature=0.0, n_probs=4)
@@ -106,9 +106,9 @@ def test_calls_that_llama_cpp_would_abort_on_are_refused(backend: LlamaBackend) 
 
 
 def test_every_row_may_be_an_output_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading, "_MAX_SCORED_BYTES", 1)
+    monkeypatch.setattr(loading, "_MAX_SPARE_BYTES", 1)
     backend = loaded()
-    assert backend.info.n_scored == 1
+    assert backend.info.n_spare_rows == 1
     two = np.array([5, 6], dtype=np.int32)
     runs = [Run(seq, 0, two, n_outputs=1) for seq in range(1, backend.n_seqs)]
     runs.append(Run(0, 0, two, n_outputs=1, targets=two[1:]))

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings
 from llamaslot.backend.llama.sampling import candidates as llama_candidates
 from llamaslot.backend.llama.sampling.candidates import highest
-from llamaslot.backend.llama.sampling.dry import BreakerIndex
+from llamaslot.backend.llama.sampling.penalties import BreakerIndex
 from llamaslot.backend.llama.sampling.sampler import LlamaSampler
 from llamaslot.base.backend import NO_TOKEN, Run, Status
 from llamaslot.base.generation.sampling import Sampling
@@ -47,7 +47,7 @@ class Chooser:
     def __init__(self, model: Path) -> None:
         self.backend = LlamaBackend(LlamaSettings(model, n_ctx=N_CTX, n_slots=2, n_ubatch=64, n_threads=1))
         token = np.array([BEST], dtype=np.int32)
-        assert self.backend.decode([Run(0, 0, token, True)]).status is Status.OK
+        assert self.backend.decode([Run(0, 0, token, 1)]).status is Status.OK
         row = llama_cpp.llama_get_logits_ith(self.backend._context, 0)
         self.logits = np.ctypeslib.as_array(row, (self.backend.info.n_vocab,))
 
@@ -111,7 +111,7 @@ def test_the_same_seed_draws_the_same_tokens_and_another_seed_others(chooser: Ch
 
 def test_each_sequence_gets_its_own_logits(tiny_model: Path) -> None:
     backend = LlamaBackend(LlamaSettings(tiny_model, n_ctx=N_CTX, n_slots=2, n_ubatch=64, n_threads=1))
-    runs = [Run(1, 0, ids([BEST, SECOND, THIRD]), True), Run(0, 0, ids([FOURTH, FOURTH]), True)]
+    runs = [Run(1, 0, ids([BEST, SECOND, THIRD]), 1), Run(0, 0, ids([FOURTH, FOURTH]), 1)]
     assert backend.decode(runs).status is Status.OK
     size = (backend.info.n_vocab,)
     best = {

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from llamaslot.backend.llama import library
 from llamaslot.backend.llama.sampling import candidates as llama_candidates
-from llamaslot.backend.llama.sampling.dry import BreakerIndex, Dry
+from llamaslot.backend.llama.sampling.penalties import BreakerIndex, Dry
 from llamaslot.backend.llama.sampling.sampler import LlamaSampler
 from llamaslot.backend.llama.vocab import LlamaVocab
 from llamaslot.base.backend import NO_TOKEN

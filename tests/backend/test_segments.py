@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from bench import synthetic
-from llamaslot.backend.llama import LlamaBackend, LlamaSettings, saved_sequences
+from llamaslot.backend.llama import LlamaBackend, LlamaSettings, saved_states
 from llamaslot.base.backend import Run, Status
 from llamaslot.base.gguf_file import parts
 from llamaslot.base.kv_ops import (
@@ -170,14 +170,14 @@ def test_the_size_of_a_segment_is_known_beforehand(tiny_model: Path, cache_type:
         size = backend.info.segment_size
         assert size is not None
         for i in range(40):
-            assert backend.decode([Run(seq, i, PROMPT[i : i + 1], False) for seq in (0, 1)]).status is Status.OK
+            assert backend.decode([Run(seq, i, PROMPT[i : i + 1], 0) for seq in (0, 1)]).status is Status.OK
         feed(backend, 0, PROMPT[40:])
         for number, (start, end) in enumerate([(0, 1), (0, 2), (0, 40), (7, 150), (0, 200), (199, 200)]):
             backend.change(Save(number, 0, start, end))
-            state = backend._kv.segments._states[number]
+            state = backend._kv.segments._kv[number]
             assert len(state) == size.of(end - start)
             backend.change(Free(number))
-        assert not backend._kv.segments._states
+        assert not backend._kv.segments._kv
 
 
 @pytest.mark.parametrize("shape", ["tiny-swa", "tiny-oss", "tiny-lfm2", "tiny-next", "tiny-mamba", "tiny-rwkv7"])
@@ -275,7 +275,7 @@ def test_a_segment_for_which_there_is_no_memory_leaves_everything_as_it_was(
     with loaded(tiny_model) as backend:
         feed(backend, 0, PROMPT)
         with monkeypatch.context() as patched:
-            patched.setattr(saved_sequences, "new_kv", nothing)
+            patched.setattr(saved_states, "new_kv", nothing)
             with pytest.raises(NotSavedError) as error:
                 backend.change(Save(7, 0, 50, 100))
         assert error.value.segment == 7

@@ -15,8 +15,7 @@ import numpy as np
 import pytest
 
 from bench import synthetic
-from llamaslot.backend.llama import LlamaBackend, LlamaSettings, operations
-from llamaslot.backend.llama.state import self_test
+from llamaslot.backend.llama import LlamaBackend, LlamaSettings, operations, self_test
 from llamaslot.backend.state_format import HEADER_BYTES, LAYOUTS, SavedCells, digests, read_cells
 from llamaslot.base.backend import Decoded, Run, Status
 from llamaslot.base.kv_ops import (
@@ -147,7 +146,7 @@ class WrongBackend(NoisyBackend):
                 super().change(Load(1, start, parts))
                 kv.lengths[0] = operation.end
             case "a segment twice", Load(_, _, ((first, half), (second, _))):
-                kv.segments._states[second] = shifted(kv.segments._states[first], half)
+                kv.segments._kv[second] = shifted(kv.segments._kv[first], half)
                 super().change(operation)
             case "cells of another branch", Copy(src, dst, 0, end):
                 self._compute(dst, self._held[src][:end][::-1])
@@ -445,7 +444,7 @@ def test_a_model_that_failed_is_computed_whole() -> None:
         assert not info.keeps_checkpoints
         assert (info.checkpoint_size, info.segment_size, info.state_cost) == (None, None, None)
         assert info.reuse_reason == info.self_test_reason
-        assert backend.decode([Run(0, 0, TOKEN, True)]).status is Status.OK
+        assert backend.decode([Run(0, 0, TOKEN, 1)]).status is Status.OK
         for operation in (Take(1, 0, 1), Copy(0, 1, 0, 1), Save(1, 0, 0, 1)):
             with pytest.raises(IllegalCallError):
                 backend.change(operation)
@@ -525,7 +524,7 @@ def test_a_later_test_leaves_sequences_as_they_were(
         assert [backend._kv.states.is_live(seq) for seq in seqs] == live
         assert list(backend._kv.states.checkpoints) == [5] * backend._kv.states.has_states
         if not bug and live[0]:
-            assert backend.decode([Run(0, lengths[0], TOKEN, True)]).status is Status.OK
+            assert backend.decode([Run(0, lengths[0], TOKEN, 1)]).status is Status.OK
 
 
 def test_a_later_test_does_not_run_without_memory_for_what_is_held(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,8 +20,6 @@ from llamaslot.app.models import resolve_model
 from llamaslot.backend import host as host_module
 from llamaslot.backend.host import host_memory
 from llamaslot.backend.llama import LlamaSettings, library, sizing
-from llamaslot.backend.llama import kv_bytes as kv_bytes_module
-from llamaslot.backend.llama.kv_bytes import KvBytes, from_log, kv_bytes, layer_bytes, layers_on_gpu
 from llamaslot.backend.llama.library import Device
 from llamaslot.backend.llama.llama_settings import sequences
 from llamaslot.backend.llama.loading import in_parts, load_model, logged_bytes, padded
@@ -29,8 +27,13 @@ from llamaslot.backend.llama.sizing import (
     HOST,
     MAX_AUTO_CELLS_GPU,
     MAX_AUTO_CELLS_HOST,
+    KvBytes,
     Place,
+    bytes_from_log,
+    kv_bytes,
     kv_places,
+    layer_bytes,
+    layers_on_gpu,
     most_cells,
     pool_size,
 )
@@ -298,8 +301,8 @@ def test_what_llama_cpp_logs_of_its_buffers_is_read_by_place() -> None:
         "llama_kv_cache: size =    4.00 MiB (   256 cells,   9 layers,  4/1 seqs), K (f16):    2.00 MiB",
         "llama_memory_recurrent:  CUDA_Host RS buffer size =     0.50 MiB",
     ]
-    assert from_log(lines, 512) == (KvBytes(8192, 8 * 2**20), KvBytes(4096, 2**19))
-    assert from_log(lines, -1) == (KvBytes(8192 + 16_384, 0), KvBytes(4096, 2**19))
+    assert bytes_from_log(lines, 512) == (KvBytes(8192, 8 * 2**20), KvBytes(4096, 2**19))
+    assert bytes_from_log(lines, -1) == (KvBytes(8192 + 16_384, 0), KvBytes(4096, 2**19))
 
 
 def test_bytes_of_a_cell_in_the_demo_model(models: dict[str, Path]) -> None:
@@ -425,10 +428,10 @@ def test_compressed_or_unequal_kv_is_measured(
 
     def counted(*args: Any) -> Any:
         measured[0] += 1
-        return kv_bytes_measured(*args)
+        return measured_bytes(*args)
 
-    kv_bytes_measured = kv_bytes_module.measured
-    monkeypatch.setattr(kv_bytes_module, "measured", counted)
+    measured_bytes = sizing.measured_bytes
+    monkeypatch.setattr(sizing, "measured_bytes", counted)
     with loaded(models["tiny"], n_ctx=0, n_gpu_layers=0) as backend:
         assert "/ 778 bytes a cell" in backend.info.sizing, "768, as exact as the log is"
     assert measured == [1]

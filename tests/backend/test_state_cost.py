@@ -11,10 +11,9 @@ import numpy.typing as npt
 import pytest
 
 from bench import synthetic
-from llamaslot.backend.llama import LlamaBackend, LlamaSettings
-from llamaslot.backend.llama.quiet import Quiet
-from llamaslot.backend.llama.state import state_cost
-from llamaslot.backend.llama.state.partial_states import PartialStates
+from llamaslot.backend.llama import LlamaBackend, LlamaSettings, costs
+from llamaslot.backend.llama.costs import Quiet
+from llamaslot.backend.llama.saved_states import PartialStates
 from llamaslot.base.backend import Run, Status
 from llamaslot.base.kv_ops import Free, Remove, Restore, Take
 from llamaslot.base.model import CheckpointSize, StateCost, StateKind
@@ -120,8 +119,8 @@ def test_the_cost_is_the_time_to_take_and_to_restore_a_checkpoint_of_the_largest
         assert states.n_bytes(operation.dst) == sizes[-1]
         now += 2e-3 * sizes[-1] / 1024
 
-    monkeypatch.setattr(state_cost, "_COMPUTED_TOKENS", n_computed)
-    monkeypatch.setattr(state_cost, "perf_counter", lambda: now)
+    monkeypatch.setattr(costs, "_SAVED_TOKENS", n_computed)
+    monkeypatch.setattr(costs, "perf_counter", lambda: now)
     monkeypatch.setattr(PartialStates, "take", timed_take)
     monkeypatch.setattr(PartialStates, "restore", timed_restore)
     with loaded(shape) as backend:
@@ -172,7 +171,7 @@ def test_without_memory_for_a_checkpoint_its_cost_is_unknown(call: str, monkeypa
 
 
 def measured(backend: LlamaBackend) -> StateCost | None:
-    return state_cost.measure(backend, backend._context, backend._kv.partial, Quiet(on_cpu=True))
+    return costs.measure_state_cost(backend, backend._context, backend._kv.partial, Quiet(on_cpu=True))
 
 
 def logits(backend: LlamaBackend) -> npt.NDArray[np.float32]:

@@ -323,7 +323,7 @@ class SequencesMachine(RuleBasedStateMachine):
 
     @rule(seq=seqs, shift=st.sampled_from([-1, 1, 7]))
     def decode_at_another_position(self, seq: int, shift: int) -> None:
-        run = Run(seq, len(self.oracle[seq]) + shift, np.array([97], dtype=np.int32), True)
+        run = Run(seq, len(self.oracle[seq]) + shift, np.array([97], dtype=np.int32), 1)
         self.refused(lambda: self.backend.decode([run]))
 
     @rule(token=st.sampled_from([-1, 10**6]), seq=seqs)
@@ -335,7 +335,7 @@ class SequencesMachine(RuleBasedStateMachine):
         for operation in (Remove(seq, 0), Copy(seq, 0, 0, 1), Copy(0, seq, 0, 1), Share(0, seq, 0, 1)):
             self.refuses(operation)
         self.refused(lambda: self.backend.seq_len(seq))
-        self.refused(lambda: self.backend.decode([Run(seq, 0, np.array([97], dtype=np.int32), True)]))
+        self.refused(lambda: self.backend.decode([Run(seq, 0, np.array([97], dtype=np.int32), 1)]))
 
     @rule()
     def decode_more_than_a_micro_batch(self) -> None:
@@ -445,7 +445,7 @@ class SequencesMachine(RuleBasedStateMachine):
         other = (load.dst + 1) % SCRATCH
         n_missing = N_CTX - self.cells_used - n_free
         for n in [N_UBATCH] * (n_missing // N_UBATCH) + [n_missing % N_UBATCH] * (n_missing % N_UBATCH > 0):
-            run = Run(other, self.backend.seq_len(other), np.full(n, 97, dtype=np.int32), False)
+            run = Run(other, self.backend.seq_len(other), np.full(n, 97, dtype=np.int32), 0)
             assert self.backend.decode([run]).status is Status.OK
         self.fails(load)
         self.backend.change(Remove(other, len(self.oracle[other])))

@@ -11,8 +11,8 @@ import llama_cpp
 import numpy as np
 import pytest
 
-from llamaslot.backend.llama import LlamaBackend, LlamaSettings, step_cost
-from llamaslot.backend.llama.quiet import Quiet
+from llamaslot.backend.llama import LlamaBackend, LlamaSettings, costs
+from llamaslot.backend.llama.costs import Quiet
 from llamaslot.base.backend import Decoded, Run, Status
 from llamaslot.base.commands import GenerateParams
 from llamaslot.base.kv_ops import Remove
@@ -31,20 +31,23 @@ def test_the_cost_is_that_of_a_few_tokens_and_of_a_query_block_alone_and_after_m
 ) -> None:
     """Small steps take 3 ms, 1 ms a token, and 2 us for each cell; a query block 20 ms, and 10 us a cell."""
     seen = []
-    compute = step_cost.compute
+    compute = costs._compute
     now = 0.0
 
-    def timed(backend: LlamaBackend, n_tokens: int, *, seq: int, start: int) -> None:
+    def timed(backend: LlamaBackend, n_tokens: int, *, seq: int = 0, start: int = 0) -> None:
         nonlocal now
         compute(backend, n_tokens, seq=seq, start=start)
+        if seq == 0:
+            # To be saved, and loaded many times.
+            return
         n_cells = 0 if start == 0 else 1024
         seen.append((n_tokens, n_cells))
         now += 20e-3 + n_cells * 10e-6 if n_tokens == QUERY_BLOCK else 3e-3 + n_tokens * (1e-3 + n_cells * 2e-6)
 
-    monkeypatch.setattr(step_cost, "compute", timed)
-    monkeypatch.setattr(step_cost, "perf_counter", lambda: now)
+    monkeypatch.setattr(costs, "_compute", timed)
+    monkeypatch.setattr(costs, "perf_counter", lambda: now)
     backend = LlamaBackend(settings(tiny_model))
-    cost = step_cost.measure(backend, backend._context, Quiet(on_cpu=True))
+    cost = costs.measure_step_cost(backend, backend._context, Quiet(on_cpu=True))
     assert cost is not None
     assert (cost.step_us, cost.token_us, cost.token_cell_us) == pytest.approx((3000, 1000, 2))
     assert (cost.block_us, cost.block_cell_us) == (pytest.approx(20_000), pytest.approx(10))
@@ -53,9 +56,9 @@ def test_the_cost_is_that_of_a_few_tokens_and_of_a_query_block_alone_and_after_m
 
 
 def test_the_pool_is_empty_behind_it(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_cost, "_LIMIT_S", math.inf)
+    monkeypatch.setattr(costs, "_LIMIT_S", math.inf)
     backend = LlamaBackend(settings(tiny_model, n_ctx=4096))
-    assert step_cost.measure(backend, backend._context, Quiet(on_cpu=True)) is not None
+    assert costs.measure_step_cost(backend, backend._context, Quiet(on_cpu=True)) is not None
     assert [backend.seq_range(seq) for seq in range(backend.n_seqs)] == [range(0)] * backend.n_seqs
     for start in range(0, 4096, 512):
         assert backend.decode([Run(0, start, np.full(512, 5, dtype=np.int32), n_outputs=0)]).status is Status.OK
@@ -71,8 +74,8 @@ def test_a_slow_model_is_not_kept_from_serving(tiny_model: Path, monkeypatch: py
         return 0.3
 
     backend = LlamaBackend(settings(tiny_model))
-    monkeypatch.setattr(step_cost, "_seconds", slow)
-    assert step_cost.measure(backend, backend._context, Quiet(on_cpu=True)) is None
+    monkeypatch.setattr(costs, "_step_seconds", slow)
+    assert costs.measure_step_cost(backend, backend._context, Quiet(on_cpu=True)) is None
     assert n_computed == 1
     backend.close()
 

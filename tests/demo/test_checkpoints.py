@@ -23,7 +23,7 @@ import pytest
 from bench.demo.corpus import Dialogue
 from llamaslot.backend.disk import DiskStore
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings
-from llamaslot.backend.llama.state.partial_states import PartialStates
+from llamaslot.backend.llama.saved_states import PartialStates
 from llamaslot.base.commands import TextPart, TokensPart
 from llamaslot.base.events import Finished, Progress
 from llamaslot.base.kv_ops import Kv, Restore

@@ -144,7 +144,7 @@ def check_rows(talks: Talks) -> int:
     for ids, _, _ in talks.asked:
         for start in range(0, len(ids), SEGMENT):
             part = np.array(ids[start : start + SEGMENT], dtype=np.int32)
-            backend.decode([Run(0, start, part, False)])
+            backend.decode([Run(0, start, part, 0)])
         cold[ids] = rows_of(backend, 0).astype(np.float32)
         backend.change(Remove(0, 0))
     backend.close()

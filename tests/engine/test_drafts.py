@@ -76,7 +76,9 @@ async def reply(
     ],
     ids=["eos", "limit", "one", "three", "context", "seed", "probs", "constraint", "reasoning"],
 )
-@pytest.mark.parametrize("backend", [{}, {"unified": False}, {"n_scored": 2}], ids=["unified", "parts", "few rows"])
+@pytest.mark.parametrize(
+    "backend", [{}, {"unified": False}, {"n_spare_rows": 2}], ids=["unified", "parts", "few rows"]
+)
 async def test_a_reply_with_drafts_is_the_reply_without(
     n_drafted: tuple[int, int], fields: dict[str, Any], backend: dict[str, Any]
 ) -> None:
@@ -86,7 +88,7 @@ async def test_a_reply_with_drafts_is_the_reply_without(
     assert drafted == plain
     if fields["max_tokens"] in {-1, 40}:
         assert counts["drafted"]
-        n_rows = backend.get("n_scored", 8)
+        n_rows = backend.get("n_spare_rows", 8)
         assert counts["longest"] <= n_rows
         # A reply's forced tokens and its limits cut drafts short, so that they may have no wrong part.
         has_wrong = n_drafted[1] and n_drafted[0] < n_rows and not {"constraint", "reasoning_budget"} & {*fields}
@@ -180,13 +182,13 @@ async def test_invalid_logits_after_a_drafted_token_fail_the_request_where_they_
 
 
 async def test_drafts_of_several_streams_share_the_room_of_a_step() -> None:
-    backend = FakeBackend(n_slots=3, n_ubatch=8, n_scored=100)
+    backend = FakeBackend(n_slots=3, n_ubatch=8, n_spare_rows=100)
     async with running(backend) as harness:
         ends = [harness.submit(name, name * 5, max_tokens=40, sampling=OPEN) for name in "abc"]
         for end in ends:
             await end
         texts = {name * 5: harness.text(name) for name in "abc"}
-    backend = FakeBackend(n_slots=3, n_ubatch=8, n_scored=100)
+    backend = FakeBackend(n_slots=3, n_ubatch=8, n_spare_rows=100)
     async with running(backend) as harness:
         steps = Steps(harness.engine)
         draft_replies(harness, (7, 0), texts)

@@ -14,7 +14,7 @@ from llamaslot.backend.disk import SlotFiles
 from llamaslot.base.commands import SlotAction, SlotActionDone
 from llamaslot.base.events import Finished
 from llamaslot.base.model import KvCost, StepCost
-from llamaslot.engine import pending_costs
+from llamaslot.engine import pending_measurements
 from tests.engine.harness import running
 from tests.fake_backend import FakeBackend
 
@@ -45,8 +45,8 @@ class BusyMachine(FakeBackend):
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pending_costs, "IDLE_S", 0.02)
-    monkeypatch.setattr(pending_costs, "_RETRY_S", 0.02)
+    monkeypatch.setattr(pending_measurements, "IDLE_S", 0.02)
+    monkeypatch.setattr(pending_measurements, "_RETRY_S", 0.02)
 
 
 async def until(condition: Callable[[], bool]) -> None:

@@ -40,7 +40,7 @@ async def test_all_scores_come_before_the_first_text() -> None:
 
 
 async def test_preempted_prompts_are_scored_once() -> None:
-    backend = FakeBackend(n_ctx=180, n_slots=3, n_scored=4)
+    backend = FakeBackend(n_ctx=180, n_slots=3, n_spare_rows=4)
     async with running(backend) as harness:
         names = {name: name * 20 for name in "abc"}
         ends = [
@@ -60,7 +60,7 @@ async def test_preempted_prompts_are_scored_once() -> None:
 async def test_what_a_failed_step_computed_is_scored_all_the_same(
     status: Status, n_applied: int, after: int
 ) -> None:
-    backend = FakeBackend(n_scored=7)
+    backend = FakeBackend(n_spare_rows=7)
     backend.failures.extend([*[(Status.OK, 9)] * after, (status, n_applied)])
     async with running(backend) as harness:
         # A request that fails alone in its step fails for good.
@@ -76,7 +76,7 @@ async def test_what_a_failed_step_computed_is_scored_all_the_same(
 
 
 async def test_a_prompt_with_invalid_logits_fails() -> None:
-    backend = FakeBackend(n_scored=6)
+    backend = FakeBackend(n_spare_rows=6)
     backend.poison.add(ord("!"))
     async with running(backend) as harness:
         for max_tokens in (0, 4):

@@ -27,8 +27,7 @@ from llamaslot.base.commands import ClearCache
 from llamaslot.base.events import Finished
 from llamaslot.base.stats import RemoteStats
 from llamaslot.engine import remote_worker
-from llamaslot.engine.remote_worker import RemoteWorker
-from llamaslot.engine.shared_fetches import WantedObject
+from llamaslot.engine.remote_worker import RemoteWorker, WantedObject
 from llamaslot.kvcache.tiers import pacing, remote_tier, upload_queue
 from llamaslot.kvcache.tiers.remote_io import GRID_TOKENS, Fetched, Portion, RemoteObject, RemoteUnavailableError
 from llamaslot.kvcache.tiers.remote_tier import Choice, Lookup

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llamaslot.engine.shared_fetches import SharedFetches, WantedObject
+from llamaslot.engine.remote_worker import SharedFetches, WantedObject
 from llamaslot.kvcache.tiers.remote_io import Fetched, RemoteObject
 
 

@@ -14,8 +14,7 @@ import pytest
 
 from bench import synthetic
 from llamaslot.backend.disk import SlotFiles
-from llamaslot.backend.llama import LlamaBackend, LlamaSettings
-from llamaslot.backend.llama.state import self_test
+from llamaslot.backend.llama import LlamaBackend, LlamaSettings, self_test
 from llamaslot.base.backend import Status
 from llamaslot.base.commands import ClearCache, SlotAction, SlotActionDone
 from llamaslot.base.errors import ErrorInfo

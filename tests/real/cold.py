@@ -67,7 +67,7 @@ class ColdModel:
             if len(reply.tokens) == n or token in self.backend.info.eog:
                 return reply
             at = len(ids) + len(reply.tokens) - 1
-            self.backend.decode([Run(0, at, np.array([token], dtype=np.int32), True)])
+            self.backend.decode([Run(0, at, np.array([token], dtype=np.int32), 1)])
             logits = last_logits(self.backend)
 
 

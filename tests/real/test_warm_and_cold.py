@@ -22,7 +22,7 @@ import pytest
 
 from llamaslot.backend.disk import DiskStore
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings
-from llamaslot.backend.llama.state.partial_states import PartialStates
+from llamaslot.backend.llama.saved_states import PartialStates
 from llamaslot.base.commands import ClearCache
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.kv_ops import Kv, Load, Operation, Restore

@@ -11,7 +11,8 @@ import numpy as np
 from hypothesis import given
 
 from llamaslot.kvcache.cache_settings import CheckpointSettings
-from llamaslot.scheduler.checkpoint_stops import CheckpointStops, prompt_stops
+from llamaslot.scheduler.checkpoint_taker import prompt_stops
+from llamaslot.scheduler.request import CheckpointStops
 
 CONTROL = np.array([1], dtype=np.int32)
 STEP, GAP = 100, 10

@@ -53,7 +53,7 @@ def cold(kind: StateKind, prompt: str, n: int) -> list[int]:
     sampling = Sampling(temperature=0.0, ignore_eos=True)
     tokens, found = as_tokens(prompt), []
     for _ in range(n):
-        assert backend.decode([Run(0, backend.seq_len(0), tokens, True)]).status is Status.OK
+        assert backend.decode([Run(0, backend.seq_len(0), tokens, 1)]).status is Status.OK
         ((token,),) = backend.sample([(0, backend.new_sampler(sampling, tokens))])
         found.append(token)
         tokens = as_tokens(chr(found[-1]))

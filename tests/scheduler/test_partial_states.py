@@ -18,7 +18,7 @@ from llamaslot.kvcache.tiers.disk_io import Write, Written
 from llamaslot.scheduler.checkpoint_taker import CheckpointTaker
 from llamaslot.scheduler.request import Request, RequestState
 from llamaslot.scheduler.step import StepPlan
-from llamaslot.scheduler.turns import RunTurns
+from llamaslot.scheduler.step_planner import RunTurns
 from tests.fake_backend import WINDOW, FakeBackend
 from tests.scheduler.test_scheduler import Driver, generated
 
@@ -190,7 +190,7 @@ def test_a_checkpoint_above_one_that_only_the_disk_has_is_not_the_deepest() -> N
 @pytest.mark.parametrize("is_cached_first", [False, True])
 def test_a_checkpoint_at_the_end_of_the_first_message_is_known_however_it_was_taken(is_cached_first: bool) -> None:
     driver = Driver(kind=StateKind.RECURRENT, n_slots=2, n_ctx=2048, checkpoints={"step_tokens": 999})
-    driver.scheduler._taker = CheckpointTaker(driver.cache, driver.cache.checkpoints, [ord("|")], 2048)
+    driver.scheduler._taker = CheckpointTaker(driver.cache, [ord("|")], 2048)
     if is_cached_first:
         driver.run("s" * 40, max_tokens=0, id_slot=0)
         driver.cache.checkpoints.take_at_end(0)
@@ -205,7 +205,7 @@ def test_a_checkpoint_that_is_loaded_with_its_path_is_known_to_end_the_first_mes
     driver = Driver(
         kind=StateKind.RECURRENT, n_slots=2, n_ctx=2048, ram_bytes=10**6, checkpoints={"step_tokens": 999}
     )
-    driver.scheduler._taker = CheckpointTaker(driver.cache, driver.cache.checkpoints, [ord("|")], 2048)
+    driver.scheduler._taker = CheckpointTaker(driver.cache, [ord("|")], 2048)
     driver.run("s" * 40, max_tokens=0, id_slot=0)
     driver.cache.evict(driver.cache.cells.total)
     assert driver.cache.cells.used == 0

@@ -13,7 +13,7 @@ import pytest
 from llamaslot.base.backend import Decoded, Run
 from llamaslot.base.kv_ops import Remove
 from llamaslot.base.model import StepCost
-from llamaslot.scheduler.passes import MIN_SPEEDUP, Passes, adjacent
+from llamaslot.scheduler.padding import MIN_DUMMY_SPEEDUP, Passes, adjacent
 from tests.scheduler.test_scheduler import DECODE_SECONDS, Driver, TimedBackend, generated
 
 COST = StepCost(step_us=3200.0, token_us=110.0, token_cell_us=0.45, block_us=1e4, block_cell_us=10.0)
@@ -64,7 +64,7 @@ def test_after_some_steps_the_rows_are_those_that_take_least(streams: list[int])
         taken.append(milliseconds(seqs))
         passes.observe(rows(seqs), taken[-1] / 1e3 * chance.uniform(0.95, 1.1))
     least = fastest(streams)
-    assert np.mean(taken[100:]) <= 1.02 * max(least, milliseconds(streams) / MIN_SPEEDUP)
+    assert np.mean(taken[100:]) <= 1.02 * max(least, milliseconds(streams) / MIN_DUMMY_SPEEDUP)
 
 
 def test_a_slow_period_does_not_rule_out_the_best_rows_for_ever() -> None:

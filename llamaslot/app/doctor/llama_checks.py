@@ -134,8 +134,7 @@ def main() -> None:
     """Print the facts about llama.cpp, and about the model file that the argument names, if any."""
     configure_logging("json", "error")
     # Imported after logging is configured, because the import fails if the library cannot be loaded.
-    from llamaslot.backend.llama import library, loading  # noqa: PLC0415
-    from llamaslot.backend.llama.state import capabilities  # noqa: PLC0415
+    from llamaslot.backend.llama import capabilities, library, loading  # noqa: PLC0415
 
     library.initialise()
     build, devices = library.build(), library.devices()

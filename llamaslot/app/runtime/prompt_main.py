@@ -21,7 +21,7 @@ import uvloop
 from llamaslot.app.config import Config
 from llamaslot.app.logs import configure_logging, get_logger
 from llamaslot.backend.llama import LlamaVocab
-from llamaslot.backend.llama.constraint_tokenizer import token_texts
+from llamaslot.backend.llama.vocab import token_texts
 from llamaslot.backend.memory import trim_heap
 from llamaslot.base.backend import Vocab
 from llamaslot.base.errors import ConfigError, InvalidRequestError, LlamaslotError

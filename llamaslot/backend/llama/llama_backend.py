@@ -15,20 +15,17 @@ import numpy as np
 
 from llamaslot.backend.constraints import Compiled, ConstraintCompiler
 from llamaslot.backend.host import host_cpus
-from llamaslot.backend.llama import kv_cost, library, loading, measurements, sizing, step_cost
+from llamaslot.backend.llama import capabilities, costs, library, loading, measurements, self_test, sizing
 from llamaslot.backend.llama.batch import Batch
-from llamaslot.backend.llama.constraint_tokenizer import ConstraintTokenizer
+from llamaslot.backend.llama.costs import DisturbedError, Quiet, StoppedError
 from llamaslot.backend.llama.llama_settings import LlamaSettings, sequences
 from llamaslot.backend.llama.loading import Context
 from llamaslot.backend.llama.measurements import Measurements
 from llamaslot.backend.llama.operations import KvOperations
-from llamaslot.backend.llama.quiet import DisturbedError, Quiet, StoppedError
-from llamaslot.backend.llama.sampling.candidates import Logits
-from llamaslot.backend.llama.sampling.dry import BreakerIndex
-from llamaslot.backend.llama.sampling.probabilities import score_of
+from llamaslot.backend.llama.sampling.candidates import Logits, score_of
+from llamaslot.backend.llama.sampling.penalties import BreakerIndex
 from llamaslot.backend.llama.sampling.sampler import LlamaSampler
-from llamaslot.backend.llama.state import capabilities, self_test, state_cost
-from llamaslot.backend.llama.vocab import LlamaVocab
+from llamaslot.backend.llama.vocab import ConstraintTokenizer, LlamaVocab
 from llamaslot.backend.memory import trim_heap
 from llamaslot.base import kv_ops
 from llamaslot.base.backend import CompiledConstraint, Decoded, Run, Sampler, Status, accepted, check_runs
@@ -103,18 +100,18 @@ class LlamaBackend:
         kv = self._kv.segments.kv_of(segment)
         return kv if kv is not None else self._kv.partial.kv_of(segment)
 
-    def put(self, segment: int, start: int, end: int, state: kv_ops.Kv) -> None:
+    def put(self, segment: int, start: int, end: int, kv: kv_ops.Kv) -> None:
         """Add a segment or checkpoint that was read from disk, a file or the remote tier."""
         if start == end:
             checkpoint = self.info.checkpoint_size
-            if checkpoint is None or len(state) not in checkpoint.all_of(end):
-                raise ValueError(f"a checkpoint after {end} tokens does not have {len(state)} bytes")
-            self._kv.put_checkpoint(segment, end, state)
+            if checkpoint is None or len(kv) not in checkpoint.all_of(end):
+                raise ValueError(f"a checkpoint after {end} tokens does not have {len(kv)} bytes")
+            self._kv.put_checkpoint(segment, end, kv)
             return
         size = self.info.segment_size
-        if size is None or len(state) != size.of(end - start):
-            raise ValueError(f"a segment of {end - start} tokens does not have {len(state)} bytes")
-        self._kv.segments.put(segment, range(start, end), state)
+        if size is None or len(kv) != size.of(end - start):
+            raise ValueError(f"a segment of {end - start} tokens does not have {len(kv)} bytes")
+        self._kv.segments.put(segment, range(start, end), kv)
 
     def end_changes(self) -> None:
         """Free what was kept to speed up further operations on the same sequences."""
@@ -141,7 +138,8 @@ class LlamaBackend:
 
     def decode(self, runs: Sequence[Run]) -> Decoded:
         """Compute a batch."""
-        check_runs(runs, length_of=self._recorded_length, info=self.info, states=self._kv.states)
+        self._check_open()
+        check_runs(runs, length_of=self._kv.length, info=self.info, states=self._kv.states)
         self._kv.end_changes()
         self._rows, self._targets = self._batch.fill(runs)
         code = llama_cpp.llama_decode(self._context, self._batch.struct)
@@ -207,8 +205,8 @@ class LlamaBackend:
         if result.outcome == "pending":
             return False
         info = self.info
-        costs = info.kv_cost, info.step_cost, info.state_cost
-        measured = Measurements(*costs, result, has_costs=not info.costs_pending)
+        known = info.kv_cost, info.step_cost, info.state_cost
+        measured = Measurements(*known, result, has_costs=not info.costs_pending)
         self._keep(measured)
         self._set_measured(measured, is_later=True)
         trim_heap()
@@ -314,7 +312,7 @@ class LlamaBackend:
             n_cache_seqs=n_cache_seqs,
             n_batch=llama_cpp.llama_n_batch(context),
             n_ubatch=llama_cpp.llama_n_ubatch(context),
-            n_scored=loading.n_scored(model, llama_cpp.llama_n_ubatch(context)),
+            n_spare_rows=loading.spare_rows(model, llama_cpp.llama_n_ubatch(context)),
             unified=settings.unified,
             context_ms=1e3 * made.seconds,
             flash_attn=made.flash_attn,
@@ -405,7 +403,9 @@ class LlamaBackend:
 
     def _measure(self, should_stop: Callable[[], bool] = lambda: False) -> Measurements | None:
         """Measure all costs; None, with the reason in `info`, if that was disturbed or stopped."""
-        info, costs = self.info, self._settings.measure_costs
+        info = self.info
+        if not self._settings.measure_costs:
+            return Measurements()
         n_threads = max(self._settings.n_threads, self._settings.n_threads_batch)
         quiet = Quiet(
             on_cpu=info.device == CPU,
@@ -422,11 +422,9 @@ class LlamaBackend:
         pending = ""
         try:
             return Measurements(
-                kv_cost=watched(lambda: kv_cost.measure(self, self._context, quiet)) if costs else None,
-                step_cost=watched(lambda: step_cost.measure(self, self._context, quiet)) if costs else None,
-                state_cost=watched(lambda: state_cost.measure(self, self._context, self._kv.partial, quiet))
-                if costs
-                else None,
+                kv_cost=watched(lambda: costs.measure_kv_cost(self, self._context, quiet)),
+                step_cost=watched(lambda: costs.measure_step_cost(self, self._context, quiet)),
+                state_cost=watched(lambda: costs.measure_state_cost(self, self._context, self._kv.partial, quiet)),
             )
         except DisturbedError as error:
             pending = str(error)
@@ -479,10 +477,6 @@ class LlamaBackend:
     def _check_seq(self, seq: int) -> None:
         self._check_open()
         kv_ops.check_seq(seq, self.n_seqs)
-
-    def _recorded_length(self, seq: int) -> int:
-        self._check_seq(seq)
-        return self._kv.lengths[seq]
 
 
 def _constraint_compiler(vocab: LlamaVocab) -> ConstraintCompiler:

@@ -14,10 +14,9 @@ from typing import Any
 
 import llama_cpp
 
-from llamaslot.backend.llama import library
+from llamaslot.backend.llama import capabilities, library
+from llamaslot.backend.llama.capabilities import Caches
 from llamaslot.backend.llama.llama_settings import CACHE_TYPES, LlamaSettings
-from llamaslot.backend.llama.state import capabilities
-from llamaslot.backend.llama.state.capabilities import Caches
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.gguf_file import check_file, parts
 from llamaslot.base.model import ModelFile
@@ -60,9 +59,9 @@ The order of the samplers (`sequence`) is not read.
 """
 
 
-_MAX_SCORED_BYTES = 32 * 2**20
-"""Most bytes of logits for prompt tokens that a step scores: 55 rows of 151,936. Limited, because llama.cpp keeps
-the memory once it has used it.
+_MAX_SPARE_BYTES = 32 * 2**20
+"""Most bytes of spare rows of logits: 55 rows of 151,936. Limited, because llama.cpp keeps the memory once it has
+used it.
 """
 
 
@@ -166,7 +165,7 @@ def kv_facts(model: Any, context: Any, settings: LlamaSettings, *, flash_attn: b
 def make_context(model: Any, settings: LlamaSettings, *, n_ctx: int, n_seqs: int, n_threads: int) -> Context:
     """Return a context for `n_seqs` sequences with `n_ctx` cells for the slots. Raises `ConfigError`."""
     params = context_params(settings, n_ctx=n_ctx, n_seqs=n_seqs, n_threads=n_threads)
-    params.n_outputs_max += n_scored(model, settings.n_ubatch)
+    params.n_outputs_max += spare_rows(model, settings.n_ubatch)
     with library.watched() as (lines, errors):
         started = perf_counter()
         context = llama_cpp.llama_init_from_model(model, params)
@@ -202,10 +201,10 @@ def part_cells(model: Any, context: Any, settings: LlamaSettings) -> int:
     return part if part >= MIN_PART and is_same else 0
 
 
-def n_scored(model: Any, n_ubatch: int) -> int:
-    """Return how many prompt tokens a step may score, each of which takes a row of logits."""
+def spare_rows(model: Any, n_ubatch: int) -> int:
+    """Return `ModelInfo.n_spare_rows`."""
     n_vocab: int = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
-    return max(1, min(n_ubatch, _MAX_SCORED_BYTES // (4 * n_vocab)))
+    return max(1, min(n_ubatch, _MAX_SPARE_BYTES // (4 * n_vocab)))
 
 
 def context_params(settings: LlamaSettings, *, n_ctx: int, n_seqs: int, n_threads: int) -> Any:

@@ -1,7 +1,7 @@
 """Start-up measurements, kept in the user's cache folder for the next start with the same model.
 
 A file has the measurements of one key: a digest of the model's files, all settings and sizes on which times depend,
-the library and the machine. Measurements that other programs disturbed are never kept (`quiet.py`). Servers may
+the library and the machine. Measurements that other programs disturbed are never kept (`costs.py`). Servers may
 share the folder: a file is replaced as a whole, and one that is corrupt or has another key counts as missing.
 """
 
@@ -23,9 +23,9 @@ import msgspec
 from llamaslot.backend.files import open_regular, private_folder, write_atomically
 from llamaslot.backend.host import host_cpus
 from llamaslot.backend.llama import library
-from llamaslot.backend.llama.kv_cost import MAX_IDLE_CELLS
+from llamaslot.backend.llama.costs import MAX_IDLE_CELLS
 from llamaslot.backend.llama.llama_settings import LlamaSettings
-from llamaslot.backend.llama.state.self_test import SelfTestResult
+from llamaslot.backend.llama.self_test import SelfTestResult
 from llamaslot.base.gguf_file import parts
 from llamaslot.base.model import KvCost, ModelInfo, StateCost, StepCost
 

@@ -13,9 +13,8 @@ from typing import Any
 
 import llama_cpp
 
-from llamaslot.backend.llama import saved_sequences
+from llamaslot.backend.llama.saved_states import PartialStates, load_sequence, save_sequence, sequence_bytes
 from llamaslot.backend.llama.segments import PoolTransfer, SegmentStore, StreamTransfer, Transfer
-from llamaslot.backend.llama.state.partial_states import PartialStates
 from llamaslot.base import kv_ops
 from llamaslot.base.backend import Run
 from llamaslot.base.model import ModelInfo, StateKind
@@ -161,12 +160,12 @@ class KvOperations:
         Sequences must not share cells.
         """
         seqs = [seq for seq, length in enumerate(self.lengths) if length]
-        if sum(saved_sequences.size_of(self._context, seq) for seq in seqs) > _MAX_SET_ASIDE_BYTES:
+        if sum(sequence_bytes(self._context, seq) for seq in seqs) > _MAX_SET_ASIDE_BYTES:
             raise kv_ops.NotSavedError(seqs[0])
         states = {}
         for seq in seqs:
             try:
-                states[seq] = saved_sequences.save(self._context, seq)
+                states[seq] = save_sequence(self._context, seq)
             except MemoryError as error:
                 raise kv_ops.NotSavedError(seq) from error
         held = Held(states, list(self.lengths), [self.states.is_live(seq) for seq in range(len(self.lengths))])
@@ -177,7 +176,7 @@ class KvOperations:
         """Restore what all sequences held; False if memory does not suffice, in which case all are empty."""
         self.clear()
         for seq, state in held.states.items():
-            if not saved_sequences.load(self._context, seq, state):
+            if not load_sequence(self._context, seq, state):
                 self.clear()
                 return False
         self.lengths = held.lengths

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import llama_cpp
 
-from llamaslot.backend.llama import saved_sequences
+from llamaslot.backend.llama.saved_states import load_sequence, save_sequence, sequence_bytes
 from llamaslot.backend.state_format import Rows, join, rows_of_sequence
 from llamaslot.base.kv_ops import Copy, Kv, Load, NotLoadedError, NotSavedError, Save
 
@@ -28,25 +28,25 @@ class SegmentStore:
     def __init__(self) -> None:
         self.positions: dict[int, range] = {}
         """Token positions of each segment in host memory."""
-        self._states: dict[int, Kv] = {}
+        self._kv: dict[int, Kv] = {}
 
     def kv_of(self, segment: int) -> Kv | None:
         """Return the KV of a segment; None if there is no such segment."""
-        return self._states.get(segment)
+        return self._kv.get(segment)
 
-    def put(self, segment: int, positions: range, state: Kv) -> None:
+    def put(self, segment: int, positions: range, kv: Kv) -> None:
         """Add a segment of KV at these token positions."""
-        self._states[segment] = state
+        self._kv[segment] = kv
         self.positions[segment] = positions
 
     def save(self, operation: Save, transfer: Transfer) -> None:
         """Save a range of a sequence; raises `NotSavedError` if memory does not suffice."""
         wanted = range(operation.start, operation.end)
         try:
-            state = transfer.save(operation.src, wanted)
+            kv = transfer.save(operation.src, wanted)
         except MemoryError as error:
             raise NotSavedError(operation.segment) from error
-        self.put(operation.segment, wanted, state)
+        self.put(operation.segment, wanted, kv)
 
     def load(self, operation: Load, transfer: Transfer) -> None:
         """Append parts of segments to a sequence; raises `NotLoadedError`.
@@ -54,8 +54,7 @@ class SegmentStore:
         llama.cpp does not report whether memory or free cells did not suffice.
         """
         parts = [
-            (self._states[number], self.positions[number], range(start, end))
-            for number, start, end in operation.ranges
+            (self._kv[number], self.positions[number], range(start, end)) for number, start, end in operation.ranges
         ]
         try:
             transfer.load(operation.dst, operation.start, parts)
@@ -65,7 +64,7 @@ class SegmentStore:
 
     def free(self, segment: int) -> None:
         """Free a segment."""
-        del self._states[segment], self.positions[segment]
+        del self._kv[segment], self.positions[segment]
 
 
 class Transfer(Protocol):
@@ -102,18 +101,18 @@ class PoolTransfer:
     def save(self, src: int, wanted: range) -> Kv:
         """Return the KV of these positions of a sequence, as a segment."""
         with self._in_scratch(src, wanted):
-            return saved_sequences.save(self._context, self._scratch)
+            return save_sequence(self._context, self._scratch)
 
     def size(self, src: int, wanted: range) -> int:
         """Return the bytes that `save` would return."""
         with self._in_scratch(src, wanted):
-            return saved_sequences.size_of(self._context, self._scratch)
+            return sequence_bytes(self._context, self._scratch)
 
     def load(self, dst: int, start: int, parts: Sequence[tuple[Kv, range, range]]) -> None:
         """Append to a sequence of `start` tokens."""
         for state, _, wanted in parts:
             try:
-                if not saved_sequences.load(self._context, self._scratch, state):
+                if not load_sequence(self._context, self._scratch, state):
                     raise MemoryError(f"llama.cpp could not load {len(state)} bytes")
                 self.copy(Copy(self._scratch, dst, wanted.start, wanted.stop))
             finally:
@@ -175,12 +174,12 @@ class StreamTransfer:
         self._saved = None
         own.clear()
         rows.clear()
-        if not saved_sequences.load(self._context, dst, state):
+        if not load_sequence(self._context, dst, state):
             raise MemoryError(f"llama.cpp could not load {len(state)} bytes")
 
     def _rows(self, seq: int, wanted: range) -> Rows:
         length = self._lengths()[seq]
         if self._saved is None or self._saved[:2] != (seq, length):
-            self._saved = seq, length, saved_sequences.save(self._context, seq)
+            self._saved = seq, length, save_sequence(self._context, seq)
         state = self._saved[2]
         return rows_of_sequence(state, range(length), wanted, stream=seq, n_streams=self._n_streams)

@@ -1,4 +1,7 @@
-"""A model's vocabulary: text to tokens and back. Constant after loading, so any thread may use it."""
+"""A model's vocabulary: text to tokens and back. Constant after loading, so any thread may use it.
+
+`ConstraintTokenizer` is the vocabulary in the form that llguidance needs.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +10,19 @@ from collections.abc import Iterable, Sequence
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import llama_cpp
 import numpy as np
+from llguidance import LLTokenizer
 
 from llamaslot.backend.llama import library
 from llamaslot.backend.llama.loading import load_vocab
-from llamaslot.base.errors import InvalidRequestError
+from llamaslot.base.errors import InvalidRequestError, NotSupportedError
 from llamaslot.base.kv_ops import IllegalCallError
 from llamaslot.base.model import FimTokens
 from llamaslot.base.tokens import Tokens
+from llamaslot.text.grammars.compiling import SPECIAL_PREFIX
 
 _SPLITTERS_WITHOUT_REGEX = frozenset(
     """
@@ -45,6 +51,14 @@ searched within the third.
 
 _MAX_TEXT_BYTES = 1024
 """Size of the buffer for the text of one token, in bytes; few have more than 100."""
+_MAX_TOKENIZE_BYTES = 2048
+"""Most bytes tokenized at once if llama.cpp takes stack for each (fact 21). A grammar may force longer texts."""
+_TOKENIZE = ctypes.CFUNCTYPE(
+    ctypes.c_int32,
+    *(ctypes.c_void_p, ctypes.POINTER(ctypes.c_char), ctypes.c_int32),
+    *(ctypes.POINTER(ctypes.c_int32), ctypes.c_int32, ctypes.c_bool, ctypes.c_bool),
+)
+"""The type of `llama_tokenize`."""
 
 
 class LlamaVocab:
@@ -159,11 +173,9 @@ class LlamaVocab:
     @cached_property
     def added_tags(self) -> dict[str, int]:
         """Ids, by text, of added tags (`<name>`) that are not control tokens. llama.cpp finds them in any text."""
-        added = (token for token in range(self.n_tokens) if self._is_user_defined(token))
+        defined = llama_cpp.LLAMA_TOKEN_ATTR_USER_DEFINED
+        added = (token for token in range(self.n_tokens) if self._attributes(token) & defined)
         return {text: token for token in added if token not in self._controls and is_tag(text := self.text(token))}
-
-    def _is_user_defined(self, token: int) -> bool:
-        return bool(self._attributes(token) & llama_cpp.LLAMA_TOKEN_ATTR_USER_DEFINED)
 
     @property
     def bos(self) -> int:
@@ -213,3 +225,80 @@ def is_tag(text: str) -> bool:
 
 def _pointer(array: Tokens) -> ctypes._Pointer[ctypes.c_int32]:
     return array.ctypes.data_as(ctypes.POINTER(ctypes.c_int32))
+
+
+class ConstraintTokenizer:
+    """Makes llguidance's tokenizer. Must live as long as that, because it owns the callback."""
+
+    def __init__(self, vocab: LlamaVocab) -> None:
+        self._vocab = vocab
+        self._tag_parts = {token: self._without_tag(text) for text, token in vocab.added_tags.items()}
+        """Tokens that spell an added tag as text, by the tag's own token, which llama.cpp finds in any text."""
+        self._callback = _TOKENIZE(self._tokenize)
+
+    def make(self, eog: tuple[int, ...]) -> LLTokenizer:
+        """Return the tokenizer. Takes about a second for 151,936 tokens. Raises `NotSupportedError`."""
+        vocab = self._vocab
+        tokens = token_texts(vocab)
+        is_native = not vocab.stack_bytes and not self._tag_parts
+        function: Any = llama_cpp.llama_cpp._lib.llama_tokenize if is_native else self._callback
+        try:
+            return LLTokenizer.from_llamacpp(  # type: ignore[attr-defined, no-any-return]
+                tokens=tokens,
+                vocab_ptr=vocab.pointer,
+                tokenize_fptr=ctypes.cast(function, ctypes.c_void_p).value,
+                eos_token=list(eog),
+                slices=None,
+            )
+        except ValueError as error:
+            raise NotSupportedError(f"replies of this model cannot be constrained: {error}") from error
+
+    def _without_tag(self, text: str) -> list[int]:
+        parts = (
+            self._vocab.tokenize(part, add_special=False, parse_special=False) for part in (text[:1], text[1:])
+        )
+        return [token for part in parts for token in part.tolist()]
+
+    def _tokenize(  # noqa: PLR0917 - the type of `llama_tokenize`
+        self, vocab: int, text: Any, n_bytes: int, tokens: Any, n_max: int, add_special: bool, parse_special: bool
+    ) -> int:
+        """Tokenize like `llama_tokenize`, but without the tokens of added tags, which a grammar's text excludes.
+
+        If llama.cpp takes stack for each character, long texts are tokenized in parts, with other tokens at their
+        ends.
+        """
+        data = ctypes.string_at(text, n_bytes)
+        size = _MAX_TOKENIZE_BYTES if self._vocab.stack_bytes else max(n_bytes, 1)
+        found: list[int] = []
+        at = 0
+        while at < n_bytes or (at == 0 and not found):
+            end = min(at + size, n_bytes)
+            while end < n_bytes and data[end] & 0xC0 == 0x80:
+                end -= 1
+            part = data[at:end]
+            out = (ctypes.c_int32 * (len(part) + 8))()
+            n: int = llama_cpp.llama_tokenize(
+                vocab, part, len(part), out, len(out), add_special and at == 0, parse_special
+            )
+            if n < 0:
+                return n
+            for token in out[:n]:
+                found += self._tag_parts.get(token) or (token,)
+            at = end
+            if end == n_bytes:
+                break
+        if len(found) > n_max:
+            return -len(found)
+        for i, token in enumerate(found):
+            tokens[i] = token
+        return len(found)
+
+
+def token_texts(vocab: LlamaVocab) -> list[bytes]:
+    """Return the text of each token, or a marked name for tokens that a grammar allows by name only."""
+    named = set(vocab.named_tokens.values())
+    texts = [b"" if token in named else vocab.piece(token) for token in range(vocab.n_tokens)]
+    for token, text in enumerate(texts):
+        if not text and (name := vocab.detokenize([token])):
+            texts[token] = SPECIAL_PREFIX + name
+    return texts

@@ -1,7 +1,7 @@
 """Checkpoints: partial states that are copied to host memory, and the order in which they are evicted from it.
 
 Checkpoints are taken
-1. where a step of a running request ends (`scheduler/checkpoint_stops.py`);
+1. where a step of a running request ends (`scheduler/checkpoint_taker.py`);
 2. when a sequence is about to lose its last token, and its state with it (`take_at_end`);
 3. in advance of that, for idle sequences while the server is idle (`take_ahead`), so that evicting them is cheap.
 

@@ -13,11 +13,17 @@ import numpy as np
 import numpy.typing as npt
 
 from llamaslot.backend.constraints import Matcher
-from llamaslot.backend.llama.sampling.candidates import Adjuster, Candidates, Logits, highest, possible
+from llamaslot.backend.llama.sampling.candidates import (
+    Adjuster,
+    Candidates,
+    Logits,
+    highest,
+    possible,
+    score_after_sampling,
+    score_of,
+)
 from llamaslot.backend.llama.sampling.chain import Chain, active_samplers, takes_the_best
-from llamaslot.backend.llama.sampling.dry import BreakerIndex, Dry
-from llamaslot.backend.llama.sampling.penalties import Penalties
-from llamaslot.backend.llama.sampling.probabilities import score_after_sampling, score_of
+from llamaslot.backend.llama.sampling.penalties import BreakerIndex, Dry, Penalties
 from llamaslot.base.backend import CONSTRAINT_FAILED, NO_TOKEN
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.generation.token_probs import TokenScore

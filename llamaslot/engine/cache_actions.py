@@ -1,8 +1,11 @@
-"""Slot actions of `POST /slots/{id}`: save a slot's KV to a file, restore it from one, or erase it.
+"""Queries that change the cache: saving, restoring and erasing a slot (`POST /slots/{id}`), dropping prefixes.
 
 save       wait until the slot is idle; copy its KV to host memory in the next step; write the file on a thread
 restore    read and verify the file on the thread; wait until the slot is idle; load the KV in the next step
 erase      wait until the slot is idle; clear it
+
+Clearing the cache and deleting a session drop prefixes in all tiers; the reply follows once the disk and the remote
+store have deleted them.
 """
 
 from __future__ import annotations
@@ -11,14 +14,18 @@ import asyncio
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import TypeAlias
 
+import msgspec
 import structlog
 
+from llamaslot.base import commands
 from llamaslot.base.backend import Backend
-from llamaslot.base.commands import SlotAction, SlotActionDone
+from llamaslot.base.commands import CacheCleared, SlotAction, SlotActionDone
 from llamaslot.base.errors import (
     InvalidRequestError,
     LlamaslotError,
+    NotFoundError,
     NotSupportedError,
     QueueFullError,
     ServerError,
@@ -26,7 +33,10 @@ from llamaslot.base.errors import (
 )
 from llamaslot.base.executors import close_after_queue, started_executor
 from llamaslot.base.tokens import WIDTH
+from llamaslot.engine.disk_worker import DiskWorker
+from llamaslot.engine.remote_worker import RemoteWorker
 from llamaslot.engine.reports import Respond
+from llamaslot.kvcache.cache import KVCache
 from llamaslot.kvcache.slot_snapshots import (
     InvalidSnapshotError,
     SlotSave,
@@ -37,10 +47,13 @@ from llamaslot.kvcache.slot_snapshots import (
 )
 from llamaslot.scheduler.scheduler import Scheduler
 
+_log = structlog.get_logger(__name__)
+
 MAX_WAITING = 8
 """Most actions that may wait for their slots. Limited, because a waiting restore has its whole file in memory."""
-
-_log = structlog.get_logger(__name__)
+_EVENTS = {"save": "slot.saved", "restore": "slot.restored", "erase": "slot.erased"}
+_Drop: TypeAlias = Callable[[Callable[[str], None]], None]
+"""Deletes objects of the remote store, then calls its argument with the reason of a failure, or an empty text."""
 
 
 @dataclass(slots=True, eq=False)
@@ -224,9 +237,6 @@ class SlotActions:
         job.respond(SlotActionDone(n_tokens, job.n_bytes, ms))
 
 
-_EVENTS = {"save": "slot.saved", "restore": "slot.restored", "erase": "slot.erased"}
-
-
 def _error_of(error: BaseException, job: _Job) -> LlamaslotError:
     name = job.command.filename
     if isinstance(error, FileNotFoundError) and job.command.action == "restore":
@@ -241,3 +251,59 @@ def _error_of(error: BaseException, job: _Job) -> LlamaslotError:
         return ServerError(f"{name} cannot be used: {error.strerror or error}")
     _log.error("slot.failed", exc_info=error)
     return ServerError(f"{name} cannot be used")
+
+
+@dataclass(eq=False)
+class DropActions:
+    """Carries out queries that drop prefixes, between two steps.
+
+    `lacks_disk` is True if a disk is configured but cannot be used, so that its content cannot be deleted.
+    """
+
+    _cache: KVCache
+    _disk: DiskWorker | None
+    _remote: RemoteWorker | None
+    _lacks_disk: bool
+
+    def clear(self, _: commands.ClearCache, respond: Respond) -> None:
+        """Drop all idle prefixes."""
+        cleared = self._cache.drop()
+        _log.info("cache.cleared", **msgspec.structs.asdict(cleared))
+        if self._disk is not None:
+            self._disk.start(self._cache.take_jobs())
+            self._disk.clear_texts()
+        self._respond_when_written(respond, cleared, self._remote.clear if self._remote is not None else None)
+
+    def drop_paths(self, query: commands.DropPaths, respond: Respond) -> None:
+        """Drop the paths of a session."""
+        forks = self._cache.forks(query.namespace, query.paths)
+        dropped = self._cache.drop_paths(query.namespace, query.paths)
+        _log.info("session.dropped", **msgspec.structs.asdict(dropped))
+        if self._disk is not None:
+            self._disk.start(self._cache.take_jobs())
+            self._disk.drop_session(query.session)
+        # Even if the session is unknown, the disk may still have it, if an earlier deletion failed there.
+        answer = dropped if query.paths else NotFoundError("there is no such session")
+        remote = self._remote
+        drop = (lambda then: remote.drop(query.namespace, forks, then)) if remote is not None and forks else None
+        self._respond_when_written(respond, answer, drop)
+
+    def _respond_when_written(
+        self, respond: Respond, answer: CacheCleared | LlamaslotError, drop_remote: _Drop | None
+    ) -> None:
+        """Respond once the disk and the remote store have deleted everything, or with an error if they fail."""
+
+        def finish(where: str, reason: str) -> None:
+            message = f"done in the pool and in RAM, but {where} {reason}"
+            respond(UnavailableError(message) if reason else answer)
+
+        def then(reason: str) -> None:
+            if reason or drop_remote is None:
+                finish("the disk (--cache-disk)", reason)
+            else:
+                drop_remote(lambda reason: finish("the remote store (--cache-remote)", reason))
+
+        if self._disk is not None:
+            self._disk.when_written(then)
+        else:
+            then("cannot be used, so its content was not deleted" if self._lacks_disk else "")

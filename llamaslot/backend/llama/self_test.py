@@ -28,7 +28,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from llamaslot.backend.llama import saved_sequences
+from llamaslot.backend.llama.saved_states import save_sequence
 from llamaslot.backend.state_format import digests
 from llamaslot.base.backend import Backend, Run, Status
 from llamaslot.base.kv_ops import (
@@ -174,7 +174,7 @@ class _Trial:
         can_move = info.keeps_checkpoints and 0 < n_swa < info.n_ctx_slot
         self._n_prefix = n_swa + _N_MOVED if can_move else _N_PREFIX
         self._n_needed = self._n_prefix + n_more
-        self._n_compared = min(_N_COMPARED, info.n_ubatch, info.n_scored + 1)
+        self._n_compared = min(_N_COMPARED, info.n_ubatch, info.n_spare_rows + 1)
         ids = _ids(backend, self._n_prefix + n_more) if self._fits() else np.zeros(0, np.int32)
         self._prefix, ids = ids[: self._n_prefix], ids[self._n_prefix :]
         self._tail, self._other = ids[: self._n_compared], ids[self._n_compared :][:_N_OTHER]
@@ -352,7 +352,7 @@ class _Trial:
         """
         if self._should_stop():
             raise _StoppedError
-        state = saved_sequences.save(self._context, seq)
+        state = save_sequence(self._context, seq)
         try:
             return digests(state, self._info.state.kind)
         except ValueError as error:
@@ -360,7 +360,7 @@ class _Trial:
 
     def _rows(self, seq: int) -> Logits:
         """Compute the tail in a sequence; returns its logits."""
-        self._step(Run(seq, self._backend.seq_len(seq), self._tail, True, self._tail[1:]))
+        self._step(Run(seq, self._backend.seq_len(seq), self._tail, n_outputs=1, targets=self._tail[1:]))
         rows = (llama_cpp.llama_get_logits_ith(self._context, row) for row in range(self._n_compared))
         return np.stack([np.ctypeslib.as_array(row, (self._info.n_vocab,)) for row in rows])
 
@@ -368,7 +368,7 @@ class _Trial:
         """Append tokens to a sequence, computed in chunks as large as possible."""
         chunk = self._info.n_ubatch
         for at in range(0, len(tokens), chunk):
-            self._step(Run(seq, self._backend.seq_len(seq), tokens[at : at + chunk], False))
+            self._step(Run(seq, self._backend.seq_len(seq), tokens[at : at + chunk], n_outputs=0))
 
     def _step(self, run: Run) -> None:
         if self._should_stop():

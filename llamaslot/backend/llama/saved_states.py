@@ -1,4 +1,4 @@
-"""Checkpoints in host memory: partial states of sequences, saved and loaded by llama.cpp.
+"""Saved states: sequences, and partial states alone (checkpoints), in host memory; llama.cpp saves and loads them.
 
 With the flag `LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY` llama.cpp saves and loads only the partial state of a sequence:
 recurrent states and the cells of sliding windows. Loading one replaces the sequence's own. llama.cpp has no call
@@ -8,17 +8,42 @@ for windows that of one token, because loading an empty window has no effect.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from typing import Any
 
 import llama_cpp
 
-from llamaslot.backend.llama.saved_sequences import pointer
 from llamaslot.backend.memory import new_kv
 from llamaslot.base.kv_ops import IllegalCallError, Kv, NotLoadedError, NotSavedError, Restore, Take
 from llamaslot.base.model import StateKind
 
 _PARTIAL = llama_cpp.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
+
+
+def save_sequence(context: Any, seq: int) -> Kv:
+    """Return what a sequence holds; raises `MemoryError`."""
+    state = new_kv(sequence_bytes(context, seq))
+    n_bytes = llama_cpp.llama_state_seq_get_data(context, _pointer(state), len(state), seq)
+    # Both calls return 0 if llama.cpp runs out of memory.
+    if not n_bytes or n_bytes != len(state):
+        raise MemoryError(f"llama.cpp could not save sequence {seq}")
+    return state
+
+
+def load_sequence(context: Any, seq: int, state: Kv) -> bool:
+    """Replace what a sequence holds. False, with unknown content, if memory or free cells do not suffice."""
+    return bool(llama_cpp.llama_state_seq_set_data(context, _pointer(state), len(state), seq) == len(state))
+
+
+def sequence_bytes(context: Any, seq: int) -> int:
+    """Return the bytes that saving a sequence takes."""
+    return int(llama_cpp.llama_state_seq_get_size(context, seq))
+
+
+def _pointer(state: Kv) -> Any:
+    """Return the address of the bytes for llama.cpp's calls."""
+    return state.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
 
 
 class PartialStates:
@@ -100,12 +125,12 @@ class PartialStates:
         del self._states[checkpoint]
 
     def _load(self, seq: int, state: Kv) -> bool:
-        n_bytes = llama_cpp.llama_state_seq_set_data_ext(self._context, pointer(state), len(state), seq, _PARTIAL)
+        n_bytes = llama_cpp.llama_state_seq_set_data_ext(self._context, _pointer(state), len(state), seq, _PARTIAL)
         return bool(n_bytes == len(state))
 
     def _saved(self, seq: int) -> Kv:
         state = new_kv(self.n_bytes(seq))
-        n_bytes = llama_cpp.llama_state_seq_get_data_ext(self._context, pointer(state), len(state), seq, _PARTIAL)
+        n_bytes = llama_cpp.llama_state_seq_get_data_ext(self._context, _pointer(state), len(state), seq, _PARTIAL)
         if not n_bytes or n_bytes != len(state):
             raise MemoryError(f"llama.cpp could not save the state of sequence {seq}")
         return state

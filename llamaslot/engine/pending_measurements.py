@@ -1,8 +1,9 @@
-"""The self-test of reuse, if it would have taken too long at load: it runs later, when no request runs.
+"""Pending measurements: the self-test of reuse, and costs, that could not be measured at start.
 
-Until it has passed, nothing is reused. If the model is reused by checkpoints, KV and checkpoints of requests are
-kept already (`KVCache.is_on_trial`), to be reused once the test has passed, and dropped if it fails. If it fails,
-nothing is ever reused, and the log has the reason.
+The self-test is pending if it would have taken too long at load. It runs later, when no request runs. Until it has
+passed, nothing is reused. If the model is reused by checkpoints, KV and checkpoints of requests are kept already
+(`KVCache.is_on_trial`), to be reused once the test has passed, and dropped if it fails. If it fails, nothing is
+ever reused, and the log has the reason.
 
 The test runs in the context of the requests, whose sequences are set aside meanwhile. It never runs beside a
 request, because that request's state would be lost: llama.cpp may be unable to save it. So:
@@ -11,6 +12,8 @@ request, because that request's state would be lost: llama.cpp may be unable to 
     after `_OVERDUE_S`          it runs as soon as no request runs, even if others wait
     after `_OVERDUE_S` more     if some request is always running, none is admitted for at most `_MAX_HOLD_S`
     after `_HOLD_EVERY_S`       the same again, if a request ran longer than that
+
+Costs are pending if other programs used the CPU. They are measured while the server idles.
 """
 
 from __future__ import annotations
@@ -23,13 +26,19 @@ from llamaslot.base.backend import Backend
 from llamaslot.base.events import SelfTestEnded
 from llamaslot.base.stats import Miss
 
+_log = structlog.get_logger(__name__)
+
 _MAX_STARTS = 2
 """Most starts of the test. The last one is not stopped: commands wait for it."""
 _OVERDUE_S = 10.0
 _MAX_HOLD_S = 20.0
 _HOLD_EVERY_S = 300.0
-
-_log = structlog.get_logger(__name__)
+IDLE_S = 2.0
+"""Time without work after which pending costs are measured."""
+_RETRY_S = 10.0
+"""Time until the next try. Doubled with each try, because a try takes CPU time that other programs want."""
+_MAX_RETRY_S = 600.0
+"""Longest time between two tries."""
 
 
 class PendingSelfTest:
@@ -95,3 +104,49 @@ class PendingSelfTest:
     @property
     def _overdue_s(self) -> float:
         return self._clock() - self._since - _OVERDUE_S
+
+
+class PendingCosts:
+    """Decides when to measure pending costs of a backend. Times are seconds on the caller's clock."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._idle_since: float | None = None
+        self._not_before = 0.0
+        self._retry_s = _RETRY_S
+        if reason := backend.info.costs_pending:
+            _log.warning("costs.pending", reason=reason)
+
+    @property
+    def due_at(self) -> float | None:
+        """Time to measure if the server stays idle until then; None if no costs are pending, or it is busy."""
+        if not self._backend.info.costs_pending or self._idle_since is None:
+            return None
+        return max(self._idle_since + IDLE_S, self._not_before)
+
+    def note(self, now: float, *, is_idle: bool) -> None:
+        """Record whether the server is idle."""
+        if not is_idle:
+            self._idle_since = None
+        elif self._idle_since is None:
+            self._idle_since = now
+
+    def postpone(self, now: float) -> None:
+        """Try again later."""
+        self._not_before = now + self._retry_s
+        self._retry_s = min(2 * self._retry_s, _MAX_RETRY_S)
+
+    async def measure(
+        self, call: Callable[[Callable[[], bool]], Awaitable[bool]], should_stop: Callable[[], bool]
+    ) -> bool:
+        """Measure on the model thread, through `call`; returns False if that was disturbed or stopped."""
+        if not await call(lambda: self._backend.measure_costs(should_stop)):
+            return False
+        info = self._backend.info
+        cost = info.kv_cost
+        _log.info(
+            "costs.measured",
+            prefill_us=round(cost.prefill_us, 1) if cost is not None else None,
+            load_us=round(cost.load_us, 2) if cost is not None else None,
+        )
+        return True

@@ -1,0 +1,367 @@
+"""Measurement of `KvCost`, `StepCost` and `StateCost`: what KV, small steps and checkpoints cost on this machine.
+
+- `KvCost`: idle prefixes in the pool slow down prefill, because attention scans it up to its highest used cell
+  (fact 5). In RAM they cost the time to save and to load them, measured with the tokens of the timed prefill.
+- `StepCost`: a few tokens, and `QUERY_BLOCK` of them, are timed in an empty sequence and after many cells.
+- `StateCost`: a checkpoint is taken and restored. A recurrent state always has the same size, a sliding window is
+  filled.
+
+Computing enough tokens to fill cells or windows would take long on a slow machine, but their content does not
+matter: one short sequence is saved, and loaded many times into another one. That one then has each position many
+times, and tokens computed after it attend to all of them, which is good enough for timing. Everything is cleared at
+the end.
+
+A measurement counts only if other programs did not disturb it: they can make times several times as long, and the
+result would be used for a week. So each measurement checks between its parts (`Quiet`) how long threads waited for
+a CPU, and whether equal work took equal time, which also detects other users of a GPU. The first disturbed part
+ends the measurement.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import llama_cpp
+import numpy as np
+
+from llamaslot.backend.llama.saved_states import PartialStates, load_sequence, save_sequence
+from llamaslot.base.backend import Backend, Run, Status
+from llamaslot.base.errors import ConfigError
+from llamaslot.base.kv_ops import Free, Load, NotLoadedError, NotSavedError, Operation, Remove, Restore, Save, Take
+from llamaslot.base.model import QUERY_BLOCK, KvCost, StateCost, StepCost
+from llamaslot.base.process_times import thread_times
+from llamaslot.kvcache.cache_settings import MAX_SEGMENT_TOKENS
+
+MAX_IDLE_CELLS = 8192
+"""Most idle cells in the pool while prefill is measured."""
+MIN_IDLE_CELLS = 2048
+"""With fewer idle cells nothing is measured: the result would be noise, and they cost little."""
+
+_SEGMENT = _CHECKPOINT = -1
+"""Number of what is saved; the engine uses no such number."""
+_SAVED_TOKENS = 64
+"""Tokens of the sequence that is loaded repeatedly."""
+_PROBE_TOKENS = 16
+"""Tokens computed first, to estimate how many take `_TARGET_S`; also the fewest that are worth measuring."""
+_TARGET_S = 0.2
+"""Time that each measured prefill should take."""
+_N_PAIRS = 5
+"""Number of prefills with, and without, idle cells."""
+
+_FEW_TOKENS, _MORE_TOKENS = 8, 32
+"""Tokens of small steps."""
+_MANY_CELLS = 1024
+"""Cells to attend to in the measurements with many cells."""
+_LIMIT_S = 0.2
+"""If a small step takes longer, nothing is measured; also the time after which a measurement is not repeated."""
+_MAX_REPEATS = 5
+"""Most repetitions of a step."""
+
+_N_REPEATS = 5
+"""Number of measurements of each cost."""
+
+MAX_WAITING_SHARE = 0.1
+"""Largest fraction of the time that threads may have waited for a CPU."""
+MIN_WAITING_S = 0.005
+"""Shorter waits, of a few time slices, never count."""
+MAX_SPREAD = 1.5
+"""Largest ratio of the median time of equal work to the shortest time."""
+
+
+def measure_kv_cost(backend: Backend, context: Any, quiet: Quiet) -> KvCost | None:
+    """Measure the cost on a backend with this context, which is empty before and after. Takes about two seconds.
+
+    None if nothing can be saved, if a unified pool has less than `MIN_IDLE_CELLS` to spare, or if the model is too
+    slow to measure. Raises `NotSavedError` if memory does not suffice.
+    """
+    info = backend.info
+    n_idle = min(info.n_ctx - info.n_ubatch, MAX_IDLE_CELLS) // _SAVED_TOKENS * _SAVED_TOKENS
+    if info.segment_size is None or info.n_ubatch < _SAVED_TOKENS or (info.unified and n_idle < MIN_IDLE_CELLS):
+        return None
+    if not info.unified:
+        n_idle = 0
+    try:
+        return _kv_cost(backend, context, n_idle, quiet)
+    finally:
+        if backend.kv_of(_SEGMENT) is not None:
+            backend.change(Free(_SEGMENT))
+        backend.change(Remove(0, 0))
+        llama_cpp.llama_memory_seq_rm(llama_cpp.llama_get_memory(context), 1, -1, -1)
+
+
+def _kv_cost(backend: Backend, context: Any, n_idle: int, quiet: Quiet) -> KvCost | None:
+    """Measure. Sequences 0 and 1 may be left with cells."""
+    _prefill(backend, context, _PROBE_TOKENS)
+    quiet.check()
+    fastest = min(_prefill(backend, context, _PROBE_TOKENS) for _ in range(3))
+    n_tokens = min(round(_PROBE_TOKENS * _TARGET_S / fastest), backend.info.n_ubatch, backend.info.n_ctx_slot)
+    if n_tokens < _PROBE_TOKENS:
+        return None
+    n_saved = min(n_tokens, MAX_SEGMENT_TOKENS)
+    ratios, prefill, saving, loading = [], [], [], []
+    for _ in range(_N_PAIRS):
+        alone = _prefill(backend, context, n_tokens)
+        quiet.check()
+        save, load = _save_and_load(backend, n_saved)
+        if n_idle:
+            is_full = _fill(backend, context, n_idle)
+            crowded = _prefill(backend, context, n_tokens)
+            llama_cpp.llama_memory_seq_rm(llama_cpp.llama_get_memory(context), 1, -1, -1)
+            if not is_full:
+                return None
+            ratios.append(crowded / alone)
+        prefill.append(alone)
+        saving.append(save)
+        loading.append(load)
+        quiet.check()
+    quiet.compare(prefill)
+    return KvCost(
+        n_idle_cells=n_idle,
+        prefill_slowdown=max(statistics.median(ratios), 1.0) if ratios else 1.0,
+        prefill_us=1e6 * statistics.median(prefill) / n_tokens,
+        save_us=1e6 * statistics.median(saving) / n_saved,
+        first_save_us=1e6 * max(saving) / n_saved,
+        load_us=1e6 * statistics.median(loading) / n_saved,
+    )
+
+
+def _prefill(backend: Backend, context: Any, n_tokens: int) -> float:
+    """Return the seconds in which sequence 0 computes `n_tokens`."""
+    backend.change(Remove(0, 0))
+    started = perf_counter()
+    _compute(backend, n_tokens)
+    llama_cpp.llama_synchronize(context)
+    return perf_counter() - started
+
+
+def _save_and_load(backend: Backend, n_tokens: int) -> tuple[float, float]:
+    """Return the seconds to save `n_tokens` of sequence 0, and to load them again."""
+    save = _change(backend, Save(_SEGMENT, 0, 0, n_tokens))
+    backend.change(Remove(0, 0))
+    load = _change(backend, Load(0, 0, ((_SEGMENT, n_tokens),)))
+    backend.change(Free(_SEGMENT))
+    return save, load
+
+
+def _change(backend: Backend, operation: Operation) -> float:
+    started = perf_counter()
+    backend.change(operation)
+    return perf_counter() - started
+
+
+def _fill(backend: Backend, context: Any, n_cells: int) -> bool:
+    """Fill sequence 1 with `n_cells` without computing them; False if that fails. Raises `NotSavedError`.
+
+    They are loaded from a segment, so layers with a sliding window, which have fewer cells, are not filled.
+    """
+    memory = llama_cpp.llama_get_memory(context)
+    backend.change(Remove(0, 0))
+    _compute(backend, _SAVED_TOKENS)
+    backend.change(Save(_SEGMENT, 0, 0, _SAVED_TOKENS))
+    kv = backend.kv_of(_SEGMENT)
+    assert kv is not None
+    n_loaded = 0
+    while n_loaded < n_cells and load_sequence(context, 0, kv):
+        llama_cpp.llama_memory_seq_cp(memory, 0, 1, -1, -1)
+        n_loaded += _SAVED_TOKENS
+    backend.change(Free(_SEGMENT))
+    backend.change(Remove(0, 0))
+    return n_loaded == n_cells
+
+
+def _compute(backend: Backend, n_tokens: int, *, seq: int = 0, start: int = 0) -> None:
+    """Compute `n_tokens` in a sequence that holds `start` tokens; raises `ConfigError` if the model cannot."""
+    tokens = np.arange(n_tokens, dtype=np.int32) % backend.info.n_vocab
+    status = backend.decode([Run(seq=seq, start=start, tokens=tokens, n_outputs=1)]).status
+    if status is not Status.OK:
+        reason = f"the model cannot compute {n_tokens} tokens at once ({status.name})"
+        raise ConfigError(reason, param="--ubatch-size")
+
+
+def measure_step_cost(backend: Backend, context: Any, quiet: Quiet) -> StepCost | None:
+    """Measure the cost on a backend with this context, which is empty before and after.
+
+    Takes half a second, or a few for slow models. None if there is no scratch sequence to pad with, if the pool is
+    too small, if the model is too slow to measure, and for models with a partial state, whose steps are not padded.
+    """
+    info = backend.info
+    if (
+        not info.can_trim
+        or not info.unified
+        or info.segment_size is None
+        or info.n_ubatch < QUERY_BLOCK
+        or info.n_ctx < _MANY_CELLS + 2 * QUERY_BLOCK
+    ):
+        return None
+    try:
+        return _step_cost(backend, context, quiet)
+    finally:
+        for seq in (0, 1):
+            # The backend does not know what `_fill` did; asking for the length corrects its record.
+            backend.seq_len(seq)
+            backend.change(Remove(seq, 0))
+
+
+def _step_cost(backend: Backend, context: Any, quiet: Quiet) -> StepCost | None:
+    """Measure. Sequence 1 may be left with cells."""
+    if (few := _step_seconds(backend, context, _FEW_TOKENS)) > _LIMIT_S:
+        return None
+    quiet.check()
+    more, block = _step_seconds(backend, context, _MORE_TOKENS), _step_seconds(backend, context, QUERY_BLOCK)
+    if not _fill(backend, context, _MANY_CELLS):
+        return None
+    few_far, block_far = _step_seconds(backend, context, _FEW_TOKENS), _step_seconds(backend, context, QUERY_BLOCK)
+    token = max(more - few, 0.0) / (_MORE_TOKENS - _FEW_TOKENS)
+    return StepCost(
+        step_us=1e6 * max(few - _FEW_TOKENS * token, 0.0),
+        token_us=1e6 * token,
+        token_cell_us=1e6 * max(few_far - few, 0.0) / _FEW_TOKENS / _MANY_CELLS,
+        block_us=1e6 * block,
+        block_cell_us=1e6 * max(block_far - block, 0.0) / _MANY_CELLS,
+    )
+
+
+def _step_seconds(backend: Backend, context: Any, n_tokens: int) -> float:
+    """Return the shortest time of several runs in which sequence 1 computes `n_tokens` after its own."""
+    start = backend.seq_len(1)
+    taken: list[float] = []
+    while not taken or (sum(taken) < _LIMIT_S and len(taken) < _MAX_REPEATS):
+        started = perf_counter()
+        _compute(backend, n_tokens, seq=1, start=start)
+        llama_cpp.llama_synchronize(context)
+        taken.append(perf_counter() - started)
+        backend.change(Remove(1, start))
+    return min(taken)
+
+
+def measure_state_cost(backend: Backend, context: Any, states: PartialStates, quiet: Quiet) -> StateCost | None:
+    """Measure the cost on a backend with this context, whose sequences are empty before and after.
+
+    None if no checkpoints are taken, or if pool or memory are too small for one of the largest size.
+    """
+    if not backend.info.keeps_checkpoints:
+        return None
+    try:
+        return _state_cost(backend, context, states, quiet)
+    except (NotSavedError, NotLoadedError, MemoryError):
+        return None
+    finally:
+        llama_cpp.llama_memory_seq_rm(llama_cpp.llama_get_memory(context), 1, -1, -1)
+        backend.change(Remove(0, 0))
+
+
+def _state_cost(backend: Backend, context: Any, states: PartialStates, quiet: Quiet) -> StateCost | None:
+    """Measure. Sequences 0 and 1 may be left with cells."""
+    n_swa = backend.info.state.n_swa
+    n_tokens = min(n_swa or 1, _SAVED_TOKENS, backend.info.n_ubatch)
+    _compute(backend, n_tokens)
+    if not _fill_state(context, -(-n_swa // n_tokens) or 1):
+        return None
+    quiet.begin()
+    taking, restoring = [], []
+    for _ in range(_N_REPEATS):
+        taking.append(_ms(context, lambda: states.take(Take(_CHECKPOINT, src=1, end=n_tokens))))
+        try:
+            restoring.append(_ms(context, lambda: states.restore(Restore(_CHECKPOINT, dst=1), n_tokens)))
+        finally:
+            states.free(_CHECKPOINT)
+        quiet.check()
+    return StateCost(take_ms=statistics.median(taking), restore_ms=statistics.median(restoring))
+
+
+def _fill_state(context: Any, n_loads: int) -> bool:
+    """Load the content of sequence 0 into sequence 1 `n_loads` times; False if the cells do not suffice."""
+    memory = llama_cpp.llama_get_memory(context)
+    saved = save_sequence(context, 0)
+    for _ in range(n_loads):
+        if not load_sequence(context, 0, saved):
+            return False
+        llama_cpp.llama_memory_seq_cp(memory, 0, 1, -1, -1)
+    return True
+
+
+def _ms(context: Any, call: Callable[[], None]) -> float:
+    started = perf_counter()
+    call()
+    llama_cpp.llama_synchronize(context)
+    return 1e3 * (perf_counter() - started)
+
+
+class DisturbedError(Exception):
+    """Other programs disturbed a measurement; the message says how."""
+
+
+class StoppedError(Exception):
+    """The measurement was stopped on request."""
+
+
+class Clocks(NamedTuple):
+    """Clocks of this process, in seconds."""
+
+    wall_s: float
+    thread_s: float
+    """CPU time of the calling thread."""
+    waits_s: dict[int, float] | None
+    """Time that each thread has waited for a CPU; None if the system does not report it."""
+
+
+class Quiet:
+    """Watches measurements on one thread. `should_stop` is called at each check.
+
+    With `exceeds_cpus` this process has more threads than can run at once. They wait for each other, which says
+    nothing about other programs, so only the times of equal work are compared.
+    """
+
+    def __init__(
+        self, *, on_cpu: bool, exceeds_cpus: bool = False, should_stop: Callable[[], bool] = lambda: False
+    ) -> None:
+        self._on_cpu = on_cpu
+        self._exceeds_cpus = exceeds_cpus
+        self._should_stop = should_stop
+        self._before = read_clocks()
+
+    def begin(self) -> None:
+        """Begin the next measurement."""
+        self._before = read_clocks()
+
+    def check(self) -> None:
+        """Raise `DisturbedError` if threads waited for CPUs since `begin`, and `StoppedError` on request."""
+        if self._should_stop():
+            raise StoppedError
+        if self._exceeds_cpus:
+            return
+        after = read_clocks()
+        seconds = after.wall_s - self._before.wall_s
+        waited = waited_s(self._before, after, on_cpu=self._on_cpu)
+        if waited > max(MIN_WAITING_S, MAX_WAITING_SHARE * seconds):
+            raise DisturbedError(f"threads waited {waited:.2f} s for CPUs within {seconds:.2f} s")
+
+    @staticmethod
+    def compare(seconds: Sequence[float]) -> None:
+        """Raise `DisturbedError` if equal work took very different times."""
+        if statistics.median(seconds) > MAX_SPREAD * min(seconds) + MIN_WAITING_S:
+            raise DisturbedError(f"the same work took {min(seconds):.3f} to {max(seconds):.3f} s")
+
+
+def read_clocks() -> Clocks:
+    """Read the clocks."""
+    waits = {thread: each.waited_s for thread, each in thread_times(os.getpid()).items()}
+    return Clocks(time.perf_counter(), time.thread_time(), waits or None)
+
+
+def waited_s(before: Clocks, after: Clocks, *, on_cpu: bool) -> float:
+    """Return how long threads of this process waited for a CPU between two readings on the same thread.
+
+    If the system does not report that, it is the time in which the calling thread did not run; but 0 if the model
+    is not computed `on_cpu`, because a thread that waits for a GPU does not run either.
+    """
+    if before.waits_s is not None and after.waits_s is not None:
+        return sum(max(0.0, s - before.waits_s.get(thread, 0.0)) for thread, s in after.waits_s.items())
+    if not on_cpu:
+        return 0.0
+    return max(0.0, (after.wall_s - before.wall_s) - (after.thread_s - before.thread_s))
