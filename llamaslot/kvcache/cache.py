@@ -500,7 +500,7 @@ class KVCache:
         return self._snapshots.save(seq)
 
     def free_saved(self, numbers: Iterable[int]) -> None:
-        """Let the backend free the bytes of a saved slot."""
+        """Free the bytes of a saved slot with the next plan."""
         self._tiers.free(numbers)
         self._offloader.free_evicted()
 

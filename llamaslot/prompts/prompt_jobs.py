@@ -146,7 +146,7 @@ class PromptJobs:
         self.tokenizer = tokenizer
         self._reader = reader
         self._kept: dict[str, bytes | list[PromptContext]] = {}
-        """What is kept of requests until they are released: a body that needs something more, then the prompts."""
+        """By request, until it is released: the body while it needs something more, then the prompts."""
         self._methods: dict[type[msgspec.Struct], Callable[[Any], JobResult]] = {
             Remember: self._remember,
             Release: self._release,

@@ -1,4 +1,4 @@
-"""What is kept of a prompt to remember its reply, and the record by which a message is found when it comes back.
+"""Context of a prompt that its reply is remembered with, and the record that finds the message when it comes back.
 
 A client sends a tool call back as JSON, and the template renders it in another layout than the model's. Reasoning
 does not come back at all. So the prefix match would end inside of the last reply. `protocol/replies/` finds the

@@ -1,4 +1,4 @@
-"""What servers write to the remote store beside KV: keyed digests, index entries, members of the sorted set.
+"""Keyed digests, index entries and members of the sorted set: the contents of the remote store beside the KV.
 
 Digests are names of objects and authentication codes of their fields: BLAKE2b, keyed with a secret that all servers
 of the fleet share. Without the secret nobody can tell to which prompt an object belongs, or write an object that a

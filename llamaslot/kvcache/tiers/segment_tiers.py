@@ -344,7 +344,7 @@ class SegmentTiers:
         self._loads_again_at = now + pacing.RETRY_DELAY_S
 
     def free(self, numbers: Iterable[int]) -> None:
-        """Let the backend free bytes that belong to no tier: those of a slot saved to a file."""
+        """Free bytes that belong to no tier, those of a slot saved to a file, with the next plan."""
         self._freed += numbers
 
     # --- work for the next step ---
