@@ -136,11 +136,9 @@ def compiler_identity() -> str:
     Raises:
         SetupError: there is none, or it does not run (macOS without its command line tools has such a one).
     """
-    names = [os.environ["CXX"]] if os.environ.get("CXX") else ["c++", "g++", "clang++"]
-    for name in names:
-        line = _first_line([*shlex.split(name), "--version"])
-        if line:
-            return f"{name}: {line}"
+    name = _compiler()
+    if name:
+        return f"{name}: {_first_line([*shlex.split(name), '--version'])}"
     if os.environ.get("CXX"):
         raise SetupError(f"CXX={os.environ['CXX']} does not run: unset CXX, or name a C++ compiler that does")
     if sys.platform == "darwin":
@@ -149,6 +147,12 @@ def compiler_identity() -> str:
         "a C++ compiler is needed to build llama.cpp: sudo apt install build-essential "
         "(Fedora: sudo dnf install gcc-c++; Alpine: apk add build-base linux-headers)",
     )
+
+
+def _compiler() -> str:
+    """The command of the C++ compiler that CMake will find; empty if there is none that runs."""
+    names = [os.environ["CXX"]] if os.environ.get("CXX") else ["c++", "g++", "clang++"]
+    return next((name for name in names if _first_line([*shlex.split(name), "--version"])), "")
 
 
 def cpu_features() -> str:
@@ -163,6 +167,40 @@ def cpu_features() -> str:
         return platform.processor()
     match = re.search(r"^(?:flags|Features|isa)\s*:(.*)$", cpuinfo, re.MULTILINE)
     return " ".join(sorted(match.group(1).split())) if match else platform.machine()
+
+
+AMX_PROBE = """
+#include <immintrin.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+int main() {
+    syscall(SYS_arch_prctl, 0x1023, 18);  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+    alignas(64) unsigned char config[64] = {1}, tile[64] = {};
+    config[16] = 64;  // bytes of a row of tile 0
+    config[48] = 1;   // its rows
+    _tile_loadconfig(config);
+    _tile_loadd(0, tile, 64);
+}
+"""
+
+
+def turn_off_broken_amx() -> None:
+    """Build without AMX where the compiler gets it wrong: llama.cpp would end with SIGILL at its first prompt.
+
+    GCC's `_tile_loadconfig` reads 64 bytes and declares 8, so that the optimizer removes the stores to the others
+    (GCC 12 does so; llama.cpp's pull request 26954). A hypervisor may also announce AMX and not provide it.
+    """
+    compiler = _compiler()
+    if "amx_int8" not in cpu_features().split() or not compiler:
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        program = str(Path(folder) / "probe")
+        command = [*shlex.split(compiler), "-O3", "-march=native", "-x", "c++", "-", "-o", program]
+        built = subprocess.run(command, input=AMX_PROBE, text=True, capture_output=True, check=False)
+        if built.returncode == 0 and subprocess.run([program], check=False).returncode == 0:
+            return
+    for name in ("CFLAGS", "CXXFLAGS"):
+        os.environ[name] = f"{os.environ.get(name, '')} -U__AMX_INT8__".strip()
 
 
 def _first_line(command: list[str], pattern: str = "") -> str:
@@ -350,6 +388,7 @@ def main(extras: list[str]) -> None:
     constraints = CONSTRAINTS.read_text(encoding="utf-8")
     declared = constraints + (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     version = wanted_version(constraints)
+    turn_off_broken_amx()
     key = build_key(version)
     stamp = read_stamp()
     wanted = wanted_stamp(key, declared, {*extras, *stamp.get("extras", [])})

@@ -157,6 +157,46 @@ def test_cpu_features_are_those_of_this_machine() -> None:
     assert set(features) <= set(Path("/proc/cpuinfo").read_text().split())
 
 
+@pytest.mark.parametrize(
+    ("features", "probe", "expected"),
+    [
+        ("avx2 avx512_vnni", "kill -ILL $$", "-O1"),
+        ("amx_int8 avx2", "exit 0", "-O1"),
+        ("amx_int8 avx2", "kill -ILL $$", "-O1 -U__AMX_INT8__"),
+        ("amx_int8 avx2", None, "-O1 -U__AMX_INT8__"),
+    ],
+    ids=["no AMX", "it works", "it crashes", "it does not compile"],
+)
+def test_amx_is_left_out_where_it_does_not_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, features: str, probe: str | None, expected: str
+) -> None:
+    result = tmp_path / "probe"
+    if probe is not None:
+        write_program(result, probe)
+    compiler = f"""
+        [ "$1" = --version ] && {{ echo 'c++ 12'; exit 0; }}
+        for output in "$@"; do true; done
+        cp {result} "$output" """
+    monkeypatch.setenv("CXX", str(write_program(tmp_path / "bin" / "c++", compiler)))
+    monkeypatch.setattr(setup, "cpu_features", lambda: features)
+    for name in ("CFLAGS", "CXXFLAGS"):
+        monkeypatch.setenv(name, "-O1")
+    setup.turn_off_broken_amx()
+    assert {os.environ[name] for name in ("CFLAGS", "CXXFLAGS")} == {expected}
+
+
+@pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="Linux tells CPU features in /proc/cpuinfo")
+def test_the_probe_compiles_where_the_cpu_has_amx(tmp_path: Path) -> None:
+    compiler = setup._compiler()
+    if "clang" in setup.compiler_identity():
+        pytest.skip("GCC only")
+    source = tmp_path / "probe.cpp"
+    source.write_text(setup.AMX_PROBE)
+    command = [*compiler.split(), "-O3", "-mamx-tile", "-mamx-int8", str(source), "-o", str(tmp_path / "probe")]
+    if "x86_64" in setup.sysconfig.get_platform():
+        assert subprocess.run(command, check=False).returncode == 0
+
+
 # --- the wheel cache
 
 
