@@ -12,7 +12,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -35,7 +34,6 @@ from llamaslot.base.tokens import packed
 from llamaslot.engine.cache_actions import DropActions, SlotActions
 from llamaslot.engine.constraint_worker import ConstraintWorker
 from llamaslot.engine.disk_worker import Disk, DiskWorker
-from llamaslot.engine.engine_settings import EngineSettings, cache_settings
 from llamaslot.engine.memory_watch import MemoryWatch, ReadMemory
 from llamaslot.engine.model_worker import Worker, model_thread
 from llamaslot.engine.pending_measurements import PendingCosts, PendingSelfTest
@@ -43,6 +41,7 @@ from llamaslot.engine.remote_worker import RemoteWorker
 from llamaslot.engine.reply_stream import ReplyStream, prefill_events
 from llamaslot.engine.reports import Reports, Respond
 from llamaslot.engine.step_watch import StepWatch
+from llamaslot.kvcache.cache_settings import Budgets, cache_settings
 from llamaslot.kvcache.slot_snapshots import SnapshotStore
 from llamaslot.kvcache.tiers.remote_io import RemoteStore
 from llamaslot.scheduler.request import Request, RequestEvent, RequestState
@@ -62,18 +61,27 @@ _log = structlog.get_logger(__name__)
 class Engine:
     """Runs requests on a backend, whose calls are made on `thread` alone.
 
-    Every method is called on the event loop of `run`, which ends the thread at its end. Offloaded prefixes are
-    written to `disk`, if there is one, and shared with other servers through `remote`; `snapshots` has files for
-    what single slots hold. `watch` is told of steps. `read_memory` is called now and then on another thread: RAM is
-    given back while memory is short.
+    Every method is called on the event loop of `run`, which ends the thread at its end. `gap_ms` is about the
+    longest time between two tokens of a stream while prompts are computed (`--prefill-gap-ms`).
+
+    Offloaded prefixes are written to `disk`, if there is one, and shared with other servers through `remote`;
+    `lacks_disk` is True if a disk is configured but cannot be used, so that its content cannot be deleted.
+    `snapshots` has files for what single slots hold. `watch` is told of steps. `read_memory` is called now and then
+    on another thread: RAM is given back while memory is short.
+
+    With `debug_invariants` the cache is compared with the backend whenever nothing runs; a difference ends the
+    engine.
     """
 
     def __init__(
         self,
         backend: Backend,
         on_events: Callable[[list[Event]], None],
-        settings: EngineSettings,
+        budgets: Budgets,
         *,
+        gap_ms: float,
+        debug_invariants: bool = False,
+        lacks_disk: bool = False,
         disk: Disk | None = None,
         remote: RemoteStore | None = None,
         snapshots: SnapshotStore | None = None,
@@ -86,9 +94,14 @@ class Engine:
         self._backend = backend
         self._on_events = on_events
         self._clock = clock
-        self._settings = settings
+        self._debug_invariants = debug_invariants
         for_cache = cache_settings(
-            backend, settings, disk, has_remote=remote is not None, has_slot_files=snapshots is not None
+            backend,
+            budgets,
+            disk,
+            gap_ms=gap_ms,
+            has_remote=remote is not None,
+            has_slot_files=snapshots is not None,
         )
         disk = disk if for_cache.writes else None
         on_disk = disk.take_segments() if disk is not None else ()
@@ -120,7 +133,7 @@ class Engine:
         self.scheduler.cache.is_on_trial = self._self_test.is_pending and info.keeps_checkpoints
         self._reports = Reports(self.scheduler, backend.vocab, lambda: self._self_test.why_not_reused)
         self._slot_actions = SlotActions(snapshots, backend, self.scheduler, post=self._post, clock=clock)
-        drops = DropActions(self.scheduler.cache, self._disk, self._remote, settings.lacks_disk)
+        drops = DropActions(self.scheduler.cache, self._disk, self._remote, lacks_disk)
         self._queries: dict[type[msgspec.Struct], Callable[[Any, Respond], None]] = {
             commands.DropPaths: drops.drop_paths,
             commands.SlotAction: self._slot_actions.handle,
@@ -214,7 +227,7 @@ class Engine:
         self._outbox += prefill_events(plan, self._replies, self._clock())
         self._flush()
         if not plan:
-            if self._settings.debug_invariants and not self._is_checked:
+            if self._debug_invariants and not self._is_checked:
                 await self._check_invariants()
             is_idle = not (self._inbox or self._replies or self._stopping or self._self_test.is_pending)
             self._costs.note(self._clock(), is_idle=is_idle)
@@ -360,10 +373,8 @@ class Engine:
             return
         self._watch.end()
         if await self._costs.measure(self._worker.call, lambda: self._stopping or bool(self._inbox)):
-            info = self._backend.info
-            by_now = replace(self._settings, offload_after=self._settings.offload_after_by(info))
-            self.scheduler.learn(info, cache_settings(self._backend, by_now, None))
-            cost = info.kv_cost
+            self.scheduler.learn(self._backend.info)
+            cost = self._backend.info.kv_cost
             self._watch.expect(cost.prefill_us if cost is not None else 0.0)
         else:
             self._costs.postpone(self._clock())

@@ -26,8 +26,8 @@ from dataclasses import replace
 from msgspec import structs
 
 from llamaslot.base.commands import CacheCleared
-from llamaslot.base.kv_ops import Copy, Load, Operation, Restore, StateRecord
-from llamaslot.base.model import SegmentSize
+from llamaslot.base.kv_ops import Copy, Load, Operation, Restore
+from llamaslot.base.model import ModelInfo
 from llamaslot.base.namespaces import is_private, tenant_of
 from llamaslot.base.stats import (
     CacheProbe,
@@ -39,6 +39,7 @@ from llamaslot.base.stats import (
 )
 from llamaslot.base.tokens import WIDTH, Tokens, packed
 from llamaslot.kvcache.cache_settings import CacheSettings
+from llamaslot.kvcache.disk_io import IoEvent, Job, SegmentMeta
 from llamaslot.kvcache.match import Acquired, Match
 from llamaslot.kvcache.miss_reasons import GhostList, miss_reason
 from llamaslot.kvcache.offload.dropping import Dropper
@@ -52,7 +53,6 @@ from llamaslot.kvcache.radix_tree import RadixTree
 from llamaslot.kvcache.sequences import Sequences
 from llamaslot.kvcache.slot_snapshots import SlotSave, SlotSnapshot, SlotSnapshots, SnapshotPart
 from llamaslot.kvcache.tiers.checkpoints import Checkpoints
-from llamaslot.kvcache.tiers.disk_io import IoEvent, Job, SegmentMeta
 from llamaslot.kvcache.tiers.disk_tier import DiskTier
 from llamaslot.kvcache.tiers.ram_budget import RamBudget
 from llamaslot.kvcache.tiers.remote_tier import RemoteTier
@@ -82,34 +82,10 @@ class KVCache:
         self._counters = CacheStats()
         """Counters; shared with the objects below, which increment them."""
         self._tree = RadixTree()
-        self._sequences = Sequences(
-            self._tree,
-            n_slots=settings.n_slots,
-            n_seqs=settings.n_path_seqs,
-            states=StateRecord(settings.checkpoints.kind, settings.checkpoints.n_swa),
-            shares_cells=settings.shares_cells,
-        )
-        size = settings.segment_size or SegmentSize(0, 1)
-        self._tiers = SegmentTiers(
-            self._tree,
-            settings.ram_bytes if settings.offloads else 0,
-            size,
-            settings.segment_tokens,
-            self._counters,
-            disk_bytes=settings.disk_bytes,
-            ram_bytes_per_key=settings.ram_bytes_per_key,
-            disk_bytes_per_key=settings.disk_bytes_per_key,
-            checkpoint_bytes=settings.checkpoints.ram_bytes,
-            uploads=settings.uploads,
-        )
-        self._disk = DiskTier(
-            self._tiers,
-            self._tree,
-            checkpoint_size=settings.checkpoints.size,
-            bytes_per_day=settings.disk_bytes_per_day,
-            written=settings.disk_written,
-        )
-        self.ram_budget = RamBudget(self._tiers.ram.capacity, is_fixed=settings.ram_is_fixed)
+        self._sequences = Sequences(self._tree, settings)
+        self._tiers = SegmentTiers(self._tree, settings, self._counters)
+        self._disk = DiskTier(self._tiers, self._tree, settings)
+        self.ram_budget = RamBudget(self._tiers.ram.capacity, is_fixed=settings.budgets.ram_is_fixed)
         """Follows free memory; `tick` evicts what exceeds it."""
         self.checkpoints = Checkpoints(self._tree, self._sequences, settings.checkpoints, self._tiers)
         """Copies of partial states, for models that have one."""
@@ -126,7 +102,7 @@ class KVCache:
             self._tiers,
             self._disk,
             self.checkpoints,
-            seconds_to_compute=lambda n: n * settings.prefill_us / 1e6 or prefill_seconds(n),
+            seconds_to_compute=lambda n: n * settings.cost.prefill_us / 1e6 or prefill_seconds(n),
         )
         """KV that several servers share."""
         self._pool = Pool(*shared, settings, self._counters, self._offloader, self.checkpoints, self._restorer)
@@ -273,7 +249,7 @@ class KVCache:
             self._pool.deduplicate()
         # In a partitioned pool every load loads the whole sequence again (fact 3), so one large load is cheaper.
         is_limited = self.has_streams and self.settings.unified
-        limit = self.settings.max_tokens_in_gap(self.settings.load_us) if is_limited else None
+        limit = self.settings.max_tokens_in_gap(self.settings.cost.load_us) if is_limited else None
         limit = None if limit is None else max(0, limit - self._n_loaded)
         is_reading = self._restorer.is_reading(seq)
         loaded = self._loader.load(seq, match, limit, loads_all=self._restorer.is_waiting(seq))
@@ -370,8 +346,8 @@ class KVCache:
         self._tiers.keep_budget(self.ram_budget.n_bytes)
         self._disk.tick(now)
         self.remote.tick()
-        if self.settings.ram_bytes:
-            self.checkpoints.keep_budget(self.ram_budget.n_bytes / self.settings.ram_bytes)
+        if self.settings.budgets.ram_bytes:
+            self.checkpoints.keep_budget(self.ram_budget.n_bytes / self.settings.budgets.ram_bytes)
         self._n_loaded = 0
 
     def offload_idle(self, n_prefill: int, wanted: Callable[[], Iterable[Match]]) -> None:
@@ -422,7 +398,7 @@ class KVCache:
         """Switch to a context of another layout, after `empty_pool`."""
         settings = self.settings
         settings.unified, settings.n_seqs = unified, n_seqs
-        self._sequences.set_layout(n_seqs=settings.n_path_seqs, shares_cells=settings.shares_cells)
+        self._sequences.set_layout(settings)
         # Ends the record of ranges that were offloaded ahead, which names the sequences of the old layout.
         self._sequences.advance()
         self._tree.version += 1
@@ -463,9 +439,9 @@ class KVCache:
         self._offloader.free_evicted()
         return range(segment.start, segment.end) if segment is not None else None
 
-    def learn(self, measured: CacheSettings) -> None:
+    def learn(self, info: ModelInfo) -> None:
         """Take over costs that were measured after the start."""
-        self.settings.learn(measured)
+        self.settings.learn(info)
 
     # --- deletion ---
 

@@ -188,7 +188,7 @@ class Pool:
             tail = min(self._sequences.n_own(seq), length - own)
         bring = settings.move_us(n_resident + own, n_resident)
         bring_back = settings.move_us(length, length)
-        return min(settings.prefill_us * missing, bring) + min(settings.prefill_us * tail, bring_back)
+        return min(settings.cost.prefill_us * missing, bring) + min(settings.cost.prefill_us * tail, bring_back)
 
     def _release_covered(self) -> None:
         for seq in self._sequences.spare:

@@ -30,9 +30,9 @@ from llamaslot.base.stats import CacheStats
 from llamaslot.base.tokens import WIDTH, packed
 from llamaslot.kvcache.cache import KVCache
 from llamaslot.kvcache.cache_settings import CacheSettings
+from llamaslot.kvcache.disk_io import SegmentMeta
 from llamaslot.kvcache.offload.load_or_compute import LoadStatus
 from llamaslot.kvcache.offload.offload_policy import Deadlines
-from llamaslot.kvcache.tiers.disk_io import SegmentMeta
 from llamaslot.scheduler.admission import Admission
 from llamaslot.scheduler.checkpoint_taker import CheckpointTaker
 from llamaslot.scheduler.chunk_sizer import ChunkSizer
@@ -137,10 +137,10 @@ class Scheduler:
         """True once memory did not suffice to create the context in another layout."""
         self._is_stopping = False
 
-    def learn(self, info: ModelInfo, measured: CacheSettings) -> None:
+    def learn(self, info: ModelInfo) -> None:
         """Take over costs that could not be measured when the model was loaded."""
-        self.cache.learn(measured)
-        self._padding = _padding(info, measured)
+        self.cache.learn(info)
+        self._padding = _padding(info, self.cache.settings)
         self._passes = Passes(info.step_cost, info.n_slots)
 
     @property

@@ -38,12 +38,7 @@ from llamaslot.base.tokens import TokenizedPrompt, packed, unpacked
 from llamaslot.kvcache import miss_reasons
 from llamaslot.kvcache.cache import KVCache
 from llamaslot.kvcache.cache_settings import CacheSettings
-from llamaslot.kvcache.match import Acquired, Match
-from llamaslot.kvcache.nodes import Node
-from llamaslot.kvcache.segment_states import SegmentState
-from llamaslot.kvcache.slot_snapshots import SlotSnapshot, SnapshotPart, UnsavableSlotError
-from llamaslot.kvcache.tiers import pacing, ram_budget
-from llamaslot.kvcache.tiers.disk_io import (
+from llamaslot.kvcache.disk_io import (
     Corrupt,
     Job,
     Read,
@@ -53,6 +48,11 @@ from llamaslot.kvcache.tiers.disk_io import (
     Write,
     Written,
 )
+from llamaslot.kvcache.match import Acquired, Match
+from llamaslot.kvcache.nodes import Node
+from llamaslot.kvcache.segment_states import SegmentState
+from llamaslot.kvcache.slot_snapshots import SlotSnapshot, SnapshotPart, UnsavableSlotError
+from llamaslot.kvcache.tiers import pacing, ram_budget
 from llamaslot.kvcache.tiers.ram_budget import MemoryReading
 from llamaslot.kvcache.tiers.segment_tiers import SegmentTiers
 from llamaslot.scheduler import admission, chunk_sizer, padding
@@ -60,6 +60,7 @@ from llamaslot.scheduler.admission import MAX_OVERTAKEN
 from llamaslot.scheduler.request import Request, RequestState
 from llamaslot.scheduler.scheduler import DecodeFailed, Sampled, Scheduler
 from llamaslot.scheduler.step import StepPlan, StepResult, apply, next_decode_step
+from tests.cache_settings import cache_settings
 from tests.conftest import LONG
 from tests.fake_backend import EOS, FakeBackend, FakeSampler
 from tests.fake_disk import FakeDisk
@@ -319,7 +320,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     def cache_settings(self, **fields: Any) -> CacheSettings:
         """Settings of the cache, with those of `start`."""
-        return CacheSettings(**fields)
+        return cache_settings(**fields)
 
     def acquire(self, slots: Sequence[int], match: Match, **fields: bool) -> Acquired:
         """Acquire a slot for the cache's user, and record what is to be saved by then: the match has it."""

@@ -21,10 +21,11 @@ from hypothesis.stateful import initialize, rule, run_state_machine_as_test
 from llamaslot.base.backend import Backend, Status
 from llamaslot.base.kv_ops import Copy, Free, Load, Restore, Save, Take
 from llamaslot.base.model import SegmentSize, StateKind
-from llamaslot.kvcache.cache_settings import CacheSettings, CheckpointSettings
+from llamaslot.kvcache.cache_settings import CacheSettings
 from llamaslot.kvcache.tiers import pacing
 from llamaslot.scheduler.admission import MAX_OVERTAKEN
 from llamaslot.scheduler.step import StepPlan, StepResult
+from tests.cache_settings import checkpoint_settings
 from tests.conftest import LONG
 from tests.kvcache.test_cache_machine import (
     COUNTS,
@@ -118,8 +119,8 @@ class CheckpointMachine(FakeMachine):
         self.control = LETTERS[1:] if has_control else ()
         self.budget = budget
         self.chosen: dict[str, Any] = {
-            "max_on_path": max_on_path,
-            "step_tokens": step_tokens * self.stretch,
+            "on_path": max_on_path,
+            "step": step_tokens * self.stretch,
             "min_gap": min_gap * self.stretch,
             "min_end_gap": min_gap * self.stretch,
             "take_ms": take_ms,
@@ -155,7 +156,7 @@ class CheckpointMachine(FakeMachine):
         return super().cache_settings(
             **fields,
             prefill_us=PREFILL_US,
-            checkpoints=CheckpointSettings(
+            checkpoints=checkpoint_settings(
                 kind=self.kind,
                 n_swa=info.state.n_swa,
                 size=size,

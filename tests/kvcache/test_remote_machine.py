@@ -25,6 +25,7 @@ from llamaslot.kvcache.tiers import pacing, remote_io, remote_tier, upload_queue
 from llamaslot.kvcache.tiers.remote_io import Block, Found, Portion, RemoteObject, Upload, portions_of
 from llamaslot.kvcache.tiers.remote_tier import Choice, Lookup
 from llamaslot.scheduler.step import StepPlan
+from tests.cache_settings import cache_settings
 from tests.conftest import LONG
 from tests.kvcache.test_cache_machine import COUNTS, OFTEN, Asked, FakeMachine, Shape
 from tests.recorder import Offloaded
@@ -97,7 +98,7 @@ class RemoteMachine(FakeMachine):
         return super().new_backend(shape)
 
     def cache_settings(self, **fields: Any) -> CacheSettings:
-        return CacheSettings(**fields, has_remote=True)
+        return cache_settings(**fields, has_remote=True)
 
     def end(self, asked: Asked) -> None:
         super().end(asked)

@@ -97,8 +97,8 @@ class Workload:
             min_shared=4,
             offload_after=rng.choice([None, 20]),
             checkpoints={
-                "step_tokens": rng.choice([8, 16, 40]),
-                "max_on_path": rng.choice([2, 4, 32]),
+                "step": rng.choice([8, 16, 40]),
+                "on_path": rng.choice([2, 4, 32]),
                 "ram_bytes": rng.choice([128, 300, 600, 10**6]),
                 "take_ms": rng.choice([0, 0, 60]),
             },

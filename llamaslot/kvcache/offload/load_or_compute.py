@@ -116,7 +116,7 @@ class Loader:
 
     def _pays(self, parts: Sequence[SegmentPart], n_moved: int = 0) -> bool:
         """True if loading these parts, and moving `n_moved` tokens for it, is faster than computing them."""
-        read_us, prefill_us = self._disk.us_per_token, self._settings.prefill_us
+        read_us, prefill_us = self._disk.us_per_token, self._settings.cost.prefill_us
         read_cost = read_us / prefill_us if read_us and prefill_us else _UNKNOWN_READ_COST
         n_wanted = sum(part.end - part.start for part in parts)
         n_loaded = sum(part.segment.n_tokens for part in parts) + n_moved

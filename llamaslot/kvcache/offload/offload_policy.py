@@ -78,7 +78,7 @@ class OffloadPolicy:
 
     def keep_idle_budget(self) -> None:
         """Evict idle prefixes that exceed the budget of idle cells."""
-        budget = self._settings.idle_cells
+        budget = self._settings.budgets.idle_cells
         if self._settings.shares_cells and budget is not None and self._tree.n_idle_tokens > budget:
             self._offloader.evict(self._at_most(self._tree.n_idle_tokens - budget))
 
@@ -131,7 +131,7 @@ class OffloadPolicy:
 
     def _at_most(self, n_tokens: int) -> int:
         """Return `n_tokens`, or fewer if saving that many would delay streams too long."""
-        limit = self._settings.max_tokens_in_gap(self._settings.save_us) if self._has_streams() else None
+        limit = self._settings.max_tokens_in_gap(self._settings.cost.first_save_us) if self._has_streams() else None
         return n_tokens if limit is None else min(n_tokens, limit)
 
     def _offload_cutoff(self, n_prefill: int, n_free: int = 0) -> int | None:
@@ -139,11 +139,11 @@ class OffloadPolicy:
 
         The clock counts computed prompt tokens, and each use. Idle cells may lie above `n_free` free ones.
         """
-        after = self._settings.offload_after
+        after = self._settings.budgets.offload_after
         if after is None or not self._settings.offloads or not self._settings.unified:
             # In a partitioned pool attention does not scan the cells of other sequences, so idle ones slow nothing.
             return None
-        if self._tiers.ram.capacity < min(self._settings.ram_bytes, self._settings.min_ram_for_idle):
+        if self._tiers.ram.capacity < min(self._settings.budgets.ram_bytes, self._settings.min_ram_for_idle):
             # Memory is short, so what leaves the pool would soon be lost.
             return None
         n_idle = self._tree.n_idle_tokens

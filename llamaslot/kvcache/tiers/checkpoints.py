@@ -144,7 +144,7 @@ class Checkpoints:
         for end, n_bytes in sorted(sizes.items(), reverse=True):
             last = self._tree.match(namespace, tokens[: end * WIDTH]).whole_end
             has_one = last.end == end and last.checkpoint is not None
-            if not has_one and self.can_take(end) and len(wanted) < self.settings.max_on_path:
+            if not has_one and self.can_take(end) and len(wanted) < self.settings.limits.on_path:
                 wanted[end] = n_bytes
         tenant = self._tree.match(namespace, tokens).matched_end.tenant
         while wanted and not self.evict_for(sum(wanted.values()), tenant):
@@ -193,7 +193,7 @@ class Checkpoints:
     def keep_budget(self, fraction: float) -> None:
         """Shrink the budget to a fraction while memory is short, and evict from RAM what exceeds it."""
         lru = self._tiers.checkpoints
-        before, lru.capacity = lru.capacity, int(fraction * self.settings.ram_bytes)
+        before, lru.capacity = lru.capacity, int(fraction * self.settings.limits.ram_bytes)
         self.evict_for(0)
         # Checkpoints that have to stay may exceed the budget.
         lru.capacity = max(lru.capacity, lru.n_bytes)
@@ -230,7 +230,7 @@ class Checkpoints:
         towards the root. The deepest stays, and so do those about to be restored. Forks go if nothing else can.
         """
         path = [each for each in checkpoints_on(node) if each.state.is_loadable]
-        if len(path) <= self.settings.max_on_path:
+        if len(path) <= self.settings.limits.on_path:
             return
         pinned = self._pinned
         bounds = [*(each.end for each in path), 0]

@@ -26,16 +26,17 @@ from itertools import takewhile
 
 from msgspec import structs
 
-from llamaslot.base.model import CheckpointSize
 from llamaslot.base.namespaces import tenant_of
 from llamaslot.base.stats import DiskStats
 from llamaslot.base.tokens import WIDTH
+from llamaslot.kvcache import disk_io
+from llamaslot.kvcache.cache_settings import CacheSettings
 from llamaslot.kvcache.match import SegmentPart
 from llamaslot.kvcache.nodes import Checkpoint, Segment, checkpoints_on
 from llamaslot.kvcache.radix_tree import RadixTree
 from llamaslot.kvcache.segment_states import SegmentEvent as E
 from llamaslot.kvcache.segment_states import SegmentState as S
-from llamaslot.kvcache.tiers import disk_io, pacing
+from llamaslot.kvcache.tiers import pacing
 from llamaslot.kvcache.tiers.pacing import ReadWatchdog, TransferRate, WriteBudget
 from llamaslot.kvcache.tiers.segment_tiers import SegmentTiers
 
@@ -51,31 +52,20 @@ it before its delay ends.
 
 
 class DiskTier:
-    """Chooses which segments of `tiers` are written and read, and when.
+    """Chooses which segments of `tiers` are written and read, and when."""
 
-    `bytes_per_day` limits writes (0 for no limit); `written` has what earlier servers wrote.
-    """
-
-    def __init__(
-        self,
-        tiers: SegmentTiers,
-        tree: RadixTree,
-        *,
-        checkpoint_size: CheckpointSize | None = None,
-        bytes_per_day: int = 0,
-        written: disk_io.WriteTotals | None = None,
-    ) -> None:
+    def __init__(self, tiers: SegmentTiers, tree: RadixTree, settings: CacheSettings) -> None:
         self._tiers = tiers
         self._tree = tree
-        self._checkpoint_size = checkpoint_size
-        self._budget = WriteBudget(bytes_per_day, written)
+        self._checkpoint_size = settings.checkpoints.size
+        written = settings.disk_written or disk_io.WriteTotals()
+        self._budget = WriteBudget(settings.budgets.disk_bytes_per_day, written)
+        tiers.counters.disk.total_written_bytes = written.total_bytes
         self._paused_until = 0.0
         self._is_flushing = False
         self._rate = TransferRate()
         """Of reads, per token."""
         self._watchdog = ReadWatchdog()
-        if written is not None:
-            tiers.counters.disk.total_written_bytes = written.total_bytes
 
     # --- lookups ---
 

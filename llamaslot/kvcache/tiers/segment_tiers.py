@@ -19,46 +19,34 @@ from collections.abc import Collection, Container, Iterable, Sequence
 from llamaslot.base.model import SegmentSize
 from llamaslot.base.namespaces import is_private, tenant_of
 from llamaslot.base.stats import CacheStats, TenantStats
+from llamaslot.kvcache import disk_io
+from llamaslot.kvcache.cache_settings import CacheSettings
 from llamaslot.kvcache.nodes import Checkpoint, Node, Segment
 from llamaslot.kvcache.radix_tree import RadixTree
 from llamaslot.kvcache.segment_states import SegmentEvent as E
 from llamaslot.kvcache.segment_states import SegmentState as S
-from llamaslot.kvcache.tiers import disk_io, pacing
+from llamaslot.kvcache.tiers import pacing
 from llamaslot.kvcache.tiers.tier_budget import SegmentLru, TenantShares
 from llamaslot.kvcache.tiers.upload_queue import UploadQueue
 
 
 class SegmentTiers:
-    """All segments, each of at most `max_tokens`, in `ram_bytes` and `disk_bytes`.
-
-    Those of one API key take at most `ram_bytes_per_key` and `disk_bytes_per_key`; 0 for no such limit.
+    """All segments, in RAM and on disk.
 
     Offloaded KV goes to RAM first, so without RAM there is no disk tier either. Times are seconds on the caller's
     clock.
     """
 
-    def __init__(
-        self,
-        tree: RadixTree,
-        ram_bytes: int,
-        size: SegmentSize,
-        max_tokens: int,
-        counters: CacheStats,
-        *,
-        disk_bytes: int = 0,
-        ram_bytes_per_key: int = 0,
-        disk_bytes_per_key: int = 0,
-        checkpoint_bytes: int = 0,
-        uploads: bool = False,
-    ) -> None:
-        self.max_tokens = max_tokens
-        self.size = size
-        self.ram = SegmentLru(ram_bytes, ram_bytes_per_key)
-        self.disk = SegmentLru(disk_bytes if ram_bytes else 0, disk_bytes_per_key)
-        self.checkpoints = SegmentLru(checkpoint_bytes)
+    def __init__(self, tree: RadixTree, settings: CacheSettings, counters: CacheStats) -> None:
+        budgets, offloads = settings.budgets, settings.offloads
+        self.max_tokens = settings.segment_tokens
+        self.size = settings.segment_size or SegmentSize(0, 1)
+        self.ram = SegmentLru(budgets.ram_bytes * offloads, budgets.ram_bytes_per_key)
+        self.disk = SegmentLru(settings.disk_bytes * offloads, budgets.disk_bytes_per_key)
+        self.checkpoints = SegmentLru(settings.checkpoints.limits.ram_bytes)
         """Checkpoints in RAM, which have a budget of their own."""
         self.shares = TenantShares()
-        self.uploads = UploadQueue(max_tokens, is_on=uploads and ram_bytes > 0)
+        self.uploads = UploadQueue(self.max_tokens, is_on=settings.uploads)
         self.dirty: dict[int, Segment] = {}
         """Segments that wait to be written, by number, in the order in which they came."""
         self.busy: dict[int, Segment] = {}
