@@ -120,7 +120,7 @@ class OwnerShares(Generic[K]):
 
     The least recently used entry of the owner that holds most is evicted first. That owner has at least its equal
     share, so one that sends much never evicts an entry of an owner that is below its share. Owners may use what
-    others leave, as with the KV of tenants (`kvcache/tiers/tier_budget.py`). One that has added and used nothing
+    others leave, as with the KV of tenants (`kvcache/tiers/budget.py`). One that has added and used nothing
     for an hour has no share: its entries are evicted first.
 
         capacity   |-- owner 1 ---|---------- owner 2 -----------|-- owner 3 ---|

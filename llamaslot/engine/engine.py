@@ -43,7 +43,7 @@ from llamaslot.engine.reports import Reports, Respond
 from llamaslot.engine.step_watch import StepWatch
 from llamaslot.kvcache.cache_settings import Budgets, cache_settings
 from llamaslot.kvcache.slot_snapshots import SnapshotStore
-from llamaslot.kvcache.tiers.remote_io import RemoteStore
+from llamaslot.kvcache.tiers.remote_tier import RemoteStore
 from llamaslot.scheduler.request import Request, RequestEvent, RequestState
 from llamaslot.scheduler.scheduler import ConstraintFailed, DecodeFailed, Sampled, Scheduler, Scored
 from llamaslot.scheduler.step import StepPlan, StepResult

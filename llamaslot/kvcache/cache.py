@@ -21,7 +21,7 @@ memory, and `checkpoints` to the scheduler's `CheckpointTaker`.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from msgspec import structs
 
@@ -40,27 +40,33 @@ from llamaslot.base.stats import (
 from llamaslot.base.tokens import WIDTH, Tokens, packed
 from llamaslot.kvcache.cache_settings import CacheSettings
 from llamaslot.kvcache.disk_io import IoEvent, Job, SegmentMeta
-from llamaslot.kvcache.match import Acquired, Match
-from llamaslot.kvcache.miss_reasons import GhostList, miss_reason
-from llamaslot.kvcache.offload.dropping import Dropper
-from llamaslot.kvcache.offload.load_or_compute import Loaded, Loader, LoadStatus
-from llamaslot.kvcache.offload.offload_policy import Deadlines, OffloadPolicy
-from llamaslot.kvcache.offload.offloader import Offloader
-from llamaslot.kvcache.offload.public_prefix import PublicPrefix
-from llamaslot.kvcache.offload.restoring import Restorer
+from llamaslot.kvcache.dropping import Dropper
+from llamaslot.kvcache.loading import Loader, PublicPrefix, StateRestorer
+from llamaslot.kvcache.match import Acquired, GhostList, Loaded, LoadStatus, Match, miss_reason
+from llamaslot.kvcache.offloading import Offloader, OffloadPolicy
 from llamaslot.kvcache.pool import Pool, WindowCells
 from llamaslot.kvcache.radix_tree import RadixTree
 from llamaslot.kvcache.sequences import Sequences
 from llamaslot.kvcache.slot_snapshots import SlotSave, SlotSnapshot, SlotSnapshots, SnapshotPart
+from llamaslot.kvcache.tiers.budget import RamBudget
 from llamaslot.kvcache.tiers.checkpoints import Checkpoints
 from llamaslot.kvcache.tiers.disk_tier import DiskTier
-from llamaslot.kvcache.tiers.ram_budget import RamBudget
 from llamaslot.kvcache.tiers.remote_tier import RemoteTier
 from llamaslot.kvcache.tiers.segment_tiers import SegmentTiers
 from llamaslot.kvcache.tree_listing import tree_listing
 
 _NO_SEQ = -1
 """Key of the load pins of a request whose slot is not chosen yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Deadlines:
+    """Times, in seconds, at which the cache has work of its own to do; None for never."""
+
+    idle: float | None = None
+    """While nothing runs."""
+    running: float | None = None
+    """While requests run."""
 
 
 class KVCache:
@@ -92,7 +98,7 @@ class KVCache:
         shared = self._tree, self._sequences, self._tiers
         self._offloader = Offloader(*shared, settings, self._counters, self.checkpoints)
         self._loader = Loader(*shared, self._disk, self._offloader, settings, self._counters)
-        self._restorer = Restorer(*shared, self._disk, self.checkpoints, self._loader, settings)
+        self._restorer = StateRestorer(*shared, self._disk, self.checkpoints, self._loader, settings)
         self._policy = OffloadPolicy(
             settings, *shared, self._disk, self._offloader, self.checkpoints, lambda: self.has_streams
         )
@@ -417,7 +423,7 @@ class KVCache:
         if self.settings.copies_running and is_running:
             self._policy.offload_for_disk(now)
         self._policy.offload_while_idle(now, is_busy=is_busy)
-        return self._policy.deadlines
+        return Deadlines(*self._policy.deadlines())
 
     def take_operations(self) -> list[Operation]:
         """Return the KV operations that the backend must execute, in this order, before it decodes."""

@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 
 from llamaslot.base.stats import CacheStats
 from llamaslot.kvcache.cache_settings import CacheSettings
+from llamaslot.kvcache.loading import StateRestorer
 from llamaslot.kvcache.match import Match
-from llamaslot.kvcache.offload.offloader import Offloader
-from llamaslot.kvcache.offload.restoring import Restorer
+from llamaslot.kvcache.offloading import Offloader
 from llamaslot.kvcache.radix_tree import RadixTree
 from llamaslot.kvcache.sequences import Sequences
 from llamaslot.kvcache.tiers.checkpoints import Checkpoints
@@ -36,7 +36,7 @@ class Pool:
     _counters: CacheStats
     _offloader: Offloader
     _checkpoints: Checkpoints
-    _restorer: Restorer
+    _restorer: StateRestorer
 
     def acquire(self, slots: Sequence[int], match: Match) -> tuple[int, int]:
         """Choose one of `slots`, give it a match's resident part, and pin it; returns it and the tokens copied.

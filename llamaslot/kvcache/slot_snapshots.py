@@ -9,7 +9,7 @@ from llamaslot.base.kv_ops import Free, Kv, Save, Take
 from llamaslot.base.namespaces import is_private
 from llamaslot.kvcache.cache_settings import MAX_SEGMENT_TOKENS
 from llamaslot.kvcache.nodes import checkpoints_on
-from llamaslot.kvcache.offload.offloader import Offloader
+from llamaslot.kvcache.offloading import Offloader
 from llamaslot.kvcache.pool import Pool
 from llamaslot.kvcache.radix_tree import RadixTree
 from llamaslot.kvcache.sequences import Sequences

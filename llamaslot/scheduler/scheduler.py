@@ -28,11 +28,10 @@ from llamaslot.base.model import ModelInfo
 from llamaslot.base.namespaces import salt_namespace
 from llamaslot.base.stats import CacheStats
 from llamaslot.base.tokens import WIDTH, packed
-from llamaslot.kvcache.cache import KVCache
+from llamaslot.kvcache.cache import Deadlines, KVCache
 from llamaslot.kvcache.cache_settings import CacheSettings
 from llamaslot.kvcache.disk_io import SegmentMeta
-from llamaslot.kvcache.offload.load_or_compute import LoadStatus
-from llamaslot.kvcache.offload.offload_policy import Deadlines
+from llamaslot.kvcache.match import LoadStatus
 from llamaslot.scheduler.admission import Admission
 from llamaslot.scheduler.checkpoint_taker import CheckpointTaker
 from llamaslot.scheduler.chunk_sizer import ChunkSizer

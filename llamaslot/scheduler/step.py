@@ -32,7 +32,7 @@ from llamaslot.base.kv_ops import (
 )
 from llamaslot.base.tokens import Tokens
 from llamaslot.kvcache.disk_io import Job
-from llamaslot.kvcache.tiers.remote_io import Upload
+from llamaslot.kvcache.tiers.remote_tier import Upload
 from llamaslot.scheduler.request import Request
 
 

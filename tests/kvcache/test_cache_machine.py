@@ -35,7 +35,7 @@ from llamaslot.base.kv_ops import Copy, Kv, Load, Remove, Save
 from llamaslot.base.model import SegmentSize, StepCost
 from llamaslot.base.namespaces import PUBLIC_SALT, key_salt, key_secret
 from llamaslot.base.tokens import TokenizedPrompt, packed, unpacked
-from llamaslot.kvcache import miss_reasons
+from llamaslot.kvcache import match as match_module
 from llamaslot.kvcache.cache import KVCache
 from llamaslot.kvcache.cache_settings import CacheSettings
 from llamaslot.kvcache.disk_io import (
@@ -49,11 +49,10 @@ from llamaslot.kvcache.disk_io import (
     Written,
 )
 from llamaslot.kvcache.match import Acquired, Match
-from llamaslot.kvcache.nodes import Node
-from llamaslot.kvcache.segment_states import SegmentState
+from llamaslot.kvcache.nodes import Node, SegmentState
 from llamaslot.kvcache.slot_snapshots import SlotSnapshot, SnapshotPart, UnsavableSlotError
-from llamaslot.kvcache.tiers import pacing, ram_budget
-from llamaslot.kvcache.tiers.ram_budget import MemoryReading
+from llamaslot.kvcache.tiers import pacing
+from llamaslot.kvcache.tiers.budget import CALM_S, MemoryReading
 from llamaslot.kvcache.tiers.segment_tiers import SegmentTiers
 from llamaslot.scheduler import admission, chunk_sizer, padding
 from llamaslot.scheduler.admission import MAX_OVERTAKEN
@@ -238,7 +237,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.patches = [
             mock.patch.object(admission, "MIN_EXPECTED_TOKENS", n_expected),
             mock.patch.object(pacing, "PARTIAL_DELAY_S", 0.005),
-            mock.patch.object(miss_reasons, "BLOCK_TOKENS", 2 * MIN_SHARED),
+            mock.patch.object(match_module, "BLOCK_TOKENS", 2 * MIN_SHARED),
             mock.patch.object(padding, "QUERY_BLOCK", (query_block or 64) * self.stretch),
             mock.patch.object(chunk_sizer, "QUERY_BLOCK", (query_block or 64) * self.stretch),
         ]
@@ -455,7 +454,7 @@ class CacheMachine(RuleBasedStateMachine):
         budget = self.cache.ram_budget
         reading = MemoryReading(int(free * self.ram_bytes), 10 * self.ram_bytes)
         for _ in range(20 if free == 40 else 1):
-            self.memory_read_at += ram_budget.CALM_S
+            self.memory_read_at += CALM_S
             budget.observe(reading, self.tiers.ram.n_bytes, self.memory_read_at)
         assert 0 <= budget.n_bytes <= self.ram_bytes
         self.was_short |= self.is_squeezed

@@ -6,9 +6,8 @@ import pytest
 
 from llamaslot.base.model import CheckpointSize, SegmentSize, StateKind
 from llamaslot.base.stats import CacheStats
-from llamaslot.kvcache.nodes import Checkpoint
+from llamaslot.kvcache.nodes import Checkpoint, SegmentEvent, SegmentState
 from llamaslot.kvcache.radix_tree import RadixTree
-from llamaslot.kvcache.segment_states import SegmentEvent, SegmentState
 from llamaslot.kvcache.sequences import Sequences
 from llamaslot.kvcache.tiers.checkpoints import Checkpoints
 from llamaslot.kvcache.tiers.segment_tiers import SegmentTiers

@@ -299,7 +299,7 @@ class CheckpointMachine(FakeMachine):
     def gives_state(self, n: int) -> bool:
         """True if a copy of a live sequence of `n` tokens can be continued."""
         chosen = self.cache.settings.checkpoints
-        return self.kind in (StateKind.RECURRENT, StateKind.HYBRID) or chosen.size.of(n) <= chosen.ram_bytes
+        return self.kind in (StateKind.RECURRENT, StateKind.HYBRID) or chosen.size.of(n) <= chosen.limits.ram_bytes
 
     def pays(self, n_loaded: int) -> bool:
         """True if so many tokens are surely worth loading: the first and the last segment are loaded whole, too."""
@@ -326,7 +326,7 @@ class CheckpointMachine(FakeMachine):
             assert self.own_prefixes(each.node)[-1:] == backend.checkpoints[number][1][-1:], "on another path"
             assert each.end == backend.taken[number]
         chosen = self.cache.checkpoints.settings
-        assert sum(map(chosen.size.of, taken.values())) <= chosen.ram_bytes
+        assert sum(map(chosen.size.of, taken.values())) <= chosen.limits.ram_bytes
         wanted = {asked.namespace for asked in self.living}
         for namespace, _ in backend.checkpoints.values():
             assert not namespace.startswith("private") or namespace in wanted, "a private checkpoint is left"

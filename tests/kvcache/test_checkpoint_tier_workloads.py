@@ -13,9 +13,9 @@ from collections.abc import Callable
 from llamaslot.base.model import CheckpointSize, SegmentSize
 from llamaslot.base.stats import CacheStats
 from llamaslot.kvcache.disk_io import Corrupt, Read, ReadDone, ReadStarted, Reparent, Written
-from llamaslot.kvcache.offload.offloader import _missing
+from llamaslot.kvcache.nodes import SegmentEvent, SegmentState
+from llamaslot.kvcache.offloading import _missing
 from llamaslot.kvcache.radix_tree import RadixTree
-from llamaslot.kvcache.segment_states import SegmentEvent, SegmentState
 from llamaslot.kvcache.tiers.disk_tier import DiskTier
 from llamaslot.kvcache.tiers.pacing import PARTIAL_DELAY_S, RETRY_DELAY_S
 from llamaslot.kvcache.tiers.segment_tiers import SegmentTiers

@@ -19,9 +19,8 @@ from llamaslot.kvcache.disk_io import (
     path_digest,
     verified_checkpoint_path,
 )
-from llamaslot.kvcache.nodes import Checkpoint, Segment
+from llamaslot.kvcache.nodes import Checkpoint, Segment, SegmentEvent, SegmentState
 from llamaslot.kvcache.radix_tree import RadixTree
-from llamaslot.kvcache.segment_states import SegmentEvent, SegmentState
 from llamaslot.kvcache.tiers.disk_tier import DiskTier
 from llamaslot.kvcache.tiers.segment_tiers import SegmentTiers
 from tests.cache_settings import checkpoint_settings, tier_settings

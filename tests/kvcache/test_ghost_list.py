@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from llamaslot.base.tokens import packed
-from llamaslot.kvcache.miss_reasons import BLOCK_TOKENS, GhostList
+from llamaslot.kvcache.match import BLOCK_TOKENS, GhostList
 
 
 def run(*lengths: tuple[int, int]) -> bytes:

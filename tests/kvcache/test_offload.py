@@ -10,9 +10,9 @@ from llamaslot.base.model import SegmentSize
 from llamaslot.base.tokens import packed
 from llamaslot.kvcache.cache import KVCache
 from llamaslot.kvcache.disk_io import SegmentMeta, Write, Written, path_digest
-from llamaslot.kvcache.offload.load_or_compute import Loaded, LoadStatus
+from llamaslot.kvcache.match import Loaded, LoadStatus
+from llamaslot.kvcache.tiers.budget import CALM_S, MemoryReading
 from llamaslot.kvcache.tiers.pacing import PARTIAL_DELAY_S, RETRY_DELAY_S
-from llamaslot.kvcache.tiers.ram_budget import CALM_S, MemoryReading
 from llamaslot.scheduler.step import StepPlan
 from tests.cache_settings import cache_settings
 from tests.scheduler.test_scheduler import Driver, generated

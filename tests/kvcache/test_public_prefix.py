@@ -20,8 +20,8 @@ from llamaslot.base.namespaces import (
     tenant_of,
 )
 from llamaslot.base.tokens import WIDTH, packed, unpacked
+from llamaslot.kvcache.tiers.budget import INACTIVE_S
 from llamaslot.kvcache.tiers.pacing import RETRY_DELAY_S
-from llamaslot.kvcache.tiers.tier_budget import INACTIVE_S
 from llamaslot.scheduler.request import Request
 from tests.scheduler.test_scheduler import Driver, as_tokens, generated
 

@@ -21,9 +21,17 @@ from llamaslot.base.backend import Backend
 from llamaslot.base.kv_ops import Kv
 from llamaslot.base.tokens import WIDTH, unpacked
 from llamaslot.kvcache.cache_settings import CacheSettings
-from llamaslot.kvcache.tiers import pacing, remote_io, remote_tier, upload_queue
-from llamaslot.kvcache.tiers.remote_io import Block, Found, Portion, RemoteObject, Upload, portions_of
-from llamaslot.kvcache.tiers.remote_tier import Choice, Lookup
+from llamaslot.kvcache.tiers import pacing, remote_tier, segment_tiers
+from llamaslot.kvcache.tiers.remote_tier import (
+    Block,
+    Choice,
+    Found,
+    Lookup,
+    Portion,
+    RemoteObject,
+    Upload,
+    portions_of,
+)
 from llamaslot.scheduler.step import StepPlan
 from tests.cache_settings import cache_settings
 from tests.conftest import LONG
@@ -45,16 +53,18 @@ class SharedStore:
 
     def put(self, namespace: str, tokens: Sequence[int]) -> None:
         """Add the object of the last block of these tokens, which end at the grid."""
-        start = remote_io.block_start(len(tokens))
-        self.prefixes |= {(namespace, tuple(tokens[:end])) for end in remote_io.grid_positions(start, len(tokens))}
+        start = remote_tier.block_start(len(tokens))
+        self.prefixes |= {
+            (namespace, tuple(tokens[:end])) for end in remote_tier.grid_positions(start, len(tokens))
+        }
 
     def find(self, lookup: Lookup, size: int) -> Found:
         """Return the portions that continue what is cached; `size` is that of a token in bytes."""
         tokens = tuple(unpacked(lookup.tokens).tolist())
         entries = {}
-        for at in remote_io.grid_positions(lookup.start, len(tokens)):
+        for at in remote_tier.grid_positions(lookup.start, len(tokens)):
             if (lookup.namespace, tokens[:at]) in self.prefixes:
-                start = remote_io.block_start(at)
+                start = remote_tier.block_start(at)
                 entries[at] = RemoteObject(start, at, repr(tokens[:at]).encode(), size * (at - start))
         return Found(tuple(portions_of(entries, lookup.start, len(tokens))))
 
@@ -87,11 +97,10 @@ class RemoteMachine(FakeMachine):
         self.sending: list[Sending] = []
         self.fetched: set[int] = set()
         """Prefixes that came from the store."""
-        modules = remote_io, remote_tier
-        patches = [mock.patch.object(module, "BLOCK_TOKENS", BLOCK) for module in modules]
-        patches += [mock.patch.object(module, "GRID_TOKENS", GRID) for module in modules]
+        sizes = {"BLOCK_TOKENS": BLOCK, "GRID_TOKENS": GRID}
+        patches = [mock.patch.object(remote_tier, name, n) for name, n in sizes.items()]
         patches += [mock.patch.object(remote_tier, "_PIN_S", 0.05)]
-        patches += [mock.patch.object(upload_queue, name, 0.005) for name in ("RETRY_UPLOAD_S", "OFFER_AGAIN_S")]
+        patches += [mock.patch.object(segment_tiers, name, 0.005) for name in ("RETRY_UPLOAD_S", "OFFER_AGAIN_S")]
         for patch in patches:
             patch.start()
         self.patches += patches

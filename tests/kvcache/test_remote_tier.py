@@ -9,8 +9,7 @@ from llamaslot.base.model import SegmentSize
 from llamaslot.base.tokens import packed
 from llamaslot.kvcache.cache import KVCache
 from llamaslot.kvcache.tiers.pacing import RETRY_DELAY_S
-from llamaslot.kvcache.tiers.remote_io import Found, Portion, RemoteObject
-from llamaslot.kvcache.tiers.remote_tier import Lookup
+from llamaslot.kvcache.tiers.remote_tier import Found, Lookup, Portion, RemoteObject
 from tests.cache_settings import cache_settings
 
 N_BYTES = 512_000

@@ -33,10 +33,9 @@ from llamaslot.kvcache.disk_io import (
     Written,
     path_digest,
 )
-from llamaslot.kvcache.nodes import Node, Segment
-from llamaslot.kvcache.offload.offloader import _missing
+from llamaslot.kvcache.nodes import Node, Segment, SegmentState
+from llamaslot.kvcache.offloading import _missing
 from llamaslot.kvcache.radix_tree import RadixTree
-from llamaslot.kvcache.segment_states import SegmentState
 from llamaslot.kvcache.tiers.disk_tier import DiskTier
 from llamaslot.kvcache.tiers.pacing import PARTIAL_DELAY_S, READ_TIMEOUT_S, RETRY_DELAY_S, WriteBudget
 from llamaslot.kvcache.tiers.segment_tiers import SegmentTiers

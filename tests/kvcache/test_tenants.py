@@ -24,9 +24,9 @@ from llamaslot.base.tokens import packed
 from llamaslot.kvcache.disk_io import Write, Written
 from llamaslot.kvcache.nodes import Segment
 from llamaslot.kvcache.radix_tree import RadixTree
+from llamaslot.kvcache.tiers.budget import INACTIVE_S
 from llamaslot.kvcache.tiers.disk_tier import DiskTier
 from llamaslot.kvcache.tiers.segment_tiers import SegmentTiers
-from llamaslot.kvcache.tiers.tier_budget import INACTIVE_S
 from tests.cache_settings import tier_settings
 from tests.scheduler.test_scheduler import Driver, as_tokens
 

@@ -13,8 +13,7 @@ from llamaslot.base.model import StateKind
 from llamaslot.base.namespaces import key_salt, key_secret, salt_namespace, tenant_of
 from llamaslot.base.tokens import packed
 from llamaslot.kvcache.disk_io import Write, Written
-from llamaslot.kvcache.nodes import checkpoints_on
-from llamaslot.kvcache.segment_states import SegmentState
+from llamaslot.kvcache.nodes import SegmentState, checkpoints_on
 from llamaslot.scheduler.checkpoint_taker import CheckpointTaker
 from llamaslot.scheduler.request import Request, RequestState
 from llamaslot.scheduler.step import StepPlan

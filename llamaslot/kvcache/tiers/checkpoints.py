@@ -12,7 +12,7 @@ They are evicted from RAM
 - if a path has too many (`--ctx-checkpoints`): the one whose neighbours are closest together, relative to their
   distance from the end of the path (`_thin_path`). The deepest stays, and forks go last.
 
-Checkpoints about to be restored are never evicted. `offload/restoring.py` decides which are restored, and when.
+Checkpoints about to be restored are never evicted. `StateRestorer` decides which are restored, and when.
 """
 
 from __future__ import annotations
@@ -26,10 +26,9 @@ from llamaslot.base.namespaces import is_private
 from llamaslot.base.stats import CheckpointStats
 from llamaslot.base.tokens import WIDTH
 from llamaslot.kvcache.cache_settings import CheckpointSettings
-from llamaslot.kvcache.nodes import Checkpoint, Node, Segment, checkpoints_on
+from llamaslot.kvcache.nodes import Checkpoint, Node, Segment, SegmentEvent, checkpoints_on
+from llamaslot.kvcache.nodes import SegmentState as S
 from llamaslot.kvcache.radix_tree import RadixTree
-from llamaslot.kvcache.segment_states import SegmentEvent
-from llamaslot.kvcache.segment_states import SegmentState as S
 from llamaslot.kvcache.sequences import Sequences
 from llamaslot.kvcache.tiers.segment_tiers import SegmentTiers
 

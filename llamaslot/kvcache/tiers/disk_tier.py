@@ -33,9 +33,9 @@ from llamaslot.kvcache import disk_io
 from llamaslot.kvcache.cache_settings import CacheSettings
 from llamaslot.kvcache.match import SegmentPart
 from llamaslot.kvcache.nodes import Checkpoint, Segment, checkpoints_on
+from llamaslot.kvcache.nodes import SegmentEvent as E
+from llamaslot.kvcache.nodes import SegmentState as S
 from llamaslot.kvcache.radix_tree import RadixTree
-from llamaslot.kvcache.segment_states import SegmentEvent as E
-from llamaslot.kvcache.segment_states import SegmentState as S
 from llamaslot.kvcache.tiers import pacing
 from llamaslot.kvcache.tiers.pacing import ReadWatchdog, TransferRate, WriteBudget
 from llamaslot.kvcache.tiers.segment_tiers import SegmentTiers

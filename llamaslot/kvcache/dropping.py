@@ -9,10 +9,9 @@ from llamaslot.base.commands import CacheCleared
 from llamaslot.base.namespaces import PUBLIC_NAMESPACE
 from llamaslot.base.tokens import WIDTH
 from llamaslot.kvcache.match import Match
-from llamaslot.kvcache.nodes import Node, Segment, checkpoints_on
-from llamaslot.kvcache.offload.offloader import Offloader
+from llamaslot.kvcache.nodes import Node, Segment, SegmentEvent, checkpoints_on
+from llamaslot.kvcache.offloading import Offloader
 from llamaslot.kvcache.radix_tree import RadixTree
-from llamaslot.kvcache.segment_states import SegmentEvent
 from llamaslot.kvcache.sequences import Sequences
 from llamaslot.kvcache.tiers.segment_tiers import SegmentTiers
 
