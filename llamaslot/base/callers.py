@@ -75,6 +75,13 @@ class Amounts:
         """Return the amount of one holder."""
         return self.each.get(holder, 0)
 
+    def may_add(self, holder: str, n: int, limit: int, times: int = 1) -> bool:
+        """True if a holder of `n` more has at most so many `times` what all of them then leave free of `limit`.
+
+        So one alone gets half with `times` 1, and there is always room for the next one.
+        """
+        return self[holder] + n <= times * (limit - self.total - n)
+
     def add(self, holder: str, n: int) -> None:
         """Add `n`, which may be negative."""
         self.total += n

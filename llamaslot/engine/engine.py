@@ -113,6 +113,7 @@ class Engine:
             on_disk=on_disk,
             first_number=disk.first_number if disk is not None else 0,
         )
+        self._dropper = self.scheduler.cache.dropper
         self._watch = watch or StepWatch(0)
         self._worker = Worker(backend, thread or model_thread(), clock, self._needs_plan, self._watch)
         self._constraints = ConstraintWorker(backend, self._post)
@@ -130,10 +131,10 @@ class Engine:
         self._self_test = PendingSelfTest(backend, clock)
         self._costs = PendingCosts(backend)
         # Without checkpoints, sequences with the same tokens would be made to share cells, which is not tested yet.
-        self.scheduler.cache.is_on_trial = self._self_test.is_pending and info.keeps_checkpoints
+        self.scheduler.cache.settings.is_on_trial = self._self_test.is_pending and info.keeps_checkpoints
         self._reports = Reports(self.scheduler, backend.vocab, lambda: self._self_test.why_not_reused)
         self._slot_actions = SlotActions(snapshots, backend, self.scheduler, post=self._post, clock=clock)
-        drops = DropActions(self.scheduler.cache, self._disk, self._remote, lacks_disk)
+        drops = DropActions(self.scheduler.cache, self._dropper, self._disk, self._remote, lacks_disk)
         self._queries: dict[type[msgspec.Struct], Callable[[Any, Respond], None]] = {
             commands.DropPaths: drops.drop_paths,
             commands.SlotAction: self._slot_actions.handle,
@@ -322,7 +323,7 @@ class Engine:
                 self._worker.call, is_busy=lambda: bool(self._inbox), is_stopping=lambda: self._stopping
             )
         except NotSavedError:
-            scheduler.cache.drop_resident()
+            self._dropper.drop_resident()
             return
         finally:
             scheduler.admission.is_held = False
@@ -331,8 +332,8 @@ class Engine:
             return
         allows_reuse = not self._self_test.why_not_reused
         if not allows_reuse:
-            scheduler.cache.drop_resident()
-        scheduler.cache.is_on_trial = False
+            self._dropper.drop_resident()
+        scheduler.cache.settings.is_on_trial = False
         scheduler.admission.end_trial(allows_reuse=allows_reuse)
         self._outbox.append(tested)
         self._flush()
@@ -414,7 +415,7 @@ class Engine:
             command.prompt,
             arrival=self._n_arrived,
             now=arrived,
-            can_reuse=cache.settings.can_reuse and (not why_not or cache.is_on_trial),
+            can_reuse=cache.settings.can_reuse and (not why_not or cache.settings.is_on_trial),
             why_not=why_not or "unsupported",
         )
         self.scheduler.submit(request)

@@ -13,9 +13,9 @@ What a decode really computed is reported by `append` and `invalidate`.
 Calls of a step: tick, acquire and load for requests, offload_idle, evict if the step lacks cells, maintain, then
 take the operations and jobs.
 
-Callers use the methods of `KVCache`, and its values `settings` and `cells`. Three collaborators are handed over as
-a whole: `remote` to the scheduler and to the worker that fetches and uploads, `ram_budget` to the watch of free
-memory, and `checkpoints` to the scheduler's `CheckpointTaker`.
+Callers use the methods of `KVCache`, and its values `settings` and `cells`. Four collaborators are handed over as a
+whole: `remote` to the scheduler and to the worker that fetches and uploads, `ram_budget` to the watch of free
+memory, `checkpoints` to the scheduler's `CheckpointTaker`, and `dropper` to whoever drops prefixes.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ from dataclasses import dataclass, replace
 
 from msgspec import structs
 
-from llamaslot.base.commands import CacheCleared
-from llamaslot.base.kv_ops import Copy, Load, Operation, Restore
+from llamaslot.base.kv_ops import Copy, Free, Load, Operation, Restore
 from llamaslot.base.model import ModelInfo
 from llamaslot.base.namespaces import is_private, tenant_of
 from llamaslot.base.stats import (
@@ -108,12 +107,14 @@ class KVCache:
             self._tiers,
             self._disk,
             self.checkpoints,
-            seconds_to_compute=lambda n: n * settings.cost.prefill_us / 1e6 or prefill_seconds(n),
+            settings=settings,
+            prefill_seconds=prefill_seconds,
         )
         """KV that several servers share."""
         self._pool = Pool(*shared, settings, self._counters, self._offloader, self.checkpoints, self._restorer)
         self._window_cells = WindowCells(self._tree, self._sequences, self.checkpoints, self._offloader, settings)
-        self._dropper = Dropper(*shared, self._offloader)
+        self.dropper = Dropper(*shared, self._offloader)
+        """Drops prefixes everywhere."""
         self._snapshots = SlotSnapshots(self._tree, self._sequences, self._pool, self._offloader, self.checkpoints)
         self._ghosts = GhostList()
         self._n_cached_at: dict[int, int] = {}
@@ -122,17 +123,8 @@ class KVCache:
         """Tokens loaded in this step."""
         self.has_streams = False
         """True if streams run in this step, so that it may save and load only as much as fits into `gap_ms`."""
-        self.ignored = self._disk.restore(on_disk, first_number)
+        self.ignored = self._disk.adopt(on_disk, first_number)
         """Numbers of segments on disk that are too large to be used."""
-
-    @property
-    def is_on_trial(self) -> bool:
-        """True until the self-test of reuse has passed: computed KV stays in the pool but is not reused yet."""
-        return self._tiers.is_on_trial
-
-    @is_on_trial.setter
-    def is_on_trial(self, value: bool) -> None:
-        self._tiers.is_on_trial = value
 
     # --- lookups ---
 
@@ -153,7 +145,7 @@ class KVCache:
         if last is not None and last.version == self._tree.version and len(last.tokens) == len(tokens):
             return last
         match = self._restorer.cut(self._public.match(namespace, tokens))
-        return match.cut(0, ()) if self.is_on_trial else match
+        return match.cut(0, ()) if self.settings.is_on_trial else match
 
     def probe(self, namespace: str, tokens: bytes) -> CacheProbe:
         """Return the tiers in which a request with this prompt would find its KV now."""
@@ -215,7 +207,7 @@ class KVCache:
         self._window_cells.evict_for(match)
         match = self.match(match.namespace, match.tokens, match)
         miss = miss_reason(match, self._ghosts, self.settings.min_shared)
-        if self.is_on_trial:
+        if self.settings.is_on_trial:
             miss = "self_test_pending"
         self._tiers.shares.use(tenant_of(match.namespace), is_new=is_new)
         if self.settings.has_states:
@@ -242,7 +234,7 @@ class KVCache:
 
     def load(self, seq: int, tokens: bytes) -> Loaded:
         """Extend a running sequence by the rest of the cached prefix: copy resident cells, then load segments."""
-        if self.is_on_trial or not self._restorer.may_load(seq):
+        if self.settings.is_on_trial or not self._restorer.may_load(seq):
             return Loaded(LoadStatus.DONE)
         match = self._public.match(self._sequences.end(seq).namespace, tokens)
         match = self._restorer.cut_to_pending(seq, match)
@@ -274,7 +266,7 @@ class KVCache:
 
     def append(self, seq: int, tokens: Tokens) -> None:
         """Append tokens that a running sequence computed."""
-        self._pool.append(seq, packed(tokens))
+        self._sequences.append(seq, packed(tokens))
         if len(tokens) > 1:
             self._sequences.clock += len(tokens)
         if self.settings.unified:
@@ -287,8 +279,8 @@ class KVCache:
 
     def release(self, seq: int) -> None:
         """Unpin a slot whose request ended or was preempted; its KV stays cached if the model allows reuse."""
-        self._tiers.unpin(seq)
-        self._restorer.cancel(seq)
+        self._tiers.load_pins.pop(seq, None)
+        self.checkpoints.pending_restores.pop(seq, None)
         end = self._tree.end_node(seq)
         n_cached = self._n_cached_at.pop(seq, 0)
         if end is None:
@@ -305,8 +297,8 @@ class KVCache:
 
     def invalidate(self, seq: int) -> None:
         """Remove a sequence whose content is unknown after a failed decode."""
-        self._tiers.unpin(seq)
-        self._restorer.cancel(seq)
+        self._tiers.load_pins.pop(seq, None)
+        self.checkpoints.pending_restores.pop(seq, None)
         end = self._tree.end_node(seq)
         if end is not None:
             self._tree.touch(end, self._sequences.advance())
@@ -328,7 +320,8 @@ class KVCache:
                 self._tiers.on_load_failed(now)
             elif isinstance(each, Restore) and each.dst in seqs:
                 # Or it would be tried again and again.
-                self._restorer.on_restore_failed(each.checkpoint)
+                failed = self._tiers.checkpoints.get(each.checkpoint)
+                self._tiers.drop([failed] if failed is not None else [])
         self._offloader.free_evicted()
 
     def on_step_failed(self, starts: Mapping[int, int]) -> None:
@@ -449,28 +442,6 @@ class KVCache:
         """Take over costs that were measured after the start."""
         self.settings.learn(info)
 
-    # --- deletion ---
-
-    def drop(self, namespace: str | None = None) -> CacheCleared:
-        """Drop the prefixes of a namespace in which no request runs, or all idle prefixes."""
-        return self._dropper.drop(namespace)
-
-    def drop_resident(self) -> None:
-        """Drop all idle sequences, and all checkpoints that are not on disk."""
-        self._dropper.drop_resident()
-
-    def drop_paths(self, namespace: str, paths: Sequence[bytes]) -> CacheCleared:
-        """Drop paths, each back to its last fork."""
-        return self._dropper.drop_paths(namespace, paths)
-
-    def forks(self, namespace: str, paths: Iterable[bytes]) -> list[tuple[bytes, int]]:
-        """Return paths, each with the last position at which another path branches off, ends, or is running."""
-        return self._dropper.forks(namespace, paths)
-
-    def invalidate_path(self, namespace: str, tokens: bytes, *, with_public: bool) -> None:
-        """Drop the last node of a path whose KV may be invalid, with everything below it."""
-        self._dropper.invalidate_path(namespace, tokens, with_public=with_public)
-
     # --- slot files ---
 
     def save_slot(self, seq: int) -> SlotSave:
@@ -483,10 +454,9 @@ class KVCache:
 
     def free_saved(self, numbers: Iterable[int]) -> None:
         """Free the bytes of a saved slot with the next plan."""
-        self._tiers.free(numbers)
-        self._offloader.free_evicted()
+        self._sequences.operations += map(Free, numbers)
 
-    def restore_slot(self, seq: int, snapshot: SlotSnapshot) -> dict[int, SnapshotPart] | None:
+    def load_slot(self, seq: int, snapshot: SlotSnapshot) -> dict[int, SnapshotPart] | None:
         """Replace the content of an idle slot by a snapshot; returns KV for the backend, by segment number.
 
         The backend needs that KV before the next operations. None if running requests leave too few cells.
@@ -495,13 +465,18 @@ class KVCache:
         self._pool.deduplicate()
         n_tokens = len(snapshot.tokens) // WIDTH
         self._window_cells.evict(min(n_tokens, self.settings.checkpoints.n_swa), kept=(seq,))
-        return self._snapshots.restore(seq, snapshot)
+        return self._snapshots.load(seq, snapshot)
 
     # --- inspection ---
 
     def stats(self) -> CacheStats:
         """Statistics of the cache, in constant time; the scheduler adds what requests reused."""
         settings, ram, budget = self.settings, self._tiers.ram, self.ram_budget
+        # Of a shared pool's ids, those that keep no idle prefix while all slots run: the scratch sequence, and for
+        # models that can be truncated the id that stays free to move a path to.
+        n_free = (1 + settings.can_trim) * settings.shares_cells
+        n_spare = max(0, settings.n_seqs - settings.n_slots - n_free)
+        n_used = sum(map(self._sequences.in_use, self._sequences.all))
         return structs.replace(
             self._counters,
             cells=self.cells,
@@ -518,7 +493,7 @@ class KVCache:
             disk=self._disk.stats,
             remote=self.remote.stats,
             checkpoints=self.checkpoints.stats,
-            sequences=SequenceStats(settings.n_slots, settings.n_spare, self._sequences.n_in_use, settings.n_seqs),
+            sequences=SequenceStats(settings.n_slots, n_spare, n_used, settings.n_seqs),
         )
 
     def listing(

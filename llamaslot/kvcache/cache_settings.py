@@ -89,8 +89,8 @@ class CheckpointSettings:
 class CacheSettings:
     """Size and policy of the cache.
 
-    Fixed except for the layout with its sequences (`KVCache.set_layout`), and for costs and what follows from them:
-    if they could not be measured at start, `learn` sets them later.
+    Fixed except for the layout with its sequences (`KVCache.set_layout`), `is_on_trial`, and costs and what follows
+    from them: if they could not be measured at start, `learn` sets them later.
     """
 
     n_slots: int
@@ -122,6 +122,8 @@ class CacheSettings:
     """0 if not measured."""
     min_shared: int = 64
     """Shortest shared prefix worth waiting for; also the shortest unshared tail that keeps a sequence id."""
+    is_on_trial: bool = False
+    """True until the self-test of reuse has passed: KV stays in the pool, but is neither offloaded nor reused."""
     gap_ms: float
     """Most time that saving and loading may add between two tokens of a stream."""
     write_interval_ms: float = 200.0
@@ -184,15 +186,6 @@ class CacheSettings:
         return has_way and self.segment_size is not None
 
     @property
-    def n_spare(self) -> int:
-        """Ids that can keep idle prefixes while all slots run.
-
-        In a shared pool the scratch sequence does not count, nor, for models that can be truncated, the id that
-        stays free to move a path to.
-        """
-        return max(0, self.n_seqs - self.n_slots - (1 + self.can_trim) * self.shares_cells)
-
-    @property
     def offloads(self) -> bool:
         """True if KV that leaves the pool is kept in RAM."""
         return self.saves and self.budgets.ram_bytes > 0
@@ -208,28 +201,12 @@ class CacheSettings:
         return self.offloads and self.has_remote
 
     @property
-    def offloads_ahead(self) -> bool:
-        """True if idle prefixes are offloaded before their cells are needed."""
-        leaves_early = self.budgets.offload_after is not None and self.unified
-        return self.offloads and (leaves_early or self.writes or self.uploads)
-
-    @property
     def copies_running(self) -> bool:
         """True if KV of running requests is copied to RAM, to be written or uploaded from there.
 
         Not in a partitioned pool, where saving one segment means saving its whole sequence.
         """
         return self.unified and (self.writes or self.uploads)
-
-    @property
-    def ahead_tokens(self) -> int:
-        """Most tokens that one step offloads ahead while the server is idle."""
-        return self.segment_tokens if self.unified else self.seq_cells
-
-    @property
-    def load_cost(self) -> float:
-        """Time to load a token divided by the time to compute it; 0 if unknown."""
-        return self.cost.load_us / self.cost.prefill_us if self.cost.prefill_us else 0.0
 
     def move_us(self, n_saved: int, n_loaded: int) -> float:
         """Return the microseconds to save `n_saved` tokens and load `n_loaded`; unknown costs count as 0."""

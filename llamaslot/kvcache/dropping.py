@@ -32,7 +32,7 @@ class Dropper:
         if namespace is None:
             seqs = [seq for seq in self._sequences.all if not self._tree.is_pinned(seq)]
         else:
-            seqs = list(self._sequences.in_namespace(namespace))
+            seqs = self._sequences.in_namespace(namespace)
         for seq in seqs:
             self._sequences.clear(seq)
         return self._cleared(before)

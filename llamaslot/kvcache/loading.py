@@ -131,7 +131,7 @@ class Loader:
         """
         parts = self._disk.readable(match.parts) if loads_all else self.worth_loading(match)
         if not parts:
-            self._tiers.unpin(seq)
+            self._tiers.load_pins.pop(seq, None)
             return Loaded(LoadStatus.DONE)
         self._disk.prefetch(seq, parts)
         self._offloader.free_evicted()
@@ -164,18 +164,19 @@ class Loader:
             n_fetched += (part.end - start) * (segment.source == "remote")
             segment.source = ""
         if status is LoadStatus.DONE:
-            self._tiers.unpin(seq)
+            self._tiers.load_pins.pop(seq, None)
         self._counters.public_tokens += n_public
         return Loaded(status, 0, n_loaded, n_read, n_fetched, n_public)
 
     def _pays(self, parts: Sequence[SegmentPart], n_moved: int = 0) -> bool:
         """True if loading these parts, and moving `n_moved` tokens for it, is faster than computing them."""
-        read_us, prefill_us = self._disk.us_per_token, self._settings.cost.prefill_us
-        read_cost = read_us / prefill_us if read_us and prefill_us else _UNKNOWN_READ_COST
+        cost, read_us = self._settings.cost, self._disk.us_per_token
+        load_cost = cost.load_us / cost.prefill_us if cost.prefill_us else 0.0
+        read_cost = read_us / cost.prefill_us if read_us and cost.prefill_us else _UNKNOWN_READ_COST
         n_wanted = sum(part.end - part.start for part in parts)
         n_loaded = sum(part.segment.n_tokens for part in parts) + n_moved
         n_read = sum(part.segment.n_tokens for part in parts if not part.segment.state.is_loadable)
-        return n_wanted > self._settings.load_cost * n_loaded + read_cost * n_read
+        return n_wanted > load_cost * n_loaded + read_cost * n_read
 
 
 @dataclass(eq=False)
@@ -234,7 +235,9 @@ class StateRestorer:
             return
         node = points[0]
         # A sequence of the public namespace gives no state: its cells are not copied, only its segments are loaded.
-        donor = self._live_end(node) if node.namespace == match.namespace else None
+        donor = None
+        if node.namespace == match.namespace:
+            donor = next(filter(self._sequences.states.is_live, node.end_of), None)
         if donor is not None and self._sequences.states.copies_live and n_own < node.end <= match.n_resident:
             # A copy of a whole live sequence is live itself.
             return
@@ -309,22 +312,12 @@ class StateRestorer:
         else:
             self._sequences.empty(seq)
 
-    def cancel(self, seq: int) -> None:
-        """Record that a sequence is no longer waiting for its state."""
-        self._checkpoints.pending_restores.pop(seq, None)
-
     def on_step_failed(self, starts: Mapping[int, int]) -> None:
         """Record that a step failed; `starts` has the tokens that its sequences held before it."""
         if not self._settings.has_states:
             return
         self._sequences.states.fail(starts, {seq: self._tree.length(seq) for seq in self._sequences.all})
         self._tree.version += 1
-
-    def on_restore_failed(self, number: int) -> None:
-        """Drop a checkpoint that could not be restored, so that it is not tried again and again."""
-        checkpoint = self._tiers.checkpoints.get(number)
-        if checkpoint is not None:
-            self._tiers.drop([checkpoint])
 
     def check(self) -> None:
         """Verify all invariants while no operation is pending; raises `AssertionError`."""
@@ -367,10 +360,7 @@ class StateRestorer:
             return bool(live)
         return any(seq in self._sequences.slots and not self._tree.is_pinned(seq) for seq in live)
 
-    def _live_end(self, node: Node) -> int | None:
-        return next((seq for seq in node.end_of if self._sequences.states.is_live(seq)), None)
-
     def _restore(self, seq: int, checkpoint: Checkpoint) -> None:
         self._tiers.touch(checkpoint.path_from_root)
         self._sequences.restore(seq, checkpoint.number, checkpoint.end)
-        self._checkpoints.count_restored()
+        self._checkpoints.counters.restored += 1

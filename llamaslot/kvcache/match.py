@@ -197,10 +197,9 @@ def miss_reason(match: Match, ghosts: GhostList, min_shared: int) -> Miss:
 
 
 class GhostList:
-    """The `max_blocks` latest blocks of all namespaces."""
+    """The `MAX_BLOCKS` latest blocks of all namespaces."""
 
-    def __init__(self, max_blocks: int = MAX_BLOCKS) -> None:
-        self._max_blocks = max_blocks
+    def __init__(self) -> None:
         self._blocks: OrderedDict[bytes, None] = OrderedDict()
 
     def add(self, namespace: str, tokens: bytes, start: int) -> None:
@@ -208,7 +207,7 @@ class GhostList:
         for digest in _digests(namespace, tokens, start):
             self._blocks[digest] = None
             self._blocks.move_to_end(digest)
-        while len(self._blocks) > self._max_blocks:
+        while len(self._blocks) > MAX_BLOCKS:
             self._blocks.popitem(last=False)
 
     def continues(self, namespace: str, tokens: bytes, n: int) -> bool:

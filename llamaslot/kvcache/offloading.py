@@ -120,11 +120,10 @@ class Offloader:
             runs = tree.is_pinned(seq)
             if node is None or (runs and (not with_running or is_private(node.namespace))):
                 continue
-            end = node.end
-            ranges = self._missing_of_path(seq, end, with_partial=not runs)
+            ranges = self._missing_of_path(seq, with_partial=not runs)
             if not self._offloaded_ahead.isdisjoint((seq, *each) for each in ranges):
                 continue
-            done = self._offload(seq, ranges, end, max_tokens - n_done)
+            done = self._offload(seq, ranges, node.end, max_tokens - n_done)
             self._offloaded_ahead.update((seq, *each) for each in done)
             n_done += _n_tokens(done)
             if n_done >= max_tokens:
@@ -136,8 +135,8 @@ class Offloader:
 
         `with_partial` includes the last range even if it does not fill a segment.
         """
-        end = self._sequences.end(seq).end
-        self._offload(seq, self._missing_of_path(seq, end, with_partial=with_partial), end)
+        ranges = self._missing_of_path(seq, with_partial=with_partial)
+        self._offload(seq, ranges, self._tree.length(seq))
 
     def free_evicted(self) -> None:
         """Record operations by which the backend frees the segments that left RAM."""
@@ -176,9 +175,10 @@ class Offloader:
             each for each in _missing(node, min(start, node.start), end, self._tiers.max_tokens) if each[1] > start
         ]
 
-    def _missing_of_path(self, seq: int, end: int, *, with_partial: bool) -> list[tuple[int, int]]:
-        """Ranges of the first `end` tokens of a sequence that no segment covers."""
-        ranges = _missing(self._node_at(seq, end), 0, end, self._tiers.max_tokens) if end else []
+    def _missing_of_path(self, seq: int, *, with_partial: bool) -> list[tuple[int, int]]:
+        """Ranges of a sequence that no segment covers."""
+        end = self._sequences.end(seq)
+        ranges = _missing(end, 0, end.end, self._tiers.max_tokens)
         if not with_partial:
             ranges = [(start, stop) for start, stop in ranges if stop - start == self._tiers.max_tokens]
         return ranges
@@ -190,7 +190,7 @@ class Offloader:
 
         None are if RAM cannot hold the whole path up to `end`: a path with a gap cannot be loaded beyond the gap.
         """
-        if not ranges or self._tiers.is_on_trial:
+        if not ranges or self._settings.is_on_trial:
             return ()
         node = self._node_at(seq, end)
         if not self._tiers.fits(node, _missing(node, 0, end, self._tiers.max_tokens)):
@@ -301,10 +301,11 @@ class OffloadPolicy:
             self._was_busy, self._idle_work_at = False, now + self._settings.idle_delay_ms / 1e3
         if self._idle_work_at is None or now < self._idle_work_at or self._disk.has_backlog:
             return
-        n_done = 0
-        if self._settings.offloads_ahead:
-            n_done = self._offloader.offload_ahead(self._settings.ahead_tokens, with_running=False)
-            n_done = n_done or self._checkpoints.take_ahead()
+        n_done, settings = 0, self._settings
+        leaves_early = settings.budgets.offload_after is not None and settings.unified
+        if settings.offloads and (leaves_early or settings.writes or settings.uploads):
+            n_tokens = settings.segment_tokens if settings.unified else settings.seq_cells
+            n_done = self._offloader.offload_ahead(n_tokens, with_running=False) or self._checkpoints.take_ahead()
         if not n_done:
             self._idle_work_at = None
 

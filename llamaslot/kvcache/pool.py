@@ -94,13 +94,6 @@ class Pool:
         self._counters.copied_tokens += end - start
         return end - start
 
-    def append(self, seq: int, tokens: bytes) -> None:
-        """Append computed tokens; those that other sequences hold too now have duplicate cells."""
-        start = self._tree.length(seq)
-        n_held = self._tree.extend(seq, tokens)
-        if n_held:
-            self._sequences.duplicates.add(seq, start, start + n_held)
-
     def deduplicate(self) -> None:
         """Remove duplicate cells, and free spare ids whose paths other sequences hold."""
         self._sequences.operations += self._sequences.duplicates.resolve()

@@ -55,11 +55,6 @@ class Sequences:
         """Duplicate cells that only idle sequences use; eviction frees them."""
         return self.duplicates.n_idle_cells(self._tree.is_pinned)
 
-    @property
-    def n_in_use(self) -> int:
-        """Ids in use."""
-        return sum(map(self.in_use, self.all))
-
     def in_use(self, seq: int) -> bool:
         """True if a sequence holds a path, which may be empty."""
         return self._tree.end_node(seq) is not None
@@ -103,6 +98,13 @@ class Sequences:
         end = self.end(seq)
         shared = next((node.end for node in end.path_to_root() if node.is_shared), 0)
         return end.end - shared
+
+    def append(self, seq: int, tokens: bytes) -> None:
+        """Append tokens in cells of their own; those that other sequences hold too now have duplicate cells."""
+        start = self._tree.length(seq)
+        n_held = self._tree.extend(seq, tokens)
+        if n_held:
+            self.duplicates.add(seq, start, start + n_held)
 
     def truncate(self, seq: int, keep: int) -> None:
         """Truncate a sequence to its first `keep` tokens, in the tree and in the backend."""
@@ -160,8 +162,7 @@ class Sequences:
             self.operations[-1] = replace(last, parts=(*last.parts, (segment, end)))
         else:
             self.operations.append(Load(seq, start, ((segment, end),)))
-        if n_held := self._tree.extend(seq, tokens[start * WIDTH : end * WIDTH]):
-            self.duplicates.add(seq, start, start + n_held)
+        self.append(seq, tokens[start * WIDTH : end * WIDTH])
 
     def restore(self, seq: int, checkpoint: int, end: int) -> None:
         """Truncate a sequence to `end` tokens, and give it the checkpoint's state after them."""

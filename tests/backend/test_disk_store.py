@@ -646,7 +646,7 @@ def test_a_damaged_index_never_gives_a_segment_to_another_prefix(folder: Path) -
         tree = RadixTree()
         settings = tier_settings(ram_bytes=10**9, segment_size=SIZE, disk_bytes=10**9)
         tiers = SegmentTiers(tree, settings, CacheStats())
-        DiskTier(tiers, tree, settings).restore(store.take_segments(), store.first_number)
+        DiskTier(tiers, tree, settings).adopt(store.take_segments(), store.first_number)
         tiers.check(tree.check())
         for found in tiers.disk:
             path = found.prefix

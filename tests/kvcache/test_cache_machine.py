@@ -470,14 +470,14 @@ class CacheMachine(RuleBasedStateMachine):
         cache, asked = self.cache, self.asked[-1 - index % len(self.asked)]
         namespace, running = asked.request.namespace, list(self.running)
         if kind == "everything":
-            cache.drop()
+            cache.dropper.drop()
             assert cache._tree.n_tokens == cache._tree.n_pinned_tokens
             assert not len(self.tiers.ram) + len(self.tiers.disk)
         elif kind == "path":
             tokens = asked.tokens[: int(share * len(asked.tokens))]
             path = packed(np.array(tokens, dtype=np.int32))
             fork = cache._tree.match(namespace, path).last_fork()
-            cache.drop_paths(namespace, [path])
+            cache.dropper.drop_paths(namespace, [path])
             left = cache._tree.match(namespace, path)
             assert left.n_resident <= fork
             # A segment that starts before the fork cannot be cut: it stays whole.
@@ -487,11 +487,11 @@ class CacheMachine(RuleBasedStateMachine):
             path = packed(np.array(tokens, dtype=np.int32))
             node = cache._tree.match(namespace, path).matched_end
             start, is_pinned = node.start, node.n_pins > 0
-            cache.invalidate_path(namespace, path, with_public=asked.request.n_public > 0)
+            cache.dropper.invalidate_path(namespace, path, with_public=asked.request.n_public > 0)
             left = cache._tree.match(namespace, path)
             assert is_pinned or left.n_matched <= start
         elif all(other.request.namespace != namespace for other in running):
-            cache.drop(namespace)
+            cache.dropper.drop(namespace)
             assert not list(cache._tree.nodes(namespace))
         for other in running:
             assert cache._tree.is_pinned(other.slot) or other.slot in self.shaken
@@ -531,7 +531,7 @@ class CacheMachine(RuleBasedStateMachine):
         if self.scheduler.slots[slot].request is not None:
             return
         snapshot, contents, taken = self.snapshots[index % len(self.snapshots)]
-        parts = self.cache.restore_slot(slot, snapshot)
+        parts = self.cache.load_slot(slot, snapshot)
         if parts is None:
             n_pinned = len(self.backend.prefixes(asked.slot for asked in self.running))
             # A part is loaded whole, even if some of it is resident.

@@ -219,7 +219,7 @@ class Workload:
         self.queue_jobs()
         self.disk.writes, self.disk.reads = [], []
         self.start()
-        assert not self.disk_tier.restore([*self.disk.metas.values()], self.disk.first_number)
+        assert not self.disk_tier.adopt([*self.disk.metas.values()], self.disk.first_number)
         self.now += RETRY_DELAY_S + 1
         return True
 

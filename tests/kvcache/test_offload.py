@@ -407,7 +407,7 @@ def test_dropping_everything_drops_the_segments() -> None:
     shared = driver()
     shared.run("a" * 40)
     shared.run("b" * 200)
-    shared.cache.drop()
+    shared.cache.dropper.drop()
     shared.step()
     assert not shared.backend.segments
     assert shared.run("a" * 40).n_prompt_computed == 40

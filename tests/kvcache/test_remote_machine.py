@@ -250,7 +250,7 @@ class RemoteMachine(FakeMachine):
         cached = self.backend.prefixes() | self.offloaded
         assert cached.issuperset(named[: lookup.start]), "a prefix that is not cached is not looked up"
         # What the cache has evicted is there until these are carried out.
-        pending = self.cache._sequences.operations, self.tiers._freed, self.tiers._jobs, self.disk.writes
+        pending = self.cache._sequences.operations, self.tiers._freed, self.tiers.jobs, self.disk.writes
         if not any(pending):
             is_new = self.offloaded.isdisjoint(named[lookup.start : lookup.end])
             assert is_new, "a prefix that is cached is looked up"

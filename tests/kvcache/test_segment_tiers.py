@@ -377,7 +377,7 @@ class TiersMachine(RuleBasedStateMachine):
     @rule(namespace=NAMESPACES, tokens=SOME, seq=st.integers(0, 2))
     def prefetch(self, namespace: str, tokens: Path, seq: int) -> None:
         """A sequence keeps in RAM what it is about to load, and has the rest read as far as there is room."""
-        self.tiers.unpin(seq)
+        self.tiers.load_pins.pop(seq, None)
         wanted = self.held.readable(tokens, namespace)
         before = [
             k for k in self.tracked.values() if k.in_ram and self.may_be_evicted(k) and k.segment not in wanted
@@ -391,7 +391,7 @@ class TiersMachine(RuleBasedStateMachine):
 
     @rule(seq=st.integers(0, 2))
     def unpin(self, seq: int) -> None:
-        self.tiers.unpin(seq)
+        self.tiers.load_pins.pop(seq, None)
 
     @precondition(lambda self: hasattr(self, "disk") and self.disk.writes)
     @rule(n=st.integers(1, 4), ok=st.sampled_from([True, True, True, False]))
@@ -435,7 +435,7 @@ class TiersMachine(RuleBasedStateMachine):
             assert meta.parent is None or meta.parent in metas, "on disk without its parent"
         was = {number: self.disk.path(number) for number in metas}
         self.new_tiers()
-        ignored = self.ignored = set(self.held.disk.restore(list(metas.values()), self.disk.first_number))
+        ignored = self.ignored = set(self.held.disk.adopt(list(metas.values()), self.disk.first_number))
         self.tracked = {
             segment.number: Tracked(segment, *was[segment.number], segment.start, 0, in_ram=False, on_disk=True)
             for segment in self.tiers.disk
@@ -546,7 +546,7 @@ def test_segments_that_a_sequence_is_about_to_load_are_not_evicted_for_another_o
     held.tiers.take_jobs()
     held.prefetch(1, tuple(range(200)))
     assert held.tiers.take_jobs() == []
-    held.tiers.unpin(0)
+    held.tiers.load_pins.pop(0, None)
     held.prefetch(1, tuple(range(200)))
     assert held.tiers.take_jobs() == [Read(each.number) for each in second]
 
@@ -809,6 +809,6 @@ def test_a_segment_larger_than_ram_stays_on_disk_unknown_with_all_behind_it() ->
     ]
     held = Tiers(size.of(1), size, MAX_TOKENS, disk_bytes=100)
     tiers = held.tiers
-    assert held.disk.restore(metas, 3) == [0, 1]
+    assert held.disk.adopt(metas, 3) == [0, 1]
     assert [segment.number for segment in tiers.disk] == [2]
     assert tiers.take_jobs() == []

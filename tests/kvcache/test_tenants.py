@@ -210,7 +210,7 @@ def test_a_smaller_limit_is_kept_after_a_restart() -> None:
     a, b = tenant_of(NAMESPACES[0]), tenant_of(NAMESPACES[2])
     assert held.tiers.disk.used == {a: 90, b: 90}
     later = Tiers(1000, 0, disk=1000, disk_limit=70)
-    assert later.disk.restore(metas, 6) == []
+    assert later.disk.adopt(metas, 6) == []
     assert later.tiers.disk.used == {a: 60, b: 60}
     assert {segment.number for segment in later.tiers.disk} == {2, 3, 4, 5}, "the oldest of each goes"
     later.check()

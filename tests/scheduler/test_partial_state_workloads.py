@@ -187,14 +187,14 @@ class Workload:
 
     def drop(self) -> None:
         """A client drops all that is idle."""
-        self.driver.cache.drop(None)
+        self.driver.cache.dropper.drop(None)
         self.counts["dropped everything"] += 1
         self.step()
 
     def drop_path(self) -> None:
         """A client drops what one request has left."""
         request = self.rng.choice(self.requests)
-        self.driver.cache.drop_paths(request.namespace, [packed(request.tokens.view())])
+        self.driver.cache.dropper.drop_paths(request.namespace, [packed(request.tokens.view())])
         self.counts["dropped a path"] += 1
         self.step()
 

@@ -80,7 +80,7 @@ def test_what_is_dropped_of_a_path_takes_its_checkpoints_along(kind: StateKind, 
 
     kept = positions(other)
     assert {32, 48, 56} <= {*positions(dropped)} - {*kept}
-    driver.cache.drop_paths(dropped.namespace, [packed(dropped.tokens.view())])
+    driver.cache.dropper.drop_paths(dropped.namespace, [packed(dropped.tokens.view())])
     driver.step()
     assert max(positions(dropped)) <= 30
     assert positions(other) == kept
@@ -420,7 +420,7 @@ def test_a_checkpoint_that_is_not_trusted_is_dropped_even_if_a_request_runs_ther
         driver.step()
     [checkpoint, *_] = [each for each in checkpoints_on(driver.match(prompt).matched_end) if each.node.n_pins]
     path = packed(running.tokens.view()[: checkpoint.end])
-    driver.cache.invalidate_path(running.namespace, path, with_public=False)
+    driver.cache.dropper.invalidate_path(running.namespace, path, with_public=False)
     assert checkpoint.state is SegmentState.DROPPED
     driver.finish(running)
     assert running.n_generated == 8

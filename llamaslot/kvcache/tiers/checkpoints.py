@@ -45,7 +45,7 @@ class Checkpoints:
         """True for a model with a partial state."""
         self.pending_restores: dict[int, Checkpoint] = {}
         """Checkpoint to restore into each sequence once that has all tokens before it; not evicted until then."""
-        self._counters = CheckpointStats()
+        self.counters = CheckpointStats()
         self._ahead_at = -1
         self._taken_ahead: set[int] = set()
         """Sequences that got a checkpoint in advance since the clock stood at `_ahead_at`."""
@@ -57,7 +57,7 @@ class Checkpoints:
     def stats(self) -> CheckpointStats:
         """Checkpoints in RAM now, and counters since the start."""
         lru = self._tiers.checkpoints
-        return structs.replace(self._counters, total_bytes=lru.capacity, used_bytes=lru.n_bytes, count=len(lru))
+        return structs.replace(self.counters, total_bytes=lru.capacity, used_bytes=lru.n_bytes, count=len(lru))
 
     @property
     def n_to_take(self) -> int:
@@ -87,16 +87,12 @@ class Checkpoints:
         if node.checkpoint is not None:
             self._tiers.touch(node.checkpoint.path_from_root)
             return node.checkpoint
-        n_bytes, lru = self.settings.size.of(node.end), self._tiers.checkpoints
-        if not self.can_take(node.end):
-            return None
-        if lru.n_bytes + n_bytes > lru.capacity and not self.evict_for(
-            n_bytes, node.tenant, only_redundant=only_redundant
-        ):
+        n_bytes = self.settings.size.of(node.end)
+        if not self.can_take(node.end) or not self.evict_for(n_bytes, node.tenant, only_redundant=only_redundant):
             return None
         checkpoint = self._tiers.add_checkpoint(node, n_bytes)
         self._sequences.operations.append(Take(checkpoint.number, seq, node.end))
-        self._counters.taken += 1
+        self.counters.taken += 1
         self._thin_path(node)
         return checkpoint
 
@@ -154,10 +150,6 @@ class Checkpoints:
             added[end] = self._tiers.add_checkpoint(node, n_bytes).number
             self._thin_path(node)
         return added
-
-    def count_restored(self) -> None:
-        """Count a restored checkpoint."""
-        self._counters.restored += 1
 
     def evict_for(self, n_bytes: int, tenant: str = "", *, only_redundant: bool = False) -> bool:
         """Evict checkpoints from RAM until `n_bytes` of a tenant fit; False if too many have to stay.
@@ -244,4 +236,4 @@ class Checkpoints:
 
     def _evict(self, checkpoint: Checkpoint) -> None:
         self._tiers.transition(checkpoint, SegmentEvent.EVICT_RAM)
-        self._counters.evicted += 1
+        self.counters.evicted += 1

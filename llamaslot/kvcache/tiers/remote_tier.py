@@ -41,6 +41,7 @@ from llamaslot.base.kv_ops import Kv, KvPart
 from llamaslot.base.namespaces import is_private
 from llamaslot.base.stats import RemoteStats
 from llamaslot.base.tokens import WIDTH
+from llamaslot.kvcache.cache_settings import CacheSettings
 from llamaslot.kvcache.match import Match, SegmentPart, segment_parts
 from llamaslot.kvcache.nodes import Segment
 from llamaslot.kvcache.radix_tree import RadixTree
@@ -268,7 +269,7 @@ class Choice:
 
 
 class RemoteTier:
-    """Decides what to look up, fetch and upload. `seconds_to_compute` estimates the prefill time of n tokens."""
+    """Decides what to look up, fetch and upload. `prefill_seconds` estimates a prefill if its cost is unknown."""
 
     def __init__(
         self,
@@ -277,13 +278,15 @@ class RemoteTier:
         disk: DiskTier,
         checkpoints: Checkpoints,
         *,
-        seconds_to_compute: Callable[[int], float],
+        settings: CacheSettings,
+        prefill_seconds: Callable[[int], float],
     ) -> None:
         self._tree = tree
         self._tiers = tiers
         self._disk = disk
         self._checkpoints = checkpoints
-        self._seconds_to_compute = seconds_to_compute
+        self._settings = settings
+        self._prefill_seconds = prefill_seconds
         self._rate = TransferRate()
         """Of fetches, per byte. While it is unknown, a fetch is tried however long it may take."""
         self._unavailable_until = 0.0
@@ -318,7 +321,7 @@ class RemoteTier:
     def wanted(self, request_id: str, match: Match, tokens: bytes, now: float) -> Lookup | None:
         """Return the lookup for a request with this match; None if the store need not be asked."""
         namespace = match.namespace
-        if not self.is_on or self._tiers.is_on_trial or is_private(namespace) or now < self._unavailable_until:
+        if not self.is_on or self._settings.is_on_trial or is_private(namespace) or now < self._unavailable_until:
             return None
         if any(denied == namespace and tokens.startswith(prompt) for denied, prompt in self._denied):
             return None
@@ -484,6 +487,9 @@ class RemoteTier:
         if to_compute and to_fetch >= to_compute:
             return 0.0
         return min(max(to_compute, _MIN_DEADLINE_S), _MAX_DEADLINE_S)
+
+    def _seconds_to_compute(self, n_tokens: int) -> float:
+        return n_tokens * self._settings.cost.prefill_us / 1e6 or self._prefill_seconds(n_tokens)
 
     def _fits(self, lookup: Lookup, choice: Choice) -> bool:
         wanted = choice.all_portions

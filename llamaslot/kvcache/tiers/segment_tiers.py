@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Container, Iterable, Sequence
+from itertools import count
 
 from llamaslot.base.model import SegmentSize
 from llamaslot.base.namespaces import is_private, tenant_of
@@ -186,19 +187,20 @@ class SegmentTiers:
         """Segments that a sequence, or a waiting request (by its id), is about to load; not evicted from RAM."""
         self.replaced_files: dict[int, tuple[str, int]] = {}
         """Tenant and bytes of files that stay until their replacement is written, by number."""
-        self.is_on_trial = False
-        """True until the self-test of reuse has passed (`KVCache.is_on_trial`); nothing is saved until then."""
         self.now = 0.0
+        self.n_uses = 0
+        """Logical time of segments: uses of a path so far."""
+        self.numbers = count()
+        """Numbers that no segment has had yet."""
         self.counters = counters
+        self.jobs: list[disk_io.Job] = []
+        """Disk jobs for the next step, to be done in this order."""
         self._tree = tree
         self._saves_again_at = 0.0
         self._loads_again_at = 0.0
-        self._n_uses = 0
-        self._next_number = 0
         self._freed: list[int] = []
         self._used: dict[int, None] = {}
         """Numbers of the deepest segments on disk of the paths used since the last jobs, in the order of use."""
-        self._jobs: list[disk_io.Job] = []
 
     # --- lookups ---
 
@@ -280,7 +282,7 @@ class SegmentTiers:
             raise AssertionError(f"there is no room for [{start}, {end})")
         tenant = tenant_of(node.namespace)
         size = self.size.of(end - start)
-        segment = Segment(self.new_number(), start, end, size, tenant=tenant, now=self.now)
+        segment = Segment(next(self.numbers), start, end, size, tenant=tenant, now=self.now)
         for each in self._tree.attach(segment, node):
             # The file of the replaced segment stays until the new one is written.
             segment.replaces += each.replaces
@@ -297,7 +299,7 @@ class SegmentTiers:
 
     def add_checkpoint(self, node: Node, n_bytes: int) -> Checkpoint:
         """Create a checkpoint after the last token of a node; there must be room for it in RAM."""
-        checkpoint = Checkpoint(self.new_number(), node, n_bytes, now=self.now)
+        checkpoint = Checkpoint(next(self.numbers), node, n_bytes, now=self.now)
         self._tree.version += 1
         node.checkpoint = checkpoint
         self.touch(checkpoint.path_from_root)
@@ -312,20 +314,11 @@ class SegmentTiers:
         self.queue_write(segment)
         self.uploads.put([segment])
 
-    def new_number(self) -> int:
-        """Return a number that no segment has had yet."""
-        number, self._next_number = self._next_number, self._next_number + 1
-        return number
-
-    def count_from(self, first_number: int, n_uses: int) -> None:
-        """Number new segments from `first_number` on, and count uses from `n_uses` on."""
-        self._next_number, self._n_uses = first_number, n_uses
-
     def touch(self, path: Sequence[Segment]) -> None:
         """Record that the segments of a path, given from the root on, are used now."""
-        self._n_uses += 1
+        self.n_uses += 1
         for segment in path:
-            segment.last_used = self._n_uses
+            segment.last_used = self.n_uses
         unwritten = next((segment for segment in path if not segment.state.uses_disk), None)
         if unwritten is not None:
             self.queue_write(unwritten)
@@ -377,10 +370,6 @@ class SegmentTiers:
         self._tree.version += self.ram.capacity != max(n_bytes, self.ram.n_bytes)
         self.ram.capacity = max(n_bytes, self.ram.n_bytes)
 
-    def unpin(self, seq: int) -> None:
-        """Remove the load pins of a sequence."""
-        self.load_pins.pop(seq, None)
-
     def drop(self, segments: Iterable[Segment]) -> None:
         """Drop segments, children before their parents."""
         for segment in segments:
@@ -395,7 +384,7 @@ class SegmentTiers:
     def erase_replaced(self, segment: Segment) -> None:
         """Erase the files that a segment replaces."""
         if segment.replaces:
-            self.add_job(disk_io.Erase(tuple(segment.replaces)))
+            self.jobs.append(disk_io.Erase(tuple(segment.replaces)))
         for number in segment.replaces:
             del self.replaced_files[number]
         segment.replaces = []
@@ -417,7 +406,7 @@ class SegmentTiers:
             self._freed.append(segment.number)
             self.uploads.remove(segment)
         if before.uses_disk and not after.uses_disk and event is not E.WRITE_FAILED and not keeps_file:
-            self.add_job(disk_io.Erase((segment.number,)))
+            self.jobs.append(disk_io.Erase((segment.number,)))
         for is_in, index in (
             (after is S.DIRTY, self.dirty),
             (after.is_busy, self.busy),
@@ -460,15 +449,7 @@ class SegmentTiers:
         self.now = now
         self._loads_again_at = now + pacing.RETRY_DELAY_S
 
-    def free(self, numbers: Iterable[int]) -> None:
-        """Free bytes that belong to no tier, those of a slot saved to a file, with the next plan."""
-        self._freed += numbers
-
     # --- work for the next step ---
-
-    def add_job(self, job: disk_io.Job) -> None:
-        """Add a disk job, to be done after those added before."""
-        self._jobs.append(job)
 
     def take_freed(self) -> list[int]:
         """Return the numbers of segments whose bytes left RAM since the last call."""
@@ -479,7 +460,7 @@ class SegmentTiers:
     def take_jobs(self) -> list[disk_io.Job]:
         """Return the disk jobs added since the last call."""
         self.drop_lost()
-        jobs, self._jobs = self._jobs, []
+        jobs, self.jobs = self.jobs, []
         if self._used:
             jobs.append(disk_io.MarkUsed(tuple(self._used)))
             self._used.clear()
