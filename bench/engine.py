@@ -29,8 +29,8 @@ from llamaslot.base.events import TERMINAL, Event, Finished, Output
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.tokens import TokenizedPrompt, packed
 from llamaslot.engine.engine import Engine
-from llamaslot.engine.engine_settings import EngineSettings
 from llamaslot.engine.model_worker import model_thread
+from llamaslot.kvcache.cache_settings import Budgets
 
 
 async def measure(config: Config, *, streams: int, tokens: int, prompt_tokens: int) -> float:
@@ -49,8 +49,7 @@ async def measure(config: Config, *, streams: int, tokens: int, prompt_tokens: i
             if isinstance(event, TERMINAL):
                 ended.put_nowait(event)
 
-    settings = EngineSettings(gap_ms=config.prefill_gap_ms)
-    engine = Engine(backend, receive, settings, thread=thread)
+    engine = Engine(backend, receive, Budgets(), gap_ms=config.prefill_gap_ms, thread=thread)
     running = asyncio.create_task(engine.run())
     random = np.random.default_rng()
     sampling = Sampling(temperature=0.0, ignore_eos=True)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from llamaslot.kvcache.tiers.disk_io import CancelReads, Erase, Job, MarkUsed, Read, Reparent, SegmentMeta, Write
+from llamaslot.kvcache.disk_io import CancelReads, Erase, Job, MarkUsed, Read, Reparent, SegmentMeta, Write
 
 Path = tuple[int, ...]
 

@@ -109,7 +109,7 @@ class BodyReader:
     def _check_total(self, n_received: int, n_more: int, owner: str) -> None:
         """Raise unless the owner leaves enough free for others; one body alone is always read."""
         n_total, n_own = self._bytes.total, self._bytes[owner]
-        if n_total > n_received and OWNER_SHARE * (self._max_total - n_total - n_more) < n_own + n_more:
+        if n_total > n_received and not self._bytes.may_add(owner, n_more, self._max_total, OWNER_SHARE):
             raise QueueFullError(
                 f"request bodies take {n_total / _MIB:.0f} MiB, {n_own / _MIB:.0f} of them this client's, and the "
                 f"limit is {self._max_total / _MIB:g} MiB (--max-total-body-mb); try later",

@@ -127,8 +127,8 @@ class Connections:
 
         That is a `QueueFullError`, or an `UnavailableError` if it is because of others.
         """
-        n_owner, n_free = self._n_busy[owner], self._max_busy - self._n_busy.total
-        if n_owner > OWNER_SHARE * n_free or n_free <= 0:
+        n_owner, is_full = self._n_busy[owner], self._n_busy.total >= self._max_busy
+        if is_full or not self._n_busy.may_add(owner, 0, self._max_busy, OWNER_SHARE):
             self._log_full(idle=len(self._idle))
             flag = f"of {self._limit} (--max-connections)"
             if not n_owner:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-
 import msgspec
 
 from llamaslot.app.config import Config
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.model import CheckpointLimits, KvCost, ModelInfo, SegmentSize, StateKind
-from llamaslot.engine.engine_settings import part_cells
-from llamaslot.kvcache.cache_settings import MIN_POOLS_IN_RAM
+from llamaslot.kvcache.cache_settings import Budgets, part_cells
 
 _MAX_AUTO_RAM_BYTES = 8 * 2**30
 """Upper limit of `--cache-ram auto`: llama-server's default for `--cache-ram`."""
@@ -27,24 +24,6 @@ _MAX_CHECKPOINT_FRACTION = 1 / 4
 _MIB = 2**20
 
 
-@dataclass(frozen=True, slots=True)
-class Budgets:
-    """Limits of the memory that idle prefixes may use."""
-
-    ram_bytes: int
-    """Limit of host memory in bytes; 0 if nothing is offloaded."""
-    idle_cells: int | None
-    """Limit of pool cells; None: all that nothing else needs."""
-    offload_after: int | None
-    """Further prompt tokens after which an idle prefix is offloaded; None: never."""
-    line: str
-    """Summary for the user, printed at start."""
-    ram_is_fixed: bool = True
-    """False if the server uses less than `ram_bytes` while memory is short."""
-    checkpoints: CheckpointLimits | None = None
-    """None for a model without checkpoints."""
-
-
 def choose_budgets(config: Config, info: ModelInfo, n_free: int) -> Budgets:
     """Return the budgets for a model. `n_free`: free bytes of host memory, including pages of mapped weights.
 
@@ -53,8 +32,19 @@ def choose_budgets(config: Config, info: ModelInfo, n_free: int) -> Budgets:
     if config.mmap and not config.mlock:
         n_free = max(0, n_free - info.size_bytes)
     checkpoints = _checkpoint_limits(config, info, n_free)
-    budgets = _prefix_budgets(config, info, max(0, n_free - (checkpoints.ram_bytes if checkpoints else 0)))
-    return replace(budgets, checkpoints=checkpoints)
+    ram_bytes = 0
+    if not _why_not_offloaded(config, info):
+        ram_bytes = _ram_bytes(config, max(0, n_free - (checkpoints.ram_bytes if checkpoints else 0)))
+    return Budgets(
+        ram_bytes=ram_bytes,
+        ram_is_fixed=config.cache_ram not in ("auto", -1),
+        ram_bytes_per_key=config.cache_ram_per_key * _MIB,
+        disk_bytes_per_key=config.cache_disk_per_key * _MIB,
+        disk_bytes_per_day=config.cache_disk_write_per_day * _MIB,
+        idle_cells=config.cache_idle_cells if isinstance(config.cache_idle_cells, int) else None,
+        offloads_by_cost=config.cache_idle_cells == "auto",
+        checkpoints=checkpoints,
+    ).with_costs(info)
 
 
 def with_budgets(config: Config, info: ModelInfo, budgets: Budgets) -> ModelInfo:
@@ -62,10 +52,9 @@ def with_budgets(config: Config, info: ModelInfo, budgets: Budgets) -> ModelInfo
 
     Sets the checkpoint limits or the reason why there are none, and whether the pool's layout may change.
     """
-    per_key = config.cache_ram_per_key * _MIB
     return msgspec.structs.replace(
         info,
-        part_cells=part_cells(info, budgets.ram_bytes, per_key, has_slot_files=bool(config.slot_save_path)),
+        part_cells=part_cells(info, budgets, has_slot_files=bool(config.slot_save_path)),
         checkpoint_limits=budgets.checkpoints,
         reuse_reason=info.reuse_reason + _why_no_checkpoints(config, info),
     )
@@ -83,32 +72,23 @@ def restart_flags(info: ModelInfo) -> dict[str, int]:
     return flags
 
 
-def _prefix_budgets(config: Config, info: ModelInfo, n_free: int) -> Budgets:
-    """Return the budgets for prefixes, without checkpoint limits."""
-    idle_cells = config.cache_idle_cells if isinstance(config.cache_idle_cells, int) else None
+def ram_line(config: Config, info: ModelInfo, budgets: Budgets) -> str:
+    """Return the summary of the budgets for the user, printed at start."""
+    cost = info.kv_cost
     if reason := _why_not_offloaded(config, info):
-        return Budgets(0, idle_cells, None, f"RAM: not used for prefixes ({reason}){_slowdown(info.kv_cost)}")
-    ram_bytes = _ram_bytes(config, n_free)
-    after = offload_after(config, info, ram_bytes)
-    line = _line(info, ram_bytes, after, idle_cells)
-    return Budgets(ram_bytes, idle_cells, after, line, ram_is_fixed=config.cache_ram not in ("auto", -1))
-
-
-def offload_after(config: Config, info: ModelInfo, ram_bytes: int) -> int | None:
-    """Return the further prompt tokens after which an idle prefix is offloaded; None: never."""
-    pool_bytes = info.segment_size.of(info.n_ctx) if info.segment_size is not None else 0
-    fits = ram_bytes > 0 and ram_bytes >= MIN_POOLS_IN_RAM * pool_bytes
-    if config.cache_idle_cells != "auto" or info.kv_cost is None or not fits:
-        return None
-    return break_even_tokens(info.kv_cost)
-
-
-def break_even_tokens(cost: KvCost) -> int | None:
-    """Return the prompt tokens after which idle cells have cost as much prefill time as saving and loading them.
-
-    None if idle cells do not slow prefill.
-    """
-    return max(round((cost.save_us + cost.load_us) / cost.foreign_us), 1) if cost.foreign_us else None
+        return f"RAM: not used for prefixes ({reason}){_slowdown(cost)}"
+    assert info.segment_size is not None
+    line = f"RAM: {budgets.ram_bytes / _MIB:,.0f} MiB for prefixes"
+    line += about_tokens(info.segment_size, budgets.ram_bytes)
+    if cost is not None:
+        line += f" (1,000 take {cost.load_us:,.1f} ms to load, {cost.prefill_us:,.0f} ms to compute)"
+    if budgets.offload_after is not None:
+        line += f"; idle prefixes are offloaded after {budgets.offload_after:,} further prompt tokens"
+    elif budgets.idle_cells is not None:
+        line += f"; idle prefixes keep {budgets.idle_cells:,} cells"
+    else:
+        line += "; idle prefixes are offloaded when their cells are needed"
+    return line + _slowdown(cost)
 
 
 def about_tokens(size: SegmentSize, n_bytes: int) -> str:
@@ -174,21 +154,6 @@ def _why_no_checkpoints(config: Config, info: ModelInfo) -> str:
     if not info.unified:
         return "; checkpoints need a pool shared by all slots (--kv-unified)"
     return "; checkpoints need a spare sequence id: lower --parallel"
-
-
-def _line(info: ModelInfo, ram_bytes: int, offload_after: int | None, idle_cells: int | None) -> str:
-    assert info.segment_size is not None
-    cost = info.kv_cost
-    line = f"RAM: {ram_bytes / _MIB:,.0f} MiB for prefixes{about_tokens(info.segment_size, ram_bytes)}"
-    if cost is not None:
-        line += f" (1,000 take {cost.load_us:,.1f} ms to load, {cost.prefill_us:,.0f} ms to compute)"
-    if offload_after is not None:
-        line += f"; idle prefixes are offloaded after {offload_after:,} further prompt tokens"
-    elif idle_cells is not None:
-        line += f"; idle prefixes keep {idle_cells:,} cells"
-    else:
-        line += "; idle prefixes are offloaded when their cells are needed"
-    return line + _slowdown(cost)
 
 
 def _slowdown(cost: KvCost | None) -> str:

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 import structlog
 
-from llamaslot.app.cache_budgets import Budgets, about_tokens
+from llamaslot.app.cache_budgets import about_tokens
 from llamaslot.app.config import Config
 from llamaslot.backend.disk import DiskStore, SlotFiles, fingerprint_of
 from llamaslot.backend.files import private_folder
@@ -25,7 +25,7 @@ from llamaslot.backend.remote import StoreSettings
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.model import ModelInfo
 from llamaslot.base.named_files import read_named, read_named_text
-from llamaslot.kvcache.cache_settings import MAX_SEGMENT_TOKENS
+from llamaslot.kvcache.cache_settings import MAX_SEGMENT_TOKENS, Budgets
 
 if TYPE_CHECKING:
     from llamaslot.backend.remote.redis_store import RedisStore

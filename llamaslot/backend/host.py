@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import psutil
 
-from llamaslot.kvcache.tiers.ram_budget import MemoryReading
+from llamaslot.kvcache.tiers.budget import MemoryReading
 
 CGROUPS = Path("/sys/fs/cgroup")
 OWN_GROUPS = Path("/proc/self/cgroup")

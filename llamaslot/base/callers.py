@@ -75,6 +75,13 @@ class Amounts:
         """Return the amount of one holder."""
         return self.each.get(holder, 0)
 
+    def may_add(self, holder: str, n: int, limit: int, times: int = 1) -> bool:
+        """True if a holder of `n` more has at most so many `times` what all of them then leave free of `limit`.
+
+        So one alone gets half with `times` 1, and there is always room for the next one.
+        """
+        return self[holder] + n <= times * (limit - self.total - n)
+
     def add(self, holder: str, n: int) -> None:
         """Add `n`, which may be negative."""
         self.total += n
@@ -120,7 +127,7 @@ class OwnerShares(Generic[K]):
 
     The least recently used entry of the owner that holds most is evicted first. That owner has at least its equal
     share, so one that sends much never evicts an entry of an owner that is below its share. Owners may use what
-    others leave, as with the KV of tenants (`kvcache/tiers/tier_budget.py`). One that has added and used nothing
+    others leave, as with the KV of tenants (`kvcache/tiers/budget.py`). One that has added and used nothing
     for an hour has no share: its entries are evicted first.
 
         capacity   |-- owner 1 ---|---------- owner 2 -----------|-- owner 3 ---|

@@ -44,6 +44,14 @@ class KvCost(msgspec.Struct, frozen=True):
             return 0.0
         return self.prefill_us * (self.prefill_slowdown - 1) / self.n_idle_cells
 
+    @property
+    def break_even_tokens(self) -> int | None:
+        """Prompt tokens after which idle cells have cost as much prefill time as saving and loading them.
+
+        None if idle cells do not slow prefill.
+        """
+        return max(round((self.save_us + self.load_us) / self.foreign_us), 1) if self.foreign_us else None
+
 
 class StepCost(msgspec.Struct, frozen=True):
     """Measured durations of steps: a linear model of small steps, and one of steps of `QUERY_BLOCK` tokens.

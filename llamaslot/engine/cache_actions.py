@@ -37,6 +37,7 @@ from llamaslot.engine.disk_worker import DiskWorker
 from llamaslot.engine.remote_worker import RemoteWorker
 from llamaslot.engine.reports import Respond
 from llamaslot.kvcache.cache import KVCache
+from llamaslot.kvcache.dropping import Dropper
 from llamaslot.kvcache.slot_snapshots import (
     InvalidSnapshotError,
     SlotSave,
@@ -170,7 +171,7 @@ class SlotActions:
     def _begin_restore(self, job: _Job) -> None:
         snapshot, job.snapshot = job.snapshot, None
         assert snapshot is not None
-        parts = self._cache.restore_slot(job.command.slot, snapshot)
+        parts = self._cache.load_slot(job.command.slot, snapshot)
         if parts is None:
             job.respond(UnavailableError("not enough free cells to restore the slot: running requests use them"))
             return
@@ -261,13 +262,14 @@ class DropActions:
     """
 
     _cache: KVCache
+    _dropper: Dropper
     _disk: DiskWorker | None
     _remote: RemoteWorker | None
     _lacks_disk: bool
 
     def clear(self, _: commands.ClearCache, respond: Respond) -> None:
         """Drop all idle prefixes."""
-        cleared = self._cache.drop()
+        cleared = self._dropper.drop()
         _log.info("cache.cleared", **msgspec.structs.asdict(cleared))
         if self._disk is not None:
             self._disk.start(self._cache.take_jobs())
@@ -276,8 +278,8 @@ class DropActions:
 
     def drop_paths(self, query: commands.DropPaths, respond: Respond) -> None:
         """Drop the paths of a session."""
-        forks = self._cache.forks(query.namespace, query.paths)
-        dropped = self._cache.drop_paths(query.namespace, query.paths)
+        forks = self._dropper.forks(query.namespace, query.paths)
+        dropped = self._dropper.drop_paths(query.namespace, query.paths)
         _log.info("session.dropped", **msgspec.structs.asdict(dropped))
         if self._disk is not None:
             self._disk.start(self._cache.take_jobs())

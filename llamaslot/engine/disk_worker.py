@@ -23,8 +23,8 @@ from llamaslot.base.backend import Backend
 from llamaslot.base.executors import close_after_queue, started_executor
 from llamaslot.base.kv_ops import Kv
 from llamaslot.base.text_records import TextRecord, TextStore
+from llamaslot.kvcache import disk_io
 from llamaslot.kvcache.cache import KVCache
-from llamaslot.kvcache.tiers import disk_io
 
 _WRITE_TIMEOUT_S = 10.0
 """Most time that a query waits until the disk has executed the queued changes."""

@@ -12,7 +12,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -35,7 +34,6 @@ from llamaslot.base.tokens import packed
 from llamaslot.engine.cache_actions import DropActions, SlotActions
 from llamaslot.engine.constraint_worker import ConstraintWorker
 from llamaslot.engine.disk_worker import Disk, DiskWorker
-from llamaslot.engine.engine_settings import EngineSettings, cache_settings
 from llamaslot.engine.memory_watch import MemoryWatch, ReadMemory
 from llamaslot.engine.model_worker import Worker, model_thread
 from llamaslot.engine.pending_measurements import PendingCosts, PendingSelfTest
@@ -43,8 +41,9 @@ from llamaslot.engine.remote_worker import RemoteWorker
 from llamaslot.engine.reply_stream import ReplyStream, prefill_events
 from llamaslot.engine.reports import Reports, Respond
 from llamaslot.engine.step_watch import StepWatch
+from llamaslot.kvcache.cache_settings import Budgets, cache_settings
 from llamaslot.kvcache.slot_snapshots import SnapshotStore
-from llamaslot.kvcache.tiers.remote_io import RemoteStore
+from llamaslot.kvcache.tiers.remote_tier import RemoteStore
 from llamaslot.scheduler.request import Request, RequestEvent, RequestState
 from llamaslot.scheduler.scheduler import ConstraintFailed, DecodeFailed, Sampled, Scheduler, Scored
 from llamaslot.scheduler.step import StepPlan, StepResult
@@ -62,18 +61,27 @@ _log = structlog.get_logger(__name__)
 class Engine:
     """Runs requests on a backend, whose calls are made on `thread` alone.
 
-    Every method is called on the event loop of `run`, which ends the thread at its end. Offloaded prefixes are
-    written to `disk`, if there is one, and shared with other servers through `remote`; `snapshots` has files for
-    what single slots hold. `watch` is told of steps. `read_memory` is called now and then on another thread: RAM is
-    given back while memory is short.
+    Every method is called on the event loop of `run`, which ends the thread at its end. `gap_ms` is about the
+    longest time between two tokens of a stream while prompts are computed (`--prefill-gap-ms`).
+
+    Offloaded prefixes are written to `disk`, if there is one, and shared with other servers through `remote`;
+    `lacks_disk` is True if a disk is configured but cannot be used, so that its content cannot be deleted.
+    `snapshots` has files for what single slots hold. `watch` is told of steps. `read_memory` is called now and then
+    on another thread: RAM is given back while memory is short.
+
+    With `debug_invariants` the cache is compared with the backend whenever nothing runs; a difference ends the
+    engine.
     """
 
     def __init__(
         self,
         backend: Backend,
         on_events: Callable[[list[Event]], None],
-        settings: EngineSettings,
+        budgets: Budgets,
         *,
+        gap_ms: float,
+        debug_invariants: bool = False,
+        lacks_disk: bool = False,
         disk: Disk | None = None,
         remote: RemoteStore | None = None,
         snapshots: SnapshotStore | None = None,
@@ -86,9 +94,14 @@ class Engine:
         self._backend = backend
         self._on_events = on_events
         self._clock = clock
-        self._settings = settings
+        self._debug_invariants = debug_invariants
         for_cache = cache_settings(
-            backend, settings, disk, has_remote=remote is not None, has_slot_files=snapshots is not None
+            backend,
+            budgets,
+            disk,
+            gap_ms=gap_ms,
+            has_remote=remote is not None,
+            has_slot_files=snapshots is not None,
         )
         disk = disk if for_cache.writes else None
         on_disk = disk.take_segments() if disk is not None else ()
@@ -100,6 +113,7 @@ class Engine:
             on_disk=on_disk,
             first_number=disk.first_number if disk is not None else 0,
         )
+        self._dropper = self.scheduler.cache.dropper
         self._watch = watch or StepWatch(0)
         self._worker = Worker(backend, thread or model_thread(), clock, self._needs_plan, self._watch)
         self._constraints = ConstraintWorker(backend, self._post)
@@ -117,10 +131,10 @@ class Engine:
         self._self_test = PendingSelfTest(backend, clock)
         self._costs = PendingCosts(backend)
         # Without checkpoints, sequences with the same tokens would be made to share cells, which is not tested yet.
-        self.scheduler.cache.is_on_trial = self._self_test.is_pending and info.keeps_checkpoints
+        self.scheduler.cache.settings.is_on_trial = self._self_test.is_pending and info.keeps_checkpoints
         self._reports = Reports(self.scheduler, backend.vocab, lambda: self._self_test.why_not_reused)
         self._slot_actions = SlotActions(snapshots, backend, self.scheduler, post=self._post, clock=clock)
-        drops = DropActions(self.scheduler.cache, self._disk, self._remote, settings.lacks_disk)
+        drops = DropActions(self.scheduler.cache, self._dropper, self._disk, self._remote, lacks_disk)
         self._queries: dict[type[msgspec.Struct], Callable[[Any, Respond], None]] = {
             commands.DropPaths: drops.drop_paths,
             commands.SlotAction: self._slot_actions.handle,
@@ -214,7 +228,7 @@ class Engine:
         self._outbox += prefill_events(plan, self._replies, self._clock())
         self._flush()
         if not plan:
-            if self._settings.debug_invariants and not self._is_checked:
+            if self._debug_invariants and not self._is_checked:
                 await self._check_invariants()
             is_idle = not (self._inbox or self._replies or self._stopping or self._self_test.is_pending)
             self._costs.note(self._clock(), is_idle=is_idle)
@@ -309,7 +323,7 @@ class Engine:
                 self._worker.call, is_busy=lambda: bool(self._inbox), is_stopping=lambda: self._stopping
             )
         except NotSavedError:
-            scheduler.cache.drop_resident()
+            self._dropper.drop_resident()
             return
         finally:
             scheduler.admission.is_held = False
@@ -318,8 +332,8 @@ class Engine:
             return
         allows_reuse = not self._self_test.why_not_reused
         if not allows_reuse:
-            scheduler.cache.drop_resident()
-        scheduler.cache.is_on_trial = False
+            self._dropper.drop_resident()
+        scheduler.cache.settings.is_on_trial = False
         scheduler.admission.end_trial(allows_reuse=allows_reuse)
         self._outbox.append(tested)
         self._flush()
@@ -360,10 +374,8 @@ class Engine:
             return
         self._watch.end()
         if await self._costs.measure(self._worker.call, lambda: self._stopping or bool(self._inbox)):
-            info = self._backend.info
-            by_now = replace(self._settings, offload_after=self._settings.offload_after_by(info))
-            self.scheduler.learn(info, cache_settings(self._backend, by_now, None))
-            cost = info.kv_cost
+            self.scheduler.learn(self._backend.info)
+            cost = self._backend.info.kv_cost
             self._watch.expect(cost.prefill_us if cost is not None else 0.0)
         else:
             self._costs.postpone(self._clock())
@@ -403,7 +415,7 @@ class Engine:
             command.prompt,
             arrival=self._n_arrived,
             now=arrived,
-            can_reuse=cache.settings.can_reuse and (not why_not or cache.is_on_trial),
+            can_reuse=cache.settings.can_reuse and (not why_not or cache.settings.is_on_trial),
             why_not=why_not or "unsupported",
         )
         self.scheduler.submit(request)

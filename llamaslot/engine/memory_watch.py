@@ -9,7 +9,7 @@ from typing import TypeAlias
 import structlog
 
 from llamaslot.kvcache.cache import KVCache
-from llamaslot.kvcache.tiers.ram_budget import MemoryReading, RamState
+from llamaslot.kvcache.tiers.budget import MemoryReading, RamState
 
 _INTERVAL_S = 2.0
 """Time between two readings."""

@@ -2,8 +2,8 @@
 
 The self-test is pending if it would have taken too long at load. It runs later, when no request runs. Until it has
 passed, nothing is reused. If the model is reused by checkpoints, KV and checkpoints of requests are kept already
-(`KVCache.is_on_trial`), to be reused once the test has passed, and dropped if it fails. If it fails, nothing is
-ever reused, and the log has the reason.
+(`CacheSettings.is_on_trial`), to be reused once the test has passed, and dropped if it fails. If it fails, nothing
+is ever reused, and the log has the reason.
 
 The test runs in the context of the requests, whose sequences are set aside meanwhile. It never runs beside a
 request, because that request's state would be lost: llama.cpp may be unable to save it. So:

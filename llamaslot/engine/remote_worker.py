@@ -27,17 +27,19 @@ from llamaslot.base.backend import Backend
 from llamaslot.base.kv_ops import Kv, KvPart
 from llamaslot.base.tokens import WIDTH
 from llamaslot.kvcache.tiers import pacing
-from llamaslot.kvcache.tiers.remote_io import (
+from llamaslot.kvcache.tiers.remote_tier import (
     Block,
+    Choice,
     CorruptObjectError,
     Fetched,
+    Lookup,
     Portion,
     RemoteObject,
     RemoteStore,
+    RemoteTier,
     RemoteUnavailableError,
     Upload,
 )
-from llamaslot.kvcache.tiers.remote_tier import Choice, Lookup, RemoteTier
 from llamaslot.scheduler.admission import Admission
 from llamaslot.scheduler.request import Request
 

@@ -13,21 +13,20 @@ What a decode really computed is reported by `append` and `invalidate`.
 Calls of a step: tick, acquire and load for requests, offload_idle, evict if the step lacks cells, maintain, then
 take the operations and jobs.
 
-Callers use the methods of `KVCache`, and its values `settings` and `cells`. Three collaborators are handed over as
-a whole: `remote` to the scheduler and to the worker that fetches and uploads, `ram_budget` to the watch of free
-memory, and `checkpoints` to the scheduler's `CheckpointTaker`.
+Callers use the methods of `KVCache`, and its values `settings` and `cells`. Four collaborators are handed over as a
+whole: `remote` to the scheduler and to the worker that fetches and uploads, `ram_budget` to the watch of free
+memory, `checkpoints` to the scheduler's `CheckpointTaker`, and `dropper` to whoever drops prefixes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from msgspec import structs
 
-from llamaslot.base.commands import CacheCleared
-from llamaslot.base.kv_ops import Copy, Load, Operation, Restore, StateRecord
-from llamaslot.base.model import SegmentSize
+from llamaslot.base.kv_ops import Copy, Free, Load, Operation, Restore
+from llamaslot.base.model import ModelInfo
 from llamaslot.base.namespaces import is_private, tenant_of
 from llamaslot.base.stats import (
     CacheProbe,
@@ -39,28 +38,34 @@ from llamaslot.base.stats import (
 )
 from llamaslot.base.tokens import WIDTH, Tokens, packed
 from llamaslot.kvcache.cache_settings import CacheSettings
-from llamaslot.kvcache.match import Acquired, Match
-from llamaslot.kvcache.miss_reasons import GhostList, miss_reason
-from llamaslot.kvcache.offload.dropping import Dropper
-from llamaslot.kvcache.offload.load_or_compute import Loaded, Loader, LoadStatus
-from llamaslot.kvcache.offload.offload_policy import Deadlines, OffloadPolicy
-from llamaslot.kvcache.offload.offloader import Offloader
-from llamaslot.kvcache.offload.public_prefix import PublicPrefix
-from llamaslot.kvcache.offload.restoring import Restorer
+from llamaslot.kvcache.disk_io import IoEvent, Job, SegmentMeta
+from llamaslot.kvcache.dropping import Dropper
+from llamaslot.kvcache.loading import Loader, PublicPrefix, StateRestorer
+from llamaslot.kvcache.match import Acquired, GhostList, Loaded, LoadStatus, Match, miss_reason
+from llamaslot.kvcache.offloading import Offloader, OffloadPolicy
 from llamaslot.kvcache.pool import Pool, WindowCells
 from llamaslot.kvcache.radix_tree import RadixTree
 from llamaslot.kvcache.sequences import Sequences
 from llamaslot.kvcache.slot_snapshots import SlotSave, SlotSnapshot, SlotSnapshots, SnapshotPart
+from llamaslot.kvcache.tiers.budget import RamBudget
 from llamaslot.kvcache.tiers.checkpoints import Checkpoints
-from llamaslot.kvcache.tiers.disk_io import IoEvent, Job, SegmentMeta
 from llamaslot.kvcache.tiers.disk_tier import DiskTier
-from llamaslot.kvcache.tiers.ram_budget import RamBudget
 from llamaslot.kvcache.tiers.remote_tier import RemoteTier
 from llamaslot.kvcache.tiers.segment_tiers import SegmentTiers
 from llamaslot.kvcache.tree_listing import tree_listing
 
 _NO_SEQ = -1
 """Key of the load pins of a request whose slot is not chosen yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Deadlines:
+    """Times, in seconds, at which the cache has work of its own to do; None for never."""
+
+    idle: float | None = None
+    """While nothing runs."""
+    running: float | None = None
+    """While requests run."""
 
 
 class KVCache:
@@ -82,41 +87,17 @@ class KVCache:
         self._counters = CacheStats()
         """Counters; shared with the objects below, which increment them."""
         self._tree = RadixTree()
-        self._sequences = Sequences(
-            self._tree,
-            n_slots=settings.n_slots,
-            n_seqs=settings.n_path_seqs,
-            states=StateRecord(settings.checkpoints.kind, settings.checkpoints.n_swa),
-            shares_cells=settings.shares_cells,
-        )
-        size = settings.segment_size or SegmentSize(0, 1)
-        self._tiers = SegmentTiers(
-            self._tree,
-            settings.ram_bytes if settings.offloads else 0,
-            size,
-            settings.segment_tokens,
-            self._counters,
-            disk_bytes=settings.disk_bytes,
-            ram_bytes_per_key=settings.ram_bytes_per_key,
-            disk_bytes_per_key=settings.disk_bytes_per_key,
-            checkpoint_bytes=settings.checkpoints.ram_bytes,
-            uploads=settings.uploads,
-        )
-        self._disk = DiskTier(
-            self._tiers,
-            self._tree,
-            checkpoint_size=settings.checkpoints.size,
-            bytes_per_day=settings.disk_bytes_per_day,
-            written=settings.disk_written,
-        )
-        self.ram_budget = RamBudget(self._tiers.ram.capacity, is_fixed=settings.ram_is_fixed)
+        self._sequences = Sequences(self._tree, settings)
+        self._tiers = SegmentTiers(self._tree, settings, self._counters)
+        self._disk = DiskTier(self._tiers, self._tree, settings)
+        self.ram_budget = RamBudget(self._tiers.ram.capacity, is_fixed=settings.budgets.ram_is_fixed)
         """Follows free memory; `tick` evicts what exceeds it."""
         self.checkpoints = Checkpoints(self._tree, self._sequences, settings.checkpoints, self._tiers)
         """Copies of partial states, for models that have one."""
         shared = self._tree, self._sequences, self._tiers
         self._offloader = Offloader(*shared, settings, self._counters, self.checkpoints)
         self._loader = Loader(*shared, self._disk, self._offloader, settings, self._counters)
-        self._restorer = Restorer(*shared, self._disk, self.checkpoints, self._loader, settings)
+        self._restorer = StateRestorer(*shared, self._disk, self.checkpoints, self._loader, settings)
         self._policy = OffloadPolicy(
             settings, *shared, self._disk, self._offloader, self.checkpoints, lambda: self.has_streams
         )
@@ -126,12 +107,14 @@ class KVCache:
             self._tiers,
             self._disk,
             self.checkpoints,
-            seconds_to_compute=lambda n: n * settings.prefill_us / 1e6 or prefill_seconds(n),
+            settings=settings,
+            prefill_seconds=prefill_seconds,
         )
         """KV that several servers share."""
         self._pool = Pool(*shared, settings, self._counters, self._offloader, self.checkpoints, self._restorer)
         self._window_cells = WindowCells(self._tree, self._sequences, self.checkpoints, self._offloader, settings)
-        self._dropper = Dropper(*shared, self._offloader)
+        self.dropper = Dropper(*shared, self._offloader)
+        """Drops prefixes everywhere."""
         self._snapshots = SlotSnapshots(self._tree, self._sequences, self._pool, self._offloader, self.checkpoints)
         self._ghosts = GhostList()
         self._n_cached_at: dict[int, int] = {}
@@ -140,17 +123,8 @@ class KVCache:
         """Tokens loaded in this step."""
         self.has_streams = False
         """True if streams run in this step, so that it may save and load only as much as fits into `gap_ms`."""
-        self.ignored = self._disk.restore(on_disk, first_number)
+        self.ignored = self._disk.adopt(on_disk, first_number)
         """Numbers of segments on disk that are too large to be used."""
-
-    @property
-    def is_on_trial(self) -> bool:
-        """True until the self-test of reuse has passed: computed KV stays in the pool but is not reused yet."""
-        return self._tiers.is_on_trial
-
-    @is_on_trial.setter
-    def is_on_trial(self, value: bool) -> None:
-        self._tiers.is_on_trial = value
 
     # --- lookups ---
 
@@ -171,7 +145,7 @@ class KVCache:
         if last is not None and last.version == self._tree.version and len(last.tokens) == len(tokens):
             return last
         match = self._restorer.cut(self._public.match(namespace, tokens))
-        return match.cut(0, ()) if self.is_on_trial else match
+        return match.cut(0, ()) if self.settings.is_on_trial else match
 
     def probe(self, namespace: str, tokens: bytes) -> CacheProbe:
         """Return the tiers in which a request with this prompt would find its KV now."""
@@ -233,7 +207,7 @@ class KVCache:
         self._window_cells.evict_for(match)
         match = self.match(match.namespace, match.tokens, match)
         miss = miss_reason(match, self._ghosts, self.settings.min_shared)
-        if self.is_on_trial:
+        if self.settings.is_on_trial:
             miss = "self_test_pending"
         self._tiers.shares.use(tenant_of(match.namespace), is_new=is_new)
         if self.settings.has_states:
@@ -260,7 +234,7 @@ class KVCache:
 
     def load(self, seq: int, tokens: bytes) -> Loaded:
         """Extend a running sequence by the rest of the cached prefix: copy resident cells, then load segments."""
-        if self.is_on_trial or not self._restorer.may_load(seq):
+        if self.settings.is_on_trial or not self._restorer.may_load(seq):
             return Loaded(LoadStatus.DONE)
         match = self._public.match(self._sequences.end(seq).namespace, tokens)
         match = self._restorer.cut_to_pending(seq, match)
@@ -273,7 +247,7 @@ class KVCache:
             self._pool.deduplicate()
         # In a partitioned pool every load loads the whole sequence again (fact 3), so one large load is cheaper.
         is_limited = self.has_streams and self.settings.unified
-        limit = self.settings.max_tokens_in_gap(self.settings.load_us) if is_limited else None
+        limit = self.settings.max_tokens_in_gap(self.settings.cost.load_us) if is_limited else None
         limit = None if limit is None else max(0, limit - self._n_loaded)
         is_reading = self._restorer.is_reading(seq)
         loaded = self._loader.load(seq, match, limit, loads_all=self._restorer.is_waiting(seq))
@@ -292,7 +266,7 @@ class KVCache:
 
     def append(self, seq: int, tokens: Tokens) -> None:
         """Append tokens that a running sequence computed."""
-        self._pool.append(seq, packed(tokens))
+        self._sequences.append(seq, packed(tokens))
         if len(tokens) > 1:
             self._sequences.clock += len(tokens)
         if self.settings.unified:
@@ -305,8 +279,8 @@ class KVCache:
 
     def release(self, seq: int) -> None:
         """Unpin a slot whose request ended or was preempted; its KV stays cached if the model allows reuse."""
-        self._tiers.unpin(seq)
-        self._restorer.cancel(seq)
+        self._tiers.load_pins.pop(seq, None)
+        self.checkpoints.pending_restores.pop(seq, None)
         end = self._tree.end_node(seq)
         n_cached = self._n_cached_at.pop(seq, 0)
         if end is None:
@@ -323,8 +297,8 @@ class KVCache:
 
     def invalidate(self, seq: int) -> None:
         """Remove a sequence whose content is unknown after a failed decode."""
-        self._tiers.unpin(seq)
-        self._restorer.cancel(seq)
+        self._tiers.load_pins.pop(seq, None)
+        self.checkpoints.pending_restores.pop(seq, None)
         end = self._tree.end_node(seq)
         if end is not None:
             self._tree.touch(end, self._sequences.advance())
@@ -346,7 +320,8 @@ class KVCache:
                 self._tiers.on_load_failed(now)
             elif isinstance(each, Restore) and each.dst in seqs:
                 # Or it would be tried again and again.
-                self._restorer.on_restore_failed(each.checkpoint)
+                failed = self._tiers.checkpoints.get(each.checkpoint)
+                self._tiers.drop([failed] if failed is not None else [])
         self._offloader.free_evicted()
 
     def on_step_failed(self, starts: Mapping[int, int]) -> None:
@@ -370,8 +345,8 @@ class KVCache:
         self._tiers.keep_budget(self.ram_budget.n_bytes)
         self._disk.tick(now)
         self.remote.tick()
-        if self.settings.ram_bytes:
-            self.checkpoints.keep_budget(self.ram_budget.n_bytes / self.settings.ram_bytes)
+        if self.settings.budgets.ram_bytes:
+            self.checkpoints.keep_budget(self.ram_budget.n_bytes / self.settings.budgets.ram_bytes)
         self._n_loaded = 0
 
     def offload_idle(self, n_prefill: int, wanted: Callable[[], Iterable[Match]]) -> None:
@@ -422,7 +397,7 @@ class KVCache:
         """Switch to a context of another layout, after `empty_pool`."""
         settings = self.settings
         settings.unified, settings.n_seqs = unified, n_seqs
-        self._sequences.set_layout(n_seqs=settings.n_path_seqs, shares_cells=settings.shares_cells)
+        self._sequences.set_layout(settings)
         # Ends the record of ranges that were offloaded ahead, which names the sequences of the old layout.
         self._sequences.advance()
         self._tree.version += 1
@@ -441,7 +416,7 @@ class KVCache:
         if self.settings.copies_running and is_running:
             self._policy.offload_for_disk(now)
         self._policy.offload_while_idle(now, is_busy=is_busy)
-        return self._policy.deadlines
+        return Deadlines(*self._policy.deadlines())
 
     def take_operations(self) -> list[Operation]:
         """Return the KV operations that the backend must execute, in this order, before it decodes."""
@@ -463,31 +438,9 @@ class KVCache:
         self._offloader.free_evicted()
         return range(segment.start, segment.end) if segment is not None else None
 
-    def learn(self, measured: CacheSettings) -> None:
+    def learn(self, info: ModelInfo) -> None:
         """Take over costs that were measured after the start."""
-        self.settings.learn(measured)
-
-    # --- deletion ---
-
-    def drop(self, namespace: str | None = None) -> CacheCleared:
-        """Drop the prefixes of a namespace in which no request runs, or all idle prefixes."""
-        return self._dropper.drop(namespace)
-
-    def drop_resident(self) -> None:
-        """Drop all idle sequences, and all checkpoints that are not on disk."""
-        self._dropper.drop_resident()
-
-    def drop_paths(self, namespace: str, paths: Sequence[bytes]) -> CacheCleared:
-        """Drop paths, each back to its last fork."""
-        return self._dropper.drop_paths(namespace, paths)
-
-    def forks(self, namespace: str, paths: Iterable[bytes]) -> list[tuple[bytes, int]]:
-        """Return paths, each with the last position at which another path branches off, ends, or is running."""
-        return self._dropper.forks(namespace, paths)
-
-    def invalidate_path(self, namespace: str, tokens: bytes, *, with_public: bool) -> None:
-        """Drop the last node of a path whose KV may be invalid, with everything below it."""
-        self._dropper.invalidate_path(namespace, tokens, with_public=with_public)
+        self.settings.learn(info)
 
     # --- slot files ---
 
@@ -501,10 +454,9 @@ class KVCache:
 
     def free_saved(self, numbers: Iterable[int]) -> None:
         """Free the bytes of a saved slot with the next plan."""
-        self._tiers.free(numbers)
-        self._offloader.free_evicted()
+        self._sequences.operations += map(Free, numbers)
 
-    def restore_slot(self, seq: int, snapshot: SlotSnapshot) -> dict[int, SnapshotPart] | None:
+    def load_slot(self, seq: int, snapshot: SlotSnapshot) -> dict[int, SnapshotPart] | None:
         """Replace the content of an idle slot by a snapshot; returns KV for the backend, by segment number.
 
         The backend needs that KV before the next operations. None if running requests leave too few cells.
@@ -513,13 +465,18 @@ class KVCache:
         self._pool.deduplicate()
         n_tokens = len(snapshot.tokens) // WIDTH
         self._window_cells.evict(min(n_tokens, self.settings.checkpoints.n_swa), kept=(seq,))
-        return self._snapshots.restore(seq, snapshot)
+        return self._snapshots.load(seq, snapshot)
 
     # --- inspection ---
 
     def stats(self) -> CacheStats:
         """Statistics of the cache, in constant time; the scheduler adds what requests reused."""
         settings, ram, budget = self.settings, self._tiers.ram, self.ram_budget
+        # Of a shared pool's ids, those that keep no idle prefix while all slots run: the scratch sequence, and for
+        # models that can be truncated the id that stays free to move a path to.
+        n_free = (1 + settings.can_trim) * settings.shares_cells
+        n_spare = max(0, settings.n_seqs - settings.n_slots - n_free)
+        n_used = sum(map(self._sequences.in_use, self._sequences.all))
         return structs.replace(
             self._counters,
             cells=self.cells,
@@ -536,7 +493,7 @@ class KVCache:
             disk=self._disk.stats,
             remote=self.remote.stats,
             checkpoints=self.checkpoints.stats,
-            sequences=SequenceStats(settings.n_slots, settings.n_spare, self._sequences.n_in_use, settings.n_seqs),
+            sequences=SequenceStats(settings.n_slots, n_spare, n_used, settings.n_seqs),
         )
 
     def listing(

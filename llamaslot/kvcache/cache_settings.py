@@ -1,11 +1,20 @@
-"""Settings of the prefix cache."""
+"""Settings of the prefix cache: facts about the context, budgets, and measured costs."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from llamaslot.base.model import CheckpointSize, SegmentSize, StateKind
-from llamaslot.kvcache.tiers.disk_io import WriteTotals
+from llamaslot.base.backend import Backend
+from llamaslot.base.model import (
+    CheckpointLimits,
+    CheckpointSize,
+    KvCost,
+    ModelInfo,
+    SegmentSize,
+    StateCost,
+    StateKind,
+)
+from llamaslot.kvcache.disk_io import SegmentDisk, WriteTotals
 
 MAX_SEGMENT_TOKENS = 512
 """Most tokens of a segment. Segments are loaded whole; at this size, loading one for a part of it costs little."""
@@ -13,14 +22,50 @@ MIN_POOLS_IN_RAM = 2
 """Smallest RAM tier, in pools, with which idle prefixes are offloaded early: a smaller one would lose prefixes that
 could have stayed in cells.
 """
+_NO_CHECKPOINTS = CheckpointLimits(ram_bytes=0, on_path=32, step=1024)
 _NO_SIZE = CheckpointSize(0)
+_UNKNOWN_KV_COST = KvCost(0, 1.0, 0.0, 0.0, 0.0, 0.0)
+_UNKNOWN_STATE_COST = StateCost(0.0, 0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budgets:
+    """Limits of what the cache may use, chosen once at start from flags and free memory."""
+
+    ram_bytes: int = 0
+    """Host memory for prefixes; 0 if nothing is offloaded."""
+    ram_is_fixed: bool = True
+    """False if less than `ram_bytes` is used while memory is short."""
+    ram_bytes_per_key: int = 0
+    disk_bytes_per_key: int = 0
+    """Quotas of each API key in the RAM and disk tiers; 0 for none."""
+    disk_bytes_per_day: int = 0
+    """Bytes that may be written to disk a day; 0 for no limit."""
+    idle_cells: int | None = None
+    """Most cells that idle prefixes may keep; None for no limit."""
+    offload_after: int | None = None
+    """Prompt tokens computed since its last use after which an idle prefix is offloaded; None for never."""
+    offloads_by_cost: bool = False
+    """True if `offload_after` follows from measured costs."""
+    checkpoints: CheckpointLimits | None = None
+    """None for a model without checkpoints."""
+
+    def with_costs(self, info: ModelInfo) -> Budgets:
+        """Return the budgets with the `offload_after` that follows from the model's measured costs, if it does."""
+        cost, pool_bytes = info.kv_cost, info.segment_size.of(info.n_ctx) if info.segment_size is not None else 0
+        if not self.offloads_by_cost or cost is None or self.ram_bytes < max(1, MIN_POOLS_IN_RAM * pool_bytes):
+            return self
+        return replace(self, offload_after=cost.break_even_tokens)
+
+
+_NO_BUDGETS = Budgets()
 
 
 @dataclass(slots=True, kw_only=True)
 class CheckpointSettings:
     """Checkpoints of a model with a partial state, whose prefixes are reused through them.
 
-    Fixed except for costs, which `CacheSettings.learn` may set later.
+    Fixed except for the cost, which `CacheSettings.learn` may set later.
     """
 
     kind: StateKind = StateKind.NONE
@@ -31,27 +76,21 @@ class CheckpointSettings:
     """Cells of sliding-window layers; None if they always suffice for the windows of all sequences."""
     size: CheckpointSize = _NO_SIZE
     """Bytes of a checkpoint, by its position."""
-    ram_bytes: int = 0
-    """Budget of host memory for checkpoints."""
-    max_on_path: int = 32
-    """Most checkpoints on one path (`--ctx-checkpoints`)."""
-    step_tokens: int = 1024
-    """Tokens between checkpoints in a long prompt (`--checkpoint-min-step`)."""
+    limits: CheckpointLimits = _NO_CHECKPOINTS
+    cost: StateCost = _UNKNOWN_STATE_COST
+    """0 if not measured."""
     min_gap: int = 64
     """Tokens: closer to another checkpoint, none is taken, because computing so few tokens again is cheap."""
     min_end_gap: int = 16
     """The same at the end of a conversation. Smaller, because its next turn will begin exactly there."""
-    take_ms: float = 0.0
-    restore_ms: float = 0.0
-    """Milliseconds to take and to restore a checkpoint; 0 if not measured."""
 
 
 @dataclass(slots=True, kw_only=True)
 class CacheSettings:
-    """Size and policy of the cache. Costs are microseconds per token, 0 if unknown.
+    """Size and policy of the cache.
 
-    Fixed except for the layout with its sequences (`KVCache.set_layout`), and for costs and what follows from them:
-    if they could not be measured at start, `learn` sets them later.
+    Fixed except for the layout with its sequences (`KVCache.set_layout`), `is_on_trial`, and costs and what follows
+    from them: if they could not be measured at start, `learn` sets them later.
     """
 
     n_slots: int
@@ -69,20 +108,9 @@ class CacheSettings:
     """True if a sequence can be truncated and then continued."""
     checkpoints: CheckpointSettings = field(default_factory=CheckpointSettings)
     """For models that cannot be truncated; without checkpoints nothing of them is reused."""
-    idle_cells: int | None = None
-    """Most cells that idle prefixes may keep; None for no limit."""
-    offload_after: int | None = None
-    """Prompt tokens computed since its last use after which an idle prefix is offloaded; None for never."""
-    ram_bytes: int = 0
+    budgets: Budgets = _NO_BUDGETS
     disk_bytes: int = 0
-    """Budgets of the tiers; 0 for none."""
-    ram_is_fixed: bool = True
-    """False if the budget of RAM follows free memory, up to `ram_bytes`."""
-    ram_bytes_per_key: int = 0
-    disk_bytes_per_key: int = 0
-    """Quotas of each API key in the tiers; 0 for none."""
-    disk_bytes_per_day: int = 0
-    """Bytes that may be written to disk a day; 0 for any number."""
+    """Budget of the disk tier; 0 for none."""
     has_remote: bool = False
     """True if a store that several servers share is configured."""
     disk_written: WriteTotals | None = None
@@ -90,13 +118,12 @@ class CacheSettings:
     segment_size: SegmentSize | None = None
     """Bytes of offloaded tokens; None if nothing can be offloaded."""
     segment_tokens: int = MAX_SEGMENT_TOKENS
-    prefill_us: float = 0.0
-    save_us: float = 0.0
-    load_us: float = 0.0
-    foreign_us: float = 0.0
-    """Microseconds by which each cell of other sequences slows the computation of a token in a unified pool."""
+    cost: KvCost = _UNKNOWN_KV_COST
+    """0 if not measured."""
     min_shared: int = 64
     """Shortest shared prefix worth waiting for; also the shortest unshared tail that keeps a sequence id."""
+    is_on_trial: bool = False
+    """True until the self-test of reuse has passed: KV stays in the pool, but is neither offloaded nor reused."""
     gap_ms: float
     """Most time that saving and loading may add between two tokens of a stream."""
     write_interval_ms: float = 200.0
@@ -106,13 +133,11 @@ class CacheSettings:
     conversation often follows at once and would have to wait.
     """
 
-    def learn(self, measured: CacheSettings) -> None:
+    def learn(self, info: ModelInfo) -> None:
         """Take over the costs that were measured after the start."""
-        self.offload_after = measured.offload_after
-        self.prefill_us, self.save_us, self.load_us = measured.prefill_us, measured.save_us, measured.load_us
-        self.foreign_us = measured.foreign_us
-        self.checkpoints.take_ms = measured.checkpoints.take_ms
-        self.checkpoints.restore_ms = measured.checkpoints.restore_ms
+        self.budgets = self.budgets.with_costs(info)
+        self.cost = info.kv_cost or _UNKNOWN_KV_COST
+        self.checkpoints.cost = info.state_cost or _UNKNOWN_STATE_COST
 
     @property
     def pool_cells(self) -> int:
@@ -161,18 +186,9 @@ class CacheSettings:
         return has_way and self.segment_size is not None
 
     @property
-    def n_spare(self) -> int:
-        """Ids that can keep idle prefixes while all slots run.
-
-        In a shared pool the scratch sequence does not count, nor, for models that can be truncated, the id that
-        stays free to move a path to.
-        """
-        return max(0, self.n_seqs - self.n_slots - (1 + self.can_trim) * self.shares_cells)
-
-    @property
     def offloads(self) -> bool:
         """True if KV that leaves the pool is kept in RAM."""
-        return self.saves and self.ram_bytes > 0
+        return self.saves and self.budgets.ram_bytes > 0
 
     @property
     def writes(self) -> bool:
@@ -185,12 +201,6 @@ class CacheSettings:
         return self.offloads and self.has_remote
 
     @property
-    def offloads_ahead(self) -> bool:
-        """True if idle prefixes are offloaded before their cells are needed."""
-        leaves_early = self.offload_after is not None and self.unified
-        return self.offloads and (leaves_early or self.writes or self.uploads)
-
-    @property
     def copies_running(self) -> bool:
         """True if KV of running requests is copied to RAM, to be written or uploaded from there.
 
@@ -198,34 +208,87 @@ class CacheSettings:
         """
         return self.unified and (self.writes or self.uploads)
 
-    @property
-    def ahead_tokens(self) -> int:
-        """Most tokens that one step offloads ahead while the server is idle."""
-        return self.segment_tokens if self.unified else self.seq_cells
-
-    @property
-    def load_cost(self) -> float:
-        """Time to load a token divided by the time to compute it; 0 if unknown."""
-        return self.load_us / self.prefill_us if self.prefill_us else 0.0
-
     def move_us(self, n_saved: int, n_loaded: int) -> float:
         """Return the microseconds to save `n_saved` tokens and load `n_loaded`; unknown costs count as 0."""
-        return self.save_us * n_saved + self.load_us * n_loaded
+        return self.cost.first_save_us * n_saved + self.cost.load_us * n_loaded
 
     def pays_to_move(self, n_wanted: int, us: float) -> bool:
         """True if computing `n_wanted` tokens takes longer than `us`, the time to move them, or is not known."""
-        return not self.prefill_us or n_wanted * self.prefill_us > us
+        return not self.cost.prefill_us or n_wanted * self.cost.prefill_us > us
 
     @property
     def min_restored(self) -> int:
         """Number of tokens whose computation takes as long as restoring a checkpoint."""
-        return round(1e3 * self.checkpoints.restore_ms / self.prefill_us) if self.prefill_us else 0
+        prefill_us = self.cost.prefill_us
+        return round(1e3 * self.checkpoints.cost.restore_ms / prefill_us) if prefill_us else 0
 
     @property
     def max_takes_in_gap(self) -> int | None:
         """Most checkpoints that one step may take while streams run; None for no limit."""
-        return int(self.gap_ms / self.checkpoints.take_ms) if self.checkpoints.take_ms else None
+        take_ms = self.checkpoints.cost.take_ms
+        return int(self.gap_ms / take_ms) if take_ms else None
 
     def max_tokens_in_gap(self, us_per_token: float) -> int | None:
         """Most tokens that one step may save or load while streams run, at this cost each; None for no limit."""
         return max(1, int(1e3 * self.gap_ms / us_per_token)) if us_per_token else None
+
+
+def cache_settings(
+    backend: Backend,
+    budgets: Budgets,
+    disk: SegmentDisk | None,
+    *,
+    gap_ms: float,
+    has_remote: bool = False,
+    has_slot_files: bool = False,
+) -> CacheSettings:
+    """Return the settings of the cache for a backend, a disk, and optionally a remote store and slot files."""
+    info = backend.info
+    return CacheSettings(
+        n_slots=info.n_slots,
+        n_cells=info.n_ctx,
+        n_seqs=backend.n_seqs,
+        unified=info.unified,
+        part_cells=part_cells(info, budgets, has_slot_files=has_slot_files),
+        context_ms=info.context_ms,
+        can_trim=info.can_trim,
+        checkpoints=checkpoint_settings(info, backend.n_seqs, budgets.checkpoints or _NO_CHECKPOINTS),
+        budgets=budgets,
+        disk_bytes=disk.capacity if disk is not None else 0,
+        has_remote=has_remote,
+        disk_written=disk.written if disk is not None else None,
+        segment_size=info.segment_size,
+        cost=info.kv_cost or _UNKNOWN_KV_COST,
+        gap_ms=gap_ms,
+    )
+
+
+def part_cells(info: ModelInfo, budgets: Budgets, *, has_slot_files: bool) -> int:
+    """Return the cells of a slot while the pool is partitioned; 0 if the layout is fixed.
+
+    The layout is fixed if slots can be saved to files, since each change empties them; if RAM cannot hold
+    `MIN_POOLS_IN_RAM` pools; and if an API key may not keep a whole pool in RAM.
+    """
+    if not info.part_cells or has_slot_files or info.segment_size is None:
+        return 0
+    pool = info.segment_size.of(info.n_ctx)
+    suffices = budgets.ram_bytes >= MIN_POOLS_IN_RAM * pool and not 0 < budgets.ram_bytes_per_key < pool
+    return info.part_cells if suffices else 0
+
+
+def checkpoint_settings(info: ModelInfo, n_seqs: int, limits: CheckpointLimits) -> CheckpointSettings:
+    """Return the settings of checkpoints for a model in a context of `n_seqs` sequences.
+
+    They allow no checkpoints if the model needs none, or cannot have any.
+    """
+    if not info.keeps_checkpoints or info.checkpoint_size is None:
+        return CheckpointSettings()
+    n_window = info.state.n_window_cells
+    return CheckpointSettings(
+        kind=info.state.kind,
+        n_swa=info.state.n_swa,
+        n_window_cells=n_window if 0 < n_window < info.state.n_swa * n_seqs + info.n_ubatch else None,
+        size=info.checkpoint_size,
+        limits=limits,
+        cost=info.state_cost or _UNKNOWN_STATE_COST,
+    )

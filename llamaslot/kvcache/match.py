@@ -1,8 +1,17 @@
-"""Result of a lookup in the radix tree, and of the slot that a request then acquires."""
+"""Results of a lookup in the radix tree, and of acquiring a slot and loading; why no more is cached.
+
+A ghost list remembers digests of prefixes that were computed before, whether or not their KV is still cached.
+With it a miss can be reported as `evicted` instead of `cold`. A path is recorded in blocks of tokens, each as a
+digest of all tokens up to its end.
+"""
 
 from __future__ import annotations
 
+import hashlib
+from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from enum import Enum
 from itertools import takewhile
 
 from llamaslot.base.stats import Miss
@@ -128,6 +137,31 @@ class Acquired:
     """Reason why no more is cached."""
 
 
+class LoadStatus(Enum):
+    """Progress of a load."""
+
+    DONE = "nothing more to load"
+    MORE = "more in another step"
+    READING = "more once a read from disk is done"
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """Result of a load."""
+
+    status: LoadStatus
+    n_copied: int = 0
+    """Tokens copied from other sequences."""
+    n_loaded: int = 0
+    """Tokens loaded from RAM."""
+    n_read: int = 0
+    """Of `n_loaded`, those that had to be read from disk first."""
+    n_fetched: int = 0
+    """Of `n_loaded`, those that had to be fetched from the remote tier first."""
+    n_public: int = 0
+    """Of `n_loaded`, those from segments of the public namespace."""
+
+
 def segment_parts(last: Node, start: int, end: int) -> tuple[SegmentPart, ...]:
     """Segments that cover `[start, end)` of the path to a node, up to the first gap."""
     path = takewhile(lambda node: node.end > start, last.path_to_root())
@@ -141,3 +175,51 @@ def segment_parts(last: Node, start: int, end: int) -> tuple[SegmentPart, ...]:
             at = parts.pop().start
         parts.append(SegmentPart(node.segment, at, min(node.end, end)))
     return tuple(parts)
+
+
+BLOCK_TOKENS = 64
+MAX_BLOCKS = 2**15
+"""Most blocks that are remembered: those of two million tokens, in a few megabytes."""
+
+
+def miss_reason(match: Match, ghosts: GhostList, min_shared: int) -> Miss:
+    """Return why no more of the tokens are cached; empty if all are, or if nothing explains it."""
+    n = match.n_cached
+    if n * WIDTH == len(match.tokens):
+        return ""
+    if match.n_without_state >= min_shared:
+        return "no_checkpoint"
+    if ghosts.continues(match.namespace, match.tokens, n + match.n_without_state):
+        return "evicted"
+    if n < min_shared:
+        return "salted" if match.namespace else "cold"
+    return "diverged" if any(each.diverges_at(n) for each in (match, match.public) if each is not None) else ""
+
+
+class GhostList:
+    """The `MAX_BLOCKS` latest blocks of all namespaces."""
+
+    def __init__(self) -> None:
+        self._blocks: OrderedDict[bytes, None] = OrderedDict()
+
+    def add(self, namespace: str, tokens: bytes, start: int) -> None:
+        """Record that `tokens` were computed from position `start` on."""
+        for digest in _digests(namespace, tokens, start):
+            self._blocks[digest] = None
+            self._blocks.move_to_end(digest)
+        while len(self._blocks) > MAX_BLOCKS:
+            self._blocks.popitem(last=False)
+
+    def continues(self, namespace: str, tokens: bytes, n: int) -> bool:
+        """True if the first whole block that ends after `n` tokens was computed before."""
+        return next(_digests(namespace, tokens, n), b"") in self._blocks
+
+
+def _digests(namespace: str, tokens: bytes, start: int) -> Iterator[bytes]:
+    """Yield the digests of the whole blocks that end after `start` tokens."""
+    digest = hashlib.blake2b(namespace.encode() + b"\0", digest_size=8)
+    done = 0
+    for end in range((start // BLOCK_TOKENS + 1) * BLOCK_TOKENS * WIDTH, len(tokens) + 1, BLOCK_TOKENS * WIDTH):
+        digest.update(tokens[done:end])
+        done = end
+        yield digest.copy().digest()

@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 
 from llamaslot.base.stats import CacheStats
 from llamaslot.kvcache.cache_settings import CacheSettings
+from llamaslot.kvcache.loading import StateRestorer
 from llamaslot.kvcache.match import Match
-from llamaslot.kvcache.offload.offloader import Offloader
-from llamaslot.kvcache.offload.restoring import Restorer
+from llamaslot.kvcache.offloading import Offloader
 from llamaslot.kvcache.radix_tree import RadixTree
 from llamaslot.kvcache.sequences import Sequences
 from llamaslot.kvcache.tiers.checkpoints import Checkpoints
@@ -36,7 +36,7 @@ class Pool:
     _counters: CacheStats
     _offloader: Offloader
     _checkpoints: Checkpoints
-    _restorer: Restorer
+    _restorer: StateRestorer
 
     def acquire(self, slots: Sequence[int], match: Match) -> tuple[int, int]:
         """Choose one of `slots`, give it a match's resident part, and pin it; returns it and the tokens copied.
@@ -93,13 +93,6 @@ class Pool:
         self._sequences.copy(source, seq, end, match.tokens)
         self._counters.copied_tokens += end - start
         return end - start
-
-    def append(self, seq: int, tokens: bytes) -> None:
-        """Append computed tokens; those that other sequences hold too now have duplicate cells."""
-        start = self._tree.length(seq)
-        n_held = self._tree.extend(seq, tokens)
-        if n_held:
-            self._sequences.duplicates.add(seq, start, start + n_held)
 
     def deduplicate(self) -> None:
         """Remove duplicate cells, and free spare ids whose paths other sequences hold."""
@@ -188,7 +181,7 @@ class Pool:
             tail = min(self._sequences.n_own(seq), length - own)
         bring = settings.move_us(n_resident + own, n_resident)
         bring_back = settings.move_us(length, length)
-        return min(settings.prefill_us * missing, bring) + min(settings.prefill_us * tail, bring_back)
+        return min(settings.cost.prefill_us * missing, bring) + min(settings.cost.prefill_us * tail, bring_back)
 
     def _release_covered(self) -> None:
         for seq in self._sequences.spare:

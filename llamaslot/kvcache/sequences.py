@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from llamaslot.base.kv_ops import Copy, Load, Operation, Remove, Restore, StateRecord
-from llamaslot.base.model import StateKind
 from llamaslot.base.tokens import WIDTH
+from llamaslot.kvcache.cache_settings import CacheSettings
 from llamaslot.kvcache.duplicates import DuplicateCells, Duplicates, KeptDuplicates, OwnCells
 from llamaslot.kvcache.match import Match
 from llamaslot.kvcache.nodes import Node
@@ -20,38 +20,30 @@ from llamaslot.kvcache.radix_tree import RadixTree
 
 
 class Sequences:
-    """Sequence ids: `n_slots` slots, then spare ids, which keep idle prefixes whose slot was reused.
+    """Sequence ids: slots, then spare ids, which keep idle prefixes whose slot was reused."""
 
-    `states` tracks which sequences have their partial state, for models that have one.
-    """
-
-    def __init__(
-        self,
-        tree: RadixTree,
-        *,
-        n_slots: int,
-        n_seqs: int,
-        states: StateRecord | None = None,
-        shares_cells: bool = True,
-    ) -> None:
-        self.slots = range(n_slots)
+    def __init__(self, tree: RadixTree, settings: CacheSettings) -> None:
+        self.slots = range(settings.n_slots)
         self.operations: list[Operation] = []
-        self.states = states or StateRecord(StateKind.NONE, 0)
+        self.states = StateRecord(settings.checkpoints.kind, settings.checkpoints.n_swa)
+        """Which sequences have their partial state, for models that have one."""
         self.clock = 0
         """Logical time: each use and each computed prompt token advances it by 1."""
         self._tree = tree
-        self.set_layout(n_seqs=n_seqs, shares_cells=shares_cells)
+        self.set_layout(settings)
 
-    def set_layout(self, *, n_seqs: int, shares_cells: bool) -> None:
+    def set_layout(self, settings: CacheSettings) -> None:
         """Start with the sequences of a new context, none of which is in use."""
-        self.spare = range(len(self.slots), n_seqs)
-        self.all = range(n_seqs)
-        # With a partial state, a sequence that took over another one's cells would take over its state as well.
-        self.duplicates: Duplicates = (
-            (KeptDuplicates(self._tree) if self.states.has_states else DuplicateCells(self._tree))
-            if shares_cells
-            else OwnCells(self._tree, n_seqs)
-        )
+        self.spare = range(settings.n_slots, settings.n_path_seqs)
+        self.all = range(settings.n_path_seqs)
+        self.duplicates: Duplicates
+        if not settings.shares_cells:
+            self.duplicates = OwnCells(self._tree, settings.n_path_seqs)
+        elif self.states.has_states:
+            # A sequence that took over another one's cells would take over its state as well.
+            self.duplicates = KeptDuplicates(self._tree)
+        else:
+            self.duplicates = DuplicateCells(self._tree)
 
     @property
     def n_cells(self) -> int:
@@ -62,11 +54,6 @@ class Sequences:
     def n_idle_duplicates(self) -> int:
         """Duplicate cells that only idle sequences use; eviction frees them."""
         return self.duplicates.n_idle_cells(self._tree.is_pinned)
-
-    @property
-    def n_in_use(self) -> int:
-        """Ids in use."""
-        return sum(map(self.in_use, self.all))
 
     def in_use(self, seq: int) -> bool:
         """True if a sequence holds a path, which may be empty."""
@@ -111,6 +98,13 @@ class Sequences:
         end = self.end(seq)
         shared = next((node.end for node in end.path_to_root() if node.is_shared), 0)
         return end.end - shared
+
+    def append(self, seq: int, tokens: bytes) -> None:
+        """Append tokens in cells of their own; those that other sequences hold too now have duplicate cells."""
+        start = self._tree.length(seq)
+        n_held = self._tree.extend(seq, tokens)
+        if n_held:
+            self.duplicates.add(seq, start, start + n_held)
 
     def truncate(self, seq: int, keep: int) -> None:
         """Truncate a sequence to its first `keep` tokens, in the tree and in the backend."""
@@ -168,8 +162,7 @@ class Sequences:
             self.operations[-1] = replace(last, parts=(*last.parts, (segment, end)))
         else:
             self.operations.append(Load(seq, start, ((segment, end),)))
-        if n_held := self._tree.extend(seq, tokens[start * WIDTH : end * WIDTH]):
-            self.duplicates.add(seq, start, start + n_held)
+        self.append(seq, tokens[start * WIDTH : end * WIDTH])
 
     def restore(self, seq: int, checkpoint: int, end: int) -> None:
         """Truncate a sequence to `end` tokens, and give it the checkpoint's state after them."""

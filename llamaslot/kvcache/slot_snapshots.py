@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import count
 from typing import Protocol
 
 from llamaslot.base.kv_ops import Free, Kv, Save, Take
 from llamaslot.base.namespaces import is_private
 from llamaslot.kvcache.cache_settings import MAX_SEGMENT_TOKENS
 from llamaslot.kvcache.nodes import checkpoints_on
-from llamaslot.kvcache.offload.offloader import Offloader
+from llamaslot.kvcache.offloading import Offloader
 from llamaslot.kvcache.pool import Pool
 from llamaslot.kvcache.radix_tree import RadixTree
 from llamaslot.kvcache.sequences import Sequences
@@ -84,14 +86,15 @@ class SlotSave:
 
 @dataclass(eq=False)
 class SlotSnapshots:
-    """Takes snapshots of idle slots and restores them. The segments used for that belong to no tier."""
+    """Takes snapshots of idle slots and loads them. The segments used for that belong to no tier."""
 
     _tree: RadixTree
     _sequences: Sequences
     _pool: Pool
     _offloader: Offloader
     _checkpoints: Checkpoints
-    _n_segments: int = 0
+    _numbers: Iterator[int] = field(default_factory=lambda: count(-1, -1))
+    """Numbers of its segments: negative, as no segment of the tiers has."""
 
     def save(self, seq: int) -> SlotSave:
         """Record operations that save everything an idle slot holds. Raises `UnsavableSlotError`."""
@@ -104,18 +107,18 @@ class SlotSnapshots:
         if not states.is_live(seq):
             raise UnsavableSlotError("it has lost the state after its last token")
         saves = tuple(
-            Save(self._new_number(), seq, start, min(start + MAX_SEGMENT_TOKENS, n_tokens))
+            Save(next(self._numbers), seq, start, min(start + MAX_SEGMENT_TOKENS, n_tokens))
             for start in range(0, n_tokens, MAX_SEGMENT_TOKENS)
         )
         self._sequences.operations += saves
-        take = Take(self._new_number(), seq, n_tokens) if states.has_states else None
+        take = Take(next(self._numbers), seq, n_tokens) if states.has_states else None
         if take is not None:
             self._sequences.operations.append(take)
         in_ram = [each for each in checkpoints_on(end) if each.state.is_loadable and each.end < n_tokens]
         checkpoints = tuple((each.number, each.end) for each in reversed(in_ram[:MAX_SAVED_CHECKPOINTS]))
         return SlotSave(end.namespace, end.prefix(), saves, take, checkpoints)
 
-    def restore(self, seq: int, snapshot: SlotSnapshot) -> dict[int, SnapshotPart] | None:
+    def load(self, seq: int, snapshot: SlotSnapshot) -> dict[int, SnapshotPart] | None:
         """Replace the content of an idle slot by a snapshot; None if there are too few cells.
 
         Returns KV by segment number, which the backend must get before the next operations.
@@ -138,13 +141,13 @@ class SlotSnapshots:
                 continue
             if not self._offloader.free_cells(part.end - part.start):
                 raise AssertionError("there was room")
-            number = self._new_number()
+            number = next(self._numbers)
             parts[number] = part
             self._sequences.load(number, seq, part.end, tokens)
         # After all loads, not between them, so that in a partitioned pool they can become one load.
         self._sequences.operations += [Free(number) for number in parts]
         if snapshot.state is not None:
-            number, n = self._new_number(), self._tree.length(seq)
+            number, n = next(self._numbers), self._tree.length(seq)
             parts[number] = SnapshotPart(n, n, snapshot.state)
             self._sequences.restore(seq, number, n)
             self._sequences.operations.append(Free(number))
@@ -154,8 +157,3 @@ class SlotSnapshots:
         self._pool.ensure_free_id()
         self._tree.unpin(seq, self._sequences.advance())
         return parts
-
-    def _new_number(self) -> int:
-        """Return a negative number, as no segment of the tiers has."""
-        self._n_segments += 1
-        return -self._n_segments

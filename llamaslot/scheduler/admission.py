@@ -199,7 +199,7 @@ class Admission:
         That part must be long enough. It counts from what was cached when the leader was admitted, even if little
         of it is left to compute. A request that has waited for a prefix keeps waiting if another leader takes over.
         """
-        if self._cache.is_on_trial or not self._cache.settings.can_reuse:
+        if self._cache.settings.is_on_trial or not self._cache.settings.can_reuse:
             return False
         match = self.match(request)
         n_in_flight, leaders = self._in_flight.longest(request)

@@ -4,7 +4,7 @@ The path of a model with a partial state can be continued only from a checkpoint
 two steps:
 
     system prompt ...|user ... |assistant ... |user question                 |assistant
-                     1                       2 every `step_tokens`      3   4
+                     1                       2 every `limits.step`      3   4
 
 1. the first message boundary after `min_gap` tokens: usually the end of the system prompt, with which other
    conversations begin as well;
@@ -71,7 +71,7 @@ class CheckpointTaker:
             n_ctx_slot=self._n_ctx_slot,
         )
         length = self._cache.length(request.slot)
-        is_far = length - max(positions, default=0) >= checkpoints.settings.step_tokens
+        is_far = length - max(positions, default=0) >= checkpoints.settings.limits.step
         if length == request.n_cached_at_admission and is_far:
             # It continues from the end of a live sequence, and would move that state on without a copy of it.
             request.stops.add(length)
@@ -132,7 +132,7 @@ def prompt_stops(
     `existing` has the positions of checkpoints on its path, `control` the ids of control tokens. The stops at even
     distances continue in the reply, up to the end of the context.
     """
-    n, gap = len(tokens), settings.min_gap
+    n, gap, step = len(tokens), settings.min_gap, settings.limits.step
     deepest = max((each for each in existing if each <= start), default=0)
     starts = np.flatnonzero(np.isin(tokens, control))
     # Only the first of adjacent control tokens.
@@ -153,11 +153,11 @@ def prompt_stops(
         choose(next((int(each) for each in starts if each >= gap), 0), _LAST_TOKENS)
         choose(matched, gap if abs(matched - last) >= gap else _LAST_TOKENS)
     at = deepest
-    while at + settings.step_tokens < n:
-        ideal = at + settings.step_tokens
+    while at + step < n:
+        ideal = at + step
         n_before = int(np.searchsorted(starts, ideal, side="right"))
         near = starts[n_before - 1] if n_before else 0
-        at = int(near) if ideal - near <= settings.step_tokens // 4 and near > at else ideal
+        at = int(near) if ideal - near <= step // 4 and near > at else ideal
         choose(at, gap)
-    in_reply = range(n + settings.step_tokens, n_ctx_slot, settings.step_tokens)
+    in_reply = range(n + step, n_ctx_slot, step)
     return CheckpointStops([*chosen, *in_reply])

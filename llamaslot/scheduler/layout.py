@@ -108,7 +108,7 @@ class LayoutChoice:
             return settings.unified
         tokens = self._count(requests, n_running=n_running)
         change_us = 1e3 * settings.context_ms + settings.move_us(self._cache.cells.used, tokens.held)
-        gain_us = settings.foreign_us * tokens.foreign - settings.move_us(tokens.copied, tokens.copied)
+        gain_us = settings.cost.foreign_us * tokens.foreign - settings.move_us(tokens.copied, tokens.copied)
         if not settings.unified:
             return -gain_us > _MIN_CHANGES * change_us
         return tokens.total > _MAX_SHARED * tokens.distinct or gain_us <= self._n_changes * change_us

@@ -23,8 +23,7 @@ from llamaslot.base.generation.token_probs import NOT_SCORED, TokenScore
 from llamaslot.base.namespaces import private_namespace, salt_namespace
 from llamaslot.base.stats import CacheStats, Miss, PromptStats, RequestStats
 from llamaslot.base.tokens import WIDTH, TokenizedPrompt, Tokens, packed
-from llamaslot.kvcache.match import Acquired, Match
-from llamaslot.kvcache.offload.load_or_compute import Loaded
+from llamaslot.kvcache.match import Acquired, Loaded, Match
 from llamaslot.scheduler.reasoning_limit import ReasoningLimit
 
 NO_TOKENS: Tokens = np.empty(0, dtype=np.int32)

@@ -28,11 +28,10 @@ from llamaslot.base.model import ModelInfo
 from llamaslot.base.namespaces import salt_namespace
 from llamaslot.base.stats import CacheStats
 from llamaslot.base.tokens import WIDTH, packed
-from llamaslot.kvcache.cache import KVCache
+from llamaslot.kvcache.cache import Deadlines, KVCache
 from llamaslot.kvcache.cache_settings import CacheSettings
-from llamaslot.kvcache.offload.load_or_compute import LoadStatus
-from llamaslot.kvcache.offload.offload_policy import Deadlines
-from llamaslot.kvcache.tiers.disk_io import SegmentMeta
+from llamaslot.kvcache.disk_io import SegmentMeta
+from llamaslot.kvcache.match import LoadStatus
 from llamaslot.scheduler.admission import Admission
 from llamaslot.scheduler.checkpoint_taker import CheckpointTaker
 from llamaslot.scheduler.chunk_sizer import ChunkSizer
@@ -113,7 +112,7 @@ class Scheduler:
         self.cache = KVCache(
             cache_settings, prefill_seconds=self.chunks.seconds, on_disk=on_disk, first_number=first_number
         )
-        self._remote = self.cache.remote
+        self._remote, self._dropper = self.cache.remote, self.cache.dropper
         self._taker = CheckpointTaker(self.cache, control, info.n_ctx_slot)
         self.slots = [Slot(i) for i in range(cache_settings.n_slots)]
         self.admission = Admission(self.cache, self.slots, info.n_ctx_slot)
@@ -137,10 +136,10 @@ class Scheduler:
         """True once memory did not suffice to create the context in another layout."""
         self._is_stopping = False
 
-    def learn(self, info: ModelInfo, measured: CacheSettings) -> None:
+    def learn(self, info: ModelInfo) -> None:
         """Take over costs that could not be measured when the model was loaded."""
-        self.cache.learn(measured)
-        self._padding = _padding(info, measured)
+        self.cache.learn(info)
+        self._padding = _padding(info, self.cache.settings)
         self._passes = Passes(info.step_cost, info.n_slots)
 
     @property
@@ -167,7 +166,7 @@ class Scheduler:
             self.admission.observe_length(request.n_generated)
         others = (*self.queue, *self.running)
         if request.is_private and all(other.namespace != request.namespace for other in others):
-            self.cache.drop(request.namespace)
+            self._dropper.drop(request.namespace)
 
     def stop(self, now: float) -> None:
         """End all requests. Later plans only write everything to disk."""
@@ -350,14 +349,14 @@ class Scheduler:
         if request.n_reused and not request.n_generated and not request.is_private:
             reused = tokens[: request.n_reused * WIDTH]
             self._preempt(request, now)
-            self.cache.drop_paths(namespace, [tokens])
+            self._dropper.drop_paths(namespace, [tokens])
             is_left = self.cache.match(namespace, reused).n_cached >= request.n_reused
             request.isolate(reused if is_left else b"")
             return [DecodeFailed(request, "INVALID_LOGITS", is_retried=True)]
         failed = work.samples or (request,)
         for each in failed:
             self.end(each, now)
-        self.cache.drop_paths(namespace, [tokens])
+        self._dropper.drop_paths(namespace, [tokens])
         return [DecodeFailed(each, "INVALID_LOGITS") for each in failed]
 
     def _take_tokens(self, request: Request, sampled: tuple[int, ...], result: StepResult, now: float) -> Sampled:
@@ -366,7 +365,7 @@ class Scheduler:
         if request.distrusted:
             # Without that cached prefix the logits are valid, so its KV is dropped. Only the last node is: if the
             # fault is further up, the next request that reuses it will show that.
-            self.cache.invalidate_path(
+            self._dropper.invalidate_path(
                 salt_namespace(request.params.cache_salt), request.distrusted, with_public=request.n_public > 0
             )
             request.distrusted = b""

@@ -31,8 +31,8 @@ from llamaslot.base.kv_ops import (
     Take,
 )
 from llamaslot.base.tokens import Tokens
-from llamaslot.kvcache.tiers.disk_io import Job
-from llamaslot.kvcache.tiers.remote_io import Upload
+from llamaslot.kvcache.disk_io import Job
+from llamaslot.kvcache.tiers.remote_tier import Upload
 from llamaslot.scheduler.request import Request
 
 

@@ -37,8 +37,8 @@ class ReplyBudget:
 
         One request alone may have any number.
         """
-        n_total, n_owner = self.n_bytes + n_bytes, self._bytes[owner] + n_bytes
-        if n_bytes > 0 and n_owner > self._max_bytes - n_total and n_total > n_own + n_bytes:
+        if n_bytes > 0 and self.n_bytes > n_own and not self._bytes.may_add(owner, n_bytes, self._max_bytes):
+            n_owner = self._bytes[owner] + n_bytes
             raise QueueFullError(
                 f"unfinished and unread replies of this client take {n_owner / _MIB:.0f} MiB; "
                 "try later, send fewer requests at once, or ask for less",

@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from llamaslot.app.cache_budgets import (
-    break_even_tokens,
     choose_budgets,
+    ram_line,
     restart_flags,
     with_budgets,
 )
@@ -79,7 +79,8 @@ def test_checkpoints_have_an_eighth_of_what_is_free_or_room_for_8(
 
 
 def test_a_model_without_kv_of_every_token_has_no_number_of_tokens_that_fit() -> None:
-    line = choose_budgets(Config(), partial(segment_size=SegmentSize(68, 0)), 100 * MIB).line
+    config, model = Config(), partial(segment_size=SegmentSize(68, 0))
+    line = ram_line(config, model, choose_budgets(config, model, 100 * MIB))
     assert line.startswith("RAM: 44 MiB for prefixes (1,000 take ")
 
 
@@ -134,15 +135,16 @@ def test_weights_that_are_mapped_are_not_free() -> None:
     ],
 )
 def test_nothing_is_stored_where_it_cannot_be_or_does_not_pay(changes: dict[str, object], words: str) -> None:
-    budgets = choose_budgets(Config(), info(**changes), 100 * MIB)
+    config, model = Config(), info(**changes)
+    budgets = choose_budgets(config, model, 100 * MIB)
     assert (budgets.ram_bytes, budgets.offload_after) == (0, None)
-    assert words in budgets.line
+    assert words in ram_line(config, model, budgets)
 
 
 def test_idle_prefixes_live_in_ram_where_that_is_cheaper() -> None:
     budgets = choose_budgets(Config(), info(), 100 * MIB)
     assert (budgets.idle_cells, budgets.offload_after) == (None, 82)
-    assert "offloaded after 82 further prompt tokens" in budgets.line
+    assert "offloaded after 82 further prompt tokens" in ram_line(Config(), info(), budgets)
 
 
 @pytest.mark.parametrize(
@@ -167,7 +169,7 @@ def test_they_stay_in_the_pool_otherwise(
     budgets = choose_budgets(config, info(**changes), 100 * MIB)
     assert (budgets.idle_cells, budgets.offload_after) == (idle_cells, None)
     assert budgets.ram_bytes > 0
-    assert words in budgets.line
+    assert words in ram_line(config, info(**changes), budgets)
 
 
 @pytest.mark.parametrize(
@@ -176,16 +178,7 @@ def test_they_stay_in_the_pool_otherwise(
 def test_idle_cells_have_cost_what_saving_and_loading_does_after_so_many_tokens(
     ratio: float, life: int | None
 ) -> None:
-    assert (
-        break_even_tokens(
-            KvCost(
-                n_idle_cells=8192,
-                prefill_slowdown=ratio,
-                prefill_us=100.0,
-                save_us=4.0,
-                first_save_us=4.0,
-                load_us=6.0,
-            )
-        )
-        == life
+    cost = KvCost(
+        n_idle_cells=8192, prefill_slowdown=ratio, prefill_us=100.0, save_us=4.0, first_save_us=4.0, load_us=6.0
     )
+    assert cost.break_even_tokens == life

@@ -7,18 +7,18 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from llamaslot.app.cache_budgets import Budgets
 from llamaslot.app.cache_tiers import lock_disk, open_disk
 from llamaslot.app.config import Config
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.model import ModelFile, ModelInfo, SegmentSize
-from llamaslot.kvcache.tiers.disk_io import SegmentMeta, path_digest
+from llamaslot.kvcache.cache_settings import Budgets
+from llamaslot.kvcache.disk_io import SegmentMeta, path_digest
 from tests.backend.test_disk_store import state_of
 from tests.fake_backend import FakeBackend
 
 MIB = 2**20
 SIZE = SegmentSize(100, 10)
-RAM = Budgets(10**6, None, None, "")
+RAM = Budgets(ram_bytes=10**6)
 
 
 @pytest.fixture
@@ -106,7 +106,7 @@ def test_nothing_is_read_where_nothing_is_stored(tmp_path: Path, info: ModelInfo
     disk = lock_disk(Config(cache_disk=str(tmp_path / "cache")))
     assert disk is not None
     missing = msgspec.structs.replace(info, kv_files=(ModelFile("/nowhere", ""),))
-    assert open_disk(disk, Config(), missing, Budgets(0, None, None, ""), lambda _: True) == ""
+    assert open_disk(disk, Config(), missing, Budgets(), lambda _: True) == ""
     assert open_disk(disk, Config(), info, RAM, lambda _: False) == ""
     with pytest.raises(ConfigError, match="cannot be used: No such file"):
         open_disk(disk, Config(), missing, RAM, lambda _: True)

@@ -21,17 +21,17 @@ from structlog.testing import capture_logs
 
 from llamaslot.api.context import ApiSettings
 from llamaslot.app import composition
-from llamaslot.app.cache_budgets import Budgets, choose_budgets
+from llamaslot.app.cache_budgets import choose_budgets
 from llamaslot.app.config import Config, options
 from llamaslot.app.config_reader import Parser, add_flags, read_config, read_template
 from llamaslot.app.http_config import api_settings, check_vocabulary, max_queue_per_client
-from llamaslot.app.runtime.engine_host import engine_settings, llama_settings
+from llamaslot.app.runtime.engine_host import llama_settings
 from llamaslot.backend.llama import LlamaSettings
 from llamaslot.base.backend import Decoded, Run, Sampler
 from llamaslot.base.errors import ConfigError
-from llamaslot.base.model import KvCost, StateKind
+from llamaslot.base.model import CheckpointLimits, KvCost, StateKind
 from llamaslot.engine import engine as engine_module
-from llamaslot.engine import engine_settings as engine_settings_module
+from llamaslot.kvcache import cache_settings as settings_module
 from llamaslot.kvcache.cache_settings import CacheSettings
 from llamaslot.text.builtin_templates import resolve
 from tests.fake_backend import EOS, FakeBackend
@@ -376,20 +376,18 @@ def test_limits_of_keys_need_salts_from_keys(flag: str) -> None:
 
 def test_limits_of_keys_reach_the_cache() -> None:
     config = configured("--cache-ram-per-key 5 --cache-disk-per-key 7")
-    settings = engine_settings_module.cache_settings(
-        FakeBackend(), engine_settings(config, Budgets(100, None, None, "")), None
-    )
-    assert (settings.ram_bytes_per_key, settings.disk_bytes_per_key) == (5 * 2**20, 7 * 2**20)
+    budgets = choose_budgets(config, FakeBackend().info, 100)
+    assert settings_module.cache_settings(FakeBackend(), budgets, None, gap_ms=0.0).budgets is budgets
+    assert (budgets.ram_bytes_per_key, budgets.disk_bytes_per_key) == (5 * 2**20, 7 * 2**20)
 
 
 def test_limits_of_checkpoints_reach_the_cache() -> None:
     config = configured("--ctx-checkpoints 5 --checkpoint-min-step 700 --checkpoint-ram 9")
     backend = FakeBackend(kind=StateKind.HYBRID)
-    settings = engine_settings(config, choose_budgets(config, backend.info, 0))
-    checkpoints = engine_settings_module.cache_settings(backend, settings, None).checkpoints
-    assert (checkpoints.kind, checkpoints.ram_bytes) == (StateKind.HYBRID, 9 * 2**20)
-    assert (checkpoints.max_on_path, checkpoints.step_tokens) == (5, 700)
-    assert engine_settings(config, choose_budgets(config, FakeBackend().info, 0)).checkpoint_bytes == 0
+    budgets = choose_budgets(config, backend.info, 0)
+    checkpoints = settings_module.cache_settings(backend, budgets, None, gap_ms=0.0).checkpoints
+    assert (checkpoints.kind, checkpoints.limits) == (StateKind.HYBRID, CheckpointLimits(9 * 2**20, 5, 700))
+    assert choose_budgets(config, FakeBackend().info, 0).checkpoints is None
 
 
 async def test_props_tell_the_limits_of_checkpoints(tmp_path: Path) -> None:
@@ -585,7 +583,7 @@ async def test_what_the_engine_is_told(
     made = cache_settings(monkeypatch)
     async with serving(tmp_path, FakeBackend(), prefill_gap_ms=7.0, cache_idle_cells=given):
         [settings] = made
-        assert (settings.gap_ms, settings.idle_cells) == (7.0, kept)
+        assert (settings.gap_ms, settings.budgets.idle_cells) == (7.0, kept)
 
 
 async def test_where_idle_prefixes_live_is_said_and_kept_to(
@@ -599,8 +597,9 @@ async def test_where_idle_prefixes_live_is_said_and_kept_to(
     made = cache_settings(monkeypatch)
     async with serving(tmp_path, backend, cache_ram=3):
         [settings] = made
-    assert (settings.ram_bytes, settings.offload_after, settings.idle_cells) == (3 * 2**20, 164, None)
-    assert (settings.segment_size, settings.save_us, settings.load_us) == (backend.info.segment_size, 0.4, 0.6)
+    budgets = settings.budgets
+    assert (budgets.ram_bytes, budgets.offload_after, budgets.idle_cells) == (3 * 2**20, 164, None)
+    assert (settings.segment_size, settings.cost) == (backend.info.segment_size, cost)
     assert "RAM: 3 MiB for prefixes" in capfd.readouterr().out
 
 

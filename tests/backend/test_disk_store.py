@@ -38,10 +38,11 @@ from llamaslot.base.kv_ops import Kv
 from llamaslot.base.model import ModelFile, SegmentSize
 from llamaslot.base.stats import CacheStats
 from llamaslot.base.text_records import Session, TextAnchor, TextRecord
+from llamaslot.kvcache.disk_io import CorruptSegmentError, SegmentMeta, WriteTotals, path_digest
 from llamaslot.kvcache.radix_tree import RadixTree
-from llamaslot.kvcache.tiers.disk_io import CorruptSegmentError, SegmentMeta, WriteTotals, path_digest
 from llamaslot.kvcache.tiers.disk_tier import DiskTier
 from llamaslot.kvcache.tiers.segment_tiers import SegmentTiers
+from tests.cache_settings import tier_settings
 from tests.conftest import LONG
 from tests.prompts.test_token_memory import reply
 
@@ -643,8 +644,9 @@ def test_a_damaged_index_never_gives_a_segment_to_another_prefix(folder: Path) -
             (folder / "segments" / name).write_bytes(data)
         store = opened(folder)
         tree = RadixTree()
-        tiers = SegmentTiers(tree, 10**9, SIZE, 512, CacheStats(), disk_bytes=10**9)
-        DiskTier(tiers, tree).restore(store.take_segments(), store.first_number)
+        settings = tier_settings(ram_bytes=10**9, segment_size=SIZE, disk_bytes=10**9)
+        tiers = SegmentTiers(tree, settings, CacheStats())
+        DiskTier(tiers, tree, settings).adopt(store.take_segments(), store.first_number)
         tiers.check(tree.check())
         for found in tiers.disk:
             path = found.prefix

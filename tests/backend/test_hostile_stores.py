@@ -20,7 +20,7 @@ from llamaslot.backend.remote.sealing import ENTRY, Sealer
 from llamaslot.backend.remote.store_connection import ReplyParser, allowing, connect
 from llamaslot.base.kv_ops import KvPart
 from llamaslot.base.model import SegmentSize
-from llamaslot.kvcache.tiers.remote_io import CorruptObjectError, RemoteUnavailableError
+from llamaslot.kvcache.tiers.remote_tier import CorruptObjectError, RemoteUnavailableError
 from tests.conftest import LONG
 from tests.store_proxy import Fault, StoreProxy
 from tests.store_server import StoreServer, store_server

@@ -26,12 +26,13 @@ from llamaslot.base.backend import Decoded, Run, Sampler, Status
 from llamaslot.base.kv_ops import Free, Remove, StateRecord
 from llamaslot.base.model import StateKind
 from llamaslot.base.namespaces import PUBLIC_SALT
-from llamaslot.engine.engine_settings import EngineSettings, checkpoint_settings
+from llamaslot.kvcache.cache_settings import checkpoint_settings
 from llamaslot.scheduler.request import Request
 from llamaslot.scheduler.step import StepPlan
 from tests.backend.llama_machine import N_CTX, N_UBATCH, compute
 from tests.backend.test_checkpoint_machine import EXACT
 from tests.backend.test_models import failing, logits
+from tests.cache_settings import NO_CHECKPOINTS
 from tests.conftest import LONG
 from tests.gguf_copies import rewritten
 from tests.noise import Noise
@@ -194,11 +195,11 @@ class LlamaWorkload(Workload):
         backend.info = msgspec.structs.replace(info, n_slots=n_slots, n_ctx=n_ctx, n_ctx_slot=n_ctx)
         checkpoints = {}
         if info.checkpoint_size is not None:
-            served = checkpoint_settings(info, backend.n_seqs, EngineSettings(gap_ms=125.0))
+            served = checkpoint_settings(info, backend.n_seqs, NO_CHECKPOINTS.limits)
             checkpoints = {
                 "n_window_cells": served.n_window_cells,
-                "step_tokens": rng.choice([16, 32, 80]),
-                "max_on_path": rng.choice([2, 4, 32]),
+                "step": rng.choice([16, 32, 80]),
+                "on_path": rng.choice([2, 4, 32]),
                 "ram_bytes": info.checkpoint_size.of(N_CTX) * rng.choice([2, 4, 8, 1000]),
                 "take_ms": rng.choice([0, 0, 60]),
             }

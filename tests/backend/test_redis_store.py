@@ -16,7 +16,7 @@ from llamaslot.backend.remote.redis_store import RedisStore
 from llamaslot.backend.remote.sealing import DIGEST_BYTES, ENTRY, Sealer
 from llamaslot.base.kv_ops import Kv, KvPart
 from llamaslot.base.model import SegmentSize
-from llamaslot.kvcache.tiers.remote_io import (
+from llamaslot.kvcache.tiers.remote_tier import (
     CorruptObjectError,
     Found,
     RemoteObject,

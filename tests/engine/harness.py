@@ -30,7 +30,6 @@ from llamaslot.base.events import (
 )
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.engine.engine import Engine
-from llamaslot.engine.engine_settings import EngineSettings
 from llamaslot.engine.model_worker import OnStep, Worker
 from llamaslot.prompts.tokenizer import Tokenizer
 from llamaslot.protocol.text_requests import TextRequest
@@ -38,6 +37,7 @@ from llamaslot.scheduler.step import StepPlan
 from llamaslot.service.live_request import Completion
 from llamaslot.service.metrics import Metrics
 from llamaslot.service.service import Service
+from tests.cache_settings import take_budgets
 from tests.conftest import LONG
 from tests.fake_backend import BOS, FakeBackend
 from tests.pool import check_pool
@@ -112,7 +112,8 @@ class LocalEngine:
         self._outbox: list[Any] = []
         self._preparing: dict[str, asyncio.Task[None]] = {}
         self._asking: set[asyncio.Task[None]] = set()
-        self.engine = Engine(backend, self._receive, EngineSettings(**{"gap_ms": 100.0} | settings), **files)
+        budgets = take_budgets(settings)
+        self.engine = Engine(backend, self._receive, budgets, **{"gap_ms": 100.0} | settings, **files)
         self.service.connect(self.engine.send)
 
     def send(self, request: TextRequest) -> None:

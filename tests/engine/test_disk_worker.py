@@ -21,8 +21,8 @@ from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.kv_ops import Kv
 from llamaslot.base.stats import DiskStats
 from llamaslot.engine import disk_worker, engine
+from llamaslot.kvcache.disk_io import CorruptSegmentError, SegmentMeta
 from llamaslot.kvcache.tiers import pacing
-from llamaslot.kvcache.tiers.disk_io import CorruptSegmentError, SegmentMeta
 from tests.engine.harness import Harness, alone, running
 from tests.fake_backend import SEGMENT_SIZE, FakeBackend
 

@@ -11,7 +11,7 @@ from llamaslot.base.commands import InspectEngine
 from llamaslot.base.events import Finished, Started
 from llamaslot.base.model import KvCost
 from llamaslot.base.stats import EngineState
-from llamaslot.engine.engine_settings import EngineSettings, cache_settings
+from llamaslot.kvcache.cache_settings import Budgets, cache_settings
 from llamaslot.scheduler.admission import MAX_CANDIDATES
 from tests.engine.harness import Harness, alone, running
 from tests.fake_backend import FakeBackend
@@ -190,6 +190,6 @@ async def test_a_change_for_which_there_is_no_memory_is_not_tried_again() -> Non
 
 
 def test_the_layout_is_fixed_where_slots_are_saved() -> None:
-    settings = EngineSettings(gap_ms=100.0, ram_bytes=10**6)
-    assert cache_settings(Backend(), settings, None).part_cells == 64
-    assert not cache_settings(Backend(), settings, None, has_slot_files=True).part_cells
+    budgets = Budgets(ram_bytes=10**6)
+    assert cache_settings(Backend(), budgets, None, gap_ms=100.0).part_cells == 64
+    assert not cache_settings(Backend(), budgets, None, gap_ms=100.0, has_slot_files=True).part_cells

@@ -14,9 +14,9 @@ from llamaslot.base.commands import InspectCache
 from llamaslot.base.events import Finished, Progress
 from llamaslot.base.stats import RamStats
 from llamaslot.engine import memory_watch
-from llamaslot.kvcache.segment_states import SegmentState
-from llamaslot.kvcache.tiers import pacing, ram_budget
-from llamaslot.kvcache.tiers.ram_budget import MemoryReading
+from llamaslot.kvcache.nodes import SegmentState
+from llamaslot.kvcache.tiers import budget, pacing
+from llamaslot.kvcache.tiers.budget import MemoryReading
 from tests.engine.harness import Harness, alone, running
 from tests.fake_backend import FakeBackend
 
@@ -65,7 +65,7 @@ def events(logs: list[dict[str, object]]) -> list[object]:
 async def test_ram_is_emptied_while_memory_is_critical_and_used_again_later(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(ram_budget, "CALM_S", 0.0)
+    monkeypatch.setattr(budget, "CALM_S", 0.0)
     memory, pool = Memory(), backend()
     expected = [await alone(prompt, FakeBackend(n_slots=1, n_ctx=768)) for prompt in PROMPTS]
     with capture_logs() as logs:
@@ -149,7 +149,7 @@ async def test_what_only_the_disk_has_is_not_cached_while_ram_may_hold_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Segments are read into RAM. While they cannot be, requests compute the prefix once and share it."""
-    monkeypatch.setattr(ram_budget, "CALM_S", 0.0)
+    monkeypatch.setattr(budget, "CALM_S", 0.0)
     memory = Memory()
     store = DiskStore(tmp_path)
     store.open(b"k" * 32, 10**7)

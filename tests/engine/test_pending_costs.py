@@ -57,18 +57,17 @@ async def until(condition: Callable[[], bool]) -> None:
 
 async def test_once_the_machine_is_quiet_they_are_measured_and_used() -> None:
     backend = BusyMachine(n_reserved=3, n_ctx=512, n_ubatch=64)
-    settings = {"ram_bytes": 10**6, "offload_after_by": lambda info: 7 if info.kv_cost is not None else None}
-    async with running(backend, **settings) as engine:
+    async with running(backend, ram_bytes=10**6, offloads_by_cost=True) as engine:
         made = engine.engine.scheduler.cache.settings
         await until(lambda: backend.n_tries > 1)
-        assert (made.offload_after, made.prefill_us) == (None, 0.0)
+        assert (made.budgets.offload_after, made.cost.prefill_us) == (None, 0.0)
         await engine.submit("first", PROMPT, max_tokens=4)
         n_tries = backend.n_tries
         await until(lambda: backend.n_tries > n_tries)
         backend.is_quiet = True
         await until(lambda: not backend.info.costs_pending)
-        await until(lambda: made.offload_after is not None)
-        assert (made.offload_after, made.prefill_us, made.save_us, made.load_us) == (7, 100.0, 3.0, 2.0)
+        await until(lambda: made.budgets.offload_after is not None)
+        assert (made.budgets.offload_after, made.cost) == (3, COST)
         assert engine.engine.scheduler._padding._cost == STEP
         n_tries = backend.n_tries
         end = await engine.submit("again", PROMPT, max_tokens=4)

@@ -28,9 +28,16 @@ from llamaslot.base.events import Finished
 from llamaslot.base.stats import RemoteStats
 from llamaslot.engine import remote_worker
 from llamaslot.engine.remote_worker import RemoteWorker, WantedObject
-from llamaslot.kvcache.tiers import pacing, remote_tier, upload_queue
-from llamaslot.kvcache.tiers.remote_io import GRID_TOKENS, Fetched, Portion, RemoteObject, RemoteUnavailableError
-from llamaslot.kvcache.tiers.remote_tier import Choice, Lookup
+from llamaslot.kvcache.tiers import pacing, remote_tier, segment_tiers
+from llamaslot.kvcache.tiers.remote_tier import (
+    GRID_TOKENS,
+    Choice,
+    Fetched,
+    Lookup,
+    Portion,
+    RemoteObject,
+    RemoteUnavailableError,
+)
 from tests.engine.harness import Harness, running
 from tests.store_server import PROGRAM, StoreServer, store_server
 
@@ -55,7 +62,7 @@ def redis() -> Iterator[StoreServer]:
 def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Upload partial segments as soon as they are in RAM, and retry soon."""
     monkeypatch.setattr(pacing, "PARTIAL_DELAY_S", 0.0)
-    monkeypatch.setattr(upload_queue, "RETRY_UPLOAD_S", 0.1)
+    monkeypatch.setattr(segment_tiers, "RETRY_UPLOAD_S", 0.1)
 
 
 class Server:

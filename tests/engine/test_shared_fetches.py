@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from llamaslot.engine.remote_worker import SharedFetches, WantedObject
-from llamaslot.kvcache.tiers.remote_io import Fetched, RemoteObject
+from llamaslot.kvcache.tiers.remote_tier import Fetched, RemoteObject
 
 
 def wanted(number: int) -> WantedObject:

@@ -35,15 +35,10 @@ from llamaslot.base.kv_ops import Copy, Kv, Load, Remove, Save
 from llamaslot.base.model import SegmentSize, StepCost
 from llamaslot.base.namespaces import PUBLIC_SALT, key_salt, key_secret
 from llamaslot.base.tokens import TokenizedPrompt, packed, unpacked
-from llamaslot.kvcache import miss_reasons
+from llamaslot.kvcache import match as match_module
 from llamaslot.kvcache.cache import KVCache
 from llamaslot.kvcache.cache_settings import CacheSettings
-from llamaslot.kvcache.match import Acquired, Match
-from llamaslot.kvcache.nodes import Node
-from llamaslot.kvcache.segment_states import SegmentState
-from llamaslot.kvcache.slot_snapshots import SlotSnapshot, SnapshotPart, UnsavableSlotError
-from llamaslot.kvcache.tiers import pacing, ram_budget
-from llamaslot.kvcache.tiers.disk_io import (
+from llamaslot.kvcache.disk_io import (
     Corrupt,
     Job,
     Read,
@@ -53,13 +48,18 @@ from llamaslot.kvcache.tiers.disk_io import (
     Write,
     Written,
 )
-from llamaslot.kvcache.tiers.ram_budget import MemoryReading
+from llamaslot.kvcache.match import Acquired, Match
+from llamaslot.kvcache.nodes import Node, SegmentState
+from llamaslot.kvcache.slot_snapshots import SlotSnapshot, SnapshotPart, UnsavableSlotError
+from llamaslot.kvcache.tiers import pacing
+from llamaslot.kvcache.tiers.budget import CALM_S, MemoryReading
 from llamaslot.kvcache.tiers.segment_tiers import SegmentTiers
 from llamaslot.scheduler import admission, chunk_sizer, padding
 from llamaslot.scheduler.admission import MAX_OVERTAKEN
 from llamaslot.scheduler.request import Request, RequestState
 from llamaslot.scheduler.scheduler import DecodeFailed, Sampled, Scheduler
 from llamaslot.scheduler.step import StepPlan, StepResult, apply, next_decode_step
+from tests.cache_settings import cache_settings
 from tests.conftest import LONG
 from tests.fake_backend import EOS, FakeBackend, FakeSampler
 from tests.fake_disk import FakeDisk
@@ -237,7 +237,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.patches = [
             mock.patch.object(admission, "MIN_EXPECTED_TOKENS", n_expected),
             mock.patch.object(pacing, "PARTIAL_DELAY_S", 0.005),
-            mock.patch.object(miss_reasons, "BLOCK_TOKENS", 2 * MIN_SHARED),
+            mock.patch.object(match_module, "BLOCK_TOKENS", 2 * MIN_SHARED),
             mock.patch.object(padding, "QUERY_BLOCK", (query_block or 64) * self.stretch),
             mock.patch.object(chunk_sizer, "QUERY_BLOCK", (query_block or 64) * self.stretch),
         ]
@@ -319,7 +319,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     def cache_settings(self, **fields: Any) -> CacheSettings:
         """Settings of the cache, with those of `start`."""
-        return CacheSettings(**fields)
+        return cache_settings(**fields)
 
     def acquire(self, slots: Sequence[int], match: Match, **fields: bool) -> Acquired:
         """Acquire a slot for the cache's user, and record what is to be saved by then: the match has it."""
@@ -454,7 +454,7 @@ class CacheMachine(RuleBasedStateMachine):
         budget = self.cache.ram_budget
         reading = MemoryReading(int(free * self.ram_bytes), 10 * self.ram_bytes)
         for _ in range(20 if free == 40 else 1):
-            self.memory_read_at += ram_budget.CALM_S
+            self.memory_read_at += CALM_S
             budget.observe(reading, self.tiers.ram.n_bytes, self.memory_read_at)
         assert 0 <= budget.n_bytes <= self.ram_bytes
         self.was_short |= self.is_squeezed
@@ -470,14 +470,14 @@ class CacheMachine(RuleBasedStateMachine):
         cache, asked = self.cache, self.asked[-1 - index % len(self.asked)]
         namespace, running = asked.request.namespace, list(self.running)
         if kind == "everything":
-            cache.drop()
+            cache.dropper.drop()
             assert cache._tree.n_tokens == cache._tree.n_pinned_tokens
             assert not len(self.tiers.ram) + len(self.tiers.disk)
         elif kind == "path":
             tokens = asked.tokens[: int(share * len(asked.tokens))]
             path = packed(np.array(tokens, dtype=np.int32))
             fork = cache._tree.match(namespace, path).last_fork()
-            cache.drop_paths(namespace, [path])
+            cache.dropper.drop_paths(namespace, [path])
             left = cache._tree.match(namespace, path)
             assert left.n_resident <= fork
             # A segment that starts before the fork cannot be cut: it stays whole.
@@ -487,11 +487,11 @@ class CacheMachine(RuleBasedStateMachine):
             path = packed(np.array(tokens, dtype=np.int32))
             node = cache._tree.match(namespace, path).matched_end
             start, is_pinned = node.start, node.n_pins > 0
-            cache.invalidate_path(namespace, path, with_public=asked.request.n_public > 0)
+            cache.dropper.invalidate_path(namespace, path, with_public=asked.request.n_public > 0)
             left = cache._tree.match(namespace, path)
             assert is_pinned or left.n_matched <= start
         elif all(other.request.namespace != namespace for other in running):
-            cache.drop(namespace)
+            cache.dropper.drop(namespace)
             assert not list(cache._tree.nodes(namespace))
         for other in running:
             assert cache._tree.is_pinned(other.slot) or other.slot in self.shaken
@@ -531,7 +531,7 @@ class CacheMachine(RuleBasedStateMachine):
         if self.scheduler.slots[slot].request is not None:
             return
         snapshot, contents, taken = self.snapshots[index % len(self.snapshots)]
-        parts = self.cache.restore_slot(slot, snapshot)
+        parts = self.cache.load_slot(slot, snapshot)
         if parts is None:
             n_pinned = len(self.backend.prefixes(asked.slot for asked in self.running))
             # A part is loaded whole, even if some of it is resident.

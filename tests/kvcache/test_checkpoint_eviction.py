@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from llamaslot.base.kv_ops import StateRecord
 from llamaslot.base.model import CheckpointSize, SegmentSize, StateKind
 from llamaslot.base.stats import CacheStats
-from llamaslot.kvcache.cache_settings import CheckpointSettings
-from llamaslot.kvcache.nodes import Checkpoint
+from llamaslot.kvcache.nodes import Checkpoint, SegmentEvent, SegmentState
 from llamaslot.kvcache.radix_tree import RadixTree
-from llamaslot.kvcache.segment_states import SegmentEvent, SegmentState
 from llamaslot.kvcache.sequences import Sequences
 from llamaslot.kvcache.tiers.checkpoints import Checkpoints
 from llamaslot.kvcache.tiers.segment_tiers import SegmentTiers
+from tests.cache_settings import checkpoint_settings, tier_settings
 from tests.kvcache.test_segment_tiers import run_of
 
 N_BYTES = 5
@@ -26,21 +24,19 @@ class Taken:
     def __init__(self, n: int, *, max_on_path: int = 32) -> None:
         self.tree = RadixTree()
         size = CheckpointSize(N_BYTES)
-        self.tiers = SegmentTiers(
-            self.tree,
-            1000,
-            SegmentSize(0, 1),
-            64,
-            CacheStats(),
+        settings = tier_settings(
+            ram_bytes=1000,
             disk_bytes=1000,
-            checkpoint_bytes=n * N_BYTES,
+            segment_size=SegmentSize(0, 1),
+            segment_tokens=64,
+            n_slots=4,
+            checkpoints=checkpoint_settings(
+                kind=StateKind.RECURRENT, size=size, ram_bytes=n * N_BYTES, on_path=max_on_path
+            ),
         )
-        states = StateRecord(StateKind.RECURRENT, 0)
-        settings = CheckpointSettings(
-            kind=StateKind.RECURRENT, size=size, ram_bytes=n * N_BYTES, max_on_path=max_on_path
-        )
-        sequences = Sequences(self.tree, n_slots=4, n_seqs=4, states=states)
-        self.checkpoints = Checkpoints(self.tree, sequences, settings, self.tiers)
+        self.tiers = SegmentTiers(self.tree, settings, CacheStats())
+        sequences = Sequences(self.tree, settings)
+        self.checkpoints = Checkpoints(self.tree, sequences, settings.checkpoints, self.tiers)
 
     def take(self, seq: int, *tokens: int) -> Checkpoint:
         """Extend the path of a sequence, and take a checkpoint at its end."""

@@ -21,10 +21,11 @@ from hypothesis.stateful import initialize, rule, run_state_machine_as_test
 from llamaslot.base.backend import Backend, Status
 from llamaslot.base.kv_ops import Copy, Free, Load, Restore, Save, Take
 from llamaslot.base.model import SegmentSize, StateKind
-from llamaslot.kvcache.cache_settings import CacheSettings, CheckpointSettings
+from llamaslot.kvcache.cache_settings import CacheSettings
 from llamaslot.kvcache.tiers import pacing
 from llamaslot.scheduler.admission import MAX_OVERTAKEN
 from llamaslot.scheduler.step import StepPlan, StepResult
+from tests.cache_settings import checkpoint_settings
 from tests.conftest import LONG
 from tests.kvcache.test_cache_machine import (
     COUNTS,
@@ -118,8 +119,8 @@ class CheckpointMachine(FakeMachine):
         self.control = LETTERS[1:] if has_control else ()
         self.budget = budget
         self.chosen: dict[str, Any] = {
-            "max_on_path": max_on_path,
-            "step_tokens": step_tokens * self.stretch,
+            "on_path": max_on_path,
+            "step": step_tokens * self.stretch,
             "min_gap": min_gap * self.stretch,
             "min_end_gap": min_gap * self.stretch,
             "take_ms": take_ms,
@@ -155,7 +156,7 @@ class CheckpointMachine(FakeMachine):
         return super().cache_settings(
             **fields,
             prefill_us=PREFILL_US,
-            checkpoints=CheckpointSettings(
+            checkpoints=checkpoint_settings(
                 kind=self.kind,
                 n_swa=info.state.n_swa,
                 size=size,
@@ -298,12 +299,12 @@ class CheckpointMachine(FakeMachine):
     def gives_state(self, n: int) -> bool:
         """True if a copy of a live sequence of `n` tokens can be continued."""
         chosen = self.cache.settings.checkpoints
-        return self.kind in (StateKind.RECURRENT, StateKind.HYBRID) or chosen.size.of(n) <= chosen.ram_bytes
+        return self.kind in (StateKind.RECURRENT, StateKind.HYBRID) or chosen.size.of(n) <= chosen.limits.ram_bytes
 
     def pays(self, n_loaded: int) -> bool:
         """True if so many tokens are surely worth loading: the first and the last segment are loaded whole, too."""
-        n_most = n_loaded + 2 * self.largest
-        return n_loaded >= MIN_SHARED * 4 and n_loaded > self.cache.settings.load_cost * n_most
+        n_most, cost = n_loaded + 2 * self.largest, self.cache.settings.cost
+        return n_loaded >= MIN_SHARED * 4 and n_loaded > cost.load_us / cost.prefill_us * n_most
 
     def n_resident(self, asked: Asked, states: States) -> int:
         return max(common(self.prefixes(asked)[:-1], held) for held in states.held)
@@ -325,7 +326,7 @@ class CheckpointMachine(FakeMachine):
             assert self.own_prefixes(each.node)[-1:] == backend.checkpoints[number][1][-1:], "on another path"
             assert each.end == backend.taken[number]
         chosen = self.cache.checkpoints.settings
-        assert sum(map(chosen.size.of, taken.values())) <= chosen.ram_bytes
+        assert sum(map(chosen.size.of, taken.values())) <= chosen.limits.ram_bytes
         wanted = {asked.namespace for asked in self.living}
         for namespace, _ in backend.checkpoints.values():
             assert not namespace.startswith("private") or namespace in wanted, "a private checkpoint is left"

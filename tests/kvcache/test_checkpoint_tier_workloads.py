@@ -12,13 +12,14 @@ from collections.abc import Callable
 
 from llamaslot.base.model import CheckpointSize, SegmentSize
 from llamaslot.base.stats import CacheStats
-from llamaslot.kvcache.offload.offloader import _missing
+from llamaslot.kvcache.disk_io import Corrupt, Read, ReadDone, ReadStarted, Reparent, Written
+from llamaslot.kvcache.nodes import SegmentEvent, SegmentState
+from llamaslot.kvcache.offloading import _missing
 from llamaslot.kvcache.radix_tree import RadixTree
-from llamaslot.kvcache.segment_states import SegmentEvent, SegmentState
-from llamaslot.kvcache.tiers.disk_io import Corrupt, Read, ReadDone, ReadStarted, Reparent, Written
 from llamaslot.kvcache.tiers.disk_tier import DiskTier
 from llamaslot.kvcache.tiers.pacing import PARTIAL_DELAY_S, RETRY_DELAY_S
 from llamaslot.kvcache.tiers.segment_tiers import SegmentTiers
+from tests.cache_settings import checkpoint_settings, tier_settings
 from tests.conftest import LONG
 from tests.fake_disk import FakeDisk
 from tests.kvcache.test_segment_tiers import HEADER, MAX_TOKENS, run_of
@@ -53,16 +54,15 @@ class Workload:
         self.tree = RadixTree()
         self.paths: dict[int, tuple[int, ...]] = {}
         """The tokens of each sequence."""
-        self.tiers = SegmentTiers(
-            self.tree,
-            self.ram_bytes,
-            SegmentSize(HEADER, 1),
-            MAX_TOKENS,
-            CacheStats(),
+        settings = tier_settings(
+            ram_bytes=self.ram_bytes,
+            segment_size=SegmentSize(HEADER, 1),
+            segment_tokens=MAX_TOKENS,
             disk_bytes=self.disk_bytes,
-            checkpoint_bytes=self.checkpoint_bytes,
+            checkpoints=checkpoint_settings(ram_bytes=self.checkpoint_bytes, size=CheckpointSize(N_BYTES)),
         )
-        self.disk_tier = DiskTier(self.tiers, self.tree, checkpoint_size=CheckpointSize(N_BYTES))
+        self.tiers = SegmentTiers(self.tree, settings, CacheStats())
+        self.disk_tier = DiskTier(self.tiers, self.tree, settings)
 
     def run(self) -> None:
         for _ in range(N_EVENTS):
@@ -219,7 +219,7 @@ class Workload:
         self.queue_jobs()
         self.disk.writes, self.disk.reads = [], []
         self.start()
-        assert not self.disk_tier.restore([*self.disk.metas.values()], self.disk.first_number)
+        assert not self.disk_tier.adopt([*self.disk.metas.values()], self.disk.first_number)
         self.now += RETRY_DELAY_S + 1
         return True
 

@@ -8,10 +8,7 @@ import pytest
 
 from llamaslot.base.model import CheckpointSize, SegmentSize
 from llamaslot.base.stats import CacheStats
-from llamaslot.kvcache.nodes import Checkpoint, Segment
-from llamaslot.kvcache.radix_tree import RadixTree
-from llamaslot.kvcache.segment_states import SegmentEvent, SegmentState
-from llamaslot.kvcache.tiers.disk_io import (
+from llamaslot.kvcache.disk_io import (
     Erase,
     Read,
     ReadDone,
@@ -22,8 +19,11 @@ from llamaslot.kvcache.tiers.disk_io import (
     path_digest,
     verified_checkpoint_path,
 )
+from llamaslot.kvcache.nodes import Checkpoint, Segment, SegmentEvent, SegmentState
+from llamaslot.kvcache.radix_tree import RadixTree
 from llamaslot.kvcache.tiers.disk_tier import DiskTier
 from llamaslot.kvcache.tiers.segment_tiers import SegmentTiers
+from tests.cache_settings import checkpoint_settings, tier_settings
 from tests.kvcache.test_segment_tiers import run_of
 
 N_BYTES = 5
@@ -35,16 +35,15 @@ class Held:
     def __init__(self) -> None:
         self.now = 0.0
         self.tree = RadixTree()
-        self.tiers = SegmentTiers(
-            self.tree,
-            1000,
-            SegmentSize(3, 1),
-            64,
-            CacheStats(),
+        settings = tier_settings(
+            ram_bytes=1000,
             disk_bytes=1000,
-            checkpoint_bytes=1000,
+            segment_size=SegmentSize(3, 1),
+            segment_tokens=64,
+            checkpoints=checkpoint_settings(ram_bytes=1000, size=CheckpointSize(N_BYTES)),
         )
-        self.disk_tier = DiskTier(self.tiers, self.tree, checkpoint_size=CheckpointSize(N_BYTES))
+        self.tiers = SegmentTiers(self.tree, settings, CacheStats())
+        self.disk_tier = DiskTier(self.tiers, self.tree, settings)
         self.tree.hold(0, "")
 
     def extend(self, *tokens: int) -> None:

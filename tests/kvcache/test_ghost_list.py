@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from llamaslot.base.tokens import packed
-from llamaslot.kvcache.miss_reasons import BLOCK_TOKENS, GhostList
+from llamaslot.kvcache import match as match_module
+from llamaslot.kvcache.match import BLOCK_TOKENS, GhostList
 
 
 def run(*lengths: tuple[int, int]) -> bytes:
@@ -37,8 +39,9 @@ def test_only_blocks_behind_the_start_are_recorded() -> None:
     assert ghosts.continues("", run((1, 3 * BLOCK_TOKENS)), BLOCK_TOKENS)
 
 
-def test_the_oldest_blocks_are_removed() -> None:
-    ghosts = GhostList(max_blocks=2)
+def test_the_oldest_blocks_are_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(match_module, "MAX_BLOCKS", 2)
+    ghosts = GhostList()
     ghosts.add("", run((1, BLOCK_TOKENS)), 0)
     ghosts.add("", run((2, BLOCK_TOKENS)), 0)
     ghosts.add("", run((1, BLOCK_TOKENS)), 0)

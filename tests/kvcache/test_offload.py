@@ -9,12 +9,12 @@ from llamaslot.base.kv_ops import Load, Save
 from llamaslot.base.model import SegmentSize
 from llamaslot.base.tokens import packed
 from llamaslot.kvcache.cache import KVCache
-from llamaslot.kvcache.cache_settings import CacheSettings
-from llamaslot.kvcache.offload.load_or_compute import Loaded, LoadStatus
-from llamaslot.kvcache.tiers.disk_io import SegmentMeta, Write, Written, path_digest
+from llamaslot.kvcache.disk_io import SegmentMeta, Write, Written, path_digest
+from llamaslot.kvcache.match import Loaded, LoadStatus
+from llamaslot.kvcache.tiers.budget import CALM_S, MemoryReading
 from llamaslot.kvcache.tiers.pacing import PARTIAL_DELAY_S, RETRY_DELAY_S
-from llamaslot.kvcache.tiers.ram_budget import CALM_S, MemoryReading
 from llamaslot.scheduler.step import StepPlan
+from tests.cache_settings import cache_settings
 from tests.scheduler.test_scheduler import Driver, generated
 
 
@@ -407,7 +407,7 @@ def test_dropping_everything_drops_the_segments() -> None:
     shared = driver()
     shared.run("a" * 40)
     shared.run("b" * 200)
-    shared.cache.drop()
+    shared.cache.dropper.drop()
     shared.step()
     assert not shared.backend.segments
     assert shared.run("a" * 40).n_prompt_computed == 40
@@ -422,7 +422,7 @@ def loaded(plan: StepPlan) -> list[Load]:
 
 
 def test_a_segment_that_a_plan_saves_is_loaded_by_the_next_one_only() -> None:
-    settings = CacheSettings(
+    settings = cache_settings(
         n_slots=2,
         n_cells=256,
         n_seqs=4,
@@ -449,7 +449,7 @@ def test_a_segment_that_a_plan_saves_is_loaded_by_the_next_one_only() -> None:
 
 def test_a_waiting_request_matches_what_only_the_disk_has_as_soon_as_ram_has_room_to_read_it() -> None:
     tokens = packed(np.arange(50, dtype=np.int32))
-    settings = CacheSettings(
+    settings = cache_settings(
         n_slots=2,
         n_cells=256,
         n_seqs=4,

@@ -20,8 +20,8 @@ from llamaslot.base.namespaces import (
     tenant_of,
 )
 from llamaslot.base.tokens import WIDTH, packed, unpacked
+from llamaslot.kvcache.tiers.budget import INACTIVE_S
 from llamaslot.kvcache.tiers.pacing import RETRY_DELAY_S
-from llamaslot.kvcache.tiers.tier_budget import INACTIVE_S
 from llamaslot.scheduler.request import Request
 from tests.scheduler.test_scheduler import Driver, as_tokens, generated
 
@@ -140,10 +140,10 @@ def test_a_path_that_is_not_trusted_is_invalidated_where_it_was_loaded_from_too(
     shared.step()
     path = packed(as_tokens(SYSTEM))
     longer = packed(as_tokens(SYSTEM + "!"))
-    shared.cache.invalidate_path("", path, with_public=False)
-    shared.cache.invalidate_path(salt_namespace(ANN), longer, with_public=True)
+    shared.cache.dropper.invalidate_path("", path, with_public=False)
+    shared.cache.dropper.invalidate_path(salt_namespace(ANN), longer, with_public=True)
     assert n_public(shared, SYSTEM) == N_SYSTEM, "nothing was loaded from there, or the fault is further down"
-    shared.cache.invalidate_path(salt_namespace(ANN), path, with_public=True)
+    shared.cache.dropper.invalidate_path(salt_namespace(ANN), path, with_public=True)
     assert n_public(shared, SYSTEM) < N_SYSTEM
 
 
@@ -202,7 +202,7 @@ def test_what_was_published_again_is_found_again() -> None:
     shared = driver()
     ask(shared, SYSTEM, PUBLIC_SALT)
     shared.step()
-    shared.cache.drop(PUBLIC_NAMESPACE)
+    shared.cache.dropper.drop(PUBLIC_NAMESPACE)
     assert ask(shared, SYSTEM + "!", ANN).n_cached == 0
     ask(shared, SYSTEM, PUBLIC_SALT)
     assert ask(shared, SYSTEM + "!", BOB).n_cached == N_SYSTEM
@@ -219,7 +219,7 @@ def test_public_kv_counts_to_a_tenant_of_its_own_which_has_a_share_while_others_
         shared.backend.now = tick
         ask(shared, chr(33 + i) * 90, BOB, max_tokens=1)
         assert ask(shared, SYSTEM + chr(33 + i), ANN).n_cached == N_SYSTEM
-        shared.cache.drop(salt_namespace(ANN))
+        shared.cache.dropper.drop(salt_namespace(ANN))
     listed = shared.cache.listing(shared.cache.stats(), 1, None).tenants
     assert listed
     found = {each.tenant: (each.requests, each.ram_bytes) for each in listed}

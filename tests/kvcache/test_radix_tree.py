@@ -12,6 +12,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from llamaslot.base.tokens import packed
+from llamaslot.kvcache.cache_settings import CacheSettings
 from llamaslot.kvcache.eviction import EvictionPlan
 from llamaslot.kvcache.match import Match
 from llamaslot.kvcache.nodes import Node, Segment
@@ -55,7 +56,7 @@ class TreeMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.tree = RadixTree()
-        self.sequences = Sequences(self.tree, n_slots=SEQS, n_seqs=SEQS)
+        self.sequences = Sequences(self.tree, CacheSettings(n_slots=SEQS, n_cells=0, n_seqs=SEQS, gap_ms=0.0))
         self.held: dict[int, tuple[str, Path]] = {}
         self.segments: dict[Segment, tuple[str, Path]] = {}
         """Segments with all tokens up to their end."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from llamaslot.kvcache.tiers.ram_budget import (
+from llamaslot.kvcache.tiers.budget import (
     CALM_S,
     RAM_TABLE,
     MemoryEvent,

@@ -21,10 +21,19 @@ from llamaslot.base.backend import Backend
 from llamaslot.base.kv_ops import Kv
 from llamaslot.base.tokens import WIDTH, unpacked
 from llamaslot.kvcache.cache_settings import CacheSettings
-from llamaslot.kvcache.tiers import pacing, remote_io, remote_tier, upload_queue
-from llamaslot.kvcache.tiers.remote_io import Block, Found, Portion, RemoteObject, Upload, portions_of
-from llamaslot.kvcache.tiers.remote_tier import Choice, Lookup
+from llamaslot.kvcache.tiers import pacing, remote_tier, segment_tiers
+from llamaslot.kvcache.tiers.remote_tier import (
+    Block,
+    Choice,
+    Found,
+    Lookup,
+    Portion,
+    RemoteObject,
+    Upload,
+    portions_of,
+)
 from llamaslot.scheduler.step import StepPlan
+from tests.cache_settings import cache_settings
 from tests.conftest import LONG
 from tests.kvcache.test_cache_machine import COUNTS, OFTEN, Asked, FakeMachine, Shape
 from tests.recorder import Offloaded
@@ -44,16 +53,18 @@ class SharedStore:
 
     def put(self, namespace: str, tokens: Sequence[int]) -> None:
         """Add the object of the last block of these tokens, which end at the grid."""
-        start = remote_io.block_start(len(tokens))
-        self.prefixes |= {(namespace, tuple(tokens[:end])) for end in remote_io.grid_positions(start, len(tokens))}
+        start = remote_tier.block_start(len(tokens))
+        self.prefixes |= {
+            (namespace, tuple(tokens[:end])) for end in remote_tier.grid_positions(start, len(tokens))
+        }
 
     def find(self, lookup: Lookup, size: int) -> Found:
         """Return the portions that continue what is cached; `size` is that of a token in bytes."""
         tokens = tuple(unpacked(lookup.tokens).tolist())
         entries = {}
-        for at in remote_io.grid_positions(lookup.start, len(tokens)):
+        for at in remote_tier.grid_positions(lookup.start, len(tokens)):
             if (lookup.namespace, tokens[:at]) in self.prefixes:
-                start = remote_io.block_start(at)
+                start = remote_tier.block_start(at)
                 entries[at] = RemoteObject(start, at, repr(tokens[:at]).encode(), size * (at - start))
         return Found(tuple(portions_of(entries, lookup.start, len(tokens))))
 
@@ -86,18 +97,17 @@ class RemoteMachine(FakeMachine):
         self.sending: list[Sending] = []
         self.fetched: set[int] = set()
         """Prefixes that came from the store."""
-        modules = remote_io, remote_tier
-        patches = [mock.patch.object(module, "BLOCK_TOKENS", BLOCK) for module in modules]
-        patches += [mock.patch.object(module, "GRID_TOKENS", GRID) for module in modules]
+        sizes = {"BLOCK_TOKENS": BLOCK, "GRID_TOKENS": GRID}
+        patches = [mock.patch.object(remote_tier, name, n) for name, n in sizes.items()]
         patches += [mock.patch.object(remote_tier, "_PIN_S", 0.05)]
-        patches += [mock.patch.object(upload_queue, name, 0.005) for name in ("RETRY_UPLOAD_S", "OFFER_AGAIN_S")]
+        patches += [mock.patch.object(segment_tiers, name, 0.005) for name in ("RETRY_UPLOAD_S", "OFFER_AGAIN_S")]
         for patch in patches:
             patch.start()
         self.patches += patches
         return super().new_backend(shape)
 
     def cache_settings(self, **fields: Any) -> CacheSettings:
-        return CacheSettings(**fields, has_remote=True)
+        return cache_settings(**fields, has_remote=True)
 
     def end(self, asked: Asked) -> None:
         super().end(asked)
@@ -240,7 +250,7 @@ class RemoteMachine(FakeMachine):
         cached = self.backend.prefixes() | self.offloaded
         assert cached.issuperset(named[: lookup.start]), "a prefix that is not cached is not looked up"
         # What the cache has evicted is there until these are carried out.
-        pending = self.cache._sequences.operations, self.tiers._freed, self.tiers._jobs, self.disk.writes
+        pending = self.cache._sequences.operations, self.tiers._freed, self.tiers.jobs, self.disk.writes
         if not any(pending):
             is_new = self.offloaded.isdisjoint(named[lookup.start : lookup.end])
             assert is_new, "a prefix that is cached is looked up"

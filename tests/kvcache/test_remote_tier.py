@@ -8,10 +8,9 @@ import pytest
 from llamaslot.base.model import SegmentSize
 from llamaslot.base.tokens import packed
 from llamaslot.kvcache.cache import KVCache
-from llamaslot.kvcache.cache_settings import CacheSettings
 from llamaslot.kvcache.tiers.pacing import RETRY_DELAY_S
-from llamaslot.kvcache.tiers.remote_io import Found, Portion, RemoteObject
-from llamaslot.kvcache.tiers.remote_tier import Lookup
+from llamaslot.kvcache.tiers.remote_tier import Found, Lookup, Portion, RemoteObject
+from tests.cache_settings import cache_settings
 
 N_BYTES = 512_000
 OBJECT = RemoteObject(0, 512, b"x" * 16, N_BYTES)
@@ -22,7 +21,7 @@ PROMPT = packed(np.arange(600, dtype=np.int32))
 @pytest.fixture
 def cache() -> KVCache:
     """A cache of a model that takes a second to compute an object."""
-    settings = CacheSettings(
+    settings = cache_settings(
         n_slots=2,
         n_cells=2048,
         n_seqs=4,

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from llamaslot.kvcache.nodes import Segment
-from llamaslot.kvcache.segment_states import SEGMENT_TABLE, IllegalTransitionError, SegmentEvent, SegmentState
+from llamaslot.kvcache.nodes import SEGMENT_TABLE, IllegalTransitionError, Segment, SegmentEvent, SegmentState
 
 S, E = SegmentState, SegmentEvent
 

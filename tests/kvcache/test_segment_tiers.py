@@ -16,11 +16,7 @@ from llamaslot.base.model import SegmentSize
 from llamaslot.base.namespaces import private_namespace
 from llamaslot.base.stats import CacheStats
 from llamaslot.base.tokens import packed
-from llamaslot.kvcache.nodes import Node, Segment
-from llamaslot.kvcache.offload.offloader import _missing
-from llamaslot.kvcache.radix_tree import RadixTree
-from llamaslot.kvcache.segment_states import SegmentState
-from llamaslot.kvcache.tiers.disk_io import (
+from llamaslot.kvcache.disk_io import (
     CancelReads,
     Corrupt,
     Erase,
@@ -37,9 +33,13 @@ from llamaslot.kvcache.tiers.disk_io import (
     Written,
     path_digest,
 )
+from llamaslot.kvcache.nodes import Node, Segment, SegmentState
+from llamaslot.kvcache.offloading import _missing
+from llamaslot.kvcache.radix_tree import RadixTree
 from llamaslot.kvcache.tiers.disk_tier import DiskTier
 from llamaslot.kvcache.tiers.pacing import PARTIAL_DELAY_S, READ_TIMEOUT_S, RETRY_DELAY_S, WriteBudget
 from llamaslot.kvcache.tiers.segment_tiers import SegmentTiers
+from tests.cache_settings import tier_settings
 from tests.conftest import LONG
 from tests.fake_disk import FakeDisk
 
@@ -102,15 +102,15 @@ class Tiers:
         disk_bytes_per_day: int = 0,
     ) -> None:
         self.tree = RadixTree()
-        self.tiers = SegmentTiers(
-            self.tree,
-            ram,
-            size,
-            max_tokens,
-            CacheStats(),
+        settings = tier_settings(
+            ram_bytes=ram,
+            segment_size=size,
+            segment_tokens=max_tokens,
             disk_bytes=disk_bytes,
+            disk_bytes_per_day=disk_bytes_per_day,
         )
-        self.disk = DiskTier(self.tiers, self.tree, bytes_per_day=disk_bytes_per_day)
+        self.tiers = SegmentTiers(self.tree, settings, CacheStats())
+        self.disk = DiskTier(self.tiers, self.tree, settings)
 
     @contextmanager
     def resident(self, namespace: str, tokens: Path) -> Iterator[Node]:
@@ -377,7 +377,7 @@ class TiersMachine(RuleBasedStateMachine):
     @rule(namespace=NAMESPACES, tokens=SOME, seq=st.integers(0, 2))
     def prefetch(self, namespace: str, tokens: Path, seq: int) -> None:
         """A sequence keeps in RAM what it is about to load, and has the rest read as far as there is room."""
-        self.tiers.unpin(seq)
+        self.tiers.load_pins.pop(seq, None)
         wanted = self.held.readable(tokens, namespace)
         before = [
             k for k in self.tracked.values() if k.in_ram and self.may_be_evicted(k) and k.segment not in wanted
@@ -391,7 +391,7 @@ class TiersMachine(RuleBasedStateMachine):
 
     @rule(seq=st.integers(0, 2))
     def unpin(self, seq: int) -> None:
-        self.tiers.unpin(seq)
+        self.tiers.load_pins.pop(seq, None)
 
     @precondition(lambda self: hasattr(self, "disk") and self.disk.writes)
     @rule(n=st.integers(1, 4), ok=st.sampled_from([True, True, True, False]))
@@ -435,7 +435,7 @@ class TiersMachine(RuleBasedStateMachine):
             assert meta.parent is None or meta.parent in metas, "on disk without its parent"
         was = {number: self.disk.path(number) for number in metas}
         self.new_tiers()
-        ignored = self.ignored = set(self.held.disk.restore(list(metas.values()), self.disk.first_number))
+        ignored = self.ignored = set(self.held.disk.adopt(list(metas.values()), self.disk.first_number))
         self.tracked = {
             segment.number: Tracked(segment, *was[segment.number], segment.start, 0, in_ram=False, on_disk=True)
             for segment in self.tiers.disk
@@ -546,7 +546,7 @@ def test_segments_that_a_sequence_is_about_to_load_are_not_evicted_for_another_o
     held.tiers.take_jobs()
     held.prefetch(1, tuple(range(200)))
     assert held.tiers.take_jobs() == []
-    held.tiers.unpin(0)
+    held.tiers.load_pins.pop(0, None)
     held.prefetch(1, tuple(range(200)))
     assert held.tiers.take_jobs() == [Read(each.number) for each in second]
 
@@ -719,7 +719,7 @@ def test_a_segment_that_was_not_written_in_its_turn_is_once_it_is_used_again() -
 
 def test_writes_stay_within_the_budget_of_a_day() -> None:
     day = 86_400.0
-    budget = WriteBudget(1000)
+    budget = WriteBudget(1000, WriteTotals())
     assert budget.opens_at == 0.0
     budget.take(900, 0.0)
     assert budget.opens_at <= 0.0, "100 are left"
@@ -731,7 +731,7 @@ def test_writes_stay_within_the_budget_of_a_day() -> None:
     assert budget.opens_at <= 10 * day, "a day's bytes are the most that add up"
     budget.take(1, 10 * day)
     assert budget.opens_at == pytest.approx(10 * day + day / 1000)
-    unlimited = WriteBudget(0)
+    unlimited = WriteBudget(0, WriteTotals())
     unlimited.take(10**15, 1.0)
     assert unlimited.opens_at == 0.0
 
@@ -739,7 +739,7 @@ def test_writes_stay_within_the_budget_of_a_day() -> None:
 @pytest.mark.parametrize("start", [0.0, 5 * 86_400.0])
 def test_a_clock_that_jumps_a_day_neither_stops_writes_nor_lets_more_pass(start: float) -> None:
     day = 86_400.0
-    budget = WriteBudget(1000)
+    budget = WriteBudget(1000, WriteTotals())
     budget.take(1500, start)
     assert budget.opens_at == pytest.approx(start + 0.5 * day)
     back = start - day
@@ -755,7 +755,7 @@ def test_a_clock_that_jumps_a_day_neither_stops_writes_nor_lets_more_pass(start:
 
 def test_the_budget_goes_on_over_a_restart() -> None:
     day = 86_400.0
-    first = WriteBudget(1000)
+    first = WriteBudget(1000, WriteTotals())
     first.take(1200, 50.0)
     assert first.n_used == 1200
     for ago, opens_in in ((0.0, 0.2 * day), (0.1 * day, 0.1 * day), (0.2 * day, 0.0)):
@@ -809,6 +809,6 @@ def test_a_segment_larger_than_ram_stays_on_disk_unknown_with_all_behind_it() ->
     ]
     held = Tiers(size.of(1), size, MAX_TOKENS, disk_bytes=100)
     tiers = held.tiers
-    assert held.disk.restore(metas, 3) == [0, 1]
+    assert held.disk.adopt(metas, 3) == [0, 1]
     assert [segment.number for segment in tiers.disk] == [2]
     assert tiers.take_jobs() == []

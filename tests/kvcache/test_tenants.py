@@ -21,12 +21,13 @@ from llamaslot.base.namespaces import (
 )
 from llamaslot.base.stats import CacheStats
 from llamaslot.base.tokens import packed
+from llamaslot.kvcache.disk_io import Write, Written
 from llamaslot.kvcache.nodes import Segment
 from llamaslot.kvcache.radix_tree import RadixTree
-from llamaslot.kvcache.tiers.disk_io import Write, Written
+from llamaslot.kvcache.tiers.budget import INACTIVE_S
 from llamaslot.kvcache.tiers.disk_tier import DiskTier
 from llamaslot.kvcache.tiers.segment_tiers import SegmentTiers
-from llamaslot.kvcache.tiers.tier_budget import INACTIVE_S
+from tests.cache_settings import tier_settings
 from tests.scheduler.test_scheduler import Driver, as_tokens
 
 KEYS = ["key-a", "key-b", "key-c"]
@@ -92,17 +93,15 @@ class Tiers:
 
     def __init__(self, ram: int, limit: int, *, disk: int = 0, disk_limit: int = 0) -> None:
         self.tree = RadixTree()
-        self.tiers = SegmentTiers(
-            self.tree,
-            ram,
-            SegmentSize(0, 1),
-            512,
-            CacheStats(),
+        settings = tier_settings(
+            ram_bytes=ram,
+            segment_size=SegmentSize(0, 1),
             disk_bytes=disk,
             ram_bytes_per_key=limit,
             disk_bytes_per_key=disk_limit,
         )
-        self.disk = DiskTier(self.tiers, self.tree)
+        self.tiers = SegmentTiers(self.tree, settings, CacheStats())
+        self.disk = DiskTier(self.tiers, self.tree, settings)
         self.kept: list[Kept] = []
         self.now = 0.0
         self.n_uses = 0
@@ -211,7 +210,7 @@ def test_a_smaller_limit_is_kept_after_a_restart() -> None:
     a, b = tenant_of(NAMESPACES[0]), tenant_of(NAMESPACES[2])
     assert held.tiers.disk.used == {a: 90, b: 90}
     later = Tiers(1000, 0, disk=1000, disk_limit=70)
-    assert later.disk.restore(metas, 6) == []
+    assert later.disk.adopt(metas, 6) == []
     assert later.tiers.disk.used == {a: 60, b: 60}
     assert {segment.number for segment in later.tiers.disk} == {2, 3, 4, 5}, "the oldest of each goes"
     later.check()

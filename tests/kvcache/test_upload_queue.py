@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from llamaslot.kvcache.nodes import Node, Segment
-from llamaslot.kvcache.segment_states import SegmentState
+from llamaslot.kvcache.nodes import Node, Segment, SegmentState
 from llamaslot.kvcache.tiers.pacing import PARTIAL_DELAY_S, RETRY_DELAY_S
-from llamaslot.kvcache.tiers.upload_queue import OFFER_AGAIN_S, RETRY_UPLOAD_S, UploadQueue
+from llamaslot.kvcache.tiers.segment_tiers import OFFER_AGAIN_S, RETRY_UPLOAD_S, UploadQueue
 
 N = 8
 

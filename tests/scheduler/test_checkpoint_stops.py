@@ -10,9 +10,9 @@ import hypothesis.strategies as st
 import numpy as np
 from hypothesis import given
 
-from llamaslot.kvcache.cache_settings import CheckpointSettings
 from llamaslot.scheduler.checkpoint_taker import prompt_stops
 from llamaslot.scheduler.request import CheckpointStops
+from tests.cache_settings import checkpoint_settings
 
 CONTROL = np.array([1], dtype=np.int32)
 STEP, GAP = 100, 10
@@ -37,7 +37,7 @@ def stops_of(
         matched=matched,
         existing=existing,
         control=CONTROL,
-        settings=CheckpointSettings(**{"step_tokens": STEP, "min_gap": GAP} | fields),
+        settings=checkpoint_settings(**{"step": STEP, "min_gap": GAP} | fields),
         n_ctx_slot=n_ctx,
     )
 
@@ -129,7 +129,7 @@ def test_stops_are_new_and_apart(
     start, matched = min(start, n - 1), min(matched, n)
     messages = [each for each in messages if each < n]
     existing = [each for each in existing if each < n]
-    stops = stops_of(n, messages, start=start, matched=matched, existing=existing, step_tokens=step)
+    stops = stops_of(n, messages, start=start, matched=matched, existing=existing, step=step)
     chosen = positions(stops, n)
     assert all(start < each < n for each in chosen)
     assert not {*chosen} & {*existing}

@@ -97,8 +97,8 @@ class Workload:
             min_shared=4,
             offload_after=rng.choice([None, 20]),
             checkpoints={
-                "step_tokens": rng.choice([8, 16, 40]),
-                "max_on_path": rng.choice([2, 4, 32]),
+                "step": rng.choice([8, 16, 40]),
+                "on_path": rng.choice([2, 4, 32]),
                 "ram_bytes": rng.choice([128, 300, 600, 10**6]),
                 "take_ms": rng.choice([0, 0, 60]),
             },
@@ -187,14 +187,14 @@ class Workload:
 
     def drop(self) -> None:
         """A client drops all that is idle."""
-        self.driver.cache.drop(None)
+        self.driver.cache.dropper.drop(None)
         self.counts["dropped everything"] += 1
         self.step()
 
     def drop_path(self) -> None:
         """A client drops what one request has left."""
         request = self.rng.choice(self.requests)
-        self.driver.cache.drop_paths(request.namespace, [packed(request.tokens.view())])
+        self.driver.cache.dropper.drop_paths(request.namespace, [packed(request.tokens.view())])
         self.counts["dropped a path"] += 1
         self.step()
 

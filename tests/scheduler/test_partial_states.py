@@ -12,9 +12,8 @@ from llamaslot.base.kv_ops import Copy, Load, Take
 from llamaslot.base.model import StateKind
 from llamaslot.base.namespaces import key_salt, key_secret, salt_namespace, tenant_of
 from llamaslot.base.tokens import packed
-from llamaslot.kvcache.nodes import checkpoints_on
-from llamaslot.kvcache.segment_states import SegmentState
-from llamaslot.kvcache.tiers.disk_io import Write, Written
+from llamaslot.kvcache.disk_io import Write, Written
+from llamaslot.kvcache.nodes import SegmentState, checkpoints_on
 from llamaslot.scheduler.checkpoint_taker import CheckpointTaker
 from llamaslot.scheduler.request import Request, RequestState
 from llamaslot.scheduler.step import StepPlan
@@ -51,7 +50,7 @@ def test_an_idle_sequence_that_keeps_one_cell_of_a_window_never_stops_the_only_r
 def test_a_tenant_keeps_its_share_of_the_checkpoints_however_many_another_one_takes() -> None:
     ann, bob = (key_salt(key_secret(key), "") for key in ("ann", "bob"))
     driver = Driver(
-        kind=StateKind.RECURRENT, n_slots=2, n_reserved=2, checkpoints={"step_tokens": 16, "ram_bytes": 8 * 64}
+        kind=StateKind.RECURRENT, n_slots=2, n_reserved=2, checkpoints={"step": 16, "ram_bytes": 8 * 64}
     )
     driver.run("a" * 60, cache_salt=ann)
     for letter in "bcdefghijk":
@@ -70,7 +69,7 @@ def test_what_is_dropped_of_a_path_takes_its_checkpoints_along(kind: StateKind, 
         ram_bytes=10**6,
         segment_tokens=segment_tokens,
         offload_after=10**6,
-        checkpoints={"step_tokens": 16},
+        checkpoints={"step": 16},
     )
     dropped, other = driver.run("a" * 30 + "b" * 30, max_tokens=4), driver.run("a" * 30 + "c" * 20)
     rest(driver, 4)
@@ -81,7 +80,7 @@ def test_what_is_dropped_of_a_path_takes_its_checkpoints_along(kind: StateKind, 
 
     kept = positions(other)
     assert {32, 48, 56} <= {*positions(dropped)} - {*kept}
-    driver.cache.drop_paths(dropped.namespace, [packed(dropped.tokens.view())])
+    driver.cache.dropper.drop_paths(dropped.namespace, [packed(dropped.tokens.view())])
     driver.step()
     assert max(positions(dropped)) <= 30
     assert positions(other) == kept
@@ -126,7 +125,7 @@ def test_an_idle_server_comes_to_rest_even_if_its_states_exceed_the_budget(
         ram_bytes=10**6,
         disk_bytes=disk_bytes,
         offload_after=10**6,
-        checkpoints={"step_tokens": 1000, "ram_bytes": 3 * size.of(200)},
+        checkpoints={"step": 1000, "ram_bytes": 3 * size.of(200)},
     )
     for slots in ((0, 1), (2, 3)):
         prompts = [letter * 60 for letter in "abcd"]
@@ -149,9 +148,7 @@ def test_an_idle_server_comes_to_rest_even_if_its_states_exceed_the_budget(
 
 def with_two_paths() -> Driver:
     """A driver with one checkpoint on the path of slot 1, and then several on that of slot 0."""
-    driver = Driver(
-        kind=StateKind.RECURRENT, n_slots=2, n_ctx=2048, ram_bytes=10**6, checkpoints={"step_tokens": 999}
-    )
+    driver = Driver(kind=StateKind.RECURRENT, n_slots=2, n_ctx=2048, ram_bytes=10**6, checkpoints={"step": 999})
     driver.run("d" * 40, id_slot=1)
     for text in ("a" * 40, "a" * 40 + "b" * 30):
         driver.run(text, id_slot=0)
@@ -189,7 +186,7 @@ def test_a_checkpoint_above_one_that_only_the_disk_has_is_not_the_deepest() -> N
 
 @pytest.mark.parametrize("is_cached_first", [False, True])
 def test_a_checkpoint_at_the_end_of_the_first_message_is_known_however_it_was_taken(is_cached_first: bool) -> None:
-    driver = Driver(kind=StateKind.RECURRENT, n_slots=2, n_ctx=2048, checkpoints={"step_tokens": 999})
+    driver = Driver(kind=StateKind.RECURRENT, n_slots=2, n_ctx=2048, checkpoints={"step": 999})
     driver.scheduler._taker = CheckpointTaker(driver.cache, [ord("|")], 2048)
     if is_cached_first:
         driver.run("s" * 40, max_tokens=0, id_slot=0)
@@ -202,9 +199,7 @@ def test_a_checkpoint_at_the_end_of_the_first_message_is_known_however_it_was_ta
 
 def test_a_checkpoint_that_is_loaded_with_its_path_is_known_to_end_the_first_message() -> None:
     """No cells have its path when the request is admitted. Others that go on differently do not change that."""
-    driver = Driver(
-        kind=StateKind.RECURRENT, n_slots=2, n_ctx=2048, ram_bytes=10**6, checkpoints={"step_tokens": 999}
-    )
+    driver = Driver(kind=StateKind.RECURRENT, n_slots=2, n_ctx=2048, ram_bytes=10**6, checkpoints={"step": 999})
     driver.scheduler._taker = CheckpointTaker(driver.cache, [ord("|")], 2048)
     driver.run("s" * 40, max_tokens=0, id_slot=0)
     driver.cache.evict(driver.cache.cells.total)
@@ -223,9 +218,7 @@ def test_a_checkpoint_that_is_loaded_with_its_path_is_known_to_end_the_first_mes
 
 def test_streams_and_prompts_take_turns_where_they_may_not_share_a_step() -> None:
     """Neither waits for the end of the other, and a prompt's step is no longer than a stream's gap allows."""
-    driver = Driver(
-        kind=StateKind.HYBRID_WINDOW, n_slots=4, n_ctx=2000, n_ubatch=256, checkpoints={"step_tokens": 999}
-    )
+    driver = Driver(kind=StateKind.HYBRID_WINDOW, n_slots=4, n_ctx=2000, n_ubatch=256, checkpoints={"step": 999})
     stream = driver.submit("s" * 5, max_tokens=300)
     while not stream.n_generated:
         driver.step()
@@ -296,9 +289,7 @@ def test_prompts_and_streams_with_forced_tokens_alternate_beside_single_tokens()
 
 
 def test_a_stream_with_forced_tokens_waits_for_one_prompt_however_many_there_are() -> None:
-    driver = Driver(
-        kind=StateKind.HYBRID_WINDOW, n_slots=6, n_ctx=2000, n_ubatch=64, checkpoints={"step_tokens": 999}
-    )
+    driver = Driver(kind=StateKind.HYBRID_WINDOW, n_slots=6, n_ctx=2000, n_ubatch=64, checkpoints={"step": 999})
     stream = driver.submit("s" * 5, max_tokens=300)
     while stream.n_generated < 3:
         driver.step()
@@ -317,9 +308,7 @@ def test_a_stream_with_forced_tokens_waits_for_one_prompt_however_many_there_are
 
 def test_short_prompts_that_keep_coming_do_not_overtake_a_long_one_where_they_may_not_share_a_step() -> None:
     """Each is computed in one step, and comes before the second request of another client."""
-    driver = Driver(
-        kind=StateKind.HYBRID_WINDOW, n_slots=4, n_ctx=2000, n_ubatch=64, checkpoints={"step_tokens": 999}
-    )
+    driver = Driver(kind=StateKind.HYBRID_WINDOW, n_slots=4, n_ctx=2000, n_ubatch=64, checkpoints={"step": 999})
     stream = driver.submit("s" * 5, max_tokens=300, client="one")
     while not stream.n_generated:
         driver.step()
@@ -336,9 +325,7 @@ def test_short_prompts_that_keep_coming_do_not_overtake_a_long_one_where_they_ma
 
 def test_streams_with_forced_tokens_bound_the_steps_of_prompts_that_they_may_not_share() -> None:
     """What a constraint forces is a longer run, but the next token of that stream waits for the prompt's step."""
-    driver = Driver(
-        kind=StateKind.HYBRID_WINDOW, n_slots=2, n_ctx=2000, n_ubatch=256, checkpoints={"step_tokens": 999}
-    )
+    driver = Driver(kind=StateKind.HYBRID_WINDOW, n_slots=2, n_ctx=2000, n_ubatch=256, checkpoints={"step": 999})
     stream = driver.submit("s" * 5, max_tokens=300)
     while stream.n_generated < 3:
         driver.step()
@@ -370,7 +357,7 @@ def loads_in_gaps() -> tuple[Driver, Request]:
         prefill_us=10_000.0,
         gap_ms=30.0,
         offload_after=10**5,
-        checkpoints={"step_tokens": 33},
+        checkpoints={"step": 33},
     )
 
     shared = "a" * 99
@@ -410,7 +397,7 @@ def test_a_failed_step_leaves_a_request_that_waits_for_its_checkpoint_as_it_is(s
 
 def test_only_checkpoints_that_are_taken_use_up_the_gap(monkeypatch: pytest.MonkeyPatch) -> None:
     """One for which there is no memory costs a stream nothing, so the next request goes on too."""
-    driver = Driver(kind=StateKind.RECURRENT, n_slots=2, checkpoints={"take_ms": 100.0, "step_tokens": 16})
+    driver = Driver(kind=StateKind.RECURRENT, n_slots=2, checkpoints={"take_ms": 100.0, "step": 16})
     assert driver.cache.settings.max_takes_in_gap == 1
     requests = [driver.submit(letter * 20, max_tokens=8) for letter in "ab"]
     driver.step()
@@ -426,14 +413,14 @@ def test_only_checkpoints_that_are_taken_use_up_the_gap(monkeypatch: pytest.Monk
 
 
 def test_a_checkpoint_that_is_not_trusted_is_dropped_even_if_a_request_runs_there() -> None:
-    driver = Driver(kind=StateKind.RECURRENT, n_slots=2, ram_bytes=10**6, checkpoints={"step_tokens": 16})
+    driver = Driver(kind=StateKind.RECURRENT, n_slots=2, ram_bytes=10**6, checkpoints={"step": 16})
     prompt = "a" * 40
     running = driver.submit(prompt, max_tokens=8)
     while not running.n_generated:
         driver.step()
     [checkpoint, *_] = [each for each in checkpoints_on(driver.match(prompt).matched_end) if each.node.n_pins]
     path = packed(running.tokens.view()[: checkpoint.end])
-    driver.cache.invalidate_path(running.namespace, path, with_public=False)
+    driver.cache.dropper.invalidate_path(running.namespace, path, with_public=False)
     assert checkpoint.state is SegmentState.DROPPED
     driver.finish(running)
     assert running.n_generated == 8
@@ -441,7 +428,7 @@ def test_a_checkpoint_that_is_not_trusted_is_dropped_even_if_a_request_runs_ther
 
 def test_a_checkpoint_ends_a_message_if_the_next_token_is_a_control_token() -> None:
     """Not if the one before it is, or if it was taken within a message or at the end of a prompt of text."""
-    driver = Driver(kind=StateKind.RECURRENT, n_slots=1, checkpoints={"step_tokens": 999})
+    driver = Driver(kind=StateKind.RECURRENT, n_slots=1, checkpoints={"step": 999})
     driver.scheduler._taker._control = np.array([ord("<"), ord(">")], dtype=np.int32)
     request = driver.submit("<" + "s" * 9 + ">" + "u" * 9 + "<" + "a" * 9, max_tokens=4)
     driver.step()
@@ -460,7 +447,7 @@ def test_what_waits_for_the_next_gap_has_had_its_turn() -> None:
         n_slots=4,
         n_ctx=2000,
         n_ubatch=64,
-        checkpoints={"take_ms": 100.0, "step_tokens": 999},
+        checkpoints={"take_ms": 100.0, "step": 999},
     )
     idle = [driver.run(letter * 30, id_slot=slot) for slot, letter in ((2, "i"), (3, "j"))]
     stream = driver.submit("s" * 5, max_tokens=300, id_slot=0)

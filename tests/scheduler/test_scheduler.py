@@ -19,13 +19,13 @@ from llamaslot.base.kv_ops import Copy, Load, Operation, Remove, Save
 from llamaslot.base.model import QUERY_BLOCK, StepCost
 from llamaslot.base.namespaces import salt_namespace
 from llamaslot.base.tokens import TokenizedPrompt, Tokens, packed
-from llamaslot.kvcache.cache_settings import CacheSettings, CheckpointSettings
 from llamaslot.kvcache.match import Match
 from llamaslot.scheduler import admission
 from llamaslot.scheduler.admission import MAX_OVERTAKEN
 from llamaslot.scheduler.request import Request, RequestState
 from llamaslot.scheduler.scheduler import DecodeFailed, Sampled, Scheduler
 from llamaslot.scheduler.step import StepPlan, apply
+from tests.cache_settings import NO_CHECKPOINTS, cache_settings, checkpoint_settings
 from tests.conftest import LONG
 from tests.fake_backend import FakeBackend
 from tests.pool import check_pool
@@ -76,15 +76,15 @@ class Driver:
     ) -> None:
         self.backend = backend or TimedBackend(**shape)
         info = self.backend.info
-        chosen = CheckpointSettings()
+        chosen = NO_CHECKPOINTS
         if info.checkpoint_size is not None:
             fields = {"n_swa": info.state.n_swa, "ram_bytes": 10**6, "min_gap": 4, "min_end_gap": 4}
-            chosen = CheckpointSettings(
+            chosen = checkpoint_settings(
                 kind=info.state.kind, size=info.checkpoint_size, **fields | dict(checkpoints or {})
             )
         self.scheduler = Scheduler(
             msgspec.structs.replace(info, step_cost=step_cost),
-            CacheSettings(
+            cache_settings(
                 n_slots=info.n_slots,
                 n_cells=info.n_ctx,
                 n_seqs=self.backend.n_seqs,

@@ -164,7 +164,7 @@ def test_dropping_everything_spares_running_requests() -> None:
     driver.step()
     before = state_of(driver)
     assert before.cells.idle > 0
-    assert driver.cache.drop() == CacheCleared(before.tokens - before.tokens_pinned)
+    assert driver.cache.dropper.drop() == CacheCleared(before.tokens - before.tokens_pinned)
     driver.step()
     after = state_of(driver)
     assert (after.cells.idle, after.leaves, after.sequences.used) == (0, 1, 1)
@@ -209,7 +209,7 @@ def test_dropping_everything_clears_an_idle_slot_whose_path_a_running_one_has_to
         cache.acquire([seq], cache.match("", b""))
         cache.append(seq, as_tokens("the same"))
     cache.release(0)
-    assert cache.drop() == CacheCleared(0)
+    assert cache.dropper.drop() == CacheCleared(0)
     assert (cache.length(0), cache.length(1)) == (0, 8)
 
 

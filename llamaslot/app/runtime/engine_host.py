@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 import platformdirs
 import structlog
 
-from llamaslot.app.cache_budgets import Budgets, choose_budgets, offload_after, with_budgets
+from llamaslot.app.cache_budgets import choose_budgets, ram_line, with_budgets
 from llamaslot.app.cache_tiers import (
     lock_disk,
     open_disk,
@@ -34,9 +34,9 @@ from llamaslot.base.backend import Backend
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.events import Event
 from llamaslot.engine.engine import Engine
-from llamaslot.engine.engine_settings import EngineSettings
 from llamaslot.engine.model_worker import model_thread
 from llamaslot.engine.step_watch import StepWatch
+from llamaslot.kvcache.cache_settings import Budgets
 from llamaslot.processes.messages import Loaded
 from llamaslot.processes.threads import in_daemon_thread
 
@@ -83,26 +83,6 @@ def llama_settings(config: Config, model: Path) -> LlamaSettings:
         cache_type_v=config.cache_type_v,
         measure_costs=True,
         measurements=platformdirs.user_cache_path("llamaslot") / "measurements",
-    )
-
-
-def engine_settings(config: Config, budgets: Budgets, *, lacks_disk: bool = False) -> EngineSettings:
-    """Return the policies of the engine."""
-    return EngineSettings(
-        gap_ms=config.prefill_gap_ms,
-        idle_cells=budgets.idle_cells,
-        offload_after=budgets.offload_after,
-        offload_after_by=lambda info: offload_after(config, info, budgets.ram_bytes),
-        ram_bytes=budgets.ram_bytes,
-        ram_is_fixed=budgets.ram_is_fixed,
-        disk_bytes_per_day=config.cache_disk_write_per_day * 2**20,
-        ram_bytes_per_key=config.cache_ram_per_key * 2**20,
-        disk_bytes_per_key=config.cache_disk_per_key * 2**20,
-        checkpoint_bytes=budgets.checkpoints.ram_bytes if budgets.checkpoints is not None else 0,
-        checkpoints_on_path=config.ctx_checkpoints,
-        checkpoint_step=config.checkpoint_min_step,
-        lacks_disk=lacks_disk,
-        debug_invariants=config.debug_invariants,
     )
 
 
@@ -184,7 +164,7 @@ class EngineHost:
         records = tuple(self._disk.texts.records()) if self._disk is not None and disk_line else ()
         self.watch.expect(info.kv_cost.prefill_us if info.kv_cost is not None else 0.0)
         info = with_budgets(config, info, self._budgets)
-        return Loaded(info, self._budgets.line, disk_line, records, line)
+        return Loaded(info, ram_line(config, backend.info, self._budgets), disk_line, records, line)
 
     @contextlib.contextmanager
     def _optional_folders(self) -> Iterator[None]:
@@ -208,7 +188,10 @@ class EngineHost:
         self._engine = Engine(
             backend,
             on_events,
-            engine_settings(self._config, self._budgets, lacks_disk=self._lacks_disk),
+            self._budgets,
+            gap_ms=self._config.prefill_gap_ms,
+            debug_invariants=self._config.debug_invariants,
+            lacks_disk=self._lacks_disk,
             disk=self._disk if self._has_disk_tier else None,
             remote=self._remote,
             snapshots=snapshots,

@@ -25,7 +25,7 @@ from llamaslot.base import text_records
 from llamaslot.base.text_records import TextRecord
 from llamaslot.base.tokens import WIDTH
 from llamaslot.kvcache.cache_settings import MAX_SEGMENT_TOKENS
-from llamaslot.kvcache.tiers.disk_io import SegmentMeta
+from llamaslot.kvcache.disk_io import SegmentMeta
 
 _SCHEMA_VERSION = 5
 _INTEGER_LIMIT = 2**62

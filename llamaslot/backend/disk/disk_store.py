@@ -42,7 +42,7 @@ from llamaslot.backend.memory import new_kv
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.kv_ops import Kv
 from llamaslot.base.model import ModelFile
-from llamaslot.kvcache.tiers.disk_io import CorruptSegmentError, SegmentMeta, WriteTotals
+from llamaslot.kvcache.disk_io import CorruptSegmentError, SegmentMeta, WriteTotals
 
 _MAX_CORRUPT_FILES = 8
 """Most corrupt files that are kept for inspection."""

@@ -49,7 +49,7 @@ from llamaslot.backend.state_format import join_parts
 from llamaslot.base.kv_ops import Kv, KvPart
 from llamaslot.base.model import SegmentSize
 from llamaslot.base.tokens import WIDTH
-from llamaslot.kvcache.tiers.remote_io import (
+from llamaslot.kvcache.tiers.remote_tier import (
     BLOCK_TOKENS,
     GRID_TOKENS,
     CorruptObjectError,

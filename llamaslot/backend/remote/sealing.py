@@ -14,7 +14,7 @@ from collections.abc import Iterable
 
 from llamaslot.base.kv_ops import Kv
 from llamaslot.base.tokens import WIDTH
-from llamaslot.kvcache.tiers.remote_io import RemoteObject
+from llamaslot.kvcache.tiers.remote_tier import RemoteObject
 
 DIGEST_BYTES = 16
 ENTRY = struct.Struct(f"<IIQQ{DIGEST_BYTES}s")

@@ -26,7 +26,7 @@ from redis.exceptions import InvalidResponse, ResponseError
 
 from llamaslot.backend.failure_log import FailureLog
 from llamaslot.backend.remote import StoreSettings
-from llamaslot.kvcache.tiers.remote_io import RemoteUnavailableError
+from llamaslot.kvcache.tiers.remote_tier import RemoteUnavailableError
 
 _MAX_NUMBER = 2**53
 """Largest plausible count or size in a store; still fits into an index entry."""

@@ -12,7 +12,7 @@ They are evicted from RAM
 - if a path has too many (`--ctx-checkpoints`): the one whose neighbours are closest together, relative to their
   distance from the end of the path (`_thin_path`). The deepest stays, and forks go last.
 
-Checkpoints about to be restored are never evicted. `offload/restoring.py` decides which are restored, and when.
+Checkpoints about to be restored are never evicted. `StateRestorer` decides which are restored, and when.
 """
 
 from __future__ import annotations
@@ -26,10 +26,9 @@ from llamaslot.base.namespaces import is_private
 from llamaslot.base.stats import CheckpointStats
 from llamaslot.base.tokens import WIDTH
 from llamaslot.kvcache.cache_settings import CheckpointSettings
-from llamaslot.kvcache.nodes import Checkpoint, Node, Segment, checkpoints_on
+from llamaslot.kvcache.nodes import Checkpoint, Node, Segment, SegmentEvent, checkpoints_on
+from llamaslot.kvcache.nodes import SegmentState as S
 from llamaslot.kvcache.radix_tree import RadixTree
-from llamaslot.kvcache.segment_states import SegmentEvent
-from llamaslot.kvcache.segment_states import SegmentState as S
 from llamaslot.kvcache.sequences import Sequences
 from llamaslot.kvcache.tiers.segment_tiers import SegmentTiers
 
@@ -46,7 +45,7 @@ class Checkpoints:
         """True for a model with a partial state."""
         self.pending_restores: dict[int, Checkpoint] = {}
         """Checkpoint to restore into each sequence once that has all tokens before it; not evicted until then."""
-        self._counters = CheckpointStats()
+        self.counters = CheckpointStats()
         self._ahead_at = -1
         self._taken_ahead: set[int] = set()
         """Sequences that got a checkpoint in advance since the clock stood at `_ahead_at`."""
@@ -58,7 +57,7 @@ class Checkpoints:
     def stats(self) -> CheckpointStats:
         """Checkpoints in RAM now, and counters since the start."""
         lru = self._tiers.checkpoints
-        return structs.replace(self._counters, total_bytes=lru.capacity, used_bytes=lru.n_bytes, count=len(lru))
+        return structs.replace(self.counters, total_bytes=lru.capacity, used_bytes=lru.n_bytes, count=len(lru))
 
     @property
     def n_to_take(self) -> int:
@@ -88,16 +87,12 @@ class Checkpoints:
         if node.checkpoint is not None:
             self._tiers.touch(node.checkpoint.path_from_root)
             return node.checkpoint
-        n_bytes, lru = self.settings.size.of(node.end), self._tiers.checkpoints
-        if not self.can_take(node.end):
-            return None
-        if lru.n_bytes + n_bytes > lru.capacity and not self.evict_for(
-            n_bytes, node.tenant, only_redundant=only_redundant
-        ):
+        n_bytes = self.settings.size.of(node.end)
+        if not self.can_take(node.end) or not self.evict_for(n_bytes, node.tenant, only_redundant=only_redundant):
             return None
         checkpoint = self._tiers.add_checkpoint(node, n_bytes)
         self._sequences.operations.append(Take(checkpoint.number, seq, node.end))
-        self._counters.taken += 1
+        self.counters.taken += 1
         self._thin_path(node)
         return checkpoint
 
@@ -144,7 +139,7 @@ class Checkpoints:
         for end, n_bytes in sorted(sizes.items(), reverse=True):
             last = self._tree.match(namespace, tokens[: end * WIDTH]).whole_end
             has_one = last.end == end and last.checkpoint is not None
-            if not has_one and self.can_take(end) and len(wanted) < self.settings.max_on_path:
+            if not has_one and self.can_take(end) and len(wanted) < self.settings.limits.on_path:
                 wanted[end] = n_bytes
         tenant = self._tree.match(namespace, tokens).matched_end.tenant
         while wanted and not self.evict_for(sum(wanted.values()), tenant):
@@ -155,10 +150,6 @@ class Checkpoints:
             added[end] = self._tiers.add_checkpoint(node, n_bytes).number
             self._thin_path(node)
         return added
-
-    def count_restored(self) -> None:
-        """Count a restored checkpoint."""
-        self._counters.restored += 1
 
     def evict_for(self, n_bytes: int, tenant: str = "", *, only_redundant: bool = False) -> bool:
         """Evict checkpoints from RAM until `n_bytes` of a tenant fit; False if too many have to stay.
@@ -193,7 +184,7 @@ class Checkpoints:
     def keep_budget(self, fraction: float) -> None:
         """Shrink the budget to a fraction while memory is short, and evict from RAM what exceeds it."""
         lru = self._tiers.checkpoints
-        before, lru.capacity = lru.capacity, int(fraction * self.settings.ram_bytes)
+        before, lru.capacity = lru.capacity, int(fraction * self.settings.limits.ram_bytes)
         self.evict_for(0)
         # Checkpoints that have to stay may exceed the budget.
         lru.capacity = max(lru.capacity, lru.n_bytes)
@@ -230,7 +221,7 @@ class Checkpoints:
         towards the root. The deepest stays, and so do those about to be restored. Forks go if nothing else can.
         """
         path = [each for each in checkpoints_on(node) if each.state.is_loadable]
-        if len(path) <= self.settings.max_on_path:
+        if len(path) <= self.settings.limits.on_path:
             return
         pinned = self._pinned
         bounds = [*(each.end for each in path), 0]
@@ -245,4 +236,4 @@ class Checkpoints:
 
     def _evict(self, checkpoint: Checkpoint) -> None:
         self._tiers.transition(checkpoint, SegmentEvent.EVICT_RAM)
-        self._counters.evicted += 1
+        self.counters.evicted += 1

@@ -22,20 +22,21 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from itertools import takewhile
+from itertools import count, takewhile
 
 from msgspec import structs
 
-from llamaslot.base.model import CheckpointSize
 from llamaslot.base.namespaces import tenant_of
 from llamaslot.base.stats import DiskStats
 from llamaslot.base.tokens import WIDTH
+from llamaslot.kvcache import disk_io
+from llamaslot.kvcache.cache_settings import CacheSettings
 from llamaslot.kvcache.match import SegmentPart
 from llamaslot.kvcache.nodes import Checkpoint, Segment, checkpoints_on
+from llamaslot.kvcache.nodes import SegmentEvent as E
+from llamaslot.kvcache.nodes import SegmentState as S
 from llamaslot.kvcache.radix_tree import RadixTree
-from llamaslot.kvcache.segment_states import SegmentEvent as E
-from llamaslot.kvcache.segment_states import SegmentState as S
-from llamaslot.kvcache.tiers import disk_io, pacing
+from llamaslot.kvcache.tiers import pacing
 from llamaslot.kvcache.tiers.pacing import ReadWatchdog, TransferRate, WriteBudget
 from llamaslot.kvcache.tiers.segment_tiers import SegmentTiers
 
@@ -51,31 +52,20 @@ it before its delay ends.
 
 
 class DiskTier:
-    """Chooses which segments of `tiers` are written and read, and when.
+    """Chooses which segments of `tiers` are written and read, and when."""
 
-    `bytes_per_day` limits writes (0 for no limit); `written` has what earlier servers wrote.
-    """
-
-    def __init__(
-        self,
-        tiers: SegmentTiers,
-        tree: RadixTree,
-        *,
-        checkpoint_size: CheckpointSize | None = None,
-        bytes_per_day: int = 0,
-        written: disk_io.WriteTotals | None = None,
-    ) -> None:
+    def __init__(self, tiers: SegmentTiers, tree: RadixTree, settings: CacheSettings) -> None:
         self._tiers = tiers
         self._tree = tree
-        self._checkpoint_size = checkpoint_size
-        self._budget = WriteBudget(bytes_per_day, written)
+        self._checkpoint_size = settings.checkpoints.size
+        written = settings.disk_written or disk_io.WriteTotals()
+        self._budget = WriteBudget(settings.budgets.disk_bytes_per_day, written)
+        tiers.counters.disk.total_written_bytes = written.total_bytes
         self._paused_until = 0.0
         self._is_flushing = False
         self._rate = TransferRate()
         """Of reads, per token."""
         self._watchdog = ReadWatchdog()
-        if written is not None:
-            tiers.counters.disk.total_written_bytes = written.total_bytes
 
     # --- lookups ---
 
@@ -148,7 +138,7 @@ class DiskTier:
         if self._watchdog.check_timeout(now):
             for segment in self.reading:
                 self._tiers.transition(segment, E.READ_TIMED_OUT)
-            self._tiers.add_job(disk_io.CancelReads())
+            self._tiers.jobs.append(disk_io.CancelReads())
         for segment in [each for each in self._tiers.unreadable.values() if each.retry_at <= now]:
             self._tiers.transition(segment, E.RETRY)
         # Lookups are stale: what is worth loading depends on the speed of the disk.
@@ -184,7 +174,7 @@ class DiskTier:
     def start_read(self, segment: Segment) -> None:
         """Start to read a segment; the caller has made room for it in RAM."""
         self._tiers.transition(segment, E.READ)
-        self._tiers.add_job(disk_io.Read(segment.number))
+        self._tiers.jobs.append(disk_io.Read(segment.number))
 
     # --- results of jobs ---
 
@@ -222,7 +212,7 @@ class DiskTier:
         counters.disk.total_written_bytes += segment.n_bytes
         checkpoints = tuple(each.number for each in segment.children if each.is_checkpoint and each.state.uses_disk)
         if segment.replaces and checkpoints:
-            self._tiers.add_job(disk_io.Reparent(checkpoints, segment.number))
+            self._tiers.jobs.append(disk_io.Reparent(checkpoints, segment.number))
         self._tiers.erase_replaced(segment)
         for child in segment.children:
             self._tiers.queue_write(child)
@@ -329,18 +319,18 @@ class DiskTier:
             n_bytes=segment.n_bytes,
             path_digest=disk_io.path_digest(segment.namespace, prefix),
         )
-        self._tiers.add_job(disk_io.Write(meta, self._budget.n_used))
+        self._tiers.jobs.append(disk_io.Write(meta, self._budget.n_used))
         return True
 
     # --- start ---
 
-    def restore(self, found: Sequence[disk_io.SegmentMeta], first_number: int) -> list[int]:
+    def adopt(self, found: Sequence[disk_io.SegmentMeta], first_number: int) -> list[int]:
         """Add the segments on disk, the least recently used first; new ones are numbered from `first_number` on.
 
         Segments that do not fit into the budget, or whose metadata is not plausible, are erased. Returns the
         numbers of those too large for RAM and of their descendants, which stay on disk but are not added.
         """
-        self._tiers.count_from(first_number, len(found))
+        self._tiers.numbers, self._tiers.n_uses = count(first_number), len(found)
         disk = self._tiers.disk
         uses = {meta.number: i for i, meta in enumerate(found, 1)}
         too_large: set[int] = set()
@@ -352,7 +342,7 @@ class DiskTier:
             parent = disk.get(meta.parent) if meta.parent is not None else None
             segment = self._segment_of(meta, parent) if meta.tokens else self._checkpoint_of(meta, parent)
             if segment is None:
-                self._tiers.add_job(disk_io.Erase((meta.number,)))
+                self._tiers.jobs.append(disk_io.Erase((meta.number,)))
                 continue
             segment.last_used = uses[meta.number]
             disk.put(segment)

@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from llamaslot.kvcache.disk_io import WriteTotals
 from llamaslot.kvcache.nodes import Segment
-from llamaslot.kvcache.tiers.disk_io import WriteTotals
 
 PARTIAL_DELAY_S = 1.0
 """Delay before a partial segment is written or uploaded: a conversation's next turn usually replaces it sooner."""
@@ -71,10 +71,9 @@ class WriteBudget:
     changes.
     """
 
-    def __init__(self, bytes_per_day: int, written: WriteTotals | None = None) -> None:
+    def __init__(self, bytes_per_day: int, written: WriteTotals) -> None:
         self._bytes_per_day = bytes_per_day
-        before = written or WriteTotals()
-        n_used = max(0.0, before.budget_used_bytes - before.seconds_ago * bytes_per_day / _DAY_S)
+        n_used = max(0.0, written.budget_used_bytes - written.seconds_ago * bytes_per_day / _DAY_S)
         self._left = bytes_per_day - n_used
         """Bytes left at time `_at`; negative after an overdraft."""
         self._at: float | None = None

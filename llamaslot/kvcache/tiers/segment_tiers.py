@@ -1,11 +1,19 @@
-"""Segments in RAM and on disk: budgets, and every change of a segment's state.
+"""Segments in RAM and on disk: budgets, every change of a segment's state, and the queue of uploads.
 
-`segment_states.py` has the states and their transitions; this module has the consequences of each transition for
-budgets, jobs and the radix tree. `disk_tier.py` decides when segments are written to disk and read back,
-`upload_queue.py` when they are uploaded.
+`SEGMENT_TABLE` in `nodes.py` has the states and their transitions; this module has the consequences of each
+transition for budgets, jobs and the radix tree. `disk_tier.py` decides when segments are written to disk and read
+back, `UploadQueue` when those in RAM are uploaded to the remote tier:
+
+    full segment, fork                      due at once
+    partial segment                         due after `PARTIAL_DELAY_S`: the next turn usually replaces it sooner
+    checkpoint that `is_worth_storing`      the same: the next turn usually takes a deeper one sooner
+    other checkpoints                       never due
+    segment of a private request            never due
+
+A segment that leaves RAM leaves that queue.
 
 Each tier evicts the least recently used segments first, beginning with those of tenants that have more than their
-share (`tier_budget.py`). Using a segment uses its ancestors too, so no segment is evicted before its children.
+share (`budget.py`). Using a segment uses its ancestors too, so no segment is evicted before its children.
 Checkpoints are segments, but have their own budget of RAM.
 
 Nothing here knows cells, sequences or llama.cpp.
@@ -15,50 +23,160 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Container, Iterable, Sequence
+from itertools import count
 
 from llamaslot.base.model import SegmentSize
 from llamaslot.base.namespaces import is_private, tenant_of
 from llamaslot.base.stats import CacheStats, TenantStats
+from llamaslot.kvcache import disk_io
+from llamaslot.kvcache.cache_settings import CacheSettings
 from llamaslot.kvcache.nodes import Checkpoint, Node, Segment
+from llamaslot.kvcache.nodes import SegmentEvent as E
+from llamaslot.kvcache.nodes import SegmentState as S
 from llamaslot.kvcache.radix_tree import RadixTree
-from llamaslot.kvcache.segment_states import SegmentEvent as E
-from llamaslot.kvcache.segment_states import SegmentState as S
-from llamaslot.kvcache.tiers import disk_io, pacing
-from llamaslot.kvcache.tiers.tier_budget import SegmentLru, TenantShares
-from llamaslot.kvcache.tiers.upload_queue import UploadQueue
+from llamaslot.kvcache.tiers import pacing
+from llamaslot.kvcache.tiers.budget import SegmentLru, TenantShares
+
+RETRY_UPLOAD_S = 1.0
+"""Delay before a retry if earlier KV of the same block is not in RAM yet: it is usually offloaded soon."""
+_MAX_TRIES = 5
+"""Most tries of such a segment. After them it is queued again only at its next use."""
+OFFER_AGAIN_S = 600.0
+"""Time after an upload from which the next use queues the segment again: the store may have lost it meanwhile, and
+if not, the upload extends its TTL.
+"""
+_MAX_UPLOADS = 2
+"""Most uploads at a time. Few, so that the next segment is chosen as late as possible."""
+
+
+class UploadQueue:
+    """Segments to upload, of `max_tokens` each if they are full. Empty without a remote tier."""
+
+    def __init__(self, max_tokens: int, *, is_on: bool) -> None:
+        self.is_on = is_on
+        self._max_tokens = max_tokens
+        self._waiting: dict[Segment, None] = {}
+        self._sending: dict[int, Segment] = {}
+        self._stored: dict[Segment, float] = {}
+        """Segments in RAM that the store has, and the time from which their next use queues them again."""
+        self._now = 0.0
+        self._postponed: dict[Segment, tuple[int, float]] = {}
+        """Segments of incomplete blocks, with the number of tries and the time of the next one."""
+        self._paused_until = 0.0
+        self._is_flushing = False
+
+    @property
+    def due_at(self) -> float | None:
+        """Time of the next upload; None if there is none, or if `_MAX_UPLOADS` are in progress."""
+        if not self._waiting or len(self._sending) >= _MAX_UPLOADS:
+            return None
+        if self._now < self._paused_until:
+            # A shortcut: all segments in RAM may be waiting, and every step asks for this.
+            return self._paused_until
+        return max(self._paused_until, min(map(self._due_at, self._waiting)))
+
+    @property
+    def is_sending(self) -> bool:
+        """True while a segment is being uploaded."""
+        return bool(self._sending)
+
+    def put(self, segments: Iterable[Segment]) -> None:
+        """Queue those of the segments that are in RAM, unless the store has them."""
+        for segment in segments if self.is_on else ():
+            is_stored = self._now < self._stored.get(segment, 0.0) or segment.number in self._sending
+            if segment.state.is_loadable and not is_stored and self._may_send(segment):
+                self._stored.pop(segment, None)
+                self._waiting.setdefault(segment)
+
+    def remove(self, segment: Segment) -> None:
+        """Forget a segment that left RAM."""
+        self._waiting.pop(segment, None)
+        self._postponed.pop(segment, None)
+        self._stored.pop(segment, None)
+
+    def flush(self) -> None:
+        """Make every upload due at once: the server is shutting down."""
+        self._is_flushing = True
+
+    def pause(self, until: float) -> None:
+        """Upload nothing until a time, because the store does not answer; it may also have lost its content."""
+        self._paused_until = max(until, self._paused_until)
+        self.offer_all_again()
+
+    def offer_all_again(self) -> None:
+        """Queue every segment again at its next use, because the store may have lost its content."""
+        self._stored.clear()
+
+    def take_due(self, now: float) -> list[Segment]:
+        """Return the segments to upload now; each must be reported to `on_uploaded` or `postpone`."""
+        self._now = now
+        taken: list[Segment] = []
+        while self._waiting and now >= self._paused_until and len(self._sending) < _MAX_UPLOADS:
+            segment = next((each for each in self._waiting if self._due_at(each) <= now), None)
+            if segment is None:
+                break
+            del self._waiting[segment]
+            if self._may_send(segment):
+                self._sending[segment.number] = segment
+                taken.append(segment)
+        return taken
+
+    def on_uploaded(self, number: int, now: float, *, ok: bool) -> None:
+        """Handle the end of an upload; after a failure nothing is uploaded for `RETRY_DELAY_S`."""
+        segment = self._sending.pop(number)
+        if not ok:
+            self.pause(now + pacing.RETRY_DELAY_S)
+            self.put([segment])
+        elif segment.state.is_loadable:
+            self._postponed.pop(segment, None)
+            self._stored[segment] = now + OFFER_AGAIN_S
+
+    def postpone(self, segment: Segment, now: float) -> None:
+        """Retry later, because earlier KV of the same block is not in RAM."""
+        del self._sending[segment.number]
+        n_tries = self._postponed.get(segment, (0, 0.0))[0] + 1
+        if n_tries < _MAX_TRIES:
+            self._postponed[segment] = n_tries, now + RETRY_UPLOAD_S
+            self._waiting[segment] = None
+        else:
+            # Its next use queues it again.
+            self._postponed.pop(segment, None)
+
+    def _due_at(self, segment: Segment) -> float:
+        at = pacing.due_at(segment, self._max_tokens, lambda _: self._is_flushing)
+        if self._is_flushing or segment not in self._postponed:
+            return at
+        return max(at, self._postponed[segment][1])
+
+    def check(self, in_ram: set[Segment]) -> None:
+        """Verify that waiting and stored segments are in RAM; raises `AssertionError`."""
+        assert self._waiting.keys() <= in_ram
+        assert self._stored.keys() <= in_ram
+        assert self._stored.keys().isdisjoint(self._waiting)
+
+    def _may_send(self, segment: Segment) -> bool:
+        if is_private(segment.namespace):
+            return False
+        return not isinstance(segment, Checkpoint) or segment.is_worth_storing
 
 
 class SegmentTiers:
-    """All segments, each of at most `max_tokens`, in `ram_bytes` and `disk_bytes`.
-
-    Those of one API key take at most `ram_bytes_per_key` and `disk_bytes_per_key`; 0 for no such limit.
+    """All segments, in RAM and on disk.
 
     Offloaded KV goes to RAM first, so without RAM there is no disk tier either. Times are seconds on the caller's
     clock.
     """
 
-    def __init__(
-        self,
-        tree: RadixTree,
-        ram_bytes: int,
-        size: SegmentSize,
-        max_tokens: int,
-        counters: CacheStats,
-        *,
-        disk_bytes: int = 0,
-        ram_bytes_per_key: int = 0,
-        disk_bytes_per_key: int = 0,
-        checkpoint_bytes: int = 0,
-        uploads: bool = False,
-    ) -> None:
-        self.max_tokens = max_tokens
-        self.size = size
-        self.ram = SegmentLru(ram_bytes, ram_bytes_per_key)
-        self.disk = SegmentLru(disk_bytes if ram_bytes else 0, disk_bytes_per_key)
-        self.checkpoints = SegmentLru(checkpoint_bytes)
+    def __init__(self, tree: RadixTree, settings: CacheSettings, counters: CacheStats) -> None:
+        budgets, offloads = settings.budgets, settings.offloads
+        self.max_tokens = settings.segment_tokens
+        self.size = settings.segment_size or SegmentSize(0, 1)
+        self.ram = SegmentLru(budgets.ram_bytes * offloads, budgets.ram_bytes_per_key)
+        self.disk = SegmentLru(settings.disk_bytes * offloads, budgets.disk_bytes_per_key)
+        self.checkpoints = SegmentLru(settings.checkpoints.limits.ram_bytes)
         """Checkpoints in RAM, which have a budget of their own."""
         self.shares = TenantShares()
-        self.uploads = UploadQueue(max_tokens, is_on=uploads and ram_bytes > 0)
+        self.uploads = UploadQueue(self.max_tokens, is_on=settings.uploads)
         self.dirty: dict[int, Segment] = {}
         """Segments that wait to be written, by number, in the order in which they came."""
         self.busy: dict[int, Segment] = {}
@@ -69,19 +187,20 @@ class SegmentTiers:
         """Segments that a sequence, or a waiting request (by its id), is about to load; not evicted from RAM."""
         self.replaced_files: dict[int, tuple[str, int]] = {}
         """Tenant and bytes of files that stay until their replacement is written, by number."""
-        self.is_on_trial = False
-        """True until the self-test of reuse has passed (`KVCache.is_on_trial`); nothing is saved until then."""
         self.now = 0.0
+        self.n_uses = 0
+        """Logical time of segments: uses of a path so far."""
+        self.numbers = count()
+        """Numbers that no segment has had yet."""
         self.counters = counters
+        self.jobs: list[disk_io.Job] = []
+        """Disk jobs for the next step, to be done in this order."""
         self._tree = tree
         self._saves_again_at = 0.0
         self._loads_again_at = 0.0
-        self._n_uses = 0
-        self._next_number = 0
         self._freed: list[int] = []
         self._used: dict[int, None] = {}
         """Numbers of the deepest segments on disk of the paths used since the last jobs, in the order of use."""
-        self._jobs: list[disk_io.Job] = []
 
     # --- lookups ---
 
@@ -163,7 +282,7 @@ class SegmentTiers:
             raise AssertionError(f"there is no room for [{start}, {end})")
         tenant = tenant_of(node.namespace)
         size = self.size.of(end - start)
-        segment = Segment(self.new_number(), start, end, size, tenant=tenant, now=self.now)
+        segment = Segment(next(self.numbers), start, end, size, tenant=tenant, now=self.now)
         for each in self._tree.attach(segment, node):
             # The file of the replaced segment stays until the new one is written.
             segment.replaces += each.replaces
@@ -180,7 +299,7 @@ class SegmentTiers:
 
     def add_checkpoint(self, node: Node, n_bytes: int) -> Checkpoint:
         """Create a checkpoint after the last token of a node; there must be room for it in RAM."""
-        checkpoint = Checkpoint(self.new_number(), node, n_bytes, now=self.now)
+        checkpoint = Checkpoint(next(self.numbers), node, n_bytes, now=self.now)
         self._tree.version += 1
         node.checkpoint = checkpoint
         self.touch(checkpoint.path_from_root)
@@ -195,20 +314,11 @@ class SegmentTiers:
         self.queue_write(segment)
         self.uploads.put([segment])
 
-    def new_number(self) -> int:
-        """Return a number that no segment has had yet."""
-        number, self._next_number = self._next_number, self._next_number + 1
-        return number
-
-    def count_from(self, first_number: int, n_uses: int) -> None:
-        """Number new segments from `first_number` on, and count uses from `n_uses` on."""
-        self._next_number, self._n_uses = first_number, n_uses
-
     def touch(self, path: Sequence[Segment]) -> None:
         """Record that the segments of a path, given from the root on, are used now."""
-        self._n_uses += 1
+        self.n_uses += 1
         for segment in path:
-            segment.last_used = self._n_uses
+            segment.last_used = self.n_uses
         unwritten = next((segment for segment in path if not segment.state.uses_disk), None)
         if unwritten is not None:
             self.queue_write(unwritten)
@@ -260,10 +370,6 @@ class SegmentTiers:
         self._tree.version += self.ram.capacity != max(n_bytes, self.ram.n_bytes)
         self.ram.capacity = max(n_bytes, self.ram.n_bytes)
 
-    def unpin(self, seq: int) -> None:
-        """Remove the load pins of a sequence."""
-        self.load_pins.pop(seq, None)
-
     def drop(self, segments: Iterable[Segment]) -> None:
         """Drop segments, children before their parents."""
         for segment in segments:
@@ -278,7 +384,7 @@ class SegmentTiers:
     def erase_replaced(self, segment: Segment) -> None:
         """Erase the files that a segment replaces."""
         if segment.replaces:
-            self.add_job(disk_io.Erase(tuple(segment.replaces)))
+            self.jobs.append(disk_io.Erase(tuple(segment.replaces)))
         for number in segment.replaces:
             del self.replaced_files[number]
         segment.replaces = []
@@ -300,7 +406,7 @@ class SegmentTiers:
             self._freed.append(segment.number)
             self.uploads.remove(segment)
         if before.uses_disk and not after.uses_disk and event is not E.WRITE_FAILED and not keeps_file:
-            self.add_job(disk_io.Erase((segment.number,)))
+            self.jobs.append(disk_io.Erase((segment.number,)))
         for is_in, index in (
             (after is S.DIRTY, self.dirty),
             (after.is_busy, self.busy),
@@ -343,15 +449,7 @@ class SegmentTiers:
         self.now = now
         self._loads_again_at = now + pacing.RETRY_DELAY_S
 
-    def free(self, numbers: Iterable[int]) -> None:
-        """Free bytes that belong to no tier, those of a slot saved to a file, with the next plan."""
-        self._freed += numbers
-
     # --- work for the next step ---
-
-    def add_job(self, job: disk_io.Job) -> None:
-        """Add a disk job, to be done after those added before."""
-        self._jobs.append(job)
 
     def take_freed(self) -> list[int]:
         """Return the numbers of segments whose bytes left RAM since the last call."""
@@ -362,7 +460,7 @@ class SegmentTiers:
     def take_jobs(self) -> list[disk_io.Job]:
         """Return the disk jobs added since the last call."""
         self.drop_lost()
-        jobs, self._jobs = self._jobs, []
+        jobs, self.jobs = self.jobs, []
         if self._used:
             jobs.append(disk_io.MarkUsed(tuple(self._used)))
             self._used.clear()

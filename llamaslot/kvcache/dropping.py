@@ -9,10 +9,9 @@ from llamaslot.base.commands import CacheCleared
 from llamaslot.base.namespaces import PUBLIC_NAMESPACE
 from llamaslot.base.tokens import WIDTH
 from llamaslot.kvcache.match import Match
-from llamaslot.kvcache.nodes import Node, Segment, checkpoints_on
-from llamaslot.kvcache.offload.offloader import Offloader
+from llamaslot.kvcache.nodes import Node, Segment, SegmentEvent, checkpoints_on
+from llamaslot.kvcache.offloading import Offloader
 from llamaslot.kvcache.radix_tree import RadixTree
-from llamaslot.kvcache.segment_states import SegmentEvent
 from llamaslot.kvcache.sequences import Sequences
 from llamaslot.kvcache.tiers.segment_tiers import SegmentTiers
 
@@ -33,7 +32,7 @@ class Dropper:
         if namespace is None:
             seqs = [seq for seq in self._sequences.all if not self._tree.is_pinned(seq)]
         else:
-            seqs = list(self._sequences.in_namespace(namespace))
+            seqs = self._sequences.in_namespace(namespace)
         for seq in seqs:
             self._sequences.clear(seq)
         return self._cleared(before)

@@ -58,11 +58,9 @@ def verified_path(meta: SegmentMeta, parent: Segment | None, size: SegmentSize) 
     return tokens if meta.path_digest == path_digest(meta.namespace, tokens) else None
 
 
-def verified_checkpoint_path(
-    meta: SegmentMeta, parent: Segment | None, size: CheckpointSize | None
-) -> bytes | None:
+def verified_checkpoint_path(meta: SegmentMeta, parent: Segment | None, size: CheckpointSize) -> bytes | None:
     """Return all tokens before a checkpoint, the last of which `parent` has; None if that is not plausible."""
-    if parent is None or size is None or not parent.start < meta.start <= parent.end:
+    if parent is None or not parent.start < meta.start <= parent.end:
         return None
     if parent.number != meta.parent or meta.n_bytes not in size.all_of(meta.start):
         return None

@@ -1,7 +1,32 @@
-"""Restoring of partial states: where a cached prefix can be continued, and how a slot gets the state of that point.
+"""Loading: which cached KV and which partial state a prompt continues from, and how they get into the pool.
 
-Some models have a partial state besides the KV of every token (`base/kv_ops.py`). Their paths can be continued only
-from a *restore point*: a node that has a checkpoint, or in which a live sequence ends.
+`PublicPrefix` looks up KV that an administrator deliberately shares with all tenants. A request with `cache_public`
+runs in the public namespace, which belongs to the tenant `public`. What it computes is saved to segments at once.
+The lookup of another tenant continues with these segments where its own prefix ends, and fills gaps between its own
+segments with them. `Load` is the only operation that crosses from one namespace to another, and only in this
+direction:
+
+    public namespace       cells --Save--> segments in RAM <--> disk
+                                                |
+                                               Load
+                                                v
+    namespace of a tenant                     cells --Save--> segments of its own
+
+    public KV                            a tenant's lookup          a public request's lookup
+    in segments in RAM                   finds it, to be loaded     finds it
+    in segments on disk                  finds it, to be read       finds it
+    in cells only: RAM has no room       does not find it           finds it
+    in cells only: less than a segment   finds it once the request  finds it
+    of a running request                 has ended
+    evicted                              does not find it           computes it again
+
+Only requests with the salt of the public namespace, which no client can name, extend or replace public KV. What a
+tenant has loaded counts as its own, and is evicted like everything else of it.
+
+`Loader` loads segments where that is faster than computing their tokens.
+
+`StateRestorer` is for models that have a partial state besides the KV of every token (`base/kv_ops.py`). Their
+paths can be continued only from a *restore point*: a node that has a checkpoint, or in which a live sequence ends.
 
     [system prompt, 1,600]*-+-[Ann, 40]-[answer]    seq 0, live: a restore point
                             +-[Bob, 35]*-[answer]   seq 1, stateless: not one, but its node above is
@@ -14,15 +39,17 @@ from a *restore point*: a node that has a checkpoint, or in which a live sequenc
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from llamaslot.base.kv_ops import Save
+from llamaslot.base.namespaces import PUBLIC_NAMESPACE, PUBLIC_TENANT, reads_public
+from llamaslot.base.stats import CacheStats
 from llamaslot.kvcache.cache_settings import CacheSettings
-from llamaslot.kvcache.match import Match
-from llamaslot.kvcache.nodes import Checkpoint, Node, checkpoints_on
-from llamaslot.kvcache.offload.load_or_compute import Loader
+from llamaslot.kvcache.match import Loaded, LoadStatus, Match, SegmentPart
+from llamaslot.kvcache.nodes import Checkpoint, Node, SegmentState, checkpoints_on
+from llamaslot.kvcache.offloading import Offloader
 from llamaslot.kvcache.radix_tree import RadixTree
-from llamaslot.kvcache.segment_states import SegmentState
 from llamaslot.kvcache.sequences import Sequences
 from llamaslot.kvcache.tiers.checkpoints import Checkpoints
 from llamaslot.kvcache.tiers.disk_tier import DiskTier
@@ -30,7 +57,130 @@ from llamaslot.kvcache.tiers.segment_tiers import SegmentTiers
 
 
 @dataclass(eq=False)
-class Restorer:
+class PublicPrefix:
+    """Public segments, and lookups of tenants that continue with them. Without a RAM tier there are none."""
+
+    _tree: RadixTree
+    _tiers: SegmentTiers
+    _disk: DiskTier
+    _offloader: Offloader
+
+    def match(self, namespace: str, tokens: bytes) -> Match:
+        """Look up tokens. Public segments continue a tenant's match, and fill gaps between its own segments."""
+        own = self._tree.match(namespace, tokens)
+        if not reads_public(namespace):
+            return own
+        public = self._tree.match(PUBLIC_NAMESPACE, own.tokens)
+        own = replace(own, public_end=public.whole_end)
+        if public.n_matched <= own.n_resident:
+            return own
+        parts: list[SegmentPart] = []
+        is_public, end = False, own.n_resident
+        readable = self._disk.readable
+        while more := readable(own.parts_from(end)) or readable(public.parts_from(end)):
+            is_public |= more[0].segment.is_public
+            parts += more
+            end = more[-1].end
+        return replace(own, parts=tuple(parts), public=public) if is_public else own
+
+    def mark_used(self, tokens: bytes) -> None:
+        """Record that a tenant uses public segments, so that they are evicted late and keep their share."""
+        self._tiers.touch(self._tree.match(PUBLIC_NAMESPACE, tokens).segments)
+        self._tiers.shares.keep_active(PUBLIC_TENANT)
+
+    def save_if_public(self, seq: int, *, has_ended: bool) -> None:
+        """Save a public request's sequence to RAM: full segments while it runs, the rest once it has ended."""
+        end = self._tree.end_node(seq)
+        if end is not None and end.namespace == PUBLIC_NAMESPACE:
+            self._offloader.offload_path(seq, with_partial=has_ended)
+
+
+_UNKNOWN_READ_COST = 1 / 8
+"""Assumed time to read a token from disk divided by the time to compute it, until a read is measured."""
+
+
+@dataclass(eq=False)
+class Loader:
+    """Extends sequences by segments, if loading these is faster than computing their tokens."""
+
+    _tree: RadixTree
+    _sequences: Sequences
+    _tiers: SegmentTiers
+    _disk: DiskTier
+    _offloader: Offloader
+    _settings: CacheSettings
+    _counters: CacheStats
+
+    def worth_loading(self, match: Match) -> Sequence[SegmentPart]:
+        """Segments after the resident part of a match that are worth loading.
+
+        A segment is loaded whole, so the last one is left out if too little of it is needed; not for models with a
+        partial state, which may have to be restored at its end. Nothing is worth loading if all parts together take
+        longer to load than to compute. In a partitioned pool the resident part is saved and loaded along with them.
+        """
+        parts = self._disk.readable(match.parts) if match.parts else []
+        if parts and not self._settings.has_states and not self._pays(parts[-1:]):
+            parts.pop()
+        return parts if self._pays(parts, 0 if self._settings.unified else 2 * match.n_resident) else []
+
+    def load(self, seq: int, match: Match, max_tokens: int | None, *, loads_all: bool = False) -> Loaded:
+        """Extend a sequence by the segments that are worth loading, about `max_tokens` at most.
+
+        With `loads_all` it is all segments of the match, because the sequence waits for a checkpoint at its end,
+        and a small rest would not be worth loading by itself.
+        """
+        parts = self._disk.readable(match.parts) if loads_all else self.worth_loading(match)
+        if not parts:
+            self._tiers.load_pins.pop(seq, None)
+            return Loaded(LoadStatus.DONE)
+        self._disk.prefetch(seq, parts)
+        self._offloader.free_evicted()
+        status = LoadStatus.DONE
+        # Segments with a planned save cannot be loaded yet, because the save may fail for lack of memory.
+        saving = {each.segment for each in self._sequences.operations if isinstance(each, Save)}
+        n_loaded = n_read = n_fetched = n_public = 0
+        if not self._settings.unified:
+            # Each load would load the whole sequence again (fact 3), so this waits until all parts are in RAM.
+            if any(part.segment.number in saving for part in parts):
+                return Loaded(LoadStatus.MORE)
+            if self._disk.reading and not all(part.segment.state.is_loadable for part in parts):
+                return Loaded(LoadStatus.READING)
+        for part in parts:
+            segment = part.segment
+            if (max_tokens is not None and n_loaded >= max_tokens) or segment.number in saving:
+                status = LoadStatus.MORE
+                break
+            if not segment.state.is_loadable:
+                status = LoadStatus.READING if self._disk.reading else LoadStatus.DONE
+                break
+            if not self._offloader.free_cells(segment.n_tokens) or not segment.state.is_loadable:
+                break
+            start = self._tree.length(seq)
+            self._sequences.load(segment.number, seq, part.end, match.tokens)
+            n_loaded += part.end - start
+            if match.public is not None and segment.is_public:
+                n_public += part.end - start
+            n_read += (part.end - start) * (segment.source == "disk")
+            n_fetched += (part.end - start) * (segment.source == "remote")
+            segment.source = ""
+        if status is LoadStatus.DONE:
+            self._tiers.load_pins.pop(seq, None)
+        self._counters.public_tokens += n_public
+        return Loaded(status, 0, n_loaded, n_read, n_fetched, n_public)
+
+    def _pays(self, parts: Sequence[SegmentPart], n_moved: int = 0) -> bool:
+        """True if loading these parts, and moving `n_moved` tokens for it, is faster than computing them."""
+        cost, read_us = self._settings.cost, self._disk.us_per_token
+        load_cost = cost.load_us / cost.prefill_us if cost.prefill_us else 0.0
+        read_cost = read_us / cost.prefill_us if read_us and cost.prefill_us else _UNKNOWN_READ_COST
+        n_wanted = sum(part.end - part.start for part in parts)
+        n_loaded = sum(part.segment.n_tokens for part in parts) + n_moved
+        n_read = sum(part.segment.n_tokens for part in parts if not part.segment.state.is_loadable)
+        return n_wanted > load_cost * n_loaded + read_cost * n_read
+
+
+@dataclass(eq=False)
+class StateRestorer:
     """Gives sequences their partial states. For a model without one it does nothing."""
 
     _tree: RadixTree
@@ -85,7 +235,9 @@ class Restorer:
             return
         node = points[0]
         # A sequence of the public namespace gives no state: its cells are not copied, only its segments are loaded.
-        donor = self._live_end(node) if node.namespace == match.namespace else None
+        donor = None
+        if node.namespace == match.namespace:
+            donor = next(filter(self._sequences.states.is_live, node.end_of), None)
         if donor is not None and self._sequences.states.copies_live and n_own < node.end <= match.n_resident:
             # A copy of a whole live sequence is live itself.
             return
@@ -160,22 +312,12 @@ class Restorer:
         else:
             self._sequences.empty(seq)
 
-    def cancel(self, seq: int) -> None:
-        """Record that a sequence is no longer waiting for its state."""
-        self._checkpoints.pending_restores.pop(seq, None)
-
     def on_step_failed(self, starts: Mapping[int, int]) -> None:
         """Record that a step failed; `starts` has the tokens that its sequences held before it."""
         if not self._settings.has_states:
             return
         self._sequences.states.fail(starts, {seq: self._tree.length(seq) for seq in self._sequences.all})
         self._tree.version += 1
-
-    def on_restore_failed(self, number: int) -> None:
-        """Drop a checkpoint that could not be restored, so that it is not tried again and again."""
-        checkpoint = self._tiers.checkpoints.get(number)
-        if checkpoint is not None:
-            self._tiers.drop([checkpoint])
 
     def check(self) -> None:
         """Verify all invariants while no operation is pending; raises `AssertionError`."""
@@ -218,10 +360,7 @@ class Restorer:
             return bool(live)
         return any(seq in self._sequences.slots and not self._tree.is_pinned(seq) for seq in live)
 
-    def _live_end(self, node: Node) -> int | None:
-        return next((seq for seq in node.end_of if self._sequences.states.is_live(seq)), None)
-
     def _restore(self, seq: int, checkpoint: Checkpoint) -> None:
         self._tiers.touch(checkpoint.path_from_root)
         self._sequences.restore(seq, checkpoint.number, checkpoint.end)
-        self._checkpoints.count_restored()
+        self._checkpoints.counters.restored += 1

@@ -1,1 +1,0 @@
-"""Movement of KV between the pool and the tiers: when to offload, what to load, restore, drop and publish."""
