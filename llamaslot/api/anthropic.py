@@ -6,16 +6,15 @@ Blocks are in the order in which the model wrote what is in them. Errors in Anth
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Literal, TypeAlias
 
 import msgspec
 from aiohttp import web
 
 from llamaslot.api.bodies import encode, json_response
-from llamaslot.api.generation.reply_stats import TokenCount, progress_of
+from llamaslot.api.generation.reply_parts import TokenCount, progress_of
 from llamaslot.api.generation.request_handling import (
-    ReplyContext,
     ReplyWriter,
     complete,
     count_prompt_tokens,
@@ -24,7 +23,8 @@ from llamaslot.api.generation.request_handling import (
 from llamaslot.api.sse import typed_event
 from llamaslot.base.events import Finished, Output, Progress
 from llamaslot.formats.calls import Delta, ToolCallDelta, is_object
-from llamaslot.service.live_request import Completion
+from llamaslot.service.live_request import Completion, LiveRequest
+from llamaslot.service.service import Service
 
 _NO_ARGUMENTS = msgspec.Raw(b"{}")
 StopReason: TypeAlias = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
@@ -264,10 +264,10 @@ class MessagesReplyWriter(ReplyWriter):
     id_prefix = "msg_"
     ping = typed_event(Ping())
 
-    def __init__(self, reply: ReplyContext, completions: Sequence[Completion]) -> None:
-        super().__init__(reply, completions)
-        self._message = self.new_message(completions[0])
-        self._blocks = BlockEvents(omit_thinking=self._options.omit_reasoning)
+    def __init__(self, request: web.Request, service: Service, live: LiveRequest) -> None:
+        super().__init__(request, service, live)
+        self._message = self.new_message(live.completions[0])
+        self._blocks = BlockEvents(omit_thinking=self.options.omit_reasoning)
         self._is_started = False
 
     def chunks(self, completion: Completion, output: Output | Finished) -> Iterator[bytes]:
@@ -289,7 +289,7 @@ class MessagesReplyWriter(ReplyWriter):
 
     def whole(self) -> Iterator[bytes]:
         """Yield the whole message."""
-        (completion,) = self._completions
+        (completion,) = self.completions
         end = completion.end
         added = self._message.push(completion.text, end.reason)
         content = blocks_of([*self._blocks.add(added), *self._blocks.close()])
@@ -300,7 +300,7 @@ class MessagesReplyWriter(ReplyWriter):
         yield encode(message)
 
     def _empty(self, usage: AnthropicUsage) -> AnthropicMessage:
-        return AnthropicMessage(id=self._reply.id, model=self._reply.model, content=[], usage=usage)
+        return AnthropicMessage(id=self.id, model=self.model, content=[], usage=usage)
 
     def _stop(self, end: Finished) -> Stop:
         reason: StopReason = "tool_use" if self._message.has_calls else "end_turn"

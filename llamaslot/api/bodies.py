@@ -1,4 +1,4 @@
-"""Reading request bodies, within limits of size and time, and writing JSON replies.
+"""Reading request bodies, within limits of size and time, and writing JSON replies, whole or a page of a list.
 
 A reply whose size its client has chosen is never encoded as a whole: a generator yields it in pieces, which are
 made while it is sent, one piece of one reply in each turn of the event loop. `LATER` stands in a body for what is
@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import io
-from collections.abc import AsyncIterator, Iterable, Iterator
+import re
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import msgspec
 from aiohttp import HttpVersion11, web
@@ -19,7 +20,8 @@ from aiohttp.http import HttpProcessingError
 
 from llamaslot.api import http_errors
 from llamaslot.api.connections import OWNER_SHARE, Connection
-from llamaslot.api.context import CALLER
+from llamaslot.api.context import CALLER, READINESS
+from llamaslot.api.middleware import caller_of, valid_unicode
 from llamaslot.base.callers import Amounts
 from llamaslot.base.errors import (
     InvalidRequestError,
@@ -28,6 +30,7 @@ from llamaslot.base.errors import (
     TooLargeError,
     UnsupportedMediaTypeError,
 )
+from llamaslot.base.generation.request_context import ListItems
 from llamaslot.protocol.bodies import decode
 
 _MAX_SMALL_BODY = 2**16
@@ -37,8 +40,11 @@ _CHUNK_BYTES = 2**16
 _CHUNK_S = 0.004
 """Time after which a chunk is complete, however short it is."""
 _MARK = b"\0"
+DEFAULT_LIMIT, MAX_LIMIT = 20, 100
+_IS_COUNT = re.compile(r"[0-9]{1,9}").fullmatch
 
 B = TypeVar("B", bound=msgspec.Struct)
+T = TypeVar("T")
 LATER: Any = msgspec.Raw(_MARK)
 """Place of a value for `with_values`: a byte that JSON never has."""
 
@@ -255,3 +261,64 @@ def _cut(pieces: Iterable[bytes]) -> Iterator[bytes]:
         else:
             for start in range(0, len(piece), _CHUNK_BYTES):
                 yield piece[start : start + _CHUNK_BYTES]
+
+
+class ListReply(msgspec.Struct, Generic[T]):
+    """A page of a list."""
+
+    data: list[T]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+    object: Literal["list"] = "list"
+
+
+class Paging:
+    """The page that a request asks for; raises `InvalidRequestError`.
+
+    `order` is the default, and `min_limit` the least `limit`.
+    """
+
+    def __init__(self, request: web.Request, order: str, min_limit: int) -> None:
+        limit = request.query.get("limit", str(DEFAULT_LIMIT))
+        if not _IS_COUNT(limit) or not min_limit <= int(limit) <= MAX_LIMIT:
+            message = f"'limit' must be an integer from {min_limit} to {MAX_LIMIT}"
+            raise InvalidRequestError(message, param="limit")
+        order = request.query.get("order", order)
+        if order not in ("asc", "desc"):
+            raise InvalidRequestError("'order' must be asc or desc", param="order")
+        self.limit = int(limit)
+        self.is_reversed = order == "desc"
+        self.after = request.query.get("after", "")
+
+    def page(self, items: list[T], id_of: Callable[[T], str]) -> ListReply[T]:
+        """Return the page of items, which are in ascending order; raises `InvalidRequestError` for `after`."""
+        listed = items[::-1] if self.is_reversed else items
+        if self.after:
+            place = next((i for i, item in enumerate(listed) if id_of(item) == self.after), None)
+            if place is None:
+                raise InvalidRequestError(f"'after': there is no item '{self.after}'", param="after")
+            listed = listed[place + 1 :]
+        page = listed[: self.limit]
+        first, last = (id_of(page[0]), id_of(page[-1])) if page else (None, None)
+        return ListReply(page, first, last, has_more=len(listed) > len(page))
+
+
+async def page_of_stored(request: web.Request, lists: Sequence[bytes], paging: Paging) -> web.StreamResponse:
+    """Return a page of stored items, which are given as JSON lists, the oldest item first.
+
+    The prompt worker decodes them. Here many MiB would hold up the event loop, on another thread too, since
+    `msgspec` keeps the GIL.
+    """
+    caller = caller_of(request)
+    job = ListItems(
+        tuple(lists),
+        paging.limit,
+        is_descending=paging.is_reversed,
+        after=valid_unicode(paging.after),
+        client=caller.client(),
+    )
+    service = request.app[READINESS].check()
+    reply = await service.answer(job)
+    with service.reply_budget.held(caller.owner, len(reply.data)):
+        return await json_reply(request, [reply.data])

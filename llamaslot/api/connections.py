@@ -69,8 +69,13 @@ def available_connections(wanted: int) -> int:
     return allowed
 
 
-class Abortable(Protocol):
+class Counted(Protocol):
     """A connection, before or after its TLS handshake."""
+
+    is_open: bool
+    """True while it counts."""
+    owner: str | None
+    """The owner that is charged for the request on it; None for none."""
 
     def abort(self) -> None:
         """Close the connection without sending what is buffered."""
@@ -85,80 +90,73 @@ class Connections:
         self.encoding_turn = asyncio.Lock()
         """Held while a part of a large reply is encoded, so that many large replies delay others no more than one.
         """
-        self._open: set[Abortable] = set()
-        self._idle: dict[Abortable, None] = {}
+        self.n_open = 0
+        self._idle: dict[Counted, None] = {}
         """The one that has been idle longest first."""
-        self._owner_of: dict[Abortable, str] = {}
-        """Owners of busy connections, except those of `/health` and administrators."""
         self._n_busy = Amounts()
-        """Busy connections by owner."""
+        """Busy connections by owner, except those of `/health` and administrators."""
         self._max_busy = limit - limit // _KEPT_FRACTION
         self._logged_at = float("-inf")
 
-    def add(self, connection: Abortable, handshake: Handshake | None = None) -> bool:
+    def add(self, connection: Counted, handshake: Handshake | None = None) -> bool:
         """Add a connection, replacing its handshake; if there are too many, close the one idle longest.
 
         False if none is idle.
         """
         if handshake is not None:
             self.remove(handshake)
-        if len(self._open) >= self._limit:
+        if self.n_open >= self._limit:
             longest_idle = next(iter(self._idle), None)
-            self._log_full(idle=len(self._idle))
+            self._log_full()
             if longest_idle is None:
                 return False
             self.remove(longest_idle)
             longest_idle.abort()
-        self._open.add(connection)
+        connection.is_open = True
+        self.n_open += 1
         self._idle[connection] = None
         return True
 
-    @property
-    def n_open(self) -> int:
-        """Connections that are open."""
-        return len(self._open)
-
-    def begin(self, connection: Abortable) -> None:
+    def begin(self, connection: Counted) -> None:
         """Note that a request has arrived."""
         self._idle.pop(connection, None)
 
-    def occupy(self, connection: Abortable, owner: str) -> None:
+    def occupy(self, connection: Counted, owner: str) -> None:
         """Charge an owner for the request that has arrived, until its `end`; raises if it has too many connections.
 
         That is a `QueueFullError`, or an `UnavailableError` if it is because of others.
         """
         n_owner, n_free = self._n_busy[owner], self._max_busy - self._n_busy.total
         if n_owner > OWNER_SHARE * n_free or n_free <= 0:
-            self._log_full(idle=len(self._idle))
+            self._log_full()
             flag = f"of {self._limit} (--max-connections)"
             if not n_owner:
                 raise UnavailableError(f"almost all connections {flag} are in use; try later", retry_after=1)
             message = f"{n_owner} connections of this client {flag} are in use, and others need the rest; try later"
             raise QueueFullError(message, retry_after=1)
-        self._owner_of[connection] = owner
+        connection.owner = owner
         self._n_busy.add(owner, 1)
 
-    def _release(self, connection: Abortable) -> None:
-        owner = self._owner_of.pop(connection, None)
-        if owner is not None:
-            self._n_busy.add(owner, -1)
-
-    def end(self, connection: Abortable) -> None:
+    def end(self, connection: Counted) -> None:
         """Note that the request was answered."""
-        self._release(connection)
-        if connection in self._open:
+        if connection.owner is not None:
+            self._n_busy.add(connection.owner, -1)
+            connection.owner = None
+        if connection.is_open:
             self._idle[connection] = None
 
-    def remove(self, connection: Abortable) -> None:
+    def remove(self, connection: Counted) -> None:
         """Remove a connection that is closed."""
-        self._release(connection)
-        self._open.discard(connection)
-        self._idle.pop(connection, None)
+        self.end(connection)
+        if connection.is_open:
+            connection.is_open = False
+            self.n_open -= 1
+            del self._idle[connection]
 
-    def _log_full(self, idle: int) -> None:
+    def _log_full(self) -> None:
         if self._clock() - self._logged_at >= _LOG_INTERVAL_S:
             self._logged_at = self._clock()
-            _log.warning("connections.full", limit=self._limit, idle=idle, flag="--max-connections")
+            _log.warning("connections.full", limit=self._limit, idle=len(self._idle), flag="--max-connections")
 
 
 class Connection(web.RequestHandler):
@@ -167,8 +165,6 @@ class Connection(web.RequestHandler):
     It is closed if `write_timeout` seconds pass in which more is buffered than the transport wants to, and the
     client reads almost nothing. With TLS, `handshake` is the one that has ended.
     """
-
-    __slots__ = ("_connections", "_handshake", "_n_acknowledged", "_n_left", "_request", "_timer", "_write_timeout")
 
     def __init__(
         self,
@@ -180,6 +176,8 @@ class Connection(web.RequestHandler):
         **settings: Any,
     ) -> None:
         super().__init__(manager, loop=asyncio.get_running_loop(), **settings)
+        self.is_open = False
+        self.owner: str | None = None
         self._connections = connections
         self._handshake = handshake
         self._write_timeout = write_timeout
@@ -352,15 +350,15 @@ class Handshakes:
         self._tls = tls
         self._make_connection = make_connection
         self._open: set[Handshake] = set()
-        self._refused: set[Handshake] = set()
+        self._n_refused = 0
         """Handshakes beyond `--max-connections`: their clients get a 503 once they have ended."""
 
     def begin(self, handshake: Handshake) -> bool:
         """Count a new handshake as a connection; False if it must be aborted."""
-        if not self._connections.add(handshake):
-            if len(self._refused) >= _MAX_REFUSED_HANDSHAKES:
-                return False
-            self._refused.add(handshake)
+        handshake.is_refused = not self._connections.add(handshake)
+        if handshake.is_refused and self._n_refused >= _MAX_REFUSED_HANDSHAKES:
+            return False
+        self._n_refused += handshake.is_refused
         self._open.add(handshake)
         return True
 
@@ -377,7 +375,7 @@ class Handshakes:
             _log.debug("tls.handshake_failed", reason=str(error) or type(error).__name__)
         finally:
             self._connections.remove(handshake)
-            self._refused.discard(handshake)
+            self._n_refused -= handshake.is_refused
             self._open.discard(handshake)
 
     def close(self) -> None:
@@ -390,6 +388,8 @@ class Handshake(asyncio.Protocol):
     """An accepted connection, from which a TLS connection is made."""
 
     def __init__(self, handshakes: Handshakes) -> None:
+        self.is_open = self.is_refused = False
+        self.owner: str | None = None
         self._handshakes = handshakes
         self._accepted: socket.socket
         self._running: asyncio.Task[None]

@@ -27,10 +27,9 @@ from llamaslot.api.context import READINESS, SETTINGS, ApiSettings, Readiness
 from llamaslot.api.credentials import Access, ApiKeys
 from llamaslot.api.http_errors import error_middleware
 from llamaslot.api.middleware import ACCESS, KEYS, add_headers, admit, identify
-from llamaslot.api.openapi.document import OPENAPI, PATH, OpenApi, openapi
-from llamaslot.api.responses import endpoints as responses
-from llamaslot.api.responses.endpoints import RESPONSES
-from llamaslot.api.responses.responses import LLAMA_SERVER_PATH, RUNNING
+from llamaslot.api.openapi import DESCRIBED, PATH, openapi
+from llamaslot.api.responses import responses
+from llamaslot.api.responses.responses import LLAMA_SERVER_PATH, RESPONSES, RUNNING
 from llamaslot.api.responses.store import ResponseStore
 from llamaslot.base.errors import ConfigError
 
@@ -103,7 +102,7 @@ def create_app(settings: ApiSettings) -> web.Application:
     app[RUNNING] = {}
     app[CHATS] = ChatStore(max_chats=settings.max_stored_responses, max_bytes=settings.max_stored_responses_bytes)
     app[READINESS] = Readiness()
-    app[OPENAPI] = OpenApi(ROUTES)
+    app[DESCRIBED] = ROUTES
     app.on_response_prepare.append(add_headers)
     app.cleanup_ctx.append(_watched_keys)
     for method, path, handler, _ in ROUTES:

@@ -14,7 +14,7 @@ import pytest
 from llamaslot.api.context import ApiSettings
 from llamaslot.api.credentials import Access
 from llamaslot.api.http_server import ROUTES, create_app
-from llamaslot.api.openapi.document import OPERATIONS, document
+from llamaslot.api.openapi import OPERATIONS, document
 from llamaslot.backend.disk import SlotFiles
 from llamaslot.base.model import FimTokens
 from tests.fake_backend import FakeBackend

@@ -14,7 +14,7 @@ from aiohttp import web
 
 from llamaslot.api.context import ApiSettings
 from llamaslot.api.http_server import create_app
-from llamaslot.api.responses.endpoints import RESPONSES as STORE
+from llamaslot.api.responses.responses import RESPONSES as STORE
 from llamaslot.api.responses.responses import RUNNING
 from llamaslot.api.responses.store import ResponseStore, StoreAccess, StoredResponse
 from llamaslot.api.sse import EventStream

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from llamaslot.api.http_server import ROUTES
-from llamaslot.api.openapi.document import document
+from llamaslot.api.openapi import document
 
 MAX_TOKENS = 16
 STORY = "Once upon a time there was a cat"

@@ -9,7 +9,7 @@ import msgspec
 
 from llamaslot.api.http_errors import ErrorDetail
 from llamaslot.api.http_server import ROUTES
-from llamaslot.api.openapi.document import OPERATIONS, Operation, openapi
+from llamaslot.api.openapi import OPERATIONS, Operation, openapi
 
 _OWN = Operation(replies=(dict[str, Any],))
 

@@ -14,8 +14,18 @@ from typing import Literal
 import msgspec
 from aiohttp import web
 
-from llamaslot.api.bodies import LATER, encode, json_reply, json_response, list_of, read, with_values
-from llamaslot.api.generation.pages import ListReply, Paging, page_of_stored
+from llamaslot.api.bodies import (
+    LATER,
+    ListReply,
+    Paging,
+    encode,
+    json_reply,
+    json_response,
+    list_of,
+    page_of_stored,
+    read,
+    with_values,
+)
 from llamaslot.api.middleware import key_namespace
 from llamaslot.base.callers import OwnerShares
 from llamaslot.base.errors import NotFoundError

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 from msgspec import UNSET
 
-from llamaslot.api.generation.logprobs import Prob
+from llamaslot.api.generation.reply_parts import Prob
 from llamaslot.api.responses import bodies
 from llamaslot.api.responses.bodies import (
     CustomCall,
