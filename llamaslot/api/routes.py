@@ -1,8 +1,7 @@
-"""`GET /openapi.json`: the API in OpenAPI's format, from the route table and the types of bodies and replies.
+"""The endpoints: routes with their handlers, access, and types, and `GET /openapi.json`, which describes them.
 
-`OPERATIONS` has body, reply and parameters of each endpoint. Where an endpoint encodes a struct, that struct is
-used. The types here stand for replies that are put together as mappings; a test decodes real replies with them, and
-unknown fields are errors.
+Where an endpoint encodes a struct, that struct is used. The types here stand for replies that are put together as
+mappings; a test decodes real replies with them, and unknown fields are errors.
 """
 
 from __future__ import annotations
@@ -15,21 +14,23 @@ from typing import Any, Final, Literal, TypeAlias, get_args
 
 import msgspec
 from aiohttp import web
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, UnsetType, structs
 
 from llamaslot import __version__
 from llamaslot.api import anthropic, cache_endpoints, server_endpoints
 from llamaslot.api.bodies import MAX_LIMIT, ListReply
-from llamaslot.api.completions import native_completion, openai_completions, stored_chats
+from llamaslot.api.completions import native_completion as native
+from llamaslot.api.completions import openai_completions as openai
+from llamaslot.api.completions import stored_chats
 from llamaslot.api.completions.native_completion import generation_settings
 from llamaslot.api.completions.openai_completions import ChatChoice, ChatChunkChoice, Envelope, TextChoice
 from llamaslot.api.credentials import Access
 from llamaslot.api.generation.reply_parts import CacheUse, Prob, PromptProgress, Timings, TokenCount
-from llamaslot.api.http_errors import AnthropicError, ErrorBody, Handler
+from llamaslot.api.http_errors import AnthropicError, ErrorBody, Handler, is_anthropic
 from llamaslot.api.middleware import SESSION_HEADERS
-from llamaslot.api.responses import bodies as responses_bodies
+from llamaslot.api.responses import bodies as response_types
 from llamaslot.api.responses import responses
-from llamaslot.api.responses.responses import N_FIRST, Compaction
+from llamaslot.api.responses.responses import LLAMA_SERVER_PATH, N_FIRST, Compaction
 from llamaslot.base.commands import CacheCleared
 from llamaslot.base.events import FinishReason
 from llamaslot.base.generation.sampling import Sampling
@@ -314,9 +315,6 @@ class TemplateReply(msgspec.Struct, forbid_unknown_fields=True):
     prompt: str
 
 
-Route: TypeAlias = tuple[str, str, Handler, Access]
-"""Method, path, handler, and the access that it requires."""
-
 PATH = "/openapi.json"
 _ERROR = "Error"
 _SECURITY_SCHEMES = {
@@ -328,26 +326,44 @@ JSON: Final = "application/json"
 _STRING = {"type": "string"}
 
 
+class Route(msgspec.Struct, frozen=True):
+    """An endpoint, with the types that its replies and its body may have; `chunks` are those of streamed events."""
+
+    method: str
+    path: str
+    handler: Handler
+    replies: tuple[Any, ...]
+    bodies: tuple[Any, ...] = ()
+    chunks: tuple[Any, ...] = ()
+    parameters: tuple[dict[str, Any], ...] = ()
+    alias: str = ""
+    """Another path, as in llama-server."""
+    access: Access = Access.USER
+    """The access that it requires."""
+    body_required: bool = True
+    content_type: str = JSON
+    """The reply's."""
+
+    @property
+    def error(self) -> Any:
+        """The type of its errors."""
+        return AnthropicError if is_anthropic(self.path) else ErrorBody
+
+
+async def openapi(request: web.Request) -> web.Response:
+    """Return this description of the API."""
+    return web.Response(body=_encoded(), content_type=JSON)
+
+
+@cache
+def _encoded() -> bytes:
+    """Return the description as JSON; not made before it is asked for, so that it delays no start."""
+    return msgspec.json.encode(document(ROUTES))
+
+
 def _parameter(name: str, place: str, schema: Mapping[str, Any], *, required: bool = False) -> dict[str, Any]:
     """Return a parameter of the path, the query or a header, in OpenAPI's form."""
     return {"name": name, "in": place, "required": required, "schema": schema}
-
-
-class Operation(msgspec.Struct, frozen=True, kw_only=True):
-    """Types that an endpoint's body and reply may have; `chunks` are those of streamed events."""
-
-    replies: tuple[Any, ...]
-    bodies: tuple[Any, ...] = ()
-    body_required: bool = True
-    chunks: tuple[Any, ...] = ()
-    parameters: tuple[dict[str, Any], ...] = ()
-    content_type: str = JSON
-    """The reply's."""
-    error: Any = ErrorBody
-
-
-_SESSION = tuple(_parameter(name, "header", {"type": "string"}) for name in SESSION_HEADERS)
-"""Only the first one that a request has is read: the others may be of any length."""
 
 
 def _page(min_limit: int) -> tuple[dict[str, Any], ...]:
@@ -359,142 +375,149 @@ def _page(min_limit: int) -> tuple[dict[str, Any], ...]:
     )
 
 
+_SESSION = tuple(_parameter(name, "header", _STRING) for name in SESSION_HEADERS)
+"""Only the first one that a request has is read: the others may be of any length."""
 _ACTION = _parameter("action", "query", {"enum": ["save", "restore", "erase"]}, required=True)
 _TOP = _parameter("top", "query", {"type": "integer", "minimum": 1, "maximum": cache_endpoints.MAX_TOP})
-
+_NO_SLOT = _parameter("fail_on_no_slot", "query", _STRING)
+_STREAM = (
+    _parameter("stream", "query", {"type": "boolean"}),
+    _parameter("starting_after", "query", {"type": "integer", "minimum": 0, "maximum": N_FIRST - 1}),
+)
 PickedFields: TypeAlias = dict[str, Any]
 """A reply of `/completion` that has the fields of `response_fields` only."""
-_NATIVE_REPLIES = (
-    NativeReply,
-    list[NativeReply],
-    PickedFields,
-    list[PickedFields],
-)
+_NATIVE = (NativeReply, list[NativeReply], PickedFields, list[PickedFields])
 _NATIVE_CHUNKS = (NativeChunk, NativeReply, PickedFields)
-_RESPONSE_EVENTS = get_args(responses_bodies.AnyEvent)
+_RESPONSE = (response_types.Response,)
+_EVENTS = get_args(response_types.AnyEvent)
+_CHAT, _TEXT, _INFILL = (bodies.ChatBody,), (bodies.CompletionBody,), (bodies.InfillBody,)
+_CHATS = "/v1/chat/completions"
+_MESSAGE = (anthropic.AnthropicMessage,)
+_ITEMS = (ListReply[dict[str, Any]],)
 
-OPERATIONS: dict[Handler, Operation] = {
-    server_endpoints.health: Operation(replies=(Health,)),
-    server_endpoints.models: Operation(replies=(Models,)),
-    server_endpoints.model: Operation(replies=(Model,)),
-    server_endpoints.props: Operation(replies=(Props,)),
-    server_endpoints.metrics: Operation(replies=(str,), content_type="text/plain"),
-    server_endpoints.apply_template: Operation(bodies=(bodies.ChatBody,), replies=(TemplateReply,)),
-    server_endpoints.tokenize: Operation(bodies=(bodies.TokenizeBody,), replies=(TokenizeReply,)),
-    server_endpoints.detokenize: Operation(bodies=(bodies.DetokenizeBody,), replies=(DetokenizeReply,)),
-    server_endpoints.tokenizer_info: Operation(replies=(server_endpoints.TokenizerInfo,)),
-    cache_endpoints.slots: Operation(
-        replies=(list[Slot],), parameters=(_parameter("fail_on_no_slot", "query", _STRING),)
+_ROUTES = (
+    Route("GET", "/health", server_endpoints.health, (Health,), alias="/v1/health", access=Access.PUBLIC),
+    Route("GET", "/v1/models", server_endpoints.models, (Models,), alias="/models"),
+    Route("GET", "/v1/models/{name:.+}", server_endpoints.model, (Model,)),
+    Route("GET", "/props", server_endpoints.props, (Props,)),
+    Route("GET", "/slots", cache_endpoints.slots, (list[Slot],), parameters=(_NO_SLOT,)),
+    Route("GET", "/cache", cache_endpoints.cache, (CacheState,), parameters=(_TOP,)),
+    Route("GET", "/metrics", server_endpoints.metrics, (str,), content_type="text/plain"),
+    Route("GET", PATH, openapi, (dict[str, Any],)),
+    Route(
+        "POST",
+        _CHATS,
+        openai.chat_completions,
+        (ChatReply,),
+        _CHAT,
+        (ChatChunk,),
+        _SESSION,
+        alias="/chat/completions",
     ),
-    cache_endpoints.act: Operation(
-        bodies=(bodies.SlotBody, Any),  # `erase` ignores its body
-        body_required=False,
-        replies=(SlotActionReply,),
-        parameters=(_ACTION,),
+    Route(
+        "POST",
+        f"{_CHATS}/input_tokens",
+        openai.count_tokens,
+        (TokenCount,),
+        _CHAT,
+        parameters=_SESSION,
+        alias="/chat/completions/input_tokens",
     ),
-    cache_endpoints.cache: Operation(replies=(CacheState,), parameters=(_TOP,)),
-    cache_endpoints.probe: Operation(
-        bodies=(bodies.ChatBody, bodies.CompletionBody), replies=(CacheProbe,), parameters=_SESSION
+    Route(
+        "GET",
+        _CHATS,
+        stored_chats.list_chats,
+        (ListReply[StoredChatReply],),
+        parameters=(*_page(0), _parameter("model", "query", _STRING)),
     ),
-    cache_endpoints.clear: Operation(replies=(CacheCleared,)),
-    cache_endpoints.drop_session: Operation(
-        bodies=(bodies.SessionBody,), body_required=False, replies=(SessionDropped,)
+    Route("GET", f"{_CHATS}/{{completion_id}}", stored_chats.retrieve, (StoredChatReply,)),
+    Route("POST", f"{_CHATS}/{{completion_id}}", stored_chats.update, (StoredChatReply,), (bodies.StoredChatBody,)),
+    Route("DELETE", f"{_CHATS}/{{completion_id}}", stored_chats.delete, (stored_chats.ChatDeleted,)),
+    Route("GET", f"{_CHATS}/{{completion_id}}/messages", stored_chats.list_messages, _ITEMS, parameters=_page(0)),
+    Route(
+        "POST",
+        "/v1/responses",
+        responses.create,
+        _RESPONSE,
+        (ResponsesBody,),
+        _EVENTS,
+        _SESSION,
+        alias=LLAMA_SERVER_PATH,
     ),
-    openai_completions.chat_completions: Operation(
-        bodies=(bodies.ChatBody,), replies=(ChatReply,), chunks=(ChatChunk,), parameters=_SESSION
-    ),
-    openai_completions.count_tokens: Operation(
-        bodies=(bodies.ChatBody,), replies=(TokenCount,), parameters=_SESSION
-    ),
-    openai_completions.completions: Operation(
-        bodies=(bodies.CompletionBody,), replies=(TextReply,), chunks=(TextReply,), parameters=_SESSION
-    ),
-    stored_chats.list_chats: Operation(
-        replies=(ListReply[StoredChatReply],), parameters=(*_page(0), _parameter("model", "query", _STRING))
-    ),
-    stored_chats.retrieve: Operation(replies=(StoredChatReply,)),
-    stored_chats.update: Operation(bodies=(bodies.StoredChatBody,), replies=(StoredChatReply,)),
-    stored_chats.delete: Operation(replies=(stored_chats.ChatDeleted,)),
-    stored_chats.list_messages: Operation(replies=(ListReply[dict[str, Any]],), parameters=_page(0)),
-    anthropic.messages: Operation(
-        bodies=(MessagesBody,),
-        replies=(anthropic.AnthropicMessage,),
-        chunks=(anthropic.Event,),
-        error=AnthropicError,
+    Route(
+        "POST",
+        "/v1/responses/input_tokens",
+        responses.count,
+        (response_types.InputTokens,),
+        (ResponsesBody,),
         parameters=_SESSION,
     ),
-    anthropic.count_tokens: Operation(
-        bodies=(CountTokensBody,), replies=(TokenCount,), error=AnthropicError, parameters=_SESSION
+    Route("POST", "/v1/responses/compact", responses.compact, (Compaction,), (ResponsesBody,), (), _SESSION),
+    Route("POST", "/v1/responses/{response_id}/cancel", responses.cancel, _RESPONSE),
+    Route("GET", "/v1/responses/{response_id}", responses.retrieve, _RESPONSE, (), _EVENTS, _STREAM),
+    Route("DELETE", "/v1/responses/{response_id}", responses.delete, (response_types.Deleted,)),
+    Route("GET", "/v1/responses/{response_id}/input_items", responses.input_items, _ITEMS, parameters=_page(1)),
+    Route("POST", "/v1/completions", openai.completions, (TextReply,), _TEXT, (TextReply,), _SESSION),
+    Route("POST", "/v1/messages", anthropic.messages, _MESSAGE, (MessagesBody,), (anthropic.Event,), _SESSION),
+    Route(
+        "POST",
+        "/v1/messages/count_tokens",
+        anthropic.count_tokens,
+        (TokenCount,),
+        (CountTokensBody,),
+        parameters=_SESSION,
     ),
-    responses.create: Operation(
-        bodies=(ResponsesBody,), replies=(responses_bodies.Response,), chunks=_RESPONSE_EVENTS, parameters=_SESSION
+    Route("POST", "/completion", native.completion, _NATIVE, _TEXT, _NATIVE_CHUNKS, _SESSION, alias="/completions"),
+    Route("POST", "/infill", native.infill, _NATIVE, _INFILL, _NATIVE_CHUNKS, _SESSION),
+    Route("POST", "/apply-template", server_endpoints.apply_template, (TemplateReply,), _CHAT),
+    Route("POST", "/cache/clear", cache_endpoints.clear, (CacheCleared,), access=Access.ADMIN),
+    Route("POST", "/cache/probe", cache_endpoints.probe, (CacheProbe,), (*_CHAT, *_TEXT), (), _SESSION),
+    Route(
+        "POST",
+        "/slots/{id_slot}",
+        cache_endpoints.act,
+        (SlotActionReply,),
+        (bodies.SlotBody, Any),  # `erase` ignores its body
+        parameters=(_ACTION,),
+        access=Access.ADMIN,
+        body_required=False,
     ),
-    responses.compact: Operation(bodies=(ResponsesBody,), replies=(Compaction,), parameters=_SESSION),
-    responses.cancel: Operation(replies=(responses_bodies.Response,)),
-    responses.count: Operation(
-        bodies=(ResponsesBody,), replies=(responses_bodies.InputTokens,), parameters=_SESSION
+    Route("POST", "/tokenize", server_endpoints.tokenize, (TokenizeReply,), (bodies.TokenizeBody,)),
+    Route("POST", "/detokenize", server_endpoints.detokenize, (DetokenizeReply,), (bodies.DetokenizeBody,)),
+    Route("GET", "/tokenizer_info", server_endpoints.tokenizer_info, (server_endpoints.TokenizerInfo,)),
+    Route(
+        "DELETE",
+        "/sessions/{session_id:.+}",
+        cache_endpoints.drop_session,
+        (SessionDropped,),
+        (bodies.SessionBody,),
+        body_required=False,
     ),
-    responses.retrieve: Operation(
-        replies=(responses_bodies.Response,),
-        chunks=_RESPONSE_EVENTS,
-        parameters=(
-            _parameter("stream", "query", {"type": "boolean"}),
-            _parameter("starting_after", "query", {"type": "integer", "minimum": 0, "maximum": N_FIRST - 1}),
-        ),
-    ),
-    responses.delete: Operation(replies=(responses_bodies.Deleted,)),
-    responses.input_items: Operation(replies=(ListReply[dict[str, Any]],), parameters=_page(1)),
-    native_completion.completion: Operation(
-        bodies=(bodies.CompletionBody,), replies=_NATIVE_REPLIES, chunks=_NATIVE_CHUNKS, parameters=_SESSION
-    ),
-    native_completion.infill: Operation(
-        bodies=(bodies.InfillBody,), replies=_NATIVE_REPLIES, chunks=_NATIVE_CHUNKS, parameters=_SESSION
-    ),
-}
-"""Every handler of the route table is here, except that of `/openapi.json` itself."""
-
-
-DESCRIBED = web.AppKey("DESCRIBED", tuple[Route, ...])
-"""The routes that the description is of."""
-
-
-async def openapi(request: web.Request) -> web.Response:
-    """Return this description of the API."""
-    return web.Response(body=_encoded(request.app[DESCRIBED]), content_type=JSON)
-
-
-@cache
-def _encoded(routes: tuple[Route, ...]) -> bytes:
-    """Return the description as JSON; not before it is asked for, so that it delays no start."""
-    return msgspec.json.encode(document(routes))
-
-
-_OWN = Operation(replies=(dict[str, Any],))
+)
+ROUTES = tuple(structs.replace(route, path=path) for route in _ROUTES for path in (route.path, route.alias) if path)
+"""All routes, those of aliases too."""
 
 
 def document(routes: Sequence[Route]) -> dict[str, Any]:
-    """Return the OpenAPI document of these routes, whose types are in `OPERATIONS`."""
-    operations = {handler: _OWN if handler is openapi else OPERATIONS[handler] for _, _, handler, _ in routes}
+    """Return the OpenAPI document of these routes."""
     types = list(
         dict.fromkeys(
-            each
-            for operation in operations.values()
-            for each in (*operation.bodies, *operation.replies, *operation.chunks, operation.error)
+            each for route in routes for each in (*route.bodies, *route.replies, *route.chunks, route.error)
         )
     )
     schemas, components = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
     schema_of = dict(zip(types, schemas, strict=True))
     paths: dict[str, dict[str, Any]] = {}
-    for method, pattern, handler, access in routes:
-        path = _IS_VARIABLE.sub(r"{\1}", pattern)
-        paths.setdefault(path, {})[method.lower()] = {
-            "operationId": re.sub(r"\W+", "_", f"{method.lower()}{path}").rstrip("_"),
+    for route in routes:
+        path, method = _IS_VARIABLE.sub(r"{\1}", route.path), route.method.lower()
+        paths.setdefault(path, {})[method] = {
+            "operationId": re.sub(r"\W+", "_", f"{method}{path}").rstrip("_"),
             # The first paragraph of the handler's docstring says what its endpoint does.
-            "summary": " ".join((inspect.getdoc(handler) or "").partition("\n\n")[0].split()),
-            **_security(access),
-            **_parameters(pattern, operations[handler]),
-            **_body(operations[handler], schema_of),
-            "responses": _responses(operations[handler], schema_of),
+            "summary": " ".join((inspect.getdoc(route.handler) or "").partition("\n\n")[0].split()),
+            **_security(route.access),
+            **_parameters(route),
+            **_body(route, schema_of),
+            "responses": _responses(route, schema_of),
         }
     error = {
         "description": "An error (docs/api.md lists them).",
@@ -519,27 +542,27 @@ def _security(access: Access) -> dict[str, Any]:
     return {"security": [{name: []} for name in _SECURITY_SCHEMES], "x-llamaslot-role": access.name.lower()}
 
 
-def _parameters(pattern: str, operation: Operation) -> dict[str, Any]:
-    in_path = [_parameter(name, "path", _STRING, required=True) for name in _IS_VARIABLE.findall(pattern)]
-    found = [*in_path, *operation.parameters]
+def _parameters(route: Route) -> dict[str, Any]:
+    in_path = [_parameter(name, "path", _STRING, required=True) for name in _IS_VARIABLE.findall(route.path)]
+    found = [*in_path, *route.parameters]
     return {"parameters": found} if found else {}
 
 
-def _body(operation: Operation, schema_of: dict[Any, Any]) -> dict[str, Any]:
-    if not operation.bodies:
+def _body(route: Route, schema_of: dict[Any, Any]) -> dict[str, Any]:
+    if not route.bodies:
         return {}
-    content = {JSON: {"schema": _any_of(operation.bodies, schema_of)}}
-    return {"requestBody": {"required": operation.body_required, "content": content}}
+    content = {JSON: {"schema": _any_of(route.bodies, schema_of)}}
+    return {"requestBody": {"required": route.body_required, "content": content}}
 
 
-def _responses(operation: Operation, schema_of: dict[Any, Any]) -> dict[str, Any]:
-    content = {operation.content_type: {"schema": _any_of(operation.replies, schema_of)}}
-    if operation.chunks:
+def _responses(route: Route, schema_of: dict[Any, Any]) -> dict[str, Any]:
+    content = {route.content_type: {"schema": _any_of(route.replies, schema_of)}}
+    if route.chunks:
         # OpenAPI 3.1 cannot describe the events of a stream; 3.2 does it in `itemSchema`.
-        content["text/event-stream"] = {"x-itemSchema": _any_of(operation.chunks, schema_of)}
+        content["text/event-stream"] = {"x-itemSchema": _any_of(route.chunks, schema_of)}
     error: dict[str, Any] = {"$ref": f"#/components/responses/{_ERROR}"}
-    if operation.error is not ErrorBody:
-        error = {"description": "An error.", "content": {JSON: {"schema": schema_of[operation.error]}}}
+    if route.error is not ErrorBody:
+        error = {"description": "An error.", "content": {JSON: {"schema": schema_of[route.error]}}}
     return {"200": {"description": "Success", "content": content}, "default": error}
 
 
