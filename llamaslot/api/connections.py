@@ -179,6 +179,7 @@ class Connection(web.RequestHandler):
         self.is_open = False
         self.owner: str | None = None
         self._connections = connections
+        self.encoding_turn = connections.encoding_turn
         self._handshake = handshake
         self._write_timeout = write_timeout
         self._timer: asyncio.TimerHandle | None = None
@@ -188,11 +189,6 @@ class Connection(web.RequestHandler):
         self._n_acknowledged: int | None = 0
         """`_acknowledged` when the timer was started."""
         self._request: web.Request | None = None
-
-    @property
-    def encoding_turn(self) -> asyncio.Lock:
-        """The turn to make a part of a large reply."""
-        return self._connections.encoding_turn
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Take the connection, or answer 503 and close it."""

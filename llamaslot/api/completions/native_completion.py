@@ -144,10 +144,6 @@ class NativeReplyWriter(ReplyWriter):
             part["timings"] = timings([progress])
         return part
 
-    def closing(self) -> Iterator[bytes]:
-        """Yield nothing: the last event says `stop`."""
-        return iter(())
-
     def whole(self) -> Iterator[bytes]:
         """Yield the final event of the completion with all of its text; a list if there are several."""
         bodies = (self._whole(each) for each in self.completions)

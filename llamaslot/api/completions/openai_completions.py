@@ -290,7 +290,7 @@ class ChatReplyWriter(OpenAIReplyWriter):
         """Return a chunk with new text, and with what the client wants to know about it."""
         choice = ChatChunkChoice(completion.index, delta)
         if completion.has_probs:
-            choice.logprobs = self.probs_writers[completion.index].chat(output.probs or ())
+            choice.logprobs = ChatLogprobs(self.probs_writers[completion.index].native(output.probs or ()))
         shown = timings([progress_of(output)]) if self.options.timings_per_token else UNSET
         return self._chunk([choice], timings=shown)
 

@@ -224,10 +224,6 @@ class ProbsWriter:
         """Yield the JSON of `native`."""
         return joined_lists(self.native(part) for part in rows.parts())
 
-    def chat(self, rows: Iterable[TokenProb]) -> ChatLogprobs:
-        """Return the next tokens in OpenAI's format for chat."""
-        return ChatLogprobs(self.native(rows))
-
     def text(self, rows: Sequence[TokenProb]) -> TextLogprobs:
         """Return the next tokens in OpenAI's format for text completions."""
         places = [self._texts.next(row) for row in rows]

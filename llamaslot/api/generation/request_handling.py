@@ -171,9 +171,9 @@ class ReplyWriter(ABC):
     def chunks(self, completion: Completion, output: Output | Finished) -> Iterable[bytes]:
         """Yield the server-sent events for an event of a completion, each whole or in parts."""
 
-    @abstractmethod
     def closing(self) -> Iterable[bytes]:
-        """Yield the server-sent events after all completions are finished."""
+        """Yield the server-sent events after all completions are finished, if there are any."""
+        return ()
 
     def failure(self, error: LlamaslotError) -> Iterable[bytes]:
         """Yield the last server-sent events of a stream that fails."""

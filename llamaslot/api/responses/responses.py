@@ -56,7 +56,7 @@ from llamaslot.api.responses.output import OutputItems, item_events
 from llamaslot.api.responses.store import ResponseStore, StoreAccess, StoredResponse
 from llamaslot.api.sse import EventStream, typed_event
 from llamaslot.base.commands import BodyKind
-from llamaslot.base.errors import LlamaslotError, NotSupportedError, ServerError
+from llamaslot.base.errors import LlamaslotError, NotSupportedError
 from llamaslot.base.events import Finished, Output
 from llamaslot.base.generation.request_context import ReplyOptions
 from llamaslot.formats.calls import Delta
@@ -136,10 +136,6 @@ class ResponsesReplyWriter(ReplyWriter):
             is_cut = self._status == "incomplete" and self.request.path != LLAMA_SERVER_PATH
             kind = bodies.Incomplete if is_cut else bodies.Completed
             yield from self._lifecycle(kind, self._finished(output), timings=timings([output.progress]))
-
-    def closing(self) -> Iterable[bytes]:
-        """Yield nothing: the end of the only completion ends the stream."""
-        return ()
 
     def failure(self, error: LlamaslotError) -> Iterator[bytes]:
         """Yield the error, and the response as it has failed."""
@@ -304,13 +300,12 @@ class Compaction(msgspec.Struct, kw_only=True):
 
 
 class CompactionWriter(ResponsesReplyWriter):
-    """One item: what the user wrote, word for word, and a summary of the rest."""
+    """Writes one item: what the user wrote, word for word, and a summary of the rest.
+
+    It has no stream: the prompt worker refuses `stream`.
+    """
 
     is_cancellable = False
-
-    def chunks(self, completion: Completion, output: Output | Finished) -> Iterator[bytes]:
-        """Raise an error: a request for a stream was refused."""
-        raise ServerError("a compaction is not streamed")
 
     def whole(self) -> Iterator[bytes]:
         """Yield the compaction."""
