@@ -236,7 +236,7 @@ def blocks_of(events: Iterable[BlockEvent]) -> list[Block]:
 
 
 def _complete(block: Block, text: str) -> bool:
-    """Set what a block has; False if it is a call that is not complete."""
+    """Fill in a block; return False for an incomplete call."""
     match block:
         case TextBlock():
             block.text = text

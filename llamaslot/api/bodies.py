@@ -1,8 +1,8 @@
 """Reading request bodies, within limits of size and time, and writing JSON replies, whole or a page of a list.
 
-A reply whose size its client has chosen is never encoded as a whole: a generator yields it in pieces, which are
-made while it is sent, one piece of one reply in each turn of the event loop. `LATER` stands in a body for what is
-encoded by itself.
+A reply whose size the client chooses is never encoded as a whole: a generator yields it in pieces, which are made
+while it is sent, one piece of one reply in each turn of the event loop. `LATER` is the placeholder in a body for a
+value that is encoded separately.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ def _session_in(request: web.Request) -> str:
 
 
 def valid_unicode(text: str) -> str:
-    """Return a text with bytes that were no valid UTF-8, which aiohttp decodes as surrogates, written out."""
+    """Return a text with its invalid UTF-8, which aiohttp decodes as surrogates, as escapes such as `\\udcff`."""
     return text.encode(errors="backslashreplace").decode()
 
 
@@ -181,7 +181,7 @@ def _granted(request: web.Request) -> Access:
 
 
 def sees_all(request: web.Request) -> bool:
-    """Return False for a key that may see nothing of what other keys do, not even how much they do."""
+    """Return True if a key may see what other keys do, and how much."""
     return request[GRANTED] is Access.ADMIN or not request.app[SETTINGS].cache_salt_from_api_key
 
 

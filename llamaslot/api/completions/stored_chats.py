@@ -1,7 +1,6 @@
 """Stored chat completions: their store in memory, and its endpoints.
 
-A completion is found with the API key that made it only. The store has a limit of their number and one of their
-bytes.
+Only the API key that made a completion finds it. The store has a limit of number and one of bytes.
 """
 
 from __future__ import annotations
