@@ -227,13 +227,8 @@ class ProbsWriter:
     def text(self, rows: Sequence[TokenProb]) -> TextLogprobs:
         """Return the next tokens in OpenAI's format for text completions."""
         places = [self._texts.next(row) for row in rows]
-        return TextLogprobs(
-            tokens=[_name(row) for row in rows],
-            token_logprobs=[row.value for row in rows],
-            top_logprobs=[_top_of(row) for row in rows],
-            text_offset=[offset for offset, _ in places],
-            content=[self._prob(row, text) for row, (_, text) in zip(rows, places, strict=True)],
-        )
+        content = [self._prob(row, text) for row, (_, text) in zip(rows, places, strict=True)]
+        return _text_logprobs(rows, [offset for offset, _ in places], content)
 
     def text_later(self, prompt: ProbRows | None, text: str, rows: ProbRows) -> tuple[Iterator[bytes], ...]:
         """Return the JSON of each list of a `TextLogprobs`: a prompt's tokens, if wanted, then the reply's."""
@@ -265,13 +260,7 @@ class ProbsWriter:
         self._texts = _Texts(len(text))
         places = filter(None, self._prompt_offsets(rows, text))
         for part, offsets in zip(rows.parts(), places, strict=True):
-            yield TextLogprobs(
-                tokens=[_name(row) for row in part],
-                token_logprobs=[row.value for row in part],
-                top_logprobs=[_top_of(row) for row in part],
-                text_offset=offsets,
-                content=[],
-            )
+            yield _text_logprobs(part, offsets, [])
 
     def _prompt_offsets(self, rows: ProbRows, text: str) -> Iterator[list[int]]:
         """Yield the offsets of each part of a prompt's tokens, after an empty list for each part."""
@@ -318,6 +307,11 @@ class _Texts:
         before, text = self.n, self._decoder.decode(row.piece)
         self.n += len(text)
         return before, text
+
+
+def _text_logprobs(rows: Sequence[TokenProb], offsets: list[int], content: list[Prob]) -> TextLogprobs:
+    names, values = [_name(row) for row in rows], [row.value for row in rows]
+    return TextLogprobs(names, values, [_top_of(row) for row in rows], offsets, content)
 
 
 def _top_of(row: TokenProb) -> dict[str, float] | None:

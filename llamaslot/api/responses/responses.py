@@ -1,8 +1,7 @@
 """The endpoints of OpenAI's Responses API, and the writers of its replies.
 
-Stored responses are found with the API key that made them only. A compaction is an item that stands for a
-conversation, with a summary by the model. The summary is asked for after the conversation, whose prefix is in the
-cache already.
+Only the API key that made a stored response finds it. A compaction is an item that stands for a conversation, with
+a summary by the model. The summary is asked for after the conversation, whose prefix is in the cache already.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import closing, suppress
+from contextlib import contextmanager, suppress
 from typing import Any, ClassVar, Literal, TypeAlias
 
 import msgspec
@@ -30,7 +29,7 @@ from llamaslot.api.generation.reply_parts import (
     timings,
 )
 from llamaslot.api.generation.reply_parts import usage as chat_usage
-from llamaslot.api.generation.request_handling import ReplyWriter, complete, count_prompt_tokens, end_reason
+from llamaslot.api.generation.request_handling import Find, ReplyWriter, complete, count_prompt_tokens, end_reason
 from llamaslot.api.middleware import key_namespace
 from llamaslot.api.responses import bodies
 from llamaslot.api.responses.bodies import (
@@ -53,12 +52,12 @@ from llamaslot.api.responses.bodies import (
     Status,
 )
 from llamaslot.api.responses.output import OutputItems, item_events
-from llamaslot.api.responses.store import ResponseStore, StoreAccess, StoredResponse
+from llamaslot.api.responses.store import ResponseStore, StoredResponse
 from llamaslot.api.sse import EventStream, typed_event
 from llamaslot.base.commands import BodyKind
 from llamaslot.base.errors import LlamaslotError, NotSupportedError
 from llamaslot.base.events import Finished, Output
-from llamaslot.base.generation.request_context import ReplyOptions
+from llamaslot.base.generation.request_context import EarlierItems, References, ReplyOptions
 from llamaslot.formats.calls import Delta
 from llamaslot.protocol.response_items import encoded_compaction
 from llamaslot.service.limits import ProbsLimit
@@ -78,7 +77,8 @@ LLAMA_SERVER_PATH = "/responses"
 _Json: TypeAlias = tuple[bytes, ...]
 """Parts of a JSON text."""
 _EMPTY: Any = msgspec.Raw(b"{}")
-STORE_ACCESS = web.RequestKey("STORE_ACCESS", StoreAccess)
+CONTINUED = web.RequestKey("CONTINUED", StoredResponse)
+"""The response that a request continues, if any."""
 RESPONSES = web.AppKey("RESPONSES", ResponseStore)
 N_FIRST = 2
 """Events before those of the items: their numbers are the same whenever a response is streamed."""
@@ -198,8 +198,15 @@ class ResponsesReplyWriter(ReplyWriter):
         response = self._response(status, **fields)
         if self._fields.store:
             items = {item.id: encode(item) for item in output}
-            access = self.request[STORE_ACCESS]
-            if not access.put(self.id, b"".join(response), self._fields.input, items):
+            stored = StoredResponse(
+                *self._key,
+                b"".join(response),
+                self._fields.input,
+                items,
+                self.request.get(CONTINUED),
+                self.request[CALLER].owner,
+            )
+            if not self.request.app[RESPONSES].put(stored):
                 return self._response(status, store=False, **fields)
         return response
 
@@ -350,10 +357,9 @@ async def _complete(
     request: web.Request, kind: BodyKind, writer_type: type[ResponsesReplyWriter]
 ) -> web.StreamResponse:
     key = (key_namespace(request), writer_type.id_prefix + request[UNIQUE_ID])
-    with closing(_store_access(request)) as access:
-        request[STORE_ACCESS] = access
+    with _finding(request) as find:
         try:
-            return await complete(request, kind, writer_type, access.find)
+            return await complete(request, kind, writer_type, find)
         except LlamaslotError:
             running = request.app[RUNNING].get(key)
             if running is None or not running.is_cancelled:
@@ -366,8 +372,8 @@ async def _complete(
 
 async def count(request: web.Request) -> web.Response:
     """Return the tokens of the prompt that a response would be generated for."""
-    with closing(_store_access(request)) as access:
-        return json_response(InputTokens(await count_prompt_tokens(request, "responses", access.find)))
+    with _finding(request) as find:
+        return json_response(InputTokens(await count_prompt_tokens(request, "responses", find)))
 
 
 async def retrieve(request: web.Request) -> web.StreamResponse:
@@ -407,8 +413,25 @@ def _stored(request: web.Request) -> StoredResponse:
     return request.app[RESPONSES].get(key_namespace(request), request.match_info["response_id"])
 
 
-def _store_access(request: web.Request) -> StoreAccess:
-    return StoreAccess(request.app[RESPONSES], key_namespace(request), request[CALLER].owner)
+@contextmanager
+def _finding(request: web.Request) -> Iterator[Find]:
+    """Yield a function that finds the earlier items that a body names.
+
+    The response that the request continues is kept until the block ends.
+    """
+    store = request.app[RESPONSES]
+
+    def find(references: References) -> EarlierItems:
+        earlier, previous = store.find(key_namespace(request), references)
+        if previous is not None:
+            request[CONTINUED] = previous
+        return earlier
+
+    try:
+        yield find
+    finally:
+        if CONTINUED in request:
+            store.release(request[CONTINUED])
 
 
 class _Text(OutputText, kw_only=True, tag_field="type", tag="output_text"):
