@@ -48,6 +48,8 @@ _RECEIVE_BYTES = 2**16
 """Receive buffer of each further connection, because the content of all buffers may be read at once."""
 _MAX_REFUSED_HANDSHAKES = 32
 """Handshakes in progress beyond the limit of connections, so that their clients can be told that it is reached."""
+_DISCARD_BYTES = 2**18
+"""Bytes of an unread body that are received at a time, as many as the event loop does."""
 _MIN_READ_BYTES = 2**16
 """Bytes that a slow reader must take within the write timeout; otherwise its connection is closed."""
 
@@ -306,7 +308,11 @@ class Connection(web.RequestHandler):
             # aiohttp refuses an unknown `Expect` before it calls any middleware.
             resp = http_errors.response(http_errors.translated(request, resp), request)
         try:
-            return await super().finish_response(request, resp, *args)
+            finished = await super().finish_response(request, resp, *args)
+            # aiohttp discards the rest of an unread body. With the limit of bodies that are read, receiving stopped
+            # after each piece: 10 MB took 7.7 ms of CPU, not 5.6 (medians of five).
+            request.content.set_read_chunk_size(_DISCARD_BYTES)
+            return finished
         finally:
             self._request = None
             self._connections.end(self)
