@@ -20,7 +20,7 @@ from aiohttp.http import HttpProcessingError
 
 from llamaslot.api import http_errors
 from llamaslot.api.connections import OWNER_SHARE, Connection
-from llamaslot.api.context import CALLER, READINESS
+from llamaslot.api.context import CALLER, READINESS, ApiSettings
 from llamaslot.api.middleware import caller_of, valid_unicode
 from llamaslot.base.callers import Amounts
 from llamaslot.base.errors import (
@@ -53,12 +53,10 @@ _MIB = 2**20
 
 
 class BodyReader:
-    """Reads bodies of at most `max_bytes`, each within `timeout` seconds, and at most `max_total` bytes at once."""
+    """Reads bodies within the settings' limits of the size of one, of the size of all together, and of time."""
 
-    def __init__(self, *, max_bytes: int, max_total: int, timeout: float) -> None:
-        self._max_bytes = max_bytes
-        self._max_total = max_total
-        self._timeout = timeout
+    def __init__(self, settings: ApiSettings) -> None:
+        self._settings = settings
         self._bytes = Amounts()
         """Bytes of the bodies that are being received or read, by owner."""
 
@@ -75,8 +73,9 @@ class BodyReader:
         if any(encoding.strip().lower() not in ("", "identity") for encoding in encodings):
             message = "compressed bodies are not supported: send it without Content-Encoding"
             raise UnsupportedMediaTypeError(message, param="Content-Encoding")
-        most = self._max_bytes if max_bytes is None else min(max_bytes, self._max_bytes)
-        _check_size(request.content_length or 0, most, self._max_bytes)
+        limit = self._settings.max_body_bytes
+        most = limit if max_bytes is None else min(max_bytes, limit)
+        _check_size(request.content_length or 0, most, limit)
         await _continue(request)
         received = io.BytesIO()
         try:
@@ -91,14 +90,14 @@ class BodyReader:
     async def _receive(self, request: web.Request, received: io.BytesIO, most: int) -> None:
         owner = request[CALLER].owner
         try:
-            async with asyncio.timeout(self._timeout):
+            async with asyncio.timeout(self._settings.body_timeout):
                 while chunk := await request.content.readany():
-                    _check_size(received.tell() + len(chunk), most, self._max_bytes)
+                    _check_size(received.tell() + len(chunk), most, self._settings.max_body_bytes)
                     self._check_total(received.tell(), len(chunk), owner)
                     self._bytes.add(owner, len(chunk))
                     received.write(chunk)
         except TimeoutError:
-            message = f"the body did not arrive within {self._timeout:g} s (--body-timeout)"
+            message = f"the body did not arrive within {self._settings.body_timeout:g} s (--body-timeout)"
             raise RequestTimeoutError(message) from None
         except RuntimeError as error:
             if request.transport is not None:
@@ -114,11 +113,11 @@ class BodyReader:
 
     def _check_total(self, n_received: int, n_more: int, owner: str) -> None:
         """Raise unless the owner leaves enough free for others; one body alone is always read."""
-        n_total, n_own = self._bytes.total, self._bytes[owner]
-        if n_total > n_received and OWNER_SHARE * (self._max_total - n_total - n_more) < n_own + n_more:
+        n_total, n_own, most = self._bytes.total, self._bytes[owner], self._settings.max_total_body_bytes
+        if n_total > n_received and OWNER_SHARE * (most - n_total - n_more) < n_own + n_more:
             raise QueueFullError(
                 f"request bodies take {n_total / _MIB:.0f} MiB, {n_own / _MIB:.0f} of them this client's, and the "
-                f"limit is {self._max_total / _MIB:g} MiB (--max-total-body-mb); try later",
+                f"limit is {most / _MIB:g} MiB (--max-total-body-mb); try later",
                 retry_after=1,
             )
 

@@ -27,7 +27,6 @@ from aiohttp.http import RawRequestMessage
 
 from llamaslot.api import http_errors
 from llamaslot.api.context import shown_id
-from llamaslot.api.http_errors import Handler
 from llamaslot.base.callers import Amounts
 from llamaslot.base.errors import InvalidRequestError, QueueFullError, UnavailableError
 
@@ -429,11 +428,3 @@ def _acknowledged(transport: asyncio.Transport) -> int | None:
         return None
     info = connected.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
     return int.from_bytes(info[_BYTES_ACKED], sys.byteorder) if len(info) == _TCP_INFO_BYTES else None
-
-
-@web.middleware
-async def mark_busy(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Keep a connection from being idle while a request on it is being answered."""
-    if isinstance(request.protocol, Connection):
-        request.protocol.begin(request)
-    return await handler(request)

@@ -19,7 +19,6 @@ from llamaslot.api.connections import (
     Handshake,
     Handshakes,
     available_connections,
-    mark_busy,
 )
 from llamaslot.api.context import READINESS, SETTINGS, ApiSettings, Readiness
 from llamaslot.api.credentials import ApiKeys
@@ -42,13 +41,11 @@ def create_app(settings: ApiSettings) -> web.Application:
 
     Raises `ConfigError` for an unusable file of API keys.
     """
-    app = web.Application(middlewares=[mark_busy, identify, error_middleware, admit])
+    app = web.Application(middlewares=[identify, error_middleware, admit])
     app[SETTINGS] = settings
     app[KEYS] = ApiKeys(settings.api_keys, settings.api_key_file)
     app[ACCESS] = {route.handler: route.access for route in ROUTES}
-    app[BODY_READER] = BodyReader(
-        max_bytes=settings.max_body_bytes, max_total=settings.max_total_body_bytes, timeout=settings.body_timeout
-    )
+    app[BODY_READER] = BodyReader(settings)
     app[RESPONSES] = ResponseStore(
         max_responses=settings.max_stored_responses, max_bytes=settings.max_stored_responses_bytes
     )

@@ -98,7 +98,10 @@ def valid_unicode(text: str) -> str:
 
 @web.middleware
 async def identify(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Give the request an id; the client's own is used if it is valid."""
+    """Give the request an id, the client's own if it is valid, and its connection the request."""
+    if isinstance(request.protocol, Connection):
+        # It is not idle while the request is answered.
+        request.protocol.begin(request)
     client_request_id = request.headers.get("X-Request-Id", "")
     request[UNIQUE_ID] = uuid4().hex
     request[CLIENT_REQUEST_ID] = client_request_id if _VALID_ID.fullmatch(client_request_id) else ""
