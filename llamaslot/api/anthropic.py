@@ -6,16 +6,16 @@ Blocks are in the order in which the model wrote what is in them. Errors in Anth
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
+from itertools import chain
 from typing import Literal, TypeAlias
 
 import msgspec
 from aiohttp import web
 
 from llamaslot.api.bodies import encode, json_response
-from llamaslot.api.generation.reply_stats import TokenCount, progress_of
+from llamaslot.api.generation.reply_parts import TokenCount, progress_of
 from llamaslot.api.generation.request_handling import (
-    ReplyContext,
     ReplyWriter,
     complete,
     count_prompt_tokens,
@@ -23,8 +23,9 @@ from llamaslot.api.generation.request_handling import (
 )
 from llamaslot.api.sse import typed_event
 from llamaslot.base.events import Finished, Output, Progress
-from llamaslot.formats.calls import Delta, ToolCallDelta, is_object
-from llamaslot.service.live_request import Completion
+from llamaslot.formats.calls import Delta, is_object
+from llamaslot.service.live_request import Completion, LiveRequest
+from llamaslot.service.service import Service
 
 _NO_ARGUMENTS = msgspec.Raw(b"{}")
 StopReason: TypeAlias = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
@@ -166,86 +167,61 @@ class Ping(_Typed, tag="ping"):
 Event: TypeAlias = MessageStart | BlockEvent | MessageDelta | MessageStop | Ping
 
 
-class BlockEvents:
-    """Turns the parts of a message into events: one block is open at a time.
+class Blocks:
+    """Makes blocks of the parts of a message, and events that report them: one block is open at a time.
 
     With `omit_thinking`, thinking blocks have no text.
     """
 
     def __init__(self, *, omit_thinking: bool) -> None:
+        self.complete: list[Block] = []
+        """Without a call that is not complete: with empty arguments a client might run it."""
         self._omit_thinking = omit_thinking
         self._index = -1
-        self._open: Literal["", "text", "thinking", "tool_use"] = ""
+        self._open: Block | None = None
+        """The last block, without its text."""
+        self._texts: list[str] = []
 
     def add(self, delta: Delta) -> Iterator[BlockEvent]:
         """Yield the events of what was added to the message."""
         for part in delta.parts or (delta,):
             if part.reasoning:
-                if self._open != "thinking":
+                if not isinstance(self._open, ThinkingBlock):
                     yield from self._start(ThinkingBlock(""))
-                    self._open = "thinking"
                 if not self._omit_thinking:
-                    yield ContentBlockDelta(self._index, ThinkingDelta(part.reasoning))
+                    yield self._added(ThinkingDelta(part.reasoning), part.reasoning)
             if part.content:
-                if self._open != "text":
+                if not isinstance(self._open, TextBlock):
                     yield from self._start(TextBlock(""))
-                    self._open = "text"
-                yield ContentBlockDelta(self._index, TextDelta(part.content))
+                yield self._added(TextDelta(part.content), part.content)
             for call in part.tool_calls:
-                yield from self._add_call(call)
+                if call.name is not None:
+                    yield from self._start(ToolUseBlock(call.id or "", call.name, _NO_ARGUMENTS))
+                if call.arguments:
+                    yield self._added(InputJsonDelta(call.arguments), call.arguments)
 
     def close(self) -> Iterator[BlockEvent]:
         """Yield the end of the block that is open."""
-        if self._open == "thinking":
+        block, text, self._open = self._open, "".join(self._texts), None
+        if isinstance(block, ThinkingBlock):
             yield ContentBlockDelta(self._index, SignatureDelta())
-        if self._open:
+            self.complete.append(ThinkingBlock(text))
+        elif isinstance(block, TextBlock):
+            self.complete.append(TextBlock(text))
+        elif block is not None and is_object(text):
+            self.complete.append(ToolUseBlock(block.id, block.name, msgspec.Raw(text.encode())))
+        if block is not None:
             yield ContentBlockStop(self._index)
-        self._open = ""
 
     def _start(self, block: Block) -> Iterator[BlockEvent]:
         yield from self.close()
         self._index += 1
+        self._open, self._texts = block, []
         yield ContentBlockStart(self._index, block)
 
-    def _add_call(self, call: ToolCallDelta) -> Iterator[BlockEvent]:
-        if call.name is not None:
-            yield from self._start(ToolUseBlock(call.id or "", call.name, _NO_ARGUMENTS))
-            self._open = "tool_use"
-        if call.arguments:
-            yield ContentBlockDelta(self._index, InputJsonDelta(call.arguments))
-
-
-def blocks_of(events: Iterable[BlockEvent]) -> list[Block]:
-    """Return the whole blocks that events add up to.
-
-    A call that is not complete is left out: with empty arguments a client might run it.
-    """
-    blocks: list[Block] = []
-    texts: list[str] = []
-    for each in events:
-        match each:
-            case ContentBlockStart():
-                blocks.append(each.content_block)
-                texts.clear()
-            case ContentBlockDelta(delta=TextDelta(text) | ThinkingDelta(text) | InputJsonDelta(text)):
-                texts.append(text)
-            case ContentBlockStop():
-                if not _complete(blocks[-1], "".join(texts)):
-                    blocks.pop()
-    return blocks
-
-
-def _complete(block: Block, text: str) -> bool:
-    """Set what a block has; False if it is a call that is not complete."""
-    match block:
-        case TextBlock():
-            block.text = text
-        case ThinkingBlock():
-            block.thinking = text
-        case ToolUseBlock():
-            block.input = msgspec.Raw(text.encode())
-            return is_object(text)
-    return True
+    def _added(self, delta: TextDelta | ThinkingDelta | InputJsonDelta, text: str) -> BlockEvent:
+        self._texts.append(text)
+        return ContentBlockDelta(self._index, delta)
 
 
 async def messages(request: web.Request) -> web.StreamResponse:
@@ -264,10 +240,10 @@ class MessagesReplyWriter(ReplyWriter):
     id_prefix = "msg_"
     ping = typed_event(Ping())
 
-    def __init__(self, reply: ReplyContext, completions: Sequence[Completion]) -> None:
-        super().__init__(reply, completions)
-        self._message = self.new_message(completions[0])
-        self._blocks = BlockEvents(omit_thinking=self._options.omit_reasoning)
+    def __init__(self, request: web.Request, service: Service, live: LiveRequest) -> None:
+        super().__init__(request, service, live)
+        self._message = self.new_message(live.completions[0])
+        self._blocks = Blocks(omit_thinking=self.options.omit_reasoning)
         self._is_started = False
 
     def chunks(self, completion: Completion, output: Output | Finished) -> Iterator[bytes]:
@@ -289,18 +265,19 @@ class MessagesReplyWriter(ReplyWriter):
 
     def whole(self) -> Iterator[bytes]:
         """Yield the whole message."""
-        (completion,) = self._completions
+        (completion,) = self.completions
         end = completion.end
         added = self._message.push(completion.text, end.reason)
-        content = blocks_of([*self._blocks.add(added), *self._blocks.close()])
+        for _ in chain(self._blocks.add(added), self._blocks.close()):
+            pass
         message = self._empty(AnthropicUsage.of(end.progress))
         stop = self._stop(end)
-        message.content = content
+        message.content = self._blocks.complete
         message.stop_reason, message.stop_sequence = stop.stop_reason, stop.stop_sequence
         yield encode(message)
 
     def _empty(self, usage: AnthropicUsage) -> AnthropicMessage:
-        return AnthropicMessage(id=self._reply.id, model=self._reply.model, content=[], usage=usage)
+        return AnthropicMessage(id=self.id, model=self.model, content=[], usage=usage)
 
     def _stop(self, end: Finished) -> Stop:
         reason: StopReason = "tool_use" if self._message.has_calls else "end_turn"

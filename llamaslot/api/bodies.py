@@ -1,17 +1,18 @@
-"""Reading request bodies, within limits of size and time, and writing JSON replies.
+"""Reading request bodies, within limits of size and time, and writing JSON replies, whole or a page of a list.
 
-A reply whose size its client has chosen is never encoded as a whole: a generator yields it in pieces, which are
-made while it is sent, one piece of one reply in each turn of the event loop. `LATER` stands in a body for what is
-encoded by itself.
+A reply whose size the client chooses is never encoded as a whole: a generator yields it in pieces, which are made
+while it is sent, one piece of one reply in each turn of the event loop. `LATER` is the placeholder in a body for a
+value that is encoded separately.
 """
 
 from __future__ import annotations
 
 import asyncio
 import io
-from collections.abc import AsyncIterator, Iterable, Iterator
+import re
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import msgspec
 from aiohttp import HttpVersion11, web
@@ -19,7 +20,8 @@ from aiohttp.http import HttpProcessingError
 
 from llamaslot.api import http_errors
 from llamaslot.api.connections import OWNER_SHARE, Connection
-from llamaslot.api.context import CALLER
+from llamaslot.api.context import CALLER, READINESS, ApiSettings
+from llamaslot.api.middleware import caller_of, valid_unicode
 from llamaslot.base.callers import Amounts
 from llamaslot.base.errors import (
     InvalidRequestError,
@@ -28,6 +30,7 @@ from llamaslot.base.errors import (
     TooLargeError,
     UnsupportedMediaTypeError,
 )
+from llamaslot.base.generation.request_context import ListItems
 from llamaslot.protocol.bodies import decode
 
 _MAX_SMALL_BODY = 2**16
@@ -37,8 +40,11 @@ _CHUNK_BYTES = 2**16
 _CHUNK_S = 0.004
 """Time after which a chunk is complete, however short it is."""
 _MARK = b"\0"
+DEFAULT_LIMIT, MAX_LIMIT = 20, 100
+_IS_COUNT = re.compile(r"[0-9]{1,9}").fullmatch
 
 B = TypeVar("B", bound=msgspec.Struct)
+T = TypeVar("T")
 LATER: Any = msgspec.Raw(_MARK)
 """Place of a value for `with_values`: a byte that JSON never has."""
 
@@ -47,12 +53,10 @@ _MIB = 2**20
 
 
 class BodyReader:
-    """Reads bodies of at most `max_bytes`, each within `timeout` seconds, and at most `max_total` bytes at once."""
+    """Reads bodies within the settings' limits of the size of one, of the size of all together, and of time."""
 
-    def __init__(self, *, max_bytes: int, max_total: int, timeout: float) -> None:
-        self._max_bytes = max_bytes
-        self._max_total = max_total
-        self._timeout = timeout
+    def __init__(self, settings: ApiSettings) -> None:
+        self._settings = settings
         self._bytes = Amounts()
         """Bytes of the bodies that are being received or read, by owner."""
 
@@ -69,8 +73,9 @@ class BodyReader:
         if any(encoding.strip().lower() not in ("", "identity") for encoding in encodings):
             message = "compressed bodies are not supported: send it without Content-Encoding"
             raise UnsupportedMediaTypeError(message, param="Content-Encoding")
-        most = self._max_bytes if max_bytes is None else min(max_bytes, self._max_bytes)
-        _check_size(request.content_length or 0, most, self._max_bytes)
+        limit = self._settings.max_body_bytes
+        most = limit if max_bytes is None else min(max_bytes, limit)
+        _check_size(request.content_length or 0, most, limit)
         await _continue(request)
         received = io.BytesIO()
         try:
@@ -85,14 +90,14 @@ class BodyReader:
     async def _receive(self, request: web.Request, received: io.BytesIO, most: int) -> None:
         owner = request[CALLER].owner
         try:
-            async with asyncio.timeout(self._timeout):
+            async with asyncio.timeout(self._settings.body_timeout):
                 while chunk := await request.content.readany():
-                    _check_size(received.tell() + len(chunk), most, self._max_bytes)
+                    _check_size(received.tell() + len(chunk), most, self._settings.max_body_bytes)
                     self._check_total(received.tell(), len(chunk), owner)
                     self._bytes.add(owner, len(chunk))
                     received.write(chunk)
         except TimeoutError:
-            message = f"the body did not arrive within {self._timeout:g} s (--body-timeout)"
+            message = f"the body did not arrive within {self._settings.body_timeout:g} s (--body-timeout)"
             raise RequestTimeoutError(message) from None
         except RuntimeError as error:
             if request.transport is not None:
@@ -108,11 +113,11 @@ class BodyReader:
 
     def _check_total(self, n_received: int, n_more: int, owner: str) -> None:
         """Raise unless the owner leaves enough free for others; one body alone is always read."""
-        n_total, n_own = self._bytes.total, self._bytes[owner]
-        if n_total > n_received and not self._bytes.may_add(owner, n_more, self._max_total, OWNER_SHARE):
+        n_total, n_own, most = self._bytes.total, self._bytes[owner], self._settings.max_total_body_bytes
+        if n_total > n_received and not self._bytes.may_add(owner, n_more, most, OWNER_SHARE):
             raise QueueFullError(
                 f"request bodies take {n_total / _MIB:.0f} MiB, {n_own / _MIB:.0f} of them this client's, and the "
-                f"limit is {self._max_total / _MIB:g} MiB (--max-total-body-mb); try later",
+                f"limit is {most / _MIB:g} MiB (--max-total-body-mb); try later",
                 retry_after=1,
             )
 
@@ -255,3 +260,64 @@ def _cut(pieces: Iterable[bytes]) -> Iterator[bytes]:
         else:
             for start in range(0, len(piece), _CHUNK_BYTES):
                 yield piece[start : start + _CHUNK_BYTES]
+
+
+class ListReply(msgspec.Struct, Generic[T]):
+    """A page of a list."""
+
+    data: list[T]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+    object: Literal["list"] = "list"
+
+
+class Paging:
+    """The page that a request asks for; raises `InvalidRequestError`.
+
+    `order` is the default, and `min_limit` the least `limit`.
+    """
+
+    def __init__(self, request: web.Request, order: str, min_limit: int) -> None:
+        limit = request.query.get("limit", str(DEFAULT_LIMIT))
+        if not _IS_COUNT(limit) or not min_limit <= int(limit) <= MAX_LIMIT:
+            message = f"'limit' must be an integer from {min_limit} to {MAX_LIMIT}"
+            raise InvalidRequestError(message, param="limit")
+        order = request.query.get("order", order)
+        if order not in ("asc", "desc"):
+            raise InvalidRequestError("'order' must be asc or desc", param="order")
+        self.limit = int(limit)
+        self.is_reversed = order == "desc"
+        self.after = request.query.get("after", "")
+
+    def page(self, items: list[T], id_of: Callable[[T], str]) -> ListReply[T]:
+        """Return the page of items, which are in ascending order; raises `InvalidRequestError` for `after`."""
+        listed = items[::-1] if self.is_reversed else items
+        if self.after:
+            place = next((i for i, item in enumerate(listed) if id_of(item) == self.after), None)
+            if place is None:
+                raise InvalidRequestError(f"'after': there is no item '{self.after}'", param="after")
+            listed = listed[place + 1 :]
+        page = listed[: self.limit]
+        first, last = (id_of(page[0]), id_of(page[-1])) if page else (None, None)
+        return ListReply(page, first, last, has_more=len(listed) > len(page))
+
+
+async def page_of_stored(request: web.Request, lists: Sequence[bytes], paging: Paging) -> web.StreamResponse:
+    """Return a page of stored items, which are given as JSON lists, the oldest item first.
+
+    The prompt worker decodes them. Here many MiB would hold up the event loop, on another thread too, since
+    `msgspec` keeps the GIL.
+    """
+    caller = caller_of(request)
+    job = ListItems(
+        tuple(lists),
+        paging.limit,
+        is_descending=paging.is_reversed,
+        after=valid_unicode(paging.after),
+        client=caller.client(),
+    )
+    service = request.app[READINESS].check()
+    reply = await service.answer(job)
+    with service.reply_budget.held(caller.owner, len(reply.data)):
+        return await json_reply(request, [reply.data])

@@ -3,8 +3,8 @@
 Keys of `--api-key` are administrators'. A line of `--api-key-file` is a key, and after a space its role: `admin`
 (the default) or `user`. Keys are compared in constant time.
 
-A thread looks at the files. A file system that hangs keeps that thread waiting and nothing else: the server goes on
-with what it has read before.
+A thread checks the files, so that a file system that hangs blocks nothing else: the server keeps what it has read
+before.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _log = structlog.get_logger(__name__)
 
 
 class FileChanges:
-    """Calls `reload` when files were changed or replaced, or their rights were, since this was made."""
+    """Calls `reload` when files, or their permissions, have changed since this object was made."""
 
     def __init__(self, files: Sequence[Path], reload: Callable[[], None]) -> None:
         self._files = files
@@ -48,28 +48,28 @@ class FileChanges:
         self._is_stopped = False
 
     def check(self) -> None:
-        """Look at the files now."""
+        """Check the files now."""
         before, self._versions = self._versions, self._read()
         if self._versions != before:
             self._reload()
 
     def start(self) -> None:
-        """Look at the files once a second, until `stop`."""
+        """Check the files once a second until `stop`."""
         if self._files:
             self._is_stopped = False
             threading.Thread(target=self._run, name="file-changes", daemon=True).start()
 
     def check_soon(self) -> None:
-        """Have the thread look at the files at once."""
+        """Have the thread check the files at once."""
         self._wake.set()
 
     def stop(self) -> None:
-        """Look at them no more; a thread that a file system keeps is left to the end of the process."""
+        """Stop checking; a thread that waits for a file system is left running until the process ends."""
         self._is_stopped = True
         self._wake.set()
 
     def report_unresponsive(self) -> None:
-        """Log, once, that the files cannot be looked at."""
+        """Log once that the file system does not respond."""
         is_unresponsive = bool(self._files) and time.monotonic() - self._looked_at > _UNRESPONSIVE_S
         if is_unresponsive and not self._is_unresponsive:
             _log.error("files.unresponsive", files=list(map(str, self._files)), seconds=_UNRESPONSIVE_S)
@@ -125,7 +125,7 @@ class ApiKeys:
         return bool(self._given or self._from_file)
 
     def access_of(self, key: str) -> Access | None:
-        """Return what a key opens, None for an unknown one."""
+        """Return the access that a key grants; None for an unknown key."""
         self.changes.report_unresponsive()
         raw = key.encode("utf-8", "surrogateescape")
         found = None

@@ -1,4 +1,4 @@
-"""The HTTP application with its routes, and its sockets."""
+"""The HTTP application and its sockets."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ from functools import partial
 
 from aiohttp import web
 
-from llamaslot.api import anthropic, cache_endpoints, server_endpoints
 from llamaslot.api.bodies import BODY_READER, BodyReader, accept_expect
-from llamaslot.api.completions import native_completion, openai_completions, stored_chats
 from llamaslot.api.completions.stored_chats import CHATS, ChatStore
 from llamaslot.api.connections import (
     Connection,
@@ -21,64 +19,17 @@ from llamaslot.api.connections import (
     Handshake,
     Handshakes,
     available_connections,
-    mark_busy,
 )
 from llamaslot.api.context import READINESS, SETTINGS, ApiSettings, Readiness
-from llamaslot.api.credentials import Access, ApiKeys
+from llamaslot.api.credentials import ApiKeys
 from llamaslot.api.http_errors import error_middleware
 from llamaslot.api.middleware import ACCESS, KEYS, add_headers, admit, identify
-from llamaslot.api.openapi.document import OPENAPI, PATH, OpenApi, openapi
-from llamaslot.api.responses import endpoints as responses
-from llamaslot.api.responses.endpoints import RESPONSES
-from llamaslot.api.responses.responses import LLAMA_SERVER_PATH, RUNNING
+from llamaslot.api.responses.responses import RESPONSES, RUNNING
 from llamaslot.api.responses.store import ResponseStore
+from llamaslot.api.routes import ROUTES
 from llamaslot.base.errors import ConfigError
 
 Application = web.Application
-ROUTES = (
-    ("GET", "/health", server_endpoints.health, Access.PUBLIC),
-    ("GET", "/v1/health", server_endpoints.health, Access.PUBLIC),
-    ("GET", "/models", server_endpoints.models, Access.USER),
-    ("GET", "/v1/models", server_endpoints.models, Access.USER),
-    ("GET", "/v1/models/{name:.+}", server_endpoints.model, Access.USER),
-    ("GET", "/props", server_endpoints.props, Access.USER),
-    ("GET", "/slots", cache_endpoints.slots, Access.USER),
-    ("GET", "/cache", cache_endpoints.cache, Access.USER),
-    ("GET", "/metrics", server_endpoints.metrics, Access.USER),
-    ("GET", PATH, openapi, Access.USER),
-    ("POST", "/chat/completions", openai_completions.chat_completions, Access.USER),
-    ("POST", "/v1/chat/completions", openai_completions.chat_completions, Access.USER),
-    ("POST", "/chat/completions/input_tokens", openai_completions.count_tokens, Access.USER),
-    ("POST", "/v1/chat/completions/input_tokens", openai_completions.count_tokens, Access.USER),
-    ("GET", "/v1/chat/completions", stored_chats.list_chats, Access.USER),
-    ("GET", "/v1/chat/completions/{completion_id}", stored_chats.retrieve, Access.USER),
-    ("POST", "/v1/chat/completions/{completion_id}", stored_chats.update, Access.USER),
-    ("DELETE", "/v1/chat/completions/{completion_id}", stored_chats.delete, Access.USER),
-    ("GET", "/v1/chat/completions/{completion_id}/messages", stored_chats.list_messages, Access.USER),
-    ("POST", LLAMA_SERVER_PATH, responses.create, Access.USER),
-    ("POST", "/v1/responses", responses.create, Access.USER),
-    ("POST", "/v1/responses/input_tokens", responses.count, Access.USER),
-    ("POST", "/v1/responses/compact", responses.compact, Access.USER),
-    ("POST", "/v1/responses/{response_id}/cancel", responses.cancel, Access.USER),
-    ("GET", "/v1/responses/{response_id}", responses.retrieve, Access.USER),
-    ("DELETE", "/v1/responses/{response_id}", responses.delete, Access.USER),
-    ("GET", "/v1/responses/{response_id}/input_items", responses.input_items, Access.USER),
-    ("POST", "/v1/completions", openai_completions.completions, Access.USER),
-    ("POST", "/v1/messages", anthropic.messages, Access.USER),
-    ("POST", "/v1/messages/count_tokens", anthropic.count_tokens, Access.USER),
-    ("POST", "/completion", native_completion.completion, Access.USER),
-    ("POST", "/completions", native_completion.completion, Access.USER),
-    ("POST", "/infill", native_completion.infill, Access.USER),
-    ("POST", "/apply-template", server_endpoints.apply_template, Access.USER),
-    ("POST", "/cache/clear", cache_endpoints.clear, Access.ADMIN),
-    ("POST", "/cache/probe", cache_endpoints.probe, Access.USER),
-    ("POST", "/slots/{id_slot}", cache_endpoints.act, Access.ADMIN),
-    ("POST", "/tokenize", server_endpoints.tokenize, Access.USER),
-    ("POST", "/detokenize", server_endpoints.detokenize, Access.USER),
-    ("GET", "/tokenizer_info", server_endpoints.tokenizer_info, Access.USER),
-    ("DELETE", "/sessions/{session_id:.+}", cache_endpoints.drop_session, Access.USER),
-)
-"""Method, path, handler, and the access that it requires."""
 _BACKLOG = 512
 """Connections that the kernel may keep until they are accepted."""
 _READ_BUFFER_BYTES = 2**14
@@ -90,28 +41,25 @@ def create_app(settings: ApiSettings) -> web.Application:
 
     Raises `ConfigError` for an unusable file of API keys.
     """
-    app = web.Application(middlewares=[mark_busy, identify, error_middleware, admit])
+    app = web.Application(middlewares=[identify, error_middleware, admit])
     app[SETTINGS] = settings
     app[KEYS] = ApiKeys(settings.api_keys, settings.api_key_file)
-    app[ACCESS] = {handler: access for _, _, handler, access in ROUTES}
-    app[BODY_READER] = BodyReader(
-        max_bytes=settings.max_body_bytes, max_total=settings.max_total_body_bytes, timeout=settings.body_timeout
-    )
+    app[ACCESS] = {route.handler: route.access for route in ROUTES}
+    app[BODY_READER] = BodyReader(settings)
     app[RESPONSES] = ResponseStore(
         max_responses=settings.max_stored_responses, max_bytes=settings.max_stored_responses_bytes
     )
     app[RUNNING] = {}
     app[CHATS] = ChatStore(max_chats=settings.max_stored_responses, max_bytes=settings.max_stored_responses_bytes)
     app[READINESS] = Readiness()
-    app[OPENAPI] = OpenApi(ROUTES)
     app.on_response_prepare.append(add_headers)
     app.cleanup_ctx.append(_watched_keys)
-    for method, path, handler, _ in ROUTES:
+    for route in ROUTES:
         # `add_get` answers HEAD too.
-        if method == "GET":
-            app.router.add_get(path, handler, expect_handler=accept_expect)
+        if route.method == "GET":
+            app.router.add_get(route.path, route.handler, expect_handler=accept_expect)
         else:
-            app.router.add_route(method, path, handler, expect_handler=accept_expect)
+            app.router.add_route(route.method, route.path, route.handler, expect_handler=accept_expect)
     return app
 
 

@@ -92,13 +92,16 @@ def _session_in(request: web.Request) -> str:
 
 
 def valid_unicode(text: str) -> str:
-    """Return a text with bytes that were no valid UTF-8, which aiohttp decodes as surrogates, written out."""
+    """Return a text with its invalid UTF-8, which aiohttp decodes as surrogates, as escapes such as `\\udcff`."""
     return text.encode(errors="backslashreplace").decode()
 
 
 @web.middleware
 async def identify(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Give the request an id; the client's own is used if it is valid."""
+    """Give the request an id, the client's own if it is valid, and its connection the request."""
+    if isinstance(request.protocol, Connection):
+        # It is not idle while the request is answered.
+        request.protocol.begin(request)
     client_request_id = request.headers.get("X-Request-Id", "")
     request[UNIQUE_ID] = uuid4().hex
     request[CLIENT_REQUEST_ID] = client_request_id if _VALID_ID.fullmatch(client_request_id) else ""
@@ -181,7 +184,7 @@ def _granted(request: web.Request) -> Access:
 
 
 def sees_all(request: web.Request) -> bool:
-    """Return False for a key that may see nothing of what other keys do, not even how much they do."""
+    """Return True if a key may see what other keys do, and how much."""
     return request[GRANTED] is Access.ADMIN or not request.app[SETTINGS].cache_salt_from_api_key
 
 

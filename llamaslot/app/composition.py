@@ -78,11 +78,10 @@ async def serve(config: Config) -> int:
         service = Service(
             loaded.info,
             runtime.prompts,
-            Metrics(app[SETTINGS].model_names(loaded.info)[0]),
+            Metrics(app[SETTINGS].model_names(loaded.info)[0], has_remote=bool(config.cache_remote)),
             max_queue=config.max_queue,
             max_queue_per_client=max_queue_per_client(config),
             request_timeout=config.request_timeout,
-            has_remote=bool(config.cache_remote),
         )
         runtime.connect(service)
         stack.push_async_callback(service.close, _REMEMBER_TIMEOUT_S)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Generic, Literal, TypeVar
 
 import msgspec
@@ -122,6 +123,16 @@ class Turns:
             del self._last[next(iter(self._last))]
 
 
+@dataclass(slots=True)
+class _Share(Generic[K]):
+    """What one owner has."""
+
+    keys: OrderedDict[K, None] = field(default_factory=OrderedDict)
+    """Its entries, the least recently used first."""
+    n_bytes: int = 0
+    last_used: float = 0.0
+
+
 class OwnerShares(Generic[K]):
     """Bounded memory of replies, by owner: keys in the order of their last use, and the bytes of each owner.
 
@@ -138,17 +149,11 @@ class OwnerShares(Generic[K]):
 
     def __init__(self, clock: Callable[[], float] = lambda: 0.0) -> None:
         self._clock = clock
-        self._owner_of: dict[K, str] = {}
-        self._keys: OrderedDict[str, OrderedDict[K, None]] = OrderedDict()
-        """By owner, the least recently used first; so are the owners."""
-        self._last_used: dict[str, float] = {}
-        """Times of owners that have entries."""
-        self._bytes = Amounts()
-
-    @property
-    def n_bytes(self) -> int:
+        self.n_bytes = 0
         """Bytes of all owners."""
-        return self._bytes.total
+        self._owner_of: dict[K, str] = {}
+        self._owners: OrderedDict[str, _Share[K]] = OrderedDict()
+        """Those that have entries or bytes, the one that used an entry least recently first."""
 
     def __len__(self) -> int:
         """Count the entries."""
@@ -165,33 +170,32 @@ class OwnerShares(Generic[K]):
     def add(self, key: K, owner: str) -> None:
         """Add an entry that is not here, as the most recently used one; `charge` adds its bytes."""
         self._owner_of[key] = owner
-        self._keys.setdefault(owner, OrderedDict())[key] = None
-        self._keep_active(owner)
+        self._active(owner).keys[key] = None
 
     def use(self, key: K) -> None:
         """Make an entry the most recently used one of its owner."""
-        owner = self._owner_of[key]
-        self._keys[owner].move_to_end(key)
-        self._keep_active(owner)
+        self._active(self._owner_of[key]).keys.move_to_end(key)
 
     def remove(self, key: K) -> str:
         """Remove an entry and return its owner, which keeps its bytes until they are charged back."""
         owner = self._owner_of.pop(key)
-        del self._keys[owner][key]
-        if not self._keys[owner]:
-            del self._keys[owner], self._last_used[owner]
+        del self._owners[owner].keys[key]
+        self.charge(owner, 0)
         return owner
 
     def charge(self, owner: str, n_bytes: int) -> None:
         """Count bytes that an owner holds, or with a negative number holds no more."""
-        self._bytes.add(owner, n_bytes)
+        share = self._owners.setdefault(owner, _Share())
+        share.n_bytes += n_bytes
+        self.n_bytes += n_bytes
+        if not share.keys and not share.n_bytes:
+            del self._owners[owner]
 
     def clear(self) -> None:
         """Remove all entries and bytes."""
         self._owner_of.clear()
-        self._keys.clear()
-        self._last_used.clear()
-        self._bytes = Amounts()
+        self._owners.clear()
+        self.n_bytes = 0
 
     def evicted_next(
         self,
@@ -219,13 +223,14 @@ class OwnerShares(Generic[K]):
         most entries, among those with an entry that `can_evict`. They end where the owner would itself hold most
         and has no such entry: then it can add nothing more.
         """
-        held = {each: len(keys) if by_count else self._bytes[each] for each, keys in self._keys.items()}
+        shares = {each: share for each, share in self._owners.items() if share.keys}
+        held = {each: len(share.keys) if by_count else share.n_bytes for each, share in shares.items()}
         # Entries that running requests use cannot be evicted; that must not block other owners.
-        left = {each: filter(can_evict, keys) for each, keys in self._keys.items()}
+        left = {each: filter(can_evict, share.keys) for each, share in shares.items()}
         first = {each: next(keys, None) for each, keys in left.items()}
         inactive_since = self._clock() - INACTIVE_S
         # In the order of their last use.
-        inactive = [each for each in self._keys if self._last_used[each] <= inactive_since and each != owner]
+        inactive = [each for each in shares if shares[each].last_used <= inactive_since and each != owner]
 
         def amount(each: str) -> tuple[int, bool, str]:
             added = (1 if by_count else n_bytes) if each == owner else 0
@@ -243,9 +248,12 @@ class OwnerShares(Generic[K]):
             held[chosen] -= 1 if by_count else size_of(key)
             first[chosen] = next(left[chosen], None)
 
-    def _keep_active(self, owner: str) -> None:
-        self._keys.move_to_end(owner)
-        self._last_used[owner] = self._clock()
+    def _active(self, owner: str) -> _Share[K]:
+        """Return the share of an owner that adds or uses an entry now."""
+        share = self._owners.setdefault(owner, _Share())
+        share.last_used = self._clock()
+        self._owners.move_to_end(owner)
+        return share
 
 
 def _digest(kind: Literal["session", "address"], name: str) -> str:

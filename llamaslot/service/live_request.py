@@ -23,12 +23,13 @@ from typing import TypeAlias
 
 import msgspec
 
+from llamaslot.base.callers import Caller
 from llamaslot.base.commands import GenerateParams, PreparedPrompt
 from llamaslot.base.errors import LlamaslotError, ServerError
 from llamaslot.base.events import Cancelled, Failed, Finished, Output
+from llamaslot.base.generation.request_context import ReplyOptions
 from llamaslot.base.generation.token_probs import FLOAT_MIN, ProbRows, TokenProbs
-from llamaslot.service.reply_budget import ProbsLimit, ReplyBudget
-from llamaslot.service.suspects import request_digest
+from llamaslot.service.limits import Capacity, ProbsLimit, ReplyBudget, request_digest
 
 
 class State(Enum):
@@ -166,10 +167,10 @@ class LiveRequest:
     What they produce is charged to the owner's share of `budget`.
     """
 
-    def __init__(self, client: str, owner: str, deadline: float | None, budget: ReplyBudget) -> None:
-        self.client = client
+    def __init__(self, caller: Caller, deadline: float | None, capacity: Capacity, budget: ReplyBudget) -> None:
+        self.client = caller.known_client
         """Whose limit of requests it counts against; empty while only the body can name it."""
-        self.owner = owner
+        self.owner = caller.owner
         self.deadline = deadline
         """Time on the event loop's clock at which it must have ended, if any."""
         self.timer: asyncio.TimerHandle | None = None
@@ -182,9 +183,11 @@ class LiveRequest:
         self.prepared_at = 0.0
         """When its preparation began, on the service's clock."""
         self.prompts: Sequence[PreparedPrompt] = ()
+        self.options = ReplyOptions()
         self.completions: list[Completion] = []
         self.is_closed = False
         """True once its handler has ended."""
+        self._capacity = capacity
         self._budget = budget
         self._probs: ProbsLimit | None = None
         self._n_probs = 0
@@ -196,6 +199,23 @@ class LiveRequest:
         self._is_ready: Callable[[], bool] = lambda: False
         self._n_unread = 0
         """Completions whose end was not read."""
+
+    def reserve(self, n: int, client: str) -> None:
+        """Take `n` places of a client, in place of those that it has; raises what `Capacity.check` raises."""
+        n_before = self.n_reserved
+        self.count(-n_before)
+        try:
+            self._capacity.check(n, client)
+        except LlamaslotError:
+            self.count(n_before)
+            raise
+        self.client = client
+        self.count(n)
+
+    def count(self, n: int) -> None:
+        """Take `n` more places, or less."""
+        self.n_reserved += n
+        self._capacity.count(self.client, n)
 
     def begin(self, probs: ProbsLimit | None) -> None:
         """Make the completions of the prompts.

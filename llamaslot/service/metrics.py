@@ -1,6 +1,6 @@
 """Prometheus metrics, under llama-server's names and names of our own; the load also under vLLM's.
 
-`RequestLog` adds each request that has ended to them, and writes its log line.
+`Metrics.record` adds a request that has ended to them, and writes its log line.
 """
 
 from __future__ import annotations
@@ -116,10 +116,16 @@ _MEAN_DECAY = 0.9
 
 
 class Metrics(Collector):
-    """One server's metrics in a registry of their own; `model_name` is a label of those with vLLM's names."""
+    """One server's metrics in a registry of their own; `model_name` is a label of those with vLLM's names.
 
-    def __init__(self, model_name: str = "") -> None:
+    `has_remote` says whether there is a remote tier, whose tokens the log then names.
+    """
+
+    def __init__(self, model_name: str = "", *, has_remote: bool = False) -> None:
+        self.mean_seconds = 0.0
+        """Mean time that requests spend in their slots; the latest ones weigh most."""
         self._model_name = model_name
+        self._has_remote = has_remote
         self._registry = CollectorRegistry()
         self._state = EngineState()
         self._totals = {field: 0.0 for _, _, field in _REQUEST_COUNTERS}
@@ -145,6 +151,27 @@ class Metrics(Collector):
             "llamaslot_tokens_per_second", "Output tokens per second of a request.", _RATES
         )
         self._registry.register(self)
+
+    def record(self, event: Finished | Failed | Cancelled, client_request_id: str) -> None:
+        """Log and count the end of a request."""
+        if isinstance(event, Finished):
+            reason: str = event.reason
+        else:
+            reason = "error" if isinstance(event, Failed) else "cancelled"
+        progress = event.progress
+        self.record_end(reason, progress)
+        log = _log.bind(request_id=event.request_id)
+        if client_request_id:
+            log = log.bind(client_request_id=client_request_id)
+        if isinstance(event, Failed):
+            log = log.bind(type=event.error.type, error=event.error.message)
+        if progress is None:
+            log.info("request.done", finish_reason=reason)
+            return
+        seconds = (progress.prompt_ms + progress.predicted_ms) / 1e3
+        decay = _MEAN_DECAY if self.mean_seconds else 0.0
+        self.mean_seconds = decay * self.mean_seconds + (1 - decay) * seconds
+        log.info("request.done", **_log_fields(progress, self._has_remote), finish_reason=reason)
 
     def record_end(self, finish_reason: str, progress: Progress | None) -> None:
         """Count a request that has ended; one that was refused has no progress."""
@@ -257,40 +284,6 @@ def _ratio(part: float, whole: float) -> float:
 def per_second(progress: Progress) -> float:
     """Return the tokens per second after the first token, whose time is the prompt's."""
     return (progress.n_generated - 1) / progress.predicted_ms * 1e3 if progress.predicted_ms > 0 else 0.0
-
-
-class RequestLog:
-    """Logs and counts ends; `has_remote` says whether there is a remote tier, whose tokens the log then names."""
-
-    def __init__(self, metrics: Metrics, *, has_remote: bool) -> None:
-        self.metrics = metrics
-        self.mean_seconds = 0.0
-        """Mean time that requests spend in their slots, the latest ones first."""
-        self._has_remote = has_remote
-
-    def record(self, event: Finished | Failed | Cancelled, client_request_id: str) -> None:
-        """Log and count the end of a request."""
-        reason = _reason(event)
-        progress = event.progress
-        self.metrics.record_end(reason, progress)
-        log = _log.bind(request_id=event.request_id)
-        if client_request_id:
-            log = log.bind(client_request_id=client_request_id)
-        if isinstance(event, Failed):
-            log = log.bind(type=event.error.type, error=event.error.message)
-        if progress is None:
-            log.info("request.done", finish_reason=reason)
-            return
-        seconds = (progress.prompt_ms + progress.predicted_ms) / 1e3
-        decay = _MEAN_DECAY if self.mean_seconds else 0.0
-        self.mean_seconds = decay * self.mean_seconds + (1 - decay) * seconds
-        log.info("request.done", **_log_fields(progress, self._has_remote), finish_reason=reason)
-
-
-def _reason(event: Finished | Failed | Cancelled) -> str:
-    if isinstance(event, Finished):
-        return event.reason
-    return "error" if isinstance(event, Failed) else "cancelled"
 
 
 def _log_fields(progress: Progress, has_remote: bool) -> dict[str, Any]:

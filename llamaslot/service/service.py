@@ -61,7 +61,7 @@ from llamaslot.base.events import (
     Started,
     Stopped,
 )
-from llamaslot.base.generation.request_context import EarlierItems, ListItems, References, ReplyOptions
+from llamaslot.base.generation.request_context import EarlierItems, ListItems, References
 from llamaslot.base.model import ModelInfo
 from llamaslot.base.stats import CacheProbe, CacheState, EngineState
 from llamaslot.base.text_records import TextRecord
@@ -77,11 +77,9 @@ from llamaslot.prompts.prompt_jobs import (
     TextRecords,
 )
 from llamaslot.prompts.prompt_worker import PromptQueue
-from llamaslot.service.capacity import Capacity
+from llamaslot.service.limits import Capacity, ProbsLimit, ReplyBudget, Suspects, request_digest
 from llamaslot.service.live_request import Change, Completion, LiveRequest, State
-from llamaslot.service.metrics import Metrics, RequestLog
-from llamaslot.service.reply_budget import ProbsLimit, ReplyBudget
-from llamaslot.service.suspects import Suspects, request_digest
+from llamaslot.service.metrics import Metrics
 
 _log = structlog.get_logger(__name__)
 _R = TypeVar("_R", bound=msgspec.Struct)
@@ -95,7 +93,7 @@ class Service:
     """The engine and the prompt worker as HTTP handlers see them. Every method is called on the event loop.
 
     `max_queue` and `max_queue_per_client` are as in `Capacity`. A request fails after `request_timeout` seconds (0:
-    never). `has_remote` says whether there is a remote tier, whose tokens the log then names.
+    never).
     """
 
     def __init__(
@@ -107,13 +105,11 @@ class Service:
         max_queue: int,
         max_queue_per_client: int = 0,
         request_timeout: float = 0,
-        has_remote: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.info = info
         self.metrics = metrics
-        self._log = RequestLog(metrics, has_remote=has_remote)
-        self.capacity = Capacity(info.n_slots, max_queue, max_queue_per_client, self._log)
+        self.capacity = Capacity(info.n_slots, max_queue, max_queue_per_client, metrics)
         self.reply_budget = ReplyBudget()
         self.output_format = format_of(prompts.chat_template, {})
         """The format in which models write that use the template, to parse their output."""
@@ -158,7 +154,7 @@ class Service:
         # Only checked here: uploads that are slow would fill the queue if they counted.
         self.capacity.check(1, caller.known_client)
         deadline = asyncio.get_running_loop().time() + self._request_timeout if self._request_timeout else None
-        live = LiveRequest(caller.known_client, caller.owner, deadline, self.reply_budget)
+        live = LiveRequest(caller, deadline, self.capacity, self.reply_budget)
         try:
             yield live
         finally:
@@ -166,30 +162,29 @@ class Service:
             for completion in live.completions:
                 self._cancel(completion)
             if not live.completions:
-                self.capacity.count(live, -live.n_reserved)
+                live.count(-live.n_reserved)
                 self._release(live)
 
     async def prepare(
         self, live: LiveRequest, job: Prepare, find: Callable[[References], EarlierItems] | None = None
-    ) -> ReplyOptions:
+    ) -> None:
         """Have the prompt worker read a body and tokenize its prompts; `find` returns earlier items that it names.
 
         Raises what `Capacity.check` raises, and `InvalidRequestError` or `ContextSizeError` for what cannot run.
         """
-        self.capacity.reserve(live, 1, live.client)
+        live.reserve(1, live.client)
         live.id, live.prepared_at = job.context.request_id, self._clock()
         try:
             prepared = await self._prepared(job, find)
         except (LlamaslotError, asyncio.CancelledError) as error:
             if job.is_run:
-                self._log.record(self._unstarted(live, error), job.context.caller.client_request_id)
+                self.metrics.record(self._unstarted(live, error), job.context.caller.client_request_id)
             raise
         if isinstance(prepared, BadBody):
             raise prepared.error.exception()
-        live.prompts = prepared.prompts
+        live.prompts, live.options = prepared.prompts, prepared.options
         # Its body may name another client.
-        self.capacity.reserve(live, 1, live.prompts[0].params.client)
-        return prepared.options
+        live.reserve(1, live.prompts[0].params.client)
 
     async def _prepared(
         self, job: Prepare, find: Callable[[References], EarlierItems] | None
@@ -222,7 +217,7 @@ class Service:
         tokens and probabilities are passed on and not kept), and `UnavailableError` for a request with which the
         engine has crashed twice.
         """
-        self.capacity.reserve(live, sum(each.params.n for each in live.prompts), live.prompts[0].params.client)
+        live.reserve(sum(each.params.n for each in live.prompts), live.prompts[0].params.client)
         if probs is not None:
             probs.check(live.prompts, self.info.n_ctx_slot)
         if self._suspects:
@@ -351,12 +346,12 @@ class Service:
         for completion in [each for each in self._completions.values() if each.state is State.WAITING]:
             if not self.is_connected or self._alone is not None:
                 return
-            if self._suspects and completion.digest in self._suspects:
-                try:
-                    self._suspects.check(completion.digest)
-                except LlamaslotError as error:
-                    self._fail(completion, error)
-                    continue
+            try:
+                has_to_run_alone = bool(self._suspects) and self._suspects.check(completion.digest)
+            except LlamaslotError as error:
+                self._fail(completion, error)
+                continue
+            if has_to_run_alone:
                 if any(each.is_in_engine for each in self._completions.values()):
                     return
                 self._alone = completion
@@ -411,7 +406,7 @@ class Service:
         live = completion.live
         completion.handle(Change.END)
         del self._completions[completion.id]
-        self.capacity.count(live, -1)
+        live.count(-1)
         was_alone = completion is self._alone
         if was_alone:
             self._alone = None
@@ -429,7 +424,7 @@ class Service:
             error = self._deadline_error() if live.is_expired else stopped_error("")
             event = Failed(event.request_id, error.info(), event.progress)
         live.put(completion, event)
-        self._log.record(event, completion.params.client_request_id)
+        self.metrics.record(event, completion.params.client_request_id)
         if was_alone or self._suspects:
             # Others may have waited for this end. Not at once: the caller may be going through all completions.
             asyncio.get_running_loop().call_soon(self._send_waiting)

@@ -12,9 +12,9 @@ from structlog.testing import capture_logs
 
 from llamaslot.api.context import ApiSettings
 from llamaslot.api.credentials import Access, ApiKeys
-from llamaslot.api.http_server import ROUTES as ROUTE_TABLE
 from llamaslot.api.http_server import create_app
 from llamaslot.api.middleware import ACCESS
+from llamaslot.api.routes import ROUTES as ROUTE_TABLE
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.namespaces import tenant_name
 from tests.fake_backend import FakeBackend
@@ -118,7 +118,7 @@ async def test_a_route_without_an_access_level_is_an_administrators(start: Any, 
 
 def test_no_handler_has_two_access_levels() -> None:
     levels: dict[Any, set[Access]] = {}
-    for _, _, handler, access in ROUTE_TABLE:
+    for handler, access in ((route.handler, route.access) for route in ROUTE_TABLE):
         levels.setdefault(handler, set()).add(access)
     assert all(len(each) == 1 for each in levels.values())
 

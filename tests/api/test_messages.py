@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llamaslot.api.anthropic import BlockEvent, BlockEvents, blocks_of
+from llamaslot.api.anthropic import Block, BlockEvent, Blocks
 from llamaslot.api.context import ApiSettings
 from llamaslot.api.http_server import create_app, serve
 from llamaslot.base.backend import Status
@@ -397,12 +397,14 @@ async def test_an_error_in_a_stream_is_its_last_event(start: Any) -> None:
     assert error["request_id"] == response.headers["X-Request-Id"]
 
 
-def written(format_: Format, tools: Any, pieces: list[str], options: dict[str, Any]) -> list[BlockEvent]:
-    """The events of a message whose text arrives in pieces."""
+def written(
+    format_: Format, tools: Any, pieces: list[str], options: dict[str, Any]
+) -> tuple[list[BlockEvent], list[Block]]:
+    """The events and the blocks of a message whose text arrives in pieces."""
     message = ParsedMessage(format_, ParserOptions(packed(tools), **options), "msg_1")
-    writer = BlockEvents(omit_thinking=False)
+    writer = Blocks(omit_thinking=False)
     found = [each for piece in pieces for each in writer.add(message.push(piece))]
-    return [*found, *writer.add(message.push("", "eos")), *writer.close()]
+    return [*found, *writer.add(message.push("", "eos")), *writer.close()], writer.complete
 
 
 @pytest.mark.parametrize("family", EXCERPTS)
@@ -411,7 +413,7 @@ def test_a_stream_adds_up_to_the_whole(family: str, data: st.DataObject, cuts: l
     case, text = data.draw(damaged_cases(family))
     options = {**case.options, **({"reasoning_format": "none"} if none else {})}
     tools, format_ = options.pop("tools", TOOLS), made(family)
-    whole = json.loads(msgspec.json.encode(blocks_of(written(format_, tools, [text], options))))
+    whole = json.loads(msgspec.json.encode(written(format_, tools, [text], options)[1]))
     for pieces in (cut(text, cuts), list(text)):
-        sent = [json.loads(msgspec.json.encode(each)) for each in written(format_, tools, pieces, options)]
+        sent = [json.loads(msgspec.json.encode(each)) for each in written(format_, tools, pieces, options)[0]]
         assert [without_id(block) for block in blocks(sent)] == [without_id(block) for block in whole]

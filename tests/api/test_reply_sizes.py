@@ -10,8 +10,7 @@ import pytest
 
 from llamaslot.api import bodies
 from llamaslot.base.errors import MAX_MESSAGE_CHARS, QueueFullError
-from llamaslot.service import reply_budget
-from llamaslot.service.reply_budget import ReplyBudget
+from llamaslot.service.limits import MAX_REPLY_BYTES, ReplyBudget
 
 MESSAGES = [{"role": "user", "content": "abc"}]
 SHORT = {"ignore_eos": True, "seed": 1}
@@ -210,7 +209,7 @@ async def test_a_request_fails_whose_client_has_too_many_replies(
     assert (status, reply["error"]["type"]) == (429, "rate_limit_error")
     await server.idle()
     assert server.service.reply_budget.n_bytes == 100
-    assert reply_budget.MAX_BYTES == 64 * 2**20
+    assert MAX_REPLY_BYTES == 64 * 2**20
 
 
 LONG = "x" * 400_000

@@ -14,9 +14,9 @@ from aiohttp import web
 
 from llamaslot.api.context import ApiSettings
 from llamaslot.api.http_server import create_app
-from llamaslot.api.responses.endpoints import RESPONSES as STORE
+from llamaslot.api.responses.responses import RESPONSES as STORE
 from llamaslot.api.responses.responses import RUNNING
-from llamaslot.api.responses.store import ResponseStore, StoreAccess, StoredResponse
+from llamaslot.api.responses.store import ResponseStore, StoredResponse
 from llamaslot.api.sse import EventStream
 from llamaslot.base.errors import NotFoundError
 from llamaslot.base.generation.request_context import References
@@ -440,13 +440,14 @@ def test_a_response_that_does_not_fit_with_those_it_continues_evicts_none() -> N
 def test_a_response_that_a_request_continues_is_kept_until_it_ends() -> None:
     store = ResponseStore(max_responses=1, max_bytes=1000)
     assert store.put(stored("1", 600))
-    access = StoreAccess(store, "")
-    assert access.find(References("1")).history == (b"[]", b"[{}]")
+    earlier, previous = store.find("", References("1"))
+    assert earlier.history == (b"[]", b"[{}]")
+    assert previous is not None
     assert store.put(stored("2", 10))
     assert store.n_bytes == 604 + 14
     assert not store.put(stored("3", 900)), "the first is in use"
-    assert access.put("4", b"b", b"[]", {})
-    access.close()
+    assert store.put(StoredResponse("", "4", b"b", b"[]", {}, previous))
+    store.release(previous)
     assert store.get("", "4").input_lists() == [b"[]", b"[{}]", b"[]"]
     assert store.n_bytes == 604 + 3
     store.delete("", "4")
@@ -456,28 +457,31 @@ def test_a_response_that_a_request_continues_is_kept_until_it_ends() -> None:
 def test_the_limits_hold_whatever_is_done() -> None:
     chance = random.Random(5)
     store = ResponseStore(max_responses=8, max_bytes=3000)
-    held: list[StoreAccess] = []
+    held: list[StoredResponse | None] = []
     names: list[str] = []
     for i in range(3000):
-        access = StoreAccess(store, "")
+        previous = None
         if names and chance.random() < 0.7:
             try:
-                access.find(References(chance.choice(names[-12:])))
+                _, previous = store.find("", References(chance.choice(names[-12:])))
             except NotFoundError:
                 continue
-        held.append(access)
+        held.append(previous)
         if len(held) > 3 or chance.random() < 0.5:
             each = held.pop(chance.randrange(len(held)))
-            if each.put(f"r{i}", b"b" * chance.randrange(900), b"[]", {f"i{i}": b"{}"}):
+            body, output = b"b" * chance.randrange(900), {f"i{i}": b"{}"}
+            if store.put(StoredResponse("", f"r{i}", body, b"[]", output, each)):
                 names.append(f"r{i}")
                 assert len(store.get("", f"r{i}").history()) % 2 == 0
-            each.close()
+            if each is not None:
+                store.release(each)
         if names and chance.random() < 0.1:
             delete(store, names[-1])
         assert len(store) <= 8
         assert store.n_bytes <= 3000
-    for access in held:
-        access.close()
+    for each in held:
+        if each is not None:
+            store.release(each)
     for name in names:
         delete(store, name)
     assert (len(store), store.n_bytes) == (0, 0)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from llamaslot.api.generation.logprobs import Prob
+from llamaslot.api.generation.reply_parts import Prob
 from llamaslot.api.responses.responses import _TokenTexts
 from llamaslot.formats.calls import ToolCall
 from llamaslot.formats.recognition import format_of

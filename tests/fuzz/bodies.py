@@ -12,8 +12,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
-from llamaslot.api.http_server import ROUTES
-from llamaslot.api.openapi.document import document
+from llamaslot.api.routes import ROUTES, document
 
 MAX_TOKENS = 16
 STORY = "Once upon a time there was a cat"
@@ -166,7 +165,7 @@ class BodyFuzzer:
         self._schemas = described["components"]["schemas"]
         self._methods: dict[str, list[str]] = {pattern: [] for pattern in VALID}
         self._body_schemas: dict[str, Any] = {}
-        for method, pattern, _, _ in ROUTES:
+        for method, pattern in ((route.method, route.path) for route in ROUTES):
             if pattern in VALID:
                 self._methods[pattern].append(method)
                 operation = described["paths"][pattern.replace(":.+", "")][method.lower()]

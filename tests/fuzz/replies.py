@@ -8,16 +8,12 @@ from typing import Any
 import msgspec
 
 from llamaslot.api.http_errors import ErrorDetail
-from llamaslot.api.http_server import ROUTES
-from llamaslot.api.openapi.document import OPERATIONS, Operation, openapi
-
-_OWN = Operation(replies=(dict[str, Any],))
+from llamaslot.api.routes import ROUTES, Route
 
 
-def operation_of(method: str, path: str) -> Operation:
-    """The operation at a path of the route table."""
-    handler = next(handler for verb, pattern, handler, _ in ROUTES if (verb, pattern) == (method, path))
-    return _OWN if handler is openapi else OPERATIONS[handler]
+def route_of(method: str, path: str) -> Route:
+    """The route of a method and a path."""
+    return next(route for route in ROUTES if (route.method, route.path) == (method, path))
 
 
 def check_reply(method: str, path: str, status: int, content_type: str, raw: bytes, *, picked: bool = False) -> Any:
@@ -25,19 +21,19 @@ def check_reply(method: str, path: str, status: int, content_type: str, raw: byt
 
     `picked` is true for a request with `response_fields`.
     """
-    operation = operation_of(method, path)
+    route = route_of(method, path)
     try:
         if status != 200:
             assert content_type == "application/json", content_type
-            error = msgspec.json.decode(raw, type=operation.error).error
+            error = msgspec.json.decode(raw, type=route.error).error
             assert not isinstance(error, ErrorDetail) or error.code == status, raw
             return error
         if content_type == "text/event-stream":
-            return _events(raw, _without_picked(operation.chunks, picked), operation.error)
-        assert content_type == operation.content_type, content_type
-        if operation.content_type != "application/json":
+            return _events(raw, _without_picked(route.chunks, picked), route.error)
+        assert content_type == route.content_type, content_type
+        if route.content_type != "application/json":
             return raw.decode()
-        return _decoded(raw, _without_picked(operation.replies, picked))
+        return _decoded(raw, _without_picked(route.replies, picked))
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise AssertionError(f"{method} {path}: {error}: {raw[:500]!r}") from error
 

@@ -12,7 +12,7 @@ import aiohttp
 import msgspec
 import pytest
 
-from llamaslot.api.http_server import ROUTES
+from llamaslot.api.routes import ROUTES
 from llamaslot.backend.disk import SlotFiles
 from llamaslot.base.errors import ServerError
 from llamaslot.base.model import FimTokens
@@ -60,8 +60,8 @@ def test_requests_are_the_same_for_a_seed_and_reach_every_endpoint() -> None:
     assert requests == list(BodyFuzzer(5).requests(200))
     assert requests != list(BodyFuzzer(6).requests(200))
     assert {request.pattern for request in requests} == set(VALID)
-    changing = {handler for method, _, handler, _ in ROUTES if method != "GET"}
-    assert changing <= {handler for _, pattern, handler, _ in ROUTES if pattern in VALID}
+    changing = {route.handler for route in ROUTES if route.method != "GET"}
+    assert changing <= {route.handler for route in ROUTES if route.path in VALID}
 
 
 @pytest.mark.skipif(not LONG, reason="takes minutes")

@@ -13,9 +13,9 @@ from llamaslot.base.commands import EngineCommand, Generate
 from llamaslot.base.events import Finished, Output
 from llamaslot.prompts.tokenizer import Tokenizer
 from llamaslot.protocol.text_requests import TextRequest
+from llamaslot.service.limits import ProbsLimit
 from llamaslot.service.live_request import LiveRequest
 from llamaslot.service.metrics import Metrics
-from llamaslot.service.reply_budget import ProbsLimit
 from llamaslot.service.service import Service
 from tests.fake_backend import FakeBackend, FakeVocab
 from tests.prompt_threads import prepare_text, prompt_thread

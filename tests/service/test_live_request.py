@@ -8,12 +8,14 @@ import math
 import msgspec
 import pytest
 
+from llamaslot.base.callers import Caller
 from llamaslot.base.commands import Cancel, PreparedPrompt
 from llamaslot.base.errors import ErrorInfo, ServerError
 from llamaslot.base.events import Cancelled, Failed, Finished, Output, Progress
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.generation.token_probs import FLOAT_MIN, TokenProbs, TokenScore
 from llamaslot.base.tokens import TokenizedPrompt
+from llamaslot.service.limits import Capacity, ProbsLimit, ReplyBudget
 from llamaslot.service.live_request import (
     TRANSITIONS,
     Change,
@@ -22,7 +24,7 @@ from llamaslot.service.live_request import (
     LiveRequest,
     State,
 )
-from llamaslot.service.reply_budget import ProbsLimit, ReplyBudget
+from llamaslot.service.metrics import Metrics
 from tests.prompt_threads import text_request
 from tests.service.live import Wire, begin, leave
 
@@ -117,7 +119,7 @@ async def test_leaving_cancels_only_what_has_not_ended() -> None:
 
 
 def test_every_pair_of_state_and_event_is_a_transition_or_raises_and_changes_nothing() -> None:
-    live = LiveRequest("", "", None, ReplyBudget())
+    live = LiveRequest(Caller(), None, Capacity(1, 1, 0, Metrics()), ReplyBudget())
     params = text_request("r", "").params
     for state, change in itertools.product(State, Change):
         completion = Completion(0, params, PreparedPrompt(params, TokenizedPrompt(b"")), 0, live)
@@ -133,7 +135,7 @@ def test_every_pair_of_state_and_event_is_a_transition_or_raises_and_changes_not
 
 
 def test_the_mean_log_probability_of_a_completion() -> None:
-    live = LiveRequest("", "", None, ReplyBudget())
+    live = LiveRequest(Caller(), None, Capacity(1, 1, 0, Metrics()), ReplyBudget())
 
     def mean(*values: float, is_sampled: bool = False) -> float:
         sampling = Sampling(n_probs=0, post_sampling_probs=is_sampled)

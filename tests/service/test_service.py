@@ -31,6 +31,7 @@ from llamaslot.base.events import Cancelled, Finished, Progress, Reply, Stopped
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.stats import EngineState, SlotState
 from llamaslot.protocol.text_requests import TextRequest
+from llamaslot.service.metrics import Metrics
 from llamaslot.service.service import Service
 from tests.engine.harness import LocalEngine
 from tests.fake_backend import FakeBackend
@@ -45,7 +46,7 @@ async def running(
     backend: FakeBackend, max_queue: int = 256, *, has_remote: bool = False
 ) -> AsyncIterator[Service]:
     """A service whose engine runs inside the block."""
-    engine = LocalEngine(backend, service={"max_queue": max_queue, "has_remote": has_remote})
+    engine = LocalEngine(backend, service={"max_queue": max_queue, "metrics": Metrics(has_remote=has_remote)})
     task = asyncio.create_task(engine.run())
     try:
         async with asyncio.timeout(30):
@@ -355,7 +356,7 @@ async def test_a_request_that_is_being_prepared_counts_as_one_of_its_client() ->
         others = await begin(service, request(client="other"))
         with pytest.raises(QueueFullError, match="from this client"):
             # Its body says that it is another's, who has too many.
-            service.capacity.reserve(preparing, 2, "other")
+            preparing.reserve(2, "other")
         assert service.capacity.n_in_flight == 3
     assert (service.capacity.n_in_flight, service.capacity._n_of_client.each) == (2, {"mine": 1, "other": 1})
     for live in (first, others):

@@ -11,13 +11,12 @@ from aiohttp import web
 
 from llamaslot.api.bodies import LATER, list_of, with_values
 from llamaslot.api.context import READINESS
-from llamaslot.api.generation.reply_stats import PromptProgress, progress_of, stats_of, timings
-from llamaslot.api.generation.request_handling import ReplyContext, ReplyWriter, complete
+from llamaslot.api.generation.reply_parts import ProbsWriter, PromptProgress, progress_of, stats_of, timings
+from llamaslot.api.generation.request_handling import ReplyWriter, complete
 from llamaslot.api.sse import event
 from llamaslot.base.commands import GenerateParams
 from llamaslot.base.errors import NotSupportedError
 from llamaslot.base.events import Finished, Output
-from llamaslot.base.generation.request_context import ReplyOptions
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.service.live_request import Completion
 
@@ -25,62 +24,58 @@ _NEUTRAL: dict[str, Any] = {"n_keep": 0, "n_discard": 0, "lora": []}
 """llama-server's settings for features that this server does not have: all are off."""
 
 
-class NativeBodies:
-    """Makes the bodies of completions; they show the prompts as the model saw them."""
+def native_body(
+    reply: ReplyWriter, completion: Completion, *, content: str = "", tokens: Sequence[int] = ()
+) -> dict[str, Any]:
+    """Return the last event of a completion, with this text, these tokens, and the prompt as the model saw it."""
+    end, params = completion.end, completion.params
+    return {
+        "index": completion.index,
+        "content": content,
+        "tokens": tokens,
+        "id_slot": end.progress.slot,
+        "stop": True,
+        "model": reply.model,
+        "tokens_predicted": end.progress.n_generated,
+        "tokens_evaluated": end.progress.n_prompt,
+        "generation_settings": {
+            **generation_settings(params.sampling, params.max_tokens),
+            **_own_settings(params, reply.info.eog),
+            "stream": reply.options.stream,
+            "timings_per_token": reply.options.timings_per_token,
+        },
+        "prompt": completion.prompt.text,
+        "has_new_line": "\n" in completion.text,
+        "truncated": end.truncated,
+        "stop_type": end.reason,
+        "stopping_word": end.stopping_word,
+        "tokens_cached": end.progress.n_held,
+        **stats_of([end.progress]),
+    }
 
-    def __init__(self, eog: Sequence[int], model: str, options: ReplyOptions) -> None:
-        self._eog = eog
-        self._model = model
-        self._options = options
 
-    def whole(self, completion: Completion) -> dict[str, Any]:
-        """Return the body of a completion with all of its text; its probabilities, if it has any, are `LATER`."""
-        tokens = completion.tokens.tolist() if self._options.return_tokens else []
-        body = self.final(completion, content=completion.text, tokens=tokens)
-        if completion.has_probs:
-            body["completion_probabilities"] = LATER
-        return body
+def whole_native_body(reply: ReplyWriter, completion: Completion) -> dict[str, Any]:
+    """Return the body of a completion with all of its text; its probabilities, if it has any, are `LATER`."""
+    tokens = completion.tokens.tolist() if reply.options.return_tokens else []
+    body = native_body(reply, completion, content=completion.text, tokens=tokens)
+    if completion.has_probs:
+        body["completion_probabilities"] = LATER
+    return body
 
-    def final(self, completion: Completion, *, content: str = "", tokens: Sequence[int] = ()) -> dict[str, Any]:
-        """Return the body of a completion with this text and these tokens."""
-        end, params = completion.end, completion.params
-        return {
-            "index": completion.index,
-            "content": content,
-            "tokens": tokens,
-            "id_slot": end.progress.slot,
-            "stop": True,
-            "model": self._model,
-            "tokens_predicted": end.progress.n_generated,
-            "tokens_evaluated": end.progress.n_prompt,
-            "generation_settings": {
-                **generation_settings(params.sampling, params.max_tokens),
-                **self._texts(params),
-                "stream": self._options.stream,
-                "timings_per_token": self._options.timings_per_token,
-            },
-            "prompt": completion.prompt.text,
-            "has_new_line": "\n" in completion.text,
-            "truncated": end.truncated,
-            "stop_type": end.reason,
-            "stopping_word": end.stopping_word,
-            "tokens_cached": end.progress.n_held,
-            **stats_of([end.progress]),
-        }
 
-    def _texts(self, params: GenerateParams) -> dict[str, Any]:
-        """Return the settings that only the request's own client sees; a bias of -inf is null.
+def _own_settings(params: GenerateParams, eog: Sequence[int]) -> dict[str, Any]:
+    """Return the settings that only the request's own client sees; a bias of -inf is null.
 
-        With `ignore_eos`, the tokens that end a text are shown with such a bias, as in llama-server.
-        """
-        ends = self._eog if params.sampling.ignore_eos else ()
-        biases = {**params.sampling.logit_bias, **dict.fromkeys(ends, -math.inf)}
-        return {
-            "stop": params.stop,
-            "logit_bias": [{"token": token, "bias": bias} for token, bias in biases.items()],
-            "grammar": params.constraint.grammar if params.constraint is not None else "",
-            "dry_sequence_breakers": params.sampling.dry_sequence_breakers,
-        }
+    With `ignore_eos`, the tokens that end a text are shown with such a bias, as in llama-server.
+    """
+    ends = eog if params.sampling.ignore_eos else ()
+    biases = {**params.sampling.logit_bias, **dict.fromkeys(ends, -math.inf)}
+    return {
+        "stop": params.stop,
+        "logit_bias": [{"token": token, "bias": bias} for token, bias in biases.items()],
+        "grammar": params.constraint.grammar if params.constraint is not None else "",
+        "dry_sequence_breakers": params.sampling.dry_sequence_breakers,
+    }
 
 
 def generation_settings(sampling: Sampling, max_tokens: int) -> dict[str, Any]:
@@ -116,24 +111,20 @@ class NativeReplyWriter(ReplyWriter):
     shows_prompt = counts_tokens = True
     probs_fields = ("n", "n_predict", "n_probs")
 
-    def __init__(self, reply: ReplyContext, completions: Sequence[Completion]) -> None:
-        super().__init__(reply, completions)
-        self._bodies = NativeBodies(reply.eog, reply.model, reply.options)
-
     def chunks(self, completion: Completion, output: Output | Finished) -> Iterator[bytes]:
         """Yield new text and tokens, and everything else at the end."""
         if progress := PromptProgress.of(output):
             yield event({**self._part(completion, output, "", ()), "prompt_progress": progress})
         elif completion.has_probs and output.probs is not None:
             # As with llama-server, each event has one token: the last one has the text.
-            rows = list(output.probs)
+            rows, writer = list(output.probs), self.probs_writers[completion.index]
             for i, row in enumerate(rows, start=1):
                 part = self._part(completion, output, output.content if i == len(rows) else "", [row.token])
-                yield event({**part, "completion_probabilities": self.probs_writer(completion).native([row])})
+                yield event({**part, "completion_probabilities": writer.native([row])})
         elif output.content or output.tokens:
             yield event(self._part(completion, output, output.content, output.tokens))
         if isinstance(output, Finished):
-            yield event(self._picked(self._bodies.final(completion)))
+            yield event(self._picked(native_body(self, completion)))
 
     def _part(
         self, completion: Completion, output: Output | Finished, content: str, tokens: Sequence[int]
@@ -149,33 +140,30 @@ class NativeReplyWriter(ReplyWriter):
             "tokens_predicted": progress.n_generated,
             "tokens_evaluated": progress.n_prompt,
         }
-        if self._options.timings_per_token:
+        if self.options.timings_per_token:
             part["timings"] = timings([progress])
         return part
 
-    def closing(self) -> Iterator[bytes]:
-        """Yield nothing: the last event says `stop`."""
-        return iter(())
-
     def whole(self) -> Iterator[bytes]:
         """Yield the final event of the completion with all of its text; a list if there are several."""
-        bodies = (self._whole(each) for each in self._completions)
-        return list_of(bodies) if len(self._completions) > 1 else next(bodies)
+        bodies = (self._whole(each) for each in self.completions)
+        return list_of(bodies) if len(self.completions) > 1 else next(bodies)
 
     def _whole(self, completion: Completion) -> Iterator[bytes]:
-        body = self._picked(self._bodies.whole(completion))
-        shown = [self.probs_writer(completion).native_later(completion.probs)] * (LATER in body.values())
-        return with_values(body, *shown)
+        body = self._picked(whole_native_body(self, completion))
+        if LATER not in body.values():
+            return with_values(body)
+        return with_values(body, ProbsWriter(completion.params).native_later(completion.probs))
 
     def _picked(self, body: dict[str, Any]) -> dict[str, Any]:
         """Return the fields that `response_fields` (`a` or `a/b`) name, under those names; all without any.
 
         Missing ones are left out.
         """
-        if not self._options.response_fields:
+        if not self.options.response_fields:
             return body
         picked = {}
-        for path in self._options.response_fields:
+        for path in self.options.response_fields:
             value: Any = body
             for key in path.split("/"):
                 if not isinstance(value, dict) or key not in value:

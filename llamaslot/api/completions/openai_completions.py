@@ -12,13 +12,15 @@ from msgspec import UNSET, UnsetType
 
 from llamaslot import __version__
 from llamaslot.api.bodies import LATER, encode, json_response, list_of, with_values
-from llamaslot.api.completions.native_completion import NativeBodies
+from llamaslot.api.completions.native_completion import whole_native_body
 from llamaslot.api.completions.stored_chats import CHATS, StoredChat
 from llamaslot.api.context import CALLER
-from llamaslot.api.generation.logprobs import ChatLogprobs, ProbsWriter, TextLogprobs
-from llamaslot.api.generation.reply_stats import (
+from llamaslot.api.generation.reply_parts import (
     CacheUse,
+    ChatLogprobs,
+    ProbsWriter,
     PromptProgress,
+    TextLogprobs,
     Timings,
     TokenCount,
     Usage,
@@ -28,7 +30,6 @@ from llamaslot.api.generation.reply_stats import (
     usage,
 )
 from llamaslot.api.generation.request_handling import (
-    ReplyContext,
     ReplyWriter,
     complete,
     count_prompt_tokens,
@@ -38,12 +39,12 @@ from llamaslot.api.middleware import key_namespace
 from llamaslot.api.sse import DONE, event, long_event
 from llamaslot.base.events import Finished, FinishReason, Output
 from llamaslot.base.generation.request_context import ChatToStore, ReplyOptions
-from llamaslot.base.generation.token_probs import TokenProb
 from llamaslot.formats.calls import Delta as ParsedDelta
 from llamaslot.formats.calls import ToolCall, ToolCallDelta
 from llamaslot.formats.parsed_message import ParsedMessage
-from llamaslot.service.live_request import Completion
-from llamaslot.service.reply_budget import ProbsLimit
+from llamaslot.service.limits import ProbsLimit
+from llamaslot.service.live_request import Completion, LiveRequest
+from llamaslot.service.service import Service
 
 _MARK = "\0"
 _NOTHING = ParsedDelta()
@@ -157,10 +158,6 @@ class OpenAIReplyWriter(ReplyWriter):
     chunk_object: ClassVar[ObjectName]
     probs_fields = ("n", "max_tokens", "logprobs")
 
-    def __init__(self, reply: ReplyContext, completions: Sequence[Completion]) -> None:
-        super().__init__(reply, completions)
-        self._bodies = NativeBodies(reply.eog, reply.model, reply.options) if reply.options.verbose else None
-
     @classmethod
     def probs_limit(cls, options: ReplyOptions, most: int) -> ProbsLimit | None:
         """Return the limit of the reply's probabilities; some streams repeat all at their end, or store them."""
@@ -172,23 +169,22 @@ class OpenAIReplyWriter(ReplyWriter):
         yield DONE
 
     def _whole(self, choices: Iterable[Iterable[bytes]], *, is_verbose: bool = True) -> Iterator[bytes]:
-        reply, first = self._reply, self._completions[0]
+        first = self.completions[0]
         shown = self._verbose(first) if is_verbose else UNSET
-        body = Envelope(reply.id, self.object, reply.created, reply.model, LATER, verbose=shown, **self._totals())
+        body = Envelope(self.id, self.object, self.created, self.model, LATER, verbose=shown, **self._totals())
         return with_values(body, list_of(choices), *self._verbose_values(first, shown))
 
     def _chunk(self, choices: Sequence[Choice], **stats: Any) -> bytes:
-        reply = self._reply
-        return event(Envelope(reply.id, self.chunk_object, reply.created, reply.model, choices, **stats))
+        return event(Envelope(self.id, self.chunk_object, self.created, self.model, choices, **stats))
 
     def _last_chunk(self, completion: Completion, end: Choice, **stats: Any) -> Iterator[bytes]:
         """Yield the last chunk of a choice, with llama-server's own reply if it is asked for."""
-        reply, shown = self._reply, self._verbose(completion)
-        body = Envelope(reply.id, self.chunk_object, reply.created, reply.model, [end], verbose=shown, **stats)
+        shown = self._verbose(completion)
+        body = Envelope(self.id, self.chunk_object, self.created, self.model, [end], verbose=shown, **stats)
         return long_event(body, *self._verbose_values(completion, shown))
 
     def _verbose(self, completion: Completion) -> dict[str, Any] | UnsetType:
-        return UNSET if self._bodies is None else self._bodies.whole(completion)
+        return whole_native_body(self, completion) if self.options.verbose else UNSET
 
     def _verbose_values(
         self, completion: Completion, shown: dict[str, Any] | UnsetType
@@ -199,7 +195,7 @@ class OpenAIReplyWriter(ReplyWriter):
 
     def _totals(self) -> dict[str, Any]:
         """Return the usage of all finished completions, and their stats."""
-        return {"usage": usage(self._completions), **stats_of([each.end.progress for each in self._completions])}
+        return {"usage": usage(self.completions), **stats_of([each.end.progress for each in self.completions])}
 
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:
@@ -220,25 +216,24 @@ class ChatReplyWriter(OpenAIReplyWriter):
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
-    def __init__(self, reply: ReplyContext, completions: Sequence[Completion]) -> None:
-        super().__init__(reply, completions)
-        self._frames: dict[int, tuple[bytes, bytes]] = {}
-        """Bytes before and after the text in the chunks of a choice, by index: encoding them once saves time."""
-        self._messages: dict[int, ParsedMessage] = {}
+    def __init__(self, request: web.Request, service: Service, live: LiveRequest) -> None:
+        super().__init__(request, service, live)
+        self._messages = [self.new_message(each) for each in live.completions]
+        self._frames: list[tuple[bytes, bytes] | None] = [None] * len(live.completions)
+        """Bytes before and after the text in the chunks of each choice: encoding them once saves time."""
 
     def chunks(self, completion: Completion, output: Output | Finished) -> Iterator[bytes]:
         """Yield the role once, then text, reasoning and calls, then the finish reason."""
         index = completion.index
-        frame = self._frames.get(index)
+        frame = self._frames[index]
         if frame is None:
             before, _, after = self._delta(index, Delta(content=_MARK)).partition(encode(_MARK))
             frame = self._frames[index] = (before, after)
-            self._messages[index] = self.new_message(completion)
             yield self._delta(index, Delta(role="assistant", content=None))
         added = self._messages[index].push(output.content, end_reason(output))
         if progress := PromptProgress.of(output):
             yield self._delta(index, Delta(), prompt_progress=progress)
-        elif completion.has_probs or self._options.timings_per_token:
+        elif completion.has_probs or self.options.timings_per_token:
             if output.content or output.probs or added != _NOTHING:
                 first, *others = _deltas_of(added)
                 yield self._with_details(completion, output, first)
@@ -250,37 +245,36 @@ class ChatReplyWriter(OpenAIReplyWriter):
             for each in _deltas_of(added):
                 yield self._delta(index, each)
         if isinstance(output, Finished):
-            shown = {} if self._options.include_usage else stats_of([output.progress])
+            shown = {} if self.options.include_usage else stats_of([output.progress])
             reason = _reason(self._messages[index], output)
             yield from self._last_chunk(completion, ChatChunkChoice(index, Delta(), reason), **shown)
 
     def closing(self) -> Iterator[bytes]:
         """Yield the usage, if it was asked for, and the end mark."""
-        if self._options.include_usage:
+        if self.options.include_usage:
             yield self._chunk([], **self._totals())
-        if self._options.chat is not None:
-            yield from self._storing(self._options.chat)
+        if self.options.chat is not None:
+            yield from self._storing(self.options.chat)
         yield from super().closing()
 
     def whole(self) -> Iterator[bytes]:
         """Yield one body with all choices."""
-        if self._options.chat is not None:
-            yield from self._storing(self._options.chat)
-        yield from self._whole(map(self._choice, self._completions))
+        if self.options.chat is not None:
+            yield from self._storing(self.options.chat)
+        yield from self._whole(map(self._choice, self.completions))
 
     def _storing(self, chat: ChatToStore) -> Iterator[bytes]:
         """Store the completion before the client can ask for it; yield an empty piece for each of its pieces."""
-        request, reply = self._reply.request, self._reply
-        store, pieces, n_bytes = request.app[CHATS], list[bytes](), 0
-        for piece in self._whole(map(self._choice, self._completions), is_verbose=False):
+        store, pieces, n_bytes = self.request.app[CHATS], list[bytes](), 0
+        for piece in self._whole(map(self._choice, self.completions), is_verbose=False):
             pieces.append(piece)
             n_bytes += len(piece)
             if n_bytes > store.max_bytes:
                 return
             yield b""
-        owner = request[CALLER].owner
-        stored = StoredChat(reply.id, reply.model, b"".join(pieces), chat.messages, chat.metadata, owner)
-        store.put(key_namespace(request), stored)
+        owner = self.request[CALLER].owner
+        stored = StoredChat(self.id, self.model, b"".join(pieces), chat.messages, chat.metadata, owner)
+        store.put(key_namespace(self.request), stored)
 
     def _choice(self, completion: Completion) -> Iterator[bytes]:
         message = self.new_message(completion)
@@ -295,15 +289,13 @@ class ChatReplyWriter(OpenAIReplyWriter):
     def _with_details(self, completion: Completion, output: Output | Finished, delta: Delta) -> bytes:
         """Return a chunk with new text, and with what the client wants to know about it."""
         choice = ChatChunkChoice(completion.index, delta)
-        choice.logprobs = self._logprobs(completion, output.probs or ())
-        shown = timings([progress_of(output)]) if self._options.timings_per_token else UNSET
+        if completion.has_probs:
+            choice.logprobs = ChatLogprobs(self.probs_writers[completion.index].native(output.probs or ()))
+        shown = timings([progress_of(output)]) if self.options.timings_per_token else UNSET
         return self._chunk([choice], timings=shown)
 
     def _delta(self, index: int, delta: Delta, **stats: Any) -> bytes:
         return self._chunk([ChatChunkChoice(index, delta)], **stats)
-
-    def _logprobs(self, completion: Completion, rows: Iterable[TokenProb]) -> ChatLogprobs | UnsetType:
-        return self.probs_writer(completion).chat(rows) if completion.has_probs else UNSET
 
 
 def _deltas_of(added: ParsedDelta) -> list[Delta]:
@@ -346,9 +338,9 @@ class TextReplyWriter(OpenAIReplyWriter):
     object = chunk_object = "text_completion"
     _n_ended = 0
 
-    def __init__(self, reply: ReplyContext, completions: Sequence[Completion]) -> None:
-        super().__init__(reply, completions)
-        self._unsent = set(range(len(completions))) if reply.options.echo else set()
+    def __init__(self, request: web.Request, service: Service, live: LiveRequest) -> None:
+        super().__init__(request, service, live)
+        self._unsent = set(live.completions) if live.options.echo else set()
         """Choices whose prompt is still to be streamed."""
 
     def chunks(self, completion: Completion, output: Output | Finished) -> Iterator[bytes]:
@@ -358,12 +350,14 @@ class TextReplyWriter(OpenAIReplyWriter):
         if progress := PromptProgress.of(output):
             yield self._chunk([TextChoice(completion.index, "")], prompt_progress=progress)
         if output.content or output.probs:
-            shown = timings([progress_of(output)]) if self._options.timings_per_token else UNSET
-            logprobs = self._logprobs(completion, list(output.probs or ()))
+            shown = timings([progress_of(output)]) if self.options.timings_per_token else UNSET
+            logprobs = None
+            if self._shows_probs(completion):
+                logprobs = self.probs_writers[completion.index].text(list(output.probs or ()))
             yield self._chunk([TextChoice(completion.index, output.content, logprobs=logprobs)], timings=shown)
         if isinstance(output, Finished):
             self._n_ended += 1
-            total = usage(self._completions) if self._n_ended == len(self._completions) else UNSET
+            total = usage(self.completions) if self._n_ended == len(self.completions) else UNSET
             end = TextChoice(completion.index, "", REASONS[output.reason])
             yield from self._last_chunk(completion, end, usage=total, **stats_of([output.progress]))
 
@@ -377,33 +371,29 @@ class TextReplyWriter(OpenAIReplyWriter):
         if not self._shows_probs(completion):
             return with_values(choice)
         choice.logprobs = TextLogprobs(LATER, LATER, LATER, LATER, LATER)
-        of_prompt = completion.prompt_probs if self._options.echo else None
+        of_prompt = completion.prompt_probs if self.options.echo else None
         return with_values(choice, *ProbsWriter(completion.params).text_later(of_prompt, prompt, completion.probs))
 
     def _best(self) -> Iterator[Completion]:
         """Yield the completions of each prompt that are most likely per token; all of them if all are wanted."""
-        for _, group in groupby(self._completions, lambda each: each.params.group or each.params.request_id):
-            if self._options.n_best:
-                yield from sorted(group, key=lambda each: -each.mean_logprob)[: self._options.n_best]
+        for _, group in groupby(self.completions, lambda each: each.params.group or each.params.request_id):
+            if self.options.n_best:
+                yield from sorted(group, key=lambda each: -each.mean_logprob)[: self.options.n_best]
             else:
                 yield from group
 
     def _echo(self, completion: Completion) -> Iterator[bytes]:
         """Yield the prompt of a choice, once."""
-        index = completion.index
-        if index not in self._unsent:
+        if completion not in self._unsent:
             return
-        self._unsent.remove(index)
-        text = completion.prompt.echo
+        self._unsent.remove(completion)
+        index, text = completion.index, completion.prompt.echo
         parts: Iterator[TextLogprobs] = iter(())
         if self._shows_probs(completion):
-            parts = self.probs_writer(completion).prompt(completion.prompt_probs, text)
+            parts = self.probs_writers[index].prompt(completion.prompt_probs, text)
         yield self._chunk([TextChoice(index, text, logprobs=next(parts, None))])
         for part in parts:
             yield self._chunk([TextChoice(index, "", logprobs=part)])
 
-    def _logprobs(self, completion: Completion, rows: Sequence[TokenProb]) -> TextLogprobs | None:
-        return self.probs_writer(completion).text(rows) if self._shows_probs(completion) else None
-
     def _shows_probs(self, completion: Completion) -> bool:
-        return completion.has_probs and not self._options.hides_logprobs
+        return completion.has_probs and not self.options.hides_logprobs

@@ -1,7 +1,6 @@
 """Stored chat completions: their store in memory, and its endpoints.
 
-A completion is found with the API key that made it only. The store has a limit of their number and one of their
-bytes.
+Only the API key that made a completion finds it. The store has a limit of number and one of bytes.
 """
 
 from __future__ import annotations
@@ -14,8 +13,18 @@ from typing import Literal
 import msgspec
 from aiohttp import web
 
-from llamaslot.api.bodies import LATER, encode, json_reply, json_response, list_of, read, with_values
-from llamaslot.api.generation.pages import ListReply, Paging, page_of_stored
+from llamaslot.api.bodies import (
+    LATER,
+    ListReply,
+    Paging,
+    encode,
+    json_reply,
+    json_response,
+    list_of,
+    page_of_stored,
+    read,
+    with_values,
+)
 from llamaslot.api.middleware import key_namespace
 from llamaslot.base.callers import OwnerShares
 from llamaslot.base.errors import NotFoundError

@@ -9,7 +9,6 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 from itertools import chain
 from typing import ClassVar, TypeAlias
 
@@ -19,7 +18,7 @@ from llamaslot.api import http_errors
 from llamaslot.api.bodies import BODY_READER, json_reply
 from llamaslot.api.context import READINESS, SETTINGS, UNIQUE_ID
 from llamaslot.api.credentials import GRANTED, Access
-from llamaslot.api.generation.logprobs import ProbsWriter
+from llamaslot.api.generation.reply_parts import ProbsWriter
 from llamaslot.api.middleware import caller_of, given_key
 from llamaslot.api.sse import PING, EventStream
 from llamaslot.base.commands import BodyKind, Prepare
@@ -27,10 +26,9 @@ from llamaslot.base.errors import LlamaslotError
 from llamaslot.base.events import Finished, FinishReason, Output
 from llamaslot.base.generation.request_context import EarlierItems, References, ReplyOptions, RequestContext
 from llamaslot.base.stats import CacheProbe
-from llamaslot.formats.format import Format
 from llamaslot.formats.parsed_message import ParsedMessage
+from llamaslot.service.limits import ProbsLimit
 from llamaslot.service.live_request import Completion, LiveRequest
-from llamaslot.service.reply_budget import ProbsLimit
 from llamaslot.service.service import Service
 
 Find: TypeAlias = Callable[[References], EarlierItems]
@@ -43,14 +41,11 @@ async def complete(
     """Answer a request for completions of the prompts in its body; `find` returns earlier items that it names."""
     settings = request.app[SETTINGS]
     context = _context(request, writer_type.id_prefix + request[UNIQUE_ID], writer_type)
-    async with _prepared(request, kind, context, find) as (service, live, options):
-        service.start(live, writer_type.probs_limit(options, settings.max_reply_probs))
-        model = settings.model_names(service.info)[0]
-        output_format, eog = service.output_format, service.info.eog
-        reply = ReplyContext(request, context.request_id, model, options, output_format, eog)
-        writer = writer_type(reply, live.completions)
-        if options.stream:
-            interval = options.sse_ping_interval
+    async with _prepared(request, kind, context, find) as (service, live):
+        service.start(live, writer_type.probs_limit(live.options, settings.max_reply_probs))
+        writer = writer_type(request, service, live)
+        if live.options.stream:
+            interval = live.options.sse_ping_interval
             interval = settings.sse_ping_interval if interval is None else interval
             stream = EventStream(request, interval, settings.max_stream_buffer_bytes, writer.ping)
             return await _stream(stream, live, writer)
@@ -61,7 +56,7 @@ async def complete(
 
 async def count_prompt_tokens(request: web.Request, kind: BodyKind, find: Find | None = None) -> int:
     """Count the tokens of the prompt that the body of a request has, and generate nothing."""
-    async with _prepared(request, kind, _prompt_context(request), find, is_run=False) as (_, live, _):
+    async with _prepared(request, kind, _prompt_context(request), find, is_run=False) as (_, live):
         return live.prompts[0].tokenized.n_tokens
 
 
@@ -69,7 +64,7 @@ async def probe_cache(request: web.Request) -> CacheProbe:
     """Return what is cached of the prompt of a chat or a text completion, which is not run."""
     context = _prompt_context(request)
     async with (
-        _prepared(request, "probe", context, is_run=False) as (service, live, _),
+        _prepared(request, "probe", context, is_run=False) as (service, live),
         service.until_deadline(live),
     ):
         return await service.probe(live)
@@ -78,7 +73,7 @@ async def probe_cache(request: web.Request) -> CacheProbe:
 @asynccontextmanager
 async def _prepared(
     request: web.Request, kind: BodyKind, context: RequestContext, find: Find | None = None, *, is_run: bool = True
-) -> AsyncIterator[tuple[Service, LiveRequest, ReplyOptions]]:
+) -> AsyncIterator[tuple[Service, LiveRequest]]:
     """Prepare the body of a request, and yield the live request; leaving the block cancels what has not ended.
 
     The body is not kept while the reply is generated.
@@ -86,8 +81,8 @@ async def _prepared(
     service = request.app[READINESS].check()
     async with service.open(context.caller) as live:
         async with service.until_deadline(live), request.app[BODY_READER].body(request) as raw:
-            options = await service.prepare(live, Prepare(kind, raw, context, is_run), find)
-        yield service, live, options
+            await service.prepare(live, Prepare(kind, raw, context, is_run), find)
+        yield service, live
 
 
 def _prompt_context(request: web.Request) -> RequestContext:
@@ -131,30 +126,13 @@ async def _stream(stream: EventStream, live: LiveRequest, writer: ReplyWriter) -
     return stream.response
 
 
-@dataclass(frozen=True, slots=True)
-class ReplyContext:
-    """The request that a reply answers, with the server's settings for it."""
-
-    request: web.Request
-    id: str
-    model: str
-    """Name of the model."""
-    options: ReplyOptions
-    output_format: Format
-    """The format in which the model writes chat messages."""
-    eog: Sequence[int]
-    """Tokens that end a text."""
-    created: int = field(default_factory=lambda: int(time.time()))
-    """Seconds since 1970."""
-
-
 def end_reason(output: Output | Finished) -> FinishReason | None:
     """Return why a completion ended with an event; None if it has not."""
     return output.reason if isinstance(output, Finished) else None
 
 
 class ReplyWriter(ABC):
-    """Writes the reply of one endpoint to one request, from the completions in `completions`."""
+    """Writes the reply of one endpoint to one request, from the completions of the live request."""
 
     id_prefix: ClassVar[str]
     """Beginning of the reply's id."""
@@ -167,39 +145,39 @@ class ReplyWriter(ABC):
     probs_fields: ClassVar[Sequence[str]] = ("max_tokens",)
     """Request fields that multiply the probabilities in the reply."""
 
-    def __init__(self, reply: ReplyContext, completions: Sequence[Completion]) -> None:
-        self._reply = reply
-        self._options = reply.options
-        self._completions = completions
-        self._probs_writers: dict[int, ProbsWriter] = {}
+    def __init__(self, request: web.Request, service: Service, live: LiveRequest) -> None:
+        self.request = request
+        self.id = self.id_prefix + request[UNIQUE_ID]
+        self.created = int(time.time())
+        """Seconds since 1970."""
+        self.model = request.app[SETTINGS].model_names(service.info)[0]
+        self.info = service.info
+        self.options = live.options
+        self.completions = live.completions
+        self._output_format = service.output_format
+        self.probs_writers = [ProbsWriter(each.params) for each in live.completions]
+        """Writers of the probabilities in a stream, by the index of the completion."""
 
     @classmethod
     def probs_limit(cls, options: ReplyOptions, most: int) -> ProbsLimit | None:
         """Return the limit of the reply's probabilities; None for a stream that keeps none of them."""
         return None if options.stream else ProbsLimit(most, cls.probs_fields)
 
-    def probs_writer(self, completion: Completion) -> ProbsWriter:
-        """Return the writer of the probabilities of a completion's tokens."""
-        writer = self._probs_writers.get(completion.index)
-        if writer is None:
-            writer = self._probs_writers[completion.index] = ProbsWriter(completion.params)
-        return writer
-
     def new_message(self, completion: Completion) -> ParsedMessage:
         """Return the message that the text of a chat's completion is to be added to."""
-        return ParsedMessage(self._reply.output_format, self._options.parser, completion.params.request_id)
+        return ParsedMessage(self._output_format, self.options.parser, completion.id)
 
     @abstractmethod
     def chunks(self, completion: Completion, output: Output | Finished) -> Iterable[bytes]:
         """Yield the server-sent events for an event of a completion, each whole or in parts."""
 
-    @abstractmethod
     def closing(self) -> Iterable[bytes]:
-        """Yield the server-sent events after all completions are finished."""
+        """Yield the server-sent events after all completions are finished, if there are any."""
+        return ()
 
     def failure(self, error: LlamaslotError) -> Iterable[bytes]:
         """Yield the last server-sent events of a stream that fails."""
-        yield http_errors.event(error, self._reply.request)
+        yield http_errors.event(error, self.request)
 
     @abstractmethod
     def whole(self) -> Iterable[bytes]:

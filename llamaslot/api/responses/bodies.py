@@ -11,8 +11,7 @@ from typing import Any, Literal, TypeAlias
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from llamaslot.api.generation.logprobs import Prob
-from llamaslot.api.generation.reply_stats import CacheUse, PromptProgress, Timings
+from llamaslot.api.generation.reply_parts import CacheUse, Prob, PromptProgress, Timings
 
 Status: TypeAlias = Literal["in_progress", "completed", "incomplete", "failed", "cancelled"]
 

@@ -7,14 +7,13 @@ part of another kind, or another call, begins.
 from __future__ import annotations
 
 import json
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
-from msgspec import UNSET
+from msgspec import UNSET, structs
 
-from llamaslot.api.generation.logprobs import Prob
+from llamaslot.api.generation.reply_parts import Prob
 from llamaslot.api.responses import bodies
 from llamaslot.api.responses.bodies import (
     CustomCall,
@@ -31,180 +30,9 @@ from llamaslot.api.responses.bodies import (
 )
 from llamaslot.base.generation.request_context import CallForm, ResponseFields
 from llamaslot.formats.calls import Delta, ToolCallDelta
-from llamaslot.protocol.response_items import custom_arguments, encoded_reasoning
+from llamaslot.protocol.response_items import encoded_reasoning
 
 _FUNCTION = CallForm()
-
-
-class _OpenItem(ABC):
-    """The last item, to which text may be added."""
-
-    def __init__(self, item_id: str, index: int) -> None:
-        self._id = item_id
-        self._index = index
-        self._texts: list[str] = []
-
-    @property
-    def _place(self) -> dict[str, Any]:
-        return {"item_id": self._id, "output_index": self._index}
-
-    @property
-    def _text(self) -> str:
-        return "".join(self._texts)
-
-    @abstractmethod
-    def begin(self) -> Iterator[ItemEvent]:
-        """Yield the events of its beginning."""
-
-    @abstractmethod
-    def add(self, text: str, probs: Sequence[Prob]) -> Iterator[ItemEvent]:
-        """Add text, or arguments; yield the events of that."""
-
-    @abstractmethod
-    def end(self, status: Status) -> Iterator[ItemEvent]:
-        """Yield the events of its end."""
-
-    @abstractmethod
-    def item(self, status: Status) -> Item:
-        """Return the item as it is now."""
-
-    def _added(self, item: Item) -> ItemEvent:
-        return bodies.ItemAdded(output_index=self._index, item=item)
-
-    def _done(self, status: Status) -> ItemEvent:
-        return bodies.ItemDone(output_index=self._index, item=self.item(status))
-
-
-class _Message(_OpenItem):
-    def __init__(self, item_id: str, index: int) -> None:
-        super().__init__(item_id, index)
-        self._probs: list[Prob] = []
-
-    def begin(self) -> Iterator[ItemEvent]:
-        yield self._added(MessageItem(id=self._id))
-        yield bodies.PartAdded(**self._place, part=OutputText(text=""))
-
-    def add(self, text: str, probs: Sequence[Prob]) -> Iterator[ItemEvent]:
-        self._texts.append(text)
-        self._probs += probs
-        yield bodies.TextDelta(**self._place, delta=text, logprobs=list(probs))
-
-    def end(self, status: Status) -> Iterator[ItemEvent]:
-        part = self._part()
-        yield bodies.TextDone(**self._place, text=part.text, logprobs=part.logprobs)
-        yield bodies.PartDone(**self._place, part=part)
-        yield self._done(status)
-
-    def item(self, status: Status) -> Item:
-        return MessageItem(id=self._id, status=status, content=[self._part()])
-
-    def _part(self) -> OutputText:
-        return OutputText(text=self._text, logprobs=self._probs)
-
-
-class _Reasoning(_OpenItem):
-    def __init__(self, item_id: str, index: int, *, encoded: bool) -> None:
-        super().__init__(item_id, index)
-        self._encoded = encoded
-
-    def begin(self) -> Iterator[ItemEvent]:
-        yield self._added(ReasoningItem(id=self._id))
-        yield bodies.PartAdded(**self._place, part=ReasoningText(""))
-
-    def add(self, text: str, probs: Sequence[Prob]) -> Iterator[ItemEvent]:
-        self._texts.append(text)
-        yield bodies.ReasoningDelta(**self._place, delta=text)
-
-    def end(self, status: Status) -> Iterator[ItemEvent]:
-        yield bodies.ReasoningDone(**self._place, text=self._text)
-        yield bodies.PartDone(**self._place, part=ReasoningText(self._text))
-        yield self._done(status)
-
-    def item(self, status: Status) -> Item:
-        encoded = encoded_reasoning(self._text) if self._encoded else UNSET
-        return ReasoningItem(
-            id=self._id, status=status, content=[ReasoningText(self._text)], encrypted_content=encoded
-        )
-
-
-class _Function(_OpenItem):
-    def __init__(self, item_id: str, index: int, call: ToolCallDelta, form: CallForm) -> None:
-        super().__init__(item_id, index)
-        self._call_id = call.id or ""
-        self._name = form.name or call.name or ""
-        self._namespace = form.namespace or UNSET
-
-    @property
-    def _named(self) -> dict[str, Any]:
-        return {"id": self._id, "call_id": self._call_id, "name": self._name, "namespace": self._namespace}
-
-    def begin(self) -> Iterator[ItemEvent]:
-        yield self._added(self.item("in_progress"))
-
-    def add(self, text: str, probs: Sequence[Prob]) -> Iterator[ItemEvent]:
-        self._texts.append(text)
-        yield bodies.ArgumentsDelta(**self._place, delta=text)
-
-    def end(self, status: Status) -> Iterator[ItemEvent]:
-        yield bodies.ArgumentsDone(**self._place, name=self._name, arguments=self._text)
-        yield self._done(status)
-
-    def item(self, status: Status) -> Item:
-        return FunctionCall(**self._named, status=status, arguments=self._text)
-
-
-class _Custom(_Function):
-    """A call whose input is in the arguments: it is known when these are complete."""
-
-    def begin(self) -> Iterator[ItemEvent]:
-        yield self._added(CustomCall(**self._named))
-
-    def add(self, text: str, probs: Sequence[Prob]) -> Iterator[ItemEvent]:
-        self._texts.append(text)
-        yield from ()
-
-    def end(self, status: Status) -> Iterator[ItemEvent]:
-        text = self._input()
-        yield bodies.InputDelta(**self._place, delta=text)
-        yield bodies.InputDone(**self._place, input=text)
-        yield self._done(status)
-
-    def item(self, status: Status) -> Item:
-        return CustomCall(**self._named, status=status, input=self._input())
-
-    def _input(self) -> str:
-        """Return the text in the arguments; all of the arguments if they are not that JSON."""
-        try:
-            text = json.loads(self._text)["input"]
-        except (ValueError, KeyError, TypeError, RecursionError):
-            return self._text
-        return text if isinstance(text, str) else json.dumps(text, ensure_ascii=False)
-
-
-class _Shell(_Custom):
-    """A call whose action is known when the arguments are complete."""
-
-    def begin(self) -> Iterator[ItemEvent]:
-        yield self._added(ShellCall(id=self._id, call_id=self._call_id))
-
-    def end(self, status: Status) -> Iterator[ItemEvent]:
-        yield self._done(status)
-
-    def item(self, status: Status) -> Item:
-        try:
-            action = msgspec.json.decode(self._text, type=ShellArguments)
-        except msgspec.MsgspecError:
-            action = ShellArguments([self._text] if self._text else [])
-        return ShellCall(
-            id=self._id,
-            status=status,
-            call_id=self._call_id,
-            action=ShellAction(
-                command=[action.command] if isinstance(action.command, str) else action.command,
-                timeout_ms=action.timeout_ms,
-                working_directory=action.working_directory,
-            ),
-        )
 
 
 class ShellArguments(msgspec.Struct):
@@ -215,35 +43,83 @@ class ShellArguments(msgspec.Struct):
     timeout_ms: int | None = None
 
 
-_KINDS = {"function": (_Function, "fc"), "custom": (_Custom, "ctc"), "local_shell": (_Shell, "lsh")}
-
-
 def item_events(item: Item, index: int) -> Iterator[ItemEvent]:
     """Yield the events of a complete item, with all of its text in one."""
-    opened, text, probs = _opened(item, index)
-    yield from opened.begin()
+    text, probs, empty = "", list[Prob](), dict[str, Any]()
+    match item:
+        case MessageItem(content=[part]):
+            text, probs, empty = part.text, part.logprobs, {"content": []}
+        case ReasoningItem(content=[reasoning]):
+            text, empty = reasoning.text, {"content": [], "encrypted_content": UNSET}
+        case FunctionCall():
+            text, empty = item.arguments, {"arguments": ""}
+        case CustomCall():
+            empty = {"input": ""}
+        case ShellCall():
+            empty = {"action": ShellAction()}
+    yield from _begin(structs.replace(item, status="in_progress", **empty), index)
     if text:
-        yield from opened.add(text, probs)
-    yield from opened.end(item.status)
+        yield from _added(item, index, text, probs)
+    yield from _end(item, index)
 
 
-def _opened(item: Item, index: int) -> tuple[_OpenItem, str, Sequence[Prob]]:
-    """Return a complete item as an empty open one, and the text and probabilities to add to it."""
-    if isinstance(item, MessageItem):
-        (part,) = item.content
-        return _Message(item.id, index), part.text, part.logprobs
-    if isinstance(item, ReasoningItem):
-        encoded = item.encrypted_content is not UNSET
-        return _Reasoning(item.id, index, encoded=encoded), item.content[0].text, ()
-    call = ToolCallDelta(0, id=item.call_id)
-    if isinstance(item, ShellCall):
-        action = item.action
-        arguments = ShellArguments(action.command, action.working_directory, action.timeout_ms)
-        return _Shell(item.id, index, call, _FUNCTION), msgspec.json.encode(arguments).decode(), ()
-    form = CallForm(name=item.name, namespace=item.namespace or "")
-    if isinstance(item, FunctionCall):
-        return _Function(item.id, index, call, form), item.arguments, ()
-    return _Custom(item.id, index, call, form), custom_arguments(item.input), ()
+def _begin(item: Item, index: int) -> Iterator[ItemEvent]:
+    """Yield the events of the beginning of an item, which has no text yet."""
+    yield bodies.ItemAdded(output_index=index, item=item)
+    if isinstance(item, MessageItem | ReasoningItem):
+        part = OutputText(text="") if isinstance(item, MessageItem) else ReasoningText("")
+        yield bodies.PartAdded(item_id=item.id, output_index=index, part=part)
+
+
+def _added(item: Item, index: int, text: str, probs: Sequence[Prob]) -> Iterator[ItemEvent]:
+    """Yield the event of more text, or arguments; those of other calls are known when they are complete."""
+    place: dict[str, Any] = {"item_id": item.id, "output_index": index}
+    match item:
+        case MessageItem():
+            yield bodies.TextDelta(**place, delta=text, logprobs=list(probs))
+        case ReasoningItem():
+            yield bodies.ReasoningDelta(**place, delta=text)
+        case FunctionCall():
+            yield bodies.ArgumentsDelta(**place, delta=text)
+
+
+def _end(item: Item, index: int) -> Iterator[ItemEvent]:
+    """Yield the events of the end of an item, which is complete."""
+    place: dict[str, Any] = {"item_id": item.id, "output_index": index}
+    match item:
+        case MessageItem(content=[part]):
+            yield bodies.TextDone(**place, text=part.text, logprobs=part.logprobs)
+            yield bodies.PartDone(**place, part=part)
+        case ReasoningItem(content=[reasoning]):
+            yield bodies.ReasoningDone(**place, text=reasoning.text)
+            yield bodies.PartDone(**place, part=reasoning)
+        case FunctionCall():
+            yield bodies.ArgumentsDone(**place, name=item.name, arguments=item.arguments)
+        case CustomCall():
+            yield bodies.InputDelta(**place, delta=item.input)
+            yield bodies.InputDone(**place, input=item.input)
+    yield bodies.ItemDone(output_index=index, item=item)
+
+
+def _custom_input(arguments: str) -> str:
+    """Return the text in the arguments of a custom tool; all of the arguments if they are not that JSON."""
+    try:
+        text = json.loads(arguments)["input"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return arguments
+    return text if isinstance(text, str) else json.dumps(text, ensure_ascii=False)
+
+
+def _shell_action(arguments: str) -> ShellAction:
+    try:
+        action = msgspec.json.decode(arguments, type=ShellArguments)
+    except msgspec.MsgspecError:
+        action = ShellArguments(arguments or [])
+    return ShellAction(
+        command=[action.command] if isinstance(action.command, str) else action.command,
+        timeout_ms=action.timeout_ms,
+        working_directory=action.working_directory,
+    )
 
 
 class OutputItems:
@@ -254,27 +130,27 @@ class OutputItems:
         """Complete items."""
         self._unique_id = unique_id
         self._fields = fields
-        self._open: _OpenItem | None = None
+        self._open: Item | None = None
+        """The last item, without the text and the probabilities that were added to it."""
+        self._texts: list[str] = []
+        self._probs: list[Prob] = []
         self._has_answer = False
 
     def add(self, part: Delta, probs: Sequence[Prob] = ()) -> Iterator[ItemEvent]:
         """Add content, reasoning or calls; yield the events of that."""
         if part.content:
-            if not isinstance(self._open, _Message):
-                yield from self._begin(_Message(*self._next("msg")))
+            if not isinstance(self._open, MessageItem):
+                yield from self._begin(MessageItem(id=self._next_id("msg")))
             yield from self._added(part.content, probs)
         if part.reasoning:
             text = part.reasoning
-            if not isinstance(self._open, _Reasoning):
+            if not isinstance(self._open, ReasoningItem):
                 text = text.lstrip("\n")
-                item_id, index = self._next("rs")
-                yield from self._begin(_Reasoning(item_id, index, encoded=self._fields.returns_reasoning))
+                yield from self._begin(ReasoningItem(id=self._next_id("rs")))
             yield from self._added(text)
         for call in part.tool_calls:
             if call.name is not None:
-                form = self._fields.forms.get(call.name, _FUNCTION)
-                kind, prefix = _KINDS[form.kind]
-                yield from self._begin(kind(*self._next(prefix), call, form))
+                yield from self._begin(self._call(call, call.name))
             yield from self._added(call.arguments)
 
     def end(self, status: Status, *, cuts_call: bool) -> Iterator[ItemEvent]:
@@ -283,26 +159,52 @@ class OutputItems:
         A call that a stop string cuts is incomplete, although the response is not.
         """
         if status == "completed" and not self._has_answer:
-            yield from self._begin(_Message(*self._next("msg")))
+            yield from self._begin(MessageItem(id=self._next_id("msg")))
         yield from self._close("incomplete" if cuts_call else status)
+
+    def _call(self, call: ToolCallDelta, function: str) -> Item:
+        """Return a call without arguments, in the form in which the client knows its tool."""
+        form, call_id = self._fields.forms.get(function, _FUNCTION), call.id or ""
+        if form.kind == "local_shell":
+            return ShellCall(id=self._next_id("lsh"), call_id=call_id)
+        kind, prefix = (CustomCall, "ctc") if form.kind == "custom" else (FunctionCall, "fc")
+        namespace = form.namespace or UNSET
+        return kind(id=self._next_id(prefix), call_id=call_id, name=form.name or function, namespace=namespace)
+
+    def _begin(self, item: Item) -> Iterator[ItemEvent]:
+        yield from self._close("completed")
+        self._open, self._texts, self._probs = item, [], []
+        self._has_answer |= not isinstance(item, ReasoningItem)
+        yield from _begin(item, len(self.items))
 
     def _added(self, text: str, probs: Sequence[Prob] = ()) -> Iterator[ItemEvent]:
         if text and self._open is not None:
-            yield from self._open.add(text, probs)
-
-    def _begin(self, item: _OpenItem) -> Iterator[ItemEvent]:
-        yield from self._close("completed")
-        self._open = item
-        self._has_answer |= not isinstance(item, _Reasoning)
-        yield from item.begin()
+            self._texts.append(text)
+            self._probs += probs
+            yield from _added(self._open, len(self.items), text, probs)
 
     def _close(self, status: Status) -> Iterator[ItemEvent]:
         if self._open is not None:
-            yield from self._open.end(status)
-            self.items.append(self._open.item(status))
-            self._open = None
+            item, self._open = self._completed(self._open, "".join(self._texts), status), None
+            yield from _end(item, len(self.items))
+            self.items.append(item)
 
-    def _next(self, prefix: str) -> tuple[str, int]:
-        """Return id and index of the item after the open one."""
-        index = len(self.items) + (self._open is not None)
-        return f"{prefix}_{self._unique_id}_{index}", index
+    def _completed(self, item: Item, text: str, status: Status) -> Item:
+        """Return the open item with all of its text."""
+        match item:
+            case MessageItem():
+                fields: dict[str, Any] = {"content": [OutputText(text=text, logprobs=self._probs)]}
+            case ReasoningItem():
+                encoded = encoded_reasoning(text) if self._fields.returns_reasoning else UNSET
+                fields = {"content": [ReasoningText(text)], "encrypted_content": encoded}
+            case FunctionCall():
+                fields = {"arguments": text}
+            case CustomCall():
+                fields = {"input": _custom_input(text)}
+            case ShellCall():
+                fields = {"action": _shell_action(text)}
+        return structs.replace(item, status=status, **fields)
+
+    def _next_id(self, prefix: str) -> str:
+        """Return the id of the item after the open one."""
+        return f"{prefix}_{self._unique_id}_{len(self.items) + (self._open is not None)}"

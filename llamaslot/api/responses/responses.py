@@ -1,46 +1,68 @@
-"""Replies of OpenAI's Responses API: `POST /v1/responses`, and `POST /v1/responses/compact`.
+"""The endpoints of OpenAI's Responses API, and the writers of its replies.
 
-A compaction is an item that stands for a conversation, with a summary by the model. The summary is asked for after
-the conversation, whose prefix is in the cache already.
+Only the API key that made a stored response finds it. A compaction is an item that stands for a conversation, with
+a summary by the model. The summary is asked for after the conversation, whose prefix is in the cache already.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, ClassVar, Literal, TypeAlias
 
 import msgspec
 from aiohttp import web
+from msgspec import UNSET
 
-from llamaslot.api.bodies import encode
-from llamaslot.api.generation.logprobs import Prob
-from llamaslot.api.generation.reply_stats import CacheUse, PromptProgress, Timings, progress_of, stats_of, timings
-from llamaslot.api.generation.reply_stats import usage as chat_usage
-from llamaslot.api.generation.request_handling import ReplyContext, ReplyWriter, end_reason
+from llamaslot.api.bodies import Paging, encode, json_reply, json_response, page_of_stored
+from llamaslot.api.context import CALLER, READINESS, SETTINGS, UNIQUE_ID
+from llamaslot.api.generation.reply_parts import (
+    CacheUse,
+    Prob,
+    PromptProgress,
+    Timings,
+    progress_of,
+    stats_of,
+    timings,
+)
+from llamaslot.api.generation.reply_parts import usage as chat_usage
+from llamaslot.api.generation.request_handling import Find, ReplyWriter, complete, count_prompt_tokens, end_reason
 from llamaslot.api.middleware import key_namespace
 from llamaslot.api.responses import bodies
 from llamaslot.api.responses.bodies import (
     CompactionItem,
+    CustomCall,
+    Deleted,
     ErrorDetails,
+    FunctionCall,
     Generated,
     IncompleteDetails,
     InputDetails,
+    InputTokens,
+    MessageItem,
     OutputDetails,
+    OutputText,
+    ReasoningItem,
+    Response,
     ResponseUsage,
+    ShellCall,
     Status,
 )
-from llamaslot.api.responses.output import OutputItems
-from llamaslot.api.responses.store import StoreAccess
-from llamaslot.api.sse import typed_event
-from llamaslot.base.errors import LlamaslotError, ServerError
+from llamaslot.api.responses.output import OutputItems, item_events
+from llamaslot.api.responses.store import ResponseStore, StoredResponse
+from llamaslot.api.sse import EventStream, typed_event
+from llamaslot.base.commands import BodyKind
+from llamaslot.base.errors import LlamaslotError, NotSupportedError
 from llamaslot.base.events import Finished, Output
-from llamaslot.base.generation.request_context import ReplyOptions
+from llamaslot.base.generation.request_context import EarlierItems, References, ReplyOptions
 from llamaslot.formats.calls import Delta
 from llamaslot.protocol.response_items import encoded_compaction
-from llamaslot.service.live_request import Completion
-from llamaslot.service.reply_budget import ProbsLimit
+from llamaslot.service.limits import ProbsLimit
+from llamaslot.service.live_request import Completion, LiveRequest
+from llamaslot.service.service import Service
 
 _CODES = {
     "rate_limit_error": "rate_limit_exceeded",
@@ -55,7 +77,11 @@ LLAMA_SERVER_PATH = "/responses"
 _Json: TypeAlias = tuple[bytes, ...]
 """Parts of a JSON text."""
 _EMPTY: Any = msgspec.Raw(b"{}")
-STORE_ACCESS = web.RequestKey("STORE_ACCESS", StoreAccess)
+CONTINUED = web.RequestKey("CONTINUED", StoredResponse)
+"""The response that a request continues, if any."""
+RESPONSES = web.AppKey("RESPONSES", ResponseStore)
+N_FIRST = 2
+"""Events before those of the items: their numbers are the same whenever a response is streamed."""
 
 
 class ResponsesReplyWriter(ReplyWriter):
@@ -66,12 +92,12 @@ class ResponsesReplyWriter(ReplyWriter):
     """True if `POST /v1/responses/{id}/cancel` cancels it while it runs."""
     probs_fields = ("max_output_tokens", "top_logprobs")
 
-    def __init__(self, reply: ReplyContext, completions: Sequence[Completion]) -> None:
-        super().__init__(reply, completions)
-        (self._completion,) = completions
-        self._fields = reply.options.response
+    def __init__(self, request: web.Request, service: Service, live: LiveRequest) -> None:
+        super().__init__(request, service, live)
+        (self._completion,) = live.completions
+        self._fields = live.options.response
         self._echo = self._fields.echo[1:]
-        self._output = OutputItems(reply.id.removeprefix(self.id_prefix), self._fields)
+        self._output = OutputItems(request[UNIQUE_ID], self._fields)
         self._message = self.new_message(self._completion)
         self._tokens = _TokenTexts()
         self._pending: list[Prob] = []
@@ -80,7 +106,7 @@ class ResponsesReplyWriter(ReplyWriter):
         self.is_cancelled = False
         """True once the response was cancelled by its id."""
         if self.is_cancellable:
-            reply.request.app[RUNNING][self._key] = self
+            request.app[RUNNING][self._key] = self
 
     @classmethod
     def probs_limit(cls, options: ReplyOptions, most: int) -> ProbsLimit | None:
@@ -88,13 +114,8 @@ class ResponsesReplyWriter(ReplyWriter):
         return ProbsLimit(most, cls.probs_fields, n_copies=_N_COPIES)
 
     @property
-    def id(self) -> str:
-        """The id of the response, and of its completion."""
-        return self._reply.id
-
-    @property
     def _key(self) -> tuple[str, str]:
-        return key_namespace(self._reply.request), self._reply.id
+        return key_namespace(self.request), self.id
 
     def unfinished(self) -> bytes:
         """Return the JSON of the response as one that was cancelled, or else is in progress."""
@@ -108,17 +129,13 @@ class ResponsesReplyWriter(ReplyWriter):
         if progress := PromptProgress.of(output):
             yield from self._lifecycle(bodies.InProgress, self._response("in_progress"), prompt_progress=progress)
         for each in self._added(output):
-            if self._options.timings_per_token:
+            if self.options.timings_per_token:
                 each.timings = timings([progress_of(output)])
             yield self._event(each)
         if isinstance(output, Finished):
-            is_cut = self._status == "incomplete" and self._reply.request.path != LLAMA_SERVER_PATH
+            is_cut = self._status == "incomplete" and self.request.path != LLAMA_SERVER_PATH
             kind = bodies.Incomplete if is_cut else bodies.Completed
             yield from self._lifecycle(kind, self._finished(output), timings=timings([output.progress]))
-
-    def closing(self) -> Iterable[bytes]:
-        """Yield nothing: the end of the only completion ends the stream."""
-        return ()
 
     def failure(self, error: LlamaslotError) -> Iterator[bytes]:
         """Yield the error, and the response as it has failed."""
@@ -132,7 +149,7 @@ class ResponsesReplyWriter(ReplyWriter):
         """Yield the response, after an empty piece for each event that it is made of."""
         completion = self._completion
         for part in completion.probs.parts():
-            self._tokens.put(self.probs_writer(completion).native(part))
+            self._tokens.put(self.probs_writers[0].native(part))
             yield b""
         end = msgspec.structs.replace(completion.end, content=completion.text)
         for _ in self._added(end):
@@ -145,7 +162,7 @@ class ResponsesReplyWriter(ReplyWriter):
         if not self._completion.has_probs:
             yield from self._parts(self._message.push(output.content, end))
         else:
-            rows = self.probs_writer(self._completion).native(output.probs or ())
+            rows = self.probs_writers[0].native(output.probs or ())
             for text, found in self._tokens.add(output.content, rows):
                 self._pending += found
                 yield from self._parts(self._message.push(text))
@@ -169,7 +186,7 @@ class ResponsesReplyWriter(ReplyWriter):
     def _finished(self, end: Finished) -> _Json:
         """Return the response that is complete; it is stored before the client can ask for it."""
         # From here on it cannot be cancelled, although its client may take long to read the end of the stream.
-        self._reply.request.app[RUNNING].pop(self._key, None)
+        self.request.app[RUNNING].pop(self._key, None)
         status, output = self._status, self._output.items
         fields = {
             "completed_at": int(time.time()),
@@ -181,8 +198,15 @@ class ResponsesReplyWriter(ReplyWriter):
         response = self._response(status, **fields)
         if self._fields.store:
             items = {item.id: encode(item) for item in output}
-            access = self._reply.request[STORE_ACCESS]
-            if not access.put(self._reply.id, b"".join(response), self._fields.input, items):
+            stored = StoredResponse(
+                *self._key,
+                b"".join(response),
+                self._fields.input,
+                items,
+                self.request.get(CONTINUED),
+                self.request[CALLER].owner,
+            )
+            if not self.request.app[RESPONSES].put(stored):
                 return self._response(status, store=False, **fields)
         return response
 
@@ -193,10 +217,10 @@ class ResponsesReplyWriter(ReplyWriter):
         """
         sampling = self._completion.params.sampling
         generated = Generated(
-            id=self._reply.id,
-            created_at=self._reply.created,
+            id=self.id,
+            created_at=self.created,
             status=status,
-            model=self._reply.model,
+            model=self.model,
             store=store and self._fields.store,
             temperature=sampling.temperature,
             top_p=sampling.top_p,
@@ -283,25 +307,178 @@ class Compaction(msgspec.Struct, kw_only=True):
 
 
 class CompactionWriter(ResponsesReplyWriter):
-    """One item: what the user wrote, word for word, and a summary of the rest."""
+    """Writes one item: what the user wrote, word for word, and a summary of the rest.
+
+    It has no stream: the prompt worker refuses `stream`.
+    """
 
     is_cancellable = False
-
-    def chunks(self, completion: Completion, output: Output | Finished) -> Iterator[bytes]:
-        """Raise an error: a request for a stream was refused."""
-        raise ServerError("a compaction is not streamed")
 
     def whole(self) -> Iterator[bytes]:
         """Yield the compaction."""
         end = self._completion.end
         self._message.push(self._completion.text, end.reason)
         content = encoded_compaction(self._fields.user_texts, self._message.content.strip())
-        item_id = self._reply.id.replace(self.id_prefix, "cmp_", 1)
+        item_id = self.id.replace(self.id_prefix, "cmp_", 1)
         compaction = Compaction(
-            id=self._reply.id,
-            created_at=self._reply.created,
+            id=self.id,
+            created_at=self.created,
             output=[CompactionItem(id=item_id, encrypted_content=content)],
             usage=self._usage(),
             **stats_of([end.progress]),
         )
         yield encode(compaction)
+
+
+async def create(request: web.Request) -> web.StreamResponse:
+    """Reply to text or items, and store the response unless `store` is false."""
+    return await _complete(request, "responses", ResponsesReplyWriter)
+
+
+async def compact(request: web.Request) -> web.StreamResponse:
+    """Return an item that stands for a conversation, with a summary of it."""
+    return await _complete(request, "compact", CompactionWriter)
+
+
+async def cancel(request: web.Request) -> web.StreamResponse:
+    """Cancel a response that runs, for its client too; return one that has ended as it is.
+
+    If its completion has ended, and its client has yet to read the rest, it is in progress until then.
+    """
+    service, key = request.app[READINESS].check(), (key_namespace(request), request.match_info["response_id"])
+    running = request.app[RUNNING].get(key)
+    if running is None:
+        return await json_reply(request, [_stored(request).body])
+    running.is_cancelled |= service.cancel(running.id)
+    return web.Response(body=running.unfinished(), content_type="application/json")
+
+
+async def _complete(
+    request: web.Request, kind: BodyKind, writer_type: type[ResponsesReplyWriter]
+) -> web.StreamResponse:
+    key = (key_namespace(request), writer_type.id_prefix + request[UNIQUE_ID])
+    with _finding(request) as find:
+        try:
+            return await complete(request, kind, writer_type, find)
+        except LlamaslotError:
+            running = request.app[RUNNING].get(key)
+            if running is None or not running.is_cancelled:
+                raise
+            # After a 500, OpenAI's clients would send the request again.
+            return web.Response(body=running.unfinished(), content_type="application/json")
+        finally:
+            request.app[RUNNING].pop(key, None)
+
+
+async def count(request: web.Request) -> web.Response:
+    """Return the tokens of the prompt that a response would be generated for."""
+    with _finding(request) as find:
+        return json_response(InputTokens(await count_prompt_tokens(request, "responses", find)))
+
+
+async def retrieve(request: web.Request) -> web.StreamResponse:
+    """Return a stored response, as a whole or, with `stream`, as events."""
+    body = _stored(request).body
+    if request.query.get("stream") != "true":
+        return await json_reply(request, [body])
+    after = request.query.get("starting_after")
+    if after is not None and after not in map(str, range(N_FIRST)):
+        message = "'starting_after': later events have other numbers than when the response was generated"
+        raise NotSupportedError(message, param="starting_after")
+    stream = EventStream(request, 0, request.app[SETTINGS].max_stream_buffer_bytes)
+    await stream.open()
+    events = replayed(body, 0 if after is None else int(after) + 1)
+    with suppress(ConnectionError):
+        # Events that repeat a long response take long to encode and to copy: each on a thread, and in parts.
+        while event := await asyncio.to_thread(next, events, b""):
+            await stream.send([event])
+        await stream.close()
+    return stream.response
+
+
+async def delete(request: web.Request) -> web.Response:
+    """Delete a stored response; those that continue it keep its items."""
+    response = _stored(request)
+    request.app[RESPONSES].delete(response.namespace, response.id)
+    return json_response(Deleted(response.id))
+
+
+async def input_items(request: web.Request) -> web.StreamResponse:
+    """Return the items that a stored response answers, those of earlier turns included."""
+    paging = Paging(request, "desc", 1)
+    return await page_of_stored(request, _stored(request).input_lists(), paging)
+
+
+def _stored(request: web.Request) -> StoredResponse:
+    return request.app[RESPONSES].get(key_namespace(request), request.match_info["response_id"])
+
+
+@contextmanager
+def _finding(request: web.Request) -> Iterator[Find]:
+    """Yield a function that finds the earlier items that a body names.
+
+    The response that the request continues is kept until the block ends.
+    """
+    store = request.app[RESPONSES]
+
+    def find(references: References) -> EarlierItems:
+        earlier, previous = store.find(key_namespace(request), references)
+        if previous is not None:
+            request[CONTINUED] = previous
+        return earlier
+
+    try:
+        yield find
+    finally:
+        if CONTINUED in request:
+            store.release(request[CONTINUED])
+
+
+class _Text(OutputText, kw_only=True, tag_field="type", tag="output_text"):
+    logprobs: list[msgspec.Raw] = msgspec.field(default_factory=list)  # type: ignore[assignment]
+
+
+class _Message(MessageItem, kw_only=True, tag="message"):
+    content: list[_Text] = msgspec.field(default_factory=list)  # type: ignore[assignment]
+
+
+_StoredItem: TypeAlias = _Message | ReasoningItem | FunctionCall | CustomCall | ShellCall
+
+
+class _Stored(Response, kw_only=True):
+    """A response whose largest fields stay encoded: decoding many MiB of them would hold up the event loop, on
+    another thread too, since `msgspec` keeps the GIL.
+    """
+
+    output: list[_StoredItem]  # type: ignore[assignment]
+    text: msgspec.Raw  # type: ignore[assignment]
+    tool_choice: msgspec.Raw  # type: ignore[assignment]
+    tools: msgspec.Raw  # type: ignore[assignment]
+
+
+def replayed(body: bytes, first: int) -> Iterator[bytes]:
+    """Yield the events of a complete response, which is JSON, from the one with the number `first` on."""
+    for number, event in enumerate(_events(body)):
+        event.sequence_number = number
+        if number >= first:
+            yield typed_event(event)
+
+
+def _events(body: bytes) -> Iterator[bodies.Event]:
+    whole = msgspec.json.decode(body, type=_Stored)
+    begun = msgspec.structs.replace(
+        whole,
+        status="in_progress",
+        output=[],
+        completed_at=None,
+        incomplete_details=None,
+        usage=None,
+        timings=UNSET,
+        cache=UNSET,
+    )
+    yield bodies.Created(response=begun)
+    yield bodies.InProgress(response=begun)
+    for index, item in enumerate(whole.output):
+        yield from item_events(item, index)
+    kind = bodies.Completed if whole.status == "completed" else bodies.Incomplete
+    yield kind(response=whole, timings=whole.timings)

@@ -69,8 +69,6 @@ class ResponseStore:
         self._max_responses = max_responses
         self._max_bytes = max_bytes
         self._listed: dict[tuple[str, str], StoredResponse] = {}
-        self._by_item: dict[tuple[str, str], StoredResponse] = {}
-        """By the ids of output items."""
         self._shares: OwnerShares[tuple[str, str]] = OwnerShares(clock)
 
     @property
@@ -114,7 +112,6 @@ class ResponseStore:
         self._listed[response.namespace, response.id] = response
         self._shares.add((response.namespace, response.id), response.owner)
         self._shares.charge(response.owner, response.size)
-        self._by_item |= {(response.namespace, item_id): response for item_id in response.output}
         return True
 
     def delete(self, namespace: str, response_id: str) -> None:
@@ -130,19 +127,33 @@ class ResponseStore:
         response.n_holders -= 1
         self._free(response)
 
-    def item(self, namespace: str, item_id: str) -> bytes:
-        """Return an output item; raises `NotFoundError`."""
-        response = self._by_item.get((namespace, item_id))
-        if response is None:
-            raise _not_found(f"item '{item_id}'", "input")
-        return response.output[item_id]
+    def find(self, namespace: str, references: References) -> tuple[EarlierItems, StoredResponse | None]:
+        """Return the items that a request refers to, and the response that it continues, which it must `release`.
+
+        Raises `NotFoundError`.
+        """
+        previous, items = None, {}
+        if references.previous:
+            try:
+                previous = self.get(namespace, references.previous)
+            except NotFoundError as error:
+                raise NotFoundError(error.message, param="previous_response_id") from None
+        for item_id in references.items:
+            # The id of an item is made of that of its response (`OutputItems`).
+            unique_id = item_id.partition("_")[2].rpartition("_")[0]
+            response = self._listed.get((namespace, f"resp_{unique_id}"))
+            if response is None or item_id not in response.output:
+                raise _not_found(f"item '{item_id}'", "input")
+            items[item_id] = response.output[item_id]
+        if previous is None:
+            return EarlierItems((), items), None
+        self.hold(previous)
+        return EarlierItems(tuple(previous.history()), items), previous
 
     def _unlist(self, response: StoredResponse) -> None:
         key = (response.namespace, response.id)
         del self._listed[key]
         self._shares.remove(key)
-        for item_id in response.output:
-            del self._by_item[response.namespace, item_id]
         response.is_listed = False
         self._free(response)
 
@@ -155,45 +166,6 @@ class ResponseStore:
             if previous is not None:
                 previous.n_holders -= 1
             each = previous
-
-
-class StoreAccess:
-    """Access of one request to the store: to the response that it continues, and to add its own."""
-
-    def __init__(self, store: ResponseStore, namespace: str, owner: str = "") -> None:
-        self._store = store
-        self._owner = owner
-        self._namespace = namespace
-        self._previous: StoredResponse | None = None
-
-    def find(self, references: References) -> EarlierItems:
-        """Return the items that a request refers to, and keep the response that it continues until `close`.
-
-        Raises `NotFoundError`.
-        """
-        history: list[bytes] = []
-        if references.previous:
-            try:
-                previous = self._store.get(self._namespace, references.previous)
-            except NotFoundError as error:
-                raise NotFoundError(error.message, param="previous_response_id") from None
-            self._store.hold(previous)
-            self._previous = previous
-            history = previous.history()
-        items = {item_id: self._store.item(self._namespace, item_id) for item_id in references.items}
-        return EarlierItems(tuple(history), items)
-
-    def put(self, response_id: str, body: bytes, input_: bytes, output: Mapping[str, bytes]) -> bool:
-        """Store the response to this request; return False if it does not fit."""
-        return self._store.put(
-            StoredResponse(self._namespace, response_id, body, input_, output, self._previous, self._owner)
-        )
-
-    def close(self) -> None:
-        """Release the response that the request continues."""
-        if self._previous is not None:
-            self._store.release(self._previous)
-            self._previous = None
 
 
 def _not_found(what: str, param: str | None) -> NotFoundError:
