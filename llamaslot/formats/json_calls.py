@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable
 
 from llamaslot.formats.calls import is_object
 from llamaslot.formats.json_value import QUOTES, ValueCopier, copy_arguments, copy_string, read_string
-from llamaslot.formats.output import Output
+from llamaslot.formats.message import Output
 from llamaslot.formats.reader import Machine, Reader, Steps
 
 _ARGUMENT_KEYS = ("arguments", "parameters")
@@ -71,7 +71,7 @@ def read_list(reader: Reader, output: Output, read_call: Callable[[], Steps[bool
         if not is_call:
             if output.n_calls == n_calls:
                 return False
-            output.rejected(rejected, reader)
+            output.rejected(rejected)
             return True
         yield from reader.whitespace()
         if not (yield from reader.accept(",")):

@@ -14,7 +14,7 @@ import re
 from collections.abc import Sequence
 from enum import Enum, auto
 
-from llamaslot.formats.output import Output
+from llamaslot.formats.message import Output
 from llamaslot.formats.reader import Emit, Reader, Steps
 
 QUOTES = ('"', "'")

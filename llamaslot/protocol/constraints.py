@@ -191,7 +191,7 @@ def _reply_grammar(format_: Format, tools: Sequence[Tool], own: Constraint | Non
     if own is None:
         return format_.reply_grammar(tools, **options)
     top = format_.reply_grammar(tools, **options, content=_CONTENT)
-    if top == format_.plain_grammar(_CONTENT):
+    if top == f"start: @{_CONTENT}\n":
         return own.grammar
     # llguidance's JSON form of a grammar has several parts. One that is not JSON is in Lark's form.
     parts: list[dict[str, Any]] = [{"lark_grammar": own.grammar}]

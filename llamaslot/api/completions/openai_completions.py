@@ -41,7 +41,7 @@ from llamaslot.base.generation.request_context import ChatToStore, ReplyOptions
 from llamaslot.base.generation.token_probs import TokenProb
 from llamaslot.formats.calls import Delta as ParsedDelta
 from llamaslot.formats.calls import ToolCall, ToolCallDelta
-from llamaslot.formats.parsed_message import ParsedMessage
+from llamaslot.formats.format import ParsedMessage
 from llamaslot.service.live_request import Completion
 from llamaslot.service.reply_budget import ProbsLimit
 

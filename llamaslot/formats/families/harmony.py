@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from llamaslot.base.generation.tools import ParserOptions, Tool
 from llamaslot.formats.calls import ToolCall, as_json
-from llamaslot.formats.format import Format
+from llamaslot.formats.format import Format, Layout
 from llamaslot.formats.grammar import GrammarWriter, Thinking
 from llamaslot.formats.json_value import copy_arguments
-from llamaslot.formats.message import CallMarkers, ReadCalls, ReasoningTags
-from llamaslot.formats.output import Output
+from llamaslot.formats.message import CallMarkers, Output, ReadCalls, ReasoningTags
 from llamaslot.formats.reader import Emit, Markers, Reader, Steps
 
 START, END, CALL, RETURN = "<|start|>", "<|end|>", "<|call|>", "<|return|>"
@@ -39,7 +38,9 @@ class Harmony(Format):
 
     name = "gpt-oss"
     markers = CallMarkers()
+    layout = Layout(f" to={_NAMESPACE}", separator=f"{START}assistant")
     calls_stand_alone = True
+    allows_several_calls = False
     text_after_reasoning = f"{START}assistant"
 
     def __init__(self, source: str, special: Mapping[str, int], reasoning: ReasoningTags | None) -> None:
@@ -67,24 +68,16 @@ class Harmony(Format):
         return read
 
     def steps(self, reader: Reader, output: Output, options: ParserOptions) -> Steps[None]:
-        output.on_call = reader.unmark
         return _Messages(reader, output, options, self.read_calls(reader, output, options.tools_by_name)).steps()
 
-    def render(self, calls: Sequence[ToolCall]) -> str:
-        """Return calls as the model writes them after `<|start|>assistant`, one message for each call."""
-        rendered = [
-            f" to={_NAMESPACE}{call.name}{CHANNEL}commentary json{MESSAGE}{as_json(call.arguments)}{CALL}"
-            for call in calls
-        ]
-        return f"{START}assistant".join(rendered)
+    def call_text(self, call: ToolCall) -> str:
+        """Return a call as the model writes it after `<|start|>assistant`, in a message of its own."""
+        return f"{call.name}{CHANNEL}commentary json{MESSAGE}{as_json(call.arguments)}{CALL}"
 
-    def calls_expression(self, writer: GrammarWriter, tools: Sequence[Tool], *, parallel: bool) -> str:
-        """Return a grammar expression for one call: generation ends after it."""
-        functions = [
-            writer.rule(writer.sequence(writer.text(f"{tool.name}{CHANNEL}commentary json{MESSAGE}"), arguments))
-            for tool, arguments in ((tool, writer.arguments(tool)) for tool in tools)
-        ]
-        return writer.sequence(writer.text(f" to={_NAMESPACE}"), writer.choice(functions))
+    def call_expression(self, writer: GrammarWriter, tool: Tool) -> str:
+        """Return a grammar expression for a call without `<|call|>`, which ends generation."""
+        before = writer.text(f"{tool.name}{CHANNEL}commentary json{MESSAGE}")
+        return writer.sequence(before, writer.arguments(tool))
 
     def content_expression(self, writer: GrammarWriter, content: str) -> str:
         """Return an expression for `content` in the final channel."""
