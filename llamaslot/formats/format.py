@@ -50,6 +50,8 @@ class Format(ABC):
     """
 
     name: ClassVar[str]
+    signs: ClassVar[tuple[str, ...]] = ()
+    """Texts that are in all templates of the format, and together in no other's that is tried later."""
     markers: ClassVar[CallMarkers]
     calls_are_json: ClassVar[bool] = False
     """True if calls are JSON without a marker, so that a grammar cannot tell them from JSON content."""
@@ -74,9 +76,9 @@ class Format(ABC):
         self.reasoning = reasoning
 
     @classmethod
-    @abstractmethod
     def recognises(cls, source: str) -> bool:
         """Return True if the template with this source uses the format."""
+        return all(sign in source for sign in cls.signs)
 
     @abstractmethod
     def read_calls(self, reader: Reader, output: Output, tools: Mapping[str, Tool]) -> ReadCalls:

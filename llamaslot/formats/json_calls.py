@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Collection, Iterable
 
 from llamaslot.formats.calls import is_object
-from llamaslot.formats.json_value import QUOTES, ValueCopier, copy_arguments, copy_string, read_string
+from llamaslot.formats.json_value import QUOTES, ValueCopier, copy_arguments, copy_string
 from llamaslot.formats.message import Output
 from llamaslot.formats.reader import Machine, Reader, Steps
 
@@ -179,7 +179,7 @@ class _Call:
 
     def _read_arguments(self, quoted: str) -> Steps[bool]:
         if quoted:
-            text = yield from read_string(self._reader)
+            text = yield from self._string(None)
             self._arguments = _as_object(text)
             return self._arguments is not None
         if (yield from self._reader.accept("null", "None")):

@@ -235,15 +235,6 @@ def copy_string(reader: Reader, quote: str, emit: Emit, *, escapes: bool = True)
             return False
 
 
-def read_string(reader: Reader) -> Steps[str | None]:
-    """Read a string in quotes and return its value; None if there is none or the text ends inside it."""
-    raw: list[str] = []
-    quote = yield from reader.accept(*QUOTES)
-    if not quote or not (yield from copy_string(reader, quote, raw.append)):
-        return None
-    return str(json.loads(f'"{"".join(raw)}"'))
-
-
 def _escape(reader: Reader, emit: Emit) -> Steps[bool]:
     """Copy the escape after a backslash; return False if the text ends in it."""
     char = yield from reader.peek()

@@ -37,6 +37,7 @@ class Gemma(Format):
     name = "gemma4"
     limits_digits = True
     opening, closing, quote = "<|tool_call>", "<tool_call|>", '<|"|>'
+    signs = (opening, _KEYWORD)
     markers = CallMarkers(calls=(opening,), left_over=(closing,), ignored=("<|channel>", "<|turn>model\n"))
 
     layout = Layout(opening + _KEYWORD, closing)
@@ -44,10 +45,6 @@ class Gemma(Format):
     def __init__(self, source: str, special: Mapping[str, int], reasoning: ReasoningTags | None) -> None:
         tags = ReasoningTags("<|channel>thought", "<channel|>", anywhere=True)
         super().__init__(source, special, tags if "<|channel>" in source else reasoning)
-
-    @classmethod
-    def recognises(cls, source: str) -> bool:
-        return cls.opening in source and _KEYWORD in source
 
     @property
     def preserved(self) -> tuple[str, ...]:
@@ -88,6 +85,7 @@ class FunctionGemma(Gemma):
 
     name = "function-gemma"
     opening, closing, quote = "<start_function_call>", "<end_function_call>", "<escape>"
+    signs = (opening, _KEYWORD)
     markers = CallMarkers(calls=(opening,), left_over=(closing,))
     layout = Layout(opening + _KEYWORD, closing)
 

@@ -37,6 +37,7 @@ class Harmony(Format):
     """
 
     name = "gpt-oss"
+    signs = (CHANNEL,)
     markers = CallMarkers()
     layout = Layout(f" to={_NAMESPACE}", separator=f"{START}assistant")
     calls_stand_alone = True
@@ -45,10 +46,6 @@ class Harmony(Format):
 
     def __init__(self, source: str, special: Mapping[str, int], reasoning: ReasoningTags | None) -> None:
         super().__init__(source, special, ReasoningTags(ANALYSIS, END))
-
-    @classmethod
-    def recognises(cls, source: str) -> bool:
-        return CHANNEL in source
 
     @property
     def preserved(self) -> tuple[str, ...]:

@@ -38,6 +38,7 @@ class DeepSeek(Format):
     section, section_end = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
     opening, closing = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
     separator = "<｜tool▁sep｜>"
+    signs = (section,)
     markers = CallMarkers(calls=(section, opening), left_over=(closing, section_end), inner=(separator,))
 
     def __init__(self, source: str, special: Mapping[str, int], reasoning: ReasoningTags | None) -> None:
@@ -50,10 +51,6 @@ class DeepSeek(Format):
         else:
             self._after_name = self.separator
             self.layout = Layout(self.opening, self.closing, **around)
-
-    @classmethod
-    def recognises(cls, source: str) -> bool:
-        return cls.section in source
 
     def read_calls(self, reader: Reader, output: Output, tools: Mapping[str, Tool]) -> ReadCalls:
         def read(marker: str) -> Steps[bool]:
@@ -101,6 +98,7 @@ class Kimi(Format):
     section, section_end = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
     opening, closing = "<|tool_call_begin|>", "<|tool_call_end|>"
     separator = "<|tool_call_argument_begin|>"
+    signs = (section,)
     markers = CallMarkers(
         calls=(section, opening), left_over=(closing,), ignored=(section, section_end), inner=(separator,)
     )
@@ -108,10 +106,6 @@ class Kimi(Format):
 
     def __init__(self, source: str, special: Mapping[str, int], reasoning: ReasoningTags | None) -> None:
         super().__init__(source, special, reasoning or ReasoningTags("<think>", "</think>"))
-
-    @classmethod
-    def recognises(cls, source: str) -> bool:
-        return cls.section in source
 
     def read_calls(self, reader: Reader, output: Output, tools: Mapping[str, Tool]) -> ReadCalls:
         def read(marker: str) -> Steps[bool]:
@@ -162,6 +156,7 @@ class Mistral(Format):
 
     name = "mistral"
     opening, id_opening, separator = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
+    signs = (opening,)
     markers = CallMarkers(calls=(opening,), inner=(id_opening, separator))
 
     def __init__(self, source: str, special: Mapping[str, int], reasoning: ReasoningTags | None) -> None:
@@ -169,10 +164,6 @@ class Mistral(Format):
         self._is_named, self._has_id = self.separator in source, self.id_opening in source
         in_list = Layout(separator=", ", start=f"{self.opening}[", end="]")
         self.layout = Layout(self.opening) if self._is_named else in_list
-
-    @classmethod
-    def recognises(cls, source: str) -> bool:
-        return cls.opening in source
 
     def read_calls(self, reader: Reader, output: Output, tools: Mapping[str, Tool]) -> ReadCalls:
         objects = JsonCalls(reader, output, ids=_MISTRAL_ID)

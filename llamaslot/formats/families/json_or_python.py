@@ -196,10 +196,6 @@ class Generic(JsonObjects):
     markers = CallMarkers(calls=(OPEN,), lines=("{", "["), left_over=(CLOSE,))
     layout = Layout(separator=", ")
 
-    @classmethod
-    def recognises(cls, source: str) -> bool:
-        return True
-
     def read_calls(self, reader: Reader, output: Output, tools: Mapping[str, Tool]) -> ReadCalls:
         tagged, unmarked = ToolCallTag(reader, output, tools), UnmarkedCalls(reader, output, tools)
 

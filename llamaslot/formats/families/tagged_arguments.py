@@ -101,14 +101,11 @@ class QwenCoder(TaggedArguments):
     """
 
     name = "qwen3-coder"
+    signs = (OPEN, QWEN_TAGS.name_open, QWEN_TAGS.parameter_open)
     markers = CallMarkers(calls=(OPEN, QWEN_TAGS.name_open), left_over=(CLOSE,))
     layout = Layout(f"{OPEN}\n", f"</function>\n{CLOSE}", "\n")
     before_name, after_name = "<function=", ">\n"
     argument = ("<parameter=", ">\n", "\n</parameter>\n")
-
-    @classmethod
-    def recognises(cls, source: str) -> bool:
-        return OPEN in source and QWEN_TAGS.name_open in source and QWEN_TAGS.parameter_open in source
 
     @property
     def preserved(self) -> tuple[str, ...]:
@@ -125,6 +122,7 @@ class Glm(TaggedArguments):
     """
 
     name = "glm4"
+    signs = (OPEN, GLM_TAGS.parameter_open)
     markers = CallMarkers(
         calls=(OPEN,), left_over=(CLOSE,), inner=("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
     )
@@ -135,10 +133,6 @@ class Glm(TaggedArguments):
         self.layout = Layout(OPEN, CLOSE, line)
         self.after_name = line
         self.argument = ("<arg_key>", f"</arg_key>{line}<arg_value>", f"</arg_value>{line}")
-
-    @classmethod
-    def recognises(cls, source: str) -> bool:
-        return OPEN in source and GLM_TAGS.parameter_open in source
 
     def read_calls(self, reader: Reader, output: Output, tools: Mapping[str, Tool]) -> ReadCalls:
         return ToolCallTag(reader, output, tools, GLM_TAGS).read
@@ -151,14 +145,11 @@ class MiniMax(TaggedArguments):
     """
 
     name = "minimax-m2"
+    signs = (_MINIMAX_OPEN,)
     markers = CallMarkers(calls=(_MINIMAX_OPEN,), left_over=(_MINIMAX_CLOSE,))
     layout = Layout(closing="</invoke>\n", start=f"{_MINIMAX_OPEN}\n", end=_MINIMAX_CLOSE)
     before_name, after_name = '<invoke name="', '">\n'
     argument = ('<parameter name="', '">', "</parameter>\n")
-
-    @classmethod
-    def recognises(cls, source: str) -> bool:
-        return _MINIMAX_OPEN in source
 
     def read_calls(self, reader: Reader, output: Output, tools: Mapping[str, Tool]) -> ReadCalls:
         tags, close = MINIMAX_TAGS, _MINIMAX_CLOSE
