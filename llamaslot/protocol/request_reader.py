@@ -44,11 +44,11 @@ from llamaslot.protocol.bodies import (
 )
 from llamaslot.protocol.chat_prompt import ChatReader, conversation_branch
 from llamaslot.protocol.constraints import ConstraintReader
-from llamaslot.protocol.infill import InfillPrompts
 from llamaslot.protocol.replies.restoring import ReplyRestorer
 from llamaslot.protocol.responses import ResponsesBody, read_compaction, read_response, references
 from llamaslot.protocol.text_requests import (
     BodyTokenizer,
+    InfillPrompts,
     Prompt,
     TextRequest,
     checked,

@@ -38,7 +38,7 @@ from llamaslot.base.errors import LlamaslotError, ServerError
 from llamaslot.base.events import Finished, Output
 from llamaslot.base.generation.request_context import ReplyOptions
 from llamaslot.formats.calls import Delta
-from llamaslot.protocol.response_items import encoded_compaction
+from llamaslot.protocol.responses import encoded_compaction
 from llamaslot.service.live_request import Completion
 from llamaslot.service.reply_budget import ProbsLimit
 
