@@ -103,7 +103,7 @@ class ValueCopier:
             self._flush()
             self._emit('"')
             self._in_string = True
-            if not (yield from self._string(quote, self._emit)):
+            if not (yield from copy_string(self._reader, quote, self._emit, escapes=self._escapes)):
                 return True
             self._in_string = False
             self._emit('"')
@@ -146,7 +146,7 @@ class ValueCopier:
             return False
         raw: list[str] = []
         if quote := (yield from self._reader.accept(*self._quotes)):
-            if not (yield from self._string(quote, raw.append)):
+            if not (yield from copy_string(self._reader, quote, raw.append, escapes=self._escapes)):
                 return True
         else:
             name = yield from self._reader.all(self._name)
@@ -196,9 +196,6 @@ class ValueCopier:
         self._separator.clear()
         if text:
             self._emit(text)
-
-    def _string(self, quote: str, emit: Emit) -> Steps[bool]:
-        return copy_string(self._reader, quote, emit, escapes=self._escapes)
 
 
 def copy_arguments(

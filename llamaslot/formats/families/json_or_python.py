@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from llamaslot.base.generation.tools import Tool
@@ -256,6 +257,7 @@ class UnmarkedCalls:
         return (yield from self._python.read_items())
 
 
+@dataclass(frozen=True, slots=True)
 class PythonCalls:
     """Reads calls from `reader` to `output`; with `known_only`, only the given tools can be called.
 
@@ -263,34 +265,31 @@ class PythonCalls:
     Python names: many look like `content-type` or `$filter`.
     """
 
-    def __init__(
-        self, reader: Reader, output: Output, tools: Mapping[str, Tool], *, known_only: bool = False
-    ) -> None:
-        self._reader = reader
-        self._output = output
-        self._tools = tools
-        self._known_only = known_only
+    reader: Reader
+    output: Output
+    tools: Mapping[str, Tool]
+    known_only: bool = False
 
     def read_items(self) -> Steps[bool]:
         """Read a list after its opening bracket; return False if the first item is not a call."""
-        return (yield from read_list(self._reader, self._output, self.read))
+        return (yield from read_list(self.reader, self.output, self.read))
 
     def read(self) -> Steps[bool]:
         """Read one call; return False if there is none (nothing is reported then)."""
-        name = yield from self._reader.all(_NAME)
-        if name.removesuffix(".call") in self._tools:
+        name = yield from self.reader.all(_NAME)
+        if name.removesuffix(".call") in self.tools:
             name = name.removesuffix(".call")  # Llama calls built-in tools as `f.call(...)`.
-        if not name or (self._known_only and name not in self._tools):
-            if not any(f"{each}.call".startswith(name) for each in self._tools):
-                self._reader.is_undecided = False
+        if not name or (self.known_only and name not in self.tools):
+            if not any(f"{each}.call".startswith(name) for each in self.tools):
+                self.reader.is_undecided = False
             return False
-        if not (yield from self._reader.accept("(")):
+        if not (yield from self.reader.accept("(")):
             return False
-        self._output.call(name, None)
-        self._output.arguments("{")
+        self.output.call(name, None)
+        self.output.arguments("{")
         if (yield from self._arguments(name)):
-            self._output.arguments("}")
-            self._output.end_call(was_closed=self._reader.is_undecided)
+            self.output.arguments("}")
+            self.output.end_call(was_closed=self.reader.is_undecided)
         return True
 
     def _arguments(self, name: str) -> Steps[bool]:
@@ -298,31 +297,31 @@ class PythonCalls:
 
         If the model ends the text after a complete argument, the arguments count as complete.
         """
-        tool = self._tools.get(name)
+        tool = self.tools.get(name)
         properties = tool.parameters.get("properties") if tool else None
         names = list(properties) if isinstance(properties, Mapping) else []
         known = sorted((f"{each}=" for each in names), key=len, reverse=True)
         n_arguments = 0
         follows_value = False
         while True:
-            yield from self._reader.whitespace()
-            if not (yield from self._reader.peek()):
-                return follows_value and self._reader.ended_by_itself
-            if (yield from self._reader.accept(",")):
+            yield from self.reader.whitespace()
+            if not (yield from self.reader.peek()):
+                return follows_value and self.reader.ended_by_itself
+            if (yield from self.reader.accept(",")):
                 follows_value = False
                 continue
-            if (yield from self._reader.accept(")")):
+            if (yield from self.reader.accept(")")):
                 return True
             parameter = yield from self._parameter_name(known, names[n_arguments : n_arguments + 1])
-            yield from self._reader.whitespace()
-            if not (yield from self._reader.peek()):
+            yield from self.reader.whitespace()
+            if not (yield from self.reader.peek()):
                 return False
             if parameter is None:
                 # A tool must not run without an argument that cannot be parsed: leave the call incomplete.
-                yield from self._reader.until(Markers(()), lambda _: None)
+                yield from self.reader.until(Markers(()), lambda _: None)
                 return False
             field = json.dumps(parameter, ensure_ascii=False) + ": "
-            self._output.arguments((", " if n_arguments else "") + field)
+            self.output.arguments((", " if n_arguments else "") + field)
             n_arguments += 1
             if not (yield from self._value()):
                 return False
@@ -333,17 +332,17 @@ class PythonCalls:
 
         `known` contains the tool's parameter names, each followed by `=`, longest first.
         """
-        if found := (yield from self._reader.accept(*known)):
+        if found := (yield from self.reader.accept(*known)):
             return found.removesuffix("=")
-        if not (yield from self._reader.looking_at(*PYTHON_QUOTES, "[", "{", "-")):
-            name = yield from self._reader.all(_PARAMETER)
-            blanks = yield from self._reader.whitespace()
-            if (yield from self._reader.accept("=")):
+        if not (yield from self.reader.looking_at(*PYTHON_QUOTES, "[", "{", "-")):
+            name = yield from self.reader.all(_PARAMETER)
+            blanks = yield from self.reader.whitespace()
+            if (yield from self.reader.accept("=")):
                 return name or None
-            if not (yield from self._reader.peek()):
+            if not (yield from self.reader.peek()):
                 # The text ended: this may be the beginning of a name.
                 return None
-            self._reader.unread(name + blanks)
+            self.reader.unread(name + blanks)
         return next(iter(by_position), None)
 
     def _value(self) -> Steps[bool]:
@@ -353,11 +352,11 @@ class PythonCalls:
         def emit(text: str) -> None:
             nonlocal parts
             parts += 1
-            self._output.arguments(text)
+            self.output.arguments(text)
 
-        complete = yield from ValueCopier(self._reader, emit, quotes=PYTHON_QUOTES).copy()
+        complete = yield from ValueCopier(self.reader, emit, quotes=PYTHON_QUOTES).copy()
         if complete and not parts:
-            self._output.arguments("null")
+            self.output.arguments("null")
         return complete
 
 
