@@ -190,7 +190,10 @@ class ConstraintReader:
         elif own is None and not (use.mode == "auto" and use.strict):
             return None
         else:
-            tools = _by_strictness(format_, use) if use.mode == "auto" else []
+            # Tools that are not strict allow any values.
+            strict = [tool for tool in use.tools if tool.name in use.strict]
+            loose = [_loose(tool) for tool in use.tools if tool.name not in use.strict]
+            tools = _prepared(format_, use, [*strict, *loose]) if use.mode == "auto" else []
             grammar = partial(_reply_grammar, format_, tools, own, options)
         try:
             # `own` has been checked, so an error now is caused by the tools.
@@ -291,13 +294,6 @@ def _reply_grammar(format_: Format, tools: Sequence[Tool], own: Constraint | Non
     content, *others = parts
     grammars = [{"lark_grammar": top}, {**content, "name": _CONTENT}, *others]
     return msgspec.json.encode({"grammars": grammars}).decode()
-
-
-def _by_strictness(format_: Format, use: ToolUse) -> list[Tool]:
-    """Return the tools with the schemas that calls must follow. Tools that are not strict allow any values."""
-    strict = [tool for tool in use.tools if tool.name in use.strict]
-    loose = [_loose(tool) for tool in use.tools if tool.name not in use.strict]
-    return _prepared(format_, use, [*strict, *loose])
 
 
 def _prepared(format_: Format, use: ToolUse, tools: Sequence[Tool]) -> list[Tool]:

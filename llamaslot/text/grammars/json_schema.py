@@ -369,31 +369,28 @@ def _pattern(pattern: str, param: str) -> str:
 def _open_schemas(root: Schema) -> set[int] | None:
     """Return the ids of schemas that must not be closed; None if references make it impossible to tell."""
     found: set[int] = set()
-    todo: list[tuple[object, bool]] = []
-    """Schemas to leave open; if True with all schemas in them, else with those that apply to the same value."""
+    todo: list[object] = []
+    """Schemas to leave open, with those that apply to the same value."""
     for each in subschemas(root):
-        todo += [(child, True) for child in list_of(each.get("oneOf"))]
-        todo += [(child, False) for child in list_of(each.get("allOf"))]
+        for child in list_of(each.get("oneOf")):
+            _add_all(root, child, found)
+        todo += list_of(each.get("allOf"))
         if not each.keys() - {"anyOf"} <= _ANNOTATIONS | {"type"}:
-            todo += [(child, False) for child in list_of(each.get("anyOf"))]
+            todo += list_of(each.get("anyOf"))
         if "$ref" in each:
             target = referenced(each["$ref"], root)
             if target is None or "$dynamicRef" in each:
                 return None
             if not each.keys() - {"$ref"} <= _ANNOTATIONS:
-                todo.append((target, False))
-    seen: set[tuple[int, bool]] = set()
+                todo.append(target)
+    seen: set[int] = set()
     while todo:
-        schema, is_deep = todo.pop()
-        if not isinstance(schema, dict) or (id(schema), is_deep) in seen:
-            continue
-        seen.add((id(schema), is_deep))
-        for each in subschemas(schema) if is_deep else (schema,):
-            found.add(id(each))
-            if "$ref" in each:
-                todo.append((referenced(each["$ref"], root), is_deep))
-            todo += [(child, is_deep) for name in _IN_PLACE for child in list_of(each.get(name))]
-    return found
+        schema = todo.pop()
+        if isinstance(schema, dict) and id(schema) not in seen:
+            seen.add(id(schema))
+            todo.append(referenced(schema.get("$ref"), root))
+            todo += [child for name in _IN_PLACE for child in list_of(schema.get(name))]
+    return found | seen
 
 
 def _names_in_references(root: Schema) -> set[str]:
