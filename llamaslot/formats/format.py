@@ -11,13 +11,14 @@ import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import ClassVar
 
 from llamaslot.base.events import FinishReason
 from llamaslot.base.generation.tools import ParserOptions, Tool
 from llamaslot.formats.calls import Delta, ToolCall, ToolCallDelta, is_object
 from llamaslot.formats.grammar import GrammarWriter, Thinking
-from llamaslot.formats.message import CallMarkers, Output, OutputParser, ReadCalls, ReasoningTags, TaggedMessage
+from llamaslot.formats.message import CallMarkers, Output, OutputParser, ReasoningTags, TaggedMessage
 from llamaslot.formats.reader import Reader, Steps
 
 
@@ -81,8 +82,8 @@ class Format(ABC):
         return all(sign in source for sign in cls.signs)
 
     @abstractmethod
-    def read_calls(self, reader: Reader, output: Output, tools: Mapping[str, Tool]) -> ReadCalls:
-        """Return the function that reads the calls a marker begins."""
+    def read_calls(self, reader: Reader, output: Output, tools: Mapping[str, Tool], marker: str) -> Steps[bool]:
+        """Read the calls that a marker begins (`ReadCalls`)."""
 
     @abstractmethod
     def call_text(self, call: ToolCall) -> str:
@@ -112,7 +113,7 @@ class Format(ABC):
 
     def steps(self, reader: Reader, output: Output, options: ParserOptions) -> Steps[None]:
         """Return the parser's generator for one message."""
-        read_calls = self.read_calls(reader, output, options.tools_by_name)
+        read_calls = partial(self.read_calls, reader, output, options.tools_by_name)
         message = TaggedMessage(
             reader, output, options, tags=self.reasoning, markers=self.markers, read_calls=read_calls
         )

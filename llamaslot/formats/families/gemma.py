@@ -13,7 +13,7 @@ from llamaslot.formats.calls import ToolCall, fields_of
 from llamaslot.formats.format import Format, Layout
 from llamaslot.formats.grammar import GrammarWriter, object_schema, parameters_of, takes_any_names
 from llamaslot.formats.json_value import copy_arguments
-from llamaslot.formats.message import CallMarkers, Output, ReadCalls, ReasoningTags
+from llamaslot.formats.message import CallMarkers, Output, ReasoningTags
 from llamaslot.formats.reader import Reader, Steps
 
 _NAME = re.compile(r"[^\s{}<]+")
@@ -51,23 +51,19 @@ class Gemma(Format):
         channel = ("<|channel>", "<channel|>", "<|turn>") if self.reasoning else ()
         return (self.opening, self.closing, self.quote, *channel)
 
-    def read_calls(self, reader: Reader, output: Output, tools: Mapping[str, Tool]) -> ReadCalls:
-
-        def read(_: str) -> Steps[bool]:
-            yield from reader.whitespace()
-            if not (yield from reader.accept(_KEYWORD)):
-                return False
-            name = yield from reader.all(_NAME)
-            if not name or not (yield from reader.looking_at("{")):
-                return False
-            output.call(name, None)
-            quotes = (self.quote, '"')
-            yield from copy_arguments(reader, output, quotes=quotes, escapes=False)
-            yield from reader.whitespace()
-            yield from reader.accept(self.closing)
-            return True
-
-        return read
+    def read_calls(self, reader: Reader, output: Output, tools: Mapping[str, Tool], marker: str) -> Steps[bool]:
+        yield from reader.whitespace()
+        if not (yield from reader.accept(_KEYWORD)):
+            return False
+        name = yield from reader.all(_NAME)
+        if not name or not (yield from reader.looking_at("{")):
+            return False
+        output.call(name, None)
+        quotes = (self.quote, '"')
+        yield from copy_arguments(reader, output, quotes=quotes, escapes=False)
+        yield from reader.whitespace()
+        yield from reader.accept(self.closing)
+        return True
 
     def call_text(self, call: ToolCall) -> str:
         return call.name + _rendered(fields_of(call.arguments), self.quote)

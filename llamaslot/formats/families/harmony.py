@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import partial
 
 from llamaslot.base.generation.tools import ParserOptions, Tool
 from llamaslot.formats.calls import ToolCall, as_json
@@ -51,21 +52,18 @@ class Harmony(Format):
     def preserved(self) -> tuple[str, ...]:
         return (CHANNEL, CONSTRAIN, MESSAGE, START, END, CALL, RETURN)
 
-    def read_calls(self, reader: Reader, output: Output, tools: Mapping[str, Tool]) -> ReadCalls:
-        """Return the function that reads a call's arguments, up to the end of its message."""
-
-        def read(name: str) -> Steps[bool]:
-            yield from reader.whitespace()
-            if not (yield from reader.looking_at("{")):
-                return False
-            output.call(name, None)
-            yield from copy_arguments(reader, output)
-            return True
-
-        return read
+    def read_calls(self, reader: Reader, output: Output, tools: Mapping[str, Tool], marker: str) -> Steps[bool]:
+        """Read the arguments of a call of the function that `marker` names, up to the end of its message."""
+        yield from reader.whitespace()
+        if not (yield from reader.looking_at("{")):
+            return False
+        output.call(marker, None)
+        yield from copy_arguments(reader, output)
+        return True
 
     def steps(self, reader: Reader, output: Output, options: ParserOptions) -> Steps[None]:
-        return _Messages(reader, output, options, self.read_calls(reader, output, options.tools_by_name)).steps()
+        read_call = partial(self.read_calls, reader, output, options.tools_by_name)
+        return _Messages(reader, output, options, read_call).steps()
 
     def call_text(self, call: ToolCall) -> str:
         """Return a call as the model writes it after `<|start|>assistant`, in a message of its own."""

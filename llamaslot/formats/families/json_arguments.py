@@ -14,7 +14,7 @@ from llamaslot.formats.format import Format, Layout
 from llamaslot.formats.grammar import GrammarWriter
 from llamaslot.formats.json_calls import JsonCalls
 from llamaslot.formats.json_value import copy_arguments
-from llamaslot.formats.message import CallMarkers, Output, ReadCalls, ReasoningTags
+from llamaslot.formats.message import CallMarkers, Output, ReasoningTags
 from llamaslot.formats.reader import Reader, Steps
 
 _DEEPSEEK_NAME = re.compile(r"[\w.\-:/]+")
@@ -52,33 +52,30 @@ class DeepSeek(Format):
             self._after_name = self.separator
             self.layout = Layout(self.opening, self.closing, **around)
 
-    def read_calls(self, reader: Reader, output: Output, tools: Mapping[str, Tool]) -> ReadCalls:
-        def read(marker: str) -> Steps[bool]:
-            if marker == self.section:
-                yield from reader.whitespace()
-                yield from reader.accept(self.opening)
+    def read_calls(self, reader: Reader, output: Output, tools: Mapping[str, Tool], marker: str) -> Steps[bool]:
+        if marker == self.section:
             yield from reader.whitespace()
+            yield from reader.accept(self.opening)
+        yield from reader.whitespace()
+        name = yield from reader.all(_DEEPSEEK_NAME)
+        if not name or not (yield from reader.accept(self.separator)):
+            return False
+        yield from reader.whitespace()
+        if not (yield from reader.looking_at("{")):
             name = yield from reader.all(_DEEPSEEK_NAME)
-            if not name or not (yield from reader.accept(self.separator)):
+            yield from reader.whitespace()
+            yield from reader.accept("```json", "```")
+            yield from reader.whitespace()
+            if not name or not (yield from reader.looking_at("{")):
                 return False
-            yield from reader.whitespace()
-            if not (yield from reader.looking_at("{")):
-                name = yield from reader.all(_DEEPSEEK_NAME)
-                yield from reader.whitespace()
-                yield from reader.accept("```json", "```")
-                yield from reader.whitespace()
-                if not name or not (yield from reader.looking_at("{")):
-                    return False
-            output.call(name, None)
-            yield from copy_arguments(reader, output)
-            yield from reader.whitespace()
-            yield from reader.accept("```")
-            reader.fragment("```")
-            yield from reader.whitespace()
-            yield from reader.accept(self.closing)
-            return True
-
-        return read
+        output.call(name, None)
+        yield from copy_arguments(reader, output)
+        yield from reader.whitespace()
+        yield from reader.accept("```")
+        reader.fragment("```")
+        yield from reader.whitespace()
+        yield from reader.accept(self.closing)
+        return True
 
     def call_text(self, call: ToolCall) -> str:
         return f"{call.name}{self._after_name}{as_json(call.arguments)}"
@@ -107,28 +104,25 @@ class Kimi(Format):
     def __init__(self, source: str, special: Mapping[str, int], reasoning: ReasoningTags | None) -> None:
         super().__init__(source, special, reasoning or ReasoningTags("<think>", "</think>"))
 
-    def read_calls(self, reader: Reader, output: Output, tools: Mapping[str, Tool]) -> ReadCalls:
-        def read(marker: str) -> Steps[bool]:
-            yield from reader.whitespace()
-            if marker == self.section:
-                if not (yield from reader.accept(self.opening)):
-                    return False
-                yield from reader.whitespace()
-            call_id = yield from reader.all(_KIMI_ID)
-            yield from reader.whitespace()
-            if not call_id or not (yield from reader.accept(self.separator)):
+    def read_calls(self, reader: Reader, output: Output, tools: Mapping[str, Tool], marker: str) -> Steps[bool]:
+        yield from reader.whitespace()
+        if marker == self.section:
+            if not (yield from reader.accept(self.opening)):
                 return False
             yield from reader.whitespace()
-            name = _NAME_IN_KIMI_ID.fullmatch(call_id)
-            if name is None or not (yield from reader.looking_at("{")):
-                return False
-            output.call(name[1], call_id)
-            yield from copy_arguments(reader, output)
-            yield from reader.whitespace()
-            yield from reader.accept(self.closing)
-            return True
-
-        return read
+        call_id = yield from reader.all(_KIMI_ID)
+        yield from reader.whitespace()
+        if not call_id or not (yield from reader.accept(self.separator)):
+            return False
+        yield from reader.whitespace()
+        name = _NAME_IN_KIMI_ID.fullmatch(call_id)
+        if name is None or not (yield from reader.looking_at("{")):
+            return False
+        output.call(name[1], call_id)
+        yield from copy_arguments(reader, output)
+        yield from reader.whitespace()
+        yield from reader.accept(self.closing)
+        return True
 
     def render(self, calls: Sequence[ToolCall]) -> str:
         named = []
@@ -165,28 +159,23 @@ class Mistral(Format):
         in_list = Layout(separator=", ", start=f"{self.opening}[", end="]")
         self.layout = Layout(self.opening) if self._is_named else in_list
 
-    def read_calls(self, reader: Reader, output: Output, tools: Mapping[str, Tool]) -> ReadCalls:
-        objects = JsonCalls(reader, output, ids=_MISTRAL_ID)
-
-        def read(_: str) -> Steps[bool]:
-            yield from reader.whitespace()
-            if (yield from reader.looking_at("[", "{")):
-                return (yield from objects.read_all())
-            name = yield from reader.all(_MISTRAL_NAME)
-            if not name:
-                return False
-            call_id = ""
-            if (yield from reader.accept(self.id_opening)):
-                call_id = yield from reader.all(_MISTRAL_NAME)
-            yield from reader.accept(self.separator)
-            yield from reader.whitespace()
-            if not (yield from reader.looking_at("{")):
-                return False
-            output.call(name, call_id if _MISTRAL_ID.fullmatch(call_id) else None)
-            yield from copy_arguments(reader, output)
-            return True
-
-        return read
+    def read_calls(self, reader: Reader, output: Output, tools: Mapping[str, Tool], marker: str) -> Steps[bool]:
+        yield from reader.whitespace()
+        if (yield from reader.looking_at("[", "{")):
+            return (yield from JsonCalls(reader, output, ids=_MISTRAL_ID).read_all())
+        name = yield from reader.all(_MISTRAL_NAME)
+        if not name:
+            return False
+        call_id = ""
+        if (yield from reader.accept(self.id_opening)):
+            call_id = yield from reader.all(_MISTRAL_NAME)
+        yield from reader.accept(self.separator)
+        yield from reader.whitespace()
+        if not (yield from reader.looking_at("{")):
+            return False
+        output.call(name, call_id if _MISTRAL_ID.fullmatch(call_id) else None)
+        yield from copy_arguments(reader, output)
+        return True
 
     def call_text(self, call: ToolCall) -> str:
         call_id, arguments = call.id or self.new_id(), as_json(call.arguments)

@@ -16,7 +16,7 @@ from llamaslot.formats.format import Format, Layout
 from llamaslot.formats.grammar import GrammarWriter, object_schema, parameters_of, takes_any_names
 from llamaslot.formats.json_calls import JsonCalls, read_list
 from llamaslot.formats.json_value import PYTHON_QUOTES, ValueCopier
-from llamaslot.formats.message import CallMarkers, Output, ReadCalls, ReasoningTags
+from llamaslot.formats.message import CallMarkers, Output, ReasoningTags
 from llamaslot.formats.reader import Markers, Reader, Steps
 
 _GRANITE_LIST = "<|tool_call|>"
@@ -79,8 +79,8 @@ class Hermes(JsonObjects):
         # Some versions of SmolLM3's template lack the tag.
         return OPEN in source or "named SmolLM" in source
 
-    def read_calls(self, reader: Reader, output: Output, tools: Mapping[str, Tool]) -> ReadCalls:
-        return ToolCallTag(reader, output, tools).read
+    def read_calls(self, reader: Reader, output: Output, tools: Mapping[str, Tool], marker: str) -> Steps[bool]:
+        return ToolCallTag(reader, output, tools).read(marker)
 
 
 class Granite(Hermes):
@@ -127,8 +127,8 @@ class Llama3(JsonObjects):
     def preserved(self) -> tuple[str, ...]:
         return tuple(text for text in super().preserved if text != QWEN_TAGS.name_open)
 
-    def read_calls(self, reader: Reader, output: Output, tools: Mapping[str, Tool]) -> ReadCalls:
-        return UnmarkedCalls(reader, output, tools).read
+    def read_calls(self, reader: Reader, output: Output, tools: Mapping[str, Tool], marker: str) -> Steps[bool]:
+        return UnmarkedCalls(reader, output, tools).read(marker)
 
 
 class LlamaPython(PythonLists):
@@ -146,8 +146,8 @@ class LlamaPython(PythonLists):
     def recognises(cls, source: str) -> bool:
         return "[func_name1(params_name1=" in source or _PYTHON_OPEN in source
 
-    def read_calls(self, reader: Reader, output: Output, tools: Mapping[str, Tool]) -> ReadCalls:
-        return UnmarkedCalls(reader, output, tools).read
+    def read_calls(self, reader: Reader, output: Output, tools: Mapping[str, Tool], marker: str) -> Steps[bool]:
+        return UnmarkedCalls(reader, output, tools).read(marker)
 
 
 class Lfm2(PythonLists):
@@ -165,22 +165,17 @@ class Lfm2(PythonLists):
         # Templates without the marker list tools in these ways.
         return _LFM2_OPEN in source or "<|tool_list_start|>" in source or "List of tools: [" in source
 
-    def read_calls(self, reader: Reader, output: Output, tools: Mapping[str, Tool]) -> ReadCalls:
-        json_calls = JsonCalls(reader, output)
-        python_calls = PythonCalls(reader, output, tools)
-
-        def read(_: str) -> Steps[bool]:
-            yield from reader.whitespace()
-            in_list = yield from reader.accept("[")
-            yield from reader.whitespace()
-            calls = json_calls if (yield from reader.looking_at("{")) else python_calls
-            if not (yield from calls.read_items() if in_list else calls.read()):
-                return False
-            yield from reader.whitespace()
-            yield from reader.accept(_LFM2_CLOSE)
-            return True
-
-        return read
+    def read_calls(self, reader: Reader, output: Output, tools: Mapping[str, Tool], marker: str) -> Steps[bool]:
+        yield from reader.whitespace()
+        in_list = yield from reader.accept("[")
+        yield from reader.whitespace()
+        is_json = yield from reader.looking_at("{")
+        calls = JsonCalls(reader, output) if is_json else PythonCalls(reader, output, tools)
+        if not (yield from calls.read_items() if in_list else calls.read()):
+            return False
+        yield from reader.whitespace()
+        yield from reader.accept(_LFM2_CLOSE)
+        return True
 
 
 class Generic(JsonObjects):
@@ -197,13 +192,9 @@ class Generic(JsonObjects):
     markers = CallMarkers(calls=(OPEN,), lines=("{", "["), left_over=(CLOSE,))
     layout = Layout(separator=", ")
 
-    def read_calls(self, reader: Reader, output: Output, tools: Mapping[str, Tool]) -> ReadCalls:
-        tagged, unmarked = ToolCallTag(reader, output, tools), UnmarkedCalls(reader, output, tools)
-
-        def read(marker: str) -> Steps[bool]:
-            return (yield from (tagged if marker == OPEN else unmarked).read(marker))
-
-        return read
+    def read_calls(self, reader: Reader, output: Output, tools: Mapping[str, Tool], marker: str) -> Steps[bool]:
+        calls = ToolCallTag if marker == OPEN else UnmarkedCalls
+        return calls(reader, output, tools).read(marker)
 
     def render(self, calls: Sequence[ToolCall]) -> str:
         return f"[{super().render(calls)}]" if len(calls) > 1 else super().render(calls)
@@ -214,47 +205,48 @@ class Generic(JsonObjects):
         return writer.choice([call, calls]) if parallel else call
 
 
+@dataclass(frozen=True, slots=True)
 class UnmarkedCalls:
     """Reads calls of known tools, in JSON or Python syntax."""
 
-    def __init__(self, reader: Reader, output: Output, tools: Mapping[str, Tool]) -> None:
-        self._reader = reader
-        self._output = output
-        self._json = JsonCalls(reader, output, only=tools)
-        self._python = PythonCalls(reader, output, tools, known_only=True)
-        self._tagged = TaggedCalls(reader, output, tools, QWEN_TAGS, section=("", ""))
+    reader: Reader
+    output: Output
+    tools: Mapping[str, Tool]
 
     def read(self, marker: str) -> Steps[bool]:
         """Read calls that begin with a bracket or follow a marker, with the separators between them."""
         if marker == QWEN_TAGS.name_open:
-            return (yield from self._tagged.read(opened=True))
+            calls = TaggedCalls(self.reader, self.output, self.tools, QWEN_TAGS, section=("", ""))
+            return (yield from calls.read(opened=True))
         if marker not in ("{", "["):
-            yield from self._reader.whitespace()
+            yield from self.reader.whitespace()
         if not (yield from self._one()):
             return False
         while True:
-            mark = self._reader.mark()
-            yield from self._reader.whitespace()
-            separator = yield from self._reader.accept(";", _PYTHON_CLOSE)
-            yield from self._reader.whitespace()
+            mark = self.reader.mark()
+            yield from self.reader.whitespace()
+            separator = yield from self.reader.accept(";", _PYTHON_CLOSE)
+            yield from self.reader.whitespace()
             is_call = separator == ";" and (yield from self._one())
-            rest = self._reader.release(mark)
+            rest = self.reader.release(mark)
             if not is_call:
                 if separator == _PYTHON_CLOSE or rest.strip() == separator:
-                    self._output.leave_out(separator)
+                    self.output.leave_out(separator)
                 else:
-                    self._output.rejected(rest)
+                    self.output.rejected(rest)
                 return True
 
     def _one(self) -> Steps[bool]:
-        if (yield from self._reader.looking_at("{")):
-            return (yield from self._json.read())
-        if not (yield from self._reader.accept("[")):
-            return (yield from self._python.read())
-        yield from self._reader.whitespace()
-        if (yield from self._reader.looking_at("{")):
-            return (yield from self._json.read_items())
-        return (yield from self._python.read_items())
+        json_calls = JsonCalls(self.reader, self.output, only=self.tools)
+        python_calls = PythonCalls(self.reader, self.output, self.tools, known_only=True)
+        if (yield from self.reader.looking_at("{")):
+            return (yield from json_calls.read())
+        if not (yield from self.reader.accept("[")):
+            return (yield from python_calls.read())
+        yield from self.reader.whitespace()
+        if (yield from self.reader.looking_at("{")):
+            return (yield from json_calls.read_items())
+        return (yield from python_calls.read_items())
 
 
 @dataclass(frozen=True, slots=True)

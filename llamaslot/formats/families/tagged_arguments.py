@@ -19,6 +19,7 @@ import json
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NoReturn
 
 from llamaslot.base.generation.tools import Tool
@@ -28,7 +29,7 @@ from llamaslot.formats.format import Format, Layout
 from llamaslot.formats.grammar import GrammarWriter, object_schema, parameters_of, takes_any_names
 from llamaslot.formats.json_calls import JsonCalls
 from llamaslot.formats.json_value import ValueCopier, copy_arguments
-from llamaslot.formats.message import CallMarkers, Output, ReadCalls, ReasoningTags
+from llamaslot.formats.message import CallMarkers, Output, ReasoningTags
 from llamaslot.formats.reader import Emit, Machine, Markers, Reader, Steps, beginnings
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -111,8 +112,8 @@ class QwenCoder(TaggedArguments):
     def preserved(self) -> tuple[str, ...]:
         return tuple(text for text in super().preserved if text != QWEN_TAGS.name_open)
 
-    def read_calls(self, reader: Reader, output: Output, tools: Mapping[str, Tool]) -> ReadCalls:
-        return ToolCallTag(reader, output, tools).read
+    def read_calls(self, reader: Reader, output: Output, tools: Mapping[str, Tool], marker: str) -> Steps[bool]:
+        return ToolCallTag(reader, output, tools).read(marker)
 
 
 class Glm(TaggedArguments):
@@ -134,8 +135,8 @@ class Glm(TaggedArguments):
         self.after_name = line
         self.argument = ("<arg_key>", f"</arg_key>{line}<arg_value>", f"</arg_value>{line}")
 
-    def read_calls(self, reader: Reader, output: Output, tools: Mapping[str, Tool]) -> ReadCalls:
-        return ToolCallTag(reader, output, tools, GLM_TAGS).read
+    def read_calls(self, reader: Reader, output: Output, tools: Mapping[str, Tool], marker: str) -> Steps[bool]:
+        return ToolCallTag(reader, output, tools, GLM_TAGS).read(marker)
 
 
 class MiniMax(TaggedArguments):
@@ -151,43 +152,44 @@ class MiniMax(TaggedArguments):
     before_name, after_name = '<invoke name="', '">\n'
     argument = ('<parameter name="', '">', "</parameter>\n")
 
-    def read_calls(self, reader: Reader, output: Output, tools: Mapping[str, Tool]) -> ReadCalls:
+    def read_calls(self, reader: Reader, output: Output, tools: Mapping[str, Tool], marker: str) -> Steps[bool]:
         tags, close = MINIMAX_TAGS, _MINIMAX_CLOSE
         calls = TaggedCalls(reader, output, tools, tags, section=(_MINIMAX_OPEN, close))
-
-        def read(_: str) -> Steps[bool]:
-            yield from reader.whitespace()
-            is_call = yield from calls.read()
-            if is_call:
-                yield from read_section(
-                    reader, output, calls.read, starts=(tags.name_open,), tags=tags, close=close
-                )
-            return is_call
-
-        return read
+        yield from reader.whitespace()
+        is_call = yield from calls.read()
+        if is_call:
+            yield from read_section(reader, output, calls.read, starts=(tags.name_open,), tags=tags, close=close)
+        return is_call
 
 
+@cache
+def _value_ends(tags: Tags, closing: tuple[str, ...], ends: tuple[str, ...]) -> tuple[Markers, Markers]:
+    """Return the texts at which a value may end that began on the line of its tag, and on a new line."""
+    others = (tags.parameter_open, *ends)
+    on_new_line = tuple("\n" + text for text in ((*closing, *others) if tags.lines else others))
+    return Markers([*closing, *others, *on_new_line]), Markers([*closing, *on_new_line])
+
+
+@dataclass(frozen=True, slots=True)
 class ToolCallTag:
     """Reads calls between `<tool_call>` tags: JSON, or the tagged arguments that models sometimes write instead."""
 
-    def __init__(self, reader: Reader, output: Output, tools: Mapping[str, Tool], tags: Tags = QWEN_TAGS) -> None:
-        self._reader = reader
-        self._json = JsonCalls(reader, output)
-        self._tagged = TaggedCalls(reader, output, tools, tags, section=(OPEN, CLOSE))
-        self._qwen = TaggedCalls(reader, output, tools, QWEN_TAGS, section=(OPEN, CLOSE))
-        self._output = output
+    reader: Reader
+    output: Output
+    tools: Mapping[str, Tool]
+    tags: Tags = QWEN_TAGS
 
     def read(self, marker: str) -> Steps[bool]:
         """Read the calls after the opening tag or after `<function=`, through the closing tag."""
         if marker == QWEN_TAGS.name_open:
-            is_call = yield from self._qwen.read(opened=True)
+            is_call = yield from self._tagged(QWEN_TAGS).read(opened=True)
         else:
-            yield from self._reader.whitespace()
+            yield from self.reader.whitespace()
             is_call = yield from self._one()
         if is_call:
             yield from read_section(
-                self._reader,
-                self._output,
+                self.reader,
+                self.output,
                 self._one,
                 starts=("{", QWEN_TAGS.name_open),
                 tags=QWEN_TAGS,
@@ -197,13 +199,16 @@ class ToolCallTag:
         return is_call
 
     def _one(self) -> Steps[bool]:
-        match (yield from self._reader.looking_at("{", "[", QWEN_TAGS.name_open)):
+        match (yield from self.reader.looking_at("{", "[", QWEN_TAGS.name_open)):
             case "{" | "[":
-                return (yield from self._json.read_all())
+                return (yield from JsonCalls(self.reader, self.output).read_all())
             case QWEN_TAGS.name_open:
-                return (yield from self._qwen.read())
+                return (yield from self._tagged(QWEN_TAGS).read())
             case _:
-                return (yield from self._tagged.read())
+                return (yield from self._tagged(self.tags).read())
+
+    def _tagged(self, tags: Tags) -> TaggedCalls:
+        return TaggedCalls(self.reader, self.output, self.tools, tags, section=(OPEN, CLOSE))
 
 
 class TaggedCalls:
@@ -221,13 +226,7 @@ class TaggedCalls:
         # The second half of a closing tag may be missing.
         n_least = len(tags.value_close) // 2
         closing = self._closing = (tags.value_close, *beginnings(tags.value_close, n_least))
-        others = (tags.parameter_open, *self._ends)
-        on_new_line = tuple("\n" + text for text in ((*closing, *others) if tags.lines else others))
-        self._value_end = {
-            True: Markers([*closing, *on_new_line]),
-            False: Markers([*closing, *others, *on_new_line]),
-        }
-        """Texts at which a value may end, by whether it began on a new line."""
+        self._value_end = _value_ends(tags, closing, self._ends)
         self._next_call = tuple(text for text in (section_open, tags.name_open) if text)
         self._cut_ends = tuple(text for end in self._ends for text in beginnings(end, 2))
 
