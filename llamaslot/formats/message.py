@@ -70,7 +70,8 @@ class _Part:
 class Output:
     """Content, reasoning and calls that have not been taken yet.
 
-    Without `trim` all content is passed on unchanged.
+    Without `trim` all content is passed on unchanged. `options` say whether reasoning and its markers become
+    content, and whether calls after the first, or all content, are dropped.
     """
 
     def __init__(self, reader: Reader, options: ParserOptions, *, trim: bool) -> None:
