@@ -22,7 +22,7 @@ from llamaslot.app.config import Config, Option, options
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.named_files import read_named_text
 from llamaslot.text.builtin_templates import resolve
-from llamaslot.text.volatile import pattern
+from llamaslot.text.conversation import volatile_pattern
 
 WITHOUT_EFFECT = {
     0: "-cb --cont-batching --no-context-shift --perf --no-perf --warmup --no-warmup --no-ui --no-webui --offline "
@@ -245,7 +245,7 @@ def read_template(config: Config) -> tuple[str, str]:
 
     Raises `ConfigError`, also for an invalid `--drop-volatile`.
     """
-    pattern(config.drop_volatile)
+    volatile_pattern(config.drop_volatile)
     if config.chat_template_file:
         flag = "--chat-template-file"
         return read_named_text(Path(config.chat_template_file), flag), flag

@@ -11,7 +11,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 from llamaslot.base.generation.tools import Tool
-from llamaslot.base.json_schemas import value_types
 
 Thinking: TypeAlias = Literal["none", "optional", "open"]
 """Reasoning before the forced call: not allowed, started by the model if it wants, or opened by the prompt."""
@@ -33,11 +32,9 @@ _OF_WHOLE_OBJECTS = (
 )
 """Keywords that constrain an object as a whole, not only its single properties."""
 
-_ANY_NAME = "/[A-Za-z_][A-Za-z0-9_.-]*/"
 _UNESCAPED_SLASH = re.compile(r"(?<!\\)/")
 _ENDS_WITH_ANCHOR = re.compile(r"(?<!\\)(\\\\)*\$$")
 _SLASH = r"\\/"
-_PYTHON_TEXTS = (("boolean", "True"), ("boolean", "False"), ("null", "None"))
 
 
 class GrammarWriter:
@@ -118,51 +115,20 @@ class GrammarWriter:
             return self.sequence(terminal, self.text(end))
         return self.rule(terminal, attributes=f"[suffix={json.dumps(end, ensure_ascii=False)}]")
 
-    def value_until(self, schema: Any, root: Mapping[str, Any], end: str) -> str:
-        """Return an expression for a value followed by `end`; strings are written without quotes."""
-        types = value_types(schema, root)
-        schema = schema if isinstance(schema, Mapping) else {}
-        options = [schema["const"]] if "const" in schema else schema.get("enum")
-        if isinstance(options, list) and options:
-            texts = [each if isinstance(each, str) else json.dumps(each, ensure_ascii=False) for each in options]
-            return f"{self.choice(map(self.text, texts))} {self.text(end)}"
-        if "string" not in types:
-            return self.sequence(self.parameter_json(schema, root), self.text(end))
-        return self.text_until(end, schema if types == {"string"} else _ANY_STRING)
-
-    def python_value(self, schema: Any, root: Mapping[str, Any]) -> str:
-        """Return an expression for a value in Python syntax; lists and objects are JSON."""
-        types = value_types(schema, root)
-        if types <= {"boolean", "null"}:
-            texts = [text for kind, text in _PYTHON_TEXTS if kind in types]
-            return self.choice(map(self.text, texts))
-        return self.parameter_json(schema, root)
-
     def parameter_json(self, schema: Any, root: Mapping[str, Any]) -> str:
         """Return an expression for a parameter's value in JSON; its schema may refer to definitions in `root`."""
         definitions = {key: root[key] for key in ("$defs", "definitions") if key in root}
         return self.json({**definitions, **(schema if isinstance(schema, Mapping) else {})})
 
-    def repeated(self, call: str, separator: str, *, parallel: bool) -> str:
-        """Return an expression for one call or, if `parallel`, for several with a separator between them."""
-        return f"{call} ({self.sequence(separator, call)})*" if parallel else call
+    def repeated(self, item: str, separator: str) -> str:
+        """Return an expression for one or more items with a separator between them."""
+        return f"{item} ({self.sequence(self.text(separator), item)})*"
 
-    def calls(self, functions: Iterable[str], opening: str, closing: str, separator: str, *, parallel: bool) -> str:
-        """Return an expression for a call of any one of the functions or, if `parallel`, for several.
-
-        `opening` and `closing` are texts around each call.
-        """
-        call = self.rule(self.sequence(self.text(opening), self.choice(functions), self.text(closing)))
-        return self.repeated(call, self.text(separator), parallel=parallel)
-
-    def call_list(self, functions: Iterable[str], opening: str, closing: str, *, parallel: bool) -> str:
-        """Return an expression for calls with commas between them; `opening` and `closing` are around the list."""
-        calls = self.calls(functions, "", "", ", ", parallel=parallel)
-        return self.sequence(self.text(opening), calls, self.text(closing))
-
-    def listed(self, required: Sequence[str], optional: Sequence[str], separator: str) -> str:
-        """Return an expression for all required parts, then any of the optional ones, each in the given order."""
+    def listed(self, parts: Mapping[str, str], names: Collection[str], separator: str) -> str:
+        """Return an expression for the parts with the required `names`, then any of the others, each in order."""
         comma = self.text(separator)
+        required = [part for name, part in parts.items() if name in names]
+        optional = [part for name, part in parts.items() if name not in names]
         rest = [f"({comma} {part})?" for part in optional]
         if required:
             return self.sequence(f" {comma} ".join(required), *rest)
@@ -206,24 +172,6 @@ def parameters_of(schema: Mapping[str, Any]) -> tuple[Mapping[str, Any], Collect
 def takes_any_names(schema: Mapping[str, Any]) -> bool:
     """Return True if an object schema declares no properties and allows any name."""
     return schema.get("additionalProperties") is True and not schema.get("properties")
-
-
-def tagged_arguments(writer: GrammarWriter, tool: Tool, before: str, between: str, after: str) -> str:
-    """Return an expression for tagged arguments, in the order of the schema.
-
-    Each argument is `before`, its name, `between`, its value, `after`.
-    """
-    schema = object_schema(tool)
-    properties, required = parameters_of(schema)
-    if takes_any_names(schema):
-        tags = writer.sequence(writer.text(before), _ANY_NAME, writer.text(between))
-        return f"({tags} {writer.text_until(after)})*"
-    parts = []
-    for name, each in properties.items():
-        value = writer.value_until(each, schema, after)
-        part = writer.rule(writer.sequence(writer.text(before + name + between), value))
-        parts.append(part if name in required else f"{part}?")
-    return " ".join(parts)
 
 
 def _pattern(schema: Mapping[str, Any]) -> str:

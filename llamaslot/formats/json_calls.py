@@ -10,10 +10,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
 
 from llamaslot.formats.calls import is_object
-from llamaslot.formats.json_value import QUOTES, ValueCopier, copy_arguments, copy_string, read_string
-from llamaslot.formats.output import Output
+from llamaslot.formats.json_value import QUOTES, ValueCopier, copy_arguments, copy_string
+from llamaslot.formats.message import Output
 from llamaslot.formats.reader import Machine, Reader, Steps
 
 _ARGUMENT_KEYS = ("arguments", "parameters")
@@ -24,6 +25,7 @@ _CALL_KEYS = (*_ARGUMENT_KEYS, "name", "type", *_WRAPPER_KEYS)
 """Keys that distinguish a call from an answer in JSON."""
 
 
+@dataclass(frozen=True, slots=True)
 class JsonCalls:
     """Reads calls from `reader` to `output`.
 
@@ -32,32 +34,24 @@ class JsonCalls:
     formats with ids: there the id comes after the arguments, so a call is reported only when it is complete.
     """
 
-    def __init__(
-        self,
-        reader: Reader,
-        output: Output,
-        *,
-        only: Collection[str] | None = None,
-        ids: re.Pattern[str] | None = None,
-    ) -> None:
-        self._reader = reader
-        self._output = output
-        self._only = only
-        self._ids = ids
+    reader: Reader
+    output: Output
+    only: Collection[str] | None = None
+    ids: re.Pattern[str] | None = None
 
     def read_all(self) -> Steps[bool]:
         """Read one object or a list of them; return False if the first is not a call (nothing is reported then)."""
-        if (yield from self._reader.accept("[")):
+        if (yield from self.reader.accept("[")):
             return (yield from self.read_items())
         return (yield from self.read())
 
     def read_items(self) -> Steps[bool]:
         """Read a list after its opening bracket; return False if the first object is not a call."""
-        return (yield from read_list(self._reader, self._output, self.read))
+        return (yield from read_list(self.reader, self.output, self.read))
 
     def read(self) -> Steps[bool]:
         """Read one object; return False if it is not a call (nothing is reported then)."""
-        return _Call(self._reader, self._output, self._only, self._ids).read()
+        return _Call(self).read()
 
 
 def read_list(reader: Reader, output: Output, read_call: Callable[[], Steps[bool]]) -> Steps[bool]:
@@ -71,7 +65,7 @@ def read_list(reader: Reader, output: Output, read_call: Callable[[], Steps[bool
         if not is_call:
             if output.n_calls == n_calls:
                 return False
-            output.rejected(rejected, reader)
+            output.rejected(rejected)
             return True
         yield from reader.whitespace()
         if not (yield from reader.accept(",")):
@@ -82,18 +76,14 @@ def read_list(reader: Reader, output: Output, read_call: Callable[[], Steps[bool
 class _Call:
     """Reads one call and keeps the fields read so far."""
 
-    def __init__(
-        self, reader: Reader, output: Output, only: Collection[str] | None, ids: re.Pattern[str] | None
-    ) -> None:
-        self._reader = reader
-        self._output = output
-        self._only = only
-        self._ids = ids
+    def __init__(self, calls: JsonCalls) -> None:
+        self._calls = calls
+        self._reader, self._output, self._only, self._ids = calls.reader, calls.output, calls.only, calls.ids
         self._name: str | None = None
         self._id: str | None = None
         self._arguments: str | None = None
         self._reported = False
-        self._n_calls_before = output.n_calls
+        self._n_calls_before = calls.output.n_calls
 
     def read(self) -> Steps[bool]:
         closed = yield from self._object()
@@ -179,7 +169,7 @@ class _Call:
 
     def _read_arguments(self, quoted: str) -> Steps[bool]:
         if quoted:
-            text = yield from read_string(self._reader)
+            text = yield from self._string(None)
             self._arguments = _as_object(text)
             return self._arguments is not None
         if (yield from self._reader.accept("null", "None")):
@@ -198,7 +188,7 @@ class _Call:
     def _wrapped(self) -> Steps[bool]:
         """Read a call, or a list of calls, that is the value of a field."""
         if (yield from self._reader.peek()) == "[":
-            return (yield from JsonCalls(self._reader, self._output, only=self._only, ids=self._ids).read_all())
+            return (yield from self._calls.read_all())
         return (yield from self._object())
 
 

@@ -14,7 +14,7 @@ import re
 from collections.abc import Sequence
 from enum import Enum, auto
 
-from llamaslot.formats.output import Output
+from llamaslot.formats.message import Output
 from llamaslot.formats.reader import Emit, Reader, Steps
 
 QUOTES = ('"', "'")
@@ -103,7 +103,7 @@ class ValueCopier:
             self._flush()
             self._emit('"')
             self._in_string = True
-            if not (yield from self._string(quote, self._emit)):
+            if not (yield from copy_string(self._reader, quote, self._emit, escapes=self._escapes)):
                 return True
             self._in_string = False
             self._emit('"')
@@ -146,7 +146,7 @@ class ValueCopier:
             return False
         raw: list[str] = []
         if quote := (yield from self._reader.accept(*self._quotes)):
-            if not (yield from self._string(quote, raw.append)):
+            if not (yield from copy_string(self._reader, quote, raw.append, escapes=self._escapes)):
                 return True
         else:
             name = yield from self._reader.all(self._name)
@@ -197,9 +197,6 @@ class ValueCopier:
         if text:
             self._emit(text)
 
-    def _string(self, quote: str, emit: Emit) -> Steps[bool]:
-        return copy_string(self._reader, quote, emit, escapes=self._escapes)
-
 
 def copy_arguments(
     reader: Reader, output: Output, *, quotes: Sequence[str] = QUOTES, escapes: bool = True
@@ -233,15 +230,6 @@ def copy_string(reader: Reader, quote: str, emit: Emit, *, escapes: bool = True)
             emit("\\\\")
         elif not (yield from _escape(reader, emit)):
             return False
-
-
-def read_string(reader: Reader) -> Steps[str | None]:
-    """Read a string in quotes and return its value; None if there is none or the text ends inside it."""
-    raw: list[str] = []
-    quote = yield from reader.accept(*QUOTES)
-    if not quote or not (yield from copy_string(reader, quote, raw.append)):
-        return None
-    return str(json.loads(f'"{"".join(raw)}"'))
 
 
 def _escape(reader: Reader, emit: Emit) -> Steps[bool]:

@@ -1,15 +1,18 @@
-"""Parsing a message: reasoning, then content and calls."""
+"""Parsing a message: reasoning, then content and calls, collected until they are taken as a `Delta`.
+
+Whitespace around reasoning, before a call and between calls belongs to the markers and is dropped. So trailing
+whitespace is held back until it is known what follows.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TypeAlias
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
 
 from llamaslot.base.events import FinishReason
 from llamaslot.base.generation.tools import ParserOptions
-from llamaslot.formats.calls import Delta
-from llamaslot.formats.output import Output
+from llamaslot.formats.calls import Delta, ToolCallDelta
 from llamaslot.formats.reader import Emit, Machine, Markers, Reader, Steps, beginnings
 
 
@@ -37,6 +40,8 @@ class CallMarkers:
     """Texts that end calls: dropped from the content once there was a call."""
     ignored: tuple[str, ...] = ()
     """Texts that are always dropped from the content."""
+    inner: tuple[str, ...] = ()
+    """Texts within calls, which the parser needs to see as well."""
 
 
 ReadCalls: TypeAlias = Callable[[str], Steps[bool]]
@@ -47,6 +52,206 @@ call.
 """
 
 
+@dataclass(slots=True)
+class _Part:
+    """Consecutive content, reasoning or calls, without anything of another kind in between."""
+
+    kind: Literal["content", "reasoning", "calls"]
+    texts: list[str] = field(default_factory=list)
+    calls: list[ToolCallDelta] = field(default_factory=list)
+
+    def delta(self) -> Delta:
+        text = "".join(self.texts)
+        if self.kind == "content":
+            return Delta(text)
+        return Delta(reasoning=text) if self.kind == "reasoning" else Delta(tool_calls=tuple(self.calls))
+
+
+class Output:
+    """Content, reasoning and calls that have not been taken yet.
+
+    Without `trim` all content is passed on unchanged. `options` say whether reasoning and its markers become
+    content, and whether calls after the first, or all content, are dropped.
+    """
+
+    def __init__(self, reader: Reader, options: ParserOptions, *, trim: bool) -> None:
+        self.n_calls = 0
+        self.is_cut = False
+        """True if the text ended inside a call, which the message lacks or contains only in part."""
+        self.is_partial = False
+        """True if the message differs from the model's output: text was dropped, or a call was closed."""
+        self.in_call = False
+        """True if the last call has not ended."""
+        self.after_call = False
+        """True if only whitespace has come after the last call."""
+        self._reader = reader
+        self._trims = trim
+        self._as_content = options.reasoning_format == "none"
+        self._parallel = options.parallel
+        self._calls_only = options.calls_only
+        self._is_muted = False
+        self._before_mute = (0, False, False, False)
+        self._parts: list[_Part] = []
+        self._whitespace: list[str] = []
+        self._reasoning_whitespace: list[str] = []
+        self._reasoning_began = False
+        self._reasoning_gap = ""
+        self._at_section_start = False
+        self._arguments: list[str] = []
+
+    def content(self, text: str) -> None:
+        """Add content."""
+        if self._is_muted:
+            return
+        if self._calls_only:
+            self.leave_out(text)
+            return
+        self.after_call &= text.isspace() or not text
+        if not self._trims:
+            self._add_content(text)
+            return
+        body = text.rstrip()
+        if body:
+            if self._at_section_start:
+                self._whitespace.clear()
+                body = body.lstrip()
+            self._add_content(*self._whitespace, body)
+            self._whitespace.clear()
+            self._at_section_start = False
+        if text[-1:].isspace():
+            self._whitespace.append(text[len(text.rstrip()) :])
+
+    def reasoning(self, text: str) -> None:
+        """Add reasoning."""
+        if self._as_content:
+            self._add_content(text)
+            return
+        body = text.rstrip()
+        if body:
+            whitespace = self._reasoning_whitespace
+            if not self._reasoning_began:
+                whitespace, body = [self._reasoning_gap], body.lstrip()
+            self._end_arguments()
+            self._part("reasoning").texts += [*whitespace, body]
+            self._reasoning_whitespace.clear()
+            self._reasoning_began = True
+        if text[-1:].isspace():
+            self._reasoning_whitespace.append(text[len(text.rstrip()) :])
+
+    def leave_out(self, text: str) -> None:
+        """Note that this text is dropped from the message."""
+        self.is_partial |= bool(text.strip())
+
+    def cut(self, text: str) -> None:
+        """Drop an unfinished call at the end of the text, whose name is not known yet."""
+        self.leave_out(text)
+        self.is_cut |= self._parallel or not self.n_calls
+
+    def rejected(self, text: str) -> None:
+        """Add text that is not a call to the content; drop it if the text ended before that was certain."""
+        if self._reader.is_undecided:
+            self.cut(text + self._reader.rest())
+        else:
+            self.content(text)
+
+    def begin_reasoning(self, marker: str, *, continued: bool = False) -> None:
+        """Begin a section of reasoning and drop whitespace before it.
+
+        `continued`: the prompt already contains the beginning of the reasoning.
+        """
+        if self._as_content:
+            self._add_content(*self._whitespace, marker)
+        else:
+            self._reasoning_gap = "\n" if self._reasoning_began else ""
+            self._reasoning_began = continued
+        self._whitespace.clear()
+
+    def end_reasoning(self, marker: str) -> None:
+        """End a section of reasoning and drop whitespace after it."""
+        if self._as_content:
+            self._add_content(marker)
+        else:
+            self._reasoning_whitespace.clear()
+            self._at_section_start = True
+
+    def call(self, name: str, call_id: str | None) -> None:
+        """Begin a call."""
+        self._end_arguments()
+        self.n_calls += 1
+        self.in_call = True
+        if self._is_muted:
+            return
+        # It is certain now that a call has begun, so the text before it will not be needed again.
+        self._reader.unmark()
+        self._whitespace.clear()
+        self._at_section_start = True
+        if self._shows_call:
+            self._part("calls").calls.append(ToolCallDelta(self.n_calls - 1, name, call_id or None))
+
+    def arguments(self, text: str) -> None:
+        """Add to the arguments of the last call."""
+        if self._shows_call and not self._is_muted:
+            self._arguments.append(text)
+
+    def end_call(self, *, was_closed: bool = False) -> None:
+        """End the call, whose arguments are complete; `was_closed`: the model omitted the text that closes them."""
+        self.in_call = False
+        self.after_call = True
+        self.is_partial |= was_closed
+
+    def mute(self) -> None:
+        """Add nothing to the message until `unmute`, so that the parser can try to read a call."""
+        self._is_muted = True
+        self._before_mute = (self.n_calls, self.is_cut, self.is_partial, self.after_call)
+
+    def unmute(self) -> bool:
+        """Restore the state before `mute`; return True if the text did not end inside a call."""
+        is_whole = not self.in_call and not self.is_cut
+        self.n_calls, self.is_cut, self.is_partial, self.after_call = self._before_mute
+        self._is_muted = self.in_call = False
+        return is_whole
+
+    def finish(self) -> None:
+        """End the message; whitespace at the end of its content belongs to the content."""
+        if self.in_call and self._shows_call:
+            self.is_cut = self.is_partial = True
+        if self._whitespace and not self._at_section_start:
+            self._add_content(*self._whitespace)
+        self._whitespace.clear()
+
+    def take(self) -> Delta:
+        """Return everything added since the last call."""
+        self._end_arguments()
+        delta = Delta.of(part.delta() for part in self._parts)
+        self._parts.clear()
+        return delta
+
+    def _part(self, kind: Literal["content", "reasoning", "calls"]) -> _Part:
+        """Return the last part if it is of this kind, otherwise a new one."""
+        if not self._parts or self._parts[-1].kind != kind:
+            self._parts.append(_Part(kind))
+        return self._parts[-1]
+
+    def _add_content(self, *texts: str) -> None:
+        self._end_arguments()
+        self._part("content").texts += texts
+
+    @property
+    def _shows_call(self) -> bool:
+        return self._parallel or self.n_calls == 1
+
+    def _end_arguments(self) -> None:
+        text = "".join(self._arguments)
+        self._arguments.clear()
+        if not text:
+            return
+        index = self.n_calls - 1 if self._parallel else 0
+        calls = self._part("calls").calls
+        # OpenAI sends the name in a delta of its own, so arguments are never merged into it.
+        earlier = calls.pop().arguments if calls and calls[-1].index == index and calls[-1].name is None else ""
+        calls.append(ToolCallDelta(index, arguments=earlier + text))
+
+
 class OutputParser:
     """Parser of one message. It never raises: output that cannot be parsed is content.
 
@@ -55,29 +260,19 @@ class OutputParser:
     """
 
     def __init__(self, reader: Reader, output: Output, steps: Steps[None]) -> None:
-        self._output = output
+        self.output = output
         self._machine = Machine(reader, steps)
 
     def push(self, text: str) -> Delta:
         """Add output and return the part of the message that is certain now."""
         self._machine.feed(text)
-        return self._output.take()
+        return self.output.take()
 
     def finish(self, reason: FinishReason = "eos") -> Delta:
         """End the output and return the rest of the message."""
         self._machine.end(reason)
-        self._output.finish()
-        return self._output.take()
-
-    @property
-    def is_partial(self) -> bool:
-        """True if the message differs from the model's output: text was dropped, or a call was closed."""
-        return self._output.is_partial
-
-    @property
-    def is_cut(self) -> bool:
-        """True if the output ended inside a call, which the message lacks or contains only in part."""
-        return self._output.is_cut
+        self.output.finish()
+        return self.output.take()
 
 
 class TaggedMessage:
@@ -112,7 +307,6 @@ class TaggedMessage:
         self._line_markers = tuple("\n" + text for text in self._markers.lines)
         self._reasoning_tags = (tags.start, tags.end) if tags is not None and tags.anywhere else ()
         self._seen_ignored = False
-        output.on_call = reader.unmark
 
     def steps(self) -> Steps[None]:
         """Read the message."""

@@ -64,10 +64,6 @@ class Reader:
         self._text = self._text[self._at :] + text
         self._at = 0
 
-    def end(self, reason: FinishReason) -> None:
-        """Mark the text as ended."""
-        self.end_reason = reason
-
     @property
     def has_ended(self) -> bool:
         """True once the text has ended."""
@@ -161,10 +157,13 @@ class Reader:
         while True:
             found = markers.pattern.search(self._text, self._at)
             end = markers.possible(self._text, self._at)
-            if found is not None and (found.start() < end or self.has_ended):
-                self._pass(found.start(), emit)
+            if found is not None and found.start() >= end and not self.has_ended:
+                found = None  # It may become a longer marker.
+            end = end if found is None else found.start()
+            if end > self._at:
+                emit(self._read(end))
+            if found is not None:
                 return self._read(found.end())
-            self._pass(end, emit)
             if self.has_ended:
                 self.is_undecided = True
                 return ""
@@ -198,10 +197,6 @@ class Reader:
                 self._kept.append(last[:-n_left])
             n_left -= min(n_left, len(last))
 
-    def _pass(self, end: int, emit: Emit) -> None:
-        if end > self._at:
-            emit(self._read(end))
-
     def _read(self, end: int) -> str:
         text = self._text[self._at : end]
         self._at = end
@@ -225,7 +220,7 @@ class Machine:
 
     def end(self, reason: FinishReason = "eos") -> None:
         """End the text and run the generator to its end."""
-        self._reader.end(reason)
+        self._reader.end_reason = reason
         self._advance()
 
     def _advance(self) -> None:

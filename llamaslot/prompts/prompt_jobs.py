@@ -26,7 +26,7 @@ from llamaslot.base.generation.request_context import ListItems, ReplyOptions
 from llamaslot.base.namespaces import salt_namespace
 from llamaslot.base.text_records import TextRecord, session_digest
 from llamaslot.base.tokens import unpacked
-from llamaslot.protocol.response_items import list_items
+from llamaslot.protocol.responses import list_items
 
 if TYPE_CHECKING:
     # The parent of a worker process, which knows its jobs, needs neither numpy nor Jinja.

@@ -19,8 +19,7 @@ from llamaslot.base.generation.tools import ParserOptions
 from llamaslot.base.namespaces import salt_namespace
 from llamaslot.base.text_records import ChatTurn, RememberedReply, session_digest
 from llamaslot.base.tokens import WIDTH, TokenizedPrompt, packed
-from llamaslot.formats.format import Format
-from llamaslot.formats.parsed_message import ParsedMessage
+from llamaslot.formats.format import Format, ParsedMessage
 from llamaslot.prompts.cut_points import PromptText
 from llamaslot.protocol.replies.meaning import digest_of, reasoning_meaning, reply_meaning
 from llamaslot.protocol.replies.rendering import Rendering

@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, NoReturn, TypeAlias
 
 import msgspec
 from msgspec import Meta
 
-from llamaslot.base.errors import InvalidRequestError, NotSupportedError
+from llamaslot.base.errors import NotSupportedError
 from llamaslot.base.generation.tools import ReasoningFormat
 from llamaslot.protocol.bodies import (
     INT32_MAX,
@@ -154,22 +154,19 @@ def _check(body: CountTokensBody) -> None:
     asked = [name for name in _CHOICES if (getattr(body, name) or 1) > 1]
     asked += [name for name in _EXTRAS if getattr(body, name) is not None and getattr(body, name) is not False]
     if asked:
-        message = f"'{asked[0]}' is not supported: Anthropic's replies have no field for it"
-        raise NotSupportedError(message, param=asked[0])
+        refuse_field(asked[0], "is not supported: Anthropic's replies have no field for it", NotSupportedError)
     for name in _NOT_SUPPORTED:
         if getattr(body, name):
-            raise NotSupportedError(f"'{name}' is not supported", param=name)
+            refuse_field(name, "is not supported", NotSupportedError)
     if body.output_config is not None and body.output_config.task_budget is not None:
-        raise NotSupportedError("'output_config.task_budget' is not supported", param="output_config.task_budget")
+        refuse_field("output_config.task_budget", "is not supported", NotSupportedError)
 
 
 def _tool(tool: Mapping[str, Any], where: str) -> Message:
     kind = tool.get("type")
     if kind not in (None, "custom"):
-        raise NotSupportedError(
-            f"'{where}.type' is {kind!r}: the server has no tools of its own, only 'custom' tools are accepted",
-            param=f"{where}.type",
-        )
+        why = f"is {kind!r}: the server has no tools of its own, only 'custom' tools are accepted"
+        refuse_field(f"{where}.type", why, NotSupportedError)
     function: Message = {
         "name": text_of(tool, "name", where),
         "description": text_of(tool, "description", where) if tool.get("description") is not None else "",
@@ -188,7 +185,7 @@ def _choice(choice: ToolChoice | None) -> Any:
     if choice.type == "any":
         return "required"
     if choice.name is None:
-        raise InvalidRequestError("'tool_choice.name' is required", param="tool_choice.name")
+        refuse_field("tool_choice.name", "is required")
     return {"type": "function", "function": {"name": choice.name}}
 
 
@@ -203,7 +200,7 @@ def _thinking_kwargs(body: CountTokensBody) -> dict[str, Any]:
         is_forced = body.tool_choice is not None and body.tool_choice.type in ("any", "tool")
         return {"enable_thinking": False} if is_forced else {}
     if thinking.type == "enabled" and thinking.budget_tokens is None:
-        raise InvalidRequestError("'thinking.budget_tokens' is required", param="thinking.budget_tokens")
+        refuse_field("thinking.budget_tokens", "is required")
     return {"enable_thinking": thinking.type != "disabled"}
 
 
@@ -213,14 +210,14 @@ def _clear_thinking(body: CountTokensBody, conversation: Sequence[Message]) -> N
     for i, edit in enumerate(edits or ()):
         where = f"context_management.edits[{i}]"
         if edit.get("type") != "clear_thinking_20251015":
-            raise NotSupportedError(f"'{where}.type' is {edit.get('type')!r}: not supported", param=f"{where}.type")
+            refuse_field(f"{where}.type", f"is {edit.get('type')!r}: not supported", NotSupportedError)
         keep = edit.get("keep", {"type": "thinking_turns", "value": 1})
         kind = keep.get("type") if isinstance(keep, Mapping) else keep
         n_kept = keep.get("value") if isinstance(keep, Mapping) and kind == "thinking_turns" else None
         if kind == "all":
             continue
         if not isinstance(n_kept, int) or n_kept < 1:
-            raise InvalidRequestError(f"'{where}.keep' must be 'all' or a number of turns", param=f"{where}.keep")
+            refuse_field(f"{where}.keep", "must be 'all' or a number of turns")
         n_turns, in_turn = 0, False
         for message in reversed(conversation):
             if message["role"] == "user":
@@ -307,7 +304,7 @@ def _add_assistant(conversation: list[Message], blocks: _Blocks) -> None:
             case "tool_use":
                 calls.append(_call(block, where))
             case _:
-                raise _unsupported_block(kind, where)
+                _refuse_block(kind, where)
     if not any((*texts, *reasoning, calls)):
         return
     if not conversation or conversation[-1]["role"] != "assistant":
@@ -359,7 +356,7 @@ def _parts(texts: Sequence[str]) -> list[Message]:
 def _texts(blocks: _Blocks) -> list[str]:
     for kind, _, where in blocks:
         if kind != "text":
-            raise _unsupported_block(kind, where)
+            _refuse_block(kind, where)
     return [text_of(block, "text", where) for _, block, where in blocks]
 
 
@@ -372,13 +369,12 @@ def _content_blocks(content: Any, where: str) -> _Blocks:
     blocks = []
     for i, block in enumerate(content):
         place = f"{where}[{i}]"
-        checked_object(block, place)
-        blocks.append((text_of(block, "type", place), block, place))
+        blocks.append((text_of(checked_object(block, place), "type", place), block, place))
     return blocks
 
 
-def _unsupported_block(kind: str, where: str) -> NotSupportedError:
-    """Return the error for a content block that is not allowed here, or in no prompt."""
+def _refuse_block(kind: str, where: str) -> NoReturn:
+    """Raise an error about a content block that is not allowed here, or in no prompt."""
     # llama-server's words, from which its clients recognise a model without vision.
     reason = "image input is not supported" if kind == "image" else "it is not supported here"
-    return NotSupportedError(f"'{where}.type' is '{kind}': {reason}; prompts are text", param=f"{where}.type")
+    refuse_field(f"{where}.type", f"is '{kind}': {reason}; prompts are text", NotSupportedError)

@@ -12,21 +12,34 @@ from typing import Any
 import msgspec
 
 from llamaslot.base.commands import Constraint, TextPart
-from llamaslot.base.errors import InvalidRequestError
 from llamaslot.base.generation.request_context import RequestContext
 from llamaslot.base.generation.tools import ParserOptions, ReasoningBudget, ReasoningDefaults, packed
 from llamaslot.base.text_records import ChatTurn
+from llamaslot.formats.calls import ToolCall, is_object
+from llamaslot.formats.format import Format
 from llamaslot.formats.grammar import Thinking
 from llamaslot.formats.recognition import format_of
 from llamaslot.protocol.bodies import ChatBody
-from llamaslot.protocol.constraints import RAW_GRAMMAR, ConstraintReader
+from llamaslot.protocol.constraints import RAW_GRAMMAR, ConstraintReader, read_tools
 from llamaslot.protocol.replies.meaning import digest_of
 from llamaslot.protocol.replies.restoring import ReplyRestorer
 from llamaslot.protocol.text_requests import wants_probs
-from llamaslot.protocol.tools import read_tools, with_text_of_tools
-from llamaslot.text.conversation import clean_message, joined
+from llamaslot.text.conversation import (
+    SYSTEM_ROLES,
+    Conversation,
+    Message,
+    clean_message,
+    joined,
+    parsed_arguments,
+    refuse_field,
+    without_volatile,
+)
 from llamaslot.text.template import ChatTemplate
 
+_INTRODUCTION = (
+    "You can call functions. Each of the following lines describes one, with the schema of its parameters:"
+)
+_EXAMPLE = ToolCall("name", '{"parameter": "value"}')
 _ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
 
 
@@ -121,8 +134,7 @@ class ChatReader:
         elif is_raw:
             against = f"'{RAW_GRAMMAR}', which need not allow the forced end of the reasoning"
         if against and n_tokens > 0:
-            message = f"'reasoning_budget_tokens' cannot be combined with {against}"
-            raise InvalidRequestError(message, param="reasoning_budget_tokens")
+            refuse_field("reasoning_budget_tokens", f"cannot be combined with {against}")
         if n_tokens < 0:
             n_tokens = context.reasoning.budget
         if n_tokens < 0 or against:
@@ -225,7 +237,7 @@ def conversation_branch(template: ChatTemplate, body: ChatBody) -> str:
     """
     opening = list(takewhile(lambda message: message["role"] != "assistant", body.messages))
     first = next((i for i, message in enumerate(opening) if message["role"] == "user"), len(opening))
-    start = template.without_volatile(opening[: first + 1])
+    start = without_volatile(template.volatile, opening[: first + 1])
     return hashlib.blake2b(msgspec.json.encode((body.tools, start), order="sorted"), digest_size=16).hexdigest()
 
 
@@ -240,14 +252,9 @@ def _wants_reply(body: ChatBody) -> bool:
     if not body.continue_final_message:
         return body.add_generation_prompt is not False
     if body.add_generation_prompt:
-        raise InvalidRequestError(
-            "'continue_final_message' and 'add_generation_prompt' exclude each other",
-            param="continue_final_message",
-        )
+        refuse_field("continue_final_message", "and 'add_generation_prompt' exclude each other")
     if body.messages[-1]["role"] != "assistant":
-        raise InvalidRequestError(
-            "'continue_final_message' needs a last message by the assistant", param="continue_final_message"
-        )
+        refuse_field("continue_final_message", "needs a last message by the assistant")
     return True
 
 
@@ -256,7 +263,56 @@ def _checked_messages(body: ChatBody) -> list[dict[str, Any]]:
     for i, message in enumerate(body.messages):
         role = message.get("role")
         if not isinstance(role, str) or role not in _ROLES:
-            raise InvalidRequestError(
-                f"'messages[{i}].role' must be one of {', '.join(sorted(_ROLES))}", param=f"messages[{i}].role"
-            )
+            refuse_field(f"messages[{i}].role", f"must be one of {', '.join(sorted(_ROLES))}")
     return body.messages
+
+
+def with_text_of_tools(
+    template: ChatTemplate,
+    format_: Format,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]],
+) -> Sequence[Mapping[str, Any]]:
+    """Return messages with the tools and calls that the template ignores as text; unchanged if there are none.
+
+    Calls are written as models of the format write them. Raises `InvalidRequestError` for invalid messages.
+    """
+    adds_tools = bool(tools) and not template.takes_tools
+    has_calls = any(
+        isinstance(each, Mapping) and (each.get("tool_calls") or each.get("function_call")) for each in messages
+    )
+    adds_calls = has_calls and not template.takes_calls
+    if not (adds_tools or adds_calls):
+        return messages
+    conversation = [clean_message(message, index) for index, message in enumerate(messages)]
+    if adds_calls:
+        conversation = [_with_calls(message, format_) for message in conversation]
+    return _with_tools(conversation, format_, tools) if adds_tools else conversation
+
+
+def _with_calls(message: Message, format_: Format) -> Message:
+    calls = message.pop("tool_calls", ())
+    if not calls:
+        return message
+    rendered = format_.render([_call(call) for call in calls])
+    text = joined(message["content"], "\n")
+    return {**message, "content": f"{text}\n{rendered}" if text else rendered}
+
+
+def _call(call: Message) -> ToolCall:
+    arguments = call["function"]["arguments"]
+    if not is_object(arguments):
+        arguments = json.dumps(parsed_arguments(arguments), ensure_ascii=False)
+    return ToolCall(call["function"]["name"], arguments, call.get("id"))
+
+
+def _with_tools(conversation: Conversation, format_: Format, tools: Sequence[Mapping[str, Any]]) -> Conversation:
+    """Add a description of the tools at the start of the conversation's system message."""
+    lines = [json.dumps(tool["function"], ensure_ascii=False) for tool in tools]
+    text = "\n".join(
+        [_INTRODUCTION, *lines, "To call a function, reply with nothing but this form:", format_.render([_EXAMPLE])]
+    )
+    if conversation and conversation[0]["role"] in SYSTEM_ROLES:
+        first, *rest = conversation
+        return [{**first, "content": f"{text}\n\n{joined(first['content'], chr(10))}"}, *rest]
+    return [{"role": "system", "content": text}, *conversation]

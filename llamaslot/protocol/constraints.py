@@ -1,12 +1,16 @@
-"""Constraints: the grammar that a reply must match, from structured output and from forced and strict calls."""
+"""Constraints: the grammar that a reply must match, from structured output and from forced and strict calls.
+
+`read_tools` reads the tools of a chat, and which of them its reply may or must call.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 from llguidance import LLMatcher
@@ -14,10 +18,11 @@ from llguidance import LLMatcher
 from llamaslot.base.commands import Constraint
 from llamaslot.base.errors import InvalidRequestError
 from llamaslot.base.generation.tools import Tool
+from llamaslot.base.json_schemas import without_reference
 from llamaslot.formats.format import Format
 from llamaslot.formats.grammar import Thinking
-from llamaslot.protocol.bodies import Options
-from llamaslot.protocol.tools import ToolUse
+from llamaslot.protocol.bodies import ChatBody, Options
+from llamaslot.text.conversation import clean_tool, refuse_field
 from llamaslot.text.grammars.compiling import MAX_CONSTRAINT_CHARS, GrammarChecker, GrammarTooLongError, too_long
 from llamaslot.text.grammars.gbnf import TokenOf, gbnf_to_lark, is_lark
 from llamaslot.text.grammars.json_schema import MAX_OPTIONAL, json_schema_constraint, prepared_schema
@@ -34,8 +39,94 @@ _CONTENT = "content"
 """Name of the grammar of the content within the grammar of the reply."""
 _MAX_BLAME_S = 5.0
 """Most CPU time to search for the invalid tool: compiling each may take as long as a whole grammar."""
+Mode: TypeAlias = Literal["none", "auto", "required"]
+_MODES: Mapping[str, Mode] = {"none": "none", "auto": "auto", "required": "required", "any": "required"}
+"""Values of `tool_choice`. `any` is Mistral's, which some clients send."""
 _UNDECLARED = ("anyOf", "oneOf", "allOf", "$ref", "patternProperties")
 """Keywords that may allow arguments which are not in `properties`."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """Tools, and their use in a reply.
+
+    The prompt describes all tools whatever `mode` is, so that requests with another `tool_choice` share its prefix.
+    """
+
+    definitions: tuple[dict[str, Any], ...] = ()
+    """Tools in the form that chat templates read."""
+    tools: tuple[Tool, ...] = ()
+    """Tools that may be called."""
+    places: Mapping[str, str] = field(default_factory=dict)
+    """Field of the request that has the schema of each tool, by the tool's name."""
+    strict: frozenset[str] = frozenset()
+    """Names of tools whose arguments must follow their schema."""
+    mode: Mode = "none"
+    parallel: bool = True
+    """True if a reply may have several calls."""
+
+
+def read_tools(body: ChatBody) -> ToolUse:
+    """Return the tools of a request; raises `InvalidRequestError`."""
+    raw = body.tools or []
+    definitions = tuple(clean_tool(tool, index) for index, tool in enumerate(raw))
+    functions = [definition["function"] for definition in definitions]
+    places: dict[str, str] = {}
+    for index, function in enumerate(functions):
+        where = places.setdefault(function["name"], f"tools[{index}].function.parameters")
+        if not isinstance(function["parameters"], dict):
+            refuse_field(where, "must be a JSON schema, an object")
+    known = {function["name"] for function in functions}
+    choice = body.tool_choice
+    mode, names = _choice(choice, known)
+    is_named = isinstance(choice, dict) and choice.get("type") != "allowed_tools"
+    return ToolUse(
+        definitions,
+        tuple(
+            Tool(function["name"], without_reference(function["parameters"]))
+            for function in functions
+            if names is None or function["name"] in names
+        ),
+        places,
+        frozenset(each["function"]["name"] for each in raw if each["function"].get("strict") is True),
+        mode if definitions else "none",
+        parallel=body.parallel_tool_calls is not False and not is_named,
+    )
+
+
+def _choice(choice: Any, known: set[str]) -> tuple[Mode, set[str] | None]:
+    """Return the mode of a `tool_choice`, and the names of the tools that it allows (None for all)."""
+    if choice is None:
+        return "auto", None
+    if isinstance(choice, str):
+        if choice not in _MODES:
+            refuse_field("tool_choice", f"must be one of {', '.join(_MODES)}")
+        if _MODES[choice] == "required" and not known:
+            refuse_field("tool_choice", "needs 'tools'")
+        return _MODES[choice], None
+    if not isinstance(choice, dict):
+        refuse_field("tool_choice", "must be a text or an object")
+    if choice.get("type") == "allowed_tools":
+        allowed = choice.get("allowed_tools", choice)
+        listed = allowed.get("tools") if isinstance(allowed, dict) else None
+        named = allowed.get("mode", "auto") if isinstance(allowed, dict) else None
+        mode = _MODES.get(named) if isinstance(named, str) else None
+        if not isinstance(listed, list) or not listed or mode is None:
+            message = "'tool_choice.allowed_tools' must have a 'mode' and a list of 'tools'"
+            raise InvalidRequestError(message, param="tool_choice")
+        return mode, {_name(each, known) for each in listed}
+    return "required", {_name(choice, known)}
+
+
+def _name(choice: Any, known: set[str]) -> str:
+    """Return the name in `{"type": "function", "function": {"name": ...}}`, or in `{"type": ..., "name": ...}`."""
+    function = choice.get("function", choice) if isinstance(choice, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str):
+        refuse_field("tool_choice", "must name a function")
+    if name not in known:
+        refuse_field("tool_choice", f": '{name}' is not among the 'tools'")
+    return name
 
 
 class ConstraintReader:
@@ -90,7 +181,7 @@ class ConstraintReader:
         """
         if own is not None and own.param == RAW_GRAMMAR:
             if use.mode != "none":
-                raise InvalidRequestError(f"'{own.param}' cannot be combined with 'tools'", param=own.param)
+                refuse_field(own.param, "cannot be combined with 'tools'")
             return own
         options: Any = {"parallel": use.parallel, "thinking": thinking}
         if use.mode == "required":
@@ -99,7 +190,10 @@ class ConstraintReader:
         elif own is None and not (use.mode == "auto" and use.strict):
             return None
         else:
-            tools = _by_strictness(format_, use) if use.mode == "auto" else []
+            # Tools that are not strict allow any values.
+            strict = [tool for tool in use.tools if tool.name in use.strict]
+            loose = [_loose(tool) for tool in use.tools if tool.name not in use.strict]
+            tools = _prepared(format_, use, [*strict, *loose]) if use.mode == "auto" else []
             grammar = partial(_reply_grammar, format_, tools, own, options)
         try:
             # `own` has been checked, so an error now is caused by the tools.
@@ -191,7 +285,7 @@ def _reply_grammar(format_: Format, tools: Sequence[Tool], own: Constraint | Non
     if own is None:
         return format_.reply_grammar(tools, **options)
     top = format_.reply_grammar(tools, **options, content=_CONTENT)
-    if top == format_.plain_grammar(_CONTENT):
+    if top == f"start: @{_CONTENT}\n":
         return own.grammar
     # llguidance's JSON form of a grammar has several parts. One that is not JSON is in Lark's form.
     parts: list[dict[str, Any]] = [{"lark_grammar": own.grammar}]
@@ -200,13 +294,6 @@ def _reply_grammar(format_: Format, tools: Sequence[Tool], own: Constraint | Non
     content, *others = parts
     grammars = [{"lark_grammar": top}, {**content, "name": _CONTENT}, *others]
     return msgspec.json.encode({"grammars": grammars}).decode()
-
-
-def _by_strictness(format_: Format, use: ToolUse) -> list[Tool]:
-    """Return the tools with the schemas that calls must follow. Tools that are not strict allow any values."""
-    strict = [tool for tool in use.tools if tool.name in use.strict]
-    loose = [_loose(tool) for tool in use.tools if tool.name not in use.strict]
-    return _prepared(format_, use, [*strict, *loose])
 
 
 def _prepared(format_: Format, use: ToolUse, tools: Sequence[Tool]) -> list[Tool]:

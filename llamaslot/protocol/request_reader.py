@@ -7,7 +7,7 @@ vocabulary.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
@@ -44,11 +44,11 @@ from llamaslot.protocol.bodies import (
 )
 from llamaslot.protocol.chat_prompt import ChatReader, conversation_branch
 from llamaslot.protocol.constraints import ConstraintReader
-from llamaslot.protocol.infill import InfillPrompts
 from llamaslot.protocol.replies.restoring import ReplyRestorer
 from llamaslot.protocol.responses import ResponsesBody, read_compaction, read_response, references
 from llamaslot.protocol.text_requests import (
     BodyTokenizer,
+    InfillPrompts,
     Prompt,
     TextRequest,
     checked,
@@ -82,22 +82,12 @@ class ReadBody:
     options: ReplyOptions
 
 
-class DefaultGrammars:
-    """Grammars of requests that have none (`--grammar-file`).
+def default_grammars(grammars: Sequence[Constraint]) -> Iterator[Constraint]:
+    """Return an iterator over the grammars of requests that have none (`--grammar-file`), usable on any thread.
 
     One is for all requests; of several, the k-th is for the k-th request, and later requests get none.
     """
-
-    def __init__(self, grammars: Sequence[Constraint] = ()) -> None:
-        self._grammars = grammars
-        self._numbers = itertools.count()
-
-    def next(self) -> Constraint | None:
-        """Return the grammar of the next request. Usable on any thread."""
-        number = next(self._numbers)
-        if len(self._grammars) == 1:
-            return self._grammars[0]
-        return self._grammars[number] if number < len(self._grammars) else None
+    return itertools.repeat(grammars[0]) if len(grammars) == 1 else iter(grammars)
 
 
 class RequestReader:
@@ -128,7 +118,7 @@ class RequestReader:
         self._constraints = ConstraintReader(checker, self._token_of, tags)
         self._known_constraints = ConstraintReader(checker, self._token_of, tags, may_compile=False)
         self._chats = ChatReader(template, named_tokens, self._tag_tokens)
-        self._defaults = DefaultGrammars([self._constraints.grammar(*each) for each in grammars])
+        self._defaults = default_grammars([self._constraints.grammar(*each) for each in grammars])
         self._infill = InfillPrompts(info, tokenizer.tokenize, self._check_size)
 
     def read(self, job: Prepare) -> ReadBody | Needs:
@@ -171,7 +161,7 @@ class RequestReader:
         for prompt in prompts:
             self._check_size(prompt)
         own = self._constraints_for(job).read(body)
-        default = self._defaults.next() if job.is_run else None
+        default = next(self._defaults, None) if job.is_run else None
         constraint = own or default
         requests = text_requests(body, prompts, job.context, self._info, self._tokens_of, constraint=constraint)
         if job.kind == "probe" and len(requests) > 1:
@@ -196,7 +186,7 @@ class RequestReader:
         refuse_missing(body)
         chat = self._chats.read(body, context, self._constraints_for(job), is_run=job.is_run)
         self._check_size(chat.parts)
-        default = self._defaults.next() if job.is_run else None
+        default = next(self._defaults, None) if job.is_run else None
         constraint, budget = chat.constraint, chat.reasoning_budget
         if default is not None and not chat.constrains_content:
             # A default grammar covers the whole output, and may not allow a forced end of the reasoning.

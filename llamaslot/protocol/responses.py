@@ -1,18 +1,30 @@
 """OpenAI's Responses API: fields of its request bodies, and their conversion to a `ChatBody`.
 
 The reply repeats some of the fields; these and others that it depends on are its `ResponseFields`.
+
+The reasoning, the text and the calls of one turn are separate items here, but one message by the assistant in a
+chat. Functions are the only tools that models know. Calls of other tools are converted back to items of their type.
+Tools that OpenAI runs itself are refused, except for web search: agents always offer it, so it is just not shown to
+the model.
+
+Items of a stored response, and messages of a stored chat, are listed in pages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, TypeAlias
+import base64
+import binascii
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate
+from typing import Annotated, Any, Literal, NoReturn, TypeAlias
 
 import msgspec
 from msgspec import Meta
 
-from llamaslot.base.errors import InvalidRequestError, NotSupportedError
-from llamaslot.base.generation.request_context import EarlierItems, References, ResponseFields
+from llamaslot.base.commands import JsonReply
+from llamaslot.base.errors import NotSupportedError
+from llamaslot.base.generation.request_context import CallForm, EarlierItems, ListItems, References, ResponseFields
 from llamaslot.base.generation.tools import ReasoningFormat
 from llamaslot.protocol.bodies import (
     ChatBody,
@@ -24,8 +36,53 @@ from llamaslot.protocol.bodies import (
     options_of,
     whole,
 )
-from llamaslot.protocol.response_items import Item, Toolbox, Turns, chat_choice, with_ids
+from llamaslot.text.conversation import (
+    SYSTEM_ROLES,
+    Message,
+    checked_list,
+    checked_object,
+    joined,
+    object_of,
+    refuse_field,
+    text_of,
+)
 
+Item = Mapping[str, Any]
+
+_MARK = "llamaslot:"
+"""Prefix of encoded reasoning, to tell it from that of other servers, which cannot be decoded."""
+_PREFIXES = {"message": "msg", "function_call": "fc", "custom_tool_call": "ctc", "reasoning": "rs"}
+_TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
+_MAX_PAGE_BYTES = 4 * 2**20
+"""Most bytes of a page of items, unless it has only one. If it ends early, `has_more` is true."""
+_LEFT_OUT = ("web_search", "web_search_2025_08_26", "web_search_preview", "web_search_preview_2025_03_11")
+"""Types of tools that are not shown to the model."""
+_HOSTED = {
+    "file_search": "let the client search, in a function",
+    "code_interpreter": "let the client run code, in a function",
+    "image_generation": "this server generates text only",
+    "mcp": "let the client call the MCP server, and offer its tools as functions",
+    "computer": "offer a function",
+    "computer_use_preview": "offer a function",
+    "shell": "offer a function",
+    "apply_patch": "offer a function, or a tool of type 'custom'",
+    "tool_search": "offer all tools",
+    "programmatic_tool_calling": "offer functions",
+}
+LOCAL_SHELL = "local_shell"
+_LOCAL_SHELL_FUNCTION = {
+    "name": LOCAL_SHELL,
+    "description": "Runs a command, a program and its arguments, on the user's machine and returns its output.",
+    "parameters": {
+        "type": "object",
+        "properties": {
+            "command": {"type": "array", "items": {"type": "string"}},
+            "working_directory": {"type": "string"},
+            "timeout_ms": {"type": "integer"},
+        },
+        "required": ["command"],
+    },
+}  # fmt: skip
 REASONING = "reasoning.encrypted_content"
 LOGPROBS = "message.output_text.logprobs"
 _INCLUDES = frozenset(
@@ -136,17 +193,16 @@ def _refuse(body: ResponsesBody) -> None:
     """Raise an error for the first field that asks for an unsupported feature."""
     for name, hint in _HINTS.items():
         if getattr(body, name):
-            raise NotSupportedError(f"'{name}' is not supported: {hint}", param=name)
+            refuse_field(name, f"is not supported: {hint}", NotSupportedError)
     if body.truncation == "auto":
-        message = "'truncation': 'auto' is not supported: shorten the input, or raise --ctx-size"
-        raise NotSupportedError(message, param="truncation")
+        hint = "shorten the input, or raise --ctx-size"
+        refuse_field("truncation", f": 'auto' is not supported: {hint}", NotSupportedError)
     for name in ("n", "n_cmpl"):
         if (getattr(body, name) or 1) > 1:
-            raise InvalidRequestError(f"'{name}' must be 1: a response has only one choice", param=name)
+            refuse_field(name, "must be 1: a response has only one choice")
     for index, value in enumerate(body.include or ()):
         if value not in _INCLUDES:
-            where = f"include[{index}]"
-            raise InvalidRequestError(f"'{where}' must be one of {', '.join(sorted(_INCLUDES))}", param=where)
+            refuse_field(f"include[{index}]", f"must be one of {', '.join(sorted(_INCLUDES))}")
 
 
 def references(body: ResponsesBody) -> References | None:
@@ -162,7 +218,7 @@ def read_response(body: ResponsesBody, earlier: EarlierItems, request_id: str) -
     Ids of new items are derived from `request_id`.
     """
     _refuse(body)
-    items, turns = _items_and_turns(body, earlier)
+    items, messages = _read_items(body, earlier)
     toolbox = Toolbox(body.tools or ())
     store = body.store is not False
     fields = ResponseFields(
@@ -173,43 +229,43 @@ def read_response(body: ResponsesBody, earlier: EarlierItems, request_id: str) -
         returns_reasoning=REASONING in (body.include or ()),
         forms=toolbox.forms,
     )
-    return _chat(body, turns, toolbox), fields, _field_names(toolbox)
+    return _chat(body, messages, toolbox), fields, _field_names(toolbox)
 
 
 def read_compaction(body: ResponsesBody, earlier: EarlierItems, request_id: str) -> Converted:
     """Read a body that asks for a summary of its conversation; raises `InvalidRequestError`."""
     _refuse(body)
     if body.stream:
-        raise NotSupportedError("'stream': a compaction is returned as a whole", param="stream")
-    _, turns = _items_and_turns(body, earlier)
-    fields = ResponseFields(store=False, user_texts=tuple(turns.user_texts))
-    turns.add(_user(SUMMARIZE), "input")
+        refuse_field("stream", ": a compaction is returned as a whole", NotSupportedError)
+    _, messages = _read_items(body, earlier)
+    fields = ResponseFields(store=False, user_texts=tuple(messages.user_texts))
+    messages.add(_user(SUMMARIZE), "input")
     toolbox = Toolbox(body.tools or ())
-    chat = _chat(body, turns, toolbox)
+    chat = _chat(body, messages, toolbox)
     chat.tool_choice = "none"
     return chat, fields, _field_names(toolbox)
 
 
-def _items_and_turns(body: ResponsesBody, earlier: EarlierItems) -> tuple[list[Item], Turns]:
+def _read_items(body: ResponsesBody, earlier: EarlierItems) -> tuple[list[Item], ItemReader]:
     """Return the items of a request, and the messages of its whole conversation."""
-    is_text = isinstance(body.input, str)
     given: Sequence[Item] = [_user(body.input)] if isinstance(body.input, str) else body.input or []
-    items = [_referenced(item, index, earlier) for index, item in enumerate(given)]
-    turns = Turns()
+    items = [
+        msgspec.json.decode(earlier.items[str(item.get("id"))]) if _is_reference(item) else item for item in given
+    ]
+    messages = ItemReader()
     if body.instructions:
-        turns.add({"role": "system", "content": body.instructions}, "instructions")
+        messages.add({"role": "system", "content": body.instructions}, "instructions")
     for raw in earlier.history:
         for each in msgspec.json.decode(raw, type=list[dict[str, Any]]):
-            turns.add(each, "previous_response_id")
+            messages.add(each, "previous_response_id")
     for index, item in enumerate(items):
-        turns.add(item, "input" if is_text else f"input[{index}]")
+        messages.add(item, "input" if isinstance(body.input, str) else f"input[{index}]")
     if body.input == [] and not body.instructions and not earlier.history:
-        message = "'input' is empty: add an item, or continue a response with 'previous_response_id'"
-        raise InvalidRequestError(message, param="input")
+        refuse_field("input", "is empty: add an item, or continue a response with 'previous_response_id'")
     if not items and not earlier.history:
         # Templates need at least one message.
-        turns.add(_user(""), "input")
-    return items, turns
+        messages.add(_user(""), "input")
+    return items, messages
 
 
 def _field_names(toolbox: Toolbox) -> FieldNames:
@@ -228,14 +284,7 @@ def _is_reference(item: Item) -> bool:
     )
 
 
-def _referenced(item: Item, index: int, earlier: EarlierItems) -> Item:
-    if not _is_reference(item):
-        return item
-    found: dict[str, Any] = msgspec.json.decode(earlier.items[str(item.get("id"))])
-    return found
-
-
-def _chat(body: ResponsesBody, turns: Turns, toolbox: Toolbox) -> ChatBody:
+def _chat(body: ResponsesBody, messages: ItemReader, toolbox: Toolbox) -> ChatBody:
     same = options_of(body)
     if LOGPROBS in (body.include or ()) or body.top_logprobs:
         same |= {"logprobs": True, "top_logprobs": body.top_logprobs or 0}
@@ -244,12 +293,12 @@ def _chat(body: ResponsesBody, turns: Turns, toolbox: Toolbox) -> ChatBody:
     same["max_tokens"] = body.max_output_tokens if body.max_output_tokens is not None else body.max_tokens
     form = _response_format(body.text)
     if form is not None and body.response_format is not None:
-        raise InvalidRequestError("'text.format' and 'response_format' exclude each other", param="text.format")
+        refuse_field("text.format", "and 'response_format' exclude each other")
     same["response_format"] = form or body.response_format
     return ChatBody(
         **same,
         **{name: getattr(body, name) for name in _SAME_AS_CHAT},
-        messages=turns.messages(),
+        messages=messages.messages(),
         tools=toolbox.functions or None,
         tool_choice=chat_choice(body.tool_choice),
         reasoning_effort=body.reasoning.effort if body.reasoning is not None else None,
@@ -293,5 +342,313 @@ def _echo(body: ResponsesBody, toolbox: Toolbox) -> dict[str, Any]:
     }
     for name, value in echo.items():
         if name not in _IN_PROMPT and len(msgspec.json.encode(value)) > MAX_REPEATED_BYTES:
-            raise InvalidRequestError(f"'{name}' is longer than {MAX_REPEATED_BYTES} bytes", param=name)
+            refuse_field(name, f"is longer than {MAX_REPEATED_BYTES} bytes")
     return echo
+
+
+def encoded_reasoning(text: str) -> str:
+    """Return reasoning as `encrypted_content`, which some clients send back alone. It is not encrypted."""
+    return _MARK + base64.b64encode(text.encode(errors="surrogatepass")).decode()
+
+
+def decoded_reasoning(text: object) -> str:
+    """Return the reasoning in an `encrypted_content`; empty if it is not from this server."""
+    if not isinstance(text, str) or not text.startswith(_MARK):
+        return ""
+    try:
+        return base64.b64decode(text.removeprefix(_MARK), validate=True).decode(errors="replace")
+    except (binascii.Error, ValueError):
+        return ""
+
+
+def encoded_compaction(user_texts: Iterable[str], summary: str) -> str:
+    """Return a compacted conversation as the `encrypted_content` of the item that replaces it."""
+    return encoded_reasoning(json.dumps({"user": list(user_texts), "summary": summary}, ensure_ascii=False))
+
+
+def _compaction(item: Item, where: str) -> tuple[list[str], str]:
+    """Return the user's texts in a compacted conversation, and its summary."""
+    try:
+        content = json.loads(decoded_reasoning(item.get("encrypted_content")))
+        return [str(text) for text in content["user"]], str(content["summary"])
+    except (ValueError, KeyError, TypeError, RecursionError):
+        refuse_field(f"{where}.encrypted_content", "must be what this server returned")
+
+
+def with_ids(items: Iterable[Item], new_id: str) -> list[Item]:
+    """Return items as the API lists them, each with a type and an id; new ids contain `new_id`."""
+    found: list[Item] = []
+    for index, item in enumerate(items):
+        kind = item.get("type") or "message"
+        complete = {"type": kind, **item}
+        complete["type"] = kind
+        if kind == "message" and isinstance(content := item.get("content"), str):
+            is_reply = item.get("role") == "assistant"
+            part = {"type": "output_text", "annotations": []} if is_reply else {"type": "input_text"}
+            complete["content"] = [{**part, "text": content}]
+        if kind == "message":
+            complete.setdefault("status", "completed")
+        if not isinstance(item.get("id"), str):
+            complete["id"] = f"{_PREFIXES.get(kind, 'item')}_{new_id}_i{index}"
+        found.append(complete)
+    return found
+
+
+class ItemReader:
+    """Collects the messages of a conversation from items, which are added in order."""
+
+    def __init__(self) -> None:
+        self._messages: list[Message] = []
+        self._instructions: list[str] = []
+        """Texts of system messages at the start. They become one message, because most templates read only one."""
+        self.user_texts: list[str] = []
+        """All texts of the user, including those before compactions."""
+        self._is_open = False
+        """True if the last message is one by the assistant to which items may be added."""
+
+    def messages(self) -> list[Message]:
+        """Return all messages."""
+        if len(self._instructions) > 1:
+            self._messages[0]["content"] = "\n\n".join(self._instructions)
+        return self._messages
+
+    def add(self, item: Item, where: str) -> None:
+        """Add an item; raises `InvalidRequestError`. `where` is the item's path in error messages."""
+        match kind := item.get("type") or "message":
+            case "message":
+                self._add_message(item, where)
+            case "reasoning":
+                self._add_reasoning(item, where)
+            case "function_call":
+                name = function_name(text_of(item, "name", where), item.get("namespace"))
+                self._add_call(item, name, text_of(item, "arguments", where), where)
+            case "custom_tool_call":
+                name = function_name(text_of(item, "name", where), item.get("namespace"))
+                self._add_call(item, name, custom_arguments(text_of(item, "input", where)), where)
+            case "local_shell_call":
+                self._add_call(item, LOCAL_SHELL, _shell_arguments(item, where), where)
+            case "function_call_output" | "custom_tool_call_output" | "local_shell_call_output":
+                self._add_output(item, where)
+            case "compaction" | "compaction_summary":
+                self._add_compaction(item, where)
+            case _:
+                refuse_field(where, f"is of type '{kind}', which is not supported", NotSupportedError)
+
+    def _add_message(self, item: Item, where: str) -> None:
+        role = item.get("role")
+        if role not in ("user", "assistant", *SYSTEM_ROLES):
+            refuse_field(f"{where}.role", "must be user, assistant, system or developer")
+        content = _content(item.get("content"), f"{where}.content")
+        if role == "assistant":
+            self._reply(fits=lambda reply: not reply["content"] and "tool_calls" not in reply)["content"] = content
+            return
+        self._is_open = False
+        if role == "user":
+            self.user_texts.append(joined(content, "\n"))
+        if role in SYSTEM_ROLES and len(self._messages) == min(len(self._instructions), 1):
+            self._instructions.append(joined(content, "\n"))
+            if self._messages:
+                return
+        self._messages.append({"role": role, "content": content})
+
+    def _add_reasoning(self, item: Item, where: str) -> None:
+        content, summary = (_optional_text(item.get(key), f"{where}.{key}") for key in ("content", "summary"))
+        reasoning = content or decoded_reasoning(item.get("encrypted_content")) or summary
+        if reasoning:
+            reply = self._reply(fits=lambda reply: len(reply) == 2 and not reply["content"])
+            reply["reasoning_content"] = reasoning
+
+    def _add_call(self, item: Item, name: str, arguments: str, where: str) -> None:
+        call = {"type": "function", "id": _call_id(item, where), "function": {"name": name, "arguments": arguments}}
+        self._reply(fits=lambda _: True).setdefault("tool_calls", []).append(call)
+
+    def _add_output(self, item: Item, where: str) -> None:
+        call_id = _call_id(item, where)
+        self._is_open = False
+        content = _content(item.get("output"), f"{where}.output")
+        self._messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
+
+    def _add_compaction(self, item: Item, where: str) -> None:
+        user_texts, summary = _compaction(item, where)
+        self._is_open = False
+        self.user_texts += user_texts
+        written = "".join(f"<message>\n{text}\n</message>\n" for text in user_texts)
+        content = f"What I wrote before:\n{written}\nA summary of our conversation until now:\n{summary}"
+        self._messages.append({"role": "user", "content": content})
+
+    def _reply(self, *, fits: Callable[[Message], bool]) -> Message:
+        """Return the assistant's message to which an item belongs: the open one if it `fits`, else a new one."""
+        if not (self._is_open and fits(self._messages[-1])):
+            self._messages.append({"role": "assistant", "content": ""})
+            self._is_open = True
+        return self._messages[-1]
+
+
+def _content(content: Any, where: str) -> str | list[Message]:
+    """Return content as a text or as text parts of a chat."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        refuse_field(where, "must be text or a list of parts")
+    parts = []
+    for index, part in enumerate(content):
+        place = f"{where}[{index}]"
+        checked_object(part, place)
+        kind = part.get("type")
+        if kind == "refusal":
+            parts.append({"type": "text", "text": text_of(part, "refusal", place)})
+        elif kind in _TEXT_PARTS:
+            parts.append({"type": "text", "text": text_of(part, "text", place)})
+        else:
+            refuse_field(place, f"is of type '{kind}': only text is supported", NotSupportedError)
+    return parts[0]["text"] if len(parts) == 1 else parts
+
+
+def _optional_text(parts: Any, where: str) -> str:
+    return joined(_content(parts, where), "\n") if isinstance(parts, list) else ""
+
+
+def _shell_arguments(item: Item, where: str) -> str:
+    action = object_of(item, "action", where)
+    known = ("command", "working_directory", "timeout_ms")
+    return json.dumps({key: action[key] for key in known if action.get(key) is not None}, ensure_ascii=False)
+
+
+def _call_id(item: Item, where: str) -> str:
+    call_id = item.get("call_id") or item.get("id")
+    if not isinstance(call_id, str):
+        refuse_field(f"{where}.call_id", "must be text")
+    return call_id
+
+
+class Toolbox:
+    """The tools of a request, as functions in the form of chats."""
+
+    def __init__(self, tools: Sequence[Mapping[str, Any]]) -> None:
+        self.functions: list[dict[str, Any]] = []
+        self.places: list[str] = []
+        """Field of the request from which each function comes."""
+        self._names: set[str] = set()
+        self.forms: dict[str, CallForm] = {}
+        """Conversion of calls of functions that for the client are other tools, or have another name."""
+        self.shown: list[Mapping[str, Any]] = []
+        """The client's tools without those that are not shown to the model."""
+        for index, tool in enumerate(tools):
+            self._add(tool, f"tools[{index}]")
+
+    def _add(self, tool: Mapping[str, Any], where: str, namespace: str = "") -> None:
+        match kind := tool.get("type"):
+            case "function":
+                self._add_function({"parameters": None, **tool}, where, namespace)
+            case "custom":
+                self._add_function(_custom(tool), where, namespace, "custom")
+            case "local_shell":
+                self._add_function(_LOCAL_SHELL_FUNCTION, where, namespace, "local_shell")
+            case "namespace" if not namespace:
+                self._add_namespace(tool, where)
+            case str() if kind in _LEFT_OUT:
+                return
+            case _:
+                _refuse_type(kind, where)
+        if not namespace:
+            self.shown.append({"strict": False, **tool} if kind == "function" else tool)
+
+    def _add_namespace(self, tool: Mapping[str, Any], where: str) -> None:
+        name = _tool_name(tool, where)
+        for index, each in enumerate(checked_list(tool.get("tools"), f"{where}.tools")):
+            place = f"{where}.tools[{index}]"
+            self._add(checked_object(each, place), place, name)
+
+    def _add_function(self, tool: Mapping[str, Any], where: str, namespace: str, kind: Any = "function") -> None:
+        name = _tool_name(tool, where)
+        known = function_name(name, namespace)
+        if known in self._names:
+            refuse_field(where, f": there are two tools called '{known}'")
+        self._names.add(known)
+        fields = ("description", "parameters", "strict")
+        function = {"name": known, **{key: tool[key] for key in fields if key in tool}}
+        self.functions.append({"type": "function", "function": function})
+        self.places.append(where)
+        if kind != "function" or namespace:
+            self.forms[known] = CallForm(kind, name, namespace)
+
+
+def _tool_name(tool: Mapping[str, Any], where: str) -> str:
+    return text_of(tool, "name", where) or refuse_field(f"{where}.name", "must be text")
+
+
+def function_name(name: str, namespace: object = "") -> str:
+    """Return the name of a tool as the model sees it; the tool may be in a namespace."""
+    return f"{namespace.removesuffix('__')}__{name}" if isinstance(namespace, str) and namespace else name
+
+
+def chat_choice(choice: Any) -> Any:
+    """Convert a `tool_choice` to that of a chat; raises `NotSupportedError` for a tool that is not supported."""
+    if not isinstance(choice, dict):
+        return choice
+    kind = choice.get("type")
+    if kind == "local_shell":
+        return {"type": "function", "name": LOCAL_SHELL}
+    if isinstance(kind, str) and (kind in _LEFT_OUT or kind in _HOSTED):
+        _refuse_type(kind, "tool_choice")
+    if kind == "allowed_tools" and isinstance(choice.get("tools"), list):
+        kept = [each for each in choice["tools"] if not (isinstance(each, dict) and each.get("type") in _LEFT_OUT)]
+        return {**choice, "tools": [chat_choice(each) for each in kept]}
+    if isinstance(choice.get("name"), str):
+        return {**choice, "name": function_name(choice["name"], choice.get("namespace"))}
+    return choice
+
+
+def custom_arguments(text: object) -> str:
+    """Return the arguments of the function that represents a custom tool."""
+    return json.dumps({"input": text}, ensure_ascii=False)
+
+
+def _custom(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert a custom tool, whose input is a text, to a function. Its grammar is described but not enforced."""
+    lines = [tool.get("description") or "", "The tool takes one text, the argument 'input'."]
+    form = tool.get("format")
+    if isinstance(form, dict) and form.get("type") == "grammar":
+        definition = form.get("definition")
+        if not isinstance(definition, str):
+            grammar = form.get("grammar")
+            definition = grammar.get("definition") if isinstance(grammar, dict) else ""
+        lines.append(f"It must match this grammar ({form.get('syntax') or 'lark'}):\n{definition}")
+    parameters = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
+    return {"name": tool.get("name"), "description": "\n".join(filter(None, lines)), "parameters": parameters}
+
+
+def _refuse_type(kind: object, where: str) -> NoReturn:
+    if not isinstance(kind, str):
+        refuse_field(f"{where}.type", "must be text")
+    hint = _HOSTED.get(kind, "offer a function")
+    refuse_field(where, f": tools of type '{kind}' are not supported: {hint}", NotSupportedError)
+
+
+class _Identified(msgspec.Struct):
+    """The id of an item. The rest may be large, and is passed on without decoding."""
+
+    id: Any = None
+
+
+_items = msgspec.json.Decoder(list[msgspec.Raw]).decode
+_identified = msgspec.json.Decoder(_Identified).decode
+
+
+def list_items(job: ListItems) -> JsonReply:
+    """Return a page of items; raises `InvalidRequestError` if there is no item `after`."""
+    items = [item for each in job.lists for item in _items(each)]
+    if job.is_descending:
+        items.reverse()
+    if job.after:
+        place = next((i for i, item in enumerate(items) if _identified(item).id == job.after), None)
+        if place is None:
+            refuse_field("after", f": there is no item '{job.after}'")
+        items = items[place + 1 :]
+    page = items[: job.limit]
+    sizes = accumulate(len(bytes(item)) for item in page)
+    page = page[: max(1, sum(size <= _MAX_PAGE_BYTES for size in sizes))]
+    first, last = (_identified(page[0]).id, _identified(page[-1]).id) if page else (None, None)
+    has_more = len(items) > len(page)
+    body = {"object": "list", "data": page, "first_id": first, "last_id": last, "has_more": has_more}
+    return JsonReply(msgspec.json.encode(body))

@@ -1,13 +1,23 @@
-"""From the fields of a request body to the requests for its prompts, whose texts do not leave the prompt worker."""
+"""From the fields of a request body to the requests for its prompts, whose texts do not leave the prompt worker.
+
+Fill-in-the-middle prompts, for the text between a prefix and a suffix, have llama-server's layout:
+
+    [REP]myproject  [SEP]name  text  ...  [SEP]filename  [BOS] [PRE]prefix  prompt [SUF]suffix [MID]
+    |-- other files, with the tokens that the model has --|
+
+But a prompt that fits into the context is not cut, so that after each keystroke the
+cache has everything before it. llama-server cuts prompts to one batch, and with each keystroke drops a little more
+from the start of a long prefix.
+"""
 
 from __future__ import annotations
 
-import itertools
 import operator
 import re
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, groupby
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 import msgspec
@@ -23,15 +33,34 @@ from llamaslot.base.commands import (
 from llamaslot.base.errors import ForbiddenError, InvalidRequestError, NotSupportedError
 from llamaslot.base.generation.request_context import RequestContext, RequestLimits
 from llamaslot.base.generation.sampling import INFILL, Sampling, named_samplers
-from llamaslot.base.model import ModelInfo
+from llamaslot.base.model import FimTokens, ModelInfo
 from llamaslot.base.namespaces import PUBLIC_SALT, client_salt, key_salt
 from llamaslot.base.text_records import ChatTurn
-from llamaslot.protocol.bodies import MAX_TOP_LOGPROBS, ChatBody, CompletionBody, Options, PromptObject
+from llamaslot.protocol.bodies import (
+    MAX_TOP_LOGPROBS,
+    ChatBody,
+    CompletionBody,
+    FileExtract,
+    InfillBody,
+    Options,
+    Parts,
+    PromptObject,
+)
+from llamaslot.text.conversation import refuse_field
 
 Prompt: TypeAlias = tuple[PromptPart, ...]
 TokensOf: TypeAlias = Callable[[str], tuple[int, ...]]
 """Tokenizes a plain text."""
 T = TypeVar("T")
+
+CUT_TOKENS = 256
+"""Granularity in tokens at which a too long text is cut, so that later prompts keep the same start."""
+_CHARACTERS_PER_TOKEN = 32
+"""Most characters of a text that are read per token of the context."""
+_MAX_NAME = 4096
+"""Most characters of a file name that are used."""
+_SNIPPET = "\n\n--- snippet ---\n\n"
+"""Precedes each file if the model has no token for that."""
 
 _IS_ID = re.compile(r"[0-9]{1,10}").fullmatch
 _SAME_FIELDS = {field.name for field in msgspec.structs.fields(Sampling)} - {
@@ -92,14 +121,14 @@ def refuse_missing(body: Options, *, is_text: bool = False) -> None:
         if name == "functions" and body.function_call == "none":
             continue
         if value is not None and not is_off(value):
-            raise NotSupportedError(f"'{name}': this value is not supported yet", param=name)
+            refuse_field(name, ": this value is not supported yet", NotSupportedError)
     if is_text:
         return
     if body.best_of is not None and body.best_of > (body.n or 1):
-        raise NotSupportedError("'best_of' above 'n' is for /v1/completions only", param="best_of")
+        refuse_field("best_of", "above 'n' is for /v1/completions only", NotSupportedError)
     for name in ("echo", "suffix"):
         if getattr(body, name):
-            raise NotSupportedError(f"'{name}' is for /v1/completions only", param=name)
+            refuse_field(name, "is for /v1/completions only", NotSupportedError)
 
 
 def text_requests(
@@ -130,10 +159,10 @@ def text_requests(
     sampling = _sampling(options, context, info, tokens_of)
     prompt_probs = sampling.n_probs if options.echo and wants_probs(options) else -1
     if prompt_probs > MAX_TOP_LOGPROBS:
-        raise InvalidRequestError(f"'logprobs' must be at most {MAX_TOP_LOGPROBS} with 'echo'", param="logprobs")
+        refuse_field("logprobs", f"must be at most {MAX_TOP_LOGPROBS} with 'echo'")
     id_slot = _first(options.id_slot, -1)
     if id_slot >= info.n_slots:
-        raise InvalidRequestError(f"'id_slot' must be below {info.n_slots}", param="id_slot")
+        refuse_field("id_slot", f"must be below {info.n_slots}")
     params = GenerateParams(
         request_id=context.request_id,
         sampling=sampling,
@@ -175,11 +204,10 @@ def prompts_of(body: CompletionBody, n_vocab: int, max_prompts: int) -> list[Pro
     if isinstance(prompt, str | PromptObject) or any(isinstance(item, int) for item in prompt):
         return [parse_prompt(prompt, n_vocab, "prompt")]
     if not prompt:
-        raise InvalidRequestError("'prompt' must not be empty", param="prompt")
+        refuse_field("prompt", "must not be empty")
     # Checked before they are parsed, because there may be a million.
     if len(prompt) > max_prompts:
-        message = f"'prompt' has {len(prompt)} prompts, and the limit is {max_prompts}"
-        raise InvalidRequestError(message, param="prompt")
+        refuse_field("prompt", f"has {len(prompt)} prompts, and the limit is {max_prompts}")
     return [parse_prompt(item, n_vocab, f"prompt[{i}]") for i, item in enumerate(prompt)]
 
 
@@ -187,24 +215,21 @@ def parse_prompt(prompt: object, n_vocab: int, param: str, *, special: bool = Tr
     """Return one prompt: a text, a list of texts and token ids, or llama-server's object around either."""
     if isinstance(prompt, PromptObject):
         if prompt.multimodal_data:
-            raise NotSupportedError(
-                f"'{param}.multimodal_data' is not supported yet: only text is",
-                param=f"{param}.multimodal_data",
-            )
+            refuse_field(f"{param}.multimodal_data", "is not supported yet: only text is", NotSupportedError)
         prompt = prompt.prompt_string
     if isinstance(prompt, str):
         return (TextPart(prompt, special=special),)
     assert isinstance(prompt, list)
     if not prompt:
-        raise InvalidRequestError(f"'{param}' must not be empty", param=param)
+        refuse_field(param, "must not be empty")
     parts: list[PromptPart] = []
-    for kind, items in itertools.groupby(prompt, type):
+    for kind, items in groupby(prompt, type):
         if kind is int:
             parts.append(TokensPart(checked(items, n_vocab, param)))
         elif kind is str:
             parts += [TextPart(text, special=special) for text in items]
         else:
-            raise InvalidRequestError(f"'{param}' must hold strings and token ids only", param=param)
+            refuse_field(param, "must hold strings and token ids only")
     return tuple(parts)
 
 
@@ -212,9 +237,7 @@ def checked(tokens: Iterable[int], n_vocab: int, param: str) -> tuple[int, ...]:
     """Return token ids; raises `InvalidRequestError` for one that is not in the vocabulary."""
     ids = tuple(tokens)
     if ids and max(ids) >= n_vocab:
-        raise InvalidRequestError(
-            f"'{param}' holds token {max(ids)}, but the vocabulary ends at {n_vocab - 1}", param=param
-        )
+        refuse_field(param, f"holds token {max(ids)}, but the vocabulary ends at {n_vocab - 1}")
     return ids
 
 
@@ -228,18 +251,14 @@ def request_salt(key_secret: str, own: str, *, is_public: bool, is_admin: bool, 
     if not is_public:
         return key_salt(key_secret, own) if key_secret else client_salt(own)
     if not key_secret:
-        message = (
-            "'cache_public' needs --cache-salt-from-api-key; without it all requests without 'cache_salt' share "
-            "their KV"
-        )
-        raise InvalidRequestError(message, param="cache_public")
+        why = "without it all requests without 'cache_salt' share their KV"
+        refuse_field("cache_public", f"needs --cache-salt-from-api-key; {why}")
     if not is_admin:
-        raise ForbiddenError("'cache_public' needs an administrator's API key", param="cache_public")
+        refuse_field("cache_public", "needs an administrator's API key", ForbiddenError)
     if own:
-        raise InvalidRequestError("'cache_public' cannot be combined with 'cache_salt'", param="cache_public")
+        refuse_field("cache_public", "cannot be combined with 'cache_salt'")
     if not is_cached:
-        message = "'cache_public' cannot be combined with 'cache_prompt': false"
-        raise InvalidRequestError(message, param="cache_public")
+        refuse_field("cache_public", "cannot be combined with 'cache_prompt': false")
     return PUBLIC_SALT
 
 
@@ -255,7 +274,7 @@ def _sampling(options: Options, context: RequestContext, info: ModelInfo, tokens
     if options.samplers is not None:
         asked["samplers"] = named_samplers(options.samplers)
         if INFILL in asked["samplers"]:
-            raise NotSupportedError(f"'samplers': the sampler '{INFILL}' is not supported yet", param="samplers")
+            refuse_field("samplers", f": the sampler '{INFILL}' is not supported yet", NotSupportedError)
     if options.logit_bias is not None:
         most = context.limits.max_logit_bias_entries
         asked["logit_bias"] = _logit_bias(options.logit_bias, most, info.n_vocab, tokens_of)
@@ -278,9 +297,9 @@ def _n_computed(options: Options) -> int:
         return n
     # vLLM's clients send 0 for none.
     if best_of and best_of < n:
-        raise InvalidRequestError(f"'best_of' must be at least 'n', which is {n}", param="best_of")
+        refuse_field("best_of", f"must be at least 'n', which is {n}")
     if best_of and options.stream:
-        raise InvalidRequestError("'best_of' above 'n' cannot be streamed", param="best_of")
+        refuse_field("best_of", "above 'n' cannot be streamed")
     return best_of or n
 
 
@@ -293,10 +312,10 @@ def _n_probs(options: Options) -> int:
     """Return how many alternatives with probabilities each token gets; -1 for no probabilities."""
     is_chat, logprobs = isinstance(options, ChatBody), options.logprobs
     if options.top_logprobs is not None and not (is_chat and logprobs is True):
-        message = "needs 'logprobs': true" if is_chat else "is for chats only; here 'logprobs' is a number"
-        raise InvalidRequestError(f"'top_logprobs' {message}", param="top_logprobs")
+        why = "needs 'logprobs': true" if is_chat else "is for chats only; here 'logprobs' is a number"
+        refuse_field("top_logprobs", why)
     if is_chat and logprobs is not None and not isinstance(logprobs, bool):
-        raise InvalidRequestError("'logprobs' must be true or false in a chat", param="logprobs")
+        refuse_field("logprobs", "must be true or false in a chat")
     if is_chat and logprobs:
         return _first(options.top_logprobs, MAX_TOP_LOGPROBS)
     if options.n_probs is not None:
@@ -317,36 +336,152 @@ def _logit_bias(
     refused.
     """
     if len(biases) > most:
-        message = f"'logit_bias' has {len(biases)} entries (limit: {most}, --max-logit-bias-entries)"
-        raise InvalidRequestError(message, param="logit_bias")
+        refuse_field("logit_bias", f"has {len(biases)} entries (limit: {most}, --max-logit-bias-entries)")
     if isinstance(biases, dict):
-        pairs = [(int(key) if _IS_ID(key) else key, bias) for key, bias in biases.items()]
-    else:
-        pairs = list(biases)
+        biases = [(int(key) if _IS_ID(key) else key, bias) for key, bias in biases.items()]
     result: dict[int, float] = {}
-    for key, bias in pairs:
+    for key, bias in biases:
         if bias is True:
-            raise InvalidRequestError("'logit_bias' must have numbers or false", param="logit_bias")
+            refuse_field("logit_bias", "must have numbers or false")
         tokens = checked([key], n_vocab, "logit_bias") if isinstance(key, int) else tokens_of(key)
         result.update(dict.fromkeys(tokens, float("-inf") if bias is False else float(bias)))
         if len(result) > most:
-            message = f"'logit_bias' names more than {most} tokens (--max-logit-bias-entries)"
-            raise InvalidRequestError(message, param="logit_bias")
+            refuse_field("logit_bias", f"names more than {most} tokens (--max-logit-bias-entries)")
     return result
 
 
 def _stop(options: Options, limits: RequestLimits) -> tuple[str, ...]:
     words = [options.stop] if isinstance(options.stop, str) else options.stop or []
     if len(words) > limits.max_stop_strings:
-        message = f"'stop' has {len(words)} strings, and the limit is {limits.max_stop_strings}"
-        raise InvalidRequestError(f"{message} (--max-stop-strings)", param="stop")
+        limit = f"{limits.max_stop_strings} (--max-stop-strings)"
+        refuse_field("stop", f"has {len(words)} strings, and the limit is {limit}")
     n_chars = sum(map(len, words))
     if n_chars > limits.max_stop_chars:
-        message = f"'stop' has {n_chars} characters in total, and the limit is {limits.max_stop_chars}"
-        raise InvalidRequestError(f"{message} (--max-stop-chars)", param="stop")
+        limit = f"{limits.max_stop_chars} (--max-stop-chars)"
+        refuse_field("stop", f"has {n_chars} characters in total, and the limit is {limit}")
     return tuple(word for word in words if word)
 
 
 def _first(*values: T | None) -> T:
     """Return the first value that is not None; the last one is a default."""
     return next(value for value in values if value is not None)
+
+
+class InfillPrompts:
+    """Makes fill-in-the-middle prompts for a model. Usable on any thread."""
+
+    def __init__(
+        self, info: ModelInfo, tokenize: Callable[[Prompt], list[int]], check_size: Callable[[Prompt], None]
+    ) -> None:
+        self._info = info
+        self._tokenize = tokenize
+        self._check_size = check_size
+        """Raises an error for a prompt that is far too long for the context, before it is tokenized."""
+        self._max_characters = info.n_ctx_slot * _CHARACTERS_PER_TOKEN
+
+    def of_parts(self, body: InfillBody, context: RequestContext) -> Prompt:
+        """Return the prompt of `/infill`."""
+        fim = self._fim("input_prefix")
+        start = parse_prompt(body.prompt or "", self._info.n_vocab, "prompt")
+        self._check_size(start)
+        return self._prompt(
+            fim,
+            prefix=self._plain(_near(body.input_prefix, -self._max_characters), "input_prefix"),
+            suffix=self._plain(_near(body.input_suffix, self._max_characters), "input_suffix"),
+            start=self._tokenize(start),
+            files=self._files(fim, body.input_extra or ()),
+            n_max=self._n_max(max_tokens_of(body, context)),
+        )
+
+    def of_suffix(self, prompt: Prompt, body: CompletionBody, context: RequestContext) -> Prompt:
+        """Return the prompt for a text between `prompt` and OpenAI's `suffix`."""
+        fim = self._fim("suffix")
+        if body.echo:
+            refuse_field("suffix", "cannot be combined with 'echo'")
+        return self._prompt(
+            fim,
+            prefix=self._tokenize(prompt),
+            suffix=self._plain(_near(body.suffix or "", self._max_characters), "suffix"),
+            n_max=self._n_max(max_tokens_of(body, context)),
+        )
+
+    def _fim(self, param: str) -> FimTokens:
+        if self._info.fim is None:
+            why = "needs a model whose vocabulary has fill-in-the-middle tokens"
+            refuse_field(param, why, NotSupportedError)
+        return self._info.fim
+
+    def _n_max(self, max_tokens: int) -> int:
+        """Return the most tokens of a prompt, after reserving at most half of the context for the reply."""
+        n_ctx = self._info.n_ctx_slot
+        return n_ctx - max(1, min(max_tokens, n_ctx // 2) if max_tokens >= 0 else n_ctx // 4)
+
+    def _plain(self, text: str | Parts, param: str) -> list[int]:
+        """Tokenize a text in which control tokens are plain text."""
+        if not text:
+            return []
+        prompt = parse_prompt(text, self._info.n_vocab, param, special=False)
+        if not isinstance(text, str):
+            self._check_size(prompt)
+        return self._tokenize(prompt)
+
+    def _files(self, fim: FimTokens, extracts: Sequence[FileExtract]) -> list[int]:
+        """Return the tokens of the other files, and of the heading of the file itself."""
+        files: list[list[int]] = []
+        n_left = self._max_characters
+        for extract in reversed(extracts):
+            if n_left <= 0:
+                break
+            name = (extract.filename or "tmp")[:_MAX_NAME]
+            text = _near(extract.text, -n_left)
+            files.append([*self._heading(fim, name), *self._plain(text, "input_extra")])
+            n_left -= len(text) + len(name) + len(_SNIPPET)
+        repository = [fim.repository, *self._plain("myproject\n", "")] if fim.repository >= 0 else []
+        own = self._heading(fim, "filename") if fim.file_separator >= 0 else []
+        return [*repository, *chain.from_iterable(reversed(files)), *own]
+
+    def _heading(self, fim: FimTokens, filename: str) -> list[int]:
+        if fim.file_separator < 0:
+            return self._plain(_SNIPPET, "")
+        return [fim.file_separator, *self._plain(f"{filename}\n", "input_extra")]
+
+    @staticmethod
+    def _prompt(
+        fim: FimTokens,
+        *,
+        prefix: Sequence[int],
+        suffix: Sequence[int],
+        n_max: int,
+        start: Sequence[int] = (),
+        files: Sequence[int] = (),
+    ) -> Prompt:
+        """Return a prompt of at most `n_max` tokens.
+
+        Other files are cut first. Then prefix and suffix are cut at their far ends, to 3/4 and 1/4 of the space.
+        """
+        bos = [fim.bos] if fim.bos >= 0 else []
+        n_free = n_max - len(bos) - 3 - len(start)
+        if n_free < 0:
+            refuse_field("prompt", f"has more than the {n_max} tokens that fit")
+        prefix = _end(prefix, n_free - min(len(suffix), n_free // 4))
+        suffix = suffix[: n_free - len(prefix)]
+        files = _end(files, n_free - len(prefix) - len(suffix))
+        tokens = (*files, *bos, fim.prefix, *prefix, *start, fim.suffix, *suffix, fim.middle)
+        return (TokensPart(tokens),)
+
+
+def _near(text: str | Parts, n_characters: int) -> str | Parts:
+    """Return the first `n_characters` of a text, or the last ones if the number is negative."""
+    if not isinstance(text, str):
+        return text
+    return text[_n_cut(len(text) + n_characters) :] if n_characters < 0 else text[:n_characters]
+
+
+def _end(tokens: Sequence[int], n_max: int) -> Sequence[int]:
+    """Cut tokens at their start to at most `n_max`."""
+    return tokens[_n_cut(len(tokens) - n_max) :]
+
+
+def _n_cut(n_over: int) -> int:
+    """Return how many tokens to cut if there are `n_over` too many."""
+    return -(-max(n_over, 0) // CUT_TOKENS) * CUT_TOKENS

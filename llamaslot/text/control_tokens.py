@@ -59,7 +59,9 @@ class ControlTokens:
         joined = "\0".join(self._texts)
         words = {word for text in (*_REASONING_TAGS, *_constants(template)) for word in self._words(text)}
         plain = {w for w in words if w not in joined and not any(text in w for text in self._texts)}
-        sought = {word for text in _sought_constants(template) for word in self._words(text)}
+        # Words that the template compares with something, or passes to a method, filter or test.
+        searches = template.find_all((nodes.Compare, nodes.Call, nodes.Filter, nodes.Test))
+        sought = {word for node in searches for text in _constants(node) for word in self._words(text)}
         self._plain = re.compile(f"({_any_of(plain)})")
         self._sought = re.compile(f"({_any_of(plain | sought)})")
 
@@ -170,12 +172,6 @@ def restored(text: str, placeholders: Placeholders) -> str:
 
 def _constants(tree: nodes.Node) -> Iterator[str]:
     return (node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str))
-
-
-def _sought_constants(template: nodes.Template) -> Iterator[str]:
-    """Yield the constants that a template compares with something, or passes to a method, filter or test."""
-    for node in template.find_all((nodes.Compare, nodes.Call, nodes.Filter, nodes.Test)):
-        yield from _constants(node)
 
 
 def _strings(value: Any) -> Iterator[str]:

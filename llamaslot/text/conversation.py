@@ -5,6 +5,12 @@ invalid, such as `messages[0].content`. Templates themselves refuse wrong roles 
 
 Clients send back calls that a token limit has cut, whose arguments are the beginning of a JSON object. The parsed
 object has everything up to the cut, so that the conversation can continue, with the model's own text in its prompt.
+
+Text in system messages that differs in every session or request, and so defeats the prefix cache, is removed:
+Claude Code begins its system prompt with a billing header whose numbers depend on the first message or the whole
+request. No two sessions would share a prefix, and everything after the header would be computed again. The header
+is only for the provider's accounting, so it is removed before the prompt is rendered. Dates and folders are not
+removed.
 """
 
 from __future__ import annotations
@@ -12,15 +18,20 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from typing import Any, NoReturn, TypeAlias
 
-from llamaslot.base.errors import InvalidRequestError
+from llamaslot.base.errors import ConfigError, InvalidRequestError, LlamaslotError
 
 Message: TypeAlias = dict[str, Any]
 Conversation: TypeAlias = list[Message]
 
 SYSTEM_ROLES = ("system", "developer")
 """Roles of instructions."""
+OFF = "off"
+_FIELD = r"[ \t]*[\w.-]+=[^;\s]*(?:;|(?=[ \t]*(?:\r?\n|$)))"
+KNOWN = {"claude-code": rf"x-anthropic-billing-header:(?=[^\n]*\bcc\w+=)(?:{_FIELD})+[ \t]*(?:\r?\n)*"}
+"""Patterns by the agent that sends such text. A header consists only of fields, one of which begins with `cc`."""
 _ANY_ARGUMENTS: Message = {"type": "object", "properties": {}}
 _INSIDE = r'[^"\\]*(?:\\.[^"\\]*)*'
 _TOKENS = re.compile(
@@ -169,9 +180,9 @@ def _closed(text: str) -> str:
     return text[:end] + "".join(reversed(closers))
 
 
-def refuse_field(where: str, why: str) -> NoReturn:
-    """Raise an `InvalidRequestError` about the field `where`; `why` follows its name in the message."""
-    raise InvalidRequestError(f"'{where}' {why}", param=where)
+def refuse_field(where: str, why: str, error: type[LlamaslotError] = InvalidRequestError) -> NoReturn:
+    """Raise an error about the field `where`; `why` follows its name in the message."""
+    raise error(f"'{where}'{'' if why.startswith(':') else ' '}{why}", param=where)
 
 
 def text_of(value: Mapping[str, Any], key: str, where: str) -> str:
@@ -199,3 +210,54 @@ def checked_list(value: Any, where: str) -> Sequence[Any]:
     if not isinstance(value, Sequence) or isinstance(value, str | bytes):
         refuse_field(where, "must be a list")
     return value
+
+
+def volatile_pattern(words: str) -> re.Pattern[str] | None:
+    """Compile a pattern from comma-separated names of `KNOWN`, or from a regular expression; None for `OFF`.
+
+    Raises `ConfigError` for anything else, and for an expression that matches an empty text.
+    """
+    names = [word.strip() for word in words.split(",")]
+    source = "|".join(KNOWN[name] for name in names) if all(name in KNOWN for name in names) else words
+    if source in ("", OFF):
+        return None
+    try:
+        found = re.compile(source)
+    except re.error as error:
+        known = ", ".join(KNOWN)
+        raise ConfigError(
+            f"{words!r} is not a valid regular expression ({error}); the known names are: {known}",
+            param="--drop-volatile",
+        ) from None
+    if found.match(""):
+        raise ConfigError(
+            f"{words!r} matches an empty text, so it does not say what to remove", param="--drop-volatile"
+        )
+    return found
+
+
+def without_volatile(volatile: re.Pattern[str] | None, conversation: Conversation) -> Conversation:
+    """Remove matches of `volatile` from the start of each part of the leading system messages.
+
+    Parts and messages that become empty are dropped. None removes nothing.
+    """
+    if volatile is None:
+        return conversation
+    first = list(takewhile(lambda message: message["role"] in SYSTEM_ROLES, conversation))
+    kept = [(message, _kept(volatile, message)) for message in first]
+    return [*(left for given, left in kept if left["content"] or left == given), *conversation[len(first) :]]
+
+
+def _kept(volatile: re.Pattern[str], message: Message) -> Message:
+    content = message["content"]
+    if isinstance(content, str):
+        found = volatile.match(content)
+        return {**message, "content": content[found.end() :]} if found else message
+    cut = [
+        {**part, "text": part["text"][found.end() :]} if (found := volatile.match(part["text"])) else part
+        for part in content
+    ]
+    return {
+        **message,
+        "content": [part for part, given in zip(cut, content, strict=True) if part["text"] or part is given],
+    }

@@ -106,26 +106,20 @@ class MessageForm:
 
 def simpler_tools(tools: Sequence[Message]) -> Iterator[list[Message]]:
     """Yield the tools with simplified schemas, then without schemas."""
-    yield [_with_parameters(tool, _Simplifier(tool["function"]["parameters"]).parameters()) for tool in tools]
-    yield [_described(tool) for tool in tools]
+    functions = [tool["function"] for tool in tools]
+    simplified = [{**each, "parameters": _Simplifier(each["parameters"]).parameters()} for each in functions]
+    for changed in (simplified, map(_described, functions)):
+        yield [{**tool, "function": function} for tool, function in zip(tools, changed, strict=True)]
 
 
-def _with_parameters(tool: Message, parameters: Message) -> Message:
-    return {**tool, "function": {**tool["function"], "parameters": parameters}}
-
-
-def _described(tool: Message) -> Message:
-    """Return a tool without parameters whose description includes their schema as JSON."""
-    function = tool["function"]
+def _described(function: Message) -> Message:
+    """Return a function without parameters whose description includes their schema as JSON."""
     try:
         schema = json.dumps(function["parameters"], ensure_ascii=False)
     except RecursionError:
         schema = ""
     description = "\n".join(filter(None, [str(function["description"]), schema]))
-    return {
-        **tool,
-        "function": {**function, "description": description, "parameters": {"type": "object", "properties": {}}},
-    }
+    return {**function, "description": description, "parameters": {"type": "object", "properties": {}}}
 
 
 class _Simplifier:

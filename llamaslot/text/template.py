@@ -30,19 +30,19 @@ from llamaslot.text.conversation import (
     clean_tool,
     joined,
     parsed_arguments,
+    without_volatile,
 )
 from llamaslot.text.jinja_sandbox import ChatSandbox, copied
 from llamaslot.text.message_form import MessageForm, simpler_tools
-from llamaslot.text.turns import (
+from llamaslot.text.message_order import (
     CALLED,
+    MessageOrder,
     Preambles,
-    TurnForm,
     probed,
     results_from_user,
     with_accepted_roles,
     without_system,
 )
-from llamaslot.text.volatile import without
 
 MAX_CHARACTERS = 2**26
 """Most characters of a prompt, more than the context of any model holds."""
@@ -54,9 +54,8 @@ class ChatTemplate:
     `bos_token` and `eos_token` are the texts of the model's tokens. If the tokenizer adds them itself (`adds_bos`,
     `adds_eos`), a leading BOS or trailing EOS of the template is left out. `control_tokens` has the texts of the
     vocabulary's control tokens; without `mark_control_tokens`, those in the caller's text are parsed too.
-    `volatile` is removed from the start of system messages (`text/volatile.py`). `now` is the clock of templates
-    that print the date. A prompt has at most `max_characters`. Raises `ConfigError` with the line if `source`
-    cannot be parsed.
+    `volatile` is removed from the start of system messages (`volatile_pattern`). `now` is the clock of templates
+    that print the date. Raises `ConfigError` with the line if `source` cannot be parsed.
     """
 
     def __init__(
@@ -71,15 +70,13 @@ class ChatTemplate:
         mark_control_tokens: bool = True,
         volatile: re.Pattern[str] | None = None,
         now: Callable[[], datetime] = datetime.now,
-        max_characters: int = MAX_CHARACTERS,
     ) -> None:
         self.source = source
-        self._max_characters = max_characters
         self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
         self._dropped_head = bos_token if adds_bos else ""
         self._dropped_tail = eos_token if adds_eos else ""
         self._now = now
-        self._volatile = volatile
+        self.volatile = volatile
         try:
             self._template = _ENVIRONMENT.from_string(source)
             tree = _ENVIRONMENT.parse(source)
@@ -90,7 +87,7 @@ class ChatTemplate:
         except Exception as error:
             raise ConfigError(f"the chat template does not compile: {_described(error)}") from error
         self._form = MessageForm(self._attempt)
-        self._turns: dict[tuple[bool, bool, bool], TurnForm] = {}
+        self._orders: dict[tuple[bool, bool, bool], MessageOrder] = {}
         self._probe()
 
     def prepared(self, messages: Sequence[Mapping[str, Any]], *, continues: bool = True) -> Conversation:
@@ -99,13 +96,15 @@ class ChatTemplate:
         If the last message `continues`, it is joined with the assistant's messages right before it.
         """
         conversation = [clean_message(message, index) for index, message in enumerate(messages)]
-        n_last = sum(1 for _ in takewhile(_is_text_of_reply, reversed(conversation))) if continues else 0
-        if n_last > 1:
+        replies = takewhile(
+            lambda each: each["role"] == "assistant" and "tool_calls" not in each, conversation[::-1]
+        )
+        if continues and (n_last := len(list(replies))) > 1:
             conversation[-n_last:] = [_as_one(conversation[-n_last:])]
-        if self._volatile is not None:
-            conversation = without(self._volatile, conversation)
         return with_accepted_roles(
-            conversation, later_system=self._takes_later_system, user_twice=self._takes_user_twice
+            without_volatile(self.volatile, conversation),
+            later_system=self._takes_later_system,
+            user_twice=self._takes_user_twice,
         )
 
     def render(
@@ -162,7 +161,7 @@ class ChatTemplate:
         refusal: InvalidRequestError | None = None
         for tools in self._printable(inputs.tools):
             for refusals in (False, True):
-                form = self._turn_form(refusals=refusals, has_tools=bool(tools), has_system=has_system)
+                form = self._message_order(refusals=refusals, has_tools=bool(tools), has_system=has_system)
                 messages = [*self._adapted(copied(conversation), form), *continued]
                 tried = replace(inputs, messages=messages, tools=tools, call_head=form.call_head)
                 try:
@@ -171,11 +170,6 @@ class ChatTemplate:
                     refusal = refusal or error
         assert refusal is not None
         raise refusal
-
-    def without_volatile(self, messages: Sequence[Mapping[str, Any]]) -> list[Message]:
-        """Return checked messages without text that changes with every request (`volatile`)."""
-        kept = [dict(message) for message in messages]
-        return kept if self._volatile is None else without(self._volatile, kept)
 
     def _parts(self, inputs: _Inputs, prompt: str) -> tuple[TextPart, ...]:
         placeholders = self._control.placeholders(self.source, inputs.messages, inputs.tools, inputs.kwargs)
@@ -243,8 +237,8 @@ class ChatTemplate:
         n_characters = 0
         for piece in pieces:
             n_characters += len(piece)
-            if n_characters > self._max_characters:
-                raise _RefusedError(f"the prompt would be longer than {self._max_characters} characters")
+            if n_characters > MAX_CHARACTERS:
+                raise _RefusedError(f"the prompt would be longer than {MAX_CHARACTERS} characters")
             text.append(piece)
         return "".join(text)
 
@@ -300,17 +294,17 @@ class ChatTemplate:
         except _RefusedError:
             return None
 
-    def _turn_form(self, *, refusals: bool, has_tools: bool, has_system: bool) -> TurnForm:
+    def _message_order(self, *, refusals: bool, has_tools: bool, has_system: bool) -> MessageOrder:
         """Return the order of messages that the template accepts, probed at the first use."""
         key = refusals, has_tools, has_system
-        if key not in self._turns:
+        if key not in self._orders:
             tools = [_probed_tool(CALLED), _probed_tool(_NOT_CALLED)] if has_tools else []
 
             def render(conversation: Conversation, *, wants_reply: bool = False) -> str | None:
-                messages = self._adapted(copied(conversation), TurnForm())
+                messages = self._adapted(copied(conversation), MessageOrder())
                 return self._tried(_Inputs(messages, self._now(), tools=tools, add_generation_prompt=wants_reply))
 
-            self._turns[key] = probed(
+            self._orders[key] = probed(
                 render,
                 refusals=refusals,
                 has_system=has_system,
@@ -318,7 +312,7 @@ class ChatTemplate:
                 written=[_NOT_CALLED] if tools and self.takes_tools else [],
                 generation_prompt=partial(render, wants_reply=True),
             )
-        return self._turns[key]
+        return self._orders[key]
 
     def _printable(self, tools: Sequence[Message]) -> Iterator[Sequence[Message]]:
         """Yield the tools and, if the template refuses them even after a single question, simpler ones."""
@@ -336,7 +330,7 @@ class ChatTemplate:
             said = str(error).replace("the messages", "the tools", 1)
             raise InvalidRequestError(said, param="tools") from error
 
-    def _adapted(self, conversation: Conversation, form: TurnForm) -> Conversation:
+    def _adapted(self, conversation: Conversation, form: MessageOrder) -> Conversation:
         """Return the conversation in the form that this template accepts."""
         for message in conversation:
             if message["role"] == "developer" and "<|channel|>" not in self.source:
@@ -363,15 +357,11 @@ class _Inputs:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     keeps_added: bool = False
     call_head: str | None = None
-    """`TurnForm.call_head`."""
+    """`MessageOrder.call_head`."""
 
 
 class _RefusedError(Exception):
     """The template did not render a conversation."""
-
-
-def _is_text_of_reply(message: Message) -> bool:
-    return message["role"] == "assistant" and "tool_calls" not in message
 
 
 def _as_one(replies: Conversation) -> Message:
@@ -387,9 +377,8 @@ def _take_continued_message(conversation: Conversation) -> Conversation:
     if conversation[-1]["role"] != "assistant":
         return []
     if "tool_calls" in conversation[-1]:
-        raise InvalidRequestError(
-            "an assistant message with tool calls cannot be continued; add their results", param="messages"
-        )
+        message = "an assistant message with tool calls cannot be continued; add their results"
+        raise InvalidRequestError(message, param="messages")
     return [conversation.pop()]
 
 

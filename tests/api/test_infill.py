@@ -9,7 +9,7 @@ import pytest
 
 from llamaslot.base.model import FimTokens
 from llamaslot.base.tokens import Tokens
-from llamaslot.protocol.infill import CUT_TOKENS
+from llamaslot.protocol.text_requests import CUT_TOKENS
 from tests.api.conftest import Server, Start
 from tests.fake_backend import BOS, FakeBackend, FakeVocab
 

@@ -19,8 +19,7 @@ from llamaslot.base.backend import Status
 from llamaslot.base.errors import QueueFullError
 from llamaslot.base.generation.tools import ParserOptions, packed
 from llamaslot.formats.calls import ToolCall
-from llamaslot.formats.format import Format
-from llamaslot.formats.parsed_message import ParsedMessage
+from llamaslot.formats.format import Format, ParsedMessage
 from llamaslot.formats.recognition import format_of
 from tests.api.test_tools import CALL, CITY, PARAMETERS, leading_to, served, template
 from tests.fake_backend import FakeBackend

@@ -265,7 +265,7 @@ async def test_a_text_of_too_many_tokens_is_refused(
 
 
 async def test_a_page_ends_before_it_is_large(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llamaslot.protocol.response_items._MAX_PAGE_BYTES", 400)
+    monkeypatch.setattr("llamaslot.protocol.responses._MAX_PAGE_BYTES", 400)
     items = [{"role": "user", "content": str(i) * 50} for i in range(9)]
     stored = await server.ok("/v1/responses", {"input": items, "max_output_tokens": 1})
     seen: list[str] = []

@@ -20,7 +20,7 @@ from llamaslot.prompts.token_memory import TokenMemory
 from llamaslot.protocol.replies import meaning
 from tests.conftest import LONG
 from tests.fake_backend import BOS, FakeBackend, FakeVocab
-from tests.text.test_turns import SOURCES
+from tests.text.test_message_order import SOURCES
 
 CHAT = "/v1/chat/completions"
 THINK = "<think>"

@@ -27,7 +27,7 @@ from llamaslot.formats.calls import ToolCall
 from llamaslot.formats.format import Format
 from llamaslot.formats.grammar import GrammarWriter
 from llamaslot.formats.recognition import format_of
-from llamaslot.protocol.tools import with_text_of_tools
+from llamaslot.protocol.chat_prompt import with_text_of_tools
 from llamaslot.text.template import ChatTemplate
 from tests.conftest import LONG
 from tests.fake_backend import FakeBackend, FakeVocab

@@ -14,7 +14,7 @@ import pytest
 from llamaslot.backend.disk import DiskStore
 from llamaslot.base.commands import ClearCache, DropSession, Prepare
 from llamaslot.base.events import Finished, Progress
-from llamaslot.formats.parsed_message import ParsedMessage
+from llamaslot.formats.format import ParsedMessage
 from llamaslot.formats.recognition import format_of
 from llamaslot.protocol.request_reader import ReadBody
 from tests.engine.harness import Harness, running

@@ -46,7 +46,7 @@ class Output:
         """The message of the text up to `end`, and whether it ended inside a call."""
         parser = made(self.family).parser(ParserOptions(packed(TOOLS), **self.options))
         text = self.text[:end]
-        return fed(parser, list(text) if by_character else [text], reason), parser.is_cut
+        return fed(parser, list(text) if by_character else [text], reason), parser.output.is_cut
 
     def check(self, end: int, reason: FinishReason) -> Message:
         """Check all that must hold of the message of the text up to `end`; return it."""

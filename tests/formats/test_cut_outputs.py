@@ -58,7 +58,7 @@ def test_text_that_begins_no_call_stays(family: str, reason: FinishReason) -> No
     for text in PROSE:
         parser = made(family).parser(ParserOptions(packed(TOOLS)))
         message = fed(parser, [text], reason)
-        assert (message.content, message.calls, parser.is_cut) == (text, [], False), text
+        assert (message.content, message.calls, parser.output.is_cut) == (text, [], False), text
         plain = made(family).parser(ParserOptions(packed(TOOLS), parse_tools=False))
         assert fed(plain, [text], reason).content == text
 
@@ -116,7 +116,7 @@ def test_a_value_ends_where_its_closing_tag_is_missing_or_cut(family: str, tags:
     for pieces in ([text], list(text)):
         parser = made(family).parser(ParserOptions(packed(TOOLS)))
         message = fed(parser, pieces)
-        assert (message.content, parser.is_cut) == ("", False)
+        assert (message.content, parser.output.is_cut) == ("", False)
         assert (message.calls[0].name, message.calls[0].arguments) == ("python", '{"code": "ls -la"}')
         # At the limit more of the value might have followed the same tags, so that the call is not complete.
         cut = made(family).parser(ParserOptions(packed(TOOLS)))
@@ -124,7 +124,7 @@ def test_a_value_ends_where_its_closing_tag_is_missing_or_cut(family: str, tags:
             ("\n</parameter\n", "</arg_value\n")
         ):
             assert fed(cut, pieces, "limit").calls[0].arguments.startswith('{"code": "ls -la')
-            assert cut.is_cut
+            assert cut.output.is_cut
 
 
 @pytest.mark.parametrize("family", TAGS)

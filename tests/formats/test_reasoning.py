@@ -122,7 +122,7 @@ def test_a_call_in_reasoning_that_is_not_closed_is_a_call(family: str, opened: b
             message = fed(parser, pieces)
             assert (message.content, message.reasoning) == ("", "I do")
             assert len(message.calls) == closed.count("Paris")
-            assert not parser.is_cut
+            assert not parser.output.is_cut
         assert fed(format_.parser(ParserOptions(packed(TOOLS), **options)), [closed], "limit").calls == []
     message = parsed(family, f"{before}I could\n{call} would do, too\n{end}", **options)
     assert (message.content, message.calls) == ("", [])

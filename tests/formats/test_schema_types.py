@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from llamaslot.base.json_schemas import ALL_TYPES, parameter_types, value_types, without_reference
-from llamaslot.formats.tagged_calls import json_of
+from llamaslot.formats.families.tagged_arguments import json_of
 
 ROOT = {
     "type": "object",

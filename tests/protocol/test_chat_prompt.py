@@ -9,10 +9,10 @@ import pytest
 
 from llamaslot.protocol.bodies import ChatBody
 from llamaslot.protocol.chat_prompt import conversation_branch
+from llamaslot.text.conversation import volatile_pattern
 from llamaslot.text.template import ChatTemplate
-from llamaslot.text.volatile import pattern
 
-TEMPLATE = ChatTemplate("{{ messages }}", bos_token="", eos_token="", volatile=pattern("claude-code"))
+TEMPLATE = ChatTemplate("{{ messages }}", bos_token="", eos_token="", volatile=volatile_pattern("claude-code"))
 SYSTEM = {"role": "system", "content": "Write code."}
 USER = {"role": "user", "content": "Hello"}
 TOOL: dict[str, Any] = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}

@@ -15,8 +15,7 @@ from llamaslot.base.generation.tools import ParserOptions, Tool, packed
 from llamaslot.formats.calls import ToolCall
 from llamaslot.protocol import constraints
 from llamaslot.protocol.bodies import ChatBody
-from llamaslot.protocol.constraints import MAX_GRAMMAR_CHARS, ConstraintReader
-from llamaslot.protocol.tools import read_tools
+from llamaslot.protocol.constraints import MAX_GRAMMAR_CHARS, ConstraintReader, read_tools
 from llamaslot.text.grammars.compiling import MAX_CONSTRAINT_CHARS, GrammarChecker, LocalTrial
 from llamaslot.text.grammars.json_schema import MAX_OPTIONAL, prepared_schema
 from tests.fake_backend import FakeBackend

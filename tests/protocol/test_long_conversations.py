@@ -10,11 +10,10 @@ import pytest
 
 from llamaslot.base.errors import InvalidRequestError
 from llamaslot.protocol.anthropic import conversation_of
-from llamaslot.protocol.response_items import Toolbox, Turns
-from llamaslot.text.conversation import parsed_arguments
+from llamaslot.protocol.responses import ItemReader, Toolbox
+from llamaslot.text.conversation import parsed_arguments, volatile_pattern, without_volatile
+from llamaslot.text.message_order import PREAMBLE, MessageOrder, Preambles, with_accepted_roles
 from llamaslot.text.template import ChatTemplate
-from llamaslot.text.turns import PREAMBLE, Preambles, TurnForm, with_accepted_roles
-from llamaslot.text.volatile import pattern, without
 
 N = 100_000
 NO_RESULTS = "{% for m in messages %}{% if m.role == 'user' %}user: {{ m.content }}\n{% endif %}{% endfor %}"
@@ -32,7 +31,7 @@ def assistants() -> Any:
 
 
 def items_of(role: str) -> Any:
-    turns = Turns()
+    turns = ItemReader()
     for _ in range(N):
         turns.add({"role": role, "content": "some words"}, "input")
     (message,) = with_accepted_roles(turns.messages(), later_system=True, user_twice=False)
@@ -56,12 +55,12 @@ def tools() -> Any:
 def headers() -> Any:
     """Like those with which the system prompts of Claude Code begin."""
     system = {"role": "system", "content": "x-anthropic-billing-header: cc_version=2.1.197.8a5;\nsome words"}
-    volatile = pattern("claude-code")
+    volatile = volatile_pattern("claude-code")
     assert volatile is not None
-    return without(volatile, [system] * N)
+    return without_volatile(volatile, [system] * N)
 
 
-def calls_of(form: TurnForm) -> Any:
+def calls_of(form: MessageOrder) -> Any:
     """Results in another order than that of their calls."""
     function = {"name": "f", "arguments": "{}"}
     calls = [{"type": "function", "id": f"call {i}", "function": function} for i in range(N)]
@@ -73,7 +72,7 @@ def calls_of(form: TurnForm) -> Any:
 def replies(*, merged: bool) -> Any:
     reply, question = {"role": "assistant", "content": "some words"}, {"role": "user", "content": "?"}
     if merged:
-        _, message, _ = TurnForm(repeats=False).alternated([question, *[reply] * N, question])
+        _, message, _ = MessageOrder(repeats=False).alternated([question, *[reply] * N, question])
     else:
         _, message = ChatTemplate(NO_RESULTS, bos_token="", eos_token="").prepared([question, *[reply] * N])
     return message["content"].split("\n\n")
@@ -111,10 +110,10 @@ def results() -> Any:
         *(
             results,
             arguments,
-            lambda: calls_of(TurnForm(parallel=False)),
-            lambda: calls_of(TurnForm(ids="[A-Za-z0-9]{9}")),
+            lambda: calls_of(MessageOrder(parallel=False)),
+            lambda: calls_of(MessageOrder(ids="[A-Za-z0-9]{9}")),
         ),
-        lambda: calls_of(TurnForm(orphans_after=frozenset())),
+        lambda: calls_of(MessageOrder(orphans_after=frozenset())),
         *(lambda: replies(merged=True), lambda: replies(merged=False), texts_beside_calls),
     ],
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from llamaslot.protocol.response_items import Turns
+from llamaslot.protocol.responses import ItemReader
 
 
 def call(number: int) -> dict[str, Any]:
@@ -25,7 +25,7 @@ def reasoned(text: str) -> dict[str, Any]:
 
 def turns(*items: dict[str, Any]) -> list[tuple[str, str, str, list[str]]]:
     """Role, content, reasoning and ids of calls of each message."""
-    found = Turns()
+    found = ItemReader()
     for i, item in enumerate(items):
         found.add(item, f"input[{i}]")
     return [

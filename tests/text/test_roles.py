@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llamaslot.text.turns import with_accepted_roles
+from llamaslot.text.message_order import with_accepted_roles
 
 RULES, USER = {"role": "system", "content": "Rules"}, {"role": "user", "content": "Hi"}
 LATER, REPLY = {"role": "developer", "content": "New rules"}, {"role": "assistant", "content": "Yes?"}

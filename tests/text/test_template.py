@@ -414,12 +414,13 @@ class TestFailing:
             render(source, USER)
 
 
-def test_a_prompt_without_end_is_refused() -> None:
+def test_a_prompt_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llamaslot.text.template.MAX_CHARACTERS", 100)
     source = "{{ messages[0].content }}{% for i in range(messages[0].content | length) %}!{% endfor %}"
-    template = ChatTemplate(source, bos_token="", eos_token="", max_characters=100)
-    assert template.render([{"role": "user", "content": "x" * 50}])[0].text == "x" * 50 + "!" * 50
+    chat = ChatTemplate(source, bos_token="", eos_token="")
+    assert chat.render([{"role": "user", "content": "x" * 50}])[0].text == "x" * 50 + "!" * 50
     with pytest.raises(InvalidRequestError, match="longer than 100 characters"):
-        template.render([{"role": "user", "content": "x" * 51}])
+        chat.render([{"role": "user", "content": "x" * 51}])
 
 
 @pytest.mark.parametrize(

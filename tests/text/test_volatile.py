@@ -10,8 +10,8 @@ import pytest
 from llamaslot.app.config import Config
 from llamaslot.base.errors import ConfigError
 from llamaslot.protocol.anthropic import conversation_of
+from llamaslot.text.conversation import volatile_pattern
 from llamaslot.text.template import ChatTemplate
-from llamaslot.text.volatile import pattern
 from tests.text.rendering import rendered
 
 HEADER = "x-anthropic-billing-header: cc_version=2.1.37.0d9; cc_entrypoint=cli; cch=fa690;"
@@ -21,7 +21,7 @@ SOURCE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 
 def prompt(*messages: dict[str, Any], words: str = "claude-code") -> str:
     before = copy.deepcopy(messages)
-    text = rendered(ChatTemplate(SOURCE, bos_token="", eos_token="", volatile=pattern(words)), messages)
+    text = rendered(ChatTemplate(SOURCE, bos_token="", eos_token="", volatile=volatile_pattern(words)), messages)
     assert messages == before, "the request was changed"
     return text
 
@@ -72,7 +72,7 @@ def test_the_header_with_any_fields_in_any_order(fields: str, after: str) -> Non
 
 
 def test_the_default_removes_it_from_both_apis_and_off_does_not() -> None:
-    volatile = pattern(Config().drop_volatile)
+    volatile = volatile_pattern(Config().drop_volatile)
     assert volatile is not None
     for number in ("8a5", "0d9"):
         header = f"x-anthropic-billing-header: cc_version=2.1.197.{number}; cc_entrypoint=sdk-cli;"
@@ -81,7 +81,7 @@ def test_the_default_removes_it_from_both_apis_and_off_does_not() -> None:
         template = ChatTemplate(SOURCE, bos_token="", eos_token="", volatile=volatile)
         assert rendered(template, messages) == "<system>Be kind.<user>hi"
         assert rendered(template, [{"role": "system", "content": system}, USER]) == "<system>Be kind.<user>hi"
-    assert pattern("off") is None
+    assert volatile_pattern("off") is None
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_an_expression_of_ones_own() -> None:
 @pytest.mark.parametrize(("words", "about"), [("claude", None), ("(", "claude-code"), ("x*", "an empty text")])
 def test_what_is_no_pattern_is_refused(words: str, about: str | None) -> None:
     if about is None:
-        assert pattern(words) is not None
+        assert volatile_pattern(words) is not None
         return
     with pytest.raises(ConfigError, match=about):
-        pattern(words)
+        volatile_pattern(words)

@@ -41,7 +41,7 @@ from llamaslot.base.events import Finished, FinishReason, Output
 from llamaslot.base.generation.request_context import ChatToStore, ReplyOptions
 from llamaslot.formats.calls import Delta as ParsedDelta
 from llamaslot.formats.calls import ToolCall, ToolCallDelta
-from llamaslot.formats.parsed_message import ParsedMessage
+from llamaslot.formats.format import ParsedMessage
 from llamaslot.service.limits import ProbsLimit
 from llamaslot.service.live_request import Completion, LiveRequest
 from llamaslot.service.service import Service

@@ -26,7 +26,7 @@ from llamaslot.base.errors import LlamaslotError
 from llamaslot.base.events import Finished, FinishReason, Output
 from llamaslot.base.generation.request_context import EarlierItems, References, ReplyOptions, RequestContext
 from llamaslot.base.stats import CacheProbe
-from llamaslot.formats.parsed_message import ParsedMessage
+from llamaslot.formats.format import ParsedMessage
 from llamaslot.service.limits import ProbsLimit
 from llamaslot.service.live_request import Completion, LiveRequest
 from llamaslot.service.service import Service

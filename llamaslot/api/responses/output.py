@@ -30,7 +30,7 @@ from llamaslot.api.responses.bodies import (
 )
 from llamaslot.base.generation.request_context import CallForm, ResponseFields
 from llamaslot.formats.calls import Delta, ToolCallDelta
-from llamaslot.protocol.response_items import encoded_reasoning
+from llamaslot.protocol.responses import encoded_reasoning
 
 _FUNCTION = CallForm()
 

@@ -59,7 +59,7 @@ from llamaslot.base.errors import LlamaslotError, NotSupportedError
 from llamaslot.base.events import Finished, Output
 from llamaslot.base.generation.request_context import EarlierItems, References, ReplyOptions
 from llamaslot.formats.calls import Delta
-from llamaslot.protocol.response_items import encoded_compaction
+from llamaslot.protocol.responses import encoded_compaction
 from llamaslot.service.limits import ProbsLimit
 from llamaslot.service.live_request import Completion, LiveRequest
 from llamaslot.service.service import Service

@@ -46,8 +46,8 @@ from llamaslot.prompts.tokenizer import Tokenizer
 from llamaslot.protocol.replies.restoring import ReplyRestorer
 from llamaslot.protocol.request_reader import RequestReader
 from llamaslot.text.builtin_templates import resolve
+from llamaslot.text.conversation import volatile_pattern
 from llamaslot.text.template import ChatTemplate
-from llamaslot.text.volatile import pattern
 
 _FALLBACK_TEMPLATE = "chatml"
 
@@ -104,7 +104,7 @@ def _chat_template(config: Config, model: SetModel) -> ChatTemplate:
             adds_eos=info.adds_eos,
             control_tokens=info.control_tokens,
             mark_control_tokens=config.escape_special,
-            volatile=pattern(config.drop_volatile),
+            volatile=volatile_pattern(config.drop_volatile),
         )
     except ConfigError as error:
         origin = flag or "the model's own template (--chat-template takes another)"

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from llamaslot.base.generation.tools import Tool
 from llamaslot.base.json_schemas import ALL_TYPES, referenced, value_types
 from llamaslot.formats.calls import ToolCall, fields_of
-from llamaslot.formats.format import Format
+from llamaslot.formats.format import Format, Layout
 from llamaslot.formats.grammar import GrammarWriter, object_schema, parameters_of, takes_any_names
 from llamaslot.formats.json_value import copy_arguments
-from llamaslot.formats.message import CallMarkers, ReadCalls, ReasoningTags
-from llamaslot.formats.output import Output
+from llamaslot.formats.message import CallMarkers, Output, ReasoningTags
 from llamaslot.formats.reader import Reader, Steps
 
 _NAME = re.compile(r"[^\s{}<]+")
@@ -38,55 +37,43 @@ class Gemma(Format):
     name = "gemma4"
     limits_digits = True
     opening, closing, quote = "<|tool_call>", "<tool_call|>", '<|"|>'
+    signs = (opening, _KEYWORD)
     markers = CallMarkers(calls=(opening,), left_over=(closing,), ignored=("<|channel>", "<|turn>model\n"))
+
+    layout = Layout(opening + _KEYWORD, closing)
 
     def __init__(self, source: str, special: Mapping[str, int], reasoning: ReasoningTags | None) -> None:
         tags = ReasoningTags("<|channel>thought", "<channel|>", anywhere=True)
         super().__init__(source, special, tags if "<|channel>" in source else reasoning)
-
-    @classmethod
-    def recognises(cls, source: str) -> bool:
-        return cls.opening in source and _KEYWORD in source
 
     @property
     def preserved(self) -> tuple[str, ...]:
         channel = ("<|channel>", "<channel|>", "<|turn>") if self.reasoning else ()
         return (self.opening, self.closing, self.quote, *channel)
 
-    def read_calls(self, reader: Reader, output: Output, tools: Mapping[str, Tool]) -> ReadCalls:
+    def read_calls(self, reader: Reader, output: Output, tools: Mapping[str, Tool], marker: str) -> Steps[bool]:
+        yield from reader.whitespace()
+        if not (yield from reader.accept(_KEYWORD)):
+            return False
+        name = yield from reader.all(_NAME)
+        if not name or not (yield from reader.looking_at("{")):
+            return False
+        output.call(name, None)
+        quotes = (self.quote, '"')
+        yield from copy_arguments(reader, output, quotes=quotes, escapes=False)
+        yield from reader.whitespace()
+        yield from reader.accept(self.closing)
+        return True
 
-        def read(_: str) -> Steps[bool]:
-            yield from reader.whitespace()
-            if not (yield from reader.accept(_KEYWORD)):
-                return False
-            name = yield from reader.all(_NAME)
-            if not name or not (yield from reader.looking_at("{")):
-                return False
-            output.call(name, None)
-            quotes = (self.quote, '"')
-            yield from copy_arguments(reader, output, quotes=quotes, escapes=False)
-            yield from reader.whitespace()
-            yield from reader.accept(self.closing)
-            return True
+    def call_text(self, call: ToolCall) -> str:
+        return call.name + _rendered(fields_of(call.arguments), self.quote)
 
-        return read
-
-    def render(self, calls: Sequence[ToolCall]) -> str:
-        return "".join(
-            f"{self.opening}{_KEYWORD}{call.name}{_rendered(fields_of(call.arguments), self.quote)}{self.closing}"
-            for call in calls
-        )
-
-    def calls_expression(self, writer: GrammarWriter, tools: Sequence[Tool], *, parallel: bool) -> str:
-        """Return a grammar expression for one or more calls.
+    def call_expression(self, writer: GrammarWriter, tool: Tool) -> str:
+        """Return a grammar expression for a call.
 
         Raises `ValueError` for schema keywords that cannot be enforced, because the notation is not JSON.
         """
-        functions = [
-            writer.rule(writer.sequence(writer.text(tool.name), _Notation(writer, tool, self.quote).arguments()))
-            for tool in tools
-        ]
-        return writer.calls(functions, self.opening + _KEYWORD, self.closing, "", parallel=parallel)
+        return writer.sequence(writer.text(tool.name), _Notation(writer, tool, self.quote).arguments())
 
 
 class FunctionGemma(Gemma):
@@ -94,7 +81,9 @@ class FunctionGemma(Gemma):
 
     name = "function-gemma"
     opening, closing, quote = "<start_function_call>", "<end_function_call>", "<escape>"
+    signs = (opening, _KEYWORD)
     markers = CallMarkers(calls=(opening,), left_over=(closing,))
+    layout = Layout(opening + _KEYWORD, closing)
 
 
 class _Notation:
@@ -135,9 +124,7 @@ class _Notation:
         if kind == "object":
             return self._object(schema)
         if kind == "array":
-            item = writer.rule(self._value(schema.get("items")))
-            items = writer.repeated(item, writer.text(","), parallel=True)
-            return writer.rule(f"{writer.text('[')} ({items})? {writer.text(']')}")
+            return writer.rule(self._list(writer.rule(self._value(schema.get("items")))))
         if kind == "string":
             return writer.sequence(writer.text(self._quote), writer.text_until(self._quote, schema))
         return _SCALARS[kind]
@@ -152,9 +139,7 @@ class _Notation:
             name: self._writer.rule(self._writer.sequence(self._writer.text(f"{name}:"), self._value(each)))
             for name, each in properties.items()
         }
-        required = [part for name, part in parts.items() if name in names]
-        optional = [part for name, part in parts.items() if name not in names]
-        fields = self._writer.listed(required, optional, ",")
+        fields = self._writer.listed(parts, names, ",")
         return self._writer.rule(self._writer.sequence(self._writer.text("{"), fields, self._writer.text("}")))
 
     def _reference(self, reference: str) -> str:
@@ -163,21 +148,20 @@ class _Notation:
             self._writer.define(name, self._value(referenced(reference, self._root)))
         return self._references[reference]
 
+    def _list(self, item: str) -> str:
+        return f"{self._writer.text('[')} ({self._writer.repeated(item, ',')})? {self._writer.text(']')}"
+
     def _any_object(self) -> str:
         writer = self._writer
-        field = f"/[A-Za-z_][A-Za-z0-9_]*/ {writer.text(':')} {self._any_value()}"
-        fields = writer.repeated(field, writer.text(","), parallel=True)
+        fields = writer.repeated(f"/[A-Za-z_][A-Za-z0-9_]*/ {writer.text(':')} {self._any_value()}", ",")
         return f"{writer.text('{')} ({fields})? {writer.text('}')}"
 
     def _any_value(self) -> str:
         if not self._any:
-            writer = self._writer
-            self._any = writer.declare()
+            self._any = self._writer.declare()
             kinds = [self._of_type(kind, {}) for kind in ("string", "number", "boolean", "null")]
-            items = writer.repeated(self._any, writer.text(","), parallel=True)
-            kinds.append(f"{writer.text('[')} ({items})? {writer.text(']')}")
-            kinds.append(self._any_object())
-            writer.define(self._any, " | ".join(kinds))
+            kinds += [self._list(self._any), self._any_object()]
+            self._writer.define(self._any, " | ".join(kinds))
         return self._any
 
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from functools import partial
 
 from llamaslot.base.generation.tools import ParserOptions, Tool
 from llamaslot.formats.calls import ToolCall, as_json
-from llamaslot.formats.format import Format
+from llamaslot.formats.format import Format, Layout
 from llamaslot.formats.grammar import GrammarWriter, Thinking
 from llamaslot.formats.json_value import copy_arguments
-from llamaslot.formats.message import CallMarkers, ReadCalls, ReasoningTags
-from llamaslot.formats.output import Output
+from llamaslot.formats.message import CallMarkers, Output, ReadCalls, ReasoningTags
 from llamaslot.formats.reader import Emit, Markers, Reader, Steps
 
 START, END, CALL, RETURN = "<|start|>", "<|end|>", "<|call|>", "<|return|>"
@@ -38,53 +38,41 @@ class Harmony(Format):
     """
 
     name = "gpt-oss"
+    signs = (CHANNEL,)
     markers = CallMarkers()
+    layout = Layout(f" to={_NAMESPACE}", separator=f"{START}assistant")
     calls_stand_alone = True
+    allows_several_calls = False
     text_after_reasoning = f"{START}assistant"
 
     def __init__(self, source: str, special: Mapping[str, int], reasoning: ReasoningTags | None) -> None:
         super().__init__(source, special, ReasoningTags(ANALYSIS, END))
 
-    @classmethod
-    def recognises(cls, source: str) -> bool:
-        return CHANNEL in source
-
     @property
     def preserved(self) -> tuple[str, ...]:
         return (CHANNEL, CONSTRAIN, MESSAGE, START, END, CALL, RETURN)
 
-    def read_calls(self, reader: Reader, output: Output, tools: Mapping[str, Tool]) -> ReadCalls:
-        """Return the function that reads a call's arguments, up to the end of its message."""
-
-        def read(name: str) -> Steps[bool]:
-            yield from reader.whitespace()
-            if not (yield from reader.looking_at("{")):
-                return False
-            output.call(name, None)
-            yield from copy_arguments(reader, output)
-            return True
-
-        return read
+    def read_calls(self, reader: Reader, output: Output, tools: Mapping[str, Tool], marker: str) -> Steps[bool]:
+        """Read the arguments of a call of the function that `marker` names, up to the end of its message."""
+        yield from reader.whitespace()
+        if not (yield from reader.looking_at("{")):
+            return False
+        output.call(marker, None)
+        yield from copy_arguments(reader, output)
+        return True
 
     def steps(self, reader: Reader, output: Output, options: ParserOptions) -> Steps[None]:
-        output.on_call = reader.unmark
-        return _Messages(reader, output, options, self.read_calls(reader, output, options.tools_by_name)).steps()
+        read_call = partial(self.read_calls, reader, output, options.tools_by_name)
+        return _Messages(reader, output, options, read_call).steps()
 
-    def render(self, calls: Sequence[ToolCall]) -> str:
-        """Return calls as the model writes them after `<|start|>assistant`, one message for each call."""
-        rendered = [
-            f" to={_NAMESPACE}{call.name}{CHANNEL}commentary json{MESSAGE}{as_json(call.arguments)}{CALL}"
-            for call in calls
-        ]
-        return f"{START}assistant".join(rendered)
+    def call_text(self, call: ToolCall) -> str:
+        """Return a call as the model writes it after `<|start|>assistant`, in a message of its own."""
+        return f"{call.name}{CHANNEL}commentary json{MESSAGE}{as_json(call.arguments)}{CALL}"
 
-    def calls_expression(self, writer: GrammarWriter, tools: Sequence[Tool], *, parallel: bool) -> str:
-        """Return a grammar expression for one call: generation ends after it."""
-        functions = [
-            writer.rule(writer.sequence(writer.text(f"{tool.name}{CHANNEL}commentary json{MESSAGE}"), arguments))
-            for tool, arguments in ((tool, writer.arguments(tool)) for tool in tools)
-        ]
-        return writer.sequence(writer.text(f" to={_NAMESPACE}"), writer.choice(functions))
+    def call_expression(self, writer: GrammarWriter, tool: Tool) -> str:
+        """Return a grammar expression for a call without `<|call|>`, which ends generation."""
+        before = writer.text(f"{tool.name}{CHANNEL}commentary json{MESSAGE}")
+        return writer.sequence(before, writer.arguments(tool))
 
     def content_expression(self, writer: GrammarWriter, content: str) -> str:
         """Return an expression for `content` in the final channel."""

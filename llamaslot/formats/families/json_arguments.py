@@ -6,15 +6,15 @@ import hashlib
 import re
 import string
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from llamaslot.base.generation.tools import Tool
 from llamaslot.formats.calls import ToolCall, as_json
-from llamaslot.formats.format import Format
+from llamaslot.formats.format import Format, Layout
 from llamaslot.formats.grammar import GrammarWriter
 from llamaslot.formats.json_calls import JsonCalls
 from llamaslot.formats.json_value import copy_arguments
-from llamaslot.formats.message import CallMarkers, ReadCalls, ReasoningTags
-from llamaslot.formats.output import Output
+from llamaslot.formats.message import CallMarkers, Output, ReasoningTags
 from llamaslot.formats.reader import Reader, Steps
 
 _DEEPSEEK_NAME = re.compile(r"[\w.\-:/]+")
@@ -38,67 +38,50 @@ class DeepSeek(Format):
     section, section_end = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
     opening, closing = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
     separator = "<｜tool▁sep｜>"
-    markers = CallMarkers(calls=(section, opening), left_over=(closing, section_end))
+    signs = (section,)
+    markers = CallMarkers(calls=(section, opening), left_over=(closing, section_end), inner=(separator,))
 
     def __init__(self, source: str, special: Mapping[str, int], reasoning: ReasoningTags | None) -> None:
         super().__init__(source, special, reasoning)
-        in_blocks = "```json" in source
-        self._before_name, self._after_name = f"function{self.separator}", "\n```json\n"
-        self._after, self._between = f"\n```{self.closing}", "\n"
-        if not in_blocks:
-            self._before_name, self._after_name = "", self.separator
-            self._after, self._between = self.closing, ""
+        around = {"start": self.section, "end": self.section_end}
+        if "```json" in source:
+            self._after_name = "\n```json\n"
+            opening = f"{self.opening}function{self.separator}"
+            self.layout = Layout(opening, f"\n```{self.closing}", "\n", **around)
+        else:
+            self._after_name = self.separator
+            self.layout = Layout(self.opening, self.closing, **around)
 
-    @classmethod
-    def recognises(cls, source: str) -> bool:
-        return cls.section in source
-
-    @property
-    def preserved(self) -> tuple[str, ...]:
-        return (*super().preserved, self.separator)
-
-    def read_calls(self, reader: Reader, output: Output, tools: Mapping[str, Tool]) -> ReadCalls:
-        def read(marker: str) -> Steps[bool]:
-            if marker == self.section:
-                yield from reader.whitespace()
-                yield from reader.accept(self.opening)
+    def read_calls(self, reader: Reader, output: Output, tools: Mapping[str, Tool], marker: str) -> Steps[bool]:
+        if marker == self.section:
             yield from reader.whitespace()
+            yield from reader.accept(self.opening)
+        yield from reader.whitespace()
+        name = yield from reader.all(_DEEPSEEK_NAME)
+        if not name or not (yield from reader.accept(self.separator)):
+            return False
+        yield from reader.whitespace()
+        if not (yield from reader.looking_at("{")):
             name = yield from reader.all(_DEEPSEEK_NAME)
-            if not name or not (yield from reader.accept(self.separator)):
+            yield from reader.whitespace()
+            yield from reader.accept("```json", "```")
+            yield from reader.whitespace()
+            if not name or not (yield from reader.looking_at("{")):
                 return False
-            yield from reader.whitespace()
-            if not (yield from reader.looking_at("{")):
-                name = yield from reader.all(_DEEPSEEK_NAME)
-                yield from reader.whitespace()
-                yield from reader.accept("```json", "```")
-                yield from reader.whitespace()
-                if not name or not (yield from reader.looking_at("{")):
-                    return False
-            output.call(name, None)
-            yield from copy_arguments(reader, output)
-            yield from reader.whitespace()
-            yield from reader.accept("```")
-            reader.fragment("```")
-            yield from reader.whitespace()
-            yield from reader.accept(self.closing)
-            return True
+        output.call(name, None)
+        yield from copy_arguments(reader, output)
+        yield from reader.whitespace()
+        yield from reader.accept("```")
+        reader.fragment("```")
+        yield from reader.whitespace()
+        yield from reader.accept(self.closing)
+        return True
 
-        return read
+    def call_text(self, call: ToolCall) -> str:
+        return f"{call.name}{self._after_name}{as_json(call.arguments)}"
 
-    def render(self, calls: Sequence[ToolCall]) -> str:
-        rendered = [
-            f"{self.opening}{self._before_name}{call.name}{self._after_name}{as_json(call.arguments)}{self._after}"
-            for call in calls
-        ]
-        return f"{self.section}{self._between.join(rendered)}{self.section_end}"
-
-    def calls_expression(self, writer: GrammarWriter, tools: Sequence[Tool], *, parallel: bool) -> str:
-        functions = []
-        for tool in tools:
-            before = writer.text(f"{self._before_name}{tool.name}{self._after_name}")
-            functions.append(writer.rule(writer.sequence(before, writer.arguments(tool))))
-        calls = writer.calls(functions, self.opening, self._after, self._between, parallel=parallel)
-        return writer.sequence(writer.text(self.section), calls, writer.text(self.section_end))
+    def call_expression(self, writer: GrammarWriter, tool: Tool) -> str:
+        return writer.sequence(writer.text(tool.name + self._after_name), writer.arguments(tool))
 
 
 class Kimi(Format):
@@ -112,59 +95,50 @@ class Kimi(Format):
     section, section_end = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
     opening, closing = "<|tool_call_begin|>", "<|tool_call_end|>"
     separator = "<|tool_call_argument_begin|>"
-    markers = CallMarkers(calls=(section, opening), left_over=(closing,), ignored=(section, section_end))
+    signs = (section,)
+    markers = CallMarkers(
+        calls=(section, opening), left_over=(closing,), ignored=(section, section_end), inner=(separator,)
+    )
+    layout = Layout(opening, closing, start=section, end=section_end)
 
     def __init__(self, source: str, special: Mapping[str, int], reasoning: ReasoningTags | None) -> None:
         super().__init__(source, special, reasoning or ReasoningTags("<think>", "</think>"))
 
-    @classmethod
-    def recognises(cls, source: str) -> bool:
-        return cls.section in source
-
-    @property
-    def preserved(self) -> tuple[str, ...]:
-        return (*super().preserved, self.separator)
-
-    def read_calls(self, reader: Reader, output: Output, tools: Mapping[str, Tool]) -> ReadCalls:
-        def read(marker: str) -> Steps[bool]:
-            yield from reader.whitespace()
-            if marker == self.section:
-                if not (yield from reader.accept(self.opening)):
-                    return False
-                yield from reader.whitespace()
-            call_id = yield from reader.all(_KIMI_ID)
-            yield from reader.whitespace()
-            if not call_id or not (yield from reader.accept(self.separator)):
+    def read_calls(self, reader: Reader, output: Output, tools: Mapping[str, Tool], marker: str) -> Steps[bool]:
+        yield from reader.whitespace()
+        if marker == self.section:
+            if not (yield from reader.accept(self.opening)):
                 return False
             yield from reader.whitespace()
-            name = _NAME_IN_KIMI_ID.fullmatch(call_id)
-            if name is None or not (yield from reader.looking_at("{")):
-                return False
-            output.call(name[1], call_id)
-            yield from copy_arguments(reader, output)
-            yield from reader.whitespace()
-            yield from reader.accept(self.closing)
-            return True
-
-        return read
+        call_id = yield from reader.all(_KIMI_ID)
+        yield from reader.whitespace()
+        if not call_id or not (yield from reader.accept(self.separator)):
+            return False
+        yield from reader.whitespace()
+        name = _NAME_IN_KIMI_ID.fullmatch(call_id)
+        if name is None or not (yield from reader.looking_at("{")):
+            return False
+        output.call(name[1], call_id)
+        yield from copy_arguments(reader, output)
+        yield from reader.whitespace()
+        yield from reader.accept(self.closing)
+        return True
 
     def render(self, calls: Sequence[ToolCall]) -> str:
-        rendered = []
+        named = []
         for index, call in enumerate(calls):
             prefix = f"functions.{call.name}:"
             # Ids of other servers do not have the model's form.
-            call_id = call.id if call.id is not None and call.id.startswith(prefix) else f"{prefix}{index}"
-            rendered.append(f"{self.opening}{call_id}{self.separator}{as_json(call.arguments)}{self.closing}")
-        return f"{self.section}{''.join(rendered)}{self.section_end}"
+            has_own_id = call.id is not None and call.id.startswith(prefix)
+            named.append(call if has_own_id else replace(call, id=f"{prefix}{index}"))
+        return super().render(named)
 
-    def calls_expression(self, writer: GrammarWriter, tools: Sequence[Tool], *, parallel: bool) -> str:
-        functions = []
-        for tool in tools:
-            call_id = writer.sequence(writer.text(f"functions.{tool.name}:"), "/[0-9]{1,3}/")
-            arguments = writer.sequence(writer.text(self.separator), writer.arguments(tool))
-            functions.append(writer.rule(writer.sequence(call_id, arguments)))
-        calls = writer.calls(functions, self.opening, self.closing, "", parallel=parallel)
-        return writer.sequence(writer.text(self.section), calls, writer.text(self.section_end))
+    def call_text(self, call: ToolCall) -> str:
+        return f"{call.id}{self.separator}{as_json(call.arguments)}"
+
+    def call_expression(self, writer: GrammarWriter, tool: Tool) -> str:
+        before = writer.text(f"functions.{tool.name}:")
+        return writer.sequence(before, "/[0-9]{1,3}/", writer.text(self.separator), writer.arguments(tool))
 
 
 class Mistral(Format):
@@ -176,76 +150,50 @@ class Mistral(Format):
 
     name = "mistral"
     opening, id_opening, separator = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
-    markers = CallMarkers(calls=(opening,))
+    signs = (opening,)
+    markers = CallMarkers(calls=(opening,), inner=(id_opening, separator))
 
-    @classmethod
-    def recognises(cls, source: str) -> bool:
-        return cls.opening in source
+    def __init__(self, source: str, special: Mapping[str, int], reasoning: ReasoningTags | None) -> None:
+        super().__init__(source, special, reasoning)
+        self._is_named, self._has_id = self.separator in source, self.id_opening in source
+        in_list = Layout(separator=", ", start=f"{self.opening}[", end="]")
+        self.layout = Layout(self.opening) if self._is_named else in_list
 
-    @property
-    def preserved(self) -> tuple[str, ...]:
-        return (*super().preserved, self.id_opening, self.separator)
+    def read_calls(self, reader: Reader, output: Output, tools: Mapping[str, Tool], marker: str) -> Steps[bool]:
+        yield from reader.whitespace()
+        if (yield from reader.looking_at("[", "{")):
+            return (yield from JsonCalls(reader, output, ids=_MISTRAL_ID).read_all())
+        name = yield from reader.all(_MISTRAL_NAME)
+        if not name:
+            return False
+        call_id = ""
+        if (yield from reader.accept(self.id_opening)):
+            call_id = yield from reader.all(_MISTRAL_NAME)
+        yield from reader.accept(self.separator)
+        yield from reader.whitespace()
+        if not (yield from reader.looking_at("{")):
+            return False
+        output.call(name, call_id if _MISTRAL_ID.fullmatch(call_id) else None)
+        yield from copy_arguments(reader, output)
+        return True
 
-    def read_calls(self, reader: Reader, output: Output, tools: Mapping[str, Tool]) -> ReadCalls:
-        objects = JsonCalls(reader, output, ids=_MISTRAL_ID)
-
-        def read(_: str) -> Steps[bool]:
-            yield from reader.whitespace()
-            if (yield from reader.looking_at("[", "{")):
-                return (yield from objects.read_all())
-            name = yield from reader.all(_MISTRAL_NAME)
-            if not name:
-                return False
-            call_id = ""
-            if (yield from reader.accept(self.id_opening)):
-                call_id = yield from reader.all(_MISTRAL_NAME)
-            yield from reader.accept(self.separator)
-            yield from reader.whitespace()
-            if not (yield from reader.looking_at("{")):
-                return False
-            output.call(name, call_id if _MISTRAL_ID.fullmatch(call_id) else None)
-            yield from copy_arguments(reader, output)
-            return True
-
-        return read
-
-    def render(self, calls: Sequence[ToolCall]) -> str:
+    def call_text(self, call: ToolCall) -> str:
+        call_id, arguments = call.id or self.new_id(), as_json(call.arguments)
         if self._is_named:
-            return "".join(
-                f"{self.opening}{call.name}{self.id_opening + (call.id or self.new_id()) if self._has_id else ''}"
-                f"{self.separator}{as_json(call.arguments)}"
-                for call in calls
-            )
-        objects = [
-            f'{{"name": "{call.name}", "arguments": {as_json(call.arguments)}, "id": "{call.id or self.new_id()}"}}'
-            for call in calls
-        ]
-        return f"{self.opening}[{', '.join(objects)}]"
+            return f"{call.name}{self.id_opening + call_id if self._has_id else ''}{self.separator}{arguments}"
+        return f'{{"name": "{call.name}", "arguments": {arguments}, "id": "{call_id}"}}'
 
-    def calls_expression(self, writer: GrammarWriter, tools: Sequence[Tool], *, parallel: bool) -> str:
-        functions = []
-        for tool in tools:
-            if self._is_named:
-                call_id = writer.sequence(writer.text(self.id_opening), _MISTRAL_ID_PATTERN) if self._has_id else ""
-                before = writer.sequence(writer.text(tool.name), call_id, writer.text(self.separator))
-                after = ""
-            else:
-                before = writer.text(f'{{"name": "{tool.name}", "arguments": ')
-                after = writer.sequence(writer.text(', "id": "'), _MISTRAL_ID_PATTERN, writer.text('"}'))
-            functions.append(writer.rule(writer.sequence(before, writer.arguments(tool), after)))
+    def call_expression(self, writer: GrammarWriter, tool: Tool) -> str:
         if self._is_named:
-            return writer.calls(functions, self.opening, "", "", parallel=parallel)
-        return writer.call_list(functions, f"{self.opening}[", "]", parallel=parallel)
+            call_id = writer.sequence(writer.text(self.id_opening), _MISTRAL_ID_PATTERN) if self._has_id else ""
+            parts = [writer.text(tool.name), call_id, writer.text(self.separator), writer.arguments(tool)]
+        else:
+            before = writer.text(f'{{"name": "{tool.name}", "arguments": ')
+            after = [writer.text(', "id": "'), _MISTRAL_ID_PATTERN, writer.text('"}')]
+            parts = [before, writer.arguments(tool), *after]
+        return writer.sequence(*parts)
 
     def call_id(self, completion_id: str, index: int) -> str:
         """Return an id of nine letters or digits: the templates reject others."""
         digest = hashlib.blake2b(f"{completion_id} {index}".encode(), digest_size=9).digest()
         return "".join(_ID_LETTERS[byte % len(_ID_LETTERS)] for byte in digest)
-
-    @property
-    def _is_named(self) -> bool:
-        return self.separator in self.source
-
-    @property
-    def _has_id(self) -> bool:
-        return self.id_opening in self.source

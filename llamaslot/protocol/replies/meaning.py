@@ -90,18 +90,13 @@ class Meanings:
             # Content counts as text, because clients may convert a text to parts, for example to mark it for
             # caching.
             meaning = digest_of(_encoded({**message, "content": content_of(message)}))
-        return with_meaning(conversation, meaning)
+        return digest_of(conversation, meaning)
 
     def _of_call(self, call: Message) -> bytes | None:
         if id(call) not in self._calls:
             function = call["function"]
             self._calls[id(call)] = _call_meaning(ToolCall(function["name"], function["arguments"], call.get("id")))
         return self._calls[id(call)]
-
-
-def with_meaning(conversation: bytes, meaning: bytes) -> bytes:
-    """Return the digest of a conversation with one more message of the given meaning."""
-    return digest_of(conversation, meaning)
 
 
 def with_merged_replies(conversation: Conversation) -> list[list[Message]]:

@@ -23,12 +23,10 @@ from llamaslot.base.tokens import ids_of
 from llamaslot.protocol.replies.meaning import (
     START,
     Meanings,
-    Merged,
     content_of,
     digest_of,
     merged_replies,
     reasoning_meaning,
-    with_meaning,
     with_merged_replies,
 )
 from llamaslot.protocol.replies.rendering import (
@@ -70,6 +68,7 @@ class _Plan:
 
     start: bytes
     meanings: Meanings
+    template: ProbedTemplate
     messages: Conversation = field(default_factory=list)
     found: list[_Found] = field(default_factory=list)
     conversation: bytes = START
@@ -170,7 +169,8 @@ class ReplyRestorer:
         superseded: set[bytes] = set()
         meanings = Meanings()
         for n_left in reversed(range(_MAX_TRIES)):
-            plan = self._plan(history, _Plan(start, meanings), excluded | superseded if n_left else None, template)
+            plan = _Plan(start, meanings, template)
+            self._fill(plan, history, excluded | superseded if n_left else None)
             if plan.superseded:
                 superseded |= plan.superseded
                 continue
@@ -183,7 +183,7 @@ class ReplyRestorer:
                 excluded.add(plan.found[0].reply.key)
                 superseded.clear()
                 continue
-            ends = self._ends(plan, rendering, template)
+            ends = self._ends(plan, rendering)
             if len(ends) == len(plan.found):
                 return plan, rendering, ends
             excluded.add(plan.found[len(ends)].reply.key)
@@ -191,13 +191,8 @@ class ReplyRestorer:
             superseded.clear()
         raise AssertionError("the last try finds nothing")
 
-    def _plan(
-        self, history: Conversation, plan: _Plan, excluded: set[bytes] | None, template: ProbedTemplate
-    ) -> _Plan:
-        """Look up the replies of a conversation, except those in `excluded` (None excludes all).
-
-        Fills and returns `plan`.
-        """
+    def _fill(self, plan: _Plan, history: Conversation, excluded: set[bytes] | None) -> None:
+        """Look up the replies of a conversation, except those in `excluded` (None excludes all)."""
         runs = with_merged_replies(history)
         last_question = max((i for i, run in enumerate(runs) if run[0]["role"] == "user"), default=-1)
         at = 0
@@ -206,7 +201,7 @@ class ReplyRestorer:
             found = None
             for merged in merged_replies(runs, at) if is_reply else ():
                 is_in_loop = at + merged.n_runs > last_question
-                reply = self._find(plan, merged, excluded or set(), is_in_loop=is_in_loop, template=template)
+                reply = self._find(plan, merged.message, excluded or set(), is_in_loop=is_in_loop)
                 if reply is not None:
                     found = merged, reply
                     break
@@ -215,16 +210,15 @@ class ReplyRestorer:
                 at += 1
                 continue
             merged, reply = found
-            calls = template.own_calls(merged.message.get("tool_calls", ()))
+            calls = plan.template.own_calls(merged.message.get("tool_calls", ()))
             plan.messages.append(plan.placeholders.message(len(plan.found), calls))
             meaning = plan.meanings.of(merged.message)
             assert meaning is not None
-            plan.conversation = with_meaning(plan.conversation, meaning)
+            plan.conversation = digest_of(plan.conversation, meaning)
             plan.found.append(_Found(reply, content_of(merged.message), calls, at + merged.n_runs > last_question))
             for result in merged.results:
                 plan.add(result)
             at += merged.n_runs
-        return plan
 
     def _add_run(self, plan: _Plan, run: Sequence[Message]) -> None:
         """Add messages unchanged. Several by the assistant count as the one reply that was divided into them."""
@@ -234,13 +228,12 @@ class ReplyRestorer:
         merged = next(merged_replies([list(run)], 0), None) if len(run) > 1 else None
         meaning = plan.meanings.of(merged.message) if merged is not None else None
         if meaning is not None:
-            plan.conversation = with_meaning(before, meaning)
+            plan.conversation = digest_of(before, meaning)
 
     def _find(
-        self, plan: _Plan, merged: Merged, excluded: set[bytes], *, is_in_loop: bool, template: ProbedTemplate
+        self, plan: _Plan, message: Message, excluded: set[bytes], *, is_in_loop: bool
     ) -> RememberedReply | None:
         """Return the remembered reply for a message. Only the text before it is still to be compared."""
-        message = merged.message
         meaning = plan.meanings.of(message)
         if meaning is None:
             return None
@@ -248,19 +241,14 @@ class ReplyRestorer:
         for i, state in reversed([*enumerate(states)][-_MAX_EARLIER:]):
             key = digest_of(state, plan.conversation, meaning)
             reply = self._store.find(key) if key not in excluded else None
-            if reply is not None and self._may_be(message, reply, is_in_loop=is_in_loop, template=template):
+            if reply is None or not _has_same_reasoning(message, reply):
+                continue
+            # The last condition only saves a rendering: `_ends` would detect it as well.
+            calls = message.get("tool_calls", ())
+            if is_in_loop or not reply.has_reasoning or not plan.template.strips_reasoning(calls):
                 plan.superseded |= {each.reply.key for each in plan.found[i:]}
                 return reply
         return None
-
-    def _may_be(
-        self, message: Message, reply: RememberedReply, *, is_in_loop: bool, template: ProbedTemplate
-    ) -> bool:
-        if not _has_same_reasoning(message, reply):
-            return False
-        # Only saves a rendering: `_ends` would detect it as well.
-        is_kept = is_in_loop or not reply.has_reasoning
-        return is_kept or not template.strips_reasoning(message.get("tool_calls", ()))
 
     def _continued(self, plan: _Plan, begun: Message | None, bare: Rendering, at: int) -> RememberedReply | None:
         """Return the remembered reply that the prompt's last message continues."""
@@ -275,9 +263,10 @@ class ReplyRestorer:
         )
         return reply if is_same else None
 
-    def _ends(self, plan: _Plan, rendering: Rendering, template: ProbedTemplate) -> list[int]:
+    def _ends(self, plan: _Plan, rendering: Rendering) -> list[int]:
         """Return the offsets at which the prompt continues after each reply, up to the first that fails."""
         ends: list[int] = []
+        template = plan.template
         text, at = rendering.text, 0
         spans = plan.placeholders.spans(text)
         for number, each in enumerate(plan.found):

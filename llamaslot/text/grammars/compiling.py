@@ -69,6 +69,15 @@ _NO_TEXT = "no text can match"
 TOO_AMBIGUOUS = "the grammar takes too long to follow, probably because it can match a text in very many ways"
 
 
+_LIMITS = LLParserLimits(
+    max_items_in_row=_MAX_ITEMS_IN_ROW,
+    step_max_items=_MAX_ITEMS_IN_MASK,
+    max_lexer_states=_MAX_LEXER_STATES,
+    verbose_errors=False,
+)
+"""Limits of compiling and of each step."""
+
+
 class GrammarTooLongError(InvalidRequestError):
     """The grammar made from a request is too long to be compiled."""
 
@@ -174,7 +183,7 @@ class LocalTrial:
         """Compile a grammar, and follow it with random tokens."""
         tokenizer = self.prepare()
         began = self._clock()
-        matcher = LLMatcher(tokenizer, constraint.grammar, log_level=0, limits=limits())
+        matcher = LLMatcher(tokenizer, constraint.grammar, log_level=0, limits=_LIMITS)
         if matcher.is_error():
             return TrialResult(matcher.get_error())
         warnings = [each for each in matcher.get_grammar_warnings() if not each.startswith(_HARMLESS)]
@@ -218,20 +227,10 @@ def _follow(matcher: LLMatcher, mask: bytes, eos: set[int], clock: Callable[[], 
 
 def compile_grammar(constraint: Constraint, tokenizer: LLTokenizer) -> LLMatcher:
     """Return a matcher at the start of a grammar; raises `InvalidRequestError`."""
-    matcher = LLMatcher(tokenizer, constraint.grammar, log_level=0, limits=limits())
+    matcher = LLMatcher(tokenizer, constraint.grammar, log_level=0, limits=_LIMITS)
     if matcher.is_error():
         raise grammar_error(matcher.get_error(), constraint.param)
     return matcher
-
-
-def limits() -> LLParserLimits:
-    """Return the limits of compiling and of each step."""
-    return LLParserLimits(
-        max_items_in_row=_MAX_ITEMS_IN_ROW,
-        step_max_items=_MAX_ITEMS_IN_MASK,
-        max_lexer_states=_MAX_LEXER_STATES,
-        verbose_errors=False,
-    )
 
 
 def too_long(param: str) -> InvalidRequestError:

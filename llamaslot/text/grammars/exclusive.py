@@ -13,9 +13,8 @@ from typing import Any
 
 import msgspec
 
-from llamaslot.base.json_schemas import Resolve, Schema, conjuncts, dict_of, is_number, list_of
+from llamaslot.base.json_schemas import ALL_TYPES, Resolve, Schema, conjuncts, dict_of, is_number, list_of, type_of
 
-_TYPES = frozenset({"null", "boolean", "number", "string", "array", "object"})
 _MAX_STEPS = 100_000
 """Most steps (schemas, values and names visited) for one schema, which take 0.3 s. 100 alternatives that differ by
 a property take half of them. What is left undecided is decided by llguidance, which compares properties only.
@@ -28,7 +27,6 @@ _ALTERNATIVES_STEPS = 50
 _MAX_DEPTH = 12
 """Most levels of nested properties and alternatives."""
 _LENGTHS = {"string": ("minLength", "maxLength"), "array": ("minItems", "maxItems")}
-_NO_VALUES: list[Any] = []
 
 
 class Judge:
@@ -165,7 +163,7 @@ def _without(schemas: list[Schema], schema: Schema, name: str) -> Iterator[Schem
 
 
 def _types(parts: list[Schema]) -> frozenset[str]:
-    found = _TYPES
+    found = ALL_TYPES - {"integer"}
     for each in parts:
         said = each.get("type")
         names = [said] if isinstance(said, str) else said
@@ -185,11 +183,8 @@ def _values(parts: list[Schema]) -> list[Any] | None:
 
 
 def _type_of(value: object) -> str:
-    if value is None or isinstance(value, bool):
-        return "null" if value is None else "boolean"
-    if isinstance(value, int | float):
-        return "number"
-    return "string" if isinstance(value, str) else "array" if isinstance(value, list) else "object"
+    kind = type_of(value)
+    return "number" if kind == "integer" else kind
 
 
 def _breaks(value: object, schema: Schema) -> bool:
@@ -246,4 +241,4 @@ def _property(parts: list[Schema], name: str) -> list[Any] | None:
 
 
 def _list_of(parts: list[Schema], name: str) -> list[Any]:
-    return next((each[name] for each in parts if isinstance(each.get(name), list)), _NO_VALUES)
+    return next((each[name] for each in parts if isinstance(each.get(name), list)), [])

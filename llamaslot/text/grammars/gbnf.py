@@ -196,9 +196,12 @@ class _Parser:
 
     def _item(self) -> Node | None:
         char = self._next()
-        readers = {'"': self._literal, "[": self._class, "<": self._token, "!": self._token, ".": self._any}
+        readers = {'"': self._literal, "[": self._class, "<": self._token, "!": self._token}
         if char in readers:
             return readers[char]()
+        if char == ".":
+            self._at += 1
+            return Leaf(r"/(?s:.)/")
         if char == "(":
             self._depth += 1
             if self._depth > _MAX_DEPTH:
@@ -215,10 +218,6 @@ class _Parser:
             self._at = name.end()
             return reference
         return None
-
-    def _any(self) -> Leaf:
-        self._at += 1
-        return Leaf(r"/(?s:.)/")
 
     def _literal(self) -> Node:
         self._at += 1

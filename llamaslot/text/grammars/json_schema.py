@@ -1,6 +1,7 @@
 """JSON schemas as constraints.
 
-llguidance enforces a schema, and refuses unknown keywords by name. Before that, schemas are changed here:
+llguidance enforces a schema, and refuses by name keywords of JSON Schema that it does not implement. Other keywords
+have no effect. Before that, schemas are changed here:
 
 - Objects that list `properties` and do not mention others get no others, as in llama-server and XGrammar: a model
   that never saw the schema might add properties forever. Every answer is still valid. This is not done where it
@@ -41,6 +42,7 @@ from llamaslot.base.json_schemas import (
     referenced,
     subschemas,
 )
+from llamaslot.text.conversation import refuse_field
 from llamaslot.text.grammars.compiling import MAX_CONSTRAINT_CHARS, too_long
 from llamaslot.text.grammars.exclusive import Judge
 from llamaslot.text.grammars.schema_fixes import (
@@ -122,7 +124,7 @@ def prepared_schema(
     if schema is True:
         schema = {"type": list(ALL_TYPES)}
     if not isinstance(schema, dict):
-        raise InvalidRequestError(f"'{param}' must be a JSON schema, an object", param=param)
+        refuse_field(param, "must be a JSON schema, an object")
     try:
         text = msgspec.json.encode(schema)
         # Checked first, because processing takes long for a long schema.
@@ -149,11 +151,8 @@ def _check_multiples(schema: Schema, param: str) -> None:
             number = Decimal(str(value))
             total += int(abs(number.scaleb(max(0, -int(number.as_tuple().exponent)))))
     if total > MAX_MULTIPLE_OF:
-        raise InvalidRequestError(
-            f"'{param}': JSON Schema's 'multipleOf' is supported up to {MAX_MULTIPLE_OF} (without the decimal "
-            "point, all of a schema together)",
-            param=param,
-        )
+        most = f"{MAX_MULTIPLE_OF} (without the decimal point, all of a schema together)"
+        refuse_field(param, f": JSON Schema's 'multipleOf' is supported up to {most}")
 
 
 def _check_properties(schema: Schema, param: str) -> None:
@@ -164,8 +163,7 @@ def _check_properties(schema: Schema, param: str) -> None:
         n_optional = len(properties.keys() - set(map(str, list_of(each.get("required")))))
         for n, most, kind in ((len(properties), MAX_PROPERTIES, ""), (n_optional, MAX_OPTIONAL, "optional ")):
             if n > most:
-                message = f"'{param}': an object has {n} {kind}properties (limit: {most})"
-                raise InvalidRequestError(message, param=param)
+                refuse_field(param, f": an object has {n} {kind}properties (limit: {most})")
 
 
 def _check_intersections(root: Schema, param: str) -> None:
@@ -180,10 +178,9 @@ def _check_intersections(root: Schema, param: str) -> None:
         for pattern in patterns:
             n_states = min(n_states * n_states_of(pattern), 10**9)
         if len(patterns) > 1 and n_states > MAX_INTERSECTION:
-            raise InvalidRequestError(
-                f"'{param}': {len(patterns)} patterns must match at once ('allOf'), and the product of their "
-                f"repetitions is above {MAX_INTERSECTION}; simplify them",
-                param=param,
+            many = f"{len(patterns)} patterns must match at once ('allOf')"
+            refuse_field(
+                param, f": {many}, and the product of their repetitions is above {MAX_INTERSECTION}; simplify them"
             )
 
 
@@ -194,7 +191,7 @@ def _prepare(root: Schema, param: str, *, limits_digits: bool, is_of_arguments: 
     # Unknown keywords through which a reference leads, such as OpenAPI's `components`, are kept.
     kept = _KEYWORDS | (_names_in_references(root) - _WORDS)
     for each in subschemas(root):
-        # llguidance ignores unknown keywords too, but refuses references to schemas that have them.
+        # llguidance ignores unknown keywords too, except that it refuses circular references beside which one is.
         for name in each.keys() - kept:
             del each[name]
         if isinstance(each.get("format"), str) and each["format"] not in _KNOWN_FORMATS:
@@ -365,39 +362,35 @@ def _state_type(schema: Schema) -> None:
 def _pattern(pattern: str, param: str) -> str:
     rewritten = ecmascript_pattern(pattern)
     if rewritten is None:
-        message = f"'{param}': a character class in the pattern {pattern!r} is not supported"
-        raise InvalidRequestError(message, param=param)
+        refuse_field(param, f": a character class in the pattern {pattern!r} is not supported")
     return rewritten
 
 
 def _open_schemas(root: Schema) -> set[int] | None:
     """Return the ids of schemas that must not be closed; None if references make it impossible to tell."""
     found: set[int] = set()
-    todo: list[tuple[object, bool]] = []
-    """Schemas to leave open; if True with all schemas in them, else with those that apply to the same value."""
+    todo: list[object] = []
+    """Schemas to leave open, with those that apply to the same value."""
     for each in subschemas(root):
-        todo += [(child, True) for child in list_of(each.get("oneOf"))]
-        todo += [(child, False) for child in list_of(each.get("allOf"))]
+        for child in list_of(each.get("oneOf")):
+            _add_all(root, child, found)
+        todo += list_of(each.get("allOf"))
         if not each.keys() - {"anyOf"} <= _ANNOTATIONS | {"type"}:
-            todo += [(child, False) for child in list_of(each.get("anyOf"))]
+            todo += list_of(each.get("anyOf"))
         if "$ref" in each:
             target = referenced(each["$ref"], root)
             if target is None or "$dynamicRef" in each:
                 return None
             if not each.keys() - {"$ref"} <= _ANNOTATIONS:
-                todo.append((target, False))
-    seen: set[tuple[int, bool]] = set()
+                todo.append(target)
+    seen: set[int] = set()
     while todo:
-        schema, is_deep = todo.pop()
-        if not isinstance(schema, dict) or (id(schema), is_deep) in seen:
-            continue
-        seen.add((id(schema), is_deep))
-        for each in subschemas(schema) if is_deep else (schema,):
-            found.add(id(each))
-            if "$ref" in each:
-                todo.append((referenced(each["$ref"], root), is_deep))
-            todo += [(child, is_deep) for name in _IN_PLACE for child in list_of(each.get(name))]
-    return found
+        schema = todo.pop()
+        if isinstance(schema, dict) and id(schema) not in seen:
+            seen.add(id(schema))
+            todo.append(referenced(schema.get("$ref"), root))
+            todo += [child for name in _IN_PLACE for child in list_of(schema.get(name))]
+    return found | seen
 
 
 def _names_in_references(root: Schema) -> set[str]:

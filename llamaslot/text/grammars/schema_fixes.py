@@ -54,7 +54,7 @@ def remove_vacuous(schema: Schema, resolve: Resolve, share: Share) -> None:
         "uniqueItems": schema.get("uniqueItems") is False or _is_at_most(schema.get("maxItems"), 1),
         "contains": _is_at_most(schema.get("minContains"), 0) and "maxContains" not in schema,
         "minProperties": _is_at_most(schema.get("minProperties"), n_required),
-        "maxProperties": n_allowed is not None and _is_at_least(schema.get("maxProperties"), n_allowed),
+        "maxProperties": n_allowed is not None and _is_at_most(n_allowed, schema.get("maxProperties")),
         "not": schema.get("not") is False,
         "propertyNames": _says_nothing(schema.get("propertyNames"), "string", resolve),
         "if": all(_says_nothing(schema.get(name, True)) for name in ("then", "else")),
@@ -130,12 +130,8 @@ def _is_empty_map(value: object) -> bool:
     return isinstance(value, dict) and all(each in ([], True, {}) for each in value.values())
 
 
-def _is_at_most(value: Any, bound: int) -> bool:
-    return is_number(value) and value <= bound
-
-
-def _is_at_least(value: Any, bound: int) -> bool:
-    return is_number(value) and value >= bound
+def _is_at_most(value: Any, bound: Any) -> bool:
+    return bool(is_number(value) and is_number(bound) and value <= bound)
 
 
 def exact_bounds(schema: dict[str, Any]) -> None:

@@ -18,8 +18,8 @@ from llamaslot.protocol.bodies import ChatBody
 from llamaslot.protocol.chat_prompt import ChatReader
 from llamaslot.protocol.replies.rendering import n_common_characters
 from llamaslot.text.builtin_templates import builtin_names, resolve
+from llamaslot.text.message_order import MessageOrder
 from llamaslot.text.template import ChatTemplate
-from llamaslot.text.turns import TurnForm
 from tests.conftest import LONG
 from tests.text.test_shipped_templates import FILES, FURTHER_FILES
 
@@ -120,7 +120,7 @@ def test_nothing_is_refused_or_left_out_and_what_a_template_takes_is_not_changed
         assert [text for text in (*texts, *described) if text not in written] == [], turns
         try:
             with monkeypatch.context() as patch:
-                patch.setattr(ChatTemplate, "_turn_form", lambda *_, **__: TurnForm())
+                patch.setattr(ChatTemplate, "_message_order", lambda *_, **__: MessageOrder())
                 as_it_is = prompt(chat, messages, given, reply=reply)
         except InvalidRequestError:
             continue

@@ -15,8 +15,8 @@ import hashlib
 import json
 import re
 import string
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, groupby, takewhile
 from typing import Any, TypeAlias
@@ -100,7 +100,7 @@ def _result_as_text(message: Message) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class TurnForm:
+class MessageOrder:
     """The order and form of messages that a template accepts. Most templates accept everything (True)."""
 
     repeats: bool = True
@@ -284,7 +284,7 @@ def probed(
     takes_calls: bool,
     written: Sequence[str],
     generation_prompt: Render,
-) -> TurnForm:
+) -> MessageOrder:
     """Render small conversations, and return what the template accepts.
 
     Without `refusals`, a conversation that it refuses counts as accepted, and only one of which it leaves out
@@ -307,7 +307,7 @@ def probed(
         return all(part in text for part in (*written, *chain(*map(_texts, (*start, *messages)))))
 
     if not takes(question, reply, question):
-        return TurnForm()
+        return MessageOrder()
     has_loops = takes(question, call, result, reply, question)
     repeats = takes(question, reply, other_reply, other_question)
     if has_system and (not takes(question, reply) or (has_loops and not takes(question, call, result))):
@@ -345,17 +345,17 @@ def probed(
     form["without_question"] = frozenset(kind for kind, is_taken in alone.items() if is_taken)
     form["first"] = frozenset(kind for kind, is_taken in first.items() if is_taken)
     if not has_loops:
-        return TurnForm(**form)
+        return MessageOrder(**form)
     orphans = {"user": (question, result, reply, question), "assistant": (question, reply, result, other_reply)}
     form["orphans_after"] = frozenset(role for role, loop in orphans.items() if takes(*loop) or not repeats)
     if not takes_calls:
-        return TurnForm(**form)
+        return MessageOrder(**form)
     both = _calling("", _SHORT_IDS)
     form["parallel"] = takes(question, both, result, other_result)
     beside = _calling("a text beside it", _SHORT_IDS[:1])
     form["text_in_loop"] = takes(question, beside, result)
     form["text_before_reply"] = takes(question, beside, result, reply, question)
-    return TurnForm(
+    return MessageOrder(
         **form,
         call_head=_head([*start, question], call, reply, render, generation_prompt),
         ids=_taken_ids([*start, question], render),
@@ -413,27 +413,18 @@ def _taken_ids(before: Conversation, render: Render) -> str | None:
     return ".{9}" if takes("call-000_", tool_call_id="call-000_") else "[A-Za-z0-9]{9}"
 
 
-class _Unanswered:
-    """Ids of the preceding message's calls that have no result yet, in order."""
+_Unanswered: TypeAlias = Counter[str | None]
+"""Ids of the preceding message's calls that have no result yet, in order."""
 
-    def __init__(self, ids: Iterable[str | None] = ()) -> None:
-        self._n_of: OrderedDict[str | None, int] = OrderedDict()
-        for call_id in ids:
-            self._n_of[call_id] = self._n_of.get(call_id, 0) + 1
 
-    @property
-    def first(self) -> str | None:
-        """The first id; None if there is none, or if the call has no id."""
-        return next(iter(self._n_of), None)
-
-    def take(self, call_id: str | None) -> bool:
-        """Record a result of a call; returns False if none is expected."""
-        if call_id not in self._n_of:
-            return False
-        self._n_of[call_id] -= 1
-        if not self._n_of[call_id]:
-            del self._n_of[call_id]
-        return True
+def _take(unanswered: _Unanswered, call_id: str | None) -> bool:
+    """Record a result of a call; returns False if none is expected."""
+    if call_id not in unanswered:
+        return False
+    unanswered[call_id] -= 1
+    if not unanswered[call_id]:
+        del unanswered[call_id]
+    return True
 
 
 def _with_ids(conversation: Conversation, taken: str) -> Conversation:
@@ -455,17 +446,17 @@ def _with_ids(conversation: Conversation, taken: str) -> Conversation:
         return new[call_id]
 
     changed: Conversation = []
-    waiting = _Unanswered()
+    waiting: _Unanswered = Counter()
     for i, message in enumerate(conversation):
         if calls := message.get("tool_calls"):
             ids = [fitting(call.get("id") or f"call {n} of message {i}") for n, call in enumerate(calls)]
-            waiting = _Unanswered(ids)
+            waiting = Counter(ids)
             named = [{**call, "id": call_id} for call, call_id in zip(calls, ids, strict=True)]
             changed.append({**message, "tool_calls": named})
         elif message["role"] == "tool":
             given = message.get("tool_call_id")
-            call_id = fitting(given) if given else (waiting.first or fitting(f"result {i}"))
-            waiting.take(call_id)
+            call_id = fitting(given) if given else (next(iter(waiting), None) or fitting(f"result {i}"))
+            _take(waiting, call_id)
             changed.append({**message, "tool_call_id": call_id})
         else:
             changed.append(message)
@@ -483,19 +474,21 @@ def _without_orphans(conversation: Conversation, taken_after: frozenset[str]) ->
     They are moved after the results of the preceding calls, which must directly follow their calls.
     """
     changed: Conversation = []
-    waiting = _Unanswered()
+    waiting: _Unanswered = Counter()
     orphans: Conversation = []
     before = "user"
     for message in conversation:
         if message["role"] != "tool":
             changed += results_from_user(orphans)
             orphans = []
-            waiting = _Unanswered(call.get("id") for call in message.get("tool_calls", ()))
+            waiting = Counter(call.get("id") for call in message.get("tool_calls", ()))
             before = "assistant" if message["role"] == "assistant" else "user"
             changed.append(message)
             continue
         call_id = message.get("tool_call_id")
-        if waiting.take(call_id) or (call_id is None and waiting.take(waiting.first)) or before in taken_after:
+        if call_id is None and None not in waiting:
+            call_id = next(iter(waiting), None)
+        if _take(waiting, call_id) or before in taken_after:
             changed.append(message)
         else:
             orphans.append(message)
