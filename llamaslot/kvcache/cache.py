@@ -118,7 +118,7 @@ class KVCache:
         self._loader = Loader(*shared, self._disk, self._offloader, settings, self._counters)
         self._restorer = Restorer(*shared, self._disk, self.checkpoints, self._loader, settings)
         self._policy = OffloadPolicy(
-            settings, *shared, self._disk, self._offloader, self.checkpoints, lambda: self.has_streams
+            settings, *shared, self._disk, self._offloader, self.checkpoints, lambda: self.has_decodes
         )
         self._public = PublicPrefix(self._tree, self._tiers, self._disk, self._offloader)
         self.remote = RemoteTier(
@@ -138,8 +138,8 @@ class KVCache:
         """Tokens that were cached when each running slot was acquired."""
         self._n_loaded = 0
         """Tokens loaded in this step."""
-        self.has_streams = False
-        """True if streams run in this step, so that it may save and load only as much as fits into `gap_ms`."""
+        self.has_decodes = False
+        """True if requests decode in this step, so that it may save and load only as much as fits into `gap_ms`."""
         self.ignored = self._disk.restore(on_disk, first_number)
         """Numbers of segments on disk that are too large to be used."""
 
@@ -272,7 +272,7 @@ class KVCache:
         if n_copied:
             self._pool.deduplicate()
         # In a partitioned pool every load loads the whole sequence again (fact 3), so one large load is cheaper.
-        is_limited = self.has_streams and self.settings.unified
+        is_limited = self.has_decodes and self.settings.unified
         limit = self.settings.max_tokens_in_gap(self.settings.load_us) if is_limited else None
         limit = None if limit is None else max(0, limit - self._n_loaded)
         is_reading = self._restorer.is_reading(seq)

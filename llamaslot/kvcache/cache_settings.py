@@ -98,7 +98,7 @@ class CacheSettings:
     min_shared: int = 64
     """Shortest shared prefix worth waiting for; also the shortest unshared tail that keeps a sequence id."""
     gap_ms: float
-    """Most time that saving and loading may add between two tokens of a stream."""
+    """Most time that saving and loading may add between two tokens of a decoding request."""
     write_interval_ms: float = 200.0
     """While requests run, one segment is offloaded ahead in each such interval, to be written to disk."""
     idle_delay_ms: float = 50.0
@@ -223,9 +223,9 @@ class CacheSettings:
 
     @property
     def max_takes_in_gap(self) -> int | None:
-        """Most checkpoints that one step may take while streams run; None for no limit."""
+        """Most checkpoints that one step may take while requests decode; None for no limit."""
         return int(self.gap_ms / self.checkpoints.take_ms) if self.checkpoints.take_ms else None
 
     def max_tokens_in_gap(self, us_per_token: float) -> int | None:
-        """Most tokens that one step may save or load while streams run, at this cost each; None for no limit."""
+        """Most tokens that one step may save or load while requests decode, at this cost each; None: no limit."""
         return max(1, int(1e3 * self.gap_ms / us_per_token)) if us_per_token else None

@@ -290,10 +290,10 @@ class Request:
         """True if forced tokens are appended without sampling; not if probabilities are wanted, which they lack."""
         return self.params.constraint is not None and self.params.sampling.n_probs < 0
 
-    def is_stream(self, n_pending: int) -> bool:
+    def is_decoding(self, n_pending: int) -> bool:
         """True if it has only one token to compute, or the last sampled one with those forced after it.
 
-        So a prompt that is cached whole counts as a stream, and waits no longer than one.
+        So a prompt that is cached whole counts as decoding, and waits no longer.
         """
         return n_pending == 1 or (self.n_generated > 0 and n_pending <= 1 + self.n_forced)
 

@@ -204,14 +204,14 @@ class Scheduler:
         for request in self.admitted:
             self._taker.choose_stops(request)
         running = self.running
-        self.cache.has_streams = any(request.is_stream(self._n_pending(request)) for request in running)
+        self.cache.has_decodes = any(request.is_decoding(self._n_pending(request)) for request in running)
         loaded, is_loading = self._load(running)
         for request in self.admitted:
             self._remote.unpin(request.id)
         able = [request for request in suspects[:1] or by_share(running) if request in loaded]
         turn = self._turns.next(able, self._n_pending, now)
         ready = self._taker.take_due(turn.requests, self.queue)
-        n_prefill = sum(n for request in ready if not request.is_stream(n := self._n_pending(request)) and n > 1)
+        n_prefill = sum(n for request in ready if not request.is_decoding(n := self._n_pending(request)) and n > 1)
         self.cache.offload_idle(n_prefill, lambda: map(self.admission.match, self.queue))
         planner = StepPlanner(
             min(self.n_ctx_slot, self.cache.settings.seq_cells),
@@ -288,7 +288,7 @@ class Scheduler:
         for request in running:
             n_pending = self._n_pending(request)
             lacks_state = self.cache.lacks_state(request.slot)
-            if lacks_state or (n_pending > 1 and not request.is_stream(n_pending)):
+            if lacks_state or (n_pending > 1 and not request.is_decoding(n_pending)):
                 result = self.cache.load(request.slot, request.prefix)
                 request.count_loaded(result)
                 is_loading |= result.status is LoadStatus.MORE
@@ -392,7 +392,7 @@ class Scheduler:
     def _observe(self, plan: StepPlan, result: StepResult) -> None:
         # Tokens forced by constraints cost as much as prompt tokens, so they count as such.
         lengths = [(len(w.run.tokens), w.request) for w in plan.work]
-        n_decoding = sum(1 for n, request in lengths if request.is_stream(n))
+        n_decoding = sum(1 for n, request in lengths if request.is_decoding(n))
         n_prefill = sum(n for n, _ in lengths) - n_decoding
         n_padding = sum(len(run.tokens) for run in plan.padding) if n_prefill else 0
         self.chunks.observe(n_prefill + n_padding, n_decoding, result.seconds)

@@ -60,16 +60,16 @@ class Turn:
     of their turns. Empty if the step computes single tokens, or runs of any length.
     """
     is_forced: bool = False
-    """True if the run of several tokens belongs to a stream, whose constraint forced them."""
+    """True if the run of several tokens belongs to a decoding request, whose constraint forced them."""
     n_waiting: int = 0
-    """Number of streams that are not in this step and wait for its end."""
+    """Number of decoding requests that are not in this step and wait for its end."""
     waiting_since: float | None = None
-    """`PromptTurns` only: when the first step that these streams wait for was planned."""
+    """`PromptTurns` only: when the first step that these requests wait for was planned."""
     waited_s: float | None = None
-    """Seconds that steps of prompts have taken since the streams' last step; None before the first of them."""
+    """Seconds that steps of prompts have taken since their last step; None before the first of them."""
     n_overtaken: int | None = None
     """`PromptTurns` only: steps of other prompts since the first prompt's last step, including this one; None in a
-    step of streams.
+    step of decoding requests.
     """
 
 

@@ -1,19 +1,19 @@
-"""Plan of one step: streams first, then the prompts with the fewest tokens left, as far as one step may have both.
+"""Plan of one step: decodes first, then the prompts with the fewest tokens left, as far as one step may have both.
 
 Running requests are in the order of `fair_share.by_share`: the oldest of each client, then the second oldest ones,
 and so on. Cells go to the first of them first.
 
 1. If free cells do not suffice, idle ones are evicted, then the last request is preempted.
-2. Prompts get the token budget that streams leave. A quarter of it goes to the first prompt, so that this always
+2. Prompts get the token budget that decodes leave. A quarter of it goes to the first prompt, so that this always
    progresses, and the rest to those with the fewest tokens left (shortest remaining first), to minimise TTFT.
-   Tokens that a constraint forced after a stream's last one count as prompt tokens, but a stream is never the first
-   prompt.
+   Tokens that a constraint forced after a sampled one count as prompt tokens, but a decoding request is never the
+   first prompt.
 3. If all requests decode, it counts the following steps that need no decision, and frees cells for some of them.
 
 Where llama.cpp should not compute runs of different lengths together, requests take turns before that:
 
     NoTurns        a step may have all requests
-    PromptTurns    all streams, or one prompt: in a partitioned pool
+    PromptTurns    all decoding requests, or one prompt: in a partitioned pool
     RunTurns       single tokens of any number of requests, or a longer run of one: for models with both sliding
                    windows and recurrent states
 
@@ -58,12 +58,12 @@ class NoTurns:
 
 
 class PromptTurns:
-    """Turns of prompts in a partitioned pool: a step computes streams, or a single prompt.
+    """Turns of prompts in a partitioned pool: a step computes decodes, or a single prompt.
 
     llama.cpp computes tokens of several slots together only if each slot has equally many (fact 3). So two prompts
-    in one step would be computed in small pieces, and a prompt beside streams would take as long as two steps. A
-    prompt therefore has a step of its own, and goes first as long as the streams still get their next tokens within
-    the gap (`ChunkSizer.limit`): a short prompt gets its first token earlier, and the streams' intervals stay the
+    in one step would be computed in small pieces, and a prompt beside decodes would take as long as two steps. A
+    prompt therefore has a step of its own, and goes first as long as the decodes still get their next tokens within
+    the gap (`ChunkSizer.limit`): a short prompt gets its first token earlier, and the decodes' intervals stay the
     same. Every fourth step of prompts is for the first one by share, the others for the one with the fewest tokens
     left.
     """
@@ -73,32 +73,32 @@ class PromptTurns:
         self._n_overtaken = 0
         """Number of steps of other prompts since the first prompt's last step."""
         self._waiting_since: float | None = None
-        """When the first step of prompts since the streams' last step was planned; None if there was none."""
+        """When the first step of prompts since the decodes' last step was planned; None if there was none."""
 
     def next(self, able: Sequence[Request], n_pending: Callable[[Request], int], now: float) -> Turn:
         """Return the turn of the next step; `able` are the requests that may run, in order of their share."""
         pending = {request.id: n_pending(request) for request in able}
-        streams = [request for request in able if request.is_stream(pending[request.id])]
-        prompts = [request for request in able if not request.is_stream(pending[request.id])]
+        decodes = [request for request in able if request.is_decoding(pending[request.id])]
+        prompts = [request for request in able if not request.is_decoding(pending[request.id])]
         waited_s = None if self._waiting_since is None else now - self._waiting_since
         if not prompts:
-            return Turn(streams, waited_s=waited_s)
+            return Turn(decodes, waited_s=waited_s)
         first = prompts[0]
         chosen = first if self._n_overtaken == MAX_OVERTAKEN else min(prompts, key=lambda each: pending[each.id])
-        if waited_s is not None and not self._can_wait(streams, waited_s, pending[chosen.id]):
-            return Turn(streams, waited_s=waited_s)
+        if waited_s is not None and not self._can_wait(decodes, waited_s, pending[chosen.id]):
+            return Turn(decodes, waited_s=waited_s)
         since = now if self._waiting_since is None else self._waiting_since
         n_overtaken = 0 if chosen is first else self._n_overtaken + 1
         return Turn(
-            [chosen], n_waiting=len(streams), waiting_since=since, waited_s=waited_s, n_overtaken=n_overtaken
+            [chosen], n_waiting=len(decodes), waiting_since=since, waited_s=waited_s, n_overtaken=n_overtaken
         )
 
-    def _can_wait(self, streams: Sequence[Request], waited_s: float, n_prompt: int) -> bool:
+    def _can_wait(self, decodes: Sequence[Request], waited_s: float, n_prompt: int) -> bool:
         """True if the gap leaves time for a query block of the prompt, or for all that the prompt has left."""
-        # A prompt that is cached whole counts as a stream, but its user still waits for the first token.
-        if any(not stream.n_generated for stream in streams):
+        # A prompt that is cached whole counts as decoding, but its user still waits for the first token.
+        if any(not request.n_generated for request in decodes):
             return False
-        limit = self._chunks.limit(0, n_waiting=len(streams), waited_s=waited_s)
+        limit = self._chunks.limit(0, n_waiting=len(decodes), waited_s=waited_s)
         return limit >= min(n_prompt, self._chunks.block(0))
 
     def commit(self, turn: Turn) -> None:
@@ -113,9 +113,9 @@ class RunTurns:
     length (fact 33).
 
     1. A step computes either one token each of any number of requests, or a longer run of a single request: a chunk
-       of a prompt, or what a constraint forced after a stream's last token. Both kinds of steps alternate.
-    2. Longer runs of streams and of prompts alternate as well, so that a stream does not wait for all prompts, nor
-       a prompt for all streams.
+       of a prompt, or what a constraint forced after a sampled token. Both kinds of steps alternate.
+    2. Longer runs of decodes and of prompts alternate as well, so that a decode does not wait for all prompts, nor
+       a prompt for all decodes.
     3. Otherwise the request that has waited longest gets the longer run.
     """
 
@@ -123,7 +123,7 @@ class RunTurns:
         self._last_had_long_run = False
         """True if the last step had a longer run."""
         self._last_was_forced = False
-        """True if the last longer run belonged to a stream."""
+        """True if the last longer run belonged to a decoding request."""
         self._last_long_run = ""
         """Id of the request that had the last longer run."""
         self._order: list[str] = []
@@ -136,8 +136,8 @@ class RunTurns:
         """
         pending = [(request, n_pending(request)) for request in able]
         single = [request for request, n in pending if n == 1]
-        longer = [(request, request.is_stream(n)) for request, n in pending if n > 1]
-        n_forced = sum(is_stream for _, is_stream in longer)
+        longer = [(request, request.is_decoding(n)) for request, n in pending if n > 1]
+        n_forced = sum(is_decoding for _, is_decoding in longer)
         if not longer or (single and self._last_had_long_run):
             return Turn(single, n_waiting=n_forced)
         places = {name: i for i, name in enumerate(self._order)}
@@ -200,26 +200,26 @@ class StepPlanner:
     def grant(self, requests: Sequence[Request], *, turn: Turn) -> list[Work]:
         """Return the work of this step for some of the running requests, sorted by sequence id.
 
-        `requests` are in order of their share. `turn` has the number of streams that wait for the end of this step,
+        `requests` are in order of their share. `turn` has the number of decodes that wait for the end of this step,
         and how long they have waited.
         """
         pending = {r.id: len(r.tokens) - self._cache.length(r.slot) for r in requests}
-        streams = {r.id for r in requests if r.is_stream(pending[r.id])}
-        n_decoding = len(streams)
+        decodes = {r.id for r in requests if r.is_decoding(pending[r.id])}
+        n_decoding = len(decodes)
         due = {r.id: r.stops.limit(self._cache.length(r.slot), pending[r.id]) for r in requests}
         wanted = self._within_logits(requests, due)
         limit = self._chunks.limit(n_decoding, n_waiting=turn.n_waiting, waited_s=turn.waited_s)
-        shares = self._shares(wanted, streams, limit)
+        shares = self._shares(wanted, decodes, limit)
         if self._leaves_rest(due, shares):
             spans = [(self._cache.length(request.slot), shares[request.id]) for request in requests]
             is_one_pass = self._cache.settings.unified or len(requests) == 1
             if is_one_pass and self._padding.gain_ms(spans, self._cache.cells.used):
                 # Fill the query block with more tokens of these prompts instead of padding.
                 limit = self._chunks.block(n_decoding)
-            n_left = max((n for name, n in wanted.items() if name not in streams), default=0)
+            n_left = max((n for name, n in wanted.items() if name not in decodes), default=0)
             may_grow = turn.waited_s is None
             limit = self._chunks.without_short_rest(limit, n_left, n_decoding, may_grow=may_grow)
-            shares = self._shares(wanted, streams, limit)
+            shares = self._shares(wanted, decodes, limit)
         self._is_chunked = self._leaves_rest(due, shares)
         granted: list[Work] = []
         for request in requests:
@@ -235,7 +235,7 @@ class StepPlanner:
         return granted
 
     def _with_drafts(self, granted: Sequence[Work]) -> list[Work]:
-        """Return the work with the drafts of streams, as far as the step, free cells and rows of logits have room.
+        """Return the work with the drafts of requests, as far as the step, free cells and rows of logits have room.
 
         The part of a draft that is rejected is removed, so the model must be able to truncate sequences.
         """
@@ -277,15 +277,15 @@ class StepPlanner:
         return any(shares[name] < n for name, n in pending.items())
 
     @staticmethod
-    def _shares(pending: dict[str, int], streams: AbstractSet[str], left: int) -> dict[str, int]:
+    def _shares(pending: dict[str, int], decodes: AbstractSet[str], left: int) -> dict[str, int]:
         """Return the number of tokens that each request may compute in this step, given its `pending` tokens.
 
-        Each stream gets one token; `left` are divided among prompts and tokens forced by constraints.
+        Each decoding request gets one token; `left` are divided among prompts and tokens forced by constraints.
         """
-        shares = {name: min(n, 1) if name in streams else 0 for name, n in pending.items()}
+        shares = {name: min(n, 1) if name in decodes else 0 for name, n in pending.items()}
         rests = {name: n - shares[name] for name, n in pending.items() if n > shares[name]}
         turns = [(name, left) for name in sorted(rests, key=lambda name: rests[name])]
-        first = next((name for name in rests if name not in streams), None)
+        first = next((name for name in rests if name not in decodes), None)
         if first is not None:
             turns.insert(0, (first, math.ceil(left * FIRST_PROMPT_FRACTION)))
         for name, most in turns:
@@ -329,14 +329,14 @@ class StepPlanner:
         return self._pad_unified(work) if self._cache.settings.unified else self._pad_parts(work)
 
     def _pad_parts(self, work: Sequence[Work]) -> Sequence[Run]:
-        """Return dummy rows that join streams into fewer passes, or padding after a prompt that is alone."""
+        """Return dummy rows that join decodes into fewer passes, or padding after a prompt that is alone."""
         settings = self._cache.settings
         if all(len(each.run.tokens) == 1 for each in work):
             held = {slot: self._cache.length(slot) for slot in range(settings.n_slots)}
             free = {slot: n for slot, n in held.items() if n < settings.seq_cells}
             return self._passes.fill([each.run.seq for each in work], free)
         if len(work) > 1:
-            # A stream has forced tokens, which llama.cpp computes in further passes anyway.
+            # A decoding request has forced tokens, which llama.cpp computes in further passes anyway.
             return ()
         run = work[0].run
         n, end = len(run.tokens), run.start + len(run.tokens)

@@ -527,7 +527,7 @@ def test_a_suspect_does_not_wait_for_another_request_s_checkpoint(
     assert machine.cache.settings.max_takes_in_gap == 1
     for seed in (1, 2):
         machine.new_request(letters(12, seed), max_tokens=8)
-    while len(machine.running) < 2 or not machine.cache.has_streams:
+    while len(machine.running) < 2 or not machine.cache.has_decodes:
         machine.step(1, 0, is_late=False, n_jobs=0)
     monkeypatch.setattr(machine.scheduler._taker, "_is_due", lambda request, queue: True)
     monkeypatch.setattr(machine.cache.checkpoints, "take", lambda slot: None)

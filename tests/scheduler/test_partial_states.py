@@ -414,7 +414,7 @@ def test_only_checkpoints_that_are_taken_use_up_the_gap(monkeypatch: pytest.Monk
     assert driver.cache.settings.max_takes_in_gap == 1
     requests = [driver.submit(letter * 20, max_tokens=8) for letter in "ab"]
     driver.step()
-    driver.cache.has_streams = True
+    driver.cache.has_decodes = True
     for request in requests:
         request.stops.add(driver.held(request))
     monkeypatch.setattr(driver.cache.checkpoints, "take", lambda seq: None)
