@@ -362,7 +362,7 @@ class Engine:
         if await self._costs.measure(self._worker.call, lambda: self._stopping or bool(self._inbox)):
             info = self._backend.info
             by_now = replace(self._settings, offload_after=self._settings.offload_after_by(info))
-            self.scheduler.learn(info, cache_settings(self._backend, by_now, None))
+            self.scheduler.set_costs(info, cache_settings(self._backend, by_now, None))
             cost = info.kv_cost
             self._watch.expect(cost.prefill_us if cost is not None else 0.0)
         else:

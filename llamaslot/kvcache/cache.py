@@ -463,9 +463,9 @@ class KVCache:
         self._offloader.free_evicted()
         return range(segment.start, segment.end) if segment is not None else None
 
-    def learn(self, measured: CacheSettings) -> None:
+    def set_costs(self, measured: CacheSettings) -> None:
         """Take over costs that were measured after the start."""
-        self.settings.learn(measured)
+        self.settings.set_costs(measured)
 
     # --- deletion ---
 

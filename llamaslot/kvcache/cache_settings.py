@@ -106,7 +106,7 @@ class CacheSettings:
     conversation often follows at once and would have to wait.
     """
 
-    def learn(self, measured: CacheSettings) -> None:
+    def set_costs(self, measured: CacheSettings) -> None:
         """Take over the costs that were measured after the start."""
         self.offload_after = measured.offload_after
         self.prefill_us, self.save_us, self.load_us = measured.prefill_us, measured.save_us, measured.load_us

@@ -137,9 +137,9 @@ class Scheduler:
         """True once memory did not suffice to create the context in another layout."""
         self._is_stopping = False
 
-    def learn(self, info: ModelInfo, measured: CacheSettings) -> None:
+    def set_costs(self, info: ModelInfo, measured: CacheSettings) -> None:
         """Take over costs that could not be measured when the model was loaded."""
-        self.cache.learn(measured)
+        self.cache.set_costs(measured)
         self._padding = _padding(info, measured)
         self._passes = Passes(info.step_cost, info.n_slots)
 

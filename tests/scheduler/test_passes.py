@@ -164,7 +164,7 @@ def test_streams_are_joined_once_the_pool_is_partitioned_and_the_costs_are_measu
         msgspec.structs.replace(backend.info, step_cost=cost if is_measured else None), backend.n_seqs
     )
     if not is_measured:
-        scheduler.learn(msgspec.structs.replace(backend.info, step_cost=cost), scheduler.cache.settings)
+        scheduler.set_costs(msgspec.structs.replace(backend.info, step_cost=cost), scheduler.cache.settings)
     streams = [driver.submit(letter * 20, max_tokens=10, id_slot=slot) for letter, slot in (("a", 0), ("b", 2))]
     driver.finish(*streams)
     assert any([run.seq for run in plan.padding] == [1] for plan in driver.plans)
