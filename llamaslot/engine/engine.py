@@ -419,29 +419,29 @@ class Engine:
             self._remote.prepare(request, self.scheduler.admission)
 
     def _cancel(self, request_id: str) -> None:
-        live = self._replies.pop(request_id, None)
-        if live is None:
+        reply = self._replies.pop(request_id, None)
+        if reply is None:
             return
         now = self._clock()
-        self.scheduler.end(live.request, now, cancelled=True)
-        progress = live.request.progress(now, self._n_held(live.request))
-        self._outbox.append(Cancelled(request_id, progress, _generated(live)))
+        self.scheduler.end(reply.request, now, cancelled=True)
+        progress = reply.request.progress(now, self._n_held(reply.request))
+        self._outbox.append(Cancelled(request_id, progress, _generated(reply)))
 
     def _deliver(self, sampled: Sampled, now: float) -> None:
         """Send the text of a sampled token; a stop string in it ends the request."""
-        live = self._replies[sampled.request.id]
-        text, reason, n_unused = live.push(sampled)
-        live.request.drop_tokens(n_unused)
+        reply = self._replies[sampled.request.id]
+        text, reason, n_unused = reply.push(sampled)
+        reply.request.drop_tokens(n_unused)
         if reason is not None and sampled.reason is None:
-            self.scheduler.end(live.request, now)
+            self.scheduler.end(reply.request, now)
         if reason is not None:
-            progress = live.request.progress(now, self._n_held(live.request))
-            finished = live.finished(text, reason, progress, truncated=sampled.truncated and not n_unused)
-            del self._replies[live.request.id]
-            self._outbox.append(msgspec.structs.replace(finished, generated=_generated(live)))
+            progress = reply.request.progress(now, self._n_held(reply.request))
+            finished = reply.finished(text, reason, progress, truncated=sampled.truncated and not n_unused)
+            del self._replies[reply.request.id]
+            self._outbox.append(msgspec.structs.replace(finished, generated=_generated(reply)))
         elif text:
-            shown = live.request.progress(now, self._n_held(live.request)) if live.wants_progress else None
-            self._outbox.append(live.output(text, shown))
+            shown = reply.request.progress(now, self._n_held(reply.request)) if reply.wants_progress else None
+            self._outbox.append(reply.output(text, shown))
 
     def _fail_decode(self, failed: DecodeFailed) -> None:
         _log.error("decode.failed", request_id=failed.request.id, reason=failed.reason, retried=failed.is_retried)
@@ -458,15 +458,15 @@ class Engine:
 
     def _fail_all(self) -> None:
         """Fail all unfinished requests because the engine was told to stop."""
-        for request_id, live in self._replies.items():
-            self._fail(request_id, stopped_error(""), live.request)
+        for request_id, reply in self._replies.items():
+            self._fail(request_id, stopped_error(""), reply.request)
         self._end_all()
 
     def _end_all(self) -> None:
         """End all unfinished requests without the scheduler, whose state may be undefined."""
-        for live in self._replies.values():
-            if live.request.state is not RequestState.DONE:
-                live.request.handle(RequestEvent.END, self._clock())
+        for reply in self._replies.values():
+            if reply.request.state is not RequestState.DONE:
+                reply.request.handle(RequestEvent.END, self._clock())
         self._replies.clear()
 
     def _n_held(self, request: Request) -> int:
@@ -478,9 +478,9 @@ def _reporting(report: Callable[[Any], msgspec.Struct]) -> Callable[[Any, Respon
     return lambda query, respond: respond(report(query))
 
 
-def _generated(live: ReplyStream) -> Generated | None:
+def _generated(reply: ReplyStream) -> Generated | None:
     """Return the reply's tokens to remember; None for a private request, and for one that never ran."""
-    request = live.request
+    request = reply.request
     if request.is_private or not request.has_started:
         return None
-    return Generated(packed(request.tokens.view(request.n_prompt)), live.n_sent)
+    return Generated(packed(request.tokens.view(request.n_prompt)), reply.n_sent)

@@ -125,8 +125,8 @@ def prefill_events(
 ) -> Iterator[Output]:
     """Yield the progress of a step's prompts for clients that want it; before the step unless `is_computed`."""
     for request, run in ((each.request, each.run) for each in plan.work):
-        live = replies.get(request.id) if request.params.return_progress else None
-        if live is not None and run.start < request.n_prompt:
+        reply = replies.get(request.id) if request.params.return_progress else None
+        if reply is not None and run.start < request.n_prompt:
             n_processed = run.start + (len(run.tokens) - run.n_drafted) * is_computed
-            if event := live.prefill(n_processed, request.progress(now, n_processed)):
+            if event := reply.prefill(n_processed, request.progress(now, n_processed)):
                 yield event

@@ -69,7 +69,7 @@ class Padding:
         return self._cost.block_ms(QUERY_BLOCK) if self._cost is not None else 0.0
 
 
-class Passes:
+class DummyRows:
     """Chooses dummy rows for a step of decoding requests by the measured `cost`; none if that is None."""
 
     def __init__(self, cost: StepCost | None, n_slots: int) -> None:

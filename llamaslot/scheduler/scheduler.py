@@ -38,7 +38,7 @@ from llamaslot.scheduler.checkpoint_taker import CheckpointTaker
 from llamaslot.scheduler.chunk_sizer import ChunkSizer
 from llamaslot.scheduler.fair_share import by_share
 from llamaslot.scheduler.layout import LayoutChoice
-from llamaslot.scheduler.padding import Padding, Passes
+from llamaslot.scheduler.padding import Padding, DummyRows
 from llamaslot.scheduler.recovery import Recovery
 from llamaslot.scheduler.request import Request, RequestEvent, RequestState, ReuseStats, Slot
 from llamaslot.scheduler.step import StepPlan, StepResult, Work
@@ -124,7 +124,7 @@ class Scheduler:
         self._padding = _padding(info, cache_settings)
         # Without `step_cost` there are no dummy rows. It is measured only for models whose sequences can be
         # truncated, so dummy rows can always be removed.
-        self._passes = Passes(info.step_cost, info.n_slots)
+        self._dummy_rows = DummyRows(info.step_cost, info.n_slots)
         self._turns = _turns(info, cache_settings, self.chunks)
         self.deadlines = Deadlines()
         """Times at which to plan again even if no command arrives."""
@@ -141,7 +141,7 @@ class Scheduler:
         """Take over costs that could not be measured when the model was loaded."""
         self.cache.set_costs(measured)
         self._padding = _padding(info, measured)
-        self._passes = Passes(info.step_cost, info.n_slots)
+        self._dummy_rows = DummyRows(info.step_cost, info.n_slots)
 
     @property
     def running(self) -> list[Request]:
@@ -218,7 +218,7 @@ class Scheduler:
             self.cache,
             self.chunks,
             self._padding,
-            self._passes,
+            self._dummy_rows,
             running=by_share(running),
             preempt=lambda request: self._preempt(request, now),
             siblings=self.admission.siblings,
@@ -397,7 +397,7 @@ class Scheduler:
         n_padding = sum(len(run.tokens) for run in plan.padding) if n_prefill else 0
         self.chunks.observe(n_prefill + n_padding, n_decoding, result.seconds)
         if n_prefill == 0 and not self.cache.settings.unified:
-            self._passes.observe([*(work.run for work in plan.work), *plan.padding], result.seconds)
+            self._dummy_rows.observe([*(work.run for work in plan.work), *plan.padding], result.seconds)
 
 
 def _padding(info: ModelInfo, settings: CacheSettings) -> Padding:

@@ -34,7 +34,7 @@ import numpy as np
 from llamaslot.base.backend import Run
 from llamaslot.kvcache.cache import KVCache
 from llamaslot.scheduler.chunk_sizer import ChunkSizer
-from llamaslot.scheduler.padding import Padding, Passes
+from llamaslot.scheduler.padding import Padding, DummyRows
 from llamaslot.scheduler.request import Request
 from llamaslot.scheduler.step import Turn, Work
 
@@ -173,7 +173,7 @@ class StepPlanner:
         cache: KVCache,
         chunks: ChunkSizer,
         padding: Padding,
-        passes: Passes,
+        dummy_rows: DummyRows,
         *,
         running: list[Request],
         preempt: Callable[[Request], None],
@@ -184,7 +184,7 @@ class StepPlanner:
         self._cache = cache
         self._chunks = chunks
         self._padding = padding
-        self._passes = passes
+        self._dummy_rows = dummy_rows
         self._running = running
         self._preempt = preempt
         self._siblings = siblings
@@ -334,7 +334,7 @@ class StepPlanner:
         if all(len(each.run.tokens) == 1 for each in work):
             held = {slot: self._cache.length(slot) for slot in range(settings.n_slots)}
             free = {slot: n for slot, n in held.items() if n < settings.seq_cells}
-            return self._passes.fill([each.run.seq for each in work], free)
+            return self._dummy_rows.fill([each.run.seq for each in work], free)
         if len(work) > 1:
             # A decoding request has forced tokens, which llama.cpp computes in further passes anyway.
             return ()
