@@ -59,7 +59,7 @@ class Tally:
         self.seen["restored tokens"] += stats.loaded_tokens
         self.seen["moved prefixes"] += stats.moved_prefixes
         self.seen["waits"] += scheduler.admission.n_waits
-        self.seen["preemptions"] += scheduler.n_preempted
+        self.seen["preemptions"] += scheduler.admission.n_preempted
         self.seen["layout changes"] += stats.layout_changes
 
 

@@ -21,7 +21,7 @@ def new_kv(n_bytes: int) -> Kv:
       freeing nine tenths of 350 MiB, nothing had gone back to the system. Mapped memory goes back at once.
     - numpy requests huge pages for 4 MiB and more. The system has to find and clear each of them before its first
       byte is written. If free memory is fragmented, as on many virtual machines, that takes several times as long
-      as with ordinary pages, while streams wait for the step.
+      as with ordinary pages, while decoding requests wait for the step.
     """
     if n_bytes >= _MAPPED_MIN_BYTES:
         try:

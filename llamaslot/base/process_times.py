@@ -46,7 +46,7 @@ class ProcessTimes:
     """By id; empty where the system does not tell how long they waited."""
     cpu_s: float = 0.0
     """CPU time of all threads, where `threads` is empty."""
-    is_stopped: bool = False
+    is_suspended: bool = False
 
 
 def thread_times(pid: int) -> dict[int, ThreadTimes]:
@@ -92,7 +92,7 @@ def starved_seconds(before: ProcessTimes, after: ProcessTimes) -> float:
     """
     elapsed = after.at - before.at
     if not after.threads:
-        if after.is_stopped:
+        if after.is_suspended:
             return elapsed
         ran = after.cpu_s - before.cpu_s
         return max(elapsed - ran, 0.0) if ran >= _MIN_SHARE * elapsed else 0.0
@@ -112,8 +112,8 @@ def has_ended(pid: int) -> bool:
     return _status(pid) in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD, "")
 
 
-def is_stopped(pid: int) -> bool:
-    """Return True for a process that is stopped by a signal or a debugger."""
+def is_suspended(pid: int) -> bool:
+    """Return True for a process that a signal or a debugger suspends."""
     return _status(pid) in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass, field
 from functools import partial
 
 import structlog
@@ -28,107 +29,100 @@ QUICK_S = 0.1
 _log = structlog.get_logger(__name__)
 
 
+@dataclass(slots=True, eq=False)
+class _Job:
+    """A request that waits for its constraint."""
+
+    request: Request
+    constraint: Constraint
+    failed: Callable[[LlamaslotError], None]
+    timer: asyncio.TimerHandle = field(init=False)
+
+
+@dataclass(slots=True)
+class _Lane:
+    """A thread, and the jobs that wait for it; clients take turns."""
+
+    thread: Executor
+    waiting: list[_Job] = field(default_factory=list)
+    turns: Turns = field(default_factory=Turns)
+    is_busy: bool = False
+
+
 class ConstraintWorker:
     """Compiles constraints. `post` runs an action between two steps.
 
-    All methods are called on the event loop. One thread compiles quick constraints, another all others. On each,
-    clients take turns.
+    All methods are called on the event loop. One thread compiles quick constraints, another all others.
     """
 
-    def __init__(
-        self,
-        backend: Backend,
-        post: Callable[[Callable[[], None]], None],
-    ) -> None:
+    def __init__(self, backend: Backend, post: Callable[[Callable[[], None]], None]) -> None:
+        self._backend = backend
         self._post = post
-        self._quick, self._slow = (_CompileQueue(backend) for _ in range(2))
-        self._tasks: set[asyncio.Task[CompiledConstraint | LlamaslotError]] = set()
-        """References that keep the tasks from being garbage-collected."""
+        self._quick, self._slow = (
+            _Lane(started_executor(1, "llamaslot-constraints", GRAMMAR_STACK_BYTES)) for _ in range(2)
+        )
 
     def prepare(self, request: Request, failed: Callable[[LlamaslotError], None]) -> None:
         """Give a queued request its compiled constraint, or call `failed`; neither if it has ended by then."""
         constraint = request.params.constraint
         if constraint is None:
             return
-
-        def finish(result: CompiledConstraint | LlamaslotError) -> None:
-            if request.state is not RequestState.QUEUED:
-                return
-            if isinstance(result, LlamaslotError):
-                failed(result)
-            else:
-                request.constraint = result
-
-        def done(task: asyncio.Task[CompiledConstraint | LlamaslotError]) -> None:
-            self._tasks.discard(task)
-            if not task.cancelled():
-                self._post(lambda: finish(task.result()))
-
-        queue = self._quick if constraint.seconds <= QUICK_S else self._slow
-        task = asyncio.ensure_future(
-            self._result(queue.submit(constraint, request.params.client), constraint.param)
-        )
-        self._tasks.add(task)
-        task.add_done_callback(done)
+        lane = self._quick if constraint.seconds <= QUICK_S else self._slow
+        job = _Job(request, constraint, failed)
+        job.timer = asyncio.get_running_loop().call_later(COMPILE_TIMEOUT_S, self._time_out, lane, job)
+        lane.waiting.append(job)
+        self._compile_next(lane)
 
     def close(self) -> list[Future[None]]:
         """End the threads, which must not outlive the backend. The futures are done once the threads are."""
-        return [queue.close() for queue in (self._quick, self._slow)]
+        for lane in (self._quick, self._slow):
+            lane.waiting.clear()
+        return [close_after_queue(lane.thread) for lane in (self._quick, self._slow)]
 
-    async def _result(self, future: Future[CompiledConstraint], param: str) -> CompiledConstraint | LlamaslotError:
-        try:
-            return await asyncio.wait_for(asyncio.wrap_future(future), COMPILE_TIMEOUT_S)
-        except LlamaslotError as error:
-            return error
-        except TimeoutError:
-            return UnavailableError(
-                f"'{param}' was not compiled within {COMPILE_TIMEOUT_S:g} s; simplify it, or try later", param=param
-            )
-        except Exception:
-            _log.exception("constraint.failed")
-            return ServerError(f"'{param}' could not be compiled", param=param)
-
-
-class _CompileQueue:
-    """Queue of constraints that one thread compiles."""
-
-    def __init__(self, backend: Backend) -> None:
-        self._backend = backend
-        self._thread = started_executor(1, "llamaslot-constraints", GRAMMAR_STACK_BYTES)
-        self._waiting: dict[Future[CompiledConstraint], tuple[Constraint, str]] = {}
-        """Constraint and client of each future."""
-        self._turns = Turns()
-        self._is_busy = False
-
-    def submit(self, constraint: Constraint, client: str) -> Future[CompiledConstraint]:
-        """Queue a constraint. If the future is cancelled before its turn, it is not compiled."""
-        future: Future[CompiledConstraint] = Future()
-        self._waiting[future] = constraint, client
-        self._compile_next()
-        return future
-
-    def close(self) -> Future[None]:
-        """Drop what is queued; the future is done once the thread has ended."""
-        self._waiting.clear()
-        return close_after_queue(self._thread)
-
-    def _compile_next(self) -> None:
-        while self._waiting and not self._is_busy:
-            future = self._turns.next(self._waiting, lambda each: self._waiting[each][1])
-            constraint, client = self._waiting.pop(future)
-            if not future.set_running_or_notify_cancel():
+    def _compile_next(self, lane: _Lane) -> None:
+        """Compile the next constraint of a request that has not ended, if the thread is idle."""
+        while lane.waiting and not lane.is_busy:
+            job = lane.turns.next(lane.waiting, lambda each: each.request.params.client)
+            lane.waiting.remove(job)
+            if job.request.state is not RequestState.QUEUED:
+                job.timer.cancel()
                 continue
-            self._turns.take(client)
-            self._is_busy = True
-            compiling = asyncio.get_running_loop().run_in_executor(self._thread, self._backend.compile, constraint)
-            compiling.add_done_callback(partial(self._finish, future))
+            lane.turns.take(job.request.params.client)
+            lane.is_busy = True
+            loop = asyncio.get_running_loop()
+            compiling = loop.run_in_executor(lane.thread, self._backend.compile, job.constraint)
+            compiling.add_done_callback(partial(self._on_compiled, lane, job))
 
-    def _finish(self, future: Future[CompiledConstraint], done: asyncio.Future[CompiledConstraint]) -> None:
-        self._is_busy = False
-        if done.cancelled():
-            future.cancel()
-        elif (error := done.exception()) is not None:
-            future.set_exception(error)
+    def _on_compiled(self, lane: _Lane, job: _Job, done: asyncio.Future[CompiledConstraint]) -> None:
+        lane.is_busy = False
+        job.timer.cancel()
+        error = done.exception()
+        if error is None:
+            self._finish(job, done.result())
+        elif isinstance(error, LlamaslotError):
+            self._finish(job, error)
         else:
-            future.set_result(done.result())
-        self._compile_next()
+            _log.error("constraint.failed", exc_info=error)
+            param = job.constraint.param
+            self._finish(job, ServerError(f"'{param}' could not be compiled", param=param))
+        self._compile_next(lane)
+
+    def _time_out(self, lane: _Lane, job: _Job) -> None:
+        if job in lane.waiting:
+            lane.waiting.remove(job)
+        param = job.constraint.param
+        message = f"'{param}' was not compiled within {COMPILE_TIMEOUT_S:g} s; simplify it, or try later"
+        self._finish(job, UnavailableError(message, param=param))
+
+    def _finish(self, job: _Job, result: CompiledConstraint | LlamaslotError) -> None:
+        """Hand over a result between two steps, unless the request has ended by then."""
+
+        def finish() -> None:
+            if job.request.state is not RequestState.QUEUED:
+                return
+            if isinstance(result, LlamaslotError):
+                job.failed(result)
+            else:
+                job.request.constraint = result
+
+        self._post(finish)

@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor
 from functools import partial
-from typing import Any
 
 import msgspec
 import structlog
@@ -27,20 +26,16 @@ from llamaslot.base.errors import (
     ServerError,
     stopped_error,
 )
-from llamaslot.base.events import Cancelled, Event, Failed, Generated, Reply, Started, Stopped
+from llamaslot.base.events import Cancelled, Event, Failed, Progress, Reply, Started, Stopped
 from llamaslot.base.kv_ops import NotSavedError
 from llamaslot.base.namespaces import PUBLIC_SALT
-from llamaslot.base.tokens import packed
-from llamaslot.engine.cache_actions import DropActions, SlotActions
 from llamaslot.engine.constraint_worker import ConstraintWorker
 from llamaslot.engine.disk_worker import Disk, DiskWorker
-from llamaslot.engine.memory_watch import MemoryWatch, ReadMemory
-from llamaslot.engine.model_worker import Worker, model_thread
-from llamaslot.engine.pending_measurements import PendingCosts, PendingSelfTest
+from llamaslot.engine.measurements import PendingCosts, PendingSelfTest, ReadMemory, watch_memory
+from llamaslot.engine.model_worker import StepWatch, Worker, model_thread
+from llamaslot.engine.queries import Queries, SlotActions
 from llamaslot.engine.remote_worker import RemoteWorker
 from llamaslot.engine.reply_stream import ReplyStream, prefill_events
-from llamaslot.engine.reports import Reports, Respond
-from llamaslot.engine.step_watch import StepWatch
 from llamaslot.kvcache.cache_settings import Budgets, cache_settings
 from llamaslot.kvcache.slot_snapshots import SnapshotStore
 from llamaslot.kvcache.tiers.remote_tier import RemoteStore
@@ -132,17 +127,16 @@ class Engine:
         self._costs = PendingCosts(backend)
         # Without checkpoints, sequences with the same tokens would be made to share cells, which is not tested yet.
         self.scheduler.cache.settings.is_on_trial = self._self_test.is_pending and info.keeps_checkpoints
-        self._reports = Reports(self.scheduler, backend.vocab, lambda: self._self_test.why_not_reused)
         self._slot_actions = SlotActions(snapshots, backend, self.scheduler, post=self._post, clock=clock)
-        drops = DropActions(self.scheduler.cache, self._dropper, self._disk, self._remote, lacks_disk)
-        self._queries: dict[type[msgspec.Struct], Callable[[Any, Respond], None]] = {
-            commands.DropPaths: drops.drop_paths,
-            commands.SlotAction: self._slot_actions.handle,
-            commands.ClearCache: drops.clear,
-            commands.InspectEngine: _reporting(self._reports.engine_state),
-            commands.InspectCache: _reporting(self._reports.cache_state),
-            commands.ProbePrompt: _reporting(self._reports.probe),
-        }
+        self._queries = Queries(
+            self.scheduler,
+            backend,
+            self._self_test,
+            self._slot_actions,
+            disk=self._disk,
+            remote=self._remote,
+            lacks_disk=lacks_disk,
+        )
         self._replies: dict[str, ReplyStream] = {}
         """Requests that have not had their terminal event."""
         self._inbox: deque[Callable[[], None]] = deque()
@@ -164,7 +158,7 @@ class Engine:
             case commands.Cancel():
                 self._post(lambda: self._cancel(command.request_id))
             case commands.Query(request_id, body):
-                self._post(lambda: self._queries[type(body)](body, partial(self._reply, request_id)))
+                self._post(lambda: self._queries.answer(body, partial(self._reply, request_id)))
             case commands.WriteTexts(records) if self._disk is not None and not self._is_closed:
                 self._disk.write_texts(records)
 
@@ -179,8 +173,8 @@ class Engine:
         watching: asyncio.Task[None] | None = None
         if self._read_memory is not None:
             wake = partial(self._post, lambda: None)
-            memory = MemoryWatch(self._read_memory, self.scheduler.cache, wake, self._clock)
-            watching = asyncio.create_task(memory.run(), name="memory-watch")
+            memory = watch_memory(self._read_memory, self.scheduler.cache, wake, self._clock)
+            watching = asyncio.create_task(memory, name="memory-watch")
         if self._remote is not None:
             self._remote.check()
         try:
@@ -211,38 +205,46 @@ class Engine:
             self.has_hung_thread = bool(pending)
 
     async def _step(self) -> None:
+        # 1. Commands that have come since the last step.
         self._watch.begin()
         while self._inbox:
             self._inbox.popleft()()
         self._slot_actions.begin()
         self._flush()
+        # 2. What needs an idle pool, or empties it.
         if self._self_test.is_pending:
             await self._test_reuse()
         unified = self.scheduler.wants_unified(self._clock())
         if unified != self.scheduler.cache.settings.unified:
             await self._change_layout(unified=unified)
+        # 3. The plan, and the events that come before its step.
         plan = self.scheduler.plan(self._clock())
         if self.scheduler.admitted:
             self._outbox += [Started(each.id, each.n_matched, each.miss) for each in self.scheduler.admitted]
             self._flush()
         self._outbox += prefill_events(plan, self._replies, self._clock())
         self._flush()
-        if not plan:
-            if self._debug_invariants and not self._is_checked:
-                await self._check_invariants()
-            is_idle = not (self._inbox or self._replies or self._stopping or self._self_test.is_pending)
-            self._costs.note(self._clock(), is_idle=is_idle)
-            due_at = self._costs.due_at
-            if due_at is not None and due_at <= self._clock():
-                await self._measure_costs()
-                return
-            if not self._inbox and not self._stopping:
-                times = (self.scheduler.deadlines.idle, due_at)
-                await self._sleep(min((each for each in times if each is not None), default=None))
-            self._wake.clear()
+        # 4. The step, whose results `_commit` takes over; without one the engine idles.
+        if plan:
+            self._is_checked = False
+            await self._worker.run(plan, self._commit)
+        else:
+            await self._idle()
+
+    async def _idle(self) -> None:
+        """Check and measure what can be while nothing runs, then wait for a command or a deadline."""
+        if self._debug_invariants and not self._is_checked:
+            await self._check_invariants()
+        is_idle = not (self._inbox or self._replies or self._stopping or self._self_test.is_pending)
+        self._costs.note(self._clock(), is_idle=is_idle)
+        due_at = self._costs.due_at
+        if due_at is not None and due_at <= self._clock():
+            await self._measure_costs()
             return
-        self._is_checked = False
-        await self._worker.run(plan, self._commit)
+        if not self._inbox and not self._stopping:
+            times = (self.scheduler.deadlines.idle, due_at)
+            await self._sleep(min((each for each in times if each is not None), default=None))
+        self._wake.clear()
 
     async def _flush_tiers(self) -> None:
         """Write what is cached to disk, and upload it, for at most `_FLUSH_TIMEOUT_S`."""
@@ -294,7 +296,7 @@ class Engine:
                 case ConstraintFailed(request, message):
                     del self._replies[request.id]
                     self._fail(request.id, InvalidRequestError(message), request)
-        self._reports.count(plan, result)
+        self._queries.count(plan, result)
         self._flush()
         if plan.work and result.decoded.status is Status.OK:
             self._n_fatal = 0
@@ -374,7 +376,7 @@ class Engine:
             return
         self._watch.end()
         if await self._costs.measure(self._worker.call, lambda: self._stopping or bool(self._inbox)):
-            self.scheduler.learn(self._backend.info)
+            self.scheduler.set_costs(self._backend.info)
             cost = self._backend.info.kv_cost
             self._watch.expect(cost.prefill_us if cost is not None else 0.0)
         else:
@@ -431,29 +433,27 @@ class Engine:
             self._remote.prepare(request, self.scheduler.admission)
 
     def _cancel(self, request_id: str) -> None:
-        live = self._replies.pop(request_id, None)
-        if live is None:
+        reply = self._replies.pop(request_id, None)
+        if reply is None:
             return
         now = self._clock()
-        self.scheduler.end(live.request, now, cancelled=True)
-        progress = live.request.progress(now, self._n_held(live.request))
-        self._outbox.append(Cancelled(request_id, progress, _generated(live)))
+        self.scheduler.end(reply.request, now, cancelled=True)
+        self._outbox.append(Cancelled(request_id, self._progress(reply.request, now), reply.generated()))
 
     def _deliver(self, sampled: Sampled, now: float) -> None:
         """Send the text of a sampled token; a stop string in it ends the request."""
-        live = self._replies[sampled.request.id]
-        text, reason, n_unused = live.push(sampled)
-        live.request.drop_tokens(n_unused)
+        reply = self._replies[sampled.request.id]
+        text, reason, n_unused = reply.push(sampled)
+        reply.request.drop_tokens(n_unused)
         if reason is not None and sampled.reason is None:
-            self.scheduler.end(live.request, now)
+            self.scheduler.end(reply.request, now)
         if reason is not None:
-            progress = live.request.progress(now, self._n_held(live.request))
-            finished = live.finished(text, reason, progress, truncated=sampled.truncated and not n_unused)
-            del self._replies[live.request.id]
-            self._outbox.append(msgspec.structs.replace(finished, generated=_generated(live)))
+            del self._replies[reply.request.id]
+            progress, truncated = self._progress(reply.request, now), sampled.truncated and not n_unused
+            self._outbox.append(reply.finished(text, reason, progress, truncated=truncated))
         elif text:
-            shown = live.request.progress(now, self._n_held(live.request)) if live.wants_progress else None
-            self._outbox.append(live.output(text, shown))
+            shown = self._progress(reply.request, now) if reply.wants_progress else None
+            self._outbox.append(reply.output(text, shown))
 
     def _fail_decode(self, failed: DecodeFailed) -> None:
         _log.error("decode.failed", request_id=failed.request.id, reason=failed.reason, retried=failed.is_retried)
@@ -465,34 +465,21 @@ class Engine:
         self._fail(failed.request.id, error, failed.request)
 
     def _fail(self, request_id: str, error: LlamaslotError, request: Request | None = None) -> None:
-        progress = request.progress(self._clock(), self._n_held(request)) if request else None
+        progress = self._progress(request, self._clock()) if request is not None else None
         self._outbox.append(Failed(request_id, error.info(), progress))
 
     def _fail_all(self) -> None:
         """Fail all unfinished requests because the engine was told to stop."""
-        for request_id, live in self._replies.items():
-            self._fail(request_id, stopped_error(""), live.request)
+        for request_id, reply in self._replies.items():
+            self._fail(request_id, stopped_error(""), reply.request)
         self._end_all()
 
     def _end_all(self) -> None:
         """End all unfinished requests without the scheduler, whose state may be undefined."""
-        for live in self._replies.values():
-            if live.request.state is not RequestState.DONE:
-                live.request.handle(RequestEvent.END, self._clock())
+        for reply in self._replies.values():
+            if reply.request.state is not RequestState.DONE:
+                reply.request.handle(RequestEvent.END, self._clock())
         self._replies.clear()
 
-    def _n_held(self, request: Request) -> int:
-        return self.scheduler.cache.length(request.slot) if request.slot >= 0 else 0
-
-
-def _reporting(report: Callable[[Any], msgspec.Struct]) -> Callable[[Any, Respond], None]:
-    """Return the handler of a query that is answered at once."""
-    return lambda query, respond: respond(report(query))
-
-
-def _generated(live: ReplyStream) -> Generated | None:
-    """Return the reply's tokens to remember; None for a private request, and for one that never ran."""
-    request = live.request
-    if request.is_private or not request.has_started:
-        return None
-    return Generated(packed(request.tokens.view(request.n_prompt)), live.n_sent)
+    def _progress(self, request: Request, now: float) -> Progress:
+        return request.progress(now, self.scheduler.cache.length(request.slot) if request.slot >= 0 else 0)

@@ -8,8 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 import msgspec
 
 from llamaslot.base.backend import Vocab
-from llamaslot.base.events import Finished, FinishReason, Output, Prefill, Progress
+from llamaslot.base.events import Finished, FinishReason, Generated, Output, Prefill, Progress
 from llamaslot.base.generation.token_probs import TokenProbs, TokenScore
+from llamaslot.base.tokens import packed
 from llamaslot.scheduler.request import Request
 from llamaslot.scheduler.scheduler import Sampled
 from llamaslot.scheduler.step import StepPlan
@@ -106,8 +107,16 @@ class ReplyStream:
             tokens=tokens,
             stopping_word=self._text.stopped or "",
             truncated=truncated,
+            generated=self.generated(),
             probs=probs,
         )
+
+    def generated(self) -> Generated | None:
+        """Return the reply's tokens to remember; None for a private request, and for one that never ran."""
+        request = self.request
+        if request.is_private or not request.has_started:
+            return None
+        return Generated(packed(request.tokens.view(request.n_prompt)), self.n_sent)
 
     def _n_within_text(self) -> int:
         """Return the number of unsent tokens that begin within the text sent so far."""
@@ -125,8 +134,8 @@ def prefill_events(
 ) -> Iterator[Output]:
     """Yield the progress of a step's prompts for clients that want it; before the step unless `is_computed`."""
     for request, run in ((each.request, each.run) for each in plan.work):
-        live = replies.get(request.id) if request.params.return_progress else None
-        if live is not None and run.start < request.n_prompt:
+        reply = replies.get(request.id) if request.params.return_progress else None
+        if reply is not None and run.start < request.n_prompt:
             n_processed = run.start + (len(run.tokens) - run.n_drafted) * is_computed
-            if event := live.prefill(n_processed, request.progress(now, n_processed)):
+            if event := reply.prefill(n_processed, request.progress(now, n_processed)):
                 yield event

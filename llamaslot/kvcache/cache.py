@@ -99,7 +99,7 @@ class KVCache:
         self._loader = Loader(*shared, self._disk, self._offloader, settings, self._counters)
         self._restorer = StateRestorer(*shared, self._disk, self.checkpoints, self._loader, settings)
         self._policy = OffloadPolicy(
-            settings, *shared, self._disk, self._offloader, self.checkpoints, lambda: self.has_streams
+            settings, *shared, self._disk, self._offloader, self.checkpoints, lambda: self.has_decodes
         )
         self._public = PublicPrefix(self._tree, self._tiers, self._disk, self._offloader)
         self.remote = RemoteTier(
@@ -121,8 +121,8 @@ class KVCache:
         """Tokens that were cached when each running slot was acquired."""
         self._n_loaded = 0
         """Tokens loaded in this step."""
-        self.has_streams = False
-        """True if streams run in this step, so that it may save and load only as much as fits into `gap_ms`."""
+        self.has_decodes = False
+        """True if requests decode in this step, so that it may save and load only as much as fits into `gap_ms`."""
         self.ignored = self._disk.adopt(on_disk, first_number)
         """Numbers of segments on disk that are too large to be used."""
 
@@ -246,7 +246,7 @@ class KVCache:
         if n_copied:
             self._pool.deduplicate()
         # In a partitioned pool every load loads the whole sequence again (fact 3), so one large load is cheaper.
-        is_limited = self.has_streams and self.settings.unified
+        is_limited = self.has_decodes and self.settings.unified
         limit = self.settings.max_tokens_in_gap(self.settings.cost.load_us) if is_limited else None
         limit = None if limit is None else max(0, limit - self._n_loaded)
         is_reading = self._restorer.is_reading(seq)
@@ -438,9 +438,9 @@ class KVCache:
         self._offloader.free_evicted()
         return range(segment.start, segment.end) if segment is not None else None
 
-    def learn(self, info: ModelInfo) -> None:
+    def set_costs(self, info: ModelInfo) -> None:
         """Take over costs that were measured after the start."""
-        self.settings.learn(info)
+        self.settings.set_costs(info)
 
     # --- slot files ---
 

@@ -125,7 +125,7 @@ class CacheSettings:
     is_on_trial: bool = False
     """True until the self-test of reuse has passed: KV stays in the pool, but is neither offloaded nor reused."""
     gap_ms: float
-    """Most time that saving and loading may add between two tokens of a stream."""
+    """Most time that saving and loading may add between two tokens of a decoding request."""
     write_interval_ms: float = 200.0
     """While requests run, one segment is offloaded ahead in each such interval, to be written to disk."""
     idle_delay_ms: float = 50.0
@@ -133,7 +133,7 @@ class CacheSettings:
     conversation often follows at once and would have to wait.
     """
 
-    def learn(self, info: ModelInfo) -> None:
+    def set_costs(self, info: ModelInfo) -> None:
         """Take over the costs that were measured after the start."""
         self.budgets = self.budgets.with_costs(info)
         self.cost = info.kv_cost or _UNKNOWN_KV_COST
@@ -224,12 +224,12 @@ class CacheSettings:
 
     @property
     def max_takes_in_gap(self) -> int | None:
-        """Most checkpoints that one step may take while streams run; None for no limit."""
+        """Most checkpoints that one step may take while requests decode; None for no limit."""
         take_ms = self.checkpoints.cost.take_ms
         return int(self.gap_ms / take_ms) if take_ms else None
 
     def max_tokens_in_gap(self, us_per_token: float) -> int | None:
-        """Most tokens that one step may save or load while streams run, at this cost each; None for no limit."""
+        """Most tokens that one step may save or load while requests decode, at this cost each; None: no limit."""
         return max(1, int(1e3 * self.gap_ms / us_per_token)) if us_per_token else None
 
 

@@ -250,7 +250,7 @@ class OffloadPolicy:
     _disk: DiskTier
     _offloader: Offloader
     _checkpoints: Checkpoints
-    _has_streams: Callable[[], bool]
+    _has_decodes: Callable[[], bool]
     """Returns True if streams wait for this step, and so for what it saves."""
     _next_write_at: float = 0.0
     _was_busy: bool = False
@@ -333,7 +333,7 @@ class OffloadPolicy:
 
     def _at_most(self, n_tokens: int) -> int:
         """Return `n_tokens`, or fewer if saving that many would delay streams too long."""
-        limit = self._settings.max_tokens_in_gap(self._settings.cost.first_save_us) if self._has_streams() else None
+        limit = self._settings.max_tokens_in_gap(self._settings.cost.first_save_us) if self._has_decodes() else None
         return n_tokens if limit is None else min(n_tokens, limit)
 
     def _offload_cutoff(self, n_prefill: int, n_free: int = 0) -> int | None:

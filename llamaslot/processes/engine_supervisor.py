@@ -90,9 +90,9 @@ class EngineSupervisor:
         """Until a running process counts as healthy, or an ending one is killed."""
 
     @property
-    def is_stopped(self) -> bool:
-        """True while the process is stopped, by a signal or a debugger."""
-        return self._process.is_stopped
+    def is_suspended(self) -> bool:
+        """True while a signal or a debugger suspends the process."""
+        return self._process.is_suspended
 
     async def start(self) -> None:
         """Start to load the model; raises `OSError`."""

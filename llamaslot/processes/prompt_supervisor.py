@@ -117,9 +117,9 @@ class PromptSupervisor(PromptQueue):
         return self._process.pid
 
     @property
-    def is_stopped(self) -> bool:
-        """True while its process is stopped, by a signal or a debugger."""
-        return self._process.is_stopped
+    def is_suspended(self) -> bool:
+        """True while a signal or a debugger suspends its process."""
+        return self._process.is_suspended
 
     async def start(self) -> None:
         """Start to load the vocabulary; raises `OSError`."""

@@ -14,7 +14,7 @@ from typing import Any
 
 import structlog
 
-from llamaslot.base.process_times import has_ended, is_stopped
+from llamaslot.base.process_times import has_ended, is_suspended
 from llamaslot.processes.channel import Channel
 
 _RETRY_S = 30.0
@@ -76,8 +76,8 @@ class Child:
         self._process = process
         self._channel = channel
         self._was_killed = False
-        self.is_stopped = False
-        """True while a signal or a debugger stops it: nothing is lost, and it goes on once that lets it."""
+        self.is_suspended = False
+        """True while a signal or a debugger suspends it: nothing is lost, and it goes on once that lets it."""
         self.exit: Exit | None = None
         """Set once it has ended."""
         self._watching: asyncio.Future[None]
@@ -161,19 +161,19 @@ class Child:
         on_exit(self.exit)
 
     async def _until_dead(self) -> None:
-        """Wait until the main thread has ended, and note whether the process is stopped.
+        """Wait until the main thread has ended, and note whether the process is suspended.
 
         A thread in an uninterruptible wait keeps a killed process from being reaped and its socket open, so neither
         `wait` nor the channel tells.
         """
         while not has_ended(self.pid):
             await asyncio.sleep(_LOOK_S)
-            stopped = is_stopped(self.pid)
-            if stopped and not self.is_stopped:
+            suspended = is_suspended(self.pid)
+            if suspended and not self.is_suspended:
                 _log.warning("process.stopped", pid=self.pid, until="SIGCONT, or the end of the debugger")
-            elif self.is_stopped and not stopped:
+            elif self.is_suspended and not suspended:
                 _log.info("process.continued", pid=self.pid)
-            self.is_stopped = stopped
+            self.is_suspended = suspended
 
 
 class Supervisor:
@@ -209,9 +209,9 @@ class Supervisor:
         return self._child.pid if self._child is not None else 0
 
     @property
-    def is_stopped(self) -> bool:
-        """True while the process is stopped, by a signal or a debugger."""
-        return self._child is not None and self._child.is_stopped
+    def is_suspended(self) -> bool:
+        """True while a signal or a debugger suspends the process."""
+        return self._child is not None and self._child.is_suspended
 
     async def start(self) -> None:
         """Start the process; raises `OSError`."""

@@ -5,22 +5,29 @@ while a running request (its leader) computes a prefix that it can share, instea
 for whom is not stored: each plan compares the prompts again. So when a leader ends, for whatever reason, its
 followers are free, and the first of them to be admitted leads the others.
 
-Clients take turns (`fair_share.py`). Among the requests of clients whose turn it is, the order is: preempted
-requests by arrival; then, by arrival, requests overtaken too often and further choices (`n`) that got their first
-token from the logits of another one; then the longest cached prefix.
+Clients with the fewest running requests come first. Clients with equally many take turns, one each per round: first
+those that had no turn in this round, whose order is free, so that the longest cached prefix decides among their
+requests; then the others, in the order of their last turns. A second turn of a client starts the next round. So
+while a client without a running request waits for a slot, each other client gets at most one slot, and those with
+running requests get none: 100 requests from one client delay another client's by at most one request.
+
+Among the requests of clients whose turn it is, the order is: preempted requests by arrival; then, by arrival,
+requests overtaken too often and further choices (`n`) that got their first token from the logits of another one;
+then the longest cached prefix.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from llamaslot.base.tokens import Tokens, n_common
+from llamaslot.base.callers import MAX_ROUND_TURNS, Turns
+from llamaslot.base.tokens import n_common
 from llamaslot.kvcache.cache import KVCache
 from llamaslot.kvcache.match import Match
-from llamaslot.scheduler.fair_share import FairShare
-from llamaslot.scheduler.request import Request, Slot
+from llamaslot.scheduler.request import Request, RequestEvent, RequestState, Slot
 
 MAX_OVERTAKEN = 8
 """Most later requests of clients with the same rank that may be admitted before a request that could run."""
@@ -39,8 +46,9 @@ class Admission:
         self._cache = cache
         self._slots = slots
         self._n_ctx_slot = n_ctx_slot
-        self._in_flight = InFlight(lambda leader, n: not cache.can_share(leader.slot, n))
-        self._shares = FairShare()
+        self._turns = Turns()
+        self._round_start = 0
+        """Number of the last turn of a client before this round."""
         self._mean_generated = 0.0
         self.queue: list[Request] = []
         """Waiting requests by arrival."""
@@ -48,6 +56,8 @@ class Admission:
         """True while no request is admitted, so that the running ones come to an end."""
         self.n_waits = 0
         """Number of requests that waited for a prefix which another request computed."""
+        self.n_preempted = 0
+        """Number of preemptions."""
 
     def enqueue(self, request: Request) -> None:
         """Add a request to the queue, in the order of arrival."""
@@ -62,27 +72,32 @@ class Admission:
 
     def is_in_flight(self, request: Request) -> bool:
         """True if running requests compute enough of this prompt beyond its cached part that waiting pays."""
-        n_in_flight, _ = self._in_flight.longest(request)
+        n_in_flight, _ = self._longest_in_flight(request)
         return n_in_flight - self.match(request).n_cached > self._cache.settings.min_shared
 
-    def withdraw(self, request: Request) -> None:
-        """Remove a request from the queue."""
-        self.queue.remove(request)
-        self._in_flight.remove(request)
+    def remove(self, request: Request) -> None:
+        """Remove a request that ends from the queue, or from its slot."""
+        if request.state is RequestState.QUEUED:
+            self.queue.remove(request)
+        else:
+            self._release(request)
 
-    def admit(self, running: Sequence[Request], now: float) -> list[Request]:
-        """Move every request that may run now from the queue to a slot; `running` are those running already."""
+    def preempt(self, request: Request, now: float) -> None:
+        """Send a running request back to the queue."""
+        self.n_preempted += 1
+        self._release(request)
+        request.handle(RequestEvent.PREEMPT, now)
+        self.enqueue(request)
+
+    def admit(self, now: float) -> list[Request]:
+        """Move every request that may run now from the queue to a slot."""
         if self.is_held:
             return []
         admitted: list[Request] = []
         free = [slot for slot in self._slots if slot.request is None]
-
-        def waits(request: Request) -> bool:
-            return self._waits_for_prefix(request, running)
-
-        candidates = self._candidates(running, free, waits) if free else []
+        candidates = self._candidates(free, self._waits_for_prefix) if free else []
         while free:
-            found = self._next(candidates, [*running, *admitted], free)
+            found = self._next(candidates, free)
             if found is None:
                 break
             request, others = found
@@ -95,14 +110,14 @@ class Admission:
                 other.n_overtaken += is_later and other.params.id_slot in (-1, request.slot)
         return admitted
 
-    def next_up(self, running: Sequence[Request]) -> list[Request]:
+    def next_up(self) -> list[Request]:
         """Return the requests that free slots go to next, in order, if there are cells for them.
 
         Requests that may wait for a prefix are left out.
         """
         free = [slot for slot in self._slots if slot.request is None]
-        candidates = self._candidates(running, free, self._may_wait) if free and self.queue else []
-        ordered = [each for group in self._shares.groups(candidates, running) for each in sorted(group, key=_order)]
+        candidates = self._candidates(free, self._may_wait) if free and self.queue else []
+        ordered = [each for group in self._by_rank(candidates) for each in sorted(group, key=_order)]
         return ordered[: len(free)]
 
     def end_trial(self, *, allows_reuse: bool) -> None:
@@ -113,12 +128,6 @@ class Admission:
             elif not request.is_private:
                 request.isolate(b"")
                 request.miss = "self_test_failed"
-
-    def release(self, request: Request) -> None:
-        """Free a request's slot; the slot's sequence keeps what was computed."""
-        self._slots[request.slot].request = None
-        self._in_flight.remove(request)
-        self._cache.release(request.slot)
 
     def observe_length(self, n_generated: int) -> None:
         """Learn the usual length of replies from a request that ended after `n_generated` tokens."""
@@ -138,15 +147,16 @@ class Admission:
             and np.array_equal(other.tokens.view(), tokens)
         ]
 
-    def _candidates(
-        self, running: Sequence[Request], free: Sequence[Slot], waits: Callable[[Request], bool]
-    ) -> list[Request]:
+    def _running(self) -> list[Request]:
+        return [slot.request for slot in self._slots if slot.request is not None]
+
+    def _candidates(self, free: Sequence[Slot], waits: Callable[[Request], bool]) -> list[Request]:
         """Return the queue without requests that have no free slot or wait for a prefix.
 
         Of the new requests of clients with the same rank, only the oldest `MAX_CANDIDATES` are considered.
         """
         candidates: list[Request] = []
-        for group in self._shares.groups(self.queue, running):
+        for group in self._by_rank(self.queue):
             n_fresh = 0
             for request in group:
                 is_fresh = not _is_due(request)
@@ -158,20 +168,34 @@ class Admission:
                     n_fresh += is_fresh
         return candidates
 
+    def _by_rank(self, waiting: Sequence[Request]) -> list[list[Request]]:
+        """Group waiting requests by the rank of their clients, the first to be admitted at the front."""
+        n_running = Counter(request.params.client for request in self._running())
+        groups: dict[tuple[int, int], list[Request]] = {}
+        for request in waiting:
+            client = request.params.client
+            groups.setdefault((n_running[client], self._turn(client)), []).append(request)
+        return [groups[rank] for rank in sorted(groups)]
+
+    def _turn(self, client: str) -> int:
+        """Return the number of a client's last turn in this round; 0 if it had none."""
+        last = self._turns.last(client)
+        return last if last > self._round_start else 0
+
     def _next(
-        self, candidates: Sequence[Request], running: Sequence[Request], free: Sequence[Slot]
+        self, candidates: Sequence[Request], free: Sequence[Slot]
     ) -> tuple[Request, Sequence[Request]] | None:
         """Return the candidate to be admitted next, and all candidates of clients with the same rank.
 
         A request that does not fit may be overtaken by others of that rank, but not by those of later ranks.
         """
-        for group in self._shares.groups(candidates, running):
+        for group in self._by_rank(candidates):
             is_full = False
             for request in sorted(group, key=_order):
                 choices = _free_slots(request, free)
-                if not choices or self._waits_for_prefix(request, running):
+                if not choices or self._waits_for_prefix(request):
                     continue
-                if self._fits(request, running):
+                if self._fits(request):
                     return request, group
                 is_full = True
                 if _is_due(request):
@@ -185,15 +209,22 @@ class Admission:
         acquired = self._cache.acquire(choices, self.match(request), is_new=request.slot < 0)
         request.admit(acquired, now)
         self._slots[request.slot].request = request
-        self._in_flight.add(request)
-        self._shares.take_turn(request.params.client)
+        client = request.params.client
+        if self._turn(client) or self._turns.n_taken - self._round_start >= MAX_ROUND_TURNS:
+            self._round_start = self._turns.n_taken
+        self._turns.take(client)
+
+    def _release(self, request: Request) -> None:
+        """Free a request's slot; the slot's sequence keeps what was computed."""
+        self._slots[request.slot].request = None
+        self._cache.release(request.slot)
 
     def _may_wait(self, request: Request) -> bool:
         """True if a running request is computing more of a prompt than is cached."""
-        n_in_flight, _ = self._in_flight.longest(request)
+        n_in_flight, _ = self._longest_in_flight(request)
         return n_in_flight > self.match(request).n_cached
 
-    def _waits_for_prefix(self, request: Request, running: Sequence[Request]) -> bool:
+    def _waits_for_prefix(self, request: Request) -> bool:
         """True if a request should wait while a running one computes a part of its prompt.
 
         That part must be long enough. It counts from what was cached when the leader was admitted, even if little
@@ -202,8 +233,8 @@ class Admission:
         if self._cache.settings.is_on_trial or not self._cache.settings.can_reuse:
             return False
         match = self.match(request)
-        n_in_flight, leaders = self._in_flight.longest(request)
-        if any(_are_siblings(leader, request) and leader.sampler is None for leader in running):
+        n_in_flight, leaders = self._longest_in_flight(request)
+        if any(_are_siblings(leader, request) and leader.sampler is None for leader in self._running()):
             return True
         if n_in_flight <= match.n_cached:
             return False
@@ -217,7 +248,29 @@ class Admission:
                 leader.stops.add(n_in_flight)
         return waits
 
-    def _fits(self, request: Request, running: Sequence[Request]) -> bool:
+    def _longest_in_flight(self, request: Request) -> tuple[int, Sequence[Request]]:
+        """Return the longest prefix of a waiting request that running ones hold or compute, and which these are.
+
+        They are compared by the tokens that they had when they were admitted. One that can no longer share so many
+        of them does not count: no checkpoint will be taken after them.
+        """
+        prefix = request.tokens.view(0, len(request.tokens) - 1)
+        longest = 0
+        leaders: list[Request] = []
+        for leader in self._running():
+            if leader.namespace != request.namespace:
+                continue
+            key = leader.arrival, leader.n_at_admission
+            if key not in request.n_common:
+                request.n_common[key] = n_common(prefix, leader.tokens.view(0, leader.n_at_admission))
+            n = request.n_common[key]
+            if n == 0 or n < longest or not self._cache.can_share(leader.slot, n):
+                continue
+            leaders = [leader] if n > longest else [*leaders, leader]
+            longest = n
+        return longest, leaders
+
+    def _fits(self, request: Request) -> bool:
         """True if a request's prompt and expected reply fit into the pool together with those of running requests.
 
         Idle cells count as free, except those of the request's own prefix.
@@ -225,6 +278,7 @@ class Admission:
         cache = self._cache
         if not cache.settings.unified:
             return not self.exceeds_part(request)
+        running = self._running()
         if not running:
             return True
         expected = {r.slot: len(r.tokens) + self.n_expected(r) for r in running}
@@ -243,47 +297,17 @@ class Admission:
         return expected if remaining is None else min(remaining, expected)
 
 
-class InFlight:
-    """Prefixes that running requests hold or are about to compute: their tokens, as of their admission.
+def by_share(running: Sequence[Request]) -> list[Request]:
+    """Sort running requests: the oldest of each client, then the second oldest ones, and so on, each by arrival.
 
-    `has_passed` returns True if it is too late to share that many tokens of a running request, because no
-    checkpoint will be taken after them.
+    The last one is preempted first. The oldest of all is at the front.
     """
-
-    def __init__(self, has_passed: Callable[[Request, int], bool]) -> None:
-        self._has_passed = has_passed
-        self._running: dict[str, tuple[Request, Tokens]] = {}
-        self._n_common: dict[str, dict[tuple[str, int], int]] = {}
-        """Length of the common prefix, by waiting request, then by running request and its number of tokens."""
-
-    def add(self, request: Request) -> None:
-        """Record that a request was admitted."""
-        self._running[request.id] = request, request.tokens.view()
-        self._n_common.pop(request.id, None)
-
-    def remove(self, request: Request) -> None:
-        """Record that a request has left its slot or the queue."""
-        self._running.pop(request.id, None)
-        self._n_common.pop(request.id, None)
-
-    def longest(self, request: Request) -> tuple[int, Sequence[Request]]:
-        """Return the longest prefix shared with running requests of the namespace, and which requests share it."""
-        lengths = self._n_common.setdefault(request.id, {})
-        prefix = request.tokens.view(0, len(request.tokens) - 1)
-        longest, leaders = 0, []
-        for leader, tokens in self._running.values():
-            if leader.namespace != request.namespace:
-                continue
-            key = leader.id, len(tokens)
-            if key not in lengths:
-                lengths[key] = n_common(prefix, tokens)
-            if lengths[key] >= max(longest, 1) and self._has_passed(leader, lengths[key]):
-                continue
-            if lengths[key] > longest:
-                longest, leaders = lengths[key], [leader]
-            elif lengths[key] == longest > 0:
-                leaders.append(leader)
-        return longest, leaders
+    seen: Counter[str] = Counter()
+    ranked = []
+    for request in sorted(running, key=lambda r: r.arrival):
+        ranked.append((seen[request.params.client], request.arrival, request))
+        seen[request.params.client] += 1
+    return [request for _, _, request in sorted(ranked, key=lambda each: each[:2])]
 
 
 def _free_slots(request: Request, free: Sequence[Slot]) -> list[int]:

@@ -77,14 +77,14 @@ class CheckpointTaker:
             request.stops.add(length)
 
     def take_due(self, ready: Sequence[Request], queue: Sequence[Request]) -> list[Request]:
-        """Take the checkpoints that are due, as many as streams allow; returns the requests that may go on.
+        """Take the checkpoints that are due, as many as decodes allow; returns the requests that may go on.
 
         Checkpoints that admissions in this plan took count towards the limit. `queue` has the waiting requests.
         """
         checkpoints = self._checkpoints
-        limit = self._cache.settings.max_takes_in_gap if self._cache.has_streams else None
+        limit = self._cache.settings.max_takes_in_gap if self._cache.has_decodes else None
         if not checkpoints.has_states or limit == 0:
-            # If even one checkpoint takes longer than the gap, none is taken while streams run.
+            # If even one checkpoint takes longer than the gap, none is taken while requests decode.
             return list(ready)
         n_left = math.inf if limit is None else max(0, limit - checkpoints.n_to_take)
         go_on = []

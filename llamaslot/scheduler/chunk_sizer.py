@@ -1,15 +1,15 @@
-"""Chunked prefill: how many prompt tokens a step takes while streams run.
+"""Chunked prefill: how many prompt tokens a step takes while requests decode.
 
-Prefill raises the inter-token latency of streams, so chunks are sized by the observed cost of steps: a step with
-prompt tokens should take about as long as the gap (`--prefill-gap-ms`). The first query block may take 1.5 times as
-long, and a step may always take twice as long as one without prompts.
+Prefill raises the inter-token latency of decoding requests, so chunks are sized by the observed cost of steps: a
+step with prompt tokens should take about as long as the gap (`--prefill-gap-ms`). The first query block may take
+1.5 times as long, and a step may always take twice as long as one without prompts.
 
 The cost of a token depends on how many are in the step (`StepCost`): 64 tokens may take less time than 32. So the
 costs of steps below and above `QUERY_BLOCK` are learned separately. Otherwise the high cost per token of small
 chunks would make the next chunks even smaller.
 
-In a partitioned pool prompts have their own steps (`PromptTurns`). All those between two steps of the streams share
-one gap. If the streams' own step leaves no gap, only the first of them may take as long as that step.
+In a partitioned pool prompts have their own steps (`PromptTurns`). All those between two steps of the decodes share
+one gap. If the decodes' own step leaves no gap, only the first of them may take as long as that step.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ class ChunkSizer:
         self._gap_s = gap_ms / 1e3
         self._unified = unified
         self._decode: dict[int, float] = {}
-        """Seconds of a step without prompts, by the number of streams."""
+        """Seconds of a step without prompts, by the number of requests that decode."""
         self._alone: float | None = None
-        """Seconds per prompt token without streams; in a partitioned pool only of steps that fill a query block."""
+        """Seconds per prompt token without decodes; in a partitioned pool only of steps that fill a query block."""
         self._small: float | None = None
-        """Seconds per prompt token in steps that delay streams and fill no query block. Such steps also compute the
-        streams; in a partitioned pool they precede a step of the streams.
+        """Seconds per prompt token in steps that delay decodes and fill no query block. Such steps also compute the
+        decodes; in a partitioned pool they precede a step of the decodes.
         """
         self._large: _LinearCost | None = None
-        """Seconds of all prompt tokens in steps that delay streams and fill at least one query block."""
+        """Seconds of all prompt tokens in steps that delay decodes and fill at least one query block."""
 
     def limit(self, n_decoding: int, *, n_waiting: int = 0, waited_s: float | None = None) -> int:
-        """Return how many prompt tokens the next step may compute beside `n_decoding` streams.
+        """Return how many prompt tokens the next step may compute beside `n_decoding` decoding requests.
 
-        `n_waiting` other streams wait for its end. `waited_s` is the time that steps of prompts have taken since
-        the streams' last step, None before the first of them. The next one must fit into the rest of the gap; the
+        `n_waiting` others wait for its end. `waited_s` is the time that steps of prompts have taken since
+        the decodes' last step, None before the first of them. The next one must fit into the rest of the gap; the
         limit is 0 if not even the smallest chunk does.
         """
         whole = self.n_ubatch - n_decoding
@@ -59,7 +59,7 @@ class ChunkSizer:
         decode = self._decode_seconds(n_decoding + n_waiting)
         allowed = self._gap_s - decode - (waited_s or 0.0)
         if waited_s is None:
-            # If the streams alone take most of the gap, little or nothing is left. One step of prompts may then
+            # If the decodes alone take most of the gap, little or nothing is left. One step of prompts may then
             # take as long as theirs, which doubles the interval.
             allowed = max(allowed, decode)
         elif allowed <= 0:
@@ -70,7 +70,7 @@ class ChunkSizer:
         return n
 
     def block(self, n_decoding: int) -> int:
-        """Return how many prompt tokens fill up a query block beside `n_decoding` streams, within a micro-batch."""
+        """Return how many prompt tokens fill up a query block beside `n_decoding` decodes, within a micro-batch."""
         if self._unified:
             return QUERY_BLOCK - n_decoding % QUERY_BLOCK
         return min(QUERY_BLOCK, self.n_ubatch - n_decoding)
@@ -79,7 +79,7 @@ class ChunkSizer:
         """Adjust a limit of whole query blocks by at most one block, so that no small rest of a prompt is left.
 
         In a partitioned pool, a rest of a prompt's `n_left` tokens that is smaller than a block would need a step
-        of its own, which takes longer than a whole block. If streams have waited, `may_grow` is False and the
+        of its own, which takes longer than a whole block. If decodes have waited, `may_grow` is False and the
         limit is only reduced.
         """
         block = self.block(n_decoding)
@@ -91,7 +91,7 @@ class ChunkSizer:
         return min(n_left, self.n_ubatch - n_decoding) if may_grow else limit
 
     def set_layout(self, *, unified: bool) -> None:
-        """Forget the cost of prompts beside streams, which differs between the layouts of the pool.
+        """Forget the cost of prompts beside decodes, which differs between the layouts of the pool.
 
         The cost of decode steps differs less, and adapts with the next ones.
         """
@@ -103,7 +103,7 @@ class ChunkSizer:
         return n_tokens * (self._alone or self._small or 0.0)
 
     def observe(self, n_prefill: int, n_decoding: int, seconds: float) -> None:
-        """Learn from a step of `n_prefill` prompt tokens (including padding) and `n_decoding` streams."""
+        """Learn from a step of `n_prefill` prompt tokens (including padding) and `n_decoding` decoding requests."""
         if n_prefill == 0:
             if n_decoding:
                 self._decode[n_decoding] = _blend(self._decode.get(n_decoding), seconds)
@@ -112,11 +112,11 @@ class ChunkSizer:
         if n_prefill < MIN_OBSERVED_TOKENS:
             return
         is_small = n_prefill < self.block(n_decoding)
-        # In a partitioned pool, streams wait for every step of prompts.
-        delays_streams = n_decoding > 0 or not self._unified
-        if not n_decoding and not (delays_streams and is_small):
+        # In a partitioned pool, decodes wait for every step of prompts.
+        delays_decodes = n_decoding > 0 or not self._unified
+        if not n_decoding and not (delays_decodes and is_small):
             self._alone = _blend(self._alone, added / n_prefill)
-        if not delays_streams:
+        if not delays_decodes:
             return
         if is_small:
             self._small = _blend(self._small, added / n_prefill)
@@ -134,9 +134,9 @@ class ChunkSizer:
         return self._large.seconds(n)
 
     def _chunk(self, allowed: float, n_decoding: int) -> int:
-        """Return the number of prompt tokens that adds about `allowed` seconds to a step of `n_decoding` streams.
+        """Return the number of prompt tokens that adds about `allowed` seconds to a step of `n_decoding` requests.
 
-        Together with the streams it fills whole query blocks, or it is less than one. A single block is also chosen
+        Together with the decodes it fills whole query blocks, or it is less than one. A single block is also chosen
         if it takes up to `FIRST_BLOCK_FACTOR` times as long as allowed, or no longer than the small chunk: it
         computes several times as many tokens.
         """
@@ -153,7 +153,7 @@ class ChunkSizer:
         return block if line.seconds(block) <= max(FIRST_BLOCK_FACTOR * allowed, small_cost * small) else small
 
     def _decode_seconds(self, n_decoding: int) -> float:
-        """Return the seconds of a step of `n_decoding` streams, or of the nearest number observed."""
+        """Return the seconds of a step of `n_decoding` requests, or of the nearest number observed."""
         if not n_decoding or not self._decode:
             return 0.0
         return self._decode[min(self._decode, key=lambda n: (abs(n - n_decoding), n))]

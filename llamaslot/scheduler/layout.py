@@ -24,7 +24,6 @@ as much, until no such request has come for a while.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 
 from llamaslot.base.tokens import n_common
@@ -47,22 +46,6 @@ _RARER_FOR_S = 60.0
 """Time after a long request unified the pool until the threshold for partitions returns to `_MIN_CHANGES`."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Tokens:
-    """Token counts of some requests."""
-
-    total: int
-    """All tokens, including those that the requests are expected to generate."""
-    distinct: int
-    """The same, but shared prefixes count once."""
-    foreign: int
-    """Number of pairs of a token still to be computed and a cell of another request, in a unified pool."""
-    copied: int
-    """Tokens of waiting requests' shared prefixes, which a partitioned pool copies to their slots."""
-    held: int
-    """Tokens that running requests hold."""
-
-
 class LayoutChoice:
     """Decides which layout suits the requests. Times are seconds on the caller's clock."""
 
@@ -79,7 +62,7 @@ class LayoutChoice:
     def decide(self, running: Sequence[Request], now: float) -> bool:
         """Return the layout (True for unified) for running requests and those that free slots go to next."""
         settings = self._cache.settings
-        waiting = self._admission.next_up(running)
+        waiting = self._admission.next_up()
         is_too_long = any(len(request.tokens) > settings.part_cells for request in running)
         # While memory is short, running requests would lose their KV by a change, so a long request waits for them.
         may_change = settings.unified or not running or self._cache.can_empty_pool
@@ -106,33 +89,25 @@ class LayoutChoice:
         # Without memory for the saved pool, its tokens would have to be computed again.
         if not self._cache.can_empty_pool or any(map(self._admission.exceeds_part, requests)):
             return settings.unified
-        tokens = self._count(requests, n_running=n_running)
-        change_us = 1e3 * settings.context_ms + settings.move_us(self._cache.cells.used, tokens.held)
-        gain_us = settings.cost.foreign_us * tokens.foreign - settings.move_us(tokens.copied, tokens.copied)
-        if not settings.unified:
-            return -gain_us > _MIN_CHANGES * change_us
-        return tokens.total > _MAX_SHARED * tokens.distinct or gain_us <= self._n_changes * change_us
-
-    def _count(self, requests: Sequence[Request], *, n_running: int) -> _Tokens:
+        # All tokens, including those that the requests are expected to generate.
         lengths = [len(request.tokens) + self._admission.n_expected(request) for request in requests]
-        # In this order each request shares its longest prefix with a neighbour.
+        # The same, but shared prefixes count once. In this order each request shares its longest with a neighbour.
         ordered = sorted(requests, key=lambda request: (request.namespace, request.prefix))
         common = [
             n_common(a.tokens.view(), b.tokens.view()) if a.namespace == b.namespace else 0
             for a, b in pairwise(ordered)
         ]
-        shared = {
-            each.id: max(both)
-            for each, both in zip(ordered, zip([0, *common], [*common, 0], strict=True), strict=True)
-        }
-        distinct = sum(lengths) - sum(common)
+        n_distinct = sum(lengths) - sum(common)
+        # Tokens of waiting requests' shared prefixes, which a partitioned pool copies to their slots.
+        waiting = set(requests[n_running:])
+        shared = zip(ordered, [0, *common], [*common, 0], strict=True)
+        n_copied = sum(max(before, after) for request, before, after in shared if request in waiting)
+        # Pairs of a token still to be computed and a cell of another request, in a unified pool.
         held = [self._cache.length(request.slot) for request in requests[:n_running]]
         cached = [*held, *(request.match.n_cached if request.match else 0 for request in requests[n_running:])]
-        to_compute = [n - min(m, n) for n, m in zip(lengths, cached, strict=True)]
-        return _Tokens(
-            total=sum(lengths),
-            distinct=distinct,
-            foreign=sum(n * (distinct - own) for n, own in zip(to_compute, lengths, strict=True)),
-            copied=sum(shared[request.id] for request in requests[n_running:]),
-            held=sum(held),
-        )
+        n_foreign = sum((n - min(m, n)) * (n_distinct - n) for n, m in zip(lengths, cached, strict=True))
+        change_us = 1e3 * settings.context_ms + settings.move_us(self._cache.cells.used, sum(held))
+        gain_us = settings.cost.foreign_us * n_foreign - settings.move_us(n_copied, n_copied)
+        if not settings.unified:
+            return -gain_us > _MIN_CHANGES * change_us
+        return sum(lengths) > _MAX_SHARED * n_distinct or gain_us <= self._n_changes * change_us

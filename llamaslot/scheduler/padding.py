@@ -1,4 +1,4 @@
-"""Dummy tokens in a small step, which make it faster: padding to a query block, and rows that join streams.
+"""Dummy tokens in a small step, which make it faster: padding to a query block, and rows that join decodes.
 
 On a CPU, llama.cpp's attention computes a step of fewer than `QUERY_BLOCK` tokens token by token, and a larger one
 a query block at a time (`StepCost`, fact 22). A prompt whose prefix is cached has few tokens to compute and a long
@@ -7,11 +7,11 @@ sequence, which no other token attends to. In a partitioned pool it follows the 
 llama.cpp computes other slots in separate passes. Its cells are free again at the end of the step. `step.py` sends
 it after the real tokens, so that these get the same cells as without padding.
 
-In a partitioned pool, streams are computed in one pass only if the ids of their slots are consecutive (fact 3).
-Those in slots 0, 1, 3 and 6 take three passes over the weights; a token in each of the slots 0 to 7 takes one. A
-dummy row may cost less than a pass, and a pass of eight rows even less than one of seven, because llama.cpp's
-kernels compute four rows together (fact 36). The time of a pass is learned by its number of rows. The first
-estimates (`StepCost`) are usually too low, so that each number of rows gets tried.
+In a partitioned pool, decoding requests are computed in one pass only if the ids of their slots are consecutive
+(fact 3). Those in slots 0, 1, 3 and 6 take three passes over the weights; a token in each of the slots 0 to 7 takes
+one. A dummy row may cost less than a pass, and a pass of eight rows even less than one of seven, because
+llama.cpp's kernels compute four rows together (fact 36). The time of a pass is learned by its number of rows. The
+first estimates (`StepCost`) are usually too low, so that each number of rows gets tried.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ MIN_PADDING_SPEEDUP = 1.1
 """Factor by which padding must speed a step up; larger than the noise of the measurements."""
 MIN_DUMMY_SPEEDUP = 1.05
 """Factor by which dummy rows must speed a step up."""
-MAX_STREAMS = 32
-"""With more streams no dummy rows are added: choosing them takes time in proportion to the cube of their number."""
+MAX_DECODES = 32
+"""With more decodes no dummy rows are added: choosing them takes time in proportion to the cube of their number."""
 _ROWS_OF_KERNEL = 4
 """Number of rows that llama.cpp's CPU kernels for matrices compute together (fact 36)."""
 _NEWEST_WEIGHT = 0.2
@@ -69,8 +69,8 @@ class Padding:
         return self._cost.block_ms(QUERY_BLOCK) if self._cost is not None else 0.0
 
 
-class Passes:
-    """Chooses dummy rows for a step of streams by the measured `cost`; none if that is None."""
+class DummyRows:
+    """Chooses dummy rows for a step of decoding requests by the measured `cost`; none if that is None."""
 
     def __init__(self, cost: StepCost | None, n_slots: int) -> None:
         self._cost = cost
@@ -78,33 +78,33 @@ class Passes:
         self._excess: dict[int, float] = {}
         """Milliseconds by which a pass takes longer than `cost` says, by its number of rows."""
 
-    def fill(self, streams: Sequence[int], held: Mapping[int, int]) -> list[Run]:
-        """Return dummy tokens in other slots that make a step of `streams` (sorted slot ids) faster.
+    def fill(self, decodes: Sequence[int], held: Mapping[int, int]) -> list[Run]:
+        """Return dummy tokens in other slots that make a step of `decodes` (sorted slot ids) faster.
 
         `held` has the number of tokens that each slot with a free cell holds.
         """
-        if self._cost is None or not 1 < len(streams) <= MAX_STREAMS:
+        if self._cost is None or not 1 < len(decodes) <= MAX_DECODES:
             return []
-        # Dynamic programming: for the first 0, 1, 2, ... streams, the least time and the passes that take it.
+        # Dynamic programming: for the first 0, 1, 2, ... decodes, the least time and the passes that take it.
         best: list[tuple[float, list[range]]] = [(0.0, [])]
-        for last in range(len(streams)):
+        for last in range(len(decodes)):
             best.append(
                 min(
                     (
                         (before + self._ms(seqs, held), [*passes, seqs])
                         for first, (before, passes) in enumerate(best)
                         # Adjacent slots are always computed in one pass, so no pass begins between two of them.
-                        if first == 0 or streams[first] > streams[first - 1] + 1
-                        for seqs in self._ranges(streams, first, last)
+                        if first == 0 or decodes[first] > decodes[first - 1] + 1
+                        for seqs in self._ranges(decodes, first, last)
                         if all(seq in held for seq in seqs)
                     ),
                     key=lambda each: each[0],
                 )
             )
         ms, passes = best[-1]
-        if ms * MIN_DUMMY_SPEEDUP > sum(self._ms(seqs, held) for seqs in adjacent(streams)):
+        if ms * MIN_DUMMY_SPEEDUP > sum(self._ms(seqs, held) for seqs in adjacent(decodes)):
             return []
-        dummies = [seq for seqs in passes for seq in seqs if seq not in streams]
+        dummies = [seq for seqs in passes for seq in seqs if seq not in decodes]
         return [Run(seq, held[seq], np.zeros(1, dtype=np.int32), n_outputs=0) for seq in dummies]
 
     def observe(self, runs: Sequence[Run], seconds: float) -> None:
@@ -120,12 +120,12 @@ class Passes:
             n = len(seqs)
             self._excess[n] = self._excess.get(n, 0.0) + _NEWEST_WEIGHT * error / len(passes)
 
-    def _ranges(self, streams: Sequence[int], first: int, last: int) -> list[range]:
-        """Return the candidates for one pass of some streams: as few slots as possible, and, if there are enough,
+    def _ranges(self, decodes: Sequence[int], first: int, last: int) -> list[range]:
+        """Return the candidates for one pass of some decodes: as few slots as possible, and, if there are enough,
         as many as make the number of rows a multiple of `_ROWS_OF_KERNEL`.
         """
-        seqs = range(streams[first], streams[last] + 1)
-        end = streams[last + 1] - 1 if last + 1 < len(streams) else self._n_slots
+        seqs = range(decodes[first], decodes[last] + 1)
+        end = decodes[last + 1] - 1 if last + 1 < len(decodes) else self._n_slots
         n_more = -len(seqs) % _ROWS_OF_KERNEL
         n_after = min(n_more, max(end - seqs.stop, 0))
         # Only the first pass may be extended downwards: slots below others may be in the pass before.

@@ -9,6 +9,8 @@ the prompt or generated, and a step that computes the last of them yields the ne
 from __future__ import annotations
 
 import bisect
+import math
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -20,11 +22,11 @@ from llamaslot.base.backend import CompiledConstraint, Sampler
 from llamaslot.base.commands import GenerateParams
 from llamaslot.base.events import Progress
 from llamaslot.base.generation.token_probs import NOT_SCORED, TokenScore
+from llamaslot.base.generation.tools import ReasoningBudget
 from llamaslot.base.namespaces import private_namespace, salt_namespace
 from llamaslot.base.stats import CacheStats, Miss, PromptStats, RequestStats
 from llamaslot.base.tokens import WIDTH, TokenizedPrompt, Tokens, packed
 from llamaslot.kvcache.match import Acquired, Loaded, Match
-from llamaslot.scheduler.reasoning_limit import ReasoningLimit
 
 NO_TOKENS: Tokens = np.empty(0, dtype=np.int32)
 
@@ -111,6 +113,55 @@ class CheckpointStops:
         return min(n, self._positions[at] - position) if at < len(self._positions) else n
 
 
+class _Reasoning(Enum):
+    BEFORE = "no reasoning yet"
+    REASONING = "in reasoning"
+    DONE = "reasoning has ended"
+
+
+class ReasoningLimit:
+    """Counts the reasoning tokens of one reply: after the last one, the tag that ends reasoning is forced.
+
+    As in llama-server, tags are found by their token ids. A tag that the model writes with other tokens is not
+    found.
+    """
+
+    def __init__(self, budget: ReasoningBudget) -> None:
+        self._budget = budget
+        self._state = _Reasoning.REASONING if budget.is_open else _Reasoning.BEFORE
+        self._n = 0
+        self._last: deque[int] = deque(maxlen=max(len(budget.start), len(budget.end)))
+
+    def add(self, tokens: Sequence[int]) -> tuple[int, ...]:
+        """Count tokens of the reply; returns the tokens that must follow, which count as added."""
+        for token in tokens:
+            if self._state is _Reasoning.DONE:
+                break
+            self._last.append(token)
+            if self._state is _Reasoning.BEFORE:
+                if self._n_last(self._budget.start) == len(self._budget.start):
+                    self._state = _Reasoning.REASONING
+                    self._last.clear()
+                continue
+            self._n += 1
+            if self._n_last(self._budget.end) == len(self._budget.end):
+                self._state = _Reasoning.DONE
+        if self._state is not _Reasoning.REASONING or self._n < self._budget.n_tokens:
+            return ()
+        self._state = _Reasoning.DONE
+        return self._budget.end[self._n_last(self._budget.end) :] + self._budget.after
+
+    @property
+    def n_free(self) -> int | None:
+        """Tokens that can be added before any is forced; None if none will be."""
+        return None if self._state is _Reasoning.DONE else self._budget.n_tokens - self._n
+
+    def _n_last(self, tag: tuple[int, ...]) -> int:
+        """Return how many of the last tokens are the beginning of a tag."""
+        last = tuple(self._last)
+        return next((n for n in range(min(len(tag), len(last)), 0, -1) if last[-n:] == tag[:n]), 0)
+
+
 class Request:
     """State of one request. Times are seconds on the caller's clock.
 
@@ -121,18 +172,63 @@ class Request:
     _computing: float | None = None
     _first_token: float | None = None
     _last_token: float | None = None
-    n_public = 0
-    """Tokens loaded from segments of the public namespace, including those after a preemption."""
-    n_fetched = 0
-    """Of `n_loaded`, those that had to be fetched from the remote tier."""
+    _was_preempted = False
+    _prefix = b""
+
+    state = RequestState.QUEUED
+    slot = -1
+    """The slot in which it runs or last ran; -1 before the first admission."""
+    sampler: Sampler | None = None
+    constraint: CompiledConstraint | None = None
+    """The compiled `params.constraint`; the request is not admitted before it is compiled."""
     is_fetching = False
     """True during lookup and fetch in the remote tier; the request is not admitted before they are done."""
+    is_suspect = False
+    """True from a failed step until it was computed, or has failed, alone."""
+    is_invalidated = False
+    """True if its slot lost its KV, by a failed step or a change of the pool's layout; the next plan starts again
+    from what is cached of its tokens.
+    """
+    distrusted = b""
+    """Packed tokens of a cached prefix after which its logits were invalid."""
 
-    _was_preempted = False
+    match: Match | None = None
+    """The last lookup of its prefix."""
+    n_matched = 0
+    """Prompt tokens that were cached at the first admission."""
+    n_at_admission = 0
+    """Number of its tokens at the last admission."""
+    n_cached_at_admission = 0
+    """Of these, those that were cached."""
+    n_waited_for = 0
+    """Length of the prefix for which it waited while another request computed it; 0 if it never waited."""
     n_overtaken = 0
     """Number of later requests that were admitted although this one could have been."""
+    place = math.inf
+    """Its place among requests that wait to compute several tokens (`RunTurns`); infinite for a new one."""
+
     draft: Tokens = NO_TOKENS
     """Tokens that may come next, to be computed and verified in one step; a new token drops them."""
+    n_generated = 0
+    n_forced = 0
+    """Tokens that were forced after the last sampled one; they are computed together with it."""
+    n_scored = 0
+    """Prompt tokens whose scores were reported; 0 if scores are not wanted.
+
+    A request that wants scores shares no KV, so the successor of every token that has KV has been scored.
+    """
+
+    n_prompt_computed = 0
+    n_copied = 0
+    """Of `n_reused`, those copied from another sequence."""
+    n_loaded = 0
+    """Of `n_reused`, those loaded from RAM."""
+    n_read = 0
+    """Of `n_loaded`, those that had to be read from disk."""
+    n_fetched = 0
+    """Of `n_loaded`, those that had to be fetched from the remote tier."""
+    n_public = 0
+    """Tokens loaded from segments of the public namespace, including those after a preemption."""
 
     def __init__(
         self,
@@ -147,63 +243,35 @@ class Request:
         self.params = params
         self.prompt = prompt
         self.id = params.request_id
+        self.arrival = arrival
+        """Order of submission; unchanged by preemption."""
+        self._submitted = now
+        self.tokens = TokenBuffer(prompt.tokens)
+        """The prompt and the tokens generated so far."""
+        self.n_prompt = len(self.tokens)
         self.wants_scores = params.prompt_probs >= 0
-        self.n_scored = 0
-        """Prompt tokens whose scores were reported; 0 if scores are not wanted.
-
-        A request that wants scores shares no KV, so the successor of every token that has KV has been scored.
-        """
         self.is_private = self.wants_scores or not (params.cache_prompt and can_reuse)
         """True if it shares no KV with other requests, neither theirs nor its own."""
-        self.distrusted = b""
-        """Packed tokens of a cached prefix after which its logits were invalid."""
         self.namespace = (
             private_namespace(self.id if self.wants_scores else params.group or self.id, params.cache_salt)
             if self.is_private
             else salt_namespace(params.cache_salt)
         )
-        self.arrival = arrival
-        """Order of submission; unchanged by preemption."""
-        self.state = RequestState.QUEUED
-        self.tokens = TokenBuffer(prompt.tokens)
-        """The prompt and the tokens generated so far."""
-        self.n_prompt = len(self.tokens)
-        self.n_generated = 0
-        self.n_prompt_computed = 0
+        self.miss: Miss = "" if not self.is_private else "off" if can_reuse else why_not
+        """Reason why no more of its prompt was cached at the first admission."""
         self.n_reused = self.n_prompt
         """Prompt tokens reused since the first admission.
 
         Until then the whole prompt, because a sibling's prefill may spare this request its own.
         """
-        self.n_copied = 0
-        """Of `n_reused`, those copied from another sequence."""
-        self.n_loaded = 0
-        """Of `n_reused`, those loaded from RAM."""
-        self.n_read = 0
-        """Of `n_loaded`, those that had to be read from disk."""
-        self.miss: Miss = "" if not self.is_private else "off" if can_reuse else why_not
-        """Reason why no more of its prompt was cached at the first admission."""
-        self.n_matched = 0
-        """Prompt tokens that were cached at the first admission."""
-        self.match: Match | None = None
-        """The last lookup of its prefix."""
-        self.n_cached_at_admission = 0
-        """Tokens that were cached at the last admission."""
+        self.n_common: dict[tuple[int, int], int] = {}
+        """While it waits: length of the prefix shared with each running request, by its `arrival` and
+        `n_at_admission`.
+        """
         self.stops = CheckpointStops()
         """Positions at which a step must end, so that a checkpoint can be taken."""
-        self.n_waited_for = 0
-        """Length of the prefix for which it waited while another request computed it; 0 if it never waited."""
-        self.constraint: CompiledConstraint | None = None
-        """The compiled `params.constraint`; the request is not admitted before it is compiled."""
         budget = params.reasoning_budget
         self.reasoning_limit = ReasoningLimit(budget) if budget is not None else None
-        self.n_forced = 0
-        """Tokens that were forced after the last sampled one; they are computed together with it."""
-        self.sampler: Sampler | None = None
-        self.slot = -1
-        """The slot in which it runs or last ran; -1 before the first admission."""
-        self._submitted = now
-        self._prefix = b""
 
     def handle(self, event: RequestEvent, now: float) -> None:
         """Go to the next state, or raise `IllegalEventError` and change nothing."""
@@ -223,7 +291,8 @@ class Request:
         self.handle(RequestEvent.ADMIT, now)
         is_first = self.slot < 0
         self.slot = acquired.slot
-        self.n_cached_at_admission = acquired.n_cached
+        self.n_at_admission, self.n_cached_at_admission = len(self.tokens), acquired.n_cached
+        self.n_common.clear()
         if not is_first:
             return
         self.n_reused, self.n_copied = acquired.n_resident, acquired.n_copied
@@ -289,10 +358,10 @@ class Request:
         """True if forced tokens are appended without sampling; not if probabilities are wanted, which they lack."""
         return self.params.constraint is not None and self.params.sampling.n_probs < 0
 
-    def is_stream(self, n_pending: int) -> bool:
+    def is_decoding(self, n_pending: int) -> bool:
         """True if it has only one token to compute, or the last sampled one with those forced after it.
 
-        So a prompt that is cached whole counts as a stream, and waits no longer than one.
+        So a prompt that is cached whole counts as decoding, and waits no longer.
         """
         return n_pending == 1 or (self.n_generated > 0 and n_pending <= 1 + self.n_forced)
 
@@ -321,7 +390,7 @@ class Request:
             return None
         return self.tokens.view(start + 1, end)
 
-    def new_scores(self, start: int, scores: list[TokenScore]) -> list[TokenScore]:
+    def new_scores(self, start: int, scores: Sequence[TokenScore]) -> Sequence[TokenScore]:
         """Return the scores that were not reported yet; `scores` begins with the token after `start`.
 
         The prompt's first token, which cannot be scored, is reported with the second one.

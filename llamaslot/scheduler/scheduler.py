@@ -5,13 +5,18 @@
     commit(plan, result, now) -> ... updates the state to what the backend really computed
 
 Rules that hold at every step:
-  1. No starvation: clients take turns (`fair_share.py`), and among requests whose turn it is, at most
+  1. No starvation: clients take turns (`admission.py`), and among requests whose turn it is, at most
      `MAX_OVERTAKEN` later ones are admitted before one that could run.
   2. A plan never needs more cells than there are: idle ones are evicted first (least recently used first), then the
      youngest running request is preempted, of a client that runs several if there is one. The oldest is never
      preempted, so it always finishes.
   3. Requests of a failed step are retried one at a time; only one that fails alone is ended.
   4. A request with invalid logits is ended. But if KV that it reused may be the cause, it is computed again first.
+
+After a failed decode the backend reports how much each sequence holds, and requests continue from there if they
+can. Otherwise the sequence is *invalidated*: it is emptied, and in the next plan its request starts again from what
+is cached of its tokens. If the step had several requests, all of them are *suspects*: each is computed alone, and
+only one that fails alone is at fault.
 """
 
 from __future__ import annotations
@@ -32,16 +37,13 @@ from llamaslot.kvcache.cache import Deadlines, KVCache
 from llamaslot.kvcache.cache_settings import CacheSettings
 from llamaslot.kvcache.disk_io import SegmentMeta
 from llamaslot.kvcache.match import LoadStatus
-from llamaslot.scheduler.admission import Admission
+from llamaslot.scheduler.admission import Admission, by_share
 from llamaslot.scheduler.checkpoint_taker import CheckpointTaker
 from llamaslot.scheduler.chunk_sizer import ChunkSizer
-from llamaslot.scheduler.fair_share import by_share
 from llamaslot.scheduler.layout import LayoutChoice
-from llamaslot.scheduler.padding import Padding, Passes
-from llamaslot.scheduler.recovery import Recovery
-from llamaslot.scheduler.request import Request, RequestEvent, RequestState, ReuseStats, Slot
-from llamaslot.scheduler.step import StepPlan, StepResult, Work
-from llamaslot.scheduler.step_planner import NoTurns, PromptTurns, RunTurns, StepPlanner, Turns
+from llamaslot.scheduler.request import NO_TOKENS, Request, RequestEvent, ReuseStats, Slot
+from llamaslot.scheduler.step import RequestResult, StepPlan, StepResult, Turn, Work
+from llamaslot.scheduler.step_planner import PromptTurns, RunTurns, StepPlanner
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +51,9 @@ class Sampled:
     """A request got its next tokens, sampled or forced; with a `reason` the last of them ended it."""
 
     request: Request
-    tokens: tuple[int, ...]
+    tokens: tuple[int, ...] = ()
     """Empty if only the prompt was to be computed."""
-    reason: FinishReason | None
+    reason: FinishReason | None = None
     truncated: bool = False
     scores: Sequence[TokenScore] = ()
     """Probabilities of the tokens, if the request asks for them."""
@@ -62,7 +64,7 @@ class Scored:
     """Scores of the next tokens of a request's prompt."""
 
     request: Request
-    scores: list[TokenScore]
+    scores: Sequence[TokenScore]
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +106,6 @@ class Scheduler:
         if info.n_ubatch < cache_settings.n_slots:
             raise ValueError("n_ubatch must be at least n_slots")
         self.n_ctx_slot = info.n_ctx_slot
-        self._n_spare_rows = info.n_spare_rows
         self._eog = eog
         self.chunks = ChunkSizer(
             n_ubatch=info.n_ubatch, gap_ms=cache_settings.gap_ms, unified=cache_settings.unified
@@ -120,27 +121,20 @@ class Scheduler:
         """Waiting requests by arrival."""
         self._layout = LayoutChoice(self.cache, self.admission)
         self.reuse = ReuseStats()
-        self._padding = _padding(info, cache_settings)
-        # Without `step_cost` there are no dummy rows. It is measured only for models whose sequences can be
-        # truncated, so dummy rows can always be removed.
-        self._passes = Passes(info.step_cost, info.n_slots)
-        self._turns = _turns(info, cache_settings, self.chunks)
+        self._planner = StepPlanner(info, self.cache, self.admission, self.chunks)
+        self._turns = self._turns_for(info)
         self.deadlines = Deadlines()
         """Times at which to plan again even if no command arrives."""
-        self.recovery = Recovery(self.cache, self.slots, self.admission)
         self.admitted: list[Request] = []
         """Requests that the last plan admitted."""
-        self.n_preempted = 0
-        """Number of preemptions."""
         self.keeps_layout = False
         """True once memory did not suffice to create the context in another layout."""
         self._is_stopping = False
 
-    def learn(self, info: ModelInfo) -> None:
+    def set_costs(self, info: ModelInfo) -> None:
         """Take over costs that could not be measured when the model was loaded."""
-        self.cache.learn(info)
-        self._padding = _padding(info, self.cache.settings)
-        self._passes = Passes(info.step_cost, info.n_slots)
+        self.cache.set_costs(info)
+        self._planner.set_costs(info)
 
     @property
     def running(self) -> list[Request]:
@@ -155,10 +149,7 @@ class Scheduler:
 
     def end(self, request: Request, now: float, *, cancelled: bool = False) -> None:
         """End a queued or running request; what it computed stays cached unless it is private."""
-        if request.state is RequestState.QUEUED:
-            self.admission.withdraw(request)
-        else:
-            self.admission.release(request)
+        self.admission.remove(request)
         self._remote.unpin(request.id)
         request.handle(RequestEvent.END, now)
         self.reuse.count(request)
@@ -183,94 +174,102 @@ class Scheduler:
     def empty_pool(self, now: float) -> None:
         """Save the pool to RAM for a change of the layout; the next plan loads the KV of running requests again."""
         self.cache.tick(now)
-        self.recovery.release_running()
+        for request in self.running:
+            self.cache.release(request.slot)
+            request.restart()
+            request.is_invalidated = True
         self.cache.empty_pool()
 
     def set_layout(self, info: ModelInfo, n_seqs: int) -> None:
         """Switch to a context of another layout, which is empty."""
         self.cache.set_layout(unified=info.unified, n_seqs=n_seqs)
-        self._padding = _padding(info, self.cache.settings)
-        self._turns = _turns(info, self.cache.settings, self.chunks)
+        self._planner.set_layout(info)
+        self._turns = self._turns_for(info)
         self.chunks.set_layout(unified=info.unified)
 
     def plan(self, now: float) -> StepPlan:
         """Plan the next step; an empty plan means that nothing can be done now."""
-        running = self.running
+        # 1. Requests that lost their KV start again from what is cached of their tokens.
         self.cache.tick(now, is_stopping=self._is_stopping)
-        self.recovery.reacquire_invalidated()
-        suspects = [request for request in running if request.id in self.recovery.suspects]
-        self.admitted = self.admission.admit(running, now) if not suspects else []
+        for request in self.running:
+            if request.is_invalidated:
+                request.is_invalidated = False
+                self.cache.acquire([request.slot], self.admission.match(request), is_new=False)
+        # 2. Free slots go to waiting requests, unless requests of a failed step are to be retried.
+        suspects = [request for request in self.running if request.is_suspect]
+        self.admitted = self.admission.admit(now) if not suspects else []
         for request in self.admitted:
             self._taker.choose_stops(request)
+        # 3. Prompts are extended by what is cached of them by now.
         running = self.running
-        self.cache.has_streams = any(request.is_stream(self._n_pending(request)) for request in running)
+        self.cache.has_decodes = any(request.is_decoding(self._n_pending(request)) for request in running)
         loaded, is_loading = self._load(running)
         for request in self.admitted:
             self._remote.unpin(request.id)
-        able = [request for request in suspects[:1] or by_share(running) if request in loaded]
-        turn = self._turns.next(able, self._n_pending, now)
+        # 4. Requests take turns where a step may not have all of them. Some stop for a checkpoint.
+        running = by_share(running)
+        able = [request for request in suspects[:1] or running if request in loaded]
+        pending = {request: self._n_pending(request) for request in able}
+        turn = self._turns.next(pending, now) if self._turns is not None else Turn(able)
         ready = self._taker.take_due(turn.requests, self.queue)
-        n_prefill = sum(n for request in ready if not request.is_stream(n := self._n_pending(request)) and n > 1)
+        # 5. Idle prefixes that would slow prompts down are offloaded.
+        n_prefill = sum(n for each in ready if (n := pending[each]) > 1 and not each.is_decoding(n))
         self.cache.offload_idle(n_prefill, lambda: map(self.admission.match, self.queue))
-        planner = StepPlanner(
-            min(self.n_ctx_slot, self.cache.settings.seq_cells),
-            self.cache,
-            self.chunks,
-            self._padding,
-            self._passes,
-            running=by_share(running),
-            preempt=lambda request: self._preempt(request, now),
-            siblings=self.admission.siblings,
-            n_spare_rows=self._n_spare_rows,
+        # 6. The others compute their next tokens, as far as one step has room. Steps that repeat this one may
+        #    follow only if no request was left out: it may be in the next step.
+        plan = self._planner.plan(
+            [request for request in able if request in ready],
+            turn,
+            now,
+            running=running,
+            may_pad=not suspects,
+            may_repeat=not suspects and not is_loading and len(ready) == len(able),
         )
-        work = planner.grant([request for request in able if request in ready], turn=turn)
-        padding = () if suspects else planner.pad(work)
-        # Extra steps repeat this one, so none may follow if a request was left out: it may be in the next step.
-        is_whole = not suspects and not is_loading and len(work) == len(able)
-        n_extra_steps = planner.n_extra_steps(work) if is_whole else 0
+        # 7. What else is due: offloading ahead of time, disk jobs, uploads.
         is_busy = bool(self.running or self.queue)
         self.deadlines = self.cache.maintain(now, is_running=bool(running), is_busy=is_busy)
-        return StepPlan(
-            self.cache.take_operations(),
-            work,
-            preempted=planner.preempted,
-            padding=padding,
-            n_extra_steps=n_extra_steps,
-            jobs=self.cache.take_jobs(),
-            uploads=self._remote.take_uploads(),
-            turn=turn,
-        )
+        plan.operations = self.cache.take_operations()
+        plan.jobs = self.cache.take_jobs()
+        plan.uploads = self._remote.take_uploads()
+        return plan
 
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> list[Outcome]:
         """Update the state to what the backend did for `plan`."""
-        self._turns.commit(plan.turn)
+        if self._turns is not None:
+            self._turns.commit(plan.turn)
+        # 1. Operations for which there was no memory.
         if result.unsaved:
             self.cache.on_save_failed(result.unsaved, now)
         if result.incomplete:
             plan = plan.without(result.incomplete)
-            self.recovery.drop_incomplete(result.incomplete, plan, now)
+            self._drop_incomplete(plan, result.incomplete, now)
         if not plan.work:
             return []
-        requests = {request.id: request for work in plan.work for request in (work.request, *work.siblings)}
         for work in plan.work:
             work.request.count_computed(*result.decoded.sent[work.run.seq], result.started)
-        for request_id, sampler in result.samplers.items():
-            requests[request_id].sampler = sampler
+        # 2. A failed decode.
         if result.decoded.status is not Status.OK:
-            failed = self.recovery.on_failed(plan, result)
+            failed = self._recover(plan, result)
             if failed is None:
                 return []
             self.end(failed, now)
             return [DecodeFailed(failed, result.decoded.status.name)]
-        self._observe(plan, result)
-        self.recovery.clear_suspects(requests)
-        return [outcome for work in plan.work for outcome in self._advance(work, result, now)]
+        # 3. New tokens.
+        self._planner.observe(plan, result)
+        outcomes: list[Outcome] = []
+        for work, results in zip(plan.work, result.results, strict=True):
+            for each in results:
+                each.request.is_suspect = False
+                if each.sampler is not None:
+                    each.request.sampler = each.sampler
+            outcomes += self._advance(work, results, now)
+        return outcomes
 
     def cache_stats(self) -> CacheStats:
         """Return the statistics of the cache, including what requests reused."""
         stats = self.cache.stats()
         self.reuse.add_to(stats)
-        stats.requests.waits, stats.preemptions = self.admission.n_waits, self.n_preempted
+        stats.requests.waits, stats.preemptions = self.admission.n_waits, self.admission.n_preempted
         return stats
 
     def _n_pending(self, request: Request) -> int:
@@ -287,7 +286,7 @@ class Scheduler:
         for request in running:
             n_pending = self._n_pending(request)
             lacks_state = self.cache.lacks_state(request.slot)
-            if lacks_state or (n_pending > 1 and not request.is_stream(n_pending)):
+            if lacks_state or (n_pending > 1 and not request.is_decoding(n_pending)):
                 result = self.cache.load(request.slot, request.prefix)
                 request.count_loaded(result)
                 is_loading |= result.status is LoadStatus.MORE
@@ -296,35 +295,28 @@ class Scheduler:
             loaded.append(request)
         return loaded, is_loading
 
-    def _preempt(self, request: Request, now: float) -> None:
-        self.n_preempted += 1
-        self.admission.release(request)
-        request.handle(RequestEvent.PREEMPT, now)
-        self.admission.enqueue(request)
-
-    def _advance(self, work: Work, result: StepResult, now: float) -> list[Outcome]:
+    def _advance(self, work: Work, results: Sequence[RequestResult], now: float) -> list[Outcome]:
+        """Take over the results of computing a request's tokens: its own, and those of its siblings."""
         request = work.request
-        self.cache.append(work.run.seq, result.kept(work))
-        scored: list[Outcome] = []
+        self.cache.append(work.run.seq, work.kept(results[0].tokens))
+        outcomes: list[Outcome] = []
         if not request.is_scored:
-            scores = result.prompt_scores.get(request.id, [])
+            scores = results[0].prompt_scores
             if any(math.isnan(each.value) for each in scores):
                 return self._fail_sampling(work, now)
             if scores := request.new_scores(work.run.start, scores):
-                scored.append(Scored(request, scores))
+                outcomes.append(Scored(request, scores))
         if not request.wants_tokens and self.cache.length(work.run.seq) == request.n_prompt:
             self.end(request, now)
-            return [*scored, Sampled(request, (), "limit")]
-        tokens = {each: result.tokens[each.id] for each in work.samples}
-        if (NO_TOKEN,) in tokens.values():
-            return [*scored, *self._fail_sampling(work, now)]
-        taken = [
-            self._take_tokens(each, sampled, result, now)
-            if sampled != (CONSTRAINT_FAILED,)
-            else self._fail_constraint(each, now)
-            for each, sampled in tokens.items()
-        ]
-        return [*scored, *taken]
+            return [*outcomes, Sampled(request, (), "limit")]
+        if any(each.tokens == (NO_TOKEN,) for each in results):
+            return [*outcomes, *self._fail_sampling(work, now)]
+        for each in results:
+            if each.tokens == (CONSTRAINT_FAILED,):
+                outcomes.append(self._fail_constraint(each.request, now))
+            elif each.tokens:
+                outcomes.append(self._take_tokens(each, now))
+        return outcomes
 
     def _fail_constraint(self, request: Request, now: float) -> ConstraintFailed:
         assert request.sampler is not None
@@ -348,7 +340,7 @@ class Scheduler:
         self.cache.invalidate(request.slot)
         if request.n_reused and not request.n_generated and not request.is_private:
             reused = tokens[: request.n_reused * WIDTH]
-            self._preempt(request, now)
+            self.admission.preempt(request, now)
             self._dropper.drop_paths(namespace, [tokens])
             is_left = self.cache.match(namespace, reused).n_cached >= request.n_reused
             request.isolate(reused if is_left else b"")
@@ -359,9 +351,9 @@ class Scheduler:
         self._dropper.drop_paths(namespace, [tokens])
         return [DecodeFailed(each, "INVALID_LOGITS") for each in failed]
 
-    def _take_tokens(self, request: Request, sampled: tuple[int, ...], result: StepResult, now: float) -> Sampled:
+    def _take_tokens(self, result: RequestResult, now: float) -> Sampled:
         """Append sampled tokens to a request, and those forced after them, as far as the request's limits allow."""
-        tokens = sampled + result.forced.get(request.id, ())
+        request, tokens = result.request, result.tokens + result.forced
         if request.distrusted:
             # Without that cached prefix the logits are valid, so its KV is dropped. Only the last node is: if the
             # fault is further up, the next request that reuses it will show that.
@@ -371,13 +363,12 @@ class Scheduler:
             request.distrusted = b""
         reason, truncated, n_taken = None, False, 0
         while reason is None and n_taken < len(tokens):
-            request.add_token(tokens[n_taken], now, forced=n_taken >= len(sampled))
+            request.add_token(tokens[n_taken], now, forced=n_taken >= len(result.tokens))
             reason, truncated = self._end_reason(request, tokens[n_taken])
             n_taken += 1
         if reason:
             self.end(request, now)
-        scores = result.scores.get(request.id, [])[:n_taken]
-        return Sampled(request, tokens[:n_taken], reason, truncated, scores)
+        return Sampled(request, tokens[:n_taken], reason, truncated, result.scores[:n_taken])
 
     def _end_reason(self, request: Request, token: int) -> tuple[FinishReason | None, bool]:
         """Return why a request ends after a token (None if it does not), and True if its context is full."""
@@ -388,25 +379,69 @@ class Scheduler:
         is_full = len(request.tokens) >= self.n_ctx_slot
         return ("limit" if is_full else None), is_full
 
-    def _observe(self, plan: StepPlan, result: StepResult) -> None:
-        # Tokens forced by constraints cost as much as prompt tokens, so they count as such.
-        lengths = [(len(w.run.tokens), w.request) for w in plan.work]
-        n_decoding = sum(1 for n, request in lengths if request.is_stream(n))
-        n_prefill = sum(n for n, _ in lengths) - n_decoding
-        n_padding = sum(len(run.tokens) for run in plan.padding) if n_prefill else 0
-        self.chunks.observe(n_prefill + n_padding, n_decoding, result.seconds)
-        if n_prefill == 0 and not self.cache.settings.unified:
-            self._passes.observe([*(work.run for work in plan.work), *plan.padding], result.seconds)
+    def _drop_incomplete(self, plan: StepPlan, incomplete: Collection[int], now: float) -> None:
+        """Drop sequences whose operations failed; their requests start again from what is cached."""
+        self.cache.on_incomplete(plan.operations, incomplete, now)
+        for seq in incomplete:
+            request = self.slots[seq].request if seq < len(self.slots) else None
+            if request is not None:
+                self._invalidate(request)
+            else:
+                self.cache.invalidate(seq)
 
+    def _recover(self, plan: StepPlan, result: StepResult) -> Request | None:
+        """Keep what a failed decode computed; returns the request at fault, to be ended, if it ran alone."""
+        # 1. Requests of the step continue from what their sequences hold now.
+        cache, status = self.cache, result.decoded.status
+        may_have_lost_states = status in (Status.ABORTED, Status.FATAL)
+        if may_have_lost_states:
+            cache.on_step_failed({work.run.seq: work.run.start for work in plan.work})
+        for work in plan.work:
+            self._keep_computed(work, result.lengths[work.run.seq] - work.run.start)
+        # 2. A step may also move the recurrent states of other sequences in llama.cpp; if it fails, these are lost.
+        if may_have_lost_states:
+            if not cache.settings.can_reuse:
+                computed = [work.request for work in plan.work]
+                for request in self.running:
+                    if request not in computed:
+                        self._invalidate(request)
+            cache.recover_states(request.slot for request in self.running if not request.is_invalidated)
+        # 3. Cells are counted exactly, so they should not run out (fact 12). If they do, evict all idle ones and
+        #    retry.
+        if status is Status.NO_CELLS and cache.evict(cache.cells.idle):
+            return None
+        # 4. If anything but one request may be at fault, each request is retried alone.
+        is_alone = len(plan.work) == 1 and not plan.padding and not plan.work[0].run.n_drafted
+        for work in plan.work:
+            work.request.draft = NO_TOKENS
+            work.request.is_suspect = not is_alone
+        if not is_alone:
+            return None
+        cache.invalidate(plan.work[0].run.seq)
+        return plan.work[0].request
 
-def _padding(info: ModelInfo, settings: CacheSettings) -> Padding:
-    # With recurrent states llama.cpp splits steps of several sequences, so padding would only cost time.
-    is_split = info.keeps_checkpoints and info.state.kind.has_recurrent_state
-    has_place = settings.scratch is not None if settings.unified else settings.can_trim
-    return Padding(info.step_cost if has_place and not is_split else None, info.n_ubatch)
+    def _keep_computed(self, work: Work, n: int) -> None:
+        """Keep the first `n` tokens of a run that failed, if a request can continue from there."""
+        request, run = work.request, work.run
+        # Tokens that were computed have no scores, so a request that scores its prompt must compute them again.
+        if not 0 <= n <= len(run.tokens) or (n and not request.is_scored):
+            self._invalidate(request)
+            return
+        self.cache.append(run.seq, run.tokens[:n])
+        if self.cache.length(run.seq) != len(request.tokens):
+            return
+        # The last token's logits were never sampled from, so it is computed again.
+        if self.cache.settings.can_trim and len(request.tokens) > 1:
+            self.cache.truncate(run.seq, len(request.tokens) - 1)
+        else:
+            self._invalidate(request)
 
+    def _invalidate(self, request: Request) -> None:
+        self.cache.invalidate(request.slot)
+        request.is_invalidated = True
 
-def _turns(info: ModelInfo, settings: CacheSettings, chunks: ChunkSizer) -> Turns:
-    if not info.state.kind.allows_mixed_lengths:
-        return RunTurns()
-    return NoTurns() if settings.unified else PromptTurns(chunks)
+    def _turns_for(self, info: ModelInfo) -> PromptTurns | RunTurns | None:
+        """Return the turns that requests take where a step may not have runs of any lengths."""
+        if not info.state.kind.allows_mixed_lengths:
+            return RunTurns()
+        return None if self.cache.settings.unified else PromptTurns(self.chunks)

@@ -49,27 +49,33 @@ class Work:
         """Requests that get tokens by this work: one each, or several of a draft."""
         return (self.request, *self.siblings) if self.run.n_outputs else ()
 
+    def kept(self, sampled: Sequence[int]) -> Tokens:
+        """Return the tokens that the sequence keeps of the run: not the part of a draft that was not sampled."""
+        run = self.run
+        n_rejected = run.n_drafted - (len(sampled) - 1) if run.n_drafted else 0
+        return run.tokens[: len(run.tokens) - n_rejected]
+
 
 @dataclass(frozen=True, slots=True)
 class Turn:
     """The requests whose tokens one step may compute, as chosen in `step_planner.py`."""
 
     requests: Sequence[Request] = ()
-    long_runs: tuple[str, ...] = ()
-    """Ids of all requests that have several tokens to compute: the one of this step, then the others in the order
-    of their turns. Empty if the step computes single tokens, or runs of any length.
+    long_runs: tuple[Request, ...] = ()
+    """All requests that have several tokens to compute: the one of this step, then the others in the order of their
+    turns. Empty if the step computes single tokens, or runs of any length.
     """
     is_forced: bool = False
-    """True if the run of several tokens belongs to a stream, whose constraint forced them."""
+    """True if the run of several tokens belongs to a decoding request, whose constraint forced them."""
     n_waiting: int = 0
-    """Number of streams that are not in this step and wait for its end."""
+    """Number of decoding requests that are not in this step and wait for its end."""
     waiting_since: float | None = None
-    """`PromptTurns` only: when the first step that these streams wait for was planned."""
+    """`PromptTurns` only: when the first step that these requests wait for was planned."""
     waited_s: float | None = None
-    """Seconds that steps of prompts have taken since the streams' last step; None before the first of them."""
+    """Seconds that steps of prompts have taken since their last step; None before the first of them."""
     n_overtaken: int | None = None
     """`PromptTurns` only: steps of other prompts since the first prompt's last step, including this one; None in a
-    step of streams.
+    step of decoding requests.
     """
 
 
@@ -110,40 +116,39 @@ class StepPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class RequestResult:
+    """Result of a step for one request."""
+
+    request: Request
+    sampler: Sampler | None = None
+    """The request's sampler, created by this step unless it had one; None if nothing was to be sampled."""
+    tokens: tuple[int, ...] = ()
+    """Sampled tokens, of which all but the last were drafted; `NO_TOKEN` alone for invalid logits."""
+    scores: Sequence[TokenScore] = ()
+    """Probabilities of the sampled tokens, if the request wants them."""
+    forced: tuple[int, ...] = ()
+    """Tokens forced after the sampled ones."""
+    prompt_scores: Sequence[TokenScore] = ()
+    """Probabilities of the prompt tokens that were to be scored."""
+
+
+@dataclass(frozen=True, slots=True)
 class StepResult:
     """Result of a step."""
 
     decoded: Decoded
-    tokens: dict[str, tuple[int, ...]]
-    """Sampled tokens by request id, of which all but the last were drafted; `NO_TOKEN` alone for invalid logits."""
-    samplers: dict[str, Sampler]
-    """Samplers created in this step, by request id."""
-    lengths: dict[int, int]
-    """After a failed decode: the number of tokens that each sequence of the batch now holds."""
     started: float
     """Time at which decoding began, after the operations, on the caller's clock."""
-    seconds: float
+    seconds: float = 0.0
     """Duration of decoding and sampling."""
+    results: Sequence[tuple[RequestResult, ...]] = ()
+    """For each work that was computed, the results of its request and its siblings; none after a failed decode."""
+    lengths: Mapping[int, int] = field(default_factory=dict)
+    """After a failed decode: the number of tokens that each sequence of the batch now holds."""
     unsaved: frozenset[int] = frozenset()
     """Numbers of segments whose save failed for lack of memory, without those freed since."""
     incomplete: frozenset[int] = frozenset()
     """Sequences with an operation that failed for lack of memory; nothing was computed in them."""
-    scores: dict[str, list[TokenScore]] = field(default_factory=dict)
-    """Probabilities of the sampled tokens, by request id, for requests that want them."""
-    forced: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    """Tokens forced after the sampled ones, by request id, for requests that have any."""
-    prompt_scores: dict[str, list[TokenScore]] = field(default_factory=dict)
-    """Probabilities of the prompt tokens that were to be scored, by request id."""
-
-    def kept(self, work: Work) -> Tokens:
-        """Return the tokens that a sequence has kept of its run: not the rejected part of a draft."""
-        run = work.run
-        return run.tokens[: _n_kept(run, self.tokens[work.request.id])] if run.n_drafted else run.tokens
-
-
-def _n_kept(run: Run, sampled: Sequence[int]) -> int:
-    """Return how many tokens of a run with a draft stay: those before the draft, and its accepted part."""
-    return len(run.tokens) - run.n_drafted + len(sampled) - 1
 
 
 def apply(plan: StepPlan, backend: Backend, clock: Callable[[], float]) -> StepResult:
@@ -153,56 +158,46 @@ def apply(plan: StepPlan, backend: Backend, clock: Callable[[], float]) -> StepR
     started = clock()
     plan = plan.without(incomplete)
     if not plan.work:
-        return StepResult(Decoded(Status.OK, {}), {}, {}, {}, started, 0.0, unsaved, incomplete)
+        return StepResult(Decoded(Status.OK, {}), started, unsaved=unsaved, incomplete=incomplete)
     decoded = _decode(plan, backend)
-    tokens: dict[str, tuple[int, ...]] = {}
-    scores: dict[str, list[TokenScore]] = {}
-    made: dict[str, Sampler] = {}
-    forced: dict[str, tuple[int, ...]] = {}
-    prompt_scores: dict[str, list[TokenScore]] = {}
+    results: Sequence[tuple[RequestResult, ...]] = ()
     lengths: dict[int, int] = {}
     if decoded.status is Status.OK:
-        names: list[str] = []
-        draws: list[tuple[int, Sampler]] = []
-        for work in plan.work:
-            for request in work.samples:
-                sampler = request.sampler
-                if sampler is None:
-                    sampler = backend.new_sampler(
-                        request.params.sampling, request.tokens.view(), request.constraint
-                    )
-                    made[request.id] = sampler
-                names.append(request.id)
-                draws.append((work.run.seq, sampler))
-        tokens = dict(zip(names, backend.sample(draws), strict=True))
-        for work in plan.work:
-            if work.run.n_drafted:
-                _cut(work.run, _n_kept(work.run, tokens[work.request.id]), backend)
-        by_name = {name: sampler for name, (_, sampler) in zip(names, draws, strict=True)}
-        scores = {name: [*sampler.scores] for name, sampler in by_name.items() if sampler.scores}
-        forced = _advance(plan, tokens, by_name)
-        for work in plan.work:
-            if work.run.targets is not None:
-                n_top = work.request.params.prompt_probs
-                prompt_scores[work.request.id] = backend.score(work.run.seq, n_top)
+        results = _sample(plan.work, backend)
     else:
-        for run in (work.run for work in plan.work if work.run.n_drafted):
-            _cut(run, len(run.tokens) - run.n_drafted, backend)
-        lengths = {work.run.seq: backend.seq_len(work.run.seq) for work in plan.work}
-    seconds = clock() - started
-    return StepResult(
-        decoded,
-        tokens,
-        made,
-        lengths,
-        started,
-        seconds,
-        unsaved,
-        incomplete,
-        scores=scores,
-        forced=forced,
-        prompt_scores=prompt_scores,
-    )
+        for run in (work.run for work in plan.work):
+            if run.n_drafted:
+                _cut(run, len(run.tokens) - run.n_drafted, backend)
+            lengths[run.seq] = backend.seq_len(run.seq)
+    return StepResult(decoded, started, clock() - started, results, lengths, unsaved, incomplete)
+
+
+def _sample(works: Sequence[Work], backend: Backend) -> list[tuple[RequestResult, ...]]:
+    """Sample for every request that gets tokens, and score prompts."""
+    draws: list[tuple[int, Sampler]] = []
+    for work in works:
+        for request in work.samples:
+            sampler = request.sampler
+            if sampler is None:
+                sampler = backend.new_sampler(request.params.sampling, request.tokens.view(), request.constraint)
+            draws.append((work.run.seq, sampler))
+    sampled = iter(zip(draws, backend.sample(draws), strict=True))
+    results = []
+    for work in works:
+        of_work = []
+        for request in work.samples:
+            (_, sampler), tokens = next(sampled)
+            scores = tuple(sampler.scores)
+            of_work.append(RequestResult(request, sampler, tokens, scores, _forced(request, sampler, tokens)))
+        if not of_work:
+            of_work.append(RequestResult(work.request))
+        if work.run.n_drafted:
+            _cut(work.run, len(work.kept(of_work[0].tokens)), backend)
+        if work.run.targets is not None:
+            prompt_scores = backend.score(work.run.seq, work.request.params.prompt_probs)
+            of_work[0] = replace(of_work[0], prompt_scores=prompt_scores)
+        results.append(tuple(of_work))
+    return results
 
 
 def _cut(run: Run, n: int, backend: Backend) -> None:
@@ -212,27 +207,20 @@ def _cut(run: Run, n: int, backend: Backend) -> None:
         backend.change(Remove(run.seq, run.start + n))
 
 
-def _advance(
-    plan: StepPlan, tokens: Mapping[str, tuple[int, ...]], samplers: Mapping[str, Sampler]
-) -> dict[str, tuple[int, ...]]:
-    """Advance constraints by the sampled tokens; returns what constraints and reasoning limits force next.
+def _forced(request: Request, sampler: Sampler, sampled: tuple[int, ...]) -> tuple[int, ...]:
+    """Advance a request's constraint by the sampled tokens; returns what it and the reasoning limit force next.
 
-    The masks after them are computed during the next step. Nothing is forced after a token that ends the reply.
+    The mask after them is computed during the next step. Nothing is forced after a token that ends the reply.
     """
-    forced = {}
-    for work in plan.work:
-        for request in work.samples:
-            sampled, limit = tokens[request.id], request.reasoning_limit
-            if sampled[0] < 0:
-                continue
-            more = limit.add(sampled) if limit is not None else ()
-            if more or request.constraint is not None:
-                by_constraint = samplers[request.id].advance(forced=more, fast_forward=request.fast_forwards)
-                more += by_constraint
-                if limit is not None:
-                    limit.add(by_constraint)
-            if more:
-                forced[request.id] = more
+    limit = request.reasoning_limit
+    if sampled[0] < 0:
+        return ()
+    forced = limit.add(sampled) if limit is not None else ()
+    if forced or request.constraint is not None:
+        by_constraint = sampler.advance(forced=forced, fast_forward=request.fast_forwards)
+        forced += by_constraint
+        if limit is not None:
+            limit.add(by_constraint)
     return forced
 
 
@@ -307,13 +295,14 @@ def _decode(plan: StepPlan, backend: Backend) -> Decoded:
 
 def next_decode_step(plan: StepPlan, result: StepResult, eog: frozenset[int]) -> StepPlan | None:
     """Return the step that computes what this one sampled; None if a plan is needed, as for forced tokens."""
-    tokens = [token for sampled in result.tokens.values() for token in sampled]
-    ends = min(tokens, default=0) < 0 or not eog.isdisjoint(tokens) or result.forced
-    if plan.n_extra_steps == 0 or result.decoded.status is not Status.OK or ends or result.incomplete:
+    if plan.n_extra_steps == 0 or result.decoded.status is not Status.OK or result.incomplete:
         return None
     work = []
-    for each in plan.work:
-        run, (token,) = each.run, result.tokens[each.request.id]
+    for each, (own, *_) in zip(plan.work, result.results, strict=True):
+        (token,) = own.tokens
+        if token < 0 or token in eog or own.forced:
+            return None
+        run = each.run
         start = run.start + len(run.tokens)
         work.append(Work(each.request, Run(run.seq, start, np.array([token], dtype=np.int32), n_outputs=1)))
     return StepPlan(work=work, padding=plan.padding, n_extra_steps=plan.n_extra_steps - 1)

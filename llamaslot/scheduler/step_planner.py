@@ -1,19 +1,11 @@
-"""Plan of one step: streams first, then the prompts with the fewest tokens left, as far as one step may have both.
+"""Plan of one step: decodes first, then the prompts with the fewest tokens left, as far as one step may have both.
 
-Running requests are in the order of `fair_share.by_share`: the oldest of each client, then the second oldest ones,
-and so on. Cells go to the first of them first.
+Running requests are in the order of `by_share` (`admission.py`): the oldest of each client, then the second oldest
+ones, and so on. Cells go to the first of them first.
 
-1. If free cells do not suffice, idle ones are evicted, then the last request is preempted.
-2. Prompts get the token budget that streams leave. A quarter of it goes to the first prompt, so that this always
-   progresses, and the rest to those with the fewest tokens left (shortest remaining first), to minimise TTFT.
-   Tokens that a constraint forced after a stream's last one count as prompt tokens, but a stream is never the first
-   prompt.
-3. If all requests decode, it counts the following steps that need no decision, and frees cells for some of them.
+Where llama.cpp should not compute runs of different lengths together, requests take turns before the plan:
 
-Where llama.cpp should not compute runs of different lengths together, requests take turns before that:
-
-    NoTurns        a step may have all requests
-    PromptTurns    all streams, or one prompt: in a partitioned pool
+    PromptTurns    all decoding requests, or one prompt: in a partitioned pool
     RunTurns       single tokens of any number of requests, or a longer run of one: for models with both sliding
                    windows and recurrent states
 
@@ -24,19 +16,19 @@ turn.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from collections.abc import Set as AbstractSet
-from dataclasses import replace
-from typing import TypeAlias
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from llamaslot.base.backend import Run
+from llamaslot.base.model import ModelInfo
 from llamaslot.kvcache.cache import KVCache
+from llamaslot.scheduler.admission import Admission
 from llamaslot.scheduler.chunk_sizer import ChunkSizer
-from llamaslot.scheduler.padding import Padding, Passes
+from llamaslot.scheduler.padding import DummyRows, Padding
 from llamaslot.scheduler.request import Request
-from llamaslot.scheduler.step import Turn, Work
+from llamaslot.scheduler.step import StepPlan, StepResult, Turn, Work
 
 MAX_OVERTAKEN = 3
 """Most steps of other prompts before one of the first prompt, which so gets a quarter, as in a unified pool."""
@@ -46,24 +38,13 @@ MAX_CELLS_AHEAD = 32
 """Most idle cells evicted at once for extra steps: more evict prefixes too early, fewer need more plans."""
 
 
-class NoTurns:
-    """Null implementation for unified pools of most models, in which steps may have runs of any lengths."""
-
-    def next(self, able: Sequence[Request], n_pending: Callable[[Request], int], now: float) -> Turn:
-        """Return a turn for all `able` requests."""
-        return Turn(able)
-
-    def commit(self, turn: Turn) -> None:
-        """Do nothing, because no request waits for a turn."""
-
-
 class PromptTurns:
-    """Turns of prompts in a partitioned pool: a step computes streams, or a single prompt.
+    """Turns of prompts in a partitioned pool: a step computes decodes, or a single prompt.
 
     llama.cpp computes tokens of several slots together only if each slot has equally many (fact 3). So two prompts
-    in one step would be computed in small pieces, and a prompt beside streams would take as long as two steps. A
-    prompt therefore has a step of its own, and goes first as long as the streams still get their next tokens within
-    the gap (`ChunkSizer.limit`): a short prompt gets its first token earlier, and the streams' intervals stay the
+    in one step would be computed in small pieces, and a prompt beside decodes would take as long as two steps. A
+    prompt therefore has a step of its own, and goes first as long as the decodes still get their next tokens within
+    the gap (`ChunkSizer.limit`): a short prompt gets its first token earlier, and the decodes' intervals stay the
     same. Every fourth step of prompts is for the first one by share, the others for the one with the fewest tokens
     left.
     """
@@ -73,32 +54,34 @@ class PromptTurns:
         self._n_overtaken = 0
         """Number of steps of other prompts since the first prompt's last step."""
         self._waiting_since: float | None = None
-        """When the first step of prompts since the streams' last step was planned; None if there was none."""
+        """When the first step of prompts since the decodes' last step was planned; None if there was none."""
 
-    def next(self, able: Sequence[Request], n_pending: Callable[[Request], int], now: float) -> Turn:
-        """Return the turn of the next step; `able` are the requests that may run, in order of their share."""
-        pending = {request.id: n_pending(request) for request in able}
-        streams = [request for request in able if request.is_stream(pending[request.id])]
-        prompts = [request for request in able if not request.is_stream(pending[request.id])]
+    def next(self, pending: Mapping[Request, int], now: float) -> Turn:
+        """Return the turn of the next step.
+
+        `pending` has the number of tokens that each request which may run has to compute, in order of their share.
+        """
+        decodes = [request for request, n in pending.items() if request.is_decoding(n)]
+        prompts = [request for request, n in pending.items() if not request.is_decoding(n)]
         waited_s = None if self._waiting_since is None else now - self._waiting_since
         if not prompts:
-            return Turn(streams, waited_s=waited_s)
+            return Turn(decodes, waited_s=waited_s)
         first = prompts[0]
-        chosen = first if self._n_overtaken == MAX_OVERTAKEN else min(prompts, key=lambda each: pending[each.id])
-        if waited_s is not None and not self._can_wait(streams, waited_s, pending[chosen.id]):
-            return Turn(streams, waited_s=waited_s)
+        chosen = first if self._n_overtaken == MAX_OVERTAKEN else min(prompts, key=pending.__getitem__)
+        if waited_s is not None and not self._can_wait(decodes, waited_s, pending[chosen]):
+            return Turn(decodes, waited_s=waited_s)
         since = now if self._waiting_since is None else self._waiting_since
         n_overtaken = 0 if chosen is first else self._n_overtaken + 1
         return Turn(
-            [chosen], n_waiting=len(streams), waiting_since=since, waited_s=waited_s, n_overtaken=n_overtaken
+            [chosen], n_waiting=len(decodes), waiting_since=since, waited_s=waited_s, n_overtaken=n_overtaken
         )
 
-    def _can_wait(self, streams: Sequence[Request], waited_s: float, n_prompt: int) -> bool:
+    def _can_wait(self, decodes: Sequence[Request], waited_s: float, n_prompt: int) -> bool:
         """True if the gap leaves time for a query block of the prompt, or for all that the prompt has left."""
-        # A prompt that is cached whole counts as a stream, but its user still waits for the first token.
-        if any(not stream.n_generated for stream in streams):
+        # A prompt that is cached whole counts as decoding, but its user still waits for the first token.
+        if any(not request.n_generated for request in decodes):
             return False
-        limit = self._chunks.limit(0, n_waiting=len(streams), waited_s=waited_s)
+        limit = self._chunks.limit(0, n_waiting=len(decodes), waited_s=waited_s)
         return limit >= min(n_prompt, self._chunks.block(0))
 
     def commit(self, turn: Turn) -> None:
@@ -113,9 +96,9 @@ class RunTurns:
     length (fact 33).
 
     1. A step computes either one token each of any number of requests, or a longer run of a single request: a chunk
-       of a prompt, or what a constraint forced after a stream's last token. Both kinds of steps alternate.
-    2. Longer runs of streams and of prompts alternate as well, so that a stream does not wait for all prompts, nor
-       a prompt for all streams.
+       of a prompt, or what a constraint forced after a sampled token. Both kinds of steps alternate.
+    2. Longer runs of decodes and of prompts alternate as well, so that a decode does not wait for all prompts, nor
+       a prompt for all decodes.
     3. Otherwise the request that has waited longest gets the longer run.
     """
 
@@ -123,133 +106,218 @@ class RunTurns:
         self._last_had_long_run = False
         """True if the last step had a longer run."""
         self._last_was_forced = False
-        """True if the last longer run belonged to a stream."""
-        self._last_long_run = ""
-        """Id of the request that had the last longer run."""
-        self._order: list[str] = []
-        """Ids of the other requests that had longer runs to compute then, the next one first."""
+        """True if the last longer run belonged to a decoding request."""
+        self._last: Request | None = None
+        """The request that had the last longer run. Others that waited then have a `place`."""
 
-    def next(self, able: Sequence[Request], n_pending: Callable[[Request], int], now: float) -> Turn:
-        """Return the turn of the next step; `able` are the requests that may run, in order of their share.
-
-        `n_pending` returns the number of tokens that a request has to compute.
-        """
-        pending = [(request, n_pending(request)) for request in able]
-        single = [request for request, n in pending if n == 1]
-        longer = [(request, request.is_stream(n)) for request, n in pending if n > 1]
-        n_forced = sum(is_stream for _, is_stream in longer)
+    def next(self, pending: Mapping[Request, int], now: float) -> Turn:
+        """Return the turn of the next step, as `PromptTurns` does."""
+        single = [request for request, n in pending.items() if n == 1]
+        longer = [request for request, n in pending.items() if n > 1]
+        forced = [request for request in longer if request.is_decoding(pending[request])]
         if not longer or (single and self._last_had_long_run):
-            return Turn(single, n_waiting=n_forced)
-        places = {name: i for i, name in enumerate(self._order)}
+            return Turn(single, n_waiting=len(forced))
         # New requests come after those that wait already: otherwise a stream of short prompts would overtake a long
         # one forever. The last request served has waited least, so it comes after the new ones.
-        longer.sort(key=lambda each: (each[0].id == self._last_long_run, places.get(each[0].id, len(places))))
-        chosen = next((each for each in longer if each[1] != self._last_was_forced), longer[0])
-        request, is_forced = chosen
+        longer.sort(key=lambda each: (each is self._last, each.place))
+        chosen = next((each for each in longer if (each in forced) != self._last_was_forced), longer[0])
         longer.remove(chosen)
-        long_runs = (request.id, *(other.id for other, _ in longer))
-        return Turn([request], long_runs, is_forced, n_waiting=len(single) + n_forced - is_forced)
+        is_forced = chosen in forced
+        n_waiting = len(single) + len(forced) - is_forced
+        return Turn([chosen], (chosen, *longer), is_forced, n_waiting=n_waiting)
 
     def commit(self, turn: Turn) -> None:
         """Record that a step with this turn was carried out."""
         self._last_had_long_run = bool(turn.long_runs)
         if turn.long_runs:
             self._last_was_forced = turn.is_forced
-            self._last_long_run, *self._order = turn.long_runs
+            self._last, *others = turn.long_runs
+            self._last.place = math.inf
+            for place, request in enumerate(others):
+                request.place = place
 
 
-Turns: TypeAlias = NoTurns | PromptTurns | RunTurns
+@dataclass(slots=True)
+class _Grant:
+    """Tokens of one request that a step may compute."""
+
+    request: Request
+    n_pending: int
+    """Its tokens without KV."""
+    n_due: int
+    """Of these, the tokens up to its next checkpoint."""
+    n_wanted: int
+    """Of these, as many as can be scored in one step, if it scores its prompt."""
+    is_decoding: bool
+    n: int = 0
+    """Of these, the tokens that this step computes if it gets cells for them."""
 
 
 class StepPlanner:
-    """Plans one step for the `running` requests, which are in order of their share.
+    """Plans which tokens of the running requests a step computes, and preempts requests for their cells.
 
-    `preempt` sends a request back to the queue. Call in this order: `grant`, `pad`, `n_extra_steps`.
+    `n_ctx_slot` is the number of tokens that a slot may hold.
     """
 
-    def __init__(
-        self,
-        n_ctx_slot: int,
-        cache: KVCache,
-        chunks: ChunkSizer,
-        padding: Padding,
-        passes: Passes,
-        *,
-        running: list[Request],
-        preempt: Callable[[Request], None],
-        siblings: Callable[[Request], Sequence[Request]],
-        n_spare_rows: int,
-    ) -> None:
-        self._n_ctx_slot = n_ctx_slot
+    def __init__(self, info: ModelInfo, cache: KVCache, admission: Admission, chunks: ChunkSizer) -> None:
+        self._n_ctx_slot = info.n_ctx_slot
+        self._n_spare_rows = info.n_spare_rows
         self._cache = cache
+        self._admission = admission
         self._chunks = chunks
-        self._padding = padding
-        self._passes = passes
-        self._running = running
-        self._preempt = preempt
-        self._siblings = siblings
-        self._n_spare_rows = n_spare_rows
-        self._n_granted = 0
-        self._n_padding = 0
-        self._is_chunked = False
-        self.preempted: list[Request] = []
-        """Requests that were sent back to the queue."""
-        self._served: set[str] = set()
-        """Waiting requests whose first token this step samples."""
+        self.set_costs(info)
 
-    def grant(self, requests: Sequence[Request], *, turn: Turn) -> list[Work]:
-        """Return the work of this step for some of the running requests, sorted by sequence id.
+    def set_costs(self, info: ModelInfo) -> None:
+        """Take over the costs of steps."""
+        self.set_layout(info)
+        # Without `step_cost` there are no dummy rows. It is measured only for models whose sequences can be
+        # truncated, so dummy rows can always be removed.
+        self._dummy_rows = DummyRows(info.step_cost, info.n_slots)
 
-        `requests` are in order of their share. `turn` has the number of streams that wait for the end of this step,
-        and how long they have waited.
+    def set_layout(self, info: ModelInfo) -> None:
+        """Take over the layout that the cache's settings have now."""
+        settings = self._cache.settings
+        # With recurrent states llama.cpp splits steps of several sequences, so padding would only cost time.
+        is_split = info.keeps_checkpoints and info.state.kind.has_recurrent_state
+        has_place = settings.scratch is not None if settings.unified else settings.can_trim
+        self._padding = Padding(info.step_cost if has_place and not is_split else None, info.n_ubatch)
+
+    def plan(
+        self,
+        requests: Sequence[Request],
+        turn: Turn,
+        now: float,
+        *,
+        running: Sequence[Request],
+        may_pad: bool,
+        may_repeat: bool,
+    ) -> StepPlan:
+        """Plan a step of some of the `running` requests, both in order of their share.
+
+        `turn` says how many decodes wait for the end of the step, and how long they have waited. With `may_repeat`,
+        steps that repeat this one may follow it without a plan.
         """
-        pending = {r.id: len(r.tokens) - self._cache.length(r.slot) for r in requests}
-        streams = {r.id for r in requests if r.is_stream(pending[r.id])}
-        n_decoding = len(streams)
-        due = {r.id: r.stops.limit(self._cache.length(r.slot), pending[r.id]) for r in requests}
-        wanted = self._within_logits(requests, due)
+        # 1. Each decoding request computes a token. Prompts get the token budget that these leave: a quarter of it
+        #    goes to the first prompt, so that this always progresses, and the rest to those with the fewest tokens
+        #    left (shortest remaining first), to minimise TTFT. Tokens that a constraint forced after a sampled one
+        #    count as prompt tokens, but a decoding request is never the first prompt.
+        grants = self._grant(requests, turn)
+        # 2. If free cells do not suffice, idle ones are evicted, then the last running request is preempted.
+        work, preempted = self._take_cells(grants, running, now)
+        # 3. Drafted tokens get what is left of the step and of the cells.
+        work = sorted(self._with_drafts(work), key=lambda each: each.run.seq)
+        plan = StepPlan(work=work, preempted=preempted, turn=turn)
+        # 4. Padding may make the step faster (`padding.py`). Not if a request has more tokens than the step
+        #    computes, because step 1 has filled it with those.
+        if work and may_pad and all(each.n == each.n_due for each in grants):
+            plan.padding = self._pad_unified(plan) if self._cache.settings.unified else self._pad_parts(work)
+        # 5. If all requests decode, the following steps may need no decision.
+        if work and may_repeat and len(work) == len(requests):
+            plan.n_extra_steps = self._n_extra_steps(plan)
+        return plan
+
+    def observe(self, plan: StepPlan, result: StepResult) -> None:
+        """Learn the costs of prompt tokens, decodes and dummy rows from a step that was computed."""
+        # Tokens forced by constraints cost as much as prompt tokens, so they count as such.
+        lengths = [(len(work.run.tokens), work.request) for work in plan.work]
+        n_decoding = sum(request.is_decoding(n) for n, request in lengths)
+        n_prefill = sum(n for n, _ in lengths) - n_decoding
+        n_padding = sum(len(run.tokens) for run in plan.padding) if n_prefill else 0
+        self._chunks.observe(n_prefill + n_padding, n_decoding, result.seconds)
+        if n_prefill == 0 and not self._cache.settings.unified:
+            self._dummy_rows.observe([*(work.run for work in plan.work), *plan.padding], result.seconds)
+
+    def _grant(self, requests: Sequence[Request], turn: Turn) -> list[_Grant]:
+        """Return how many tokens each request may compute, if there are cells for them."""
+        grants: list[_Grant] = []
+        n_rows = self._n_spare_rows
+        for request in requests:
+            length = self._cache.length(request.slot)
+            n_pending = len(request.tokens) - length
+            n_wanted = n_due = request.stops.limit(length, n_pending)
+            if not request.is_scored:
+                n_wanted = min(n_due, n_rows)
+                n_rows -= n_wanted
+            grants.append(_Grant(request, n_pending, n_due, n_wanted, request.is_decoding(n_pending)))
+        n_decoding = sum(each.is_decoding for each in grants)
         limit = self._chunks.limit(n_decoding, n_waiting=turn.n_waiting, waited_s=turn.waited_s)
-        shares = self._shares(wanted, streams, limit)
-        if self._leaves_rest(due, shares):
-            spans = [(self._cache.length(request.slot), shares[request.id]) for request in requests]
+        self._divide(grants, limit)
+        if any(each.n < each.n_due for each in grants):
+            spans = [(self._cache.length(each.request.slot), each.n) for each in grants]
             is_one_pass = self._cache.settings.unified or len(requests) == 1
             if is_one_pass and self._padding.gain_ms(spans, self._cache.cells.used):
                 # Fill the query block with more tokens of these prompts instead of padding.
                 limit = self._chunks.block(n_decoding)
-            n_left = max((n for name, n in wanted.items() if name not in streams), default=0)
+            n_left = max((each.n_wanted for each in grants if not each.is_decoding), default=0)
             may_grow = turn.waited_s is None
             limit = self._chunks.without_short_rest(limit, n_left, n_decoding, may_grow=may_grow)
-            shares = self._shares(wanted, streams, limit)
-        self._is_chunked = self._leaves_rest(due, shares)
-        granted: list[Work] = []
-        for request in requests:
-            if request not in self._running:
-                continue
-            n = self._free_cells(shares[request.id], request)
-            if n == 0:
-                continue
-            granted.append(self._work(request, n, is_last=n == pending[request.id]))
-            self._n_granted += n
-        granted = self._with_drafts(granted)
-        granted.sort(key=lambda work: work.run.seq)
-        return granted
+            self._divide(grants, limit)
+        return grants
 
-    def _with_drafts(self, granted: Sequence[Work]) -> list[Work]:
-        """Return the work with the drafts of streams, as far as the step, free cells and rows of logits have room.
+    @staticmethod
+    def _divide(grants: Sequence[_Grant], n_left: int) -> None:
+        """Give each decoding request one token, and divide `n_left` among prompts and forced tokens."""
+        for each in grants:
+            each.n = min(each.n_wanted, 1) if each.is_decoding else 0
+        rests = [each for each in grants if each.n < each.n_wanted]
+        turns = [(each, n_left) for each in sorted(rests, key=lambda each: each.n_wanted - each.n)]
+        first = next((each for each in rests if not each.is_decoding), None)
+        if first is not None:
+            turns.insert(0, (first, math.ceil(n_left * FIRST_PROMPT_FRACTION)))
+        for each, most in turns:
+            n = min(each.n_wanted - each.n, most, n_left)
+            each.n += n
+            n_left -= n
+
+    def _take_cells(
+        self, grants: Sequence[_Grant], running: Sequence[Request], now: float
+    ) -> tuple[list[Work], list[Request]]:
+        """Return the work for which there are cells, and the requests that were preempted for them."""
+        work: list[Work] = []
+        preempted: list[Request] = []
+        left = [*running]
+        n_taken = 0
+        for grant in grants:
+            request, n = grant.request, grant.n
+            if self._cache.settings.unified:
+                while n and request in left:
+                    free = self._cache.free_cells(n_taken + n, n_least=n_taken + 1) - n_taken
+                    if free > 0:
+                        n = min(n, free)
+                        break
+                    last = left.pop()
+                    self._admission.preempt(last, now)
+                    preempted.append(last)
+            if n and request in left:
+                work.append(self._work(request, n, work, is_last=n == grant.n_pending))
+                n_taken += n
+        return work, preempted
+
+    def _work(self, request: Request, n: int, before: Sequence[Work], *, is_last: bool) -> Work:
+        start = self._cache.length(request.slot)
+        n_outputs = int(is_last and request.wants_tokens)
+        run = Run(request.slot, start, request.tokens.view(start, start + n), n_outputs, request.targets(start, n))
+        if not n_outputs or request.sampler is not None:
+            return Work(request, run)
+        served = [other for each in before for other in each.siblings]
+        return Work(request, run, tuple(each for each in self._admission.siblings(request) if each not in served))
+
+    def _with_drafts(self, granted: list[Work]) -> list[Work]:
+        """Return the work with the drafts of requests, as far as the step, free cells and rows of logits have room.
 
         The part of a draft that is rejected is removed, so the model must be able to truncate sequences.
         """
         if not any(len(work.request.draft) for work in granted) or not self._cache.settings.can_trim:
-            return [*granted]
+            return granted
+        n_granted = sum(len(work.run.tokens) for work in granted)
         n_rows = self._n_spare_rows - sum(len(work.run.targets) for work in granted if work.run.targets is not None)
-        left = min(self._chunks.n_ubatch - self._n_granted, n_rows)
+        left = min(self._chunks.n_ubatch - n_granted, n_rows)
         if self._cache.settings.unified:
-            free = self._cache.cells.free - self._n_granted
-            left = min(left, self._cache.limit_by_windows(free, self._n_granted))
+            left = min(left, self._cache.limit_by_windows(self._cache.cells.free - n_granted, n_granted))
         work = []
         for each in granted:
             run, request = each.run, each.request
-            limits = [left, self._n_ctx_slot - len(request.tokens) - 1]
+            limits = [left, self._n_ctx() - len(request.tokens) - 1]
             if (most := request.n_draftable) is not None:
                 limits.append(most)
             # Siblings have no KV of their own in which several tokens could be kept.
@@ -258,85 +326,18 @@ class StepPlanner:
                 tokens = np.concatenate([run.tokens, request.draft[:n]])
                 run = replace(run, tokens=tokens, n_outputs=1 + n)
                 left -= n
-                self._n_granted += n
             work.append(replace(each, run=run))
         return work
 
-    def _within_logits(self, requests: Sequence[Request], pending: dict[str, int]) -> dict[str, int]:
-        """Return the pending tokens of each request, with prompts to be scored limited by the rows of logits."""
-        wanted, left = dict(pending), self._n_spare_rows
-        for request in requests:
-            if not request.is_scored:
-                wanted[request.id] = min(pending[request.id], left)
-                left -= wanted[request.id]
-        return wanted
-
-    @staticmethod
-    def _leaves_rest(pending: dict[str, int], shares: dict[str, int]) -> bool:
-        """True if any request gets fewer tokens than it has pending."""
-        return any(shares[name] < n for name, n in pending.items())
-
-    @staticmethod
-    def _shares(pending: dict[str, int], streams: AbstractSet[str], left: int) -> dict[str, int]:
-        """Return the number of tokens that each request may compute in this step, given its `pending` tokens.
-
-        Each stream gets one token; `left` are divided among prompts and tokens forced by constraints.
-        """
-        shares = {name: min(n, 1) if name in streams else 0 for name, n in pending.items()}
-        rests = {name: n - shares[name] for name, n in pending.items() if n > shares[name]}
-        turns = [(name, left) for name in sorted(rests, key=lambda name: rests[name])]
-        first = next((name for name in rests if name not in streams), None)
-        if first is not None:
-            turns.insert(0, (first, math.ceil(left * FIRST_PROMPT_FRACTION)))
-        for name, most in turns:
-            n = min(pending[name] - shares[name], most, left)
-            shares[name] += n
-            left -= n
-        return shares
-
-    def _work(self, request: Request, n: int, *, is_last: bool) -> Work:
-        start = self._cache.length(request.slot)
-        n_outputs = int(is_last and request.wants_tokens)
-        run = Run(request.slot, start, request.tokens.view(start, start + n), n_outputs, request.targets(start, n))
-        if not n_outputs or request.sampler is not None:
-            return Work(request, run)
-        siblings = tuple(other for other in self._siblings(request) if other.id not in self._served)
-        self._served.update(other.id for other in siblings)
-        return Work(request, run, siblings)
-
-    def _free_cells(self, wanted: int, request: Request) -> int:
-        """Free cells for a request by eviction and preemption; returns how many, 0 if it was preempted itself."""
-        if not self._cache.settings.unified or wanted == 0:
-            return wanted
-        while True:
-            n = self._n_granted + wanted
-            free = self._cache.free_cells(n, n_least=self._n_granted + 1) - self._n_granted
-            if free > 0:
-                return min(wanted, free)
-            last = self._running.pop()
-            self._preempt(last)
-            self.preempted.append(last)
-            if last is request:
-                return 0
-
-    def pad(self, work: Sequence[Work]) -> Sequence[Run]:
-        """Return padding that makes this step faster, if any (`padding.py`).
-
-        None if a request has more tokens than this step computes, because `grant` has filled the step with those.
-        """
-        if self._is_chunked or not work:
-            return ()
-        return self._pad_unified(work) if self._cache.settings.unified else self._pad_parts(work)
-
     def _pad_parts(self, work: Sequence[Work]) -> Sequence[Run]:
-        """Return dummy rows that join streams into fewer passes, or padding after a prompt that is alone."""
+        """Return dummy rows that join decodes into fewer passes, or padding after a prompt that is alone."""
         settings = self._cache.settings
         if all(len(each.run.tokens) == 1 for each in work):
             held = {slot: self._cache.length(slot) for slot in range(settings.n_slots)}
             free = {slot: n for slot, n in held.items() if n < settings.seq_cells}
-            return self._passes.fill([each.run.seq for each in work], free)
+            return self._dummy_rows.fill([each.run.seq for each in work], free)
         if len(work) > 1:
-            # A stream has forced tokens, which llama.cpp computes in further passes anyway.
+            # A decoding request has forced tokens, which llama.cpp computes in further passes anyway.
             return ()
         run = work[0].run
         n, end = len(run.tokens), run.start + len(run.tokens)
@@ -345,50 +346,53 @@ class StepPlanner:
         padding = self._padding.run(n, run.seq, end)
         return (padding,) if end + len(padding.tokens) <= settings.seq_cells else ()
 
-    def _pad_unified(self, work: Sequence[Work]) -> Sequence[Run]:
+    def _pad_unified(self, plan: StepPlan) -> Sequence[Run]:
         """Return padding in the scratch sequence.
 
         Idle cells are evicted for it if it gains more time than computing them again takes.
         """
-        spans = [(each.run.start, len(each.run.tokens)) for each in work]
+        spans = [(each.run.start, len(each.run.tokens)) for each in plan.work]
         gain = self._padding.gain_ms(spans, self._cache.cells.used)
         if not gain:
             return ()
         assert self._cache.settings.scratch is not None
-        run = self._padding.run(self._n_granted, self._cache.settings.scratch)
-        n, free = len(run.tokens), self._cache.cells.free - self._n_granted
-        if self._cache.limit_by_windows(n, self._n_granted) < n:
+        run = self._padding.run(plan.n_tokens, self._cache.settings.scratch)
+        n, free = len(run.tokens), self._cache.cells.free - plan.n_tokens
+        if self._cache.limit_by_windows(n, plan.n_tokens) < n:
             return ()
-        may_evict = not self.preempted and gain > self._padding.eviction_cost_ms
+        may_evict = not plan.preempted and gain > self._padding.eviction_cost_ms
         if free < n <= free + self._cache.cells.idle and may_evict:
             free += self._cache.evict(n - free)
-        if free < n:
-            return ()
-        self._n_padding = n
-        return (run,)
+        return (run,) if free >= n else ()
 
-    def n_extra_steps(self, work: Sequence[Work]) -> int:
+    def _n_extra_steps(self, plan: StepPlan) -> int:
         """Return how many further steps need no plan; evicts up to `MAX_CELLS_AHEAD` idle cells for them.
 
         Each computes what the one before sampled, and only the last may reach a limit. None for requests with stop
         strings, which are searched on the event loop, and for those whose sampler this step creates: the event loop
         knows it only after the commit.
         """
+        work, cache = plan.work, self._cache
         requests = [each.request for each in work]
-        if not work or not all(each.run.n_outputs and len(each.run.tokens) == 1 for each in work):
+        if not all(each.run.n_outputs and len(each.run.tokens) == 1 for each in work):
             return 0
         if any(request.sampler is None or request.params.ends_by_text for request in requests):
             return 0
-        left = [self._n_ctx_slot - len(request.tokens) for request in requests]
+        n_ctx = self._n_ctx()
+        left = [n_ctx - len(request.tokens) for request in requests]
         left += [n for request in requests if (n := request.n_remaining) is not None]
-        left += [r.stops.limit(self._cache.length(r.slot), self._n_ctx_slot) for r in requests]
+        left += [request.stops.limit(cache.length(request.slot), n_ctx) for request in requests]
         # In a partitioned pool no cells are counted: a request that fills its part continues in another layout.
         n_steps = max(min(left) - 1, 0)
-        if self._cache.settings.unified:
-            free = self._cache.cells.free - self._n_granted - self._n_padding
+        if cache.settings.unified:
+            free = cache.cells.free - plan.n_tokens
             wanted = min(n_steps * len(work), max(len(work), MAX_CELLS_AHEAD))
-            if not self.preempted and free < wanted:
-                free += self._cache.evict(wanted - free)
-            free = self._cache.limit_by_windows(free, self._n_granted + self._n_padding)
+            if not plan.preempted and free < wanted:
+                free += cache.evict(wanted - free)
+            free = cache.limit_by_windows(free, plan.n_tokens)
             n_steps = min(n_steps, free // len(work))
         return n_steps
+
+    def _n_ctx(self) -> int:
+        """Return the number of tokens that a slot may hold in this layout."""
+        return min(self._n_ctx_slot, self._cache.settings.seq_cells)

@@ -19,7 +19,7 @@ from llamaslot.base.kv_ops import Remove
 from llamaslot.base.model import QUERY_BLOCK
 from llamaslot.base.tokens import TokenizedPrompt, packed
 from llamaslot.scheduler.request import Request
-from llamaslot.scheduler.step import StepPlan, Work, apply, next_decode_step
+from llamaslot.scheduler.step import StepPlan, StepResult, Work, apply, next_decode_step
 
 
 def settings(model: Path, **fields: object) -> LlamaSettings:
@@ -110,6 +110,13 @@ def test_what_a_failed_decode_left_of_padding_is_removed(tiny_model: Path, monke
     backend.close()
 
 
+def commit(result: StepResult) -> list[tuple[int, ...]]:
+    """Give requests their samplers, and return the tokens of each."""
+    for (each,) in result.results:
+        each.request.sampler = each.sampler
+    return [each.tokens for (each,) in result.results]
+
+
 def test_padding_behind_a_prompt_in_its_part_changes_nothing(tiny_model: Path) -> None:
     tokens = np.arange(5, 15, dtype=np.int32)
     results = []
@@ -129,9 +136,7 @@ def test_padding_behind_a_prompt_in_its_part_changes_nothing(tiny_model: Path) -
             assert {seq: n for seq, (_, n) in result.decoded.sent.items()} == {
                 each.run.seq: len(each.run.tokens) for each in plan.work
             }
-            stream.sampler = result.samplers.get("s", stream.sampler)
-            request.sampler = result.samplers.get("r", request.sampler)
-            texts.append(dict(result.tokens))
+            texts.append(commit(result))
             following = next_decode_step(replace(plan, padding=()), result, frozenset())
             if following is None:
                 break
@@ -163,9 +168,7 @@ def test_a_row_in_a_slot_between_streams_changes_nothing(tiny_model: Path, n_hel
         while plan is not None:
             result = apply(plan, backend, lambda: 0.0)
             assert result.decoded == Decoded(Status.OK, {seq: (10 + len(texts), 1) for seq in (0, 2)})
-            for stream in streams:
-                stream.sampler = result.samplers.get(stream.id, stream.sampler)
-            texts.append(dict(result.tokens))
+            texts.append(commit(result))
             plan = next_decode_step(plan, result, frozenset())
         assert len(texts) == 6
         results.append((texts, [backend.seq_range(seq) for seq in range(3)]))

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import pytest
 
 from llamaslot.base import process_times as module
-from llamaslot.base.process_times import has_ended, is_stopped, process_times, starved_seconds
+from llamaslot.base.process_times import has_ended, is_suspended, process_times, starved_seconds
 
 BUSY, ASLEEP = "while True: pass", "import time; time.sleep(1000)"
 needs_accounts = pytest.mark.skipif(
@@ -59,11 +59,11 @@ def test_a_process_that_waits_for_something_else_is_not_starved() -> None:
 def test_a_stopped_process_is_starved_until_it_goes_on() -> None:
     with running(BUSY) as process:
         os.kill(process.pid, signal.SIGSTOP)
-        while not is_stopped(process.pid):
+        while not is_suspended(process.pid):
             time.sleep(0.01)
         assert starved(process.pid) > 0.9
         os.kill(process.pid, signal.SIGCONT)
-        while is_stopped(process.pid):
+        while is_suspended(process.pid):
             time.sleep(0.01)
         assert not has_ended(process.pid)
 
@@ -79,11 +79,11 @@ def test_a_process_that_is_not_reaped_has_ended() -> None:
 
 
 @pytest.mark.parametrize(
-    ("cpu_s", "is_stopped", "expected"),
+    ("cpu_s", "is_suspended", "expected"),
     [(10.0, False, 0.0), (4.0, False, 6.0), (0.05, False, 0.0), (0.0, True, 10.0)],
 )
-def test_without_accounts_of_threads_cpu_time_tells(cpu_s: float, is_stopped: bool, expected: float) -> None:
+def test_without_accounts_of_threads_cpu_time_tells(cpu_s: float, is_suspended: bool, expected: float) -> None:
     before = module.ProcessTimes(0.0, {}, 1.0)
-    assert starved_seconds(before, module.ProcessTimes(10.0, {}, 1.0 + cpu_s, is_stopped)) == pytest.approx(
+    assert starved_seconds(before, module.ProcessTimes(10.0, {}, 1.0 + cpu_s, is_suspended)) == pytest.approx(
         expected
     )

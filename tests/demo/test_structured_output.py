@@ -130,7 +130,7 @@ async def test_a_reply_is_the_same_warm_preempted_and_stepwise(monkeypatch: pyte
     # 1,024 cells for three replies that are expected to take 64 tokens each, and take several hundred.
     async with running(LlamaBackend(settings(n_ctx=256, n_slots=3))) as engine:
         crowded = await asyncio.gather(*(reply(engine, f"r{i}", cache_salt=str(i)) for i in range(3)))
-        assert engine.engine.scheduler.n_preempted > 0
+        assert engine.engine.scheduler.admission.n_preempted > 0
     monkeypatch.setattr(Request, "fast_forwards", property(lambda _: False))
     async with running(LlamaBackend(settings())) as engine:
         stepwise = await reply(engine, "stepwise")

@@ -179,7 +179,7 @@ async def test_a_reply_goes_on_where_it_was_preempted() -> None:
         for i in range(3):
             await ended(harness, f"r{i}")
             assert harness.tokens(f"r{i}") == expected[i]
-        assert harness.engine.scheduler.n_preempted > 0
+        assert harness.engine.scheduler.admission.n_preempted > 0
 
 
 @pytest.mark.parametrize("status", [Status.NO_CELLS, Status.INVALID, Status.FATAL, Status.ABORTED])

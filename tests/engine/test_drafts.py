@@ -32,9 +32,9 @@ class Steps:
         commit = engine.scheduler.commit
 
         def counted(plan: Any, result: Any, now: float) -> Any:
-            for work in plan.work:
+            for work, results in zip(plan.work, result.results, strict=result.decoded.status is Status.OK):
                 self.counts["drafted"] += work.run.n_drafted
-                self.counts["rejected"] += len(work.run.tokens) - len(result.kept(work))
+                self.counts["rejected"] += len(work.run.tokens) - len(work.kept(results[0].tokens))
                 self.counts["longest"] = max(self.counts["longest"], work.run.n_drafted)
             return commit(plan, result, now)
 

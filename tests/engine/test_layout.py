@@ -92,7 +92,7 @@ async def test_a_long_request_takes_no_slot_of_running_ones() -> None:
             assert engine.text(name) == cold
             assert end.progress.n_prompt_computed <= end.progress.n_prompt, "computed twice"
             assert sum(isinstance(event, Started) for event in engine.events[name]) <= 1
-        assert engine.engine.scheduler.n_preempted == 0
+        assert engine.engine.scheduler.admission.n_preempted == 0
 
 
 async def test_a_long_request_that_is_next_does_not_stop_the_others() -> None:

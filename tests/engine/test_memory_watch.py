@@ -13,7 +13,7 @@ from llamaslot.backend.disk import DiskStore
 from llamaslot.base.commands import InspectCache
 from llamaslot.base.events import Finished, Progress
 from llamaslot.base.stats import RamStats
-from llamaslot.engine import memory_watch
+from llamaslot.engine import measurements
 from llamaslot.kvcache.nodes import SegmentState
 from llamaslot.kvcache.tiers import budget, pacing
 from llamaslot.kvcache.tiers.budget import MemoryReading
@@ -39,7 +39,7 @@ class Memory:
 
 @pytest.fixture(autouse=True)
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_watch, "_INTERVAL_S", 0.001)
+    monkeypatch.setattr(measurements, "_MEMORY_INTERVAL_S", 0.001)
     monkeypatch.setattr(pacing, "PARTIAL_DELAY_S", 0.0)
 
 

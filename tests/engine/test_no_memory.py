@@ -202,7 +202,7 @@ def test_what_follows_from_a_failed_operation_is_left_out_and_the_rest_computed(
     work = [Work(each, run) for each, run in zip(requests, runs, strict=True)]
     result = apply(StepPlan(operations, work, n_extra_steps=5), backend, lambda: 0.0)
     assert (result.incomplete, result.unsaved) == ({1, 2}, {8})
-    assert list(result.tokens) == [requests[2].id]
+    assert [each.request for (each,) in result.results] == [requests[2]]
     assert [backend.seq_len(seq) for seq in range(4)] == [10, 4, 0, 10]
     assert next_decode_step(StepPlan(work=work, n_extra_steps=5), result, frozenset()) is None
     again = apply(StepPlan([*operations[1:3], Remove(1, 0), Remove(2, 0)]), backend, lambda: 0.0)

@@ -14,7 +14,7 @@ from llamaslot.backend.disk import SlotFiles
 from llamaslot.base.commands import SlotAction, SlotActionDone
 from llamaslot.base.events import Finished
 from llamaslot.base.model import KvCost, StepCost
-from llamaslot.engine import pending_measurements
+from llamaslot.engine import measurements
 from tests.engine.harness import running
 from tests.fake_backend import FakeBackend
 
@@ -45,8 +45,8 @@ class BusyMachine(FakeBackend):
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pending_measurements, "IDLE_S", 0.02)
-    monkeypatch.setattr(pending_measurements, "_RETRY_S", 0.02)
+    monkeypatch.setattr(measurements, "IDLE_S", 0.02)
+    monkeypatch.setattr(measurements, "_RETRY_S", 0.02)
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -68,7 +68,7 @@ async def test_once_the_machine_is_quiet_they_are_measured_and_used() -> None:
         await until(lambda: not backend.info.costs_pending)
         await until(lambda: made.budgets.offload_after is not None)
         assert (made.budgets.offload_after, made.cost) == (3, COST)
-        assert engine.engine.scheduler._padding._cost == STEP
+        assert engine.engine.scheduler._planner._padding._cost == STEP
         n_tries = backend.n_tries
         end = await engine.submit("again", PROMPT, max_tokens=4)
         assert isinstance(end, Finished)

@@ -14,8 +14,8 @@ from llamaslot.backend.llama import LlamaBackend, LlamaSettings
 from llamaslot.base.events import Finished, Output, Started
 from llamaslot.base.kv_ops import Copy, Load, NotSavedError, Operation, Restore, Save, Take
 from llamaslot.base.model import SelfTestOutcome, StateKind
-from llamaslot.engine import pending_measurements
-from llamaslot.engine.pending_measurements import PendingSelfTest
+from llamaslot.engine import measurements
+from llamaslot.engine.measurements import PendingSelfTest
 from tests.engine.harness import Accepted, Harness, running
 from tests.fake_backend import FakeBackend
 
@@ -133,7 +133,7 @@ async def test_it_runs_between_requests_where_idleness_does_not_come(
     outcome: SelfTestOutcome, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Requests that wait meanwhile are admitted after it, and know its result."""
-    monkeypatch.setattr(pending_measurements, "_OVERDUE_S", 0.0)
+    monkeypatch.setattr(measurements, "_OVERDUE_S", 0.0)
     backend = Untested(StateKind.HYBRID, n_slots=2, n_ctx=4096)
     async with running(backend, **STORES) as engine:
         running_on = engine.submit("a", FIRST, max_tokens=30)

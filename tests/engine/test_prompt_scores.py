@@ -49,7 +49,7 @@ async def test_preempted_prompts_are_scored_once() -> None:
         ]
         for end in ends:
             assert isinstance(await end, Finished)
-        assert harness.engine.scheduler.n_preempted > 0
+        assert harness.engine.scheduler.admission.n_preempted > 0
         for name, prompt in names.items():
             assert plain(scored(harness, name)) == expected(prompt, 1)
 

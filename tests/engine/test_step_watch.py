@@ -7,8 +7,8 @@ import threading
 import pytest
 
 from llamaslot.base.process_times import ProcessTimes, ThreadTimes
-from llamaslot.engine import step_watch
-from llamaslot.engine.step_watch import StepWatch
+from llamaslot.engine import model_worker
+from llamaslot.engine.model_worker import StepWatch
 
 
 class Clock:
@@ -107,7 +107,7 @@ def test_a_new_step_is_not_given_the_time_that_another_one_lost() -> None:
 
 
 def test_the_thread_notices_a_step_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_watch, "_INTERVAL_S", 0.01)
+    monkeypatch.setattr(model_worker, "_WATCH_INTERVAL_S", 0.01)
     watch = StepWatch(0.05)
     overdue = threading.Event()
     watch.run(overdue.set)

@@ -70,7 +70,7 @@ async def test_preempted_requests_have_what_they_have_alone() -> None:
         ends = [harness.submit(name, name * 20, **long) for name in "abc"]
         for end in ends:
             await end
-        assert harness.engine.scheduler.n_preempted > 0
+        assert harness.engine.scheduler.admission.n_preempted > 0
         for name in "abc":
             assert (tokens_of(harness, name), probs_of(harness, name)) == expected[name]
             assert len(expected[name][1]) == 100

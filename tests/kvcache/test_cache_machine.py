@@ -663,7 +663,7 @@ class CacheMachine(RuleBasedStateMachine):
     def plan(self) -> StepPlan:
         self.follow_layout()
         before = Before(self)
-        was_suspected = [a for a in self.running if a.request.id in self.scheduler.recovery.suspects]
+        was_suspected = [a for a in self.running if a.request.is_suspect]
         plan = self.scheduler.plan(self.now)
         COUNTS["plans"] += 1
         admitted = self.record_slots(plan)
@@ -759,12 +759,12 @@ class CacheMachine(RuleBasedStateMachine):
             COUNTS["padded steps with extra ones"] += plan.n_extra_steps > 0
         result = apply(plan, self.backend, lambda: self.now)
         if result.decoded.status is Status.OK:
-            for work in plan.work:
-                for request in work.samples:
-                    for token in result.tokens[request.id]:
-                        self.record_token(self.find(request), token)
+            for work, results in zip(plan.work, result.results, strict=True):
+                for each in results:
+                    for token in each.tokens:
+                        self.record_token(self.find(each.request), token)
                 COUNTS["drafted"] += work.run.n_drafted
-                COUNTS["rejected"] += len(work.run.tokens) - len(result.kept(work))
+                COUNTS["rejected"] += len(work.run.tokens) - len(work.kept(results[0].tokens))
         return result
 
     def draft(self, n_right: int, n_wrong: int) -> None:

@@ -213,7 +213,7 @@ class CheckpointMachine(FakeMachine):
         before = self.states_now()
         running = {asked: len(self.backend.held[asked.slot]) for asked in self.running}
         was_recovering, self.is_recovering = self.is_recovering, False
-        suspected = [a for a in self.running if a.request.id in self.scheduler.recovery.suspects]
+        suspected = [a for a in self.running if a.request.is_suspect]
         plan = self.scheduler.plan(self.now)
         COUNTS["plans"] += 1
         admitted = self.record_slots(plan)
@@ -528,13 +528,13 @@ def test_a_suspect_does_not_wait_for_another_request_s_checkpoint(
     assert machine.cache.settings.max_takes_in_gap == 1
     for seed in (1, 2):
         machine.new_request(letters(12, seed), max_tokens=8)
-    while len(machine.running) < 2 or not machine.cache.has_streams:
+    while len(machine.running) < 2 or not machine.cache.has_decodes:
         machine.step(1, 0, is_late=False, n_jobs=0)
     monkeypatch.setattr(machine.scheduler._taker, "_is_due", lambda request, queue: True)
     monkeypatch.setattr(machine.cache.checkpoints, "take", lambda slot: None)
-    machine.scheduler.recovery.suspects = [machine.running[1].request.id]
+    machine.running[1].request.is_suspect = True
     machine.step(1, 0, is_late=False, n_jobs=0)
-    assert not machine.scheduler.recovery.suspects
+    assert not any(asked.request.is_suspect for asked in machine.running)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -92,8 +92,8 @@ def test_when_a_leader_ends_its_oldest_follower_leads(how: str) -> None:
         assert leader.state is RequestState.DONE
         n_shared = 0
     else:
-        shared.scheduler._preempt(leader, shared.backend.now)
-        shared.scheduler.admission.withdraw(leader)
+        shared.scheduler.admission.preempt(leader, shared.backend.now)
+        shared.scheduler.admission.remove(leader)
     shared.step()
     assert first.state is RequestState.RUNNING
     assert first.n_reused == n_shared
@@ -117,7 +117,7 @@ def test_a_preempted_leader_does_not_wait_for_itself() -> None:
     leader, *followers = fan_out(shared)
     for _ in range(3):
         shared.step()
-    shared.scheduler._preempt(leader, shared.backend.now)
+    shared.scheduler.admission.preempt(leader, shared.backend.now)
     shared.finish(leader, *followers)
     assert computed(shared) == 40 + 4 * 3
 

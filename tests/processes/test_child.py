@@ -127,10 +127,10 @@ async def test_a_child_that_a_thread_keeps_from_ending_is_replaced(
 async def test_a_child_that_is_stopped_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(child_module, "_LOOK_S", 0.02)
     child, exits = await started(tmp_path, monkeypatch, is_dead=False)
-    for number, is_stopped in ((signal.SIGSTOP, True), (signal.SIGCONT, False)):
+    for number, is_suspended in ((signal.SIGSTOP, True), (signal.SIGCONT, False)):
         os.kill(child.pid, number)
         async with asyncio.timeout(20):
-            while child.is_stopped is not is_stopped:
+            while child.is_suspended is not is_suspended:
                 await asyncio.sleep(0.02)
     assert not exits
     child.kill()

@@ -149,7 +149,7 @@ async def test_a_worker_that_was_stopped_meanwhile_did_not_take_too_long(start: 
     os.kill(pid, signal.SIGSTOP)
     future = worker.call(tokenize("a", "a"))
     await asyncio.sleep(1.5)
-    assert worker.is_stopped
+    assert worker.is_suspended
     os.kill(pid, signal.SIGCONT)
     assert await outcomes(future) == [Prepared]
     assert worker.pid == pid

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from llamaslot.scheduler.fair_share import MAX_ROUND_TURNS
+from llamaslot.base.callers import MAX_ROUND_TURNS
 from llamaslot.scheduler.request import Request, RequestState
 from llamaslot.scheduler.step import StepPlan
 from tests.conftest import LONG

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections import Counter
 from unittest import mock
 
@@ -157,9 +159,13 @@ def test_what_was_compared_of_a_request_is_forgotten_once_it_ends() -> None:
     follower = shared.submit("a" * 99 + "b", id_slot=leader.slot)
     waiting = shared.submit("a" * 200)
     shared.step()
-    in_flight = shared.scheduler.admission._in_flight
-    assert in_flight._n_common
+    assert waiting.n_common
+    kept = [weakref.ref(request) for request in (leader, follower, waiting)]
     for request in (follower, waiting, leader):
         shared.scheduler.end(request, 0.0, cancelled=True)
-    assert not in_flight._n_common
-    assert not in_flight._running
+    del request, follower, waiting, leader
+    shared.plans.clear()
+    shared.admitted.clear()
+    shared.step()
+    gc.collect()
+    assert not any(each() for each in kept)

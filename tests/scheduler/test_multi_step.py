@@ -10,7 +10,7 @@ from llamaslot.base.commands import GenerateParams
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.tokens import TokenizedPrompt, packed
 from llamaslot.scheduler.request import Request, RequestState
-from llamaslot.scheduler.step import StepPlan, StepResult, Work, next_decode_step
+from llamaslot.scheduler.step import RequestResult, StepPlan, StepResult, Work, next_decode_step
 from tests.scheduler.test_scheduler import Driver, trims
 
 EOG = frozenset({0})
@@ -81,7 +81,7 @@ def test_requests_of_a_failed_step_have_no_extra_steps() -> None:
     driver.step()
     driver.backend.failures.append((Status.FATAL, 0))
     driver.step()
-    assert driver.scheduler.recovery.suspects
+    assert all(request.is_suspect for request in driver.scheduler.running)
     assert driver.step().n_extra_steps == 0
     assert driver.step().n_extra_steps == 0
     assert driver.step().n_extra_steps > 0
@@ -138,10 +138,8 @@ def step_of(n_extra_steps: int, tokens: dict[int, int], status: Status = Status.
     ]
     runs = [Run(seq, start, np.array([5], dtype=np.int32), n_outputs=1) for seq, start in ((1, 7), (3, 20))]
     work = [Work(request, run) for request, run in zip(requests, runs, strict=True)]
-    sampled = {f"r{seq}": (token,) for seq, token in tokens.items()}
-    return StepPlan(work=work, n_extra_steps=n_extra_steps), StepResult(
-        Decoded(status, {}), sampled, {}, {}, 0.0, 0.0
-    )
+    results = [(RequestResult(each.request, tokens=(tokens[each.run.seq],)),) for each in work if tokens]
+    return StepPlan(work=work, n_extra_steps=n_extra_steps), StepResult(Decoded(status, {}), 0.0, results=results)
 
 
 def test_the_next_decode_step_computes_what_this_one_sampled() -> None:

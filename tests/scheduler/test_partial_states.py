@@ -244,11 +244,11 @@ def test_a_plan_that_is_not_carried_out_takes_no_turn() -> None:
     turns = RunTurns()
 
     def carry_out(chosen: Request, single: list[Request], longer: list[Request]) -> None:
-        able = [*single, *longer]
-        turn = turns.next(able, lambda request: 1 if request in single else 20, 0.0)
-        assert turn == turns.next(able, lambda request: 1 if request in single else 20, 0.0)
+        pending = dict.fromkeys(single, 1) | dict.fromkeys(longer, 20)
+        turn = turns.next(pending, 0.0)
+        assert turn == turns.next(pending, 0.0)
         assert [*turn.requests] == [chosen]
-        assert turn.long_runs[:1] == (() if chosen is stream else (chosen.id,))
+        assert turn.long_runs[:1] == (() if chosen is stream else (chosen,))
         turns.commit(turn)
 
     for chosen in (first, stream, second, stream, first):
@@ -262,8 +262,7 @@ def run_in_turns(turns: RunTurns, n_pending: dict[Request, int], forced: Request
     """Carry out the next turn of requests with so many pending tokens, and return those that it is for."""
     if forced is not None:
         forced.n_generated, forced.n_forced = 1, n_pending[forced] - 1
-    able = list(n_pending)
-    turn = turns.next(able, lambda request: n_pending[request], 0.0)
+    turn = turns.next(n_pending, 0.0)
     turns.commit(turn)
     return list(turn.requests)
 
@@ -401,7 +400,7 @@ def test_only_checkpoints_that_are_taken_use_up_the_gap(monkeypatch: pytest.Monk
     assert driver.cache.settings.max_takes_in_gap == 1
     requests = [driver.submit(letter * 20, max_tokens=8) for letter in "ab"]
     driver.step()
-    driver.cache.has_streams = True
+    driver.cache.has_decodes = True
     for request in requests:
         request.stops.add(driver.held(request))
     monkeypatch.setattr(driver.cache.checkpoints, "take", lambda seq: None)
@@ -454,7 +453,7 @@ def test_what_waits_for_the_next_gap_has_had_its_turn() -> None:
     while not stream.n_generated:
         driver.step()
     long = driver.submit("p" * 300, id_slot=1)
-    while driver.step().turn.long_runs != (long.id,):
+    while driver.step().turn.long_runs != (long,):
         pass
 
     def step() -> list[Request]:
@@ -467,7 +466,7 @@ def test_what_waits_for_the_next_gap_has_had_its_turn() -> None:
 
     assert step() == [stream]
     plan = step_while_it_waits(long)
-    assert (plan.work, plan.turn.long_runs) == ([], (long.id,))
+    assert (plan.work, plan.turn.long_runs) == ([], (long,))
     assert [step(), step()] == [[stream], [long]]
     plan = step_while_it_waits(stream)
     assert (plan.work, plan.turn.long_runs) == ([], ())

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llamaslot.base.generation.tools import ReasoningBudget
-from llamaslot.scheduler.reasoning_limit import ReasoningLimit
+from llamaslot.scheduler.request import ReasoningLimit
 
 START, END, AFTER = (1, 2), (3, 1, 4), (9,)
 

@@ -34,8 +34,7 @@ from llamaslot.base.backend import Backend
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.events import Event
 from llamaslot.engine.engine import Engine
-from llamaslot.engine.model_worker import model_thread
-from llamaslot.engine.step_watch import StepWatch
+from llamaslot.engine.model_worker import StepWatch, model_thread
 from llamaslot.kvcache.cache_settings import Budgets
 from llamaslot.processes.messages import Loaded
 from llamaslot.processes.threads import in_daemon_thread

@@ -92,6 +92,6 @@ class Runtime:
     def _why_stopped(self) -> str:
         """Return why no request is carried out though no process has ended; empty if they are."""
         for process, name in ((self.engine, "engine"), (self.prompts, "prompt worker")):
-            if process.is_stopped:
+            if process.is_suspended:
                 return f"the {name} is stopped, by a signal or a debugger"
         return ""

@@ -13,7 +13,7 @@ import pytest
 from llamaslot.base.backend import Decoded, Run
 from llamaslot.base.kv_ops import Remove
 from llamaslot.base.model import StepCost
-from llamaslot.scheduler.padding import MIN_DUMMY_SPEEDUP, Passes, adjacent
+from llamaslot.scheduler.padding import MIN_DUMMY_SPEEDUP, DummyRows, adjacent
 from tests.scheduler.test_scheduler import DECODE_SECONDS, Driver, TimedBackend, generated
 
 COST = StepCost(step_us=3200.0, token_us=110.0, token_cell_us=0.45, block_us=1e4, block_cell_us=10.0)
@@ -56,40 +56,40 @@ def fastest(streams: list[int]) -> float:
 )
 def test_after_some_steps_the_rows_are_those_that_take_least(streams: list[int]) -> None:
     chance = random.Random(1)
-    passes = Passes(COST, 8)
+    dummies = DummyRows(COST, 8)
     taken = []
     for _ in range(400):
-        chosen = passes.fill(streams, dict.fromkeys(range(8), 1800))
+        chosen = dummies.fill(streams, dict.fromkeys(range(8), 1800))
         seqs = sorted([*streams, *(run.seq for run in chosen)])
         taken.append(milliseconds(seqs))
-        passes.observe(rows(seqs), taken[-1] / 1e3 * chance.uniform(0.95, 1.1))
+        dummies.observe(rows(seqs), taken[-1] / 1e3 * chance.uniform(0.95, 1.1))
     least = fastest(streams)
     assert np.mean(taken[100:]) <= 1.02 * max(least, milliseconds(streams) / MIN_DUMMY_SPEEDUP)
 
 
 def test_a_slow_period_does_not_rule_out_the_best_rows_for_ever() -> None:
-    passes = Passes(COST, 8)
+    dummies = DummyRows(COST, 8)
     held = dict.fromkeys(range(8), 1800)
     for factor, n in ((1, 50), (20, 5), (1, 3000)):
         for _ in range(n):
-            seqs = sorted([0, 2, 4, 6, *(run.seq for run in passes.fill([0, 2, 4, 6], held))])
-            passes.observe(rows(seqs), factor * milliseconds(seqs) / 1e3)
+            seqs = sorted([0, 2, 4, 6, *(run.seq for run in dummies.fill([0, 2, 4, 6], held))])
+            dummies.observe(rows(seqs), factor * milliseconds(seqs) / 1e3)
     assert seqs == [*range(8)]
 
 
 def test_full_slots_are_left_out_and_slots_are_never_computed_twice() -> None:
     chance = random.Random(2)
-    passes = Passes(StepCost(1e5, 0.0, 0.0, 0.0, 0.0), 8)
+    dummies = DummyRows(StepCost(1e5, 0.0, 0.0, 0.0, 0.0), 8)
     for _ in range(500):
         free = {seq: 5 for seq in range(8) if chance.random() < 0.7}
         streams = sorted(chance.sample(sorted(free), chance.randint(0, len(free))))
-        seqs = [*streams, *(run.seq for run in passes.fill(streams, free))]
+        seqs = [*streams, *(run.seq for run in dummies.fill(streams, free))]
         assert len(set(seqs)) == len(seqs)
         assert {*seqs} <= {*free}
 
 
 def test_nothing_is_filled_in_without_a_cost() -> None:
-    assert not Passes(None, 8).fill([0, 2], {0: 5, 1: 5, 2: 5})
+    assert not DummyRows(None, 8).fill([0, 2], {0: 5, 1: 5, 2: 5})
 
 
 def driver_of_gaps() -> Driver:
@@ -164,7 +164,7 @@ def test_streams_are_joined_once_the_pool_is_partitioned_and_the_costs_are_measu
         msgspec.structs.replace(backend.info, step_cost=cost if is_measured else None), backend.n_seqs
     )
     if not is_measured:
-        scheduler.learn(msgspec.structs.replace(backend.info, step_cost=cost))
+        scheduler.set_costs(msgspec.structs.replace(backend.info, step_cost=cost))
     streams = [driver.submit(letter * 20, max_tokens=10, id_slot=slot) for letter, slot in (("a", 0), ("b", 2))]
     driver.finish(*streams)
     assert any([run.seq for run in plan.padding] == [1] for plan in driver.plans)

@@ -1,4 +1,4 @@
-"""Pending measurements: the self-test of reuse, and costs, that could not be measured at start.
+"""Measurements while the engine runs: the self-test of reuse and costs, if they are pending, and free memory.
 
 The self-test is pending if it would have taken too long at load. It runs later, when no request runs. Until it has
 passed, nothing is reused. If the model is reused by checkpoints, KV and checkpoints of requests are kept already
@@ -14,17 +14,23 @@ request, because that request's state would be lost: llama.cpp may be unable to 
     after `_HOLD_EVERY_S`       the same again, if a request ran longer than that
 
 Costs are pending if other programs used the CPU. They are measured while the server idles.
+
+Free memory is read regularly, on a thread, and the budget of the RAM tier adapted to it.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
+from typing import TypeAlias
 
 import structlog
 
 from llamaslot.base.backend import Backend
 from llamaslot.base.events import SelfTestEnded
 from llamaslot.base.stats import Miss
+from llamaslot.kvcache.cache import KVCache
+from llamaslot.kvcache.tiers.budget import MemoryReading, RamState
 
 _log = structlog.get_logger(__name__)
 
@@ -39,6 +45,11 @@ _RETRY_S = 10.0
 """Time until the next try. Doubled with each try, because a try takes CPU time that other programs want."""
 _MAX_RETRY_S = 600.0
 """Longest time between two tries."""
+_MEMORY_INTERVAL_S = 2.0
+"""Time between two readings of free memory."""
+_MIB = 2**20
+
+ReadMemory: TypeAlias = Callable[[], MemoryReading]
 
 
 class PendingSelfTest:
@@ -150,3 +161,47 @@ class PendingCosts:
             load_us=round(cost.load_us, 2) if cost is not None else None,
         )
         return True
+
+
+async def watch_memory(
+    read: ReadMemory, cache: KVCache, wake: Callable[[], None], clock: Callable[[], float]
+) -> None:
+    """Adapt the budget of the RAM tier to the free memory until cancelled; returns at once without a RAM tier.
+
+    `wake` makes the engine plan, which evicts what exceeds the budget.
+    """
+    is_readable = True
+    while cache.ram_budget.max_bytes:
+        try:
+            reading = await asyncio.to_thread(read)
+        except Exception as error:
+            # The next reading may succeed: files in /proc and /sys can be missing or incomplete for a moment.
+            if is_readable:
+                _log.error("memory.unreadable", error=str(error))
+            is_readable = False
+        else:
+            is_readable = True
+            before = cache.ram_budget.n_bytes
+            _adapt_budget(cache, reading, clock())
+            if cache.ram_budget.n_bytes != before:
+                wake()
+        await asyncio.sleep(_MEMORY_INTERVAL_S)
+
+
+def _adapt_budget(cache: KVCache, reading: MemoryReading, now: float) -> None:
+    """Adapt the budget to a reading. Each change of its state is logged once."""
+    budget, n_used = cache.ram_budget, cache.stats().ram.used_bytes
+    if not budget.observe(reading, n_used, now):
+        return
+    facts = {
+        "reason": budget.reason,
+        "free_mib": reading.free // _MIB,
+        "used_mib": n_used // _MIB,
+        "limit_mib": budget.n_bytes // _MIB,
+    }
+    if budget.state is not RamState.REDUCED:
+        _log.info(f"ram.{budget.state.value}", **facts)
+    elif budget.is_fixed:
+        _log.warning("ram.memory_short", **facts, advice="--cache-ram auto would give memory back")
+    else:
+        _log.warning("ram.reduced", **facts)

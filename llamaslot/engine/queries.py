@@ -1,11 +1,11 @@
-"""Queries that change the cache: saving, restoring and erasing a slot (`POST /slots/{id}`), dropping prefixes.
+"""Queries to the engine: reports, dropping prefixes, and saving, restoring and erasing a slot (`POST /slots/{id}`).
 
 save       wait until the slot is idle; copy its KV to host memory in the next step; write the file on a thread
 restore    read and verify the file on the thread; wait until the slot is idle; load the KV in the next step
 erase      wait until the slot is idle; clear it
 
 Clearing the cache and deleting a session drop prefixes in all tiers; the reply follows once the disk and the remote
-store have deleted them.
+store have deleted them. Everything else is answered at once.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from llamaslot.base.errors import (
     UnavailableError,
 )
 from llamaslot.base.executors import close_after_queue, started_executor
+from llamaslot.base.namespaces import salt_namespace
+from llamaslot.base.stats import CacheProbe, CacheState, EngineState, SlotState
 from llamaslot.base.tokens import WIDTH
 from llamaslot.engine.disk_worker import DiskWorker
+from llamaslot.engine.measurements import PendingSelfTest
 from llamaslot.engine.remote_worker import RemoteWorker
-from llamaslot.engine.reports import Respond
-from llamaslot.kvcache.cache import KVCache
-from llamaslot.kvcache.dropping import Dropper
 from llamaslot.kvcache.slot_snapshots import (
     InvalidSnapshotError,
     SlotSave,
@@ -46,15 +46,165 @@ from llamaslot.kvcache.slot_snapshots import (
     SnapshotStore,
     UnsavableSlotError,
 )
+from llamaslot.scheduler.request import Slot
 from llamaslot.scheduler.scheduler import Scheduler
+from llamaslot.scheduler.step import StepPlan, StepResult
 
 _log = structlog.get_logger(__name__)
 
 MAX_WAITING = 8
 """Most actions that may wait for their slots. Limited, because a waiting restore has its whole file in memory."""
 _EVENTS = {"save": "slot.saved", "restore": "slot.restored", "erase": "slot.erased"}
+Respond: TypeAlias = Callable[[msgspec.Struct | LlamaslotError], None]
+"""Sends the reply to one query. Called exactly once unless the engine stops first."""
 _Drop: TypeAlias = Callable[[Callable[[str], None]], None]
 """Deletes objects of the remote store, then calls its argument with the reason of a failure, or an empty text."""
+
+
+class Queries:
+    """Answers queries between two steps, and counts decoded tokens for that.
+
+    `lacks_disk` is True if a disk is configured but cannot be used, so that its content cannot be deleted.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        backend: Backend,
+        self_test: PendingSelfTest,
+        slot_actions: SlotActions,
+        *,
+        disk: DiskWorker | None,
+        remote: RemoteWorker | None,
+        lacks_disk: bool,
+    ) -> None:
+        self._scheduler = scheduler
+        self._backend = backend
+        self._self_test = self_test
+        self._slot_actions = slot_actions
+        self._disk = disk
+        self._remote = remote
+        self._lacks_disk = lacks_disk
+        self._n_decode_calls = 0
+        self._n_decoded = 0
+        self._n_busy_slots = 0
+
+    def answer(self, query: commands.EngineQuery, respond: Respond) -> None:
+        """Answer a query, at once or later."""
+        match query:
+            case commands.InspectEngine():
+                respond(self._engine_state())
+            case commands.InspectCache():
+                respond(self._cache_state(query))
+            case commands.ProbePrompt():
+                respond(self._probe(query))
+            case commands.DropPaths():
+                self._drop_paths(query, respond)
+            case commands.ClearCache():
+                self._clear(respond)
+            case commands.SlotAction():
+                self._slot_actions.handle(query, respond)
+
+    def count(self, plan: StepPlan, result: StepResult) -> None:
+        """Count an executed step."""
+        if plan.work:
+            self._n_decode_calls += 1
+            self._n_busy_slots += len(plan.work)
+            self._n_decoded += sum(n for _, n in result.decoded.sent.values())
+
+    def _engine_state(self) -> EngineState:
+        """Return the state of slots, queue and cache."""
+        scheduler = self._scheduler
+        return EngineState(
+            slots=tuple(map(self._slot_state, scheduler.slots)),
+            n_queued=len(scheduler.queue),
+            n_decode_calls=self._n_decode_calls,
+            n_decoded_tokens=self._n_decoded,
+            n_busy_slots_total=self._n_busy_slots,
+            cache=scheduler.cache_stats(),
+        )
+
+    def _cache_state(self, query: commands.InspectCache) -> CacheState:
+        """Return the statistics of the cache, and the prefixes with the most hits."""
+        detokenize = self._backend.vocab.detokenize if query.text else None
+        listing = self._scheduler.cache.listing(self._scheduler.cache_stats(), query.top, detokenize)
+        return listing if query.tenants else msgspec.structs.replace(listing, tenants=msgspec.UNSET)
+
+    def _probe(self, query: commands.ProbePrompt) -> CacheProbe:
+        """Return what is cached of a prompt."""
+        params, prompt = query.params, query.prompt
+        n_tokens = prompt.n_tokens
+        if not params.cache_prompt:
+            return CacheProbe(n_tokens, 0, 0, 0, n_tokens, 0, "off")
+        why_not = self._self_test.why_not_reused
+        if why_not or not self._scheduler.cache.settings.can_reuse:
+            return CacheProbe(n_tokens, 0, 0, 0, n_tokens, 0, why_not or "unsupported")
+        found = self._scheduler.cache.probe(salt_namespace(params.cache_salt), prompt.packed_tokens)
+        if found.miss == "diverged" and prompt.is_reply_edited:
+            found.miss = "changed"
+        found.session_match = prompt.session_match or None
+        found.approximate_tokens = prompt.n_approximate
+        return found
+
+    def _slot_state(self, slot: Slot) -> SlotState:
+        n_ctx, n_held = self._scheduler.n_ctx_slot, self._scheduler.cache.length(slot.id)
+        request = slot.request
+        if request is None:
+            return SlotState(slot.id, n_ctx, n_held)
+        return SlotState(
+            id=slot.id,
+            n_ctx=n_ctx,
+            n_held=n_held,
+            request_id=request.id,
+            n_prompt=request.n_prompt,
+            n_prompt_computed=request.n_prompt_computed,
+            n_generated=request.n_generated,
+            max_tokens=request.params.max_tokens,
+            sampling=request.params.sampling,
+        )
+
+    def _clear(self, respond: Respond) -> None:
+        """Drop all idle prefixes."""
+        cleared = self._scheduler.cache.dropper.drop()
+        _log.info("cache.cleared", **msgspec.structs.asdict(cleared))
+        if self._disk is not None:
+            self._disk.start(self._scheduler.cache.take_jobs())
+            self._disk.clear_texts()
+        self._respond_when_written(respond, cleared, self._remote.clear if self._remote is not None else None)
+
+    def _drop_paths(self, query: commands.DropPaths, respond: Respond) -> None:
+        """Drop the paths of a session."""
+        forks = self._scheduler.cache.dropper.forks(query.namespace, query.paths)
+        dropped = self._scheduler.cache.dropper.drop_paths(query.namespace, query.paths)
+        _log.info("session.dropped", **msgspec.structs.asdict(dropped))
+        if self._disk is not None:
+            self._disk.start(self._scheduler.cache.take_jobs())
+            self._disk.drop_session(query.session)
+        # Even if the session is unknown, the disk may still have it, if an earlier deletion failed there.
+        answer = dropped if query.paths else NotFoundError("there is no such session")
+        remote = self._remote
+        drop = (lambda then: remote.drop(query.namespace, forks, then)) if remote is not None and forks else None
+        self._respond_when_written(respond, answer, drop)
+
+    def _respond_when_written(
+        self, respond: Respond, answer: CacheCleared | LlamaslotError, drop_remote: _Drop | None
+    ) -> None:
+        """Respond once the disk and the remote store have deleted everything, or with an error if they fail."""
+
+        def finish(where: str, reason: str) -> None:
+            message = f"done in the pool and in RAM, but {where} {reason}"
+            respond(UnavailableError(message) if reason else answer)
+
+        def then(reason: str) -> None:
+            if reason or drop_remote is None:
+                finish("the disk (--cache-disk)", reason)
+            else:
+                drop_remote(lambda reason: finish("the remote store (--cache-remote)", reason))
+
+        if self._disk is not None:
+            self._disk.when_written(then)
+        else:
+            then("cannot be used, so its content was not deleted" if self._lacks_disk else "")
 
 
 @dataclass(slots=True, eq=False)
@@ -252,60 +402,3 @@ def _error_of(error: BaseException, job: _Job) -> LlamaslotError:
         return ServerError(f"{name} cannot be used: {error.strerror or error}")
     _log.error("slot.failed", exc_info=error)
     return ServerError(f"{name} cannot be used")
-
-
-@dataclass(eq=False)
-class DropActions:
-    """Carries out queries that drop prefixes, between two steps.
-
-    `lacks_disk` is True if a disk is configured but cannot be used, so that its content cannot be deleted.
-    """
-
-    _cache: KVCache
-    _dropper: Dropper
-    _disk: DiskWorker | None
-    _remote: RemoteWorker | None
-    _lacks_disk: bool
-
-    def clear(self, _: commands.ClearCache, respond: Respond) -> None:
-        """Drop all idle prefixes."""
-        cleared = self._dropper.drop()
-        _log.info("cache.cleared", **msgspec.structs.asdict(cleared))
-        if self._disk is not None:
-            self._disk.start(self._cache.take_jobs())
-            self._disk.clear_texts()
-        self._respond_when_written(respond, cleared, self._remote.clear if self._remote is not None else None)
-
-    def drop_paths(self, query: commands.DropPaths, respond: Respond) -> None:
-        """Drop the paths of a session."""
-        forks = self._dropper.forks(query.namespace, query.paths)
-        dropped = self._dropper.drop_paths(query.namespace, query.paths)
-        _log.info("session.dropped", **msgspec.structs.asdict(dropped))
-        if self._disk is not None:
-            self._disk.start(self._cache.take_jobs())
-            self._disk.drop_session(query.session)
-        # Even if the session is unknown, the disk may still have it, if an earlier deletion failed there.
-        answer = dropped if query.paths else NotFoundError("there is no such session")
-        remote = self._remote
-        drop = (lambda then: remote.drop(query.namespace, forks, then)) if remote is not None and forks else None
-        self._respond_when_written(respond, answer, drop)
-
-    def _respond_when_written(
-        self, respond: Respond, answer: CacheCleared | LlamaslotError, drop_remote: _Drop | None
-    ) -> None:
-        """Respond once the disk and the remote store have deleted everything, or with an error if they fail."""
-
-        def finish(where: str, reason: str) -> None:
-            message = f"done in the pool and in RAM, but {where} {reason}"
-            respond(UnavailableError(message) if reason else answer)
-
-        def then(reason: str) -> None:
-            if reason or drop_remote is None:
-                finish("the disk (--cache-disk)", reason)
-            else:
-                drop_remote(lambda reason: finish("the remote store (--cache-remote)", reason))
-
-        if self._disk is not None:
-            self._disk.when_written(then)
-        else:
-            then("cannot be used, so its content was not deleted" if self._lacks_disk else "")
