@@ -94,7 +94,7 @@ class LocalEngine:
             template=info.chat_template,
         )
         if "disk" in files:
-            tokenizer.restore(files["disk"].texts.records())
+            tokenizer.add_records(files["disk"].texts.records())
         template, grammars = settings.pop("template", PLAIN_TEMPLATE), settings.pop("grammars", ())
         restore = settings.pop("restore_messages", True)
         self.prompts = prompt_thread(
@@ -155,7 +155,7 @@ class LocalEngine:
         """Run until `stop`."""
         self.prompts.threads.start()
         await self.engine.run()
-        await asyncio.wait(map(asyncio.wrap_future, self.prompts.close()), timeout=5)
+        await asyncio.wait([asyncio.wrap_future(self.prompts.close())], timeout=5)
 
     async def _run(self, request: TextRequest) -> None:
         params = request.params
@@ -404,7 +404,7 @@ async def running(backend: Backend, *, kind: type[Harness] = Harness, **settings
         await task
         backend.close()
     has_died = harness.stopped is not None and harness.stopped.reason
-    assert has_died or not harness.local.prompts.threads.n_kept, "the prompt worker keeps prompts of ended requests"
+    assert has_died or not harness.local.prompts.n_kept, "the prompt worker keeps prompts of ended requests"
     assert harness.stopped is not None
     for request_id, end in harness.ends.items():
         assert end.done(), f"{request_id} never ended"
