@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+from llamaslot.api.context import ApiSettings
 from llamaslot.app.config import Config
 from llamaslot.app.runtime.engine_host import EngineHost
 from llamaslot.app.runtime.prompt_main import prompt_worker
@@ -11,9 +12,8 @@ from llamaslot.app.runtime.runtime import OnProgress
 from llamaslot.base.backend import Backend
 from llamaslot.engine.engine import Engine
 from llamaslot.processes.messages import Loaded, SetModel
-from llamaslot.prompts.prompt_jobs import Restore
-from llamaslot.prompts.prompt_worker import LocalPrompts
 from llamaslot.service.service import Service
+from tests.prompt_threads import LocalPrompts
 
 
 class InProcessRuntime:
@@ -35,7 +35,7 @@ class InProcessRuntime:
     async def start(self) -> None:
         """There is nothing to start before `load`."""
 
-    async def load(self) -> Loaded | None:
+    async def load(self, settings: ApiSettings) -> Loaded | None:
         def on_progress(text: str, fraction: float) -> bool:
             self._on_progress(text, fraction)
             return not self._is_interrupted
@@ -43,10 +43,10 @@ class InProcessRuntime:
         await self._host.lock()
         loaded = await self._host.load(on_progress, self._given)
         if loaded is not None:
-            model = SetModel(loaded.info, *self._template)
+            of_requests = settings.request_settings(loaded.info, self._config.max_queue)
+            model = SetModel(loaded.info, *self._template, of_requests, loaded.records)
             self.prompts = LocalPrompts(prompt_worker(self._config, self._host.backend.vocab, model))
-            self.prompts.call(Restore(loaded.records))
-            self.prompts.threads.start()
+            self.prompts.worker.start()
         return loaded
 
     def connect(self, service: Service) -> None:
@@ -66,8 +66,7 @@ class InProcessRuntime:
             await self._running
         if hasattr(self, "prompts"):
             # Its threads must not outlive the vocabulary.
-            ends = map(asyncio.wrap_future, self.prompts.close())
-            _, pending = await asyncio.wait(ends, timeout=2.0)
+            _, pending = await asyncio.wait([asyncio.wrap_future(self.prompts.close())], timeout=2.0)
             if pending:
                 return "a prompt is still being tokenized"
         return await self._host.close()

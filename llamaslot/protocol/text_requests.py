@@ -31,7 +31,7 @@ from llamaslot.base.commands import (
     TokensPart,
 )
 from llamaslot.base.errors import ForbiddenError, InvalidRequestError, NotSupportedError
-from llamaslot.base.generation.request_context import RequestContext, RequestLimits
+from llamaslot.base.generation.request_context import RequestContext, RequestSettings
 from llamaslot.base.generation.sampling import INFILL, Sampling, named_samplers
 from llamaslot.base.model import FimTokens, ModelInfo
 from llamaslot.base.namespaces import PUBLIC_SALT, client_salt, key_salt
@@ -135,19 +135,19 @@ def text_requests(
     options: Options,
     prompts: Sequence[Prompt],
     context: RequestContext,
+    settings: RequestSettings,
     info: ModelInfo,
-    tokens_of: TokensOf,
     *,
+    tokens_of: TokensOf,
     constraint: Constraint | None = None,
 ) -> tuple[TextRequest, ...]:
     """Return a request for each prompt, with `n` completions. Raises `InvalidRequestError`."""
-    limits = context.limits
     n = _n_computed(options)
-    if n * len(prompts) > limits.max_choices:
-        message = f"{n * len(prompts)} completions requested, and the limit is {limits.max_choices}"
+    if n * len(prompts) > settings.max_choices:
+        message = f"{n * len(prompts)} completions requested, and the limit is {settings.max_choices}"
         param = "best_of" if n > n_choices(options) else "n" if n > 1 else "prompt"
         raise InvalidRequestError(f"{message} (--max-choices)", param=param)
-    stop = _stop(options, limits)
+    stop = _stop(options, settings)
     session_id = options.session_id or context.caller.session_id or options.prompt_cache_key or ""
     salt = request_salt(
         context.key_secret,
@@ -156,7 +156,7 @@ def text_requests(
         is_admin=context.is_admin,
         is_cached=options.cache_prompt is not False,
     )
-    sampling = _sampling(options, context, info, tokens_of)
+    sampling = _sampling(options, settings, info, tokens_of)
     prompt_probs = sampling.n_probs if options.echo and wants_probs(options) else -1
     if prompt_probs > MAX_TOP_LOGPROBS:
         refuse_field("logprobs", f"must be at most {MAX_TOP_LOGPROBS} with 'echo'")
@@ -166,14 +166,14 @@ def text_requests(
     params = GenerateParams(
         request_id=context.request_id,
         sampling=sampling,
-        max_tokens=max_tokens_of(options, context),
+        max_tokens=max_tokens_of(options, settings),
         stop=stop,
         n_indent=_first(options.n_indent, 0),
         t_max_predict_ms=_first(options.t_max_predict_ms, -1),
         return_progress=bool(options.return_progress and options.stream),
         reports_progress=bool(options.stream and (options.timings_per_token or context.counts_tokens)),
         constraint=constraint,
-        cache_prompt=_first(options.cache_prompt, options.cache_public or None, context.cache_prompt),
+        cache_prompt=_first(options.cache_prompt, options.cache_public or None, settings.cache_prompt),
         cache_salt=salt,
         id_slot=id_slot,
         client_request_id=context.caller.client_request_id,
@@ -193,9 +193,9 @@ def text_requests(
     )
 
 
-def max_tokens_of(options: Options, context: RequestContext) -> int:
+def max_tokens_of(options: Options, settings: RequestSettings) -> int:
     """Return the most tokens to generate; -1 for no limit."""
-    return _first(options.n_predict, options.max_completion_tokens, options.max_tokens, context.max_tokens)
+    return _first(options.n_predict, options.max_completion_tokens, options.max_tokens, settings.max_tokens)
 
 
 def prompts_of(body: CompletionBody, n_vocab: int, max_prompts: int) -> list[Prompt]:
@@ -262,7 +262,7 @@ def request_salt(key_secret: str, own: str, *, is_public: bool, is_admin: bool, 
     return PUBLIC_SALT
 
 
-def _sampling(options: Options, context: RequestContext, info: ModelInfo, tokens_of: TokensOf) -> Sampling:
+def _sampling(options: Options, settings: RequestSettings, info: ModelInfo, tokens_of: TokensOf) -> Sampling:
     asked: dict[str, Any] = {name: value for name in _SAME_FIELDS if (value := getattr(options, name)) is not None}
     if options.top_k is not None:
         asked["top_k"] = max(options.top_k, 0)
@@ -276,13 +276,13 @@ def _sampling(options: Options, context: RequestContext, info: ModelInfo, tokens
         if INFILL in asked["samplers"]:
             refuse_field("samplers", f": the sampler '{INFILL}' is not supported yet", NotSupportedError)
     if options.logit_bias is not None:
-        most = context.limits.max_logit_bias_entries
+        most = settings.max_logit_bias_entries
         asked["logit_bias"] = _logit_bias(options.logit_bias, most, info.n_vocab, tokens_of)
     # If the best of several completions are to be returned, the probabilities of the chosen tokens are needed.
     asked["n_probs"] = max(_n_probs(options), -1 if _n_computed(options) == n_choices(options) else 0)
-    seed = _first(options.seed, context.sampling.seed)
+    seed = _first(options.seed, settings.sampling.seed)
     asked["seed"] = secrets.randbelow(N_SEEDS) if seed in (-1, N_SEEDS) else seed % N_SEEDS
-    return msgspec.structs.replace(context.sampling, **asked)
+    return msgspec.structs.replace(settings.sampling, **asked)
 
 
 def n_choices(options: Options) -> int:
@@ -350,14 +350,14 @@ def _logit_bias(
     return result
 
 
-def _stop(options: Options, limits: RequestLimits) -> tuple[str, ...]:
+def _stop(options: Options, settings: RequestSettings) -> tuple[str, ...]:
     words = [options.stop] if isinstance(options.stop, str) else options.stop or []
-    if len(words) > limits.max_stop_strings:
-        limit = f"{limits.max_stop_strings} (--max-stop-strings)"
+    if len(words) > settings.max_stop_strings:
+        limit = f"{settings.max_stop_strings} (--max-stop-strings)"
         refuse_field("stop", f"has {len(words)} strings, and the limit is {limit}")
     n_chars = sum(map(len, words))
-    if n_chars > limits.max_stop_chars:
-        limit = f"{limits.max_stop_chars} (--max-stop-chars)"
+    if n_chars > settings.max_stop_chars:
+        limit = f"{settings.max_stop_chars} (--max-stop-chars)"
         refuse_field("stop", f"has {n_chars} characters in total, and the limit is {limit}")
     return tuple(word for word in words if word)
 
@@ -379,7 +379,7 @@ class InfillPrompts:
         """Raises an error for a prompt that is far too long for the context, before it is tokenized."""
         self._max_characters = info.n_ctx_slot * _CHARACTERS_PER_TOKEN
 
-    def of_parts(self, body: InfillBody, context: RequestContext) -> Prompt:
+    def of_parts(self, body: InfillBody, settings: RequestSettings) -> Prompt:
         """Return the prompt of `/infill`."""
         fim = self._fim("input_prefix")
         start = parse_prompt(body.prompt or "", self._info.n_vocab, "prompt")
@@ -390,10 +390,10 @@ class InfillPrompts:
             suffix=self._plain(_near(body.input_suffix, self._max_characters), "input_suffix"),
             start=self._tokenize(start),
             files=self._files(fim, body.input_extra or ()),
-            n_max=self._n_max(max_tokens_of(body, context)),
+            n_max=self._n_max(max_tokens_of(body, settings)),
         )
 
-    def of_suffix(self, prompt: Prompt, body: CompletionBody, context: RequestContext) -> Prompt:
+    def of_suffix(self, prompt: Prompt, body: CompletionBody, settings: RequestSettings) -> Prompt:
         """Return the prompt for a text between `prompt` and OpenAI's `suffix`."""
         fim = self._fim("suffix")
         if body.echo:
@@ -402,7 +402,7 @@ class InfillPrompts:
             fim,
             prefix=self._tokenize(prompt),
             suffix=self._plain(_near(body.suffix or "", self._max_characters), "suffix"),
-            n_max=self._n_max(max_tokens_of(body, context)),
+            n_max=self._n_max(max_tokens_of(body, settings)),
         )
 
     def _fim(self, param: str) -> FimTokens:

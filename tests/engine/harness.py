@@ -41,7 +41,7 @@ from tests.cache_settings import take_budgets
 from tests.conftest import LONG
 from tests.fake_backend import BOS, FakeBackend
 from tests.pool import check_pool
-from tests.prompt_threads import PLAIN_TEMPLATE, prepare_text, prompt_thread, text_request
+from tests.prompt_threads import PLAIN_TEMPLATE, SETTINGS, prepare_text, prompt_thread, text_request
 
 GREEDY = Sampling(temperature=0.0)
 
@@ -94,14 +94,16 @@ class LocalEngine:
             template=info.chat_template,
         )
         if "disk" in files:
-            tokenizer.restore(files["disk"].texts.records())
+            tokenizer.add_records(files["disk"].texts.records())
         template, grammars = settings.pop("template", PLAIN_TEMPLATE), settings.pop("grammars", ())
         restore = settings.pop("restore_messages", True)
+        of_requests = settings.pop("requests", SETTINGS)
         self.prompts = prompt_thread(
             tokenizer,
             info,
             template,
             grammars,
+            settings=of_requests,
             restoring=backend.vocab if restore and info.can_reuse else None,
         )
         own = {"metrics": Metrics(), "max_queue": 10**6, **(service or {})}
@@ -156,7 +158,7 @@ class LocalEngine:
         """Run until `stop`."""
         self.prompts.threads.start()
         await self.engine.run()
-        await asyncio.wait(map(asyncio.wrap_future, self.prompts.close()), timeout=5)
+        await asyncio.wait([asyncio.wrap_future(self.prompts.close())], timeout=5)
 
     async def _run(self, request: TextRequest) -> None:
         params = request.params
@@ -405,7 +407,7 @@ async def running(backend: Backend, *, kind: type[Harness] = Harness, **settings
         await task
         backend.close()
     has_died = harness.stopped is not None and harness.stopped.reason
-    assert has_died or not harness.local.prompts.threads.n_kept, "the prompt worker keeps prompts of ended requests"
+    assert has_died or not harness.local.prompts.n_kept, "the prompt worker keeps prompts of ended requests"
     assert harness.stopped is not None
     for request_id, end in harness.ends.items():
         assert end.done(), f"{request_id} never ended"
