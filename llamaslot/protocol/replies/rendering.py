@@ -79,18 +79,18 @@ class Placeholders:
 
     def __init__(self) -> None:
         # Random, so that it occurs in no message.
-        self._mark = secrets.token_hex(8)
-        self._pattern = re.compile(f"{self._mark}([rb])([0-9]+)e")
+        self.mark = secrets.token_hex(8)
+        self._pattern = re.compile(f"{self.mark}([rb])([0-9]+)e")
 
     def message(self, number: int, calls: Sequence[Message]) -> Message:
         """Return a message by the assistant with the placeholders of reply `number`; calls keep names and ids."""
-        body = f"{self._mark}b{number}e"
+        body = f"{self.mark}b{number}e"
         # No content beside calls: some templates write it after the results of the calls, where it would not be
         # replaced.
         message: Message = {
             "role": "assistant",
             "content": "" if calls else body,
-            "reasoning_content": f"{self._mark}r{number}e",
+            "reasoning_content": f"{self.mark}r{number}e",
         }
         if calls:
             arguments = f'{{"a": "{body}"}}'
@@ -175,12 +175,10 @@ def n_common_characters(a: str, b: str) -> int:
 
 @dataclass(slots=True)
 class Findings:
-    """Results of the probes, by the number of the reply's calls, where 2 stands for 2 or more."""
+    """Results of the probes."""
 
-    own_ends: dict[int, str] = field(default_factory=dict)
-    strips: dict[int, bool] = field(default_factory=dict)
-    takes_several_calls: bool | None = None
-    """True if a message with several calls is written as one message; None until that is known."""
+    replies: dict[tuple[int, bool], ReplySpan | None] = field(default_factory=dict)
+    """Replies by the number of their calls, where 2 stands for 2 or more, and whether they are the last message."""
     outer: dict[tuple[str, str], tuple[str, str] | None] = field(default_factory=dict)
     """Whitespace that the template writes around a reply's text, by that in the message; None if unknown."""
     prompts: list[str] = field(default_factory=list)
@@ -196,15 +194,12 @@ class ProbedTemplate:
 
     def own_end(self, calls: Sequence[Message]) -> str:
         """Return the text that the template writes after the last placeholder of a message with these calls."""
-        n_calls = min(len(calls), len(_CALLS))
-        if n_calls not in self.known.own_ends:
-            text, span = self._probe(n_calls, is_last=True)
-            self.known.own_ends[n_calls] = text[span.last :] if span is not None else ""
-        own = self.known.own_ends[n_calls]
+        span = self._probe(len(calls), is_last=True)
+        own = span.text[span.last :] if span is not None else ""
         if not calls:
             return own
         # Some templates write the id after the arguments.
-        own = own.replace(_CALLS[n_calls - 1]["id"], calls[-1].get("id", ""))
+        own = own.replace(_CALLS[: len(calls)][-1]["id"], calls[-1].get("id", ""))
         return own.replace(_NAME, calls[-1]["function"]["name"])
 
     def own_calls(self, calls: Sequence[Message]) -> Sequence[Message]:
@@ -215,18 +210,14 @@ class ProbedTemplate:
         """
         if len(calls) < len(_CALLS):
             return calls
-        if self.known.takes_several_calls is None:
-            text, span = self._probe(len(_CALLS), is_last=False)
-            self.known.takes_several_calls = span is None or _RESULT not in text[span.start : span.until]
-        return calls if self.known.takes_several_calls else calls[:1]
+        span = self._probe(len(_CALLS), is_last=False)
+        takes_several = span is None or _RESULT not in span.text[span.start : span.until]
+        return calls if takes_several else calls[:1]
 
     def strips_reasoning(self, calls: Sequence[Message]) -> bool:
         """Return True if the template leaves out the reasoning of a reply when another question follows."""
-        n_calls = min(len(calls), len(_CALLS))
-        if n_calls not in self.known.strips:
-            _, span = self._probe(n_calls, is_last=False)
-            self.known.strips[n_calls] = span is not None and not span.has_reasoning
-        return self.known.strips[n_calls]
+        span = self._probe(len(calls), is_last=False)
+        return span is not None and not span.has_reasoning
 
     def outer_of(self, content: str) -> tuple[str, str] | None:
         """Return the whitespace that the template writes around a reply's text; None if that is unknown."""
@@ -251,11 +242,7 @@ class ProbedTemplate:
 
     def _around(self, reply: Message) -> tuple[str, str] | None:
         """Return the texts before and after that of a reply between two questions."""
-        try:
-            text = Rendering(self.render([_QUESTION, reply, _QUESTION], True)).text
-        except InvalidRequestError:
-            return None
-        before, found, after = text.partition(_TEXT)
+        before, found, after = self._prompt([_QUESTION, reply, _QUESTION]).partition(_TEXT)
         return (before, after) if found else None
 
     def opens_replies(self, text: str) -> bool:
@@ -266,21 +253,23 @@ class ProbedTemplate:
             self.known.prompts.extend(map(self._prompt, ([_QUESTION], called)))
         return any(prompt.endswith(text) for prompt in self.known.prompts)
 
-    def _prompt(self, messages: Conversation) -> str:
+    def _prompt(self, messages: Conversation, *, wants_reply: bool = True) -> str:
+        """Return the text of messages; empty if the template refuses them."""
         try:
-            return Rendering(self.render(messages, True)).text
+            return Rendering(self.render(messages, wants_reply)).text
         except InvalidRequestError:
             return ""
 
-    def _probe(self, n_calls: int, *, is_last: bool) -> tuple[str, ReplySpan | None]:
-        """Render a reply, as the last message or followed by another question; returns the text and its span."""
-        placeholders = Placeholders()
+    def _probe(self, n_calls: int, *, is_last: bool) -> ReplySpan | None:
+        """Render a reply, as the last message or followed by another question; None if it is left out."""
         calls = _CALLS[:n_calls]
-        reply = placeholders.message(0, calls)
-        results = [{"role": "tool", "content": _RESULT, "tool_call_id": call["id"]} for call in calls]
-        followers = [] if is_last else [*results, _QUESTION]
-        try:
-            text = Rendering(self.render([_QUESTION, reply, *followers], not is_last)).text
-        except InvalidRequestError:
-            text = ""
-        return text, placeholders.spans(text).get(0)
+        key = len(calls), is_last
+        if key not in self.known.replies:
+            placeholders = Placeholders()
+            results = [{"role": "tool", "content": _RESULT, "tool_call_id": call["id"]} for call in calls]
+            followers = [] if is_last else [*results, _QUESTION]
+            text = self._prompt([_QUESTION, placeholders.message(0, calls), *followers], wants_reply=not is_last)
+            # Only the text from the reply on is kept: before it are the tools, which may be long.
+            text = text[max(text.find(placeholders.mark), 0) :]
+            self.known.replies[key] = placeholders.spans(text).get(0)
+        return self.known.replies[key]
