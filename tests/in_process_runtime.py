@@ -11,9 +11,8 @@ from llamaslot.app.runtime.runtime import OnProgress
 from llamaslot.base.backend import Backend
 from llamaslot.engine.engine import Engine
 from llamaslot.processes.messages import Loaded, SetModel
-from llamaslot.prompts.prompt_jobs import Restore
-from llamaslot.prompts.prompt_worker import LocalPrompts
 from llamaslot.service.service import Service
+from tests.prompt_threads import LocalPrompts
 
 
 class InProcessRuntime:
@@ -43,10 +42,9 @@ class InProcessRuntime:
         await self._host.lock()
         loaded = await self._host.load(on_progress, self._given)
         if loaded is not None:
-            model = SetModel(loaded.info, *self._template)
+            model = SetModel(loaded.info, *self._template, loaded.records)
             self.prompts = LocalPrompts(prompt_worker(self._config, self._host.backend.vocab, model))
-            self.prompts.call(Restore(loaded.records))
-            self.prompts.threads.start()
+            self.prompts.worker.start()
         return loaded
 
     def connect(self, service: Service) -> None:
@@ -66,8 +64,7 @@ class InProcessRuntime:
             await self._running
         if hasattr(self, "prompts"):
             # Its threads must not outlive the vocabulary.
-            ends = map(asyncio.wrap_future, self.prompts.close())
-            _, pending = await asyncio.wait(ends, timeout=2.0)
+            _, pending = await asyncio.wait([asyncio.wrap_future(self.prompts.close())], timeout=2.0)
             if pending:
                 return "a prompt is still being tokenized"
         return await self._host.close()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import msgspec
@@ -18,10 +20,13 @@ from llamaslot.base.commands import (
     PromptPart,
     TextPart,
 )
+from llamaslot.base.errors import LlamaslotError, UnavailableError
 from llamaslot.base.generation.request_context import ReplyOptions, RequestContext
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.model import ModelInfo
-from llamaslot.prompts.prompt_worker import LocalPrompts, PromptThreads
+from llamaslot.base.stats import AnchorStats, ReplyStats, SessionStats
+from llamaslot.prompts.prompt_jobs import Job, JobResult, Lanes
+from llamaslot.prompts.prompt_worker import PromptWorker
 from llamaslot.prompts.tokenizer import Tokenizer
 from llamaslot.protocol.replies.restoring import ReplyRestorer
 from llamaslot.protocol.request_reader import ReadBody, RequestReader
@@ -31,6 +36,78 @@ from tests.fake_backend import FakeBackend, FakeVocab
 
 PLAIN_TEMPLATE = "{{ messages }}"
 CONTEXT = RequestContext("r", ApiSettings().request_limits(10), Sampling())
+
+
+class LocalPrompts:
+    """Takes the place of `PromptSupervisor`, with the prompt worker in this process."""
+
+    def __init__(self, worker: PromptWorker) -> None:
+        self.worker = worker
+        self.lanes = Lanes()
+        self._is_closed = False
+
+    @property
+    def chat_template(self) -> str:
+        return self.worker.chat_template
+
+    @property
+    def stats(self) -> tuple[AnchorStats, SessionStats, ReplyStats]:
+        return self.worker.stats
+
+    @property
+    def n_kept(self) -> int:
+        """Requests that were not released."""
+        return len(self.worker._prompts)
+
+    def call(self, job: Job) -> asyncio.Future[Any]:
+        """Start a job, unless the threads have ended."""
+        if self._is_closed:
+            future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+            future.set_exception(UnavailableError("the server is shutting down"))
+            return future
+        future = self.lanes.add(job)
+        self._begin_jobs()
+        return future
+
+    def close(self) -> Future[None]:
+        """Fail the jobs that wait, and end the threads; the future is done once their jobs are."""
+        self._is_closed = True
+        for pending in list(self.lanes.jobs.values()):
+            if not pending.is_running:
+                pending.fail(UnavailableError("the server is shutting down"))
+
+        def join() -> None:
+            for each in self.worker._threads:
+                each.shutdown()
+
+        thread = ThreadPoolExecutor(1)
+        joining = thread.submit(join)
+        thread.shutdown(wait=False)
+        return joining
+
+    def _begin_jobs(self) -> None:
+        while (pending := self.lanes.begin_next()) is not None:
+            self.worker.carry_out(pending.job, pending.lane).add_done_callback(self._reporting(pending.number))
+
+    def _reporting(self, number: int) -> Any:
+        loop = asyncio.get_running_loop()
+
+        def ended(future: Future[JobResult]) -> None:
+            # The loop may be closed by the time a job ends that nobody waits for.
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(self._has_ended, number, future)
+
+        return ended
+
+    def _has_ended(self, number: int, future: Future[JobResult]) -> None:
+        pending, error = self.lanes.end(number), future.exception()
+        if error is not None:
+            assert isinstance(error, LlamaslotError)
+            pending.fail(error)
+        elif not pending.future.done():
+            pending.future.set_result(future.result())
+        if not self._is_closed:
+            self._begin_jobs()
 
 
 class PrepareText(Prepare, frozen=True, tag="prepare_text"):
@@ -99,4 +176,4 @@ def prompt_thread(
     reader = TextReader(
         info, parsed, tokenizer, vocab.named_tokens, named, tags=vocab.added_tags, restorer=restorer
     )
-    return LocalPrompts(PromptThreads(tokenizer, reader))
+    return LocalPrompts(PromptWorker(tokenizer, reader))

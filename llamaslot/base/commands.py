@@ -155,7 +155,7 @@ class Prepare(msgspec.Struct, frozen=True, tag="prepare"):
 
     kind: BodyKind
     body: bytes
-    """JSON. Empty if the worker still has it from the last time."""
+    """JSON."""
     context: RequestContext
     is_run: bool = True
     """False if only the prompt is wanted, to count its tokens or to probe the cache: the reply then needs no

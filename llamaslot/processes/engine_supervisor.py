@@ -22,7 +22,6 @@ from typing import Any
 
 import structlog
 
-from llamaslot.base.commands import EngineCommand
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.events import Event, Finished, SelfTestEnded, Stopped
 from llamaslot.base.model import ModelInfo
@@ -55,13 +54,14 @@ class _State(Enum):
     STOPPED = "stopped"
 
 
-class EngineSupervisor:
+class EngineSupervisor(Supervisor):
     """Keeps an engine running in `module`. All methods are called on the event loop.
 
     `config` is sent to each new process. `on_progress` gets what is loaded and the fraction done.
     """
 
     def __init__(self, module: str, config: Any, on_progress: Callable[[str, float], None]) -> None:
+        super().__init__(module, FromEngine)
         self.config = config
         self._on_progress = on_progress
         self._early: list[Event] = []
@@ -69,13 +69,6 @@ class EngineSupervisor:
         self._on_events: Callable[[list[Event]], None] = self._early.extend
         self._on_lost: Callable[[bool], None] = lambda _: None
         self._on_restarted: Callable[[], None] = lambda: None
-        self._process = Supervisor(
-            module,
-            FromEngine,
-            on_started=self._has_started,
-            on_message=self._receive,
-            on_ended=self._ended,
-        )
         self._state = _State.LOADING
         self._info: ModelInfo | None = None
         """Of the first engine."""
@@ -88,15 +81,6 @@ class EngineSupervisor:
         """Processes in a row that did not become healthy."""
         self._timer: asyncio.TimerHandle | None = None
         """Until a running process counts as healthy, or an ending one is killed."""
-
-    @property
-    def is_stopped(self) -> bool:
-        """True while the process is stopped, by a signal or a debugger."""
-        return self._process.is_stopped
-
-    async def start(self) -> None:
-        """Start to load the model; raises `OSError`."""
-        await self._process.start()
 
     async def loaded(self) -> Loaded | None:
         """Wait until the model is loaded for the first time; None if it was stopped.
@@ -122,14 +106,10 @@ class EngineSupervisor:
         if self._state is not _State.RUNNING:
             on_lost(False)
 
-    def send(self, command: EngineCommand) -> None:
-        """Send a command; it is lost unless the engine is running."""
-        self._process.send(command)
-
     def interrupt(self) -> None:
         """Have it stop as soon as possible, such as while it loads the model."""
-        self._process.is_stopping = True
-        self._process.send(Stop())
+        self.is_stopping = True
+        self.send(Stop())
 
     async def stop(self, seconds: float) -> str:
         """End the engine, by force after `seconds`; return the reason for exit status 1.
@@ -137,7 +117,7 @@ class EngineSupervisor:
         Empty if it ended in order, was not running, or was killed from outside.
         """
         was_running = self._state is _State.RUNNING
-        end = await self._process.stop(Stop(), seconds)
+        end = await self._stop(seconds)
         if end is None or not was_running or end.status == 0:
             return ""
         if end.was_killed:
@@ -150,14 +130,8 @@ class EngineSupervisor:
         _log.warning("engine.ended", reason=end.text, crashed=False)
         return ""
 
-    def kill(self) -> None:
-        """End it at once."""
-        self._process.is_stopping = True
-        self._process.kill()
-
-    def _has_started(self) -> None:
-        load = LoadEngine(self.config, needs_folders=self._info is None)
-        self._process.send(Stop() if self._process.is_stopping else load)
+    def _on_started(self) -> None:
+        self.send(LoadEngine(self.config, needs_folders=self._info is None))
 
     def _receive(self, message: FromEngine) -> None:
         match message:
@@ -175,7 +149,7 @@ class EngineSupervisor:
         if any(isinstance(event, Finished) for event in events):
             self._n_failures = 0
         # An engine that died is started again: only the end that was asked for is one.
-        has_died = isinstance(events[-1], Stopped) and not self._process.is_stopping
+        has_died = isinstance(events[-1], Stopped) and not self.is_stopping
         if has_died:
             events.pop()
         if events:
@@ -183,7 +157,7 @@ class EngineSupervisor:
         if has_died and self._state is _State.RUNNING:
             self._state = _State.ENDING
             # It frees the model and closes the disk, either of which may hang.
-            self._timer = asyncio.get_running_loop().call_later(_ENDING_S, self._process.kill)
+            self._timer = asyncio.get_running_loop().call_later(_ENDING_S, self._kill)
             self._on_lost(True)
 
     def _has_loaded(self, info: ModelInfo, loaded: Loaded) -> None:
@@ -193,12 +167,11 @@ class EngineSupervisor:
             self._info = info
             self._started.set_result(loaded)
         elif reason := _why_incompatible(self._info, info):
-            self._process.is_stopping = True
-            self._process.kill()
+            self.kill()
             _log.error("engine.not_restarted", reason=reason)
             self._on_events([Stopped(reason)])
         else:
-            _log.info("engine.restarted", pid=self._process.pid)
+            _log.info("engine.restarted", pid=self.pid)
             # The last engine may have ended before its self-test, or this one has to run it again.
             self._on_events([SelfTestEnded(info)])
             self._on_restarted()
@@ -206,16 +179,16 @@ class EngineSupervisor:
     def _is_healthy(self) -> None:
         self._n_failures = 0
 
-    def _ended(self, end: Exit) -> float | None:
+    def _on_ended(self, end: Exit) -> float | None:
         """Report the end; return the seconds until the next start."""
         was_running = self._state is _State.RUNNING
         if self._timer is not None:
             self._timer.cancel()
         error, self._error = self._error, None
         reason = "a step took too long" if end.status == OVERDUE_STATUS else end.text
-        if self._process.is_stopping or self._info is None:
+        if self.is_stopping or self._info is None:
             self._state = _State.STOPPED
-            if not self._started.done() and self._process.is_stopping:
+            if not self._started.done() and self.is_stopping:
                 self._started.set_result(None)
             elif not self._started.done():
                 failed = ConfigError(f"the engine ended while it loaded the model: {reason}")

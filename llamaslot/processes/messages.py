@@ -14,6 +14,9 @@ from llamaslot.base.stats import AnchorStats, ReplyStats, SessionStats
 from llamaslot.base.text_records import TextRecord
 from llamaslot.prompts.prompt_jobs import Job, JobResult
 
+TextStats: TypeAlias = tuple[AnchorStats, SessionStats, ReplyStats]
+"""Counts of what is remembered, and estimated bytes."""
+
 OVERDUE_STATUS = 70
 """Exit status of an engine whose step took too long."""
 
@@ -82,6 +85,8 @@ class SetModel(msgspec.Struct, frozen=True, tag="set_model"):
     """Jinja source that flags name; empty for the model's own template."""
     template_flag: str
     """The flag that names it; empty if none does."""
+    records: tuple[TextRecord, ...] = ()
+    """What an earlier process remembered."""
 
 
 class PromptWorkerReady(msgspec.Struct, frozen=True, tag="prompt_worker_ready"):
@@ -89,6 +94,7 @@ class PromptWorkerReady(msgspec.Struct, frozen=True, tag="prompt_worker_ready"):
 
     chat_template: str
     """Jinja source of the template in use."""
+    stats: TextStats
 
 
 class NumberedJob(msgspec.Struct, frozen=True, tag="job"):
@@ -111,9 +117,7 @@ class JobDone(msgspec.Struct, frozen=True, tag="job_done"):
     number: int
     result: JobResult = None
     error: ErrorInfo | None = None
-    anchors: AnchorStats = msgspec.field(default_factory=AnchorStats)
-    sessions: SessionStats = msgspec.field(default_factory=SessionStats)
-    messages: ReplyStats = msgspec.field(default_factory=ReplyStats)
+    stats: TextStats = msgspec.field(default_factory=lambda: (AnchorStats(), SessionStats(), ReplyStats()))
 
 
 ToPrompts: TypeAlias = LoadVocab | SetModel | Stop | NumberedJob

@@ -16,6 +16,7 @@ import structlog
 
 from llamaslot.base.process_times import has_ended, is_stopped
 from llamaslot.processes.channel import Channel
+from llamaslot.processes.messages import Stop
 
 _RETRY_S = 30.0
 """Time until the next attempt if a process cannot be started, such as with too many open files."""
@@ -177,31 +178,30 @@ class Child:
 
 
 class Supervisor:
-    """Runs `module` in a child process, and starts it again when it has ended.
+    """Runs `module` in a child process, and starts it again when it has ended. Subclasses say what is sent to it.
 
-    `on_started` is called when a process takes messages, `on_message` for each of its own. `on_ended` returns the
-    seconds until the next start, or None for no further one.
+    `env` has environment variables in addition to those of this process.
     """
 
-    def __init__(
-        self,
-        module: str,
-        message_type: Any,
-        *,
-        on_started: Callable[[], None],
-        on_message: Callable[[Any], None],
-        on_ended: Callable[[Exit], float | None],
-        env: Mapping[str, str] | None = None,
-    ) -> None:
+    def __init__(self, module: str, message_type: Any, env: Mapping[str, str] | None = None) -> None:
         self._module = module
         self._message_type = message_type
-        self._on_started = on_started
-        self._on_message = on_message
-        self._on_ended = on_ended
         self._env = env
         self._child: Child | None = None
         self._restarting: asyncio.Task[None] | None = None
         self.is_stopping = False
+
+    def _on_started(self) -> None:
+        """Send a new process its first messages."""
+        raise NotImplementedError
+
+    def _receive(self, message: Any) -> None:
+        """Take a message of the process."""
+        raise NotImplementedError
+
+    def _on_ended(self, end: Exit) -> float | None:
+        """Take the end of the process; return the seconds until the next start, None for no further one."""
+        raise NotImplementedError
 
     @property
     def pid(self) -> int:
@@ -214,11 +214,12 @@ class Supervisor:
         return self._child is not None and self._child.is_stopped
 
     async def start(self) -> None:
-        """Start the process; raises `OSError`."""
-        self._child = await Child.start(
-            self._module, self._message_type, self._on_message, self._ended, env=self._env
-        )
-        self._on_started()
+        """Start the process, which begins to load; raises `OSError`."""
+        self._child = await Child.start(self._module, self._message_type, self._receive, self._ended, env=self._env)
+        if self.is_stopping:
+            self.send(Stop())
+        else:
+            self._on_started()
 
     def send(self, message: Any) -> None:
         """Send a message; it is lost if there is no process."""
@@ -226,19 +227,24 @@ class Supervisor:
             self._child.send(message)
 
     def kill(self) -> None:
+        """End the process at once, and start no other one."""
+        self.is_stopping = True
+        self._kill()
+
+    def _kill(self) -> None:
         """End the process at once; another one is started unless `is_stopping`."""
         if self._child is not None:
             self._child.kill()
 
-    async def stop(self, message: Any, seconds: float) -> Exit | None:
-        """Send a message that ends the process, and kill it after `seconds`; return its end, None without one."""
+    async def _stop(self, seconds: float) -> Exit | None:
+        """Have the process end, and kill it after `seconds`; return its end, None without one."""
         self.is_stopping = True
         if self._restarting is not None:
             self._restarting.cancel()
         child = self._child
         if child is None:
             return None
-        child.send(message)
+        child.send(Stop())
         if not await child.ended(seconds):
             child.kill()
             await child.ended(1)

@@ -1,16 +1,23 @@
-"""Jobs of the prompt worker, and what carries them out on a tokenizer.
+"""Jobs of the prompt worker, and the lanes in which they wait in the parent, so that long ones hold up no prompts.
 
-Jobs and results are plain values that msgspec can encode, so that the worker can run in a process of its own.
-Clients take turns (`client_of`); otherwise jobs are carried out in order.
+    prompt lane     prompts, what is remembered of replies, short queries           one at a time
+    long lane       large bodies, long queries                                      one at a time
+    grammar lane    bodies whose grammars must be compiled to be checked            four, one of each client
+
+In each lane clients take turns (`client_of`); otherwise jobs are carried out in order. Jobs and results are plain
+values that msgspec can encode, since the worker is a process of its own (`processes/prompt_supervisor.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeAlias
+import asyncio
+import itertools
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import msgspec
 
+from llamaslot.base.callers import Turns
 from llamaslot.base.commands import (
     AnswerBody,
     BadBody,
@@ -19,20 +26,25 @@ from llamaslot.base.commands import (
     Needs,
     Prepare,
     Prepared,
-    PreparedPrompt,
 )
-from llamaslot.base.errors import InvalidRequestError
-from llamaslot.base.generation.request_context import ListItems, ReplyOptions
-from llamaslot.base.namespaces import salt_namespace
-from llamaslot.base.text_records import TextRecord, session_digest
-from llamaslot.base.tokens import unpacked
-from llamaslot.protocol.response_items import list_items
+from llamaslot.base.errors import LlamaslotError, QueueFullError
+from llamaslot.base.generation.request_context import ListItems
+from llamaslot.base.text_records import TextRecord
 
-if TYPE_CHECKING:
-    # The parent of a worker process, which knows its jobs, needs neither numpy nor Jinja.
-    from llamaslot.prompts.remembering import PromptContext
-    from llamaslot.prompts.tokenizer import Tokenizer
-    from llamaslot.protocol.request_reader import RequestReader
+_MAX_SHORT_QUERY = 2**14
+"""Bytes of a body up to which a query is answered in the prompt lane."""
+_MAX_SHORT_BODY_BYTES = 2**20
+"""Bytes up to which the body of a request, with earlier items that it names, is read in the prompt lane: many are
+conversations of agents.
+"""
+MAX_LONG_QUERIES = 4
+"""Longer queries in progress or waiting; one more gets a 429."""
+
+PROMPT_LANE, LONG_LANE, GRAMMAR_LANE = range(3)
+JOBS_AT_ONCE = (1, 1, 4)
+"""Jobs of each lane that are carried out at once. Of the last one several, and one of a client at most, so that
+grammars that take long hold up those of no other client: they are compiled in a process of their own.
+"""
 
 
 class Remember(msgspec.Struct, frozen=True, tag="remember"):
@@ -93,13 +105,7 @@ class ClearTexts(msgspec.Struct, frozen=True, tag="clear_texts"):
     """Drop all text anchors, sessions and remembered replies."""
 
 
-class Restore(msgspec.Struct, frozen=True, tag="restore"):
-    """Take over records of an earlier process."""
-
-    records: tuple[TextRecord, ...]
-
-
-Job: TypeAlias = Prepare | Remember | Release | Locate | DropSession | ClearTexts | Restore | AnswerBody | ListItems
+Job: TypeAlias = Prepare | Remember | Release | Locate | DropSession | ClearTexts | AnswerBody | ListItems
 JobResult: TypeAlias = Prepared | Needs | BadBody | TextRecords | Located | DroppedSession | JsonReply | None
 
 
@@ -122,7 +128,6 @@ _ACTIVITIES: dict[type[msgspec.Struct] | str, str] = {
     Locate: "finding where the prompt diverges",
     DropSession: "dropping the session",
     ClearTexts: "dropping text anchors and sessions",
-    Restore: "restoring text anchors and sessions",
     ListItems: "listing the items",
     **dict.fromkeys(("text", "native", "infill"), "tokenizing the prompt"),
     **dict.fromkeys(("chat", "messages", "responses", "compact", "probe"), "rendering and tokenizing the messages"),
@@ -139,91 +144,111 @@ def activity_of(job: Job) -> str:
     return _ACTIVITIES.get(kind, "remembering replies")
 
 
-class PromptJobs:
-    """Carries out jobs. `Prepare`, `AnswerBody` and `ListItems` may run beside others, those one at a time."""
+def is_long_query(job: Job) -> bool:
+    """True for a query that is too long for the prompt lane."""
+    return isinstance(job, AnswerBody | ListItems) and job.size > _MAX_SHORT_QUERY
 
-    def __init__(self, tokenizer: Tokenizer, reader: RequestReader) -> None:
-        self.tokenizer = tokenizer
-        self._reader = reader
-        self._kept: dict[str, bytes | list[PromptContext]] = {}
-        """By request, until it is released: the body while it needs something more, then the prompts."""
-        self._methods: dict[type[msgspec.Struct], Callable[[Any], JobResult]] = {
-            Remember: self._remember,
-            Release: self._release,
-            Locate: self._locate,
-            DropSession: self._drop_session,
-            ClearTexts: lambda _: tokenizer.memory.clear(),
-            Restore: lambda job: tokenizer.restore(job.records),
-            AnswerBody: reader.answer,
-            ListItems: list_items,
-        }
+
+def lane_of(job: Job) -> int:
+    """Return the lane that takes a job."""
+    if not isinstance(job, Prepare):
+        return LONG_LANE if is_long_query(job) else PROMPT_LANE
+    if job.may_compile:
+        return GRAMMAR_LANE
+    n_bytes = len(job.body) + (job.earlier.size if job.earlier is not None else 0)
+    return LONG_LANE if n_bytes > _MAX_SHORT_BODY_BYTES else PROMPT_LANE
+
+
+@dataclass(slots=True, eq=False)
+class PendingJob:
+    """A job that waits or runs."""
+
+    number: int
+    job: Job
+    future: asyncio.Future[Any]
+    lane: int
+    client: str | None
+    """None for a job that goes before those of clients."""
+    is_running: bool = False
+    n_tries: int = 0
+    """Processes that ended while it ran."""
+    is_suspect: bool = False
+    """True if it, or another job that ran beside it, has crashed the process: it is tried alone."""
+    timer: asyncio.TimerHandle | None = None
+    """Watches the time of a running job."""
+    until: float = 0.0
+    """Its deadline, on the clock of the event loop."""
+
+    def fail(self, error: LlamaslotError) -> None:
+        """Answer with an error, unless it is answered or cancelled."""
+        if not self.future.done():
+            self.future.set_exception(error)
+
+
+class Lanes:
+    """The jobs that wait and run. All methods are called on the event loop."""
+
+    def __init__(self) -> None:
+        self.jobs: dict[int, PendingJob] = {}
+        """By number, in the order in which they came."""
+        self._turns = tuple(Turns() for _ in JOBS_AT_ONCE)
+        self._numbers = itertools.count(1)
 
     @property
-    def n_kept(self) -> int:
-        """Requests that were not released."""
-        return len(self._kept)
+    def running(self) -> list[PendingJob]:
+        """The jobs that were begun and have not ended."""
+        return [each for each in self.jobs.values() if each.is_running]
 
-    def run(self, job: Job, on_prompt: Callable[[], None] = lambda: None) -> JobResult:
-        """Carry out a job; raises `LlamaslotError` for what cannot be read or tokenized.
+    def add(self, job: Job) -> asyncio.Future[Any]:
+        """Add a job; the future has its result or a `LlamaslotError`. Cancelling it cancels a job that waits.
 
-        `on_prompt` is called before each prompt of a body but the first: the time limit is one of each prompt.
+        At most `MAX_LONG_QUERIES` long queries wait; further ones fail at once.
         """
-        if isinstance(job, Prepare):
-            return self._prepare(job, on_prompt)
-        return self._methods[type(job)](job)
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        if is_long_query(job) and sum(is_long_query(each.job) for each in self.jobs.values()) >= MAX_LONG_QUERIES:
+            error = QueueFullError(f"{MAX_LONG_QUERIES} long texts are being tokenized; try later", retry_after=1)
+            future.set_exception(error)
+            return future
+        pending = PendingJob(next(self._numbers), job, future, lane_of(job), client_of(job))
+        self.jobs[pending.number] = pending
 
-    def _prepare(self, job: Prepare, on_prompt: Callable[[], None]) -> Prepared | Needs | BadBody:
-        request_id = job.context.request_id
-        body = self._kept.pop(request_id, b"")
-        if not job.body:
-            job = msgspec.structs.replace(job, body=body)
-        try:
-            read = self._reader.read(job)
-        except InvalidRequestError as error:
-            return BadBody(error.info())
-        if isinstance(read, Needs):
-            self._kept[request_id] = job.body
-            return read
-        contexts: list[PromptContext] = []
-        for each in read.requests:
-            if contexts:
-                on_prompt()
-            contexts.append(self.tokenizer.tokenize_prompt(each))
-            if job.is_run:
-                self.tokenizer.check_fits(contexts[-1].prompt)
-        self._kept[request_id] = contexts
-        return Prepared(tuple(self._prompt(each, read.options, job) for each in contexts), read.options)
+        def forget(_: object) -> None:
+            if not pending.is_running:
+                self.jobs.pop(pending.number, None)
 
-    def _prompt(self, context: PromptContext, options: ReplyOptions, job: Prepare) -> PreparedPrompt:
-        """Return a prompt with the texts that its reply shows."""
-        text = echo = ""
-        if job.is_run and (job.context.shows_prompt or options.verbose):
-            text = self.tokenizer.detokenize(context.prompt.tokens.tolist())
-        if options.echo:
-            echo = self.tokenizer.echo(context)
-        return PreparedPrompt(context.request.params, context.prompt, text, echo)
+        future.add_done_callback(forget)
+        return future
 
-    def _release(self, job: Release) -> None:
-        self._kept.pop(job.request_id, None)
+    def begin_next(self) -> PendingJob | None:
+        """Make the job whose turn it is a running one, and return it; None if none may run now."""
+        running = self.running
+        waiting = [each for each in self.jobs.values() if not each.is_running and not each.future.done()]
+        suspect = next((each for each in waiting if each.is_suspect), None)
+        if suspect is not None or any(each.is_suspect for each in running):
+            # If it crashes the process again, it must be the only one.
+            return self._begin(suspect) if suspect is not None and not running else None
+        has_replies = any(isinstance(each.job, Remember) for each in self.jobs.values())
+        for lane, n_at_once in enumerate(JOBS_AT_ONCE):
+            # A prompt finds the reply before it, which is remembered in the prompt lane.
+            if lane != PROMPT_LANE and has_replies:
+                break
+            beside = [each.client for each in running if each.lane == lane]
+            # Of a client one at a time; other jobs are of no client, and only in the prompt lane.
+            free = [each for each in waiting if each.lane == lane and each.client not in beside]
+            if free and len(beside) < n_at_once:
+                return self._begin(self._turns[lane].next(free, lambda each: each.client))
+        return None
 
-    def _context(self, job: Remember | Locate) -> PromptContext | None:
-        """Return a prompt of a request, if it was prepared and not released."""
-        kept = self._kept.get(job.request_id)
-        return kept[job.prompt] if isinstance(kept, list) else None
+    def _begin(self, pending: PendingJob) -> PendingJob:
+        pending.is_running = True
+        if pending.client is not None:
+            self._turns[pending.lane].take(pending.client)
+        return pending
 
-    def _remember(self, job: Remember) -> TextRecords:
-        context = self._context(job)
-        if context is None:
-            return TextRecords(())
-        generated, format_ = unpacked(job.generated), self._reader.output_format
-        return TextRecords(self.tokenizer.remember(context, generated, job.n_sent, job.completion_id, format_))
-
-    def _locate(self, job: Locate) -> Located:
-        context = self._context(job)
-        return Located(self.tokenizer.n_characters(context, job.n_tokens) if context is not None else -1)
-
-    def _drop_session(self, job: DropSession) -> DroppedSession:
-        namespace = salt_namespace(job.cache_salt)
-        digest = session_digest(namespace, job.session_id)
-        dropped = self.tokenizer.memory.drop_session(digest)
-        return DroppedSession(namespace, digest, tuple(path for each in dropped for path in each.paths))
+    def end(self, number: int) -> PendingJob:
+        """Remove a running job, and return it for its answer."""
+        pending = self.jobs.pop(number)
+        if pending.future.done() and isinstance(pending.job, Prepare):
+            # Its request may have been released while it ran, by a job of another lane.
+            self.add(Release(pending.job.context.request_id))
+        return pending

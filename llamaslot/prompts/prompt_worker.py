@@ -1,240 +1,73 @@
-"""The prompt worker: reads, renders and tokenizes on threads of its own, so that no step waits; clients take turns.
+"""The prompt worker: reads, renders and tokenizes on threads of its own, so that no step waits.
 
-Jobs wait in lanes, so that long ones do not hold up prompts:
-
-    prompt lane     prompts, what is remembered of replies, short queries           one at a time
-    long lane       large bodies, long queries                                      one at a time
-    grammar lane    bodies whose grammars must be compiled to be checked            four, one of each client
-
-`PromptQueue` has the lanes, in the parent. Its jobs are carried out by `PromptThreads` in a process of their own
-(`PromptSupervisor`) or, in tests, in the same one (`LocalPrompts`).
+Its jobs, and the lanes in which they wait for it, are in `prompts/prompt_jobs.py`.
 """
 
 from __future__ import annotations
 
-import asyncio
-import itertools
-from collections import OrderedDict
 from collections.abc import Callable
-from concurrent.futures import Executor, Future
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from concurrent.futures import Future
 
 import structlog
 
-from llamaslot.base.callers import Turns
-from llamaslot.base.commands import AnswerBody, Prepare
-from llamaslot.base.errors import (
-    InvalidRequestError,
-    LlamaslotError,
-    QueueFullError,
-    ServerError,
-    UnavailableError,
+from llamaslot.base.commands import (
+    AnswerBody,
+    BadBody,
+    DropSession,
+    Needs,
+    Prepare,
+    Prepared,
+    PreparedPrompt,
 )
-from llamaslot.base.executors import close_after_queue, started_executor
+from llamaslot.base.errors import InvalidRequestError, LlamaslotError, ServerError
+from llamaslot.base.executors import started_executor
 from llamaslot.base.generation.request_context import ListItems
+from llamaslot.base.namespaces import salt_namespace
 from llamaslot.base.stats import AnchorStats, ReplyStats, SessionStats
-from llamaslot.base.text_records import RememberedReply, Session, TextAnchor
-from llamaslot.prompts.prompt_jobs import Job, JobResult, PromptJobs, Release, Remember, activity_of, client_of
+from llamaslot.base.text_records import RememberedReply, Session, TextAnchor, session_digest
+from llamaslot.base.tokens import unpacked
+from llamaslot.prompts.prompt_jobs import (
+    JOBS_AT_ONCE,
+    PROMPT_LANE,
+    ClearTexts,
+    DroppedSession,
+    Job,
+    JobResult,
+    Locate,
+    Located,
+    Release,
+    Remember,
+    TextRecords,
+    activity_of,
+)
+from llamaslot.prompts.remembering import PromptContext
+from llamaslot.prompts.tokenizer import Tokenizer
+from llamaslot.protocol.request_reader import RequestReader
+from llamaslot.protocol.response_items import list_items
 
-if TYPE_CHECKING:
-    from llamaslot.prompts.tokenizer import Tokenizer
-    from llamaslot.protocol.request_reader import RequestReader
-
-_MAX_SHORT_QUERY = 2**14
-"""Bytes of a body up to which a query is answered in the prompt lane."""
-_MAX_SHORT_BODY_BYTES = 2**20
-"""Bytes up to which the body of a request, with earlier items that it names, is read in the prompt lane: many are
-conversations of agents.
-"""
-MAX_LONG_QUERIES = 4
-"""Longer queries in progress or waiting; one more gets a 429."""
-
-_PROMPT_LANE, _LONG_LANE, _GRAMMAR_LANE = range(3)
-JOBS_AT_ONCE = (1, 1, 4)
-"""Jobs of each lane that are carried out at once. Of the last one several, and one of a client at most, so that
-grammars that take long hold up those of no other client: they are compiled in a process of their own.
-"""
 _THREAD_NAMES = ("llamaslot-tokenizer", "llamaslot-queries", "llamaslot-grammars")
+"""By lane."""
 
 _log = structlog.get_logger(__name__)
 
 
-def is_long_query(job: Job) -> bool:
-    """True for a query that is too long for the prompt lane."""
-    return isinstance(job, AnswerBody | ListItems) and job.size > _MAX_SHORT_QUERY
-
-
-def is_long(job: Job) -> bool:
-    """True if a job must not hold up prompts."""
-    if not isinstance(job, Prepare):
-        return is_long_query(job)
-    return len(job.body) + (job.earlier.size if job.earlier is not None else 0) > _MAX_SHORT_BODY_BYTES
-
-
-def lane_of(job: Job) -> int:
-    """Return the number of the lane that takes a job."""
-    if isinstance(job, Prepare) and job.may_compile:
-        return _GRAMMAR_LANE
-    return _LONG_LANE if is_long(job) else _PROMPT_LANE
-
-
-def invalid_unicode() -> InvalidRequestError:
-    """Return the error of a text that cannot be passed on."""
-    return InvalidRequestError("the text is invalid Unicode")
-
-
-@dataclass(slots=True, eq=False)
-class PendingJob:
-    """A job that waits or runs."""
-
-    number: int
-    job: Job
-    future: asyncio.Future[Any]
-    lane: Lane
-    client: str | None = None
-    """None for a job that goes before those of clients."""
-    n_tries: int = 0
-    """Processes that ended while it ran."""
-    is_suspect: bool = False
-    """True if it, or another job that ran beside it, has crashed the process: it is tried alone."""
-    timer: asyncio.TimerHandle | None = None
-    """Watches the time of a running job."""
-    until: float = 0.0
-    """Its deadline, on the clock of the event loop."""
-
-    def fail(self, error: LlamaslotError) -> None:
-        """Answer with an error, unless it is answered or cancelled."""
-        if not self.future.done():
-            self.future.set_exception(error)
-
-
-class Lane:
-    """Jobs of which `n_at_once` are carried out at once."""
-
-    def __init__(self, number: int, n_at_once: int) -> None:
-        self.number = number
-        self.waiting: OrderedDict[int, PendingJob] = OrderedDict()
-        self.running: dict[int, PendingJob] = {}
-        self.turns = Turns()
-        self._n_at_once = n_at_once
-
-    def next(self) -> PendingJob | None:
-        """Return the job whose turn it is, if one may be carried out; of a client one at a time is."""
-        if len(self.running) >= self._n_at_once:
-            return None
-        busy = {each.client for each in self.running.values() if each.client is not None}
-        free = [each for each in self.waiting.values() if each.client not in busy and not each.future.done()]
-        return self.turns.next(free, lambda each: each.client) if free else None
-
-    def begin(self, pending: PendingJob) -> None:
-        """Make a waiting job a running one."""
-        del self.waiting[pending.number]
-        self.running[pending.number] = pending
-        if pending.client is not None:
-            self.turns.take(pending.client)
-
-    def put_back(self, pending: PendingJob) -> None:
-        """Make a job the next one."""
-        self.waiting[pending.number] = pending
-        self.waiting.move_to_end(pending.number, last=False)
-
-    @property
-    def n_queries(self) -> int:
-        """Long queries, waiting or running."""
-        return sum(is_long_query(each.job) for each in (*self.waiting.values(), *self.running.values()))
-
-    @property
-    def has_replies(self) -> bool:
-        """True if replies are still to be remembered."""
-        return any(isinstance(each.job, Remember) for each in (*self.waiting.values(), *self.running.values()))
-
-
-class PromptQueue:
-    """The jobs that wait and run. All methods are called on the event loop."""
-
-    def __init__(self) -> None:
-        self.lanes = tuple(Lane(number, n) for number, n in enumerate(JOBS_AT_ONCE))
-        self._numbers = itertools.count(1)
-
-    @property
-    def chat_template(self) -> str:
-        """Jinja source of the chat template in use."""
-        raise NotImplementedError
-
-    @property
-    def stats(self) -> tuple[AnchorStats, SessionStats, ReplyStats]:
-        """Counts of what is remembered, and estimated bytes."""
-        raise NotImplementedError
-
-    def call(self, job: Job) -> asyncio.Future[Any]:
-        """Start a job; the future has its result or a `LlamaslotError`. Cancelling it cancels a job that waits.
-
-        At most `MAX_LONG_QUERIES` long queries wait; further ones fail at once.
-        """
-        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        lane = self.lanes[lane_of(job)]
-        if is_long_query(job) and lane.n_queries >= MAX_LONG_QUERIES:
-            error = QueueFullError(f"{MAX_LONG_QUERIES} long texts are being tokenized; try later", retry_after=1)
-            future.set_exception(error)
-            return future
-        pending = PendingJob(next(self._numbers), job, future, lane, client_of(job))
-        lane.waiting[pending.number] = pending
-        future.add_done_callback(lambda _: lane.waiting.pop(pending.number, None))
-        self._run_next()
-        return future
-
-    def _run_next(self) -> None:
-        """Begin what may be carried out now."""
-        for lane in self.lanes:
-            # A prompt finds the reply before it, which is remembered in the prompt lane.
-            while not (lane is not self.lanes[0] and lane.waiting and self.lanes[0].has_replies):
-                pending = lane.next()
-                if pending is None:
-                    break
-                lane.begin(pending)
-                self._run(pending)
-
-    def _run(self, pending: PendingJob) -> None:
-        """Have a job carried out, and its end reported by `_done`."""
-        raise NotImplementedError
-
-    def _done(self, number: int, result: JobResult, error: LlamaslotError | None = None) -> Job | None:
-        """Answer a running job, and return it; None if nothing waits for the answer any more."""
-        pending = next((ended for lane in self.lanes if (ended := lane.running.pop(number, None))), None)
-        if pending is None:
-            return None
-        if pending.timer is not None:
-            pending.timer.cancel()
-        if pending.future.done():
-            if isinstance(pending.job, Prepare):
-                # Its request may have been released while it ran.
-                self.call(Release(pending.job.context.request_id))
-            return None
-        if error is not None:
-            pending.future.set_exception(error)
-        else:
-            pending.future.set_result(result)
-        return pending.job
-
-
-class PromptThreads:
-    """Threads that carry out jobs, as many for each lane as it runs at once."""
+class PromptWorker:
+    """Carries out jobs, on as many threads for each lane as it runs at once."""
 
     def __init__(self, tokenizer: Tokenizer, reader: RequestReader) -> None:
-        self._jobs = PromptJobs(tokenizer, reader)
+        self._tokenizer = tokenizer
         self._reader = reader
-        self._threads: list[list[Executor]] = [
-            [started_executor(1, name, tokenizer.stack_bytes) for _ in range(n)]
+        self._prompts: dict[str, list[PromptContext]] = {}
+        """The prompts of each request, until it is released."""
+        self._threads = [
+            started_executor(n, name, tokenizer.stack_bytes)
             for n, name in zip(JOBS_AT_ONCE, _THREAD_NAMES, strict=True)
         ]
-        self._idle = [list(each) for each in self._threads]
-        """Threads without a job, by lane."""
 
     @property
     def stats(self) -> tuple[AnchorStats, SessionStats, ReplyStats]:
         """Counts of what is remembered, and estimated bytes."""
-        amount = self._jobs.tokenizer.memory.amount
+        amount = self._tokenizer.memory.amount
         return (
             AnchorStats(*amount(TextAnchor)),
             SessionStats(*amount(Session)),
@@ -246,96 +79,99 @@ class PromptThreads:
         """Jinja source of the chat template in use."""
         return self._reader.template.source
 
-    @property
-    def n_kept(self) -> int:
-        """Requests that were not released."""
-        return self._jobs.n_kept
-
     def start(self) -> None:
         """Probe for exact cut points, so that no request need wait for that."""
-        self._threads[0][0].submit(self._probe)
-
-    def close(self) -> list[Future[None]]:
-        """End the threads, which must not outlive the vocabulary; the futures are done once their jobs are."""
-        return [close_after_queue(each) for lane in self._threads for each in lane]
-
-    def carry_out(self, job: Job, lane: int, on_prompt: Callable[[], None] = lambda: None) -> Future[JobResult]:
-        """Carry out a job on an idle thread of a lane. The future has its result or a `LlamaslotError`.
-
-        `on_prompt` is that of `PromptJobs.run`.
-        """
-        idle = self._idle[lane]
-        thread = idle.pop()
-
-        def run() -> JobResult:
-            try:
-                return self._jobs.run(job, on_prompt)
-            except LlamaslotError:
-                raise
-            except BaseException as error:
-                _log.error("prompt_worker.failed", job=type(job).__name__, exc_info=error)
-                raise ServerError(f"{activity_of(job)} failed") from None
-
-        future = thread.submit(run)
-        future.add_done_callback(lambda _: idle.append(thread))
-        return future
+        self._threads[PROMPT_LANE].submit(self._probe)
 
     def _probe(self) -> None:
         try:
-            if not self._jobs.tokenizer.prepare():
+            if not self._tokenizer.prepare():
                 _log.warning("text_anchors.off", reason="no control token of this vocabulary has exact cut points")
         except Exception:
             _log.exception("prompt_worker.failed", job="prepare")
 
+    def carry_out(self, job: Job, lane: int, on_prompt: Callable[[], None] = lambda: None) -> Future[JobResult]:
+        """Carry out a job on a thread of its lane. The future has its result or a `LlamaslotError`.
 
-class LocalPrompts(PromptQueue):
-    """A prompt worker whose threads are in this process."""
+        `on_prompt` is called before each prompt of a body but the first: the time limit is one of each prompt.
+        """
+        return self._threads[lane].submit(self._carry_out, job, on_prompt)
 
-    def __init__(self, threads: PromptThreads) -> None:
-        super().__init__()
-        self.threads = threads
-        self._is_closed = False
+    def _carry_out(self, job: Job, on_prompt: Callable[[], None]) -> JobResult:
+        try:
+            return self._result(job, on_prompt)
+        except LlamaslotError:
+            raise
+        except BaseException as error:
+            _log.error("prompt_worker.failed", job=type(job).__name__, exc_info=error)
+            raise ServerError(f"{activity_of(job)} failed") from None
 
-    def call(self, job: Job) -> asyncio.Future[Any]:
-        """Start a job, unless the threads have ended."""
-        if self._is_closed:
-            future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-            future.set_exception(UnavailableError("the server is shutting down"))
-            return future
-        return super().call(job)
+    def _result(self, job: Job, on_prompt: Callable[[], None]) -> JobResult:  # noqa: PLR0911 - one for each kind
+        """Return a job's result; raises `LlamaslotError` for what cannot be read or tokenized.
 
-    def close(self) -> list[Future[None]]:
-        """Fail the jobs that wait, and end the threads; the futures are done once their jobs are."""
-        self._is_closed = True
-        for lane in self.lanes:
-            for pending in list(lane.waiting.values()):
-                pending.fail(UnavailableError("the server is shutting down"))
-        return self.threads.close()
+        `Prepare`, `AnswerBody` and `ListItems` may run beside others, those one at a time.
+        """
+        match job:
+            case Prepare():
+                return self._prepare(job, on_prompt)
+            case AnswerBody():
+                return self._reader.answer(job)
+            case ListItems():
+                return list_items(job)
+            case Remember():
+                return self._remember(job)
+            case Locate():
+                context = self._context(job)
+                return Located(self._tokenizer.n_characters(context, job.n_tokens) if context is not None else -1)
+            case DropSession():
+                return self._drop_session(job)
+            case Release():
+                self._prompts.pop(job.request_id, None)
+            case ClearTexts():
+                self._tokenizer.memory.clear()
+        return None
 
-    @property
-    def stats(self) -> tuple[AnchorStats, SessionStats, ReplyStats]:
-        """Counts of what is remembered, and estimated bytes."""
-        return self.threads.stats
+    def _prepare(self, job: Prepare, on_prompt: Callable[[], None]) -> Prepared | Needs | BadBody:
+        try:
+            read = self._reader.read(job)
+        except InvalidRequestError as error:
+            return BadBody(error.info())
+        if isinstance(read, Needs):
+            return read
+        contexts: list[PromptContext] = []
+        for each in read.requests:
+            if contexts:
+                on_prompt()
+            contexts.append(self._tokenizer.tokenize_prompt(each))
+            if job.is_run:
+                self._tokenizer.check_fits(contexts[-1].prompt)
+        self._prompts[job.context.request_id] = contexts
+        shows_text = job.is_run and (job.context.shows_prompt or read.options.verbose)
+        prompts = [
+            PreparedPrompt(
+                each.request.params,
+                each.prompt,
+                text=self._tokenizer.detokenize(each.prompt.tokens.tolist()) if shows_text else "",
+                echo=self._tokenizer.echo(each) if read.options.echo else "",
+            )
+            for each in contexts
+        ]
+        return Prepared(tuple(prompts), read.options)
 
-    @property
-    def chat_template(self) -> str:
-        """Jinja source of the chat template in use."""
-        return self.threads.chat_template
+    def _context(self, job: Remember | Locate) -> PromptContext | None:
+        """Return a prompt of a request, if it was prepared and not released."""
+        prompts = self._prompts.get(job.request_id)
+        return prompts[job.prompt] if prompts is not None else None
 
-    def _run(self, pending: PendingJob) -> None:
-        loop = asyncio.get_running_loop()
+    def _remember(self, job: Remember) -> TextRecords:
+        context = self._context(job)
+        if context is None:
+            return TextRecords(())
+        generated, format_ = unpacked(job.generated), self._reader.output_format
+        return TextRecords(self._tokenizer.remember(context, generated, job.n_sent, job.completion_id, format_))
 
-        def ended(future: Future[JobResult]) -> None:
-            error = future.exception()
-            assert error is None or isinstance(error, LlamaslotError)
-            result = None if error is not None else future.result()
-            # The loop may be closed by the time a job ends that nobody waits for.
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(self._has_ended, pending.number, result, error)
-
-        self.threads.carry_out(pending.job, pending.lane.number).add_done_callback(ended)
-
-    def _has_ended(self, number: int, result: JobResult, error: LlamaslotError | None) -> None:
-        self._done(number, result, error)
-        if not self._is_closed:
-            self._run_next()
+    def _drop_session(self, job: DropSession) -> DroppedSession:
+        namespace = salt_namespace(job.cache_salt)
+        digest = session_digest(namespace, job.session_id)
+        dropped = self._tokenizer.memory.drop_session(digest)
+        return DroppedSession(namespace, digest, tuple(path for each in dropped for path in each.paths))

@@ -102,8 +102,8 @@ class Tokenizer:
         """Probe for exact cut points, which takes some time; True if there are any, or none are wanted."""
         return self._scanner is not None or not self._use_anchors
 
-    def restore(self, records: Sequence[TextRecord]) -> None:
-        """Take over the records of an earlier process, the oldest first."""
+    def add_records(self, records: Sequence[TextRecord]) -> None:
+        """Remember the records of an earlier process, the oldest first."""
         for record in records:
             if self._use_anchors or not isinstance(record, TextAnchor):
                 self.memory.add(record)

@@ -66,6 +66,7 @@ from llamaslot.base.model import ModelInfo
 from llamaslot.base.stats import CacheProbe, CacheState, EngineState
 from llamaslot.base.text_records import TextRecord
 from llamaslot.formats.recognition import format_of
+from llamaslot.processes.prompt_supervisor import PromptSupervisor
 from llamaslot.prompts.prompt_jobs import (
     ClearTexts,
     DroppedSession,
@@ -76,7 +77,6 @@ from llamaslot.prompts.prompt_jobs import (
     Remember,
     TextRecords,
 )
-from llamaslot.prompts.prompt_worker import PromptQueue
 from llamaslot.service.capacity import Capacity
 from llamaslot.service.live_request import Change, Completion, LiveRequest, State
 from llamaslot.service.metrics import Metrics, RequestLog
@@ -101,7 +101,7 @@ class Service:
     def __init__(
         self,
         info: ModelInfo,
-        prompts: PromptQueue,
+        prompts: PromptSupervisor,
         metrics: Metrics,
         *,
         max_queue: int,

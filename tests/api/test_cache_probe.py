@@ -97,7 +97,7 @@ async def test_a_probe_runs_nothing_and_keeps_nothing(start: Any) -> None:
     assert (await server.idle()).n_decode_calls == 0
     # The prompt is released once the reply is sent.
     async with asyncio.timeout(10):
-        while server.local.prompts.threads.n_kept:
+        while server.local.prompts.n_kept:
             await asyncio.sleep(0.01)
     _, cache = await server.get("/cache")
     assert cache["cells"]["used"] == 0
@@ -117,7 +117,7 @@ async def test_a_probe_runs_nothing_and_keeps_nothing(start: Any) -> None:
 async def test_wrong_bodies_are_refused_by_field(server: Any, body: dict[str, Any], param: str) -> None:
     status, reply = await server.post("/cache/probe", body)
     assert (status, reply["error"]["param"]) == (400, param)
-    assert server.local.prompts.threads.n_kept == 0
+    assert server.local.prompts.n_kept == 0
 
 
 async def test_a_prompt_that_is_too_long_is_refused(server: Any) -> None:

@@ -279,7 +279,7 @@ async def test_count_tokens_counts_the_prompt_of_the_same_body(start: Any) -> No
         usage = (await server.ok(MESSAGES, {**body, "max_tokens": 1, "cache_prompt": False}))["usage"]
         assert counted == {"input_tokens": usage["input_tokens"]}
     async with asyncio.timeout(10):
-        while server.local.prompts.threads.n_kept:
+        while server.local.prompts.n_kept:
             await asyncio.sleep(0.005)
 
 

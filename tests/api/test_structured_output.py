@@ -237,7 +237,7 @@ async def test_a_grammar_is_not_checked_for_a_client_that_has_gone(server: Any, 
         return asyncio.create_task(server.ok(NATIVE, BODY | {"grammar": f'root ::= "{text}"'}))
 
     def n_jobs() -> int:
-        return sum(len(lane.waiting) + len(lane.running) for lane in server.local.prompts.lanes)
+        return len(server.local.prompts.lanes.jobs)
 
     busy = ask("expensive")
     while n_jobs() < 1:

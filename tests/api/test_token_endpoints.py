@@ -136,5 +136,5 @@ async def test_a_prompt_is_not_counted_whose_client_has_gone(roomy: Any, path: s
     await server.ok("/completion", {"prompt": "Hello", "n_predict": 1})
     assert vocab.n_begun == 1, "the others had not begun"
     async with asyncio.timeout(10):
-        while server.local.prompts.threads.n_kept:
+        while server.local.prompts.n_kept:
             await asyncio.sleep(0.005)

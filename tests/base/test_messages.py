@@ -118,7 +118,6 @@ JOBS = [
     prompt_jobs.Release("r"),
     prompt_jobs.Locate("r", 3),
     prompt_jobs.ClearTexts(),
-    prompt_jobs.Restore(RECORDS),
     DropSession("mine", "salt"),
     *PROMPT_JOBS,
 ]

@@ -94,7 +94,7 @@ class LocalEngine:
             template=info.chat_template,
         )
         if "disk" in files:
-            tokenizer.restore(files["disk"].texts.records())
+            tokenizer.add_records(files["disk"].texts.records())
         template, grammars = settings.pop("template", PLAIN_TEMPLATE), settings.pop("grammars", ())
         restore = settings.pop("restore_messages", True)
         self.prompts = prompt_thread(
@@ -153,9 +153,9 @@ class LocalEngine:
 
     async def run(self) -> None:
         """Run until `stop`."""
-        self.prompts.threads.start()
+        self.prompts.worker.start()
         await self.engine.run()
-        await asyncio.wait(map(asyncio.wrap_future, self.prompts.close()), timeout=5)
+        await asyncio.wait([asyncio.wrap_future(self.prompts.close())], timeout=5)
 
     async def _run(self, request: TextRequest) -> None:
         params = request.params
@@ -236,7 +236,9 @@ class Harness:
         self.local = LocalEngine(backend, self._receive, **settings)
         self.engine = self.local.engine
         if isinstance(backend, FakeBackend) and self.is_inline:
-            thread = self.local.prompts.threads._idle[0][0] = Inline()
+            threads = self.local.prompts.worker._threads
+            threads[0].shutdown()
+            thread = threads[0] = Inline()
             ahead = random.Random(1)
             worker = Worker(backend, thread, self.engine._clock, lambda: ahead.random() < 0.5)
             worker.run = self._watched(worker.run)
@@ -404,7 +406,7 @@ async def running(backend: Backend, *, kind: type[Harness] = Harness, **settings
         await task
         backend.close()
     has_died = harness.stopped is not None and harness.stopped.reason
-    assert has_died or not harness.local.prompts.threads.n_kept, "the prompt worker keeps prompts of ended requests"
+    assert has_died or not harness.local.prompts.n_kept, "the prompt worker keeps prompts of ended requests"
     assert harness.stopped is not None
     for request_id, end in harness.ends.items():
         assert end.done(), f"{request_id} never ended"

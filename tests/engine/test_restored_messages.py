@@ -58,7 +58,7 @@ async def chat(engine: Harness, *messages: dict[str, Any], **fields: Any) -> tup
     context = msgspec.structs.replace(CONTEXT, request_id=request_id)
     job = Prepare("chat", body, context, may_compile=True)
     # The reader is on the event loop here, as all that the harness runs.
-    read = engine.local.prompts.threads._reader.read(job)
+    read = engine.local.prompts.worker._reader.read(job)
     assert isinstance(read, ReadBody), read
     end = await engine.send(read.requests[0])
     assert isinstance(end, Finished)

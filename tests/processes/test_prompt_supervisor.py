@@ -30,7 +30,7 @@ from llamaslot.base.model import ModelInfo
 from llamaslot.base.text_records import Session
 from llamaslot.base.tokens import TokenizedPrompt
 from llamaslot.processes import prompt_supervisor
-from llamaslot.processes.messages import NumberedJob, SetModel
+from llamaslot.processes.messages import SetModel
 from llamaslot.processes.prompt_supervisor import PromptSupervisor
 from llamaslot.prompts.prompt_jobs import ClearTexts, Locate, Located, Release, Remember
 from tests.fake_backend import FakeBackend
@@ -49,12 +49,12 @@ def tokenize(self, text, **flags):
     return _tokenize(self, text, **flags)
 LlamaVocab.tokenize = tokenize
 from llamaslot.prompts.tokenizer import Tokenizer
-_restore = Tokenizer.restore
-def restore(self, records):
+_add_records = Tokenizer.add_records
+def add_records(self, records):
     if any(record.key == b"CRASH" for record in records):
         os.abort()
-    return _restore(self, records)
-Tokenizer.restore = restore
+    return _add_records(self, records)
+Tokenizer.add_records = add_records
 from llamaslot.processes.trial_process import TrialProcess
 _try = TrialProcess.__call__
 def try_(self, constraint):
@@ -78,7 +78,7 @@ async def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
         worker = PromptSupervisor("llamaslot.app.runtime.prompt_main", config, timeout=limit)
         started.append(worker)
         await worker.start()
-        await worker.set_model(SetModel(info(), template, "--chat-template"), ())
+        await worker.set_model(SetModel(info(), template, "--chat-template"))
         return worker
 
     yield begin
@@ -243,21 +243,15 @@ async def test_remembered_messages_survive_its_crash(start: Start) -> None:
     assert not await n_restored(worker, "Once upon")
 
 
-async def test_a_body_that_needs_something_more_crosses_once_unless_the_process_ends(start: Start) -> None:
+async def test_a_body_that_needs_something_more_is_read_when_it_comes_again(start: Start) -> None:
     worker = await start()
-    sent: list[Any] = []
-    send = worker._process.send
-    worker._process.send = lambda message: (sent.append(message), send(message))  # type: ignore[method-assign, func-returns-value]
     for crashes in (False, True):
         job = parse("native", {"prompt": "a", "grammar": f'root ::= "{crashes}"'})
-        again = msgspec.structs.replace(job, may_compile=True)
         assert await worker.call(job) == Needs(may_compile=True)
         if crashes:
             await outcomes(worker.call(tokenize("x", "CRASH")))
-        (prompt,) = (await worker.call(again)).prompts
+        (prompt,) = (await worker.call(msgspec.structs.replace(job, may_compile=True))).prompts
         assert prompt.params.constraint is not None
-        bodies = [each.job.body for each in sent if isinstance(each, NumberedJob) and isinstance(each.job, Prepare)]
-        assert bodies[-1] == (job.body if crashes else b"")
         await worker.call(Release("r"))
 
 
@@ -279,8 +273,7 @@ async def test_released_and_cancelled_requests_leave_nothing(start: Start) -> No
     await worker.call(Release("a"))
     assert await outcomes(worker.call(tokenize("c", "c"))) == [Prepared]
     assert worker.pid == pid
-    assert not any(lane.waiting or lane.running for lane in worker.lanes)
-    assert not worker._has_body
+    assert not worker.lanes.jobs
     assert await worker.call(Locate("a", 1)) == Located(-1)
     assert await worker.call(Locate("c", 1)) != Located(-1)
 
@@ -386,7 +379,7 @@ async def test_a_model_that_is_not_there_is_refused(tmp_path: Path) -> None:
     )
     await worker.start()
     with pytest.raises(LlamaslotError, match="no model file"):
-        await worker.set_model(SetModel(info(), "", ""), ())
+        await worker.set_model(SetModel(info(), "", ""))
     await worker.stop(5)
 
 

@@ -31,6 +31,8 @@ from llamaslot.base.stats import AnchorStats, ReplyStats, SessionStats
 from llamaslot.base.text_records import Session, TextAnchor
 from llamaslot.base.tokens import TokenizedPrompt
 from llamaslot.prompts.prompt_jobs import (
+    LONG_LANE,
+    PROMPT_LANE,
     ClearTexts,
     DroppedSession,
     Job,
@@ -38,14 +40,23 @@ from llamaslot.prompts.prompt_jobs import (
     Located,
     Release,
     Remember,
-    Restore,
     TextRecords,
     activity_of,
+    is_long_query,
+    lane_of,
 )
-from llamaslot.prompts.prompt_worker import LocalPrompts, is_long, is_long_query
 from llamaslot.prompts.tokenizer import Tokenizer
 from tests.fake_backend import FakeVocab
-from tests.prompt_threads import CONTEXT, long_query, parse, prepare_text, prompt_thread, text_request, tokenize
+from tests.prompt_threads import (
+    CONTEXT,
+    LocalPrompts,
+    long_query,
+    parse,
+    prepare_text,
+    prompt_thread,
+    text_request,
+    tokenize,
+)
 
 BROKEN = np.array([0x80, 0x80], dtype=np.int32).tobytes()
 """A reply of two invalid characters, whose text gives other tokens."""
@@ -86,9 +97,9 @@ async def test_a_reply_is_remembered_until_its_request_is_released(worker: Local
     assert isinstance(new, TextRecords)
     assert [type(record) for record in new.records] == [TextAnchor, Session]
     anchors, sessions, _ = worker.stats
-    assert (anchors.replies, sessions.known, worker.threads.n_kept) == (1, 1, 1)
+    assert (anchors.replies, sessions.known, worker.n_kept) == (1, 1, 1)
     await worker.call(Release("a"))
-    assert worker.threads.n_kept == 0
+    assert worker.n_kept == 0
 
 
 async def test_a_second_reply_to_the_same_prompt_is_remembered_too(worker: LocalPrompts) -> None:
@@ -97,12 +108,13 @@ async def test_a_second_reply_to_the_same_prompt_is_remembered_too(worker: Local
         assert len((await worker.call(Remember("a", reply, len(reply) // 4))).records) == 1
 
 
-async def test_records_are_restored_by_another_worker(worker: LocalPrompts) -> None:
+async def test_records_are_used_by_another_worker(worker: LocalPrompts) -> None:
     await worker.call(tokenize("a", session_id="mine"))
     reply = np.array([ord("!")] * 2, dtype=np.int32).tobytes()
     new = await worker.call(Remember("a", reply, 2))
-    other = prompt_thread(Tokenizer(FakeVocab(), 100, min_match=0.8))
-    await other.call(Restore(new.records))
+    tokenizer = Tokenizer(FakeVocab(), 100, min_match=0.8)
+    tokenizer.add_records(new.records)
+    other = prompt_thread(tokenizer)
     assert other.stats == worker.stats
     prompt = await tokens_of(other, "b", "hello!!?", session_id="mine")
     assert prompt.session_match == "extend"
@@ -127,7 +139,7 @@ async def test_a_refused_prompt_leaves_nothing(
 ) -> None:
     with pytest.raises(error, match=word):
         await worker.call(prepare_text(text_request("a", (part,))))
-    assert worker.threads.n_kept == 0
+    assert worker.n_kept == 0
 
 
 @pytest.mark.parametrize("prompt", ["x" * 1000, ["x" * 250, 1, "x" * 250]], ids=["text", "parts"])
@@ -160,7 +172,7 @@ async def test_a_cancelled_job_is_not_carried_out() -> None:
     vocab.gate.set()
     await first
     await worker.call(tokenize("c"))
-    assert worker.threads.n_kept == 2
+    assert worker.n_kept == 2
     worker.close()
 
 
@@ -207,9 +219,12 @@ async def test_a_large_body_does_not_hold_up_prompts() -> None:
 
 
 def test_a_small_body_that_continues_a_large_response_does_not_hold_up_prompts() -> None:
-    assert not is_long(Prepare("responses", b"{}", CONTEXT, earlier=EarlierItems((b"[]",))))
-    assert is_long(Prepare("responses", b"{}", CONTEXT, earlier=EarlierItems((b"[]", b" " * 2**20))))
-    assert is_long(Prepare("responses", b"{}", CONTEXT, earlier=EarlierItems((), {"msg_1": b" " * 2**20})))
+    def lane(earlier: EarlierItems) -> int:
+        return lane_of(Prepare("responses", b"{}", CONTEXT, earlier=earlier))
+
+    assert lane(EarlierItems((b"[]",))) == PROMPT_LANE
+    assert lane(EarlierItems((b"[]", b" " * 2**20))) == LONG_LANE
+    assert lane(EarlierItems((), {"msg_1": b" " * 2**20})) == LONG_LANE
 
 
 def test_a_long_list_of_items_is_a_long_query() -> None:
@@ -295,7 +310,7 @@ async def test_a_prompt_that_is_cancelled_and_released_at_once_leaves_nothing() 
     released = worker.call(Release("b"))
     vocab.gate.set()
     await asyncio.gather(first, released)
-    assert worker.threads.n_kept == 1
+    assert worker.n_kept == 1
     worker.close()
 
 
@@ -309,9 +324,9 @@ async def test_a_body_that_is_read_in_another_lane_leaves_nothing_after_its_clie
     large.cancel()
     await worker.call(Release("large"))
     vocab.gate.set()
-    while any(lane.running for lane in worker.lanes):
+    while worker.lanes.running:
         await asyncio.sleep(0.001)
-    assert worker.threads.n_kept == 0
+    assert worker.n_kept == 0
     worker.close()
 
 
@@ -325,30 +340,28 @@ async def test_a_prompt_in_another_lane_waits_until_the_reply_before_it_is_remem
     remembered = worker.call(Remember("a", np.array([ord("!")] * 2, dtype=np.int32).tobytes(), 2))
     long = worker.call(parse("native", {"prompt": "hello!!" + "?" * 2**20, "session_id": "mine"}, "b"))
     await asyncio.sleep(0.05)
-    assert not worker.lanes[1].running
+    assert all(each.lane == PROMPT_LANE for each in worker.lanes.running)
     vocab.gate.set()
     await asyncio.gather(busy, remembered)
     assert (await long).prompts[0].tokenized.session_match == "extend"
     worker.close()
 
 
-async def test_a_body_whose_grammar_is_not_known_is_read_again_without_being_sent_again(
-    worker: LocalPrompts,
-) -> None:
+async def test_a_body_whose_grammar_is_not_known_is_not_kept_until_it_comes_again(worker: LocalPrompts) -> None:
     job = parse("native", {"prompt": "a", "grammar": 'root ::= "x"'})
     assert await worker.call(job) == Needs(may_compile=True)
-    assert worker.threads.n_kept == 1
-    again = msgspec.structs.replace(job, body=b"", may_compile=True)
+    assert worker.n_kept == 0
+    again = msgspec.structs.replace(job, may_compile=True)
     (prompt,) = (await worker.call(again)).prompts
     assert prompt.params.constraint is not None
     await worker.call(Release("r"))
-    assert worker.threads.n_kept == 0
+    assert worker.n_kept == 0
 
 
 async def test_the_time_limit_of_a_body_is_one_of_each_prompt(worker: LocalPrompts) -> None:
     told: list[None] = []
     job = parse("native", {"prompt": ["a", "b", "c"]})
-    prepared = worker.threads.carry_out(job, 0, lambda: told.append(None)).result()
+    prepared = worker.worker.carry_out(job, 0, lambda: told.append(None)).result()
     assert isinstance(prepared, Prepared)
     assert [each.params.request_id for each in prepared.prompts] == ["r-0", "r-1", "r-2"]
     assert len(told) == 2

@@ -259,14 +259,14 @@ async def test_a_probe_that_the_engine_does_not_answer_releases_its_prompt(side:
     async with asyncio.timeout(5):
         while not side.sent:
             await asyncio.sleep(0.001)
-        assert side.prompts.threads.n_kept == 1
+        assert side.prompts.n_kept == 1
         if is_lost:
             side.lose()
         else:
             side.receive(Reply("query-1", error=ServerError("no").info()))
         with pytest.raises(LlamaslotError):
             await probing
-        while side.prompts.threads.n_kept:
+        while side.prompts.n_kept:
             await asyncio.sleep(0.001)
     assert not side.service.capacity.n_in_flight
 
@@ -441,4 +441,4 @@ async def test_whatever_happens_each_completion_ends_once_and_nothing_is_left(  
     assert not service.capacity._n_of_client.each
     await side.remembered()
     await asyncio.sleep(0.01)
-    assert side.prompts.threads.n_kept == 0
+    assert side.prompts.n_kept == 0

@@ -63,7 +63,7 @@ async def test_the_completions_of_several_prompts_are_read_together() -> None:
     assert live.is_done
     assert await live.next_batch() == []
     await wire.close([live])
-    assert wire.prompts.threads.n_kept == 0
+    assert wire.prompts.n_kept == 0
 
 
 async def test_output_is_passed_on_at_once_unless_earlier_output_waits() -> None:
@@ -113,7 +113,7 @@ async def test_leaving_cancels_only_what_has_not_ended() -> None:
     assert wire.service.capacity.n_in_flight == 0
     assert wire.service.reply_budget.n_bytes == 0
     await wire.close()
-    assert wire.prompts.threads.n_kept == 0
+    assert wire.prompts.n_kept == 0
 
 
 def test_every_pair_of_state_and_event_is_a_transition_or_raises_and_changes_nothing() -> None:

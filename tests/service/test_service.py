@@ -410,7 +410,7 @@ async def test_a_client_that_goes_while_its_body_is_prepared_leaves_nothing() ->
     with pytest.raises(asyncio.CancelledError):
         await handler
     async with asyncio.timeout(5):
-        while wire.prompts.threads.n_kept or any(lane.running for lane in wire.prompts.lanes):
+        while wire.prompts.n_kept or wire.prompts.lanes.running:
             await asyncio.sleep(0.001)
     assert (service.capacity.n_in_flight, service.capacity._n_of_client.each, wire.sent) == (0, {}, [])
     await wire.close()

@@ -41,7 +41,7 @@ from llamaslot.processes.messages import (
 from llamaslot.processes.threads import start_default_executor
 from llamaslot.processes.trial_process import TrialProcess
 from llamaslot.prompts.prompt_jobs import JobResult
-from llamaslot.prompts.prompt_worker import PromptThreads, invalid_unicode
+from llamaslot.prompts.prompt_worker import PromptWorker
 from llamaslot.prompts.tokenizer import Tokenizer
 from llamaslot.protocol.replies.restoring import ReplyRestorer
 from llamaslot.protocol.request_reader import RequestReader
@@ -56,7 +56,7 @@ _log = get_logger(__name__)
 
 def prompt_worker(
     config: Config, vocab: Vocab, model: SetModel, trials: TrialProcess | None = None
-) -> PromptThreads:
+) -> PromptWorker:
     """Return the prompt worker for a loaded model, which tries grammars in a process if there is one.
 
     Raises `ConfigError` for an unusable template.
@@ -72,6 +72,7 @@ def prompt_worker(
         template=info.chat_template,
         clock=time.monotonic,
     )
+    tokenizer.add_records(model.records)
     # Prompts of models that reuse nothing gain nothing by it.
     restores = config.restore_messages and info.can_reuse and not info.adds_eos
     restorer = ReplyRestorer(tokenizer.memory, vocab) if restores else None
@@ -83,7 +84,7 @@ def prompt_worker(
         )
     except InvalidRequestError as error:
         raise ConfigError(f"--grammar-file: {error.message}", param="--grammar-file") from None
-    return PromptThreads(tokenizer, reader)
+    return PromptWorker(tokenizer, reader)
 
 
 def _chat_template(config: Config, model: SetModel) -> ChatTemplate:
@@ -118,7 +119,7 @@ class PromptMain:
         self._channel: Channel[ToPrompts] = channel_to_parent(ToPrompts, self._receive)
         self._config: Config
         self._vocab: LlamaVocab
-        self._worker: PromptThreads
+        self._worker: PromptWorker
 
     async def run(self, fd: int) -> None:
         """Serve the parent until it says stop, or ends."""
@@ -159,7 +160,7 @@ class PromptMain:
         self._worker.start()
         trim_heap()
         gc.freeze()
-        self._channel.send(PromptWorkerReady(self._worker.chat_template))
+        self._channel.send(PromptWorkerReady(self._worker.chat_template, self._worker.stats))
 
     def _start(self, numbered: NumberedJob) -> None:
         loop, number = asyncio.get_running_loop(), numbered.number
@@ -171,20 +172,16 @@ class PromptMain:
         future.add_done_callback(lambda done: loop.call_soon_threadsafe(self._answer, number, done))
 
     def _answer(self, number: int, future: Future[JobResult]) -> None:
-        anchors, sessions, messages = self._worker.stats
-        error = future.exception()
+        stats, error = self._worker.stats, future.exception()
         if error is None:
-            done = JobDone(number, future.result(), anchors=anchors, sessions=sessions, messages=messages)
             try:
-                self._channel.send(done)
+                self._channel.send(JobDone(number, future.result(), stats=stats))
             except UnicodeEncodeError:
-                error = invalid_unicode()
+                error = InvalidRequestError("the text is invalid Unicode")
             else:
                 return
         assert isinstance(error, LlamaslotError)
-        self._channel.send(
-            JobDone(number, error=error.info(), anchors=anchors, sessions=sessions, messages=messages)
-        )
+        self._channel.send(JobDone(number, error=error.info(), stats=stats))
 
 
 def main() -> None:

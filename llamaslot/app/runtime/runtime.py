@@ -54,7 +54,7 @@ class Runtime:
         # The sizes of the pool and of checkpoints must not depend on what memory is free when it is started again.
         self.engine.config = {**self._config, **restart_flags(loaded.info)}
         try:
-            await self.prompts.set_model(SetModel(loaded.info, *self._template), loaded.records)
+            await self.prompts.set_model(SetModel(loaded.info, *self._template, loaded.records))
         except LlamaslotError as error:
             if self._is_interrupted:
                 return None
