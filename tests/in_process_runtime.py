@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+from llamaslot.api.context import ApiSettings
 from llamaslot.app.config import Config
 from llamaslot.app.runtime.engine_host import EngineHost
 from llamaslot.app.runtime.prompt_main import prompt_worker
@@ -34,7 +35,7 @@ class InProcessRuntime:
     async def start(self) -> None:
         """There is nothing to start before `load`."""
 
-    async def load(self) -> Loaded | None:
+    async def load(self, settings: ApiSettings) -> Loaded | None:
         def on_progress(text: str, fraction: float) -> bool:
             self._on_progress(text, fraction)
             return not self._is_interrupted
@@ -42,7 +43,8 @@ class InProcessRuntime:
         await self._host.lock()
         loaded = await self._host.load(on_progress, self._given)
         if loaded is not None:
-            model = SetModel(loaded.info, *self._template, loaded.records)
+            of_requests = settings.request_settings(loaded.info, self._config.max_queue)
+            model = SetModel(loaded.info, *self._template, of_requests, loaded.records)
             self.prompts = LocalPrompts(prompt_worker(self._config, self._host.backend.vocab, model))
             self.prompts.worker.start()
         return loaded

@@ -21,8 +21,7 @@ from llamaslot.base.commands import (
     TextPart,
 )
 from llamaslot.base.errors import LlamaslotError, UnavailableError
-from llamaslot.base.generation.request_context import ReplyOptions, RequestContext
-from llamaslot.base.generation.sampling import Sampling
+from llamaslot.base.generation.request_context import ReplyOptions, RequestContext, RequestSettings
 from llamaslot.base.model import ModelInfo
 from llamaslot.base.stats import AnchorStats, ReplyStats, SessionStats
 from llamaslot.prompts.prompt_jobs import Job, JobResult, Lanes
@@ -35,7 +34,8 @@ from llamaslot.text.template import ChatTemplate
 from tests.fake_backend import FakeBackend, FakeVocab
 
 PLAIN_TEMPLATE = "{{ messages }}"
-CONTEXT = RequestContext("r", ApiSettings().request_limits(10), Sampling())
+CONTEXT = RequestContext("r")
+SETTINGS = ApiSettings().request_settings(FakeBackend().info, max_queue=10)
 
 
 class LocalPrompts:
@@ -162,6 +162,7 @@ def prompt_thread(
     template: str = PLAIN_TEMPLATE,
     grammars: Sequence[str] = (),
     *,
+    settings: RequestSettings = SETTINGS,
     restoring: FakeVocab | None = None,
 ) -> LocalPrompts:
     """A prompt worker in this process, by default for the fake model; `grammars` as of `--grammar-file`.
@@ -174,6 +175,13 @@ def prompt_thread(
     restorer = ReplyRestorer(tokenizer.memory, restoring) if restoring is not None else None
     vocab = restoring or FakeVocab()
     reader = TextReader(
-        info, parsed, tokenizer, vocab.named_tokens, named, tags=vocab.added_tags, restorer=restorer
+        info,
+        parsed,
+        tokenizer,
+        settings,
+        named_tokens=vocab.named_tokens,
+        grammars=named,
+        tags=vocab.added_tags,
+        restorer=restorer,
     )
     return LocalPrompts(PromptWorker(tokenizer, reader))

@@ -10,9 +10,9 @@ from aiohttp import web
 
 from llamaslot.base.callers import Caller
 from llamaslot.base.errors import ServerError, UnavailableError, stopped_error
-from llamaslot.base.generation.request_context import RequestLimits
+from llamaslot.base.generation.request_context import RequestSettings
 from llamaslot.base.generation.sampling import Sampling
-from llamaslot.base.generation.tools import ReasoningDefaults, ReasoningFormat
+from llamaslot.base.generation.tools import ReasoningFormat
 from llamaslot.base.model import ModelInfo
 from llamaslot.base.namespaces import key_secret
 from llamaslot.service.service import Service
@@ -87,19 +87,21 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
         """Return how a request that says nothing is sampled; a `seed` of -1 stands for a new one each time."""
         return Sampling(**{"seed": -1, **info.sampling, **self.sampling})
 
-    @property
-    def reasoning_defaults(self) -> ReasoningDefaults:
-        """The settings of reasoning together."""
-        return ReasoningDefaults(self.reasoning, self.reasoning_budget, self.reasoning_format)
-
-    def request_limits(self, max_prompts: int) -> RequestLimits:
-        """Return what one request may ask for."""
-        return RequestLimits(
-            max_prompts=max_prompts,
+    def request_settings(self, info: ModelInfo, max_queue: int) -> RequestSettings:
+        """Return the settings for all requests, of which `max_queue` may wait."""
+        return RequestSettings(
+            max_prompts=info.n_slots + max_queue,
             max_choices=self.max_choices,
             max_logit_bias_entries=self.max_logit_bias_entries,
             max_stop_strings=self.max_stop_strings,
             max_stop_chars=self.max_stop_chars,
+            sampling=self.default_sampling(info),
+            max_tokens=self.n_predict,
+            cache_prompt=self.cache_prompt,
+            verbose=self.verbose,
+            reasoning=self.reasoning,
+            reasoning_budget=self.reasoning_budget,
+            reasoning_format=self.reasoning_format,
         )
 
     def key_secret(self, api_key: str) -> str:

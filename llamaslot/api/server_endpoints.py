@@ -190,10 +190,10 @@ async def tokenizer_info(request: web.Request) -> web.StreamResponse:
 async def _answered(
     request: web.Request, kind: Literal["apply_template", "tokenize", "detokenize"]
 ) -> web.StreamResponse:
-    service, settings = request.app[READINESS].check(), request.app[SETTINGS]
+    service = request.app[READINESS].check()
     async with request.app[BODY_READER].body(request) as raw:
         caller = caller_of(request)
-        job = AnswerBody(kind, raw, caller.client(), settings.reasoning_defaults)
+        job = AnswerBody(kind, raw, caller.client())
         reply = await service.answer(job)
     with service.reply_budget.held(caller.owner, len(reply.data)):
         return await json_reply(request, [reply.data])

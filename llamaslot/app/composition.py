@@ -33,7 +33,7 @@ from llamaslot.processes.messages import Loaded
 from llamaslot.processes.threads import in_daemon_thread, start_default_executor
 
 if TYPE_CHECKING:
-    from llamaslot.api.context import Readiness
+    from llamaslot.api.context import ApiSettings, Readiness
     from llamaslot.api.credentials import FileChanges
     from llamaslot.api.http_server import Application, Listener
     from llamaslot.service.service import Service
@@ -70,7 +70,7 @@ async def serve(config: Config) -> int:
         from llamaslot.service.service import Service  # noqa: PLC0415
 
         app = await _listen(config, stop, stack, listeners)
-        loaded = await _load(runtime, stop, on_progress) if app is not None else None
+        loaded = await _load(runtime, app[SETTINGS], stop, on_progress) if app is not None else None
         if app is None or loaded is None:
             _log.info("server.stopped")
             return 0
@@ -145,13 +145,13 @@ def _urls(listener: Listener, scheme: str) -> list[str]:
     return [f"{scheme}://{name}:{port}" for name, port in names]
 
 
-async def _load(runtime: Runtime, stop: _Signals, on_progress: OnProgress) -> Loaded | None:
+async def _load(runtime: Runtime, settings: ApiSettings, stop: _Signals, on_progress: OnProgress) -> Loaded | None:
     """Load the model; None if a signal came first.
 
     The first signal interrupts the reading of weights. llama.cpp's work after that cannot be interrupted, so a
     second signal ends the process.
     """
-    loading = asyncio.ensure_future(runtime.load())
+    loading = asyncio.ensure_future(runtime.load(settings))
     await _first(loading, stop.first)
     if not loading.done():
         runtime.interrupt()

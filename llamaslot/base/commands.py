@@ -14,7 +14,7 @@ import msgspec
 from llamaslot.base.errors import ErrorInfo
 from llamaslot.base.generation.request_context import EarlierItems, References, ReplyOptions, RequestContext
 from llamaslot.base.generation.sampling import Sampling
-from llamaslot.base.generation.tools import ReasoningBudget, ReasoningDefaults
+from llamaslot.base.generation.tools import ReasoningBudget
 from llamaslot.base.text_records import TextRecord
 from llamaslot.base.tokens import TokenizedPrompt
 
@@ -207,7 +207,6 @@ class AnswerBody(msgspec.Struct, frozen=True, tag="answer_body"):
     body: bytes
     """JSON."""
     client: str = ""
-    reasoning: ReasoningDefaults = ReasoningDefaults()
 
     @property
     def size(self) -> int:

@@ -13,8 +13,8 @@ import msgspec
 
 from llamaslot.base.commands import Constraint, TextPart
 from llamaslot.base.errors import InvalidRequestError
-from llamaslot.base.generation.request_context import RequestContext
-from llamaslot.base.generation.tools import ParserOptions, ReasoningBudget, ReasoningDefaults, packed
+from llamaslot.base.generation.request_context import RequestSettings
+from llamaslot.base.generation.tools import ParserOptions, ReasoningBudget, packed
 from llamaslot.base.text_records import ChatTurn
 from llamaslot.formats.grammar import Thinking
 from llamaslot.formats.recognition import format_of
@@ -61,8 +61,10 @@ class ChatReader:
         template: ChatTemplate,
         named_tokens: Mapping[str, int],
         tokens_of: Callable[[str], tuple[int, ...]],
+        settings: RequestSettings,
     ) -> None:
         self.template = template
+        self._settings = settings
         self._tokens_of = tokens_of
         self.format = format_of(template.source, named_tokens)
         self.preserved_tokens = tuple(
@@ -70,15 +72,13 @@ class ChatReader:
         )
         """Control tokens that the parser of replies needs to see in the text."""
 
-    def read(
-        self, body: ChatBody, context: RequestContext, constraints: ConstraintReader, *, is_run: bool = True
-    ) -> ChatPrompt:
+    def read(self, body: ChatBody, constraints: ConstraintReader, *, is_run: bool = True) -> ChatPrompt:
         """Read a chat request; raises `InvalidRequestError` if it is invalid or cannot be rendered.
 
         With `is_run` False (only counted or probed), no constraint is made, so its grammar need not be valid.
         """
         use = read_tools(body)
-        variables = _template_variables(body, context.reasoning)
+        variables = self._template_variables(body)
         parts = self._render(_checked_messages(body), use.definitions, variables, wants_reply=_wants_reply(body))
         opened = self._reasoning_open(body, "".join(part.text for part in parts))
         thinking: Thinking = "optional" if variables.get("enable_thinking", True) else "none"
@@ -93,7 +93,7 @@ class ChatReader:
             use.definitions,
             variables,
             constraint=constraints.for_reply(self.format, own, use, thinking) if is_run else None,
-            reasoning_budget=self._budget(body, context, thinking, is_raw=is_raw),
+            reasoning_budget=self._budget(body, thinking, is_raw=is_raw),
             constrains_content=own is not None,
             parser=ParserOptions(
                 packed_tools=packed(use.tools),
@@ -101,13 +101,11 @@ class ChatReader:
                 parallel=use.parallel,
                 calls_only=use.mode == "required",
                 reasoning_open=opened,
-                reasoning_format=body.reasoning_format or context.reasoning.format,
+                reasoning_format=body.reasoning_format or self._settings.reasoning_format,
             ),
         )
 
-    def _budget(
-        self, body: ChatBody, context: RequestContext, thinking: Thinking, *, is_raw: bool
-    ) -> ReasoningBudget | None:
+    def _budget(self, body: ChatBody, thinking: Thinking, *, is_raw: bool) -> ReasoningBudget | None:
         """Return the limit of reasoning set by a request or, if it sets none, by the server.
 
         None if tokens cannot be forced: because probabilities are wanted, or a grammar covers the whole reply.
@@ -124,7 +122,7 @@ class ChatReader:
             message = f"'reasoning_budget_tokens' cannot be combined with {against}"
             raise InvalidRequestError(message, param="reasoning_budget_tokens")
         if n_tokens < 0:
-            n_tokens = context.reasoning.budget
+            n_tokens = self._settings.reasoning_budget
         if n_tokens < 0 or against:
             return None
         start, end, after = map(self._tokens_of, (tags.start, tags.end, self.format.text_after_reasoning))
@@ -154,9 +152,7 @@ class ChatReader:
             parser = msgspec.structs.replace(parser, reasoning_open=self._reasoning_open(body, text))
         return replace(chat, parser=parser, turn=turn, rest=rest)
 
-    def render(
-        self, body: ChatBody, defaults: ReasoningDefaults, *, keeps_added: bool = False
-    ) -> tuple[TextPart, ...]:
+    def render(self, body: ChatBody, *, keeps_added: bool = False) -> tuple[TextPart, ...]:
         """Return the conversation as prompt parts; raises `InvalidRequestError` if it cannot be rendered.
 
         `keeps_added` keeps BOS and EOS that the template writes, for a tokenizer that adds none itself.
@@ -164,7 +160,7 @@ class ChatReader:
         return self._render(
             _checked_messages(body),
             read_tools(body).definitions,
-            _template_variables(body, defaults),
+            self._template_variables(body),
             wants_reply=_wants_reply(body),
             keeps_added=keeps_added,
         )
@@ -188,6 +184,19 @@ class ChatReader:
             keeps_added=keeps_added,
         )
 
+    def _template_variables(self, body: ChatBody) -> dict[str, Any]:
+        """Return the template variables that a request sets, in addition to the server's."""
+        kwargs: dict[str, Any] = {}
+        if not self._settings.reasoning:
+            kwargs["enable_thinking"] = False
+        n_tokens = _budget_tokens(body)
+        is_off = n_tokens == 0 or (n_tokens < 0 and self._settings.reasoning_budget == 0)
+        if is_off or body.reasoning_effort == "none":
+            kwargs["enable_thinking"] = False
+        elif body.reasoning_effort:
+            kwargs["reasoning_effort"] = body.reasoning_effort
+        return kwargs | (body.chat_template_kwargs or {})
+
     def _reasoning_open(self, body: ChatBody, prompt: str) -> str:
         """Return the end of the prompt from the tag that opens the reply's reasoning; empty if none is open.
 
@@ -202,20 +211,6 @@ class ChatReader:
         end = self.format.reasoning_open_at(before) + prompt[len(before) :]
         start = end.rfind(tags.start)
         return end[start:] if start > end.rfind(tags.end) else ""
-
-
-def _template_variables(body: ChatBody, defaults: ReasoningDefaults) -> dict[str, Any]:
-    """Return the template variables that a request sets, in addition to the server's."""
-    kwargs: dict[str, Any] = {}
-    if not defaults.enabled:
-        kwargs["enable_thinking"] = False
-    n_tokens = _budget_tokens(body)
-    is_off = n_tokens == 0 or (n_tokens < 0 and defaults.budget == 0)
-    if is_off or body.reasoning_effort == "none":
-        kwargs["enable_thinking"] = False
-    elif body.reasoning_effort:
-        kwargs["reasoning_effort"] = body.reasoning_effort
-    return kwargs | (body.chat_template_kwargs or {})
 
 
 def conversation_branch(template: ChatTemplate, body: ChatBody) -> str:

@@ -15,7 +15,7 @@ from itertools import chain
 
 from llamaslot.base.commands import TokensPart
 from llamaslot.base.errors import InvalidRequestError, NotSupportedError
-from llamaslot.base.generation.request_context import RequestContext
+from llamaslot.base.generation.request_context import RequestSettings
 from llamaslot.base.model import FimTokens, ModelInfo
 from llamaslot.protocol.bodies import CompletionBody, FileExtract, InfillBody, Parts
 from llamaslot.protocol.text_requests import Prompt, max_tokens_of, parse_prompt
@@ -42,7 +42,7 @@ class InfillPrompts:
         """Raises an error for a prompt that is far too long for the context, before it is tokenized."""
         self._max_characters = info.n_ctx_slot * _CHARACTERS_PER_TOKEN
 
-    def of_parts(self, body: InfillBody, context: RequestContext) -> Prompt:
+    def of_parts(self, body: InfillBody, settings: RequestSettings) -> Prompt:
         """Return the prompt of `/infill`."""
         fim = self._fim("input_prefix")
         start = parse_prompt(body.prompt or "", self._info.n_vocab, "prompt")
@@ -53,10 +53,10 @@ class InfillPrompts:
             suffix=self._plain(_near(body.input_suffix, self._max_characters), "input_suffix"),
             start=self._tokenize(start),
             files=self._files(fim, body.input_extra or ()),
-            n_max=self._n_max(max_tokens_of(body, context)),
+            n_max=self._n_max(max_tokens_of(body, settings)),
         )
 
-    def of_suffix(self, prompt: Prompt, body: CompletionBody, context: RequestContext) -> Prompt:
+    def of_suffix(self, prompt: Prompt, body: CompletionBody, settings: RequestSettings) -> Prompt:
         """Return the prompt for a text between `prompt` and OpenAI's `suffix`."""
         fim = self._fim("suffix")
         if body.echo:
@@ -65,7 +65,7 @@ class InfillPrompts:
             fim,
             prefix=self._tokenize(prompt),
             suffix=self._plain(_near(body.suffix or "", self._max_characters), "suffix"),
-            n_max=self._n_max(max_tokens_of(body, context)),
+            n_max=self._n_max(max_tokens_of(body, settings)),
         )
 
     def _fim(self, param: str) -> FimTokens:

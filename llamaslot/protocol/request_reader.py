@@ -25,7 +25,12 @@ from llamaslot.base.commands import (
     TokensPart,
 )
 from llamaslot.base.errors import ContextSizeError, InvalidRequestError, LlamaslotError
-from llamaslot.base.generation.request_context import ChatToStore, EarlierItems, ReplyOptions, RequestContext
+from llamaslot.base.generation.request_context import (
+    ChatToStore,
+    EarlierItems,
+    ReplyOptions,
+    RequestSettings,
+)
 from llamaslot.base.model import ModelInfo
 from llamaslot.base.namespaces import salt_namespace
 from llamaslot.formats.format import Format
@@ -113,9 +118,10 @@ class RequestReader:
         info: ModelInfo,
         template: ChatTemplate,
         tokenizer: BodyTokenizer,
+        settings: RequestSettings,
+        *,
         named_tokens: Mapping[str, int] = MappingProxyType({}),
         grammars: Iterable[tuple[str, str]] = (),
-        *,
         tags: Mapping[str, int] = MappingProxyType({}),
         restorer: ReplyRestorer | None = None,
         trial: Trial | None = None,
@@ -123,11 +129,12 @@ class RequestReader:
         self._info = info
         self.template = template
         self._tokenizer = tokenizer
+        self._settings = settings
         checker = GrammarChecker(trial or LocalTrial.of_bytes(info.control_tokens, info.n_vocab))
         self._restorer = restorer
         self._constraints = ConstraintReader(checker, self._token_of, tags)
         self._known_constraints = ConstraintReader(checker, self._token_of, tags, may_compile=False)
-        self._chats = ChatReader(template, named_tokens, self._tag_tokens)
+        self._chats = ChatReader(template, named_tokens, self._tag_tokens, settings)
         self._defaults = DefaultGrammars([self._constraints.grammar(*each) for each in grammars])
         self._infill = InfillPrompts(info, tokenizer.tokenize, self._check_size)
 
@@ -159,24 +166,26 @@ class RequestReader:
         if job.kind == "infill":
             body = decode(job.body, InfillBody)
             refuse_missing(body)
-            prompts = [self._infill.of_parts(body, job.context)]
+            prompts = [self._infill.of_parts(body, self._settings)]
         else:
             body = decode(job.body, CompletionBody)
             refuse_missing(body, is_text=job.kind != "native")
-            prompts = prompts_of(body, self._info.n_vocab, job.context.limits.max_prompts)
+            prompts = prompts_of(body, self._info.n_vocab, self._settings.max_prompts)
             if body.suffix:
                 for prompt in prompts:
                     self._check_size(prompt)
-                prompts = [self._infill.of_suffix(prompt, body, job.context) for prompt in prompts]
+                prompts = [self._infill.of_suffix(prompt, body, self._settings) for prompt in prompts]
         for prompt in prompts:
             self._check_size(prompt)
         own = self._constraints_for(job).read(body)
         default = self._defaults.next() if job.is_run else None
         constraint = own or default
-        requests = text_requests(body, prompts, job.context, self._info, self._tokens_of, constraint=constraint)
+        requests = text_requests(
+            body, prompts, job.context, self._settings, self._info, tokens_of=self._tokens_of, constraint=constraint
+        )
         if job.kind == "probe" and len(requests) > 1:
             raise InvalidRequestError("'prompt' must be one prompt to probe the cache", param="prompt")
-        return ReadBody(requests, _reply_options(body, requests[0], job.context))
+        return ReadBody(requests, _reply_options(body, requests[0], self._settings))
 
     def _messages(self, job: Prepare) -> ReadBody:
         """Read a body in Anthropic's form."""
@@ -194,14 +203,22 @@ class RequestReader:
         """
         context = job.context
         refuse_missing(body)
-        chat = self._chats.read(body, context, self._constraints_for(job), is_run=job.is_run)
+        chat = self._chats.read(body, self._constraints_for(job), is_run=job.is_run)
         self._check_size(chat.parts)
         default = self._defaults.next() if job.is_run else None
         constraint, budget = chat.constraint, chat.reasoning_budget
         if default is not None and not chat.constrains_content:
             # A default grammar covers the whole output, and may not allow a forced end of the reasoning.
             constraint, budget = default, None
-        (request,) = text_requests(body, [chat.parts], context, self._info, self._tokens_of, constraint=constraint)
+        (request,) = text_requests(
+            body,
+            [chat.parts],
+            context,
+            self._settings,
+            self._info,
+            tokens_of=self._tokens_of,
+            constraint=constraint,
+        )
         params = msgspec.structs.replace(
             request.params,
             reasoning_budget=budget,
@@ -212,7 +229,7 @@ class RequestReader:
             chat = self._chats.with_replies(body, chat, self._restorer, salt_namespace(params.cache_salt))
         request = replace(request, params=params, chat=chat.turn, rest=chat.rest)
         options = msgspec.structs.replace(
-            _reply_options(body, request, context),
+            _reply_options(body, request, self._settings),
             parser=chat.parser,
             chat=_chat_to_store(body, context.request_id) if job.is_run else None,
             **of_api,
@@ -273,7 +290,7 @@ class RequestReader:
     def _rendered(self, job: AnswerBody, *, keeps_added: bool = False) -> tuple[TextPart, ...]:
         body = decode(job.body, ChatBody)
         refuse_missing(body)
-        return self._chats.render(body, job.reasoning, keeps_added=keeps_added)
+        return self._chats.render(body, keeps_added=keeps_added)
 
     def _tokenize(self, job: AnswerBody) -> dict[str, Any]:
         """Return the token ids of a text, or of mixed texts and ids, with the text of each token if requested."""
@@ -326,7 +343,7 @@ class RequestReader:
         return tokens[0] if len(tokens) == 1 else None
 
 
-def _reply_options(body: Options, request: TextRequest, context: RequestContext) -> ReplyOptions:
+def _reply_options(body: Options, request: TextRequest, settings: RequestSettings) -> ReplyOptions:
     n, params = n_choices(body), request.params
     fields = body.response_fields if isinstance(body, CompletionBody | InfillBody) else None
     return ReplyOptions(
@@ -334,7 +351,7 @@ def _reply_options(body: Options, request: TextRequest, context: RequestContext)
         include_usage=bool(body.stream_options and body.stream_options.include_usage),
         timings_per_token=bool(body.timings_per_token),
         return_tokens=bool(body.return_tokens),
-        verbose=context.verbose if body.verbose is None else body.verbose,
+        verbose=settings.verbose if body.verbose is None else body.verbose,
         echo=bool(body.echo),
         n_best=n if params.n > n else 0,
         hides_logprobs=params.sampling.n_probs >= 0 and not wants_probs(body),

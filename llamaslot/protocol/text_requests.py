@@ -21,7 +21,7 @@ from llamaslot.base.commands import (
     TokensPart,
 )
 from llamaslot.base.errors import ForbiddenError, InvalidRequestError, NotSupportedError
-from llamaslot.base.generation.request_context import RequestContext, RequestLimits
+from llamaslot.base.generation.request_context import RequestContext, RequestSettings
 from llamaslot.base.generation.sampling import INFILL, Sampling, named_samplers
 from llamaslot.base.model import ModelInfo
 from llamaslot.base.namespaces import PUBLIC_SALT, client_salt, key_salt
@@ -106,19 +106,19 @@ def text_requests(
     options: Options,
     prompts: Sequence[Prompt],
     context: RequestContext,
+    settings: RequestSettings,
     info: ModelInfo,
-    tokens_of: TokensOf,
     *,
+    tokens_of: TokensOf,
     constraint: Constraint | None = None,
 ) -> tuple[TextRequest, ...]:
     """Return a request for each prompt, with `n` completions. Raises `InvalidRequestError`."""
-    limits = context.limits
     n = _n_computed(options)
-    if n * len(prompts) > limits.max_choices:
-        message = f"{n * len(prompts)} completions requested, and the limit is {limits.max_choices}"
+    if n * len(prompts) > settings.max_choices:
+        message = f"{n * len(prompts)} completions requested, and the limit is {settings.max_choices}"
         param = "best_of" if n > n_choices(options) else "n" if n > 1 else "prompt"
         raise InvalidRequestError(f"{message} (--max-choices)", param=param)
-    stop = _stop(options, limits)
+    stop = _stop(options, settings)
     session_id = options.session_id or context.caller.session_id or options.prompt_cache_key or ""
     salt = request_salt(
         context.key_secret,
@@ -127,7 +127,7 @@ def text_requests(
         is_admin=context.is_admin,
         is_cached=options.cache_prompt is not False,
     )
-    sampling = _sampling(options, context, info, tokens_of)
+    sampling = _sampling(options, settings, info, tokens_of)
     prompt_probs = sampling.n_probs if options.echo and wants_probs(options) else -1
     if prompt_probs > MAX_TOP_LOGPROBS:
         raise InvalidRequestError(f"'logprobs' must be at most {MAX_TOP_LOGPROBS} with 'echo'", param="logprobs")
@@ -137,14 +137,14 @@ def text_requests(
     params = GenerateParams(
         request_id=context.request_id,
         sampling=sampling,
-        max_tokens=max_tokens_of(options, context),
+        max_tokens=max_tokens_of(options, settings),
         stop=stop,
         n_indent=_first(options.n_indent, 0),
         t_max_predict_ms=_first(options.t_max_predict_ms, -1),
         return_progress=bool(options.return_progress and options.stream),
         reports_progress=bool(options.stream and (options.timings_per_token or context.counts_tokens)),
         constraint=constraint,
-        cache_prompt=_first(options.cache_prompt, options.cache_public or None, context.cache_prompt),
+        cache_prompt=_first(options.cache_prompt, options.cache_public or None, settings.cache_prompt),
         cache_salt=salt,
         id_slot=id_slot,
         client_request_id=context.caller.client_request_id,
@@ -164,9 +164,9 @@ def text_requests(
     )
 
 
-def max_tokens_of(options: Options, context: RequestContext) -> int:
+def max_tokens_of(options: Options, settings: RequestSettings) -> int:
     """Return the most tokens to generate; -1 for no limit."""
-    return _first(options.n_predict, options.max_completion_tokens, options.max_tokens, context.max_tokens)
+    return _first(options.n_predict, options.max_completion_tokens, options.max_tokens, settings.max_tokens)
 
 
 def prompts_of(body: CompletionBody, n_vocab: int, max_prompts: int) -> list[Prompt]:
@@ -243,7 +243,7 @@ def request_salt(key_secret: str, own: str, *, is_public: bool, is_admin: bool, 
     return PUBLIC_SALT
 
 
-def _sampling(options: Options, context: RequestContext, info: ModelInfo, tokens_of: TokensOf) -> Sampling:
+def _sampling(options: Options, settings: RequestSettings, info: ModelInfo, tokens_of: TokensOf) -> Sampling:
     asked: dict[str, Any] = {name: value for name in _SAME_FIELDS if (value := getattr(options, name)) is not None}
     if options.top_k is not None:
         asked["top_k"] = max(options.top_k, 0)
@@ -257,13 +257,13 @@ def _sampling(options: Options, context: RequestContext, info: ModelInfo, tokens
         if INFILL in asked["samplers"]:
             raise NotSupportedError(f"'samplers': the sampler '{INFILL}' is not supported yet", param="samplers")
     if options.logit_bias is not None:
-        most = context.limits.max_logit_bias_entries
+        most = settings.max_logit_bias_entries
         asked["logit_bias"] = _logit_bias(options.logit_bias, most, info.n_vocab, tokens_of)
     # If the best of several completions are to be returned, the probabilities of the chosen tokens are needed.
     asked["n_probs"] = max(_n_probs(options), -1 if _n_computed(options) == n_choices(options) else 0)
-    seed = _first(options.seed, context.sampling.seed)
+    seed = _first(options.seed, settings.sampling.seed)
     asked["seed"] = secrets.randbelow(N_SEEDS) if seed in (-1, N_SEEDS) else seed % N_SEEDS
-    return msgspec.structs.replace(context.sampling, **asked)
+    return msgspec.structs.replace(settings.sampling, **asked)
 
 
 def n_choices(options: Options) -> int:
@@ -335,14 +335,14 @@ def _logit_bias(
     return result
 
 
-def _stop(options: Options, limits: RequestLimits) -> tuple[str, ...]:
+def _stop(options: Options, settings: RequestSettings) -> tuple[str, ...]:
     words = [options.stop] if isinstance(options.stop, str) else options.stop or []
-    if len(words) > limits.max_stop_strings:
-        message = f"'stop' has {len(words)} strings, and the limit is {limits.max_stop_strings}"
+    if len(words) > settings.max_stop_strings:
+        message = f"'stop' has {len(words)} strings, and the limit is {settings.max_stop_strings}"
         raise InvalidRequestError(f"{message} (--max-stop-strings)", param="stop")
     n_chars = sum(map(len, words))
-    if n_chars > limits.max_stop_chars:
-        message = f"'stop' has {n_chars} characters in total, and the limit is {limits.max_stop_chars}"
+    if n_chars > settings.max_stop_chars:
+        message = f"'stop' has {n_chars} characters in total, and the limit is {settings.max_stop_chars}"
         raise InvalidRequestError(f"{message} (--max-stop-chars)", param="stop")
     return tuple(word for word in words if word)
 

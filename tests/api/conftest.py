@@ -111,7 +111,13 @@ async def start() -> AsyncIterator[Start]:
                 "max_queue_per_client": max_queue_per_client,
                 "request_timeout": request_timeout,
             }
-            own = LocalEngine(backend, service=limits, template=template, **(engine or {}))
+            own = LocalEngine(
+                backend,
+                service=limits,
+                template=template,
+                requests=api_settings.request_settings(backend.info, max_queue),
+                **(engine or {}),
+            )
             service = own.service
             run = asyncio.create_task(own.run())
 

@@ -12,10 +12,10 @@ import pytest
 from llamaslot.api.context import ApiSettings
 from llamaslot.base.commands import GenerateParams
 from llamaslot.base.generation.request_context import RequestContext
-from llamaslot.base.generation.sampling import Sampling
 from llamaslot.protocol.bodies import CompletionBody
 from llamaslot.protocol.text_requests import prompts_of, text_requests
 from tests.fake_backend import FakeBackend
+from tests.prompt_threads import SETTINGS
 
 SECRET = "The secret word of another user is xylophone."
 ENDLESS = {"prompt": "Hello", "ignore_eos": True, "max_tokens": 10_000}
@@ -324,8 +324,8 @@ def made(
     info = FakeBackend().info
     body = CompletionBody(prompt=["p"] * n_prompts, n=n)
     key_secret = ApiSettings(cache_salt_from_api_key=from_key).key_secret(api_key)
-    context = RequestContext("request", ApiSettings().request_limits(10), Sampling(), key_secret=key_secret)
-    read = text_requests(body, prompts_of(body, info.n_vocab, 10), context, info, lambda _: ())
+    context = RequestContext("request", key_secret=key_secret)
+    read = text_requests(body, prompts_of(body, info.n_vocab, 10), context, SETTINGS, info, tokens_of=lambda _: ())
     return tuple(each.params for each in read)
 
 

@@ -10,17 +10,16 @@ from typing import Any
 import openai
 import pytest
 
-from llamaslot.api.context import ApiSettings
 from llamaslot.base.callers import Caller
 from llamaslot.base.commands import TextPart
 from llamaslot.base.generation.request_context import RequestContext
-from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.namespaces import tenant_name
 from llamaslot.protocol.bodies import CompletionBody
 from llamaslot.protocol.text_requests import text_requests
 from tests.api.conftest import Server, Start
 from tests.fake_backend import FakeBackend
 from tests.fake_clock import LoopClock
+from tests.prompt_threads import SETTINGS
 
 NATIVE, TEXT = "/completion", "/v1/completions"
 ENDLESS: dict[str, Any] = {"prompt": "x", "ignore_eos": True}
@@ -130,9 +129,9 @@ def test_a_session_in_the_body_tells_clients_apart_as_one_in_the_headers(
     key: str | None, session_id: str | None
 ) -> None:
     caller = Caller.of(key, "address")
-    context = RequestContext("r", ApiSettings().request_limits(1), Sampling(), caller=caller)
+    context = RequestContext("r", caller)
     body = CompletionBody(prompt="x", session_id=session_id)
-    (read,) = text_requests(body, [(TextPart("x"),)], context, FakeBackend().info, lambda _: ())
+    (read,) = text_requests(body, [(TextPart("x"),)], context, SETTINGS, FakeBackend().info, tokens_of=lambda _: ())
     assert read.params.client == caller.client(session_id or "")
 
 

@@ -10,7 +10,6 @@ import msgspec
 import pytest
 from msgspec.structs import asdict
 
-from llamaslot.api.context import ApiSettings
 from llamaslot.base.callers import Caller
 from llamaslot.base.commands import (
     AnswerBody,
@@ -92,9 +91,7 @@ PROMPT_JOBS = [
     Prepare(
         "chat",
         b"{}",
-        RequestContext(
-            "r", ApiSettings().request_limits(2), SAMPLING, caller=Caller("k", "a", "mine"), key_secret="a b"
-        ),
+        RequestContext("r", Caller("k", "a", "mine"), key_secret="a b"),
     ),
     AnswerBody("tokenize", b"\xff"),
     ListItems((b"[]", b'[{"id": "a"}]'), 20, is_descending=True),

@@ -41,7 +41,7 @@ from llamaslot.service.service import Service
 from tests.conftest import LONG
 from tests.fake_backend import BOS, FakeBackend
 from tests.pool import check_pool
-from tests.prompt_threads import PLAIN_TEMPLATE, prepare_text, prompt_thread, text_request
+from tests.prompt_threads import PLAIN_TEMPLATE, SETTINGS, prepare_text, prompt_thread, text_request
 
 GREEDY = Sampling(temperature=0.0)
 
@@ -97,11 +97,13 @@ class LocalEngine:
             tokenizer.add_records(files["disk"].texts.records())
         template, grammars = settings.pop("template", PLAIN_TEMPLATE), settings.pop("grammars", ())
         restore = settings.pop("restore_messages", True)
+        of_requests = settings.pop("requests", SETTINGS)
         self.prompts = prompt_thread(
             tokenizer,
             info,
             template,
             grammars,
+            settings=of_requests,
             restoring=backend.vocab if restore and info.can_reuse else None,
         )
         own = {"metrics": Metrics(), "max_queue": 10**6, **(service or {})}

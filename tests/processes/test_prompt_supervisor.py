@@ -35,7 +35,7 @@ from llamaslot.processes.prompt_supervisor import PromptSupervisor
 from llamaslot.prompts.prompt_jobs import ClearTexts, Locate, Located, Release, Remember
 from tests.fake_backend import FakeBackend
 from tests.processes.faults import inject
-from tests.prompt_threads import long_query, parse
+from tests.prompt_threads import SETTINGS, long_query, parse
 
 FAULT = """
 import os, time
@@ -78,7 +78,7 @@ async def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
         worker = PromptSupervisor("llamaslot.app.runtime.prompt_main", config, timeout=limit)
         started.append(worker)
         await worker.start()
-        await worker.set_model(SetModel(info(), template, "--chat-template"))
+        await worker.set_model(SetModel(info(), template, "--chat-template", SETTINGS))
         return worker
 
     yield begin
@@ -379,7 +379,7 @@ async def test_a_model_that_is_not_there_is_refused(tmp_path: Path) -> None:
     )
     await worker.start()
     with pytest.raises(LlamaslotError, match="no model file"):
-        await worker.set_model(SetModel(info(), "", ""))
+        await worker.set_model(SetModel(info(), "", "", SETTINGS))
     await worker.stop(5)
 
 

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from llamaslot.base.errors import InvalidRequestError
-from llamaslot.base.generation.tools import ReasoningDefaults
 from llamaslot.protocol.bodies import ChatBody
 from llamaslot.protocol.chat_prompt import ChatReader
 from llamaslot.protocol.replies.rendering import n_common_characters
@@ -21,6 +20,7 @@ from llamaslot.text.builtin_templates import builtin_names, resolve
 from llamaslot.text.template import ChatTemplate
 from llamaslot.text.turns import TurnForm
 from tests.conftest import LONG
+from tests.prompt_threads import SETTINGS
 from tests.text.test_shipped_templates import FILES, FURTHER_FILES
 
 SOURCES: dict[str, str] = {
@@ -81,12 +81,12 @@ def history(turns: str, ids: str = "call{:05}") -> tuple[list[dict[str, Any]], l
 
 
 def reader(source: str) -> ChatReader:
-    return ChatReader(ChatTemplate(source, bos_token="<bos>", eos_token="<eos>"), {}, lambda text: ())
+    return ChatReader(ChatTemplate(source, bos_token="<bos>", eos_token="<eos>"), {}, lambda text: (), SETTINGS)
 
 
 def prompt(chat: ChatReader, messages: list[dict[str, Any]], tools: Any = TOOLS, *, reply: bool = True) -> str:
     body = ChatBody(messages=messages, tools=tools, add_generation_prompt=reply)
-    return "".join(part.text for part in chat.render(body, ReasoningDefaults()))
+    return "".join(part.text for part in chat.render(body))
 
 
 @pytest.fixture(scope="module", params=SOURCES)

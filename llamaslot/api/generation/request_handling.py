@@ -95,20 +95,13 @@ def _prompt_context(request: web.Request) -> RequestContext:
 
 
 def _context(request: web.Request, request_id: str, writer_type: type[ReplyWriter] | None) -> RequestContext:
-    service, settings = request.app[READINESS].check(), request.app[SETTINGS]
     return RequestContext(
-        request_id=request_id,
-        limits=settings.request_limits(service.capacity.most),
-        sampling=settings.default_sampling(service.info),
-        max_tokens=settings.n_predict,
-        cache_prompt=settings.cache_prompt,
+        request_id,
+        caller=caller_of(request),
+        key_secret=request.app[SETTINGS].key_secret(given_key(request)),
+        is_admin=request[GRANTED] is Access.ADMIN,
         shows_prompt=writer_type is not None and writer_type.shows_prompt,
         counts_tokens=writer_type is not None and writer_type.counts_tokens,
-        verbose=settings.verbose,
-        caller=caller_of(request),
-        key_secret=settings.key_secret(given_key(request)),
-        is_admin=request[GRANTED] is Access.ADMIN,
-        reasoning=settings.reasoning_defaults,
     )
 
 

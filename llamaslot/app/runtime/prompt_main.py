@@ -76,11 +76,17 @@ def prompt_worker(
     # Prompts of models that reuse nothing gain nothing by it.
     restores = config.restore_messages and info.can_reuse and not info.adds_eos
     restorer = ReplyRestorer(tokenizer.memory, vocab) if restores else None
-    grammars = [(file, read_named_text(Path(file), "--grammar-file")) for file in config.grammar_file]
     try:
-        named, tags = vocab.named_tokens, vocab.added_tags
         reader = RequestReader(
-            info, template, tokenizer, named, grammars, tags=tags, restorer=restorer, trial=trials
+            info,
+            template,
+            tokenizer,
+            model.settings,
+            named_tokens=vocab.named_tokens,
+            grammars=[(file, read_named_text(Path(file), "--grammar-file")) for file in config.grammar_file],
+            tags=vocab.added_tags,
+            restorer=restorer,
+            trial=trials,
         )
     except InvalidRequestError as error:
         raise ConfigError(f"--grammar-file: {error.message}", param="--grammar-file") from None

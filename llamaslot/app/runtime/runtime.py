@@ -15,6 +15,7 @@ from llamaslot.processes.messages import Loaded, SetModel
 from llamaslot.processes.prompt_supervisor import PromptSupervisor
 
 if TYPE_CHECKING:
+    from llamaslot.api.context import ApiSettings
     from llamaslot.service.service import Service
 
 _ENGINE_MAIN = "llamaslot.app.runtime.engine_main"
@@ -36,6 +37,7 @@ class Runtime:
 
     def __init__(self, config: Config, template: tuple[str, str], on_progress: OnProgress) -> None:
         self._template = template
+        self._max_queue = config.max_queue
         self._config = msgspec.to_builtins(config)
         self.prompts = PromptSupervisor(_PROMPT_MAIN, self._config, timeout=config.prompt_timeout)
         self._is_interrupted = False
@@ -46,7 +48,7 @@ class Runtime:
         await self.engine.start()
         await self.prompts.start()
 
-    async def load(self) -> Loaded | None:
+    async def load(self, settings: ApiSettings) -> Loaded | None:
         """Wait until model and vocabulary are loaded; None if that was interrupted. Raises `ConfigError`."""
         loaded = await self.engine.loaded()
         if loaded is None:
@@ -54,7 +56,8 @@ class Runtime:
         # The sizes of the pool and of checkpoints must not depend on what memory is free when it is started again.
         self.engine.config = {**self._config, **restart_flags(loaded.info)}
         try:
-            await self.prompts.set_model(SetModel(loaded.info, *self._template, loaded.records))
+            of_requests = settings.request_settings(loaded.info, self._max_queue)
+            await self.prompts.set_model(SetModel(loaded.info, *self._template, of_requests, loaded.records))
         except LlamaslotError as error:
             if self._is_interrupted:
                 return None

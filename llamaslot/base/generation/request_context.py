@@ -1,4 +1,4 @@
-"""Inputs of a request other than its body, and the fields of the body that shape the reply.
+"""Settings for all requests, inputs of one other than its body, and the fields of the body that shape the reply.
 
 The earlier items and the fields of a reply are those of the Responses API.
 """
@@ -12,13 +12,13 @@ import msgspec
 
 from llamaslot.base.callers import Caller
 from llamaslot.base.generation.sampling import Sampling
-from llamaslot.base.generation.tools import ParserOptions, ReasoningDefaults
+from llamaslot.base.generation.tools import ParserOptions, ReasoningFormat
 
 CallKind: TypeAlias = Literal["function", "custom", "local_shell"]
 
 
-class RequestLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits of what one request may ask for."""
+class RequestSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings of the server for all requests: what one may ask for, and defaults of the fields of its body."""
 
     max_prompts: int
     max_choices: int
@@ -27,31 +27,32 @@ class RequestLimits(msgspec.Struct, frozen=True, kw_only=True):
     max_stop_strings: int
     max_stop_chars: int
     """Characters of all stop strings together."""
+    sampling: Sampling
+    """A `seed` of -1 stands for a new one each time."""
+    max_tokens: int
+    """Limit of new tokens."""
+    cache_prompt: bool
+    verbose: bool
+    reasoning: bool
+    """True if the model reasons before it answers; only for chat templates that leave the choice."""
+    reasoning_budget: int
+    """Tokens that the model may reason; -1 for no limit."""
+    reasoning_format: ReasoningFormat
 
 
 class RequestContext(msgspec.Struct, frozen=True):
-    """Inputs of the prompt worker other than a request's body: HTTP headers and server settings."""
+    """Inputs of the prompt worker other than a request's body, from its HTTP headers and its endpoint."""
 
     request_id: str
-    limits: RequestLimits
-    sampling: Sampling
-    """Defaults; a `seed` of -1 stands for a new one each time."""
-    max_tokens: int = -1
-    """Default limit of new tokens."""
-    cache_prompt: bool = True
-    """Default of the field."""
-    shows_prompt: bool = False
-    """The reply shows the prompt's text."""
-    counts_tokens: bool = False
-    """Every event of a stream has the number of tokens so far."""
-    verbose: bool = False
-    """Default of the field."""
     caller: Caller = Caller()
     key_secret: str = ""
     """`key_secret` of the API key where each key has namespaces of its own; empty where not."""
     is_admin: bool = False
     """True if the API key is an administrator's, who may share KV with all keys."""
-    reasoning: ReasoningDefaults = ReasoningDefaults()
+    shows_prompt: bool = False
+    """The reply shows the prompt's text."""
+    counts_tokens: bool = False
+    """Every event of a stream has the number of tokens so far."""
 
 
 class CallForm(msgspec.Struct, frozen=True):

@@ -18,16 +18,6 @@ class Tool(msgspec.Struct, frozen=True):
     parameters: Mapping[str, Any] = msgspec.field(default_factory=dict)
 
 
-class ReasoningDefaults(msgspec.Struct, frozen=True):
-    """The server's defaults for the reasoning of a chat; the fields of a request override them."""
-
-    enabled: bool = True
-    """True if the model reasons before it answers; only for chat templates that leave the choice."""
-    budget: int = -1
-    """Tokens that the model may reason; -1 for no limit."""
-    format: ReasoningFormat = "auto"
-
-
 class ReasoningBudget(msgspec.Struct, frozen=True):
     """Tokens that a model may reason, and the token ids of the tags around reasoning."""
 
