@@ -121,7 +121,7 @@ class TextReader(RequestReader):
 
     def read(self, job: Prepare) -> ReadBody | Needs:
         if isinstance(job, PrepareText):
-            return ReadBody(job.requests, ReplyOptions())
+            return job.requests, ReplyOptions()
         return super().read(job)
 
 

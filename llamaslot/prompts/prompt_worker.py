@@ -139,24 +139,25 @@ class PromptWorker:
         if isinstance(read, Needs):
             return read
         contexts: list[PromptContext] = []
-        for each in read.requests:
+        requests, options = read
+        for each in requests:
             if contexts:
                 on_prompt()
             contexts.append(self._tokenizer.tokenize_prompt(each))
             if job.is_run:
                 self._tokenizer.check_fits(contexts[-1].prompt)
         self._prompts[job.context.request_id] = contexts
-        shows_text = job.is_run and (job.context.shows_prompt or read.options.verbose)
+        shows_text = job.is_run and (job.context.shows_prompt or options.verbose)
         prompts = [
             PreparedPrompt(
                 each.request.params,
                 each.prompt,
                 text=self._tokenizer.detokenize(each.prompt.tokens.tolist()) if shows_text else "",
-                echo=self._tokenizer.echo(each) if read.options.echo else "",
+                echo=self._tokenizer.echo(each) if options.echo else "",
             )
             for each in contexts
         ]
-        return Prepared(tuple(prompts), read.options)
+        return Prepared(tuple(prompts), options)
 
     def _context(self, job: Remember | Locate) -> PromptContext | None:
         """Return a prompt of a request, if it was prepared and not released."""

@@ -1,28 +1,24 @@
-"""Conversion of a chat request's body to its prompt, its constraint and the form of its reply."""
+"""Rendering of a chat request's conversation, and the limit of its reply's reasoning."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any
 
 import msgspec
 
-from llamaslot.base.commands import Constraint, TextPart
+from llamaslot.base.commands import TextPart
 from llamaslot.base.generation.request_context import RequestSettings
-from llamaslot.base.generation.tools import ParserOptions, ReasoningBudget, packed
-from llamaslot.base.text_records import ChatTurn
+from llamaslot.base.generation.tools import ReasoningBudget
 from llamaslot.formats.calls import ToolCall, is_object
 from llamaslot.formats.format import Format
 from llamaslot.formats.grammar import Thinking
 from llamaslot.formats.recognition import format_of
 from llamaslot.protocol.bodies import ChatBody
-from llamaslot.protocol.constraints import RAW_GRAMMAR, ConstraintReader, read_tools
-from llamaslot.protocol.replies.meaning import digest_of
-from llamaslot.protocol.replies.restoring import ReplyRestorer
+from llamaslot.protocol.constraints import RAW_GRAMMAR, read_tools
 from llamaslot.protocol.text_requests import wants_probs
 from llamaslot.text.conversation import (
     SYSTEM_ROLES,
@@ -41,26 +37,6 @@ _INTRODUCTION = (
 )
 _EXAMPLE = ToolCall("name", '{"parameter": "value"}')
 _ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
-
-
-@dataclass(frozen=True, slots=True)
-class ChatPrompt:
-    """A conversation as a prompt, with the constraint of its reply and how the reply is parsed."""
-
-    parts: tuple[TextPart, ...]
-    tools: tuple[dict[str, Any], ...]
-    """Tools in the form that chat templates read."""
-    variables: Mapping[str, Any]
-    """Template variables set by the request or the server."""
-    constraint: Constraint | None
-    reasoning_budget: ReasoningBudget | None
-    constrains_content: bool
-    """True if the request constrains the content of the reply; otherwise only its tools do."""
-    parser: ParserOptions
-    turn: ChatTurn | None = None
-    """None if the reply cannot be remembered."""
-    rest: tuple[TextPart, ...] = ()
-    """The prompt after the tokens that `turn` restores."""
 
 
 class ChatReader:
@@ -85,40 +61,15 @@ class ChatReader:
         )
         """Control tokens that the parser of replies needs to see in the text."""
 
-    def read(self, body: ChatBody, constraints: ConstraintReader, *, is_run: bool = True) -> ChatPrompt:
-        """Read a chat request; raises `InvalidRequestError` if it is invalid or cannot be rendered.
-
-        With `is_run` False (only counted or probed), no constraint is made, so its grammar need not be valid.
-        """
-        use = read_tools(body)
-        variables = self._template_variables(body)
-        parts = self._render(_checked_messages(body), use.definitions, variables, wants_reply=_wants_reply(body))
-        opened = self._reasoning_open(body, "".join(part.text for part in parts))
-        thinking: Thinking = "optional" if variables.get("enable_thinking", True) else "none"
+    def thinking(self, variables: Mapping[str, Any], reasoning_open: str) -> Thinking:
+        """Return whether a reply reasons: it may unless a variable says no, and continues what the prompt opens."""
         if self.format.reasoning is None:
-            thinking = "none"
-        elif opened:
-            thinking = "open"
-        own = constraints.read(body) if is_run else None
-        is_raw = own is not None and own.param == RAW_GRAMMAR
-        return ChatPrompt(
-            parts,
-            use.definitions,
-            variables,
-            constraint=constraints.for_reply(self.format, own, use, thinking) if is_run else None,
-            reasoning_budget=self._budget(body, thinking, is_raw=is_raw),
-            constrains_content=own is not None,
-            parser=ParserOptions(
-                packed_tools=packed(use.tools),
-                parse_tools=use.mode != "none",
-                parallel=use.parallel,
-                calls_only=use.mode == "required",
-                reasoning_open=opened,
-                reasoning_format=body.reasoning_format or self._settings.reasoning_format,
-            ),
-        )
+            return "none"
+        if reasoning_open:
+            return "open"
+        return "optional" if variables.get("enable_thinking", True) else "none"
 
-    def _budget(self, body: ChatBody, thinking: Thinking, *, is_raw: bool) -> ReasoningBudget | None:
+    def budget(self, body: ChatBody, thinking: Thinking, *, is_raw: bool) -> ReasoningBudget | None:
         """Return the limit of reasoning set by a request or, if it sets none, by the server.
 
         None if tokens cannot be forced: because probabilities are wanted, or a grammar covers the whole reply.
@@ -140,63 +91,40 @@ class ChatReader:
         start, end, after = map(self._tokens_of, (tags.start, tags.end, self.format.text_after_reasoning))
         return ReasoningBudget(n_tokens, start, end, after, is_open=thinking == "open")
 
-    def with_replies(self, body: ChatBody, chat: ChatPrompt, restorer: ReplyRestorer, namespace: str) -> ChatPrompt:
-        """Restore remembered replies in a chat's prompt. Its reply may then have to be parsed differently."""
-        if not _wants_reply(body):
-            return chat
-        variables = json.dumps(chat.variables, sort_keys=True).encode()
-        found = restorer.prompt(
-            self.template.prepared(body.messages),
-            chat.parts,
-            # Renderings that are not prompts are only compared as text.
-            lambda messages, wants_reply: self._render(
-                messages, chat.tools, chat.variables, wants_reply=wants_reply, only_text=not wants_reply
-            ),
-            digest_of(namespace.encode(), variables),
-            lambda bare: msgspec.structs.replace(chat.parser, reasoning_open=self.format.reasoning_open_at(bare)),
-            variables=digest_of(variables, b"tools" if chat.tools else b""),
-        )
-        if found is None:
-            return chat
-        turn, rest, text = found
-        parser = chat.parser
-        if turn.begun:
-            parser = msgspec.structs.replace(parser, reasoning_open=self._reasoning_open(body, text))
-        return replace(chat, parser=parser, turn=turn, rest=rest)
-
     def render(self, body: ChatBody, *, keeps_added: bool = False) -> tuple[TextPart, ...]:
         """Return the conversation as prompt parts; raises `InvalidRequestError` if it cannot be rendered.
 
         `keeps_added` keeps BOS and EOS that the template writes, for a tokenizer that adds none itself.
         """
-        return self._render(
-            _checked_messages(body),
+        return self.render_messages(
+            body,
+            checked_messages(body),
             read_tools(body).definitions,
-            self._template_variables(body),
-            wants_reply=_wants_reply(body),
+            wants_reply=wants_reply(body),
             keeps_added=keeps_added,
         )
 
-    def _render(
+    def render_messages(
         self,
+        body: ChatBody,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]],
-        variables: Mapping[str, Any],
         *,
         wants_reply: bool,
         only_text: bool = False,
         keeps_added: bool = False,
     ) -> tuple[TextPart, ...]:
+        """Return messages and tools as prompt parts, with the template variables of a body."""
         return self.template.render(
             with_text_of_tools(self.template, self.format, messages, tools),
             tools=tools if self.template.takes_tools else (),
             add_generation_prompt=wants_reply,
-            kwargs=variables,
+            kwargs=self.variables(body),
             only_text=only_text,
             keeps_added=keeps_added,
         )
 
-    def _template_variables(self, body: ChatBody) -> dict[str, Any]:
+    def variables(self, body: ChatBody) -> dict[str, Any]:
         """Return the template variables that a request sets, in addition to the server's."""
         kwargs: dict[str, Any] = {}
         if not self._settings.reasoning:
@@ -209,13 +137,13 @@ class ChatReader:
             kwargs["reasoning_effort"] = body.reasoning_effort
         return kwargs | (body.chat_template_kwargs or {})
 
-    def _reasoning_open(self, body: ChatBody, prompt: str) -> str:
+    def reasoning_open(self, body: ChatBody, prompt: str) -> str:
         """Return the end of the prompt from the tag that opens the reply's reasoning; empty if none is open.
 
         Only the generation prompt and a continued message are searched, since earlier messages may mention tags.
         """
         tags, last = self.format.reasoning, body.messages[-1]
-        if tags is None or last.get("role") != "assistant" or not _wants_reply(body):
+        if tags is None or last.get("role") != "assistant" or not wants_reply(body):
             return self.format.reasoning_open_at(prompt)
         message = clean_message(last, len(body.messages) - 1)
         continued = joined(message["content"], "\n\n") or message.get("reasoning_content", "")
@@ -242,7 +170,7 @@ def _budget_tokens(body: ChatBody) -> int:
     return next((n for n in given if n is not None), -1)
 
 
-def _wants_reply(body: ChatBody) -> bool:
+def wants_reply(body: ChatBody) -> bool:
     """Return True if the prompt ends where the assistant's reply begins, or where its last message continues."""
     if not body.continue_final_message:
         return body.add_generation_prompt is not False
@@ -253,7 +181,7 @@ def _wants_reply(body: ChatBody) -> bool:
     return True
 
 
-def _checked_messages(body: ChatBody) -> list[dict[str, Any]]:
+def checked_messages(body: ChatBody) -> list[dict[str, Any]]:
     """Return the messages; raises `InvalidRequestError` for an unknown role."""
     for i, message in enumerate(body.messages):
         role = message.get("role")

@@ -7,10 +7,11 @@ vocabulary.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -31,9 +32,9 @@ from llamaslot.base.generation.request_context import (
     ReplyOptions,
     RequestSettings,
 )
+from llamaslot.base.generation.tools import ParserOptions, packed
 from llamaslot.base.model import ModelInfo
 from llamaslot.base.namespaces import salt_namespace
-from llamaslot.formats.format import Format
 from llamaslot.protocol.anthropic import CountTokensBody, MessagesBody, chat_of, field_names
 from llamaslot.protocol.bodies import (
     ChatBody,
@@ -47,8 +48,9 @@ from llamaslot.protocol.bodies import (
     renamed,
     too_deep,
 )
-from llamaslot.protocol.chat_prompt import ChatReader, conversation_branch
-from llamaslot.protocol.constraints import ConstraintReader
+from llamaslot.protocol.chat_prompt import ChatReader, checked_messages, conversation_branch, wants_reply
+from llamaslot.protocol.constraints import RAW_GRAMMAR, ConstraintReader, read_tools
+from llamaslot.protocol.replies.meaning import digest_of
 from llamaslot.protocol.replies.restoring import ReplyRestorer
 from llamaslot.protocol.responses import ResponsesBody, read_compaction, read_response, references
 from llamaslot.protocol.text_requests import (
@@ -79,12 +81,8 @@ class _Kind(msgspec.Struct):
     messages: msgspec.Raw | UnsetType = UNSET
 
 
-@dataclass(frozen=True, slots=True)
-class ReadBody:
-    """A request for each prompt of a body, and the options of its reply."""
-
-    requests: tuple[TextRequest, ...]
-    options: ReplyOptions
+ReadBody: TypeAlias = tuple[tuple[TextRequest, ...], ReplyOptions]
+"""A request for each prompt of a body, and the options of its reply."""
 
 
 def default_grammars(grammars: Sequence[Constraint]) -> Iterator[Constraint]:
@@ -125,6 +123,8 @@ class RequestReader:
         self._constraints = ConstraintReader(checker, self._token_of, tags)
         self._known_constraints = ConstraintReader(checker, self._token_of, tags, may_compile=False)
         self._chats = ChatReader(template, named_tokens, self._tag_tokens, settings)
+        self.output_format = self._chats.format
+        """The format in which the model writes chat messages."""
         self._defaults = default_grammars([self._constraints.grammar(*each) for each in grammars])
         self._infill = InfillPrompts(info, tokenizer.tokenize, self._check_size)
 
@@ -175,7 +175,7 @@ class RequestReader:
         )
         if job.kind == "probe" and len(requests) > 1:
             raise InvalidRequestError("'prompt' must be one prompt to probe the cache", param="prompt")
-        return ReadBody(requests, _reply_options(body, requests[0], self._settings))
+        return requests, _reply_options(body, requests[0], self._settings)
 
     def _messages(self, job: Prepare) -> ReadBody:
         """Read a body in Anthropic's form."""
@@ -191,40 +191,70 @@ class RequestReader:
 
         `of_api` has fields of `ReplyOptions` that chats do not have.
         """
-        context = job.context
         refuse_missing(body)
-        chat = self._chats.read(body, self._constraints_for(job), is_run=job.is_run)
-        self._check_size(chat.parts)
-        default = next(self._defaults, None) if job.is_run else None
-        constraint, budget = chat.constraint, chat.reasoning_budget
-        if default is not None and not chat.constrains_content:
+        chats = self._chats
+        # The prompt.
+        use, variables = read_tools(body), chats.variables(body)
+        messages, has_reply = checked_messages(body), wants_reply(body)
+        parts = chats.render_messages(body, messages, use.definitions, wants_reply=has_reply)
+        reasoning_open = chats.reasoning_open(body, "".join(part.text for part in parts))
+        # What its reply must match. If it is only counted or probed, a grammar need not be valid.
+        thinking = chats.thinking(variables, reasoning_open)
+        own = constraint = default = None
+        if job.is_run:
+            constraints = self._constraints_for(job)
+            own = constraints.read(body)
+            constraint = constraints.for_reply(chats.format, own, use, thinking)
+        is_raw = own is not None and own.param == RAW_GRAMMAR
+        budget = chats.budget(body, thinking, is_raw=is_raw)
+        self._check_size(parts)
+        if job.is_run:
+            default = next(self._defaults, None)
+        if default is not None and own is None:
             # A default grammar covers the whole output, and may not allow a forced end of the reasoning.
             constraint, budget = default, None
         (request,) = text_requests(
             body,
-            [chat.parts],
-            context,
+            [parts],
+            job.context,
             self._settings,
             self._info,
             tokens_of=self._tokens_of,
             constraint=constraint,
-        )
-        params = msgspec.structs.replace(
-            request.params,
             reasoning_budget=budget,
-            preserved_tokens=self._chats.preserved_tokens,
+            preserved_tokens=chats.preserved_tokens,
             session_branch=conversation_branch(self.template, body),
         )
-        if params.cache_prompt and self._restorer is not None:
-            chat = self._chats.with_replies(body, chat, self._restorer, salt_namespace(params.cache_salt))
-        request = replace(request, params=params, chat=chat.turn, rest=chat.rest)
-        options = msgspec.structs.replace(
-            _reply_options(body, request, self._settings),
-            parser=chat.parser,
-            chat=_chat_to_store(body, context.request_id) if job.is_run else None,
-            **of_api,
+        parser = ParserOptions(
+            packed_tools=packed(use.tools),
+            parse_tools=use.mode != "none",
+            parallel=use.parallel,
+            calls_only=use.mode == "required",
+            reasoning_open=reasoning_open,
+            reasoning_format=body.reasoning_format or self._settings.reasoning_format,
         )
-        return ReadBody((request,), options)
+        # Remembered replies as their tokens. The reply may then have to be parsed differently.
+        found = None
+        if request.params.cache_prompt and self._restorer is not None and has_reply:
+            of_template = json.dumps(variables, sort_keys=True).encode()
+            found = self._restorer.prompt(
+                self.template.prepared(messages),
+                parts,
+                # Renderings that are not prompts are only compared as text.
+                lambda messages, wants_reply: chats.render_messages(
+                    body, messages, use.definitions, wants_reply=wants_reply, only_text=not wants_reply
+                ),
+                digest_of(salt_namespace(request.params.cache_salt).encode(), of_template),
+                lambda bare: msgspec.structs.replace(parser, reasoning_open=chats.format.reasoning_open_at(bare)),
+                variables=digest_of(of_template, b"tools" if use.definitions else b""),
+            )
+        if found is not None:
+            turn, rest, text = found
+            request = replace(request, chat=turn, rest=rest)
+            if turn.begun:
+                parser = msgspec.structs.replace(parser, reasoning_open=chats.reasoning_open(body, text))
+        to_store = _chat_to_store(body, job.context.request_id) if job.is_run else None
+        return (request,), _reply_options(body, request, self._settings, parser=parser, chat=to_store, **of_api)
 
     def _response(self, job: Prepare) -> ReadBody | Needs:
         """Read a body of the Responses API."""
@@ -258,13 +288,18 @@ class RequestReader:
 
     def answer(self, job: AnswerBody) -> JsonReply:
         """Answer a body that needs only the chat template or the vocabulary; raises `InvalidRequestError`."""
-        methods: dict[str, Callable[[AnswerBody], Any]] = {
-            "apply_template": self._apply_template,
-            "tokenize": self._tokenize,
-            "detokenize": self._detokenize,
-        }
         try:
-            data = msgspec.json.encode(methods[job.kind](job))
+            match job.kind:
+                case "apply_template":
+                    reply: Any = {"prompt": "".join(part.text for part in self._rendered(job))}
+                case "tokenize":
+                    reply = self._tokenize(job)
+                case "detokenize":
+                    tokens = checked(decode(job.body, DetokenizeBody).tokens or (), self._info.n_vocab, "tokens")
+                    text = self._tokenizer.detokenize(tokens)
+                    # Under llama-server's name and vLLM's.
+                    reply = {"content": text, "prompt": text}
+            data = msgspec.json.encode(reply)
         except RecursionError as error:
             raise too_deep() from error
         if len(data) > _MAX_REPLY_BYTES:
@@ -272,10 +307,6 @@ class RequestReader:
                 f"the reply would have {len(data)} bytes (limit: {_MAX_REPLY_BYTES}); send less at a time"
             )
         return JsonReply(data)
-
-    def _apply_template(self, job: AnswerBody) -> dict[str, str]:
-        """Return the prompt that the template renders from a conversation and its tools."""
-        return {"prompt": "".join(part.text for part in self._rendered(job))}
 
     def _rendered(self, job: AnswerBody, *, keeps_added: bool = False) -> tuple[TextPart, ...]:
         body = decode(job.body, ChatBody)
@@ -311,17 +342,6 @@ class RequestReader:
             raise InvalidRequestError(message, param=param)
         return tokens
 
-    def _detokenize(self, job: AnswerBody) -> dict[str, str]:
-        """Return the text of token ids, under llama-server's name and vLLM's."""
-        tokens = checked(decode(job.body, DetokenizeBody).tokens or (), self._info.n_vocab, "tokens")
-        text = self._tokenizer.detokenize(tokens)
-        return {"content": text, "prompt": text}
-
-    @property
-    def output_format(self) -> Format:
-        """The format in which the model writes chat messages."""
-        return self._chats.format
-
     def _tokens_of(self, text: str) -> tuple[int, ...]:
         return tuple(self._tokenizer.tokenize((TextPart(text, special=False),)))
 
@@ -333,7 +353,7 @@ class RequestReader:
         return tokens[0] if len(tokens) == 1 else None
 
 
-def _reply_options(body: Options, request: TextRequest, settings: RequestSettings) -> ReplyOptions:
+def _reply_options(body: Options, request: TextRequest, settings: RequestSettings, **of_kind: Any) -> ReplyOptions:
     n, params = n_choices(body), request.params
     fields = body.response_fields if isinstance(body, CompletionBody | InfillBody) else None
     return ReplyOptions(
@@ -347,6 +367,7 @@ def _reply_options(body: Options, request: TextRequest, settings: RequestSetting
         hides_logprobs=params.sampling.n_probs >= 0 and not wants_probs(body),
         response_fields=tuple(fields or ()),
         sse_ping_interval=body.sse_ping_interval,
+        **of_kind,
     )
 
 

@@ -24,7 +24,6 @@ import msgspec
 
 from llamaslot.base.commands import (
     N_SEEDS,
-    Constraint,
     GenerateParams,
     PromptPart,
     TextPart,
@@ -139,9 +138,12 @@ def text_requests(
     info: ModelInfo,
     *,
     tokens_of: TokensOf,
-    constraint: Constraint | None = None,
+    **of_kind: Any,
 ) -> tuple[TextRequest, ...]:
-    """Return a request for each prompt, with `n` completions. Raises `InvalidRequestError`."""
+    """Return a request for each prompt, with `n` completions. Raises `InvalidRequestError`.
+
+    `of_kind` has fields of `GenerateParams` that come from other things than `options`.
+    """
     n = _n_computed(options)
     if n * len(prompts) > settings.max_choices:
         message = f"{n * len(prompts)} completions requested, and the limit is {settings.max_choices}"
@@ -172,7 +174,6 @@ def text_requests(
         t_max_predict_ms=_first(options.t_max_predict_ms, -1),
         return_progress=bool(options.return_progress and options.stream),
         reports_progress=bool(options.stream and (options.timings_per_token or context.counts_tokens)),
-        constraint=constraint,
         cache_prompt=_first(options.cache_prompt, options.cache_public or None, settings.cache_prompt),
         cache_salt=salt,
         id_slot=id_slot,
@@ -182,6 +183,7 @@ def text_requests(
         client=context.caller.client(session_id),
         n=n,
         prompt_probs=prompt_probs,
+        **of_kind,
     )
     if len(prompts) == 1:
         return (TextRequest(params, prompts[0]),)

@@ -554,7 +554,7 @@ async def test_a_message_that_is_restored_outlives_one_that_is_not(start: Any) -
     chat = await chats(start, CALL, CALL, "x", CALL, "x", "x")
     first, other = [reply_of(await chat.ask(QUESTION, cache_salt=salt)) for salt in ("one", "two")]
     await chat.ask(QUESTION, first, *results(first), cache_salt="one", max_tokens=0)
-    memory = chat.server.local.prompts.threads._jobs.tokenizer.memory
+    memory = chat.server.local.prompts.worker._tokenizer.memory
     memory.max_bytes = memory.n_bytes
     await chat.ask(QUESTION, cache_salt="three")
     for salt, message in (("one", first), ("two", other)):
@@ -577,7 +577,7 @@ async def test_no_key_evicts_a_message_of_another_within_its_share(start: Any) -
         return dict(reply)
 
     message = reply_of(await ask("one", QUESTION))
-    memory = server.local.prompts.threads._jobs.tokenizer.memory
+    memory = server.local.prompts.worker._tokenizer.memory
     async with asyncio.timeout(10):
         while not memory.n_bytes:
             await asyncio.sleep(0.005)

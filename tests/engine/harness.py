@@ -156,7 +156,7 @@ class LocalEngine:
 
     async def run(self) -> None:
         """Run until `stop`."""
-        self.prompts.threads.start()
+        self.prompts.worker.start()
         await self.engine.run()
         await asyncio.wait([asyncio.wrap_future(self.prompts.close())], timeout=5)
 
@@ -239,7 +239,9 @@ class Harness:
         self.local = LocalEngine(backend, self._receive, **settings)
         self.engine = self.local.engine
         if isinstance(backend, FakeBackend) and self.is_inline:
-            thread = self.local.prompts.threads._idle[0][0] = Inline()
+            threads = self.local.prompts.worker._threads
+            threads[0].shutdown()
+            thread = threads[0] = Inline()
             ahead = random.Random(1)
             worker = Worker(backend, thread, self.engine._clock, lambda: ahead.random() < 0.5)
             worker.run = self._watched(worker.run)

@@ -16,7 +16,6 @@ from llamaslot.base.commands import ClearCache, DropSession, Prepare
 from llamaslot.base.events import Finished, Progress
 from llamaslot.formats.format import ParsedMessage
 from llamaslot.formats.recognition import format_of
-from llamaslot.protocol.request_reader import ReadBody
 from tests.engine.harness import Harness, running
 from tests.fake_backend import FakeBackend
 from tests.prompt_threads import CONTEXT
@@ -58,11 +57,12 @@ async def chat(engine: Harness, *messages: dict[str, Any], **fields: Any) -> tup
     context = msgspec.structs.replace(CONTEXT, request_id=request_id)
     job = Prepare("chat", body, context, may_compile=True)
     # The reader is on the event loop here, as all that the harness runs.
-    read = engine.local.prompts.threads._reader.read(job)
-    assert isinstance(read, ReadBody), read
-    end = await engine.send(read.requests[0])
+    read = engine.local.prompts.worker._reader.read(job)
+    assert isinstance(read, tuple), read
+    (request,), options = read
+    end = await engine.send(request)
     assert isinstance(end, Finished)
-    message = ParsedMessage(format_of(TEMPLATE, {}), read.options.parser, request_id)
+    message = ParsedMessage(format_of(TEMPLATE, {}), options.parser, request_id)
     message.push(engine.text(request_id), end.reason)
     calls = [
         {"type": "function", "id": each.id, "function": {"name": each.name, "arguments": each.arguments}}
