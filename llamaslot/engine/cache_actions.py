@@ -31,7 +31,7 @@ from llamaslot.base.errors import (
     ServerError,
     UnavailableError,
 )
-from llamaslot.base.executors import close_after_queue, started_executor
+from llamaslot.base.threads import close_after_queue, started_executor
 from llamaslot.base.tokens import WIDTH
 from llamaslot.engine.disk_worker import DiskWorker
 from llamaslot.engine.remote_worker import RemoteWorker

@@ -14,7 +14,7 @@ from concurrent.futures import Executor
 from typing import TypeAlias, TypeVar
 
 from llamaslot.base.backend import Backend
-from llamaslot.base.executors import started_executor
+from llamaslot.base.threads import started_executor
 from llamaslot.engine.step_watch import StepWatch
 from llamaslot.scheduler.step import StepPlan, StepResult, apply, next_decode_step
 

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from llamaslot.base.process_times import ProcessTimes, process_times, starved_seconds
+from llamaslot.base.threads import ProcessTimes, process_times, starved_seconds
 
 _FACTOR = 20
 """Longest duration of a step, as a multiple of its expected duration."""

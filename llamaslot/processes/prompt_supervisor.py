@@ -17,9 +17,9 @@ import structlog
 
 from llamaslot.base.commands import DropSession, Needs, Prepare
 from llamaslot.base.errors import InvalidRequestError, LlamaslotError, ServerError, UnavailableError
-from llamaslot.base.process_times import ProcessTimes, process_times, starved_seconds
 from llamaslot.base.stats import AnchorStats, ReplyStats, SessionStats
 from llamaslot.base.text_records import TextRecord
+from llamaslot.base.threads import ProcessTimes, process_times, starved_seconds
 from llamaslot.processes.messages import (
     FromPrompts,
     JobDone,

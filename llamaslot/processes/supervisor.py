@@ -14,7 +14,7 @@ from typing import Any
 
 import structlog
 
-from llamaslot.base.process_times import has_ended, is_stopped
+from llamaslot.base.threads import has_ended, is_stopped
 from llamaslot.processes.channel import Channel
 
 _RETRY_S = 30.0

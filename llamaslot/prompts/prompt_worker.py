@@ -31,10 +31,10 @@ from llamaslot.base.errors import (
     ServerError,
     UnavailableError,
 )
-from llamaslot.base.executors import close_after_queue, started_executor
 from llamaslot.base.generation.request_context import ListItems
 from llamaslot.base.stats import AnchorStats, ReplyStats, SessionStats
 from llamaslot.base.text_records import RememberedReply, Session, TextAnchor
+from llamaslot.base.threads import close_after_queue, started_executor
 from llamaslot.prompts.prompt_jobs import Job, JobResult, PromptJobs, Release, Remember, activity_of, client_of
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from llamaslot.base.process_times import ProcessTimes, ThreadTimes
+from llamaslot.base.threads import ProcessTimes, ThreadTimes
 from llamaslot.engine import step_watch
 from llamaslot.engine.step_watch import StepWatch
 
