@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 
 from llamaslot.api.context import ApiSettings
+from llamaslot.app.composition import OnProgress
 from llamaslot.app.config import Config
 from llamaslot.app.runtime.engine_host import EngineHost
 from llamaslot.app.runtime.prompt_main import prompt_worker
-from llamaslot.app.runtime.runtime import OnProgress
 from llamaslot.base.backend import Backend
 from llamaslot.engine.engine import Engine
 from llamaslot.processes.messages import Loaded, SetModel
@@ -17,7 +17,7 @@ from tests.prompt_threads import LocalPrompts
 
 
 class InProcessRuntime:
-    """Takes the place of `llamaslot.app.runtime.runtime.Runtime`."""
+    """Takes the place of `llamaslot.app.composition.Runtime`."""
 
     def __init__(
         self, config: Config, template: tuple[str, str], on_progress: OnProgress, backend: Backend | None

@@ -22,7 +22,7 @@ import structlog
 from aiohttp import web
 
 from llamaslot.base.errors import ConfigError
-from llamaslot.base.named_files import read_named, read_named_text
+from llamaslot.base.files import read_named, read_named_text
 
 _INTERVAL_S = 1.0
 _UNRESPONSIVE_S = 30.0

@@ -20,11 +20,11 @@ import structlog
 from llamaslot.app.cache_budgets import about_tokens
 from llamaslot.app.config import Config
 from llamaslot.backend.disk import DiskStore, SlotFiles, fingerprint_of
-from llamaslot.backend.files import private_folder
 from llamaslot.backend.remote import StoreSettings
+from llamaslot.backend.storage import private_folder
 from llamaslot.base.errors import ConfigError
+from llamaslot.base.files import read_named, read_named_text
 from llamaslot.base.model import ModelInfo
-from llamaslot.base.named_files import read_named, read_named_text
 from llamaslot.kvcache.cache_settings import MAX_SEGMENT_TOKENS, Budgets
 
 if TYPE_CHECKING:
@@ -54,9 +54,7 @@ def lock_disk(config: Config) -> DiskStore | None:
     try:
         return DiskStore(folder)
     except OSError as error:
-        raise ConfigError(
-            f"{_DISK_FLAG}: {folder} cannot be used: {error.strerror or error}", param=_DISK_FLAG
-        ) from None
+        raise _unusable(_DISK_FLAG, folder, error) from None
 
 
 def open_disk(
@@ -75,8 +73,7 @@ def open_disk(
             return ""
         disk.open(kv_key(info, weights), _capacity(disk, config, info.segment_size.of(MAX_SEGMENT_TOKENS)))
     except OSError as error:
-        reason = error.strerror or str(error)
-        raise ConfigError(f"{_DISK_FLAG}: {disk.folder} cannot be used: {reason}", param=_DISK_FLAG) from None
+        raise _unusable(_DISK_FLAG, disk.folder, error) from None
     n_others = disk.n_other_bytes
     others = f", {n_others / _MIB:,.1f} MiB of other models" if n_others else ""
     return (
@@ -94,9 +91,12 @@ def slot_save_path(config: Config) -> Path | None:
     try:
         private_folder(folder)
     except OSError as error:
-        flag = "--slot-save-path"
-        raise ConfigError(f"{flag}: {folder} cannot be used: {error.strerror or error}", param=flag) from None
+        raise _unusable("--slot-save-path", folder, error) from None
     return folder
+
+
+def _unusable(flag: str, folder: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"{flag}: {folder} cannot be used: {error.strerror or error}", param=flag)
 
 
 def slot_files(folder: Path | None, info: ModelInfo, disk: DiskStore | None) -> SlotFiles | None:
@@ -184,8 +184,7 @@ def open_remote(
     connection is made on first use, so the store need not run yet. Raises `ConfigError`.
     """
     # Imported only if needed: redis takes much memory, and time to import.
-    from llamaslot.backend.remote.redis_store import RedisStore  # noqa: PLC0415
-    from llamaslot.backend.remote.sealing import Sealer  # noqa: PLC0415
+    from llamaslot.backend.remote.redis_store import RedisStore, Sealer  # noqa: PLC0415
     from llamaslot.backend.remote.store_connection import connect  # noqa: PLC0415
 
     if info.segment_size is None:

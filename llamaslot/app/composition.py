@@ -17,25 +17,30 @@ import gc
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
+import msgspec
 import structlog
 
+from llamaslot.app.cache_budgets import restart_flags
 from llamaslot.app.config import Config
 from llamaslot.app.config_reader import listed, read_template
 from llamaslot.app.models import resolve_model
-from llamaslot.app.runtime.runtime import OnProgress, Runtime
-from llamaslot.base.errors import stopped_error
-from llamaslot.base.gguf_file import check_metadata
-from llamaslot.processes.messages import Loaded
+from llamaslot.base.errors import ConfigError, LlamaslotError, stopped_error
+from llamaslot.base.files import check_metadata
+from llamaslot.processes.engine_supervisor import EngineSupervisor
+from llamaslot.processes.messages import Loaded, SetModel
+from llamaslot.processes.prompt_supervisor import PromptSupervisor
 from llamaslot.processes.threads import in_daemon_thread, start_default_executor
 
 if TYPE_CHECKING:
     from llamaslot.api.context import ApiSettings, Readiness
     from llamaslot.api.credentials import FileChanges
     from llamaslot.api.http_server import Application, Listener
+    from llamaslot.service.service import Service
+if TYPE_CHECKING:
     from llamaslot.service.service import Service
 
 _log = structlog.get_logger(__name__)
@@ -44,6 +49,15 @@ _M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8
 _MAPPED_BLOCK_BYTES = 64 * 2**10
 _REMEMBER_TIMEOUT_S = 2.0
 """Time limit for ending the remaining requests and remembering their replies."""
+_ENGINE_MAIN = "llamaslot.app.runtime.engine_main"
+_PROMPT_MAIN = "llamaslot.app.runtime.prompt_main"
+_END_TIMEOUT_S = 20.0
+"""Time that an engine's process may take to end: 5 s each to flush the disk, to end threads, to close the disk."""
+_PROMPT_TIMEOUT_S = 2.0
+"""Time that the prompt worker may take to end."""
+
+OnProgress: TypeAlias = Callable[[str, float], None]
+"""Gets what is being done and the fraction done."""
 
 
 async def serve(config: Config) -> int:
@@ -261,3 +275,74 @@ class _Signals:
         pending = next((f for f in (self.first, self.second) if not f.done()), None)
         if pending is not None:
             pending.set_result(None)
+
+
+class Runtime:
+    """Call `start`, `load`, `connect` and `stop` in this order, the last one in any case.
+
+    `template` is what `read_template` returns.
+    """
+
+    def __init__(self, config: Config, template: tuple[str, str], on_progress: OnProgress) -> None:
+        self._template = template
+        self._max_queue = config.max_queue
+        self._config = msgspec.to_builtins(config)
+        self.prompts = PromptSupervisor(_PROMPT_MAIN, self._config, timeout=config.prompt_timeout)
+        self._is_interrupted = False
+        self.engine = EngineSupervisor(_ENGINE_MAIN, self._config, on_progress)
+
+    async def start(self) -> None:
+        """Start both processes, which begin to load; raises `OSError`."""
+        await self.engine.start()
+        await self.prompts.start()
+
+    async def load(self, settings: ApiSettings) -> Loaded | None:
+        """Wait until model and vocabulary are loaded; None if that was interrupted. Raises `ConfigError`."""
+        loaded = await self.engine.loaded()
+        if loaded is None:
+            return None
+        # The sizes of the pool and of checkpoints must not depend on what memory is free when it is started again.
+        self.engine.config = {**self._config, **restart_flags(loaded.info)}
+        try:
+            of_requests = settings.request_settings(loaded.info, self._max_queue)
+            await self.prompts.set_model(SetModel(loaded.info, *self._template, of_requests, loaded.records))
+        except LlamaslotError as error:
+            if self._is_interrupted:
+                return None
+            raise ConfigError(error.message, param=error.param) from None
+        return loaded
+
+    def connect(self, service: Service) -> None:
+        """Run the engine for a service, and count restarts."""
+
+        def on_restarted() -> None:
+            service.metrics.record_restart("engine")
+            service.engine_restarted()
+
+        service.connect(self.engine.send, self._why_stopped)
+        self.engine.listen(service.receive, service.engine_lost, on_restarted)
+        self.prompts.on_restarted = lambda: service.metrics.record_restart("prompt_worker")
+
+    def interrupt(self) -> None:
+        """Have `load` stop as soon as possible."""
+        self._is_interrupted = True
+        self.engine.interrupt()
+        self.prompts.kill()
+
+    def kill(self) -> None:
+        """End the child processes at once."""
+        self.engine.kill()
+        self.prompts.kill()
+
+    async def stop(self) -> str:
+        """End all in order; return why that is not possible, or an empty text."""
+        reason = await self.engine.stop(_END_TIMEOUT_S)
+        await self.prompts.stop(_PROMPT_TIMEOUT_S)
+        return reason
+
+    def _why_stopped(self) -> str:
+        """Return why no request is carried out though no process has ended; empty if they are."""
+        for process, name in ((self.engine, "engine"), (self.prompts, "prompt worker")):
+            if process.is_suspended:
+                return f"the {name} is stopped, by a signal or a debugger"
+        return ""

@@ -99,16 +99,6 @@ class Option:
         return [*words, "N"] if words and len(self.types) > 1 else words
 
 
-def options_of(table: type[Any]) -> Iterator[Option]:
-    """Yield the rows of a table, a dataclass whose fields are described by `llama` and `own`, in order."""
-    kinds = get_type_hints(table, include_extras=True)
-    for row in fields(table):
-        name, kind, meta = row.name, kinds[row.name], row.metadata
-        flags = meta["flags"].split() or [f"--{name.replace('_', '-')}"]
-        words = SWITCH if kind in (bool, bool | None) else meta["words"]
-        yield Option(name, kind, flags, meta["env"].format(name.upper()), row.default, meta["text"], words)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
     """The configuration; flags, environment variables and keys of the file are derived from these fields."""
@@ -424,5 +414,10 @@ class Config:
 
 
 def options() -> Iterator[Option]:
-    """Return the rows of the table in order."""
-    return options_of(Config)
+    """Yield the rows of the table in order."""
+    kinds = get_type_hints(Config, include_extras=True)
+    for row in fields(Config):
+        name, kind, meta = row.name, kinds[row.name], row.metadata
+        flags = meta["flags"].split() or [f"--{name.replace('_', '-')}"]
+        words = SWITCH if kind in (bool, bool | None) else meta["words"]
+        yield Option(name, kind, flags, meta["env"].format(name.upper()), row.default, meta["text"], words)

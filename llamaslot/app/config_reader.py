@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,7 +20,7 @@ import msgspec
 
 from llamaslot.app.config import Config, Option, options
 from llamaslot.base.errors import ConfigError
-from llamaslot.base.named_files import read_named_text
+from llamaslot.base.files import read_named_text
 from llamaslot.text.builtin_templates import resolve
 from llamaslot.text.conversation import volatile_pattern
 
@@ -100,9 +100,12 @@ class Parser(argparse.ArgumentParser):
         flag = word.partition("=")[0]
         shown = (action for action in parser._actions if action.help is not argparse.SUPPRESS)
         known = [name for action in shown for name in action.option_strings]
-        nearest = difflib.get_close_matches(flag, known, n=1)
-        hint = f"; did you mean {nearest[0]}?" if nearest else ""
-        return f"there is no {'flag' if flag.startswith('-') else 'argument'} {flag}{hint}"
+        return f"there is no {'flag' if flag.startswith('-') else 'argument'} {flag}{_hint(flag, known)}"
+
+
+def _hint(word: str, known: Iterable[str]) -> str:
+    nearest = difflib.get_close_matches(word, known, n=1)
+    return f"; did you mean {nearest[0]}?" if nearest else ""
 
 
 def _with_dashes(arg: str) -> str:
@@ -124,7 +127,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         if option.is_bool:
             negative = [f"-no{flag}" for flag in option.flags if not flag.startswith("--") and len(flag) > 2]
             negative.append(f"--no-{option.flag[2:]}")
-            parser.add_argument(*option.flags, *negative, dest=option.name, action=_Switch, help=text)
+            parser.add_argument(*option.flags, *negative, dest=option.name, nargs=0, action=_Switch, help=text)
         else:
             action = "append" if option.is_list else "store"
             metavar = {int: "N", float: "X"}.get(option.types[0], "TEXT")
@@ -132,33 +135,24 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
                 metavar = "{" + ",".join(option.choices) + "}"
             parser.add_argument(*option.flags, dest=option.name, action=action, metavar=metavar, help=text)
     for n_values, flags in WITHOUT_EFFECT.items():
-        parser.add_argument(*flags.split(), dest="ignored", nargs=n_values, action=_Ignored, help=argparse.SUPPRESS)
+        parser.add_argument(*flags.split(), dest="ignored", nargs=n_values, action=_Foreign, help=argparse.SUPPRESS)
     for reason, flags in NOT_SUPPORTED.items():
-        parser.add_argument(*flags.split(), nargs="?", const=reason, action=_Refused, help=argparse.SUPPRESS)
+        parser.add_argument(*flags.split(), nargs="?", const=reason, action=_Foreign, help=argparse.SUPPRESS)
 
 
 class _Switch(argparse.Action):
     """`--x` and `--no-x`, without a value."""
 
-    def __init__(self, option_strings: Sequence[str], dest: str, **kwargs: Any) -> None:
-        super().__init__(option_strings, dest, nargs=0, **kwargs)
-
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         setattr(namespace, self.dest, not (option_string or "").startswith(("--no-", "-no-")))
 
 
-class _Ignored(argparse.Action):
-    """A flag without effect."""
+class _Foreign(argparse.Action):
+    """A flag of llama-server that is no option here: without effect, or an error if `const` has a reason."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        pass
-
-
-class _Refused(argparse.Action):
-    """A flag of llama-server that is an error here; `const` is the reason."""
-
-    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        raise ConfigError(f"{option_string} is a flag of llama-server: {self.const}", param=option_string)
+        if self.const:
+            raise ConfigError(f"{option_string} is a flag of llama-server: {self.const}", param=option_string)
 
 
 def _shown(default: Any) -> str:
@@ -179,7 +173,10 @@ def read_config(flags: argparse.Namespace, environ: Mapping[str, str]) -> Config
         except tomllib.TOMLDecodeError as error:
             raise ConfigError(f"{path} is not valid TOML: {error}", param="--config") from None
         for key, value in content.items():
-            found[_known_key(key, table, file)] = (f"{key} in {file}", value)
+            name = key.replace("-", "_")
+            if name not in table:
+                raise ConfigError(f"{file} has an unknown key {key}{_hint(name, table)}", param="--config")
+            found[name] = (f"{key} in {file}", value)
     for option in table.values():
         negated = option.env.replace("_ARG_", "_ARG_NO_")
         if option.is_bool and negated != option.env and negated in environ:
@@ -229,15 +226,6 @@ def _checked(config: Config) -> Config:
             "--no-jinja allows only built-in templates: give the name of one as --chat-template", param="--no-jinja"
         )
     return config
-
-
-def _known_key(key: str, table: Mapping[str, Option], file: str) -> str:
-    name = key.replace("-", "_")
-    if name in table:
-        return name
-    nearest = difflib.get_close_matches(name, table, n=1)
-    hint = f"; did you mean {nearest[0]}?" if nearest else ""
-    raise ConfigError(f"{file} has an unknown key {key}{hint}", param="--config")
 
 
 def read_template(config: Config) -> tuple[str, str]:

@@ -10,7 +10,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, Future
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,7 +18,7 @@ import numpy.typing as npt
 from llguidance import LLMatcher, LLTokenizer
 
 from llamaslot.base.commands import Constraint
-from llamaslot.base.executors import GRAMMAR_STACK_BYTES, started_executor
+from llamaslot.base.threads import GRAMMAR_STACK_BYTES, started_executor
 from llamaslot.text.grammars.compiling import (
     MASK_S,
     MAX_MASK_EXCESS_S,
@@ -51,14 +51,7 @@ class Compiled:
 
     def matcher(self) -> Matcher:
         """Return a matcher at the start of the grammar."""
-        compiler = self._compiler
-        return Matcher(
-            self._state.deep_copy(),
-            self._first,
-            n_vocab=compiler.n_vocab,
-            eog=compiler.eog,
-            executor=compiler.executor,
-        )
+        return Matcher(self._state.deep_copy(), self._first, self._compiler)
 
 
 class ConstraintCompiler:
@@ -80,11 +73,6 @@ class ConstraintCompiler:
         """Compiled grammars, with their estimated bytes, by text."""
         self._n_bytes = 0
         self._lock = threading.Lock()
-
-    @property
-    def n_cached(self) -> int:
-        """Number of cached grammars."""
-        return len(self._cache)
 
     def compile(self, constraint: Constraint) -> Compiled:
         """Return a compiled constraint; raises `InvalidRequestError`, or `NotSupportedError` for the vocabulary."""
@@ -143,21 +131,18 @@ class TokenMask:
 
 
 class Matcher:
-    """Follows the tokens of one request, while `executor` computes the mask of the next token in the background.
+    """Follows the tokens of one request, while a thread of the compiler computes the mask of the next token.
 
     `failure` is set once llguidance cannot go on, for example because the grammar is too ambiguous. Used on one
     thread. Every method waits for a mask that is being computed.
     """
 
-    def __init__(
-        self, state: LLMatcher, first: TokenMask, *, n_vocab: int, eog: Sequence[int], executor: Executor
-    ) -> None:
+    def __init__(self, state: LLMatcher, first: TokenMask, compiler: ConstraintCompiler) -> None:
         self._state = state
         self._mask: TokenMask | None = first
         self._computing: Future[TokenMask | None] | None = None
-        self._n_vocab = n_vocab
-        self._eog = eog
-        self._executor = executor
+        self._n_vocab, self._executor = compiler.n_vocab, compiler.executor
+        self._eog = compiler.eog
         self._has_ended = False
         self._excess = 0.0
         """Sum of the CPU time by which masks exceeded `MASK_S`."""

@@ -1,12 +1,13 @@
 """CPUs and memory of the host, within the limits that control groups (v1 and v2) give to a container.
 
 Linux: `MemAvailable`, limits of control groups, and the time that tasks wait for memory (pressure stall
-information, PSI). macOS: the system's pressure level (untested).
+information, PSI). macOS: the system's pressure level (untested). Memory for KV is allocated here too (`new_kv`).
 """
 
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import sys
 import time
@@ -15,8 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import psutil
 
+from llamaslot.base.kv_ops import Kv
 from llamaslot.kvcache.tiers.budget import MemoryReading
 
 CGROUPS = Path("/sys/fs/cgroup")
@@ -24,6 +27,8 @@ OWN_GROUPS = Path("/proc/self/cgroup")
 _PRESSURE = Path("/proc/pressure/memory")
 _MAC_WARNING, _MAC_CRITICAL = 2, 4
 """Values of macOS' `kern.memorystatus_vm_pressure_level`; 1 is normal."""
+_MAPPED_MIN_BYTES = 2**17
+"""Smallest allocation that is mapped. Smaller segments are too few for their memory to matter."""
 
 
 class Group(NamedTuple):
@@ -102,20 +107,12 @@ def host_cpus(cgroups: Path = CGROUPS, own: Path = OWN_GROUPS) -> HostCpus:
     return HostCpus(psutil.cpu_count(logical=False) or logical, logical, allowed, min(quotas, default=None))
 
 
-class _Group(NamedTuple):
-    """A control group with a limit, and the bytes it uses without cached files, which can be read again."""
-
-    folder: Path
-    limit: int
-    used: int
-
-
 def host_memory(cgroups: Path = CGROUPS, own: Path = OWN_GROUPS) -> tuple[int, int]:
     """Return free and total memory of the host, or of this process's control groups if they allow less."""
     memory = psutil.virtual_memory()
     free, total = int(memory.available), int(memory.total)
-    for group in _limited_groups(cgroups, own):
-        free, total = min(free, max(group.limit - group.used, 0)), min(total, group.limit)
+    for _, limit, used in _limited_groups(cgroups, own):
+        free, total = min(free, max(limit - used, 0)), min(total, limit)
     return free, total
 
 
@@ -129,7 +126,7 @@ def mapped_bytes() -> int:
 
 def pressure_files(cgroups: Path = CGROUPS, own: Path = OWN_GROUPS, host: Path = _PRESSURE) -> list[Path]:
     """Return Linux's files with the time that tasks waited for memory: of the host, and of limited groups (v2)."""
-    return [host, *(each.folder / "memory.pressure" for each in _limited_groups(cgroups, own))]
+    return [host, *(folder / "memory.pressure" for folder, _, _ in _limited_groups(cgroups, own))]
 
 
 def mac_pressure_level() -> int:
@@ -142,21 +139,22 @@ def mac_pressure_level() -> int:
     return 0 if failed else level.value
 
 
-@dataclass(frozen=True, slots=True)
-class Sources:
-    """Functions that query the system."""
-
-    memory: Callable[[], tuple[int, int]] = host_memory
-    mapped: Callable[[], int] = mapped_bytes
-    pressure_files: Callable[[], Sequence[Path]] = pressure_files
-    mac_level: Callable[[], int] = mac_pressure_level
-
-
 class MemoryReader:
-    """Reads all sources, in less than a millisecond. Used by one thread at a time."""
+    """Reads free memory and pressure, in less than a millisecond. Used by one thread at a time.
 
-    def __init__(self, sources: Sources | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        self._sources = sources or Sources()
+    `mapped` are the bytes that the system counts as free, although they are in use.
+    """
+
+    def __init__(
+        self,
+        *,
+        memory: Callable[[], tuple[int, int]] = host_memory,
+        mapped: Callable[[], int] = mapped_bytes,
+        files: Callable[[], Sequence[Path]] = pressure_files,
+        mac_level: Callable[[], int] = mac_pressure_level,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._memory, self._mapped, self._files, self._mac_level = memory, mapped, files, mac_level
         self._clock = clock
         self._read_at = clock()
         self._waited: dict[Path, tuple[float, float]] = {}
@@ -164,18 +162,18 @@ class MemoryReader:
 
     def read(self) -> MemoryReading:
         """Return the current state of memory; waiting times are those since the last call."""
-        sources, now = self._sources, self._clock()
-        free, total = sources.memory()
-        before, self._waited = self._waited, _waited(sources.pressure_files())
+        now = self._clock()
+        free, total = self._memory()
+        before, self._waited = self._waited, _waited(self._files())
         seconds, self._read_at = now - self._read_at, now
         grown = [
             ((some - before[path][0]) / seconds, (everything - before[path][1]) / seconds)
             for path, (some, everything) in self._waited.items()
             if path in before and seconds > 0
         ]
-        level = sources.mac_level()
+        level = self._mac_level()
         return MemoryReading(
-            free=max(free - sources.mapped(), 0),
+            free=max(free - self._mapped(), 0),
             total=total,
             some_waiting=max((some for some, _ in grown), default=0.0),
             all_waiting=max((everything for _, everything in grown), default=0.0),
@@ -184,26 +182,24 @@ class MemoryReader:
         )
 
 
-def _limited_groups(cgroups: Path, own: Path) -> Iterator[_Group]:
-    """Yield the control groups of this process that limit memory."""
+def _limited_groups(cgroups: Path, own: Path) -> Iterator[tuple[Path, int, int]]:
+    """Yield the folders of the control groups of this process that limit memory, with limit and bytes in use.
+
+    Cached files, which can be read again, are not in use.
+    """
     for folder, is_v1 in own_groups("memory", cgroups, own):
         try:
-            yield _group_v1(folder) if is_v1 else _group_v2(folder)
+            if is_v1:
+                limit, used = (int((folder / f"memory.{name}_in_bytes").read_text()) for name in ("limit", "usage"))
+            else:
+                limits = [(folder / name).read_text().strip() for name in ("memory.max", "memory.high")]
+                limit = min((int(each) for each in limits if each != "max"), default=sys.maxsize)
+                used = int((folder / "memory.current").read_text())
+            # Without a limit, v1 has a number of about that size.
+            if limit < sys.maxsize // 2:
+                yield folder, limit, used - _file_bytes(folder, "total_" if is_v1 else "")
         except (OSError, ValueError):
             continue
-
-
-def _group_v2(folder: Path) -> _Group:
-    limits = [(folder / name).read_text().strip() for name in ("memory.max", "memory.high")]
-    limit = min(int(each) for each in limits if each != "max")
-    return _Group(folder, limit, int((folder / "memory.current").read_text()) - _file_bytes(folder, ""))
-
-
-def _group_v1(folder: Path) -> _Group:
-    limit, used = (int((folder / f"memory.{name}_in_bytes").read_text()) for name in ("limit", "usage"))
-    if limit >= sys.maxsize // 2:
-        raise ValueError("no limit")
-    return _Group(folder, limit, used - _file_bytes(folder, "total_"))
 
 
 def _file_bytes(folder: Path, prefix: str) -> int:
@@ -223,3 +219,33 @@ def _waited(paths: Sequence[Path]) -> dict[Path, tuple[float, float]]:
             continue
         waited[path] = some, everything
     return waited
+
+
+def new_kv(n_bytes: int) -> Kv:
+    """Allocate `n_bytes` of uninitialized memory for KV. Raises `MemoryError`.
+
+    Large arrays are mapped in ordinary pages, for two reasons:
+    - The C library puts blocks of up to 32 MiB among others, so freeing them may not shrink the process: after
+      freeing nine tenths of 350 MiB, nothing had gone back to the system. Mapped memory goes back at once.
+    - numpy requests huge pages for 4 MiB and more. The system has to find and clear each of them before its first
+      byte is written. If free memory is fragmented, as on many virtual machines, that takes several times as long
+      as with ordinary pages, while streams wait for the step.
+    """
+    if n_bytes >= _MAPPED_MIN_BYTES:
+        try:
+            return np.frombuffer(mmap.mmap(-1, n_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=np.uint8)
+        except OSError:
+            # The number of mappings is limited (Linux: 65,530).
+            pass
+    return np.empty(n_bytes, dtype=np.uint8)
+
+
+def trim_heap() -> None:
+    """Return freed memory to the system. Called after the start and after a self-test, which free much memory.
+
+    glibc keeps freed pages that lie below blocks in use, such as those of the logits that the self-test has read.
+    Other C libraries have no such function.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

@@ -34,7 +34,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from llamaslot.backend.memory import new_kv
+from llamaslot.backend.host import new_kv
 from llamaslot.base.kv_ops import Kv, KvPart
 from llamaslot.base.model import SegmentSize, StateKind
 
@@ -241,26 +241,34 @@ def join(rows: Sequence[Rows], *, n_streams: int = 1) -> Kv:
     n_bytes = _CELLS_AT + _COUNT_BYTES + n_tokens * first.bytes_per_token + first.layers.size
     n_bytes += sum(tensor.header.size for tensor in first.tensors) + rest.size + rows[0].tail.size
     result = new_kv(n_bytes)
-    writer = _Writer(result)
-    writer.put(rows[0].head)
-    writer.put(np.array([n_streams, n_tokens], np.uint32).view(np.uint8))
-    for each in rows:
-        writer.put(each.cells)
-    writer.put(_same([each.saved.layers for each in rows]))
-    for i, tensors in enumerate(zip(*(each.saved.tensors for each in rows), strict=True)):
-        header = _same([tensor.header for tensor in tensors])
-        writer.put(header)
-        chosen = [tensor.rows[each.keep] for tensor, each in zip(tensors, rows, strict=True)]
-        if first.is_transposed and i >= len(first.tensors) // 2:
-            element = int(header[4:8].copy().view(np.uint32)[0])
-            chosen = [np.concatenate(chosen).reshape(n_tokens, -1, element).swapaxes(0, 1)]
-        for each in chosen:
-            writer.put(each)
-    writer.put(rest)
-    writer.put(rows[0].tail)
-    if writer.at != len(result):
+    at = 0
+    for piece in _pieces(rows, n_tokens, n_streams, rest):
+        # An assignment of another size raises `ValueError`.
+        result[at : at + piece.size] = piece.reshape(-1)
+        at += piece.size
+    if at != n_bytes:
         raise ValueError("a segment has another layout")
     return result
+
+
+def _pieces(rows: Sequence[Rows], n_tokens: int, n_streams: int, rest: Bytes) -> Iterator[Bytes]:
+    """Yield the bytes of joined rows, piece by piece, so that no more than one is copied at a time."""
+    yield rows[0].head
+    yield np.array([n_streams, n_tokens], np.uint32).view(np.uint8)
+    for each in rows:
+        yield each.cells
+    yield _same([each.saved.layers for each in rows])
+    n_layers = len(rows[0].saved.tensors) // 2
+    for i, tensors in enumerate(zip(*(each.saved.tensors for each in rows), strict=True)):
+        header = _same([tensor.header for tensor in tensors])
+        yield header
+        chosen = [tensor.rows[each.keep] for tensor, each in zip(tensors, rows, strict=True)]
+        if rows[0].saved.is_transposed and i >= n_layers:
+            element = int(header[4:8].copy().view(np.uint32)[0])
+            chosen = [np.concatenate(chosen).reshape(n_tokens, -1, element).swapaxes(0, 1)]
+        yield from chosen
+    yield rest
+    yield rows[0].tail
 
 
 def _rows_of(part: KvPart, size: SegmentSize) -> Rows:
@@ -298,19 +306,3 @@ def _same(headers: Sequence[Bytes]) -> Bytes:
     if any(not np.array_equal(each, headers[0]) for each in headers):
         raise ValueError("segments have different layouts")
     return headers[0]
-
-
-class _Writer:
-    """Fills an array from its start."""
-
-    def __init__(self, target: Kv) -> None:
-        self._target = target
-        self.at = 0
-
-    def put(self, data: Bytes) -> None:
-        """Append bytes; raises `ValueError` if they do not fit."""
-        end = self.at + data.size
-        if end > len(self._target):
-            raise ValueError("a segment has another layout")
-        self._target[self.at : end] = data.reshape(-1)
-        self.at = end

@@ -151,29 +151,18 @@ class CompiledConstraint(Protocol):
 class Vocab(Protocol):
     """Text to tokens and back; safe to use from any thread."""
 
-    @property
-    def n_tokens(self) -> int:
-        """Size of the vocabulary."""
-
-    @property
-    def longest_piece(self) -> int:
-        """Maximum bytes of text per token; 0 if the tokenizer may drop text."""
-
-    @property
-    def stack_bytes(self) -> int:
-        """Stack size that a thread needs to call `tokenize`; 0 for the default size."""
-
-    @property
-    def eog(self) -> frozenset[int]:
-        """Tokens that end a generation."""
-
-    @property
-    def special_tokens(self) -> tuple[str, ...]:
-        """Texts that are one token each with `parse_special`, and several tokens without it."""
-
-    @property
-    def cut_tokens(self) -> tuple[str, ...]:
-        """Texts of control tokens that do not strip the text before them, those that end a generation first."""
+    n_tokens: int
+    """Size of the vocabulary."""
+    longest_piece: int
+    """Maximum bytes of text per token; 0 if the tokenizer may drop text."""
+    stack_bytes: int
+    """Stack size that a thread needs to call `tokenize`; 0 for the default size."""
+    eog: frozenset[int]
+    """Tokens that end a generation."""
+    special_tokens: tuple[str, ...]
+    """Texts that are one token each with `parse_special`, and several tokens without it."""
+    cut_tokens: tuple[str, ...]
+    """Texts of control tokens that do not strip the text before them, those that end a generation first."""
 
     @property
     def named_tokens(self) -> Mapping[str, int]:

@@ -16,7 +16,7 @@ from rich.tree import Tree
 from llamaslot.base.commands import CacheCleared
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.stats import CachePrefix, CacheState, CheckpointStats, TierStats
-from llamaslot.cli.client import DEFAULT_URL, Client, RefusedError, add_access
+from llamaslot.cli.client import Client, RefusedError, add_access
 
 _MAX_TEXT_CHARS = 60
 """Most characters of a prefix's text that are shown."""
@@ -29,12 +29,9 @@ _R = TypeVar("_R", bound=msgspec.Struct)
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `llamaslot cache`."""
-    parser.add_argument(
-        "url", nargs="?", default=DEFAULT_URL, metavar="URL", help="the server (default: %(default)s)"
-    )
+    add_access(parser)
     parser.add_argument("--top", type=int, default=20, metavar="N", help="prefixes to show (default: %(default)s)")
     parser.add_argument("--clear", action="store_true", help="first drop everything not used by running requests")
-    add_access(parser)
 
 
 def run(args: argparse.Namespace) -> int:

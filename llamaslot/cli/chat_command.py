@@ -18,7 +18,7 @@ from typing import Any
 from rich.console import Console
 
 from llamaslot.base.errors import ConfigError
-from llamaslot.cli.client import DEFAULT_URL, Client, add_access
+from llamaslot.cli.client import Client, add_access
 
 with suppress(ImportError):
     import readline  # noqa: F401  # The import gives input() line editing.
@@ -29,11 +29,8 @@ _HELP = "/clear starts a new conversation, /system TEXT sets the system prompt, 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `llamaslot chat`."""
-    parser.add_argument(
-        "url", nargs="?", default=DEFAULT_URL, metavar="URL", help="the server (default: %(default)s)"
-    )
-    parser.add_argument("--url", dest="named_url", metavar="URL", help="the same as URL")
     add_access(parser)
+    parser.add_argument("--url", dest="named_url", metavar="URL", help="the same as URL")
     parser.add_argument("--system", default="", metavar="TEXT", help="the system prompt")
     parser.add_argument("--temp", type=float, metavar="X", help="the temperature (default: the server's)")
     parser.add_argument("--max-tokens", type=int, metavar="N", help="at most N tokens per answer")

@@ -21,7 +21,10 @@ _CONNECT_TIMEOUT_S = 10.0
 
 
 def add_access(parser: argparse.ArgumentParser) -> None:
-    """Declare `--api-key` and `--cacert`."""
+    """Declare the server's URL, `--api-key` and `--cacert`."""
+    parser.add_argument(
+        "url", nargs="?", default=DEFAULT_URL, metavar="URL", help="the server (default: %(default)s)"
+    )
     parser.add_argument(
         "--api-key", default=os.environ.get("LLAMA_API_KEY", ""), help="API key (default: $LLAMA_API_KEY)"
     )

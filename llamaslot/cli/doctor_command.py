@@ -20,14 +20,14 @@ from llamaslot import __version__
 from llamaslot.app.cache_tiers import remote_settings
 from llamaslot.app.config import Config
 from llamaslot.app.config_reader import add_flags
-from llamaslot.app.doctor import Check, Outcome, fail, machine_checks, ok, server_checks, warn
+from llamaslot.app.doctor import Check, Outcome, checks, fail, ok, warn
 from llamaslot.app.doctor.benchmark import BenchmarkError, BenchmarkResult, run_benchmark
 from llamaslot.app.doctor.llama_checks import llama_checks, model_file
-from llamaslot.app.gpu_use import host_gpus
 from llamaslot.app.logs import configure_logging
+from llamaslot.app.start_lines import host_gpus
 from llamaslot.backend.host import host_cpus, host_memory
 from llamaslot.base.errors import ConfigError
-from llamaslot.base.gguf_file import parts
+from llamaslot.base.files import parts
 
 _BUSY_S = 0.3
 """Time over which CPU usage is measured."""
@@ -66,29 +66,29 @@ def run(args: argparse.Namespace) -> int:
     configure_logging("json", "error")
     result = None
     with _progress() as on_progress:
-        config, configuration = server_checks.configuration(args, os.environ)
-        checks = list(_checks(config, configuration, on_progress))
-        if args.bench and not any(check.outcome is Outcome.FAIL for check in checks if check.name in _NEEDED):
+        config, configuration = checks.configuration(args, os.environ)
+        found = list(_checks(config, configuration, on_progress))
+        if args.bench and not any(check.outcome is Outcome.FAIL for check in found if check.name in _NEEDED):
             on_progress("benchmark: starting a server, then measuring for ten seconds")
             try:
                 result = run_benchmark(config)
-                checks += _measured(result)
+                found += _measured(result)
             except BenchmarkError as error:
                 advice = "see the checks above; --no-bench skips the benchmark"
-                checks.append((warn if error.has_started else fail)("benchmark", str(error), advice))
-    has_failed = any(check.outcome is Outcome.FAIL for check in checks)
+                found.append((warn if error.has_started else fail)("benchmark", str(error), advice))
+    has_failed = any(check.outcome is Outcome.FAIL for check in found)
     if args.json:
-        report = _Report(__version__, not has_failed, checks, result)
+        report = _Report(__version__, not has_failed, found, result)
         print(msgspec.json.format(msgspec.json.encode(report), indent=2).decode())
     else:
         width = None if sys.stdout.isatty() else _PIPE_COLUMNS
-        Console(highlight=False, markup=False, emoji=False, width=width).print(_table(checks))
+        Console(highlight=False, markup=False, emoji=False, width=width).print(_table(found))
     return 1 if has_failed else 0
 
 
 def _checks(config: Config, configuration: Check, on_progress: Callable[[str], None]) -> Iterator[Check]:
     """Yield the results of all checks; `on_progress` gets the name of each slow one before it begins."""
-    yield machine_checks.software()
+    yield checks.software()
     model = model_file(config.model)
     if isinstance(model, Check):
         yield model
@@ -97,21 +97,21 @@ def _checks(config: Config, configuration: Check, on_progress: Callable[[str], N
     yield from llama_checks(path, config.gpu_layers, host_gpus())
     free, total = host_memory()
     swap = psutil.swap_memory()
-    yield machine_checks.cpus(host_cpus(), config.threads, psutil.cpu_percent(_BUSY_S) / 100)
-    yield machine_checks.memory(free, total, sum(part.stat().st_size for part in parts(path)) if path else 0)
-    yield machine_checks.swap(int(swap.total), int(swap.used), total)
-    yield machine_checks.descriptors(config.max_connections)
+    yield checks.cpus(host_cpus(), config.threads, psutil.cpu_percent(_BUSY_S) / 100)
+    yield checks.memory(free, total, sum(part.stat().st_size for part in parts(path)) if path else 0)
+    yield checks.swap(int(swap.total), int(swap.used), total)
+    yield checks.descriptors(config.max_connections)
     cache = platformdirs.user_cache_path("llamaslot")
     on_progress(f"measuring {cache}")
-    yield machine_checks.cache_folder(cache)
+    yield checks.cache_folder(cache)
     if config.cache_disk:
         disk = Path(config.cache_disk).expanduser()
         on_progress(f"measuring {disk}")
-        yield machine_checks.disk_tier(disk)
+        yield checks.disk_tier(disk)
     yield configuration
     yield from _remote_checks(config, on_progress)
-    yield server_checks.access(config)
-    yield server_checks.port(config)
+    yield checks.access(config)
+    yield checks.port(config)
 
 
 def _remote_checks(config: Config, on_progress: Callable[[str], None]) -> Sequence[Check]:
@@ -146,13 +146,13 @@ def _measured(result: BenchmarkResult) -> Iterator[Check]:
         yield warn("benchmark", found, "nothing was reused: see docs/models.md for reuse with this model")
 
 
-def _table(checks: Sequence[Check]) -> Table:
+def _table(found: Sequence[Check]) -> Table:
     """Return a table with a row for each check and its advice below the finding."""
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
-    for check in checks:
+    for check in found:
         text = Text(check.found)
         if check.advice:
             text.append(f"\n-> {check.advice}", style=_STYLES[check.outcome])

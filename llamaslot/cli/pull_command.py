@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.filesize import decimal
@@ -21,9 +20,6 @@ from rich.table import Column, Table
 
 from llamaslot.app.models import Model, check_digest, find_model, known_models, resolve_model
 from llamaslot.base.errors import ConfigError
-
-if TYPE_CHECKING:
-    from llamaslot.app import hub
 
 _INTERRUPTED = 130
 
@@ -87,24 +83,8 @@ def _pull(model: Model, console: Console) -> Path:
     facts.add_row("Licence", remote.licence or "the repository states none")
     facts.add_row("Checked", f"{model.checked} (see models.txt)")
     console.print(facts)
-    path = _download(remote, console)
-    if was_here:
-        # A download has been verified; a file that was already in the cache has not.
-        check_digest(model, path)
-    return path
-
-
-def _download(remote: hub.RemoteFile, console: Console) -> Path:
-    from llamaslot.app import hub  # noqa: PLC0415
-
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console) as progress:
+    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
+    with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
         bars: dict[hub.Stage, TaskID] = {}
 
         def report(stage: hub.Stage, done: int) -> None:
@@ -112,4 +92,8 @@ def _download(remote: hub.RemoteFile, console: Console) -> Path:
                 bars[stage] = progress.add_task(stage, total=remote.size, completed=done)
             progress.update(bars[stage], completed=done)
 
-        return hub.download(remote, report)
+        path = hub.download(remote, report)
+    if was_here:
+        # A download has been verified; a file that was already in the cache has not.
+        check_digest(model, path)
+    return path

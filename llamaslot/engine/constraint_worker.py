@@ -18,7 +18,7 @@ from llamaslot.base.backend import Backend, CompiledConstraint
 from llamaslot.base.callers import Turns
 from llamaslot.base.commands import Constraint
 from llamaslot.base.errors import LlamaslotError, ServerError, UnavailableError
-from llamaslot.base.executors import GRAMMAR_STACK_BYTES, close_after_queue, started_executor
+from llamaslot.base.threads import GRAMMAR_STACK_BYTES, close_after_queue, started_executor
 from llamaslot.scheduler.request import Request, RequestState
 
 COMPILE_TIMEOUT_S = 30.0

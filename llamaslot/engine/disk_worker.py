@@ -20,9 +20,9 @@ from typing import Protocol
 import structlog
 
 from llamaslot.base.backend import Backend
-from llamaslot.base.executors import close_after_queue, started_executor
 from llamaslot.base.kv_ops import Kv
 from llamaslot.base.text_records import TextRecord, TextStore
+from llamaslot.base.threads import close_after_queue, started_executor
 from llamaslot.kvcache import disk_io
 from llamaslot.kvcache.cache import KVCache
 

@@ -18,8 +18,7 @@ from concurrent.futures import Executor
 from typing import TypeAlias, TypeVar
 
 from llamaslot.base.backend import Backend
-from llamaslot.base.executors import started_executor
-from llamaslot.base.process_times import ProcessTimes, process_times, starved_seconds
+from llamaslot.base.threads import ProcessTimes, process_times, started_executor, starved_seconds
 from llamaslot.scheduler.step import StepPlan, StepResult, apply, next_decode_step
 
 OnStep: TypeAlias = Callable[[StepPlan, StepResult], None]

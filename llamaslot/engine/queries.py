@@ -31,9 +31,9 @@ from llamaslot.base.errors import (
     ServerError,
     UnavailableError,
 )
-from llamaslot.base.executors import close_after_queue, started_executor
 from llamaslot.base.namespaces import salt_namespace
 from llamaslot.base.stats import CacheProbe, CacheState, EngineState, SlotState
+from llamaslot.base.threads import close_after_queue, started_executor
 from llamaslot.base.tokens import WIDTH
 from llamaslot.engine.disk_worker import DiskWorker
 from llamaslot.engine.measurements import PendingSelfTest

@@ -14,7 +14,7 @@ from typing import Any
 
 import structlog
 
-from llamaslot.base.process_times import has_ended, is_suspended
+from llamaslot.base.threads import has_ended, is_suspended
 from llamaslot.processes.channel import Channel
 from llamaslot.processes.messages import Stop
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
-from llamaslot.base.executors import started_executor
+from llamaslot.base.threads import started_executor
 
 _N_THREADS = 4
 T = TypeVar("T")

@@ -30,7 +30,7 @@ import msgspec
 
 from llamaslot.base.commands import Constraint
 from llamaslot.base.errors import UnavailableError
-from llamaslot.base.executors import GRAMMAR_STACK_BYTES
+from llamaslot.base.threads import GRAMMAR_STACK_BYTES
 from llamaslot.text.grammars.compiling import ADVICE, LocalTrial, TrialResult, Vocabulary
 
 MAX_CPU_S = 1.5

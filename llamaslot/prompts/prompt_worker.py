@@ -20,11 +20,11 @@ from llamaslot.base.commands import (
     PreparedPrompt,
 )
 from llamaslot.base.errors import InvalidRequestError, LlamaslotError, ServerError
-from llamaslot.base.executors import started_executor
 from llamaslot.base.generation.request_context import ListItems
 from llamaslot.base.namespaces import salt_namespace
 from llamaslot.base.stats import AnchorStats, ReplyStats, SessionStats
 from llamaslot.base.text_records import RememberedReply, Session, TextAnchor, session_digest
+from llamaslot.base.threads import started_executor
 from llamaslot.base.tokens import unpacked
 from llamaslot.prompts.prompt_jobs import (
     JOBS_AT_ONCE,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from llamaslot.app.gpu_use import HostGpu, host_gpus, unused_gpu
+from llamaslot.app.start_lines import HostGpu, host_gpus, unused_gpu
 from llamaslot.backend.llama import library
 
 NVIDIA = HostGpu("NVIDIA", has_driver=True, cmake_args="-DGGML_CUDA=on")
@@ -72,7 +72,7 @@ def test_this_machine_can_be_asked() -> None:
 def test_why_no_gpu_is_used_and_what_to_do(
     gpu_layers: int | str, backends: tuple[str, ...], host: list[HostGpu], words: str
 ) -> None:
-    assert re.search(words, str(unused_gpu(gpu_layers, "CPU", backends, host)))
+    assert re.search(words, ": ".join(unused_gpu(gpu_layers, "CPU", backends, host) or ()))
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,5 @@ def test_nothing_is_said_where_all_is_as_wanted(gpu_layers: int | str, device: s
 
 def test_the_library_says_how_it_was_built() -> None:
     library.initialise()
-    build = library.build()
-    assert build.version.startswith("0.")
-    assert "CPU" in build.backends
-    assert build.flags.startswith("CPU : ") or " : " in build.flags
+    assert "CPU" in library.backends()
+    assert " : " in library.flags()

@@ -18,7 +18,7 @@ import pytest
 from llamaslot.api import credentials
 from llamaslot.api.credentials import FileChanges
 from llamaslot.base.errors import ConfigError
-from llamaslot.base.named_files import MAX_BYTES, read_named, read_named_text
+from llamaslot.base.files import MAX_BYTES, read_named, read_named_text
 from tests.certificates import make
 from tests.conftest import LONG
 from tests.live import Server, serving

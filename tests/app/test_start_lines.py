@@ -12,8 +12,7 @@ from structlog.testing import capture_logs
 
 from bench import synthetic
 from llamaslot.app.config import Config
-from llamaslot.app.gpu_use import host_gpus
-from llamaslot.app.start_lines import announce
+from llamaslot.app.start_lines import announce, host_gpus
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings, library
 from llamaslot.base.model import CheckpointLimits, SelfTestOutcome, StateCost, StateKind
 from llamaslot.processes.messages import Loaded

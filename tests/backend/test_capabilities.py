@@ -20,8 +20,8 @@ import pytest
 
 from bench import synthetic
 from llamaslot.backend.llama import LlamaBackend, capabilities, library, loading
-from llamaslot.backend.llama.llama_settings import LlamaSettings
-from llamaslot.base import gguf_file
+from llamaslot.backend.llama.loading import LlamaSettings
+from llamaslot.base import files
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.events import Finished
 from llamaslot.base.kv_ops import IllegalCallError, Remove
@@ -204,7 +204,7 @@ def test_models_that_do_not_generate_token_by_token_are_refused(
     for name, reason in refused.items():
         assert REFUSED[name] in reason
         assert f"({name})" in reason
-    monkeypatch.setattr(gguf_file, "why_not_served", lambda *_, **__: "")
+    monkeypatch.setattr(files, "why_not_served", lambda *_, **__: "")
     for name, model in known.items():
         reason = capabilities.why_not_served(model)
         assert not reason or name in REFUSED, f"{name} can be refused before its weights are loaded"

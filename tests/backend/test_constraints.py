@@ -317,7 +317,7 @@ def test_compiled_grammars_are_kept_within_a_bound(vocab: LlamaVocab, monkeypatc
     for i in range(20):
         compiler.compile(of_lark(f'start: "{i}"'))
         assert compiler.compile(first) is compiled, "the one used last must stay"
-    assert 2 <= compiler.n_cached <= 6
+    assert 2 <= len(compiler._cache) <= 6
     assert n_made == 1
     with pytest.raises(InvalidRequestError, match="'grammar'"):
         compiler.compile(of_lark("start: /(/"))

@@ -31,7 +31,7 @@ from llamaslot.backend.disk.disk_store import (
     read_segment,
     write_segment,
 )
-from llamaslot.backend.failure_log import FailureLog
+from llamaslot.backend.storage import FailureLog
 from llamaslot.base import text_records
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.kv_ops import Kv

@@ -13,9 +13,7 @@ import numpy as np
 import pytest
 
 from llamaslot.backend import host as module
-from llamaslot.backend import memory
-from llamaslot.backend.host import MemoryReader, Sources, host_memory, mac_pressure_level, pressure_files
-from llamaslot.backend.memory import new_kv
+from llamaslot.backend.host import MemoryReader, host_memory, mac_pressure_level, new_kv, pressure_files
 
 NO_LIMIT = 9223372036854771712
 """The value that cgroup v1 reports for no limit."""
@@ -95,7 +93,7 @@ def waited(path: Path, some: int, everything: int) -> None:
 
 def reader(files: list[Path], ticks: Iterator[float], **sources: object) -> MemoryReader:
     given = {"memory": lambda: (800, 1000), "mapped": lambda: 0, "mac_level": lambda: 0} | sources
-    return MemoryReader(Sources(pressure_files=lambda: files, **given), lambda: next(ticks))
+    return MemoryReader(files=lambda: files, clock=lambda: next(ticks), **given)
 
 
 def test_waiting_is_counted_since_the_last_reading(tmp_path: Path) -> None:
@@ -146,7 +144,7 @@ def test_the_real_sources_are_plausible(monkeypatch: pytest.MonkeyPatch) -> None
 
 FREEING = """
 import random, psutil, numpy as np
-from llamaslot.backend.memory import new_kv
+from llamaslot.backend.host import new_kv
 rss = lambda: psutil.Process().memory_info().rss / 2**20
 big = np.ones(30 * 2**20, dtype=np.uint8)
 del big  # raises the size from which on the C library maps blocks
@@ -175,7 +173,7 @@ def test_where_nothing_more_can_be_mapped_memory_is_allocated(monkeypatch: pytes
         raise OSError(12, "Cannot allocate memory")
 
     fake = SimpleNamespace(mmap=refuse, MAP_PRIVATE=mmap.MAP_PRIVATE, MAP_ANONYMOUS=mmap.MAP_ANONYMOUS)
-    monkeypatch.setattr(memory, "mmap", fake)
+    monkeypatch.setattr(module, "mmap", fake)
     kv = new_kv(2**20)
     kv[:] = 3
     assert (kv.nbytes, kv.dtype) == (2**20, np.uint8)

@@ -15,8 +15,7 @@ import pytest
 from redis.exceptions import RedisError
 
 from llamaslot.backend.remote import StoreSettings, redis_store
-from llamaslot.backend.remote.redis_store import RedisStore
-from llamaslot.backend.remote.sealing import ENTRY, Sealer
+from llamaslot.backend.remote.redis_store import ENTRY, RedisStore, Sealer
 from llamaslot.backend.remote.store_connection import ReplyParser, allowing, connect
 from llamaslot.base.kv_ops import KvPart
 from llamaslot.base.model import SegmentSize

@@ -69,8 +69,8 @@ def test_saving_and_loading_are_timed_with_the_tokens_that_were_computed(
         prefill(*args)
         return seconds
 
-    def timed(backend: LlamaBackend, operation: Operation) -> float:
-        change(backend, operation)
+    def timed(backend: LlamaBackend, context: Any, operation: Operation) -> float:
+        change(backend, context, operation)
         assert isinstance(operation, Save | Load)
         assert operation.end == n_saved
         return operation.end * (3e-3 if isinstance(operation, Save) else 2e-3)

@@ -24,11 +24,9 @@ from llamaslot.backend.llama import (
     costs,
     library,
     llama_backend,
-    measurements,
     self_test,
 )
-from llamaslot.backend.llama.costs import Quiet
-from llamaslot.backend.llama.measurements import Measurements
+from llamaslot.backend.llama.costs import Measurements, Quiet
 from llamaslot.base.backend import Run, Status
 from llamaslot.base.kv_ops import IllegalCallError, Load, Remove, Save
 from llamaslot.base.model import KvCost, StateCost, StepCost
@@ -119,7 +117,7 @@ def test_another_file_machine_or_library_is_measured_anew(
     backend.close()
 
     def key() -> str:
-        return measurements.key_of(LlamaSettings(model), backend.info, 4)
+        return costs.key_of(LlamaSettings(model), backend.info, 4)
 
     keys = [key(), key()]
     assert len(set(keys)) == 1
@@ -140,14 +138,14 @@ def test_free_memory_that_makes_a_larger_pool_changes_nothing(tiny_model: Path) 
     keys = set()
     for n_ctx in (16_384, 32_768):
         info = msgspec.structs.replace(backend.info, n_ctx=n_ctx)
-        keys.add(measurements.key_of(replace(settings(tiny_model, None), n_ctx=n_ctx), info, 4))
+        keys.add(costs.key_of(replace(settings(tiny_model, None), n_ctx=n_ctx), info, 4))
     assert len(keys) == 1
 
 
 def test_what_was_written_is_read(tmp_path: Path) -> None:
-    assert measurements.read(tmp_path, KEY) is None
-    measurements.write(tmp_path, KEY, MEASURED)
-    assert measurements.read(tmp_path, KEY) == MEASURED
+    assert costs.read_kept(tmp_path, KEY) is None
+    costs.keep(tmp_path, KEY, MEASURED)
+    assert costs.read_kept(tmp_path, KEY) == MEASURED
 
 
 ODD_NUMBERS = (b"-1.0", b"1e300", b"1e400", b"NaN", b"0.0")
@@ -171,24 +169,24 @@ ODD_NUMBERS = (b"-1.0", b"1e300", b"1e400", b"NaN", b"0.0")
     ],
 )
 def test_a_corrupt_or_foreign_file_counts_as_missing_and_is_replaced(tmp_path: Path, change: object) -> None:
-    measurements.write(tmp_path, KEY, MEASURED)
+    costs.keep(tmp_path, KEY, MEASURED)
     [file] = tmp_path.iterdir()
     assert callable(change)
     file.write_bytes(change(file.read_bytes()))
-    assert measurements.read(tmp_path, KEY) is None
-    measurements.write(tmp_path, KEY, MEASURED)
-    assert measurements.read(tmp_path, KEY) == MEASURED
+    assert costs.read_kept(tmp_path, KEY) is None
+    costs.keep(tmp_path, KEY, MEASURED)
+    assert costs.read_kept(tmp_path, KEY) == MEASURED
 
 
 def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    measurements.write(tmp_path, KEY, MEASURED)
+    costs.keep(tmp_path, KEY, MEASURED)
 
     def fails(*_: object) -> None:
         raise OSError
 
     monkeypatch.setattr(Path, "replace", fails)
-    measurements.write(tmp_path, KEY, Measurements())
-    assert measurements.read(tmp_path, KEY) == MEASURED
+    costs.keep(tmp_path, KEY, Measurements())
+    assert costs.read_kept(tmp_path, KEY) == MEASURED
     assert len(list(tmp_path.iterdir())) == 1
 
 
@@ -202,19 +200,19 @@ def test_a_folder_that_cannot_be_used_is_no_error(tiny_model: Path, tmp_path: Pa
 def test_old_measurements_count_as_missing_and_are_deleted_later(tmp_path: Path) -> None:
     others = [KEY[::-1], KEY[::2]]
     for key in (KEY, *others):
-        measurements.write(tmp_path, key, MEASURED)
+        costs.keep(tmp_path, key, MEASURED)
     file = tmp_path / f"{KEY}.json"
-    os.utime(file, (0, file.stat().st_mtime - measurements.MAX_AGE_S - 60))
-    assert measurements.read(tmp_path, KEY) is None
-    measurements.write(tmp_path, others[0], MEASURED)
+    os.utime(file, (0, file.stat().st_mtime - costs.MAX_AGE_S - 60))
+    assert costs.read_kept(tmp_path, KEY) is None
+    costs.keep(tmp_path, others[0], MEASURED)
     assert {path.stem for path in tmp_path.iterdir()} == set(others)
 
 
 def test_costs_that_turn_offloading_off_are_measured_again(tmp_path: Path) -> None:
     assert MEASURED.kv_cost is not None
     slow = msgspec.structs.replace(MEASURED.kv_cost, load_us=MEASURED.kv_cost.prefill_us)
-    measurements.write(tmp_path, KEY, msgspec.structs.replace(MEASURED, kv_cost=slow))
-    assert measurements.read(tmp_path, KEY) is None
+    costs.keep(tmp_path, KEY, msgspec.structs.replace(MEASURED, kv_cost=slow))
+    assert costs.read_kept(tmp_path, KEY) is None
 
 
 def test_the_pool_is_empty_after_a_start_with_or_without_measuring(tiny_model: Path, tmp_path: Path) -> None:
@@ -446,9 +444,9 @@ def test_files_of_earlier_versions_are_not_read(tiny_model: Path, monkeypatch: p
     """They may have been measured on a busy machine."""
     backend = LlamaBackend(LlamaSettings(tiny_model, n_ctx=256))
     backend.close()
-    key = measurements.key_of(LlamaSettings(tiny_model), backend.info, 4)
-    monkeypatch.setattr(measurements, "FORMAT", 2)
-    assert measurements.key_of(LlamaSettings(tiny_model), backend.info, 4) != key
+    key = costs.key_of(LlamaSettings(tiny_model), backend.info, 4)
+    monkeypatch.setattr(costs, "FORMAT", 2)
+    assert costs.key_of(LlamaSettings(tiny_model), backend.info, 4) != key
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="CPUs are chosen")

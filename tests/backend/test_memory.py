@@ -12,7 +12,7 @@ FREED = """
 import ctypes
 from pathlib import Path
 
-from llamaslot.backend.memory import trim_heap
+from llamaslot.backend.host import trim_heap
 
 def resident():
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096

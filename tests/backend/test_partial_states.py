@@ -244,7 +244,7 @@ def test_a_checkpoint_that_cannot_be_loaded_leaves_an_empty_sequence(backend: Ll
     for seq in (0, 1):
         feed(backend, seq, HELD)
     backend.change(Take(1, 0, N_HELD))
-    states = backend._kv.partial._states
+    states = backend._kv.partial.states
     states[1] = states[1][:-1]
     with pytest.raises(NotLoadedError):
         backend.change(Restore(1, 0))

@@ -12,8 +12,7 @@ import pytest
 from redis.asyncio.client import Pipeline
 
 from llamaslot.backend.remote import StoreSettings
-from llamaslot.backend.remote.redis_store import RedisStore
-from llamaslot.backend.remote.sealing import DIGEST_BYTES, ENTRY, Sealer
+from llamaslot.backend.remote.redis_store import DIGEST_BYTES, ENTRY, RedisStore, Sealer
 from llamaslot.base.kv_ops import Kv, KvPart
 from llamaslot.base.model import SegmentSize
 from llamaslot.kvcache.tiers.remote_tier import (
@@ -220,7 +219,7 @@ async def test_an_object_that_takes_too_long_to_send_is_skipped_until_it_is_used
 
     # Tries, a pause after each; the queue takes the last one for stored until the object is used again.
     for _ in range(2):
-        monkeypatch.setattr(Pipeline, "hset", late)
+        monkeypatch.setattr(Pipeline, "execute", late)
         for _ in range(2):
             with pytest.raises(RemoteUnavailableError):
                 await put(store, 0, 512)

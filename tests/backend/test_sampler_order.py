@@ -135,7 +135,7 @@ def dry_of_llama(model: Model, sampling: Sampling, window: int) -> object:
     texts = [text.encode() for text in sampling.dry_sequence_breakers]
     array = ctypes.cast((ctypes.c_char_p * len(texts))(*texts), ctypes.POINTER(ctypes.c_char_p))
     values = sampling.dry_multiplier, sampling.dry_base, sampling.dry_allowed_length
-    return llama_cpp.llama_sampler_init_dry(model.vocab._vocab, *values, window, array, len(texts))
+    return llama_cpp.llama_sampler_init_dry(model.vocab.pointer, *values, window, array, len(texts))
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ import pytest
 from bench import synthetic
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings, saved_states
 from llamaslot.base.backend import Run, Status
-from llamaslot.base.gguf_file import parts
+from llamaslot.base.files import parts
 from llamaslot.base.kv_ops import (
     Copy,
     Free,
@@ -174,10 +174,10 @@ def test_the_size_of_a_segment_is_known_beforehand(tiny_model: Path, cache_type:
         feed(backend, 0, PROMPT[40:])
         for number, (start, end) in enumerate([(0, 1), (0, 2), (0, 40), (7, 150), (0, 200), (199, 200)]):
             backend.change(Save(number, 0, start, end))
-            state = backend._kv.segments._kv[number]
+            state = backend._kv.segments[number]
             assert len(state) == size.of(end - start)
             backend.change(Free(number))
-        assert not backend._kv.segments._kv
+        assert not backend._kv.segments
 
 
 @pytest.mark.parametrize("shape", ["tiny-swa", "tiny-oss", "tiny-lfm2", "tiny-next", "tiny-mamba", "tiny-rwkv7"])

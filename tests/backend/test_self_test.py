@@ -120,7 +120,7 @@ class WrongBackend(NoisyBackend):
             case "a checkpoint one token late", Take(number, src, end):
                 ids = self._held[src][:end]
                 self._of_other(1, [*ids, ids[0]], Take(number, 1, end + 1))
-                kv.partial._states[number] = moved(kv.partial._states[number], self.info.state.kind)
+                kv.partial.states[number] = moved(kv.partial.states[number], self.info.state.kind)
                 kv.states.checkpoints[number] = end
             case "a checkpoint of another branch", Take(number, src, end):
                 self._of_other(1, self._held[src][:end][::-1], Take(number, 1, end))
@@ -146,7 +146,7 @@ class WrongBackend(NoisyBackend):
                 super().change(Load(1, start, parts))
                 kv.lengths[0] = operation.end
             case "a segment twice", Load(_, _, ((first, half), (second, _))):
-                kv.segments._kv[second] = shifted(kv.segments._kv[first], half)
+                kv.segments[second] = shifted(kv.segments[first], half)
                 super().change(operation)
             case "cells of another branch", Copy(src, dst, 0, end):
                 self._compute(dst, self._held[src][:end][::-1])
@@ -274,7 +274,7 @@ def held(backend: LlamaBackend, seq: int) -> dict[str, bytes]:
 def is_empty(backend: LlamaBackend) -> bool:
     kv = backend._kv
     holds = any(backend.seq_range(seq) for seq in range(backend.n_seqs))
-    return not (holds or kv.segments.positions or kv.states.checkpoints or kv.partial._states)
+    return not (holds or kv.positions or kv.states.checkpoints or kv.partial.states)
 
 
 @pytest.fixture(autouse=True)

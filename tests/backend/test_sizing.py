@@ -21,8 +21,7 @@ from llamaslot.backend import host as host_module
 from llamaslot.backend.host import host_memory
 from llamaslot.backend.llama import LlamaSettings, library, sizing
 from llamaslot.backend.llama.library import Device
-from llamaslot.backend.llama.llama_settings import sequences
-from llamaslot.backend.llama.loading import in_parts, load_model, logged_bytes, padded
+from llamaslot.backend.llama.loading import in_parts, load_model, logged_bytes, padded, sequences
 from llamaslot.backend.llama.sizing import (
     HOST,
     MAX_AUTO_CELLS_GPU,
@@ -175,10 +174,9 @@ def test_parts_that_cannot_be_counted_are_refused() -> None:
 
 
 def test_the_arithmetic() -> None:
-    size = pool_size([Place(HOST, 10 * GIB, 16 * GIB, 131_072)], fraction=0.75, most=10**6)
-    fitting = (10 - 4) * GIB // 131_072
-    assert (size.n_fitting, size.n_cells, size.capped) == (fitting, fitting // 256 * 256, False)
-    assert size.line() == (
+    n_cells, line = pool_size([Place(HOST, 10 * GIB, 16 * GIB, 131_072)], fraction=0.75, most=10**6)
+    assert n_cells == (10 - 4) * GIB // 131_072 == 49_152
+    assert line == (
         "KV pool: (10.00 GiB free on the host - 25% of 16.00 GiB) / 131,072 bytes a cell = 49,152 cells; "
         "49,152 allocated"
     )
@@ -188,18 +186,19 @@ def test_the_arithmetic() -> None:
     ("most", "n_cells", "capped"), [(2048, 2048, True), (1000, 1024, True), (2900, 2816, False)]
 )
 def test_no_more_is_taken_than_is_wanted_and_whole_paddings(most: int, n_cells: int, capped: bool) -> None:
-    size = pool_size([Place(HOST, 3000, 3000, 1)], fraction=1, most=most)
-    assert (size.n_fitting, size.n_cells, size.capped) == (3000, n_cells, capped)
-    assert ("default limit" in size.line()) == capped
+    size, line = pool_size([Place(HOST, 3000, 3000, 1)], fraction=1, most=most)
+    assert size == n_cells
+    assert f" = 3,000 cells; {n_cells:,} allocated" in line
+    assert ("default limit" in line) == capped
 
 
 def test_the_tightest_place_decides() -> None:
     places = [Place("GPU0", 100_000, 100_000, 10), Place(HOST, 9_000, 10_000, 2)]
-    size = pool_size(places, fraction=0.9, most=10**6)
-    assert size.n_fitting == 4000
-    assert "the smaller of (" in size.line()
-    assert "on GPU0" in size.line()
-    assert "on the host" in size.line()
+    _, line = pool_size(places, fraction=0.9, most=10**6)
+    assert " = 4,000 cells; " in line
+    assert "the smaller of (" in line
+    assert "on GPU0" in line
+    assert "on the host" in line
 
 
 @pytest.mark.parametrize(
@@ -207,9 +206,9 @@ def test_the_tightest_place_decides() -> None:
 )
 def test_a_pool_in_parts_has_room_for_reserved_sequences_too(n_parts: int, n_streams: int, n_cells: int) -> None:
     place = Place(HOST, 8000, 8000, 1)
-    size = pool_size([place], fraction=1, most=10**6, n_parts=n_parts, n_streams=n_streams)
-    assert size.n_cells == n_cells
-    assert size.n_cells // n_parts * n_streams <= 8000
+    size, _ = pool_size([place], fraction=1, most=10**6, n_parts=n_parts, n_streams=n_streams)
+    assert size == n_cells
+    assert n_cells // n_parts * n_streams <= 8000
 
 
 @pytest.mark.parametrize(

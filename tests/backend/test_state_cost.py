@@ -58,7 +58,7 @@ def feed(backend: LlamaBackend, seq: int, end: int) -> None:
 def taken(backend: LlamaBackend, seq: int) -> int:
     """The bytes of a checkpoint of a sequence."""
     backend.change(Take(0, seq, backend.seq_len(seq)))
-    n_bytes = len(backend._kv.partial._states[0])
+    n_bytes = len(backend._kv.partial.states[0])
     backend.change(Free(0))
     return n_bytes
 
@@ -110,7 +110,7 @@ def test_the_cost_is_the_time_to_take_and_to_restore_a_checkpoint_of_the_largest
     def timed_take(states: PartialStates, operation: Take) -> None:
         nonlocal now
         take(states, operation)
-        sizes.append(len(states._states[operation.checkpoint]))
+        sizes.append(len(states.states[operation.checkpoint]))
         now += 3e-3 * sizes[-1] / 1024
 
     def timed_restore(states: PartialStates, operation: Restore, end: int) -> None:
@@ -144,7 +144,7 @@ def test_the_pool_is_empty_afterwards_and_answers_as_before(shape: str) -> None:
         backend.change(Remove(0, 0))
         assert measured(backend) is not None
         assert [backend.seq_range(seq) for seq in range(backend.n_seqs)] == [range(0)] * backend.n_seqs
-        assert not backend._kv.partial._states
+        assert not backend._kv.partial.states
         feed(backend, 0, 150)
         assert np.abs(logits(backend) - before).max() < 0.1 * before.std()
         # Only an empty pool has room for all of these.
@@ -165,7 +165,7 @@ def test_without_memory_for_a_checkpoint_its_cost_is_unknown(call: str, monkeypa
         monkeypatch.setattr(llama_cpp, call, lambda *_: 0)
         assert measured(backend) is None
         monkeypatch.undo()
-        assert not backend._kv.partial._states
+        assert not backend._kv.partial.states
         assert [backend.seq_range(seq) for seq in range(backend.n_seqs)] == [range(0)] * backend.n_seqs
         feed(backend, 0, 100)
 

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from llamaslot.app.models import resolve_model
-from llamaslot.base import gguf_file
+from llamaslot.base import files
 from llamaslot.base.errors import ConfigError
-from llamaslot.base.gguf_file import check_metadata, parts
+from llamaslot.base.files import check_metadata, parts
 from tests.conftest import LONG
 from tests.gguf_copies import rewritten
 
@@ -99,7 +99,7 @@ def test_models_are_accepted(path: Path, tiny_model: Path) -> None:
 def test_each_limit_is_exact(
     path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, most: int, raw_of: object
 ) -> None:
-    monkeypatch.setattr(gguf_file, limit, most)
+    monkeypatch.setattr(files, limit, most)
     assert callable(raw_of)
     path.write_bytes(raw_of(most))
     check_metadata(path)
@@ -121,7 +121,7 @@ def test_a_token_that_is_there_twice_is_refused(
 ) -> None:
     raw = gguf(array("tokenizer.ggml.tokens", STRING, len(tokens), b"".join(map(text, tokens))))
     for piece in (7, 2**22):
-        monkeypatch.setattr(gguf_file, "_READ_BYTES", piece)
+        monkeypatch.setattr(files, "_READ_BYTES", piece)
         path.write_bytes(raw)
         if named:
             message = refusal(path, raw)
@@ -228,12 +228,12 @@ def test_llama_cpp_aborts_at_more_used_experts_than_there_are(path: Path, tiny_m
 def test_the_length_of_all_metadata_is_limited(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     raw = gguf(*(key(f"k{i}", STRING, text("v" * 100)) for i in range(9)))
     for piece in (7, 2**22):
-        monkeypatch.setattr(gguf_file, "_READ_BYTES", piece)
-        monkeypatch.setattr(gguf_file, "MAX_METADATA_BYTES", len(raw))
+        monkeypatch.setattr(files, "_READ_BYTES", piece)
+        monkeypatch.setattr(files, "MAX_METADATA_BYTES", len(raw))
         path.write_bytes(raw)
         check_metadata(path)
-    monkeypatch.setattr(gguf_file, "_READ_BYTES", 7)
-    monkeypatch.setattr(gguf_file, "MAX_METADATA_BYTES", len(raw) - 100)
+    monkeypatch.setattr(files, "_READ_BYTES", 7)
+    monkeypatch.setattr(files, "MAX_METADATA_BYTES", len(raw) - 100)
     assert "metadata is longer" in refusal(path, raw)
 
 

@@ -14,8 +14,9 @@ import psutil
 import pytest
 
 from llamaslot.app.config import Config
-from llamaslot.app.doctor import Outcome, benchmark, server_checks
+from llamaslot.app.doctor import Outcome, benchmark
 from llamaslot.app.doctor.benchmark import BenchmarkResult
+from llamaslot.app.doctor.checks import port
 from llamaslot.cli.doctor_command import _measured
 from tests.forked import Command, Ended
 
@@ -101,7 +102,7 @@ def test_a_server_that_runs_already_is_named_and_ends_with_the_doctor_that_start
         server.stdin.write(msgspec.json.encode(config) + b"\n")
         server.stdin.flush()
         url = next(line.split()[2] for line in server.stdout if line.startswith(b"listening on"))
-        check = server_checks.port(Config(port=int(url.rpartition(b":")[2])))
+        check = port(Config(port=int(url.rpartition(b":")[2])))
         assert check.outcome is Outcome.WARN
         assert "a llamaslot server" in check.found
         children = psutil.Process(server.pid).children()

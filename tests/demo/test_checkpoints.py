@@ -297,13 +297,13 @@ def restore_with(
     partial: PartialStates, operation: Restore, end: int, values_of: Callable[[Kv, slice], Any]
 ) -> None:
     """Restore a checkpoint with other values at its position."""
-    own = partial._states[operation.checkpoint]
+    own = partial.states[operation.checkpoint]
     mixed = own.copy()
     for each in values(own, has_window=partial._kind.has_window):
         mixed[each] = values_of(own, each)
-    partial._states[operation.checkpoint] = mixed
+    partial.states[operation.checkpoint] = mixed
     RESTORE(partial, operation, end)
-    partial._states[operation.checkpoint] = own
+    partial.states[operation.checkpoint] = own
 
 
 def blank(partial: PartialStates, operation: Restore, end: int) -> None:
@@ -313,14 +313,14 @@ def blank(partial: PartialStates, operation: Restore, end: int) -> None:
 
 def foreign(partial: PartialStates, operation: Restore, end: int) -> None:
     """Restore the state that was taken before: of another reply, as they take turns."""
-    before = max(n for n in (0, *partial._states) if n < operation.checkpoint)
-    other = partial._states.get(before)
+    before = max(n for n in (0, *partial.states) if n < operation.checkpoint)
+    other = partial.states.get(before)
     restore_with(partial, operation, end, lambda own, each: (own if other is None else other)[each])
 
 
 def stale(partial: PartialStates, operation: Restore, end: int) -> None:
     """Restore the state that was taken first."""
-    first = partial._states[min(partial._states)]
+    first = partial.states[min(partial.states)]
     restore_with(partial, operation, end, lambda own, each: first[each])
 
 

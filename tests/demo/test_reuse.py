@@ -16,7 +16,7 @@ import pytest
 
 from bench.demo.corpus import held_out
 from llamaslot.app.models import resolve_model
-from llamaslot.backend.llama import LlamaBackend, LlamaSettings, batch
+from llamaslot.backend.llama import LlamaBackend, LlamaSettings, llama_backend
 from llamaslot.backend.llama.operations import KvOperations
 from llamaslot.base.events import Finished
 from llamaslot.base.kv_ops import Copy, Load, Operation
@@ -217,7 +217,7 @@ def shift_positions_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
         return values + 1 if stop is not None and start > 0 else values
 
     fake_numpy = type("numpy", (), {**vars(np), "arange": staticmethod(shifted)})
-    monkeypatch.setattr(batch, "np", fake_numpy)
+    monkeypatch.setattr(llama_backend, "np", fake_numpy)
 
 
 def drop_the_pins_in_a_split(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,8 +21,7 @@ from structlog.testing import capture_logs
 from bench import synthetic
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings
 from llamaslot.backend.remote import StoreSettings
-from llamaslot.backend.remote.redis_store import RedisStore
-from llamaslot.backend.remote.sealing import Sealer
+from llamaslot.backend.remote.redis_store import RedisStore, Sealer
 from llamaslot.base.commands import ClearCache
 from llamaslot.base.events import Finished
 from llamaslot.base.stats import RemoteStats

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from llamaslot.base.process_times import ProcessTimes, ThreadTimes
+from llamaslot.base.threads import ProcessTimes, ThreadTimes
 from llamaslot.engine import model_worker
 from llamaslot.engine.model_worker import StepWatch
 

@@ -13,7 +13,7 @@ from llamaslot.backend.disk import SlotFiles
 from llamaslot.backend.disk.disk_store import CorruptFileError, checksum_of, read_segment, write_segment
 from llamaslot.backend.disk.slot_files import _HEADER as SLOT_HEADER
 from llamaslot.base.errors import ConfigError
-from llamaslot.base.gguf_file import check_metadata
+from llamaslot.base.files import check_metadata
 from llamaslot.base.kv_ops import Kv
 from llamaslot.base.model import SegmentSize
 from llamaslot.base.tokens import WIDTH

@@ -230,13 +230,13 @@ def restore_foreign(monkeypatch: pytest.MonkeyPatch) -> None:
     restore = PartialStates.restore
 
     def wrong(partial: PartialStates, operation: Restore, end: int) -> None:
-        own = partial._states[operation.checkpoint]
-        mixed, other = own.copy(), max((s for s in partial._states.values() if s is not own), key=len, default=own)
+        own = partial.states[operation.checkpoint]
+        mixed, other = own.copy(), max((s for s in partial.states.values() if s is not own), key=len, default=own)
         for to, source in zip(window_rows(mixed), window_rows(other), strict=True):
             to[:] = np.resize(source, len(to))
-        partial._states[operation.checkpoint] = mixed
+        partial.states[operation.checkpoint] = mixed
         restore(partial, operation, end)
-        partial._states[operation.checkpoint] = own
+        partial.states[operation.checkpoint] = own
 
     monkeypatch.setattr(PartialStates, "restore", wrong)
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from bench.synthetic import CHAT_TEMPLATE
 from llamaslot.backend.llama.llama_backend import LlamaBackend
-from llamaslot.backend.llama.llama_settings import LlamaSettings
+from llamaslot.backend.llama.loading import LlamaSettings
 from llamaslot.base.backend import Vocab
 from llamaslot.base.commands import TextPart
 from llamaslot.base.errors import InvalidRequestError

@@ -12,16 +12,17 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from importlib.metadata import version
 from pathlib import Path
 
 import msgspec
 
 from llamaslot.app.doctor import Check, fail, ok, shown_size, warn
-from llamaslot.app.gpu_use import HostGpu, unused_gpu
 from llamaslot.app.logs import configure_logging
 from llamaslot.app.models import resolve_model
+from llamaslot.app.start_lines import HostGpu, unused_gpu
 from llamaslot.base.errors import ConfigError
-from llamaslot.base.gguf_file import check_metadata, parts
+from llamaslot.base.files import check_metadata, parts
 from llamaslot.base.model import CPU
 
 _TIMEOUT_S = 60.0
@@ -34,7 +35,6 @@ _IMPORTANT = {"avx2": "AVX2", "fma": "FMA", "f16c": "F16C", "avx512f": "AVX512"}
 class LlamaFacts(msgspec.Struct, frozen=True):
     """Facts about the library, its devices and, if one was given, the model."""
 
-    version: str
     flags: str
     backends: tuple[str, ...]
     devices: tuple[str, ...]
@@ -66,7 +66,7 @@ def llama_checks(
     if isinstance(facts, Check):
         yield facts
         return
-    found = f"llama-cpp-python {facts.version}, built for {', '.join(facts.backends)}; {facts.flags}"
+    found = f"llama-cpp-python {version('llama-cpp-python')}, built for {', '.join(facts.backends)}; {facts.flags}"
     if missing := _unused_instructions(facts.flags, cpu_info):
         advice = "reinstall llama-cpp-python, built on this machine: a generic build does not use them"
         yield warn("llama.cpp", f"{found}; this CPU also has {', '.join(missing)}", advice)
@@ -74,7 +74,7 @@ def llama_checks(
         yield ok("llama.cpp", found)
     devices = "; ".join(facts.devices)
     if unused := unused_gpu(gpu_layers, facts.device, facts.backends, host):
-        yield warn("devices", f"{devices}. {unused.problem}", unused.advice)
+        yield warn("devices", f"{devices}. {unused[0]}", unused[1])
     else:
         yield ok("devices", devices)
     if model is not None:
@@ -137,13 +137,13 @@ def main() -> None:
     from llamaslot.backend.llama import capabilities, library, loading  # noqa: PLC0415
 
     library.initialise()
-    build, devices = library.build(), library.devices()
+    devices = library.devices()
     gpus = [each.name for each in devices if each.kind in (library.GPU, library.INTEGRATED_GPU)]
     shown = tuple(
         f"{each.name} ({each.description}), {shown_size(each.free)} of {shown_size(each.total)} free"
         for each in devices
     )
-    facts = LlamaFacts(build.version, build.flags, build.backends, shown, ", ".join(gpus) or CPU)
+    facts = LlamaFacts(library.flags(), library.backends(), shown, ", ".join(gpus) or CPU)
     if len(sys.argv) > 1:
         try:
             handle = loading.load_structure(Path(sys.argv[1]))

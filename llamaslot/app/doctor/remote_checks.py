@@ -20,7 +20,7 @@ from llamaslot.api.middleware import is_loopback
 from llamaslot.app.cache_tiers import PASSWORD_VARIABLE
 from llamaslot.app.config import Config
 from llamaslot.app.doctor import Check, ok, shown_size, warn
-from llamaslot.app.doctor.server_checks import others_can_read
+from llamaslot.app.doctor.checks import others_can_read
 from llamaslot.backend.remote import StoreSettings
 from llamaslot.backend.remote.store_connection import allowing, connect
 

@@ -26,9 +26,9 @@ from llamaslot.app.cache_tiers import (
 )
 from llamaslot.app.config import Config
 from llamaslot.backend.disk import DiskStore
-from llamaslot.backend.host import MemoryReader, Sources, host_memory
+from llamaslot.backend.host import MemoryReader, host_memory
 from llamaslot.backend.llama import LlamaBackend, LoadingStopped
-from llamaslot.backend.llama.llama_settings import LlamaSettings
+from llamaslot.backend.llama.loading import LlamaSettings
 from llamaslot.backend.remote import StoreSettings
 from llamaslot.base.backend import Backend
 from llamaslot.base.errors import ConfigError
@@ -140,30 +140,26 @@ class EngineHost:
             except LoadingStopped:
                 return None
         self._backend, info = backend, backend.info
-        self._budgets = choose_budgets(config, info, host_memory()[0])
-        disk_line = ""
-        if self._disk is not None:
-            text = "reading the model for its checksum"
-            disk, budgets = self._disk, self._budgets
+        self._budgets = budgets = choose_budgets(config, info, host_memory()[0])
+
+        def on_read(fraction: float) -> bool:
+            return on_progress("reading the model for its checksum", fraction)
+
+        disk, remote = self._disk, self._remote_settings
+        disk_line = line = ""
+        if disk is not None:
             with self._optional_folders():
-                disk_line = await asyncio.to_thread(
-                    lambda: open_disk(disk, config, info, budgets, lambda fraction: on_progress(text, fraction))
-                )
+                disk_line = await asyncio.to_thread(open_disk, disk, config, info, budgets, on_read)
                 self._lacks_disk = False
         self._has_disk_tier = bool(disk_line)
-        line = ""
-        remote = self._remote_settings
-        if remote is not None and self._budgets.ram_bytes:
-            key = self._disk.key if self._disk is not None and disk_line else None
-            text = "reading the model for its checksum"
-            self._remote = await asyncio.to_thread(
-                lambda: open_remote(remote, info, key, lambda fraction: on_progress(text, fraction))
-            )
+        if remote is not None and budgets.ram_bytes:
+            key = disk.key if disk is not None and disk_line else None
+            self._remote = await asyncio.to_thread(open_remote, remote, info, key, on_read)
             line = remote_line(remote) if self._remote is not None else ""
-        records = tuple(self._disk.texts.records()) if self._disk is not None and disk_line else ()
+        records = tuple(disk.texts.records()) if disk is not None and disk_line else ()
         self.watch.expect(info.kv_cost.prefill_us if info.kv_cost is not None else 0.0)
-        info = with_budgets(config, info, self._budgets)
-        return Loaded(info, ram_line(config, backend.info, self._budgets), disk_line, records, line)
+        info = with_budgets(config, info, budgets)
+        return Loaded(info, ram_line(config, backend.info, budgets), disk_line, records, line)
 
     @contextlib.contextmanager
     def _optional_folders(self) -> Iterator[None]:
@@ -197,7 +193,7 @@ class EngineHost:
             thread=self._thread,
             watch=self.watch,
             # Locked weights are not among the memory that counts as free.
-            read_memory=MemoryReader(None if is_mapped else Sources(mapped=lambda: 0)).read,
+            read_memory=(MemoryReader() if is_mapped else MemoryReader(mapped=lambda: 0)).read,
         )
         return self._engine
 

@@ -20,12 +20,12 @@ import uvloop
 
 from llamaslot.app.config import Config
 from llamaslot.app.logs import configure_logging, get_logger
+from llamaslot.backend.host import trim_heap
 from llamaslot.backend.llama import LlamaVocab
 from llamaslot.backend.llama.vocab import token_texts
-from llamaslot.backend.memory import trim_heap
 from llamaslot.base.backend import Vocab
 from llamaslot.base.errors import ConfigError, InvalidRequestError, LlamaslotError
-from llamaslot.base.named_files import read_named_text
+from llamaslot.base.files import read_named_text
 from llamaslot.processes.channel import Channel, channel_to_parent, socket_of
 from llamaslot.processes.messages import (
     JobDone,

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import msgspec
 import xxhash
 
-from llamaslot.backend.failure_log import FailureLog
+from llamaslot.backend.storage import FailureLog
 from llamaslot.base import text_records
 from llamaslot.base.text_records import TextRecord
 from llamaslot.base.tokens import WIDTH
@@ -134,7 +134,7 @@ class SegmentRow(NamedTuple):
 
 
 class DiskIndex:
-    """An open index. Every method but `close` may raise `INDEX_ERRORS`, also after the index was closed."""
+    """An open index. Every method may raise `INDEX_ERRORS`, also after the index was closed."""
 
     def __init__(self, path: Path) -> None:
         self.database = Database(path)
@@ -199,10 +199,6 @@ class DiskIndex:
         """Store the digest of a model file, replacing that of an earlier version."""
         with self.database.use() as connection:
             connection.execute("REPLACE INTO file_digests VALUES (?, ?, ?)", (path, version, digest))
-
-    def close(self) -> None:
-        """Close the file."""
-        self.database.close()
 
     def _prepare(self) -> None:
         with self.database.use() as connection:

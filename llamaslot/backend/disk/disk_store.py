@@ -36,9 +36,8 @@ import structlog
 import xxhash
 
 from llamaslot.backend.disk.disk_index import INDEX_ERRORS, DiskIndex, SegmentRow, TextTable
-from llamaslot.backend.failure_log import FailureLog
-from llamaslot.backend.files import open_private, open_regular, private_folder, write_atomically
-from llamaslot.backend.memory import new_kv
+from llamaslot.backend.host import new_kv
+from llamaslot.backend.storage import FailureLog, open_private, open_regular, private_folder, write_atomically
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.kv_ops import Kv
 from llamaslot.base.model import ModelFile
@@ -245,7 +244,7 @@ class DiskStore:
 
     def close(self) -> None:
         """Release the folder for other servers."""
-        self._index.close()
+        self._index.database.close()
         os.close(self._lock)
 
     @contextlib.contextmanager

@@ -22,8 +22,8 @@ from typing import TypeAlias
 import msgspec
 
 from llamaslot.backend.disk.disk_store import KEY_BYTES, checksum_of
-from llamaslot.backend.files import open_regular, write_atomically
-from llamaslot.backend.memory import new_kv
+from llamaslot.backend.host import new_kv
+from llamaslot.backend.storage import open_regular, write_atomically
 from llamaslot.base.kv_ops import Kv
 from llamaslot.base.model import CheckpointSize, SegmentSize
 from llamaslot.base.tokens import WIDTH

@@ -5,8 +5,7 @@ It must never make a call on which llama.cpp aborts the process: ids, ranges and
 """
 
 from llamaslot.backend.llama.llama_backend import LlamaBackend
-from llamaslot.backend.llama.llama_settings import CACHE_TYPES, LlamaSettings
-from llamaslot.backend.llama.loading import LoadingStopped
+from llamaslot.backend.llama.loading import CACHE_TYPES, LlamaSettings, LoadingStopped
 from llamaslot.backend.llama.vocab import LlamaVocab
 
 __all__ = ["CACHE_TYPES", "LlamaBackend", "LlamaSettings", "LlamaVocab", "LoadingStopped"]

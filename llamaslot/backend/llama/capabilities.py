@@ -15,7 +15,7 @@ from typing import Any
 import llama_cpp
 
 from llamaslot.backend.llama import library
-from llamaslot.base import gguf_file
+from llamaslot.base import files
 from llamaslot.base.model import Capabilities, StateKind
 
 _OWN_CACHES = frozenset({"deepseek32", "deepseek4", "dots3note", "glm-dsa", "glm5-next", "minimax-m3", "qwen4exp"})
@@ -23,14 +23,9 @@ _OWN_CACHES = frozenset({"deepseek32", "deepseek4", "dots3note", "glm-dsa", "glm
 
 For HY V4 it does so only if the file has an indexer, so that is recognized by its metadata.
 """
-_COMMON_CACHES = frozenset(
-    {
-        "llama_kv_cache",
-        "llama_kv_cache_iswa",
-        "llama_memory_recurrent",
-        "llama_memory_hybrid",
-        "llama_memory_hybrid_iswa",
-    }
+_COMMON_CACHES = (
+    *("llama_kv_cache", "llama_kv_cache_iswa", "llama_memory_recurrent", "llama_memory_hybrid"),
+    "llama_memory_hybrid_iswa",
 )
 """Memory classes whose trimming and copying of sequences is covered by tests."""
 _MROPE = (llama_cpp.LLAMA_ROPE_TYPE_MROPE, llama_cpp.LLAMA_ROPE_TYPE_IMROPE)
@@ -50,11 +45,14 @@ class Caches:
     """Name of a class that is not in `_COMMON_CACHES`, or of an indexer's cache; empty if there is none."""
 
 
+_NO_CACHES = Caches()
+
+
 def why_not_served(model: Any) -> str:
     """Return the reason why this model cannot generate text token by token; empty if it can."""
     architecture = library.metadata(model, "general.architecture")
     is_causal = library.metadata(model, f"{architecture}.attention.causal") != "false"
-    if reason := gguf_file.why_not_served(architecture, is_causal=is_causal):
+    if reason := files.why_not_served(architecture, is_causal=is_causal):
         return reason
     # For architectures that a later llama.cpp may add.
     if llama_cpp.llama_model_is_diffusion(model) or llama_cpp.llama_model_has_encoder(model):
@@ -78,19 +76,18 @@ def has_own_cache(model: Any) -> bool:
     return architecture in _OWN_CACHES or library.number(model, "attention.indexer.top_k") > 0
 
 
-def has_partial_state(model: Any, caches: Caches | None = None) -> bool:
+def has_partial_state(model: Any, caches: Caches = _NO_CACHES) -> bool:
     """Return True if this model has a partial state that llama.cpp can save and load separately.
 
-    `caches` are those of its context; None before there is one.
+    `caches` are those of its context, if there is one already.
     """
-    unknown = caches.unknown if caches is not None else ""
-    return kind_of(model) is not StateKind.NONE and not has_own_cache(model) and not unknown
+    return kind_of(model) is not StateKind.NONE and not has_own_cache(model) and not caches.unknown
 
 
-def why_not_reusable(model: Any, caches: Caches | None = None) -> str:
+def why_not_reusable(model: Any, caches: Caches = _NO_CACHES) -> str:
     """Return the reason why sequences of this model cannot be truncated and continued; empty if they can.
 
-    `caches` are those of its context; None before there is one. A cache class that no test covers is a reason too.
+    `caches` are those of its context, if there is one already. A cache class that no test covers is a reason too.
     """
     if has_own_cache(model):
         architecture = library.metadata(model, "general.architecture")
@@ -104,9 +101,7 @@ def why_not_reusable(model: Any, caches: Caches | None = None) -> str:
             n_swa = llama_cpp.llama_model_n_swa(model)
             return f"sliding-window model: it forgets what is more than {n_swa} tokens back"
         case StateKind.NONE:
-            unknown = caches.unknown if caches is not None else ""
-            if caches is not None and caches.n_window_layers:
-                unknown = "layers with a sliding window of no size"
+            unknown = "layers with a sliding window of no size" if caches.n_window_layers else caches.unknown
             return f"reuse of this kind of cache in llama.cpp is untested: {unknown}" if unknown else ""
 
 

@@ -1,4 +1,4 @@
-"""Measurement of `KvCost`, `StepCost` and `StateCost`: what KV, small steps and checkpoints cost on this machine.
+"""Costs that are measured at start (`KvCost`, `StepCost`, `StateCost`), and the files that keep them.
 
 - `KvCost`: idle prefixes in the pool slow down prefill, because attention scans it up to its highest used cell
   (fact 5). In RAM they cost the time to save and to load them, measured with the tokens of the timed prefill.
@@ -15,26 +15,43 @@ A measurement counts only if other programs did not disturb it: they can make ti
 result would be used for a week. So each measurement checks between its parts (`Quiet`) how long threads waited for
 a CPU, and whether equal work took equal time, which also detects other users of a GPU. The first disturbed part
 ends the measurement.
+
+Costs, and the result of the self-test, are kept in the user's cache folder for the next start (`Measurements`). A
+file has those of one key: a digest of the model's files, all settings and sizes on which times depend, the library
+and the machine. Servers may share the folder: a file is replaced as a whole, and one that is corrupt or has another
+key counts as missing.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import os
+import platform
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple
 
 import llama_cpp
+import msgspec
 import numpy as np
 
+from llamaslot.backend.host import host_cpus
+from llamaslot.backend.llama import library
+from llamaslot.backend.llama.loading import LlamaSettings
 from llamaslot.backend.llama.saved_states import PartialStates, load_sequence, save_sequence
+from llamaslot.backend.llama.self_test import SelfTestResult
+from llamaslot.backend.storage import open_regular, private_folder, write_atomically
 from llamaslot.base.backend import Backend, Run, Status
 from llamaslot.base.errors import ConfigError
+from llamaslot.base.files import parts
 from llamaslot.base.kv_ops import Free, Load, NotLoadedError, NotSavedError, Operation, Remove, Restore, Save, Take
-from llamaslot.base.model import QUERY_BLOCK, KvCost, StateCost, StepCost
-from llamaslot.base.process_times import thread_times
+from llamaslot.base.model import QUERY_BLOCK, KvCost, ModelInfo, StateCost, StepCost
+from llamaslot.base.threads import thread_times
 from llamaslot.kvcache.cache_settings import MAX_SEGMENT_TOKENS
 
 MAX_IDLE_CELLS = 8192
@@ -71,6 +88,11 @@ MIN_WAITING_S = 0.005
 """Shorter waits, of a few time slices, never count."""
 MAX_SPREAD = 1.5
 """Largest ratio of the median time of equal work to the shortest time."""
+MAX_AGE_S = 7 * 86_400
+"""Age at which measurements are repeated, because the machine may have changed."""
+_MAX_FILE_BYTES = 2**16
+FORMAT = 4
+"""Incremented whenever something is measured in another way."""
 
 
 def measure_kv_cost(backend: Backend, context: Any, quiet: Quiet) -> KvCost | None:
@@ -107,7 +129,7 @@ def _kv_cost(backend: Backend, context: Any, n_idle: int, quiet: Quiet) -> KvCos
     for _ in range(_N_PAIRS):
         alone = _prefill(backend, context, n_tokens)
         quiet.check()
-        save, load = _save_and_load(backend, n_saved)
+        save, load = _save_and_load(backend, context, n_saved)
         if n_idle:
             is_full = _fill(backend, context, n_idle)
             crowded = _prefill(backend, context, n_tokens)
@@ -133,24 +155,26 @@ def _kv_cost(backend: Backend, context: Any, n_idle: int, quiet: Quiet) -> KvCos
 def _prefill(backend: Backend, context: Any, n_tokens: int) -> float:
     """Return the seconds in which sequence 0 computes `n_tokens`."""
     backend.change(Remove(0, 0))
-    started = perf_counter()
-    _compute(backend, n_tokens)
-    llama_cpp.llama_synchronize(context)
-    return perf_counter() - started
+    return _seconds(context, lambda: _compute(backend, n_tokens))
 
 
-def _save_and_load(backend: Backend, n_tokens: int) -> tuple[float, float]:
+def _save_and_load(backend: Backend, context: Any, n_tokens: int) -> tuple[float, float]:
     """Return the seconds to save `n_tokens` of sequence 0, and to load them again."""
-    save = _change(backend, Save(_SEGMENT, 0, 0, n_tokens))
+    save = _change(backend, context, Save(_SEGMENT, 0, 0, n_tokens))
     backend.change(Remove(0, 0))
-    load = _change(backend, Load(0, 0, ((_SEGMENT, n_tokens),)))
+    load = _change(backend, context, Load(0, 0, ((_SEGMENT, n_tokens),)))
     backend.change(Free(_SEGMENT))
     return save, load
 
 
-def _change(backend: Backend, operation: Operation) -> float:
+def _change(backend: Backend, context: Any, operation: Operation) -> float:
+    return _seconds(context, lambda: backend.change(operation))
+
+
+def _seconds(context: Any, call: Callable[[], None]) -> float:
     started = perf_counter()
-    backend.change(operation)
+    call()
+    llama_cpp.llama_synchronize(context)
     return perf_counter() - started
 
 
@@ -231,10 +255,7 @@ def _step_seconds(backend: Backend, context: Any, n_tokens: int) -> float:
     start = backend.seq_len(1)
     taken: list[float] = []
     while not taken or (sum(taken) < _LIMIT_S and len(taken) < _MAX_REPEATS):
-        started = perf_counter()
-        _compute(backend, n_tokens, seq=1, start=start)
-        llama_cpp.llama_synchronize(context)
-        taken.append(perf_counter() - started)
+        taken.append(_seconds(context, lambda: _compute(backend, n_tokens, seq=1, start=start)))
         backend.change(Remove(1, start))
     return min(taken)
 
@@ -265,13 +286,13 @@ def _state_cost(backend: Backend, context: Any, states: PartialStates, quiet: Qu
     quiet.begin()
     taking, restoring = [], []
     for _ in range(_N_REPEATS):
-        taking.append(_ms(context, lambda: states.take(Take(_CHECKPOINT, src=1, end=n_tokens))))
+        taking.append(_seconds(context, lambda: states.take(Take(_CHECKPOINT, src=1, end=n_tokens))))
         try:
-            restoring.append(_ms(context, lambda: states.restore(Restore(_CHECKPOINT, dst=1), n_tokens)))
+            restoring.append(_seconds(context, lambda: states.restore(Restore(_CHECKPOINT, dst=1), n_tokens)))
         finally:
-            states.free(_CHECKPOINT)
+            del states.states[_CHECKPOINT]
         quiet.check()
-    return StateCost(take_ms=statistics.median(taking), restore_ms=statistics.median(restoring))
+    return StateCost(take_ms=1e3 * statistics.median(taking), restore_ms=1e3 * statistics.median(restoring))
 
 
 def _fill_state(context: Any, n_loads: int) -> bool:
@@ -283,13 +304,6 @@ def _fill_state(context: Any, n_loads: int) -> bool:
             return False
         llama_cpp.llama_memory_seq_cp(memory, 0, 1, -1, -1)
     return True
-
-
-def _ms(context: Any, call: Callable[[], None]) -> float:
-    started = perf_counter()
-    call()
-    llama_cpp.llama_synchronize(context)
-    return 1e3 * (perf_counter() - started)
 
 
 class DisturbedError(Exception):
@@ -365,3 +379,114 @@ def waited_s(before: Clocks, after: Clocks, *, on_cpu: bool) -> float:
     if not on_cpu:
         return 0.0
     return max(0.0, (after.wall_s - before.wall_s) - (after.thread_s - before.thread_s))
+
+
+class Measurements(msgspec.Struct, frozen=True):
+    """Fields of `ModelInfo` that are measured at start, and the result of the self-test."""
+
+    kv_cost: KvCost | None = None
+    step_cost: StepCost | None = None
+    state_cost: StateCost | None = None
+    self_test: SelfTestResult | None = None
+    """Result of the self-test of reuse; None if there is none."""
+    has_costs: bool = True
+    """False if other programs disturbed the measurement of costs, so that only the self-test's result is kept."""
+
+    @property
+    def costs(self) -> dict[str, Any]:
+        """The measured costs, by the names of `ModelInfo`'s fields."""
+        names = "kv_cost", "step_cost", "state_cost"
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def to_keep(self) -> Measurements:
+        """Measurements for later starts: without the result of a self-test if that is pending or may change."""
+        result = self.self_test
+        if result is None or (result.outcome in ("passed", "failed") and result.is_lasting):
+            return self
+        return msgspec.structs.replace(self, self_test=None)
+
+
+class _Kept(msgspec.Struct, frozen=True):
+    key: str
+    measurements: Measurements
+
+
+def key_of(settings: LlamaSettings, info: ModelInfo, n_seqs: int) -> str:
+    """Return a digest of everything that the measurements depend on."""
+    cpus = host_cpus()
+    facts = (
+        FORMAT,
+        _identities(parts(settings.model)),
+        (info.architecture, info.name, info.n_params, info.size_bytes, info.n_vocab, info.n_embd),
+        replace(
+            settings,
+            model=Path(),
+            n_ctx=0,
+            kv_mem_fraction=0.0,
+            measurements=None,
+            self_test_limit_s=0.0,
+            reuse_self_test="auto",
+        ),
+        # In a unified pool, cells beyond those that are measured make no difference.
+        (min(info.n_ctx, MAX_IDLE_CELLS + info.n_ubatch) if info.unified else info.n_ctx, n_seqs, info.flash_attn),
+        (llama_cpp.__version__, _identities(library.paths())),
+        (
+            platform.machine(),
+            cpus.allowed,
+            cpus.n_threads,
+            info.device,
+            [device.description for device in library.devices()],
+        ),
+    )
+    return hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
+
+
+def read_kept(folder: Path, key: str) -> Measurements | None:
+    """Return the measurements kept for the key; None if the file is missing, too old, corrupt or of another key."""
+    path = folder / f"{key}.json"
+    try:
+        if _is_old(path):
+            return None
+        with open_regular(path) as file:
+            kept = msgspec.json.decode(file.read(_MAX_FILE_BYTES), type=_Kept)
+    except (OSError, UnicodeDecodeError, msgspec.DecodeError):
+        return None
+    return kept.measurements if kept.key == key and _may_offload(kept.measurements) else None
+
+
+def keep(folder: Path, key: str, measurements: Measurements) -> None:
+    """Keep measurements for the key and delete old ones. Does nothing if the folder is not writable.
+
+    Costs with which nothing would be offloaded are not kept: a busy machine may have caused them, and they would
+    turn RAM and disk off at every start.
+    """
+    if not measurements.has_costs and measurements.self_test is None:
+        return
+    if not _may_offload(measurements):
+        return
+    unfinished = folder / f".{key}.{os.getpid()}"
+    with contextlib.suppress(OSError):
+        private_folder(folder)
+        data = memoryview(msgspec.json.encode(_Kept(key, measurements)))
+        write_atomically(folder / f"{key}.json", [data], temporary=unfinished)
+        for path in folder.iterdir():
+            # Another server may delete the same file at the same time.
+            with contextlib.suppress(OSError):
+                if (path.suffix == ".json" or path.name.startswith(".")) and _is_old(path):
+                    path.unlink()
+
+
+def _may_offload(measurements: Measurements) -> bool:
+    """True if loading is faster than computing, so that offloading makes sense with these costs."""
+    cost = measurements.kv_cost
+    return cost is None or cost.load_us < cost.prefill_us
+
+
+def _is_old(path: Path) -> bool:
+    return abs(time.time() - path.stat().st_mtime) > MAX_AGE_S
+
+
+def _identities(paths: Iterable[Path]) -> list[tuple[str, int, int]]:
+    """Return path, size and modification time of each file."""
+    return [(str(path.resolve()), (about := path.stat()).st_size, about.st_mtime_ns) for path in paths]

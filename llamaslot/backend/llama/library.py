@@ -114,22 +114,9 @@ def row_bytes(kind: int, width: int) -> int:
     return int(-(-width // libggml.ggml_blck_size(kind)) * libggml.ggml_type_size(kind))
 
 
-@dataclass(frozen=True, slots=True)
-class Build:
-    """How the library was built."""
-
-    version: str
-    """Version of llama-cpp-python."""
-    flags: str
-    """Instruction sets and options, as llama.cpp lists them."""
-    backends: tuple[str, ...]
-    """ggml's backends in it, such as CUDA and CPU."""
-
-
-def build() -> Build:
-    """Return how the library was built. Call `initialise` first."""
-    flags = llama_cpp.llama_print_system_info().decode(errors="replace")
-    return Build(llama_cpp.__version__, " ".join(flags.split()).strip(" |"), backends())
+def flags() -> str:
+    """Return the instruction sets and options with which the library was built. Call `initialise` first."""
+    return " ".join(llama_cpp.llama_print_system_info().decode(errors="replace").split()).strip(" |")
 
 
 def backends() -> tuple[str, ...]:

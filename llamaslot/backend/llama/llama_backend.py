@@ -14,23 +14,20 @@ import msgspec
 import numpy as np
 
 from llamaslot.backend.constraints import Compiled, ConstraintCompiler
-from llamaslot.backend.host import host_cpus
-from llamaslot.backend.llama import capabilities, costs, library, loading, measurements, self_test, sizing
-from llamaslot.backend.llama.batch import Batch
-from llamaslot.backend.llama.costs import DisturbedError, Quiet, StoppedError
-from llamaslot.backend.llama.llama_settings import LlamaSettings, sequences
-from llamaslot.backend.llama.loading import Context
-from llamaslot.backend.llama.measurements import Measurements
+from llamaslot.backend.host import host_cpus, trim_heap
+from llamaslot.backend.llama import capabilities, costs, library, loading, self_test, sizing
+from llamaslot.backend.llama.costs import DisturbedError, Measurements, Quiet, StoppedError
+from llamaslot.backend.llama.loading import Context, LlamaSettings, sequences
 from llamaslot.backend.llama.operations import KvOperations
 from llamaslot.backend.llama.sampling.candidates import Logits, score_of
 from llamaslot.backend.llama.sampling.penalties import BreakerIndex
 from llamaslot.backend.llama.sampling.sampler import LlamaSampler
 from llamaslot.backend.llama.vocab import ConstraintTokenizer, LlamaVocab
-from llamaslot.backend.memory import trim_heap
 from llamaslot.base import kv_ops
 from llamaslot.base.backend import CompiledConstraint, Decoded, Run, Sampler, Status, accepted, check_runs
 from llamaslot.base.commands import Constraint
 from llamaslot.base.errors import ConfigError
+from llamaslot.base.files import parts
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.generation.token_probs import TokenScore
 from llamaslot.base.model import CPU, CheckpointSize, ModelFile, ModelInfo, SegmentSize, StateKind
@@ -54,7 +51,8 @@ class LlamaBackend:
         self._closed = False
         self._settings = settings
         self._n_threads = n_threads
-        files = loading.kv_files(settings.model)
+        # `ModelInfo.kv_files`, in the version that is loaded next.
+        files = tuple(map(ModelFile.of, (*parts(settings.model), *library.paths())))
         self._model, n_mapped = loading.load_model(settings, on_progress)
         try:
             has_states = capabilities.has_partial_state(self._model)
@@ -68,7 +66,9 @@ class LlamaBackend:
         self._use(made)
         self.vocab = LlamaVocab(self._model)
         self._breakers = BreakerIndex(self.vocab)
-        self._constraints = _constraint_compiler(self.vocab)
+        eog = tuple(sorted(self.vocab.eog, key=lambda token: (token != self.vocab.eos, token)))
+        tokenizer = ConstraintTokenizer(self.vocab)
+        self._constraints = ConstraintCompiler(lambda: tokenizer.make(eog), n_vocab=self.vocab.n_tokens, eog=eog)
         self.info = self._describe(settings, made, n_cache_seqs, size, files)
         self._batch = Batch(self.info.n_ubatch)
         self._kv = KvOperations(self._context, self.info, self.n_seqs)
@@ -97,25 +97,21 @@ class LlamaBackend:
 
     def kv_of(self, segment: int) -> kv_ops.Kv | None:
         """Return the bytes of a segment or checkpoint in host memory; None if it is not there."""
-        kv = self._kv.segments.kv_of(segment)
-        return kv if kv is not None else self._kv.partial.kv_of(segment)
+        kv = self._kv.segments.get(segment)
+        return kv if kv is not None else self._kv.partial.states.get(segment)
 
     def put(self, segment: int, start: int, end: int, kv: kv_ops.Kv) -> None:
         """Add a segment or checkpoint that was read from disk, a file or the remote tier."""
-        if start == end:
-            checkpoint = self.info.checkpoint_size
-            if checkpoint is None or len(kv) not in checkpoint.all_of(end):
-                raise ValueError(f"a checkpoint after {end} tokens does not have {len(kv)} bytes")
-            self._kv.put_checkpoint(segment, end, kv)
-            return
-        size = self.info.segment_size
-        if size is None or len(kv) != size.of(end - start):
+        checkpoint, size = self.info.checkpoint_size, self.info.segment_size
+        if start == end and (checkpoint is None or len(kv) not in checkpoint.all_of(end)):
+            raise ValueError(f"a checkpoint after {end} tokens does not have {len(kv)} bytes")
+        if start != end and (size is None or len(kv) != size.of(end - start)):
             raise ValueError(f"a segment of {end - start} tokens does not have {len(kv)} bytes")
-        self._kv.segments.put(segment, range(start, end), kv)
+        self._kv.put(segment, range(start, end), kv)
 
     def end_changes(self) -> None:
         """Free what was kept to speed up further operations on the same sequences."""
-        self._kv.end_changes()
+        self._kv.transfer.end_changes()
 
     def seq_len(self, seq: int) -> int:
         """Return the number of tokens in a sequence. Asks llama.cpp, and corrects the backend's own record."""
@@ -140,11 +136,12 @@ class LlamaBackend:
         """Compute a batch."""
         self._check_open()
         check_runs(runs, length_of=self._kv.length, info=self.info, states=self._kv.states)
-        self._kv.end_changes()
+        self._kv.transfer.end_changes()
         self._rows, self._targets = self._batch.fill(runs)
         code = llama_cpp.llama_decode(self._context, self._batch.struct)
         if code == 0:
-            self._kv.decoded(runs)
+            for run in runs:
+                self._kv.lengths[run.seq] += len(run.tokens)
         elif _status(code) in (Status.ABORTED, Status.FATAL):
             self._kv.failed(runs)
         return Decoded(_status(code), self._batch.sent())
@@ -271,7 +268,7 @@ class LlamaBackend:
             n_ctx, n_seqs = info.part_cells * info.n_slots, info.n_slots
         made = loading.make_context(self._model, settings, n_ctx=n_ctx, n_seqs=n_seqs, n_threads=self._n_threads)
         self._use(made)
-        self._kv = KvOperations(self._context, info, self.n_seqs, segments=self._kv.segments)
+        self._kv = KvOperations(self._context, info, self.n_seqs, earlier=self._kv)
         # The arrays point to logits of the old context.
         self._rows, self._targets, self._views = {}, {}, {}
         self.info = info
@@ -368,11 +365,16 @@ class LlamaBackend:
     def _measurements(self) -> Measurements:
         """Return the start-up measurements: those kept by an earlier start, or measured now."""
         settings, folder = self._settings, self._settings.measurements
-        key = measurements.key_of(settings, self.info, self.n_seqs) if folder else ""
-        kept = measurements.read(folder, key) if folder else None
+        kept = costs.read_kept(folder, self._key()) if folder else None
         measured = kept
         if measured is None or not measured.has_costs:
-            measured = self._measured_at_start() or Measurements(has_costs=False)
+            measured = self._measure()
+            for pause_s in _PAUSES_S:
+                # Try again if disturbed, because this server's other processes start at the same time.
+                if measured is None:
+                    sleep(pause_s)
+                    measured = self._measure()
+            measured = measured or Measurements(has_costs=False)
             if kept is not None:
                 measured = msgspec.structs.replace(measured, self_test=kept.self_test)
         chosen = self_test.overridden(settings.reuse_self_test)
@@ -380,26 +382,18 @@ class LlamaBackend:
             result = self_test.run(self, self._context, limit_s=settings.self_test_limit_s)
             self._rows, self._targets = {}, {}
             measured = msgspec.structs.replace(measured, self_test=result)
-        if folder and measured.to_keep != kept:
-            measurements.write(folder, key, measured.to_keep)
+        if measured.to_keep != kept:
+            self._keep(measured)
         if chosen is not None and self_test.is_needed(self.info):
             measured = msgspec.structs.replace(measured, self_test=chosen)
         return measured
 
-    def _measured_at_start(self) -> Measurements | None:
-        """Measure the costs; again if disturbed, because this server's other processes start at the same time."""
-        measured = self._measure()
-        for pause_s in _PAUSES_S:
-            if measured is None:
-                sleep(pause_s)
-                measured = self._measure()
-        return measured
-
     def _keep(self, measured: Measurements) -> None:
         if folder := self._settings.measurements:
-            measurements.write(
-                folder, measurements.key_of(self._settings, self.info, self.n_seqs), measured.to_keep
-            )
+            costs.keep(folder, self._key(), measured.to_keep)
+
+    def _key(self) -> str:
+        return costs.key_of(self._settings, self.info, self.n_seqs)
 
     def _measure(self, should_stop: Callable[[], bool] = lambda: False) -> Measurements | None:
         """Measure all costs; None, with the reason in `info`, if that was disturbed or stopped."""
@@ -458,7 +452,7 @@ class LlamaBackend:
         for n_tokens in (1, 2):
             if n_tokens > 1:
                 self.decode([Run(seq=0, start=1, tokens=token, n_outputs=0)])
-            segments.append(kv.segment_bytes(0))
+            segments.append(kv.transfer.size(0, range(n_tokens)))
             checkpoints.append(kv.partial.n_bytes(0))
         segment, checkpoint = (SegmentSize(2 * one - two, two - one) for one, two in (segments, checkpoints))
         self.info = msgspec.structs.replace(
@@ -479,13 +473,6 @@ class LlamaBackend:
         kv_ops.check_seq(seq, self.n_seqs)
 
 
-def _constraint_compiler(vocab: LlamaVocab) -> ConstraintCompiler:
-    """Return the compiler of constraints, which creates llguidance's tokenizer at its first use."""
-    eog = tuple(sorted(vocab.eog, key=lambda token: (token != vocab.eos, token)))
-    tokenizer = ConstraintTokenizer(vocab)
-    return ConstraintCompiler(lambda: tokenizer.make(eog), n_vocab=vocab.n_tokens, eog=eog)
-
-
 def _status(code: int) -> Status:
     if code in (Status.OK, Status.NO_CELLS, Status.ABORTED, Status.INVALID):
         return Status(code)
@@ -499,3 +486,63 @@ def _description(model: Any) -> str:
     n_params = llama_cpp.llama_model_n_params(model)
     divisor, unit = next((each for each in ((1e9, "B"), (1e6, "M")) if n_params >= each[0]), (1e3, "K"))
     return buffer.value.decode(errors="replace").replace("?B", f"{n_params / divisor:.3g}{unit}")
+
+
+class Batch:
+    """A `llama_batch` over numpy arrays that live as long as it does."""
+
+    def __init__(self, size: int) -> None:
+        self._tokens = np.zeros(size, dtype=np.int32)
+        self._positions = np.zeros(size, dtype=np.int32)
+        self._n_seq_id = np.ones(size, dtype=np.int32)
+        self._seqs = np.zeros(size, dtype=np.int32)
+        addresses = self._seqs.ctypes.data + self._seqs.itemsize * np.arange(size, dtype=np.uintp)
+        self._seq_pointers = addresses.astype(np.uintp)
+        self._output = np.zeros(size, dtype=np.int8)
+        self.struct = llama_cpp.llama_batch(
+            n_tokens=0,
+            token=_as(self._tokens, ctypes.c_int32),
+            embd=None,
+            pos=_as(self._positions, ctypes.c_int32),
+            n_seq_id=_as(self._n_seq_id, ctypes.c_int32),
+            seq_id=_as(self._seq_pointers, ctypes.POINTER(ctypes.c_int32)),
+            logits=_as(self._output, ctypes.c_int8),
+        )
+
+    def fill(self, runs: Sequence[Run]) -> tuple[dict[int, tuple[int, list[int]]], dict[int, tuple[int, Tokens]]]:
+        """Write the runs one after another.
+
+        Returns, by sequence id, the first row of logits to sample from and the draft, and the first row and
+        tokens to be scored.
+        """
+        rows, targets = {}, {}
+        at = 0
+        for run in runs:
+            n = len(run.tokens)
+            self._tokens[at : at + n] = run.tokens
+            self._positions[at : at + n] = np.arange(run.start, run.start + n) if n > 1 else run.start
+            self._seqs[at : at + n] = run.seq
+            self._output[at : at + n] = 0
+            if run.targets is not None and len(run.targets):
+                self._output[at : at + len(run.targets)] = 1
+                targets[run.seq] = at, run.targets
+            at += n
+            if run.n_outputs:
+                first = at - run.n_outputs
+                self._output[first:at] = 1
+                rows[run.seq] = first, self._tokens[first + 1 : at].tolist()
+        self.struct.n_tokens = at
+        return rows, targets
+
+    def sent(self) -> dict[int, tuple[int, int]]:
+        """Return the first position and the number of tokens by sequence id, from the arrays given to llama.cpp."""
+        n = self.struct.n_tokens
+        sent: dict[int, tuple[int, int]] = {}
+        for seq, position in zip(self._seqs[:n].tolist(), self._positions[:n].tolist(), strict=True):
+            first, n_tokens = sent.get(seq, (position, 0))
+            sent[seq] = first, n_tokens + 1
+        return sent
+
+
+def _as(array: Any, kind: Any) -> Any:
+    return array.ctypes.data_as(ctypes.POINTER(kind))

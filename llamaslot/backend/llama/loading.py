@@ -1,4 +1,7 @@
-"""Loading a GGUF file and creating its context. Every failure becomes one line for the terminal (`ConfigError`)."""
+"""Settings of the llama backend, loading a GGUF file, creating its context.
+
+Every failure becomes one line for the terminal (`ConfigError`).
+"""
 
 from __future__ import annotations
 
@@ -10,16 +13,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, Literal
 
 import llama_cpp
 
 from llamaslot.backend.llama import capabilities, library
 from llamaslot.backend.llama.capabilities import Caches
-from llamaslot.backend.llama.llama_settings import CACHE_TYPES, LlamaSettings
 from llamaslot.base.errors import ConfigError
-from llamaslot.base.gguf_file import check_file, parts
-from llamaslot.base.model import ModelFile
+from llamaslot.base.files import check_file
 
 PADDING = 256
 """In llama.cpp the number of cells of a sequence's context is a multiple of this."""
@@ -63,6 +64,88 @@ _MAX_SPARE_BYTES = 32 * 2**20
 """Most bytes of spare rows of logits: 55 rows of 151,936. Limited, because llama.cpp keeps the memory once it has
 used it.
 """
+CACHE_TYPES: dict[str, int] = {
+    **{"f32": 0, "f16": 1, "bf16": 30},
+    **{"q4_0": 2, "q4_1": 3, "q5_0": 6, "q5_1": 7, "q8_0": 8, "iq4_nl": 20},
+}
+"""Element types of the KV pool by llama-server's names. Values of `enum ggml_type`; llama_cpp lacks some."""
+
+MAX_SEQS = 256
+"""llama.cpp's LLAMA_MAX_SEQ."""
+
+
+@dataclass(frozen=True, slots=True)
+class LlamaSettings:
+    """Settings for loading a model; 0 means llama.cpp's or the model's own choice."""
+
+    model: Path
+    n_ctx: int = 0
+    """Cells of the KV pool; 0 for as many as fit into memory (`sizing.py`)."""
+    kv_mem_fraction: float = 0.85
+    """Without `n_ctx`: the fraction of memory that may be in use, including weights and other programs."""
+    n_slots: int = 4
+    n_cache_seqs: int | None = None
+    """Spare sequence ids, which keep idle prefixes; None for the default (`sequences`)."""
+    n_cache_seqs_a_slot: int = 4
+    """Spare ids per slot without `n_cache_seqs`. Fewer suffice if prefixes without an id are offloaded."""
+    n_batch: int = 2048
+    n_ubatch: int = 512
+    n_threads: int = 0
+    """Threads of a decode step; 0 for the physical cores that this process may use."""
+    n_threads_batch: int = 0
+    """Threads of prefill; 0 for as many as `n_threads`."""
+    n_gpu_layers: int = -1
+    """Layers on the GPU; -1 for all."""
+    use_mmap: bool = True
+    use_mlock: bool = False
+    flash_attn: Literal["auto", "on", "off"] = "auto"
+    unified: bool = True
+    """Layout at start: one pool for all sequences, or a part for each."""
+    may_partition: bool = False
+    """Allow a unified pool to be partitioned at run time, if the model allows it."""
+    swa_full: bool = False
+    """Give layers with a sliding window as many cells as the others. Checkpoints are needed nevertheless."""
+    checkpoints: bool = False
+    """Take and restore checkpoints of partial states. Only in a unified pool."""
+    cache_type_k: str = "f16"
+    cache_type_v: str = "f16"
+    measure_costs: bool = False
+    """Measure `ModelInfo.kv_cost`, `step_cost` and `state_cost`, which takes some seconds."""
+    measurements: Path | None = None
+    """Folder in which measurements are kept for the next start; None to measure at every start."""
+    self_test_limit_s: float = 0.5
+    """Most seconds that the self-test of reuse may take at load. If it would take longer, it stays pending."""
+    reuse_self_test: Literal["auto", "on", "off"] = "auto"
+    """`on` reuses prefixes without the self-test, or although it failed; `off` reuses nothing that needs one."""
+
+
+def sequences(settings: LlamaSettings, *, reusable: bool, has_states: bool = False) -> tuple[int, int]:
+    """Return the number of spare sequence ids, and of all ids of the context. Raises `ConfigError`.
+
+    Slots have the first ids, then come the spare ones, then in a unified pool one more to move prefixes to, and the
+    scratch sequence. With 255 slots there is only the latter, with 256 neither. If KV cannot be truncated, only
+    slots have ids. Models with checkpoints get only the requested spare ids and scratch, because each id takes
+    memory for a state.
+    """
+    n_slots, wanted = settings.n_slots, settings.n_cache_seqs
+    if not 1 <= n_slots <= MAX_SEQS:
+        raise ConfigError(f"--parallel must be between 1 and {MAX_SEQS}", param="--parallel")
+    n_more = min(MAX_SEQS - n_slots, 2) if settings.unified else 0
+    most = MAX_SEQS - n_slots - n_more
+    if wanted is not None and not 0 <= wanted <= most:
+        raise ConfigError(
+            f"--cache-seqs must be between 0 and {most} with {n_slots} slots: "
+            f"llama.cpp has {MAX_SEQS} sequence ids in all",
+            param="--cache-seqs",
+        )
+    if has_states and settings.checkpoints and settings.unified and n_more:
+        # No spare ids by default: checkpoints keep idle prefixes, and each id takes memory for a state.
+        return wanted or 0, n_slots + (wanted or 0) + 1
+    if not reusable:
+        return 0, n_slots
+    if wanted is None:
+        wanted = min(settings.n_cache_seqs_a_slot * n_slots, most) if settings.unified else 0
+    return wanted, n_slots + wanted + n_more
 
 
 class LoadingStopped(Exception):  # noqa: N818 - nothing went wrong
@@ -85,7 +168,6 @@ def load_model(settings: LlamaSettings, on_progress: Callable[[float], bool]) ->
 
     `on_progress` gets the fraction loaded. Raises `ConfigError`; `LoadingStopped` if `on_progress` returns False.
     """
-    check_file(settings.model)
     stopped = False
 
     @llama_cpp.llama_progress_callback  # type: ignore[untyped-decorator]
@@ -99,33 +181,30 @@ def load_model(settings: LlamaSettings, on_progress: Callable[[float], bool]) ->
     params.progress_callback = progress
     params.load_mode = _LOAD_MODES[settings.use_mmap, settings.use_mlock]
     with library.watched() as (lines, errors):
-        model = llama_cpp.llama_model_load_from_file(os.fsencode(settings.model), params)
+        model = _loaded(settings.model, params)
         if stopped:
             raise LoadingStopped
         if not model:
             reason = f"it is damaged, incomplete or of a kind that llama.cpp does not know ({_reason(errors)})"
             raise ConfigError(f"cannot load {settings.model}: {reason}", param="--model")
         n_mapped = logged_bytes("_Mapped model buffer", lines)
-    if reason := capabilities.why_not_served(model):
+    reason = capabilities.why_not_served(model)
+    if not llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model)):
+        reason = reason or "has no vocabulary"
+    if reason:
         llama_cpp.llama_model_free(model)
         raise ConfigError(f"{settings.model} {reason}", param="--model")
-    if llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model)) == 0:
-        llama_cpp.llama_model_free(model)
-        raise ConfigError(f"{settings.model} has no vocabulary", param="--model")
     return model, n_mapped
 
 
 def load_vocab(path: Path) -> Any:
     """Load only the vocabulary of a model, without weights; raises `ConfigError`."""
-    check_file(path)
-    library.initialise()
     params = llama_cpp.llama_model_default_params()
     params.vocab_only = True
     with library.watched() as (_, errors):
-        model = llama_cpp.llama_model_load_from_file(os.fsencode(path), params)
-        if not model:
-            raise ConfigError(f"cannot load the vocabulary of {path}: {_reason(errors)}", param="--model")
-    return model
+        if model := _loaded(path, params):
+            return model
+        raise ConfigError(f"cannot load the vocabulary of {path}: {_reason(errors)}", param="--model")
 
 
 def load_structure(path: Path) -> Any:
@@ -133,22 +212,20 @@ def load_structure(path: Path) -> Any:
 
     Loading only the vocabulary would not suffice: llama.cpp then does not read the metadata from which they follow.
     """
-    check_file(path)
-    library.initialise()
     params = llama_cpp.llama_model_default_params()
     params.no_alloc = True
     params.load_mode = llama_cpp.LLAMA_LOAD_MODE_NONE
     params.n_gpu_layers = 0
     with library.watched(quiet=True) as (_, errors):
-        model = llama_cpp.llama_model_load_from_file(os.fsencode(path), params)
-        if not model:
-            raise ConfigError(f"cannot load {path}: {_reason(errors)}", param="--model")
-    return model
+        if model := _loaded(path, params):
+            return model
+        raise ConfigError(f"cannot load {path}: {_reason(errors)}", param="--model")
 
 
-def kv_files(path: Path) -> tuple[ModelFile, ...]:
-    """Return `ModelInfo.kv_files`. Must be called before the model is loaded."""
-    return tuple(map(ModelFile.of, (*parts(path), *library.paths())))
+def _loaded(path: Path, params: Any) -> Any:
+    check_file(path)
+    library.initialise()
+    return llama_cpp.llama_model_load_from_file(os.fsencode(path), params)
 
 
 def kv_facts(model: Any, context: Any, settings: LlamaSettings, *, flash_attn: bool) -> str:

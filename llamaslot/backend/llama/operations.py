@@ -13,8 +13,14 @@ from typing import Any
 
 import llama_cpp
 
-from llamaslot.backend.llama.saved_states import PartialStates, load_sequence, save_sequence, sequence_bytes
-from llamaslot.backend.llama.segments import PoolTransfer, SegmentStore, StreamTransfer, Transfer
+from llamaslot.backend.llama.saved_states import (
+    PartialStates,
+    PoolTransfer,
+    StreamTransfer,
+    load_sequence,
+    save_sequence,
+    sequence_bytes,
+)
 from llamaslot.base import kv_ops
 from llamaslot.base.backend import Run
 from llamaslot.base.model import ModelInfo, StateKind
@@ -36,10 +42,10 @@ class Held:
 class KvOperations:
     """Sequences of one context, and their segments and checkpoints in host memory. Not thread-safe.
 
-    `segments` takes over those of an earlier context of the same model.
+    Those of an `earlier` context of the same model are taken over.
     """
 
-    def __init__(self, context: Any, info: ModelInfo, n_seqs: int, *, segments: SegmentStore | None = None) -> None:
+    def __init__(self, context: Any, info: ModelInfo, n_seqs: int, *, earlier: KvOperations | None = None) -> None:
         self.lengths = [0] * n_seqs
         """Number of tokens that each sequence holds."""
         kind = info.state.kind if info.keeps_checkpoints else StateKind.NONE
@@ -48,12 +54,14 @@ class KvOperations:
         self.partial = PartialStates(context, kind)
         self._scratch = n_seqs - 1 if info.unified and n_seqs > info.n_slots else None
         """Id of the scratch sequence, through which a unified pool saves and loads."""
-        self._transfer: Transfer = (
+        self.transfer: PoolTransfer | StreamTransfer = (
             PoolTransfer(context, self._scratch, self.partial.strip)
             if info.unified
-            else StreamTransfer(context, lambda: self.lengths)
+            else StreamTransfer(context, self.length)
         )
-        self.segments = segments or SegmentStore()
+        self.segments: dict[int, kv_ops.Kv] = earlier.segments if earlier is not None else {}
+        self.positions: dict[int, range] = earlier.positions if earlier is not None else {}
+        """Token positions of each segment."""
         self._context = context
         self._memory = llama_cpp.llama_get_memory(context)
         self._info = info
@@ -67,7 +75,7 @@ class KvOperations:
         kv_ops.check_operation(
             operation,
             length_of=self.length,
-            segments=self.segments.positions,
+            segments=self.positions,
             can_reuse=self._info.can_reuse,
             unified=self._info.unified,
             scratch=self._scratch,
@@ -78,17 +86,21 @@ class KvOperations:
                 self._remove(seq, keep)
             case kv_ops.Copy(src=src, dst=dst, end=end):
                 with self._emptied_if_it_fails(dst):
-                    self._transfer.copy(operation)
+                    self.transfer.copy(operation)
                 self.states.copy(operation, self.lengths[src])
                 self._set_length(dst, end)
             case kv_ops.Share(src, dst, start, end):
                 llama_cpp.llama_memory_seq_rm(self._memory, dst, start, end)
                 llama_cpp.llama_memory_seq_cp(self._memory, src, dst, start, end)
-            case kv_ops.Save():
-                self.segments.save(operation, self._transfer)
+            case kv_ops.Save(segment, src, start, end):
+                try:
+                    kv = self.transfer.save(src, range(start, end))
+                except MemoryError as error:
+                    raise kv_ops.NotSavedError(segment) from error
+                self.put(segment, range(start, end), kv)
             case kv_ops.Load(dst=dst):
                 with self._emptied_if_it_fails(dst):
-                    self.segments.load(operation, self._transfer)
+                    self._load(operation)
                 self.states.load(dst)
                 self._set_length(dst, operation.end)
             case kv_ops.Take():
@@ -97,33 +109,21 @@ class KvOperations:
             case kv_ops.Restore():
                 self._restore(operation)
             case kv_ops.Free(number) if number in self.states.checkpoints:
-                self.partial.free(number)
-                del self.states.checkpoints[number]
+                del self.partial.states[number], self.states.checkpoints[number]
             case kv_ops.Free(segment):
-                self.segments.free(segment)
+                del self.segments[segment], self.positions[segment]
 
-    def put_checkpoint(self, number: int, end: int, state: kv_ops.Kv) -> None:
-        """Add a checkpoint after `end` tokens."""
-        self.partial.put(number, state)
-        self.states.checkpoints[number] = end
+    def put(self, number: int, positions: range, kv: kv_ops.Kv) -> None:
+        """Add a segment of KV at these token positions; without any, it is a checkpoint after `positions.stop`."""
+        if positions:
+            self.segments[number], self.positions[number] = kv, positions
+        else:
+            self.partial.states[number], self.states.checkpoints[number] = kv, positions.stop
 
     def length(self, seq: int) -> int:
         """Return the recorded length of a sequence; raises `IllegalCallError` for an unknown id."""
         kv_ops.check_seq(seq, len(self.lengths))
         return self.lengths[seq]
-
-    def decoded(self, runs: Sequence[Run]) -> None:
-        """Record that a batch was computed."""
-        for run in runs:
-            self.lengths[run.seq] += len(run.tokens)
-
-    def end_changes(self) -> None:
-        """Free what was kept to speed up further operations. Required before a decode."""
-        self._transfer.end_changes()
-
-    def segment_bytes(self, seq: int) -> int:
-        """Return the bytes of a segment of all that a sequence holds."""
-        return self._transfer.size(seq, range(self.lengths[seq]))
 
     def failed(self, runs: Sequence[Run]) -> None:
         """Truncate the sequences of a failed batch to their earlier length, and strip those whose state is lost.
@@ -149,7 +149,7 @@ class KvOperations:
 
     def clear(self) -> None:
         """Empty all sequences and clear all data, since a free state may not be clear (fact 34)."""
-        self.end_changes()
+        self.transfer.end_changes()
         llama_cpp.llama_memory_clear(self._memory, True)
         self.lengths = [0] * len(self.lengths)
         self.states.clear()
@@ -194,8 +194,7 @@ class KvOperations:
         try:
             self.partial.strip(seq)
         except MemoryError:
-            llama_cpp.llama_memory_seq_rm(self._memory, seq, -1, -1)
-            self._record_empty(seq)
+            self._empty(seq)
             raise
 
     @contextmanager
@@ -204,11 +203,11 @@ class KvOperations:
         try:
             yield
         except (kv_ops.NotLoadedError, MemoryError):
-            llama_cpp.llama_memory_seq_rm(self._memory, seq, -1, -1)
-            self._record_empty(seq)
+            self._empty(seq)
             raise
 
-    def _record_empty(self, seq: int) -> None:
+    def _empty(self, seq: int) -> None:
+        llama_cpp.llama_memory_seq_rm(self._memory, seq, -1, -1)
         self.states.truncate(seq, self.lengths[seq], 0)
         self.lengths[seq] = 0
 
@@ -222,12 +221,27 @@ class KvOperations:
         if not llama_cpp.llama_memory_seq_rm(self._memory, seq, keep if keep else -1, -1):
             raise kv_ops.IllegalCallError(f"llama.cpp did not truncate sequence {seq} to {keep} tokens")
 
+    def _load(self, operation: kv_ops.Load) -> None:
+        """Append parts of segments; raises `NotLoadedError`.
+
+        llama.cpp does not report whether memory or free cells did not suffice.
+        """
+        parts = [
+            (self.segments[number], self.positions[number], range(start, end))
+            for number, start, end in operation.ranges
+        ]
+        try:
+            self.transfer.load(operation.dst, operation.start, parts)
+        except (MemoryError, ValueError) as error:
+            # Rows of an unknown format cannot be joined.
+            raise kv_ops.NotLoadedError(operation.parts[0][0]) from error
+
     def _restore(self, operation: kv_ops.Restore) -> None:
         seq, end = operation.dst, self.states.checkpoints[operation.checkpoint]
         try:
             self.partial.restore(operation, end)
         except kv_ops.NotLoadedError:
-            self._record_empty(seq)
+            self._empty(seq)
             raise
         self.states.restore(seq)
         self.lengths[seq] = end

@@ -1,4 +1,12 @@
-"""Saved states: sequences, and partial states alone (checkpoints), in host memory; llama.cpp saves and loads them.
+"""Saved states in host memory: sequences, their segments, and partial states alone (checkpoints).
+
+llama.cpp saves and loads whole sequences. In a unified pool both go through the scratch sequence, which is empty
+before and after: a range of a sequence is copied to it and saved there, and what is loaded into it is copied on
+(fact 8). A partial state that is copied along with the range is stripped before saving.
+
+In a partitioned pool each sequence has its own stream, and cannot be copied in part (fact 3). So a sequence is
+saved whole, and the rows of a range are cut out on the host. To load segments, they are joined with what the
+sequence holds, and all of it is loaded.
 
 With the flag `LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY` llama.cpp saves and loads only the partial state of a sequence:
 recurrent states and the cells of sliding windows. Loading one replaces the sequence's own. llama.cpp has no call
@@ -9,13 +17,15 @@ for windows that of one token, because loading an empty window has no effect.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import llama_cpp
 
-from llamaslot.backend.memory import new_kv
-from llamaslot.base.kv_ops import IllegalCallError, Kv, NotLoadedError, NotSavedError, Restore, Take
+from llamaslot.backend.host import new_kv
+from llamaslot.backend.state_format import Rows, join, rows_of_sequence
+from llamaslot.base.kv_ops import Copy, IllegalCallError, Kv, NotLoadedError, NotSavedError, Restore, Take
 from llamaslot.base.model import StateKind
 
 _PARTIAL = llama_cpp.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
@@ -47,13 +57,14 @@ def _pointer(state: Kv) -> Any:
 
 
 class PartialStates:
-    """Checkpoints of one context, by number. Operations must have been checked."""
+    """Checkpoints of one context. Operations must have been checked."""
 
     def __init__(self, context: Any, kind: StateKind) -> None:
         self._context = context
         self._memory = llama_cpp.llama_get_memory(context)
         self._kind = kind
-        self._states: dict[int, Kv] = {}
+        self.states: dict[int, Kv] = {}
+        """The checkpoints by number."""
         self._blanks: list[Kv] = []
         """Blank states that `strip` loads in this order."""
         self._one: Kv | None = None
@@ -72,29 +83,20 @@ class PartialStates:
         n_bytes: int = llama_cpp.llama_state_seq_get_size_ext(self._context, seq, _PARTIAL)
         return n_bytes
 
-    def kv_of(self, checkpoint: int) -> Kv | None:
-        """Return the bytes of a checkpoint; None if there is no such checkpoint."""
-        return self._states.get(checkpoint)
-
-    def put(self, checkpoint: int, state: Kv) -> None:
-        """Add a checkpoint."""
-        self._states[checkpoint] = state
-
     def take(self, operation: Take) -> None:
         """Save the state of a sequence as a checkpoint; raises `NotSavedError` if memory does not suffice."""
         try:
-            self._states[operation.checkpoint] = self._saved(operation.src)
+            self.states[operation.checkpoint] = self._saved(operation.src)
         except MemoryError as error:
             raise NotSavedError(operation.checkpoint) from error
 
     def restore(self, operation: Restore, end: int) -> None:
         """Load a checkpoint that was taken at `end` tokens into a sequence, and truncate the sequence to `end`.
 
-        Raises `NotLoadedError` if memory does not suffice; the sequence is then empty.
+        Raises `NotLoadedError` if memory does not suffice; the sequence must then be emptied.
         """
         seq = operation.dst
-        if not self._load(seq, self._states[operation.checkpoint]):
-            llama_cpp.llama_memory_seq_rm(self._memory, seq, -1, -1)
+        if not self._load(seq, self.states[operation.checkpoint]):
             raise NotLoadedError(operation.checkpoint)
         if not llama_cpp.llama_memory_seq_rm(self._memory, seq, end, -1):
             raise IllegalCallError(f"{operation}: the state does not belong to {end} tokens")
@@ -120,10 +122,6 @@ class PartialStates:
             if not self._load(seq, self._one):
                 raise MemoryError(f"sequence {seq} cannot be given a state")
 
-    def free(self, checkpoint: int) -> None:
-        """Free a checkpoint."""
-        del self._states[checkpoint]
-
     def _load(self, seq: int, state: Kv) -> bool:
         n_bytes = llama_cpp.llama_state_seq_set_data_ext(self._context, _pointer(state), len(state), seq, _PARTIAL)
         return bool(n_bytes == len(state))
@@ -134,3 +132,102 @@ class PartialStates:
         if not n_bytes or n_bytes != len(state):
             raise MemoryError(f"llama.cpp could not save the state of sequence {seq}")
         return state
+
+
+class PoolTransfer:
+    """Moves KV in a unified pool. `strip` removes the partial state of a sequence. Methods raise `MemoryError`.
+
+    Without a scratch sequence it can only copy.
+    """
+
+    def __init__(self, context: Any, scratch: int | None, strip: Callable[[int], None]) -> None:
+        self._context = context
+        self._memory = llama_cpp.llama_get_memory(context)
+        self._scratch = -1 if scratch is None else scratch
+        self._strip = strip
+
+    def save(self, src: int, wanted: range) -> Kv:
+        """Return the KV of these positions of a sequence, as a segment."""
+        with self._in_scratch(src, wanted):
+            return save_sequence(self._context, self._scratch)
+
+    def size(self, src: int, wanted: range) -> int:
+        """Return the bytes that `save` would return, without the memory for them."""
+        with self._in_scratch(src, wanted):
+            return sequence_bytes(self._context, self._scratch)
+
+    def load(self, dst: int, start: int, parts: Sequence[tuple[Kv, range, range]]) -> None:
+        """Append parts, each a segment, its positions and the wanted ones, to a sequence of `start` tokens."""
+        for state, _, wanted in parts:
+            try:
+                if not load_sequence(self._context, self._scratch, state):
+                    raise MemoryError(f"llama.cpp could not load {len(state)} bytes")
+                self.copy(Copy(self._scratch, dst, wanted.start, wanted.stop))
+            finally:
+                llama_cpp.llama_memory_seq_rm(self._memory, self._scratch, -1, -1)
+
+    def copy(self, operation: Copy) -> None:
+        """Append tokens of a sequence to another one, which then shares their cells."""
+        llama_cpp.llama_memory_seq_cp(self._memory, operation.src, operation.dst, operation.start, operation.end)
+
+    def end_changes(self) -> None:
+        """Do nothing, since nothing is kept."""
+
+    @contextmanager
+    def _in_scratch(self, src: int, wanted: range) -> Iterator[None]:
+        """Copy a range, without a partial state, to the scratch sequence; empty that afterwards."""
+        llama_cpp.llama_memory_seq_cp(self._memory, src, self._scratch, wanted.start, wanted.stop)
+        try:
+            self._strip(self._scratch)
+            yield
+        finally:
+            llama_cpp.llama_memory_seq_rm(self._memory, self._scratch, -1, -1)
+
+
+class StreamTransfer:
+    """Moves KV in a partitioned pool. `length_of` returns the length of a sequence. Methods raise `MemoryError`."""
+
+    def __init__(self, context: Any, length_of: Callable[[int], int]) -> None:
+        self._context = context
+        self._n_streams = int(llama_cpp.llama_n_seq_max(context))
+        self._length_of = length_of
+        self._saved: tuple[int, int, Kv] | None = None
+        """The sequence saved last, its length and bytes: its segments are often saved one after another."""
+
+    def save(self, src: int, wanted: range) -> Kv:
+        """Return the KV of these positions of a sequence, as a segment."""
+        return join([self._rows(src, wanted)])
+
+    def size(self, src: int, wanted: range) -> int:
+        """Return the bytes that `save` would return."""
+        return len(self.save(src, wanted))
+
+    def load(self, dst: int, start: int, parts: Sequence[tuple[Kv, range, range]]) -> None:
+        """Append parts, as in `PoolTransfer`, to a sequence of `start` tokens."""
+        self._append(dst, start, [rows_of_sequence(*part) for part in parts])
+
+    def copy(self, operation: Copy) -> None:
+        """Append tokens of a sequence to another one, in its own cells."""
+        wanted = range(operation.start, operation.end)
+        self._append(operation.dst, operation.start, [self._rows(operation.src, wanted)])
+
+    def end_changes(self) -> None:
+        """Free the bytes of the sequence saved last."""
+        self._saved = None
+
+    def _append(self, dst: int, start: int, rows: list[Rows]) -> None:
+        own = [self._rows(dst, range(start))] if start else []
+        state = join(own + rows, n_streams=self._n_streams)
+        # Free the saved sequences to which these rows belong before loading, to limit the use of memory.
+        self._saved = None
+        own.clear()
+        rows.clear()
+        if not load_sequence(self._context, dst, state):
+            raise MemoryError(f"llama.cpp could not load {len(state)} bytes")
+
+    def _rows(self, seq: int, wanted: range) -> Rows:
+        length = self._length_of(seq)
+        if self._saved is None or self._saved[:2] != (seq, length):
+            self._saved = seq, length, save_sequence(self._context, seq)
+        state = self._saved[2]
+        return rows_of_sequence(state, range(length), wanted, stream=seq, n_streams=self._n_streams)

@@ -218,7 +218,13 @@ class _Trial:
     def check_reuse(self) -> None:
         """Raise `_FailedError` unless all reused states are those that were computed, and are used."""
         other_prefix, other_cells = self._cold_run(self._prefix[::-1]), self._cold_run(self._prefix)
-        self._displace(lambda: self._feed(0, self._prefix))
+        # Another sequence, if there is one, holds the first cells meanwhile.
+        has_other = self._backend.n_seqs > 1
+        if has_other:
+            self._feed(1, self._other)
+        self._feed(0, self._prefix)
+        if has_other:
+            self._backend.change(Remove(1, 0))
         self._computed = self._held(0)
         if self._info.keeps_checkpoints:
             self._backend.change(Take(_CHECKPOINT, 0, self._n_prefix))
@@ -259,15 +265,6 @@ class _Trial:
         rows = self._rows(0)
         self._backend.change(Remove(0, 0))
         return rows
-
-    def _displace(self, compute: Callable[[], None]) -> None:
-        """Call `compute` while another sequence, if there is one, occupies the first cells."""
-        has_other = self._backend.n_seqs > 1
-        if has_other:
-            self._feed(1, self._other)
-        compute()
-        if has_other:
-            self._backend.change(Remove(1, 0))
 
     def _set_bound(self, other_cells: Logits, other_prefix: Logits) -> None:
         """Set the distance up to which logits count as those of a cold run: between noise and an unused state."""
@@ -324,21 +321,13 @@ class _Trial:
         self._check(seq, "after segments that were loaded")
 
     def _check(self, seq: int, where: str) -> None:
-        """Check a sequence that should hold exactly the prefix. Afterwards it also holds the tail."""
-        self._check_held(seq, where)
-        self._check_logits(seq, where)
-
-    def _check_held(self, seq: int, where: str) -> None:
-        """Compare a sequence's content with what it was right after computing the prefix."""
+        """Check that a sequence holds exactly the prefix, and uses it. Afterwards it also holds the tail."""
         held, computed = self._held(seq), self._computed
-        if held == computed:
-            return
-        parts = [part for part in computed if held.get(part) != computed[part]] or [*held.keys() - computed.keys()]
-        more = f" and {len(parts) - 1} more" if len(parts) > 1 else ""
-        raise _FailedError(f"{where}, {parts[0]}{more} are not what was computed")
-
-    def _check_logits(self, seq: int, where: str) -> None:
-        """Compute the tail, and compare its logits with those of the cold run."""
+        if held != computed:
+            wrong = [part for part in computed if held.get(part) != computed[part]]
+            parts = wrong or [*held.keys() - computed.keys()]
+            more = f" and {len(parts) - 1} more" if len(parts) > 1 else ""
+            raise _FailedError(f"{where}, {parts[0]}{more} are not what was computed")
         distance = _distance(self._rows(seq), self._cold)
         if not distance <= self._bound:
             raise _FailedError(

@@ -28,8 +28,7 @@ import structlog
 
 from llamaslot.backend.host import host_memory
 from llamaslot.backend.llama import library
-from llamaslot.backend.llama.llama_settings import CACHE_TYPES, LlamaSettings
-from llamaslot.backend.llama.loading import PADDING, context_params, padded
+from llamaslot.backend.llama.loading import CACHE_TYPES, PADDING, LlamaSettings, context_params, padded
 from llamaslot.base.errors import ConfigError
 
 _log = structlog.get_logger(__name__)
@@ -62,35 +61,6 @@ class Place:
     def cells_that_fit(self, fraction: float) -> int:
         """Return how many cells fit if `1 - fraction` of all memory stays free."""
         return max(int(self.free - self.total * (1 - fraction)) - self.fixed, 0) // self.cell_bytes
-
-
-@dataclass(frozen=True, slots=True)
-class PoolSize:
-    """The size of a pool, and the arithmetic that led to it."""
-
-    n_cells: int
-    """Cells of all slots together."""
-    n_fitting: int
-    """Cells that would fit, in a partitioned pool including those of spare sequences."""
-    places: tuple[Place, ...]
-    fraction: float
-    capped: bool
-    """True if more would fit than is allocated by default."""
-
-    def line(self) -> str:
-        """Return the arithmetic as a line to print."""
-        terms = []
-        for place in self.places:
-            fixed = f" - {_size(place.fixed)} outside the cells" if place.fixed else ""
-            free = (
-                f"{_size(place.free)} free on {place.name} - {1 - self.fraction:.0%} of {_size(place.total)}{fixed}"
-            )
-            terms.append(f"({free}) / {place.cell_bytes:,} bytes a cell")
-        smaller = "the smaller of " if len(terms) > 1 else ""
-        why = " (default limit; --ctx-size overrides it)" if self.capped else ""
-        return (
-            f"KV pool: {smaller}{' and '.join(terms)} = {self.n_fitting:,} cells; {self.n_cells:,} allocated{why}"
-        )
 
 
 def choose(model: Any, settings: LlamaSettings, n_seqs: int, n_mapped: int) -> tuple[int, str]:
@@ -135,8 +105,7 @@ def _fitting(
             f"KV pool: {n_ctx_train:,} cells, the model's context, regardless of free memory: {reason}",
         )
     most = most_cells(n_ctx_train, settings.n_slots, on_host=any(place.name == HOST for place in growing))
-    size = pool_size(growing, fraction=settings.kv_mem_fraction, most=most, n_parts=n_parts, n_streams=n_streams)
-    return size.n_cells, size.line()
+    return pool_size(growing, fraction=settings.kv_mem_fraction, most=most, n_parts=n_parts, n_streams=n_streams)
 
 
 def _check_against_memory(n_ctx: int, n_cells: int, places: Sequence[Place]) -> None:
@@ -162,8 +131,8 @@ def _check_against_memory(n_ctx: int, n_cells: int, places: Sequence[Place]) -> 
 
 def pool_size(
     places: Sequence[Place], *, fraction: float, most: int, n_parts: int = 1, n_streams: int = 1
-) -> PoolSize:
-    """Return the size that `fraction` of memory allows, at most `most` cells. Raises `ConfigError`.
+) -> tuple[int, str]:
+    """Return the cells that `fraction` of memory allows, at most `most`, and the arithmetic. Raises `ConfigError`.
 
     A partitioned pool has `n_parts` equal parts for slots, and `n_streams` parts including spare sequences.
     """
@@ -180,13 +149,15 @@ def pool_size(
         )
     wanted = padded(padded(most) // n_parts)
     part = min(fits, wanted)
-    return PoolSize(
-        n_cells=part * n_parts,
-        n_fitting=n_fitting,
-        places=tuple(places),
-        fraction=fraction,
-        capped=fits > wanted,
-    )
+    terms = []
+    for place in places:
+        fixed = f" - {_size(place.fixed)} outside the cells" if place.fixed else ""
+        free = f"{_size(place.free)} free on {place.name} - {1 - fraction:.0%} of {_size(place.total)}{fixed}"
+        terms.append(f"({free}) / {place.cell_bytes:,} bytes a cell")
+    smaller = "the smaller of " if len(terms) > 1 else ""
+    why = " (default limit; --ctx-size overrides it)" if fits > wanted else ""
+    n_cells = part * n_parts
+    return n_cells, f"KV pool: {smaller}{' and '.join(terms)} = {n_fitting:,} cells; {n_cells:,} allocated{why}"
 
 
 def most_cells(n_ctx_train: int, n_slots: int, *, on_host: bool) -> int:

@@ -65,15 +65,19 @@ class LlamaVocab:
     """Vocabulary of a loaded model. Valid as long as the model."""
 
     def __init__(self, model: int) -> None:
-        self._vocab = llama_cpp.llama_model_get_vocab(model)
-        self.n_tokens: int = llama_cpp.llama_vocab_n_tokens(self._vocab)
-        self.type: int = llama_cpp.llama_vocab_type(self._vocab)
-        self.adds_bos: bool = llama_cpp.llama_vocab_get_add_bos(self._vocab)
-        self.adds_eos: bool = llama_cpp.llama_vocab_get_add_eos(self._vocab)
+        self.pointer: Any = llama_cpp.llama_model_get_vocab(model)
+        """llama.cpp's pointer to the vocabulary."""
+        # The tokens that begin and end a text, or -1.
+        self.bos: int = llama_cpp.llama_vocab_bos(self.pointer)
+        self.eos: int = llama_cpp.llama_vocab_eos(self.pointer)
+        self.n_tokens: int = llama_cpp.llama_vocab_n_tokens(self.pointer)
+        self.type: int = llama_cpp.llama_vocab_type(self.pointer)
+        self.adds_bos: bool = llama_cpp.llama_vocab_get_add_bos(self.pointer)
+        self.adds_eos: bool = llama_cpp.llama_vocab_get_add_eos(self.pointer)
         self.eog = frozenset(
-            token for token in range(self.n_tokens) if llama_cpp.llama_vocab_is_eog(self._vocab, token)
+            token for token in range(self.n_tokens) if llama_cpp.llama_vocab_is_eog(self.pointer, token)
         )
-        controls = [t for t in range(self.n_tokens) if llama_cpp.llama_vocab_is_control(self._vocab, t)]
+        controls = [t for t in range(self.n_tokens) if llama_cpp.llama_vocab_is_control(self.pointer, t)]
         unknown = llama_cpp.LLAMA_TOKEN_ATTR_UNKNOWN
         unknowns = [t for t in range(self.n_tokens) if self._attributes(t) & unknown]
         plain = [t for t in controls if not self._attributes(t) & llama_cpp.LLAMA_TOKEN_ATTR_LSTRIP]
@@ -84,7 +88,7 @@ class LlamaVocab:
         # A token's raw text is at least as long as the text that it stands for. Tokenizers of other types may drop
         # spaces, so for them the longest text is unknown (0).
         keeps_text = self.type in (llama_cpp.LLAMA_VOCAB_TYPE_SPM, llama_cpp.LLAMA_VOCAB_TYPE_BPE)
-        texts = (llama_cpp.llama_vocab_get_text(self._vocab, token) for token in range(self.n_tokens))
+        texts = (llama_cpp.llama_vocab_get_text(self.pointer, token) for token in range(self.n_tokens))
         self.longest_piece = max(len(text) for text in texts) if keeps_text else 0
         is_bpe = self.type == llama_cpp.LLAMA_VOCAB_TYPE_BPE
         self._splits_by_regex = (
@@ -116,7 +120,7 @@ class LlamaVocab:
         for _ in range(2):
             out = np.empty(capacity, dtype=np.int32)
             n = llama_cpp.llama_tokenize(
-                self._vocab, data, len(data), _pointer(out), capacity, add_special, parse_special
+                self.pointer, data, len(data), _pointer(out), capacity, add_special, parse_special
             )
             if n >= 0:
                 return out[:n].copy()
@@ -151,18 +155,13 @@ class LlamaVocab:
         texts = []
         for token in range(self.n_tokens):
             one[0] = token
-            n = llama_cpp.llama_detokenize(self._vocab, one, 1, buffer, _MAX_TEXT_BYTES, False, True)
+            n = llama_cpp.llama_detokenize(self.pointer, one, 1, buffer, _MAX_TEXT_BYTES, False, True)
             texts.append(ctypes.string_at(buffer, n) if n >= 0 else self._piece(token, special=True))
         return texts
 
     def text(self, token: int) -> str:
         """Return the text of a token, including control tokens; empty for a negative id (no such token)."""
         return self._piece(token, special=True).decode(errors="replace") if token >= 0 else ""
-
-    @property
-    def pointer(self) -> int:
-        """llama.cpp's pointer to the vocabulary."""
-        return self._vocab  # type: ignore[no-any-return]
 
     @cached_property
     def named_tokens(self) -> dict[str, int]:
@@ -178,24 +177,14 @@ class LlamaVocab:
         return {text: token for token in added if token not in self._controls and is_tag(text := self.text(token))}
 
     @property
-    def bos(self) -> int:
-        """The beginning-of-sequence token, or -1."""
-        return int(llama_cpp.llama_vocab_bos(self._vocab))
-
-    @property
-    def eos(self) -> int:
-        """The end-of-sequence token, or -1."""
-        return int(llama_cpp.llama_vocab_eos(self._vocab))
-
-    @property
     def fim(self) -> FimTokens | None:
         """Tokens of fill-in-the-middle prompts; None if one of the three required ones is missing."""
         found = FimTokens(
-            prefix=llama_cpp.llama_vocab_fim_pre(self._vocab),
-            suffix=llama_cpp.llama_vocab_fim_suf(self._vocab),
-            middle=llama_cpp.llama_vocab_fim_mid(self._vocab),
-            repository=llama_cpp.llama_vocab_fim_rep(self._vocab),
-            file_separator=llama_cpp.llama_vocab_fim_sep(self._vocab),
+            prefix=llama_cpp.llama_vocab_fim_pre(self.pointer),
+            suffix=llama_cpp.llama_vocab_fim_suf(self.pointer),
+            middle=llama_cpp.llama_vocab_fim_mid(self.pointer),
+            repository=llama_cpp.llama_vocab_fim_rep(self.pointer),
+            file_separator=llama_cpp.llama_vocab_fim_sep(self.pointer),
             bos=self.bos if self.adds_bos else -1,
         )
         return found if min(found.prefix, found.suffix, found.middle) >= 0 else None
@@ -204,7 +193,7 @@ class LlamaVocab:
         return tuple(text for token in tokens if (text := self.text(token)))
 
     def _attributes(self, token: int) -> int:
-        return int(llama_cpp.llama_vocab_get_attr(self._vocab, token))
+        return int(llama_cpp.llama_vocab_get_attr(self.pointer, token))
 
     def _piece(self, token: int, *, special: bool) -> bytes:
         if not 0 <= token < self.n_tokens:
@@ -212,7 +201,7 @@ class LlamaVocab:
         size = 64
         while True:
             buffer = ctypes.create_string_buffer(size)
-            n = llama_cpp.llama_token_to_piece(self._vocab, token, buffer, size, 0, special)
+            n = llama_cpp.llama_token_to_piece(self.pointer, token, buffer, size, 0, special)
             if n >= 0:
                 return buffer.raw[:n]
             size = -n

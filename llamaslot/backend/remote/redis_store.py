@@ -21,10 +21,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
+import hmac
+import struct
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from time import perf_counter
 from typing import Any, NoReturn
 
@@ -32,20 +36,11 @@ import numpy as np
 import structlog
 from redis.asyncio import Redis
 
-from llamaslot.backend.failure_log import FailureLog
-from llamaslot.backend.memory import new_kv
+from llamaslot.backend.host import new_kv
 from llamaslot.backend.remote import StoreSettings
-from llamaslot.backend.remote.sealing import (
-    DIGEST_BYTES,
-    ENTRY,
-    Sealer,
-    digest_and_size,
-    member_of,
-    packed,
-    unpacked,
-)
 from llamaslot.backend.remote.store_connection import StoreConnection, TooLargeError, number, size_of, values
 from llamaslot.backend.state_format import join_parts
+from llamaslot.backend.storage import FailureLog
 from llamaslot.base.kv_ops import Kv, KvPart
 from llamaslot.base.model import SegmentSize
 from llamaslot.base.tokens import WIDTH
@@ -62,6 +57,9 @@ from llamaslot.kvcache.tiers.remote_tier import (
     portions_of,
 )
 
+DIGEST_BYTES = 16
+ENTRY = struct.Struct(f"<IIQQ{DIGEST_BYTES}s")
+"""Start, end, bytes of KV, bytes of state, digest."""
 _MAX_CHECKPOINTS = 16
 """Most checkpoints listed at one position on the grid; the newest are kept."""
 _KV, _STATE, _INDEX = b"kv", b"state", b"index"
@@ -86,6 +84,9 @@ _RECOUNT_S = 600.0
 commands, or if the store evicts keys.
 """
 
+_MAX_DIGITS = 15
+"""Most digits of a size in an entry; longer ones cannot come from a server."""
+
 _log = structlog.get_logger(__name__)
 
 
@@ -108,19 +109,10 @@ class RedisStore:
         self._sealer = sealer
         self._settings = settings
         self._size = size
+        self.timeout_s, self.address = settings.timeout_s, settings.address
         self._late_uploads: dict[bytes, int] = {}
         """Number of uploads of an object that exceeded `_TRANSFER_TIMEOUT_S`, by digest."""
         self._lookups = asyncio.Semaphore(_MAX_LOOKUPS)
-
-    @property
-    def timeout_s(self) -> float:
-        """Most seconds that a lookup may take."""
-        return self._settings.timeout_s
-
-    @property
-    def address(self) -> str:
-        """The store's URL in messages."""
-        return self._settings.address
 
     async def ping(self) -> None:
         """Connect and wait for an answer; the caller sets a time limit."""
@@ -138,23 +130,15 @@ class RedisStore:
         lists = range(0, n_tokens + 1, GRID_TOKENS) if with_checkpoints else ()
         digests = self._sealer.path_digests(namespace, tokens, {*grid, *lists})
 
-        async def ask() -> tuple[list[bytes | None], list[list[bytes | None]]]:
-            async with self._store.client.pipeline(transaction=False) as pipe:
-                if grid:
-                    pipe.mget([self._store.name("i", digests[at]) for at in grid])
-                for at in lists:
-                    pipe.lrange(self._store.name("k", digests[at]), 0, _MAX_CHECKPOINTS - 1)
-                answers = await pipe.execute()
-            return (values(answers[0], len(grid)) if grid else []), list(map(values, answers[bool(grid) :]))
-
         async with self._lookups:
+            ask = partial(self._asked, digests, grid, lists)
             named, listed = await self._store.unlimited(ask, self._index_bytes(len(grid), len(lists)))
         entries = {
             at: each
             for at, data in zip(grid, named, strict=True)
             if (each := self._indexed(digests[at], data)) is not None
         }
-        checkpoints = self._on_path(namespace, tokens, (data for each in listed for data in each))
+        checkpoints = self._on_path(namespace, tokens, chain.from_iterable(listed))
         return Found(tuple(portions_of(entries, start, n_tokens)), checkpoints, perf_counter() - began)
 
     async def fetch(self, wanted: RemoteObject, *, kv: bool, state: bool) -> Fetched | None:
@@ -224,16 +208,14 @@ class RedisStore:
         # May delete other objects, with a call for each, so it needs more time than a single call.
         await self._store.within(lambda: self._budget.reserve(wanted), _TRANSFER_TIMEOUT_S)
 
-        async def put() -> None:
-            async with self._store.client.pipeline(transaction=False) as pipe:
-                mapping = {key: data if isinstance(data, bytes) else data.data for key, data in fields.items()}
-                pipe.hset(name, mapping=mapping)
-                pipe.expire(name, self._settings.ttl_s)
-                self._budget.keep_list(pipe)
-                await pipe.execute()
-
+        pipe = self._store.client.pipeline(transaction=False)
+        pipe.hset(
+            name, mapping={key: each if isinstance(each, bytes) else each.data for key, each in fields.items()}
+        )
+        pipe.expire(name, self._settings.ttl_s)
+        self._budget.keep_list(pipe)
         try:
-            await self._store.within(put, _TRANSFER_TIMEOUT_S)
+            await self._store.within(pipe.execute, _TRANSFER_TIMEOUT_S)
         except RemoteUnavailableError as error:
             if not isinstance(error.__cause__, TimeoutError) or not self._is_skipped(wanted):
                 raise
@@ -252,15 +234,9 @@ class RedisStore:
         lists = range(0, n_tokens + 1, GRID_TOKENS)
         digests = self._sealer.path_digests(namespace, tokens, lists)
 
-        async def names() -> list[list[bytes | None]]:
-            async with self._store.client.pipeline(transaction=False) as pipe:
-                pipe.mget([self._store.name("i", digests[at]) for at in lists])
-                for at in lists:
-                    pipe.lrange(self._store.name("k", digests[at]), 0, _MAX_CHECKPOINTS - 1)
-                return list(map(values, await pipe.execute()))
-
-        size = self._index_bytes(len(lists), len(lists))
-        for data in (data for each in await self._store.within(names, n_bytes=size) for data in each):
+        ask, size = partial(self._asked, digests, lists, lists), self._index_bytes(len(lists), len(lists))
+        named, listed = await self._store.within(ask, n_bytes=size)
+        for data in chain(named, *listed):
             entry = unpacked(data[: ENTRY.size] if data is not None else None)
             if entry is not None and entry.end > start:
                 await self._budget.delete([member_of(entry)])
@@ -299,6 +275,18 @@ class RedisStore:
         await self._store.within(lambda: self._store.client.unlink(name))
         raise CorruptObjectError(reason)
 
+    async def _asked(
+        self, digests: Mapping[int, bytes], grid: Sequence[int], lists: Sequence[int]
+    ) -> tuple[list[bytes | None], list[list[bytes | None]]]:
+        """Return the index entries at positions on the grid, and the lists of checkpoints."""
+        pipe = self._store.client.pipeline(transaction=False)
+        if grid:
+            pipe.mget([self._store.name("i", digests[at]) for at in grid])
+        for at in lists:
+            pipe.lrange(self._store.name("k", digests[at]), 0, _MAX_CHECKPOINTS - 1)
+        answers = await pipe.execute()
+        return (values(answers[0], len(grid)) if grid else []), list(map(values, answers[bool(grid) :]))
+
     def _index_bytes(self, n_entries: int, n_lists: int) -> int:
         """Return the size of replies with this number of index entries and checkpoint lists."""
         return size_of(n_entries, ENTRY.size + DIGEST_BYTES) + size_of(n_lists * (_MAX_CHECKPOINTS + 1), ENTRY.size)
@@ -321,21 +309,17 @@ class RedisStore:
     async def _index(self, wanted: RemoteObject, digests: Mapping[int, bytes]) -> None:
         """Write the index entries of an object, and list its checkpoint at the last grid position before it."""
         ttl, entry = self._settings.ttl_s, packed(wanted)
-
-        async def put() -> None:
-            async with self._store.client.pipeline(transaction=False) as pipe:
-                for at in grid_positions(wanted.start, wanted.end):
-                    code = self._sealer.code(digests[at], _INDEX, entry)
-                    pipe.set(self._store.name("i", digests[at]), entry + code, ex=ttl)
-                if wanted.state_bytes:
-                    listed = self._store.name("k", digests[wanted.end // GRID_TOKENS * GRID_TOKENS])
-                    pipe.lrem(listed, 0, entry)
-                    pipe.lpush(listed, entry)
-                    pipe.ltrim(listed, 0, _MAX_CHECKPOINTS - 1)
-                    pipe.expire(listed, ttl)
-                await pipe.execute()
-
-        await self._store.within(put)
+        pipe = self._store.client.pipeline(transaction=False)
+        for at in grid_positions(wanted.start, wanted.end):
+            code = self._sealer.code(digests[at], _INDEX, entry)
+            pipe.set(self._store.name("i", digests[at]), entry + code, ex=ttl)
+        if wanted.state_bytes:
+            listed = self._store.name("k", digests[wanted.end // GRID_TOKENS * GRID_TOKENS])
+            pipe.lrem(listed, 0, entry)
+            pipe.lpush(listed, entry)
+            pipe.ltrim(listed, 0, _MAX_CHECKPOINTS - 1)
+            pipe.expire(listed, ttl)
+        await self._store.within(pipe.execute)
 
     def _indexed(self, digest: bytes, data: bytes | None) -> RemoteObject | None:
         """Return the object that an index entry names; None unless this fleet wrote it for these tokens."""
@@ -417,15 +401,11 @@ class StoreBudget:
     async def keep(self, wanted: RemoteObject) -> None:
         """Restart the TTL of an object, because it is used."""
         ttl = self._settings.ttl_s
-
-        async def put_off() -> None:
-            async with self._client.pipeline(transaction=False) as pipe:
-                pipe.zadd(self._list, {member_of(wanted): self._clock() + ttl}, xx=True)
-                pipe.expire(self._store.name("d", wanted.digest), ttl)
-                self.keep_list(pipe)
-                await pipe.execute()
-
-        await self._store.within(put_off)
+        pipe = self._client.pipeline(transaction=False)
+        pipe.zadd(self._list, {member_of(wanted): self._clock() + ttl}, xx=True)
+        pipe.expire(self._store.name("d", wanted.digest), ttl)
+        self.keep_list(pipe)
+        await self._store.within(pipe.execute)
 
     async def count_again(self, wanted: RemoteObject) -> None:
         """Count an object if the sorted set lacks it, because the store has evicted the set but not the object."""
@@ -462,3 +442,69 @@ class StoreBudget:
 def _members(reply: object) -> list[bytes]:
     """Return the members in a reply; raises `ValueError` for anything but a list of values."""
     return [each for each in values(reply) if each is not None]
+
+
+class Sealer:
+    """Keyed digests for one fleet and one model. `model_key` is a digest of everything that KV depends on.
+
+    They are names of objects and authentication codes of their fields: BLAKE2b, keyed with a secret that all
+    servers of the fleet share. Without the secret nobody can tell to which prompt an object belongs, or write an
+    object that a server accepts.
+    """
+
+    def __init__(self, secret: bytes, model_key: bytes) -> None:
+        self._key = hashlib.blake2b(secret, digest_size=32, person=b"llamaslot fleet").digest()
+        self.scope = hashlib.blake2b(b"scope\0" + model_key, key=self._key, digest_size=DIGEST_BYTES).hexdigest()
+        """Prefix of all keys in the store; different for each secret and model."""
+
+    def path_digests(self, namespace: str, tokens: bytes, ends: Iterable[int]) -> dict[int, bytes]:
+        """Return digests of a prompt's tokens up to each of `ends`."""
+        state = hashlib.blake2b(key=self._key, digest_size=DIGEST_BYTES, person=b"path")
+        state.update(self.scope.encode() + b"\0" + namespace.encode() + b"\0")
+        digests: dict[int, bytes] = {}
+        at = 0
+        for end in sorted(ends):
+            state.update(tokens[at * WIDTH : end * WIDTH])
+            digests[end] = state.copy().digest()
+            at = end
+        return digests
+
+    def code(self, digest: bytes, field: bytes, data: Kv | bytes) -> bytes:
+        """Return the authentication code of a field of an object."""
+        state = hashlib.blake2b(key=self._key, digest_size=DIGEST_BYTES, person=b"object")
+        state.update(self.scope.encode() + digest + field)
+        state.update(data if isinstance(data, bytes) else data.data)
+        return state.digest()
+
+    def is_genuine(self, digest: bytes, field: bytes, data: Kv | bytes, code: bytes) -> bool:
+        """True if a server of the fleet uploaded exactly this field."""
+        return hmac.compare_digest(self.code(digest, field, data), code)
+
+
+def packed(each: RemoteObject) -> bytes:
+    """Return the index entry of an object."""
+    return ENTRY.pack(each.start, each.end, each.n_bytes, each.state_bytes, each.digest)
+
+
+def unpacked(data: bytes | None) -> RemoteObject | None:
+    """Return the object that an index entry names; None for invalid bytes."""
+    if data is None or len(data) != ENTRY.size:
+        return None
+    start, end, n_bytes, state_bytes, digest = ENTRY.unpack(data)
+    return RemoteObject(start, end, digest, n_bytes, state_bytes) if start < end else None
+
+
+def member_of(each: RemoteObject) -> bytes:
+    """Return an object's member of the sorted set: its digest and size."""
+    return f"{each.digest.hex()}:{each.n_bytes + each.state_bytes}".encode()
+
+
+def digest_and_size(member: bytes) -> tuple[bytes, int]:
+    """Return digest and size in a member of the sorted set; empty and 0 if no server can have written it."""
+    digest, _, n_bytes = member.partition(b":")
+    if len(digest) != 2 * DIGEST_BYTES or not n_bytes.isdigit() or len(n_bytes) > _MAX_DIGITS:
+        return b"", 0
+    try:
+        return bytes.fromhex(digest.decode("ascii")), int(n_bytes)
+    except ValueError:
+        return b"", 0

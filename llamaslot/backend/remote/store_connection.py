@@ -24,8 +24,8 @@ from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError as StoreConnectionError
 from redis.exceptions import InvalidResponse, ResponseError
 
-from llamaslot.backend.failure_log import FailureLog
 from llamaslot.backend.remote import StoreSettings
+from llamaslot.backend.storage import FailureLog
 from llamaslot.kvcache.tiers.remote_tier import RemoteUnavailableError
 
 _MAX_NUMBER = 2**53

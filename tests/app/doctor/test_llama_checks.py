@@ -9,7 +9,7 @@ import pytest
 from bench import synthetic
 from llamaslot.app.doctor import Check, Outcome
 from llamaslot.app.doctor.llama_checks import LlamaFacts, ask_llama, llama_checks, model_file
-from llamaslot.app.gpu_use import HostGpu
+from llamaslot.app.start_lines import HostGpu
 
 NVIDIA = HostGpu("NVIDIA", has_driver=True, cmake_args="-DGGML_CUDA=on")
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from llamaslot.app.doctor import Outcome, machine_checks
+from llamaslot.app.doctor import Outcome, checks
 from llamaslot.backend.disk import DiskStore
 from llamaslot.backend.host import HostCpus
 
@@ -20,7 +20,7 @@ GIB = 2**30
 
 
 def test_this_machine_has_no_wrong_python() -> None:
-    check = machine_checks.software()
+    check = checks.software()
     assert check.outcome is Outcome.OK
     assert sys.version.split()[0] in check.found
 
@@ -39,7 +39,7 @@ def test_this_machine_has_no_wrong_python() -> None:
     ],
 )
 def test_more_threads_than_cpus_are_warned_of(host: HostCpus, n_threads: int, busy: float, advice: str) -> None:
-    check = machine_checks.cpus(host, n_threads, busy)
+    check = checks.cpus(host, n_threads, busy)
     assert check.outcome is (Outcome.WARN if advice else Outcome.OK)
     assert check.advice.startswith(advice) or advice in check.advice
     assert ("quota is" in check.found) == (host.quota is not None)
@@ -48,25 +48,25 @@ def test_more_threads_than_cpus_are_warned_of(host: HostCpus, n_threads: int, bu
 
 def test_a_model_that_is_larger_than_free_memory_is_warned_of() -> None:
     total = psutil.virtual_memory().total
-    assert machine_checks.memory(4 * GIB, total, 2 * GIB).outcome is Outcome.OK
-    larger = machine_checks.memory(4 * GIB, total, 5 * GIB)
+    assert checks.memory(4 * GIB, total, 2 * GIB).outcome is Outcome.OK
+    larger = checks.memory(4 * GIB, total, 5 * GIB)
     assert larger.outcome is Outcome.WARN
     assert "5.0 GiB" in larger.found
-    assert machine_checks.memory(GIB // 2, total, 0).outcome is Outcome.WARN
-    assert "container's limit" in machine_checks.memory(2 * GIB, total // 2, 0).found
+    assert checks.memory(GIB // 2, total, 0).outcome is Outcome.WARN
+    assert "container's limit" in checks.memory(2 * GIB, total // 2, 0).found
 
 
 def test_swap_that_is_used_or_huge_is_warned_of() -> None:
-    assert machine_checks.swap(0, 0, 8 * GIB).outcome is Outcome.OK
-    assert machine_checks.swap(8 * GIB, 0, 8 * GIB).outcome is Outcome.OK
-    assert "--cache-ram" in machine_checks.swap(8 * GIB, GIB, 8 * GIB).advice
-    assert "less swap" in machine_checks.swap(17 * GIB, 0, 8 * GIB).advice
+    assert checks.swap(0, 0, 8 * GIB).outcome is Outcome.OK
+    assert checks.swap(8 * GIB, 0, 8 * GIB).outcome is Outcome.OK
+    assert "--cache-ram" in checks.swap(8 * GIB, GIB, 8 * GIB).advice
+    assert "less swap" in checks.swap(17 * GIB, 0, 8 * GIB).advice
 
 
 def test_a_low_hard_limit_of_open_files_is_warned_of() -> None:
     code = (
         "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (512, 512))\n"
-        "from llamaslot.app.doctor.machine_checks import descriptors\n"
+        "from llamaslot.app.doctor.checks import descriptors\n"
         "from llamaslot.app.logs import configure_logging; configure_logging('json', 'error')\n"
         "print(descriptors(300).outcome, descriptors(1024).outcome, descriptors(1024).advice)"
     )
@@ -76,10 +76,10 @@ def test_a_low_hard_limit_of_open_files_is_warned_of() -> None:
 
 
 def test_the_speed_of_a_folder_is_measured_and_nothing_is_left_in_it(tmp_path: Path) -> None:
-    write_rate, read_rate = machine_checks.measure(tmp_path, 2**23)
+    write_rate, read_rate = checks.measure(tmp_path, 2**23)
     assert write_rate > 0
     assert read_rate > 0
-    check = machine_checks.disk_tier(tmp_path / "not" / "yet")
+    check = checks.disk_tier(tmp_path / "not" / "yet")
     assert check.outcome in (Outcome.OK, Outcome.WARN), "a slow disk, or a full one"
     assert "MiB/s" in check.found
     assert list(tmp_path.iterdir()) == []
@@ -88,22 +88,22 @@ def test_the_speed_of_a_folder_is_measured_and_nothing_is_left_in_it(tmp_path: P
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux'")
 def test_a_folder_that_cannot_be_written_to_fails_for_the_disk_tier_alone() -> None:
     folder = Path("/proc/self")
-    check = machine_checks.disk_tier(folder)
+    check = checks.disk_tier(folder)
     assert check.outcome is Outcome.FAIL
     assert "cannot be written to" in check.found
-    assert machine_checks.cache_folder(folder / "cache").outcome is Outcome.WARN
+    assert checks.cache_folder(folder / "cache").outcome is Outcome.WARN
 
 
 def test_a_file_in_the_place_of_the_folder_fails(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for path in (tmp_path / "file", tmp_path / "file" / "below"):
-        assert machine_checks.disk_tier(path).outcome is Outcome.FAIL
+        assert checks.disk_tier(path).outcome is Outcome.FAIL
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
 def test_a_folder_without_permission_fails(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
-    assert "Permission denied" in machine_checks.disk_tier(tmp_path).found
+    assert "Permission denied" in checks.disk_tier(tmp_path).found
 
 
 def test_a_full_disk_fails(tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_a_full_disk_fails(tmp_path: Path) -> None:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 
     code = (
-        "import pathlib, sys; from llamaslot.app.doctor.machine_checks import disk_tier\n"
+        "import pathlib, sys; from llamaslot.app.doctor.checks import disk_tier\n"
         "check = disk_tier(pathlib.Path(sys.argv[1])); print(check.outcome, check.found)"
     )
     command = [sys.executable, "-c", code, str(tmp_path)]
@@ -127,15 +127,15 @@ def test_a_full_disk_fails(tmp_path: Path) -> None:
     reason="there is no /dev/shm",
 )
 def test_a_folder_in_memory_is_warned_of() -> None:
-    check = machine_checks.disk_tier(Path("/dev/shm"))
+    check = checks.disk_tier(Path("/dev/shm"))
     assert check.outcome is Outcome.WARN
     assert "in memory" in check.advice
 
 
 def test_a_folder_that_a_server_uses_is_named(tmp_path: Path) -> None:
     disk = DiskStore(tmp_path / "disk")
-    check = machine_checks.disk_tier(tmp_path / "disk")
+    check = checks.disk_tier(tmp_path / "disk")
     assert check.outcome is Outcome.WARN
     assert "another server uses" in check.found
     disk.close()
-    assert "another server uses" not in machine_checks.disk_tier(tmp_path / "disk").found
+    assert "another server uses" not in checks.disk_tier(tmp_path / "disk").found

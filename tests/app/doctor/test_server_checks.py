@@ -14,7 +14,7 @@ import pytest
 
 from llamaslot.app.config import Config
 from llamaslot.app.config_reader import Parser, add_flags
-from llamaslot.app.doctor import Check, Outcome, server_checks
+from llamaslot.app.doctor import Check, Outcome, checks
 
 
 def flags(*args: str | Path) -> argparse.Namespace:
@@ -24,7 +24,7 @@ def flags(*args: str | Path) -> argparse.Namespace:
 
 
 def configured(*args: str | Path, **environ: str) -> tuple[Config, Check]:
-    return server_checks.configuration(flags(*args), environ)
+    return checks.configuration(flags(*args), environ)
 
 
 def test_a_valid_configuration_is_returned(tmp_path: Path) -> None:
@@ -91,7 +91,7 @@ def test_who_may_reach_the_server_is_checked(tmp_path: Path) -> None:
         (Config(api_key_file=str(tmp_path / "nowhere")), Outcome.FAIL, "cannot read"),
         (Config(api_key_file=keys(tmp_path, mode=0o400, text="\n")), Outcome.FAIL, "there is no key"),
     ):
-        check = server_checks.access(config)
+        check = checks.access(config)
         assert check.outcome is outcome, check
         assert words in check.found
 
@@ -107,31 +107,31 @@ def taken() -> Iterator[socket.socket]:
 
 def test_a_port_that_is_taken_fails_and_names_the_process(taken: socket.socket) -> None:
     number = taken.getsockname()[1]
-    check = server_checks.port(Config(port=number))
+    check = checks.port(Config(port=number))
     assert check.outcome is Outcome.FAIL
     assert f"{number} is in use by" in check.found
     assert f"process {os.getpid()}" in check.found or "another program" in check.found
     taken.close()
-    assert server_checks.port(Config(port=number)).outcome is Outcome.OK
+    assert checks.port(Config(port=number)).outcome is Outcome.OK
 
 
 def test_another_http_server_is_named() -> None:
     with http.server.HTTPServer(("127.0.0.1", 0), http.server.SimpleHTTPRequestHandler) as other:
         thread = threading.Thread(target=other.handle_request)
         thread.start()
-        check = server_checks.port(Config(port=other.server_port))
+        check = checks.port(Config(port=other.server_port))
         thread.join()
     assert check.outcome is Outcome.FAIL
     assert "answers as SimpleHTTP" in check.found
 
 
 def test_addresses_that_this_machine_does_not_have_fail() -> None:
-    assert "is not an address of this machine" in server_checks.port(Config(host="192.0.2.1")).found
-    assert "is not an address of this machine" in server_checks.port(Config(host="no.such.host.invalid")).found
-    assert server_checks.port(Config(port=0)).outcome is Outcome.OK
+    assert "is not an address of this machine" in checks.port(Config(host="192.0.2.1")).found
+    assert "is not an address of this machine" in checks.port(Config(host="no.such.host.invalid")).found
+    assert checks.port(Config(port=0)).outcome is Outcome.OK
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may listen on any port")
 def test_a_port_that_needs_privileges_fails() -> None:
-    check = server_checks.port(Config(port=1))
+    check = checks.port(Config(port=1))
     assert check.outcome in (Outcome.FAIL, Outcome.OK), "some systems allow it"

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from llamaslot.base import process_times as module
-from llamaslot.base.process_times import has_ended, is_suspended, process_times, starved_seconds
+from llamaslot.base import threads as module
+from llamaslot.base.threads import has_ended, is_suspended, process_times, starved_seconds
 
 BUSY, ASLEEP = "while True: pass", "import time; time.sleep(1000)"
 needs_accounts = pytest.mark.skipif(

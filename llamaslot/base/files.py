@@ -1,4 +1,6 @@
-"""Checks of model files that need no llama.cpp.
+"""Files that flags name, which are not trusted: keys, certificates and templates, and checks of model files.
+
+Only regular files are read: a pipe may never end.
 
 A model file is downloaded and not trusted. llama.cpp reads what its metadata announces into memory, several times
 larger than in the file, and a sparse file can announce what no disk would hold; so the metadata is bounded first.
@@ -7,13 +9,14 @@ Models that cannot be served are refused by their metadata too, before their wei
 
 from __future__ import annotations
 
+import os
 import re
+import stat
 import struct
 from io import BufferedReader
 from pathlib import Path
 
 from llamaslot.base.errors import ConfigError
-from llamaslot.base.named_files import open_regular
 
 MAX_METADATA_BYTES = 2**27
 """Bytes before the weights, where a vocabulary takes most: those of known models have up to 20 MiB."""
@@ -55,17 +58,8 @@ _ENCODER_DECODER = "is an encoder-decoder model ({}); only models with a decoder
 _DRAFT = "is a draft model ({}), which needs another model; only models that generate text alone are served"
 _NO_TEXT = "is {} ({{}}); only models that generate text are served"
 _EMBEDDING = (
-    *(
-        "bert",
-        "eurobert",
-        "gemma-embedding",
-        "jina-bert-v2",
-        "jina-bert-v3",
-        "llama-embed",
-        "modern-bert",
-        "neo-bert",
-    ),
-    *("nomic-bert", "nomic-bert-moe"),
+    *("bert", "eurobert", "gemma-embedding", "jina-bert-v2", "jina-bert-v3", "llama-embed", "modern-bert"),
+    *("neo-bert", "nomic-bert", "nomic-bert-moe"),
 )
 _NOT_SERVED = {
     **dict.fromkeys(("dream", "llada", "llada-moe", "rnd1"), _DIFFUSION),
@@ -79,6 +73,8 @@ _NOT_SERVED = {
 """Reasons by architecture; `{}` stands for its name."""
 _WITHOUT_EXPERTS = ("hunyuan-dense", "hunyuan_vl")
 """Architectures for which llama.cpp treats a single expert as none."""
+MAX_BYTES = 16 * 2**20
+"""Largest file that is not a model."""
 
 
 def check_file(path: Path) -> None:
@@ -320,3 +316,35 @@ def _read(file: BufferedReader, n_bytes: int, path: Path) -> bytes:
         return file.read(n_bytes)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}", param="--model") from None
+
+
+def open_regular(path: Path) -> BufferedReader:
+    """Open a regular file to read it, without waiting for the writer of a pipe; raises `OSError`."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode):
+        return os.fdopen(descriptor, "rb")
+    os.close(descriptor)
+    error = IsADirectoryError if stat.S_ISDIR(mode) else OSError
+    raise error(None, "Is a directory" if stat.S_ISDIR(mode) else "it is not a regular file", str(path))
+
+
+def read_named(path: Path, flag: str) -> bytes:
+    """Return the content of a file that a flag names; raises `ConfigError`."""
+    try:
+        with open_regular(path) as file:
+            data = file.read(MAX_BYTES + 1)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"cannot read {path}: {reason} ({flag})", param=flag) from None
+    if len(data) > MAX_BYTES:
+        raise ConfigError(f"cannot read {path}: it has more than {MAX_BYTES // 2**20} MiB ({flag})", param=flag)
+    return data
+
+
+def read_named_text(path: Path, flag: str) -> str:
+    """Return the text of a file that a flag names; raises `ConfigError`."""
+    try:
+        return read_named(path, flag).decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path} is not text ({flag})", param=flag) from None
