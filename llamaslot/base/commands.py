@@ -243,7 +243,7 @@ class ProbePrompt(msgspec.Struct, frozen=True, tag="probe_prompt"):
 
 
 class DropSession(msgspec.Struct, frozen=True, tag="drop_session"):
-    """Drop what is remembered of a session; a job of the prompt worker, answered by `DroppedSession`."""
+    """Drop what is remembered of a session; a job of the prompt worker, answered by `DropPaths` for the engine."""
 
     session_id: str
     cache_salt: str = ""

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import structlog
 
-from llamaslot.base.commands import DropSession, Prepare
+from llamaslot.base.commands import DropPaths, DropSession, Prepare
 from llamaslot.base.errors import InvalidRequestError, LlamaslotError, ServerError, UnavailableError
 from llamaslot.base.stats import AnchorStats, ReplyStats, SessionStats
 from llamaslot.base.threads import ProcessTimes, process_times, starved_seconds
@@ -33,11 +33,10 @@ from llamaslot.processes.messages import (
 from llamaslot.processes.supervisor import Exit, Supervisor
 from llamaslot.prompts.prompt_jobs import (
     ClearTexts,
-    DroppedSession,
     Job,
     Lanes,
     PendingJob,
-    TextRecords,
+    Remember,
     activity_of,
 )
 from llamaslot.prompts.token_memory import TokenMemory
@@ -208,11 +207,11 @@ class PromptSupervisor(Supervisor):
     def _note(self, job: Job, result: object) -> None:
         """Keep copies of what another process must know."""
         match job, result:
-            case _, TextRecords(records):
+            case Remember(), tuple(records):
                 for record in records:
                     self._memory.add(record)
-            case DropSession(), DroppedSession():
-                self._memory.drop_session(result.digest)
+            case DropSession(), DropPaths():
+                self._memory.drop_session(result.session)
             case ClearTexts(), _:
                 self._memory.clear()
 

@@ -21,6 +21,7 @@ from llamaslot.base.callers import Turns
 from llamaslot.base.commands import (
     AnswerBody,
     BadBody,
+    DropPaths,
     DropSession,
     JsonReply,
     Needs,
@@ -48,7 +49,7 @@ grammars that take long hold up those of no other client: they are compiled in a
 
 
 class Remember(msgspec.Struct, frozen=True, tag="remember"):
-    """Remember a reply to a prompt that was prepared; answered by `TextRecords`.
+    """Remember a reply to a prompt that was prepared; answered by the new records, to be written to disk.
 
     The request is known until it is released, or the worker's process ends; otherwise nothing is remembered.
     """
@@ -65,12 +66,6 @@ class Remember(msgspec.Struct, frozen=True, tag="remember"):
     """The number of the prompt, if there are several."""
 
 
-class TextRecords(msgspec.Struct, frozen=True, tag="text_records"):
-    """New records, to be written to disk."""
-
-    records: tuple[TextRecord, ...]
-
-
 class Release(msgspec.Struct, frozen=True, tag="release"):
     """Release what is kept of a request: no reply to it will be remembered any more."""
 
@@ -78,27 +73,14 @@ class Release(msgspec.Struct, frozen=True, tag="release"):
 
 
 class Locate(msgspec.Struct, frozen=True, tag="locate"):
-    """Count the characters that the first tokens of a request's prompt stand for; answered by `Located`."""
+    """Count the characters that the first tokens of a request's prompt stand for; answered by the number.
+
+    It is -1 if the request is not known.
+    """
 
     request_id: str
     n_tokens: int
     prompt: int = 0
-
-
-class Located(msgspec.Struct, frozen=True, tag="located"):
-    """A position in a prompt's text."""
-
-    n_characters: int
-    """-1 if the request is not known."""
-
-
-class DroppedSession(msgspec.Struct, frozen=True, tag="dropped_session"):
-    """The tokens of a dropped session; answers `DropSession`."""
-
-    namespace: str
-    digest: bytes
-    paths: tuple[bytes, ...]
-    """The tokens of its sequences, packed; empty if there was no such session."""
 
 
 class ClearTexts(msgspec.Struct, frozen=True, tag="clear_texts"):
@@ -106,7 +88,7 @@ class ClearTexts(msgspec.Struct, frozen=True, tag="clear_texts"):
 
 
 Job: TypeAlias = Prepare | Remember | Release | Locate | DropSession | ClearTexts | AnswerBody | ListItems
-JobResult: TypeAlias = Prepared | Needs | BadBody | TextRecords | Located | DroppedSession | JsonReply | None
+JobResult: TypeAlias = Prepared | Needs | BadBody | DropPaths | JsonReply | tuple[TextRecord, ...] | int | None
 
 
 def client_of(job: Job) -> str | None:

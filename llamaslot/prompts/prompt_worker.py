@@ -13,6 +13,7 @@ import structlog
 from llamaslot.base.commands import (
     AnswerBody,
     BadBody,
+    DropPaths,
     DropSession,
     Needs,
     Prepare,
@@ -23,21 +24,18 @@ from llamaslot.base.errors import InvalidRequestError, LlamaslotError, ServerErr
 from llamaslot.base.generation.request_context import ListItems
 from llamaslot.base.namespaces import salt_namespace
 from llamaslot.base.stats import AnchorStats, ReplyStats, SessionStats
-from llamaslot.base.text_records import RememberedReply, Session, TextAnchor, session_digest
+from llamaslot.base.text_records import RememberedReply, Session, TextAnchor, TextRecord, session_digest
 from llamaslot.base.threads import started_executor
 from llamaslot.base.tokens import unpacked
 from llamaslot.prompts.prompt_jobs import (
     JOBS_AT_ONCE,
     PROMPT_LANE,
     ClearTexts,
-    DroppedSession,
     Job,
     JobResult,
     Locate,
-    Located,
     Release,
     Remember,
-    TextRecords,
     activity_of,
 )
 from llamaslot.prompts.remembering import PromptContext
@@ -122,7 +120,7 @@ class PromptWorker:
                 return self._remember(job)
             case Locate():
                 context = self._context(job)
-                return Located(self._tokenizer.n_characters(context, job.n_tokens) if context is not None else -1)
+                return self._tokenizer.n_characters(context, job.n_tokens) if context is not None else -1
             case DropSession():
                 return self._drop_session(job)
             case Release():
@@ -164,15 +162,15 @@ class PromptWorker:
         prompts = self._prompts.get(job.request_id)
         return prompts[job.prompt] if prompts is not None else None
 
-    def _remember(self, job: Remember) -> TextRecords:
+    def _remember(self, job: Remember) -> tuple[TextRecord, ...]:
         context = self._context(job)
         if context is None:
-            return TextRecords(())
+            return ()
         generated, format_ = unpacked(job.generated), self._reader.output_format
-        return TextRecords(self._tokenizer.remember(context, generated, job.n_sent, job.completion_id, format_))
+        return self._tokenizer.remember(context, generated, job.n_sent, job.completion_id, format_)
 
-    def _drop_session(self, job: DropSession) -> DroppedSession:
+    def _drop_session(self, job: DropSession) -> DropPaths:
         namespace = salt_namespace(job.cache_salt)
         digest = session_digest(namespace, job.session_id)
         dropped = self._tokenizer.memory.drop_session(digest)
-        return DroppedSession(namespace, digest, tuple(path for each in dropped for path in each.paths))
+        return DropPaths(namespace, tuple(path for each in dropped for path in each.paths), digest)

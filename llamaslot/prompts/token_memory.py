@@ -4,7 +4,7 @@ Clients send conversations back as text or as messages. Tokenizing them again ma
 KV is cached, so the prefix match would end there. This memory gives the tokens back, and is asked in three ways:
 
     text      a prompt begins with exactly the text of an earlier prompt and its reply (`prompts/tokenizer.py`)
-    session   a prompt belongs to a named conversation, and is compared with its last text (`session_matching.py`)
+    session   a prompt belongs to a named conversation, and is compared with its last text (`cut_points.py`)
     reply     a message has the meaning of one that was sent (`protocol/replies/restoring.py`)
 
 It only gives token ids; whether their KV is cached is for the prefix cache to say.

@@ -9,7 +9,7 @@ tokenized in two runs:
 
 Thanks to the last cut, only the tail and the reply are tokenized again after the reply, to see whether their text
 would give other tokens. Only then the whole text gets an anchor: the prefix match finds other replies anyway.
-A prompt with a session is compared with the session's text first (`prompts/session_matching.py`). A chat whose
+A prompt with a session is compared with the session's text first (`prompts/cut_points.py`). A chat whose
 replies are remembered begins with their tokens (`protocol/replies/`), and only the text after them is tokenized.
 
 Detokenizing a prompt's tokens always gives its text, and generated tokens are only used where this server generated
@@ -42,9 +42,17 @@ from llamaslot.base.tokens import (
     unpacked,
 )
 from llamaslot.formats.format import Format
-from llamaslot.prompts.cut_points import CutPoint, PromptText, TextScanner, exact_cut_tokens, n_characters
+from llamaslot.prompts.cut_points import (
+    CutPoint,
+    MarkedText,
+    Pieces,
+    PromptText,
+    SessionComparison,
+    TextScanner,
+    exact_cut_tokens,
+    n_characters,
+)
 from llamaslot.prompts.remembering import PromptContext, SentReply, remembered_reply
-from llamaslot.prompts.session_matching import MarkedText, Pieces, SessionComparison
 from llamaslot.prompts.token_memory import TokenMemory
 from llamaslot.protocol.text_requests import TextRequest
 

@@ -28,7 +28,6 @@ from llamaslot.base.commands import (
     CacheCleared,
     Cancel,
     ClearCache,
-    DropPaths,
     DropSession,
     EngineCommand,
     EngineQuery,
@@ -69,13 +68,10 @@ from llamaslot.formats.recognition import format_of
 from llamaslot.processes.prompt_supervisor import PromptSupervisor
 from llamaslot.prompts.prompt_jobs import (
     ClearTexts,
-    DroppedSession,
     Job,
     Locate,
-    Located,
     Release,
     Remember,
-    TextRecords,
 )
 from llamaslot.service.limits import Capacity, ProbsLimit, ReplyBudget, Suspects, request_digest
 from llamaslot.service.live_request import Change, Completion, LiveRequest, State
@@ -369,9 +365,9 @@ class Service:
                 self._suspects.add(completion.digest)
         _log.warning("engine.suspects", request_ids=[each.id for each in blamed], alone=alone is not None)
 
-    async def _locate(self, completion: Completion, locating: asyncio.Future[Located]) -> None:
+    async def _locate(self, completion: Completion, locating: asyncio.Future[int]) -> None:
         """Note the character at which a prompt departs from what was cached."""
-        completion.diverged_at = (await locating).n_characters
+        completion.diverged_at = await locating
 
     # The end of a completion
 
@@ -439,11 +435,9 @@ class Service:
         )
         self._spawn(self._write_new(self._prompts.call(job)))
 
-    async def _write_new(self, remembering: asyncio.Future[TextRecords]) -> None:
-        new = await remembering
-        if new.records:
-            self._unwritten += new.records
-            self._write_texts()
+    async def _write_new(self, remembering: asyncio.Future[tuple[TextRecord, ...]]) -> None:
+        self._unwritten += await remembering
+        self._write_texts()
 
     def _write_texts(self) -> None:
         """Have the engine write new records to disk."""
@@ -487,9 +481,9 @@ class Service:
         (prompt,) = live.prompts
         probe = await self.ask(ProbePrompt(prompt.params, prompt.tokenized), CacheProbe)
         if probe.miss in ("diverged", "changed"):
-            place: Located = await self._answer_of(Locate(live.id, probe.prompt_tokens - probe.computed))
-            if place.n_characters >= 0:
-                probe.diverged_at = place.n_characters
+            n_characters: int = await self._answer_of(Locate(live.id, probe.prompt_tokens - probe.computed))
+            if n_characters >= 0:
+                probe.diverged_at = n_characters
         return probe
 
     async def engine_state(self) -> EngineState:
@@ -517,8 +511,7 @@ class Service:
         return await asyncio.shield(self._spawn(self._drop_session(DropSession(session_id, cache_salt))))
 
     async def _drop_session(self, job: DropSession) -> CacheCleared:
-        dropped: DroppedSession = await self._prompts.call(job)
-        return await self.ask(DropPaths(dropped.namespace, dropped.paths, dropped.digest), CacheCleared)
+        return await self.ask(await self._prompts.call(job), CacheCleared)
 
     async def clear_cache(self) -> CacheCleared:
         """Drop every prefix that no running request uses, and all that is remembered of texts."""

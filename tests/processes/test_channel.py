@@ -36,7 +36,6 @@ from llamaslot.processes.messages import (
     ToEngine,
     ToPrompts,
 )
-from llamaslot.prompts.prompt_jobs import TextRecords
 from tests.conftest import LONG
 from tests.prompt_threads import CONTEXT
 
@@ -46,7 +45,7 @@ MESSAGES = [
     Query("a", InspectCache(5)),
     Events([Started("a", 3), Finished("a", "eos", Progress(1, 2, 3, 4, 5.0, 6.0, 7.0)), Stopped("x")]),
     NumberedJob(3, 1, Prepare("native", b"{}", CONTEXT)),
-    JobDone(3, TextRecords((TextAnchor(key=b"a", tokens=b"b", start=0),))),
+    JobDone(3, (TextAnchor(key=b"a", tokens=b"b", start=0),)),
 ]
 
 

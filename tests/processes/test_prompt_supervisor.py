@@ -32,7 +32,7 @@ from llamaslot.base.tokens import TokenizedPrompt
 from llamaslot.processes import prompt_supervisor
 from llamaslot.processes.messages import SetModel
 from llamaslot.processes.prompt_supervisor import PromptSupervisor
-from llamaslot.prompts.prompt_jobs import ClearTexts, Locate, Located, Release, Remember
+from llamaslot.prompts.prompt_jobs import ClearTexts, Locate, Release, Remember
 from tests.fake_backend import FakeBackend
 from tests.processes.faults import inject
 from tests.prompt_threads import SETTINGS, long_query, parse
@@ -180,7 +180,7 @@ async def test_what_was_remembered_survives_its_crash(start: Start) -> None:
     await outcomes(worker.call(tokenize("x", "CRASH")))
     assert (await worker.call(again)).prompts[0].tokenized.session_match == "exact"
     records = await worker.call(Remember("open", reply, len(" a time")))
-    assert not records.records, "of what was prepared before the crash nothing is remembered"
+    assert not records, "of what was prepared before the crash nothing is remembered"
     assert (await worker.call(DropSession("mine"))).paths
     await outcomes(worker.call(tokenize("x", "CRASH")))
     assert (await worker.call(again)).prompts[0].tokenized.session_match == "new"
@@ -274,8 +274,8 @@ async def test_released_and_cancelled_requests_leave_nothing(start: Start) -> No
     assert await outcomes(worker.call(tokenize("c", "c"))) == [Prepared]
     assert worker.pid == pid
     assert not worker.lanes.jobs
-    assert await worker.call(Locate("a", 1)) == Located(-1)
-    assert await worker.call(Locate("c", 1)) != Located(-1)
+    assert await worker.call(Locate("a", 1)) == -1
+    assert await worker.call(Locate("c", 1)) != -1
 
 
 def chat(text: str) -> Prepare:

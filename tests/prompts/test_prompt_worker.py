@@ -17,6 +17,7 @@ from llamaslot.base.callers import MAX_ROUND_TURNS, Turns
 from llamaslot.base.commands import (
     AnswerBody,
     BodyKind,
+    DropPaths,
     DropSession,
     JsonReply,
     Needs,
@@ -34,13 +35,10 @@ from llamaslot.prompts.prompt_jobs import (
     LONG_LANE,
     PROMPT_LANE,
     ClearTexts,
-    DroppedSession,
     Job,
     Locate,
-    Located,
     Release,
     Remember,
-    TextRecords,
     activity_of,
     is_long_query,
     lane_of,
@@ -94,8 +92,7 @@ async def test_a_reply_is_remembered_until_its_request_is_released(worker: Local
     prepared = await worker.call(tokenize("a", session_id="mine"))
     assert isinstance(prepared, Prepared)
     new = await worker.call(Remember("a", BROKEN, 2))
-    assert isinstance(new, TextRecords)
-    assert [type(record) for record in new.records] == [TextAnchor, Session]
+    assert [type(record) for record in new] == [TextAnchor, Session]
     anchors, sessions, _ = worker.stats
     assert (anchors.replies, sessions.known, worker.n_kept) == (1, 1, 1)
     await worker.call(Release("a"))
@@ -105,7 +102,7 @@ async def test_a_reply_is_remembered_until_its_request_is_released(worker: Local
 async def test_a_second_reply_to_the_same_prompt_is_remembered_too(worker: LocalPrompts) -> None:
     await worker.call(tokenize("a"))
     for reply in (BROKEN, BROKEN * 2):
-        assert len((await worker.call(Remember("a", reply, len(reply) // 4))).records) == 1
+        assert len(await worker.call(Remember("a", reply, len(reply) // 4))) == 1
 
 
 async def test_records_are_used_by_another_worker(worker: LocalPrompts) -> None:
@@ -113,7 +110,7 @@ async def test_records_are_used_by_another_worker(worker: LocalPrompts) -> None:
     reply = np.array([ord("!")] * 2, dtype=np.int32).tobytes()
     new = await worker.call(Remember("a", reply, 2))
     tokenizer = Tokenizer(FakeVocab(), 100, min_match=0.8)
-    tokenizer.add_records(new.records)
+    tokenizer.add_records(new)
     other = prompt_thread(tokenizer)
     assert other.stats == worker.stats
     prompt = await tokens_of(other, "b", "hello!!?", session_id="mine")
@@ -123,7 +120,7 @@ async def test_records_are_used_by_another_worker(worker: LocalPrompts) -> None:
 
 async def test_positions_are_found_in_the_text_of_a_prompt(worker: LocalPrompts) -> None:
     prompt = await tokens_of(worker, "a", "hello")
-    assert await worker.call(Locate("a", len(prompt.tokens) - 1)) == Located(4)
+    assert await worker.call(Locate("a", len(prompt.tokens) - 1)) == 4
 
 
 @pytest.mark.parametrize(
@@ -243,7 +240,7 @@ async def test_a_dropped_session_gives_its_tokens_once(worker: LocalPrompts) -> 
     prompt = await tokens_of(worker, "a", session_id="mine")
     worker.call(Remember("a", BROKEN, 2))
     found = [await worker.call(DropSession("mine")) for _ in range(2)]
-    assert all(isinstance(each, DroppedSession) for each in found)
+    assert all(isinstance(each, DropPaths) for each in found)
     assert [each.paths for each in found] == [(prompt.packed_tokens + BROKEN,), ()]
 
 
@@ -256,7 +253,7 @@ async def test_a_session_is_dropped_with_its_branches(worker: LocalPrompts) -> N
     await worker.call(Remember("d", BROKEN, 2))
     assert worker.stats[1].known == 4
     dropped = await worker.call(DropSession("mine"))
-    assert isinstance(dropped, DroppedSession)
+    assert isinstance(dropped, DropPaths)
     assert len(dropped.paths) == 3
     assert worker.stats[1].known == 1
 
@@ -369,12 +366,12 @@ async def test_the_time_limit_of_a_body_is_one_of_each_prompt(worker: LocalPromp
 
 async def test_of_several_prompts_each_reply_is_remembered_after_its_own(worker: LocalPrompts) -> None:
     await worker.call(parse("native", {"prompt": ["first", "second"]}))
-    new = [(await worker.call(Remember("r", BROKEN, 2, prompt=prompt))).records for prompt in (0, 1)]
+    new = [await worker.call(Remember("r", BROKEN, 2, prompt=prompt)) for prompt in (0, 1)]
     of_each = []
     other = prompt_thread(Tokenizer(FakeVocab(), 100, min_match=0.8))
     for text in ("first", "second"):
         await other.call(tokenize("alone", text))
-        of_each.append((await other.call(Remember("alone", BROKEN, 2))).records)
+        of_each.append(await other.call(Remember("alone", BROKEN, 2)))
     other.close()
     assert [[each.key for each in records] for records in new] == [
         [each.key for each in records] for records in of_each

@@ -16,8 +16,7 @@ from llamaslot.backend.llama.vocab import LlamaVocab
 from llamaslot.base.commands import TextPart, TokensPart
 from llamaslot.base.text_records import Session, TextAnchor
 from llamaslot.base.tokens import TokenizedPrompt, Tokens
-from llamaslot.prompts.cut_points import TextScanner
-from llamaslot.prompts.session_matching import MarkedText, Pieces
+from llamaslot.prompts.cut_points import MarkedText, Pieces, TextScanner
 from llamaslot.prompts.token_memory import TokenMemory
 from llamaslot.prompts.tokenizer import Tokenizer, tokenize_parts
 from tests.prompt_threads import text_request
