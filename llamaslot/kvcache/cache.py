@@ -84,19 +84,17 @@ class KVCache:
         first_number: int = 0,
     ) -> None:
         self.settings = settings
-        self._counters = CacheStats()
-        """Counters; shared with the objects below, which increment them."""
         self._tree = RadixTree()
         self._sequences = Sequences(self._tree, settings)
-        self._tiers = SegmentTiers(self._tree, settings, self._counters)
+        self._tiers = SegmentTiers(self._tree, settings)
         self._disk = DiskTier(self._tiers, self._tree, settings)
         self.ram_budget = RamBudget(self._tiers.ram.capacity, is_fixed=settings.budgets.ram_is_fixed)
         """Follows free memory; `tick` evicts what exceeds it."""
         self.checkpoints = Checkpoints(self._tree, self._sequences, settings.checkpoints, self._tiers)
         """Copies of partial states, for models that have one."""
         shared = self._tree, self._sequences, self._tiers
-        self._offloader = Offloader(*shared, settings, self._counters, self.checkpoints)
-        self._loader = Loader(*shared, self._disk, self._offloader, settings, self._counters)
+        self._offloader = Offloader(*shared, settings, self.checkpoints)
+        self._loader = Loader(*shared, self._disk, self._offloader, settings)
         self._restorer = StateRestorer(*shared, self._disk, self.checkpoints, self._loader, settings)
         self._policy = OffloadPolicy(
             settings, *shared, self._disk, self._offloader, self.checkpoints, lambda: self.has_decodes
@@ -111,7 +109,7 @@ class KVCache:
             prefill_seconds=prefill_seconds,
         )
         """KV that several servers share."""
-        self._pool = Pool(*shared, settings, self._counters, self._offloader, self.checkpoints, self._restorer)
+        self._pool = Pool(*shared, settings, self._offloader, self.checkpoints, self._restorer)
         self._window_cells = WindowCells(self._tree, self._sequences, self.checkpoints, self._offloader, settings)
         self.dropper = Dropper(*shared, self._offloader)
         """Drops prefixes everywhere."""
@@ -257,7 +255,7 @@ class KVCache:
         if loaded.status is LoadStatus.DONE:
             self._restorer.fall_back(seq)
         self._n_loaded += loaded.n_loaded
-        self._counters.loaded_tokens += loaded.n_loaded
+        self._tiers.counters.loaded_tokens += loaded.n_loaded
         return replace(loaded, n_copied=n_copied)
 
     def lacks_state(self, seq: int) -> bool:
@@ -326,11 +324,17 @@ class KVCache:
 
     def on_step_failed(self, starts: Mapping[int, int]) -> None:
         """Handle a decode that left partial states unknown; `starts` has the tokens held before it by sequence."""
-        self._restorer.on_step_failed(starts)
+        self._sequences.states.fail(starts, {seq: self.length(seq) for seq in self._sequences.all})
+        self._tree.version += 1
 
     def recover_states(self, seqs: Iterable[int]) -> None:
-        """After a failed step, truncate running sequences that lost their state to their deepest checkpoint."""
-        self._restorer.recover(seqs)
+        """After a failed step, truncate running sequences that lost their state to their deepest checkpoint.
+
+        Those that still wait for a state keep what they hold.
+        """
+        for seq in seqs:
+            if not self._restorer.is_waiting(seq):
+                self._restorer.fall_back(seq)
 
     # --- a step ---
 
@@ -401,7 +405,7 @@ class KVCache:
         # Ends the record of ranges that were offloaded ahead, which names the sequences of the old layout.
         self._sequences.advance()
         self._tree.version += 1
-        self._counters.layout_changes += 1
+        self._tiers.counters.layout_changes += 1
 
     def evict(self, n_cells: int) -> int:
         """Evict `n_cells` idle cells, or all there are; returns how many."""
@@ -478,7 +482,7 @@ class KVCache:
         n_spare = max(0, settings.n_seqs - settings.n_slots - n_free)
         n_used = sum(map(self._sequences.in_use, self._sequences.all))
         return structs.replace(
-            self._counters,
+            self._tiers.counters,
             cells=self.cells,
             ram=RamStats(
                 total_bytes=budget.n_bytes,
@@ -486,7 +490,7 @@ class KVCache:
                 tokens=ram.n_tokens,
                 segments=len(ram),
                 max_bytes=budget.max_bytes,
-                saved_bytes=self._counters.ram.saved_bytes,
+                saved_bytes=self._tiers.counters.ram.saved_bytes,
                 state=budget.state.value,
                 reason=budget.reason,
             ),

@@ -208,6 +208,11 @@ class CacheSettings:
         """
         return self.unified and (self.writes or self.uploads)
 
+    @property
+    def load_cost(self) -> float:
+        """Time to load a token divided by the time to compute it; 0 if unknown."""
+        return self.cost.load_us / self.cost.prefill_us if self.cost.prefill_us else 0.0
+
     def move_us(self, n_saved: int, n_loaded: int) -> float:
         """Return the microseconds to save `n_saved` tokens and load `n_loaded`; unknown costs count as 0."""
         return self.cost.first_save_us * n_saved + self.cost.load_us * n_loaded

@@ -9,15 +9,9 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 from llamaslot.base.kv_ops import Kv
-from llamaslot.base.model import CheckpointSize, SegmentSize
-from llamaslot.base.tokens import WIDTH
-
-if TYPE_CHECKING:
-    # The parent process, which reads the settings of the cache, needs no numpy.
-    from llamaslot.kvcache.nodes import Segment
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,31 +35,6 @@ def path_digest(namespace: str, tokens: bytes) -> bytes:
     digest = hashlib.blake2b(namespace.encode(), digest_size=16)
     digest.update(b"\0" + tokens)
     return digest.digest()
-
-
-def verified_path(meta: SegmentMeta, parent: Segment | None, size: SegmentSize) -> bytes | None:
-    """Return all tokens up to the end of a segment that continues `parent`; None if that is not plausible."""
-    n_tokens, odd = divmod(len(meta.tokens), WIDTH)
-    if odd or not n_tokens or meta.n_bytes != size.of(n_tokens):
-        return None
-    tokens = meta.tokens
-    if parent is not None:
-        if parent.number != meta.parent or not parent.start < meta.start <= parent.end:
-            return None
-        tokens = parent.prefix[: meta.start * WIDTH] + tokens
-    if len(tokens) != (meta.start + n_tokens) * WIDTH:
-        return None
-    return tokens if meta.path_digest == path_digest(meta.namespace, tokens) else None
-
-
-def verified_checkpoint_path(meta: SegmentMeta, parent: Segment | None, size: CheckpointSize) -> bytes | None:
-    """Return all tokens before a checkpoint, the last of which `parent` has; None if that is not plausible."""
-    if parent is None or not parent.start < meta.start <= parent.end:
-        return None
-    if parent.number != meta.parent or meta.n_bytes not in size.all_of(meta.start):
-        return None
-    tokens = parent.prefix[: meta.start * WIDTH]
-    return tokens if meta.path_digest == path_digest(meta.namespace, tokens) else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,11 +56,11 @@ class Duplicates:
     def truncate(self, seq: int, keep: int) -> None:
         """Record that a sequence dropped all but its first `keep` tokens."""
 
-    def idle_holders(self, is_pinned: Callable[[int], bool]) -> set[int]:
+    def idle_holders(self) -> set[int]:
         """Return the idle sequences that have duplicate cells which no pinned sequence uses."""
         return set()
 
-    def n_idle_cells(self, is_pinned: Callable[[int], bool]) -> int:
+    def n_idle_cells(self) -> int:
         """Return the number of those cells."""
         return 0
 
@@ -149,9 +149,9 @@ class OwnCells(Duplicates):
         """Cells in addition to those that the tree counts."""
         return sum(map(self._tree.length, self._seqs)) - self._tree.n_tokens
 
-    def n_idle_cells(self, is_pinned: Callable[[int], bool]) -> int:
+    def n_idle_cells(self) -> int:
         """Return the cells of idle sequences in addition to those that the tree counts as idle."""
-        idle = [seq for seq in self._seqs if not is_pinned(seq)]
+        idle = [seq for seq in self._seqs if not self._tree.is_pinned(seq)]
         return sum(map(self._tree.length, idle)) - self._tree.n_idle_tokens
 
 
@@ -196,13 +196,13 @@ class KeptDuplicates(Duplicates):
         # If it was the last holder outside of all groups, the tree now counts the cells of a group.
         self._is_exact = False
 
-    def idle_holders(self, is_pinned: Callable[[int], bool]) -> set[int]:
+    def idle_holders(self) -> set[int]:
         """Return the idle sequences that have duplicate cells which no pinned sequence uses."""
-        return set().union(*(seqs for seqs, _ in self._idle_parts(is_pinned)))
+        return set().union(*(seqs for seqs, _ in self._idle_parts()))
 
-    def n_idle_cells(self, is_pinned: Callable[[int], bool]) -> int:
+    def n_idle_cells(self) -> int:
         """Return the number of those cells."""
-        return sum(n for _, n in self._idle_parts(is_pinned))
+        return sum(n for _, n in self._idle_parts())
 
     def resolve(self) -> list[Share]:
         """Update the count; returns no operation.
@@ -258,7 +258,7 @@ class KeptDuplicates(Duplicates):
                     counted.append(_Group(covering[0], start, end))
         return _merged(counted)
 
-    def _idle_parts(self, is_pinned: Callable[[int], bool]) -> Iterator[tuple[Set[int], int]]:
+    def _idle_parts(self) -> Iterator[tuple[Set[int], int]]:
         """Yield idle sequences that share duplicate cells which no pinned sequence uses, and the number of cells.
 
         Either they form a group, or they hold the cells that the tree counts, and the pinned holders are in groups.
@@ -266,13 +266,13 @@ class KeptDuplicates(Duplicates):
         for holders, first, last in self._stretches():
             here = [g for g in self._groups if g.start < last and first < g.end and g.members <= holders]
             bounds = {min(max(at, first), last) for group in here for at in group[1:]}
-            has_pinned = any(map(is_pinned, holders))
+            has_pinned = any(map(self._tree.is_pinned, holders))
             for start, end in pairwise(sorted(bounds)):
                 covering: list[Set[int]] = [g.members for g in here if g.start <= start and end <= g.end]
                 if covering and has_pinned:
                     covering.append(holders.difference(*covering))
                 for sharing in covering:
-                    if sharing and not any(map(is_pinned, sharing)):
+                    if sharing and not any(map(self._tree.is_pinned, sharing)):
                         yield sharing, end - start
 
     def _stretches(self) -> list[_Stretch]:

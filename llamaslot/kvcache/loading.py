@@ -39,12 +39,11 @@ paths can be continued only from a *restore point*: a node that has a checkpoint
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from llamaslot.base.kv_ops import Save
 from llamaslot.base.namespaces import PUBLIC_NAMESPACE, PUBLIC_TENANT, reads_public
-from llamaslot.base.stats import CacheStats
 from llamaslot.kvcache.cache_settings import CacheSettings
 from llamaslot.kvcache.match import Loaded, LoadStatus, Match, SegmentPart
 from llamaslot.kvcache.nodes import Checkpoint, Node, SegmentState, checkpoints_on
@@ -109,7 +108,6 @@ class Loader:
     _disk: DiskTier
     _offloader: Offloader
     _settings: CacheSettings
-    _counters: CacheStats
 
     def worth_loading(self, match: Match) -> Sequence[SegmentPart]:
         """Segments after the resident part of a match that are worth loading.
@@ -165,18 +163,17 @@ class Loader:
             segment.source = ""
         if status is LoadStatus.DONE:
             self._tiers.load_pins.pop(seq, None)
-        self._counters.public_tokens += n_public
+        self._tiers.counters.public_tokens += n_public
         return Loaded(status, 0, n_loaded, n_read, n_fetched, n_public)
 
     def _pays(self, parts: Sequence[SegmentPart], n_moved: int = 0) -> bool:
         """True if loading these parts, and moving `n_moved` tokens for it, is faster than computing them."""
-        cost, read_us = self._settings.cost, self._disk.us_per_token
-        load_cost = cost.load_us / cost.prefill_us if cost.prefill_us else 0.0
-        read_cost = read_us / cost.prefill_us if read_us and cost.prefill_us else _UNKNOWN_READ_COST
+        read_us, prefill_us = self._disk.us_per_token, self._settings.cost.prefill_us
+        read_cost = read_us / prefill_us if read_us and prefill_us else _UNKNOWN_READ_COST
         n_wanted = sum(part.end - part.start for part in parts)
         n_loaded = sum(part.segment.n_tokens for part in parts) + n_moved
         n_read = sum(part.segment.n_tokens for part in parts if not part.segment.state.is_loadable)
-        return n_wanted > load_cost * n_loaded + read_cost * n_read
+        return n_wanted > self._settings.load_cost * n_loaded + read_cost * n_read
 
 
 @dataclass(eq=False)
@@ -291,12 +288,6 @@ class StateRestorer:
                 self._disk.start_read(pending)
         return pending.state.uses_ram
 
-    def recover(self, seqs: Iterable[int]) -> None:
-        """After a failed step, let running sequences fall back, unless they still wait for their state."""
-        for seq in seqs:
-            if not self.is_waiting(seq):
-                self.fall_back(seq)
-
     def fall_back(self, seq: int) -> None:
         """Truncate a sequence without state to the deepest checkpoint in RAM on its path, or empty it.
 
@@ -311,13 +302,6 @@ class StateRestorer:
             self._restore(seq, found)
         else:
             self._sequences.empty(seq)
-
-    def on_step_failed(self, starts: Mapping[int, int]) -> None:
-        """Record that a step failed; `starts` has the tokens that its sequences held before it."""
-        if not self._settings.has_states:
-            return
-        self._sequences.states.fail(starts, {seq: self._tree.length(seq) for seq in self._sequences.all})
-        self._tree.version += 1
 
     def check(self) -> None:
         """Verify all invariants while no operation is pending; raises `AssertionError`."""

@@ -22,7 +22,6 @@ from dataclasses import dataclass, field
 
 from llamaslot.base.kv_ops import Free, Save
 from llamaslot.base.namespaces import is_private
-from llamaslot.base.stats import CacheStats
 from llamaslot.kvcache.cache_settings import CacheSettings
 from llamaslot.kvcache.nodes import Node, Segment
 from llamaslot.kvcache.radix_tree import RadixTree
@@ -43,7 +42,6 @@ class Offloader:
     _sequences: Sequences
     _tiers: SegmentTiers
     _settings: CacheSettings
-    _counters: CacheStats
     _checkpoints: Checkpoints
     _ahead_at: int = -1
     _offloaded_ahead: set[tuple[int, int, int]] = field(default_factory=set)
@@ -102,8 +100,8 @@ class Offloader:
             n_missing = sum(b - max(a, start) for a, b in self._missing(seq, start, end))
             if not n_missing and end == self._tree.length(seq):
                 self._checkpoints.take_before_end_is_evicted(seq)
-        self._counters.evicted_tokens += n_missing
-        self._counters.offloaded_tokens += n - n_missing
+        self._tiers.counters.evicted_tokens += n_missing
+        self._tiers.counters.offloaded_tokens += n - n_missing
 
     def offload_ahead(self, max_tokens: int, *, with_running: bool) -> int:
         """Save about `max_tokens` resident tokens that no segment covers; they stay resident. Returns how many.
@@ -154,7 +152,7 @@ class Offloader:
 
         An eviction plan does not find them, because running requests pin their nodes.
         """
-        holders = self._sequences.duplicates.idle_holders(self._tree.is_pinned)
+        holders = self._sequences.duplicates.idle_holders()
         for seq in sorted(holders, key=self._sequences.rank):
             if self._n_free >= n_free:
                 return
@@ -203,7 +201,7 @@ class Offloader:
             segment = self._tiers.add(self._node_at(seq, stop), start, stop)
             self.free_evicted()
             self._sequences.operations.append(Save(segment.number, seq, start, stop))
-            self._counters.ram.saved_bytes += segment.n_bytes
+            self._tiers.counters.ram.saved_bytes += segment.n_bytes
             done.append((start, stop))
         return done
 

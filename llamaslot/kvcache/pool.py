@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 
-from llamaslot.base.stats import CacheStats
 from llamaslot.kvcache.cache_settings import CacheSettings
 from llamaslot.kvcache.loading import StateRestorer
 from llamaslot.kvcache.match import Match
@@ -33,7 +32,6 @@ class Pool:
     _sequences: Sequences
     _tiers: SegmentTiers
     _settings: CacheSettings
-    _counters: CacheStats
     _offloader: Offloader
     _checkpoints: Checkpoints
     _restorer: StateRestorer
@@ -91,7 +89,7 @@ class Pool:
             if not self._settings.pays_to_move(end - start, us) or not self._tiers.may_load:
                 return 0
         self._sequences.copy(source, seq, end, match.tokens)
-        self._counters.copied_tokens += end - start
+        self._tiers.counters.copied_tokens += end - start
         return end - start
 
     def deduplicate(self) -> None:
@@ -113,12 +111,12 @@ class Pool:
             if self._settings.pays_to_move(end.end - start, us):
                 self._offloader.offload_evicted(seq, start, end.end)
             else:
-                self._counters.evicted_tokens += end.end - start
+                self._tiers.counters.evicted_tokens += end.end - start
             return
         if not sequences.states.copies_live:
             self._checkpoints.take_at_end(seq)
         sequences.copy_to_unused(seq, target)
-        self._counters.moved_prefixes += 1
+        self._tiers.counters.moved_prefixes += 1
 
     def ensure_free_id(self) -> None:
         """Make sure that a spare id is free.
@@ -142,7 +140,7 @@ class Pool:
         end = sequences.end(victim).end
         self._offloader.offload_evicted(victim, end - sequences.n_own(victim), end)
         sequences.clear(victim)
-        self._counters.dropped_prefixes += 1
+        self._tiers.counters.dropped_prefixes += 1
         if victim in sequences.slots:
             moved = sequences.spare[-1]
             self._move_to_spare(moved, 0)

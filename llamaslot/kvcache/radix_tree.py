@@ -89,11 +89,8 @@ class RadixTree:
     def nodes(self, namespace: str | None = None) -> Iterator[Node]:
         """Yield every node of a namespace (None for all) except for roots, parents first."""
         roots = self._roots.values() if namespace is None else filter(None, [self._roots.get(namespace)])
-        rest = [node for root in roots for node in root.children.values()]
-        while rest:
-            node = rest.pop()
-            yield node
-            rest += node.children.values()
+        for root in reversed([*roots]):
+            yield from (node for node in root.subtree() if node is not root)
 
     # --- sequences ---
 

@@ -53,7 +53,7 @@ class Sequences:
     @property
     def n_idle_duplicates(self) -> int:
         """Duplicate cells that only idle sequences use; eviction frees them."""
-        return self.duplicates.n_idle_cells(self._tree.is_pinned)
+        return self.duplicates.n_idle_cells()
 
     def in_use(self, seq: int) -> bool:
         """True if a sequence holds a path, which may be empty."""

@@ -36,7 +36,6 @@ from llamaslot.base import text_records
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.kv_ops import Kv
 from llamaslot.base.model import ModelFile, SegmentSize
-from llamaslot.base.stats import CacheStats
 from llamaslot.base.text_records import Session, TextAnchor, TextRecord
 from llamaslot.kvcache.disk_io import CorruptSegmentError, SegmentMeta, WriteTotals, path_digest
 from llamaslot.kvcache.radix_tree import RadixTree
@@ -645,7 +644,7 @@ def test_a_damaged_index_never_gives_a_segment_to_another_prefix(folder: Path) -
         store = opened(folder)
         tree = RadixTree()
         settings = tier_settings(ram_bytes=10**9, segment_size=SIZE, disk_bytes=10**9)
-        tiers = SegmentTiers(tree, settings, CacheStats())
+        tiers = SegmentTiers(tree, settings)
         DiskTier(tiers, tree, settings).adopt(store.take_segments(), store.first_number)
         tiers.check(tree.check())
         for found in tiers.disk:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from llamaslot.base.model import CheckpointSize, SegmentSize, StateKind
-from llamaslot.base.stats import CacheStats
 from llamaslot.kvcache.nodes import Checkpoint, SegmentEvent, SegmentState
 from llamaslot.kvcache.radix_tree import RadixTree
 from llamaslot.kvcache.sequences import Sequences
@@ -34,7 +33,7 @@ class Taken:
                 kind=StateKind.RECURRENT, size=size, ram_bytes=n * N_BYTES, on_path=max_on_path
             ),
         )
-        self.tiers = SegmentTiers(self.tree, settings, CacheStats())
+        self.tiers = SegmentTiers(self.tree, settings)
         sequences = Sequences(self.tree, settings)
         self.checkpoints = Checkpoints(self.tree, sequences, settings.checkpoints, self.tiers)
 

@@ -303,8 +303,8 @@ class CheckpointMachine(FakeMachine):
 
     def pays(self, n_loaded: int) -> bool:
         """True if so many tokens are surely worth loading: the first and the last segment are loaded whole, too."""
-        n_most, cost = n_loaded + 2 * self.largest, self.cache.settings.cost
-        return n_loaded >= MIN_SHARED * 4 and n_loaded > cost.load_us / cost.prefill_us * n_most
+        n_most = n_loaded + 2 * self.largest
+        return n_loaded >= MIN_SHARED * 4 and n_loaded > self.cache.settings.load_cost * n_most
 
     def n_resident(self, asked: Asked, states: States) -> int:
         return max(common(self.prefixes(asked)[:-1], held) for held in states.held)

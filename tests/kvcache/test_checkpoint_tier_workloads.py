@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Callable
 
 from llamaslot.base.model import CheckpointSize, SegmentSize
-from llamaslot.base.stats import CacheStats
 from llamaslot.kvcache.disk_io import Corrupt, Read, ReadDone, ReadStarted, Reparent, Written
 from llamaslot.kvcache.nodes import SegmentEvent, SegmentState
 from llamaslot.kvcache.offloading import _missing
@@ -61,7 +60,7 @@ class Workload:
             disk_bytes=self.disk_bytes,
             checkpoints=checkpoint_settings(ram_bytes=self.checkpoint_bytes, size=CheckpointSize(N_BYTES)),
         )
-        self.tiers = SegmentTiers(self.tree, settings, CacheStats())
+        self.tiers = SegmentTiers(self.tree, settings)
         self.disk_tier = DiskTier(self.tiers, self.tree, settings)
 
     def run(self) -> None:

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 
 from llamaslot.base.model import CheckpointSize, SegmentSize
-from llamaslot.base.stats import CacheStats
 from llamaslot.kvcache.disk_io import (
     Erase,
     Read,
@@ -17,11 +16,10 @@ from llamaslot.kvcache.disk_io import (
     Write,
     Written,
     path_digest,
-    verified_checkpoint_path,
 )
 from llamaslot.kvcache.nodes import Checkpoint, Segment, SegmentEvent, SegmentState
 from llamaslot.kvcache.radix_tree import RadixTree
-from llamaslot.kvcache.tiers.disk_tier import DiskTier
+from llamaslot.kvcache.tiers.disk_tier import DiskTier, verified_path
 from llamaslot.kvcache.tiers.segment_tiers import SegmentTiers
 from tests.cache_settings import checkpoint_settings, tier_settings
 from tests.kvcache.test_segment_tiers import run_of
@@ -42,7 +40,7 @@ class Held:
             segment_tokens=64,
             checkpoints=checkpoint_settings(ram_bytes=1000, size=CheckpointSize(N_BYTES)),
         )
-        self.tiers = SegmentTiers(self.tree, settings, CacheStats())
+        self.tiers = SegmentTiers(self.tree, settings)
         self.disk_tier = DiskTier(self.tiers, self.tree, settings)
         self.tree.hold(0, "")
 
@@ -193,11 +191,11 @@ def test_metadata_that_names_another_segment_is_not_trusted() -> None:
     held = Held()
     held.extend(1, 2, 3)
     segment, checkpoint = held.save(), held.take()
-    size, digest = CheckpointSize(N_BYTES), path_digest("", segment.prefix)
+    sizes, digest = (held.tiers.size, CheckpointSize(N_BYTES)), path_digest("", segment.prefix)
     meta = SegmentMeta(checkpoint.number, segment.number, "", 3, b"", N_BYTES, digest)
-    assert verified_checkpoint_path(meta, segment, size) == segment.prefix
-    assert verified_checkpoint_path(replace(meta, parent=segment.number + 100), segment, size) is None
-    assert verified_checkpoint_path(meta, None, size) is None
+    assert verified_path(meta, segment, *sizes) == segment.prefix
+    assert verified_path(replace(meta, parent=segment.number + 100), segment, *sizes) is None
+    assert verified_path(meta, None, *sizes) is None
 
 
 def test_a_partial_segment_is_not_written_early_for_a_checkpoint_above_a_deeper_one() -> None:

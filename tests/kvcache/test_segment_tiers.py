@@ -14,7 +14,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from llamaslot.base.model import SegmentSize
 from llamaslot.base.namespaces import private_namespace
-from llamaslot.base.stats import CacheStats
 from llamaslot.base.tokens import packed
 from llamaslot.kvcache.disk_io import (
     CancelReads,
@@ -109,7 +108,7 @@ class Tiers:
             disk_bytes=disk_bytes,
             disk_bytes_per_day=disk_bytes_per_day,
         )
-        self.tiers = SegmentTiers(self.tree, settings, CacheStats())
+        self.tiers = SegmentTiers(self.tree, settings)
         self.disk = DiskTier(self.tiers, self.tree, settings)
 
     @contextmanager

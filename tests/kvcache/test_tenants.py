@@ -19,7 +19,6 @@ from llamaslot.base.namespaces import (
     tenant_name,
     tenant_of,
 )
-from llamaslot.base.stats import CacheStats
 from llamaslot.base.tokens import packed
 from llamaslot.kvcache.disk_io import Write, Written
 from llamaslot.kvcache.nodes import Segment
@@ -100,7 +99,7 @@ class Tiers:
             ram_bytes_per_key=limit,
             disk_bytes_per_key=disk_limit,
         )
-        self.tiers = SegmentTiers(self.tree, settings, CacheStats())
+        self.tiers = SegmentTiers(self.tree, settings)
         self.disk = DiskTier(self.tiers, self.tree, settings)
         self.kept: list[Kept] = []
         self.now = 0.0

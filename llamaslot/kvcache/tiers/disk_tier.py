@@ -26,6 +26,7 @@ from itertools import count, takewhile
 
 from msgspec import structs
 
+from llamaslot.base.model import CheckpointSize, SegmentSize
 from llamaslot.base.namespaces import tenant_of
 from llamaslot.base.stats import DiskStats
 from llamaslot.base.tokens import WIDTH
@@ -273,7 +274,8 @@ class DiskTier:
         return max(self._paused_until, self._budget.opens_at, min(map(self._due_at, dirty)))
 
     def _due_at(self, segment: Segment) -> float:
-        return pacing.due_at(segment, self._tiers.max_tokens, self._is_urgent)
+        waits = segment.is_partial(self._tiers.max_tokens) and not self._is_urgent(segment)
+        return segment.offloaded_at + (pacing.PARTIAL_DELAY_S if waits else 0.0)
 
     def _is_urgent(self, segment: Segment) -> bool:
         """True if a partial segment may otherwise be evicted from RAM before it is written.
@@ -340,7 +342,7 @@ class DiskTier:
                 too_large.add(meta.number)
                 continue
             parent = disk.get(meta.parent) if meta.parent is not None else None
-            segment = self._segment_of(meta, parent) if meta.tokens else self._checkpoint_of(meta, parent)
+            segment = self._segment_of(meta, parent)
             if segment is None:
                 self._tiers.jobs.append(disk_io.Erase((meta.number,)))
                 continue
@@ -358,24 +360,41 @@ class DiskTier:
         return sorted(too_large)
 
     def _segment_of(self, meta: disk_io.SegmentMeta, parent: Segment | None) -> Segment | None:
-        """Add a segment on disk to the tree; None if its metadata is not plausible."""
-        tokens = disk_io.verified_path(meta, parent, self._tiers.size)
-        match = self._tree.match(meta.namespace, tokens or b"")
-        if tokens is None or any(part.start <= meta.start < part.end for part in match.parts):
+        """Add a segment or checkpoint on disk to the tree; None if its metadata is not plausible."""
+        tokens = verified_path(meta, parent, self._tiers.size, self._checkpoint_size)
+        if tokens is None:
+            return None
+        if not meta.tokens:
+            node = self._tree.insert(meta.namespace, tokens)
+            if node.checkpoint is not None:
+                return None
+            node.checkpoint = Checkpoint(meta.number, node, meta.n_bytes, state=S.DISK)
+            return node.checkpoint
+        match = self._tree.match(meta.namespace, tokens)
+        if any(part.start <= meta.start < part.end for part in match.parts):
             return None
         tenant = tenant_of(meta.namespace)
         segment = Segment(meta.number, meta.start, len(tokens) // WIDTH, meta.n_bytes, tenant=tenant, state=S.DISK)
         self._tree.attach(segment, self._tree.insert(meta.namespace, tokens))
         return segment
 
-    def _checkpoint_of(self, meta: disk_io.SegmentMeta, parent: Segment | None) -> Checkpoint | None:
-        """Add a checkpoint on disk to the tree; None if its metadata is not plausible."""
-        tokens = disk_io.verified_checkpoint_path(meta, parent, self._checkpoint_size)
-        node = self._tree.insert(meta.namespace, tokens) if tokens is not None else None
-        if node is None or node.checkpoint is not None:
+
+def verified_path(
+    meta: disk_io.SegmentMeta, parent: Segment | None, size: SegmentSize, checkpoint_size: CheckpointSize
+) -> bytes | None:
+    """Return all tokens up to the end of a segment or checkpoint that continues `parent`; None if not plausible."""
+    n_tokens, odd = divmod(len(meta.tokens), WIDTH)
+    sizes = (size.of(n_tokens),) if meta.tokens else checkpoint_size.all_of(meta.start)
+    if odd or meta.n_bytes not in sizes:
+        return None
+    tokens = meta.tokens
+    if parent is not None:
+        if parent.number != meta.parent or not parent.start < meta.start <= parent.end:
             return None
-        node.checkpoint = Checkpoint(meta.number, node, meta.n_bytes, state=S.DISK)
-        return node.checkpoint
+        tokens = parent.prefix[: meta.start * WIDTH] + tokens
+    if not tokens or len(tokens) != (meta.start + n_tokens) * WIDTH:
+        return None
+    return tokens if meta.path_digest == disk_io.path_digest(meta.namespace, tokens) else None
 
 
 def _may_evict(segment: Segment, gone: Sequence[Segment] = ()) -> bool:

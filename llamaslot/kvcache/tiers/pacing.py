@@ -7,10 +7,8 @@ the caller's clock.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 from llamaslot.kvcache.disk_io import WriteTotals
-from llamaslot.kvcache.nodes import Segment
 
 PARTIAL_DELAY_S = 1.0
 """Delay before a partial segment is written or uploaded: a conversation's next turn usually replaces it sooner."""
@@ -21,15 +19,6 @@ READ_TIMEOUT_S = 10.0
 _NEWEST_WEIGHT = 0.2
 """Weight of the newest transfer in the moving average."""
 _DAY_S = 86_400.0
-
-
-def due_at(segment: Segment, max_tokens: int, is_urgent: Callable[[Segment], bool]) -> float:
-    """Return when to write or upload a segment: at once if it has `max_tokens`, else after `PARTIAL_DELAY_S`.
-
-    `is_urgent` returns True for a partial segment that must not wait.
-    """
-    waits = segment.is_partial(max_tokens) and not is_urgent(segment)
-    return segment.offloaded_at + (PARTIAL_DELAY_S if waits else 0.0)
 
 
 class TransferRate:

@@ -143,7 +143,8 @@ class UploadQueue:
             self._postponed.pop(segment, None)
 
     def _due_at(self, segment: Segment) -> float:
-        at = pacing.due_at(segment, self._max_tokens, lambda _: self._is_flushing)
+        waits = segment.is_partial(self._max_tokens) and not self._is_flushing
+        at = segment.offloaded_at + (pacing.PARTIAL_DELAY_S if waits else 0.0)
         if self._is_flushing or segment not in self._postponed:
             return at
         return max(at, self._postponed[segment][1])
@@ -167,7 +168,7 @@ class SegmentTiers:
     clock.
     """
 
-    def __init__(self, tree: RadixTree, settings: CacheSettings, counters: CacheStats) -> None:
+    def __init__(self, tree: RadixTree, settings: CacheSettings) -> None:
         budgets, offloads = settings.budgets, settings.offloads
         self.max_tokens = settings.segment_tokens
         self.size = settings.segment_size or SegmentSize(0, 1)
@@ -192,7 +193,8 @@ class SegmentTiers:
         """Logical time of segments: uses of a path so far."""
         self.numbers = count()
         """Numbers that no segment has had yet."""
-        self.counters = counters
+        self.counters = CacheStats()
+        """Counters of the whole cache, which its parts increment."""
         self.jobs: list[disk_io.Job] = []
         """Disk jobs for the next step, to be done in this order."""
         self._tree = tree
