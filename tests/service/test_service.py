@@ -382,15 +382,15 @@ async def test_a_prompt_that_is_only_counted_is_limited_as_a_request_is() -> Non
 
 async def test_a_request_that_is_prepared_for_too_long_ends_at_its_deadline() -> None:
     wire = Wire(request_timeout=0.05)
-    answer = wire.prompts._run
-    wire.prompts._run = lambda pending: None  # type: ignore[method-assign]
+    begin_jobs = wire.prompts._begin_jobs
+    wire.prompts._begin_jobs = lambda: None  # type: ignore[method-assign]
     with capture_logs() as lines, pytest.raises(DeadlineError):
         async with wire.service.open(Caller()) as live, wire.service.until_deadline(live):
             await wire.service.prepare(live, prepare_text(request()))
     (line,) = lines
     assert (line["finish_reason"], line["type"]) == ("error", "timeout_error")
     assert not wire.service.capacity.n_in_flight
-    wire.prompts._run = answer  # type: ignore[method-assign]
+    wire.prompts._begin_jobs = begin_jobs  # type: ignore[method-assign]
     await wire.close()
 
 
