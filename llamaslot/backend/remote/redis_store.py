@@ -109,10 +109,19 @@ class RedisStore:
         self._sealer = sealer
         self._settings = settings
         self._size = size
-        self.timeout_s, self.address = settings.timeout_s, settings.address
         self._late_uploads: dict[bytes, int] = {}
         """Number of uploads of an object that exceeded `_TRANSFER_TIMEOUT_S`, by digest."""
         self._lookups = asyncio.Semaphore(_MAX_LOOKUPS)
+
+    @property
+    def timeout_s(self) -> float:
+        """Most seconds that a lookup may take."""
+        return self._settings.timeout_s
+
+    @property
+    def address(self) -> str:
+        """The store's URL in messages."""
+        return self._settings.address
 
     async def ping(self) -> None:
         """Connect and wait for an answer; the caller sets a time limit."""
