@@ -24,7 +24,7 @@ from llamaslot.base.errors import LlamaslotError, UnavailableError
 from llamaslot.base.generation.request_context import ReplyOptions, RequestContext, RequestSettings
 from llamaslot.base.model import ModelInfo
 from llamaslot.base.stats import AnchorStats, ReplyStats, SessionStats
-from llamaslot.prompts.prompt_jobs import Job, JobResult, Lanes
+from llamaslot.prompts.prompt_jobs import Job, JobResult, Lanes, PendingJob
 from llamaslot.prompts.prompt_worker import PromptWorker
 from llamaslot.prompts.tokenizer import Tokenizer
 from llamaslot.protocol.replies.restoring import ReplyRestorer
@@ -87,17 +87,17 @@ class LocalPrompts:
 
     def _begin_jobs(self) -> None:
         while (pending := self.lanes.begin_next()) is not None:
-            self.worker.carry_out(pending.job, pending.lane).add_done_callback(self._reporting(pending.number))
+            self._run(pending)
 
-    def _reporting(self, number: int) -> Any:
+    def _run(self, pending: PendingJob) -> None:
         loop = asyncio.get_running_loop()
 
         def ended(future: Future[JobResult]) -> None:
             # The loop may be closed by the time a job ends that nobody waits for.
             if not loop.is_closed():
-                loop.call_soon_threadsafe(self._has_ended, number, future)
+                loop.call_soon_threadsafe(self._has_ended, pending.number, future)
 
-        return ended
+        self.worker.carry_out(pending.job, pending.lane).add_done_callback(ended)
 
     def _has_ended(self, number: int, future: Future[JobResult]) -> None:
         pending, error = self.lanes.end(number), future.exception()

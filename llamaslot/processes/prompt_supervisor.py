@@ -96,8 +96,9 @@ class PromptSupervisor(Supervisor):
         """
         for each in model.records:
             self._memory.add(each)
-        self._model = model
-        self.send(model)
+        # Without the records: some may be dropped later.
+        self._model = msgspec.structs.replace(model, records=())
+        self._send_model(self._model)
         limit = max(self._timeout, _READY_TIMEOUT_S)
         try:
             await asyncio.wait_for(asyncio.shield(self._loaded), limit)
@@ -125,8 +126,10 @@ class PromptSupervisor(Supervisor):
     def _on_started(self) -> None:
         self.send(LoadVocab(self._config))
         if self._model is not None:
-            self._model = msgspec.structs.replace(self._model, records=self._memory.records())
-            self.send(self._model)
+            self._send_model(self._model)
+
+    def _send_model(self, model: SetModel) -> None:
+        self.send(msgspec.structs.replace(model, records=self._memory.records()))
 
     def _receive(self, message: FromPrompts) -> None:
         match message:
@@ -154,9 +157,8 @@ class PromptSupervisor(Supervisor):
     def _send_jobs(self) -> None:
         """Send the jobs that may run now."""
         while self._is_ready and (pending := self.lanes.begin_next()) is not None:
-            job = pending.job
             try:
-                self.send(NumberedJob(pending.number, pending.lane, job))
+                self.send(NumberedJob(pending.number, pending.lane, pending.job))
             except UnicodeEncodeError:
                 self.lanes.end(pending.number).fail(InvalidRequestError("the text is invalid Unicode"))
                 continue

@@ -436,7 +436,8 @@ class Service:
         self._spawn(self._write_new(self._prompts.call(job)))
 
     async def _write_new(self, remembering: asyncio.Future[tuple[TextRecord, ...]]) -> None:
-        self._unwritten += await remembering
+        records = await remembering
+        self._unwritten += records
         self._write_texts()
 
     def _write_texts(self) -> None:
