@@ -51,6 +51,10 @@ LlamaVocab.tokenize = tokenize
 from llamaslot.prompts.tokenizer import Tokenizer
 _add_records = Tokenizer.add_records
 def add_records(self, records):
+    once = os.environ.get("LLAMASLOT_TEST_CRASH_ONCE")
+    if once and os.path.exists(once):
+        os.remove(once)
+        os.abort()
     if any(record.key == b"CRASH" for record in records):
         os.abort()
     return _add_records(self, records)
@@ -401,6 +405,40 @@ async def test_a_record_that_crashes_it_is_not_restored_for_ever(start: Start) -
     await outcomes(worker.call(tokenize("x", "CRASH")))
     assert await outcomes(worker.call(tokenize("b", "b"))) == [Prepared]
     assert worker.stats[1].known == 0
+
+
+async def test_one_crash_while_it_starts_forgets_nothing(tmp_path: Path, start: Start) -> None:
+    worker = await start()
+    worker._memory.add(Session(key=b"key", tokens=b"", n_added=0, n_prompt=0, n_text=0))
+    once = tmp_path / "crashes-once"
+    once.touch()
+    os.environ["LLAMASLOT_TEST_CRASH_ONCE"] = str(once)
+    try:
+        os.kill(worker.pid, signal.SIGKILL)
+        assert await outcomes(worker.call(tokenize("a"))) == [Prepared]
+    finally:
+        del os.environ["LLAMASLOT_TEST_CRASH_ONCE"]
+    assert not once.exists()
+    assert worker.stats[1].known == 1
+
+
+async def test_processes_that_answer_nothing_are_started_later_and_later(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = await start()
+    pauses: list[float | None] = []
+    on_ended = worker._on_ended
+
+    def noting(end: Any) -> float | None:
+        pauses.append(on_ended(end))
+        return pauses[-1] and 0.01
+
+    monkeypatch.setattr(worker, "_on_ended", noting)
+    for i in range(3):
+        assert await outcomes(worker.call(tokenize(f"{i}", "CRASH"))) == [ServerError]
+    assert await outcomes(worker.call(tokenize("a"))) == [Prepared]
+    assert await outcomes(worker.call(tokenize("b", "CRASH"))) == [ServerError]
+    assert pauses == pytest.approx([0.1, 0.2, 0.3, 0.0])
 
 
 async def test_many_prompts_of_one_client_delay_another_by_one_job(start: Start) -> None:
