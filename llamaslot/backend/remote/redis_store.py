@@ -101,10 +101,9 @@ class RedisStore:
         size: SegmentSize,
         *,
         clock: Callable[[], float] = time.time,
-        failures: FailureLog | None = None,
     ) -> None:
         prefix = f"llamaslot:1:{sealer.scope}:"
-        self._store = StoreConnection(client, prefix, settings, failures or FailureLog())
+        self._store = StoreConnection(client, prefix, settings, FailureLog())
         self._budget = StoreBudget(self._store, settings, clock)
         self._sealer = sealer
         self._settings = settings
