@@ -10,7 +10,7 @@ from aiohttp import web
 
 from llamaslot.base.callers import Caller
 from llamaslot.base.errors import ServerError, UnavailableError, stopped_error
-from llamaslot.base.generation.request_context import RequestSettings
+from llamaslot.base.generation.request_context import RequestPolicy
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.generation.tools import ReasoningFormat
 from llamaslot.base.model import ModelInfo
@@ -87,9 +87,9 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
         """Return how a request that says nothing is sampled; a `seed` of -1 stands for a new one each time."""
         return Sampling(**{"seed": -1, **info.sampling, **self.sampling})
 
-    def request_settings(self, info: ModelInfo, max_queue: int) -> RequestSettings:
+    def request_policy(self, info: ModelInfo, max_queue: int) -> RequestPolicy:
         """Return the settings for all requests, of which `max_queue` may wait."""
-        return RequestSettings(
+        return RequestPolicy(
             max_prompts=info.n_slots + max_queue,
             max_choices=self.max_choices,
             max_logit_bias_entries=self.max_logit_bias_entries,

@@ -117,7 +117,7 @@ async def start(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Start]:
                 backend,
                 service=limits,
                 template=template,
-                requests=api_settings.request_settings(backend.info, max_queue),
+                requests=api_settings.request_policy(backend.info, max_queue),
                 **(engine or {}),
             )
             service = own.service

@@ -17,7 +17,7 @@ from llamaslot.base.generation.tools import ParserOptions, ReasoningFormat
 CallKind: TypeAlias = Literal["function", "custom", "local_shell"]
 
 
-class RequestSettings(msgspec.Struct, frozen=True, kw_only=True):
+class RequestPolicy(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of the server for all requests: what one may ask for, and defaults of the fields of its body."""
 
     max_prompts: int
