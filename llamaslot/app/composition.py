@@ -40,8 +40,6 @@ if TYPE_CHECKING:
     from llamaslot.api.credentials import FileChanges
     from llamaslot.api.http_server import Application, Listener
     from llamaslot.service.service import Service
-if TYPE_CHECKING:
-    from llamaslot.service.service import Service
 
 _log = structlog.get_logger(__name__)
 _M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8

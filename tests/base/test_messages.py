@@ -37,7 +37,7 @@ from llamaslot.base.commands import (
     WriteTexts,
 )
 from llamaslot.base.errors import ErrorInfo
-from llamaslot.base.events import TERMINAL, Event, Generated, Progress, Reply
+from llamaslot.base.events import Event, Generated, Progress, Reply
 from llamaslot.base.generation.request_context import ListItems, References, ReplyOptions, RequestContext
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.generation.tools import ParserOptions, Tool, encoded_tools
@@ -211,10 +211,6 @@ def test_the_facts_about_a_model_come_back_equal() -> None:
     info = msgspec.structs.replace(example(ModelInfo), state=state, sampling={"top_k": 5}, checkpoint_limits=limits)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(info), type=ModelInfo) == info
     assert msgspec.to_builtins(state)["kind"] == "hybrid_window"
-
-
-def test_every_terminal_event_is_an_event() -> None:
-    assert set(TERMINAL) <= set(get_args(Event))
 
 
 def test_schemas_of_tools_are_passed_on_without_being_decoded() -> None:

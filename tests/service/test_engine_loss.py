@@ -22,7 +22,6 @@ from llamaslot.base.commands import (
 )
 from llamaslot.base.errors import LlamaslotError, ServerError, UnavailableError
 from llamaslot.base.events import (
-    TERMINAL,
     Cancelled,
     Failed,
     Finished,
@@ -36,6 +35,7 @@ from llamaslot.base.events import (
 from llamaslot.base.text_records import Session
 from llamaslot.service.live_request import Completion, CompletionState, LiveRequest
 from tests.conftest import LONG
+from tests.engine.harness import TERMINAL
 from tests.prompt_threads import prepare_text, text_request
 from tests.service.live import Wire, begin, leave
 
