@@ -146,7 +146,7 @@ async def serve(
 
 
 def _refusal(error: OSError | UnicodeError, host: str, port: int) -> ConfigError:
-    """Return the error that says why nothing can listen there, and which flag to change."""
+    """Return the error for an address at which listening fails, with the flag to change."""
     if isinstance(error, UnicodeError | socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
         return ConfigError(f"{host} is not an address of this machine; change --host", param="--host")
     if error.errno == errno.EADDRINUSE:

@@ -165,7 +165,7 @@ class Stopped(msgspec.Struct, frozen=True, tag="stopped"):
 
 
 class SelfTestEnded(msgspec.Struct, frozen=True, tag="self_test_ended"):
-    """The self-test of reuse has ended, or another engine runs: what is known of the model has changed."""
+    """The self-test of reuse has ended, or the engine was restarted: facts about the model have changed."""
 
     info: ModelInfo
 

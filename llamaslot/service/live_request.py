@@ -73,7 +73,7 @@ class Completion:
         self.params = params
         self.prompt = prompt
         self.prompt_number = prompt_number
-        """That of its prompt among those of the request."""
+        """Index of its prompt in `LiveRequest.prompts`."""
         self.live = live
         self.state = CompletionState.WAITING
         self.is_cancelled = False
@@ -177,7 +177,7 @@ class LiveRequest:
         self.n_reserved = 0
         """Places it takes in `Capacity`: 1 until its body is read, then one for each unfinished completion."""
         self.id = ""
-        """Under which the prompt worker keeps its prompts, until they are released."""
+        """Request id, and key of its prompts in the prompt worker; empty once released."""
         self.prepared_at = 0.0
         """When its preparation began, on the service's clock."""
         self.prompts: Sequence[PreparedPrompt] = ()

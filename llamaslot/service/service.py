@@ -121,7 +121,7 @@ class Service:
         self._completions: dict[str, Completion] = {}
         """Those that have not ended, by id."""
         self._alone: Completion | None = None
-        """The suspect that the engine has; it gets no other request until that one's end."""
+        """Suspect that runs alone: nothing else is sent to the engine until it ends."""
         self._suspects = Suspects(clock)
         self._queries: dict[str, asyncio.Future[Any]] = {}
         """Queries that the engine has, by id."""

@@ -108,18 +108,18 @@ def reader(monkeypatch: pytest.MonkeyPatch) -> Callable[..., MemoryReader]:
 
 
 def test_waiting_is_counted_since_the_last_reading(tmp_path: Path, reader: Any) -> None:
-    host, own = tmp_path / "host", tmp_path / "own"
+    host, group = tmp_path / "host", tmp_path / "group"
     waited(host, 7_000_000, 3_000_000)
-    memory = reader(host, own, tmp_path / "gone", ticks=[0.0, 2.0, 4.0, 6.0, 6.0, 8.0])
+    memory = reader(host, group, tmp_path / "gone", ticks=[0.0, 2.0, 4.0, 6.0, 6.0, 8.0])
     first = memory.read()
     assert (first.some_waiting, first.all_waiting) == (0.0, 0.0), "since the boot"
     waited(host, 7_500_000, 3_100_000)
     second = memory.read()
     assert (second.some_waiting, second.all_waiting) == pytest.approx((0.25, 0.05))
-    waited(own, 1_000_000, 0)
+    waited(group, 1_000_000, 0)
     assert memory.read().some_waiting == 0.0, "of a group that was not known before"
     assert memory.read().some_waiting == 0.0, "no time has passed"
-    waited(own, 3_000_000, 1_000_000)
+    waited(group, 3_000_000, 1_000_000)
     last = memory.read()
     assert (last.some_waiting, last.all_waiting) == (1.0, 0.5), "the most of all counts"
 
