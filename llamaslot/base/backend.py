@@ -258,7 +258,7 @@ class Backend(Protocol):
 
         They must not share cells. `should_stop` is asked before each step. Returns False if it stopped the test,
         which is still pending then; otherwise `info` has the result. After a failed test sequences may be empty.
-        Raises `NotSavedError`, and runs no test, if there is no memory for what they hold.
+        Raises `NotSavedError`, and runs no test, if there is not enough memory to save what they hold.
         """
 
     def measure_costs(self, should_stop: Callable[[], bool] = lambda: False) -> bool:
