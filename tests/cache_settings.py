@@ -3,15 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 import msgspec
 
 from llamaslot.base.model import CheckpointLimits, KvCost, StateCost
-from llamaslot.kvcache.cache_settings import Budgets, CacheSettings, CheckpointSettings
+from llamaslot.kvcache.cache_settings import MAX_SEGMENT_TOKENS, Budgets, CacheSettings, CheckpointSettings
 
 NO_CHECKPOINTS = CheckpointSettings()
+
+
+@dataclass(slots=True, kw_only=True)
+class VariedSettings(CacheSettings):
+    """Settings whose constants a test chooses."""
+
+    segment_tokens: int = MAX_SEGMENT_TOKENS
+    min_shared: int = CacheSettings.min_shared
+    write_interval_ms: float = CacheSettings.write_interval_ms
+    idle_delay_ms: float = CacheSettings.idle_delay_ms
+
+
+@dataclass(slots=True, kw_only=True)
+class VariedCheckpointSettings(CheckpointSettings):
+    """Settings of checkpoints whose constants a test chooses."""
+
+    min_gap: int = CheckpointSettings.min_gap
+    min_end_gap: int = CheckpointSettings.min_end_gap
 
 
 class Cost(KvCost, frozen=True):
@@ -29,7 +47,7 @@ def cache_settings(**given: Any) -> CacheSettings:
     save_us = given.pop("save_us", 0.0)
     times = {name: given.pop(name, 0.0) for name in ("prefill_us", "load_us")}
     cost = Cost(0, 1.0, save_us=save_us, first_save_us=save_us, foreign=given.pop("foreign_us", 0.0), **times)
-    return CacheSettings(budgets=take_budgets(given), cost=cost, **given)
+    return VariedSettings(budgets=take_budgets(given), cost=cost, **given)
 
 
 def tier_settings(**given: Any) -> CacheSettings:
@@ -54,7 +72,7 @@ def checkpoint_settings(**given: Any) -> CheckpointSettings:
     """Settings of checkpoints, with the fields of `limits` and `cost`."""
     limits = msgspec.structs.replace(NO_CHECKPOINTS.limits, **_take(given, CheckpointLimits.__struct_fields__))
     cost = msgspec.structs.replace(NO_CHECKPOINTS.cost, **_take(given, StateCost.__struct_fields__))
-    return CheckpointSettings(limits=limits, cost=cost, **given)
+    return VariedCheckpointSettings(limits=limits, cost=cost, **given)
 
 
 def _take(given: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:

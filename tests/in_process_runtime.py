@@ -43,7 +43,7 @@ class InProcessRuntime:
         await self._host.lock()
         loaded = await self._host.load(on_progress, self._given)
         if loaded is not None:
-            of_requests = settings.request_settings(loaded.info, self._config.max_queue)
+            of_requests = settings.request_policy(loaded.info, self._config.max_queue)
             model = SetModel(loaded.info, *self._template, of_requests, loaded.records)
             self.prompts = LocalPrompts(prompt_worker(self._config, self._host.backend.vocab, model))
             self.prompts.worker.start()

@@ -21,7 +21,7 @@ from llamaslot.base.commands import (
     TextPart,
 )
 from llamaslot.base.errors import LlamaslotError, UnavailableError
-from llamaslot.base.generation.request_context import ReplyOptions, RequestContext, RequestSettings
+from llamaslot.base.generation.request_context import ReplyOptions, RequestContext, RequestPolicy
 from llamaslot.base.model import ModelInfo
 from llamaslot.base.stats import AnchorStats, ReplyStats, SessionStats
 from llamaslot.prompts.prompt_jobs import Job, JobResult, Lanes, PendingJob
@@ -35,7 +35,7 @@ from tests.fake_backend import FakeBackend, FakeVocab
 
 PLAIN_TEMPLATE = "{{ messages }}"
 CONTEXT = RequestContext("r")
-SETTINGS = ApiSettings().request_settings(FakeBackend().info, max_queue=10)
+SETTINGS = ApiSettings().request_policy(FakeBackend().info, max_queue=10)
 
 
 class LocalPrompts:
@@ -162,7 +162,7 @@ def prompt_thread(
     template: str = PLAIN_TEMPLATE,
     grammars: Sequence[str] = (),
     *,
-    settings: RequestSettings = SETTINGS,
+    settings: RequestPolicy = SETTINGS,
     restoring: FakeVocab | None = None,
 ) -> LocalPrompts:
     """A prompt worker in this process, by default for the fake model; `grammars` as of `--grammar-file`.

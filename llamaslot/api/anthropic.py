@@ -1,6 +1,6 @@
 """Anthropic's Messages API: `POST /v1/messages`, with its replies, events and content blocks.
 
-Blocks are in the order in which the model wrote what is in them. Errors in Anthropic's form are in
+Blocks are in the order in which the model wrote their content. Errors in Anthropic's form are in
 `http_errors.py`.
 """
 
@@ -59,7 +59,7 @@ class TextBlock(_Typed, tag="text"):
 
 
 class ThinkingBlock(_Typed, tag="thinking"):
-    """Reasoning; the signature is empty, as llama-server's."""
+    """Reasoning; the signature is empty, as in llama-server."""
 
     thinking: str
     signature: str = ""
@@ -150,7 +150,7 @@ class Stop(msgspec.Struct):
 
 
 class MessageDelta(_Typed, tag="message_delta"):
-    """The end of all blocks."""
+    """The stop reason and the usage, after the last block."""
 
     delta: Stop
     usage: AnthropicUsage
@@ -161,7 +161,7 @@ class MessageStop(_Typed, tag="message_stop"):
 
 
 class Ping(_Typed, tag="ping"):
-    """An event that means nothing, and keeps the connection open."""
+    """An event without content, which keeps the connection open."""
 
 
 Event: TypeAlias = MessageStart | BlockEvent | MessageDelta | MessageStop | Ping

@@ -184,7 +184,9 @@ def list_of(items: Iterable[Iterable[bytes]]) -> Iterator[bytes]:
 
 
 def joined_lists(parts: Iterable[list[Any]]) -> Iterator[bytes]:
-    """Yield one JSON list of the items of many lists; an empty one gives others a turn."""
+    """Yield one JSON list of the items of many lists; an empty list yields an empty piece, to give other
+    replies a turn.
+    """
     yield b"["
     comma = b""
     for part in parts:

@@ -74,7 +74,7 @@ class Counted(Protocol):
     """A connection, before or after its TLS handshake."""
 
     is_open: bool
-    """True while it counts."""
+    """True while it counts against the limit."""
     owner: str | None
     """The owner that is charged for the request on it; None for none."""
 
@@ -163,8 +163,8 @@ class Connections:
 class Connection(web.RequestHandler):
     """One connection of aiohttp's server.
 
-    It is closed if `write_timeout` seconds pass in which more is buffered than the transport wants to, and the
-    client reads almost nothing. With TLS, `handshake` is the one that has ended.
+    It is closed if the transport's buffer stays above its limit for `write_timeout` seconds and the client reads
+    almost nothing. With TLS, `handshake` is its completed handshake.
     """
 
     def __init__(
@@ -221,17 +221,17 @@ class Connection(web.RequestHandler):
         self._messages.clear()
 
     def pause_writing(self) -> None:
-        """Wait for a client that is behind, but not for ever."""
+        """Start the time limit of a client that reads too slowly."""
         super().pause_writing()
         self._start_timer()
 
     def resume_writing(self) -> None:
-        """Note that the client is not behind any more."""
+        """Stop the time limit: the client has caught up."""
         self._stop_timer()
         super().resume_writing()
 
     def count_written(self, n_bytes: int) -> None:
-        """Note what was written to the transport directly, whether the client is behind or not."""
+        """Count bytes that were written to the transport directly."""
         self._n_left += n_bytes
 
     def disconnect(self, flag: str) -> None:

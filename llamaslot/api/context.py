@@ -10,7 +10,7 @@ from aiohttp import web
 
 from llamaslot.base.callers import Caller
 from llamaslot.base.errors import ServerError, UnavailableError, stopped_error
-from llamaslot.base.generation.request_context import RequestSettings
+from llamaslot.base.generation.request_context import RequestPolicy
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.generation.tools import ReasoningFormat
 from llamaslot.base.model import ModelInfo
@@ -71,7 +71,7 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds without an event after which a stream gets a comment line; -1 for none."""
 
     verbose: bool = False
-    """Default of the field: replies in OpenAI's form contain llama-server's own, with the prompt."""
+    """Default of the field: replies in OpenAI's form include llama-server's reply, with the prompt."""
     n_predict: int = -1
     cache_prompt: bool = True
     reasoning: bool = True
@@ -84,12 +84,12 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Fields of `Sampling` that flags set; they win over those that the model file recommends."""
 
     def default_sampling(self, info: ModelInfo) -> Sampling:
-        """Return how a request that says nothing is sampled; a `seed` of -1 stands for a new one each time."""
+        """Return the default sampling parameters; a `seed` of -1 stands for a new one each time."""
         return Sampling(**{"seed": -1, **info.sampling, **self.sampling})
 
-    def request_settings(self, info: ModelInfo, max_queue: int) -> RequestSettings:
+    def request_policy(self, info: ModelInfo, max_queue: int) -> RequestPolicy:
         """Return the settings for all requests, of which `max_queue` may wait."""
-        return RequestSettings(
+        return RequestPolicy(
             max_prompts=info.n_slots + max_queue,
             max_choices=self.max_choices,
             max_logit_bias_entries=self.max_logit_bias_entries,
@@ -139,7 +139,7 @@ class Readiness:
         self._reason = reason
 
     def drain(self) -> None:
-        """Be unhealthy from now on: the server is about to stop. Requests are served until the service refuses."""
+        """Report unhealthy from now on, before the server stops. Requests are served until the service refuses."""
         self._is_draining = True
 
     def check(self) -> Service:

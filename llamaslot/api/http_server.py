@@ -34,6 +34,8 @@ _BACKLOG = 512
 """Connections that the kernel may keep until they are accepted."""
 _READ_BUFFER_BYTES = 2**14
 """Half of what a connection keeps of a body before it stops receiving: all connections may have as much unread."""
+_CLOSE_TIMEOUT_S = 5.0
+"""Most time that running replies have once `Listener.close` was called."""
 
 
 def create_app(settings: ApiSettings) -> web.Application:
@@ -106,7 +108,6 @@ async def serve(
     hosts: Sequence[str],
     port: int,
     *,
-    shutdown_timeout: float = 5.0,
     tls: ssl.SSLContext | None = None,
 ) -> Listener:
     """Listen on each host, for HTTPS with `tls`; port 0 takes a free one, the same for all. Raises `ConfigError` if
@@ -115,7 +116,7 @@ async def serve(
     A client that goes away cancels its handler, and so its request.
     """
     settings = app[SETTINGS]
-    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=shutdown_timeout)
+    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=_CLOSE_TIMEOUT_S)
     await runner.setup()
     assert runner.server is not None
     connections = Connections(available_connections(settings.max_connections), asyncio.get_running_loop().time)
@@ -145,7 +146,7 @@ async def serve(
 
 
 def _refusal(error: OSError | UnicodeError, host: str, port: int) -> ConfigError:
-    """Return the error that says why nothing can listen there, and which flag to change."""
+    """Return the error for an address at which listening fails, with the flag to change."""
     if isinstance(error, UnicodeError | socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
         return ConfigError(f"{host} is not an address of this machine; change --host", param="--host")
     if error.errno == errno.EADDRINUSE:

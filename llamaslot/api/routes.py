@@ -185,7 +185,7 @@ class Models(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class DefaultSettings(msgspec.Struct, forbid_unknown_fields=True):
-    """Settings of a request that names none."""
+    """Settings of a request that sets none."""
 
     n_ctx: int
     params: DefaultParams  # type: ignore[valid-type]
@@ -209,7 +209,7 @@ class PrefixReuse(msgspec.Struct, forbid_unknown_fields=True):
 
     enabled: bool
     reason: str
-    """Why every prompt is computed whole; empty if `enabled`."""
+    """Why every prompt is computed in full; empty if `enabled`."""
     self_test: SelfTestOutcome
     """Outcome of the self-test of reuse; empty for models that need none."""
     state: Capabilities
@@ -230,7 +230,7 @@ class Props(msgspec.Struct, forbid_unknown_fields=True):
     endpoint_metrics: bool
     chat_template: str
     chat_format: str
-    """Name of the form in which the model writes reasoning and tool calls."""
+    """Name of the format in which the model writes reasoning and tool calls."""
     bos_token: str
     eos_token: str
     build_info: str
@@ -495,7 +495,7 @@ _ROUTES = (
     ),
 )
 ROUTES = tuple(structs.replace(route, path=path) for route in _ROUTES for path in (route.path, route.alias) if path)
-"""All routes, those of aliases too."""
+"""All routes, including aliases."""
 
 
 def document(routes: Sequence[Route]) -> dict[str, Any]:

@@ -111,7 +111,7 @@ class EventStream:
         await self.response.write_eof(last)
 
     async def wait(self, source: Callable[[], Awaitable[T]]) -> T:
-        """Wait for `source`, which must lose nothing when cancelled, with a ping at each interval of silence."""
+        """Wait for `source`, which must lose nothing when cancelled; send a ping after each interval of silence."""
         while True:
             try:
                 async with asyncio.timeout_at(self._next_ping()) as silence:

@@ -302,7 +302,7 @@ class Runtime:
         # The sizes of the pool and of checkpoints must not depend on what memory is free when it is started again.
         self.engine.config = {**self._config, **restart_flags(loaded.info)}
         try:
-            of_requests = settings.request_settings(loaded.info, self._max_queue)
+            of_requests = settings.request_policy(loaded.info, self._max_queue)
             await self.prompts.set_model(SetModel(loaded.info, *self._template, of_requests, loaded.records))
         except LlamaslotError as error:
             if self._is_interrupted:

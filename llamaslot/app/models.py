@@ -41,10 +41,10 @@ class Model(msgspec.Struct, frozen=True):
     """The SHA-256 that its file must have; empty: any."""
 
 
-def parse_models(text: str, source: str = "models.txt") -> dict[str, Model]:
+def parse_models(text: str) -> dict[str, Model]:
     """Return the models listed in `text`, by name and in its order.
 
-    Raises ConfigError that names `source` and the line.
+    Raises ConfigError that names the line.
     """
     models: dict[str, Model] = {}
     for number, line in enumerate(text.splitlines(), start=1):
@@ -55,7 +55,7 @@ def parse_models(text: str, source: str = "models.txt") -> dict[str, Model]:
             if model.name in models:
                 raise ValueError(f"an earlier line already has the name {model.name!r}")
         except ValueError as error:
-            raise ConfigError(f"{source}, line {number}: {error}") from None
+            raise ConfigError(f"models.txt, line {number}: {error}") from None
         models[model.name] = model
     return models
 

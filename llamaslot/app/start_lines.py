@@ -207,30 +207,27 @@ class HostGpu:
         return f"{self.vendor} GPU"
 
 
-def host_gpus(devices: Path = _DEVICES, pci: Path = _PCI, system: str = "") -> list[HostGpu]:
-    """Return the kinds of GPUs that llama.cpp can be built for, without GPUs integrated in x86-64 processors.
-
-    `system` is a name such as `darwin-arm64`; empty for the system it runs on.
-    """
-    if (system or f"{sys.platform}-{platform.machine()}") == "darwin-arm64":
+def host_gpus() -> list[HostGpu]:
+    """Return the kinds of GPUs that llama.cpp can be built for, without GPUs integrated in x86-64 processors."""
+    if sys.platform == "darwin" and platform.machine() == "arm64":
         return [HostGpu("Apple", has_driver=True, cmake_args="-DGGML_METAL=on")]
     found = []
-    vendors = _display_vendors(pci)
-    has_nvidia = any(devices.glob("nvidia[0-9]*"))
+    vendors = _display_vendors()
+    has_nvidia = any(_DEVICES.glob("nvidia[0-9]*"))
     # `dxg` is the device by which Windows passes its GPU on to WSL2.
-    if has_nvidia or _NVIDIA in vendors or (devices / "dxg").exists():
-        has_driver = has_nvidia or (devices / "dxg").exists()
+    if has_nvidia or _NVIDIA in vendors or (_DEVICES / "dxg").exists():
+        has_driver = has_nvidia or (_DEVICES / "dxg").exists()
         found.append(HostGpu("NVIDIA", has_driver=has_driver, cmake_args="-DGGML_CUDA=on"))
-    if (devices / "kfd").exists():
+    if (_DEVICES / "kfd").exists():
         # Found by the device node of AMD's compute driver, because integrated GPUs have AMD's vendor id as well.
         found.append(HostGpu("AMD", has_driver=True, cmake_args="-DGGML_HIP=on"))
     return found
 
 
-def _display_vendors(pci: Path) -> set[str]:
+def _display_vendors() -> set[str]:
     """Return the vendor ids of display controllers; empty if the system does not list them."""
     vendors = set()
-    for device in pci.glob("*"):
+    for device in _PCI.glob("*"):
         try:
             if (device / "class").read_text().startswith(_DISPLAY_CLASS):
                 vendors.add((device / "vendor").read_text().strip())

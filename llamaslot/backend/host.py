@@ -22,8 +22,8 @@ import psutil
 from llamaslot.base.kv_ops import Kv
 from llamaslot.kvcache.tiers.budget import MemoryReading
 
-CGROUPS = Path("/sys/fs/cgroup")
-OWN_GROUPS = Path("/proc/self/cgroup")
+_CGROUPS = Path("/sys/fs/cgroup")
+_OWN_GROUPS = Path("/proc/self/cgroup")
 _PRESSURE = Path("/proc/pressure/memory")
 _MAC_WARNING, _MAC_CRITICAL = 2, 4
 """Values of macOS' `kern.memorystatus_vm_pressure_level`; 1 is normal."""
@@ -38,20 +38,20 @@ class Group(NamedTuple):
     is_v1: bool
 
 
-def own_groups(controller: str, cgroups: Path = CGROUPS, own: Path = OWN_GROUPS) -> Iterator[Group]:
+def own_groups(controller: str) -> Iterator[Group]:
     """Yield the groups that limit a resource (`controller`) of this process, each before its parent.
 
     In a container the process's own group may be the root of the mount.
     """
     try:
-        lines = own.read_text().splitlines()
+        lines = _OWN_GROUPS.read_text().splitlines()
     except OSError:
         return
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
             continue
-        mount = cgroups / controller if controllers else cgroups
+        mount = _CGROUPS / controller if controllers else _CGROUPS
         group = mount / path.lstrip("/")
         for folder in (group, *group.parents):
             if not folder.is_relative_to(mount):
@@ -86,12 +86,12 @@ class HostCpus:
         return self.allowed if self.quota is None else min(self.allowed, self.quota)
 
 
-def host_cpus(cgroups: Path = CGROUPS, own: Path = OWN_GROUPS) -> HostCpus:
+def host_cpus() -> HostCpus:
     """Return the CPUs of this machine, and the limits of this process."""
     logical = psutil.cpu_count() or 1
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else logical
     quotas: list[float] = []
-    for group in own_groups("cpu", cgroups, own):
+    for group in own_groups("cpu"):
         try:
             if group.is_v1:
                 files = (group.folder / f"cpu.cfs_{name}_us" for name in ("quota", "period"))
@@ -107,11 +107,11 @@ def host_cpus(cgroups: Path = CGROUPS, own: Path = OWN_GROUPS) -> HostCpus:
     return HostCpus(psutil.cpu_count(logical=False) or logical, logical, allowed, min(quotas, default=None))
 
 
-def host_memory(cgroups: Path = CGROUPS, own: Path = OWN_GROUPS) -> tuple[int, int]:
+def host_memory() -> tuple[int, int]:
     """Return free and total memory of the host, or of this process's control groups if they allow less."""
     memory = psutil.virtual_memory()
     free, total = int(memory.available), int(memory.total)
-    for _, limit, used in _limited_groups(cgroups, own):
+    for _, limit, used in _limited_groups():
         free, total = min(free, max(limit - used, 0)), min(total, limit)
     return free, total
 
@@ -124,9 +124,9 @@ def mapped_bytes() -> int:
     return int(getattr(psutil.Process().memory_info(), "shared", 0))
 
 
-def pressure_files(cgroups: Path = CGROUPS, own: Path = OWN_GROUPS, host: Path = _PRESSURE) -> list[Path]:
+def pressure_files() -> list[Path]:
     """Return Linux's files with the time that tasks waited for memory: of the host, and of limited groups (v2)."""
-    return [host, *(folder / "memory.pressure" for folder, _, _ in _limited_groups(cgroups, own))]
+    return [_PRESSURE, *(folder / "memory.pressure" for folder, _, _ in _limited_groups())]
 
 
 def mac_pressure_level() -> int:
@@ -146,16 +146,9 @@ class MemoryReader:
     """
 
     def __init__(
-        self,
-        *,
-        memory: Callable[[], tuple[int, int]] = host_memory,
-        mapped: Callable[[], int] = mapped_bytes,
-        files: Callable[[], Sequence[Path]] = pressure_files,
-        mac_level: Callable[[], int] = mac_pressure_level,
-        clock: Callable[[], float] = time.monotonic,
+        self, *, mapped: Callable[[], int] = mapped_bytes, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._memory, self._mapped, self._files, self._mac_level = memory, mapped, files, mac_level
-        self._clock = clock
+        self._mapped, self._clock = mapped, clock
         self._read_at = clock()
         self._waited: dict[Path, tuple[float, float]] = {}
         """Seconds that some tasks, and all tasks, have waited for memory since boot, by file."""
@@ -163,15 +156,15 @@ class MemoryReader:
     def read(self) -> MemoryReading:
         """Return the current state of memory; waiting times are those since the last call."""
         now = self._clock()
-        free, total = self._memory()
-        before, self._waited = self._waited, _waited(self._files())
+        free, total = host_memory()
+        before, self._waited = self._waited, _waited(pressure_files())
         seconds, self._read_at = now - self._read_at, now
         grown = [
             ((some - before[path][0]) / seconds, (everything - before[path][1]) / seconds)
             for path, (some, everything) in self._waited.items()
             if path in before and seconds > 0
         ]
-        level = self._mac_level()
+        level = mac_pressure_level()
         return MemoryReading(
             free=max(free - self._mapped(), 0),
             total=total,
@@ -182,12 +175,12 @@ class MemoryReader:
         )
 
 
-def _limited_groups(cgroups: Path, own: Path) -> Iterator[tuple[Path, int, int]]:
+def _limited_groups() -> Iterator[tuple[Path, int, int]]:
     """Yield the folders of the control groups of this process that limit memory, with limit and bytes in use.
 
     Cached files, which can be read again, are not in use.
     """
-    for folder, is_v1 in own_groups("memory", cgroups, own):
+    for folder, is_v1 in own_groups("memory"):
         try:
             if is_v1:
                 limit, used = (int((folder / f"memory.{name}_in_bytes").read_text()) for name in ("limit", "usage"))

@@ -42,16 +42,16 @@ CONSTRAINT_FAILED = -2
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Tokens of one sequence in a batch, at consecutive positions; a further run of it continues this one."""
+    """Tokens of one sequence at consecutive positions of a batch; a further run of it continues this one."""
 
     seq: int
     start: int
-    """Position of the first token: as many tokens as the sequence holds."""
+    """Position of the first token, equal to the number of tokens that the sequence holds."""
     tokens: Tokens
     n_outputs: int
     """Number of last tokens whose logits are needed. Those after the first of them are drafted (see `sample`)."""
     targets: Tokens | None = None
-    """The tokens that follow the first ones of `tokens`, if they are to be scored: their logits are needed too."""
+    """Tokens to score: those that follow the first ones of `tokens`, whose logits are needed too."""
 
     @property
     def n_drafted(self) -> int:
@@ -83,7 +83,7 @@ def check_runs(
     info: ModelInfo,
     states: StateRecord,
 ) -> None:
-    """Raise `IllegalCallError` for a batch that llama.cpp must not see; `length_of` refuses wrong sequence ids."""
+    """Raise `IllegalCallError` for a batch that llama.cpp aborts on; `length_of` refuses wrong sequence ids."""
     n_vocab = info.n_vocab
     if not runs:
         raise IllegalCallError("a batch needs runs")
@@ -120,7 +120,7 @@ class Decoded:
 
     status: Status
     sent: dict[int, tuple[int, int]]
-    """By sequence id, the first position and the number of tokens that were really in the batch."""
+    """First position and number of tokens that were in the batch, by sequence id."""
 
 
 class Sampler(Protocol):
@@ -134,18 +134,18 @@ class Sampler(Protocol):
         """Reason for `CONSTRAINT_FAILED`; empty before."""
 
     def advance(self, *, forced: tuple[int, ...], fast_forward: bool) -> tuple[int, ...]:
-        """Go on after the token that was sampled last, before the next `decode`.
+        """Accept the token that was sampled last, before the next `decode`.
 
         `forced` tokens follow it; a constraint must allow them. Returns the tokens that the constraint forces
         after them, if `fast_forward`. All of these count as sampled.
         """
 
     def close(self) -> None:
-        """Free it; further use is an error."""
+        """Free the sampler; further use is an error."""
 
 
 class CompiledConstraint(Protocol):
-    """A constraint as `new_sampler` takes it, for any number of requests."""
+    """A constraint for `new_sampler`; any number of requests can share it."""
 
 
 class Vocab(Protocol):
@@ -216,10 +216,10 @@ class Backend(Protocol):
         """Positions that a sequence holds, from the lowest to the highest."""
 
     def kv_of(self, segment: int) -> Kv | None:
-        """Bytes of a segment or checkpoint in host memory, None without one; may be called from any thread."""
+        """Bytes of a segment or checkpoint in host memory; None if there is none. May be called from any thread."""
 
     def put(self, segment: int, start: int, end: int, kv: Kv) -> None:
-        """Add a segment, with a number that is not in use, of KV that an earlier process saved; from any thread.
+        """Add KV that an earlier process saved, as a segment with an unused number; callable from any thread.
 
         With `start` at `end` it is a checkpoint. Raises `ValueError` if `kv` does not have the size of either.
         """
@@ -258,7 +258,7 @@ class Backend(Protocol):
 
         They must not share cells. `should_stop` is asked before each step. Returns False if it stopped the test,
         which is still pending then; otherwise `info` has the result. After a failed test sequences may be empty.
-        Raises `NotSavedError`, and runs no test, if there is no memory for what they hold.
+        Raises `NotSavedError`, and runs no test, if there is not enough memory to save what they hold.
         """
 
     def measure_costs(self, should_stop: Callable[[], bool] = lambda: False) -> bool:

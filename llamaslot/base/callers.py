@@ -25,7 +25,7 @@ MAX_CLIENTS = 1024
 MAX_ROUND_TURNS = 64
 """After this many turns of others a client ranks as new, so that a stream of new clients cannot starve it."""
 INACTIVE_S = 3600.0
-"""Time without a use after which an owner has no share."""
+"""Idle time after which an owner has no share."""
 T = TypeVar("T")
 K = TypeVar("K", bound=Hashable)
 
@@ -34,7 +34,7 @@ class Caller(msgspec.Struct, frozen=True):
     """The sender of a request, by digests that do not disclose its key and address."""
 
     key: str = ""
-    """The key's `tenant_name`; empty if the server has no API keys: clients may then send whatever they like."""
+    """The key's `tenant_name`; empty if the server has no API keys, since clients may then send any key."""
     address: str = ""
     session_id: str = ""
     """The session that the headers name; empty without one."""
@@ -77,9 +77,9 @@ class Amounts:
         return self.each.get(holder, 0)
 
     def may_add(self, holder: str, n: int, limit: int, times: int = 1) -> bool:
-        """True if a holder of `n` more has at most so many `times` what all of them then leave free of `limit`.
+        """True if a holder that adds `n` then has at most `times` as much as all holders leave free of `limit`.
 
-        So one alone gets half with `times` 1, and there is always room for the next one.
+        With `times` 1 a single holder gets half, and there is always room for the next one.
         """
         return self[holder] + n <= times * (limit - self.total - n)
 
@@ -125,7 +125,7 @@ class Turns:
 
 @dataclass(slots=True)
 class _Share(Generic[K]):
-    """What one owner has."""
+    """Entries and bytes of one owner."""
 
     keys: OrderedDict[K, None] = field(default_factory=OrderedDict)
     """Its entries, the least recently used first."""
@@ -184,7 +184,7 @@ class OwnerShares(Generic[K]):
         return owner
 
     def charge(self, owner: str, n_bytes: int) -> None:
-        """Count bytes that an owner holds, or with a negative number holds no more."""
+        """Add to the bytes that an owner holds; a negative number subtracts."""
         share = self._owners.setdefault(owner, _Share())
         share.n_bytes += n_bytes
         self.n_bytes += n_bytes

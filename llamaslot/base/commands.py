@@ -83,7 +83,7 @@ class GenerateParams(msgspec.Struct, frozen=True):
     cache_salt: str = ""
     """Namespace: only requests with the same salt share KV."""
     group: str = ""
-    """Shared by the completions of one prompt; set by `completions`."""
+    """Id shared by the `n` completions of one prompt; empty if `n` is 1."""
     id_slot: int = -1
     """The slot to run in, or -1 for the best one."""
     client_request_id: str = ""

@@ -1,4 +1,4 @@
-"""Errors that users can meet, each with a stable `type`, which is llama-server's.
+"""Errors that users can meet, each with a stable `type`, which is llama-server's; the error of the state machines.
 
 `llamaslot.api.http_errors` maps each type to an HTTP status.
 """
@@ -81,6 +81,10 @@ class LlamaslotError(Exception):
         """Return the error as a plain value."""
         sizes = (self.n_prompt_tokens, self.n_ctx)
         return ErrorInfo(self.type, self.message, self.param, *sizes, self.retry_after, self.at_least)
+
+
+class IllegalTransitionError(AssertionError):
+    """An event that the table of a state machine does not allow: a bug, never caused by input."""
 
 
 class InvalidRequestError(LlamaslotError):

@@ -1,7 +1,7 @@
 """Events of the engine, one list of them per step.
 
 All are plain values that msgspec can encode, since the engine is a process of its own. A `Generate` is answered by
-`Started` and any number of `Output`s, then by exactly one of `TERMINAL`.
+`Started` and any number of `Output`s, then by exactly one of `Finished`, `Failed` and `Cancelled`.
 """
 
 from __future__ import annotations
@@ -165,10 +165,9 @@ class Stopped(msgspec.Struct, frozen=True, tag="stopped"):
 
 
 class SelfTestEnded(msgspec.Struct, frozen=True, tag="self_test_ended"):
-    """The self-test of reuse has ended, or another engine runs: what is known of the model has changed."""
+    """The self-test of reuse has ended, or the engine was restarted: facts about the model have changed."""
 
     info: ModelInfo
 
 
 Event: TypeAlias = Started | Output | Finished | Failed | Cancelled | Reply | SelfTestEnded | Stopped
-TERMINAL = (Finished, Failed, Cancelled)

@@ -19,12 +19,12 @@ from pathlib import Path
 from llamaslot.base.errors import ConfigError
 
 MAX_METADATA_BYTES = 2**27
-"""Bytes before the weights, where a vocabulary takes most: those of known models have up to 20 MiB."""
+"""Most bytes before the weights, mainly the vocabulary; known models have up to 20 MiB."""
 MAX_KEYS = 2**14
 MAX_TENSORS = 2**17
 MAX_KEY_BYTES = 2**16 - 1
 MAX_STRING_BYTES = 2**26
-"""Some files contain the tokenizer's whole JSON, of 20 MiB."""
+"""Most bytes of a string; some files contain the tokenizer's whole JSON (20 MiB)."""
 MAX_TEMPLATE_BYTES = 2**20
 """Known chat templates have up to 100 KiB."""
 MAX_ARRAY_ITEMS = 2**24
@@ -44,7 +44,7 @@ _VALUES = {
 }
 """Forms of values by their type; strings and arrays have a length of their own."""
 _MAX_LAYERS = 2**16
-"""Items of an array of numbers by layer that are read."""
+"""Most items that are read of an array with a number for each layer."""
 _KEPT = (
     *("attention.causal", "block_count", "nextn_predict_layers"),
     *("expert_count", "expert_used_count", "expert_group_count", "expert_group_used_count"),
@@ -120,10 +120,10 @@ class _Metadata:
         self._file = file
         self._path = path
         self._data = b""
-        """The piece of the file that has been read and not passed."""
+        """Bytes around the current position `_at`: older ones are discarded."""
         self._at = 0
         self._n_passed = 0
-        """Bytes before `data`."""
+        """Bytes of the file before `_data`."""
         self._architecture = ""
         self._numbers: dict[str, int] = {}
         """Integers and booleans by key; of a list of them by layer, the largest."""
@@ -275,7 +275,7 @@ class _Metadata:
         self._at += n_bytes
 
     def _need(self, n_bytes: int) -> None:
-        """Read until so many unread bytes are buffered."""
+        """Read until `n_bytes` unread bytes are buffered."""
         n_here = len(self._data) - self._at
         if n_here >= n_bytes:
             return

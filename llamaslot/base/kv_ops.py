@@ -72,7 +72,8 @@ class Copy:
     """Append positions `[start, end)` of `src` to `dst`, which holds `start` tokens.
 
     In a unified pool they share the cells then. In a partitioned one `dst` gets cells of its own, which takes as
-    long as to save both and to load `dst`; raises `MemoryError` without memory for it, and `dst` is empty then.
+    long as to save both and to load `dst`; raises `MemoryError` if there is not enough memory, and `dst` is then
+    empty.
     """
 
     src: int
@@ -98,7 +99,7 @@ class Share:
 class Save:
     """Copy the KV of `src` in `[start, end)` to host memory, as a segment with a number that is not in use.
 
-    Raises `NotSavedError` if there is no memory for it.
+    Raises `NotSavedError` if there is not enough memory.
     """
 
     segment: int
@@ -114,7 +115,7 @@ class Load:
     `parts` are the numbers of segments, each with the position up to which it is loaded. In a unified pool each is
     loaded whole, into the lowest free cells: there must be one for each of its tokens, and those outside of its
     part are freed at once. In a partitioned pool all parts are loaded at once, with what `dst` holds already.
-    Raises `NotLoadedError` without memory for it, and `dst` is empty then.
+    Raises `NotLoadedError` if there is not enough memory, and `dst` is then empty.
     """
 
     dst: int
@@ -138,7 +139,7 @@ class Take:
     """Copy the partial state of live `src`, which holds `end` tokens, to host memory as a checkpoint.
 
     Segments and checkpoints share their numbers, and `checkpoint` must be unused. Raises `NotSavedError` if the
-    host has no memory for it.
+    host has not enough memory.
     """
 
     checkpoint: int
@@ -150,7 +151,8 @@ class Take:
 class Restore:
     """Load a checkpoint into `dst`, and truncate `dst` to the position at which the checkpoint was taken.
 
-    `dst` must begin with the tokens that the source held then. Raises `NotLoadedError` without memory for it.
+    `dst` must begin with the tokens that the source held then. Raises `NotLoadedError` if there is not enough
+    memory.
     """
 
     checkpoint: int

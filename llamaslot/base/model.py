@@ -229,7 +229,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
 
     Fixed once the engine runs, with three exceptions: when a pending self-test ends, the event `SelfTestEnded`
     brings another `ModelInfo` in place of this one, costs that are pending are measured while the engine is idle,
-    and the backend's own has the `unified` of now.
+    and the backend's own copy has the current value of `unified`.
     """
 
     name: str
@@ -256,7 +256,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
     cache_type_k: str
     cache_type_v: str
     device: str
-    """Device that the model runs on, for a person to read."""
+    """Human-readable name of the device that the model runs on."""
     part_cells: int = 0
     """Cells of a slot while the pool is partitioned, if its layout may change; 0 if it is fixed."""
     context_ms: float = 0.0
@@ -266,7 +266,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
     reuse_reason: str = ""
     """Why sequences cannot be trimmed, and then why there are no checkpoints; either is empty where it is possible.
 
-    After a failed self-test it is the reason of that.
+    After a failed self-test it says why the test failed.
     """
     self_test: SelfTestOutcome = ""
     """While the self-test is pending nothing may be reused, whatever `can_reuse` says."""
@@ -302,7 +302,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
     state_cost: StateCost | None = None
     """Cost of checkpoints; None where it was not measured."""
     costs_pending: str = ""
-    """Why none of these costs could be measured yet: what other programs disturbed; empty where nothing did."""
+    """Why costs are not measured yet: other programs disturbed the measurement. Empty if none did."""
     segment_size: SegmentSize | None = None
     """Size of KV that is saved off the pool; None where nothing can be saved."""
     checkpoint_size: CheckpointSize | None = None
@@ -316,7 +316,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
     n_spare_rows: int = 1
     """Rows of logits of a step besides one a sequence: for prompt tokens to be scored, and for drafted tokens."""
     sizing: str = ""
-    """Origin of the pool's size, for a person to read; empty where it was given."""
+    """Human-readable reason for the pool's size; empty if a flag sets it."""
 
     @property
     def can_trim(self) -> bool:

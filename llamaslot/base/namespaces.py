@@ -12,11 +12,11 @@ import hashlib
 import hmac
 
 _RESERVED = "\0"
-"""Begins the salts that clients cannot choose."""
+"""Prefix of salts that clients cannot choose."""
 _KEY = _RESERVED + "key "
 _PRIVATE = "request "
 PUBLIC_TENANT = "public"
-"""Tenant of the public namespace; those of API keys are called by a digest."""
+"""Tenant of the public namespace; those of API keys are named by a digest."""
 PUBLIC_SALT = _RESERVED + "public"
 """Salt of the requests that compute what all tenants share."""
 
@@ -70,7 +70,7 @@ def is_private(namespace: str) -> bool:
 
 
 def tenant_of(namespace: str) -> str:
-    """Return the tenant of a namespace; empty for all that are not of an API key."""
+    """Return the tenant of a namespace; empty for one that does not belong to an API key."""
     tenant, dot, _ = namespace.removeprefix(_PRIVATE).partition(".")
     return tenant if dot else ""
 

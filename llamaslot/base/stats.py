@@ -99,7 +99,7 @@ class RamStats(TierStats):
     saved_bytes: int = 0
     """KV saved from the pool since the engine started."""
     state: Literal["normal", "reduced", "growing"] = "normal"
-    """`reduced` while memory is short and for a while after, then `growing`; a fixed limit stays in any case."""
+    """`reduced` while memory is short and for a while after, then `growing`; a fixed limit never changes."""
     reason: str = ""
     """Why the limit is less than `max_bytes`, or would be if it were not fixed."""
 
@@ -259,7 +259,7 @@ class CacheStats(msgspec.Struct, kw_only=True):
     preemptions: int = 0
     """Times that a running request went back to the queue because cells were short."""
     layout_changes: int = 0
-    """Times that the pool was partitioned, or unified again, for the requests of that moment."""
+    """Times that the pool was partitioned or unified again, to suit the running requests."""
 
 
 class CachePrefix(msgspec.Struct):
@@ -296,9 +296,9 @@ class TenantStats(msgspec.Struct):
     cells: int
     ram_bytes: int
     disk_bytes: int
-    """Files that are being written included."""
+    """Includes files that are being written."""
     requests: int
-    """Those that got a slot, each counted once though it was preempted; each of `n` choices is one."""
+    """Requests that got a slot, each counted once even if it was preempted; each of `n` choices is one."""
 
 
 class CacheState(CacheStats, kw_only=True):

@@ -31,7 +31,7 @@ from llamaslot.base.tokens import WIDTH, Tokens, n_common, packed, unpacked
 MAX_BYTES = 32 * 2**20
 """Memory that all records may take, estimated: in the prompt worker, in the parent, and again on disk."""
 OVERHEAD = 600
-"""Bytes that a record takes in addition to its tokens and texts, about."""
+"""Approximate bytes that a record takes in addition to its tokens and texts."""
 _MAX_BRANCHES = 8
 
 

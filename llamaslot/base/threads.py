@@ -63,18 +63,18 @@ def close_after_queue(executor: Executor) -> Future[None]:
 
 @dataclass(frozen=True, slots=True)
 class ThreadTimes:
-    """The accounts of a thread at one moment."""
+    """CPU accounting of a thread at one moment."""
 
     state: str
     """R, S, D, T, ... as in /proc."""
     ran_s: float
     waited_s: float
-    """For a CPU."""
+    """Time that it waited for a CPU."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessTimes:
-    """The accounts of a process at one moment."""
+    """CPU accounting of a process at one moment."""
 
     at: float
     threads: dict[int, ThreadTimes]
@@ -85,7 +85,7 @@ class ProcessTimes:
 
 
 def thread_times(pid: int) -> dict[int, ThreadTimes]:
-    """Return the accounts of each thread of a process by id; empty where the system does not keep them."""
+    """Return the CPU accounting of each thread of a process by id; empty where the system does not keep them."""
     found: dict[int, ThreadTimes] = {}
     tasks = Path("/proc", str(pid), "task")
     try:
@@ -104,9 +104,9 @@ def thread_times(pid: int) -> dict[int, ThreadTimes]:
 
 
 def process_times(pid: int, at: float) -> ProcessTimes:
-    """Return the accounts of a process now, at `at` seconds; those of one that has ended are empty.
+    """Return the CPU accounting of a process now, at `at` seconds; empty for one that has ended.
 
-    Those of the calling process leave out the calling thread.
+    For the calling process, the calling thread is left out.
     """
     threads = thread_times(pid)
     threads.pop(threading.get_native_id(), None)

@@ -62,7 +62,7 @@ class ConstraintWorker:
             _Lane(started_executor(1, "llamaslot-constraints", GRAMMAR_STACK_BYTES)) for _ in range(2)
         )
 
-    def prepare(self, request: Request, failed: Callable[[LlamaslotError], None]) -> None:
+    def compile_for(self, request: Request, failed: Callable[[LlamaslotError], None]) -> None:
         """Give a queued request its compiled constraint, or call `failed`; neither if it has ended by then."""
         constraint = request.params.constraint
         if constraint is None:

@@ -428,9 +428,9 @@ class Engine:
             del self._replies[request.id]
             self._fail(request.id, error, request)
 
-        self._constraints.prepare(request, failed)
+        self._constraints.compile_for(request, failed)
         if self._remote is not None:
-            self._remote.prepare(request, self.scheduler.admission)
+            self._remote.look_up(request, self.scheduler.admission)
 
     def _cancel(self, request_id: str) -> None:
         reply = self._replies.pop(request_id, None)

@@ -111,19 +111,12 @@ class StepWatch:
     limited to `seconds` (0 for no limit), or to `_WATCH_FACTOR` times their expected duration if that is longer.
 
     `begin` is called on the event loop (for planning) and on the model thread (for each step), `end` when nothing
-    is left to do. `read_times` returns the CPU times of this process, given the current time.
+    is left to do.
     """
 
-    def __init__(
-        self,
-        seconds: float,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-        read_times: Callable[[float], ProcessTimes] = lambda at: process_times(os.getpid(), at),
-    ) -> None:
+    def __init__(self, seconds: float, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._seconds = seconds
         self._clock = clock
-        self._read_times = read_times
         self._watched: float | None = None
         """The deadline of the step that was in progress at the last `look`."""
         self._times: ProcessTimes | None = None
@@ -163,7 +156,7 @@ class StepWatch:
         """
         deadline, times = self._deadline, None
         if deadline is not None and deadline == self._watched:
-            times = self._read_times(self._clock())
+            times = process_times(os.getpid(), self._clock())
             starved = starved_seconds(self._times, times) if self._times is not None else 0.0
             paused = slept if slept > 2 * _WATCH_INTERVAL_S else 0.0
             # Meanwhile another step may have begun on the model thread, with its own deadline.

@@ -98,7 +98,7 @@ class RemoteWorker:
         """Start to connect to the store, so that an unavailable one is logged before a request needs it."""
         self._spawn(self._check())
 
-    def prepare(self, request: Request, admission: Admission) -> None:
+    def look_up(self, request: Request, admission: Admission) -> None:
         """Start to look up and fetch KV for a queued request, which `is_fetching` until that has ended."""
         # A prefix that a running request is computing need not be fetched.
         if admission.is_in_flight(request):

@@ -41,7 +41,7 @@ from llamaslot.kvcache.cache_settings import CacheSettings
 from llamaslot.kvcache.disk_io import IoEvent, Job, SegmentMeta
 from llamaslot.kvcache.dropping import Dropper
 from llamaslot.kvcache.loading import Loader, PublicPrefix, StateRestorer
-from llamaslot.kvcache.match import Acquired, GhostList, Loaded, LoadStatus, Match, miss_reason
+from llamaslot.kvcache.match import Acquired, GhostList, LoadResult, LoadStatus, Match, miss_reason
 from llamaslot.kvcache.offloading import Offloader, OffloadPolicy
 from llamaslot.kvcache.pool import Pool, WindowCells
 from llamaslot.kvcache.radix_tree import RadixTree
@@ -230,10 +230,10 @@ class KVCache:
         self._n_cached_at[slot] = n_cached
         return Acquired(slot, n_cached, n_resident, n_copied, miss)
 
-    def load(self, seq: int, tokens: bytes) -> Loaded:
+    def load(self, seq: int, tokens: bytes) -> LoadResult:
         """Extend a running sequence by the rest of the cached prefix: copy resident cells, then load segments."""
         if self.settings.is_on_trial or not self._restorer.may_load(seq):
-            return Loaded(LoadStatus.DONE)
+            return LoadResult(LoadStatus.DONE)
         match = self._public.match(self._sequences.end(seq).namespace, tokens)
         match = self._restorer.cut_to_pending(seq, match)
         n_copied = self._pool.copy_resident(seq, match)

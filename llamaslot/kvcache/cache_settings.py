@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 from llamaslot.base.backend import Backend
 from llamaslot.base.model import (
@@ -79,9 +80,9 @@ class CheckpointSettings:
     limits: CheckpointLimits = _NO_CHECKPOINTS
     cost: StateCost = _UNKNOWN_STATE_COST
     """0 if not measured."""
-    min_gap: int = 64
+    min_gap: ClassVar[int] = 64
     """Tokens: closer to another checkpoint, none is taken, because computing so few tokens again is cheap."""
-    min_end_gap: int = 16
+    min_end_gap: ClassVar[int] = 16
     """The same at the end of a conversation. Smaller, because its next turn will begin exactly there."""
 
 
@@ -117,18 +118,18 @@ class CacheSettings:
     """Bytes that earlier servers wrote to the disk tier; None without one."""
     segment_size: SegmentSize | None = None
     """Bytes of offloaded tokens; None if nothing can be offloaded."""
-    segment_tokens: int = MAX_SEGMENT_TOKENS
+    segment_tokens: ClassVar[int] = MAX_SEGMENT_TOKENS
     cost: KvCost = _UNKNOWN_KV_COST
     """0 if not measured."""
-    min_shared: int = 64
+    min_shared: ClassVar[int] = 64
     """Shortest shared prefix worth waiting for; also the shortest unshared tail that keeps a sequence id."""
     is_on_trial: bool = False
     """True until the self-test of reuse has passed: KV stays in the pool, but is neither offloaded nor reused."""
     gap_ms: float
     """Most time that saving and loading may add between two tokens of a decoding request."""
-    write_interval_ms: float = 200.0
+    write_interval_ms: ClassVar[float] = 200.0
     """While requests run, one segment is offloaded ahead in each such interval, to be written to disk."""
-    idle_delay_ms: float = 50.0
+    idle_delay_ms: ClassVar[float] = 50.0
     """Time without requests after which idle prefixes are offloaded ahead. Not 0, because the next turn of a
     conversation often follows at once and would have to wait.
     """

@@ -45,7 +45,7 @@ from dataclasses import dataclass, replace
 from llamaslot.base.kv_ops import Save
 from llamaslot.base.namespaces import PUBLIC_NAMESPACE, PUBLIC_TENANT, reads_public
 from llamaslot.kvcache.cache_settings import CacheSettings
-from llamaslot.kvcache.match import Loaded, LoadStatus, Match, SegmentPart
+from llamaslot.kvcache.match import LoadResult, LoadStatus, Match, SegmentPart
 from llamaslot.kvcache.nodes import Checkpoint, Node, SegmentState, checkpoints_on
 from llamaslot.kvcache.offloading import Offloader
 from llamaslot.kvcache.radix_tree import RadixTree
@@ -121,7 +121,7 @@ class Loader:
             parts.pop()
         return parts if self._pays(parts, 0 if self._settings.unified else 2 * match.n_resident) else []
 
-    def load(self, seq: int, match: Match, max_tokens: int | None, *, loads_all: bool = False) -> Loaded:
+    def load(self, seq: int, match: Match, max_tokens: int | None, *, loads_all: bool = False) -> LoadResult:
         """Extend a sequence by the segments that are worth loading, about `max_tokens` at most.
 
         With `loads_all` it is all segments of the match, because the sequence waits for a checkpoint at its end,
@@ -130,7 +130,7 @@ class Loader:
         parts = self._disk.readable(match.parts) if loads_all else self.worth_loading(match)
         if not parts:
             self._tiers.load_pins.pop(seq, None)
-            return Loaded(LoadStatus.DONE)
+            return LoadResult(LoadStatus.DONE)
         self._disk.prefetch(seq, parts)
         self._offloader.free_evicted()
         status = LoadStatus.DONE
@@ -140,9 +140,9 @@ class Loader:
         if not self._settings.unified:
             # Each load would load the whole sequence again (fact 3), so this waits until all parts are in RAM.
             if any(part.segment.number in saving for part in parts):
-                return Loaded(LoadStatus.MORE)
+                return LoadResult(LoadStatus.MORE)
             if self._disk.reading and not all(part.segment.state.is_loadable for part in parts):
-                return Loaded(LoadStatus.READING)
+                return LoadResult(LoadStatus.READING)
         for part in parts:
             segment = part.segment
             if (max_tokens is not None and n_loaded >= max_tokens) or segment.number in saving:
@@ -164,7 +164,7 @@ class Loader:
         if status is LoadStatus.DONE:
             self._tiers.load_pins.pop(seq, None)
         self._tiers.counters.public_tokens += n_public
-        return Loaded(status, 0, n_loaded, n_read, n_fetched, n_public)
+        return LoadResult(status, 0, n_loaded, n_read, n_fetched, n_public)
 
     def _pays(self, parts: Sequence[SegmentPart], n_moved: int = 0) -> bool:
         """True if loading these parts, and moving `n_moved` tokens for it, is faster than computing them."""

@@ -146,7 +146,7 @@ class LoadStatus(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class LoadResult:
     """Result of a load."""
 
     status: LoadStatus

@@ -20,6 +20,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from llamaslot.base.errors import IllegalTransitionError
 from llamaslot.base.namespaces import PUBLIC_TENANT, tenant_of
 from llamaslot.base.tokens import WIDTH
 
@@ -104,10 +105,6 @@ SEGMENT_TABLE: dict[tuple[SegmentState, SegmentEvent], SegmentState] = {
     **{(state, E.DROP): S.DROPPED for state in SegmentState if state is not S.DROPPED},
 }
 """Every legal transition; any other pair raises and changes nothing."""
-
-
-class IllegalTransitionError(AssertionError):
-    """An event that is not allowed in the segment's state: a bug, never caused by input."""
 
 
 class Node:

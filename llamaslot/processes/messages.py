@@ -9,7 +9,7 @@ import msgspec
 from llamaslot.base.commands import EngineCommand
 from llamaslot.base.errors import ErrorInfo
 from llamaslot.base.events import Event
-from llamaslot.base.generation.request_context import RequestSettings
+from llamaslot.base.generation.request_context import RequestPolicy
 from llamaslot.base.model import ModelInfo
 from llamaslot.base.stats import AnchorStats, ReplyStats, SessionStats
 from llamaslot.base.text_records import TextRecord
@@ -86,7 +86,7 @@ class SetModel(msgspec.Struct, frozen=True, tag="set_model"):
     """Jinja source that flags name; empty for the model's own template."""
     template_flag: str
     """The flag that names it; empty if none does."""
-    settings: RequestSettings
+    settings: RequestPolicy
     records: tuple[TextRecord, ...] = ()
     """What an earlier process remembered."""
 

@@ -33,7 +33,7 @@ takes twice as long. The variable is read when libgomp is loaded, so it must be 
 _TEARDOWN_S = 5.0
 """Time between the end of the socket and that of the process, such as for freeing memory of a GPU."""
 _HELD_S = 2.0
-"""Time that the rest of a process whose main thread has ended may take to end."""
+"""Grace period for remaining threads once the main thread has ended."""
 _LOOK_S = 0.5
 """Interval at which the state of a process is checked."""
 _OPERATOR_SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)

@@ -271,9 +271,9 @@ def _serve(control: socket.socket, local: LocalTrial) -> None:
                 break
             for fd in fds:
                 trial = socket.socket(fileno=fd)
-                # Prepared for the first trial only: a second of work at the start would slow down the first
+                # Created for the first trial only: a second of work at the start would slow down the first
                 # requests.
-                local.prepare()
+                local.create_tokenizer()
                 try:
                     pid = os.fork()
                 except OSError:

@@ -83,7 +83,7 @@ class PromptWorker:
 
     def _probe(self) -> None:
         try:
-            if not self._tokenizer.prepare():
+            if not self._tokenizer.probe_cut_points():
                 _log.warning("text_anchors.off", reason="no control token of this vocabulary has exact cut points")
         except Exception:
             _log.exception("prompt_worker.failed", job="prepare")

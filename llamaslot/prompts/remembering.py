@@ -36,7 +36,7 @@ class PromptContext:
     request: TextRequest
     prompt: TokenizedPrompt
     text: PromptText | None = None
-    """None where the prompt's text gets no tokens but its own."""
+    """None if text anchors and sessions do not apply."""
     n_head: int | None = None
     """Tokens before the last cut point; None where it lies within a token."""
 

@@ -106,7 +106,7 @@ class Tokenizer:
         """Stack that the thread needs; 0 for what threads have by default."""
         return self._vocab.stack_bytes
 
-    def prepare(self) -> bool:
+    def probe_cut_points(self) -> bool:
         """Probe for exact cut points, which takes some time; True if there are any, or none are wanted."""
         return self._scanner is not None or not self._use_anchors
 

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from llamaslot.base.commands import TextPart
-from llamaslot.base.generation.request_context import RequestSettings
+from llamaslot.base.generation.request_context import RequestPolicy
 from llamaslot.base.generation.tools import ReasoningBudget
 from llamaslot.formats.calls import ToolCall, is_object
 from llamaslot.formats.format import Format
@@ -50,7 +50,7 @@ class ChatReader:
         template: ChatTemplate,
         named_tokens: Mapping[str, int],
         tokens_of: Callable[[str], tuple[int, ...]],
-        settings: RequestSettings,
+        settings: RequestPolicy,
     ) -> None:
         self.template = template
         self._settings = settings

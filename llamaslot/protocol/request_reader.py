@@ -30,9 +30,9 @@ from llamaslot.base.generation.request_context import (
     ChatToStore,
     EarlierItems,
     ReplyOptions,
-    RequestSettings,
+    RequestPolicy,
 )
-from llamaslot.base.generation.tools import ParserOptions, packed
+from llamaslot.base.generation.tools import ParserOptions, encoded_tools
 from llamaslot.base.model import ModelInfo
 from llamaslot.base.namespaces import salt_namespace
 from llamaslot.protocol.anthropic import CountTokensBody, MessagesBody, chat_of, field_names
@@ -106,7 +106,7 @@ class RequestReader:
         info: ModelInfo,
         template: ChatTemplate,
         tokenizer: BodyTokenizer,
-        settings: RequestSettings,
+        settings: RequestPolicy,
         *,
         named_tokens: Mapping[str, int] = MappingProxyType({}),
         grammars: Iterable[tuple[str, str]] = (),
@@ -226,7 +226,7 @@ class RequestReader:
             session_branch=conversation_branch(self.template, body),
         )
         parser = ParserOptions(
-            packed_tools=packed(use.tools),
+            packed_tools=encoded_tools(use.tools),
             parse_tools=use.mode != "none",
             parallel=use.parallel,
             calls_only=use.mode == "required",
@@ -353,7 +353,7 @@ class RequestReader:
         return tokens[0] if len(tokens) == 1 else None
 
 
-def _reply_options(body: Options, request: TextRequest, settings: RequestSettings, **of_kind: Any) -> ReplyOptions:
+def _reply_options(body: Options, request: TextRequest, settings: RequestPolicy, **of_kind: Any) -> ReplyOptions:
     n, params = n_choices(body), request.params
     fields = body.response_fields if isinstance(body, CompletionBody | InfillBody) else None
     return ReplyOptions(

@@ -30,7 +30,7 @@ from llamaslot.base.commands import (
     TokensPart,
 )
 from llamaslot.base.errors import ForbiddenError, InvalidRequestError, NotSupportedError
-from llamaslot.base.generation.request_context import RequestContext, RequestSettings
+from llamaslot.base.generation.request_context import RequestContext, RequestPolicy
 from llamaslot.base.generation.sampling import INFILL, Sampling, named_samplers
 from llamaslot.base.model import FimTokens, ModelInfo
 from llamaslot.base.namespaces import PUBLIC_SALT, client_salt, key_salt
@@ -134,7 +134,7 @@ def text_requests(
     options: Options,
     prompts: Sequence[Prompt],
     context: RequestContext,
-    settings: RequestSettings,
+    settings: RequestPolicy,
     info: ModelInfo,
     *,
     tokens_of: TokensOf,
@@ -195,7 +195,7 @@ def text_requests(
     )
 
 
-def max_tokens_of(options: Options, settings: RequestSettings) -> int:
+def max_tokens_of(options: Options, settings: RequestPolicy) -> int:
     """Return the most tokens to generate; -1 for no limit."""
     return _first(options.n_predict, options.max_completion_tokens, options.max_tokens, settings.max_tokens)
 
@@ -264,7 +264,7 @@ def request_salt(key_secret: str, own: str, *, is_public: bool, is_admin: bool, 
     return PUBLIC_SALT
 
 
-def _sampling(options: Options, settings: RequestSettings, info: ModelInfo, tokens_of: TokensOf) -> Sampling:
+def _sampling(options: Options, settings: RequestPolicy, info: ModelInfo, tokens_of: TokensOf) -> Sampling:
     asked: dict[str, Any] = {name: value for name in _SAME_FIELDS if (value := getattr(options, name)) is not None}
     if options.top_k is not None:
         asked["top_k"] = max(options.top_k, 0)
@@ -352,7 +352,7 @@ def _logit_bias(
     return result
 
 
-def _stop(options: Options, settings: RequestSettings) -> tuple[str, ...]:
+def _stop(options: Options, settings: RequestPolicy) -> tuple[str, ...]:
     words = [options.stop] if isinstance(options.stop, str) else options.stop or []
     if len(words) > settings.max_stop_strings:
         limit = f"{settings.max_stop_strings} (--max-stop-strings)"
@@ -381,7 +381,7 @@ class InfillPrompts:
         """Raises an error for a prompt that is far too long for the context, before it is tokenized."""
         self._max_characters = info.n_ctx_slot * _CHARACTERS_PER_TOKEN
 
-    def of_parts(self, body: InfillBody, settings: RequestSettings) -> Prompt:
+    def of_parts(self, body: InfillBody, settings: RequestPolicy) -> Prompt:
         """Return the prompt of `/infill`."""
         fim = self._fim("input_prefix")
         start = parse_prompt(body.prompt or "", self._info.n_vocab, "prompt")
@@ -395,7 +395,7 @@ class InfillPrompts:
             n_max=self._n_max(max_tokens_of(body, settings)),
         )
 
-    def of_suffix(self, prompt: Prompt, body: CompletionBody, settings: RequestSettings) -> Prompt:
+    def of_suffix(self, prompt: Prompt, body: CompletionBody, settings: RequestPolicy) -> Prompt:
         """Return the prompt for a text between `prompt` and OpenAI's `suffix`."""
         fim = self._fim("suffix")
         if body.echo:

@@ -20,19 +20,16 @@ from msgspec.structs import replace
 
 from llamaslot.base.backend import CompiledConstraint, Sampler
 from llamaslot.base.commands import GenerateParams
+from llamaslot.base.errors import IllegalTransitionError
 from llamaslot.base.events import Progress
 from llamaslot.base.generation.token_probs import NOT_SCORED, TokenScore
 from llamaslot.base.generation.tools import ReasoningBudget
 from llamaslot.base.namespaces import private_namespace, salt_namespace
 from llamaslot.base.stats import CacheStats, Miss, PromptStats, RequestStats
 from llamaslot.base.tokens import WIDTH, TokenizedPrompt, Tokens, packed
-from llamaslot.kvcache.match import Acquired, Loaded, Match
+from llamaslot.kvcache.match import Acquired, LoadResult, Match
 
 NO_TOKENS: Tokens = np.empty(0, dtype=np.int32)
-
-
-class IllegalEventError(AssertionError):
-    """An event that is not allowed in the request's state: a bug, never caused by input."""
 
 
 class RequestState(Enum):
@@ -274,10 +271,10 @@ class Request:
         self.reasoning_limit = ReasoningLimit(budget) if budget is not None else None
 
     def handle(self, event: RequestEvent, now: float) -> None:
-        """Go to the next state, or raise `IllegalEventError` and change nothing."""
+        """Go to the next state, or raise `IllegalTransitionError` and change nothing."""
         after = REQUEST_TABLE.get((self.state, event))
         if after is None:
-            raise IllegalEventError(f"request {self.id}: {event.value} while {self.state.value}")
+            raise IllegalTransitionError(f"request {self.id}: {event.value} while {self.state.value}")
         self.state = after
         if event is RequestEvent.ADMIT:
             self._mark_started(now)
@@ -321,7 +318,7 @@ class Request:
             self._computing = now
         self.n_prompt_computed += max(0, min(start + n, self.n_prompt) - start)
 
-    def count_loaded(self, loaded: Loaded) -> None:
+    def count_loaded(self, loaded: LoadResult) -> None:
         """Count loaded tokens as reused, unless the request was preempted: it may have computed them itself."""
         self.n_public += loaded.n_public
         if not self._was_preempted:

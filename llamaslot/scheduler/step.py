@@ -72,7 +72,7 @@ class Turn:
     waiting_since: float | None = None
     """`PromptTurns` only: when the first step that these requests wait for was planned."""
     waited_s: float | None = None
-    """Seconds that steps of prompts have taken since their last step; None before the first of them."""
+    """Seconds that prompt steps have delayed the decoding requests; None if none ran since their last step."""
     n_overtaken: int | None = None
     """`PromptTurns` only: steps of other prompts since the first prompt's last step, including this one; None in a
     step of decoding requests.

@@ -92,8 +92,7 @@ class ReplyBudget:
     for the next one.
     """
 
-    def __init__(self, max_bytes: int = MAX_REPLY_BYTES) -> None:
-        self._max_bytes = max_bytes
+    def __init__(self) -> None:
         self._bytes = Amounts()
 
     @property
@@ -106,7 +105,7 @@ class ReplyBudget:
 
         One request alone may have any number.
         """
-        if n_bytes > 0 and self.n_bytes > n_own and not self._bytes.may_add(owner, n_bytes, self._max_bytes):
+        if n_bytes > 0 and self.n_bytes > n_own and not self._bytes.may_add(owner, n_bytes, MAX_REPLY_BYTES):
             n_owner = self._bytes[owner] + n_bytes
             raise QueueFullError(
                 f"unfinished and unread replies of this client take {n_owner / _MIB:.0f} MiB; "

@@ -1,7 +1,7 @@
 """Live requests: HTTP requests for completions, from their arrival to the end of their replies.
 
 While a request is prepared it has no completions: a client that goes away, a deadline or an error ends the job of
-the prompt worker. Then each completion has a state (`TRANSITIONS`; `service/service.py` carries them out):
+the prompt worker. Then each completion has a state (`COMPLETION_TABLE`; `service/service.py` carries them out):
 
     WAITING    no engine has it. SEND gives it to one, at once unless there is none or a suspect has to run alone
     SENT       an engine has it. If that is lost, it waits for the next one; a suspect that ran alone when the
@@ -25,14 +25,14 @@ import msgspec
 
 from llamaslot.base.callers import Caller
 from llamaslot.base.commands import GenerateParams, PreparedPrompt
-from llamaslot.base.errors import LlamaslotError, ServerError
+from llamaslot.base.errors import IllegalTransitionError, LlamaslotError, ServerError
 from llamaslot.base.events import Cancelled, Failed, Finished, Output
 from llamaslot.base.generation.request_context import ReplyOptions
 from llamaslot.base.generation.token_probs import FLOAT_MIN, ProbRows, TokenProbs
 from llamaslot.service.limits import Capacity, ProbsLimit, ReplyBudget, request_digest
 
 
-class State(Enum):
+class CompletionState(Enum):
     """State of a completion."""
 
     WAITING = "waiting"
@@ -41,7 +41,7 @@ class State(Enum):
     DONE = "done"
 
 
-class Change(Enum):
+class CompletionEvent(Enum):
     """Event that changes the state of a completion."""
 
     SEND = "send"
@@ -50,19 +50,17 @@ class Change(Enum):
     END = "end"
 
 
-TRANSITIONS: dict[tuple[State, Change], State] = {
-    (State.WAITING, Change.SEND): State.SENT,
-    (State.SENT, Change.START): State.RUNNING,
+COMPLETION_TABLE: dict[tuple[CompletionState, CompletionEvent], CompletionState] = {
+    (CompletionState.WAITING, CompletionEvent.SEND): CompletionState.SENT,
+    (CompletionState.SENT, CompletionEvent.START): CompletionState.RUNNING,
     # After a preemption.
-    (State.RUNNING, Change.START): State.RUNNING,
-    (State.SENT, Change.LOSE): State.WAITING,
-    **{(state, Change.END): State.DONE for state in (State.WAITING, State.SENT, State.RUNNING)},
+    (CompletionState.RUNNING, CompletionEvent.START): CompletionState.RUNNING,
+    (CompletionState.SENT, CompletionEvent.LOSE): CompletionState.WAITING,
+    (CompletionState.WAITING, CompletionEvent.END): CompletionState.DONE,
+    (CompletionState.SENT, CompletionEvent.END): CompletionState.DONE,
+    (CompletionState.RUNNING, CompletionEvent.END): CompletionState.DONE,
 }
 """Every legal transition; any other pair raises and changes nothing."""
-
-
-class IllegalChangeError(AssertionError):
-    """An event that the state of a completion does not allow: a bug, never caused by input."""
 
 
 class Completion:
@@ -75,9 +73,9 @@ class Completion:
         self.params = params
         self.prompt = prompt
         self.prompt_number = prompt_number
-        """That of its prompt among those of the request."""
+        """Index of its prompt in `LiveRequest.prompts`."""
         self.live = live
-        self.state = State.WAITING
+        self.state = CompletionState.WAITING
         self.is_cancelled = False
         """True if the engine was told to cancel it."""
         self.diverged_at = -1
@@ -90,17 +88,17 @@ class Completion:
         self.finished: Finished | None = None
         self._text = bytearray()
 
-    def handle(self, change: Change) -> None:
-        """Go to the next state, or raise `IllegalChangeError` and change nothing."""
-        after = TRANSITIONS.get((self.state, change))
+    def handle(self, event: CompletionEvent) -> None:
+        """Go to the next state, or raise `IllegalTransitionError` and change nothing."""
+        after = COMPLETION_TABLE.get((self.state, event))
         if after is None:
-            raise IllegalChangeError(f"completion {self.id}: {change.value} while {self.state.value}")
+            raise IllegalTransitionError(f"completion {self.id}: {event.value} while {self.state.value}")
         self.state = after
 
     @property
     def is_in_engine(self) -> bool:
         """True while an engine has it."""
-        return self.state in (State.SENT, State.RUNNING)
+        return self.state in (CompletionState.SENT, CompletionState.RUNNING)
 
     @property
     def id(self) -> str:
@@ -156,7 +154,7 @@ class Completion:
         return n_bytes
 
 
-CompletionEvent: TypeAlias = Output | Finished | Failed | Cancelled
+ReplyEvent: TypeAlias = Output | Finished | Failed | Cancelled
 Batch: TypeAlias = list[tuple[Completion, Output | Finished]]
 Sink: TypeAlias = Callable[[Completion, Output], None]
 
@@ -179,7 +177,7 @@ class LiveRequest:
         self.n_reserved = 0
         """Places it takes in `Capacity`: 1 until its body is read, then one for each unfinished completion."""
         self.id = ""
-        """Under which the prompt worker keeps its prompts, until they are released."""
+        """Request id, and key of its prompts in the prompt worker; empty once released."""
         self.prepared_at = 0.0
         """When its preparation began, on the service's clock."""
         self.prompts: Sequence[PreparedPrompt] = ()
@@ -193,7 +191,7 @@ class LiveRequest:
         self._n_probs = 0
         self._n_bytes = 0
         """Bytes that are charged."""
-        self._queue: asyncio.Queue[tuple[Completion, CompletionEvent | Exception]] = asyncio.Queue()
+        self._queue: asyncio.Queue[tuple[Completion, ReplyEvent | Exception]] = asyncio.Queue()
         self._failure: Exception | None = None
         self._sink: Sink | None = None
         self._is_ready: Callable[[], bool] = lambda: False
@@ -265,7 +263,7 @@ class LiveRequest:
             raise self._failure
         return batch
 
-    def put(self, completion: Completion, event: CompletionEvent) -> None:
+    def put(self, completion: Completion, event: ReplyEvent) -> None:
         """Take an event of a completion. An error of the sink or of the budget is this request's alone."""
         if self.is_closed:
             return
@@ -282,7 +280,7 @@ class LiveRequest:
         except Exception as error:
             self._queue.put_nowait((completion, error))
 
-    def _take(self, completion: Completion, event: CompletionEvent | Exception, batch: Batch) -> None:
+    def _take(self, completion: Completion, event: ReplyEvent | Exception, batch: Batch) -> None:
         match event:
             case Output() | Finished():
                 if isinstance(event, Output):

@@ -74,7 +74,7 @@ from llamaslot.prompts.prompt_jobs import (
     Remember,
 )
 from llamaslot.service.limits import Capacity, ProbsLimit, ReplyBudget, Suspects, request_digest
-from llamaslot.service.live_request import Change, Completion, LiveRequest, State
+from llamaslot.service.live_request import Completion, CompletionEvent, CompletionState, LiveRequest
 from llamaslot.service.metrics import Metrics
 
 _log = structlog.get_logger(__name__)
@@ -121,7 +121,7 @@ class Service:
         self._completions: dict[str, Completion] = {}
         """Those that have not ended, by id."""
         self._alone: Completion | None = None
-        """The suspect that the engine has; it gets no other request until that one's end."""
+        """Suspect that runs alone: nothing else is sent to the engine until it ends."""
         self._suspects = Suspects(clock)
         self._queries: dict[str, asyncio.Future[Any]] = {}
         """Queries that the engine has, by id."""
@@ -282,8 +282,8 @@ class Service:
         """Take an event of a completion that has not ended."""
         match event:
             case Started():
-                is_first = completion.state is State.SENT
-                completion.handle(Change.START)
+                is_first = completion.state is CompletionState.SENT
+                completion.handle(CompletionEvent.START)
                 if is_first and event.miss in ("diverged", "changed"):
                     job = Locate(completion.live.id, event.n_matched, completion.prompt_number)
                     self._spawn(self._locate(completion, self._prompts.call(job)))
@@ -311,10 +311,14 @@ class Service:
         for completion in in_engine:
             if completion.is_cancelled:
                 self._end(completion, Cancelled(completion.id))
-            elif completion.state is State.RUNNING or (is_crash and completion is alone) or self._is_closing:
+            elif (
+                completion.state is CompletionState.RUNNING
+                or (is_crash and completion is alone)
+                or self._is_closing
+            ):
                 self._fail(completion, error)
             else:
-                completion.handle(Change.LOSE)
+                completion.handle(CompletionEvent.LOSE)
         self._fail_queries(_restarting_error())
 
     def engine_restarted(self) -> None:
@@ -339,7 +343,7 @@ class Service:
 
     def _send_waiting(self) -> None:
         """Send completions to the engine in order; a suspect waits until the engine has nothing else."""
-        for completion in [each for each in self._completions.values() if each.state is State.WAITING]:
+        for completion in [each for each in self._completions.values() if each.state is CompletionState.WAITING]:
             if not self.is_connected or self._alone is not None:
                 return
             try:
@@ -351,13 +355,13 @@ class Service:
                 if any(each.is_in_engine for each in self._completions.values()):
                     return
                 self._alone = completion
-            completion.handle(Change.SEND)
+            completion.handle(CompletionEvent.SEND)
             waited = self._clock() - completion.live.prepared_at
             self._send(Generate(completion.params, completion.prompt.tokenized, waited))
 
     def _add_suspects(self, in_engine: list[Completion], alone: Completion | None) -> None:
         """Find the suspects of a crash: what had started, or else what the engine was about to start."""
-        blamed = [each for each in in_engine if each.state is State.RUNNING] or in_engine
+        blamed = [each for each in in_engine if each.state is CompletionState.RUNNING] or in_engine
         if alone is not None:
             self._suspects.refuse(alone.digest)
         else:
@@ -373,9 +377,9 @@ class Service:
 
     def _cancel(self, completion: Completion) -> None:
         """Cancel a completion that has not ended: it ends at once, or when the engine has freed its slot."""
-        if completion.state is State.DONE:
+        if completion.state is CompletionState.DONE:
             return
-        if completion.state is State.WAITING:
+        if completion.state is CompletionState.WAITING:
             self._end(completion, Cancelled(completion.id))
         elif not completion.is_cancelled:
             completion.is_cancelled = True
@@ -400,7 +404,7 @@ class Service:
     def _end(self, completion: Completion, event: Finished | Failed | Cancelled) -> None:
         """Take the terminal event of a completion that has not ended: every one passes here, once."""
         live = completion.live
-        completion.handle(Change.END)
+        completion.handle(CompletionEvent.END)
         del self._completions[completion.id]
         live.count(-1)
         was_alone = completion is self._alone

@@ -13,6 +13,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from llamaslot.api import http_server
 from llamaslot.api.bodies import BODY_READER, BodyReader
 from llamaslot.api.context import READINESS, ApiSettings
 from llamaslot.api.http_server import Listener, create_app, serve
@@ -85,10 +86,11 @@ Start = Callable[..., Awaitable[Server]]
 
 
 @pytest.fixture
-async def start() -> AsyncIterator[Start]:
+async def start(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Start]:
     """Start a server; `backend`, `engine`, queue and timeout are not settings of the API, everything else is, if no
     `app` is given.
     """
+    monkeypatch.setattr(http_server, "_CLOSE_TIMEOUT_S", 0.1)
     async with AsyncExitStack() as stack:
 
         async def started(
@@ -115,7 +117,7 @@ async def start() -> AsyncIterator[Start]:
                 backend,
                 service=limits,
                 template=template,
-                requests=api_settings.request_settings(backend.info, max_queue),
+                requests=api_settings.request_policy(backend.info, max_queue),
                 **(engine or {}),
             )
             service = own.service
@@ -127,7 +129,7 @@ async def start() -> AsyncIterator[Start]:
 
             stack.push_async_callback(stop)
             app = app or create_app(api_settings)
-            listener = await serve(app, ["127.0.0.1"], 0, shutdown_timeout=0.1, tls=tls)
+            listener = await serve(app, ["127.0.0.1"], 0, tls=tls)
             stack.push_async_callback(listener.close)
             app[READINESS].set(service)
             # The certificates of tests are self-signed.

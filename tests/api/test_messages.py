@@ -17,7 +17,7 @@ from llamaslot.api.context import ApiSettings
 from llamaslot.api.http_server import create_app, serve
 from llamaslot.base.backend import Status
 from llamaslot.base.errors import QueueFullError
-from llamaslot.base.generation.tools import ParserOptions, packed
+from llamaslot.base.generation.tools import ParserOptions, encoded_tools
 from llamaslot.formats.calls import ToolCall
 from llamaslot.formats.format import Format, ParsedMessage
 from llamaslot.formats.recognition import format_of
@@ -400,7 +400,7 @@ def written(
     format_: Format, tools: Any, pieces: list[str], options: dict[str, Any]
 ) -> tuple[list[BlockEvent], list[Block]]:
     """The events and the blocks of a message whose text arrives in pieces."""
-    message = ParsedMessage(format_, ParserOptions(packed(tools), **options), "msg_1")
+    message = ParsedMessage(format_, ParserOptions(encoded_tools(tools), **options), "msg_1")
     writer = Blocks(omit_thinking=False)
     found = [each for piece in pieces for each in writer.add(message.push(piece))]
     return [*found, *writer.add(message.push("", "eos")), *writer.close()], writer.complete

@@ -10,6 +10,7 @@ import pytest
 
 from llamaslot.api import bodies
 from llamaslot.base.errors import MAX_MESSAGE_CHARS, QueueFullError
+from llamaslot.service import limits
 from llamaslot.service.limits import MAX_REPLY_BYTES, ReplyBudget
 
 MESSAGES = [{"role": "user", "content": "abc"}]
@@ -181,8 +182,9 @@ async def test_what_replies_take_is_released(start: Any) -> None:
     raise AssertionError(server.service.reply_budget.n_bytes)
 
 
-def test_an_owner_takes_as_much_memory_as_it_leaves_free() -> None:
-    memory = ReplyBudget(1000)
+def test_an_owner_takes_as_much_memory_as_it_leaves_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "MAX_REPLY_BYTES", 1000)
+    memory = ReplyBudget()
     memory.charge("a", 5000)
     memory.charge("a", -5000)
     memory.charge("a", 400)
@@ -202,7 +204,7 @@ async def test_a_request_fails_whose_client_has_too_many_replies(
     start: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = await start()
-    server.service.reply_budget = ReplyBudget(20_000)
+    monkeypatch.setattr(limits, "MAX_REPLY_BYTES", 20_000)
     server.service.reply_budget.charge("other", 100)
     body = {"prompt": "abc", "n": 8, "n_predict": 50, "n_probs": 10, **SHORT}
     status, reply = await server.post("/completion", body)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import platform
 import re
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from llamaslot.app import start_lines
 from llamaslot.app.start_lines import HostGpu, host_gpus, unused_gpu
 from llamaslot.backend.llama import library
 
@@ -15,42 +20,53 @@ NO_DRIVER = HostGpu("NVIDIA", has_driver=False, cmake_args="-DGGML_CUDA=on")
 APPLE = HostGpu("Apple", has_driver=True, cmake_args="-DGGML_METAL=on")
 
 
-def machine(folder: Path, *, devices: tuple[str, ...] = (), pci: tuple[tuple[str, str], ...] = ()) -> list[HostGpu]:
-    """The GPUs of a Linux with these device nodes, and PCI devices of these classes and vendors."""
-    (folder / "dev").mkdir()
-    for name in devices:
-        (folder / "dev" / name).touch()
-    for i, (kind, vendor) in enumerate(pci):
-        card = folder / "pci" / f"0000:00:{i:02}.0"
-        card.mkdir(parents=True)
-        (card / "class").write_text(f"{kind}\n")
-        (card / "vendor").write_text(f"{vendor}\n")
-    return host_gpus(folder / "dev", folder / "pci", "linux-x86_64")
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[HostGpu]]:
+    """Returns the GPUs of a Linux with some device nodes, and PCI devices of some classes and vendors."""
+    devices_folder, pci_folder = tmp_path / "dev", tmp_path / "pci"
+    devices_folder.mkdir()
+    monkeypatch.setattr(start_lines, "_DEVICES", devices_folder)
+    monkeypatch.setattr(start_lines, "_PCI", pci_folder)
+    monkeypatch.setattr(sys, "platform", "linux")
+
+    def with_hardware(devices: tuple[str, ...] = (), pci: tuple[tuple[str, str], ...] = ()) -> list[HostGpu]:
+        for name in devices:
+            (devices_folder / name).touch()
+        for i, (kind, vendor) in enumerate(pci):
+            card = pci_folder / f"0000:00:{i:02}.0"
+            card.mkdir(parents=True)
+            (card / "class").write_text(f"{kind}\n")
+            (card / "vendor").write_text(f"{vendor}\n")
+        return host_gpus()
+
+    return with_hardware
 
 
-def test_a_gpu_with_its_driver_is_seen(tmp_path: Path) -> None:
-    assert machine(tmp_path, devices=("nvidia0", "nvidiactl"), pci=(("0x030200", "0x10de"),)) == [NVIDIA]
+def test_a_gpu_with_its_driver_is_seen(machine: Any) -> None:
+    assert machine(devices=("nvidia0", "nvidiactl"), pci=(("0x030200", "0x10de"),)) == [NVIDIA]
 
 
-def test_a_card_without_driver_is_seen(tmp_path: Path) -> None:
-    (gpu,) = machine(tmp_path, pci=(("0x030000", "0x8086"), ("0x030000", "0x10de"), ("0x020000", "0x15b3")))
+def test_a_card_without_driver_is_seen(machine: Any) -> None:
+    (gpu,) = machine(pci=(("0x030000", "0x8086"), ("0x030000", "0x10de"), ("0x020000", "0x15b3")))
     assert (gpu.name, gpu.has_driver) == ("NVIDIA GPU", False)
 
 
-def test_the_gpu_of_windows_is_seen_in_wsl(tmp_path: Path) -> None:
-    assert machine(tmp_path, devices=("dxg",)) == [NVIDIA]
+def test_the_gpu_of_windows_is_seen_in_wsl(machine: Any) -> None:
+    assert machine(devices=("dxg",)) == [NVIDIA]
 
 
-def test_amds_driver_for_computing_is_seen_but_no_integrated_gpu(tmp_path: Path) -> None:
-    (tmp_path / "other").mkdir()
-    assert machine(tmp_path / "other", pci=(("0x030000", "0x1002"), ("0x030000", "0x8086"))) == []
-    (gpu,) = machine(tmp_path, devices=("kfd",))
+def test_amds_driver_for_computing_is_seen_but_no_integrated_gpu(machine: Any) -> None:
+    assert machine(pci=(("0x030000", "0x1002"), ("0x030000", "0x8086"))) == []
+    (gpu,) = machine(devices=("kfd",))
     assert gpu.cmake_args == "-DGGML_HIP=on"
 
 
-def test_apple_silicon_always_has_a_gpu(tmp_path: Path) -> None:
-    assert host_gpus(tmp_path, tmp_path, "darwin-arm64") == [APPLE]
-    assert host_gpus(tmp_path, tmp_path, "darwin-x86_64") == []
+def test_apple_silicon_always_has_a_gpu(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setattr(platform, "machine", lambda: "arm64")
+    assert host_gpus() == [APPLE]
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    assert machine() == []
 
 
 def test_this_machine_can_be_asked() -> None:

@@ -82,8 +82,8 @@ def test_the_embedded_model_has_the_digest_of_the_list(tmp_path: Path):
 )
 def test_a_wrong_line_is_named_with_its_number(line: str, message: str):
     with pytest.raises(ConfigError) as caught:
-        parse_models(f"# first\nok b/c d.gguf shape\n{line}\n", "list.txt")
-    assert caught.value.message.startswith("list.txt, line 3: ")
+        parse_models(f"# first\nok b/c d.gguf shape\n{line}\n")
+    assert caught.value.message.startswith("models.txt, line 3: ")
     assert message in caught.value.message
 
 

@@ -213,7 +213,8 @@ def test_a_corrupt_file_is_moved_aside(folder: Path) -> None:
 
 def test_missing_and_corrupt_files_are_logged_once_in_30_seconds(folder: Path) -> None:
     now = [0.0]
-    store = DiskStore(folder, failures=FailureLog(lambda: now[0]))
+    store = DiskStore(folder)
+    store._failures = FailureLog(lambda: now[0])
     store.open(KEY, CAPACITY)
     write(store, *map(segment, range(12)))
     for number in range(6):
@@ -969,7 +970,8 @@ def test_texts_that_could_not_be_deleted_are_deleted_before_the_next_change(fold
 
 def test_missing_tables_of_texts_are_logged_now_and_then_and_nothing_else(folder: Path) -> None:
     now = [5.0]
-    store = DiskStore(folder, failures=FailureLog(lambda: now[0]))
+    store = DiskStore(folder)
+    store._failures = FailureLog(lambda: now[0])
     store.open(KEY, CAPACITY)
     store.texts.write(anchor(1))
     connection = store._index.database._connection

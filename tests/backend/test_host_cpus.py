@@ -9,14 +9,20 @@ from pathlib import Path
 
 import pytest
 
+from llamaslot.backend import host as module
 from llamaslot.backend.host import HostCpus, host_cpus
+
+
+@pytest.fixture(autouse=True)
+def groups(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(module, "_CGROUPS", tmp_path / "mount")
+    monkeypatch.setattr(module, "_OWN_GROUPS", tmp_path / "own")
 
 
 def quota_of(tmp_path: Path, lines: str) -> float | None:
     """The quota with these lines for the groups of this process."""
-    own = tmp_path / "own"
-    own.write_text(lines)
-    return host_cpus(tmp_path / "mount", own).quota
+    (tmp_path / "own").write_text(lines)
+    return host_cpus().quota
 
 
 def write(path: Path, text: str) -> None:
@@ -46,7 +52,8 @@ def test_the_quota_of_cgroup_v1_counts(tmp_path: Path) -> None:
 def test_what_the_kernel_does_not_say_is_no_limit(tmp_path: Path, text: str) -> None:
     write(tmp_path / "mount/cpu.max", text)
     assert quota_of(tmp_path, "0::/\n") is None
-    assert host_cpus(tmp_path / "mount", tmp_path / "nowhere").quota is None
+    (tmp_path / "own").unlink()
+    assert host_cpus().quota is None
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,10 @@ from __future__ import annotations
 import mmap
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,9 +21,12 @@ NO_LIMIT = 9223372036854771712
 
 
 @pytest.fixture(autouse=True)
-def host(monkeypatch: pytest.MonkeyPatch) -> None:
+def host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     free = SimpleNamespace(available=800, total=1000)
     monkeypatch.setattr(module.psutil, "virtual_memory", lambda: free)
+    monkeypatch.setattr(module, "_CGROUPS", tmp_path / "mount")
+    monkeypatch.setattr(module, "_OWN_GROUPS", tmp_path / "own")
+    monkeypatch.setattr(module, "_PRESSURE", tmp_path / "host")
 
 
 def group_v1(folder: Path, limit: int, used: int, files: int) -> None:
@@ -56,23 +60,23 @@ def test_limits_of_cgroup_v1_count(
     own.write_text("9:name=systemd:/x\n4:cpu,memory:/a/b\n0::/\n")
     group_v1(tmp_path / "mount/memory/a", *outer)
     group_v1(tmp_path / "mount/memory/a/b", *inner)
-    assert host_memory(tmp_path / "mount", own) == expected
+    assert host_memory() == expected
 
 
 def test_in_a_container_of_cgroup_v1_its_own_group_is_the_mount(tmp_path: Path) -> None:
     own = tmp_path / "own"
     own.write_text("4:memory:/docker/1234\n")
     group_v1(tmp_path / "mount/memory", 600, 500, 300)
-    assert host_memory(tmp_path / "mount", own) == (400, 600)
+    assert host_memory() == (400, 600)
 
 
 def test_a_group_that_is_throttled_from_a_size_on_is_limited_to_it(tmp_path: Path) -> None:
     own = tmp_path / "own"
     own.write_text("0::/a\n")
     group_v2(tmp_path / "mount/a", "700", "500", 100)
-    assert host_memory(tmp_path / "mount", own) == (400, 500)
+    assert host_memory() == (400, 500)
     group_v2(tmp_path / "mount/a", "max", "max", 100)
-    assert host_memory(tmp_path / "mount", own) == (800, 1000)
+    assert host_memory() == (800, 1000)
 
 
 def test_waiting_is_read_of_the_host_and_of_groups_with_a_limit(tmp_path: Path) -> None:
@@ -82,8 +86,7 @@ def test_waiting_is_read_of_the_host_and_of_groups_with_a_limit(tmp_path: Path) 
     group_v2(mount / "a", "700", "max", 100)
     group_v2(mount / "a/b", "max", "max", 100)
     group_v2(mount / "a/b/c", "600", "max", 100)
-    files = pressure_files(mount, own, tmp_path / "host")
-    assert files == [tmp_path / "host", mount / "a/b/c/memory.pressure", mount / "a/memory.pressure"]
+    assert pressure_files() == [tmp_path / "host", mount / "a/b/c/memory.pressure", mount / "a/memory.pressure"]
 
 
 def waited(path: Path, some: int, everything: int) -> None:
@@ -91,43 +94,51 @@ def waited(path: Path, some: int, everything: int) -> None:
     path.write_text(f"some {averages} total={some}\nfull {averages} total={everything}\n")
 
 
-def reader(files: list[Path], ticks: Iterator[float], **sources: object) -> MemoryReader:
-    given = {"memory": lambda: (800, 1000), "mapped": lambda: 0, "mac_level": lambda: 0} | sources
-    return MemoryReader(files=lambda: files, clock=lambda: next(ticks), **given)
+@pytest.fixture
+def reader(monkeypatch: pytest.MonkeyPatch) -> Callable[..., MemoryReader]:
+    def make(
+        *files: Path, ticks: Iterable[float] = (0.0, 1.0, 2.0), mapped: int = 0, mac_level: int = 0
+    ) -> MemoryReader:
+        times = iter(ticks)
+        monkeypatch.setattr(module, "pressure_files", lambda: files)
+        monkeypatch.setattr(module, "mac_pressure_level", lambda: mac_level)
+        return MemoryReader(mapped=lambda: mapped, clock=lambda: next(times))
+
+    return make
 
 
-def test_waiting_is_counted_since_the_last_reading(tmp_path: Path) -> None:
-    host, own = tmp_path / "host", tmp_path / "own"
+def test_waiting_is_counted_since_the_last_reading(tmp_path: Path, reader: Any) -> None:
+    host, group = tmp_path / "host", tmp_path / "group"
     waited(host, 7_000_000, 3_000_000)
-    memory = reader([host, own, tmp_path / "gone"], iter([0.0, 2.0, 4.0, 6.0, 6.0, 8.0]))
+    memory = reader(host, group, tmp_path / "gone", ticks=[0.0, 2.0, 4.0, 6.0, 6.0, 8.0])
     first = memory.read()
     assert (first.some_waiting, first.all_waiting) == (0.0, 0.0), "since the boot"
     waited(host, 7_500_000, 3_100_000)
     second = memory.read()
     assert (second.some_waiting, second.all_waiting) == pytest.approx((0.25, 0.05))
-    waited(own, 1_000_000, 0)
+    waited(group, 1_000_000, 0)
     assert memory.read().some_waiting == 0.0, "of a group that was not known before"
     assert memory.read().some_waiting == 0.0, "no time has passed"
-    waited(own, 3_000_000, 1_000_000)
+    waited(group, 3_000_000, 1_000_000)
     last = memory.read()
     assert (last.some_waiting, last.all_waiting) == (1.0, 0.5), "the most of all counts"
 
 
 @pytest.mark.parametrize("text", ["", "garbage", "some total=x\nfull total=1\n", "some total=1\n"])
-def test_a_kernel_that_does_not_count_waiting_is_no_error(tmp_path: Path, text: str) -> None:
+def test_a_kernel_that_does_not_count_waiting_is_no_error(tmp_path: Path, reader: Any, text: str) -> None:
     (tmp_path / "host").write_text(text)
-    memory = reader([tmp_path / "host"], iter([0.0, 1.0, 2.0]))
+    memory = reader(tmp_path / "host")
     assert memory.read().some_waiting == memory.read().some_waiting == 0.0
 
 
-def test_mapped_weights_in_use_are_not_free() -> None:
-    assert reader([], iter([0.0, 1.0]), mapped=lambda: 300).read().free == 500
-    assert reader([], iter([0.0, 1.0]), mapped=lambda: 900).read().free == 0
+def test_mapped_weights_in_use_are_not_free(reader: Any) -> None:
+    assert reader(mapped=300).read().free == 500
+    assert reader(mapped=900).read().free == 0
 
 
 @pytest.mark.parametrize(("level", "told"), [(0, (0, 0)), (1, (0, 0)), (2, (1, 0)), (4, (1, 1))])
-def test_levels_of_macos(level: int, told: tuple[int, int]) -> None:
-    reading = reader([], iter([0.0, 1.0]), mac_level=lambda: level).read()
+def test_levels_of_macos(reader: Any, level: int, told: tuple[int, int]) -> None:
+    reading = reader(mac_level=level).read()
     assert (reading.is_warned, reading.is_critical) == told
 
 

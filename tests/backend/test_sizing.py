@@ -513,17 +513,20 @@ def test_a_container_has_what_its_groups_allow(
 ) -> None:
     """The files that a group has read count as used there, and can be read again."""
     scarce(monkeypatch, available=800, total=1000)
-    own = tmp_path / "own"
+    own, mount = tmp_path / "own", tmp_path / "mount"
+    monkeypatch.setattr(host_module, "_OWN_GROUPS", own)
+    monkeypatch.setattr(host_module, "_CGROUPS", mount)
     own.write_text("4:cpu:/elsewhere\n0::/inner\n")
-    mount = tmp_path / "mount"
     group(mount, *outer)
     group(mount / "inner", *inner)
-    assert host_memory(mount, own) == memory
+    assert host_memory() == memory
 
 
 def test_without_groups_memory_is_the_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scarce(monkeypatch, available=800, total=1000)
-    assert host_memory(tmp_path, tmp_path / "nowhere") == (800, 1000)
     own = tmp_path / "own"
+    monkeypatch.setattr(host_module, "_OWN_GROUPS", own)
+    monkeypatch.setattr(host_module, "_CGROUPS", tmp_path)
+    assert host_memory() == (800, 1000)
     own.write_text("0::/\n")
-    assert host_memory(tmp_path, own) == (800, 1000)
+    assert host_memory() == (800, 1000)

@@ -37,10 +37,10 @@ from llamaslot.base.commands import (
     WriteTexts,
 )
 from llamaslot.base.errors import ErrorInfo
-from llamaslot.base.events import TERMINAL, Event, Generated, Progress, Reply
+from llamaslot.base.events import Event, Generated, Progress, Reply
 from llamaslot.base.generation.request_context import ListItems, References, ReplyOptions, RequestContext
 from llamaslot.base.generation.sampling import Sampling
-from llamaslot.base.generation.tools import ParserOptions, Tool, packed
+from llamaslot.base.generation.tools import ParserOptions, Tool, encoded_tools
 from llamaslot.base.model import Capabilities, CheckpointLimits, ModelInfo, StateKind
 from llamaslot.base.stats import CachePrefix, CacheState, CacheStats, CellStats, DiskStats, EngineState, SlotState
 from llamaslot.base.text_records import Session, TextAnchor
@@ -213,14 +213,10 @@ def test_the_facts_about_a_model_come_back_equal() -> None:
     assert msgspec.to_builtins(state)["kind"] == "hybrid_window"
 
 
-def test_every_terminal_event_is_an_event() -> None:
-    assert set(TERMINAL) <= set(get_args(Event))
-
-
 def test_schemas_of_tools_are_passed_on_without_being_decoded() -> None:
     schema = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(100)}}
     tools = tuple(Tool(f"f{i}", schema) for i in range(20_000))
-    parsed = Prepared((), ReplyOptions(parser=ParserOptions(packed(tools))))
+    parsed = Prepared((), ReplyOptions(parser=ParserOptions(encoded_tools(tools))))
     raw = msgspec.msgpack.encode(parsed)
     started = time.process_time()
     decoded = msgspec.msgpack.decode(raw, type=Prepared)

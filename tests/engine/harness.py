@@ -18,7 +18,6 @@ from llamaslot.base.backend import Backend
 from llamaslot.base.callers import Caller
 from llamaslot.base.errors import LlamaslotError
 from llamaslot.base.events import (
-    TERMINAL,
     Cancelled,
     Event,
     Failed,
@@ -44,6 +43,7 @@ from tests.pool import check_pool
 from tests.prompt_threads import PLAIN_TEMPLATE, SETTINGS, prepare_text, prompt_thread, text_request
 
 GREEDY = Sampling(temperature=0.0)
+TERMINAL = (Finished, Failed, Cancelled)
 
 
 class Inline(Executor):

@@ -10,10 +10,10 @@ import pytest
 
 from llamaslot.base.backend import Decoded, Run, Sampler
 from llamaslot.base.commands import InspectEngine, TextPart
-from llamaslot.base.events import TERMINAL, Cancelled, Event, Failed, Finished, Output, Reply, Stopped
+from llamaslot.base.events import Cancelled, Event, Failed, Finished, Output, Reply, Stopped
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.scheduler.step import StepPlan
-from tests.engine.harness import GREEDY, LocalEngine, alone
+from tests.engine.harness import GREEDY, TERMINAL, LocalEngine, alone
 from tests.fake_backend import FakeBackend
 from tests.prompt_threads import text_request
 

@@ -49,13 +49,20 @@ class Threads:
     def __init__(self) -> None:
         self.ran, self.waited, self.state = 1.0, 0.0, "S"
 
-    def __call__(self, at: float) -> ProcessTimes:
+    def times(self, _pid: int, at: float) -> ProcessTimes:
         return ProcessTimes(at, {1: ThreadTimes("S", 5.0, 0.0), 2: ThreadTimes(self.state, self.ran, self.waited)})
 
 
-def test_the_time_for_which_the_process_was_stopped_does_not_count() -> None:
+@pytest.fixture
+def threads(monkeypatch: pytest.MonkeyPatch) -> Threads:
+    threads = Threads()
+    monkeypatch.setattr(model_worker, "process_times", threads.times)
+    return threads
+
+
+def test_the_time_for_which_the_process_was_stopped_does_not_count(threads: Threads) -> None:
     clock = Clock()
-    watch = StepWatch(60, clock=clock, read_times=Threads())
+    watch = StepWatch(60, clock=clock)
     watch.begin()
     assert not watch.look(0.5)
     clock.now += 86_400
@@ -78,9 +85,11 @@ def test_the_time_for_which_the_process_was_stopped_does_not_count() -> None:
     ],
     ids=["starved", "never runs", "stopped", "runs", "runs half of the time", "disk", "lock", "GPU"],
 )
-def test_a_step_is_overdue_by_the_time_that_it_got(state: str, runs: float, waits: float, is_overdue: bool) -> None:
-    clock, threads = Clock(), Threads()
-    watch = StepWatch(60, clock=clock, read_times=threads)
+def test_a_step_is_overdue_by_the_time_that_it_got(
+    threads: Threads, state: str, runs: float, waits: float, is_overdue: bool
+) -> None:
+    clock = Clock()
+    watch = StepWatch(60, clock=clock)
     watch.begin()
     watch.look(0.5)
     threads.state = state
@@ -93,9 +102,9 @@ def test_a_step_is_overdue_by_the_time_that_it_got(state: str, runs: float, wait
     assert any(ends) is is_overdue
 
 
-def test_a_new_step_is_not_given_the_time_that_another_one_lost() -> None:
-    clock, threads = Clock(), Threads()
-    watch = StepWatch(60, clock=clock, read_times=threads)
+def test_a_new_step_is_not_given_the_time_that_another_one_lost(threads: Threads) -> None:
+    clock = Clock()
+    watch = StepWatch(60, clock=clock)
     watch.begin()
     watch.look(0.5)
     clock.now += 50

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from llamaslot.base.events import FinishReason
-from llamaslot.base.generation.tools import ParserOptions, packed
+from llamaslot.base.generation.tools import ParserOptions, encoded_tools
 from llamaslot.formats.calls import ToolCall
 from llamaslot.formats.families.harmony import ANALYSIS, CHANNEL, END, MESSAGE, START
 from tests.formats.messages import EXCERPTS, TOOLS, Message, fed, made
@@ -44,7 +44,7 @@ class Output:
 
     def parsed(self, end: int, reason: FinishReason, *, by_character: bool = False) -> tuple[Message, bool]:
         """The message of the text up to `end`, and whether it ended inside a call."""
-        parser = made(self.family).parser(ParserOptions(packed(TOOLS), **self.options))
+        parser = made(self.family).parser(ParserOptions(encoded_tools(TOOLS), **self.options))
         text = self.text[:end]
         return fed(parser, list(text) if by_character else [text], reason), parser.output.is_cut
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from llamaslot.base.events import FinishReason
-from llamaslot.base.generation.tools import ParserOptions, Tool, packed
+from llamaslot.base.generation.tools import ParserOptions, Tool, encoded_tools
 from llamaslot.formats.calls import Delta, ToolCall
 from llamaslot.formats.format import Format
 from llamaslot.formats.message import OutputParser
@@ -112,7 +112,7 @@ def fed(parser: OutputParser, pieces: Sequence[str], reason: FinishReason = "eos
 
 def parsed(name: str, text: str, **options: Any) -> Message:
     """The message of an output that arrives at once."""
-    return fed(made(name).parser(ParserOptions(packed(options.pop("tools", TOOLS)), **options)), [text])
+    return fed(made(name).parser(ParserOptions(encoded_tools(options.pop("tools", TOOLS)), **options)), [text])
 
 
 @dataclass(frozen=True)

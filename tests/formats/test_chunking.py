@@ -12,7 +12,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from llamaslot.base.generation.tools import ParserOptions, packed
+from llamaslot.base.generation.tools import ParserOptions, encoded_tools
 from llamaslot.formats.calls import ToolCall
 from tests.formats.messages import EXCERPTS, TOOLS, Case, fed, made
 from tests.formats.test_outputs import CASES
@@ -52,10 +52,10 @@ def test_the_pieces_make_no_difference(family: str, data: st.DataObject, cuts: l
     tools = options.pop("tools", TOOLS)
     format_ = made(family)
 
-    whole = fed(format_.parser(ParserOptions(packed(tools), **options)), [text])
+    whole = fed(format_.parser(ParserOptions(encoded_tools(tools), **options)), [text])
 
-    assert fed(format_.parser(ParserOptions(packed(tools), **options)), cut(text, cuts)) == whole
-    assert fed(format_.parser(ParserOptions(packed(tools), **options)), list(text)) == whole
+    assert fed(format_.parser(ParserOptions(encoded_tools(tools), **options)), cut(text, cuts)) == whole
+    assert fed(format_.parser(ParserOptions(encoded_tools(tools), **options)), list(text)) == whole
 
 
 @pytest.mark.parametrize("family", EXCERPTS)
@@ -66,7 +66,9 @@ def test_arguments_of_a_call_that_ends_are_an_object(family: str, text: str) -> 
     format_ = made(family)
     rendered = format_.render([ToolCall("python", '{"code": "NOISE"}', "abcdefgh1")])
     for noise in (rendered.replace("NOISE", text), rendered.replace('"NOISE"', text)):
-        message = fed(format_.parser(ParserOptions(packed(TOOLS))), [noise, " \n", rendered.replace("NOISE", "x")])
+        message = fed(
+            format_.parser(ParserOptions(encoded_tools(TOOLS))), [noise, " \n", rendered.replace("NOISE", "x")]
+        )
         for call in message.calls[:-1]:
             assert isinstance(json.loads(call.arguments), dict)
 
@@ -74,7 +76,7 @@ def test_arguments_of_a_call_that_ends_are_an_object(family: str, text: str) -> 
 @pytest.mark.parametrize("family", EXCERPTS)
 def test_a_marker_is_held_back_no_longer_than_needed(family: str) -> None:
     """Text is sent as soon as it cannot be the beginning of a marker."""
-    parser = made(family).parser(ParserOptions(packed(TOOLS)))
+    parser = made(family).parser(ParserOptions(encoded_tools(TOOLS)))
     sent = "".join(parser.push(char).content for char in "So it is. ")
     assert sent == "So it is."
 
@@ -98,7 +100,7 @@ def test_work_is_linear_in_the_length_of_the_output(family: str) -> None:
 def test_text_that_was_passed_on_is_not_kept(family: str) -> None:
     call = made(family).render([ToolCall("python", '{"code": "x"}', "abcdefgh1")])
     for start in ("", call[: call.find("x")]):
-        parser = made(family).parser(ParserOptions(packed(TOOLS)))
+        parser = made(family).parser(ParserOptions(encoded_tools(TOOLS)))
         parser.push(start)
         tracemalloc.start()
         for _ in range(300):
@@ -110,7 +112,7 @@ def test_text_that_was_passed_on_is_not_kept(family: str) -> None:
 
 def n_calls(family: str, text: str) -> int:
     """Count the calls of Python functions while a text is parsed in pieces of four characters."""
-    parser = made(family).parser(ParserOptions(packed(TOOLS)))
+    parser = made(family).parser(ParserOptions(encoded_tools(TOOLS)))
     n = 0
 
     def count(frame: FrameType, event: str, arg: object) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from llamaslot.base.events import FinishReason
-from llamaslot.base.generation.tools import ParserOptions, packed
+from llamaslot.base.generation.tools import ParserOptions, encoded_tools
 from llamaslot.formats.calls import ToolCall
 from tests.formats.cut_outputs import ALL, REASONS, Output
 from tests.formats.messages import EXCERPTS, TOOLS, fed, made
@@ -56,10 +56,10 @@ PROSE = [
 @ALL_REASONS
 def test_text_that_begins_no_call_stays(family: str, reason: FinishReason) -> None:
     for text in PROSE:
-        parser = made(family).parser(ParserOptions(packed(TOOLS)))
+        parser = made(family).parser(ParserOptions(encoded_tools(TOOLS)))
         message = fed(parser, [text], reason)
         assert (message.content, message.calls, parser.output.is_cut) == (text, [], False), text
-        plain = made(family).parser(ParserOptions(packed(TOOLS), parse_tools=False))
+        plain = made(family).parser(ParserOptions(encoded_tools(TOOLS), parse_tools=False))
         assert fed(plain, [text], reason).content == text
 
 
@@ -69,7 +69,7 @@ FORCED = [each for each in ALL if each.calls and not each.content]
 @pytest.mark.parametrize("output", FORCED, ids=lambda output: f"{output.family}: {output.text[:12]!r}")
 def test_a_forced_call_has_no_content_wherever_it_is_cut(output: Output) -> None:
     """Where only calls may come, the beginning of one is no text."""
-    options = ParserOptions(packed(TOOLS), calls_only=True, **output.options)
+    options = ParserOptions(encoded_tools(TOOLS), calls_only=True, **output.options)
     for end in range(min(len(output.text), 60)):
         for reason in REASONS:
             assert fed(made(output.family).parser(options), [output.text[:end]], reason).content == ""
@@ -114,12 +114,12 @@ TAGS["qwen3.5"], TAGS["glm-4.7"] = TAGS["qwen3-coder"], TAGS["glm-4.6"]
 def test_a_value_ends_where_its_closing_tag_is_missing_or_cut(family: str, tags: str) -> None:
     text = tagged(family, tags)
     for pieces in ([text], list(text)):
-        parser = made(family).parser(ParserOptions(packed(TOOLS)))
+        parser = made(family).parser(ParserOptions(encoded_tools(TOOLS)))
         message = fed(parser, pieces)
         assert (message.content, parser.output.is_cut) == ("", False)
         assert (message.calls[0].name, message.calls[0].arguments) == ("python", '{"code": "ls -la"}')
         # At the limit more of the value might have followed the same tags, so that the call is not complete.
-        cut = made(family).parser(ParserOptions(packed(TOOLS)))
+        cut = made(family).parser(ParserOptions(encoded_tools(TOOLS)))
         if not tags.endswith("no_arguments>\n</function>" + TOOL) and not tags.startswith(
             ("\n</parameter\n", "</arg_value\n")
         ):
@@ -136,7 +136,7 @@ def test_a_value_ends_before_the_next_parameter_or_call(family: str) -> None:
     for n in range(3):
         parts = whole.split(close)
         text = close.join(parts[: n + 1]) + close.join(["", *parts[n + 1 :]]).removeprefix(close)
-        message = fed(format_.parser(ParserOptions(packed(TOOLS))), list(text))
+        message = fed(format_.parser(ParserOptions(encoded_tools(TOOLS))), list(text))
         found = [(call.name, json.loads(call.arguments)) for call in message.calls]
         assert (message.content, found) == ("", [("edit", arguments), ("no_arguments", {})]), text
 
@@ -156,7 +156,7 @@ def test_a_closing_tag_may_be_cut_or_missing_before_other_tags(family: str) -> N
             for left in ("", *(found[0].removesuffix(tag) + tag[:n] for n in (len(tag) // 2, len(tag) - 1))):
                 text = whole[: found.start()] + left + whole[found.end() :]
                 for pieces in ([text], list(text)):
-                    message = fed(format_.parser(ParserOptions(packed(TOOLS))), pieces)
+                    message = fed(format_.parser(ParserOptions(encoded_tools(TOOLS))), pieces)
                     calls = [(call.name, json.loads(call.arguments)) for call in message.calls]
                     assert calls == [("edit", arguments), ("get_weather", {"city": "e"})], text
                     assert message.content == "", text
@@ -170,11 +170,14 @@ def test_what_is_left_of_a_text_that_ends_a_call_is_no_content(family: str) -> N
     for marker in format_.markers.left_over:
         for n in range(2, len(marker)):
             text = rendered.replace(marker, marker[:n], 1)
-            message = fed(format_.parser(ParserOptions(packed(TOOLS))), list(text))
+            message = fed(format_.parser(ParserOptions(encoded_tools(TOOLS))), list(text))
             assert (message.content, [call.name for call in message.calls]) == ("", ["python"] * 2), text
             # Text that begins like one is text.
             told = f"{rendered}\n{marker[:n]} is told"
-            assert fed(format_.parser(ParserOptions(packed(TOOLS))), list(told)).content == f"{marker[:n]} is told"
+            assert (
+                fed(format_.parser(ParserOptions(encoded_tools(TOOLS))), list(told)).content
+                == f"{marker[:n]} is told"
+            )
 
 
 @pytest.mark.parametrize("family", ["qwen3-coder", "qwen3.5"])
@@ -182,7 +185,7 @@ def test_the_name_of_a_parameter_ends_at_a_line_break(family: str) -> None:
     format_ = made(family)
     arguments = {"path": "a\nb", "new": "c"}
     text = format_.render([ToolCall("edit", json.dumps(arguments))]).replace("<parameter=path>", "<parameter=path")
-    message = fed(format_.parser(ParserOptions(packed(TOOLS))), list(text))
+    message = fed(format_.parser(ParserOptions(encoded_tools(TOOLS))), list(text))
     assert [json.loads(call.arguments) for call in message.calls] == [arguments]
 
 
@@ -206,5 +209,5 @@ def test_tags_in_the_middle_of_a_value_belong_to_it(family: str, value: str) -> 
     format_ = made(family)
     text = format_.render([ToolCall("edit", json.dumps({"old": value, "new": "c"}))])
     for pieces in ([text], list(text)):
-        message = fed(format_.parser(ParserOptions(packed(TOOLS))), pieces)
+        message = fed(format_.parser(ParserOptions(encoded_tools(TOOLS))), pieces)
         assert [json.loads(call.arguments) for call in message.calls] == [{"old": value, "new": "c"}]

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from llamaslot.base.generation.tools import ParserOptions, packed
+from llamaslot.base.generation.tools import ParserOptions, encoded_tools
 from llamaslot.formats.calls import ToolCall
 from tests.formats.messages import EXCERPTS, TOOLS, fed, made, parsed
 
@@ -118,12 +118,12 @@ def test_a_call_in_reasoning_that_is_not_closed_is_a_call(family: str, opened: b
     for calls, behind in itertools.product((call, f"{call}\n{call}"), ("", "\n\n")):
         closed = f"{before}I do\n{calls}\n{end}{behind}"
         for pieces in ([closed], list(closed), [closed[:-3], closed[-3:]]):
-            parser = format_.parser(ParserOptions(packed(TOOLS), **options))
+            parser = format_.parser(ParserOptions(encoded_tools(TOOLS), **options))
             message = fed(parser, pieces)
             assert (message.content, message.reasoning) == ("", "I do")
             assert len(message.calls) == closed.count("Paris")
             assert not parser.output.is_cut
-        assert fed(format_.parser(ParserOptions(packed(TOOLS), **options)), [closed], "limit").calls == []
+        assert fed(format_.parser(ParserOptions(encoded_tools(TOOLS), **options)), [closed], "limit").calls == []
     message = parsed(family, f"{before}I could\n{call} would do, too\n{end}", **options)
     assert (message.content, message.calls) == ("", [])
     message = parsed(family, f"{before}I could\n{call}\n{end}\n\n{call}", **options)
@@ -142,7 +142,7 @@ def test_an_end_tag_in_the_arguments_of_a_call_closes_no_reasoning(family: str) 
     call = format_.render([ToolCall("python", json.dumps(code), "a1b2c3d4e")])
     for text in (f"{start}\nI do\n{call}", f"{start}\nI do\n{call}\n{end}", f"{start}\nI do\n{call}\n{call}"):
         for pieces in ([text], list(text)):
-            message = fed(format_.parser(ParserOptions(packed(TOOLS))), pieces)
+            message = fed(format_.parser(ParserOptions(encoded_tools(TOOLS))), pieces)
             assert (message.content, message.reasoning) == ("", "I do")
             assert [json.loads(each.arguments) for each in message.calls] == [code] * text.count("python")
 

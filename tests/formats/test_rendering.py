@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llamaslot.base.generation.tools import ParserOptions, Tool, packed
+from llamaslot.base.generation.tools import ParserOptions, Tool, encoded_tools
 from llamaslot.formats.calls import ToolCall
 from llamaslot.formats.format import Format
 from llamaslot.formats.grammar import Thinking
@@ -48,7 +48,7 @@ def values(calls: list[ToolCall]) -> list[tuple[str, Any]]:
 def test_rendered_calls_are_parsed_as_the_same_calls(family: str) -> None:
     format_ = made(family)
     for calls in ([each] for each in CALLS) if family in ONE_AT_A_TIME else (*([each] for each in CALLS), CALLS):
-        message = fed(format_.parser(ParserOptions(packed(TOOLS))), [format_.render(calls)])
+        message = fed(format_.parser(ParserOptions(encoded_tools(TOOLS))), [format_.render(calls)])
         assert (message.content, message.reasoning, values(message.calls)) == ("", "", values(calls))
 
 
@@ -59,7 +59,7 @@ def test_any_argument_survives(family: str, text: str, number: int, flag: bool) 
     calls = [ToolCall("edit", json.dumps(arguments)), ToolCall("get_weather", json.dumps({"days": number}))]
     format_ = made(family)
     for call in calls:
-        message = fed(format_.parser(ParserOptions(packed(TOOLS))), [format_.render([call])])
+        message = fed(format_.parser(ParserOptions(encoded_tools(TOOLS))), [format_.render([call])])
         assert values(message.calls) == values([call])
 
 

@@ -10,7 +10,7 @@ from llamaslot.base.model import SegmentSize
 from llamaslot.base.tokens import packed
 from llamaslot.kvcache.cache import KVCache
 from llamaslot.kvcache.disk_io import SegmentMeta, Write, Written, path_digest
-from llamaslot.kvcache.match import Loaded, LoadStatus
+from llamaslot.kvcache.match import LoadResult, LoadStatus
 from llamaslot.kvcache.tiers.budget import CALM_S, MemoryReading
 from llamaslot.kvcache.tiers.pacing import PARTIAL_DELAY_S, RETRY_DELAY_S
 from llamaslot.scheduler.step import StepPlan
@@ -442,7 +442,7 @@ def test_a_segment_that_a_plan_saves_is_loaded_by_the_next_one_only() -> None:
     assert (acquired.n_resident, acquired.n_cached) == (20, 50)
     assert cache.load(acquired.slot, packed(tokens)).status is LoadStatus.MORE
     assert [type(each) for each in cache.take_operations() if isinstance(each, Save | Load)] == [Save]
-    assert cache.load(acquired.slot, packed(tokens)) == Loaded(LoadStatus.DONE, n_loaded=30)
+    assert cache.load(acquired.slot, packed(tokens)) == LoadResult(LoadStatus.DONE, n_loaded=30)
     assert [type(each) for each in cache.take_operations()] == [Load]
     assert cache.length(acquired.slot) == 50
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from llamaslot.kvcache.nodes import SEGMENT_TABLE, IllegalTransitionError, Segment, SegmentEvent, SegmentState
+from llamaslot.base.errors import IllegalTransitionError
+from llamaslot.kvcache.nodes import SEGMENT_TABLE, Segment, SegmentEvent, SegmentState
 
 S, E = SegmentState, SegmentEvent
 

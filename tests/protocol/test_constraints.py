@@ -11,7 +11,7 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from llamaslot.base.errors import InvalidRequestError
-from llamaslot.base.generation.tools import ParserOptions, Tool, packed
+from llamaslot.base.generation.tools import ParserOptions, Tool, encoded_tools
 from llamaslot.formats.calls import ToolCall
 from llamaslot.protocol import constraints
 from llamaslot.protocol.bodies import ChatBody
@@ -105,7 +105,7 @@ def test_arguments_may_have_any_name(family: str) -> None:
     assert follows(family, {"tools": [named("f", parameters)], "tool_choice": "required"}, call)
     text = made(family).render([call])
     for pieces in ([text], list(text)):
-        parser = made(family).parser(ParserOptions(packed([Tool("f", parameters)])))
+        parser = made(family).parser(ParserOptions(encoded_tools([Tool("f", parameters)])))
         [found] = fed(parser, pieces, "eos").calls
         assert json.loads(found.arguments) == json.loads(call.arguments)
 

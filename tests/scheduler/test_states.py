@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from llamaslot.base.commands import GenerateParams
+from llamaslot.base.errors import IllegalTransitionError
 from llamaslot.base.tokens import TokenizedPrompt, packed
-from llamaslot.scheduler.request import REQUEST_TABLE, IllegalEventError, Request, RequestEvent, RequestState
+from llamaslot.scheduler.request import REQUEST_TABLE, Request, RequestEvent, RequestState
 
 PROMPT = TokenizedPrompt(packed(np.arange(5, dtype=np.int32)))
 
@@ -35,7 +36,7 @@ def test_a_request_follows_its_table(state: RequestState, event: RequestEvent) -
     after = REQUEST_TABLE.get((state, event))
     before = request.progress(2.0)
     if after is None:
-        with pytest.raises(IllegalEventError):
+        with pytest.raises(IllegalTransitionError):
             request.handle(event, 1.0)
         assert request.state is state
         assert request.progress(2.0) == before

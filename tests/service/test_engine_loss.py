@@ -22,7 +22,6 @@ from llamaslot.base.commands import (
 )
 from llamaslot.base.errors import LlamaslotError, ServerError, UnavailableError
 from llamaslot.base.events import (
-    TERMINAL,
     Cancelled,
     Failed,
     Finished,
@@ -35,8 +34,9 @@ from llamaslot.base.events import (
 )
 from llamaslot.base.text_records import Session
 from llamaslot.prompts.prompt_jobs import Remember
-from llamaslot.service.live_request import Completion, LiveRequest, State
+from llamaslot.service.live_request import Completion, CompletionState, LiveRequest
 from tests.conftest import LONG
+from tests.engine.harness import TERMINAL
 from tests.prompt_threads import prepare_text, text_request
 from tests.service.live import Wire, begin, leave
 
@@ -473,7 +473,7 @@ async def test_whatever_happens_each_completion_ends_once_and_nothing_is_left(  
         await asyncio.sleep(0)
         assert service.capacity.n_in_flight == len(service._completions)
         assert side.ends.keys().isdisjoint(service._completions)
-        assert not any(each.state is State.DONE for each in service._completions.values())
+        assert not any(each.state is CompletionState.DONE for each in service._completions.values())
         if step > 150 and not service._completions:
             break
     assert len(side.ends) == sum(isinstance(each, TERMINAL) for each in side.events)

@@ -10,19 +10,18 @@ import pytest
 
 from llamaslot.base.callers import Caller
 from llamaslot.base.commands import Cancel, PreparedPrompt
-from llamaslot.base.errors import ErrorInfo, ServerError
+from llamaslot.base.errors import ErrorInfo, IllegalTransitionError, ServerError
 from llamaslot.base.events import Cancelled, Failed, Finished, Output, Progress
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.generation.token_probs import FLOAT_MIN, TokenProbs, TokenScore
 from llamaslot.base.tokens import TokenizedPrompt
 from llamaslot.service.limits import Capacity, ProbsLimit, ReplyBudget
 from llamaslot.service.live_request import (
-    TRANSITIONS,
-    Change,
+    COMPLETION_TABLE,
     Completion,
-    IllegalChangeError,
+    CompletionEvent,
+    CompletionState,
     LiveRequest,
-    State,
 )
 from llamaslot.service.metrics import Metrics
 from tests.prompt_threads import text_request
@@ -121,17 +120,17 @@ async def test_leaving_cancels_only_what_has_not_ended() -> None:
 def test_every_pair_of_state_and_event_is_a_transition_or_raises_and_changes_nothing() -> None:
     live = LiveRequest(Caller(), None, Capacity(1, 1, 0, Metrics()), ReplyBudget())
     params = text_request("r", "").params
-    for state, change in itertools.product(State, Change):
+    for state, change in itertools.product(CompletionState, CompletionEvent):
         completion = Completion(0, params, PreparedPrompt(params, TokenizedPrompt(b"")), 0, live)
         completion.state = state
-        after = TRANSITIONS.get((state, change))
+        after = COMPLETION_TABLE.get((state, change))
         if after is not None:
             completion.handle(change)
         else:
-            with pytest.raises(IllegalChangeError):
+            with pytest.raises(IllegalTransitionError):
                 completion.handle(change)
         assert completion.state is (after or state)
-    assert not any(state is State.DONE for state, _ in TRANSITIONS)
+    assert not any(state is CompletionState.DONE for state, _ in COMPLETION_TABLE)
 
 
 def test_the_mean_log_probability_of_a_completion() -> None:

@@ -1,4 +1,4 @@
-"""`POST /completion`: text completions in llama-server's own format, which other replies have in `__verbose`."""
+"""`POST /completion`: text completions in llama-server's own format, which other replies include as `__verbose`."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from llamaslot.base.tokens import SessionMatch
 from llamaslot.service.live_request import Completion
 
 _MAX_TOPS = 4096
-"""Tokens whose JSON is kept."""
+"""Most tokens whose JSON is cached."""
 
 
 class Timings(msgspec.Struct):
@@ -315,7 +315,7 @@ def _text_logprobs(rows: Sequence[TokenProb], offsets: list[int], content: list[
 
 
 def _top_of(row: TokenProb) -> dict[str, float] | None:
-    """Return the most likely tokens of a place by text, with its own; None where nothing is scored."""
+    """Return a position's most likely tokens and its own, with probabilities, by text; None if it is not scored."""
     return _by_name([*row.top, row]) if row.value is not None else None
 
 

@@ -130,7 +130,7 @@ class ReplyWriter(ABC):
     id_prefix: ClassVar[str]
     """Beginning of the reply's id."""
     ping: ClassVar[bytes] = PING
-    """An event of a stream that means nothing, and keeps its connection open."""
+    """An event without content, which keeps a stream's connection open."""
     shows_prompt: ClassVar[bool] = False
     """True if the reply contains the prompt."""
     counts_tokens: ClassVar[bool] = False

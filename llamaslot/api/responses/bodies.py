@@ -48,7 +48,7 @@ class ReasoningItem(_Item, kw_only=True, tag="reasoning"):
     summary: list[Any] = []
     content: list[ReasoningText] = []
     encrypted_content: str | UnsetType = UNSET
-    """The reasoning encoded, if `include` asks for it: clients that send nothing else of it back keep it so."""
+    """The encoded reasoning, if `include` asks for it: some clients send back nothing else of a reasoning item."""
 
 
 class FunctionCall(_Item, kw_only=True, tag="function_call"):
@@ -87,7 +87,7 @@ class ShellCall(_Item, kw_only=True, tag="local_shell_call"):
 
 
 class CompactionItem(msgspec.Struct, kw_only=True, tag_field="type", tag="compaction"):
-    """An item that stands for a conversation; the content is encoded, and no secret."""
+    """An item that stands for a conversation; the content is encoded, but not encrypted."""
 
     id: str
     encrypted_content: str

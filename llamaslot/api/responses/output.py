@@ -137,7 +137,7 @@ class OutputItems:
         self._has_answer = False
 
     def add(self, part: Delta, probs: Sequence[Prob] = ()) -> Iterator[ItemEvent]:
-        """Add content, reasoning or calls; yield the events of that."""
+        """Add content, reasoning or calls; yield the events that report it."""
         if part.content:
             if not isinstance(self._open, MessageItem):
                 yield from self._begin(MessageItem(id=self._next_id("msg")))

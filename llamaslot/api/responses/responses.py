@@ -157,7 +157,7 @@ class ResponsesReplyWriter(ReplyWriter):
         yield from self._finished(end)
 
     def _added(self, output: Output | Finished) -> Iterator[bodies.ItemEvent]:
-        """Add the text of an event, and yield the events of that."""
+        """Add the text of an event, and yield the events that report it."""
         end = end_reason(output)
         if not self._completion.has_probs:
             yield from self._parts(self._message.push(output.content, end))
@@ -295,7 +295,7 @@ class _TokenTexts:
 
 
 class Compaction(msgspec.Struct, kw_only=True):
-    """A conversation that was made short."""
+    """A compacted conversation."""
 
     id: str
     object: Literal["response.compaction"] = "response.compaction"
@@ -341,7 +341,7 @@ async def compact(request: web.Request) -> web.StreamResponse:
 
 
 async def cancel(request: web.Request) -> web.StreamResponse:
-    """Cancel a response that runs, for its client too; return one that has ended as it is.
+    """Cancel a running response, also for the client that waits for it; return one that has ended unchanged.
 
     If its completion has ended, and its client has yet to read the rest, it is in progress until then.
     """

@@ -158,7 +158,7 @@ class ResponseStore:
         self._free(response)
 
     def _free(self, response: StoredResponse) -> None:
-        """Free a response that nothing keeps, and then those that only it has kept."""
+        """Free a response that nothing holds, and then those that only it has held."""
         each: StoredResponse | None = response
         while each is not None and not (each.is_listed or each.n_holders):
             self._shares.charge(each.owner, -each.size)

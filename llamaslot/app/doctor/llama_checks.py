@@ -58,16 +58,14 @@ def model_file(name: str) -> Path | Check:
     return path
 
 
-def llama_checks(
-    model: Path | None, gpu_layers: int | str, host: Sequence[HostGpu], cpu_info: Path = _CPU_INFO
-) -> Iterator[Check]:
+def llama_checks(model: Path | None, gpu_layers: int | str, host: Sequence[HostGpu]) -> Iterator[Check]:
     """Check the library, its devices and the model."""
     facts = ask_llama(model)
     if isinstance(facts, Check):
         yield facts
         return
     found = f"llama-cpp-python {version('llama-cpp-python')}, built for {', '.join(facts.backends)}; {facts.flags}"
-    if missing := _unused_instructions(facts.flags, cpu_info):
+    if missing := _unused_instructions(facts.flags):
         advice = "reinstall llama-cpp-python, built on this machine: a generic build does not use them"
         yield warn("llama.cpp", f"{found}; this CPU also has {', '.join(missing)}", advice)
     else:
@@ -109,10 +107,10 @@ def ask_llama(model: Path | None = None) -> LlamaFacts | Check:
     return fail("llama.cpp", found, advice)
 
 
-def _unused_instructions(flags: str, cpu_info: Path) -> list[str]:
+def _unused_instructions(flags: str) -> list[str]:
     """Return the instruction sets that the CPU has but the build does not use; empty if the CPU's are unknown."""
     try:
-        text = cpu_info.read_text(encoding="utf-8", errors="replace")
+        text = _CPU_INFO.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return []
     found = re.search(r"^flags\s*:(.*)$", text, re.MULTILINE)

@@ -79,13 +79,11 @@ class DiskStore:
     Call `fingerprint` for the model's files first, then `open` with a key derived from the fingerprint.
     """
 
-    def __init__(
-        self, folder: Path, wall_clock: Callable[[], float] = time.time, failures: FailureLog | None = None
-    ) -> None:
+    def __init__(self, folder: Path, wall_clock: Callable[[], float] = time.time) -> None:
         """Raises `ConfigError` if another server uses the folder, `OSError` if it cannot be used."""
         self.folder = folder
         self._wall_clock = wall_clock
-        self._failures = failures or FailureLog()
+        self._failures = FailureLog()
         self.capacity = 0
         self.first_number = 0
         self.key = b""

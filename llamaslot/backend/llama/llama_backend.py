@@ -353,7 +353,7 @@ class LlamaBackend:
         if status is not Status.OK:
             raise ConfigError(f"the model loads but cannot compute ({status.name})", param="--model")
         if self.info.keeps_checkpoints:
-            self._kv.partial.prepare(one=0, empty=1)
+            self._kv.partial.save_blanks(one=0, empty=1)
         if self.info.can_reuse and (self.n_seqs > self.info.n_slots or not self.info.unified):
             self._measure_sizes(token)
         self._clear()

@@ -70,7 +70,7 @@ class PartialStates:
         self._one: Kv | None = None
         """The state of one token, for a model with a recurrent state."""
 
-    def prepare(self, one: int, empty: int) -> None:
+    def save_blanks(self, one: int, empty: int) -> None:
         """Save the blank states. Sequence `one` must hold one token, `empty` none."""
         if self._kind.has_window:
             self._blanks.append(self._saved(one))

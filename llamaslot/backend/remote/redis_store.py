@@ -101,10 +101,9 @@ class RedisStore:
         size: SegmentSize,
         *,
         clock: Callable[[], float] = time.time,
-        failures: FailureLog | None = None,
     ) -> None:
         prefix = f"llamaslot:1:{sealer.scope}:"
-        self._store = StoreConnection(client, prefix, settings, failures or FailureLog())
+        self._store = StoreConnection(client, prefix, settings, FailureLog())
         self._budget = StoreBudget(self._store, settings, clock)
         self._sealer = sealer
         self._settings = settings
@@ -246,7 +245,7 @@ class RedisStore:
         ask, size = partial(self._asked, digests, lists, lists), self._index_bytes(len(lists), len(lists))
         named, listed = await self._store.within(ask, n_bytes=size)
         for data in chain(named, *listed):
-            entry = unpacked(data[: ENTRY.size] if data is not None else None)
+            entry = object_of(data[: ENTRY.size] if data is not None else None)
             if entry is not None and entry.end > start:
                 await self._budget.delete([member_of(entry)])
         # Also last blocks of earlier turns, which the index no longer names. They count until they would have
@@ -307,7 +306,7 @@ class RedisStore:
     def _on_path(self, namespace: str, tokens: bytes, entries: Iterable[bytes | None]) -> tuple[RemoteObject, ...]:
         """Return those of the listed checkpoints that belong to the prompt's path."""
         n_tokens = len(tokens) // WIDTH
-        able = [each for data in entries if (each := unpacked(data)) is not None and each.end <= n_tokens]
+        able = [each for data in entries if (each := object_of(data)) is not None and each.end <= n_tokens]
         digests = self._sealer.path_digests(namespace, tokens, {each.end for each in able})
         return tuple(
             each
@@ -317,7 +316,7 @@ class RedisStore:
 
     async def _index(self, wanted: RemoteObject, digests: Mapping[int, bytes]) -> None:
         """Write the index entries of an object, and list its checkpoint at the last grid position before it."""
-        ttl, entry = self._settings.ttl_s, packed(wanted)
+        ttl, entry = self._settings.ttl_s, entry_of(wanted)
         pipe = self._store.client.pipeline(transaction=False)
         for at in grid_positions(wanted.start, wanted.end):
             code = self._sealer.code(digests[at], _INDEX, entry)
@@ -333,7 +332,7 @@ class RedisStore:
     def _indexed(self, digest: bytes, data: bytes | None) -> RemoteObject | None:
         """Return the object that an index entry names; None unless this fleet wrote it for these tokens."""
         entry, code = (data[: ENTRY.size], data[ENTRY.size :]) if data is not None else (b"", b"")
-        found = unpacked(entry) if self._sealer.is_genuine(digest, _INDEX, entry, code) else None
+        found = object_of(entry) if self._sealer.is_genuine(digest, _INDEX, entry, code) else None
         return found if found is not None and self._is_plausible(found) else None
 
     def _is_skipped(self, wanted: RemoteObject) -> bool:
@@ -490,12 +489,12 @@ class Sealer:
         return hmac.compare_digest(self.code(digest, field, data), code)
 
 
-def packed(each: RemoteObject) -> bytes:
+def entry_of(each: RemoteObject) -> bytes:
     """Return the index entry of an object."""
     return ENTRY.pack(each.start, each.end, each.n_bytes, each.state_bytes, each.digest)
 
 
-def unpacked(data: bytes | None) -> RemoteObject | None:
+def object_of(data: bytes | None) -> RemoteObject | None:
     """Return the object that an index entry names; None for invalid bytes."""
     if data is None or len(data) != ENTRY.size:
         return None

@@ -1,4 +1,4 @@
-"""Settings for all requests, inputs of one other than its body, and the fields of the body that shape the reply.
+"""Settings for all requests, a request's inputs other than its body, and the body's fields that shape the reply.
 
 The earlier items and the fields of a reply are those of the Responses API.
 """
@@ -17,8 +17,8 @@ from llamaslot.base.generation.tools import ParserOptions, ReasoningFormat
 CallKind: TypeAlias = Literal["function", "custom", "local_shell"]
 
 
-class RequestSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings of the server for all requests: what one may ask for, and defaults of the fields of its body."""
+class RequestPolicy(msgspec.Struct, frozen=True, kw_only=True):
+    """Limits of all requests, and defaults for the fields of their bodies."""
 
     max_prompts: int
     max_choices: int
@@ -56,7 +56,7 @@ class RequestContext(msgspec.Struct, frozen=True):
 
 
 class CallForm(msgspec.Struct, frozen=True):
-    """The form in which calls of a tool are reported that the model knows as a function."""
+    """Form in which calls of a tool are reported to the client; to the model every tool is a function."""
 
     kind: CallKind = "function"
     name: str = ""
@@ -79,7 +79,7 @@ class ResponseFields(msgspec.Struct, frozen=True):
     returns_reasoning: bool = False
     """Reasoning items have `encrypted_content`."""
     forms: Mapping[str, CallForm] = {}
-    """By the name of the function that the model calls; none for functions that the request calls the same."""
+    """By the name of the model's function; without functions that the request declares in the same form."""
 
 
 class References(msgspec.Struct, frozen=True):
@@ -137,13 +137,13 @@ class ReplyOptions(msgspec.Struct, frozen=True):
     timings_per_token: bool = False
     return_tokens: bool = False
     verbose: bool = False
-    """The reply contains llama-server's own, with the prompt."""
+    """The reply includes llama-server's reply, with the prompt."""
     echo: bool = False
     """Texts begin with their prompts."""
     n_best: int = 0
     """Completions of each prompt that are in the reply, the most likely ones; 0 for all."""
     hides_logprobs: bool = False
-    """The probabilities are there to find the best completions only."""
+    """Probabilities are computed only to find the best completions, and are not returned."""
     response_fields: tuple[str, ...] = ()
     """Fields that llama-server's reply is reduced to; empty for all."""
     parser: ParserOptions = ParserOptions()

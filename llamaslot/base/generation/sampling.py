@@ -76,7 +76,7 @@ class Sampling(msgspec.Struct, frozen=True):
 def named_samplers(asked: str | Iterable[str]) -> tuple[str, ...]:
     """Return the names of samplers given by names or as a string of letters.
 
-    Unknown ones are left out, as llama-server does, which has had more of them; the empty string is the default.
+    Unknown names are ignored, as in llama-server, which has had more samplers; the empty string is the default.
     """
     if isinstance(asked, str):
         letters = {**_LETTERS, "i": INFILL}

@@ -1,4 +1,4 @@
-"""Probabilities of tokens, and of the most likely tokens in their places."""
+"""Probabilities of tokens, and of the most likely tokens at their positions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PART_ENTRIES = 1024
 
 @dataclass(frozen=True, slots=True)
 class TokenScore:
-    """The probability of one token, as its logarithm unless it is one after sampling."""
+    """Log-probability of one token, or its probability after the samplers."""
 
     token: int
     value: float
@@ -102,7 +102,7 @@ class ProbRows:
 
     @property
     def n_entries(self) -> int:
-        """Count the probabilities: those of the text's tokens, and of the most likely ones in their places."""
+        """Count the probabilities: those of the text's tokens, and of the most likely ones at their positions."""
         return len(self._tokens)
 
     def extend(self, probs: TokenProbs) -> None:
@@ -135,7 +135,7 @@ class ProbRows:
             yield part
 
     def _starts(self) -> Iterator[int]:
-        """Yield the place of each of the text's tokens among all."""
+        """Yield the index of each of the text's tokens among all entries."""
         return islice(accumulate(self._counts, initial=0), len(self._counts))
 
     def _prob(self, at: int, top: Sequence[TokenProb] = ()) -> TokenProb:
@@ -145,4 +145,4 @@ class ProbRows:
 
 
 NOT_SCORED = nan
-"""The value of a prompt's first token, which nothing comes before."""
+"""Value of a prompt's first token, which cannot be scored."""

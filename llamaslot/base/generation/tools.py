@@ -34,7 +34,7 @@ class ParserOptions(msgspec.Struct, frozen=True):
     """The part of a chat request and of its prompt that the reply's parser depends on (`llamaslot.formats`)."""
 
     packed_tools: bytes = b""
-    """From `packed`: schemas of many MiB would hold up the event loops that pass the options on."""
+    """From `encoded_tools`: schemas of many MiB would hold up the event loops that pass the options on."""
     parse_tools: bool = True
     """False leaves calls in the content."""
     parallel: bool = True
@@ -57,7 +57,7 @@ class ParserOptions(msgspec.Struct, frozen=True):
         return {tool.name: tool for tool in _decode(self.packed_tools)} if self.packed_tools else {}
 
 
-def packed(tools: Sequence[Tool]) -> bytes:
+def encoded_tools(tools: Sequence[Tool]) -> bytes:
     """Return tools for `ParserOptions`, as JSON: a schema may have integers of more than 64 bits."""
     return msgspec.json.encode(tools) if tools else b""
 

@@ -173,15 +173,15 @@ class LocalTrial:
         tokens += [b""] * (n_tokens - len(tokens))
         return cls(Vocabulary(tokens))
 
-    def prepare(self) -> LLTokenizer:
-        """Return the tokenizer, which is created at the first call."""
+    def create_tokenizer(self) -> LLTokenizer:
+        """Return the tokenizer, created at the first call."""
         if self._tokenizer is None:
             self._tokenizer = self._vocabulary.tokenizer()
         return self._tokenizer
 
     def __call__(self, constraint: Constraint) -> TrialResult:
         """Compile a grammar, and follow it with random tokens."""
-        tokenizer = self.prepare()
+        tokenizer = self.create_tokenizer()
         began = self._clock()
         matcher = LLMatcher(tokenizer, constraint.grammar, log_level=0, limits=_LIMITS)
         if matcher.is_error():

@@ -8,6 +8,7 @@ import pytest
 
 from bench import synthetic
 from llamaslot.app.doctor import Check, Outcome
+from llamaslot.app.doctor import llama_checks as module
 from llamaslot.app.doctor.llama_checks import LlamaFacts, ask_llama, llama_checks, model_file
 from llamaslot.app.start_lines import HostGpu
 
@@ -47,11 +48,12 @@ def test_a_library_that_does_not_load_fails_without_ending_the_doctor(
     assert advice in check.advice
 
 
-def test_builds_models_and_devices_are_described(tmp_path: Path) -> None:
+def test_builds_models_and_devices_are_described(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cpu_info = tmp_path / "cpuinfo"
+    monkeypatch.setattr(module, "_CPU_INFO", cpu_info)
     cpu_info.write_text("processor : 0\nflags : fpu sse2\n")
     model = synthetic.ensure("tiny-swa", folder=tmp_path)
-    checks = {each.name: each for each in llama_checks(model, "auto", [], cpu_info)}
+    checks = {each.name: each for each in llama_checks(model, "auto", [])}
     assert checks["llama.cpp"].outcome is Outcome.OK
     assert "llama-cpp-python 0." in checks["llama.cpp"].found
     assert checks["devices"].outcome is Outcome.OK
@@ -60,12 +62,15 @@ def test_builds_models_and_devices_are_described(tmp_path: Path) -> None:
     assert list(checks) == ["llama.cpp", "devices", "model"]
 
 
-def test_a_build_that_does_without_instructions_of_the_cpu_is_warned_of(tmp_path: Path) -> None:
+def test_a_build_that_does_without_instructions_of_the_cpu_is_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     facts = ask_llama()
     assert isinstance(facts, LlamaFacts)
     cpu_info = tmp_path / "cpuinfo"
+    monkeypatch.setattr(module, "_CPU_INFO", cpu_info)
     cpu_info.write_text("flags\t\t: fpu avx2 fma f16c avx512f\n")
-    build, devices = llama_checks(None, "auto", [] if len(facts.devices) > 1 else [NVIDIA], cpu_info)
+    build, devices = llama_checks(None, "auto", [] if len(facts.devices) > 1 else [NVIDIA])
     has_all = all(f"{name} = 1" in facts.flags for name in ("AVX2", "FMA", "F16C", "AVX512"))
     assert build.outcome is (Outcome.OK if has_all else Outcome.WARN)
     assert ("this CPU also has" in build.found) != has_all
