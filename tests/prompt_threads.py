@@ -128,9 +128,10 @@ class TextReader(RequestReader):
 def text_request(
     name: str, parts: Sequence[PromptPart] | str, *, add_special: bool = True, **fields: Any
 ) -> TextRequest:
-    """A request for a prompt; `fields` are those of `GenerateParams`."""
+    """A request for a prompt; `fields` are its own, and those of `GenerateParams`."""
     prompt = (TextPart(parts),) if isinstance(parts, str) else tuple(parts)
-    return TextRequest(GenerateParams(name, **fields), prompt, add_special)
+    own = {field: fields.pop(field) for field in ("session_id", "session_branch", "owner") if field in fields}
+    return TextRequest(GenerateParams(name, **fields), prompt, add_special, **own)
 
 
 def prepare_text(*requests: TextRequest) -> PrepareText:

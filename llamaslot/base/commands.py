@@ -86,14 +86,6 @@ class GenerateParams(msgspec.Struct, frozen=True):
     """Shared by the completions of one prompt; set by `completions`."""
     id_slot: int = -1
     """The slot to run in, or -1 for the best one."""
-    client_request_id: str = ""
-    """The client's `X-Request-Id`, used in the log only."""
-    session_id: str = ""
-    """The client's name for the conversation; empty for none."""
-    session_branch: str = ""
-    """Distinguishes conversations of one session, such as those of sub-agents, by their beginning."""
-    owner: str = ""
-    """The `Caller.owner` whose share of memory is charged for the remembered reply."""
     client: str = ""
     """A digest that identifies the client: of the API key, else of the session, else of the address.
 

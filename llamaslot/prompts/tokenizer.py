@@ -28,9 +28,8 @@ import numpy as np
 from msgspec import structs
 
 from llamaslot.base.backend import Vocab
-from llamaslot.base.commands import GenerateParams, PromptPart, TextPart, TokensPart
+from llamaslot.base.commands import PromptPart, TextPart, TokensPart
 from llamaslot.base.errors import ContextSizeError, InvalidRequestError
-from llamaslot.base.namespaces import salt_namespace
 from llamaslot.base.text_records import Session, TextAnchor, TextRecord, session_digest
 from llamaslot.base.tokens import (
     WIDTH,
@@ -125,7 +124,7 @@ class Tokenizer:
         if restored is not None and restored.prompt.n_tokens < self._n_ctx:
             return restored
         text = self._scan(request)
-        has_session = request.params.session_id and request.params.cache_prompt
+        has_session = request.session_id and request.params.cache_prompt
         found = self._from_session(request, text) if has_session else self._from_anchor(request, text)
         prompt = found.prompt
         if len(prompt.tokens) >= self._n_ctx and (prompt.n_anchored or prompt.session_match):
@@ -164,12 +163,12 @@ class Tokenizer:
         With the id of its completion, a chat's reply that was written in a format is remembered by its meaning too.
         A cancelled reply is not, because the client may have received less than was sent.
         """
-        params, is_chat = context.request.params, context.request.chat is not None
-        if context.text is None and not params.session_id and not is_chat:
+        request, is_chat = context.request, context.request.chat is not None
+        if context.text is None and not request.session_id and not is_chat:
             return ()
-        sent = self._sent(generated.tolist(), n_sent, params.preserved_tokens)
+        sent = self._sent(generated.tolist(), n_sent, request.params.preserved_tokens)
         anchor = self._add_anchor(context, sent) if sent.tokens else None
-        session = self._session_after(context, generated, sent) if params.session_id else None
+        session = self._session_after(context, generated, sent) if request.session_id else None
         message = None
         if is_chat and completion_id and format_ is not None:
             message = remembered_reply(context, completion_id, sent, format_)
@@ -235,10 +234,9 @@ class Tokenizer:
         prompt = TokenizedPrompt(
             packed(np.concatenate([known, own])), n_restored=len(known), n_replies=restored.n_reply
         )
-        params = request.params
-        if not params.session_id:
+        if not request.session_id:
             return PromptContext(request, prompt)
-        session = self._session_of(params)
+        session = self._session_of(request)
         match: SessionMatch = "new" if session is None else "tokens"
         if self._scanner is None:
             return PromptContext(request, structs.replace(prompt, session_match=match))
@@ -268,7 +266,7 @@ class Tokenizer:
 
     def _from_session(self, request: TextRequest, text: PromptText | None) -> PromptContext:
         """Keep the tokens of the prompt's session as far as their text is the prompt's."""
-        session = self._session_of(request.params)
+        session = self._session_of(request)
         if session is None:
             return _with(self._from_anchor(request, text), session_match="new")
         is_comparable = session.is_text and np.array_equal(
@@ -322,7 +320,7 @@ class Tokenizer:
         if self._scanner.has_control_token(ends[-1].text, len(ends[-1].text) - len(reply)):
             return None
         tokens = np.concatenate([context.prompt.tokens, np.array(sent.tokens, dtype=np.int32)])
-        owner = context.request.params.owner
+        owner = context.request.owner
         add_special = context.request.add_special and not text.last_cut
         if np.array_equal(tokenize_parts(self._vocab, [*others, *ends], add_special=add_special), tokens[n_head:]):
             return None
@@ -332,23 +330,23 @@ class Tokenizer:
 
     def _session_after(self, context: PromptContext, generated: Tokens, sent: SentReply) -> Session:
         """Return the session of a prompt, with the prompt and its reply as its last sequence."""
-        params, text, tokens = context.request.params, context.text, context.prompt.tokens
-        n_added, n_prompt = len(self._added_tokens(context.request)), len(tokens)
+        request, text, tokens = context.request, context.text, context.prompt.tokens
+        n_added, n_prompt = len(self._added_tokens(request)), len(tokens)
         session = Session(
-            key=_session_key(params),
-            session=session_digest(salt_namespace(params.cache_salt), params.session_id),
-            owner=params.owner,
+            key=_session_key(request),
+            session=session_digest(request.namespace, request.session_id),
+            owner=request.owner,
             tokens=packed(np.concatenate([tokens, generated])),
             n_added=n_added,
             n_prompt=n_prompt,
             n_text=n_prompt + len(sent.tokens),
             is_text=text is not None and self._written(tokens[n_added:]).data == text.data,
         )
-        earlier = self._session_of(params)
+        earlier = self._session_of(request)
         return session if earlier is None else session.continuing(earlier)
 
-    def _session_of(self, params: GenerateParams) -> Session | None:
-        return self.memory.session(_session_key(params))
+    def _session_of(self, request: TextRequest) -> Session | None:
+        return self.memory.session(_session_key(request))
 
     def _sent(self, generated: list[int], n_sent: int, preserved_tokens: Container[int]) -> SentReply:
         """Return the text of a reply that was sent, and its tokens.
@@ -395,11 +393,11 @@ class Tokenizer:
 
 
 def _text_namespace(request: TextRequest) -> str:
-    return f"{salt_namespace(request.params.cache_salt)} {request.add_special}"
+    return f"{request.namespace} {request.add_special}"
 
 
-def _session_key(params: GenerateParams) -> bytes:
-    return session_digest(salt_namespace(params.cache_salt), params.session_id, params.session_branch)
+def _session_key(request: TextRequest) -> bytes:
+    return session_digest(request.namespace, request.session_id, request.session_branch)
 
 
 def _with(context: PromptContext, **changes: object) -> PromptContext:

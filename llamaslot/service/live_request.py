@@ -168,9 +168,9 @@ class LiveRequest:
     """
 
     def __init__(self, caller: Caller, deadline: float | None, capacity: Capacity, budget: ReplyBudget) -> None:
+        self.caller = caller
         self.client = caller.known_client
         """Whose limit of requests it counts against; empty while only the body can name it."""
-        self.owner = caller.owner
         self.deadline = deadline
         """Time on the event loop's clock at which it must have ended, if any."""
         self.timer: asyncio.TimerHandle | None = None
@@ -234,7 +234,7 @@ class LiveRequest:
         self.is_closed = True
         if self.timer is not None:
             self.timer.cancel()
-        self._budget.charge(self.owner, -self._n_bytes)
+        self._budget.charge(self.caller.owner, -self._n_bytes)
         self._n_bytes = 0
 
     @property
@@ -313,7 +313,7 @@ class LiveRequest:
     def _charge(self, n_bytes: int) -> None:
         if self.is_closed:
             return
-        self._budget.charge(self.owner, n_bytes, n_own=self._n_bytes)
+        self._budget.charge(self.caller.owner, n_bytes, n_own=self._n_bytes)
         self._n_bytes += n_bytes
 
 

@@ -174,7 +174,7 @@ class Service:
             prepared = await self._prepared(job, find)
         except (LlamaslotError, asyncio.CancelledError) as error:
             if job.is_run:
-                self.metrics.record(self._unstarted(live, error), job.context.caller.client_request_id)
+                self.metrics.record(self._unstarted(live, error), live.caller.client_request_id)
             raise
         if isinstance(prepared, BadBody):
             raise prepared.error.exception()
@@ -236,7 +236,7 @@ class Service:
     def owner_of(self, request_id: str) -> str:
         """Return the owner of a completion that runs or waits; empty for an unknown one."""
         completion = self._completions.get(request_id)
-        return completion.params.owner if completion is not None else ""
+        return completion.live.caller.owner if completion is not None else ""
 
     @asynccontextmanager
     async def until_deadline(self, live: LiveRequest) -> AsyncIterator[None]:
@@ -420,7 +420,7 @@ class Service:
             error = self._deadline_error() if live.is_expired else stopped_error("")
             event = Failed(event.request_id, error.info(), event.progress)
         live.put(completion, event)
-        self.metrics.record(event, completion.params.client_request_id)
+        self.metrics.record(event, live.caller.client_request_id)
         if was_alone or self._suspects:
             # Others may have waited for this end. Not at once: the caller may be going through all completions.
             asyncio.get_running_loop().call_soon(self._send_waiting)

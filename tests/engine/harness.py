@@ -171,7 +171,7 @@ class LocalEngine:
                 ended.put_nowait(None)
 
         try:
-            async with self.service.open(Caller(params.client, params.owner)) as live:
+            async with self.service.open(Caller(params.client, request.owner)) as live:
                 live.put = put  # type: ignore[method-assign, assignment]
                 await self.service.prepare(live, prepare_text(request))
                 self.service.start(live)

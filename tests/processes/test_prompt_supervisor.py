@@ -190,9 +190,9 @@ async def test_what_was_remembered_of_a_branch_survives_its_crash(start: Start) 
     worker = await start(template=LINES)
     question = {"role": "user", "content": "Once upon"}
     job = parse("chat", {"messages": [question], "session_id": "mine", "max_tokens": 5}, "a")
-    (prompt,) = (await worker.call(job)).prompts
-    assert prompt.params.session_branch
-    await worker.call(Remember("a", b"\5\0\0\0", 1))
+    await worker.call(job)
+    (session,) = await worker.call(Remember("a", b"\5\0\0\0", 1))
+    assert session.key != session.session, "it is a branch"
     await outcomes(worker.call(tokenize("x", "CRASH")))
     assert (await worker.call(job)).prompts[0].tokenized.session_match != "new"
     assert (await worker.call(DropSession("mine"))).paths

@@ -495,7 +495,7 @@ async def test_the_log_contains_the_id_that_the_client_gave() -> None:
     async with running(FakeBackend()) as service:
         with capture_logs() as lines:
             for client_request_id in ("mine", ""):
-                await result(service, request(client_request_id=client_request_id))
+                await result(service, request(), client_request_id=client_request_id)
         named, nameless = (line for line in lines if line["event"] == "request.done")
     assert (named["client_request_id"], named["finish_reason"]) == ("mine", "limit")
     assert "client_request_id" not in nameless
