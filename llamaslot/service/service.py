@@ -180,7 +180,9 @@ class Service:
             raise prepared.error.exception()
         live.prompts, live.options = prepared.prompts, prepared.options
         # Its body may name another client.
-        live.reserve(1, live.prompts[0].params.client)
+        live.reserve(
+            sum(each.params.n for each in live.prompts) if job.is_run else 1, live.prompts[0].params.client
+        )
 
     async def _prepared(
         self, job: Prepare, find: Callable[[References], EarlierItems] | None
@@ -209,11 +211,11 @@ class Service:
     def start(self, live: LiveRequest, probs: ProbsLimit | None = None) -> None:
         """Have the engine generate the completions of a prepared request, all or none.
 
-        Raises what `Capacity.check` raises, `InvalidRequestError` for a reply over the limit `probs` (without it
-        tokens and probabilities are passed on and not kept), and `UnavailableError` for a request with which the
-        engine has crashed twice.
+        `prepare` has reserved their places: the caller does not suspend between the two.
+
+        Raises `InvalidRequestError` for a reply over the limit `probs` (without it tokens and probabilities are
+        passed on and not kept), and `UnavailableError` for a request with which the engine has crashed twice.
         """
-        live.reserve(sum(each.params.n for each in live.prompts), live.prompts[0].params.client)
         if probs is not None:
             probs.check(live.prompts, self.info.n_ctx_slot)
         if self._suspects:
