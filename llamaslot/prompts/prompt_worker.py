@@ -37,6 +37,7 @@ from llamaslot.prompts.prompt_jobs import (
     Release,
     Remember,
     activity_of,
+    lane_of,
 )
 from llamaslot.prompts.remembering import PromptContext
 from llamaslot.prompts.tokenizer import Tokenizer
@@ -88,12 +89,12 @@ class PromptWorker:
         except Exception:
             _log.exception("prompt_worker.failed", job="prepare")
 
-    def carry_out(self, job: Job, lane: int, on_prompt: Callable[[], None] = lambda: None) -> Future[JobResult]:
+    def carry_out(self, job: Job, on_prompt: Callable[[], None] = lambda: None) -> Future[JobResult]:
         """Carry out a job on a thread of its lane. The future has its result or a `LlamaslotError`.
 
         `on_prompt` is called before each prompt of a body but the first: the time limit is one of each prompt.
         """
-        return self._threads[lane].submit(self._carry_out, job, on_prompt)
+        return self._threads[lane_of(job)].submit(self._carry_out, job, on_prompt)
 
     def _carry_out(self, job: Job, on_prompt: Callable[[], None]) -> JobResult:
         try:

@@ -183,7 +183,7 @@ class Tokenizer:
         Tokens that the model wants before the prompt count as none.
         """
         request = context.request
-        n_added = len(self._added_tokens(request)) if isinstance(request.parts[0], TextPart) else 0
+        n_added = len(self._added_tokens) if isinstance(request.parts[0], TextPart) else 0
         return n_characters(self._written(context.prompt.tokens[n_added:n_tokens]).data)
 
     def tokenize(self, prompt: Sequence[PromptPart], *, add_special: bool = False) -> list[int]:
@@ -218,7 +218,7 @@ class Tokenizer:
         is_text = bool(texts) and len(texts) == len(request.parts)
         if self._scanner is None or not request.params.cache_prompt or not is_text:
             return None
-        return self._scanner.scan(texts, _text_namespace(request))
+        return self._scanner.scan(texts, request.namespace)
 
     def _with_replies(self, request: TextRequest) -> PromptContext | None:
         """Tokenize the prompt after the tokens of remembered replies; None if it has none."""
@@ -240,9 +240,9 @@ class Tokenizer:
         match: SessionMatch = "new" if session is None else "tokens"
         if self._scanner is None:
             return PromptContext(request, structs.replace(prompt, session_match=match))
-        n_added = len(self._added_tokens(request))
+        n_added = len(self._added_tokens)
         written = self._written(known[n_added:]).data
-        text = self._scanner.scan(request.rest, _text_namespace(request), written)
+        text = self._scanner.scan(request.rest, request.namespace, written)
         is_edited = False
         if session is not None and session.is_text:
             compared = SessionComparison(text.data, session, self._written(session.text_tokens))
@@ -254,13 +254,13 @@ class Tokenizer:
     def _from_anchor(self, request: TextRequest, text: PromptText | None) -> PromptContext:
         """Tokenize the prompt from the last cut point that has a text anchor, or all of it."""
         if text is None:
-            own = tokenize_parts(self._vocab, request.parts, add_special=request.add_special)
+            own = tokenize_parts(self._vocab, request.parts, add_special=True)
             return PromptContext(request, TokenizedPrompt(packed(own)))
         cut, anchored = self._anchored(text)
         runs = [unpacked(anchored)] if anchored else []
         middle = text.parts(cut.at if cut is not None else 0, text.last_cut)
         for parts in filter(None, (middle, text.parts(text.last_cut) or [TextPart("")])):
-            runs.append(tokenize_parts(self._vocab, parts, add_special=request.add_special and not runs))
+            runs.append(tokenize_parts(self._vocab, parts, add_special=not runs))
         prompt = TokenizedPrompt(packed(np.concatenate(runs)), len(anchored) // WIDTH)
         return PromptContext(request, prompt, text, sum(map(len, runs[:-1])))
 
@@ -269,9 +269,7 @@ class Tokenizer:
         session = self._session_of(request)
         if session is None:
             return _with(self._from_anchor(request, text), session_match="new")
-        is_comparable = session.is_text and np.array_equal(
-            self._added_tokens(request), session.ids[: session.n_added]
-        )
+        is_comparable = session.is_text and np.array_equal(self._added_tokens, session.ids[: session.n_added])
         if text is None or self._scanner is None or not is_comparable:
             return _with(self._from_anchor(request, text), session_match="tokens")
         compared = SessionComparison(text.data, session, self._written(session.text_tokens))
@@ -320,18 +318,17 @@ class Tokenizer:
         if self._scanner.has_control_token(ends[-1].text, len(ends[-1].text) - len(reply)):
             return None
         tokens = np.concatenate([context.prompt.tokens, np.array(sent.tokens, dtype=np.int32)])
-        owner = context.request.owner
-        add_special = context.request.add_special and not text.last_cut
-        if np.array_equal(tokenize_parts(self._vocab, [*others, *ends], add_special=add_special), tokens[n_head:]):
+        own = tokenize_parts(self._vocab, [*others, *ends], add_special=not text.last_cut)
+        if np.array_equal(own, tokens[n_head:]):
             return None
         cut, _ = self._anchored(text)
         parent = cut.digest if cut is not None else b""
-        return self.memory.add_anchor(text.digest_with(reply), packed(tokens), parent, owner)
+        return self.memory.add_anchor(text.digest_with(reply), packed(tokens), parent, context.request.owner)
 
     def _session_after(self, context: PromptContext, generated: Tokens, sent: SentReply) -> Session:
         """Return the session of a prompt, with the prompt and its reply as its last sequence."""
         request, text, tokens = context.request, context.text, context.prompt.tokens
-        n_added, n_prompt = len(self._added_tokens(request)), len(tokens)
+        n_added, n_prompt = len(self._added_tokens), len(tokens)
         session = Session(
             key=_session_key(request),
             session=session_digest(request.namespace, request.session_id),
@@ -379,9 +376,10 @@ class Tokenizer:
     def _written(self, tokens: Tokens) -> MarkedText:
         return MarkedText.of(tokens.tolist(), self._pieces)
 
-    def _added_tokens(self, request: TextRequest) -> Tokens:
-        """Return the tokens that the model wants before a prompt."""
-        return self._vocab.tokenize("", add_special=request.add_special, parse_special=True)
+    @property
+    def _added_tokens(self) -> Tokens:
+        """The tokens that the model wants before a prompt."""
+        return self._vocab.tokenize("", add_special=True, parse_special=True)
 
     def _check_ids(self, parts: Iterable[PromptPart], param: str = "prompt") -> None:
         """Raise `InvalidRequestError` for token ids outside of the vocabulary."""
@@ -390,10 +388,6 @@ class Tokenizer:
         wrong = next((token for token in ids if not 0 <= token < n_tokens), None)
         if wrong is not None:
             raise InvalidRequestError(f"{param} names token {wrong}; the vocabulary has {n_tokens}", param=param)
-
-
-def _text_namespace(request: TextRequest) -> str:
-    return f"{request.namespace} {request.add_special}"
 
 
 def _session_key(request: TextRequest) -> bytes:

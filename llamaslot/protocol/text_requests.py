@@ -74,8 +74,6 @@ class TextRequest:
 
     params: GenerateParams
     parts: Prompt
-    add_special: bool = True
-    """Put the model's BOS before a prompt that starts with text."""
     chat: ChatTurn | None = None
     """Of a chat whose reply may be remembered."""
     rest: tuple[TextPart, ...] = ()

@@ -358,7 +358,7 @@ async def test_a_body_whose_grammar_is_not_known_is_not_kept_until_it_comes_agai
 async def test_the_time_limit_of_a_body_is_one_of_each_prompt(worker: LocalPrompts) -> None:
     told: list[None] = []
     job = parse("native", {"prompt": ["a", "b", "c"]})
-    prepared = worker.worker.carry_out(job, 0, lambda: told.append(None)).result()
+    prepared = worker.worker.carry_out(job, lambda: told.append(None)).result()
     assert isinstance(prepared, Prepared)
     assert [each.params.request_id for each in prepared.prompts] == ["r-0", "r-1", "r-2"]
     assert len(told) == 2
