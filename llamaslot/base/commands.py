@@ -120,12 +120,12 @@ class GenerateParams(msgspec.Struct, frozen=True):
 
 
 class Generate(msgspec.Struct, frozen=True, tag="generate"):
-    """One completion of a tokenized prompt."""
+    """One completion of a tokenized prompt; in `Prepared` all `n` of them."""
 
     params: GenerateParams
     prompt: TokenizedPrompt
     waited_s: float = 0.0
-    """Seconds since the request was prepared."""
+    """Seconds since the request was prepared, when the engine gets it."""
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
@@ -161,21 +161,14 @@ class Prepare(msgspec.Struct, frozen=True, tag="prepare"):
     """
 
 
-class PreparedPrompt(msgspec.Struct, frozen=True):
-    """One prompt of a body."""
-
-    params: GenerateParams
-    tokenized: TokenizedPrompt
-    text: str = ""
-    """Its text as the model sees it, if the reply shows it."""
-    echo: str = ""
-    """Its text as the client gave it, if the reply begins with it."""
-
-
 class Prepared(msgspec.Struct, frozen=True, tag="prepared"):
     """The prompts of a body, and the options of its reply."""
 
-    prompts: tuple[PreparedPrompt, ...]
+    prompts: tuple[Generate, ...]
+    texts: tuple[str, ...]
+    """The text of each prompt as the model sees it; empty if the reply does not show it."""
+    echoes: tuple[str, ...]
+    """The text of each prompt as the client gave it; empty if the reply does not begin with it."""
     options: ReplyOptions
 
 
@@ -230,8 +223,7 @@ class InspectCache(msgspec.Struct, frozen=True, tag="inspect_cache"):
 class ProbePrompt(msgspec.Struct, frozen=True, tag="probe_prompt"):
     """Ask what is cached of a tokenized prompt, which is not run; answered by `CacheProbe`."""
 
-    params: GenerateParams
-    prompt: TokenizedPrompt
+    generate: Generate
 
 
 class DropSession(msgspec.Struct, frozen=True, tag="drop_session"):

@@ -15,10 +15,10 @@ from llamaslot.base.commands import (
     BadBody,
     DropPaths,
     DropSession,
+    Generate,
     Needs,
     Prepare,
     Prepared,
-    PreparedPrompt,
 )
 from llamaslot.base.errors import InvalidRequestError, LlamaslotError, ServerError
 from llamaslot.base.generation.request_context import ListItems
@@ -147,16 +147,14 @@ class PromptWorker:
                 self._tokenizer.check_fits(contexts[-1].prompt)
         self._prompts[job.context.request_id] = contexts
         shows_text = job.is_run and (job.context.shows_prompt or options.verbose)
-        prompts = [
-            PreparedPrompt(
-                each.request.params,
-                each.prompt,
-                text=self._tokenizer.detokenize(each.prompt.tokens.tolist()) if shows_text else "",
-                echo=self._tokenizer.echo(each) if options.echo else "",
-            )
-            for each in contexts
-        ]
-        return Prepared(tuple(prompts), options)
+        return Prepared(
+            tuple(Generate(each.request.params, each.prompt) for each in contexts),
+            tuple(
+                self._tokenizer.detokenize(each.prompt.tokens.tolist()) if shows_text else "" for each in contexts
+            ),
+            tuple(self._tokenizer.echo(each) if options.echo else "" for each in contexts),
+            options,
+        )
 
     def _context(self, job: Remember | Locate) -> PromptContext | None:
         """Return a prompt of a request, if it was prepared and not released."""

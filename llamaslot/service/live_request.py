@@ -24,11 +24,12 @@ from typing import TypeAlias
 import msgspec
 
 from llamaslot.base.callers import Caller
-from llamaslot.base.commands import GenerateParams, PreparedPrompt
+from llamaslot.base.commands import Generate, GenerateParams
 from llamaslot.base.errors import LlamaslotError, ServerError
 from llamaslot.base.events import Cancelled, Failed, Finished, Output
 from llamaslot.base.generation.request_context import ReplyOptions
 from llamaslot.base.generation.token_probs import FLOAT_MIN, ProbRows, TokenProbs
+from llamaslot.base.tokens import TokenizedPrompt
 from llamaslot.service.limits import Capacity, ProbsLimit, ReplyBudget, request_digest
 
 
@@ -69,7 +70,7 @@ class Completion:
     """One completion, with the text and the tokens that it has produced so far."""
 
     def __init__(
-        self, index: int, params: GenerateParams, prompt: PreparedPrompt, prompt_number: int, live: LiveRequest
+        self, index: int, params: GenerateParams, prompt: TokenizedPrompt, prompt_number: int, live: LiveRequest
     ) -> None:
         self.index = index
         self.params = params
@@ -108,9 +109,19 @@ class Completion:
         return self.params.request_id
 
     @property
+    def prompt_text(self) -> str:
+        """The text of its prompt as the model sees it; empty if the reply does not show it."""
+        return self.live.texts[self.prompt_number]
+
+    @property
+    def echo(self) -> str:
+        """The text of its prompt as the client gave it; empty if the reply does not begin with it."""
+        return self.live.echoes[self.prompt_number]
+
+    @property
     def digest(self) -> bytes:
         """The digest by which it is suspected of crashing the engine."""
-        return request_digest(self.params, self.prompt.tokenized)
+        return request_digest(self.params, self.prompt)
 
     @property
     def has_probs(self) -> bool:
@@ -182,7 +193,9 @@ class LiveRequest:
         """Under which the prompt worker keeps its prompts, until they are released."""
         self.prepared_at = 0.0
         """When its preparation began, on the service's clock."""
-        self.prompts: Sequence[PreparedPrompt] = ()
+        self.prompts: Sequence[Generate] = ()
+        self.texts: Sequence[str] = ()
+        self.echoes: Sequence[str] = ()
         self.options = ReplyOptions()
         self.completions: list[Completion] = []
         self.is_closed = False
@@ -224,9 +237,9 @@ class LiveRequest:
         they are passed on only.
         """
         self._probs = probs
-        for number, prompt in enumerate(self.prompts):
-            for params in prompt.params.completions():
-                self.completions.append(Completion(len(self.completions), params, prompt, number, self))
+        for number, each in enumerate(self.prompts):
+            for params in each.params.completions():
+                self.completions.append(Completion(len(self.completions), params, each.prompt, number, self))
         self._n_unread = len(self.completions)
 
     def close(self) -> None:

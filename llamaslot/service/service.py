@@ -179,6 +179,7 @@ class Service:
         if isinstance(prepared, BadBody):
             raise prepared.error.exception()
         live.prompts, live.options = prepared.prompts, prepared.options
+        live.texts, live.echoes = prepared.texts, prepared.echoes
         # Its body may name another client.
         live.reserve(
             sum(each.params.n for each in live.prompts) if job.is_run else 1, live.prompts[0].params.client
@@ -219,8 +220,8 @@ class Service:
         if probs is not None:
             probs.check(live.prompts, self.info.n_ctx_slot)
         if self._suspects:
-            for prompt in live.prompts:
-                self._suspects.check(request_digest(prompt.params, prompt.tokenized))
+            for each in live.prompts:
+                self._suspects.check(request_digest(each.params, each.prompt))
         live.begin(probs)
         if live.deadline is not None:
             # The engine has it now: it ends by a terminal event, once its slot is free.
@@ -355,7 +356,7 @@ class Service:
                 self._alone = completion
             completion.handle(Change.SEND)
             waited = self._clock() - completion.live.prepared_at
-            self._send(Generate(completion.params, completion.prompt.tokenized, waited))
+            self._send(Generate(completion.params, completion.prompt, waited))
 
     def _add_suspects(self, in_engine: list[Completion], alone: Completion | None) -> None:
         """Find the suspects of a crash: what had started, or else what the engine was about to start."""
@@ -482,7 +483,7 @@ class Service:
     async def probe(self, live: LiveRequest) -> CacheProbe:
         """Return what is cached of the prompt of a prepared request, which is not run."""
         (prompt,) = live.prompts
-        probe = await self.ask(ProbePrompt(prompt.params, prompt.tokenized), CacheProbe)
+        probe = await self.ask(ProbePrompt(prompt), CacheProbe)
         if probe.miss in ("diverged", "changed"):
             n_characters: int = await self._answer_of(Locate(live.id, probe.prompt_tokens - probe.computed))
             if n_characters >= 0:

@@ -177,7 +177,7 @@ class LocalEngine:
                 await self.service.prepare(live, prepare_text(request))
                 self.service.start(live)
                 del self._preparing[params.request_id]
-                tokens = tuple(live.prompts[0].tokenized.tokens.tolist())
+                tokens = tuple(live.prompts[0].prompt.tokens.tolist())
                 self._emit()
                 self._outbox[:0] = [Accepted(each, tokens) for each in names]
                 for _ in names:

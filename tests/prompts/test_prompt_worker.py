@@ -78,7 +78,7 @@ class GatedVocab(FakeVocab):
 async def tokens_of(worker: LocalPrompts, *args: str, **fields: str) -> TokenizedPrompt:
     """The tokens of a prompt that stays prepared."""
     (prompt,) = (await worker.call(tokenize(*args, **fields))).prompts
-    return prompt.tokenized
+    return prompt.prompt
 
 
 @pytest.fixture
@@ -340,7 +340,7 @@ async def test_a_prompt_in_another_lane_waits_until_the_reply_before_it_is_remem
     assert all(each.lane == PROMPT_LANE for each in worker.lanes.running)
     vocab.gate.set()
     await asyncio.gather(busy, remembered)
-    assert (await long).prompts[0].tokenized.session_match == "extend"
+    assert (await long).prompts[0].prompt.session_match == "extend"
     worker.close()
 
 
