@@ -133,7 +133,7 @@ class Queries:
 
     def _probe(self, query: commands.ProbePrompt) -> CacheProbe:
         """Return what is cached of a prompt."""
-        params, prompt = query.params, query.prompt
+        params, prompt = query.generate.params, query.generate.prompt
         n_tokens = prompt.n_tokens
         if not params.cache_prompt:
             return CacheProbe(n_tokens, 0, 0, 0, n_tokens, 0, "off")

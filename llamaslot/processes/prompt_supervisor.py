@@ -163,7 +163,7 @@ class PromptSupervisor(Supervisor):
         """Send the jobs that may run now."""
         while self._is_ready and (pending := self.lanes.begin_next()) is not None:
             try:
-                self.send(NumberedJob(pending.number, pending.lane, pending.job))
+                self.send(NumberedJob(pending.number, pending.job))
             except UnicodeEncodeError:
                 self.lanes.end(pending.number).fail(InvalidRequestError("the text is invalid Unicode"))
                 continue

@@ -101,7 +101,7 @@ def tokenize(request_id: str, text: str = "hello", client: str = "", **fields: s
 
 async def tokens_of(worker: PromptSupervisor, *args: str, **fields: str) -> TokenizedPrompt:
     (prompt,) = (await worker.call(tokenize(*args, **fields))).prompts
-    return prompt.tokenized
+    return prompt.prompt
 
 
 async def outcomes(*futures: Any) -> list[type]:
@@ -182,23 +182,23 @@ async def test_what_was_remembered_survives_its_crash(start: Start) -> None:
     await worker.call(tokenize("open", "another", session_id="open"))
     assert worker.stats[1].known == 1
     await outcomes(worker.call(tokenize("x", "CRASH")))
-    assert (await worker.call(again)).prompts[0].tokenized.session_match == "exact"
+    assert (await worker.call(again)).prompts[0].prompt.session_match == "exact"
     records = await worker.call(Remember("open", reply, len(" a time")))
     assert not records, "of what was prepared before the crash nothing is remembered"
     assert (await worker.call(DropSession("mine"))).paths
     await outcomes(worker.call(tokenize("x", "CRASH")))
-    assert (await worker.call(again)).prompts[0].tokenized.session_match == "new"
+    assert (await worker.call(again)).prompts[0].prompt.session_match == "new"
 
 
 async def test_what_was_remembered_of_a_branch_survives_its_crash(start: Start) -> None:
     worker = await start(template=LINES)
     question = {"role": "user", "content": "Once upon"}
     job = parse("chat", {"messages": [question], "session_id": "mine", "max_tokens": 5}, "a")
-    (prompt,) = (await worker.call(job)).prompts
-    assert prompt.params.session_branch
-    await worker.call(Remember("a", b"\5\0\0\0", 1))
+    await worker.call(job)
+    (session,) = await worker.call(Remember("a", b"\5\0\0\0", 1))
+    assert session.key != session.session, "it is a branch"
     await outcomes(worker.call(tokenize("x", "CRASH")))
-    assert (await worker.call(job)).prompts[0].tokenized.session_match != "new"
+    assert (await worker.call(job)).prompts[0].prompt.session_match != "new"
     assert (await worker.call(DropSession("mine"))).paths
 
 
@@ -214,7 +214,7 @@ async def n_restored(worker: PromptSupervisor, question: str) -> int:
     messages = [{"role": "user", "content": question}, {"role": "assistant", "content": "a  time"}]
     job = parse("chat", {"messages": [*messages, {"role": "user", "content": "?"}]}, "asked")
     (prompt,) = (await worker.call(job)).prompts
-    return prompt.tokenized.n_restored
+    return prompt.prompt.n_restored
 
 
 async def reply_tokens(worker: PromptSupervisor) -> bytes:
