@@ -1,5 +1,6 @@
-"""Prompt text with control-token markers: the cut points at which it may be tokenized in two runs, and its
-comparison with the text of a session's tokens, as many of which are kept as stand for the prompt's text.
+"""Cut points of a prompt's text, at which it may be tokenized in two runs, and comparison with a session's text.
+
+Of a session's tokens as many are kept as stand for the text of the prompt.
 
 A *cut point* lies just before a control token at which tokenizing is exact: the tokens of both sides are those of
 the whole. Text whose tokens are remembered up to a cut point keeps those tokens, and only the rest is tokenized.
