@@ -116,6 +116,9 @@ def build_key(version: str) -> dict[str, str]:
         SetupError: there is no C++ compiler.
     """
     key = {name: os.environ[name] for name in BUILD_VARIABLES if os.environ.get(name)}
+    if is_amx_broken():
+        for name in ("CFLAGS", "CXXFLAGS"):
+            key[name] = f"{key.get(name, '')} -U__AMX_INT8__".strip()
     key["version"] = version
     key["platform"] = sysconfig.get_platform()
     key["compiler"] = compiler_identity()
@@ -184,23 +187,21 @@ int main() {
 """
 
 
-def turn_off_broken_amx() -> None:
-    """Build without AMX where the compiler gets it wrong: llama.cpp would end with SIGILL at its first prompt.
+def is_amx_broken() -> bool:
+    """True if code with AMX would crash: llama.cpp would end with SIGILL at its first prompt.
 
     GCC's `_tile_loadconfig` reads 64 bytes and declares 8, so that the optimizer removes the stores to the others
     (GCC 12 does so; llama.cpp's pull request 26954). A hypervisor may also announce AMX and not provide it.
     """
     compiler = _compiler()
     if "amx_int8" not in cpu_features().split() or not compiler:
-        return
+        return False
     with tempfile.TemporaryDirectory() as folder:
         program = str(Path(folder) / "probe")
         command = [*shlex.split(compiler), "-O3", "-march=native", "-x", "c++", "-", "-o", program]
         built = subprocess.run(command, input=AMX_PROBE, text=True, capture_output=True, check=False)
-        if built.returncode == 0 and subprocess.run([program], check=False).returncode == 0:
-            return
-    for name in ("CFLAGS", "CXXFLAGS"):
-        os.environ[name] = f"{os.environ.get(name, '')} -U__AMX_INT8__".strip()
+        has_run = built.returncode == 0 and Path(program).exists() and subprocess.run([program], check=False)
+        return not has_run or has_run.returncode != 0
 
 
 def _first_line(command: list[str], pattern: str = "") -> str:
@@ -247,7 +248,8 @@ def get_or_build(source: str, key: dict[str, str], cache: Path, python: Path) ->
         finished.mkdir()
         command = [str(python), "-m", "pip", "wheel", "--verbose", "--no-cache-dir", "--no-deps"]
         command += ["--no-binary", "llama-cpp-python", "--wheel-dir", str(finished), source]
-        run_showing_progress(command, f"building {Path(source).name}", log, BUILD_FIXES)
+        variables = {name: key[name] for name in BUILD_VARIABLES if name in key}
+        run_showing_progress(command, f"building {Path(source).name}", log, BUILD_FIXES, variables)
         log.rename(finished / "build.log")
         (finished / "key.json").write_text(json.dumps(key, indent=2, sort_keys=True) + "\n", encoding="utf-8")
         try:
@@ -273,8 +275,12 @@ BUILD_FIXES = (
 PROGRESS = re.compile(r"\[ *(\d+/\d+|\d+%)\] |(?:Collecting|Downloading) ([A-Za-z][\w.]*(?:-[A-Za-z]\w*)*)")
 
 
-def run_showing_progress(command: list[str], what: str, log: Path, fixes: tuple[str, ...]) -> None:
+def run_showing_progress(
+    command: list[str], what: str, log: Path, fixes: tuple[str, ...], variables: dict[str, str] | None = None
+) -> None:
     """Run a command with its output in `log`, and show on one line how long it has run and how far it is.
+
+    `variables` are environment variables besides our own.
 
     Raises:
         SetupError: it failed; the message holds the log's last lines, its path, and the usual fixes.
@@ -283,7 +289,12 @@ def run_showing_progress(command: list[str], what: str, log: Path, fixes: tuple[
     progress = ProgressLine(what)
     with log.open("wb") as sink, log.open(encoding="utf-8", errors="replace") as source:
         process = subprocess.Popen(
-            command, stdout=sink, stderr=subprocess.STDOUT, cwd=str(ROOT), start_new_session=True
+            command,
+            stdout=sink,
+            stderr=subprocess.STDOUT,
+            cwd=str(ROOT),
+            env={**os.environ, **(variables or {})},
+            start_new_session=True,
         )
         try:
             while process.poll() is None:
@@ -388,7 +399,6 @@ def main(extras: list[str]) -> None:
     constraints = CONSTRAINTS.read_text(encoding="utf-8")
     declared = constraints + (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     version = wanted_version(constraints)
-    turn_off_broken_amx()
     key = build_key(version)
     stamp = read_stamp()
     wanted = wanted_stamp(key, declared, {*extras, *stamp.get("extras", [])})

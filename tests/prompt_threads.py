@@ -19,6 +19,7 @@ from llamaslot.base.commands import (
     Prepare,
     PromptPart,
     TextPart,
+    TokensPart,
 )
 from llamaslot.base.errors import LlamaslotError, UnavailableError
 from llamaslot.base.generation.request_context import ReplyOptions, RequestContext, RequestPolicy
@@ -97,7 +98,7 @@ class LocalPrompts:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(self._has_ended, pending.number, future)
 
-        self.worker.carry_out(pending.job, pending.lane).add_done_callback(ended)
+        self.worker.carry_out(pending.job).add_done_callback(ended)
 
     def _has_ended(self, number: int, future: Future[JobResult]) -> None:
         pending, error = self.lanes.end(number), future.exception()
@@ -125,12 +126,16 @@ class TextReader(RequestReader):
         return super().read(job)
 
 
-def text_request(
-    name: str, parts: Sequence[PromptPart] | str, *, add_special: bool = True, **fields: Any
-) -> TextRequest:
-    """A request for a prompt; `fields` are those of `GenerateParams`."""
+def text_request(name: str, parts: Sequence[PromptPart] | str, **fields: Any) -> TextRequest:
+    """A request for a prompt; `fields` are its own, and those of `GenerateParams`."""
     prompt = (TextPart(parts),) if isinstance(parts, str) else tuple(parts)
-    return TextRequest(GenerateParams(name, **fields), prompt, add_special)
+    own = {field: fields.pop(field) for field in ("session_id", "session_branch", "owner") if field in fields}
+    return TextRequest(GenerateParams(name, **fields), prompt, **own)
+
+
+def without_bos(text: str) -> tuple[TokensPart]:
+    """A prompt of the fake vocabulary's tokens of a text alone."""
+    return (TokensPart(tuple(text.encode())),)
 
 
 def prepare_text(*requests: TextRequest) -> PrepareText:

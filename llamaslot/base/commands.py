@@ -86,14 +86,6 @@ class GenerateParams(msgspec.Struct, frozen=True):
     """Id shared by the `n` completions of one prompt; empty if `n` is 1."""
     id_slot: int = -1
     """The slot to run in, or -1 for the best one."""
-    client_request_id: str = ""
-    """The client's `X-Request-Id`, used in the log only."""
-    session_id: str = ""
-    """The client's name for the conversation; empty for none."""
-    session_branch: str = ""
-    """Distinguishes conversations of one session, such as those of sub-agents, by their beginning."""
-    owner: str = ""
-    """The `Caller.owner` whose share of memory is charged for the remembered reply."""
     client: str = ""
     """A digest that identifies the client: of the API key, else of the session, else of the address.
 
@@ -128,12 +120,12 @@ class GenerateParams(msgspec.Struct, frozen=True):
 
 
 class Generate(msgspec.Struct, frozen=True, tag="generate"):
-    """One completion of a tokenized prompt."""
+    """One completion of a tokenized prompt; in `Prepared` all `n` of them."""
 
     params: GenerateParams
     prompt: TokenizedPrompt
     waited_s: float = 0.0
-    """Seconds since the request was prepared."""
+    """Seconds since the request was prepared, when the engine gets it."""
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
@@ -169,21 +161,14 @@ class Prepare(msgspec.Struct, frozen=True, tag="prepare"):
     """
 
 
-class PreparedPrompt(msgspec.Struct, frozen=True):
-    """One prompt of a body."""
-
-    params: GenerateParams
-    tokenized: TokenizedPrompt
-    text: str = ""
-    """Its text as the model sees it, if the reply shows it."""
-    echo: str = ""
-    """Its text as the client gave it, if the reply begins with it."""
-
-
 class Prepared(msgspec.Struct, frozen=True, tag="prepared"):
     """The prompts of a body, and the options of its reply."""
 
-    prompts: tuple[PreparedPrompt, ...]
+    prompts: tuple[Generate, ...]
+    texts: tuple[str, ...]
+    """The text of each prompt as the model sees it; empty if the reply does not show it."""
+    echoes: tuple[str, ...]
+    """The text of each prompt as the client gave it; empty if the reply does not begin with it."""
     options: ReplyOptions
 
 
@@ -238,8 +223,7 @@ class InspectCache(msgspec.Struct, frozen=True, tag="inspect_cache"):
 class ProbePrompt(msgspec.Struct, frozen=True, tag="probe_prompt"):
     """Ask what is cached of a tokenized prompt, which is not run; answered by `CacheProbe`."""
 
-    params: GenerateParams
-    prompt: TokenizedPrompt
+    generate: Generate
 
 
 class DropSession(msgspec.Struct, frozen=True, tag="drop_session"):

@@ -170,8 +170,8 @@ async def watch_memory(
 
     `wake` makes the engine plan, which evicts what exceeds the budget.
     """
-    is_readable = True
-    while cache.ram_budget.max_bytes:
+    is_readable, budget = True, cache.ram_budget
+    while budget.max_bytes:
         try:
             reading = await asyncio.to_thread(read)
         except Exception as error:
@@ -181,9 +181,9 @@ async def watch_memory(
             is_readable = False
         else:
             is_readable = True
-            before = cache.ram_budget.n_bytes
+            before = budget.n_bytes
             _adapt_budget(cache, reading, clock())
-            if cache.ram_budget.n_bytes != before:
+            if budget.n_bytes != before:
                 wake()
         await asyncio.sleep(_MEMORY_INTERVAL_S)
 

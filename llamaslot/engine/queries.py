@@ -79,6 +79,7 @@ class Queries:
         lacks_disk: bool,
     ) -> None:
         self._scheduler = scheduler
+        self._dropper = scheduler.cache.dropper
         self._backend = backend
         self._self_test = self_test
         self._slot_actions = slot_actions
@@ -132,7 +133,7 @@ class Queries:
 
     def _probe(self, query: commands.ProbePrompt) -> CacheProbe:
         """Return what is cached of a prompt."""
-        params, prompt = query.params, query.prompt
+        params, prompt = query.generate.params, query.generate.prompt
         n_tokens = prompt.n_tokens
         if not params.cache_prompt:
             return CacheProbe(n_tokens, 0, 0, 0, n_tokens, 0, "off")
@@ -165,7 +166,7 @@ class Queries:
 
     def _clear(self, respond: Respond) -> None:
         """Drop all idle prefixes."""
-        cleared = self._scheduler.cache.dropper.drop()
+        cleared = self._dropper.drop()
         _log.info("cache.cleared", **msgspec.structs.asdict(cleared))
         if self._disk is not None:
             self._disk.start(self._scheduler.cache.take_jobs())
@@ -174,8 +175,8 @@ class Queries:
 
     def _drop_paths(self, query: commands.DropPaths, respond: Respond) -> None:
         """Drop the paths of a session."""
-        forks = self._scheduler.cache.dropper.forks(query.namespace, query.paths)
-        dropped = self._scheduler.cache.dropper.drop_paths(query.namespace, query.paths)
+        forks = self._dropper.forks(query.namespace, query.paths)
+        dropped = self._dropper.drop_paths(query.namespace, query.paths)
         _log.info("session.dropped", **msgspec.structs.asdict(dropped))
         if self._disk is not None:
             self._disk.start(self._scheduler.cache.take_jobs())

@@ -66,7 +66,7 @@ _NO_BUDGETS = Budgets()
 class CheckpointSettings:
     """Checkpoints of a model with a partial state, whose prefixes are reused through them.
 
-    Fixed except for the cost, which `CacheSettings.learn` may set later.
+    Fixed except for the cost, which `CacheSettings.set_costs` may set later.
     """
 
     kind: StateKind = StateKind.NONE
@@ -91,7 +91,7 @@ class CacheSettings:
     """Size and policy of the cache.
 
     Fixed except for the layout with its sequences (`KVCache.set_layout`), `is_on_trial`, and costs and what follows
-    from them: if they could not be measured at start, `learn` sets them later.
+    from them: if they could not be measured at start, `set_costs` sets them later.
     """
 
     n_slots: int

@@ -103,7 +103,6 @@ class NumberedJob(msgspec.Struct, frozen=True, tag="job"):
     """A job; answered by one `JobDone` with its number."""
 
     number: int
-    lane: int
     job: Job
 
 

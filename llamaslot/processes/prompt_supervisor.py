@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -46,7 +46,7 @@ _NO_GPU = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
 _READY_TIMEOUT_S = 30.0
 """Least time that the first process gets to load the vocabulary and to try the chat template."""
 _PAUSE_S = 1.0
-"""Time before the process is started again, for each process in a row that did not become ready."""
+"""Time before the process is started again, for each process in a row that answered no job."""
 _MAX_PAUSE_S = 30.0
 _MIN_LOST = 0.02
 """Fraction of the time limit. Less time than this without a CPU does not extend a job's deadline."""
@@ -84,8 +84,12 @@ class PromptSupervisor(Supervisor):
         self._overdue: list[PendingJob] = []
         self._memory = TokenMemory(clock=time.monotonic)
         """A copy of what is remembered, for a new process."""
+        self._has_answered = False
+        """True if the present process has answered a job."""
         self._n_failures = 0
-        """Processes in a row that did not become ready."""
+        """Processes in a row that answered none."""
+        self._n_crashed_starts = 0
+        """Processes in a row that crashed before they were ready."""
         self.on_restarted: Callable[[], None] = lambda: None
         """Called when another process takes jobs."""
 
@@ -124,6 +128,7 @@ class PromptSupervisor(Supervisor):
         return future
 
     def _on_started(self) -> None:
+        self._has_answered = False
         self.send(LoadVocab(self._config))
         if self._model is not None:
             self._send_model(self._model)
@@ -158,7 +163,7 @@ class PromptSupervisor(Supervisor):
         """Send the jobs that may run now."""
         while self._is_ready and (pending := self.lanes.begin_next()) is not None:
             try:
-                self.send(NumberedJob(pending.number, pending.lane, pending.job))
+                self.send(NumberedJob(pending.number, pending.job))
             except UnicodeEncodeError:
                 self.lanes.end(pending.number).fail(InvalidRequestError("the text is invalid Unicode"))
                 continue
@@ -195,6 +200,7 @@ class PromptSupervisor(Supervisor):
 
     def _job_done(self, done: JobDone) -> None:
         self.stats = done.stats
+        self._has_answered = True
         pending = self.lanes.end(done.number)
         if pending.timer is not None:
             pending.timer.cancel()
@@ -228,22 +234,26 @@ class PromptSupervisor(Supervisor):
         refusal, self._refusal = self._refusal, None
         if self.is_stopping:
             error = UnavailableError("the server is shutting down")
-            self._fail_all(error)
+            self._fail(list(self.lanes.jobs.values()), error)
             if not self._loaded.done():
                 self._loaded.set_exception(error)
             return None
         reason = refusal.message if refusal is not None else end.text
         _log.error("prompt_worker.ended", reason=reason, jobs=[type(each.job).__name__ for each in running])
-        self._n_failures = 0 if was_ready else self._n_failures + 1
-        if self._n_failures and end.is_crash and refusal is None:
-            # The next process could crash on the same records.
+        self._n_failures = 0 if self._has_answered else self._n_failures + 1
+        has_crashed = end.is_crash and not was_ready and refusal is None
+        self._n_crashed_starts = self._n_crashed_starts + 1 if has_crashed else 0
+        if self._n_crashed_starts > 1 and self._memory.records():
+            # It may be the records: the next process would crash on them, too.
+            _log.error("prompt_worker.texts_dropped", reason="it crashed twice while it took them over")
             self._memory.clear()
         if self._n_failures >= _MAX_TRIES or refusal is not None:
             failed = refusal or UnavailableError(f"the prompt worker does not start: {end.text}", retry_after=1)
             if not self._loaded.done():
                 self._loaded.set_exception(failed)
                 return None
-            self._fail_all(UnavailableError(f"the prompt worker does not start: {failed.message}", retry_after=1))
+            waiting = UnavailableError(f"the prompt worker does not start: {failed.message}", retry_after=1)
+            self._fail([each for each in self.lanes.jobs.values() if each not in running], waiting)
         self._blame(running, end)
         return min(_PAUSE_S * self._n_failures, _MAX_PAUSE_S)
 
@@ -266,8 +276,8 @@ class PromptSupervisor(Supervisor):
             if pending.future.done():
                 del self.lanes.jobs[pending.number]
 
-    def _fail_all(self, error: LlamaslotError) -> None:
-        """Fail all jobs, of which none is running."""
-        for pending in self.lanes.jobs.values():
+    def _fail(self, jobs: Sequence[PendingJob], error: LlamaslotError) -> None:
+        """Fail jobs of which none is running."""
+        for pending in jobs:
             pending.fail(error)
-        self.lanes.jobs.clear()
+            del self.lanes.jobs[pending.number]

@@ -15,10 +15,10 @@ from llamaslot.base.commands import (
     BadBody,
     DropPaths,
     DropSession,
+    Generate,
     Needs,
     Prepare,
     Prepared,
-    PreparedPrompt,
 )
 from llamaslot.base.errors import InvalidRequestError, LlamaslotError, ServerError
 from llamaslot.base.generation.request_context import ListItems
@@ -37,6 +37,7 @@ from llamaslot.prompts.prompt_jobs import (
     Release,
     Remember,
     activity_of,
+    lane_of,
 )
 from llamaslot.prompts.remembering import PromptContext
 from llamaslot.prompts.tokenizer import Tokenizer
@@ -88,12 +89,12 @@ class PromptWorker:
         except Exception:
             _log.exception("prompt_worker.failed", job="prepare")
 
-    def carry_out(self, job: Job, lane: int, on_prompt: Callable[[], None] = lambda: None) -> Future[JobResult]:
+    def carry_out(self, job: Job, on_prompt: Callable[[], None] = lambda: None) -> Future[JobResult]:
         """Carry out a job on a thread of its lane. The future has its result or a `LlamaslotError`.
 
         `on_prompt` is called before each prompt of a body but the first: the time limit is one of each prompt.
         """
-        return self._threads[lane].submit(self._carry_out, job, on_prompt)
+        return self._threads[lane_of(job)].submit(self._carry_out, job, on_prompt)
 
     def _carry_out(self, job: Job, on_prompt: Callable[[], None]) -> JobResult:
         try:
@@ -146,16 +147,14 @@ class PromptWorker:
                 self._tokenizer.check_fits(contexts[-1].prompt)
         self._prompts[job.context.request_id] = contexts
         shows_text = job.is_run and (job.context.shows_prompt or options.verbose)
-        prompts = [
-            PreparedPrompt(
-                each.request.params,
-                each.prompt,
-                text=self._tokenizer.detokenize(each.prompt.tokens.tolist()) if shows_text else "",
-                echo=self._tokenizer.echo(each) if options.echo else "",
-            )
-            for each in contexts
-        ]
-        return Prepared(tuple(prompts), options)
+        return Prepared(
+            tuple(Generate(each.request.params, each.prompt) for each in contexts),
+            tuple(
+                self._tokenizer.detokenize(each.prompt.tokens.tolist()) if shows_text else "" for each in contexts
+            ),
+            tuple(self._tokenizer.echo(each) if options.echo else "" for each in contexts),
+            options,
+        )
 
     def _context(self, job: Remember | Locate) -> PromptContext | None:
         """Return a prompt of a request, if it was prepared and not released."""

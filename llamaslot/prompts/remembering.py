@@ -16,7 +16,6 @@ from msgspec import structs
 from llamaslot.base.commands import TextPart
 from llamaslot.base.events import FinishReason
 from llamaslot.base.generation.tools import ParserOptions
-from llamaslot.base.namespaces import salt_namespace
 from llamaslot.base.text_records import ChatTurn, RememberedReply, session_digest
 from llamaslot.base.tokens import WIDTH, TokenizedPrompt, packed
 from llamaslot.formats.format import Format, ParsedMessage
@@ -57,7 +56,7 @@ def remembered_reply(
 
     It cannot if it is empty, was sent only in part, or ends within a call, whose markup then lacks its end.
     """
-    params, turn = context.request.params, context.request.chat
+    request, turn = context.request, context.request.chat
     text, ids, has_ended = sent
     if turn is None or not ids:
         return None
@@ -83,8 +82,8 @@ def remembered_reply(
         closing=text[-_MAX_CLOSING:],
         tokens=own,
         n_reply=before.n_reply + len(ids),
-        session=session_digest(salt_namespace(params.cache_salt), params.session_id) if params.session_id else b"",
-        owner=params.owner,
+        session=session_digest(request.namespace, request.session_id) if request.session_id else b"",
+        owner=request.owner,
     )
 
 

@@ -28,9 +28,8 @@ import numpy as np
 from msgspec import structs
 
 from llamaslot.base.backend import Vocab
-from llamaslot.base.commands import GenerateParams, PromptPart, TextPart, TokensPart
+from llamaslot.base.commands import PromptPart, TextPart, TokensPart
 from llamaslot.base.errors import ContextSizeError, InvalidRequestError
-from llamaslot.base.namespaces import salt_namespace
 from llamaslot.base.text_records import Session, TextAnchor, TextRecord, session_digest
 from llamaslot.base.tokens import (
     WIDTH,
@@ -125,7 +124,7 @@ class Tokenizer:
         if restored is not None and restored.prompt.n_tokens < self._n_ctx:
             return restored
         text = self._scan(request)
-        has_session = request.params.session_id and request.params.cache_prompt
+        has_session = request.session_id and request.params.cache_prompt
         found = self._from_session(request, text) if has_session else self._from_anchor(request, text)
         prompt = found.prompt
         if len(prompt.tokens) >= self._n_ctx and (prompt.n_anchored or prompt.session_match):
@@ -164,12 +163,12 @@ class Tokenizer:
         With the id of its completion, a chat's reply that was written in a format is remembered by its meaning too.
         A cancelled reply is not, because the client may have received less than was sent.
         """
-        params, is_chat = context.request.params, context.request.chat is not None
-        if context.text is None and not params.session_id and not is_chat:
+        request, is_chat = context.request, context.request.chat is not None
+        if context.text is None and not request.session_id and not is_chat:
             return ()
-        sent = self._sent(generated.tolist(), n_sent, params.preserved_tokens)
+        sent = self._sent(generated.tolist(), n_sent, request.params.preserved_tokens)
         anchor = self._add_anchor(context, sent) if sent.tokens else None
-        session = self._session_after(context, generated, sent) if params.session_id else None
+        session = self._session_after(context, generated, sent) if request.session_id else None
         message = None
         if is_chat and completion_id and format_ is not None:
             message = remembered_reply(context, completion_id, sent, format_)
@@ -184,7 +183,7 @@ class Tokenizer:
         Tokens that the model wants before the prompt count as none.
         """
         request = context.request
-        n_added = len(self._added_tokens(request)) if isinstance(request.parts[0], TextPart) else 0
+        n_added = len(self._added_tokens) if isinstance(request.parts[0], TextPart) else 0
         return n_characters(self._written(context.prompt.tokens[n_added:n_tokens]).data)
 
     def tokenize(self, prompt: Sequence[PromptPart], *, add_special: bool = False) -> list[int]:
@@ -219,7 +218,7 @@ class Tokenizer:
         is_text = bool(texts) and len(texts) == len(request.parts)
         if self._scanner is None or not request.params.cache_prompt or not is_text:
             return None
-        return self._scanner.scan(texts, _text_namespace(request))
+        return self._scanner.scan(texts, request.namespace)
 
     def _with_replies(self, request: TextRequest) -> PromptContext | None:
         """Tokenize the prompt after the tokens of remembered replies; None if it has none."""
@@ -235,16 +234,15 @@ class Tokenizer:
         prompt = TokenizedPrompt(
             packed(np.concatenate([known, own])), n_restored=len(known), n_replies=restored.n_reply
         )
-        params = request.params
-        if not params.session_id:
+        if not request.session_id:
             return PromptContext(request, prompt)
-        session = self._session_of(params)
+        session = self._session_of(request)
         match: SessionMatch = "new" if session is None else "tokens"
         if self._scanner is None:
             return PromptContext(request, structs.replace(prompt, session_match=match))
-        n_added = len(self._added_tokens(request))
+        n_added = len(self._added_tokens)
         written = self._written(known[n_added:]).data
-        text = self._scanner.scan(request.rest, _text_namespace(request), written)
+        text = self._scanner.scan(request.rest, request.namespace, written)
         is_edited = False
         if session is not None and session.is_text:
             compared = SessionComparison(text.data, session, self._written(session.text_tokens))
@@ -256,24 +254,22 @@ class Tokenizer:
     def _from_anchor(self, request: TextRequest, text: PromptText | None) -> PromptContext:
         """Tokenize the prompt from the last cut point that has a text anchor, or all of it."""
         if text is None:
-            own = tokenize_parts(self._vocab, request.parts, add_special=request.add_special)
+            own = tokenize_parts(self._vocab, request.parts, add_special=True)
             return PromptContext(request, TokenizedPrompt(packed(own)))
         cut, anchored = self._anchored(text)
         runs = [unpacked(anchored)] if anchored else []
         middle = text.parts(cut.at if cut is not None else 0, text.last_cut)
         for parts in filter(None, (middle, text.parts(text.last_cut) or [TextPart("")])):
-            runs.append(tokenize_parts(self._vocab, parts, add_special=request.add_special and not runs))
+            runs.append(tokenize_parts(self._vocab, parts, add_special=not runs))
         prompt = TokenizedPrompt(packed(np.concatenate(runs)), len(anchored) // WIDTH)
         return PromptContext(request, prompt, text, sum(map(len, runs[:-1])))
 
     def _from_session(self, request: TextRequest, text: PromptText | None) -> PromptContext:
         """Keep the tokens of the prompt's session as far as their text is the prompt's."""
-        session = self._session_of(request.params)
+        session = self._session_of(request)
         if session is None:
             return _with(self._from_anchor(request, text), session_match="new")
-        is_comparable = session.is_text and np.array_equal(
-            self._added_tokens(request), session.ids[: session.n_added]
-        )
+        is_comparable = session.is_text and np.array_equal(self._added_tokens, session.ids[: session.n_added])
         if text is None or self._scanner is None or not is_comparable:
             return _with(self._from_anchor(request, text), session_match="tokens")
         compared = SessionComparison(text.data, session, self._written(session.text_tokens))
@@ -322,33 +318,32 @@ class Tokenizer:
         if self._scanner.has_control_token(ends[-1].text, len(ends[-1].text) - len(reply)):
             return None
         tokens = np.concatenate([context.prompt.tokens, np.array(sent.tokens, dtype=np.int32)])
-        owner = context.request.params.owner
-        add_special = context.request.add_special and not text.last_cut
-        if np.array_equal(tokenize_parts(self._vocab, [*others, *ends], add_special=add_special), tokens[n_head:]):
+        own = tokenize_parts(self._vocab, [*others, *ends], add_special=not text.last_cut)
+        if np.array_equal(own, tokens[n_head:]):
             return None
         cut, _ = self._anchored(text)
         parent = cut.digest if cut is not None else b""
-        return self.memory.add_anchor(text.digest_with(reply), packed(tokens), parent, owner)
+        return self.memory.add_anchor(text.digest_with(reply), packed(tokens), parent, context.request.owner)
 
     def _session_after(self, context: PromptContext, generated: Tokens, sent: SentReply) -> Session:
         """Return the session of a prompt, with the prompt and its reply as its last sequence."""
-        params, text, tokens = context.request.params, context.text, context.prompt.tokens
-        n_added, n_prompt = len(self._added_tokens(context.request)), len(tokens)
+        request, text, tokens = context.request, context.text, context.prompt.tokens
+        n_added, n_prompt = len(self._added_tokens), len(tokens)
         session = Session(
-            key=_session_key(params),
-            session=session_digest(salt_namespace(params.cache_salt), params.session_id),
-            owner=params.owner,
+            key=_session_key(request),
+            session=session_digest(request.namespace, request.session_id),
+            owner=request.owner,
             tokens=packed(np.concatenate([tokens, generated])),
             n_added=n_added,
             n_prompt=n_prompt,
             n_text=n_prompt + len(sent.tokens),
             is_text=text is not None and self._written(tokens[n_added:]).data == text.data,
         )
-        earlier = self._session_of(params)
+        earlier = self._session_of(request)
         return session if earlier is None else session.continuing(earlier)
 
-    def _session_of(self, params: GenerateParams) -> Session | None:
-        return self.memory.session(_session_key(params))
+    def _session_of(self, request: TextRequest) -> Session | None:
+        return self.memory.session(_session_key(request))
 
     def _sent(self, generated: list[int], n_sent: int, preserved_tokens: Container[int]) -> SentReply:
         """Return the text of a reply that was sent, and its tokens.
@@ -381,9 +376,10 @@ class Tokenizer:
     def _written(self, tokens: Tokens) -> MarkedText:
         return MarkedText.of(tokens.tolist(), self._pieces)
 
-    def _added_tokens(self, request: TextRequest) -> Tokens:
-        """Return the tokens that the model wants before a prompt."""
-        return self._vocab.tokenize("", add_special=request.add_special, parse_special=True)
+    @property
+    def _added_tokens(self) -> Tokens:
+        """The tokens that the model wants before a prompt."""
+        return self._vocab.tokenize("", add_special=True, parse_special=True)
 
     def _check_ids(self, parts: Iterable[PromptPart], param: str = "prompt") -> None:
         """Raise `InvalidRequestError` for token ids outside of the vocabulary."""
@@ -394,12 +390,8 @@ class Tokenizer:
             raise InvalidRequestError(f"{param} names token {wrong}; the vocabulary has {n_tokens}", param=param)
 
 
-def _text_namespace(request: TextRequest) -> str:
-    return f"{salt_namespace(request.params.cache_salt)} {request.add_special}"
-
-
-def _session_key(params: GenerateParams) -> bytes:
-    return session_digest(salt_namespace(params.cache_salt), params.session_id, params.session_branch)
+def _session_key(request: TextRequest) -> bytes:
+    return session_digest(request.namespace, request.session_id, request.session_branch)
 
 
 def _with(context: PromptContext, **changes: object) -> PromptContext:

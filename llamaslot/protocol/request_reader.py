@@ -34,7 +34,6 @@ from llamaslot.base.generation.request_context import (
 )
 from llamaslot.base.generation.tools import ParserOptions, encoded_tools
 from llamaslot.base.model import ModelInfo
-from llamaslot.base.namespaces import salt_namespace
 from llamaslot.protocol.anthropic import CountTokensBody, MessagesBody, chat_of, field_names
 from llamaslot.protocol.bodies import (
     ChatBody,
@@ -244,7 +243,7 @@ class RequestReader:
                 lambda messages, wants_reply: chats.render_messages(
                     body, messages, use.definitions, wants_reply=wants_reply, only_text=not wants_reply
                 ),
-                digest_of(salt_namespace(request.params.cache_salt).encode(), of_template),
+                digest_of(request.namespace.encode(), of_template),
                 lambda bare: msgspec.structs.replace(parser, reasoning_open=chats.format.reasoning_open_at(bare)),
                 variables=digest_of(of_template, b"tools" if use.definitions else b""),
             )

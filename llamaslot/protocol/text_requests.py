@@ -33,7 +33,7 @@ from llamaslot.base.errors import ForbiddenError, InvalidRequestError, NotSuppor
 from llamaslot.base.generation.request_context import RequestContext, RequestPolicy
 from llamaslot.base.generation.sampling import INFILL, Sampling, named_samplers
 from llamaslot.base.model import FimTokens, ModelInfo
-from llamaslot.base.namespaces import PUBLIC_SALT, client_salt, key_salt
+from llamaslot.base.namespaces import PUBLIC_SALT, client_salt, key_salt, salt_namespace
 from llamaslot.base.text_records import ChatTurn
 from llamaslot.protocol.bodies import (
     MAX_TOP_LOGPROBS,
@@ -74,12 +74,21 @@ class TextRequest:
 
     params: GenerateParams
     parts: Prompt
-    add_special: bool = True
-    """Put the model's BOS before a prompt that starts with text."""
     chat: ChatTurn | None = None
     """Of a chat whose reply may be remembered."""
     rest: tuple[TextPart, ...] = ()
     """The prompt after the tokens that `chat` restores; `parts` is the same conversation without them."""
+    session_id: str = ""
+    """The client's name for the conversation; empty for none."""
+    session_branch: str = ""
+    """Distinguishes conversations of one session, such as those of sub-agents, by their beginning."""
+    owner: str = ""
+    """The `Caller.owner` whose share of memory is charged for the remembered reply."""
+
+    @property
+    def namespace(self) -> str:
+        """The namespace in which its KV and its texts may be reused."""
+        return salt_namespace(self.params.cache_salt)
 
 
 class BodyTokenizer(Protocol):
@@ -138,6 +147,7 @@ def text_requests(
     info: ModelInfo,
     *,
     tokens_of: TokensOf,
+    session_branch: str = "",
     **of_kind: Any,
 ) -> tuple[TextRequest, ...]:
     """Return a request for each prompt, with `n` completions. Raises `InvalidRequestError`.
@@ -177,20 +187,17 @@ def text_requests(
         cache_prompt=_first(options.cache_prompt, options.cache_public or None, settings.cache_prompt),
         cache_salt=salt,
         id_slot=id_slot,
-        client_request_id=context.caller.client_request_id,
-        session_id=session_id,
-        owner=context.caller.owner,
         client=context.caller.client(session_id),
         n=n,
         prompt_probs=prompt_probs,
         **of_kind,
     )
+    owner, replace = context.caller.owner, msgspec.structs.replace
     if len(prompts) == 1:
-        return (TextRequest(params, prompts[0]),)
-    # Several prompts are no conversation.
-    replace = msgspec.structs.replace
+        return (TextRequest(params, prompts[0], session_id=session_id, session_branch=session_branch, owner=owner),)
+    # Several prompts are no conversation, and have no session.
     return tuple(
-        TextRequest(replace(params, request_id=f"{params.request_id}-{i}", session_id=""), prompt)
+        TextRequest(replace(params, request_id=f"{params.request_id}-{i}"), prompt, owner=owner)
         for i, prompt in enumerate(prompts)
     )
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import structlog
 
 from llamaslot.base.callers import Amounts
-from llamaslot.base.commands import GenerateParams, PreparedPrompt
+from llamaslot.base.commands import Generate, GenerateParams
 from llamaslot.base.errors import InvalidRequestError, LlamaslotError, QueueFullError, UnavailableError
 from llamaslot.base.tokens import TokenizedPrompt
 from llamaslot.service.metrics import Metrics
@@ -139,13 +139,13 @@ class ProbsLimit(NamedTuple):
         """The most probabilities of which the reply may have its copies."""
         return self.flag_value // self.n_copies
 
-    def check(self, prompts: Sequence[PreparedPrompt], n_ctx: int) -> None:
+    def check(self, prompts: Sequence[Generate], n_ctx: int) -> None:
         """Raise `InvalidRequestError` if a reply to these prompts would have more.
 
         A reply without `max_tokens` is known to be long with `ignore_eos` only.
         """
         n = 0
-        for params, n_prompt in ((each.params, each.tokenized.n_tokens) for each in prompts):
+        for params, n_prompt in ((each.params, each.prompt.n_tokens) for each in prompts):
             n_new = n_ctx - n_prompt
             if params.max_tokens >= 0:
                 n_new = min(n_new, params.max_tokens)

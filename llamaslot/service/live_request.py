@@ -24,11 +24,12 @@ from typing import TypeAlias
 import msgspec
 
 from llamaslot.base.callers import Caller
-from llamaslot.base.commands import GenerateParams, PreparedPrompt
+from llamaslot.base.commands import Generate, GenerateParams
 from llamaslot.base.errors import IllegalTransitionError, LlamaslotError, ServerError
 from llamaslot.base.events import Cancelled, Failed, Finished, Output
 from llamaslot.base.generation.request_context import ReplyOptions
 from llamaslot.base.generation.token_probs import FLOAT_MIN, ProbRows, TokenProbs
+from llamaslot.base.tokens import TokenizedPrompt
 from llamaslot.service.limits import Capacity, ProbsLimit, ReplyBudget, request_digest
 
 
@@ -67,7 +68,7 @@ class Completion:
     """One completion, with the text and the tokens that it has produced so far."""
 
     def __init__(
-        self, index: int, params: GenerateParams, prompt: PreparedPrompt, prompt_number: int, live: LiveRequest
+        self, index: int, params: GenerateParams, prompt: TokenizedPrompt, prompt_number: int, live: LiveRequest
     ) -> None:
         self.index = index
         self.params = params
@@ -106,9 +107,19 @@ class Completion:
         return self.params.request_id
 
     @property
+    def prompt_text(self) -> str:
+        """The text of its prompt as the model sees it; empty if the reply does not show it."""
+        return self.live.texts[self.prompt_number]
+
+    @property
+    def echo(self) -> str:
+        """The text of its prompt as the client gave it; empty if the reply does not begin with it."""
+        return self.live.echoes[self.prompt_number]
+
+    @property
     def digest(self) -> bytes:
         """The digest by which it is suspected of crashing the engine."""
-        return request_digest(self.params, self.prompt.tokenized)
+        return request_digest(self.params, self.prompt)
 
     @property
     def has_probs(self) -> bool:
@@ -166,9 +177,9 @@ class LiveRequest:
     """
 
     def __init__(self, caller: Caller, deadline: float | None, capacity: Capacity, budget: ReplyBudget) -> None:
+        self.caller = caller
         self.client = caller.known_client
         """Whose limit of requests it counts against; empty while only the body can name it."""
-        self.owner = caller.owner
         self.deadline = deadline
         """Time on the event loop's clock at which it must have ended, if any."""
         self.timer: asyncio.TimerHandle | None = None
@@ -180,7 +191,9 @@ class LiveRequest:
         """Request id, and key of its prompts in the prompt worker; empty once released."""
         self.prepared_at = 0.0
         """When its preparation began, on the service's clock."""
-        self.prompts: Sequence[PreparedPrompt] = ()
+        self.prompts: Sequence[Generate] = ()
+        self.texts: Sequence[str] = ()
+        self.echoes: Sequence[str] = ()
         self.options = ReplyOptions()
         self.completions: list[Completion] = []
         self.is_closed = False
@@ -222,9 +235,9 @@ class LiveRequest:
         they are passed on only.
         """
         self._probs = probs
-        for number, prompt in enumerate(self.prompts):
-            for params in prompt.params.completions():
-                self.completions.append(Completion(len(self.completions), params, prompt, number, self))
+        for number, each in enumerate(self.prompts):
+            for params in each.params.completions():
+                self.completions.append(Completion(len(self.completions), params, each.prompt, number, self))
         self._n_unread = len(self.completions)
 
     def close(self) -> None:
@@ -232,7 +245,7 @@ class LiveRequest:
         self.is_closed = True
         if self.timer is not None:
             self.timer.cancel()
-        self._budget.charge(self.owner, -self._n_bytes)
+        self._budget.charge(self.caller.owner, -self._n_bytes)
         self._n_bytes = 0
 
     @property
@@ -311,7 +324,7 @@ class LiveRequest:
     def _charge(self, n_bytes: int) -> None:
         if self.is_closed:
             return
-        self._budget.charge(self.owner, n_bytes, n_own=self._n_bytes)
+        self._budget.charge(self.caller.owner, n_bytes, n_own=self._n_bytes)
         self._n_bytes += n_bytes
 
 

@@ -174,13 +174,16 @@ class Service:
             prepared = await self._prepared(job, find)
         except (LlamaslotError, asyncio.CancelledError) as error:
             if job.is_run:
-                self.metrics.record(self._unstarted(live, error), job.context.caller.client_request_id)
+                self.metrics.record(self._unstarted(live, error), live.caller.client_request_id)
             raise
         if isinstance(prepared, BadBody):
             raise prepared.error.exception()
         live.prompts, live.options = prepared.prompts, prepared.options
+        live.texts, live.echoes = prepared.texts, prepared.echoes
         # Its body may name another client.
-        live.reserve(1, live.prompts[0].params.client)
+        live.reserve(
+            sum(each.params.n for each in live.prompts) if job.is_run else 1, live.prompts[0].params.client
+        )
 
     async def _prepared(
         self, job: Prepare, find: Callable[[References], EarlierItems] | None
@@ -209,16 +212,16 @@ class Service:
     def start(self, live: LiveRequest, probs: ProbsLimit | None = None) -> None:
         """Have the engine generate the completions of a prepared request, all or none.
 
-        Raises what `Capacity.check` raises, `InvalidRequestError` for a reply over the limit `probs` (without it
-        tokens and probabilities are passed on and not kept), and `UnavailableError` for a request with which the
-        engine has crashed twice.
+        `prepare` has reserved their places: the caller does not suspend between the two.
+
+        Raises `InvalidRequestError` for a reply over the limit `probs` (without it tokens and probabilities are
+        passed on and not kept), and `UnavailableError` for a request with which the engine has crashed twice.
         """
-        live.reserve(sum(each.params.n for each in live.prompts), live.prompts[0].params.client)
         if probs is not None:
             probs.check(live.prompts, self.info.n_ctx_slot)
         if self._suspects:
-            for prompt in live.prompts:
-                self._suspects.check(request_digest(prompt.params, prompt.tokenized))
+            for each in live.prompts:
+                self._suspects.check(request_digest(each.params, each.prompt))
         live.begin(probs)
         if live.deadline is not None:
             # The engine has it now: it ends by a terminal event, once its slot is free.
@@ -236,7 +239,7 @@ class Service:
     def owner_of(self, request_id: str) -> str:
         """Return the owner of a completion that runs or waits; empty for an unknown one."""
         completion = self._completions.get(request_id)
-        return completion.params.owner if completion is not None else ""
+        return completion.live.caller.owner if completion is not None else ""
 
     @asynccontextmanager
     async def until_deadline(self, live: LiveRequest) -> AsyncIterator[None]:
@@ -357,7 +360,7 @@ class Service:
                 self._alone = completion
             completion.handle(CompletionEvent.SEND)
             waited = self._clock() - completion.live.prepared_at
-            self._send(Generate(completion.params, completion.prompt.tokenized, waited))
+            self._send(Generate(completion.params, completion.prompt, waited))
 
     def _add_suspects(self, in_engine: list[Completion], alone: Completion | None) -> None:
         """Find the suspects of a crash: what had started, or else what the engine was about to start."""
@@ -424,7 +427,7 @@ class Service:
             error = self._deadline_error() if live.is_expired else stopped_error("")
             event = Failed(event.request_id, error.info(), event.progress)
         live.put(completion, event)
-        self.metrics.record(event, completion.params.client_request_id)
+        self.metrics.record(event, live.caller.client_request_id)
         if was_alone or self._suspects:
             # Others may have waited for this end. Not at once: the caller may be going through all completions.
             asyncio.get_running_loop().call_soon(self._send_waiting)
@@ -484,7 +487,7 @@ class Service:
     async def probe(self, live: LiveRequest) -> CacheProbe:
         """Return what is cached of the prompt of a prepared request, which is not run."""
         (prompt,) = live.prompts
-        probe = await self.ask(ProbePrompt(prompt.params, prompt.tokenized), CacheProbe)
+        probe = await self.ask(ProbePrompt(prompt), CacheProbe)
         if probe.miss in ("diverged", "changed"):
             n_characters: int = await self._answer_of(Locate(live.id, probe.prompt_tokens - probe.computed))
             if n_characters >= 0:

@@ -29,7 +29,6 @@ from llamaslot.base.commands import (
     Needs,
     Prepare,
     Prepared,
-    PreparedPrompt,
     ProbePrompt,
     Query,
     SlotAction,
@@ -99,7 +98,9 @@ PROMPT_JOBS = [
 QUERIES = [
     InspectEngine(),
     InspectCache(5, text=True),
-    ProbePrompt(GenerateParams("p", sampling=SAMPLING), TokenizedPrompt(b"\1\0\0\0", session_match="new")),
+    ProbePrompt(
+        Generate(GenerateParams("p", sampling=SAMPLING), TokenizedPrompt(b"\1\0\0\0", session_match="new"))
+    ),
     SlotAction(1, "restore", "a.bin"),
     ClearCache(),
     DropPaths("space", (b"\1\0\0\0",), b"digest"),
@@ -120,7 +121,9 @@ JOBS = [
 ]
 RESULTS = [
     Prepared(
-        (PreparedPrompt(PARAMS, TokenizedPrompt(b"\1\0\0\0"), "text", "echo"),),
+        (Generate(PARAMS, TokenizedPrompt(b"\1\0\0\0")),),
+        ("text",),
+        ("echo",),
         ReplyOptions(stream=True, response_fields=("content",), sse_ping_interval=3),
     ),
     Needs(may_compile=True),
@@ -216,7 +219,7 @@ def test_the_facts_about_a_model_come_back_equal() -> None:
 def test_schemas_of_tools_are_passed_on_without_being_decoded() -> None:
     schema = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(100)}}
     tools = tuple(Tool(f"f{i}", schema) for i in range(20_000))
-    parsed = Prepared((), ReplyOptions(parser=ParserOptions(encoded_tools(tools))))
+    parsed = Prepared((), (), (), ReplyOptions(parser=ParserOptions(encoded_tools(tools))))
     raw = msgspec.msgpack.encode(parsed)
     started = time.process_time()
     decoded = msgspec.msgpack.decode(raw, type=Prepared)

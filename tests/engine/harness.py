@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -16,6 +16,7 @@ import numpy as np
 from llamaslot.base import commands
 from llamaslot.base.backend import Backend
 from llamaslot.base.callers import Caller
+from llamaslot.base.commands import PromptPart
 from llamaslot.base.errors import LlamaslotError
 from llamaslot.base.events import (
     Cancelled,
@@ -171,12 +172,12 @@ class LocalEngine:
                 ended.put_nowait(None)
 
         try:
-            async with self.service.open(Caller(params.client, params.owner)) as live:
+            async with self.service.open(Caller(params.client, request.owner)) as live:
                 live.put = put  # type: ignore[method-assign, assignment]
                 await self.service.prepare(live, prepare_text(request))
                 self.service.start(live)
                 del self._preparing[params.request_id]
-                tokens = tuple(live.prompts[0].tokenized.tokens.tolist())
+                tokens = tuple(live.prompts[0].prompt.tokens.tolist())
                 self._emit()
                 self._outbox[:0] = [Accepted(each, tokens) for each in names]
                 for _ in names:
@@ -256,7 +257,9 @@ class Harness:
         self.is_planned = False
         """True if operations were planned and not begun."""
 
-    def submit(self, request_id: str, prompt: str, **fields: object) -> asyncio.Future[Event]:
+    def submit(
+        self, request_id: str, prompt: str | Sequence[PromptPart], **fields: object
+    ) -> asyncio.Future[Event]:
         """Send a request; the future holds its terminal event."""
         fields.setdefault("sampling", GREEDY)
         fields.setdefault("max_tokens", 8)
@@ -433,7 +436,7 @@ def draft_replies(harness: Harness, n_drafted: tuple[int, int], replies: dict[st
     scheduler.plan = planned
 
 
-async def alone(prompt: str, backend: FakeBackend, **fields: object) -> str:
+async def alone(prompt: str | Sequence[PromptPart], backend: FakeBackend, **fields: object) -> str:
     """The text that a request gives on a backend of its own."""
     async with running(backend) as harness:
         await harness.submit("alone", prompt, **fields)

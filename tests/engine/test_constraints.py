@@ -261,6 +261,25 @@ async def test_a_request_can_be_cancelled_while_its_constraint_is_compiled() -> 
         json.loads(harness.text("next"))
 
 
+async def test_a_constraint_that_waits_is_not_compiled_once_its_request_is_cancelled() -> None:
+    backend = SlowBackend(n_slots=1)
+    waits = of_lark('start: "waits"')
+    async with running(backend) as harness:
+        # Both threads are busy: one has what may take long, the other the rest.
+        for name in ("slow", "slower"):
+            harness.submit(name, name, constraint=msgspec.structs.replace(PERSON, seconds=float(name == "slower")))
+        for seconds in (0.0, 1.0):
+            harness.submit(f"waits {seconds}", "waits", constraint=msgspec.structs.replace(waits, seconds=seconds))
+        await harness.submit("free", "free")
+        for seconds in (0.0, 1.0):
+            harness.cancel(f"waits {seconds}")
+            assert isinstance(await harness.ends[f"waits {seconds}"], Cancelled)
+        backend.go.set()
+        await ended(harness, "slow")
+        await harness.submit("next", "next", constraint=of_lark('start: "next"'), max_tokens=20)
+    assert waits.grammar not in {each.grammar for each in backend.compiled}
+
+
 async def test_compiling_has_a_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = SlowBackend(n_slots=1)
     async with running(backend) as harness:

@@ -15,7 +15,7 @@ from llamaslot.base.namespaces import salt_namespace
 from llamaslot.kvcache.radix_tree import RadixTree
 from tests.engine.harness import GREEDY, Accepted, Harness, alone, running
 from tests.fake_backend import FakeBackend, FakeVocab
-from tests.prompt_threads import text_request
+from tests.prompt_threads import text_request, without_bos
 
 
 class CountingBackend(FakeBackend):
@@ -65,8 +65,8 @@ async def test_cache_prompt_off_neither_reads_nor_feeds() -> None:
         await engine.submit("1", "a prompt to remember")
         private = finished(await engine.submit("2", "a prompt to remember", cache_prompt=False))
         assert private.progress.n_cached == 0
-        await engine.submit("3", "one more private", cache_prompt=False, add_special=False)
-        after = finished(await engine.submit("4", "one more private", add_special=False))
+        await engine.submit("3", without_bos("one more private"), cache_prompt=False)
+        after = finished(await engine.submit("4", without_bos("one more private")))
         assert after.progress.n_cached == 0
         tree = engine.engine.scheduler.cache._tree
         assert {node.namespace for node in tree.nodes()} == {salt_namespace("")}
@@ -85,8 +85,7 @@ async def test_an_empty_slot_is_taken_before_a_slot_is_cut_in_half() -> None:
 async def test_without_any_match_the_least_recently_used_slot_goes() -> None:
     async with running(FakeBackend(n_slots=2, unified=False)) as engine:
         slots = [
-            finished(await engine.submit(str(i), chr(97 + i) * 20, add_special=False)).progress.slot
-            for i in range(4)
+            finished(await engine.submit(str(i), without_bos(chr(97 + i) * 20))).progress.slot for i in range(4)
         ]
         assert slots == [slots[0], slots[1], slots[0], slots[1]]
         assert slots[0] != slots[1]
@@ -114,8 +113,8 @@ async def test_more_requests_than_slots_all_finish_with_the_text_they_give_alone
 
 
 async def test_two_requests_that_want_60_percent_of_the_pool_each_both_finish() -> None:
-    long_run = {"max_tokens": 50, "sampling": Sampling(temperature=0.0, ignore_eos=True), "add_special": False}
-    prompts = {"old": "o" * 27, "young": "y" * 27}
+    long_run = {"max_tokens": 50, "sampling": Sampling(temperature=0.0, ignore_eos=True)}
+    prompts = {"old": without_bos("o" * 27), "young": without_bos("y" * 27)}
     pool = {"n_ctx": 128, "n_slots": 2}
     async with running(FakeBackend(**pool)) as engine:
         engine.backend.failures.clear()
@@ -280,16 +279,10 @@ async def test_stopping_fails_what_is_unfinished_as_unavailable() -> None:
         assert {failed(e).error.type for e in await asyncio.gather(*ends)} == {"unavailable_error"}
 
 
-@pytest.mark.parametrize(
-    ("fields", "prompt", "param"),
-    [
-        ({"add_special": False}, "", "prompt"),
-    ],
-)
-async def test_bad_requests_are_refused_by_name(fields: dict[str, object], prompt: str, param: str) -> None:
+async def test_an_empty_prompt_is_refused_by_name() -> None:
     async with running(FakeBackend(n_slots=4)) as engine:
-        refusal = failed(await engine.submit("1", prompt, **fields))
-        assert (refusal.error.type, refusal.error.param) == ("invalid_request_error", param)
+        refusal = failed(await engine.send(text_request("1", without_bos(""))))
+        assert (refusal.error.type, refusal.error.param) == ("invalid_request_error", "prompt")
 
 
 async def test_a_prompt_longer_than_a_slot_is_refused_with_both_numbers() -> None:

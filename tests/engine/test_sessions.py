@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 
 from llamaslot.backend.disk import DiskStore
-from llamaslot.base.commands import CacheCleared, ClearCache, DropSession, TextPart
+from llamaslot.base.commands import CacheCleared, ClearCache, DropSession, PromptPart, TextPart
 from llamaslot.base.errors import ErrorInfo
 from llamaslot.base.events import Cancelled, Finished, Output, Progress
 from llamaslot.base.generation.sampling import Sampling
 from tests.engine.harness import Harness, running
 from tests.fake_backend import FakeBackend
-from tests.prompt_threads import text_request
+from tests.prompt_threads import text_request, without_bos
 
 SYSTEM = "You are a helpful assistant who answers at length. " * 4
 ENDLESS = Sampling(temperature=0.0, ignore_eos=True)
@@ -29,7 +29,7 @@ async def engine() -> AsyncIterator[Harness]:
         yield harness
 
 
-async def ask(engine: Harness, prompt: str, **fields: object) -> Progress:
+async def ask(engine: Harness, prompt: str | Sequence[PromptPart], **fields: object) -> Progress:
     end = await engine.submit(f"{len(engine.ends)}", prompt, **({"session_id": "mine", "max_tokens": 6} | fields))
     assert isinstance(end, Finished)
     return end.progress
@@ -164,7 +164,7 @@ async def test_a_choice_that_shares_its_only_token_reports_no_miss(engine: Harne
 async def test_prompts_with_and_without_added_tokens_do_not_match(engine: Harness) -> None:
     await ask(engine, HELLO)
     text = HELLO + last_text(engine)
-    again = await ask(engine, text, add_special=False)
+    again = await ask(engine, without_bos(text))
     assert (again.session_match, again.n_prompt) == ("tokens", len(text))
 
 

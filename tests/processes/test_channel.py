@@ -44,7 +44,7 @@ MESSAGES = [
     Generate(GenerateParams("a", sampling=Sampling(logit_bias={3: 1.5})), TokenizedPrompt(b"1234")),
     Query("a", InspectCache(5)),
     Events([Started("a", 3), Finished("a", "eos", Progress(1, 2, 3, 4, 5.0, 6.0, 7.0)), Stopped("x")]),
-    NumberedJob(3, 1, Prepare("native", b"{}", CONTEXT)),
+    NumberedJob(3, Prepare("native", b"{}", CONTEXT)),
     JobDone(3, (TextAnchor(key=b"a", tokens=b"b", start=0),)),
 ]
 

@@ -51,6 +51,10 @@ LlamaVocab.tokenize = tokenize
 from llamaslot.prompts.tokenizer import Tokenizer
 _add_records = Tokenizer.add_records
 def add_records(self, records):
+    once = os.environ.get("LLAMASLOT_TEST_CRASH_ONCE")
+    if once and os.path.exists(once):
+        os.remove(once)
+        os.abort()
     if any(record.key == b"CRASH" for record in records):
         os.abort()
     return _add_records(self, records)
@@ -97,7 +101,7 @@ def tokenize(request_id: str, text: str = "hello", client: str = "", **fields: s
 
 async def tokens_of(worker: PromptSupervisor, *args: str, **fields: str) -> TokenizedPrompt:
     (prompt,) = (await worker.call(tokenize(*args, **fields))).prompts
-    return prompt.tokenized
+    return prompt.prompt
 
 
 async def outcomes(*futures: Any) -> list[type]:
@@ -178,23 +182,23 @@ async def test_what_was_remembered_survives_its_crash(start: Start) -> None:
     await worker.call(tokenize("open", "another", session_id="open"))
     assert worker.stats[1].known == 1
     await outcomes(worker.call(tokenize("x", "CRASH")))
-    assert (await worker.call(again)).prompts[0].tokenized.session_match == "exact"
+    assert (await worker.call(again)).prompts[0].prompt.session_match == "exact"
     records = await worker.call(Remember("open", reply, len(" a time")))
     assert not records, "of what was prepared before the crash nothing is remembered"
     assert (await worker.call(DropSession("mine"))).paths
     await outcomes(worker.call(tokenize("x", "CRASH")))
-    assert (await worker.call(again)).prompts[0].tokenized.session_match == "new"
+    assert (await worker.call(again)).prompts[0].prompt.session_match == "new"
 
 
 async def test_what_was_remembered_of_a_branch_survives_its_crash(start: Start) -> None:
     worker = await start(template=LINES)
     question = {"role": "user", "content": "Once upon"}
     job = parse("chat", {"messages": [question], "session_id": "mine", "max_tokens": 5}, "a")
-    (prompt,) = (await worker.call(job)).prompts
-    assert prompt.params.session_branch
-    await worker.call(Remember("a", b"\5\0\0\0", 1))
+    await worker.call(job)
+    (session,) = await worker.call(Remember("a", b"\5\0\0\0", 1))
+    assert session.key != session.session, "it is a branch"
     await outcomes(worker.call(tokenize("x", "CRASH")))
-    assert (await worker.call(job)).prompts[0].tokenized.session_match != "new"
+    assert (await worker.call(job)).prompts[0].prompt.session_match != "new"
     assert (await worker.call(DropSession("mine"))).paths
 
 
@@ -210,7 +214,7 @@ async def n_restored(worker: PromptSupervisor, question: str) -> int:
     messages = [{"role": "user", "content": question}, {"role": "assistant", "content": "a  time"}]
     job = parse("chat", {"messages": [*messages, {"role": "user", "content": "?"}]}, "asked")
     (prompt,) = (await worker.call(job)).prompts
-    return prompt.tokenized.n_restored
+    return prompt.prompt.n_restored
 
 
 async def reply_tokens(worker: PromptSupervisor) -> bytes:
@@ -401,6 +405,40 @@ async def test_a_record_that_crashes_it_is_not_restored_for_ever(start: Start) -
     await outcomes(worker.call(tokenize("x", "CRASH")))
     assert await outcomes(worker.call(tokenize("b", "b"))) == [Prepared]
     assert worker.stats[1].known == 0
+
+
+async def test_one_crash_while_it_starts_forgets_nothing(tmp_path: Path, start: Start) -> None:
+    worker = await start()
+    worker._memory.add(Session(key=b"key", tokens=b"", n_added=0, n_prompt=0, n_text=0))
+    once = tmp_path / "crashes-once"
+    once.touch()
+    os.environ["LLAMASLOT_TEST_CRASH_ONCE"] = str(once)
+    try:
+        os.kill(worker.pid, signal.SIGKILL)
+        assert await outcomes(worker.call(tokenize("a"))) == [Prepared]
+    finally:
+        del os.environ["LLAMASLOT_TEST_CRASH_ONCE"]
+    assert not once.exists()
+    assert worker.stats[1].known == 1
+
+
+async def test_processes_that_answer_nothing_are_started_later_and_later(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = await start()
+    pauses: list[float | None] = []
+    on_ended = worker._on_ended
+
+    def noting(end: Any) -> float | None:
+        pauses.append(on_ended(end))
+        return pauses[-1] and 0.01
+
+    monkeypatch.setattr(worker, "_on_ended", noting)
+    for i in range(3):
+        assert await outcomes(worker.call(tokenize(f"{i}", "CRASH"))) == [ServerError]
+    assert await outcomes(worker.call(tokenize("a"))) == [Prepared]
+    assert await outcomes(worker.call(tokenize("b", "CRASH"))) == [ServerError]
+    assert pauses == pytest.approx([0.1, 0.2, 0.3, 0.0])
 
 
 async def test_many_prompts_of_one_client_delay_another_by_one_job(start: Start) -> None:

@@ -126,7 +126,6 @@ def test_the_longest_anchored_text_is_used_also_from_an_earlier_turn(
     [
         {"cache_salt": "another"},
         {"cache_prompt": False},
-        {"add_special": False},
     ],
     ids=str,
 )

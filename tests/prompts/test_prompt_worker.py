@@ -78,7 +78,7 @@ class GatedVocab(FakeVocab):
 async def tokens_of(worker: LocalPrompts, *args: str, **fields: str) -> TokenizedPrompt:
     """The tokens of a prompt that stays prepared."""
     (prompt,) = (await worker.call(tokenize(*args, **fields))).prompts
-    return prompt.tokenized
+    return prompt.prompt
 
 
 @pytest.fixture
@@ -340,7 +340,7 @@ async def test_a_prompt_in_another_lane_waits_until_the_reply_before_it_is_remem
     assert all(each.lane == PROMPT_LANE for each in worker.lanes.running)
     vocab.gate.set()
     await asyncio.gather(busy, remembered)
-    assert (await long).prompts[0].tokenized.session_match == "extend"
+    assert (await long).prompts[0].prompt.session_match == "extend"
     worker.close()
 
 
@@ -358,7 +358,7 @@ async def test_a_body_whose_grammar_is_not_known_is_not_kept_until_it_comes_agai
 async def test_the_time_limit_of_a_body_is_one_of_each_prompt(worker: LocalPrompts) -> None:
     told: list[None] = []
     job = parse("native", {"prompt": ["a", "b", "c"]})
-    prepared = worker.worker.carry_out(job, 0, lambda: told.append(None)).result()
+    prepared = worker.worker.carry_out(job, lambda: told.append(None)).result()
     assert isinstance(prepared, Prepared)
     assert [each.params.request_id for each in prepared.prompts] == ["r-0", "r-1", "r-2"]
     assert len(told) == 2

@@ -87,6 +87,23 @@ def test_requests_of_a_failed_step_have_no_extra_steps() -> None:
     assert driver.step().n_extra_steps > 0
 
 
+def test_all_requests_of_a_failed_step_are_computed_alone_although_the_first_fails_again() -> None:
+    driver = Driver(n_slots=3, n_ctx=512, n_ubatch=64)
+    requests = [driver.submit(letter * 8, max_tokens=50) for letter in "abc"]
+    driver.step()
+    assert len(driver.step().work) == 3
+    driver.backend.failures.append((Status.FATAL, 0))
+    driver.step()
+    # With its draft, the first one does not fail alone: it is tried once more without.
+    requests[0].draft = np.array(requests[0].tokens.view(0, 2), dtype=np.int32)
+    driver.backend.failures.append((Status.FATAL, 0))
+    assert driver.step().work[0].run.n_drafted
+    assert [request.is_suspect for request in requests] == [True] * 3
+    alone = [driver.step().work for _ in range(3)]
+    assert [[work.request for work in each] for each in alone] == [[request] for request in requests]
+    assert len(driver.step().work) == 3
+
+
 def test_extra_steps_do_not_evict_the_cells_of_a_request_that_was_just_preempted() -> None:
     driver = Driver(n_slots=2, n_ctx=256, n_ubatch=64)
     for letter in "ab":

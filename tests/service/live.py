@@ -23,10 +23,13 @@ from tests.prompt_threads import prepare_text, prompt_thread
 _open: dict[LiveRequest, AbstractAsyncContextManager[LiveRequest]] = {}
 
 
-async def begin(service: Service, *requests: TextRequest, probs: ProbsLimit | None = None) -> LiveRequest:
+async def begin(
+    service: Service, *requests: TextRequest, probs: ProbsLimit | None = None, client_request_id: str = ""
+) -> LiveRequest:
     """A request that the engine has, or the error with which it was refused."""
     params = requests[0].params
-    manager = service.open(Caller(params.client, params.owner))
+    caller = Caller(params.client, requests[0].owner, client_request_id=client_request_id)
+    manager = service.open(caller)
     live = await manager.__aenter__()
     try:
         await service.prepare(live, prepare_text(*requests))
@@ -53,9 +56,11 @@ async def events(live: LiveRequest) -> AsyncIterator[Output | Finished]:
         await leave(live)
 
 
-async def result(service: Service, *requests: TextRequest) -> tuple[str, tuple[int, ...], Finished]:
+async def result(
+    service: Service, *requests: TextRequest, client_request_id: str = ""
+) -> tuple[str, tuple[int, ...], Finished]:
     """All text, all tokens and the end of a completion."""
-    live = await begin(service, *requests)
+    live = await begin(service, *requests, client_request_id=client_request_id)
     tokens = [token async for event in events(live) for token in event.tokens]
     (completion,) = live.completions
     return completion.text, tuple(tokens), completion.end

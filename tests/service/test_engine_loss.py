@@ -33,6 +33,7 @@ from llamaslot.base.events import (
     Stopped,
 )
 from llamaslot.base.text_records import Session
+from llamaslot.prompts.prompt_jobs import Remember
 from llamaslot.service.live_request import Completion, CompletionState, LiveRequest
 from tests.conftest import LONG
 from tests.engine.harness import TERMINAL
@@ -296,6 +297,44 @@ async def test_records_are_written_once_there_is_an_engine(side: Side) -> None:
     assert drop.body.session == write.records[0].session
     side.receive(Reply(drop.request_id, {"cleared_tokens": 3}))
     assert (await dropping).cleared_tokens == 3
+
+
+async def test_each_record_is_written_once_when_replies_are_remembered_at_once(side: Side) -> None:
+    answers: list[asyncio.Future[Any]] = []
+    call = side.prompts.call
+
+    def held(job: Any) -> asyncio.Future[Any]:
+        if not isinstance(job, Remember):
+            return call(job)
+        answers.append(asyncio.get_running_loop().create_future())
+        return answers[-1]
+
+    side.prompts.call = held  # type: ignore[method-assign]
+    written: list[bytes] = []
+
+    def note() -> None:
+        written.extend(record.key for each in side.sent if isinstance(each, WriteTexts) for record in each.records)
+        side.sent.clear()
+
+    def answer(i: int) -> None:
+        answers[i].set_result((Session(key=b"%d" % i, tokens=b"", n_added=0, n_prompt=0, n_text=0),))
+
+    await side.begin("a", "b", "c")
+    side.receive(*(Started(name) for name in "abc"))
+    side.receive(*(finished(name, Generated(b"a\0\0\0", 1)) for name in "ab"))
+    await asyncio.sleep(0)
+    answer(0)
+    await asyncio.sleep(0.01)
+    note()
+    side.receive(finished("c", Generated(b"a\0\0\0", 1)))
+    await asyncio.sleep(0)
+    side.lose()
+    answer(1)
+    answer(2)
+    await side.remembered()
+    side.restart()
+    note()
+    assert written == [b"0", b"1", b"2"]
 
 
 async def test_no_session_is_dropped_while_the_engine_restarts(side: Side) -> None:

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from llamaslot.base.callers import Caller
-from llamaslot.base.commands import Cancel, PreparedPrompt
+from llamaslot.base.commands import Cancel
 from llamaslot.base.errors import ErrorInfo, IllegalTransitionError, ServerError
 from llamaslot.base.events import Cancelled, Failed, Finished, Output, Progress
 from llamaslot.base.generation.sampling import Sampling
@@ -121,7 +121,7 @@ def test_every_pair_of_state_and_event_is_a_transition_or_raises_and_changes_not
     live = LiveRequest(Caller(), None, Capacity(1, 1, 0, Metrics()), ReplyBudget())
     params = text_request("r", "").params
     for state, change in itertools.product(CompletionState, CompletionEvent):
-        completion = Completion(0, params, PreparedPrompt(params, TokenizedPrompt(b"")), 0, live)
+        completion = Completion(0, params, TokenizedPrompt(b""), 0, live)
         completion.state = state
         after = COMPLETION_TABLE.get((state, change))
         if after is not None:
@@ -139,7 +139,7 @@ def test_the_mean_log_probability_of_a_completion() -> None:
     def mean(*values: float, is_sampled: bool = False) -> float:
         sampling = Sampling(n_probs=0, post_sampling_probs=is_sampled)
         params = msgspec.structs.replace(text_request("r", "").params, sampling=sampling)
-        completion = Completion(0, params, PreparedPrompt(params, TokenizedPrompt(b"")), 0, live)
+        completion = Completion(0, params, TokenizedPrompt(b""), 0, live)
         scores = [TokenScore(1, value, [2], [9.0]) for value in values]
         completion.probs.extend(TokenProbs.of(scores, lambda _: b"a"))
         return completion.mean_logprob

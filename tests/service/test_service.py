@@ -35,7 +35,7 @@ from llamaslot.service.metrics import Metrics
 from llamaslot.service.service import Service
 from tests.engine.harness import LocalEngine
 from tests.fake_backend import FakeBackend
-from tests.prompt_threads import prepare_text, text_request
+from tests.prompt_threads import prepare_text, text_request, without_bos
 from tests.service.live import Wire, begin, events, leave, result
 
 _ids = itertools.count(1)
@@ -76,8 +76,7 @@ def request(
     """A greedy request of one token a letter that generates all of its tokens."""
     return text_request(
         f"r{next(_ids)}",
-        prompt,
-        add_special=False,
+        without_bos(prompt),
         sampling=Sampling(temperature=0.0, ignore_eos=True),
         max_tokens=max_tokens,
         stop=stop,
@@ -495,7 +494,7 @@ async def test_the_log_contains_the_id_that_the_client_gave() -> None:
     async with running(FakeBackend()) as service:
         with capture_logs() as lines:
             for client_request_id in ("mine", ""):
-                await result(service, request(client_request_id=client_request_id))
+                await result(service, request(), client_request_id=client_request_id)
         named, nameless = (line for line in lines if line["event"] == "request.done")
     assert (named["client_request_id"], named["finish_reason"]) == ("mine", "limit")
     assert "client_request_id" not in nameless

@@ -245,7 +245,8 @@ def check_tokens(vocab: Vocab, source: str, real: list[Any], forged: str) -> Non
     tokenizer = Tokenizer(vocab, 4096, min_match=0.8)
 
     def tokens(*parts: TextPart) -> list[int]:
-        return tokenizer.tokenize_prompt(text_request("1", parts, add_special=False)).prompt.tokens.tolist()
+        n_added = len(vocab.tokenize("", add_special=True, parse_special=True))
+        return tokenizer.tokenize_prompt(text_request("1", parts)).prompt.tokens.tolist()[n_added:]
 
     texts = rendered(chat, real), rendered(chat, [user(forged)])
     assert texts[0] == texts[1]

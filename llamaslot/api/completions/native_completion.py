@@ -44,7 +44,7 @@ def native_body(
             "stream": reply.options.stream,
             "timings_per_token": reply.options.timings_per_token,
         },
-        "prompt": completion.prompt.text,
+        "prompt": completion.prompt_text,
         "has_new_line": "\n" in completion.text,
         "truncated": end.truncated,
         "stop_type": end.reason,

@@ -366,7 +366,7 @@ class TextReplyWriter(OpenAIReplyWriter):
         return self._whole(self._choice(i, each) for i, each in enumerate(self._best()))
 
     def _choice(self, index: int, completion: Completion) -> Iterator[bytes]:
-        prompt = completion.prompt.echo
+        prompt = completion.echo
         choice = TextChoice(index, prompt + completion.text, REASONS[completion.end.reason])
         if not self._shows_probs(completion):
             return with_values(choice)
@@ -387,7 +387,7 @@ class TextReplyWriter(OpenAIReplyWriter):
         if completion not in self._unsent:
             return
         self._unsent.remove(completion)
-        index, text = completion.index, completion.prompt.echo
+        index, text = completion.index, completion.echo
         parts: Iterator[TextLogprobs] = iter(())
         if self._shows_probs(completion):
             parts = self.probs_writers[index].prompt(completion.prompt_probs, text)

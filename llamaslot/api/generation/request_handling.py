@@ -57,7 +57,7 @@ async def complete(
 async def count_prompt_tokens(request: web.Request, kind: BodyKind, find: Find | None = None) -> int:
     """Count the tokens of the prompt that the body of a request has, and generate nothing."""
     async with _prepared(request, kind, _prompt_context(request), find, is_run=False) as (_, live):
-        return live.prompts[0].tokenized.n_tokens
+        return live.prompts[0].prompt.n_tokens
 
 
 async def probe_cache(request: web.Request) -> CacheProbe:

@@ -174,7 +174,7 @@ class PromptMain:
         def on_prompt() -> None:
             loop.call_soon_threadsafe(self._channel.send, NextPrompt(number))
 
-        future = self._worker.carry_out(numbered.job, numbered.lane, on_prompt)
+        future = self._worker.carry_out(numbered.job, on_prompt)
         future.add_done_callback(lambda done: loop.call_soon_threadsafe(self._answer, number, done))
 
     def _answer(self, number: int, future: Future[JobResult]) -> None:

@@ -91,7 +91,7 @@ MAX_SPREAD = 1.5
 MAX_AGE_S = 7 * 86_400
 """Age at which measurements are repeated, because the machine may have changed."""
 _MAX_FILE_BYTES = 2**16
-FORMAT = 4
+FORMAT = 5
 """Incremented whenever something is measured in another way."""
 
 
