@@ -6,13 +6,14 @@ import itertools
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import msgspec
 import pytest
 
 from bench import synthetic
 from llamaslot.backend.disk import SlotFiles
-from llamaslot.backend.llama import LlamaBackend, LlamaSettings
+from llamaslot.backend.llama import LlamaBackend, LlamaSettings, self_test
 from llamaslot.base.model import CheckpointLimits
 from llamaslot.base.stats import CacheState
 from llamaslot.cli.cache_command import summary
@@ -33,9 +34,8 @@ POLICIES = {"checkpoint_bytes": LIMITS.ram_bytes, "checkpoint_step": LIMITS.step
 @pytest.fixture(scope="module", params=["tiny-lfm2", "tiny-mamba", "tiny-swa"])
 def backend(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LlamaBackend]:
     model = synthetic.ensure(request.param, folder=tmp_path_factory.mktemp("models"))
-    backend = LlamaBackend(
-        LlamaSettings(model, n_ctx=4096, n_slots=2, n_ubatch=128, checkpoints=True, self_test_limit_s=60)
-    )
+    with patch.object(self_test, "START_LIMIT_S", 60):
+        backend = LlamaBackend(LlamaSettings(model, n_ctx=4096, n_slots=2, n_ubatch=128, checkpoints=True))
     yield backend
     backend.close()
 

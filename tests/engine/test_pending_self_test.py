@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import replace
+from unittest.mock import patch
 
 import msgspec
 import pytest
 
 from bench import synthetic
-from llamaslot.backend.llama import LlamaBackend, LlamaSettings
+from llamaslot.backend.llama import LlamaBackend, LlamaSettings, self_test
 from llamaslot.base.events import Finished, Output, Started
 from llamaslot.base.kv_ops import Copy, Load, NotSavedError, Operation, Restore, Save, Take
 from llamaslot.base.model import SelfTestOutcome, StateKind
@@ -176,7 +176,6 @@ async def test_a_real_model_goes_on_from_checkpoints_that_were_taken_before_the_
         n_ubatch=128,
         n_threads=1,
         checkpoints=True,
-        self_test_limit_s=0.0,
     )
     prompt = "<|im_start|>user\n" + "some words of a prompt " * 20 + "<|im_end|>\n<|im_start|>assistant\n"
     tests = []
@@ -186,7 +185,9 @@ async def test_a_real_model_goes_on_from_checkpoints_that_were_taken_before_the_
             # Not before the conversation has begun.
             return bool(any(self._kv.lengths)) and (tests.append(1) or super().run_self_test(should_stop))
 
-    async with running(Late(settings), checkpoint_bytes=10**8, ram_bytes=10**8, debug_invariants=True) as engine:
+    with patch.object(self_test, "START_LIMIT_S", 0.0):
+        late = Late(settings)
+    async with running(late, checkpoint_bytes=10**8, ram_bytes=10**8, debug_invariants=True) as engine:
         first = await ask(engine, "first", prompt)
         assert (first.progress.miss, first.progress.n_cached) == ("self_test_pending", 0)
         async with asyncio.timeout(30):
@@ -199,7 +200,8 @@ async def test_a_real_model_goes_on_from_checkpoints_that_were_taken_before_the_
         second = await ask(engine, "second", text)
         assert second.progress.n_cached > 80
     # By a cold run in other chunks, rounding may decide between two tokens of such a model.
-    tested = LlamaBackend(replace(settings, self_test_limit_s=1e3))
+    with patch.object(self_test, "START_LIMIT_S", 1e3):
+        tested = LlamaBackend(settings)
     async with running(tested, checkpoint_bytes=10**8, ram_bytes=10**8) as other:
         assert (await ask(other, "first", prompt)).progress.miss != "self_test_pending"
         assert (await ask(other, "second", text)).progress.n_cached == second.progress.n_cached

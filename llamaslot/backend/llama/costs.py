@@ -425,7 +425,6 @@ def key_of(settings: LlamaSettings, info: ModelInfo, n_seqs: int) -> str:
             n_ctx=0,
             kv_mem_fraction=0.0,
             measurements=None,
-            self_test_limit_s=0.0,
             reuse_self_test="auto",
         ),
         # In a unified pool, cells beyond those that are measured make no difference.

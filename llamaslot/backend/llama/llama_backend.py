@@ -379,7 +379,7 @@ class LlamaBackend:
                 measured = msgspec.structs.replace(measured, self_test=kept.self_test)
         chosen = self_test.overridden(settings.reuse_self_test)
         if chosen is None and self_test.is_needed(self.info) and measured.self_test is None:
-            result = self_test.run(self, self._context, limit_s=settings.self_test_limit_s)
+            result = self_test.run(self, self._context, limit_s=self_test.START_LIMIT_S)
             self._rows, self._targets = {}, {}
             measured = msgspec.structs.replace(measured, self_test=result)
         if measured.to_keep != kept:

@@ -113,8 +113,6 @@ class LlamaSettings:
     """Measure `ModelInfo.kv_cost`, `step_cost` and `state_cost`, which takes some seconds."""
     measurements: Path | None = None
     """Folder in which measurements are kept for the next start; None to measure at every start."""
-    self_test_limit_s: float = 0.5
-    """Most seconds that the self-test of reuse may take at load. If it would take longer, it stays pending."""
     reuse_self_test: Literal["auto", "on", "off"] = "auto"
     """`on` reuses prefixes without the self-test, or although it failed; `off` reuses nothing that needs one."""
 

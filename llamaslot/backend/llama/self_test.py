@@ -46,6 +46,8 @@ from llamaslot.base.kv_ops import (
 from llamaslot.base.model import ModelInfo, SelfTestOutcome
 from llamaslot.base.tokens import Tokens
 
+START_LIMIT_S = 0.5
+"""Most seconds that the test may take at load. If it would take longer, it stays pending."""
 _MAX_OVERRUN = 2.0
 """A test whose estimate met the limit is stopped at this multiple of the limit."""
 
