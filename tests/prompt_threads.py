@@ -11,21 +11,22 @@ import msgspec
 
 from llamaslot.api.context import ApiSettings
 from llamaslot.base.callers import Caller
-from llamaslot.base.commands import (
+from llamaslot.base.commands import GenerateParams, PromptPart, TextPart, TokensPart
+from llamaslot.base.errors import LlamaslotError, UnavailableError
+from llamaslot.base.model import ModelInfo
+from llamaslot.base.prompt_jobs import (
     AnswerBody,
     BodyKind,
-    GenerateParams,
+    Job,
+    JobResult,
     Needs,
     Prepare,
-    PromptPart,
-    TextPart,
-    TokensPart,
+    ReplyOptions,
+    RequestContext,
+    RequestSettings,
 )
-from llamaslot.base.errors import LlamaslotError, UnavailableError
-from llamaslot.base.generation.request_context import ReplyOptions, RequestContext, RequestSettings
-from llamaslot.base.model import ModelInfo
 from llamaslot.base.stats import AnchorStats, ReplyStats, SessionStats
-from llamaslot.prompts.prompt_jobs import Job, JobResult, Lanes, PendingJob
+from llamaslot.prompts.lanes import Lanes, PendingJob
 from llamaslot.prompts.prompt_worker import PromptWorker
 from llamaslot.prompts.tokenizer import Tokenizer
 from llamaslot.protocol.replies.restoring import ReplyRestorer

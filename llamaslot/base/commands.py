@@ -1,8 +1,8 @@
-"""Commands to the engine, the preparation of requests by the prompt worker, and the replies to queries.
+"""Commands to the engine: completions to generate, and queries with their replies.
 
-All are plain values that msgspec can encode, since engine and prompt worker are processes of their own. `Generate`
-is answered by the events of `llamaslot.base.events`, a `Query` by one `Reply` with the struct that the docstring of
-its body names.
+All are plain values that msgspec can encode, since the engine is a process of its own. `Generate` is answered by
+the events of `llamaslot.base.events`, a `Query` by one `Reply` with the struct that the docstring of its body
+names.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-from llamaslot.base.errors import ErrorInfo
-from llamaslot.base.generation.request_context import EarlierItems, References, ReplyOptions, RequestContext
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.generation.tools import ReasoningBudget
 from llamaslot.base.text_records import TextRecord
@@ -21,7 +19,6 @@ from llamaslot.base.tokens import TokenizedPrompt
 N_SEEDS = 2**32 - 1
 """Seeds are 32 bits wide; the highest one means "random" to llama.cpp and is never passed on."""
 
-BodyKind: TypeAlias = Literal["chat", "responses", "compact", "messages", "text", "native", "infill", "probe"]
 SlotVerb: TypeAlias = Literal["save", "restore", "erase"]
 
 
@@ -134,77 +131,6 @@ class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
     request_id: str
 
 
-class Prepare(msgspec.Struct, frozen=True, tag="prepare"):
-    """Read the body of a request for completions, render its template and tokenize its prompts.
-
-    Answered by `Prepared`, `BadBody`, or `Needs`: then it is sent again with what is missing. The worker keeps the
-    prompts' texts for `Remember` and `Locate` until `Release`.
-
-    The body has a conversation in the format of OpenAI's chats (`chat`), of its Responses API (`responses`) or of
-    Anthropic's Messages API (`messages`), or prompts in OpenAI's format (`text`) or llama-server's (`native`,
-    `infill`). `probe` is a chat if it has messages, else a text completion.
-    """
-
-    kind: BodyKind
-    body: bytes
-    """JSON."""
-    context: RequestContext
-    is_run: bool = True
-    """False if only the prompt is wanted, to count its tokens or to probe the cache: the reply then needs no
-    constraint, not even a valid one.
-    """
-    earlier: EarlierItems | None = None
-    """The `references` that `Needs` named."""
-    may_compile: bool = False
-    """True if a grammar may be compiled to check it, which may take seconds; otherwise a grammar that is not known
-    to be valid is answered by `Needs`.
-    """
-
-
-class Prepared(msgspec.Struct, frozen=True, tag="prepared"):
-    """The prompts of a body, and the options of its reply."""
-
-    prompts: tuple[Generate, ...]
-    texts: tuple[str, ...]
-    """The text of each prompt as the model sees it; empty if the reply does not show it."""
-    echoes: tuple[str, ...]
-    """The text of each prompt as the client gave it; empty if the reply does not begin with it."""
-    options: ReplyOptions
-
-
-class Needs(msgspec.Struct, frozen=True, tag="needs"):
-    """A body cannot be read yet: it needs items of earlier responses, or `Prepare.may_compile`."""
-
-    references: References = References()
-    may_compile: bool = False
-
-
-class BadBody(msgspec.Struct, frozen=True, tag="bad_body"):
-    """The body is invalid: its client gets a 400, and it is neither counted as a request nor logged."""
-
-    error: ErrorInfo
-
-
-class AnswerBody(msgspec.Struct, frozen=True, tag="answer_body"):
-    """Answer a request body that needs only the chat template or the vocabulary; answered by `JsonReply`."""
-
-    kind: Literal["apply_template", "tokenize", "detokenize"]
-    body: bytes
-    """JSON."""
-    client: str = ""
-
-    @property
-    def size(self) -> int:
-        """Bytes of the body."""
-        return len(self.body)
-
-
-class JsonReply(msgspec.Struct, frozen=True, tag="json_reply"):
-    """The body of a reply."""
-
-    data: bytes
-
-
 class InspectEngine(msgspec.Struct, frozen=True, tag="inspect_engine"):
     """Ask for the state of slots, queue and cache; answered by `EngineState`."""
 
@@ -224,13 +150,6 @@ class ProbePrompt(msgspec.Struct, frozen=True, tag="probe_prompt"):
     """Ask what is cached of a tokenized prompt, which is not run; answered by `CacheProbe`."""
 
     generate: Generate
-
-
-class DropSession(msgspec.Struct, frozen=True, tag="drop_session"):
-    """Drop what is remembered of a session; a job of the prompt worker, answered by `DropPaths` for the engine."""
-
-    session_id: str
-    cache_salt: str = ""
 
 
 class DropPaths(msgspec.Struct, frozen=True, tag="drop_paths"):

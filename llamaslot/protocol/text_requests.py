@@ -22,18 +22,12 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 
 import msgspec
 
-from llamaslot.base.commands import (
-    N_SEEDS,
-    GenerateParams,
-    PromptPart,
-    TextPart,
-    TokensPart,
-)
+from llamaslot.base.commands import N_SEEDS, GenerateParams, PromptPart, TextPart, TokensPart
 from llamaslot.base.errors import ForbiddenError, InvalidRequestError, NotSupportedError
-from llamaslot.base.generation.request_context import RequestContext, RequestSettings
 from llamaslot.base.generation.sampling import INFILL, Sampling, named_samplers
 from llamaslot.base.model import FimTokens, ModelInfo
 from llamaslot.base.namespaces import PUBLIC_SALT, client_salt, key_salt, salt_namespace
+from llamaslot.base.prompt_jobs import RequestContext, RequestSettings
 from llamaslot.base.text_records import ChatTurn
 from llamaslot.protocol.bodies import (
     MAX_TOP_LOGPROBS,

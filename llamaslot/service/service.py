@@ -23,21 +23,14 @@ import structlog
 
 from llamaslot.base.callers import Caller
 from llamaslot.base.commands import (
-    AnswerBody,
-    BadBody,
     CacheCleared,
     Cancel,
     ClearCache,
-    DropSession,
     EngineCommand,
     EngineQuery,
     Generate,
     InspectCache,
     InspectEngine,
-    JsonReply,
-    Needs,
-    Prepare,
-    Prepared,
     ProbePrompt,
     Query,
     WriteTexts,
@@ -60,19 +53,28 @@ from llamaslot.base.events import (
     Started,
     Stopped,
 )
-from llamaslot.base.generation.request_context import EarlierItems, ListItems, References
 from llamaslot.base.model import ModelInfo
+from llamaslot.base.prompt_jobs import (
+    AnswerBody,
+    BadBody,
+    ClearTexts,
+    DropSession,
+    EarlierItems,
+    Job,
+    JsonReply,
+    ListItems,
+    Locate,
+    Needs,
+    Prepare,
+    Prepared,
+    References,
+    Release,
+    Remember,
+)
 from llamaslot.base.stats import CacheProbe, CacheState, EngineState
 from llamaslot.base.text_records import TextRecord
 from llamaslot.formats.recognition import format_of
 from llamaslot.processes.prompt_supervisor import PromptSupervisor
-from llamaslot.prompts.prompt_jobs import (
-    ClearTexts,
-    Job,
-    Locate,
-    Release,
-    Remember,
-)
 from llamaslot.service.limits import Capacity, ProbsLimit, ReplyBudget, Suspects, request_digest
 from llamaslot.service.live_request import Change, Completion, LiveRequest, State
 from llamaslot.service.metrics import Metrics

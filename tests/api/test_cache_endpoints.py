@@ -11,7 +11,7 @@ import pytest
 
 from llamaslot.api.context import ApiSettings
 from llamaslot.base.commands import GenerateParams
-from llamaslot.base.generation.request_context import RequestContext
+from llamaslot.base.prompt_jobs import RequestContext
 from llamaslot.protocol.bodies import CompletionBody
 from llamaslot.protocol.text_requests import prompts_of, text_requests
 from tests.fake_backend import FakeBackend

@@ -10,25 +10,19 @@ import msgspec
 import pytest
 from msgspec.structs import asdict
 
+from llamaslot.base import prompt_jobs
 from llamaslot.base.callers import Caller
 from llamaslot.base.commands import (
-    AnswerBody,
-    BadBody,
     CacheCleared,
     Cancel,
     ClearCache,
     DropPaths,
-    DropSession,
     EngineCommand,
     EngineQuery,
     Generate,
     GenerateParams,
     InspectCache,
     InspectEngine,
-    JsonReply,
-    Needs,
-    Prepare,
-    Prepared,
     ProbePrompt,
     Query,
     SlotAction,
@@ -37,14 +31,25 @@ from llamaslot.base.commands import (
 )
 from llamaslot.base.errors import ErrorInfo
 from llamaslot.base.events import TERMINAL, Event, Generated, Progress, Reply
-from llamaslot.base.generation.request_context import ListItems, References, ReplyOptions, RequestContext
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.generation.tools import ParserOptions, Tool, packed
 from llamaslot.base.model import Capabilities, CheckpointLimits, ModelInfo, StateKind
+from llamaslot.base.prompt_jobs import (
+    AnswerBody,
+    BadBody,
+    DropSession,
+    JsonReply,
+    ListItems,
+    Needs,
+    Prepare,
+    Prepared,
+    References,
+    ReplyOptions,
+    RequestContext,
+)
 from llamaslot.base.stats import CachePrefix, CacheState, CacheStats, CellStats, DiskStats, EngineState, SlotState
 from llamaslot.base.text_records import Session, TextAnchor
 from llamaslot.base.tokens import TokenizedPrompt
-from llamaslot.prompts import prompt_jobs
 from tests.prompts.test_token_memory import reply
 
 SAMPLING = Sampling(seed=7, logit_bias={5: -math.inf, 9: 1.5})

@@ -30,6 +30,7 @@ from llamaslot.base.events import (
     Stopped,
 )
 from llamaslot.base.generation.sampling import Sampling
+from llamaslot.base.prompt_jobs import AnswerBody, DropSession
 from llamaslot.engine.engine import Engine
 from llamaslot.engine.model_worker import OnStep, Worker
 from llamaslot.prompts.tokenizer import Tokenizer
@@ -201,9 +202,9 @@ class LocalEngine:
                 return await self.service.cache_state(body)
             case commands.ClearCache():
                 return await self.service.clear_cache()
-            case commands.DropSession():
+            case DropSession():
                 return await self.service.drop_session(body.session_id, body.cache_salt)
-            case commands.AnswerBody():
+            case AnswerBody():
                 return await self.service.answer(body)
             case commands.SlotAction():
                 return await self.service.ask(body, commands.SlotActionDone)

@@ -11,15 +11,7 @@ from typing import Any
 import pytest
 
 from llamaslot.base.callers import Caller
-from llamaslot.base.commands import (
-    AnswerBody,
-    Cancel,
-    DropPaths,
-    EngineCommand,
-    Generate,
-    Query,
-    WriteTexts,
-)
+from llamaslot.base.commands import Cancel, DropPaths, EngineCommand, Generate, Query, WriteTexts
 from llamaslot.base.errors import LlamaslotError, ServerError, UnavailableError
 from llamaslot.base.events import (
     TERMINAL,
@@ -33,6 +25,7 @@ from llamaslot.base.events import (
     Started,
     Stopped,
 )
+from llamaslot.base.prompt_jobs import AnswerBody
 from llamaslot.base.text_records import Session
 from llamaslot.service.live_request import Completion, LiveRequest, State
 from tests.conftest import LONG

@@ -16,7 +16,7 @@ from structlog.testing import capture_logs
 
 from llamaslot.base.backend import Decoded, Run
 from llamaslot.base.callers import Caller
-from llamaslot.base.commands import AnswerBody, InspectEngine, Query
+from llamaslot.base.commands import InspectEngine, Query
 from llamaslot.base.errors import (
     ContextSizeError,
     DeadlineError,
@@ -29,6 +29,7 @@ from llamaslot.base.errors import (
 )
 from llamaslot.base.events import Cancelled, Finished, Progress, Reply, Stopped
 from llamaslot.base.generation.sampling import Sampling
+from llamaslot.base.prompt_jobs import AnswerBody
 from llamaslot.base.stats import EngineState, SlotState
 from llamaslot.protocol.text_requests import TextRequest
 from llamaslot.service.metrics import Metrics

@@ -38,7 +38,7 @@ from llamaslot.api.generation.request_handling import (
 from llamaslot.api.middleware import key_namespace
 from llamaslot.api.sse import DONE, event, long_event
 from llamaslot.base.events import Finished, FinishReason, Output
-from llamaslot.base.generation.request_context import ChatToStore, ReplyOptions
+from llamaslot.base.prompt_jobs import ChatToStore, ReplyOptions
 from llamaslot.formats.calls import Delta as ParsedDelta
 from llamaslot.formats.calls import ToolCall, ToolCallDelta
 from llamaslot.formats.format import ParsedMessage
