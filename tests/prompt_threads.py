@@ -142,7 +142,9 @@ def without_bos(text: str) -> tuple[TokensPart]:
 def prepare_text(*requests: TextRequest) -> PrepareText:
     """Tokenize the prompts of a body, when it is the turn of its client."""
     params = requests[0].params
-    context = msgspec.structs.replace(CONTEXT, request_id=params.request_id, caller=Caller(params.client, "here"))
+    context = msgspec.structs.replace(
+        CONTEXT, request_id=params.completion_id, caller=Caller(params.client, "here")
+    )
     return PrepareText("native", b"{}", context, requests=requests)
 
 

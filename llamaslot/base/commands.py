@@ -57,7 +57,8 @@ class Constraint(msgspec.Struct, frozen=True):
 class GenerateParams(msgspec.Struct, frozen=True):
     """Generation parameters of the `n` completions of a prompt."""
 
-    request_id: str
+    completion_id: str
+    """If `n` is not 1, the ids of the completions begin with it (`completions`)."""
     sampling: Sampling = Sampling()
     max_tokens: int = -1
     """Tokens to generate: -1 up to the end of the slot's context, 0 none (the prompt is evaluated)."""
@@ -107,9 +108,9 @@ class GenerateParams(msgspec.Struct, frozen=True):
         return [
             msgspec.structs.replace(
                 self,
-                request_id=f"{self.request_id}-{i}",
+                completion_id=f"{self.completion_id}-{i}",
                 sampling=msgspec.structs.replace(self.sampling, seed=(self.sampling.seed + i) % N_SEEDS),
-                group=self.request_id,
+                group=self.completion_id,
                 n=1,
             )
             for i in range(self.n)
@@ -128,7 +129,7 @@ class Generate(msgspec.Struct, frozen=True, tag="generate"):
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
     """Stop one completion, queued or running; others are ignored."""
 
-    request_id: str
+    completion_id: str
 
 
 class InspectEngine(msgspec.Struct, frozen=True, tag="inspect_engine"):
@@ -210,7 +211,7 @@ EngineQuery: TypeAlias = InspectEngine | InspectCache | ProbePrompt | DropPaths 
 class Query(msgspec.Struct, frozen=True, tag="query"):
     """Ask the engine; answered by one `Reply` with the same id."""
 
-    request_id: str
+    query_id: str
     body: EngineQuery
 
 

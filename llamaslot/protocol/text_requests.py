@@ -170,7 +170,7 @@ def text_requests(
     if id_slot >= info.n_slots:
         refuse_field("id_slot", f"must be below {info.n_slots}")
     params = GenerateParams(
-        request_id=context.request_id,
+        completion_id=context.request_id,
         sampling=sampling,
         max_tokens=max_tokens_of(options, settings),
         stop=stop,
@@ -191,7 +191,7 @@ def text_requests(
         return (TextRequest(params, prompts[0], session_id=session_id, session_branch=session_branch, owner=owner),)
     # Several prompts are no conversation, and have no session.
     return tuple(
-        TextRequest(replace(params, request_id=f"{params.request_id}-{i}"), prompt, owner=owner)
+        TextRequest(replace(params, completion_id=f"{params.completion_id}-{i}"), prompt, owner=owner)
         for i, prompt in enumerate(prompts)
     )
 

@@ -106,7 +106,7 @@ class Completion:
     @property
     def id(self) -> str:
         """The id under which the engine has it."""
-        return self.params.request_id
+        return self.params.completion_id
 
     @property
     def prompt_text(self) -> str:

@@ -330,6 +330,6 @@ def made(
 
 
 async def test_each_prompt_is_one_request() -> None:
-    assert [(params.request_id, params.n) for params in made(n=2)] == [("request", 2)]
+    assert [(params.completion_id, params.n) for params in made(n=2)] == [("request", 2)]
     several = made(n_prompts=2, n=3)
-    assert [(params.request_id, params.n) for params in several] == [("request-0", 3), ("request-1", 3)]
+    assert [(params.completion_id, params.n) for params in several] == [("request-0", 3), ("request-1", 3)]

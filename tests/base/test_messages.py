@@ -67,7 +67,8 @@ PROGRESS = Progress(
     slot=2,
 )
 VALUES: dict[str, Any] = {
-    "request_id": "r-1",
+    "completion_id": "r-1",
+    "query_id": "q",
     "generated": Generated(b"\1\0\0\0", 3),
     "sampling": SAMPLING,
     "progress": PROGRESS,
@@ -207,7 +208,7 @@ def test_a_reply_comes_back_equal(body: Any) -> None:
 def test_the_completions_of_a_prompt_have_ids_and_seeds_of_their_own_and_one_group() -> None:
     params = GenerateParams("r", sampling=Sampling(seed=2**32 - 2), n=3)
     completions = params.completions()
-    assert [each.request_id for each in completions] == ["r-0", "r-1", "r-2"]
+    assert [each.completion_id for each in completions] == ["r-0", "r-1", "r-2"]
     assert [each.sampling.seed for each in completions] == [2**32 - 2, 0, 1]
     assert {(each.group, each.n) for each in completions} == {("r", 1)}
     assert [each.group for each in GenerateParams("r").completions()] == [""]

@@ -124,7 +124,7 @@ async def test_it_does_not_matter_how_the_bytes_are_cut(raw: tuple[End, socket.s
     [
         b"\5\0\0\0abcde",
         framed({"type": "cancel"}),
-        framed({"type": "unknown", "request_id": "a"}),
+        framed({"type": "unknown", "completion_id": "a"}),
         framed([1, 2]),
     ],
 )

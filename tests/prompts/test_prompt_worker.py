@@ -353,7 +353,7 @@ async def test_the_time_limit_of_a_body_is_one_of_each_prompt(worker: LocalPromp
     job = parse("native", {"prompt": ["a", "b", "c"]})
     prepared = worker.worker.carry_out(job, lambda: told.append(None)).result()
     assert isinstance(prepared, Prepared)
-    assert [each.params.request_id for each in prepared.prompts] == ["r-0", "r-1", "r-2"]
+    assert [each.params.completion_id for each in prepared.prompts] == ["r-0", "r-1", "r-2"]
     assert len(told) == 2
 
 

@@ -376,7 +376,7 @@ class TextReplyWriter(OpenAIReplyWriter):
 
     def _best(self) -> Iterator[Completion]:
         """Yield the completions of each prompt that are most likely per token; all of them if all are wanted."""
-        for _, group in groupby(self.completions, lambda each: each.params.group or each.params.request_id):
+        for _, group in groupby(self.completions, lambda each: each.params.group or each.params.completion_id):
             if self.options.n_best:
                 yield from sorted(group, key=lambda each: -each.mean_logprob)[: self.options.n_best]
             else:
