@@ -45,7 +45,7 @@ async def measure(config: Config, *, streams: int, tokens: int, prompt_tokens: i
         now = perf_counter()
         for event in events:
             if isinstance(event, Output | Finished):
-                arrivals[event.request_id] += [now] * len(event.tokens)
+                arrivals[event.completion_id] += [now] * len(event.tokens)
             if isinstance(event, TERMINAL):
                 ended.put_nowait(event)
 
@@ -61,7 +61,7 @@ async def measure(config: Config, *, streams: int, tokens: int, prompt_tokens: i
     await running
     backend.close()
     for end in ends:
-        if not isinstance(end, Finished) or len(arrivals[end.request_id]) != tokens:
+        if not isinstance(end, Finished) or len(arrivals[end.completion_id]) != tokens:
             raise BenchmarkError(f"a stream did not bring its {tokens} tokens: {end}")
     return decode_rate(list(arrivals.values()))
 

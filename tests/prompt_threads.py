@@ -11,21 +11,22 @@ import msgspec
 
 from llamaslot.api.context import ApiSettings
 from llamaslot.base.callers import Caller
-from llamaslot.base.commands import (
+from llamaslot.base.commands import GenerateParams, PromptPart, TextPart, TokensPart
+from llamaslot.base.errors import LlamaslotError, UnavailableError
+from llamaslot.base.model import ModelInfo
+from llamaslot.base.prompt_jobs import (
     AnswerBody,
     BodyKind,
-    GenerateParams,
+    Job,
+    JobResult,
     Needs,
     Prepare,
-    PromptPart,
-    TextPart,
-    TokensPart,
+    ReplyOptions,
+    RequestContext,
+    RequestPolicy,
 )
-from llamaslot.base.errors import LlamaslotError, UnavailableError
-from llamaslot.base.generation.request_context import ReplyOptions, RequestContext, RequestPolicy
-from llamaslot.base.model import ModelInfo
 from llamaslot.base.stats import AnchorStats, ReplyStats, SessionStats
-from llamaslot.prompts.prompt_jobs import Job, JobResult, Lanes, PendingJob
+from llamaslot.prompts.lanes import Lanes, PendingJob
 from llamaslot.prompts.prompt_worker import PromptWorker
 from llamaslot.prompts.tokenizer import Tokenizer
 from llamaslot.protocol.replies.restoring import ReplyRestorer
@@ -141,7 +142,9 @@ def without_bos(text: str) -> tuple[TokensPart]:
 def prepare_text(*requests: TextRequest) -> PrepareText:
     """Tokenize the prompts of a body, when it is the turn of its client."""
     params = requests[0].params
-    context = msgspec.structs.replace(CONTEXT, request_id=params.request_id, caller=Caller(params.client, "here"))
+    context = msgspec.structs.replace(
+        CONTEXT, request_id=params.completion_id, caller=Caller(params.client, "here")
+    )
     return PrepareText("native", b"{}", context, requests=requests)
 
 

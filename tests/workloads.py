@@ -90,7 +90,7 @@ async def answered(
         )
         async with places:
             engine.submit_all(request)
-            names = [completion.request_id for completion in request.params.completions()]
+            names = [completion.completion_id for completion in request.params.completions()]
             if each.patience is not None:
                 await asyncio.sleep(each.patience * 0.001)
                 engine.cancel(names[0])

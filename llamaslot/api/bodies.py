@@ -30,7 +30,7 @@ from llamaslot.base.errors import (
     TooLargeError,
     UnsupportedMediaTypeError,
 )
-from llamaslot.base.generation.request_context import ListItems
+from llamaslot.base.prompt_jobs import ListItems
 from llamaslot.protocol.bodies import decode
 
 _MAX_SMALL_BODY = 2**16

@@ -10,11 +10,11 @@ from aiohttp import web
 
 from llamaslot.base.callers import Caller
 from llamaslot.base.errors import ServerError, UnavailableError, stopped_error
-from llamaslot.base.generation.request_context import RequestPolicy
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.generation.tools import ReasoningFormat
 from llamaslot.base.model import ModelInfo
 from llamaslot.base.namespaces import key_secret
+from llamaslot.base.prompt_jobs import RequestPolicy
 from llamaslot.service.service import Service
 
 

@@ -13,9 +13,9 @@ from llamaslot.api.completions.native_completion import generation_settings
 from llamaslot.api.completions.openai_completions import FINGERPRINT
 from llamaslot.api.context import READINESS, SETTINGS, ApiSettings
 from llamaslot.api.middleware import caller_of, check_sees_all
-from llamaslot.base.commands import AnswerBody
 from llamaslot.base.errors import NotFoundError, NotSupportedError
 from llamaslot.base.model import ModelInfo
+from llamaslot.base.prompt_jobs import AnswerBody
 
 
 async def health(request: web.Request) -> web.Response:

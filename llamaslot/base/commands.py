@@ -1,8 +1,8 @@
-"""Commands to the engine, the preparation of requests by the prompt worker, and the replies to queries.
+"""Commands to the engine: completions to generate, and queries with their replies.
 
-All are plain values that msgspec can encode, since engine and prompt worker are processes of their own. `Generate`
-is answered by the events of `llamaslot.base.events`, a `Query` by one `Reply` with the struct that the docstring of
-its body names.
+All are plain values that msgspec can encode, since the engine is a process of its own. `Generate` is answered by
+the events of `llamaslot.base.events`, a `Query` by one `Reply` with the struct that the docstring of its body
+names.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-from llamaslot.base.errors import ErrorInfo
-from llamaslot.base.generation.request_context import EarlierItems, References, ReplyOptions, RequestContext
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.generation.tools import ReasoningBudget
 from llamaslot.base.text_records import TextRecord
@@ -21,7 +19,6 @@ from llamaslot.base.tokens import TokenizedPrompt
 N_SEEDS = 2**32 - 1
 """Seeds are 32 bits wide; the highest one means "random" to llama.cpp and is never passed on."""
 
-BodyKind: TypeAlias = Literal["chat", "responses", "compact", "messages", "text", "native", "infill", "probe"]
 SlotVerb: TypeAlias = Literal["save", "restore", "erase"]
 
 
@@ -60,7 +57,8 @@ class Constraint(msgspec.Struct, frozen=True):
 class GenerateParams(msgspec.Struct, frozen=True):
     """Generation parameters of the `n` completions of a prompt."""
 
-    request_id: str
+    completion_id: str
+    """If `n` is not 1, the ids of the completions begin with it (`completions`)."""
     sampling: Sampling = Sampling()
     max_tokens: int = -1
     """Tokens to generate: -1 up to the end of the slot's context, 0 none (the prompt is evaluated)."""
@@ -110,9 +108,9 @@ class GenerateParams(msgspec.Struct, frozen=True):
         return [
             msgspec.structs.replace(
                 self,
-                request_id=f"{self.request_id}-{i}",
+                completion_id=f"{self.completion_id}-{i}",
                 sampling=msgspec.structs.replace(self.sampling, seed=(self.sampling.seed + i) % N_SEEDS),
-                group=self.request_id,
+                group=self.completion_id,
                 n=1,
             )
             for i in range(self.n)
@@ -131,78 +129,7 @@ class Generate(msgspec.Struct, frozen=True, tag="generate"):
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
     """Stop one completion, queued or running; others are ignored."""
 
-    request_id: str
-
-
-class Prepare(msgspec.Struct, frozen=True, tag="prepare"):
-    """Read the body of a request for completions, render its template and tokenize its prompts.
-
-    Answered by `Prepared`, `BadBody`, or `Needs`: then it is sent again with what is missing. The worker keeps the
-    prompts' texts for `Remember` and `Locate` until `Release`.
-
-    The body has a conversation in the format of OpenAI's chats (`chat`), of its Responses API (`responses`) or of
-    Anthropic's Messages API (`messages`), or prompts in OpenAI's format (`text`) or llama-server's (`native`,
-    `infill`). `probe` is a chat if it has messages, else a text completion.
-    """
-
-    kind: BodyKind
-    body: bytes
-    """JSON."""
-    context: RequestContext
-    is_run: bool = True
-    """False if only the prompt is wanted, to count its tokens or to probe the cache: the reply then needs no
-    constraint, not even a valid one.
-    """
-    earlier: EarlierItems | None = None
-    """The `references` that `Needs` named."""
-    may_compile: bool = False
-    """True if a grammar may be compiled to check it, which may take seconds; otherwise a grammar that is not known
-    to be valid is answered by `Needs`.
-    """
-
-
-class Prepared(msgspec.Struct, frozen=True, tag="prepared"):
-    """The prompts of a body, and the options of its reply."""
-
-    prompts: tuple[Generate, ...]
-    texts: tuple[str, ...]
-    """The text of each prompt as the model sees it; empty if the reply does not show it."""
-    echoes: tuple[str, ...]
-    """The text of each prompt as the client gave it; empty if the reply does not begin with it."""
-    options: ReplyOptions
-
-
-class Needs(msgspec.Struct, frozen=True, tag="needs"):
-    """A body cannot be read yet: it needs items of earlier responses, or `Prepare.may_compile`."""
-
-    references: References = References()
-    may_compile: bool = False
-
-
-class BadBody(msgspec.Struct, frozen=True, tag="bad_body"):
-    """The body is invalid: its client gets a 400, and it is neither counted as a request nor logged."""
-
-    error: ErrorInfo
-
-
-class AnswerBody(msgspec.Struct, frozen=True, tag="answer_body"):
-    """Answer a request body that needs only the chat template or the vocabulary; answered by `JsonReply`."""
-
-    kind: Literal["apply_template", "tokenize", "detokenize"]
-    body: bytes
-    """JSON."""
-    client: str = ""
-
-    @property
-    def size(self) -> int:
-        """Bytes of the body."""
-        return len(self.body)
-
-
-class JsonReply(msgspec.Struct, frozen=True, tag="json_reply"):
-    """The body of a reply."""
-
-    data: bytes
+    completion_id: str
 
 
 class InspectEngine(msgspec.Struct, frozen=True, tag="inspect_engine"):
@@ -224,13 +151,6 @@ class ProbePrompt(msgspec.Struct, frozen=True, tag="probe_prompt"):
     """Ask what is cached of a tokenized prompt, which is not run; answered by `CacheProbe`."""
 
     generate: Generate
-
-
-class DropSession(msgspec.Struct, frozen=True, tag="drop_session"):
-    """Drop what is remembered of a session; a job of the prompt worker, answered by `DropPaths` for the engine."""
-
-    session_id: str
-    cache_salt: str = ""
 
 
 class DropPaths(msgspec.Struct, frozen=True, tag="drop_paths"):
@@ -291,7 +211,7 @@ EngineQuery: TypeAlias = InspectEngine | InspectCache | ProbePrompt | DropPaths 
 class Query(msgspec.Struct, frozen=True, tag="query"):
     """Ask the engine; answered by one `Reply` with the same id."""
 
-    request_id: str
+    query_id: str
     body: EngineQuery
 
 

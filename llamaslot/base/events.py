@@ -22,7 +22,7 @@ FinishReason: TypeAlias = Literal["eos", "limit", "word"]
 class Started(msgspec.Struct, frozen=True, tag="started"):
     """The request got a slot; sent before the step that computes it, and again after a preemption."""
 
-    request_id: str
+    completion_id: str
     n_matched: int = 0
     """Prompt tokens that were cached."""
     miss: Miss = ""
@@ -99,7 +99,7 @@ class Output(msgspec.Struct, frozen=True, tag="output"):
     With `prefill` or `prompt_probs` it has none of them.
     """
 
-    request_id: str
+    completion_id: str
     content: str
     tokens: tuple[int, ...]
     progress: Progress | None = None
@@ -114,7 +114,7 @@ class Output(msgspec.Struct, frozen=True, tag="output"):
 class Finished(msgspec.Struct, frozen=True, tag="finished"):
     """The request is complete; `content` is the last text, which no `Output` carried."""
 
-    request_id: str
+    completion_id: str
     reason: FinishReason
     progress: Progress
     content: str = ""
@@ -131,7 +131,7 @@ class Finished(msgspec.Struct, frozen=True, tag="finished"):
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
     """The request was refused, or failed after it was accepted."""
 
-    request_id: str
+    completion_id: str
     error: ErrorInfo
     progress: Progress | None = None
     """Work done so far, if the request had been accepted."""
@@ -140,7 +140,7 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
 class Cancelled(msgspec.Struct, frozen=True, tag="cancelled"):
     """The request was cancelled; its slot keeps what was computed."""
 
-    request_id: str
+    completion_id: str
     progress: Progress | None = None
     """None if no engine has the request."""
     generated: Generated | None = None
@@ -153,7 +153,7 @@ class Reply(msgspec.Struct, frozen=True, tag="reply"):
     Between processes `body` arrives as builtins, which `msgspec.convert` turns into that struct.
     """
 
-    request_id: str
+    query_id: str
     body: Any = None
     error: ErrorInfo | None = None
 

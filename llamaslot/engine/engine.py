@@ -156,9 +156,9 @@ class Engine:
                 arrived = self._clock() - command.waited_s
                 self._post(lambda: self._begin(command, arrived))
             case commands.Cancel():
-                self._post(lambda: self._cancel(command.request_id))
-            case commands.Query(request_id, body):
-                self._post(lambda: self._queries.answer(body, partial(self._reply, request_id)))
+                self._post(lambda: self._cancel(command.completion_id))
+            case commands.Query(query_id, body):
+                self._post(lambda: self._queries.answer(body, partial(self._reply, query_id)))
             case commands.WriteTexts(records) if self._disk is not None and not self._is_closed:
                 self._disk.write_texts(records)
 
@@ -387,11 +387,11 @@ class Engine:
         until = self.scheduler.deadlines.running
         return self._stopping or bool(self._inbox) or (until is not None and self._clock() >= until)
 
-    def _reply(self, request_id: str, answer: msgspec.Struct | LlamaslotError) -> None:
+    def _reply(self, query_id: str, answer: msgspec.Struct | LlamaslotError) -> None:
         if isinstance(answer, LlamaslotError):
-            self._outbox.append(Reply(request_id, error=answer.info()))
+            self._outbox.append(Reply(query_id, error=answer.info()))
         else:
-            self._outbox.append(Reply(request_id, answer))
+            self._outbox.append(Reply(query_id, answer))
 
     def _post(self, action: Callable[[], None]) -> None:
         self._inbox.append(action)
@@ -405,7 +405,7 @@ class Engine:
     def _begin(self, command: commands.Generate, arrived: float) -> None:
         if command.params.cache_salt == PUBLIC_SALT and not self.scheduler.cache.settings.offloads:
             message = "'cache_public' needs prefixes in RAM, which are off here; the start line of the log says why"
-            self._fail(command.params.request_id, NotSupportedError(message, param="cache_public"))
+            self._fail(command.params.completion_id, NotSupportedError(message, param="cache_public"))
             return
         self._n_arrived += 1
         cache, params, why_not = self.scheduler.cache, command.params, self._self_test.why_not_reused
@@ -432,13 +432,13 @@ class Engine:
         if self._remote is not None:
             self._remote.look_up(request, self.scheduler.admission)
 
-    def _cancel(self, request_id: str) -> None:
-        reply = self._replies.pop(request_id, None)
+    def _cancel(self, completion_id: str) -> None:
+        reply = self._replies.pop(completion_id, None)
         if reply is None:
             return
         now = self._clock()
         self.scheduler.end(reply.request, now, cancelled=True)
-        self._outbox.append(Cancelled(request_id, self._progress(reply.request, now), reply.generated()))
+        self._outbox.append(Cancelled(completion_id, self._progress(reply.request, now), reply.generated()))
 
     def _deliver(self, sampled: Sampled, now: float) -> None:
         """Send the text of a sampled token; a stop string in it ends the request."""
@@ -464,14 +464,14 @@ class Engine:
         error = ServerError(f"the model could not compute this request ({failed.reason})")
         self._fail(failed.request.id, error, failed.request)
 
-    def _fail(self, request_id: str, error: LlamaslotError, request: Request | None = None) -> None:
+    def _fail(self, completion_id: str, error: LlamaslotError, request: Request | None = None) -> None:
         progress = self._progress(request, self._clock()) if request is not None else None
-        self._outbox.append(Failed(request_id, error.info(), progress))
+        self._outbox.append(Failed(completion_id, error.info(), progress))
 
     def _fail_all(self) -> None:
         """Fail all unfinished requests because the engine was told to stop."""
-        for request_id, reply in self._replies.items():
-            self._fail(request_id, stopped_error(""), reply.request)
+        for completion_id, reply in self._replies.items():
+            self._fail(completion_id, stopped_error(""), reply.request)
         self._end_all()
 
     def _end_all(self) -> None:

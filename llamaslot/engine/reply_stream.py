@@ -100,7 +100,7 @@ class ReplyStream:
         is_cut = self._text.stopped is not None or self._text.is_cut
         tokens, probs = self._take(self._n_within_text() if is_cut else len(self._unsent))
         return Finished(
-            request_id=self.request.id,
+            completion_id=self.request.id,
             reason=reason,
             progress=progress,
             content=text,

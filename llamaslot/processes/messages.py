@@ -9,11 +9,10 @@ import msgspec
 from llamaslot.base.commands import EngineCommand
 from llamaslot.base.errors import ErrorInfo
 from llamaslot.base.events import Event
-from llamaslot.base.generation.request_context import RequestPolicy
 from llamaslot.base.model import ModelInfo
+from llamaslot.base.prompt_jobs import Job, JobResult, RequestPolicy
 from llamaslot.base.stats import AnchorStats, ReplyStats, SessionStats
 from llamaslot.base.text_records import TextRecord
-from llamaslot.prompts.prompt_jobs import Job, JobResult
 
 TextStats: TypeAlias = tuple[AnchorStats, SessionStats, ReplyStats]
 """Counts of what is remembered, and estimated bytes."""

@@ -15,8 +15,9 @@ from typing import Any
 import msgspec
 import structlog
 
-from llamaslot.base.commands import DropPaths, DropSession, Prepare
+from llamaslot.base.commands import DropPaths
 from llamaslot.base.errors import InvalidRequestError, LlamaslotError, ServerError, UnavailableError
+from llamaslot.base.prompt_jobs import ClearTexts, DropSession, Job, Prepare, Remember
 from llamaslot.base.stats import AnchorStats, ReplyStats, SessionStats
 from llamaslot.base.threads import ProcessTimes, process_times, starved_seconds
 from llamaslot.processes.messages import (
@@ -31,14 +32,7 @@ from llamaslot.processes.messages import (
     TextStats,
 )
 from llamaslot.processes.supervisor import Exit, Supervisor
-from llamaslot.prompts.prompt_jobs import (
-    ClearTexts,
-    Job,
-    Lanes,
-    PendingJob,
-    Remember,
-    activity_of,
-)
+from llamaslot.prompts.lanes import Lanes, PendingJob, activity_of
 from llamaslot.prompts.token_memory import TokenMemory
 
 _NO_GPU = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}

@@ -1,6 +1,6 @@
 """The prompt worker: reads, renders and tokenizes on threads of its own, so that no step waits.
 
-Its jobs, and the lanes in which they wait for it, are in `prompts/prompt_jobs.py`.
+Its jobs are in `base/prompt_jobs.py`, the lanes in which they wait for it in `prompts/lanes.py`.
 """
 
 from __future__ import annotations
@@ -10,35 +10,29 @@ from concurrent.futures import Future
 
 import structlog
 
-from llamaslot.base.commands import (
+from llamaslot.base.commands import DropPaths, Generate
+from llamaslot.base.errors import InvalidRequestError, LlamaslotError, ServerError
+from llamaslot.base.namespaces import salt_namespace
+from llamaslot.base.prompt_jobs import (
     AnswerBody,
     BadBody,
-    DropPaths,
+    ClearTexts,
     DropSession,
-    Generate,
+    Job,
+    JobResult,
+    ListItems,
+    Locate,
     Needs,
     Prepare,
     Prepared,
+    Release,
+    Remember,
 )
-from llamaslot.base.errors import InvalidRequestError, LlamaslotError, ServerError
-from llamaslot.base.generation.request_context import ListItems
-from llamaslot.base.namespaces import salt_namespace
 from llamaslot.base.stats import AnchorStats, ReplyStats, SessionStats
 from llamaslot.base.text_records import RememberedReply, Session, TextAnchor, TextRecord, session_digest
 from llamaslot.base.threads import started_executor
 from llamaslot.base.tokens import unpacked
-from llamaslot.prompts.prompt_jobs import (
-    JOBS_AT_ONCE,
-    PROMPT_LANE,
-    ClearTexts,
-    Job,
-    JobResult,
-    Locate,
-    Release,
-    Remember,
-    activity_of,
-    lane_of,
-)
+from llamaslot.prompts.lanes import JOBS_AT_ONCE, PROMPT_LANE, activity_of, lane_of
 from llamaslot.prompts.remembering import PromptContext
 from llamaslot.prompts.tokenizer import Tokenizer
 from llamaslot.protocol.request_reader import RequestReader

@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 
 from llamaslot.base.commands import TextPart
-from llamaslot.base.generation.request_context import RequestPolicy
 from llamaslot.base.generation.tools import ReasoningBudget
+from llamaslot.base.prompt_jobs import RequestPolicy
 from llamaslot.formats.calls import ToolCall, is_object
 from llamaslot.formats.format import Format
 from llamaslot.formats.grammar import Thinking

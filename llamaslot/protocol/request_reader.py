@@ -16,24 +16,20 @@ from typing import Any, TypeAlias
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from llamaslot.base.commands import (
+from llamaslot.base.commands import Constraint, TextPart, TokensPart
+from llamaslot.base.errors import ContextSizeError, InvalidRequestError, LlamaslotError
+from llamaslot.base.generation.tools import ParserOptions, encoded_tools
+from llamaslot.base.model import ModelInfo
+from llamaslot.base.prompt_jobs import (
     AnswerBody,
-    Constraint,
+    ChatToStore,
+    EarlierItems,
     JsonReply,
     Needs,
     Prepare,
-    TextPart,
-    TokensPart,
-)
-from llamaslot.base.errors import ContextSizeError, InvalidRequestError, LlamaslotError
-from llamaslot.base.generation.request_context import (
-    ChatToStore,
-    EarlierItems,
     ReplyOptions,
     RequestPolicy,
 )
-from llamaslot.base.generation.tools import ParserOptions, encoded_tools
-from llamaslot.base.model import ModelInfo
 from llamaslot.protocol.anthropic import CountTokensBody, MessagesBody, chat_of, field_names
 from llamaslot.protocol.bodies import (
     ChatBody,

@@ -22,10 +22,9 @@ from typing import Annotated, Any, Literal, NoReturn, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from llamaslot.base.commands import JsonReply
 from llamaslot.base.errors import NotSupportedError
-from llamaslot.base.generation.request_context import CallForm, EarlierItems, ListItems, References, ResponseFields
 from llamaslot.base.generation.tools import ReasoningFormat
+from llamaslot.base.prompt_jobs import CallForm, EarlierItems, JsonReply, ListItems, References, ResponseFields
 from llamaslot.protocol.bodies import (
     ChatBody,
     Count,

@@ -22,18 +22,12 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 
 import msgspec
 
-from llamaslot.base.commands import (
-    N_SEEDS,
-    GenerateParams,
-    PromptPart,
-    TextPart,
-    TokensPart,
-)
+from llamaslot.base.commands import N_SEEDS, GenerateParams, PromptPart, TextPart, TokensPart
 from llamaslot.base.errors import ForbiddenError, InvalidRequestError, NotSupportedError
-from llamaslot.base.generation.request_context import RequestContext, RequestPolicy
 from llamaslot.base.generation.sampling import INFILL, Sampling, named_samplers
 from llamaslot.base.model import FimTokens, ModelInfo
 from llamaslot.base.namespaces import PUBLIC_SALT, client_salt, key_salt, salt_namespace
+from llamaslot.base.prompt_jobs import RequestContext, RequestPolicy
 from llamaslot.base.text_records import ChatTurn
 from llamaslot.protocol.bodies import (
     MAX_TOP_LOGPROBS,
@@ -176,7 +170,7 @@ def text_requests(
     if id_slot >= info.n_slots:
         refuse_field("id_slot", f"must be below {info.n_slots}")
     params = GenerateParams(
-        request_id=context.request_id,
+        completion_id=context.request_id,
         sampling=sampling,
         max_tokens=max_tokens_of(options, settings),
         stop=stop,
@@ -197,7 +191,7 @@ def text_requests(
         return (TextRequest(params, prompts[0], session_id=session_id, session_branch=session_branch, owner=owner),)
     # Several prompts are no conversation, and have no session.
     return tuple(
-        TextRequest(replace(params, request_id=f"{params.request_id}-{i}"), prompt, owner=owner)
+        TextRequest(replace(params, completion_id=f"{params.completion_id}-{i}"), prompt, owner=owner)
         for i, prompt in enumerate(prompts)
     )
 

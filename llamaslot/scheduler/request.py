@@ -239,7 +239,7 @@ class Request:
     ) -> None:
         self.params = params
         self.prompt = prompt
-        self.id = params.request_id
+        self.id = params.completion_id
         self.arrival = arrival
         """Order of submission; unchanged by preemption."""
         self._submitted = now

@@ -27,8 +27,8 @@ from llamaslot.base.callers import Caller
 from llamaslot.base.commands import Generate, GenerateParams
 from llamaslot.base.errors import IllegalTransitionError, LlamaslotError, ServerError
 from llamaslot.base.events import Cancelled, Failed, Finished, Output
-from llamaslot.base.generation.request_context import ReplyOptions
 from llamaslot.base.generation.token_probs import FLOAT_MIN, ProbRows, TokenProbs
+from llamaslot.base.prompt_jobs import ReplyOptions
 from llamaslot.base.tokens import TokenizedPrompt
 from llamaslot.service.limits import Capacity, ProbsLimit, ReplyBudget, request_digest
 
@@ -104,7 +104,7 @@ class Completion:
     @property
     def id(self) -> str:
         """The id under which the engine has it."""
-        return self.params.request_id
+        return self.params.completion_id
 
     @property
     def prompt_text(self) -> str:

@@ -160,7 +160,7 @@ class Metrics(Collector):
             reason = "error" if isinstance(event, Failed) else "cancelled"
         progress = event.progress
         self.record_end(reason, progress)
-        log = _log.bind(request_id=event.request_id)
+        log = _log.bind(request_id=event.completion_id)
         if client_request_id:
             log = log.bind(client_request_id=client_request_id)
         if isinstance(event, Failed):

@@ -23,21 +23,14 @@ import structlog
 
 from llamaslot.base.callers import Caller
 from llamaslot.base.commands import (
-    AnswerBody,
-    BadBody,
     CacheCleared,
     Cancel,
     ClearCache,
-    DropSession,
     EngineCommand,
     EngineQuery,
     Generate,
     InspectCache,
     InspectEngine,
-    JsonReply,
-    Needs,
-    Prepare,
-    Prepared,
     ProbePrompt,
     Query,
     WriteTexts,
@@ -60,19 +53,28 @@ from llamaslot.base.events import (
     Started,
     Stopped,
 )
-from llamaslot.base.generation.request_context import EarlierItems, ListItems, References
 from llamaslot.base.model import ModelInfo
+from llamaslot.base.prompt_jobs import (
+    AnswerBody,
+    BadBody,
+    ClearTexts,
+    DropSession,
+    EarlierItems,
+    Job,
+    JsonReply,
+    ListItems,
+    Locate,
+    Needs,
+    Prepare,
+    Prepared,
+    References,
+    Release,
+    Remember,
+)
 from llamaslot.base.stats import CacheProbe, CacheState, EngineState
 from llamaslot.base.text_records import TextRecord
 from llamaslot.formats.recognition import format_of
 from llamaslot.processes.prompt_supervisor import PromptSupervisor
-from llamaslot.prompts.prompt_jobs import (
-    ClearTexts,
-    Job,
-    Locate,
-    Release,
-    Remember,
-)
 from llamaslot.service.limits import Capacity, ProbsLimit, ReplyBudget, Suspects, request_digest
 from llamaslot.service.live_request import Completion, CompletionEvent, CompletionState, LiveRequest
 from llamaslot.service.metrics import Metrics
@@ -229,16 +231,16 @@ class Service:
         self._completions |= {each.id: each for each in live.completions}
         self._send_waiting()
 
-    def cancel(self, request_id: str) -> bool:
+    def cancel(self, completion_id: str) -> bool:
         """Cancel a completion, if it runs or waits: it fails. Return False if it has ended."""
-        completion = self._completions.get(request_id)
+        completion = self._completions.get(completion_id)
         if completion is not None:
             self._cancel(completion)
         return completion is not None
 
-    def owner_of(self, request_id: str) -> str:
+    def owner_of(self, completion_id: str) -> str:
         """Return the owner of a completion that runs or waits; empty for an unknown one."""
-        completion = self._completions.get(request_id)
+        completion = self._completions.get(completion_id)
         return completion.live.caller.owner if completion is not None else ""
 
     @asynccontextmanager
@@ -277,7 +279,7 @@ class Service:
                 case Stopped(reason):
                     self._stop(reason)
                 case _:
-                    completion = self._completions.get(event.request_id)
+                    completion = self._completions.get(event.completion_id)
                     if completion is not None:
                         self._receive(completion, event)
 
@@ -425,7 +427,7 @@ class Service:
             event = msgspec.structs.replace(event, progress=progress)
         if isinstance(event, Cancelled) and (live.is_expired or self._is_closing):
             error = self._deadline_error() if live.is_expired else stopped_error("")
-            event = Failed(event.request_id, error.info(), event.progress)
+            event = Failed(event.completion_id, error.info(), event.progress)
         live.put(completion, event)
         self.metrics.record(event, live.caller.client_request_id)
         if was_alone or self._suspects:
@@ -469,15 +471,15 @@ class Service:
         self._check_stopped()
         if not self.is_connected:
             raise _restarting_error()
-        request_id = f"query-{next(self._ids)}"
+        query_id = f"query-{next(self._ids)}"
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._queries[request_id] = future
+        self._queries[query_id] = future
         try:
-            self._send(Query(request_id, body))
+            self._send(Query(query_id, body))
             # From another process the body arrives as builtins.
             return msgspec.convert(await future, reply_type)
         finally:
-            self._queries.pop(request_id, None)
+            self._queries.pop(query_id, None)
 
     async def answer(self, job: AnswerBody | ListItems) -> JsonReply:
         """Return the prompt worker's answer, or raise its error."""
@@ -546,7 +548,7 @@ class Service:
             raise self.capacity.refusal or stopped_error("")
 
     def _resolve(self, reply: Reply) -> None:
-        future = self._queries.pop(reply.request_id, None)
+        future = self._queries.pop(reply.query_id, None)
         if future is None or future.done():
             return
         if reply.error is not None:

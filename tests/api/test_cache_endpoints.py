@@ -11,7 +11,7 @@ import pytest
 
 from llamaslot.api.context import ApiSettings
 from llamaslot.base.commands import GenerateParams
-from llamaslot.base.generation.request_context import RequestContext
+from llamaslot.base.prompt_jobs import RequestContext
 from llamaslot.protocol.bodies import CompletionBody
 from llamaslot.protocol.text_requests import prompts_of, text_requests
 from tests.fake_backend import FakeBackend
@@ -330,6 +330,6 @@ def made(
 
 
 async def test_each_prompt_is_one_request() -> None:
-    assert [(params.request_id, params.n) for params in made(n=2)] == [("request", 2)]
+    assert [(params.completion_id, params.n) for params in made(n=2)] == [("request", 2)]
     several = made(n_prompts=2, n=3)
-    assert [(params.request_id, params.n) for params in several] == [("request-0", 3), ("request-1", 3)]
+    assert [(params.completion_id, params.n) for params in several] == [("request-0", 3), ("request-1", 3)]

@@ -145,17 +145,19 @@ class Cancellations:
     def send(self, command: commands.EngineCommand) -> None:
         """Note when the engine is told."""
         if isinstance(command, Cancel):
-            self._told[command.request_id] = self._backend.n_decodes
+            self._told[command.completion_id] = self._backend.n_decodes
         self._engine.send(command)
 
-    def cancel(self, request_id: str) -> None:
+    def cancel(self, completion_id: str) -> None:
         """Note when it frees the slot."""
-        live = self._engine._replies.get(request_id)
+        live = self._engine._replies.get(completion_id)
         if live is not None:
             self.stages[self.stage(live.request)] += 1
-            self.n_steps.append(self._backend.n_decodes - self._told[request_id])
-        self._cancel(request_id)
-        assert all(slot.request is None or slot.request.id != request_id for slot in self._engine.scheduler.slots)
+            self.n_steps.append(self._backend.n_decodes - self._told[completion_id])
+        self._cancel(completion_id)
+        assert all(
+            slot.request is None or slot.request.id != completion_id for slot in self._engine.scheduler.slots
+        )
 
     def stage(self, request: Request) -> str:
         """Where a request is on its way."""

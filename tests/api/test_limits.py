@@ -12,8 +12,8 @@ import pytest
 
 from llamaslot.base.callers import Caller
 from llamaslot.base.commands import TextPart
-from llamaslot.base.generation.request_context import RequestContext
 from llamaslot.base.namespaces import tenant_name
+from llamaslot.base.prompt_jobs import RequestContext
 from llamaslot.protocol.bodies import CompletionBody
 from llamaslot.protocol.text_requests import text_requests
 from tests.api.conftest import Server, Start

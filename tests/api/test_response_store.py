@@ -19,7 +19,7 @@ from llamaslot.api.responses.responses import RUNNING
 from llamaslot.api.responses.store import ResponseStore, StoredResponse
 from llamaslot.api.sse import EventStream
 from llamaslot.base.errors import NotFoundError
-from llamaslot.base.generation.request_context import References
+from llamaslot.base.prompt_jobs import References
 from llamaslot.protocol.responses import decoded_reasoning
 from tests.api.response_events import RESPONSES, events_of, put_together, text_of
 from tests.api.test_tools import CALL, PARAMETERS, served

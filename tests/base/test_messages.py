@@ -10,25 +10,19 @@ import msgspec
 import pytest
 from msgspec.structs import asdict
 
+from llamaslot.base import prompt_jobs
 from llamaslot.base.callers import Caller
 from llamaslot.base.commands import (
-    AnswerBody,
-    BadBody,
     CacheCleared,
     Cancel,
     ClearCache,
     DropPaths,
-    DropSession,
     EngineCommand,
     EngineQuery,
     Generate,
     GenerateParams,
     InspectCache,
     InspectEngine,
-    JsonReply,
-    Needs,
-    Prepare,
-    Prepared,
     ProbePrompt,
     Query,
     SlotAction,
@@ -37,14 +31,25 @@ from llamaslot.base.commands import (
 )
 from llamaslot.base.errors import ErrorInfo
 from llamaslot.base.events import Event, Generated, Progress, Reply
-from llamaslot.base.generation.request_context import ListItems, References, ReplyOptions, RequestContext
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.generation.tools import ParserOptions, Tool, encoded_tools
 from llamaslot.base.model import Capabilities, CheckpointLimits, ModelInfo, StateKind
+from llamaslot.base.prompt_jobs import (
+    AnswerBody,
+    BadBody,
+    DropSession,
+    JsonReply,
+    ListItems,
+    Needs,
+    Prepare,
+    Prepared,
+    References,
+    ReplyOptions,
+    RequestContext,
+)
 from llamaslot.base.stats import CachePrefix, CacheState, CacheStats, CellStats, DiskStats, EngineState, SlotState
 from llamaslot.base.text_records import Session, TextAnchor
 from llamaslot.base.tokens import TokenizedPrompt
-from llamaslot.prompts import prompt_jobs
 from tests.prompts.test_token_memory import reply
 
 SAMPLING = Sampling(seed=7, logit_bias={5: -math.inf, 9: 1.5})
@@ -62,7 +67,8 @@ PROGRESS = Progress(
     slot=2,
 )
 VALUES: dict[str, Any] = {
-    "request_id": "r-1",
+    "completion_id": "r-1",
+    "query_id": "q",
     "generated": Generated(b"\1\0\0\0", 3),
     "sampling": SAMPLING,
     "progress": PROGRESS,
@@ -202,7 +208,7 @@ def test_a_reply_comes_back_equal(body: Any) -> None:
 def test_the_completions_of_a_prompt_have_ids_and_seeds_of_their_own_and_one_group() -> None:
     params = GenerateParams("r", sampling=Sampling(seed=2**32 - 2), n=3)
     completions = params.completions()
-    assert [each.request_id for each in completions] == ["r-0", "r-1", "r-2"]
+    assert [each.completion_id for each in completions] == ["r-0", "r-1", "r-2"]
     assert [each.sampling.seed for each in completions] == [2**32 - 2, 0, 1]
     assert {(each.group, each.n) for each in completions} == {("r", 1)}
     assert [each.group for each in GenerateParams("r").completions()] == [""]

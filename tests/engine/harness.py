@@ -29,6 +29,7 @@ from llamaslot.base.events import (
     Stopped,
 )
 from llamaslot.base.generation.sampling import Sampling
+from llamaslot.base.prompt_jobs import AnswerBody, DropSession
 from llamaslot.engine.engine import Engine
 from llamaslot.engine.model_worker import OnStep, Worker
 from llamaslot.prompts.tokenizer import Tokenizer
@@ -64,7 +65,7 @@ class Inline(Executor):
 class Accepted:
     """A request's prompt is tokenized, and the engine has it."""
 
-    request_id: str
+    completion_id: str
     prompt_tokens: tuple[int, ...]
 
 
@@ -121,14 +122,14 @@ class LocalEngine:
 
     def send(self, request: TextRequest) -> None:
         """Run a request, as the handler of an HTTP request does."""
-        name = request.params.request_id
+        name = request.params.completion_id
         task = self._preparing[name] = asyncio.ensure_future(self._run(request))
 
         def ended(_: object) -> None:
             self._preparing.pop(name, None)
             if task.cancelled():
                 # Before it had begun.
-                self._emit(*(Cancelled(each.request_id) for each in request.params.completions()))
+                self._emit(*(Cancelled(each.completion_id) for each in request.params.completions()))
             else:
                 task.result()
 
@@ -139,10 +140,10 @@ class LocalEngine:
         """True while a request has not reached the engine."""
         return bool(self._preparing)
 
-    def cancel(self, request_id: str) -> None:
+    def cancel(self, completion_id: str) -> None:
         """Cancel a completion, or a request that is being prepared."""
-        if not self.service.cancel(request_id) and request_id in self._preparing:
-            self._preparing[request_id].cancel()
+        if not self.service.cancel(completion_id) and completion_id in self._preparing:
+            self._preparing[completion_id].cancel()
 
     def ask(self, name: str, body: Any) -> None:
         """Ask the service; the answer is a `Reply` of that name."""
@@ -163,7 +164,7 @@ class LocalEngine:
 
     async def _run(self, request: TextRequest) -> None:
         params = request.params
-        names = [each.request_id for each in params.completions()]
+        names = [each.completion_id for each in params.completions()]
         ended: asyncio.Queue[None] = asyncio.Queue()
 
         def put(completion: Completion, event: Event) -> None:
@@ -176,7 +177,7 @@ class LocalEngine:
                 live.put = put  # type: ignore[method-assign, assignment]
                 await self.service.prepare(live, prepare_text(request))
                 self.service.start(live)
-                del self._preparing[params.request_id]
+                del self._preparing[params.completion_id]
                 tokens = tuple(live.prompts[0].prompt.tokens.tolist())
                 self._emit()
                 self._outbox[:0] = [Accepted(each, tokens) for each in names]
@@ -201,9 +202,9 @@ class LocalEngine:
                 return await self.service.cache_state(body)
             case commands.ClearCache():
                 return await self.service.clear_cache()
-            case commands.DropSession():
+            case DropSession():
                 return await self.service.drop_session(body.session_id, body.cache_salt)
-            case commands.AnswerBody():
+            case AnswerBody():
                 return await self.service.answer(body)
             case commands.SlotAction():
                 return await self.service.ask(body, commands.SlotActionDone)
@@ -258,23 +259,23 @@ class Harness:
         """True if operations were planned and not begun."""
 
     def submit(
-        self, request_id: str, prompt: str | Sequence[PromptPart], **fields: object
+        self, completion_id: str, prompt: str | Sequence[PromptPart], **fields: object
     ) -> asyncio.Future[Event]:
         """Send a request; the future holds its terminal event."""
         fields.setdefault("sampling", GREEDY)
         fields.setdefault("max_tokens", 8)
-        return self.send(text_request(request_id, prompt, **fields))
+        return self.send(text_request(completion_id, prompt, **fields))
 
     def send(self, request: TextRequest) -> asyncio.Future[Event]:
         """Send a request as it is; the future holds its terminal event."""
-        name = request.params.request_id
+        name = request.params.completion_id
         self.ends[name] = asyncio.get_running_loop().create_future()
         self.local.send(request)
         return self.ends[name]
 
     def submit_all(self, request: TextRequest) -> list[asyncio.Future[Event]]:
         """Send a request for several completions; the futures hold their terminal events."""
-        names = [each.request_id for each in request.params.completions()]
+        names = [each.completion_id for each in request.params.completions()]
         self.ends |= {name: asyncio.get_running_loop().create_future() for name in names}
         self.local.send(request)
         return [self.ends[name] for name in names]
@@ -307,33 +308,33 @@ class Harness:
         admission.is_held = False
         self.engine._wake.set()
 
-    def cancel(self, request_id: str) -> None:
+    def cancel(self, completion_id: str) -> None:
         """Cancel a request."""
-        self.local.cancel(request_id)
+        self.local.cancel(completion_id)
 
-    async def wait_for(self, request_id: str, kind: type[Event], count: int = 1) -> None:
+    async def wait_for(self, completion_id: str, kind: type[Event], count: int = 1) -> None:
         """Wait until a request got `count` events of a kind."""
         async with asyncio.timeout(10):
-            while sum(isinstance(e, kind) for e in self.events[request_id]) < count:
+            while sum(isinstance(e, kind) for e in self.events[completion_id]) < count:
                 await asyncio.sleep(0)
 
-    def text(self, request_id: str) -> str:
+    def text(self, completion_id: str) -> str:
         """All text that a request produced."""
-        return "".join(e.content for e in self.events[request_id] if isinstance(e, Output | Finished))
+        return "".join(e.content for e in self.events[completion_id] if isinstance(e, Output | Finished))
 
-    def tokens(self, request_id: str) -> list[int]:
+    def tokens(self, completion_id: str) -> list[int]:
         """All tokens that a request produced."""
-        return [token for e in self.events[request_id] if isinstance(e, Output | Finished) for token in e.tokens]
+        return [token for e in self.events[completion_id] if isinstance(e, Output | Finished) for token in e.tokens]
 
     def check_events(self) -> None:
         """Every request that ended did so once, after at most one `Accepted`, which came first."""
-        for request_id, events in self.events.items():
+        for completion_id, events in self.events.items():
             terminal = [e for e in events if isinstance(e, TERMINAL)]
-            assert len(terminal) <= 1, request_id
-            assert not terminal or events[-1] is terminal[0], request_id
+            assert len(terminal) <= 1, completion_id
+            assert not terminal or events[-1] is terminal[0], completion_id
             accepted = [i for i, e in enumerate(events) if isinstance(e, Accepted)]
-            assert accepted in ([0], []), request_id
-            assert accepted or not any(isinstance(e, Output | Finished) for e in events), request_id
+            assert accepted in ([0], []), completion_id
+            assert accepted or not any(isinstance(e, Output | Finished) for e in events), completion_id
 
     def check_cells(self) -> None:
         """The pool holds what the cache says (fake backend only).
@@ -379,12 +380,12 @@ class Harness:
             if isinstance(event, SelfTestEnded):
                 continue
             if isinstance(event, Reply):
-                reply = self.replies[event.request_id]
+                reply = self.replies[event.query_id]
                 if self.stopped is None or not reply.done():
                     reply.set_result(event)
                 continue
-            self.events[event.request_id].append(event)
-            end = self.ends.get(event.request_id)
+            self.events[event.completion_id].append(event)
+            end = self.ends.get(event.completion_id)
             if isinstance(event, TERMINAL) and end is not None and not end.done():
                 end.set_result(event)
         self.check_events()
@@ -414,8 +415,8 @@ async def running(backend: Backend, *, kind: type[Harness] = Harness, **settings
     has_died = harness.stopped is not None and harness.stopped.reason
     assert has_died or not harness.local.prompts.n_kept, "the prompt worker keeps prompts of ended requests"
     assert harness.stopped is not None
-    for request_id, end in harness.ends.items():
-        assert end.done(), f"{request_id} never ended"
+    for completion_id, end in harness.ends.items():
+        assert end.done(), f"{completion_id} never ended"
 
 
 def draft_replies(harness: Harness, n_drafted: tuple[int, int], replies: dict[str, str]) -> None:

@@ -15,10 +15,11 @@ from structlog.testing import capture_logs
 
 from llamaslot.backend.disk import DiskStore
 from llamaslot.base.backend import Decoded, Run
-from llamaslot.base.commands import CacheCleared, ClearCache, DropSession, InspectCache
+from llamaslot.base.commands import CacheCleared, ClearCache, InspectCache
 from llamaslot.base.events import Failed, Finished, Output
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.kv_ops import Kv
+from llamaslot.base.prompt_jobs import DropSession
 from llamaslot.base.stats import DiskStats
 from llamaslot.engine import disk_worker, engine
 from llamaslot.kvcache.disk_io import CorruptSegmentError, SegmentMeta

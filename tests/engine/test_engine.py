@@ -8,10 +8,11 @@ from collections.abc import Sequence
 import pytest
 
 from llamaslot.base.backend import Decoded, Run, Status
-from llamaslot.base.commands import AnswerBody, InspectEngine, TextPart, TokensPart
+from llamaslot.base.commands import InspectEngine, TextPart, TokensPart
 from llamaslot.base.events import Cancelled, Failed, Finished, Output
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.namespaces import salt_namespace
+from llamaslot.base.prompt_jobs import AnswerBody
 from llamaslot.kvcache.radix_tree import RadixTree
 from tests.engine.harness import GREEDY, Accepted, Harness, alone, running
 from tests.fake_backend import FakeBackend, FakeVocab

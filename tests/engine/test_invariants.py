@@ -8,13 +8,7 @@ from typing import Any
 
 from structlog.testing import capture_logs
 
-from llamaslot.base.commands import (
-    CacheCleared,
-    ClearCache,
-    InspectCache,
-    InspectEngine,
-    TextPart,
-)
+from llamaslot.base.commands import CacheCleared, ClearCache, InspectCache, InspectEngine, TextPart
 from llamaslot.base.events import Event, Finished, Reply, Stopped
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.stats import CacheState

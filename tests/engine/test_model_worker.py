@@ -73,14 +73,14 @@ class Threaded:
     def _receive(self, events: list[Event]) -> None:
         for event in events:
             if isinstance(event, Output | Finished):
-                self.texts[event.request_id] += event.content
+                self.texts[event.completion_id] += event.content
                 self.first.set()
             if isinstance(event, Stopped):
                 self.stopped = event.reason
             elif isinstance(event, Reply):
                 self.on_state()
             elif isinstance(event, TERMINAL):
-                self.ends[event.request_id].set_result(event)
+                self.ends[event.completion_id].set_result(event)
 
     async def __aenter__(self) -> Threaded:
         """Start the engine."""

@@ -12,8 +12,9 @@ import msgspec
 import pytest
 
 from llamaslot.backend.disk import DiskStore
-from llamaslot.base.commands import ClearCache, DropSession, Prepare
+from llamaslot.base.commands import ClearCache
 from llamaslot.base.events import Finished, Progress
+from llamaslot.base.prompt_jobs import DropSession, Prepare
 from llamaslot.formats.format import ParsedMessage
 from llamaslot.formats.recognition import format_of
 from tests.engine.harness import Harness, running

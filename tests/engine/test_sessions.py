@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from llamaslot.backend.disk import DiskStore
-from llamaslot.base.commands import CacheCleared, ClearCache, DropSession, PromptPart, TextPart
+from llamaslot.base.commands import CacheCleared, ClearCache, PromptPart, TextPart
 from llamaslot.base.errors import ErrorInfo
 from llamaslot.base.events import Cancelled, Finished, Output, Progress
 from llamaslot.base.generation.sampling import Sampling
+from llamaslot.base.prompt_jobs import DropSession
 from tests.engine.harness import Harness, running
 from tests.fake_backend import FakeBackend
 from tests.prompt_threads import text_request, without_bos

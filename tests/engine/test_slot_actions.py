@@ -232,7 +232,7 @@ async def test_a_slot_is_restored_beside_duplicate_cells_of_two_others(tmp_path:
 
         def cancel_at_their_end(events: list[Event]) -> None:
             on_events(events)
-            if any(isinstance(event, Finished) and event.request_id == "b" for event in events):
+            if any(isinstance(event, Finished) and event.completion_id == "b" for event in events):
                 engine.cancel("busy")
 
         engine.engine._on_events = cancel_at_their_end

@@ -12,17 +12,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from llamaslot.base.commands import (
-    AnswerBody,
-    Cancel,
-    Generate,
-    GenerateParams,
-    InspectCache,
-    Prepare,
-    Query,
-)
+from llamaslot.base.commands import Cancel, Generate, GenerateParams, InspectCache, Query
 from llamaslot.base.events import Finished, Progress, Started, Stopped
 from llamaslot.base.generation.sampling import Sampling
+from llamaslot.base.prompt_jobs import AnswerBody, Prepare
 from llamaslot.base.text_records import TextAnchor
 from llamaslot.base.tokens import TokenizedPrompt
 from llamaslot.processes.channel import Channel
@@ -131,7 +124,7 @@ async def test_it_does_not_matter_how_the_bytes_are_cut(raw: tuple[End, socket.s
     [
         b"\5\0\0\0abcde",
         framed({"type": "cancel"}),
-        framed({"type": "unknown", "request_id": "a"}),
+        framed({"type": "unknown", "completion_id": "a"}),
         framed([1, 2]),
     ],
 )

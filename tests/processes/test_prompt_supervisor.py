@@ -16,23 +16,26 @@ import pytest
 from llamaslot.app.config import Config
 from llamaslot.app.models import resolve_model
 from llamaslot.base.callers import Caller
-from llamaslot.base.commands import (
+from llamaslot.base.errors import InvalidRequestError, LlamaslotError, QueueFullError, ServerError, UnavailableError
+from llamaslot.base.model import ModelInfo
+from llamaslot.base.prompt_jobs import (
     AnswerBody,
     BadBody,
+    ClearTexts,
     DropSession,
     JsonReply,
+    Locate,
     Needs,
     Prepare,
     Prepared,
+    Release,
+    Remember,
 )
-from llamaslot.base.errors import InvalidRequestError, LlamaslotError, QueueFullError, ServerError, UnavailableError
-from llamaslot.base.model import ModelInfo
 from llamaslot.base.text_records import Session
 from llamaslot.base.tokens import TokenizedPrompt
 from llamaslot.processes import prompt_supervisor
 from llamaslot.processes.messages import SetModel
 from llamaslot.processes.prompt_supervisor import PromptSupervisor
-from llamaslot.prompts.prompt_jobs import ClearTexts, Locate, Release, Remember
 from tests.fake_backend import FakeBackend
 from tests.processes.faults import inject
 from tests.prompt_threads import SETTINGS, long_query, parse

@@ -14,35 +14,28 @@ import numpy as np
 import pytest
 
 from llamaslot.base.callers import MAX_ROUND_TURNS, Turns
-from llamaslot.base.commands import (
+from llamaslot.base.commands import DropPaths, TextPart, TokensPart
+from llamaslot.base.errors import ContextSizeError, InvalidRequestError, QueueFullError, ServerError
+from llamaslot.base.prompt_jobs import (
     AnswerBody,
     BodyKind,
-    DropPaths,
+    ClearTexts,
     DropSession,
+    EarlierItems,
+    Job,
     JsonReply,
+    ListItems,
+    Locate,
     Needs,
     Prepare,
     Prepared,
-    TextPart,
-    TokensPart,
+    Release,
+    Remember,
 )
-from llamaslot.base.errors import ContextSizeError, InvalidRequestError, QueueFullError, ServerError
-from llamaslot.base.generation.request_context import EarlierItems, ListItems
 from llamaslot.base.stats import AnchorStats, ReplyStats, SessionStats
 from llamaslot.base.text_records import Session, TextAnchor
 from llamaslot.base.tokens import TokenizedPrompt
-from llamaslot.prompts.prompt_jobs import (
-    LONG_LANE,
-    PROMPT_LANE,
-    ClearTexts,
-    Job,
-    Locate,
-    Release,
-    Remember,
-    activity_of,
-    is_long_query,
-    lane_of,
-)
+from llamaslot.prompts.lanes import LONG_LANE, PROMPT_LANE, activity_of, is_long_query, lane_of
 from llamaslot.prompts.tokenizer import Tokenizer
 from tests.fake_backend import FakeVocab
 from tests.prompt_threads import (
@@ -360,7 +353,7 @@ async def test_the_time_limit_of_a_body_is_one_of_each_prompt(worker: LocalPromp
     job = parse("native", {"prompt": ["a", "b", "c"]})
     prepared = worker.worker.carry_out(job, lambda: told.append(None)).result()
     assert isinstance(prepared, Prepared)
-    assert [each.params.request_id for each in prepared.prompts] == ["r-0", "r-1", "r-2"]
+    assert [each.params.completion_id for each in prepared.prompts] == ["r-0", "r-1", "r-2"]
     assert len(told) == 2
 
 

@@ -15,8 +15,8 @@ from llamaslot.scheduler.request import REQUEST_TABLE, Request, RequestEvent, Re
 PROMPT = TokenizedPrompt(packed(np.arange(5, dtype=np.int32)))
 
 
-def make_request(request_id: str = "r", *, cache_prompt: bool = True) -> Request:
-    return Request(GenerateParams(request_id, cache_prompt=cache_prompt), PROMPT, arrival=1, now=0.0)
+def make_request(completion_id: str = "r", *, cache_prompt: bool = True) -> Request:
+    return Request(GenerateParams(completion_id, cache_prompt=cache_prompt), PROMPT, arrival=1, now=0.0)
 
 
 def test_the_table_allows_what_a_request_goes_through() -> None:

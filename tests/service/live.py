@@ -91,7 +91,7 @@ class Wire:
     @property
     def generates(self) -> list[str]:
         """The completions that the engine has got, in order."""
-        return [each.params.request_id for each in self.sent if isinstance(each, Generate)]
+        return [each.params.completion_id for each in self.sent if isinstance(each, Generate)]
 
     async def close(self, lives: Iterable[LiveRequest] = ()) -> None:
         """End the threads."""

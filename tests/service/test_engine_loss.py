@@ -11,15 +11,7 @@ from typing import Any
 import pytest
 
 from llamaslot.base.callers import Caller
-from llamaslot.base.commands import (
-    AnswerBody,
-    Cancel,
-    DropPaths,
-    EngineCommand,
-    Generate,
-    Query,
-    WriteTexts,
-)
+from llamaslot.base.commands import Cancel, DropPaths, EngineCommand, Generate, Query, WriteTexts
 from llamaslot.base.errors import LlamaslotError, ServerError, UnavailableError
 from llamaslot.base.events import (
     Cancelled,
@@ -32,8 +24,8 @@ from llamaslot.base.events import (
     Started,
     Stopped,
 )
+from llamaslot.base.prompt_jobs import AnswerBody, Remember
 from llamaslot.base.text_records import Session
-from llamaslot.prompts.prompt_jobs import Remember
 from llamaslot.service.live_request import Completion, CompletionState, LiveRequest
 from tests.conftest import LONG
 from tests.engine.harness import TERMINAL
@@ -78,8 +70,8 @@ class Side(Wire):
     def ends(self) -> dict[str, str]:
         """The terminal events, or the types of their errors; no completion has two."""
         ends = [event for event in self.events if isinstance(event, TERMINAL)]
-        assert len({event.request_id for event in ends}) == len(ends)
-        return {e.request_id: e.error.type if isinstance(e, Failed) else type(e).__name__ for e in ends}
+        assert len({event.completion_id for event in ends}) == len(ends)
+        return {e.completion_id: e.error.type if isinstance(e, Failed) else type(e).__name__ for e in ends}
 
     async def remembered(self) -> None:
         """Wait until all replies are remembered."""
@@ -295,7 +287,7 @@ async def test_records_are_written_once_there_is_an_engine(side: Side) -> None:
     dropping = asyncio.create_task(side.service.drop_session("mine", ""))
     drop = await side.until_sent(DropPaths)
     assert drop.body.session == write.records[0].session
-    side.receive(Reply(drop.request_id, {"cleared_tokens": 3}))
+    side.receive(Reply(drop.query_id, {"cleared_tokens": 3}))
     assert (await dropping).cleared_tokens == 3
 
 
@@ -386,7 +378,7 @@ async def test_closing_ends_everything_once(side: Side) -> None:
 
     def answer(command: EngineCommand) -> None:
         assert isinstance(command, Cancel)
-        asyncio.get_running_loop().call_soon(side.receive, Cancelled(command.request_id, PROGRESS))
+        asyncio.get_running_loop().call_soon(side.receive, Cancelled(command.completion_id, PROGRESS))
 
     side.service.connect(answer)
     await side.service.close(5)

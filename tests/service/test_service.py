@@ -16,7 +16,7 @@ from structlog.testing import capture_logs
 
 from llamaslot.base.backend import Decoded, Run
 from llamaslot.base.callers import Caller
-from llamaslot.base.commands import AnswerBody, InspectEngine, Query
+from llamaslot.base.commands import InspectEngine, Query
 from llamaslot.base.errors import (
     ContextSizeError,
     DeadlineError,
@@ -29,6 +29,7 @@ from llamaslot.base.errors import (
 )
 from llamaslot.base.events import Cancelled, Finished, Progress, Reply, Stopped
 from llamaslot.base.generation.sampling import Sampling
+from llamaslot.base.prompt_jobs import AnswerBody
 from llamaslot.base.stats import EngineState, SlotState
 from llamaslot.protocol.text_requests import TextRequest
 from llamaslot.service.metrics import Metrics
@@ -56,7 +57,7 @@ async def running(
         await task
 
 
-def finish(wire: Wire, request_id: str, *, seconds: float) -> None:
+def finish(wire: Wire, completion_id: str, *, seconds: float) -> None:
     """End a request that spent `seconds` in its slot."""
     progress = Progress(
         n_prompt=10,
@@ -67,7 +68,7 @@ def finish(wire: Wire, request_id: str, *, seconds: float) -> None:
         prompt_ms=seconds * 250,
         predicted_ms=seconds * 750,
     )
-    wire.receive(Finished(request_id, "limit", progress))
+    wire.receive(Finished(completion_id, "limit", progress))
 
 
 def request(
@@ -268,15 +269,15 @@ async def test_a_query_that_is_cancelled_while_its_reply_arrives_affects_no_othe
     await asyncio.sleep(0)
     (sent,) = wire.sent
     assert isinstance(sent, Query)
-    wire.receive(Reply(sent.request_id, EngineState()))
+    wire.receive(Reply(sent.query_id, EngineState()))
     query.cancel()
     with capture_logs() as lines, pytest.raises(asyncio.CancelledError):
         await query
     again = asyncio.create_task(wire.service.engine_state())
     await asyncio.sleep(0)
-    wire.receive(Reply(sent.request_id, EngineState()))
+    wire.receive(Reply(sent.query_id, EngineState()))
     assert not again.done()
-    wire.receive(Reply(wire.sent[-1].request_id, EngineState(n_queued=3)))  # type: ignore[union-attr]
+    wire.receive(Reply(wire.sent[-1].query_id, EngineState(n_queued=3)))  # type: ignore[union-attr]
     assert (await again).n_queued == 3
     assert lines == []
     await wire.close()
@@ -288,7 +289,7 @@ async def test_a_reply_that_was_decoded_from_another_process_has_its_type() -> N
     for body in (state, msgspec.to_builtins(state)):
         query = asyncio.create_task(wire.service.ask(InspectEngine(), EngineState))
         await asyncio.sleep(0)
-        wire.receive(Reply(wire.sent[-1].request_id, body))  # type: ignore[union-attr]
+        wire.receive(Reply(wire.sent[-1].query_id, body))  # type: ignore[union-attr]
         assert await query == state
     await wire.close()
 
@@ -307,7 +308,7 @@ async def test_a_query_raises_the_error_of_its_reply_whole(error: LlamaslotError
     wire = Wire()
     query = asyncio.create_task(wire.service.engine_state())
     await asyncio.sleep(0)
-    wire.receive(Reply(wire.sent[-1].request_id, error=error.info()))  # type: ignore[union-attr]
+    wire.receive(Reply(wire.sent[-1].query_id, error=error.info()))  # type: ignore[union-attr]
     with pytest.raises(type(error)) as raised:
         await query
     assert vars(raised.value) == vars(error)

@@ -38,7 +38,7 @@ from llamaslot.api.generation.request_handling import (
 from llamaslot.api.middleware import key_namespace
 from llamaslot.api.sse import DONE, event, long_event
 from llamaslot.base.events import Finished, FinishReason, Output
-from llamaslot.base.generation.request_context import ChatToStore, ReplyOptions
+from llamaslot.base.prompt_jobs import ChatToStore, ReplyOptions
 from llamaslot.formats.calls import Delta as ParsedDelta
 from llamaslot.formats.calls import ToolCall, ToolCallDelta
 from llamaslot.formats.format import ParsedMessage
@@ -376,7 +376,7 @@ class TextReplyWriter(OpenAIReplyWriter):
 
     def _best(self) -> Iterator[Completion]:
         """Yield the completions of each prompt that are most likely per token; all of them if all are wanted."""
-        for _, group in groupby(self.completions, lambda each: each.params.group or each.params.request_id):
+        for _, group in groupby(self.completions, lambda each: each.params.group or each.params.completion_id):
             if self.options.n_best:
                 yield from sorted(group, key=lambda each: -each.mean_logprob)[: self.options.n_best]
             else:

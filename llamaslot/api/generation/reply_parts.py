@@ -156,7 +156,7 @@ def usage(completions: Sequence[Completion]) -> Usage:
     """Return the usage of finished completions. A prompt counts once, with the reused tokens of its first one."""
     prompts: dict[str, Progress] = {}
     for each in completions:
-        prompts.setdefault(each.params.group or each.params.request_id, each.end.progress)
+        prompts.setdefault(each.params.group or each.params.completion_id, each.end.progress)
     n_prompt = sum(progress.n_prompt for progress in prompts.values())
     n_generated = sum(each.end.progress.n_generated for each in completions)
     n_cached = sum(progress.n_cached for progress in prompts.values())

@@ -21,10 +21,9 @@ from llamaslot.api.credentials import GRANTED, Access
 from llamaslot.api.generation.reply_parts import ProbsWriter
 from llamaslot.api.middleware import caller_of, given_key
 from llamaslot.api.sse import PING, EventStream
-from llamaslot.base.commands import BodyKind, Prepare
 from llamaslot.base.errors import LlamaslotError
 from llamaslot.base.events import Finished, FinishReason, Output
-from llamaslot.base.generation.request_context import EarlierItems, References, ReplyOptions, RequestContext
+from llamaslot.base.prompt_jobs import BodyKind, EarlierItems, Prepare, References, ReplyOptions, RequestContext
 from llamaslot.base.stats import CacheProbe
 from llamaslot.formats.format import ParsedMessage
 from llamaslot.service.limits import ProbsLimit

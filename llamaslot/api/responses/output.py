@@ -28,7 +28,7 @@ from llamaslot.api.responses.bodies import (
     ShellCall,
     Status,
 )
-from llamaslot.base.generation.request_context import CallForm, ResponseFields
+from llamaslot.base.prompt_jobs import CallForm, ResponseFields
 from llamaslot.formats.calls import Delta, ToolCallDelta
 from llamaslot.protocol.responses import encoded_reasoning
 

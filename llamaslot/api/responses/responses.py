@@ -54,10 +54,9 @@ from llamaslot.api.responses.bodies import (
 from llamaslot.api.responses.output import OutputItems, item_events
 from llamaslot.api.responses.store import ResponseStore, StoredResponse
 from llamaslot.api.sse import EventStream, typed_event
-from llamaslot.base.commands import BodyKind
 from llamaslot.base.errors import LlamaslotError, NotSupportedError
 from llamaslot.base.events import Finished, Output
-from llamaslot.base.generation.request_context import EarlierItems, References, ReplyOptions
+from llamaslot.base.prompt_jobs import BodyKind, EarlierItems, References, ReplyOptions
 from llamaslot.formats.calls import Delta
 from llamaslot.protocol.responses import encoded_compaction
 from llamaslot.service.limits import ProbsLimit

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from llamaslot.base.callers import OwnerShares
 from llamaslot.base.errors import NotFoundError
-from llamaslot.base.generation.request_context import EarlierItems, References
+from llamaslot.base.prompt_jobs import EarlierItems, References
 
 
 @dataclass(slots=True, eq=False)

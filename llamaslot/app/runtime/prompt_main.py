@@ -26,6 +26,7 @@ from llamaslot.backend.llama.vocab import token_texts
 from llamaslot.base.backend import Vocab
 from llamaslot.base.errors import ConfigError, InvalidRequestError, LlamaslotError
 from llamaslot.base.files import read_named_text
+from llamaslot.base.prompt_jobs import JobResult
 from llamaslot.processes.channel import Channel, channel_to_parent, socket_of
 from llamaslot.processes.messages import (
     JobDone,
@@ -40,7 +41,6 @@ from llamaslot.processes.messages import (
 )
 from llamaslot.processes.threads import start_default_executor
 from llamaslot.processes.trial_process import TrialProcess
-from llamaslot.prompts.prompt_jobs import JobResult
 from llamaslot.prompts.prompt_worker import PromptWorker
 from llamaslot.prompts.tokenizer import Tokenizer
 from llamaslot.protocol.replies.restoring import ReplyRestorer

@@ -1,11 +1,11 @@
-"""Jobs of the prompt worker, and the lanes in which they wait in the parent, so that long ones hold up no prompts.
+"""Lanes in which jobs of the prompt worker wait in the parent, so that long ones hold up no prompts.
 
     prompt lane     prompts, what is remembered of replies, short queries           one at a time
     long lane       large bodies, long queries                                      one at a time
     grammar lane    bodies whose grammars must be compiled to be checked            four, one of each client
 
-In each lane clients take turns (`client_of`); otherwise jobs are carried out in order. Jobs and results are plain
-values that msgspec can encode, since the worker is a process of its own (`processes/prompt_supervisor.py`).
+In each lane clients take turns (`client_of`); otherwise jobs are carried out in order.
+`processes/prompt_supervisor.py` sends them to the worker's process.
 """
 
 from __future__ import annotations
@@ -13,24 +13,23 @@ from __future__ import annotations
 import asyncio
 import itertools
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import msgspec
 
 from llamaslot.base.callers import Turns
-from llamaslot.base.commands import (
-    AnswerBody,
-    BadBody,
-    DropPaths,
-    DropSession,
-    JsonReply,
-    Needs,
-    Prepare,
-    Prepared,
-)
 from llamaslot.base.errors import LlamaslotError, QueueFullError
-from llamaslot.base.generation.request_context import ListItems
-from llamaslot.base.text_records import TextRecord
+from llamaslot.base.prompt_jobs import (
+    AnswerBody,
+    ClearTexts,
+    DropSession,
+    Job,
+    ListItems,
+    Locate,
+    Prepare,
+    Release,
+    Remember,
+)
 
 _MAX_SHORT_QUERY = 2**14
 """Bytes of a body up to which a query is answered in the prompt lane."""
@@ -46,49 +45,6 @@ JOBS_AT_ONCE = (1, 1, 4)
 """Jobs of each lane that are carried out at once. Of the last one several, and one of a client at most, so that
 grammars that take long hold up those of no other client: they are compiled in a process of their own.
 """
-
-
-class Remember(msgspec.Struct, frozen=True, tag="remember"):
-    """Remember a reply to a prompt that was prepared; answered by the new records, to be written to disk.
-
-    The request is known until it is released, or the worker's process ends; otherwise nothing is remembered.
-    """
-
-    request_id: str
-    """That of the `Prepare`, as in `Release` and `Locate`."""
-    generated: bytes
-    """Packed tokens."""
-    n_sent: int
-    """Characters that the client was sent."""
-    completion_id: str = ""
-    """The completion whose reply it is, if it was sent to its end."""
-    prompt: int = 0
-    """The number of the prompt, if there are several."""
-
-
-class Release(msgspec.Struct, frozen=True, tag="release"):
-    """Release what is kept of a request: no reply to it will be remembered any more."""
-
-    request_id: str
-
-
-class Locate(msgspec.Struct, frozen=True, tag="locate"):
-    """Count the characters that the first tokens of a request's prompt stand for; answered by the number.
-
-    It is -1 if the request is not known.
-    """
-
-    request_id: str
-    n_tokens: int
-    prompt: int = 0
-
-
-class ClearTexts(msgspec.Struct, frozen=True, tag="clear_texts"):
-    """Drop all text anchors, sessions and remembered replies."""
-
-
-Job: TypeAlias = Prepare | Remember | Release | Locate | DropSession | ClearTexts | AnswerBody | ListItems
-JobResult: TypeAlias = Prepared | Needs | BadBody | DropPaths | JsonReply | tuple[TextRecord, ...] | int | None
 
 
 def client_of(job: Job) -> str | None:

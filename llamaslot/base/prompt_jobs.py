@@ -1,0 +1,284 @@
+"""Jobs of the prompt worker, and their results: bodies of requests to read, replies to remember, and questions.
+
+All are plain values that msgspec can encode, since the worker is a process of its own. In which order they are
+carried out is decided in `prompts/lanes.py`. Earlier items, and the fields of a reply that repeat those of its
+request, are those of the Responses API.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal, TypeAlias
+
+import msgspec
+
+from llamaslot.base.callers import Caller
+from llamaslot.base.commands import DropPaths, Generate
+from llamaslot.base.errors import ErrorInfo
+from llamaslot.base.generation.sampling import Sampling
+from llamaslot.base.generation.tools import ParserOptions, ReasoningFormat
+from llamaslot.base.text_records import TextRecord
+
+BodyKind: TypeAlias = Literal["chat", "responses", "compact", "messages", "text", "native", "infill", "probe"]
+CallKind: TypeAlias = Literal["function", "custom", "local_shell"]
+
+
+class RequestPolicy(msgspec.Struct, frozen=True, kw_only=True):
+    """Limits of all requests, and defaults for the fields of their bodies."""
+
+    max_prompts: int
+    max_choices: int
+    """Completions of all prompts together."""
+    max_logit_bias_entries: int
+    max_stop_strings: int
+    max_stop_chars: int
+    """Characters of all stop strings together."""
+    sampling: Sampling
+    """A `seed` of -1 stands for a new one each time."""
+    max_tokens: int
+    """Limit of new tokens."""
+    cache_prompt: bool
+    verbose: bool
+    reasoning: bool
+    """True if the model reasons before it answers; only for chat templates that leave the choice."""
+    reasoning_budget: int
+    """Tokens that the model may reason; -1 for no limit."""
+    reasoning_format: ReasoningFormat
+
+
+class RequestContext(msgspec.Struct, frozen=True):
+    """Inputs of the prompt worker other than a request's body, from its HTTP headers and its endpoint."""
+
+    request_id: str
+    caller: Caller = Caller()
+    key_secret: str = ""
+    """`key_secret` of the API key where each key has namespaces of its own; empty where not."""
+    is_admin: bool = False
+    """True if the API key is an administrator's, who may share KV with all keys."""
+    shows_prompt: bool = False
+    """The reply shows the prompt's text."""
+    counts_tokens: bool = False
+    """Every event of a stream has the number of tokens so far."""
+
+
+class References(msgspec.Struct, frozen=True):
+    """References of a request to earlier responses: the one that it continues, and items by their ids."""
+
+    previous: str = ""
+    items: tuple[str, ...] = ()
+
+
+class EarlierItems(msgspec.Struct, frozen=True):
+    """The items that `References` stand for."""
+
+    history: tuple[bytes, ...] = ()
+    """JSON lists of items, in the order of the conversation."""
+    items: Mapping[str, bytes] = {}
+    """JSON objects by id."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of all items."""
+        return sum(map(len, self.history)) + sum(map(len, self.items.values()))
+
+
+class Prepare(msgspec.Struct, frozen=True, tag="prepare"):
+    """Read the body of a request for completions, render its template and tokenize its prompts.
+
+    Answered by `Prepared`, `BadBody`, or `Needs`: then it is sent again with what is missing. The worker keeps the
+    prompts' texts for `Remember` and `Locate` until `Release`.
+
+    The body has a conversation in the format of OpenAI's chats (`chat`), of its Responses API (`responses`) or of
+    Anthropic's Messages API (`messages`), or prompts in OpenAI's format (`text`) or llama-server's (`native`,
+    `infill`). `probe` is a chat if it has messages, else a text completion.
+    """
+
+    kind: BodyKind
+    body: bytes
+    """JSON."""
+    context: RequestContext
+    is_run: bool = True
+    """False if only the prompt is wanted, to count its tokens or to probe the cache: the reply then needs no
+    constraint, not even a valid one.
+    """
+    earlier: EarlierItems | None = None
+    """The `references` that `Needs` named."""
+    may_compile: bool = False
+    """True if a grammar may be compiled to check it, which may take seconds; otherwise a grammar that is not known
+    to be valid is answered by `Needs`.
+    """
+
+
+class CallForm(msgspec.Struct, frozen=True):
+    """Form in which calls of a tool are reported to the client; to the model every tool is a function."""
+
+    kind: CallKind = "function"
+    name: str = ""
+    """The client's name of the tool."""
+    namespace: str = ""
+
+
+class ResponseFields(msgspec.Struct, frozen=True):
+    """Fields of a Responses request that its reply repeats or depends on."""
+
+    echo: bytes = b"{}"
+    """A JSON object of the request's fields that the reply repeats."""
+    input: bytes = b"[]"
+    """The request's own input items, a JSON list; each has an id. Empty if the response is not to be stored."""
+    store: bool = True
+    previous: str = ""
+    """Id of the response that this one continues."""
+    user_texts: tuple[str, ...] = ()
+    """All that the user wrote, for a compaction."""
+    returns_reasoning: bool = False
+    """Reasoning items have `encrypted_content`."""
+    forms: Mapping[str, CallForm] = {}
+    """By the name of the model's function; without functions that the request declares in the same form."""
+
+
+class ChatToStore(msgspec.Struct, frozen=True):
+    """The fields of a stored chat that its reply does not have."""
+
+    messages: bytes
+    """The request's messages, each with an id, as a JSON list."""
+    metadata: Mapping[str, str] = {}
+
+
+class ReplyOptions(msgspec.Struct, frozen=True):
+    """Fields of a request that shape its reply, and not what is generated."""
+
+    stream: bool = False
+    include_usage: bool = False
+    """The last event of a stream has the usage."""
+    timings_per_token: bool = False
+    return_tokens: bool = False
+    verbose: bool = False
+    """The reply includes llama-server's reply, with the prompt."""
+    echo: bool = False
+    """Texts begin with their prompts."""
+    n_best: int = 0
+    """Completions of each prompt that are in the reply, the most likely ones; 0 for all."""
+    hides_logprobs: bool = False
+    """Probabilities are computed only to find the best completions, and are not returned."""
+    response_fields: tuple[str, ...] = ()
+    """Fields that llama-server's reply is reduced to; empty for all."""
+    parser: ParserOptions = ParserOptions()
+    """For the message of a chat's reply."""
+    omit_reasoning: bool = False
+    """The text of the reasoning is left out of the reply."""
+    sse_ping_interval: int | None = None
+    response: ResponseFields = ResponseFields()
+    """Further fields of a Responses request."""
+    chat: ChatToStore | None = None
+    """A chat that is to be stored."""
+
+
+class Prepared(msgspec.Struct, frozen=True, tag="prepared"):
+    """The prompts of a body, and the options of its reply."""
+
+    prompts: tuple[Generate, ...]
+    texts: tuple[str, ...]
+    """The text of each prompt as the model sees it; empty if the reply does not show it."""
+    echoes: tuple[str, ...]
+    """The text of each prompt as the client gave it; empty if the reply does not begin with it."""
+    options: ReplyOptions
+
+
+class Needs(msgspec.Struct, frozen=True, tag="needs"):
+    """A body cannot be read yet: it needs items of earlier responses, or `Prepare.may_compile`."""
+
+    references: References = References()
+    may_compile: bool = False
+
+
+class BadBody(msgspec.Struct, frozen=True, tag="bad_body"):
+    """The body is invalid: its client gets a 400, and it is neither counted as a request nor logged."""
+
+    error: ErrorInfo
+
+
+class Remember(msgspec.Struct, frozen=True, tag="remember"):
+    """Remember a reply to a prompt that was prepared; answered by the new records, to be written to disk.
+
+    The request is known until it is released, or the worker's process ends; otherwise nothing is remembered.
+    """
+
+    request_id: str
+    """That of the `Prepare`, as in `Release` and `Locate`."""
+    generated: bytes
+    """Packed tokens."""
+    n_sent: int
+    """Characters that the client was sent."""
+    completion_id: str = ""
+    """The completion whose reply it is, if it was sent to its end."""
+    prompt: int = 0
+    """The number of the prompt, if there are several."""
+
+
+class Release(msgspec.Struct, frozen=True, tag="release"):
+    """Release what is kept of a request: no reply to it will be remembered any more."""
+
+    request_id: str
+
+
+class Locate(msgspec.Struct, frozen=True, tag="locate"):
+    """Count the characters that the first tokens of a request's prompt stand for; answered by the number.
+
+    It is -1 if the request is not known.
+    """
+
+    request_id: str
+    n_tokens: int
+    prompt: int = 0
+
+
+class AnswerBody(msgspec.Struct, frozen=True, tag="answer_body"):
+    """Answer a request body that needs only the chat template or the vocabulary; answered by `JsonReply`."""
+
+    kind: Literal["apply_template", "tokenize", "detokenize"]
+    body: bytes
+    """JSON."""
+    client: str = ""
+
+    @property
+    def size(self) -> int:
+        """Bytes of the body."""
+        return len(self.body)
+
+
+class ListItems(msgspec.Struct, frozen=True, tag="list_items"):
+    """List some of the items or messages of a conversation, which may be long; answered by `JsonReply`."""
+
+    lists: tuple[bytes, ...]
+    """JSON lists of items, in the order of the conversation."""
+    limit: int
+    is_descending: bool
+    after: str = ""
+    """The id of the item before the first one; empty for all."""
+    client: str = ""
+
+    @property
+    def size(self) -> int:
+        """Bytes of all items."""
+        return sum(map(len, self.lists))
+
+
+class JsonReply(msgspec.Struct, frozen=True, tag="json_reply"):
+    """The body of a reply."""
+
+    data: bytes
+
+
+class DropSession(msgspec.Struct, frozen=True, tag="drop_session"):
+    """Drop what is remembered of a session; a job of the prompt worker, answered by `DropPaths` for the engine."""
+
+    session_id: str
+    cache_salt: str = ""
+
+
+class ClearTexts(msgspec.Struct, frozen=True, tag="clear_texts"):
+    """Drop all text anchors, sessions and remembered replies."""
+
+
+Job: TypeAlias = Prepare | Remember | Release | Locate | DropSession | ClearTexts | AnswerBody | ListItems
+JobResult: TypeAlias = Prepared | Needs | BadBody | DropPaths | JsonReply | tuple[TextRecord, ...] | int | None
