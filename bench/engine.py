@@ -25,7 +25,7 @@ from llamaslot.app.runtime.engine_host import llama_settings
 from llamaslot.backend.llama import LlamaBackend
 from llamaslot.base.commands import Generate, GenerateParams
 from llamaslot.base.errors import ConfigError
-from llamaslot.base.events import TERMINAL, Event, Finished, Output
+from llamaslot.base.events import Cancelled, Event, Failed, Finished, Output
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.tokens import TokenizedPrompt, packed
 from llamaslot.engine.engine import Engine
@@ -46,7 +46,7 @@ async def measure(config: Config, *, streams: int, tokens: int, prompt_tokens: i
         for event in events:
             if isinstance(event, Output | Finished):
                 arrivals[event.completion_id] += [now] * len(event.tokens)
-            if isinstance(event, TERMINAL):
+            if isinstance(event, Finished | Failed | Cancelled):
                 ended.put_nowait(event)
 
     engine = Engine(backend, receive, Budgets(), gap_ms=config.prefill_gap_ms, thread=thread)
