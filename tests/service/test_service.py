@@ -32,6 +32,7 @@ from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.prompt_jobs import AnswerBody
 from llamaslot.base.stats import EngineState, SlotState
 from llamaslot.protocol.text_requests import TextRequest
+from llamaslot.service.limits import ProbsLimit
 from llamaslot.service.metrics import Metrics
 from llamaslot.service.service import Service
 from tests.engine.harness import LocalEngine
@@ -378,6 +379,21 @@ async def test_a_prompt_that_is_only_counted_is_limited_as_a_request_is() -> Non
             await service.prepare(live, job)
     assert service.capacity.n_in_flight == 2
     await wire.close(lives)
+
+
+async def test_a_prepared_request_that_does_not_start_gives_all_of_its_places_back() -> None:
+    wire = Wire(n_slots=1, max_queue=3)
+    service = wire.service
+    async with service.open(Caller("mine")) as live:
+        await service.prepare(live, prepare_text(request(n=3)))
+        assert service.capacity.n_in_flight == 3
+    assert not service.capacity.n_in_flight
+    with pytest.raises(InvalidRequestError, match="--max-reply-probs"):
+        await begin(service, request(n=3, prompt_probs=0), probs=ProbsLimit(1, ["n"]))
+    with pytest.raises(InvalidRequestError, match="--max-queue"):
+        await begin(service, request(n=5))
+    assert (service.capacity.n_in_flight, service.capacity._n_of_client.each) == (0, {})
+    await wire.close()
 
 
 async def test_a_request_that_is_prepared_for_too_long_ends_at_its_deadline() -> None:
