@@ -117,7 +117,13 @@ class Child:
         finally:
             theirs.close()
         child = cls(process, channel)
-        await channel.connect(ours)
+        try:
+            await channel.connect(ours)
+        except BaseException:
+            # Cancelled: nobody else knows the process.
+            child.kill()
+            await process.wait()
+            raise
         child._watching = asyncio.ensure_future(child._watch(lost, on_exit))
         return child
 
@@ -240,7 +246,9 @@ class Supervisor:
         """Have the process end, and kill it after `seconds`; return its end, None without one."""
         self.is_stopping = True
         if self._restarting is not None:
+            # It may be about to start a process, which must not be left behind.
             self._restarting.cancel()
+            await asyncio.wait([self._restarting], timeout=seconds)
         child = self._child
         if child is None:
             return None

@@ -332,7 +332,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     def new_request(
         self, prompt: list[int], *, salt: int = 0, cached: bool = True, max_tokens: int = 1, seed: int = 0,
-        greedy: bool = True, group: str = "", pin: int = -1, endless: bool = False, session: str = "",
+        greedy: bool = True, group: str = "", pin: int = -1, endless: bool = False,
     ) -> None:  # fmt: skip
         prompt = prompt[: self.n_ctx_slot - 1]
         name = f"r{len(self.asked)}"
@@ -343,7 +343,6 @@ class CacheMachine(RuleBasedStateMachine):
             cache_prompt=cached,
             cache_salt=self.salts[salt],
             group=group,
-            session_id=session,
             id_slot=pin if pin < self.shape.n_slots else -1,
         )
         can_reuse = self.cache.settings.can_reuse
@@ -371,15 +370,14 @@ class CacheMachine(RuleBasedStateMachine):
         origin=st.integers(0, 5), share=st.sampled_from([0, 0.3, 0.5, 0.9, 1, 1]), tail=tails,
         n_tail=st.integers(1, 40), salt=kinds[0], cached=kinds[1], max_tokens=lengths,
         pin=st.sampled_from([-1, -1, -1, -1, 0, 1, 2]), greedy=st.booleans(), endless=st.booleans(),
-        session=st.sampled_from(["", "", "a session"]),
     )  # fmt: skip
     def ask(
         self, *, origin: int, share: float, tail: int, n_tail: int, salt: int, cached: bool, max_tokens: int,
-        pin: int, greedy: bool, endless: bool, session: str,
+        pin: int, greedy: bool, endless: bool,
     ) -> None:  # fmt: skip
         self.new_request(
             self.prompt(origin, share, tail, n_tail), salt=salt, cached=cached, max_tokens=max_tokens, pin=pin,
-            greedy=greedy, endless=endless, session=session,
+            greedy=greedy, endless=endless,
         )  # fmt: skip
 
     @precondition(lambda self: self.n_waiting < 6)
