@@ -26,7 +26,7 @@ from llamaslot.protocol.bodies import SessionBody, SlotBody
 from llamaslot.protocol.text_requests import request_salt
 from llamaslot.service.service import Service
 
-_DEFAULT_TOP, MAX_TOP = 20, 1000
+_DEFAULT_TOP, MAX_TOP = 20, 2000
 _IS_COUNT = re.compile(r"[0-9]{1,9}").fullmatch
 _IS_INVALID = re.compile(r"""^$|^\.|[. ]$|[\x00-\x1f\x7f/\\:*?"<>|\ud800-\udfff]""").search
 """Characters that some file system forbids, and names that leave the folder."""

@@ -63,6 +63,8 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
     metrics: bool = False
     slots: bool = True
     """Offer `/slots` and `/cache`."""
+    webui: bool = True
+    """Serve the page at `/`."""
     cache_debug_text: bool = False
     """Show the text of prefixes in `/cache`, whoever wrote them."""
     cache_salt_from_api_key: bool = False

@@ -21,12 +21,13 @@ from llamaslot.api.connections import (
     available_connections,
 )
 from llamaslot.api.context import READINESS, SETTINGS, ApiSettings, Readiness
-from llamaslot.api.credentials import ApiKeys
+from llamaslot.api.credentials import Access, ApiKeys
 from llamaslot.api.http_errors import error_middleware
 from llamaslot.api.middleware import ACCESS, KEYS, add_headers, admit, identify
 from llamaslot.api.responses.responses import RESPONSES, RUNNING
 from llamaslot.api.responses.store import ResponseStore
 from llamaslot.api.routes import ROUTES
+from llamaslot.api.web_page import PAGES, page
 from llamaslot.base.errors import ConfigError
 
 Application = web.Application
@@ -46,7 +47,7 @@ def create_app(settings: ApiSettings) -> web.Application:
     app = web.Application(middlewares=[identify, error_middleware, admit])
     app[SETTINGS] = settings
     app[KEYS] = ApiKeys(settings.api_keys, settings.api_key_file)
-    app[ACCESS] = {route.handler: route.access for route in ROUTES}
+    app[ACCESS] = {**{route.handler: route.access for route in ROUTES}, page: Access.PUBLIC}
     app[BODY_READER] = BodyReader(settings)
     app[RESPONSES] = ResponseStore(
         max_responses=settings.max_stored_responses, max_bytes=settings.max_stored_responses_bytes
@@ -62,6 +63,9 @@ def create_app(settings: ApiSettings) -> web.Application:
             app.router.add_get(route.path, route.handler, expect_handler=accept_expect)
         else:
             app.router.add_route(route.method, route.path, route.handler, expect_handler=accept_expect)
+    if settings.webui:
+        for path in PAGES:
+            app.router.add_get(path, page)
     return app
 
 

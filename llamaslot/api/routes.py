@@ -17,7 +17,7 @@ from aiohttp import web
 from msgspec import UNSET, UnsetType, structs
 
 from llamaslot import __version__
-from llamaslot.api import anthropic, cache_endpoints, server_endpoints
+from llamaslot.api import anthropic, cache_endpoints, server_endpoints, web_page
 from llamaslot.api.bodies import MAX_LIMIT, ListReply
 from llamaslot.api.completions import native_completion as native
 from llamaslot.api.completions import openai_completions as openai
@@ -39,6 +39,7 @@ from llamaslot.base.stats import CacheProbe, CacheState
 from llamaslot.protocol import bodies
 from llamaslot.protocol.anthropic import CountTokensBody, MessagesBody
 from llamaslot.protocol.responses import ResponsesBody
+from llamaslot.service.activity import RequestUpdate, StateUpdate
 
 
 class ChatReply(Envelope, kw_only=True):
@@ -403,6 +404,15 @@ _ROUTES = (
     Route("GET", "/slots", cache_endpoints.slots, (list[Slot],), parameters=(_NO_SLOT,)),
     Route("GET", "/cache", cache_endpoints.cache, (CacheState,), parameters=(_TOP,)),
     Route("GET", "/metrics", server_endpoints.metrics, (str,), content_type="text/plain"),
+    Route(
+        "GET",
+        "/events",
+        web_page.events,
+        (str,),
+        chunks=(StateUpdate, RequestUpdate),
+        access=Access.ADMIN,
+        content_type="text/event-stream",
+    ),
     Route("GET", PATH, openapi, (dict[str, Any],)),
     Route(
         "POST",

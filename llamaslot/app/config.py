@@ -307,6 +307,9 @@ class Config:
     ssl_cert_file: str = llama("", "file with the certificate of that key (PEM), followed by its chain of issuers")
     metrics: bool = llama(False, "serve /metrics", env="LLAMA_ARG_ENDPOINT_METRICS")
     slots: bool = llama(True, "serve /slots and /cache", env="LLAMA_ARG_ENDPOINT_SLOTS")
+    webui: bool = llama(
+        True, "serve a page at / with a chat and a view of the cache", "--webui --ui", env="LLAMA_ARG_UI"
+    )
     cors_origins: str = llama(
         "auto",
         "origins of web pages that may use the server, comma-separated; localhost: any port of this machine; "

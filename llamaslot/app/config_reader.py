@@ -25,7 +25,7 @@ from llamaslot.text.builtin_templates import resolve
 from llamaslot.text.conversation import volatile_pattern
 
 WITHOUT_EFFECT = {
-    0: "-cb --cont-batching --no-context-shift --perf --no-perf --warmup --no-warmup --no-ui --no-webui --offline "
+    0: "-cb --cont-batching --no-context-shift --perf --no-perf --warmup --no-warmup --offline "
     "--no-mmproj --no-mmproj-auto --log-disable --log-prefix --no-log-prefix --log-timestamps --no-log-timestamps "
     "-e --escape --no-escape --repack --op-offload -kvo --kv-offload -bs --backend-sampling",
     1: "-lv --verbosity --log-verbosity --log-colors -to --timeout --threads-http -dt --defrag-thold -fit --fit "
@@ -45,9 +45,7 @@ NOT_SUPPORTED = {
     ),
     "not supported yet; redirect standard error instead": "--log-file --log-jsonl",
     "requests are always batched continuously; remove the flag": "-nocb --no-cont-batching",
-    "llamaslot has no web UI": (
-        "--ui --webui --path --ui-config --webui-config --ui-config-file --webui-config-file"
-    ),
+    "llamaslot's page has no settings": ("--path --ui-config --webui-config --ui-config-file --webui-config-file"),
     "not supported yet": (
         "--context-shift "
         "-C --cpu-mask -Cr --cpu-range --cpu-strict --prio --poll -Cb --cpu-mask-batch -Crb --cpu-range-batch "

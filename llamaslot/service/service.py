@@ -75,6 +75,7 @@ from llamaslot.base.stats import CacheProbe, CacheState, EngineState
 from llamaslot.base.text_records import TextRecord
 from llamaslot.formats.recognition import format_of
 from llamaslot.processes.prompt_supervisor import PromptSupervisor
+from llamaslot.service.activity import Activity
 from llamaslot.service.limits import Capacity, ProbsLimit, ReplyBudget, Suspects, request_digest
 from llamaslot.service.live_request import Completion, CompletionEvent, CompletionState, LiveRequest
 from llamaslot.service.metrics import Metrics
@@ -107,6 +108,8 @@ class Service:
     ) -> None:
         self.info = info
         self.metrics = metrics
+        self.activity = Activity(self.engine_state)
+        metrics.on_end = self.activity.record
         self.capacity = Capacity(info.n_slots, max_queue, max_queue_per_client, metrics)
         self.reply_budget = ReplyBudget()
         self.output_format = format_of(prompts.chat_template, {})

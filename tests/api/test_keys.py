@@ -15,12 +15,13 @@ from llamaslot.api.credentials import Access, ApiKeys
 from llamaslot.api.http_server import create_app
 from llamaslot.api.middleware import ACCESS
 from llamaslot.api.routes import ROUTES as ROUTE_TABLE
+from llamaslot.api.web_page import PAGES
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.namespaces import tenant_name
 from tests.fake_backend import FakeBackend
 
 ROUTES = {
-    Access.PUBLIC: {("GET", "/health"), ("GET", "/v1/health")},
+    Access.PUBLIC: {("GET", "/health"), ("GET", "/v1/health"), *(("GET", path) for path in PAGES)},
     Access.USER: {
         ("GET", "/models"),
         ("GET", "/v1/models"),
@@ -62,7 +63,7 @@ ROUTES = {
         ("GET", "/tokenizer_info"),
         ("DELETE", "/sessions/{session_id}"),
     },
-    Access.ADMIN: {("POST", "/cache/clear"), ("POST", "/slots/{id_slot}")},
+    Access.ADMIN: {("GET", "/events"), ("POST", "/cache/clear"), ("POST", "/slots/{id_slot}")},
 }
 """Every route by what it needs: a new one is an administrator's until it has a line here."""
 

@@ -234,9 +234,7 @@ def test_a_flag_that_is_not_an_option_here_is_refused_by_its_name(argv: str, wor
         assert word in caught.value.message
 
 
-@pytest.mark.parametrize(
-    "argv", ["--jinja", "--mmap", "-cb --cont-batching", "--no-webui", "-lv 3 --no-perf", "-bs"]
-)
+@pytest.mark.parametrize("argv", ["--jinja", "--mmap", "-cb --cont-batching", "-lv 3 --no-perf", "-bs"])
 def test_flags_of_llama_server_that_change_nothing_here_are_accepted(argv: str) -> None:
     assert read(argv.split()) == Config()
 

@@ -114,7 +114,7 @@ def test_debug_text_and_api_key(telling: Server) -> None:
 def test_a_wrong_top_prints_the_message_of_the_server(server: Server) -> None:
     status, _, errors = cache(server.url, "--top", "0")
     assert status == 2
-    assert errors == [f"llamaslot: {server.url} answered 400: 'top' must be an integer from 1 to 1000"]
+    assert errors == [f"llamaslot: {server.url} answered 400: 'top' must be an integer from 1 to 2000"]
     status, _, errors = cache(server.url, "--top", "many")
     assert (status, len(errors)) == (2, 1)
     assert "--top" in errors[0]

@@ -1,0 +1,94 @@
+// The page's frame: views, the API key, requests to the server, and the stream of /events.
+
+import { startCache } from "./cache.js";
+import { startChat } from "./chat.js";
+
+export const $ = (id) => document.getElementById(id);
+
+/** Return an element with properties and children; text is never parsed as HTML. */
+export function element(name, properties = {}, ...children) {
+  const made = document.createElement(name);
+  for (const [key, value] of Object.entries(properties)) {
+    if (key in made && key !== "role") made[key] = value;
+    else made.setAttribute(key, value);
+  }
+  made.append(...children);
+  return made;
+}
+
+export function say(text) {
+  $("status").textContent = text;
+}
+
+/** Return the response of the server to a request; throws its error message. */
+export async function ask(path, { body, method, signal } = {}) {
+  const headers = {};
+  const key = sessionStorage.getItem("key");
+  if (key) headers.Authorization = `Bearer ${key}`;
+  if (body) headers["Content-Type"] = "application/json";
+  const options = { headers, signal, method: method ?? (body ? "POST" : "GET") };
+  if (body) options.body = JSON.stringify(body);
+  const response = await fetch(path, options);
+  if (!response.ok) {
+    const error = (await response.json().catch(() => ({}))).error ?? {};
+    if (response.status === 401) $("access").open = true;
+    throw new Error(error.message ?? `${response.status} ${response.statusText}`);
+  }
+  return response;
+}
+
+/** Yield the name and the data of each server-sent event. */
+export async function* events(response) {
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  for (;;) {
+    const { value, done } = await reader.read();
+    if (done) return;
+    const parts = (rest + value).split("\n\n");
+    rest = parts.pop();
+    for (const part of parts) {
+      let name = "message";
+      const data = [];
+      for (const line of part.split("\n")) {
+        if (line.startsWith("event:")) name = line.slice(6).trim();
+        else if (line.startsWith("data:")) data.push(line.slice(5).trimStart());
+      }
+      if (data.length) yield { name, data: data.join("\n") };
+    }
+  }
+}
+
+function show() {
+  const isCache = location.hash === "#cache";
+  $("chat").hidden = isCache;
+  $("cache").hidden = !isCache;
+  for (const [id, isCurrent] of [["to-chat", !isCache], ["to-cache", isCache]]) {
+    if (isCurrent) $(id).setAttribute("aria-current", "page");
+    else $(id).removeAttribute("aria-current");
+  }
+  cache.show(isCache);
+}
+
+async function showModel() {
+  try {
+    const models = await (await ask("v1/models")).json();
+    $("model").textContent = models.data.map((each) => each.id).join(", ");
+    say("");
+  } catch (error) {
+    say(error.message);
+  }
+}
+
+$("key-form").addEventListener("submit", (event) => {
+  event.preventDefault();
+  sessionStorage.setItem("key", $("key").value);
+  $("access").open = false;
+  showModel();
+  cache.restart();
+});
+
+const cache = startCache();
+startChat();
+addEventListener("hashchange", show);
+show();
+showModel();

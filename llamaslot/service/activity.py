@@ -1,0 +1,132 @@
+"""Activity: the state of slots and cache once a second, and each request that ends, for those who watch.
+
+The engine is asked only while somebody watches. What a watcher has not read yet is bounded: it then misses the
+oldest updates, and nobody waits for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import Any, Literal, TypeAlias
+
+import msgspec
+
+from llamaslot.base.errors import LlamaslotError, QueueFullError
+from llamaslot.base.stats import CacheStats, EngineState, SlotState
+
+INTERVAL_S = 1.0
+"""Time between two states."""
+MAX_WATCHERS = 64
+_MAX_UNREAD = 256
+"""Updates that a watcher may have unread."""
+_MAX_RECENT = 200
+"""Ended requests that a new watcher is told of."""
+
+
+SlotPhase: TypeAlias = Literal["idle", "loading", "prefill", "decode"]
+
+
+class SlotActivity(msgspec.Struct, frozen=True):
+    """What a slot does now; tokens of its request."""
+
+    id: int
+    state: SlotPhase
+    n_held: int
+    request_id: str = ""
+    n_prompt: int = 0
+    n_prompt_computed: int = 0
+    n_generated: int = 0
+
+    @classmethod
+    def of(cls, slot: SlotState) -> SlotActivity:
+        """Return what a slot does; until it has computed something, it loads what is cached of its prompt."""
+        if not slot.request_id:
+            return cls(slot.id, "idle", slot.n_held)
+        state: SlotPhase = "decode" if slot.n_generated else "prefill" if slot.n_prompt_computed else "loading"
+        return cls(
+            slot.id,
+            state,
+            slot.n_held,
+            slot.request_id,
+            slot.n_prompt,
+            slot.n_prompt_computed,
+            slot.n_generated,
+        )
+
+
+class StateUpdate(msgspec.Struct, frozen=True, tag_field="type", tag="state"):
+    """The state of slots, queue and cache."""
+
+    time: float
+    """Seconds since the epoch."""
+    slots: tuple[SlotActivity, ...]
+    queued: int
+    cache: CacheStats
+
+
+class RequestUpdate(msgspec.Struct, frozen=True, tag_field="type", tag="request"):
+    """A request that has ended; `fields` are those of its line in the log."""
+
+    time: float
+    request_id: str
+    finish_reason: str
+    fields: dict[str, Any] = {}
+
+
+Update: TypeAlias = StateUpdate | RequestUpdate
+
+
+class Activity:
+    """Tells watchers what the server does. `read` asks the engine for its state."""
+
+    def __init__(self, read: Callable[[], Awaitable[EngineState]]) -> None:
+        self._read = read
+        self._recent: deque[RequestUpdate] = deque(maxlen=_MAX_RECENT)
+        self._watchers: set[asyncio.Queue[Update]] = set()
+        self._polling: asyncio.Task[None] | None = None
+
+    def record(self, request_id: str, finish_reason: str, fields: dict[str, Any]) -> None:
+        """Tell of a request that has ended."""
+        update = RequestUpdate(time.time(), request_id, finish_reason, fields)
+        self._recent.append(update)
+        self._tell(update)
+
+    async def watch(self) -> AsyncGenerator[Update]:
+        """Yield updates until the caller stops; raises `QueueFullError` if too many watch already."""
+        if len(self._watchers) >= MAX_WATCHERS:
+            raise QueueFullError(f"{MAX_WATCHERS} clients watch /events already; try later", retry_after=10)
+        queue: asyncio.Queue[Update] = asyncio.Queue(_MAX_UNREAD)
+        for update in self._recent:
+            queue.put_nowait(update)
+        self._watchers.add(queue)
+        if self._polling is None:
+            self._polling = asyncio.create_task(self._poll(), name="activity")
+        try:
+            while True:
+                yield await queue.get()
+        finally:
+            self._watchers.discard(queue)
+            if not self._watchers:
+                self._polling.cancel()
+                self._polling = None
+
+    async def _poll(self) -> None:
+        while True:
+            try:
+                state = await self._read()
+            except LlamaslotError:
+                # The engine is restarting.
+                pass
+            else:
+                slots = tuple(map(SlotActivity.of, state.slots))
+                self._tell(StateUpdate(time.time(), slots, state.n_queued, state.cache))
+            await asyncio.sleep(INTERVAL_S)
+
+    def _tell(self, update: Update) -> None:
+        for queue in self._watchers:
+            if queue.full():
+                queue.get_nowait()
+            queue.put_nowait(update)
