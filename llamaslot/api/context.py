@@ -143,6 +143,8 @@ class Readiness:
     def drain(self) -> None:
         """Report unhealthy from now on, before the server stops. Requests are served until the service refuses."""
         self._is_draining = True
+        if self._service is not None:
+            self._service.activity.close()
 
     def check(self) -> Service:
         """Return the service; raises the error if there is none."""

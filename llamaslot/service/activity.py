@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeAlias
 
 import msgspec
 
-from llamaslot.base.errors import LlamaslotError, QueueFullError
+from llamaslot.base.errors import LlamaslotError, QueueFullError, stopped_error
 from llamaslot.base.stats import CacheStats, EngineState, SlotState
 
 INTERVAL_S = 1.0
@@ -85,8 +85,9 @@ class Activity:
     def __init__(self, read: Callable[[], Awaitable[EngineState]]) -> None:
         self._read = read
         self._recent: deque[RequestUpdate] = deque(maxlen=_MAX_RECENT)
-        self._watchers: set[asyncio.Queue[Update]] = set()
+        self._watchers: set[asyncio.Queue[Update | None]] = set()
         self._polling: asyncio.Task[None] | None = None
+        self._is_closed = False
 
     def record(self, request_id: str, finish_reason: str, fields: dict[str, Any]) -> None:
         """Tell of a request that has ended."""
@@ -95,23 +96,30 @@ class Activity:
         self._tell(update)
 
     async def watch(self) -> AsyncGenerator[Update]:
-        """Yield updates until the caller stops; raises `QueueFullError` if too many watch already."""
+        """Yield updates until the caller stops or `close` is called; raises `QueueFullError` if too many watch."""
+        if self._is_closed:
+            raise stopped_error("")
         if len(self._watchers) >= MAX_WATCHERS:
             raise QueueFullError(f"{MAX_WATCHERS} clients watch /events already; try later", retry_after=10)
-        queue: asyncio.Queue[Update] = asyncio.Queue(_MAX_UNREAD)
-        for update in self._recent:
-            queue.put_nowait(update)
+        queue: asyncio.Queue[Update | None] = asyncio.Queue(_MAX_UNREAD)
+        for ended in self._recent:
+            queue.put_nowait(ended)
         self._watchers.add(queue)
         if self._polling is None:
             self._polling = asyncio.create_task(self._poll(), name="activity")
         try:
-            while True:
-                yield await queue.get()
+            while (update := await queue.get()) is not None:
+                yield update
         finally:
             self._watchers.discard(queue)
             if not self._watchers:
                 self._polling.cancel()
                 self._polling = None
+
+    def close(self) -> None:
+        """End all watching: the server is about to stop, and would wait for these replies."""
+        self._is_closed = True
+        self._tell(None)
 
     async def _poll(self) -> None:
         while True:
@@ -125,7 +133,7 @@ class Activity:
                 self._tell(StateUpdate(time.time(), slots, state.n_queued, state.cache))
             await asyncio.sleep(INTERVAL_S)
 
-    def _tell(self, update: Update) -> None:
+    def _tell(self, update: Update | None) -> None:
         for queue in self._watchers:
             if queue.full():
                 queue.get_nowait()

@@ -137,6 +137,20 @@ async def test_a_watcher_that_does_not_read_misses_the_oldest_updates() -> None:
     await updates.aclose()
 
 
+async def test_watching_ends_when_the_server_is_about_to_stop() -> None:
+    async def read() -> EngineState:
+        return state_of()
+
+    told = Activity(read)
+    updates = told.watch()
+    await anext(updates)
+    told.close()
+    assert [each async for each in updates if not isinstance(each, StateUpdate)] == []
+    assert told._polling is None
+    with pytest.raises(UnavailableError):
+        await anext(told.watch())
+
+
 async def test_there_is_a_limit_of_watchers() -> None:
     async def read() -> EngineState:
         return state_of()
