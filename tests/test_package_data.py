@@ -15,6 +15,7 @@ def test_every_data_file_is_in_the_installed_package() -> None:
         for package, globs in patterns.items()
         for glob in globs
         for path in (ROOT / package.replace(".", "/")).glob(glob)
+        if path.is_file()
     }
     files = {path for path in (ROOT / "llamaslot").rglob("*") if path.is_file() and "__pycache__" not in path.parts}
     assert {path for path in files if path.suffix != ".py"} == installed

@@ -110,6 +110,7 @@ API: dict[str, tuple[str, object]] = {
     "-v": ("verbose", True),
     "--metrics": ("metrics", True),
     "--no-slots": ("slots", False),
+    "--no-webui": ("webui", False),
     "-n 11": ("n_predict", 11),
     "--no-cache-prompt": ("cache_prompt", False),
     "--cache-debug-text": ("cache_debug_text", True),

@@ -41,7 +41,8 @@ async def _send(session: aiohttp.ClientSession, url: str, request: Request) -> i
     async with session.request(request.method, url + request.path, data=request.body, headers=headers) as response:
         raw = await response.read()
         # A slot may be short of cells for the file that it restores; a vocabulary may have no tokens for infilling.
-        more = {"/slots/{id_slot}": (503,), "/infill": (501,)}
+        # `/sessions/..` is `/`, the page.
+        more = {"/slots/{id_slot}": (503,), "/infill": (501,), "/sessions/{session_id:.+}": (405,)}
         explained = (200, 400, 404, 413, 429, *more.get(request.pattern, ()))
         assert response.status in explained, (response.status, raw)
         check_reply(
