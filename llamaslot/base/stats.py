@@ -273,14 +273,18 @@ class CachePrefix(msgspec.Struct):
     """Tokens from the root to the end of the node."""
     edge_tokens: int
     """Tokens that the node adds to its parent in the tree."""
+    ram_tokens: int
+    """Of `edge_tokens`, those whose KV is in RAM, whether or not it is also in the pool."""
+    disk_tokens: int
+    """Of `edge_tokens`, those whose KV is on disk."""
     hits: int
     """Requests that started from it or from one of its descendants."""
     holders: tuple[int, ...]
-    """Sequence ids that hold it."""
+    """Sequence ids that hold it; none if its KV is not in the pool."""
     pinned: bool
     """True if a running request uses it."""
     last_used: int
-    """Rank among all nodes by last use: 0 for the latest, equal for nodes that were used together."""
+    """Rank among the listed nodes by last use: 0 for the latest, equal for nodes that were used together."""
     checkpoint: int | None
     """Bytes of the checkpoint after its last token; None without one."""
     text: str | UnsetType = UNSET
@@ -308,7 +312,7 @@ class CacheState(CacheStats, kw_only=True):
     nodes: int
     leaves: int
     tokens: int
-    """Tokens in all nodes."""
+    """Tokens in the pool, shared ones once; `nodes` and `leaves` are also those of the pool."""
     tokens_pinned: int
     """Tokens that running requests use."""
     prefixes: tuple[CachePrefix, ...]

@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     state = _ask(client, "GET", f"/cache?top={args.top}", CacheState)
     for line in summary(state):
         console.print(line, soft_wrap=True)
-    console.print(tree(state.prefixes, n_nodes=state.nodes, n_namespaces=state.namespaces))
+    console.print(tree(state.prefixes, n_namespaces=state.namespaces))
     return 0
 
 
@@ -110,9 +110,9 @@ def summary(state: CacheState) -> list[str]:
     ]
 
 
-def tree(prefixes: Sequence[CachePrefix], *, n_nodes: int, n_namespaces: int) -> Tree:
+def tree(prefixes: Sequence[CachePrefix], *, n_namespaces: int) -> Tree:
     """Return the prefixes as a tree, in the given order, with a branch for each namespace if there are several."""
-    title = f"prefixes   {len(prefixes)} of {n_nodes}, most hits first" if n_nodes else "prefixes   none"
+    title = f"prefixes   {len(prefixes)}, most hits first" if prefixes else "prefixes   none"
     root = Tree(Text(title), guide_style="dim")
     namespaces: dict[int, Tree] = {}
     branches: list[Tree] = []
@@ -133,8 +133,10 @@ def tree(prefixes: Sequence[CachePrefix], *, n_nodes: int, n_namespaces: int) ->
 def _label(prefix: CachePrefix) -> Text:
     size = f"+{prefix.edge_tokens:,} = {_count(prefix.tokens, 'token')}"
     label = Text(size, style="bold", no_wrap=True, overflow="ellipsis")
-    held = ", ".join(map(str, prefix.holders))
-    rest = f" · {_count(prefix.hits, 'hit')} · held by {held} · used #{prefix.last_used + 1} latest"
+    places = [f"held by {', '.join(map(str, prefix.holders))}"] if prefix.holders else []
+    places += [f"{_count(prefix.ram_tokens, 'token')} in RAM"] if prefix.ram_tokens else []
+    places += [f"{_count(prefix.disk_tokens, 'token')} on disk"] if prefix.disk_tokens else []
+    rest = f" · {_count(prefix.hits, 'hit')} · {', '.join(places)} · used #{prefix.last_used + 1} latest"
     label.append(rest, style="not bold")
     if prefix.checkpoint is not None:
         label.append(f" · checkpoint of {prefix.checkpoint / 2**20:,.1f} MiB", style="not bold")

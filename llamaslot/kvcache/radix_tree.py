@@ -21,7 +21,7 @@ llama.cpp, time or requests; `now` is a logical clock.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 
 from llamaslot.base.tokens import WIDTH
@@ -85,6 +85,10 @@ class RadixTree:
     def is_pinned(self, seq: int) -> bool:
         """True while a request runs in the sequence."""
         return seq in self._pinned
+
+    def roots(self) -> Iterable[Node]:
+        """Return the root of each namespace."""
+        return self._roots.values()
 
     def nodes(self, namespace: str | None = None) -> Iterator[Node]:
         """Yield every node of a namespace (None for all) except for roots, parents first."""

@@ -1,13 +1,14 @@
 """List of the prefixes in the radix tree, for `GET /cache`.
 
-Prefixes are sorted by hits, then by last use, then by length. Using a node uses its ancestors too, so these have at
-least as many hits and as late a last use, and no node is listed without its ancestors.
+Prefixes are sorted by hits, then by last use, then by position. Using a node uses its ancestors too, so these have at
+least as many hits and as late a last use: a search from the roots finds them in this order, and looks at few others.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 
 from msgspec import UNSET
 from msgspec.structs import asdict
@@ -24,60 +25,80 @@ _MAX_TEXT_TOKENS = 256
 def tree_listing(
     tree: RadixTree, stats: CacheStats, top: int, detokenize: Callable[[Sequence[int]], bytes] | None
 ) -> CacheState:
-    """Return `stats` with the `top` resident prefixes of the tree, in time proportional to the tree.
+    """Return `stats` with the `top` prefixes of the tree, in the pool, in RAM and on disk.
 
-    Nodes that are separate only because one segment ends and the next begins there count as one.
+    Takes time proportional to the prefixes in the pool and to those listed, not to all those in RAM and on disk.
     """
-    first_of = {id(node): _first(node) for node in tree.nodes() if _ends_edge(node)}
-    nodes = [node for node in tree.nodes() if id(node) in first_of]
-    uses = sorted({first.last_used for first in first_of.values()}, reverse=True)
+    roots = [*tree.roots()]
+    edges = [*islice(_most_used(roots), top)]
+    resident = [node for node in _resident(roots) if _ends_edge(node)]
+    namespaces = {name: i for i, name in enumerate(dict.fromkeys(edge[0].namespace for edge in edges))}
+    uses = sorted({edge[0].last_used for edge in edges}, reverse=True)
     ranks = {use: rank for rank, use in enumerate(uses)}
-
-    def order(node: Node) -> tuple[int, int, int]:
-        first = first_of[id(node)]
-        return -first.hits, -first.last_used, node.end
-
-    listed = heapq.nsmallest(top, nodes, key=order)
-    namespaces = {name: i for i, name in enumerate(dict.fromkeys(n.namespace for n in (*listed, *nodes)))}
-    places = {id(node): i for i, node in enumerate(listed)}
+    places = {id(edge[-1]): i for i, edge in enumerate(edges)}
     prefixes = []
-    for node in listed:
-        first = first_of[id(node)]
+    for edge in edges:
+        first, last = edge[0], edge[-1]
+        covered = [(node.n_tokens, node.segment.state) for node in edge if node.segment is not None]
         prefixes.append(
             CachePrefix(
                 parent=places.get(id(first.parent)),
-                namespace=namespaces[node.namespace],
-                tokens=node.end,
-                edge_tokens=node.end - first.start,
+                namespace=namespaces[first.namespace],
+                tokens=last.end,
+                edge_tokens=last.end - first.start,
+                ram_tokens=sum(n for n, state in covered if state.is_loadable),
+                disk_tokens=sum(n for n, state in covered if state.uses_disk),
                 hits=first.hits,
-                holders=tuple(sorted(node.holders())),
-                pinned=node.n_pins > 0,
+                holders=tuple(sorted(last.holders())),
+                pinned=last.n_pins > 0,
                 last_used=ranks[first.last_used],
-                checkpoint=node.checkpoint.n_bytes if node.checkpoint is not None else None,
-                text=_edge_text(node, first.start, detokenize) if detokenize is not None else UNSET,
+                checkpoint=last.checkpoint.n_bytes if last.checkpoint is not None else None,
+                text=_edge_text(last, first.start, detokenize) if detokenize is not None else UNSET,
             )
         )
     return CacheState(
         **asdict(stats),
-        namespaces=len(namespaces),
-        nodes=len(nodes),
-        leaves=sum(not node.n_resident_children for node in nodes),
+        namespaces=len(roots),
+        nodes=len(resident),
+        leaves=sum(not node.n_resident_children for node in resident),
         tokens=tree.n_tokens,
         tokens_pinned=tree.n_pinned_tokens,
         prefixes=tuple(prefixes),
     )
 
 
+def _most_used(roots: Sequence[Node]) -> Iterator[list[Node]]:
+    """Yield edges in the order of the list, each as its nodes from the top.
+
+    Nodes that are separate only because one segment ends and the next begins there are one edge.
+    """
+
+    def entries(nodes: Sequence[Node]) -> Iterator[tuple[int, int, int, int, Node]]:
+        return ((-node.hits, -node.last_used, node.start, id(node), node) for node in nodes)
+
+    heap = [*entries([child for root in roots for child in root.children.values()])]
+    heapq.heapify(heap)
+    while heap:
+        edge = [heapq.heappop(heap)[-1]]
+        while not _ends_edge(edge[-1]):
+            edge += edge[-1].children.values()
+        yield edge
+        for entry in entries([*edge[-1].children.values()]):
+            heapq.heappush(heap, entry)
+
+
 def _ends_edge(node: Node) -> bool:
-    """True if a resident node is a leaf, a sequence ends in it, it has a checkpoint, or paths branch after it."""
-    return bool(node.end_of) or node.n_resident_children > (1 if node.checkpoint is None else 0)
+    """True if a sequence ends in the node, it has a checkpoint, it is a leaf, or paths branch after it."""
+    return bool(node.end_of) or node.checkpoint is not None or len(node.children) != 1
 
 
-def _first(node: Node) -> Node:
-    """Return the topmost node of the edge that ends with this node."""
-    while node.parent is not None and node.parent.parent is not None and not _ends_edge(node.parent):
-        node = node.parent
-    return node
+def _resident(nodes: Sequence[Node]) -> Iterator[Node]:
+    """Yield the nodes below `nodes` whose KV is in the pool."""
+    rest = [*nodes]
+    while rest:
+        below = [child for child in rest.pop().children.values() if child.is_resident]
+        yield from below
+        rest += below
 
 
 def _edge_text(node: Node, start: int, detokenize: Callable[[Sequence[int]], bytes]) -> str:

@@ -69,7 +69,7 @@ def test_the_state_and_the_tree(server: Server) -> None:
     assert lines[6] == f"reused     {matched} of {total} prompt tokens ({matched / total:.1%})"
     assert "tokens copied, 0 to RAM, 0 from RAM; " in lines[7]
     assert lines[8] == "evicted    0 tokens; 0 prefixes dropped for lack of a sequence id; 0 preemptions"
-    assert lines[9] == f"prefixes   {told['nodes']} of {told['nodes']}, most hits first"
+    assert lines[9] == f"prefixes   {told['nodes']}, most hits first"
     head, *tails = told["prefixes"]
     held = ", ".join(map(str, head["holders"]))
     assert lines[10].startswith(
@@ -85,7 +85,7 @@ def test_top_and_clear(server: Server) -> None:
     fill(server)
     status, lines, _ = cache(server.url, "--top", "1")
     assert status == 0
-    assert re.fullmatch(r"prefixes   1 of \d+, most hits first", lines[9])
+    assert lines[9] == "prefixes   1, most hits first"
     assert len(lines) == 11
     idle = server.get("/cache")["cells"]["idle"]
     assert idle > 0
@@ -189,22 +189,26 @@ def test_a_server_without_a_cache_endpoint_is_one_line(
 
 def test_checkpoints_are_shown_with_their_sizes() -> None:
     prefixes = [
-        CachePrefix(None, 0, 9, 9, 1, (0,), False, 0, 3 * 2**19),
-        CachePrefix(0, 0, 12, 3, 0, (0,), False, 0, None),
+        CachePrefix(None, 0, 9, 9, 0, 0, 1, (0,), False, 0, 3 * 2**19),
+        CachePrefix(0, 0, 12, 3, 2, 0, 0, (0,), False, 0, None),
+        CachePrefix(0, 0, 14, 5, 3, 4, 0, (), False, 0, None),
     ]
-    drawn = tree(prefixes, n_nodes=2, n_namespaces=1)
+    drawn = tree(prefixes, n_namespaces=1)
     [above] = drawn.children
     assert str(above.label) == "+9 = 9 tokens · 1 hit · held by 0 · used #1 latest · checkpoint of 1.5 MiB"
-    assert "checkpoint" not in str(above.children[0].label)
+    below = [str(each.label) for each in above.children]
+    assert below == [
+        "+3 = 12 tokens · 0 hits · held by 0, 2 tokens in RAM · used #1 latest",
+        "+5 = 14 tokens · 0 hits · 3 tokens in RAM, 4 tokens on disk · used #1 latest",
+    ]
 
 
 def test_namespaces_are_separate_and_text_cannot_control_the_terminal() -> None:
     def prefix(parent: int | None, namespace: int, text: str = "") -> CachePrefix:
-        return CachePrefix(parent, namespace, 9, 3, 1, (0,), parent is None, 0, None, text)
+        return CachePrefix(parent, namespace, 9, 3, 0, 0, 1, (0,), parent is None, 0, None, text)
 
     drawn = tree(
         [prefix(None, 0), prefix(None, 1), prefix(0, 0, "\x1b[2Jbad [red]\u202e"), prefix(1, 1, "y" * 99)],
-        n_nodes=4,
         n_namespaces=2,
     )
     first, second = drawn.children

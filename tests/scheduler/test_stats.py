@@ -58,13 +58,14 @@ def test_a_snapshot_lists_the_pool_and_no_prefix_before_its_ancestors(
         assert prefix.pinned == bool(runs & set(prefix.holders))
     parents = {prefix.parent for prefix in state.prefixes}
     assert (state.nodes, state.leaves) == (len(texts), len(set(range(len(texts))) - parents))
+    assert {(prefix.ram_tokens, prefix.disk_tokens) for prefix in state.prefixes} <= {(0, 0)}
     assert len(set(texts)) == len(texts)
     assert sum(prefix.edge_tokens for prefix in state.prefixes) == state.tokens
     assert sum(prefix.edge_tokens for prefix in state.prefixes if prefix.pinned) == state.tokens_pinned
-    order = [(-prefix.hits, prefix.last_used, prefix.tokens) for prefix in state.prefixes]
+    order = [(-prefix.hits, prefix.last_used, prefix.tokens - prefix.edge_tokens) for prefix in state.prefixes]
     assert order == sorted(order)
     short = state_of(driver, top, text=True)
-    assert short.prefixes == state.prefixes[:top]
+    assert [each.tokens for each in short.prefixes] == [each.tokens for each in state.prefixes[:top]]
     assert (short.nodes, short.cells) == (state.nodes, state.cells)
     cells = state.cells
     assert cells.used == driver.backend.cells_used
@@ -211,6 +212,30 @@ def test_dropping_everything_clears_an_idle_slot_whose_path_a_running_one_has_to
     cache.release(0)
     assert cache.dropper.drop() == CacheCleared(0)
     assert (cache.length(0), cache.length(1)) == (0, 8)
+
+
+@given(prompts=PROMPTS, top=st.integers(1, 9))
+def test_a_snapshot_lists_what_is_in_ram_beside_the_pool(prompts: list[str], top: int) -> None:
+    size = Driver().backend.info.segment_size
+    driver = Driver(
+        n_slots=2, n_reserved=2, n_ctx=96, n_ubatch=32, min_shared=2, ram_bytes=size.of(200), offload_after=1
+    )
+    for prompt in prompts:
+        driver.run(prompt, max_tokens=2)
+    state = state_of(driver, text=True)
+    texts = texts_of(state)
+    assert len(set(texts)) == len(texts)
+    assert sum(each.edge_tokens for each in state.prefixes if each.holders) == state.tokens
+    assert sum(each.ram_tokens for each in state.prefixes) == state.ram.tokens
+    for prefix, text in zip(state.prefixes, texts, strict=True):
+        assert prefix.tokens == len(text)
+        assert prefix.ram_tokens <= prefix.edge_tokens
+    parents = {prefix.parent for prefix in state.prefixes}
+    leaves = [prefix for i, prefix in enumerate(state.prefixes) if i not in parents]
+    assert all(leaf.holders or leaf.ram_tokens for leaf in leaves)
+    order = [(-prefix.hits, prefix.last_used, prefix.tokens - prefix.edge_tokens) for prefix in state.prefixes]
+    assert order == sorted(order)
+    assert len(state_of(driver, top).prefixes) == min(top, len(state.prefixes))
 
 
 def test_statistics_of_ram_agree_with_the_backend() -> None:
