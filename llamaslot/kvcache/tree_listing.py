@@ -1,7 +1,8 @@
 """List of the prefixes in the radix tree, for `GET /cache`.
 
-Prefixes are sorted by hits, then by last use, then by position. Using a node uses its ancestors too, so these have at
-least as many hits and as late a last use: a search from the roots finds them in this order, and looks at few others.
+Prefixes are sorted by hits, then by last use, then by position. Using a node uses its ancestors too, so these have
+at least as many hits and as late a last use: a search from the roots finds them in this order, and looks at few
+others.
 """
 
 from __future__ import annotations
