@@ -19,7 +19,7 @@ from llamaslot.api.context import CALLER, READINESS, SETTINGS
 from llamaslot.api.credentials import GRANTED, Access
 from llamaslot.api.generation.request_handling import probe_cache
 from llamaslot.api.middleware import check_sees_all, given_key, sees_all, valid_unicode
-from llamaslot.base.commands import InspectCache, SlotAction, SlotActionDone, SlotVerb
+from llamaslot.base.commands import InspectCache, LocalTier, SlotAction, SlotActionDone, SlotVerb
 from llamaslot.base.errors import ForbiddenError, InvalidRequestError, NotSupportedError, UnavailableError
 from llamaslot.base.stats import SlotState
 from llamaslot.protocol.bodies import SessionBody, SlotBody
@@ -54,8 +54,12 @@ async def probe(request: web.Request) -> web.Response:
 
 
 async def clear(request: web.Request) -> web.Response:
-    """Drop every idle prefix, in RAM and on disk too; the request's body is ignored."""
-    return json_response(await _service(request).clear_cache())
+    """Drop every idle prefix, in RAM and on disk too, or in one tier; the request's body is ignored."""
+    try:
+        tier = msgspec.convert(request.query.get("tier"), LocalTier | None)
+    except msgspec.ValidationError:
+        raise InvalidRequestError("'tier' must be pool, ram or disk", param="tier") from None
+    return json_response(await _service(request).clear_cache(tier))
 
 
 async def drop_session(request: web.Request) -> web.Response:

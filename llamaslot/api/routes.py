@@ -380,6 +380,7 @@ _SESSION = tuple(_parameter(name, "header", _STRING) for name in SESSION_HEADERS
 """Only the first one that a request has is read: the others may be of any length."""
 _ACTION = _parameter("action", "query", {"enum": ["save", "restore", "erase"]}, required=True)
 _TOP = _parameter("top", "query", {"type": "integer", "minimum": 1, "maximum": cache_endpoints.MAX_TOP})
+_TIER = _parameter("tier", "query", {"enum": ["pool", "ram", "disk"]})
 _NO_SLOT = _parameter("fail_on_no_slot", "query", _STRING)
 _STREAM = (
     _parameter("stream", "query", {"type": "boolean"}),
@@ -480,7 +481,7 @@ _ROUTES = (
     Route("POST", "/completion", native.completion, _NATIVE, _TEXT, _NATIVE_CHUNKS, _SESSION, alias="/completions"),
     Route("POST", "/infill", native.infill, _NATIVE, _INFILL, _NATIVE_CHUNKS, _SESSION),
     Route("POST", "/apply-template", server_endpoints.apply_template, (TemplateReply,), _CHAT),
-    Route("POST", "/cache/clear", cache_endpoints.clear, (CacheCleared,), access=Access.ADMIN),
+    Route("POST", "/cache/clear", cache_endpoints.clear, (CacheCleared,), parameters=(_TIER,), access=Access.ADMIN),
     Route("POST", "/cache/probe", cache_endpoints.probe, (CacheProbe,), (*_CHAT, *_TEXT), (), _SESSION),
     Route(
         "POST",

@@ -192,8 +192,14 @@ class SlotActionDone(msgspec.Struct, frozen=True):
     """Duration of file access and KV transfer, without the wait for an idle slot."""
 
 
+LocalTier: TypeAlias = Literal["pool", "ram", "disk"]
+
+
 class ClearCache(msgspec.Struct, frozen=True, tag="clear_cache"):
     """Drop every prefix that no running request uses; answered by `CacheCleared`."""
+
+    tier: LocalTier | None = None
+    """Drop only what this tier has; other tiers keep their copies."""
 
 
 class CacheCleared(msgspec.Struct, frozen=True):

@@ -102,7 +102,7 @@ class Queries:
             case commands.DropPaths():
                 self._drop_paths(query, respond)
             case commands.ClearCache():
-                self._clear(respond)
+                self._clear(query, respond)
             case commands.SlotAction():
                 self._slot_actions.handle(query, respond)
 
@@ -164,14 +164,16 @@ class Queries:
             sampling=request.params.sampling,
         )
 
-    def _clear(self, respond: Respond) -> None:
-        """Drop all idle prefixes."""
-        cleared = self._dropper.drop()
-        _log.info("cache.cleared", **msgspec.structs.asdict(cleared))
+    def _clear(self, query: commands.ClearCache, respond: Respond) -> None:
+        """Drop all idle prefixes, or those of one tier."""
+        cleared = self._dropper.drop_tier(query.tier) if query.tier else self._dropper.drop()
+        _log.info("cache.cleared", tier=query.tier, **msgspec.structs.asdict(cleared))
         if self._disk is not None:
             self._disk.start(self._scheduler.cache.take_jobs())
-            self._disk.clear_texts()
-        self._respond_when_written(respond, cleared, self._remote.clear if self._remote is not None else None)
+            if not query.tier:
+                self._disk.clear_texts()
+        remote = self._remote if not query.tier else None
+        self._respond_when_written(respond, cleared, remote.clear if remote is not None else None)
 
     def _drop_paths(self, query: commands.DropPaths, respond: Respond) -> None:
         """Drop the paths of a session."""

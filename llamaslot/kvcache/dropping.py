@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from llamaslot.base.commands import CacheCleared
+from llamaslot.base.commands import CacheCleared, LocalTier
 from llamaslot.base.namespaces import PUBLIC_NAMESPACE
 from llamaslot.base.tokens import WIDTH
 from llamaslot.kvcache.match import Match
@@ -35,6 +35,17 @@ class Dropper:
             seqs = self._sequences.in_namespace(namespace)
         for seq in seqs:
             self._sequences.clear(seq)
+        return self._cleared(before)
+
+    def drop_tier(self, tier: LocalTier) -> CacheCleared:
+        """Drop the idle prefixes of one tier; other tiers keep what they have of them."""
+        before = self._counts()
+        if tier == "pool":
+            for seq in self._sequences.all:
+                if not self._tree.is_pinned(seq):
+                    self._sequences.clear(seq)
+        else:
+            self._tiers.empty(tier)
         return self._cleared(before)
 
     def drop_resident(self) -> None:

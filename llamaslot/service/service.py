@@ -31,6 +31,7 @@ from llamaslot.base.commands import (
     Generate,
     InspectCache,
     InspectEngine,
+    LocalTier,
     ProbePrompt,
     Query,
     WriteTexts,
@@ -526,15 +527,16 @@ class Service:
     async def _drop_session(self, job: DropSession) -> CacheCleared:
         return await self.ask(await self._prompts.call(job), CacheCleared)
 
-    async def clear_cache(self) -> CacheCleared:
-        """Drop every prefix that no running request uses, and all that is remembered of texts."""
+    async def clear_cache(self, tier: LocalTier | None = None) -> CacheCleared:
+        """Drop what no running request uses: one tier, or all of them and what is remembered of texts."""
         self.check_running()
-        return await asyncio.shield(self._spawn(self._clear_cache()))
+        return await asyncio.shield(self._spawn(self._clear_cache(tier)))
 
-    async def _clear_cache(self) -> CacheCleared:
-        # First the texts: what is being remembered now is dropped too.
-        await self._prompts.call(ClearTexts())
-        return await self.ask(ClearCache(), CacheCleared)
+    async def _clear_cache(self, tier: LocalTier | None) -> CacheCleared:
+        if tier is None:
+            # First the texts: what is being remembered now is dropped too.
+            await self._prompts.call(ClearTexts())
+        return await self.ask(ClearCache(tier), CacheCleared)
 
     async def _answer_of(self, job: Job) -> Any:
         """Return the prompt worker's answer; the job is cancelled with the task that waits for it."""

@@ -460,7 +460,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.asked)
     @rule(
-        kind=st.sampled_from(["path", "path", "path", "invalid", "namespace", "everything"]),
+        kind=st.sampled_from(["path", "path", "path", "invalid", "namespace", "everything", "pool", "ram", "disk"]),
         index=st.integers(0, 9), share=st.sampled_from([0.5, 1, 1]),
     )  # fmt: skip
     def drop(self, kind: str, index: int, share: float) -> None:
@@ -471,6 +471,21 @@ class CacheMachine(RuleBasedStateMachine):
             cache.dropper.drop()
             assert cache._tree.n_tokens == cache._tree.n_pinned_tokens
             assert not len(self.tiers.ram) + len(self.tiers.disk)
+        elif kind == "pool":
+            n_before = len(self.tiers.ram), len(self.tiers.disk)
+            cache.dropper.drop_tier("pool")
+            assert cache._tree.n_tokens == cache._tree.n_pinned_tokens
+            assert (len(self.tiers.ram), len(self.tiers.disk)) == n_before
+        elif kind in ("ram", "disk"):
+            left, other = self.tiers.ram, self.tiers.disk
+            if kind == "disk":
+                left, other = other, left
+            n_resident, also = cache._tree.n_tokens, {each for each in left if each in other}
+            cache.dropper.drop_tier(kind)
+            used = {above for each in self.tiers.in_use for above in each.path_from_root}
+            assert {*left} <= used
+            assert cache._tree.n_tokens == n_resident
+            assert also <= {*other}
         elif kind == "path":
             tokens = asked.tokens[: int(share * len(asked.tokens))]
             path = packed(np.array(tokens, dtype=np.int32))

@@ -24,6 +24,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Container, Iterable, Sequence
 from itertools import count
+from typing import Literal
 
 from llamaslot.base.model import SegmentSize
 from llamaslot.base.namespaces import is_private, tenant_of
@@ -371,6 +372,14 @@ class SegmentTiers:
         # Lookups are stale: whether a segment can be read from disk depends on the capacity of RAM.
         self._tree.version += self.ram.capacity != max(n_bytes, self.ram.n_bytes)
         self.ram.capacity = max(n_bytes, self.ram.n_bytes)
+
+    def empty(self, tier: Literal["ram", "disk"]) -> None:
+        """Evict all segments and checkpoints from RAM or from disk, except those in use and above them."""
+        kept = {above for each in self.in_use for above in each.path_from_root}
+        held = [*self.ram, *self.checkpoints] if tier == "ram" else [*self.disk]
+        for segment in sorted(held, key=lambda each: each.rank):
+            if segment not in kept:
+                self.transition(segment, E.EVICT_RAM if tier == "ram" else E.EVICT_DISK)
 
     def drop(self, segments: Iterable[Segment]) -> None:
         """Drop segments, children before their parents."""
