@@ -1,4 +1,5 @@
-"""Prefix cache and slots: `/cache`, `/cache/probe`, `/cache/clear`, `/sessions/{id}`, `/slots`, `/slots/{id}`.
+"""Prefix cache and slots: `/cache`, `/cache/probe`, `/cache/clear`, `/sessions/{id}`, `/slots`, `/slots/{id}`, and
+`/events`, which feeds the page.
 
 Prefixes are other users' prompts: neither text nor token ids nor the salt of their namespace is shown, unless the
 server was started with --cache-debug-text, and then only the text, for administrators. Where keys are tenants, only
@@ -8,6 +9,7 @@ administrators see `GET /cache` at all.
 from __future__ import annotations
 
 import re
+from contextlib import aclosing
 from typing import Any
 
 import msgspec
@@ -19,6 +21,7 @@ from llamaslot.api.context import CALLER, READINESS, SETTINGS
 from llamaslot.api.credentials import GRANTED, Access
 from llamaslot.api.generation.request_handling import probe_cache
 from llamaslot.api.middleware import check_sees_all, given_key, sees_all, valid_unicode
+from llamaslot.api.sse import EventStream, typed_event
 from llamaslot.base.commands import InspectCache, LocalTier, SlotAction, SlotActionDone, SlotVerb
 from llamaslot.base.errors import ForbiddenError, InvalidRequestError, NotSupportedError, UnavailableError
 from llamaslot.base.stats import SlotState
@@ -89,6 +92,22 @@ async def drop_session(request: web.Request) -> web.Response:
             "dropped_disk_tokens": dropped.cleared_disk_tokens,
         }
     )
+
+
+async def events(request: web.Request) -> web.StreamResponse:
+    """Stream the state of slots and cache once a second, and each request that ends."""
+    settings, service = request.app[SETTINGS], _service(request)
+    stream = EventStream(request, settings.sse_ping_interval, settings.max_stream_buffer_bytes)
+    if request.method == "HEAD":
+        await stream.open()
+        return stream.response
+    async with aclosing(service.activity.watch()) as updates:
+        first = await anext(updates)
+        await stream.open()
+        await stream.send([typed_event(first)])
+        async for update in updates:
+            await stream.send([typed_event(update)])
+    return stream.response
 
 
 def _service(request: web.Request) -> Service:

@@ -22,6 +22,7 @@ from llamaslot.api.connections import Connection
 from llamaslot.api.context import CALLER, CLIENT_REQUEST_ID, READINESS, SETTINGS, UNIQUE_ID, shown_id
 from llamaslot.api.credentials import GRANTED, Access, ApiKeys
 from llamaslot.api.http_errors import Handler, is_anthropic
+from llamaslot.api.web_page import page
 from llamaslot.base.callers import Caller
 from llamaslot.base.errors import AuthenticationError, ForbiddenError, InvalidRequestError
 from llamaslot.base.namespaces import tenant_name
@@ -144,7 +145,9 @@ async def admit(request: web.Request, handler: Handler) -> web.StreamResponse:
         raise ForbiddenError(
             f"pages of {_shown(headers['Origin'])} may not use this server; --cors-origins allows them"
         )
-    request.app[READINESS].check()
+    if request.match_info.handler is not page:
+        # The page shows that the model is still loading.
+        request.app[READINESS].check()
     keys, granted = request.app[KEYS], _granted(request)
     request[GRANTED] = granted
     request[CALLER] = Caller.of(

@@ -17,7 +17,7 @@ from aiohttp import web
 from msgspec import UNSET, UnsetType, structs
 
 from llamaslot import __version__
-from llamaslot.api import anthropic, cache_endpoints, server_endpoints, web_page
+from llamaslot.api import anthropic, cache_endpoints, server_endpoints
 from llamaslot.api.bodies import MAX_LIMIT, ListReply
 from llamaslot.api.completions import native_completion as native
 from llamaslot.api.completions import openai_completions as openai
@@ -408,7 +408,7 @@ _ROUTES = (
     Route(
         "GET",
         "/events",
-        web_page.events,
+        cache_endpoints.events,
         (str,),
         chunks=(StateUpdate, RequestUpdate),
         access=Access.ADMIN,

@@ -1,4 +1,4 @@
-"""The page at `/`, its files, and `GET /events`, which feeds it.
+"""The page at `/` and its files.
 
 The page is static: it asks the other endpoints for all that it shows, with the key that its user gives it. The
 browser is told to load nothing from elsewhere, so that text of a model cannot send anything anywhere.
@@ -6,14 +6,9 @@ browser is told to load nothing from elsewhere, so that text of a model cannot s
 
 from __future__ import annotations
 
-from contextlib import aclosing
 from importlib import resources
 
 from aiohttp import web
-
-from llamaslot.api.context import READINESS, SETTINGS
-from llamaslot.api.sse import EventStream, typed_event
-from llamaslot.base.errors import NotSupportedError
 
 _TYPES = {
     "html": "text/html",
@@ -55,22 +50,3 @@ async def page(request: web.Request) -> web.Response:
     response.charset = "utf-8"
     response.enable_compression()
     return response
-
-
-async def events(request: web.Request) -> web.StreamResponse:
-    """Stream the state of slots and cache once a second, and each request that ends."""
-    settings = request.app[SETTINGS]
-    if not settings.slots:
-        raise NotSupportedError("this server does not show its slots and its cache; start it with --slots")
-    service = request.app[READINESS].check()
-    stream = EventStream(request, settings.sse_ping_interval, settings.max_stream_buffer_bytes)
-    if request.method == "HEAD":
-        await stream.open()
-        return stream.response
-    async with aclosing(service.activity.watch()) as updates:
-        first = await anext(updates)
-        await stream.open()
-        await stream.send([typed_event(first)])
-        async for update in updates:
-            await stream.send([typed_event(update)])
-    return stream.response

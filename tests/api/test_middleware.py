@@ -36,6 +36,8 @@ async def test_requests_are_refused_while_loading_and_after_a_failure(empty: Any
             assert response.status == 503
             error = (await response.json())["error"]
             assert error == {"code": 503, "message": "Loading model", "type": "unavailable_error", "param": None}
+    async with session.get("/") as response:
+        assert response.status == 200, "the page says that the model is loading"
     for reason, status in ((ServerError("the model is gone"), 500), (UnavailableError("shutting down"), 503)):
         readiness.fail(reason)
         async with session.get("/health") as response:

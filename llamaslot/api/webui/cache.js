@@ -75,45 +75,63 @@ function draw() {
 
 // Gauges
 
-function gauge(title, parts, total, text) {
-  const bar = element("div", { className: "reuse", role: "img" });
-  bar.setAttribute("aria-label", `${title}: ${text}`);
-  let rest = total;
-  for (const [name, n, label] of parts) {
-    const part = element("span", { className: name, title: label });
-    part.style.flexGrow = n;
-    rest -= n;
-    bar.append(part);
+const gauges = {};
+
+/** Show parts of a total; `tier` can be cleared. */
+function gauge(title, parts, total, text, tier) {
+  if (!gauges[title]) {
+    const bar = element("div", { className: "reuse", role: "img" });
+    const note = element("p", { className: "note" });
+    const card = element("div", { className: "card" }, element("h3", {}, title), bar, note);
+    if (tier) {
+      const button = element("button", { type: "button", onclick: () => clear(`?tier=${tier}`) }, "Clear");
+      button.setAttribute("aria-label", `Clear ${title}`);
+      card.append(button);
+    }
+    gauges[title] = { bar, note };
+    $("gauges").append(card);
   }
-  const free = element("span", { className: "free" });
-  free.style.flexGrow = Math.max(rest, 0);
-  bar.append(free);
-  return element("div", { className: "card" }, element("h3", {}, title), bar, element("p", { className: "note" }, text));
+  const { bar, note } = gauges[title];
+  note.textContent = text;
+  bar.setAttribute("aria-label", `${title}: ${text}`);
+  const free = total - parts.reduce((sum, [, n]) => sum + n, 0);
+  const shares = [...parts, ["free", Math.max(free, 0), "free"]];
+  bar.replaceChildren(
+    ...shares.map(([name, n, label]) => {
+      const part = element("span", { className: name, title: label });
+      part.style.flexGrow = n;
+      return part;
+    }),
+  );
 }
 
-function bytes(title, tier, name) {
-  const text = tier.total_bytes
-    ? `${count(tier.used_bytes / MIB)} of ${count(tier.total_bytes / MIB)} MiB`
-    : "off";
-  return gauge(title, [[name, tier.used_bytes, text]], tier.total_bytes, text);
+function bytes(title, tier, name, cleared) {
+  if (!tier.total_bytes) return;
+  const text = `${count(tier.used_bytes / MIB)} of ${count(tier.total_bytes / MIB)} MiB`;
+  gauge(title, [[name, tier.used_bytes, text]], tier.total_bytes, text, cleared);
 }
 
-function showGauges({ cache, queued }) {
+async function clear(which) {
+  try {
+    const done = await (await ask(`cache/clear${which}`, { method: "POST" })).json();
+    const total = done.cleared_tokens + done.cleared_ram_tokens + done.cleared_disk_tokens;
+    $("cleared").textContent = `${count(total)} tokens dropped`;
+    readTree();
+  } catch (error) {
+    $("cleared").textContent = error.message;
+  }
+}
+
+function showGauges({ cache, queued, slots }) {
   const { cells, ram, disk, checkpoints, sequences } = cache;
   const pool = `${count(cells.pinned)} in use, ${count(cells.idle)} idle, ${count(cells.free)} free of ${count(cells.total)} cells`;
-  $("gauges").replaceChildren(
-    gauge("KV pool", [["cells", cells.pinned, "in use"], ["idle", cells.idle, "idle"]], cells.total, pool),
-    bytes("RAM", ram, "ram"),
-    bytes("Disk", disk, "disk"),
-    ...(checkpoints.total_bytes ? [bytes("Checkpoints", checkpoints, "ram")] : []),
-    element(
-      "div",
-      { className: "card" },
-      element("h3", {}, "Requests"),
-      element("p", {}, `${samples.at(-1).slots.filter((each) => each.state !== "idle").length} running, ${queued} waiting`),
-      element("p", { className: "note" }, `${sequences.used} of ${sequences.total} sequence ids in use`),
-    ),
-  );
+  gauge("KV pool", [["cells", cells.pinned, "in use"], ["idle", cells.idle, "idle"]], cells.total, pool, "pool");
+  bytes("RAM", ram, "ram", "ram");
+  bytes("Disk", disk, "disk", "disk");
+  bytes("Checkpoints", checkpoints, "ram");
+  const running = slots.filter((each) => each.state !== "idle").length;
+  const busy = `${running} of ${slots.length} slots run, ${queued} requests wait; ${sequences.used} of ${sequences.total} sequence ids in use`;
+  gauge("Slots", [["cells", running, "running"]], slots.length, busy);
 }
 
 // Slots over time
@@ -181,13 +199,17 @@ function showRates() {
 // The tree, as rows of boxes whose widths are their tokens
 
 async function readTree() {
+  clearTimeout(treeTimer);
   if (!isShown) return;
+  const started = performance.now();
   try {
     prefixes = (await (await ask(`cache?top=${MAX_NODES}`)).json()).prefixes;
     showTree();
   } catch (error) {
     $("tree-info").textContent = error.message;
   }
+  // A listing that takes long takes it from everybody: it gets at most a hundredth of the time.
+  treeTimer = setTimeout(readTree, Math.max(TREE_EVERY_MS, 100 * (performance.now() - started)));
 }
 
 function showTree() {
@@ -222,16 +244,21 @@ function showTree() {
   $("tree").replaceChildren(...view);
   view.find((each) => each.dataset.key === focused)?.focus();
   $("zoom-out").hidden = !chosen;
-  $("tree-info").textContent = `${count(nodes.length)} prefixes, ${count(weight(tops))} tokens in the KV pool, RAM and on disk`;
+  const most = nodes.length === MAX_NODES ? ", those with the most hits" : "";
+  $("tree-info").textContent = `${count(nodes.length)} prefixes of ${count(weight(tops))} tokens${most}`;
 }
 
 function box(node, key, depth, left, width) {
-  const holders = node.holders.length ? `in sequences ${node.holders.join(", ")}` : "offloaded";
+  const places = [
+    ...(node.holders.length ? [`in sequences ${node.holders.join(", ")}`] : []),
+    ...(node.ram_tokens ? [`${count(node.ram_tokens)} in RAM`] : []),
+    ...(node.disk_tokens ? [`${count(node.disk_tokens)} on disk`] : []),
+  ];
   const text =
-    `${count(node.edge_tokens)} tokens (${count(node.tokens)} from the start), ${count(node.hits)} hits, ${holders}` +
+    `${count(node.edge_tokens)} tokens (${count(node.tokens)} from the start), ${count(node.hits)} hits, ${places.join(", ")}` +
     `${node.pinned ? ", in use" : ""}${node.checkpoint ? ", with a checkpoint" : ""}, used ${ordinal(node.last_used)}`;
   const made = element("button", { type: "button", title: node.text ? `${text}\n${node.text}` : text }, count(node.edge_tokens));
-  made.className = node.pinned ? "cells" : node.holders.length ? "idle" : "ram";
+  made.className = node.pinned ? "cells" : node.holders.length ? "idle" : node.ram_tokens ? "ram" : "disk";
   made.setAttribute("aria-label", text);
   made.dataset.key = key;
   Object.assign(made.style, { left: `${left}%`, width: `${width}%`, top: `${depth * 26}px` });
@@ -281,25 +308,14 @@ export function startCache() {
     root = null;
     showTree();
   });
-  $("clear").addEventListener("click", async () => {
-    try {
-      const done = await (await ask("cache/clear", { method: "POST" })).json();
-      const total = done.cleared_tokens + done.cleared_ram_tokens + done.cleared_disk_tokens;
-      $("cleared").textContent = `${count(total)} tokens dropped`;
-      readTree();
-    } catch (error) {
-      $("cleared").textContent = error.message;
-    }
-  });
+  $("clear").addEventListener("click", () => clear(""));
   addEventListener("resize", () => requestAnimationFrame(draw));
   const restart = () => {
     stream?.abort();
-    clearInterval(treeTimer);
     samples = [];
     if (!isShown) return;
     follow();
     readTree();
-    treeTimer = setInterval(readTree, TREE_EVERY_MS);
   };
   return {
     restart,

@@ -32,7 +32,8 @@ export async function ask(path, { body, method, signal } = {}) {
   if (!response.ok) {
     const error = (await response.json().catch(() => ({}))).error ?? {};
     if (response.status === 401) $("access").open = true;
-    throw new Error(error.message ?? `${response.status} ${response.statusText}`);
+    const message = error.message ?? `${response.status} ${response.statusText}`;
+    throw Object.assign(new Error(message), { status: response.status });
   }
   return response;
 }
@@ -70,12 +71,17 @@ function show() {
 }
 
 async function showModel() {
-  try {
-    const models = await (await ask("v1/models")).json();
-    $("model").textContent = models.data.map((each) => each.id).join(", ");
-    say("");
-  } catch (error) {
-    say(error.message);
+  for (;;) {
+    try {
+      const models = await (await ask("v1/models")).json();
+      $("model").textContent = models.data.map((each) => each.id).join(", ");
+      return say("");
+    } catch (error) {
+      say(error.message);
+      // A model that is loading, an engine that is restarting.
+      if (error.status !== 503) return;
+    }
+    await new Promise((resolve) => setTimeout(resolve, 1000));
   }
 }
 
