@@ -15,7 +15,7 @@ SETUP = @command -v $(PYTHON) >/dev/null 2>&1 || { echo "llamaslot setup: $(PYTH
 # Hundreds of processes are started here: each would compile every module that it imports, which takes over a second.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help serve setup test test-slow check audit bench bench-peers bench-publish eval-demo dist size clean setup-dev setup-bench fuzz setup-fuzz soak test-clients test-remote test-real
+.PHONY: screenshots help serve setup test test-slow check audit bench bench-peers bench-publish eval-demo dist size clean setup-dev setup-bench fuzz setup-fuzz soak test-clients test-remote test-real
 
 help: ## list the targets (the default)
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -39,6 +39,9 @@ fuzz: setup-fuzz ## 10,000 mutated bodies, files, templates and messages, and sc
 
 test-clients: setup ## other projects' clients against a server, each in an environment of its own: ARGS="litellm llm"
 	$(BIN)/python .ci/clients.py $(ARGS)
+
+screenshots: setup-dev ## the pictures of the page in README.md; needs chromium
+	$(BIN)/python -m tests.browser.screenshots
 
 check: setup-dev ## ruff, mypy and the import contracts
 	@$(CHECKS)

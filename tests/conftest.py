@@ -118,3 +118,10 @@ def pytest_report_header(config: pytest.Config) -> str:
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random-weight llama of half a megabyte; its answers mean nothing."""
     return synthetic.ensure("tiny", folder=tmp_path_factory.mktemp("models"))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say loudly what a missing program kept from being tested."""
+    skipped = {report.longrepr[2] for report in terminalreporter.stats.get("skipped", ())}
+    for reason in sorted(each for each in skipped if "NOT TESTED" in each):
+        terminalreporter.write_line(reason, yellow=True, bold=True)

@@ -27,3 +27,4 @@ import llamaslot.cli.cache_command
 import llamaslot.cli.chat_command
 import llamaslot.cli.pull_command
 import llamaslot.cli.serve_command
+import llamaslot.cli.top_command

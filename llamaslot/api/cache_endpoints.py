@@ -44,7 +44,7 @@ async def cache(request: web.Request) -> web.Response:
     check_sees_all(request, "statistics of the cache")
     settings, is_admin = request.app[SETTINGS], request[GRANTED] is Access.ADMIN
     query = InspectCache(
-        top=_top(request),
+        top=_top(request, _DEFAULT_TOP),
         text=settings.cache_debug_text and is_admin,
         tenants=settings.cache_salt_from_api_key and is_admin,
     )
@@ -95,13 +95,15 @@ async def drop_session(request: web.Request) -> web.Response:
 
 
 async def events(request: web.Request) -> web.StreamResponse:
-    """Stream the state of slots and cache once a second, and each request that ends."""
+    """Stream the state of slots and cache once a second, each request that ends, and prefixes with `?top=N`."""
     settings, service = request.app[SETTINGS], _service(request)
+    top = _top(request, 0)
+    prefixes = InspectCache(top, text=settings.cache_debug_text) if top else None
     stream = EventStream(request, settings.sse_ping_interval, settings.max_stream_buffer_bytes)
     if request.method == "HEAD":
         await stream.open()
         return stream.response
-    async with aclosing(service.activity.watch()) as updates:
+    async with aclosing(service.activity.watch(prefixes)) as updates:
         first = await anext(updates)
         await stream.open()
         await stream.send([typed_event(first)])
@@ -116,10 +118,10 @@ def _service(request: web.Request) -> Service:
     return request.app[READINESS].check()
 
 
-def _top(request: web.Request) -> int:
+def _top(request: web.Request, default: int) -> int:
     given = request.query.getall("top", [])
     if not given:
-        return _DEFAULT_TOP
+        return default
     if len(given) > 1 or not _IS_COUNT(given[0]) or not 1 <= int(given[0]) <= MAX_TOP:
         raise InvalidRequestError(f"'top' must be an integer from 1 to {MAX_TOP}", param="top")
     return int(given[0])

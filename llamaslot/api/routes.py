@@ -39,7 +39,7 @@ from llamaslot.base.stats import CacheProbe, CacheState
 from llamaslot.protocol import bodies
 from llamaslot.protocol.anthropic import CountTokensBody, MessagesBody
 from llamaslot.protocol.responses import ResponsesBody
-from llamaslot.service.activity import RequestUpdate, StateUpdate
+from llamaslot.service.activity import PrefixesUpdate, RequestUpdate, StateUpdate
 
 
 class ChatReply(Envelope, kw_only=True):
@@ -410,7 +410,8 @@ _ROUTES = (
         "/events",
         cache_endpoints.events,
         (str,),
-        chunks=(StateUpdate, RequestUpdate),
+        chunks=(StateUpdate, PrefixesUpdate, RequestUpdate),
+        parameters=(_TOP,),
         access=Access.ADMIN,
         content_type="text/event-stream",
     ),

@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterator
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
-from http.client import HTTPException, HTTPResponse
 from typing import Any
 
 from rich.console import Console
@@ -173,7 +172,7 @@ class Server(Client):
             closing(self.connect()) as connection,
             closing(self.send(connection, "POST", "/v1/chat/completions", body)) as response,
         ):
-            for event in self._events(response):
+            for event in self.events(response):
                 answer.usage = event.get("usage") or answer.usage
                 answer.timings = event.get("timings") or answer.timings
                 for choice in event.get("choices") or ():
@@ -182,20 +181,3 @@ class Server(Client):
                             answer.first_text_s = time.monotonic() - started
                         answer.text += piece
                         yield piece
-
-    def _events(self, response: HTTPResponse) -> Iterator[dict[str, Any]]:
-        """Yield the JSON values of a stream of server-sent events, up to `[DONE]`."""
-        try:
-            while line := response.readline():
-                if not line.startswith(b"data:"):
-                    continue
-                data = line.removeprefix(b"data:").strip()
-                if data == b"[DONE]":
-                    return
-                event = self.decode(data)
-                if "error" in event:
-                    raise self.refusal(0, data)
-                yield event
-        except (OSError, HTTPException) as error:
-            raise self.broken(error) from None
-        raise self.broken(EOFError("the answer is incomplete"))

@@ -9,6 +9,7 @@ import argparse
 import json
 import os
 import ssl
+from collections.abc import Iterator
 from contextlib import closing, suppress
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from typing import Any
@@ -112,6 +113,23 @@ class Client:
         except (OSError, HTTPException) as error:
             raise self.broken(error) from None
         return response
+
+    def events(self, response: HTTPResponse) -> Iterator[dict[str, Any]]:
+        """Yield the JSON values of a stream of server-sent events, up to `[DONE]`."""
+        try:
+            while line := response.readline():
+                if not line.startswith(b"data:"):
+                    continue
+                data = line.removeprefix(b"data:").strip()
+                if data == b"[DONE]":
+                    return
+                event = self.decode(data)
+                if "error" in event:
+                    raise self.refusal(0, data)
+                yield event
+        except (OSError, HTTPException) as error:
+            raise self.broken(error) from None
+        raise self.broken(EOFError("the answer is incomplete"))
 
     def decode(self, data: bytes) -> dict[str, Any]:
         """Parse a JSON object."""

@@ -1,7 +1,7 @@
-"""Activity: the state of slots and cache once a second, and each request that ends, for those who watch.
+"""Activity: the state of slots and cache, prefixes, and each request that ends, for those who watch.
 
-The engine is asked only while somebody watches. What a watcher has not read yet is bounded: it then misses the
-oldest updates, and nobody waits for it.
+The engine is asked only while somebody watches, and once for all of them. What a watcher has not read yet is
+bounded: it then misses the oldest updates, and nobody waits for it.
 """
 
 from __future__ import annotations
@@ -10,15 +10,19 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable
+from itertools import count
 from typing import Any, Literal, TypeAlias
 
 import msgspec
 
+from llamaslot.base.commands import InspectCache
 from llamaslot.base.errors import LlamaslotError, QueueFullError, stopped_error
-from llamaslot.base.stats import CacheStats, EngineState, SlotState
+from llamaslot.base.stats import CachePrefix, CacheState, CacheStats, EngineState, SlotState
 
 INTERVAL_S = 1.0
 """Time between two states."""
+PREFIXES_EVERY = 3
+"""States from one list of prefixes to the next: a long one takes the engine a few hundredths of a second."""
 MAX_WATCHERS = 64
 _MAX_UNREAD = 256
 """Updates that a watcher may have unread."""
@@ -76,16 +80,27 @@ class RequestUpdate(msgspec.Struct, frozen=True, tag_field="type", tag="request"
     fields: dict[str, Any] = {}
 
 
-Update: TypeAlias = StateUpdate | RequestUpdate
+class PrefixesUpdate(msgspec.Struct, frozen=True, tag_field="type", tag="prefixes"):
+    """The prefixes with the most hits, none before its ancestors."""
+
+    time: float
+    prefixes: tuple[CachePrefix, ...]
+
+
+Update: TypeAlias = StateUpdate | PrefixesUpdate | RequestUpdate
 
 
 class Activity:
-    """Tells watchers what the server does. `read` asks the engine for its state."""
+    """Tells watchers what the server does. `read` and `inspect` ask the engine for its state."""
 
-    def __init__(self, read: Callable[[], Awaitable[EngineState]]) -> None:
-        self._read = read
+    def __init__(
+        self,
+        read: Callable[[], Awaitable[EngineState]],
+        inspect: Callable[[InspectCache], Awaitable[CacheState]],
+    ) -> None:
+        self._read, self._inspect = read, inspect
         self._recent: deque[RequestUpdate] = deque(maxlen=_MAX_RECENT)
-        self._watchers: set[asyncio.Queue[Update | None]] = set()
+        self._watchers: dict[asyncio.Queue[Update | None], InspectCache | None] = {}
         self._polling: asyncio.Task[None] | None = None
         self._is_closed = False
 
@@ -95,8 +110,11 @@ class Activity:
         self._recent.append(update)
         self._tell(update)
 
-    async def watch(self) -> AsyncGenerator[Update]:
-        """Yield updates until the caller stops or `close` is called; raises `QueueFullError` if too many watch."""
+    async def watch(self, prefixes: InspectCache | None = None) -> AsyncGenerator[Update]:
+        """Yield updates until the caller stops or `close` is called; raises `QueueFullError` if too many watch.
+
+        Prefixes are among them if they are asked for. All that ask agree on `text`.
+        """
         if self._is_closed:
             raise stopped_error("")
         if len(self._watchers) >= MAX_WATCHERS:
@@ -104,14 +122,14 @@ class Activity:
         queue: asyncio.Queue[Update | None] = asyncio.Queue(_MAX_UNREAD)
         for ended in self._recent:
             queue.put_nowait(ended)
-        self._watchers.add(queue)
+        self._watchers[queue] = prefixes
         if self._polling is None:
             self._polling = asyncio.create_task(self._poll(), name="activity")
         try:
             while (update := await queue.get()) is not None:
                 yield update
         finally:
-            self._watchers.discard(queue)
+            del self._watchers[queue]
             if not self._watchers:
                 self._polling.cancel()
                 self._polling = None
@@ -122,19 +140,31 @@ class Activity:
         self._tell(None)
 
     async def _poll(self) -> None:
-        while True:
+        for i in count():
             try:
                 state = await self._read()
+                slots = tuple(map(SlotActivity.of, state.slots))
+                self._tell(StateUpdate(time.time(), slots, state.n_queued, state.cache))
+                asked = [each for each in self._watchers.values() if each is not None]
+                if asked and i % PREFIXES_EVERY == 0:
+                    most = max(asked, key=lambda each: each.top)
+                    self._tell_prefixes((await self._inspect(most)).prefixes)
             except LlamaslotError:
                 # The engine is restarting.
                 pass
-            else:
-                slots = tuple(map(SlotActivity.of, state.slots))
-                self._tell(StateUpdate(time.time(), slots, state.n_queued, state.cache))
             await asyncio.sleep(INTERVAL_S)
+
+    def _tell_prefixes(self, prefixes: tuple[CachePrefix, ...]) -> None:
+        for queue, asked in self._watchers.items():
+            # Lists are large: a watcher that is behind gets none.
+            if asked is not None and queue.qsize() <= PREFIXES_EVERY:
+                self._put(queue, PrefixesUpdate(time.time(), prefixes[: asked.top]))
 
     def _tell(self, update: Update | None) -> None:
         for queue in self._watchers:
-            if queue.full():
-                queue.get_nowait()
-            queue.put_nowait(update)
+            self._put(queue, update)
+
+    def _put(self, queue: asyncio.Queue[Update | None], update: Update | None) -> None:
+        if queue.full():
+            queue.get_nowait()
+        queue.put_nowait(update)

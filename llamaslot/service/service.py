@@ -109,7 +109,7 @@ class Service:
     ) -> None:
         self.info = info
         self.metrics = metrics
-        self.activity = Activity(self.engine_state)
+        self.activity = Activity(self.engine_state, self.cache_state)
         metrics.on_end = self.activity.record
         self.capacity = Capacity(info.n_slots, max_queue, max_queue_per_client, metrics)
         self.reply_budget = ReplyBudget()

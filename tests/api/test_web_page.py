@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from llamaslot.api.web_page import FILES, PAGES
+from llamaslot.base.commands import InspectCache
 from llamaslot.base.errors import QueueFullError, UnavailableError
-from llamaslot.base.stats import CacheStats, EngineState, SlotState
+from llamaslot.base.stats import CacheState, CacheStats, EngineState, SlotState
 from llamaslot.service import activity
 from llamaslot.service.activity import Activity, RequestUpdate, SlotActivity, StateUpdate
 
@@ -103,6 +104,25 @@ async def test_events_tell_of_states_and_ended_requests_without_their_texts(star
     assert "secret" not in json.dumps([before, state, update])
 
 
+async def test_prefixes_come_to_those_who_ask_for_them(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(activity, "INTERVAL_S", 0.01)
+    server = await start(cache_debug_text=True)
+    for prompt in ("one prompt", "one more", "other"):
+        await server.ok("/completion", {"prompt": prompt, "n_predict": 1, "ignore_eos": True})
+    found = {}
+    for top in (0, 1, 2000):
+        path = f"/events?top={top}" if top else "/events"
+        async with server.session.get(server.url + path) as response:
+            found[top] = [each["prefixes"] for each in await events_of(response, 12) if each["type"] == "prefixes"]
+    assert found[0] == []
+    listed = (await server.get("/cache"))[1]["prefixes"]
+    assert found[2000][0] == listed
+    assert [each[0]["text"] for each in found[1]] == [listed[0]["text"]] * len(found[1])
+    assert len(found[1]) > 1
+    async with server.session.get(server.url + "/events?top=2001") as response:
+        assert response.status == 400
+
+
 async def test_the_engine_is_asked_only_while_somebody_watches(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(activity, "INTERVAL_S", 0.01)
     server = await start()
@@ -120,11 +140,15 @@ def state_of(*slots: SlotState) -> EngineState:
     return EngineState(slots=slots, cache=CacheStats())
 
 
+async def no_prefixes(query: InspectCache) -> CacheState:
+    raise AssertionError("nobody asked for prefixes")
+
+
 async def test_a_watcher_that_does_not_read_misses_the_oldest_updates() -> None:
     async def never() -> EngineState:
         raise UnavailableError("restarting")
 
-    told = Activity(never)
+    told = Activity(never, no_prefixes)
     updates = told.watch()
     first = asyncio.ensure_future(anext(updates))
     await asyncio.sleep(0)
@@ -141,7 +165,7 @@ async def test_watching_ends_when_the_server_is_about_to_stop() -> None:
     async def read() -> EngineState:
         return state_of()
 
-    told = Activity(read)
+    told = Activity(read, no_prefixes)
     updates = told.watch()
     await anext(updates)
     told.close()
@@ -155,7 +179,7 @@ async def test_there_is_a_limit_of_watchers() -> None:
     async def read() -> EngineState:
         return state_of()
 
-    told = Activity(read)
+    told = Activity(read, no_prefixes)
     watching = [told.watch() for _ in range(activity.MAX_WATCHERS)]
     assert isinstance(await anext(watching[0]), StateUpdate)
     waiting = [asyncio.ensure_future(anext(each)) for each in watching[1:]]

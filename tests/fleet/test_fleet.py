@@ -27,7 +27,8 @@ from bench.tokens import Tokens, fewest
 from llamaslot.app.models import resolve_model
 
 KEY = "key-of-a-client"
-LENGTHS = Lengths(system=60, user=10, reply=6)
+LENGTHS = Lengths(system=100, user=10, reply=6)
+"""System prompts are longer than `CacheSettings.min_shared`, so that nobody computes one that is being computed."""
 WORKERS = ("-t", "1", "-np", "2", "-c", "4096", "--alias", MODEL, "--ignore-eos", "--temp", "0")
 FOUND = Path(sys.executable).with_name("smg").exists() or shutil.which("smg")
 

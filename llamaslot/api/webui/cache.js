@@ -1,13 +1,12 @@
-// The cache: gauges, slots over time, rates, the radix tree and requests. Fed by /events; the tree by /cache.
+// The cache: gauges, slots over time, rates, the radix tree and requests. Fed by /events.
 
 import { $, ask, element, events, say } from "./page.js";
 import { WHY, why } from "./reuse.js";
 
 const WINDOW_S = 120;
 const MAX_REQUESTS = 500;
-const TREE_EVERY_MS = 3000;
 const MAX_NODES = 2000;
-const STATES = ["idle", "loading", "prefill", "decode"];
+const STATES = ["idle", "loading", "prefill", "decode", "waiting"];
 const MIB = 2 ** 20;
 
 const RATES = [
@@ -23,7 +22,6 @@ let prefixes = [];
 let root = null;
 let isShown = false;
 let stream = null;
-let treeTimer = null;
 
 function ratio(now, before) {
   const total = now.total - before.total;
@@ -39,7 +37,7 @@ async function follow() {
   const mine = (stream = new AbortController());
   for (let pause = 500; !mine.signal.aborted; pause = Math.min(2 * pause, 8000)) {
     try {
-      const response = await ask("events", { signal: mine.signal });
+      const response = await ask(`events?top=${MAX_NODES}`, { signal: mine.signal });
       say("");
       pause = 500;
       for await (const { name, data } of events(response)) take(name, JSON.parse(data));
@@ -59,6 +57,9 @@ function take(name, data) {
     if (samples.length > 1 && data.cache.prompt_tokens.total < samples.at(-2).cache.prompt_tokens.total) samples = [data];
     samples = samples.filter((each) => each.time > data.time - WINDOW_S);
     requestAnimationFrame(draw);
+  } else if (name === "prefixes") {
+    prefixes = data.prefixes;
+    if (isShown) showTree();
   } else if (name === "request") {
     requests.unshift({ ...data.fields, ...data });
     requests.length = Math.min(requests.length, MAX_REQUESTS);
@@ -116,7 +117,6 @@ async function clear(which) {
     const done = await (await ask(`cache/clear${which}`, { method: "POST" })).json();
     const total = done.cleared_tokens + done.cleared_ram_tokens + done.cleared_disk_tokens;
     $("cleared").textContent = `${count(total)} tokens dropped`;
-    readTree();
   } catch (error) {
     $("cleared").textContent = error.message;
   }
@@ -151,7 +151,7 @@ function drawLanes() {
   const last = samples.at(-1);
   const rowHeight = 18;
   const left = 64;
-  const [context, width] = fitted($("lanes"), rowHeight * last.slots.length + 4);
+  const [context, width] = fitted($("lanes"), rowHeight * (last.slots.length + 1) + 4);
   const x = (time) => left + ((time - last.time + WINDOW_S) / WINDOW_S) * (width - left);
   context.font = "12px system-ui, sans-serif";
   context.textBaseline = "middle";
@@ -166,6 +166,16 @@ function drawLanes() {
       context.fillStyle = color(slot.state);
       context.fillRect(x(sample.time), y, Math.max(x(end) - x(sample.time), 1), rowHeight - 4);
     });
+  });
+  const y = rowHeight * last.slots.length + 2;
+  context.fillStyle = color("text");
+  context.fillText("waiting", 0, y + rowHeight / 2 - 1);
+  context.fillStyle = color("waiting");
+  samples.forEach((sample, i) => {
+    const end = samples[i + 1]?.time ?? last.time;
+    // Full height for as many requests as there are slots.
+    const height = (rowHeight - 4) * Math.min(sample.queued / last.slots.length, 1);
+    context.fillRect(x(sample.time), y + rowHeight - 4 - height, Math.max(x(end) - x(sample.time), 1), height);
   });
   const states = last.slots.map((slot) => `slot ${slot.id} ${slot.state}`).join(", ");
   $("lanes").setAttribute("aria-label", `State of each slot over the last two minutes; now: ${states}`);
@@ -197,20 +207,6 @@ function showRates() {
 }
 
 // The tree, as rows of boxes whose widths are their tokens
-
-async function readTree() {
-  clearTimeout(treeTimer);
-  if (!isShown) return;
-  const started = performance.now();
-  try {
-    prefixes = (await (await ask(`cache?top=${MAX_NODES}`)).json()).prefixes;
-    showTree();
-  } catch (error) {
-    $("tree-info").textContent = error.message;
-  }
-  // A listing that takes long takes it from everybody: it gets at most a hundredth of the time.
-  treeTimer = setTimeout(readTree, Math.max(TREE_EVERY_MS, 100 * (performance.now() - started)));
-}
 
 function showTree() {
   const nodes = prefixes.map((each, index) => ({ ...each, index, children: [] }));
@@ -315,7 +311,6 @@ export function startCache() {
     samples = [];
     if (!isShown) return;
     follow();
-    readTree();
   };
   return {
     restart,

@@ -111,6 +111,9 @@ function showMessages() {
   $("messages").lastElementChild?.scrollIntoView({ block: "end" });
 }
 
+// HTML in a reply is shown as it was written: it is not ours.
+marked.use({ renderer: { html: ({ text }) => text.replaceAll("&", "&amp;").replaceAll("<", "&lt;") } });
+
 /** Return Markdown as elements without scripts, images or anything else that is loaded. */
 function markdown(text) {
   const html = marked.parse(text, { gfm: true, breaks: true });
@@ -141,7 +144,7 @@ function markdown(text) {
 }
 
 function messageView(message) {
-  const head = element("h3", {}, message.role === "user" ? "You" : "Model");
+  const head = element("h2", {}, message.role === "user" ? "You" : "Model");
   const body = element("div", { className: "body" });
   const tools = element("div", { className: "tools" });
   const root = element("article", { className: message.role }, head, body, tools);

@@ -1,0 +1,73 @@
+"""Take the pictures of the page in README.md, of a server that has just been started: `make screenshots`."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from playwright.sync_api import Browser, Page, expect, sync_playwright
+
+from tests.browser.chromium import BROWSER, NO_SANDBOX
+from tests.live import serving
+
+IMAGES = Path(__file__).resolve().parents[2] / "docs" / "images"
+SYSTEM = "You are a friendly assistant who answers in one or two short sentences."
+DESKTOP = {"width": 1100, "height": 760}
+PHONE = {"width": 390, "height": 780}
+
+
+def main() -> None:
+    """Chat in a light window, then show it in a dark one and on a phone, and the cache afterwards."""
+    assert BROWSER, "no chromium was found"
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        serving(Path(folder), "-c", "8192", "-np", "4", "--temp", "0", is_forked=False) as server,
+        sync_playwright() as playwright,
+    ):
+        browser = playwright.chromium.launch(executable_path=BROWSER, args=NO_SANDBOX)
+        light = browser.new_page(viewport=DESKTOP)
+        light.goto(server.url)
+        chat(light)
+        light.screenshot(path=IMAGES / "page-chat.png")
+        state = light.context.storage_state()
+        shot(browser, server.url, "page-phone.png", storage_state=state, viewport=PHONE, color_scheme="light")
+        shot(browser, f"{server.url}/#cache", "page-cache.png", viewport=DESKTOP, color_scheme="dark")
+        browser.close()
+
+
+def chat(page: Page) -> None:
+    """Two questions, the second one asked again in another way."""
+    page.get_by_text("System prompt and sampling").click()
+    page.get_by_label("System prompt", exact=True).fill(SYSTEM)
+    page.get_by_text("System prompt and sampling").click()
+    ask(page, "What is the capital of France?")
+    ask(page, "And what is it known for?")
+    page.get_by_role("button", name="Edit and branch").last.click()
+    page.get_by_label("Edited message").fill("And which river flows through it?")
+    page.get_by_role("button", name="Send as a branch").click()
+    wait(page)
+
+
+def ask(page: Page, text: str) -> None:
+    """Send a message and wait for the whole reply."""
+    page.get_by_label("Message", exact=True).fill(text)
+    page.keyboard.press("Enter")
+    wait(page)
+
+
+def wait(page: Page) -> None:
+    """Wait until a reply has begun and ended."""
+    expect(page.get_by_role("button", name="Stop")).to_be_visible()
+    expect(page.get_by_role("button", name="Send", exact=True)).to_be_visible(timeout=120_000)
+
+
+def shot(browser: Browser, url: str, name: str, **options: object) -> None:
+    """Take a picture of a page that has been open for a few seconds."""
+    page = browser.new_context(**options).new_page()
+    page.goto(url)
+    page.wait_for_timeout(5000)
+    page.screenshot(path=IMAGES / name)
+
+
+if __name__ == "__main__":
+    main()
