@@ -201,6 +201,26 @@ def test_the_page_goes_on_after_the_server_was_started_again(folder: Path, open_
         expect(page.locator("#requests tbody tr")).to_have_count(1)
 
 
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_both_views_are_accessible(server: Server, open_page: Callable[..., Page], scheme: str) -> None:
+    page = open_page(server.url, color_scheme=scheme)
+    send(page, "A question")
+    for view in ("Chat", "Cache"):
+        page.get_by_role("link", name=view).click()
+        page.wait_for_timeout(1500)
+        found = Axe().run(page)
+        assert found.violations_count == 0, found.generate_report()
+
+
+def test_on_a_phone_nothing_is_wider_than_the_screen(server: Server, open_page: Callable[..., Page]) -> None:
+    page = open_page(server.url, viewport={"width": 360, "height": 740}, has_touch=True, is_mobile=True)
+    send(page, "A question")
+    for view in ("Chat", "Cache"):
+        page.get_by_role("link", name=view).click()
+        page.wait_for_timeout(1500)
+        assert page.evaluate("document.documentElement.scrollWidth") <= 360
+
+
 def test_a_tree_of_2000_prefixes_is_drawn_and_zoomed_by_keyboard(
     server: Server, open_page: Callable[..., Page]
 ) -> None:
@@ -223,23 +243,3 @@ def test_a_tree_of_2000_prefixes_is_drawn_and_zoomed_by_keyboard(
     expect(boxes).to_have_count(26)
     page.get_by_role("button", name="Zoom out").click()
     expect(page.get_by_role("button", name="Zoom out")).to_be_hidden()
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_both_views_are_accessible(server: Server, open_page: Callable[..., Page], scheme: str) -> None:
-    page = open_page(server.url, color_scheme=scheme)
-    send(page, "A question")
-    for view in ("Chat", "Cache"):
-        page.get_by_role("link", name=view).click()
-        page.wait_for_timeout(1500)
-        found = Axe().run(page)
-        assert found.violations_count == 0, found.generate_report()
-
-
-def test_on_a_phone_nothing_is_wider_than_the_screen(server: Server, open_page: Callable[..., Page]) -> None:
-    page = open_page(server.url, viewport={"width": 360, "height": 740}, has_touch=True, is_mobile=True)
-    send(page, "A question")
-    for view in ("Chat", "Cache"):
-        page.get_by_role("link", name=view).click()
-        page.wait_for_timeout(1500)
-        assert page.evaluate("document.documentElement.scrollWidth") <= 360
