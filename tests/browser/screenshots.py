@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-from playwright.sync_api import Browser, Page, expect, sync_playwright
+from playwright.sync_api import Page, expect, sync_playwright
 
 from tests.browser.chromium import BROWSER, NO_SANDBOX
 from tests.live import serving
@@ -17,7 +17,7 @@ PHONE = {"width": 390, "height": 780}
 
 
 def main() -> None:
-    """Chat in a light window, then show it in a dark one and on a phone, and the cache afterwards."""
+    """Chat in a light window while a dark one shows the cache; then show the chat on a phone."""
     assert BROWSER, "no chromium was found"
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -25,13 +25,17 @@ def main() -> None:
         sync_playwright() as playwright,
     ):
         browser = playwright.chromium.launch(executable_path=BROWSER, args=NO_SANDBOX)
-        light = browser.new_page(viewport=DESKTOP)
-        light.goto(server.url)
-        chat(light)
-        light.screenshot(path=IMAGES / "page-chat.png")
-        state = light.context.storage_state()
-        shot(browser, server.url, "page-phone.png", storage_state=state, viewport=PHONE, color_scheme="light")
-        shot(browser, f"{server.url}/#cache", "page-cache.png", viewport=DESKTOP, color_scheme="dark")
+        cache = browser.new_page(viewport=DESKTOP, color_scheme="dark")
+        cache.goto(f"{server.url}/#/cache")
+        page = browser.new_page(viewport=DESKTOP)
+        page.goto(server.url)
+        chat(page)
+        page.screenshot(path=IMAGES / "page-chat.png")
+        phone = browser.new_page(viewport=PHONE, storage_state=page.context.storage_state())
+        phone.goto(server.url)
+        phone.screenshot(path=IMAGES / "page-phone.png")
+        cache.wait_for_timeout(4000)
+        cache.screenshot(path=IMAGES / "page-cache.png")
         browser.close()
 
 
@@ -59,14 +63,6 @@ def wait(page: Page) -> None:
     """Wait until a reply has begun and ended."""
     expect(page.get_by_role("button", name="Stop")).to_be_visible()
     expect(page.get_by_role("button", name="Send", exact=True)).to_be_visible(timeout=120_000)
-
-
-def shot(browser: Browser, url: str, name: str, **options: object) -> None:
-    """Take a picture of a page that has been open for a few seconds."""
-    page = browser.new_context(**options).new_page()
-    page.goto(url)
-    page.wait_for_timeout(5000)
-    page.screenshot(path=IMAGES / name)
 
 
 if __name__ == "__main__":

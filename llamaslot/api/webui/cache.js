@@ -108,7 +108,7 @@ function gauge(title, parts, total, text, tier) {
 
 function bytes(title, tier, name, cleared) {
   if (!tier.total_bytes) return;
-  const text = `${count(tier.used_bytes / MIB)} of ${count(tier.total_bytes / MIB)} MiB`;
+  const text = `${(tier.used_bytes / MIB).toLocaleString("en", { maximumFractionDigits: 1 })} of ${count(tier.total_bytes / MIB)} MiB`;
   gauge(title, [[name, tier.used_bytes, text]], tier.total_bytes, text, cleared);
 }
 

@@ -60,7 +60,7 @@ export async function* events(response) {
 }
 
 function show() {
-  const isCache = location.hash === "#cache";
+  const isCache = location.hash === "#/cache";
   $("chat").hidden = isCache;
   $("cache").hidden = !isCache;
   for (const [id, isCurrent] of [["to-chat", !isCache], ["to-cache", isCache]]) {
