@@ -21,6 +21,7 @@ FILES = (
     "page.js",
     "chat.js",
     "cache.js",
+    "advice.js",
     "reuse.js",
     "style.css",
     "icon.svg",

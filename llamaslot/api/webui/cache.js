@@ -1,5 +1,6 @@
 // The cache: gauges, slots over time, rates, the radix tree and requests. Fed by /events.
 
+import { showAdvice } from "./advice.js";
 import { $, ask, element, events, say } from "./page.js";
 import { WHY, why } from "./reuse.js";
 
@@ -308,6 +309,7 @@ export function startCache() {
   addEventListener("resize", () => requestAnimationFrame(draw));
   const restart = () => {
     stream?.abort();
+    showAdvice(isShown);
     samples = [];
     if (!isShown) return;
     follow();
