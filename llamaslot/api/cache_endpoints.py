@@ -1,5 +1,5 @@
-"""Prefix cache and slots: `/cache`, `/cache/probe`, `/cache/clear`, `/sessions/{id}`, `/slots`, `/slots/{id}`, and
-`/events`, which feeds the page.
+"""Prefix cache and slots: `/cache`, with `advice`, `probe`, `clear`; `/sessions/{id}`, `/slots`, `/slots/{id}`;
+and `/events`, which feeds the page.
 
 Prefixes are other users' prompts: neither text nor token ids nor the salt of their namespace is shown, unless the
 server was started with --cache-debug-text, and then only the text, for administrators. Where keys are tenants, only
@@ -49,6 +49,11 @@ async def cache(request: web.Request) -> web.Response:
         tenants=settings.cache_salt_from_api_key and is_admin,
     )
     return json_response(await service.cache_state(query))
+
+
+async def advice(request: web.Request) -> web.Response:
+    """Return where prompts parted from what was cached, the likely culprits, and hit rates with other sizes."""
+    return json_response(await _service(request).cache_advice())
 
 
 async def probe(request: web.Request) -> web.Response:

@@ -31,6 +31,7 @@ from llamaslot.api.middleware import SESSION_HEADERS
 from llamaslot.api.responses import bodies as response_types
 from llamaslot.api.responses import responses
 from llamaslot.api.responses.responses import LLAMA_SERVER_PATH, N_FIRST, Compaction
+from llamaslot.base.advice import CacheAdvice
 from llamaslot.base.commands import CacheCleared
 from llamaslot.base.events import FinishReason
 from llamaslot.base.generation.sampling import Sampling
@@ -404,6 +405,7 @@ _ROUTES = (
     Route("GET", "/props", server_endpoints.props, (Props,)),
     Route("GET", "/slots", cache_endpoints.slots, (list[Slot],), parameters=(_NO_SLOT,)),
     Route("GET", "/cache", cache_endpoints.cache, (CacheState,), parameters=(_TOP,)),
+    Route("GET", "/cache/advice", cache_endpoints.advice, (CacheAdvice,), access=Access.ADMIN),
     Route("GET", "/metrics", server_endpoints.metrics, (str,), content_type="text/plain"),
     Route(
         "GET",

@@ -153,6 +153,10 @@ class ProbePrompt(msgspec.Struct, frozen=True, tag="probe_prompt"):
     generate: Generate
 
 
+class PredictHits(msgspec.Struct, frozen=True, tag="predict_hits"):
+    """Ask for the hit rates with other sizes of the cache; answered by `HitCurve` of `base/advice.py`."""
+
+
 class DropPaths(msgspec.Struct, frozen=True, tag="drop_paths"):
     """Drop a session's record from the disk, and KV that nothing else uses; answered by `CacheCleared`, or by
     `NotFoundError` if there are no paths.
@@ -211,7 +215,9 @@ class CacheCleared(msgspec.Struct, frozen=True):
     cleared_disk_tokens: int = 0
 
 
-EngineQuery: TypeAlias = InspectEngine | InspectCache | ProbePrompt | DropPaths | SlotAction | ClearCache
+EngineQuery: TypeAlias = (
+    InspectEngine | InspectCache | ProbePrompt | PredictHits | DropPaths | SlotAction | ClearCache
+)
 
 
 class Query(msgspec.Struct, frozen=True, tag="query"):

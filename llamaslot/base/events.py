@@ -26,6 +26,8 @@ class Started(msgspec.Struct, frozen=True, tag="started"):
     n_matched: int = 0
     """Prompt tokens that were cached."""
     miss: Miss = ""
+    n_lost: int = 0
+    """Prompt tokens after those that had been computed for earlier requests, and are not usable any more."""
 
 
 class Generated(msgspec.Struct, frozen=True):

@@ -12,6 +12,7 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
+from llamaslot.base.advice import Parting
 from llamaslot.base.callers import Caller
 from llamaslot.base.commands import DropPaths, Generate
 from llamaslot.base.errors import ErrorInfo
@@ -222,14 +223,21 @@ class Release(msgspec.Struct, frozen=True, tag="release"):
 
 
 class Locate(msgspec.Struct, frozen=True, tag="locate"):
-    """Count the characters that the first tokens of a request's prompt stand for; answered by the number.
-
-    It is -1 if the request is not known.
-    """
+    """Count the characters that the first tokens of a request's prompt stand for; answered by `Located`."""
 
     request_id: str
     n_tokens: int
     prompt: int = 0
+    explains: bool = False
+    """True to look for an earlier prompt from which this one parts there, and for the culprit."""
+
+
+class Located(msgspec.Struct, frozen=True, tag="located"):
+    """The place in a prompt after its first tokens."""
+
+    n_characters: int
+    """-1 if the request is not known."""
+    parting: Parting | None = None
 
 
 class AnswerBody(msgspec.Struct, frozen=True, tag="answer_body"):
@@ -281,4 +289,4 @@ class ClearTexts(msgspec.Struct, frozen=True, tag="clear_texts"):
 
 
 Job: TypeAlias = Prepare | Remember | Release | Locate | DropSession | ClearTexts | AnswerBody | ListItems
-JobResult: TypeAlias = Prepared | Needs | BadBody | DropPaths | JsonReply | tuple[TextRecord, ...] | int | None
+JobResult: TypeAlias = Prepared | Needs | BadBody | DropPaths | JsonReply | Located | tuple[TextRecord, ...] | None

@@ -220,7 +220,9 @@ class Engine:
         # 3. The plan, and the events that come before its step.
         plan = self.scheduler.plan(self._clock())
         if self.scheduler.admitted:
-            self._outbox += [Started(each.id, each.n_matched, each.miss) for each in self.scheduler.admitted]
+            self._outbox += [
+                Started(each.id, each.n_matched, each.miss, each.n_lost) for each in self.scheduler.admitted
+            ]
             self._flush()
         self._outbox += prefill_events(plan, self._replies, self._clock())
         self._flush()

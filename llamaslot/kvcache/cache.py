@@ -25,6 +25,7 @@ from dataclasses import dataclass, replace
 
 from msgspec import structs
 
+from llamaslot.base.advice import HitCurve, SizeAdvice
 from llamaslot.base.kv_ops import Copy, Free, Load, Operation, Restore
 from llamaslot.base.model import ModelInfo
 from llamaslot.base.namespaces import is_private, tenant_of
@@ -40,8 +41,9 @@ from llamaslot.base.tokens import WIDTH, Tokens, packed
 from llamaslot.kvcache.cache_settings import CacheSettings
 from llamaslot.kvcache.disk_io import IoEvent, Job, SegmentMeta
 from llamaslot.kvcache.dropping import Dropper
+from llamaslot.kvcache.ghost_list import GhostList
 from llamaslot.kvcache.loading import Loader, PublicPrefix, StateRestorer
-from llamaslot.kvcache.match import Acquired, GhostList, LoadResult, LoadStatus, Match, miss_reason
+from llamaslot.kvcache.match import Acquired, LoadResult, LoadStatus, Match, miss_reason
 from llamaslot.kvcache.offloading import Offloader, OffloadPolicy
 from llamaslot.kvcache.pool import Pool, WindowCells
 from llamaslot.kvcache.radix_tree import RadixTree
@@ -115,8 +117,6 @@ class KVCache:
         """Drops prefixes everywhere."""
         self._snapshots = SlotSnapshots(self._tree, self._sequences, self._pool, self._offloader, self.checkpoints)
         self._ghosts = GhostList()
-        self._n_cached_at: dict[int, int] = {}
-        """Tokens that were cached when each running slot was acquired."""
         self._n_loaded = 0
         """Tokens loaded in this step."""
         self.has_decodes = False
@@ -227,8 +227,10 @@ class KVCache:
             # loaded.
             parts = match.parts_from(n_resident)
             n_cached = min(parts[-1].end, n_cached) if parts else n_resident
-        self._n_cached_at[slot] = n_cached
-        return Acquired(slot, n_cached, n_resident, n_copied, miss)
+        n_lost = 0
+        if is_new and not is_private(match.namespace):
+            n_lost = self._ghosts.look_up(match.namespace, match.tokens, n_cached)
+        return Acquired(slot, n_cached, n_resident, n_copied, miss, n_lost)
 
     def load(self, seq: int, tokens: bytes) -> LoadResult:
         """Extend a running sequence by the rest of the cached prefix: copy resident cells, then load segments."""
@@ -280,11 +282,10 @@ class KVCache:
         self._tiers.load_pins.pop(seq, None)
         self.checkpoints.pending_restores.pop(seq, None)
         end = self._tree.end_node(seq)
-        n_cached = self._n_cached_at.pop(seq, 0)
         if end is None:
             return
         if not is_private(end.namespace):
-            self._ghosts.add(end.namespace, end.prefix(), n_cached)
+            self._ghosts.add(end.namespace, end.prefix())
         if end.is_root:
             self._tree.release(seq)
         else:
@@ -507,6 +508,36 @@ class KVCache:
         listing = tree_listing(self._tree, stats, top, detokenize)
         listing.tenants = self._tiers.tenant_stats()
         return listing
+
+    def hit_curve(self, hit_rate: float) -> HitCurve:
+        """Return the measured hit rate with those that are predicted for other sizes of RAM and disk.
+
+        In time proportional to the tree.
+        """
+        size, ram, disk = self.settings.segment_size, self._tiers.ram, self._disk.stats
+        if size is None or not self._ghosts.n_tokens:
+            return HitCurve(hit_rate)
+        n_pool_only = sum(
+            node.n_tokens
+            for node in self._tree.nodes()
+            if node.is_resident and (node.segment is None or node.segment not in ram)
+        )
+
+        def rates(n_bytes: int, n_least: int) -> tuple[SizeAdvice, ...]:
+            sizes = {n_bytes // 2, n_bytes, n_bytes + 2 * 2**30, n_bytes * 2, n_bytes * 4}
+            return tuple(
+                SizeAdvice(
+                    each, self._ghosts.hit_rate(max(n_least, n_pool_only + each // size.per_token)), each == n_bytes
+                )
+                for each in sorted(sizes)
+            )
+
+        n_in_ram = n_pool_only + self.ram_budget.n_bytes // size.per_token
+        return HitCurve(
+            hit_rate,
+            rates(self.ram_budget.n_bytes, 0),
+            rates(disk.total_bytes, n_in_ram) if disk.total_bytes else (),
+        )
 
     def check(self, range_of: Callable[[int], range]) -> None:
         """Verify all invariants while no operation is pending; raises `AssertionError`.

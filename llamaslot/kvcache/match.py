@@ -1,21 +1,14 @@
-"""Results of a lookup in the radix tree, and of acquiring a slot and loading; why no more is cached.
-
-A ghost list remembers digests of prefixes that were computed before, whether or not their KV is still cached.
-With it a miss can be reported as `evicted` instead of `cold`. A path is recorded in blocks of tokens, each as a
-digest of all tokens up to its end.
-"""
+"""Results of a lookup in the radix tree, and of acquiring a slot and loading; why no more is cached."""
 
 from __future__ import annotations
 
-import hashlib
-from collections import OrderedDict
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import takewhile
 
 from llamaslot.base.stats import Miss
 from llamaslot.base.tokens import WIDTH
+from llamaslot.kvcache.ghost_list import GhostList
 from llamaslot.kvcache.nodes import Node, Segment
 
 
@@ -135,6 +128,8 @@ class Acquired:
     """Of `n_resident`, those copied from other sequences."""
     miss: Miss
     """Reason why no more is cached."""
+    n_lost: int = 0
+    """Tokens after `n_cached` that earlier requests had computed, and that are not usable any more."""
 
 
 class LoadStatus(Enum):
@@ -177,11 +172,6 @@ def segment_parts(last: Node, start: int, end: int) -> tuple[SegmentPart, ...]:
     return tuple(parts)
 
 
-BLOCK_TOKENS = 64
-MAX_BLOCKS = 2**15
-"""Most blocks that are remembered: those of two million tokens, in a few megabytes."""
-
-
 def miss_reason(match: Match, ghosts: GhostList, min_shared: int) -> Miss:
     """Return why no more of the tokens are cached; empty if all are, or if nothing explains it."""
     n = match.n_cached
@@ -194,32 +184,3 @@ def miss_reason(match: Match, ghosts: GhostList, min_shared: int) -> Miss:
     if n < min_shared:
         return "salted" if match.namespace else "cold"
     return "diverged" if any(each.diverges_at(n) for each in (match, match.public) if each is not None) else ""
-
-
-class GhostList:
-    """The `MAX_BLOCKS` latest blocks of all namespaces."""
-
-    def __init__(self) -> None:
-        self._blocks: OrderedDict[bytes, None] = OrderedDict()
-
-    def add(self, namespace: str, tokens: bytes, start: int) -> None:
-        """Record that `tokens` were computed from position `start` on."""
-        for digest in _digests(namespace, tokens, start):
-            self._blocks[digest] = None
-            self._blocks.move_to_end(digest)
-        while len(self._blocks) > MAX_BLOCKS:
-            self._blocks.popitem(last=False)
-
-    def continues(self, namespace: str, tokens: bytes, n: int) -> bool:
-        """True if the first whole block that ends after `n` tokens was computed before."""
-        return next(_digests(namespace, tokens, n), b"") in self._blocks
-
-
-def _digests(namespace: str, tokens: bytes, start: int) -> Iterator[bytes]:
-    """Yield the digests of the whole blocks that end after `start` tokens."""
-    digest = hashlib.blake2b(namespace.encode() + b"\0", digest_size=8)
-    done = 0
-    for end in range((start // BLOCK_TOKENS + 1) * BLOCK_TOKENS * WIDTH, len(tokens) + 1, BLOCK_TOKENS * WIDTH):
-        digest.update(tokens[done:end])
-        done = end
-        yield digest.copy().digest()

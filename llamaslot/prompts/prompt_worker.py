@@ -22,6 +22,7 @@ from llamaslot.base.prompt_jobs import (
     JobResult,
     ListItems,
     Locate,
+    Located,
     Needs,
     Prepare,
     Prepared,
@@ -45,9 +46,13 @@ _log = structlog.get_logger(__name__)
 
 
 class PromptWorker:
-    """Carries out jobs, on as many threads for each lane as it runs at once."""
+    """Carries out jobs, on as many threads for each lane as it runs at once.
 
-    def __init__(self, tokenizer: Tokenizer, reader: RequestReader) -> None:
+    With `shows_text`, answers to `Locate` may have text of prompts.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, reader: RequestReader, *, shows_text: bool = False) -> None:
+        self._shows_text = shows_text
         self._tokenizer = tokenizer
         self._reader = reader
         self._prompts: dict[str, list[PromptContext]] = {}
@@ -114,14 +119,14 @@ class PromptWorker:
             case Remember():
                 return self._remember(job)
             case Locate():
-                context = self._context(job)
-                return self._tokenizer.n_characters(context, job.n_tokens) if context is not None else -1
+                return self._locate(job)
             case DropSession():
                 return self._drop_session(job)
             case Release():
                 self._prompts.pop(job.request_id, None)
             case ClearTexts():
                 self._tokenizer.memory.clear()
+                self._tokenizer.earlier.clear()
         return None
 
     def _prepare(self, job: Prepare, on_prompt: Callable[[], None]) -> Prepared | Needs | BadBody:
@@ -159,11 +164,26 @@ class PromptWorker:
         context = self._context(job)
         if context is None:
             return ()
+        self._tokenizer.earlier.add(context, job.generated)
         generated, format_ = unpacked(job.generated), self._reader.output_format
         return self._tokenizer.remember(context, generated, job.n_sent, job.completion_id, format_)
+
+    def _locate(self, job: Locate) -> Located:
+        context = self._context(job)
+        if context is None:
+            return Located(-1)
+        n_characters = self._tokenizer.n_characters(context, job.n_tokens)
+        if not job.explains:
+            return Located(n_characters)
+        format_ = self._reader.output_format
+        return Located(
+            n_characters,
+            self._tokenizer.parting(context, job.n_tokens, format_, shows_text=self._shows_text),
+        )
 
     def _drop_session(self, job: DropSession) -> DropPaths:
         namespace = salt_namespace(job.cache_salt)
         digest = session_digest(namespace, job.session_id)
         dropped = self._tokenizer.memory.drop_session(digest)
+        self._tokenizer.earlier.drop_session(digest)
         return DropPaths(namespace, tuple(path for each in dropped for path in each.paths), digest)

@@ -228,6 +228,7 @@ class RequestReader:
             reasoning_open=reasoning_open,
             reasoning_format=body.reasoning_format or self._settings.reasoning_format,
         )
+        request = replace(request, tools=parser.packed_tools)
         # Remembered replies as their tokens. The reply may then have to be parsed differently.
         found = None
         if request.params.cache_prompt and self._restorer is not None and has_reply:

@@ -78,6 +78,8 @@ class TextRequest:
     """Distinguishes conversations of one session, such as those of sub-agents, by their beginning."""
     owner: str = ""
     """The `Caller.owner` whose share of memory is charged for the remembered reply."""
+    tools: bytes = b""
+    """`ParserOptions.packed_tools` of a chat."""
 
     @property
     def namespace(self) -> str:

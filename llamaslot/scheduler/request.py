@@ -193,6 +193,8 @@ class Request:
     """The last lookup of its prefix."""
     n_matched = 0
     """Prompt tokens that were cached at the first admission."""
+    n_lost = 0
+    """Prompt tokens after those that earlier requests had computed, and that are not usable any more."""
     n_at_admission = 0
     """Number of its tokens at the last admission."""
     n_cached_at_admission = 0
@@ -294,7 +296,7 @@ class Request:
             return
         self.n_reused, self.n_copied = acquired.n_resident, acquired.n_copied
         if not self.is_private:
-            self.n_matched, self.miss = acquired.n_cached, acquired.miss
+            self.n_matched, self.miss, self.n_lost = acquired.n_cached, acquired.miss, acquired.n_lost
             if self.miss == "diverged" and self.prompt.is_reply_edited:
                 self.miss = "changed"
 

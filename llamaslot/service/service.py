@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import msgspec
 import structlog
 
+from llamaslot.base.advice import CacheAdvice, HitCurve, Parting
 from llamaslot.base.callers import Caller
 from llamaslot.base.commands import (
     CacheCleared,
@@ -32,6 +33,7 @@ from llamaslot.base.commands import (
     InspectCache,
     InspectEngine,
     LocalTier,
+    PredictHits,
     ProbePrompt,
     Query,
     WriteTexts,
@@ -65,6 +67,7 @@ from llamaslot.base.prompt_jobs import (
     JsonReply,
     ListItems,
     Locate,
+    Located,
     Needs,
     Prepare,
     Prepared,
@@ -77,6 +80,7 @@ from llamaslot.base.text_records import TextRecord
 from llamaslot.formats.recognition import format_of
 from llamaslot.processes.prompt_supervisor import PromptSupervisor
 from llamaslot.service.activity import Activity
+from llamaslot.service.advice import Adviser
 from llamaslot.service.limits import Capacity, ProbsLimit, ReplyBudget, Suspects, request_digest
 from llamaslot.service.live_request import Completion, CompletionEvent, CompletionState, LiveRequest
 from llamaslot.service.metrics import Metrics
@@ -111,6 +115,7 @@ class Service:
         self.metrics = metrics
         self.activity = Activity(self.engine_state, self.cache_state)
         metrics.on_end = self.activity.record
+        self._adviser = Adviser()
         self.capacity = Capacity(info.n_slots, max_queue, max_queue_per_client, metrics)
         self.reply_budget = ReplyBudget()
         self.output_format = format_of(prompts.chat_template, {})
@@ -293,13 +298,24 @@ class Service:
             case Started():
                 is_first = completion.state is CompletionState.SENT
                 completion.handle(CompletionEvent.START)
-                if is_first and event.miss in ("diverged", "changed"):
-                    job = Locate(completion.live.id, event.n_matched, completion.prompt_number)
-                    self._spawn(self._locate(completion, self._prompts.call(job)))
+                if is_first:
+                    self._on_start(completion, event)
             case Output():
                 completion.live.put(completion, event)
             case _:
                 self._end(completion, event)
+
+    def _on_start(self, completion: Completion, event: Started) -> None:
+        """Find out where the prompt parts from what is cached, and why."""
+        client, n_prompt = completion.params.client, completion.prompt.n_tokens
+        self._adviser.count(client, n_prompt, event.n_matched)
+        match event.miss:
+            case "evicted" | "no_checkpoint" if event.n_lost:
+                self._adviser.add(client, completion.live.id, Parting(event.miss, event.n_lost))
+            case "diverged" | "changed" | "cold" | "salted":
+                job = Locate(completion.live.id, event.n_matched, completion.prompt_number, explains=True)
+                has_place = event.miss in ("diverged", "changed")
+                self._spawn(self._locate(completion, self._prompts.call(job), has_place=has_place))
 
     def _stop(self, reason: str) -> None:
         """End everything: the engine has ended for good."""
@@ -378,9 +394,14 @@ class Service:
                 self._suspects.add(completion.digest)
         _log.warning("engine.suspects", request_ids=[each.id for each in blamed], alone=alone is not None)
 
-    async def _locate(self, completion: Completion, locating: asyncio.Future[int]) -> None:
-        """Note the character at which a prompt departs from what was cached."""
-        completion.diverged_at = await locating
+    async def _locate(self, completion: Completion, locating: asyncio.Future[Located], *, has_place: bool) -> None:
+        """Note the character at which a prompt departs from what was cached, and why."""
+        request_id = completion.live.id
+        located = await locating
+        if has_place:
+            completion.diverged_at = located.n_characters
+        if located.parting is not None:
+            self._adviser.add(completion.params.client, request_id, located.parting)
 
     # The end of a completion
 
@@ -495,9 +516,9 @@ class Service:
         (prompt,) = live.prompts
         probe = await self.ask(ProbePrompt(prompt), CacheProbe)
         if probe.miss in ("diverged", "changed"):
-            n_characters: int = await self._answer_of(Locate(live.id, probe.prompt_tokens - probe.computed))
-            if n_characters >= 0:
-                probe.diverged_at = n_characters
+            located: Located = await self._answer_of(Locate(live.id, probe.prompt_tokens - probe.computed))
+            if located.n_characters >= 0:
+                probe.diverged_at = located.n_characters
         return probe
 
     async def engine_state(self) -> EngineState:
@@ -511,6 +532,11 @@ class Service:
         state = await self.ask(query, CacheState)
         state.anchors, state.sessions, state.messages = self._prompts.stats
         return state
+
+    async def cache_advice(self) -> CacheAdvice:
+        """Return where prompts parted from what was cached, and hit rates with other sizes of the cache."""
+        curve = await self.ask(PredictHits(), HitCurve)
+        return CacheAdvice(self._adviser.clients(), curve.hit_rate, curve.ram, curve.disk)
 
     async def exposition(self) -> bytes:
         """Return the metrics in Prometheus' text format."""

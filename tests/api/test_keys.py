@@ -63,7 +63,12 @@ ROUTES = {
         ("GET", "/tokenizer_info"),
         ("DELETE", "/sessions/{session_id}"),
     },
-    Access.ADMIN: {("GET", "/events"), ("POST", "/cache/clear"), ("POST", "/slots/{id_slot}")},
+    Access.ADMIN: {
+        ("GET", "/cache/advice"),
+        ("GET", "/events"),
+        ("POST", "/cache/clear"),
+        ("POST", "/slots/{id_slot}"),
+    },
 }
 """Every route by what it needs: a new one is an administrator's until it has a line here."""
 

@@ -46,6 +46,7 @@ REQUESTS: list[tuple[str, str, dict[str, str], Any]] = [
     ("GET", "/props", {}, None),
     ("GET", "/slots", {}, None),
     ("GET", "/cache", {}, None),
+    ("GET", "/cache/advice", {}, None),
     ("GET", "/metrics", {}, None),
     ("GET", "/openapi.json", {}, None),
     ("POST", "/apply-template", {}, CHAT),

@@ -11,6 +11,7 @@ import pytest
 from msgspec.structs import asdict
 
 from llamaslot.base import prompt_jobs
+from llamaslot.base.advice import HitCurve, Parting, SizeAdvice
 from llamaslot.base.callers import Caller
 from llamaslot.base.commands import (
     CacheCleared,
@@ -23,6 +24,7 @@ from llamaslot.base.commands import (
     GenerateParams,
     InspectCache,
     InspectEngine,
+    PredictHits,
     ProbePrompt,
     Query,
     SlotAction,
@@ -109,6 +111,7 @@ QUERIES = [
     ProbePrompt(
         Generate(GenerateParams("p", sampling=SAMPLING), TokenizedPrompt(b"\1\0\0\0", session_match="new"))
     ),
+    PredictHits(),
     SlotAction(1, "restore", "a.bin"),
     ClearCache(),
     DropPaths("space", (b"\1\0\0\0",), b"digest"),
@@ -138,10 +141,12 @@ RESULTS = [
     BadBody(ErrorInfo("invalid_request_error", "'prompt' is required", "prompt")),
     Needs(References("resp_1", ("item_1",))),
     JsonReply(b"{}"),
+    prompt_jobs.Located(7, Parting("date", 100, "system", 7, "Today is ", "Friday", "Saturday")),
 ]
 REPLIES = [
     SlotActionDone(3, 4, 0.5),
     CacheCleared(3),
+    HitCurve(0.5, (SizeAdvice(7, 0.5, is_current=True), SizeAdvice(14, 0.75))),
     EngineState(slots=(SlotState(0, 128, 7, sampling=SAMPLING),), n_queued=2, cache=CACHE),
     CacheState(**asdict(CACHE), namespaces=1, nodes=1, leaves=1, tokens=7, tokens_pinned=0, prefixes=(PREFIX,)),
 ]

@@ -26,6 +26,7 @@ from llamaslot.base.prompt_jobs import (
     JsonReply,
     ListItems,
     Locate,
+    Located,
     Needs,
     Prepare,
     Prepared,
@@ -113,7 +114,7 @@ async def test_records_are_used_by_another_worker(worker: LocalPrompts) -> None:
 
 async def test_positions_are_found_in_the_text_of_a_prompt(worker: LocalPrompts) -> None:
     prompt = await tokens_of(worker, "a", "hello")
-    assert await worker.call(Locate("a", len(prompt.tokens) - 1)) == 4
+    assert await worker.call(Locate("a", len(prompt.tokens) - 1)) == Located(4)
 
 
 @pytest.mark.parametrize(
