@@ -201,6 +201,22 @@ def test_the_page_goes_on_after_the_server_was_started_again(folder: Path, open_
         expect(page.locator("#requests tbody tr")).to_have_count(1)
 
 
+def test_the_advice_names_what_made_prompts_be_computed_again(
+    server: Server, open_page: Callable[..., Page]
+) -> None:
+    for minute in range(10, 13):
+        system = f"The time is 2026-11-27 14:{minute}:00. " + "You answer each question in a friendly way. " * 20
+        messages = [{"role": "system", "content": system}, {"role": "user", "content": "Hello"}]
+        server.post("/v1/chat/completions", {"messages": messages, "max_tokens": 2, "session_id": "dated"})
+    page = open_page(server.url)
+    page.get_by_role("link", name="Cache").click()
+    summary = page.locator("#advice summary").first
+    expect(summary).to_contain_text("a date or time in the system prompt")
+    summary.click()
+    expect(page.get_by_text("Have the client put the date into its last message")).to_be_visible()
+    expect(page.locator("#advice pre")).to_have_count(0)
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_both_views_are_accessible(server: Server, open_page: Callable[..., Page], scheme: str) -> None:
     page = open_page(server.url, color_scheme=scheme)

@@ -5,6 +5,14 @@ import { $, ask, element } from "./page.js";
 const EVERY_MS = 10_000;
 const GIB = 2 ** 30;
 
+const PARTS = {
+  system: "the system prompt",
+  tools: "the tools",
+  user: "a message of the user",
+  assistant: "a reply",
+  tool: "a tool's result",
+};
+
 const count = (n) => n.toLocaleString("en");
 const percent = (rate) => `${(100 * rate).toFixed(1)}%`;
 
@@ -32,7 +40,7 @@ function showClients(clients) {
 function placeView(client, place, open) {
   const key = `${client.client}/${place.culprit}/${place.role}`;
   const where = [
-    ...(place.role ? [`in ${place.role === "tools" ? "the tools" : `a message of the ${place.role}`}`] : []),
+    ...(place.role ? [`in ${PARTS[place.role]}`] : []),
     ...(place.offset >= 0 ? [`at character ${count(place.offset)}`] : []),
   ].join(", ");
   const head = element(
