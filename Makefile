@@ -20,7 +20,7 @@ unexport PYTHONDONTWRITEBYTECODE
 help: ## list the targets (the default)
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
 
-serve: setup ## serve a model over HTTP; without ARGS, the embedded one
+serve: setup ## serve a model over HTTP; without ARGS, a small one that is downloaded once
 	$(BIN)/llamaslot serve $(ARGS)
 
 setup: ## only the set-up: leaves .venv/bin/llamaslot

@@ -72,7 +72,7 @@ class Server:
 
 
 def llamaslot(
-    model: Path | None = None, *flags: str, checkout: Path | None = None, measurements: Path | None = None
+    model: Path | str | None = None, *flags: str, checkout: Path | None = None, measurements: Path | None = None
 ) -> list[str]:
     """The command that serves `model` with this project's server, imported from `checkout` if one is given.
 

@@ -1,7 +1,7 @@
 """An agent loop with tools: the model calls them, this program runs them and sends back what they return.
 
 Every step sends the whole conversation again; without a prefix cache each step would compute all of it.
-The bundled model calls these four tools, and no others.
+The embedded model (`llamaslot serve demo`) calls these four tools, and no others.
 
 Usage: python examples/agent.py [URL] (after `pip install openai`)
 """

@@ -74,6 +74,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     # Read by OpenMP when llama.cpp is loaded, here and in the servers that tests start.
     os.environ.setdefault("OMP_THREAD_LIMIT", "1")
+    # A server that is started without a model must not download one.
+    os.environ["LLAMA_ARG_OFFLINE"] = "1"
     for number in (signal.SIGINT, signal.SIGHUP):
         if signal.getsignal(number) is signal.SIG_IGN:
             # As under `nohup` and in a shell's background job. Servers that tests start must not ignore it as

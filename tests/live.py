@@ -88,8 +88,9 @@ def serving(
 
     What it measures at start is kept for other tests, those of other test processes too, and not in the user's own
     folder. `fault` is Python source that each of the server's processes runs first, to inject a fault.
-    `--in-process` is the flag of `tests/forked.py`; without `is_forked` the server starts as a user starts it, by a
-    command after `prefix`, if there is one, which must leave it the process id.
+    Unless the arguments name a model it is the embedded one. `--in-process` is the flag of `tests/forked.py`;
+    without `is_forked` the server starts as a user starts it, by a command after `prefix`, if there is one, which
+    must leave it the process id.
     """
     log = folder / "server.log"
     run = folder.parent.parent if "PYTEST_XDIST_WORKER" in os.environ else folder.parent
@@ -99,7 +100,7 @@ def serving(
         (folder / "fault").mkdir(exist_ok=True)
         (folder / "fault" / "sitecustomize.py").write_text(fault)
         own["PYTHONPATH"] = f"{folder / 'fault'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
-    command = ["serve", "--port", "0", "-t", "1", *map(str, args)]
+    command = ["serve", "-m", "demo", "--port", "0", "-t", "1", *map(str, args)]
     log.write_bytes(b"")
     process: subprocess.Popen[bytes] | ForkedProcess
     if is_forked:

@@ -127,7 +127,7 @@ def test_a_chat_streams_from_the_embedded_model_within_a_minute(
     work.mkdir()
     started = time.monotonic()
     with (tmp_path / "log").open("wb") as log:
-        command = ["llamaslot", "serve", "--port", "0"]
+        command = ["llamaslot", "serve", "demo", "--port", "0"]
         server = subprocess.Popen(command, cwd=work, env=empty, stdout=log, stderr=log)
     try:
         text = ""

@@ -165,7 +165,7 @@ async def _run(seconds: float, faults: bool, folder: Path, seed: int) -> list[Ro
     notes.print(f"soak: {seconds / 60:g} minutes, seed {seed}, data in {data}")
     async with (
         serving(
-            llamaslot(None, *FLAGS, "--cache-disk", str(cache), "--api-key-file", str(keys)), log=log
+            llamaslot("demo", *FLAGS, "--cache-disk", str(cache), "--api-key-file", str(keys)), log=log
         ) as server,
         connected(server.url) as session,
         connected(server.url, ADMIN) as own,

@@ -80,7 +80,7 @@ def _environment(server: str, folder: Path, any_words: bool) -> dict[str, str]:
         "PYTHONPATH": str(ROOT),
         "PORT": str(free_port()),
         "LLAMA_SERVER_BIN_PATH": str(program),
-        start.SERVER: json.dumps(llamaslot() if server == OWN else [str(build.llama_server())]),
+        start.SERVER: json.dumps(llamaslot("demo") if server == OWN else [str(build.llama_server())]),
         start.MODEL: str(synthetic.ensure("tiny-sentencepiece")),
         start.STARTS: str(starts),
         plugin.IS_OWN: "1" if server == OWN else "",

@@ -103,7 +103,13 @@ class Option:
 class Config:
     """The configuration; flags, environment variables and keys of the file are derived from these fields."""
 
-    model: str = llama("demo", "GGUF file, or a name from `llamaslot pull`", "-m --model")
+    model: str = llama(
+        "auto",
+        "GGUF file, or a name from `llamaslot pull`; auto: smollm2-135m, which the first start downloads (93 MB), "
+        "or the embedded demo if that fails",
+        "-m --model",
+    )
+    offline: bool = llama(False, "download no model")
     host: str = llama("127.0.0.1", "addresses to listen on, comma-separated")
     port: Annotated[int, Meta(ge=0, le=65535)] = llama(8080, "port to listen on; 0: any free one")
     alias: str = llama("", "the model's name in replies", "-a --alias")

