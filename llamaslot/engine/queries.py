@@ -165,7 +165,8 @@ class Queries:
         )
 
     def _clear(self, respond: Respond) -> None:
-        """Drop all idle prefixes."""
+        """Drop all idle prefixes, pinned ones too."""
+        self._scheduler.cache.pins.clear()
         cleared = self._dropper.drop()
         _log.info("cache.cleared", **msgspec.structs.asdict(cleared))
         if self._disk is not None:

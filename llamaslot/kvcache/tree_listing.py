@@ -7,7 +7,7 @@ least as many hits and as late a last use, and no node is listed without its anc
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 
 from msgspec import UNSET
 from msgspec.structs import asdict
@@ -22,10 +22,15 @@ _MAX_TEXT_TOKENS = 256
 
 
 def tree_listing(
-    tree: RadixTree, stats: CacheStats, top: int, detokenize: Callable[[Sequence[int]], bytes] | None
+    tree: RadixTree,
+    stats: CacheStats,
+    top: int,
+    detokenize: Callable[[Sequence[int]], bytes] | None,
+    pinned: Container[Node] = (),
 ) -> CacheState:
     """Return `stats` with the `top` resident prefixes of the tree, in time proportional to the tree.
 
+    `pinned` has the nodes of pinned prefixes.
     Nodes that are separate only because one segment ends and the next begins there count as one.
     """
     first_of = {id(node): _first(node) for node in tree.nodes() if _ends_edge(node)}
@@ -55,6 +60,7 @@ def tree_listing(
                 last_used=ranks[first.last_used],
                 checkpoint=node.checkpoint.n_bytes if node.checkpoint is not None else None,
                 text=_edge_text(node, first.start, detokenize) if detokenize is not None else UNSET,
+                warm=node in pinned,
             )
         )
     return CacheState(

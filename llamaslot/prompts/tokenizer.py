@@ -116,7 +116,17 @@ class Tokenizer:
                 self.memory.add(record)
 
     def tokenize_prompt(self, request: TextRequest) -> PromptContext:
-        """Tokenize a request's prompt; raises `ContextSizeError` at once if it cannot fit a slot."""
+        """Tokenize a request's prompt, as far as it is that of `request.other` too if there is one.
+
+        Raises `ContextSizeError` at once if it cannot fit a slot.
+        """
+        context = self._tokenized(request)
+        if request.other is None:
+            return context
+        tokens, others = context.prompt.tokens, self._tokenized(request.other).prompt.tokens
+        return replace(context, prompt=TokenizedPrompt(packed(tokens[: n_common(tokens, others)])))
+
+    def _tokenized(self, request: TextRequest) -> PromptContext:
         self.check_size(request.parts)
         self.check_size(request.rest)
         self._check_ids(request.parts)
