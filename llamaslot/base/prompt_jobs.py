@@ -102,7 +102,7 @@ class Prepare(msgspec.Struct, frozen=True, tag="prepare"):
     no constraint, not even a valid one.
     """
     warms: bool = False
-    """True if the prompt is computed for later ones: it is cut where these may differ (`TextRequest.other`)."""
+    """True if the prompt is computed for later ones: it is cut where these may differ (`TextRequest.others`)."""
     earlier: EarlierItems | None = None
     """The `references` that `Needs` named."""
     may_compile: bool = False

@@ -116,15 +116,16 @@ class Tokenizer:
                 self.memory.add(record)
 
     def tokenize_prompt(self, request: TextRequest) -> PromptContext:
-        """Tokenize a request's prompt, as far as it is that of `request.other` too if there is one.
+        """Tokenize a request's prompt, as far as those of `request.others` are the same.
 
         Raises `ContextSizeError` at once if it cannot fit a slot.
         """
         context = self._tokenized(request)
-        if request.other is None:
+        if not request.others:
             return context
-        tokens, others = context.prompt.tokens, self._tokenized(request.other).prompt.tokens
-        return replace(context, prompt=TokenizedPrompt(packed(tokens[: n_common(tokens, others)])))
+        tokens = context.prompt.tokens
+        n = min(n_common(tokens, self._tokenized(each).prompt.tokens) for each in request.others)
+        return replace(context, prompt=TokenizedPrompt(packed(tokens[:n])))
 
     def _tokenized(self, request: TextRequest) -> PromptContext:
         self.check_size(request.parts)

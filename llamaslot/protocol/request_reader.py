@@ -285,8 +285,8 @@ class RequestReader:
             ]
             following = following or [{"role": "user", "content": text}]
             read.append(self._chat(change(body, messages=[*messages, *following], add_generation_prompt=None), job))
-        ((one,), options), ((other,), _) = read
-        return (replace(one, other=other),), options
+        (one, *others), options = [request for (request,), _ in read], read[0][1]
+        return (replace(one, others=tuple(others)),), options
 
     def _response(self, job: Prepare) -> ReadBody | Needs:
         """Read a body of the Responses API."""

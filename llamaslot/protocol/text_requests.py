@@ -55,10 +55,10 @@ _MAX_NAME = 4096
 _SNIPPET = "\n\n--- snippet ---\n\n"
 """Precedes each file if the model has no token for that."""
 
-CONTINUATIONS = "a", "\nb"
+CONTINUATIONS = "a", "\nb", "<c"
 """Texts that stand for what later prompts have after a prompt that is computed ahead.
 
-A tokenizer may join either with the text before it, but not both to the same token.
+A tokenizer may join a letter, a line break or a mark with the text before it: then it gives the others other tokens.
 """
 _IS_ID = re.compile(r"[0-9]{1,10}").fullmatch
 _SAME_FIELDS = {field.name for field in msgspec.structs.fields(Sampling)} - {
@@ -83,8 +83,8 @@ class TextRequest:
     """Distinguishes conversations of one session, such as those of sub-agents, by their beginning."""
     owner: str = ""
     """The `Caller.owner` whose share of memory is charged for the remembered reply."""
-    other: TextRequest | None = None
-    """The same prompt with another continuation: only the tokens with which both begin are computed."""
+    others: tuple[TextRequest, ...] = ()
+    """The same prompt with other continuations: only the tokens with which all begin are computed."""
 
     @property
     def namespace(self) -> str:
@@ -226,11 +226,11 @@ def open_ended(request: TextRequest) -> TextRequest:
     *parts, last = request.parts
     if isinstance(last, TokensPart):
         return request
-    one, other = (
+    one, *others = (
         replace(request, parts=(*parts, msgspec.structs.replace(last, text=last.text + text)))
         for text in CONTINUATIONS
     )
-    return replace(one, other=other)
+    return replace(one, others=tuple(others))
 
 
 def max_tokens_of(options: Options, settings: RequestPolicy) -> int:
