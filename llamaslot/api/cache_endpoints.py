@@ -1,5 +1,5 @@
-"""Prefix cache and slots: `/cache`, with `advice`, `probe`, `clear`; `/sessions/{id}`, `/slots`, `/slots/{id}`;
-and `/events`, which feeds the page.
+"""Prefix cache and slots: `/cache` and below, `/sessions/{id}`, `/slots`, `/slots/{id}`, and `/events`, which feeds
+the page.
 
 Prefixes are other users' prompts: neither text nor token ids nor the salt of their namespace is shown, unless the
 server was started with --cache-debug-text, and then only the text, for administrators. Where keys are tenants, only
@@ -19,8 +19,9 @@ from llamaslot.api.bodies import json_response, read
 from llamaslot.api.completions.native_completion import generation_settings
 from llamaslot.api.context import CALLER, READINESS, SETTINGS
 from llamaslot.api.credentials import GRANTED, Access
-from llamaslot.api.generation.request_handling import probe_cache
+from llamaslot.api.generation.request_handling import probe_cache, warm_cache
 from llamaslot.api.middleware import check_sees_all, given_key, sees_all, valid_unicode
+from llamaslot.api.responses.responses import finding
 from llamaslot.api.sse import EventStream, typed_event
 from llamaslot.base.commands import InspectCache, LocalTier, SlotAction, SlotActionDone, SlotVerb
 from llamaslot.base.errors import ForbiddenError, InvalidRequestError, NotSupportedError, UnavailableError
@@ -56,9 +57,35 @@ async def advice(request: web.Request) -> web.Response:
     return json_response(await _service(request).cache_advice())
 
 
+class Warmed(msgspec.Struct):
+    """A prompt that was computed for later requests; the reply to `POST /cache/warm` as JSON."""
+
+    tokens: int
+    cached: int
+    """Of them, those whose KV was reused."""
+    computed: int
+    """At least the last one, and after a preemption some of them again."""
+    pinned: bool
+    """True if this request pinned it."""
+
+
 async def probe(request: web.Request) -> web.Response:
     """Return what is cached of the prompt of a chat or a text completion, which is not run."""
-    return json_response(await probe_cache(request))
+    with finding(request) as find:
+        return json_response(await probe_cache(request, find))
+
+
+async def warm(request: web.Request) -> web.Response:
+    """Compute a prompt for later requests that begin with it, and generate nothing; `pin` keeps it cached."""
+    info = request.app[READINESS].check().info
+    is_dropped = info.self_test == "failed" or (info.self_test == "pending" and not info.keeps_checkpoints)
+    if is_dropped or not info.can_reuse:
+        raise NotSupportedError(f"no prefix of this model is reused: {info.self_test_note or info.reuse_reason}")
+    with finding(request) as find:
+        completion = await warm_cache(request, find)
+    progress = completion.end.progress
+    pinned = bool(completion.params.pin)
+    return json_response(Warmed(progress.n_prompt, progress.n_cached, progress.n_prompt_computed, pinned))
 
 
 async def clear(request: web.Request) -> web.Response:

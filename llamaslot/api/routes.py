@@ -394,6 +394,7 @@ _NATIVE_CHUNKS = (NativeChunk, NativeReply, PickedFields)
 _RESPONSE = (response_types.Response,)
 _EVENTS = get_args(response_types.AnyEvent)
 _CHAT, _TEXT, _INFILL = (bodies.ChatBody,), (bodies.CompletionBody,), (bodies.InfillBody,)
+_ANY = (*_CHAT, *_TEXT, MessagesBody, ResponsesBody)
 _CHATS = "/v1/chat/completions"
 _MESSAGE = (anthropic.AnthropicMessage,)
 _ITEMS = (ListReply[dict[str, Any]],)
@@ -485,7 +486,15 @@ _ROUTES = (
     Route("POST", "/infill", native.infill, _NATIVE, _INFILL, _NATIVE_CHUNKS, _SESSION),
     Route("POST", "/apply-template", server_endpoints.apply_template, (TemplateReply,), _CHAT),
     Route("POST", "/cache/clear", cache_endpoints.clear, (CacheCleared,), parameters=(_TIER,), access=Access.ADMIN),
-    Route("POST", "/cache/probe", cache_endpoints.probe, (CacheProbe,), (*_CHAT, *_TEXT), (), _SESSION),
+    Route("POST", "/cache/probe", cache_endpoints.probe, (CacheProbe,), _ANY, (), _SESSION),
+    Route(
+        "POST",
+        "/cache/warm",
+        cache_endpoints.warm,
+        (cache_endpoints.Warmed,),
+        (*_ANY, bodies.WarmBody),
+        parameters=_SESSION,
+    ),
     Route(
         "POST",
         "/slots/{id_slot}",

@@ -95,6 +95,8 @@ class GenerateParams(msgspec.Struct, frozen=True):
 
     Such a prompt is computed in full, without the cache.
     """
+    pin: bool | None = None
+    """Pin the prompt in the cache once it is computed, or unpin it; None leaves it as it is."""
 
     @property
     def ends_by_text(self) -> bool:

@@ -20,7 +20,7 @@ from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.generation.tools import ParserOptions, ReasoningFormat
 from llamaslot.base.text_records import TextRecord
 
-BodyKind: TypeAlias = Literal["chat", "responses", "compact", "messages", "text", "native", "infill", "probe"]
+BodyKind: TypeAlias = Literal["chat", "responses", "compact", "messages", "text", "native", "infill", "any"]
 CallKind: TypeAlias = Literal["function", "custom", "local_shell"]
 
 
@@ -91,7 +91,7 @@ class Prepare(msgspec.Struct, frozen=True, tag="prepare"):
 
     The body has a conversation in the format of OpenAI's chats (`chat`), of its Responses API (`responses`) or of
     Anthropic's Messages API (`messages`), or prompts in OpenAI's format (`text`) or llama-server's (`native`,
-    `infill`). `probe` is a chat if it has messages, else a text completion.
+    `infill`). `any` is a body of any of these that `/cache/probe` or `/cache/warm` got.
     """
 
     kind: BodyKind
@@ -99,9 +99,11 @@ class Prepare(msgspec.Struct, frozen=True, tag="prepare"):
     """JSON."""
     context: RequestContext
     is_run: bool = True
-    """False if only the prompt is wanted, to count its tokens or to probe the cache: the reply then needs no
-    constraint, not even a valid one.
+    """False if only the prompt is wanted, to count its tokens, or to probe or warm the cache: the reply then needs
+    no constraint, not even a valid one.
     """
+    warms: bool = False
+    """True if the prompt is computed for later ones: it is cut where these may differ (`TextRequest.others`)."""
     earlier: EarlierItems | None = None
     """The `references` that `Needs` named."""
     may_compile: bool = False

@@ -172,6 +172,15 @@ class ReplyStats(msgspec.Struct):
     bytes: int = 0
 
 
+class WarmStats(msgspec.Struct):
+    """Prefixes that `POST /cache/warm` has pinned."""
+
+    prefixes: int = 0
+    tokens: int = 0
+    max_tokens: int = 0
+    """The limit of `tokens`."""
+
+
 class SequenceStats(msgspec.Struct):
     """Sequence ids."""
 
@@ -234,6 +243,7 @@ class CacheStats(msgspec.Struct, kw_only=True):
     sessions: SessionStats = msgspec.field(default_factory=SessionStats)
     messages: ReplyStats = msgspec.field(default_factory=ReplyStats)
     sequences: SequenceStats = msgspec.field(default_factory=SequenceStats)
+    warm: WarmStats = msgspec.field(default_factory=WarmStats)
     requests: RequestStats = msgspec.field(default_factory=RequestStats)
     prompt_tokens: PromptStats = msgspec.field(default_factory=PromptStats)
     miss_reasons: dict[Miss, int] = {}
@@ -289,6 +299,8 @@ class CachePrefix(msgspec.Struct):
     """Bytes of the checkpoint after its last token; None without one."""
     text: str | UnsetType = UNSET
     """The edge's first tokens as text, if that was asked for."""
+    warm: bool = False
+    """True if it belongs to a prefix that `POST /cache/warm` has pinned."""
 
 
 class TenantStats(msgspec.Struct):

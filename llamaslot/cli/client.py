@@ -64,10 +64,10 @@ class Client:
         self._host, self._port, self._path = host, port, address.path.rstrip("/")
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
-    def ask(self, method: str, path: str) -> dict[str, Any]:
-        """Send a request without a body and return the JSON object of the reply."""
+    def ask(self, method: str, path: str, body: Any = None) -> dict[str, Any]:
+        """Send a request and return the JSON object of the reply."""
         with closing(self.connect()) as connection:
-            response = self.send(connection, method, path)
+            response = self.send(connection, method, path, body)
             try:
                 return self.decode(response.read())
             except (OSError, HTTPException) as error:

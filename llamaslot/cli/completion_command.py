@@ -15,7 +15,7 @@ _SHELLS = ("bash", "zsh", "fish")
 _FOLDERS = ("cache_disk", "slot_save_path")
 _GGUF = {**shtab.glob("*.gguf"), "zsh": "_files -g '*.gguf'"}
 """Completion of model files. zsh gets its own pattern: the parentheses in shtab's break completion of flags."""
-_FILES = ("config", "cacert", "cache_remote_ca")
+_FILES = ("config", "cacert", "cache_remote_ca", "file")
 """Arguments that name files, in addition to all options whose names end in `_file`."""
 
 

@@ -422,6 +422,10 @@ class Engine:
             can_reuse=cache.settings.can_reuse and (not why_not or cache.settings.is_on_trial),
             why_not=why_not or "unsupported",
         )
+        if params.pin and (refusal := self.scheduler.why_not_pinned(request)):
+            message = f"'pin': {refusal}; unpin one by sending it with 'pin': false, or all by /cache/clear"
+            self._fail(request.id, InvalidRequestError(message, param="pin"))
+            return
         self.scheduler.submit(request)
         self._replies[request.id] = ReplyStream(request, self._backend.vocab)
 

@@ -168,7 +168,9 @@ class Queries:
         )
 
     def _clear(self, query: commands.ClearCache, respond: Respond) -> None:
-        """Drop all idle prefixes, or those of one tier."""
+        """Drop all idle prefixes, pinned ones too, or those of one tier."""
+        if not query.tier:
+            self._scheduler.cache.pins.clear()
         cleared = self._dropper.drop_tier(query.tier) if query.tier else self._dropper.drop()
         _log.info("cache.cleared", tier=query.tier, **msgspec.structs.asdict(cleared))
         if self._disk is not None:

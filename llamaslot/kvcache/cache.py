@@ -13,9 +13,10 @@ What a decode really computed is reported by `append` and `invalidate`.
 Calls of a step: tick, acquire and load for requests, offload_idle, evict if the step lacks cells, maintain, then
 take the operations and jobs.
 
-Callers use the methods of `KVCache`, and its values `settings` and `cells`. Four collaborators are handed over as a
+Callers use the methods of `KVCache`, and its values `settings` and `cells`. Five collaborators are handed over as a
 whole: `remote` to the scheduler and to the worker that fetches and uploads, `ram_budget` to the watch of free
-memory, `checkpoints` to the scheduler's `CheckpointTaker`, and `dropper` to whoever drops prefixes.
+memory, `checkpoints` to the scheduler's `CheckpointTaker`, `pins` to the scheduler, and `dropper` to whoever drops
+prefixes.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ from llamaslot.kvcache.ghost_list import GhostList
 from llamaslot.kvcache.loading import Loader, PublicPrefix, StateRestorer
 from llamaslot.kvcache.match import Acquired, LoadResult, LoadStatus, Match, miss_reason
 from llamaslot.kvcache.offloading import Offloader, OffloadPolicy
+from llamaslot.kvcache.pins import Pins
 from llamaslot.kvcache.pool import Pool, WindowCells
 from llamaslot.kvcache.radix_tree import RadixTree
 from llamaslot.kvcache.sequences import Sequences
@@ -117,6 +119,8 @@ class KVCache:
         """Drops prefixes everywhere."""
         self._snapshots = SlotSnapshots(self._tree, self._sequences, self._pool, self._offloader, self.checkpoints)
         self._ghosts = GhostList()
+        self.pins = Pins(self._tree, self._tiers, settings)
+        """Prefixes that are evicted last."""
         self._n_loaded = 0
         """Tokens loaded in this step."""
         self.has_decodes = False
@@ -215,8 +219,10 @@ class KVCache:
         slot, n_copied = self._pool.acquire(slots, match)
         if pins := self._tiers.load_pins.pop(_NO_SEQ, None):
             self._tiers.load_pins[slot] = pins
-        self._tree.touch(self._sequences.end(slot), self._sequences.advance(), hits=1)
+        now = self._sequences.advance()
+        self._tree.touch(self._sequences.end(slot), now, hits=1)
         self._tiers.touch(self._tree.match(match.namespace, match.tokens).segments)
+        self.pins.use(now)
         if match.public is not None:
             self._public.mark_used(match.tokens)
         self._pool.ensure_free_id()
@@ -289,7 +295,9 @@ class KVCache:
         if end.is_root:
             self._tree.release(seq)
         else:
-            self._tree.unpin(seq, self._sequences.advance())
+            now = self._sequences.advance()
+            self._tree.unpin(seq, now)
+            self.pins.use(now)
             self._public.save_if_public(seq, has_ended=True)
         if not self.settings.can_reuse:
             self._sequences.clear(seq)
@@ -499,13 +507,14 @@ class KVCache:
             remote=self.remote.stats,
             checkpoints=self.checkpoints.stats,
             sequences=SequenceStats(settings.n_slots, n_spare, n_used, settings.n_seqs),
+            warm=self.pins.stats,
         )
 
     def listing(
         self, stats: CacheStats, top: int, detokenize: Callable[[Sequence[int]], bytes] | None
     ) -> CacheState:
         """Statistics, the `top` prefixes of the tree (as text too if `detokenize` is given), and all tenants."""
-        listing = tree_listing(self._tree, stats, top, detokenize)
+        listing = tree_listing(self._tree, stats, top, detokenize, self.pins.nodes())
         listing.tenants = self._tiers.tenant_stats()
         return listing
 

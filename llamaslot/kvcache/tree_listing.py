@@ -8,7 +8,7 @@ others.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from itertools import islice
 
 from msgspec import UNSET
@@ -24,11 +24,16 @@ _MAX_TEXT_TOKENS = 256
 
 
 def tree_listing(
-    tree: RadixTree, stats: CacheStats, top: int, detokenize: Callable[[Sequence[int]], bytes] | None
+    tree: RadixTree,
+    stats: CacheStats,
+    top: int,
+    detokenize: Callable[[Sequence[int]], bytes] | None,
+    pinned: Container[Node] = (),
 ) -> CacheState:
     """Return `stats` with the `top` prefixes of the tree, in the pool, in RAM and on disk.
 
-    Takes time proportional to the prefixes in the pool and to those listed, not to all those in RAM and on disk.
+    `pinned` has the nodes of pinned prefixes. Takes time proportional to the prefixes in the pool and to those
+    listed, not to all those in RAM and on disk.
     """
     roots = [*tree.roots()]
     edges = [*islice(_most_used(roots), top)]
@@ -55,6 +60,7 @@ def tree_listing(
                 last_used=ranks[first.last_used],
                 checkpoint=last.checkpoint.n_bytes if last.checkpoint is not None else None,
                 text=_edge_text(last, first.start, detokenize) if detokenize is not None else UNSET,
+                warm=last in pinned,
             )
         )
     return CacheState(

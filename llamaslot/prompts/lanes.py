@@ -68,7 +68,7 @@ _ACTIVITIES: dict[type[msgspec.Struct] | str, str] = {
     ClearTexts: "dropping text anchors and sessions",
     ListItems: "listing the items",
     **dict.fromkeys(("text", "native", "infill"), "tokenizing the prompt"),
-    **dict.fromkeys(("chat", "messages", "responses", "compact", "probe"), "rendering and tokenizing the messages"),
+    **dict.fromkeys(("chat", "messages", "responses", "compact", "any"), "rendering and tokenizing the messages"),
     "apply_template": "rendering the messages",
     "tokenize": "tokenizing the text",
     "detokenize": "detokenizing the tokens",

@@ -142,9 +142,11 @@ class PromptWorker:
             if contexts:
                 on_prompt()
             contexts.append(self._tokenizer.tokenize_prompt(each))
-            if job.is_run:
+            if job.is_run or job.warms:
                 self._tokenizer.check_fits(contexts[-1].prompt)
-        self._prompts[job.context.request_id] = contexts
+        if not job.warms:
+            # What is warmed has no reply to be remembered.
+            self._prompts[job.context.request_id] = contexts
         shows_text = job.is_run and (job.context.shows_prompt or options.verbose)
         return Prepared(
             tuple(Generate(each.request.params, each.prompt) for each in contexts),

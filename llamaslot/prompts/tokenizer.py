@@ -120,7 +120,18 @@ class Tokenizer:
                 self.memory.add(record)
 
     def tokenize_prompt(self, request: TextRequest) -> PromptContext:
-        """Tokenize a request's prompt; raises `ContextSizeError` at once if it cannot fit a slot."""
+        """Tokenize a request's prompt, as far as those of `request.others` are the same.
+
+        Raises `ContextSizeError` at once if it cannot fit a slot.
+        """
+        context = self._tokenized(request)
+        if not request.others:
+            return context
+        tokens = context.prompt.tokens
+        n = min(n_common(tokens, self._tokenized(each).prompt.tokens) for each in request.others)
+        return replace(context, prompt=TokenizedPrompt(packed(tokens[:n])))
+
+    def _tokenized(self, request: TextRequest) -> PromptContext:
         self.check_size(request.parts)
         self.check_size(request.rest)
         self._check_ids(request.parts)

@@ -222,6 +222,19 @@ class CompletionBody(Options, kw_only=True):
     response_fields: Annotated[list[str], Meta(max_length=MAX_FIELDS)] | None = None
 
 
+class WarmBody(msgspec.Struct, kw_only=True):
+    """`POST /cache/warm`: the body of a chat, a message, a response or a text completion, and `pin`.
+
+    Also the fields by which such bodies are told apart.
+    """
+
+    messages: Any = msgspec.UNSET
+    system: Any = msgspec.UNSET
+    input: Any = msgspec.UNSET
+    tools: Any = None
+    pin: bool | None = None
+
+
 class FileExtract(msgspec.Struct):
     """A part of another file, in `POST /infill`."""
 

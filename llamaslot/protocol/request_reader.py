@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import msgspec
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET
 
 from llamaslot.base.commands import Constraint, TextPart, TokensPart
 from llamaslot.base.errors import ContextSizeError, InvalidRequestError, LlamaslotError
@@ -22,6 +22,7 @@ from llamaslot.base.generation.tools import ParserOptions, encoded_tools
 from llamaslot.base.model import ModelInfo
 from llamaslot.base.prompt_jobs import (
     AnswerBody,
+    BodyKind,
     ChatToStore,
     EarlierItems,
     JsonReply,
@@ -39,6 +40,7 @@ from llamaslot.protocol.bodies import (
     Metadata,
     Options,
     TokenizeBody,
+    WarmBody,
     decode,
     renamed,
     too_deep,
@@ -49,18 +51,22 @@ from llamaslot.protocol.replies.meaning import digest_of
 from llamaslot.protocol.replies.restoring import ReplyRestorer
 from llamaslot.protocol.responses import ResponsesBody, read_compaction, read_response, references
 from llamaslot.protocol.text_requests import (
+    CONTINUATIONS,
     BodyTokenizer,
     InfillPrompts,
     Prompt,
     TextRequest,
     checked,
     n_choices,
+    open_ended,
     parse_prompt,
     prompts_of,
     refuse_missing,
     text_requests,
     wants_probs,
+    warming,
 )
+from llamaslot.text.conversation import clean_message
 from llamaslot.text.grammars.compiling import GrammarChecker, LocalTrial, Trial, UnknownGrammarError
 from llamaslot.text.template import ChatTemplate
 
@@ -68,12 +74,6 @@ _MAX_TOKENS = 2**20
 """Most tokens of a text to tokenize. Limited, because each may become a JSON object."""
 _MAX_REPLY_BYTES = 16 * 2**20
 """Most bytes of an answer, which the parent process keeps until the client has read it."""
-
-
-class _Kind(msgspec.Struct):
-    """The field by which `POST /cache/probe` tells a chat from a text completion."""
-
-    messages: msgspec.Raw | UnsetType = UNSET
 
 
 ReadBody: TypeAlias = tuple[tuple[TextRequest, ...], ReplyOptions]
@@ -140,10 +140,19 @@ class RequestReader:
                 return self._response(job)
             case "messages":
                 return self._messages(job)
-            case "probe" if decode(job.body, _Kind).messages is not UNSET:
-                return self._chat(decode(job.body, ChatBody), job)
+            case "any":
+                return self._any(job)
             case _:
                 return self._completions(job)
+
+    def _any(self, job: Prepare) -> ReadBody | Needs:
+        """Read a body of any API, whose fields tell which one that is."""
+        body = decode(job.body, WarmBody)
+        read = self._read(msgspec.structs.replace(job, kind=_kind_of(body)))
+        if isinstance(read, Needs) or not job.warms:
+            return read
+        requests, options = read
+        return tuple(warming(each, body.pin) for each in requests), options
 
     def _completions(self, job: Prepare) -> ReadBody:
         """Read a body with prompts."""
@@ -168,8 +177,10 @@ class RequestReader:
         requests = text_requests(
             body, prompts, job.context, self._settings, self._info, tokens_of=self._tokens_of, constraint=constraint
         )
-        if job.kind == "probe" and len(requests) > 1:
-            raise InvalidRequestError("'prompt' must be one prompt to probe the cache", param="prompt")
+        if not job.is_run and len(requests) > 1:
+            raise InvalidRequestError("'prompt' must be one prompt to probe or warm the cache", param="prompt")
+        if job.warms:
+            requests = tuple(map(open_ended, requests))
         return requests, _reply_options(body, requests[0], self._settings)
 
     def _messages(self, job: Prepare) -> ReadBody:
@@ -187,6 +198,8 @@ class RequestReader:
         `of_api` has fields of `ReplyOptions` that chats do not have.
         """
         refuse_missing(body)
+        if job.warms:
+            return self._warming(body, msgspec.structs.replace(job, warms=False))
         chats = self._chats
         # The prompt.
         use, variables = read_tools(body), chats.variables(body)
@@ -251,6 +264,30 @@ class RequestReader:
                 parser = msgspec.structs.replace(parser, reasoning_open=chats.reasoning_open(body, text))
         to_store = _chat_to_store(body, job.context.request_id) if job.is_run else None
         return (request,), _reply_options(body, request, self._settings, parser=parser, chat=to_store, **of_api)
+
+    def _warming(self, body: ChatBody, job: Prepare) -> ReadBody:
+        """Read a chat that is computed for later ones, which have all of its messages.
+
+        If the last message needs a reply, the prompt is the chat's own. Otherwise it ends before the next message.
+        """
+        change = msgspec.structs.replace
+        messages = checked_messages(body)
+        # Bodies of other APIs may have got an empty question in place of none.
+        if messages[-1]["role"] == "user" and not messages[-1].get("content"):
+            messages = messages[:-1]
+        if body.continue_final_message or (messages and messages[-1]["role"] in ("user", "tool", "function")):
+            return self._chat(body, job)
+        last = clean_message(messages[-1], len(messages) - 1) if messages else {}
+        read = []
+        for text in CONTINUATIONS:
+            following: list[dict[str, Any]] = [
+                {"role": "tool", "tool_call_id": call.get("id", ""), "content": text}
+                for call in last.get("tool_calls", ())
+            ]
+            following = following or [{"role": "user", "content": text}]
+            read.append(self._chat(change(body, messages=[*messages, *following], add_generation_prompt=None), job))
+        (one, *others), options = [request for (request,), _ in read], read[0][1]
+        return (replace(one, others=tuple(others)),), options
 
     def _response(self, job: Prepare) -> ReadBody | Needs:
         """Read a body of the Responses API."""
@@ -347,6 +384,17 @@ class RequestReader:
     def _token_of(self, text: str) -> int | None:
         tokens = self._tokenizer.tokenize((TextPart(text),))
         return tokens[0] if len(tokens) == 1 else None
+
+
+def _kind_of(body: WarmBody) -> BodyKind:
+    """Return the kind of a body by the fields that only one kind has."""
+    if body.messages is UNSET:
+        return "text" if body.input is UNSET else "responses"
+    tools = body.tools if isinstance(body.tools, list) else ()
+    is_messages = body.system is not UNSET or any(
+        isinstance(tool, dict) and "input_schema" in tool for tool in tools
+    )
+    return "messages" if is_messages else "chat"
 
 
 def _reply_options(body: Options, request: TextRequest, settings: RequestPolicy, **of_kind: Any) -> ReplyOptions:

@@ -16,7 +16,7 @@ import operator
 import re
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, groupby
 from typing import Any, Protocol, TypeAlias, TypeVar
 
@@ -55,6 +55,12 @@ _MAX_NAME = 4096
 _SNIPPET = "\n\n--- snippet ---\n\n"
 """Precedes each file if the model has no token for that."""
 
+CONTINUATIONS = "a", "\nb", "<c"
+"""Texts that stand for what later prompts have after a prompt that is computed ahead.
+
+A tokenizer may join a letter, a line break or a mark with the text before it: then it gives the others other
+tokens.
+"""
 _IS_ID = re.compile(r"[0-9]{1,10}").fullmatch
 _SAME_FIELDS = {field.name for field in msgspec.structs.fields(Sampling)} - {
     "top_k", "seed", "logit_bias", "dry_base", "dry_sequence_breakers", "samplers", "n_probs",
@@ -80,6 +86,8 @@ class TextRequest:
     """The `Caller.owner` whose share of memory is charged for the remembered reply."""
     tools: bytes = b""
     """`ParserOptions.packed_tools` of a chat."""
+    others: tuple[TextRequest, ...] = ()
+    """The same prompt with other continuations: only the tokens with which all begin are computed."""
 
     @property
     def namespace(self) -> str:
@@ -188,14 +196,44 @@ def text_requests(
         prompt_probs=prompt_probs,
         **of_kind,
     )
-    owner, replace = context.caller.owner, msgspec.structs.replace
+    owner = context.caller.owner
     if len(prompts) == 1:
         return (TextRequest(params, prompts[0], session_id=session_id, session_branch=session_branch, owner=owner),)
     # Several prompts are no conversation, and have no session.
     return tuple(
-        TextRequest(replace(params, completion_id=f"{params.completion_id}-{i}"), prompt, owner=owner)
+        TextRequest(
+            msgspec.structs.replace(params, completion_id=f"{params.completion_id}-{i}"), prompt, owner=owner
+        )
         for i, prompt in enumerate(prompts)
     )
+
+
+def warming(request: TextRequest, pin: bool | None) -> TextRequest:
+    """Return the request that computes a prompt and generates nothing; raises `InvalidRequestError`."""
+    params = request.params
+    if not params.cache_prompt:
+        refuse_field("cache_prompt", "must not be false, because nothing would be kept")
+    params = GenerateParams(
+        params.completion_id,
+        max_tokens=0,
+        cache_salt=params.cache_salt,
+        id_slot=params.id_slot,
+        client=params.client,
+        pin=pin,
+    )
+    return replace(request, params=params)
+
+
+def open_ended(request: TextRequest) -> TextRequest:
+    """Return the request for a text that later prompts continue; one that ends with token ids is unchanged."""
+    *parts, last = request.parts
+    if isinstance(last, TokensPart):
+        return request
+    one, *others = (
+        replace(request, parts=(*parts, msgspec.structs.replace(last, text=last.text + text)))
+        for text in CONTINUATIONS
+    )
+    return replace(one, others=tuple(others))
 
 
 def max_tokens_of(options: Options, settings: RequestPolicy) -> int:

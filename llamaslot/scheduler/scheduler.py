@@ -147,6 +147,12 @@ class Scheduler:
             raise ValueError(f"a prompt of {request.n_prompt} tokens cannot run")
         self.admission.enqueue(request)
 
+    def why_not_pinned(self, request: Request) -> str:
+        """Return why a request's prompt cannot be pinned, as it asks for; empty if it can."""
+        pending = [each for each in (*self.queue, *self.running) if each.params.pin]
+        n_pending = sum(each.n_prompt for each in pending)
+        return self.cache.pins.why_not(request.namespace, request.prompt.packed_tokens, len(pending), n_pending)
+
     def end(self, request: Request, now: float, *, cancelled: bool = False) -> None:
         """End a queued or running request; what it computed stays cached unless it is private."""
         self.admission.remove(request)
@@ -307,6 +313,9 @@ class Scheduler:
             if scores := request.new_scores(work.run.start, scores):
                 outcomes.append(Scored(request, scores))
         if not request.wants_tokens and self.cache.length(work.run.seq) == request.n_prompt:
+            if request.params.pin is not None and not request.is_private:
+                change = self.cache.pins.add if request.params.pin else self.cache.pins.remove
+                change(request.namespace, request.prompt.packed_tokens)
             self.end(request, now)
             return [*outcomes, Sampled(request, (), "limit")]
         if any(each.tokens == (NO_TOKEN,) for each in results):

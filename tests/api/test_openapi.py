@@ -58,6 +58,7 @@ REQUESTS: list[tuple[str, str, dict[str, str], Any]] = [
     ("GET", "/tokenizer_info", {}, None),
     ("POST", "/cache/clear", {}, None),
     *[("POST", "/cache/probe", {}, body) for body in (CHAT, TEXT, {**TEXT, "prompt": ["a", "b"]})],
+    *[("POST", "/cache/warm", {}, body) for body in (CHAT, {**TEXT, "pin": True}, {"input": "Hello"}, {})],
     *[("POST", "/v1/chat/completions", {}, {**CHAT, **more}) for more in ({}, ALL, SCORED, {"n": 0})],
     *[("POST", "/v1/completions", {}, {**TEXT, **more}) for more in ({}, ALL, SCORED, {"prompt": ["a", "b"]})],
     ("POST", "/v1/completions", {}, {**TEXT, "logprobs": 2, "echo": True}),

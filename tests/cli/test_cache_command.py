@@ -217,3 +217,33 @@ def test_namespaces_are_separate_and_text_cannot_control_the_terminal() -> None:
     assert str(above.label) == "+3 = 9 tokens · 1 hit · held by 0 · used #1 latest · running"
     assert str(below.label).endswith(r" '\x1b[2Jbad [red]\u202e'")
     assert str(second.children[0].children[0].label).endswith(f" '{'y' * 59}…'")
+
+
+def test_warm_computes_the_prompts_of_a_file(server: Server, tmp_path: Path) -> None:
+    def warm(*args: str) -> tuple[int, list[str], str]:
+        done = Command("warm", *args, folder=tmp_path).finish()
+        assert "Traceback" not in done.stderr
+        return done.returncode, done.stdout.splitlines(), done.stderr
+
+    file = tmp_path / "prompts.json"
+    file.write_text(
+        json.dumps([{"prompt": "to be warmed " * 3}, {"messages": [{"role": "user", "content": "Hi"}]}])
+    )
+    status, lines, errors = warm(str(file), server.url, "--pin")
+    assert (status, errors) == (0, "")
+    assert [line.split(",")[-1] for line in lines] == [" pinned"] * 2
+    assert server.get("/cache")["warm"]["prefixes"] == 2
+    status, lines, _ = warm(str(file), server.url, "--unpin")
+    assert status == 0
+    assert re.fullmatch(r"prompt 1: \d+ tokens, \d+ cached, 1 computed", lines[0])
+    assert server.get("/cache")["warm"]["prefixes"] == 0
+    file.write_text('[{"prompt": "ok"}, {"prompt": ["a", "b"]}]')
+    status, lines, errors = warm(str(file), server.url)
+    assert (status, len(lines)) == (2, 1)
+    assert "prompt 2" in errors
+    assert "'prompt' must be one prompt" in errors
+    for text in ("{", "[]", "5"):
+        file.write_text(text)
+        status, _, errors = warm(str(file), server.url)
+        assert status == 2
+        assert "prompts.json" in errors

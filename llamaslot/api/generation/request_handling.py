@@ -21,7 +21,7 @@ from llamaslot.api.credentials import GRANTED, Access
 from llamaslot.api.generation.reply_parts import ProbsWriter
 from llamaslot.api.middleware import caller_of, given_key
 from llamaslot.api.sse import PING, EventStream
-from llamaslot.base.errors import LlamaslotError
+from llamaslot.base.errors import ForbiddenError, LlamaslotError
 from llamaslot.base.events import Finished, FinishReason, Output
 from llamaslot.base.prompt_jobs import BodyKind, EarlierItems, Prepare, References, ReplyOptions, RequestContext
 from llamaslot.base.stats import CacheProbe
@@ -29,6 +29,7 @@ from llamaslot.formats.format import ParsedMessage
 from llamaslot.service.limits import ProbsLimit
 from llamaslot.service.live_request import Completion, LiveRequest
 from llamaslot.service.service import Service
+from llamaslot.text.conversation import refuse_field
 
 Find: TypeAlias = Callable[[References], EarlierItems]
 """Returns the earlier items that a body names."""
@@ -59,19 +60,37 @@ async def count_prompt_tokens(request: web.Request, kind: BodyKind, find: Find |
         return live.prompts[0].prompt.n_tokens
 
 
-async def probe_cache(request: web.Request) -> CacheProbe:
-    """Return what is cached of the prompt of a chat or a text completion, which is not run."""
-    context = _prompt_context(request)
+async def probe_cache(request: web.Request, find: Find) -> CacheProbe:
+    """Return what is cached of the prompt in the body of any API, which is not run."""
     async with (
-        _prepared(request, "probe", context, is_run=False) as (service, live),
+        _prepared(request, "any", _prompt_context(request), find, is_run=False) as (service, live),
         service.until_deadline(live),
     ):
         return await service.probe(live)
 
 
+async def warm_cache(request: web.Request, find: Find) -> Completion:
+    """Compute the prompt in the body of any API for later requests; return the finished completion of no tokens."""
+    context = _context(request, f"warm-{request[UNIQUE_ID]}", None)
+    async with _prepared(request, "any", context, find, is_run=False, warms=True) as (service, live):
+        params = live.prompts[0].params
+        if params.pin is not None and not context.is_admin:
+            refuse_field("pin", "needs an administrator's API key", ForbiddenError)
+        service.start(live)
+        while await live.next_batch():
+            pass
+        return live.completions[0]
+
+
 @asynccontextmanager
 async def _prepared(
-    request: web.Request, kind: BodyKind, context: RequestContext, find: Find | None = None, *, is_run: bool = True
+    request: web.Request,
+    kind: BodyKind,
+    context: RequestContext,
+    find: Find | None = None,
+    *,
+    is_run: bool = True,
+    warms: bool = False,
 ) -> AsyncIterator[tuple[Service, LiveRequest]]:
     """Prepare the body of a request, and yield the live request; leaving the block cancels what has not ended.
 
@@ -80,7 +99,7 @@ async def _prepared(
     service = request.app[READINESS].check()
     async with service.open(context.caller) as live:
         async with service.until_deadline(live), request.app[BODY_READER].body(request) as raw:
-            await service.prepare(live, Prepare(kind, raw, context, is_run), find)
+            await service.prepare(live, Prepare(kind, raw, context, is_run, warms), find)
         yield service, live
 
 
