@@ -156,7 +156,7 @@ SAMPLING: dict[str, tuple[str, object]] = {
 
 ELSEWHERE = {
     *("cache_disk", "cache_disk_size", "cache_disk_write_per_day", "cache_ram_per_key", "cache_disk_per_key"),
-    *("model", "port", "chat_template", "chat_template_file", "grammar_file", "restore_messages"),
+    *("model", "offline", "port", "chat_template", "chat_template_file", "grammar_file", "restore_messages"),
     *(
         "max_queue",
         "max_queue_per_client",

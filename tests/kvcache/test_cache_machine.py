@@ -35,7 +35,7 @@ from llamaslot.base.kv_ops import Copy, Kv, Load, Remove, Save
 from llamaslot.base.model import SegmentSize, StepCost
 from llamaslot.base.namespaces import PUBLIC_SALT, key_salt, key_secret
 from llamaslot.base.tokens import TokenizedPrompt, packed, unpacked
-from llamaslot.kvcache import match as match_module
+from llamaslot.kvcache import ghost_list
 from llamaslot.kvcache.cache import KVCache
 from llamaslot.kvcache.cache_settings import CacheSettings
 from llamaslot.kvcache.disk_io import (
@@ -237,7 +237,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.patches = [
             mock.patch.object(admission, "MIN_EXPECTED_TOKENS", n_expected),
             mock.patch.object(pacing, "PARTIAL_DELAY_S", 0.005),
-            mock.patch.object(match_module, "BLOCK_TOKENS", 2 * MIN_SHARED),
+            mock.patch.object(ghost_list, "BLOCK_TOKENS", 2 * MIN_SHARED),
             mock.patch.object(padding, "QUERY_BLOCK", (query_block or 64) * self.stretch),
             mock.patch.object(chunk_sizer, "QUERY_BLOCK", (query_block or 64) * self.stretch),
         ]
