@@ -82,7 +82,7 @@ def _with_model(config: Config) -> Config:
         if is_named:
             raise
         print(
-            f"{error.message.rstrip('.')}.\nServing {EMBEDDED} instead, a model for tests inside llamaslot: "
+            f"{error.message}\nServing {EMBEDDED} instead, a model for tests inside llamaslot: "
             "it remembers what you tell it, calls the tools of examples/agent.py, and knows nothing else.",
             flush=True,
         )

