@@ -14,6 +14,7 @@ _COMMANDS = {
     "serve": "Serve a model over HTTP.",
     "chat": "Talk to a running server.",
     "cache": "Show the prefix cache of a running server.",
+    "advise": "Say why prompts are computed again, and what helps.",
     "pull": "Download a model.",
     "doctor": "Check this machine and a configuration, and run a ten-second benchmark.",
     "completion": "Print a script that completes commands and flags in a shell.",
