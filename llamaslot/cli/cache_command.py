@@ -20,7 +20,7 @@ from llamaslot.cli.client import Client, RefusedError, add_access
 
 _MAX_TEXT_CHARS = 60
 """Most characters of a prefix's text that are shown."""
-_PIPE_COLUMNS = 200
+PIPE_COLUMNS = 200
 """Width of the output if it is not a terminal; longer lines are cut."""
 
 
@@ -37,27 +37,29 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Clear the cache if requested, then print its state. Raises ConfigError if the server has no such endpoint."""
     client = Client(args.url, args.api_key, args.cacert)
-    width = None if sys.stdout.isatty() else _PIPE_COLUMNS
+    width = None if sys.stdout.isatty() else PIPE_COLUMNS
     console = Console(highlight=False, markup=False, emoji=False, width=width)
     if args.clear:
-        cleared = _ask(client, "POST", "/cache/clear", CacheCleared)
+        cleared = ask(client, "POST", "/cache/clear", CacheCleared)
         console.print(
-            f"cleared: {_count(cleared.cleared_tokens, 'idle token')}, {cleared.cleared_ram_tokens:,} in RAM, "
+            f"cleared: {counted(cleared.cleared_tokens, 'idle token')}, {cleared.cleared_ram_tokens:,} in RAM, "
             f"{cleared.cleared_disk_tokens:,} on disk"
         )
-    state = _ask(client, "GET", f"/cache?top={args.top}", CacheState)
+    state = ask(client, "GET", f"/cache?top={args.top}", CacheState)
     for line in summary(state):
         console.print(line, soft_wrap=True)
     console.print(tree(state.prefixes, n_namespaces=state.namespaces))
     return 0
 
 
-def _ask(client: Client, method: str, path: str, reply_type: type[_R]) -> _R:
+def ask(client: Client, method: str, path: str, reply_type: type[_R]) -> _R:
+    """Return a server's reply to a request about its cache; raises ConfigError if it has no such endpoint."""
     try:
         return msgspec.convert(client.ask(method, path), reply_type)
     except RefusedError as error:
         if error.status in (404, 405):
-            raise ConfigError(f"{client.url} has no /cache: it is another server or an older llamaslot") from None
+            path = path.partition("?")[0]
+            raise ConfigError(f"{client.url} has no {path}: it is another server or an older llamaslot") from None
         raise
     except msgspec.ValidationError as error:
         raise ConfigError(f"{client.url} runs an incompatible version of llamaslot ({error})") from None
@@ -65,7 +67,7 @@ def _ask(client: Client, method: str, path: str, reply_type: type[_R]) -> _R:
 
 def _tier(name: str, tier: TierStats) -> str:
     return (
-        f"{name}       {_count(tier.tokens, 'token')} in {_count(tier.segments, 'segment')}, "
+        f"{name}       {counted(tier.tokens, 'token')} in {counted(tier.segments, 'segment')}, "
         f"{tier.used_bytes / 2**20:,.1f} of {tier.total_bytes / 2**20:,.0f} MiB"
     )
 
@@ -75,7 +77,7 @@ def _checkpoints(stats: CheckpointStats) -> list[str]:
     if not stats.total_bytes:
         return []
     return [
-        f"states     {_count(stats.count, 'checkpoint')}, {stats.used_bytes / 2**20:,.1f} of "
+        f"states     {counted(stats.count, 'checkpoint')}, {stats.used_bytes / 2**20:,.1f} of "
         f"{stats.total_bytes / 2**20:,.0f} MiB; {stats.taken:,} taken, {stats.restored:,} restored, "
         f"{stats.evicted:,} evicted"
     ]
@@ -92,21 +94,21 @@ def summary(state: CacheState) -> list[str]:
         *([_tier("disk", state.disk)] if state.disk.total_bytes else []),
         *_checkpoints(state.checkpoints),
         f"sequences  {seqs.used} of {seqs.slots + seqs.reserved} used ({seqs.slots} slots', {seqs.reserved} spare)",
-        f"tree       {_count(state.tokens, 'token')} in {_count(state.nodes, 'node')}, "
-        f"{_count(state.leaves, 'leaf', 'leaves')}, {_count(state.namespaces, 'namespace')}; "
+        f"tree       {counted(state.tokens, 'token')} in {counted(state.nodes, 'node')}, "
+        f"{counted(state.leaves, 'leaf', 'leaves')}, {counted(state.namespaces, 'namespace')}; "
         f"{state.tokens_pinned:,} pinned",
-        f"hits       {requests.hits:,} of {_count(n_requests, 'request')} ({requests.hit_rate:.1%}), "
+        f"hits       {requests.hits:,} of {counted(n_requests, 'request')} ({requests.hit_rate:.1%}), "
         f"{requests.cross_slot:,} across slots, {requests.from_ram:,} from RAM, {requests.from_disk:,} from disk; "
         f"{requests.waits:,} waited for another",
-        f"anchors    {_count(state.anchors.replies, 'reply', 'replies')}, {state.anchors.bytes / 2**20:,.1f} MiB; "
-        f"{_count(requests.anchored, 'request')} continued from one",
-        f"reused     {prompt.matched:,} of {_count(prompt.total, 'prompt token')} ({prompt.hit_rate:.1%})",
+        f"anchors    {counted(state.anchors.replies, 'reply', 'replies')}, {state.anchors.bytes / 2**20:,.1f} MiB; "
+        f"{counted(requests.anchored, 'request')} continued from one",
+        f"reused     {prompt.matched:,} of {counted(prompt.total, 'prompt token')} ({prompt.hit_rate:.1%})",
         f"moved      {state.copied_tokens:,} tokens copied, {state.offloaded_tokens:,} to RAM, "
         f"{state.loaded_tokens:,} from RAM; "
-        f"{_count(state.moved_prefixes, 'prefix', 'prefixes')} moved to spare sequences",
+        f"{counted(state.moved_prefixes, 'prefix', 'prefixes')} moved to spare sequences",
         f"evicted    {state.evicted_tokens:,} tokens; "
-        f"{_count(state.dropped_prefixes, 'prefix', 'prefixes')} dropped for lack of a sequence id; "
-        f"{_count(state.preemptions, 'preemption')}",
+        f"{counted(state.dropped_prefixes, 'prefix', 'prefixes')} dropped for lack of a sequence id; "
+        f"{counted(state.preemptions, 'preemption')}",
     ]
 
 
@@ -131,12 +133,12 @@ def tree(prefixes: Sequence[CachePrefix], *, n_namespaces: int) -> Tree:
 
 
 def _label(prefix: CachePrefix) -> Text:
-    size = f"+{prefix.edge_tokens:,} = {_count(prefix.tokens, 'token')}"
+    size = f"+{prefix.edge_tokens:,} = {counted(prefix.tokens, 'token')}"
     label = Text(size, style="bold", no_wrap=True, overflow="ellipsis")
     places = [f"held by {', '.join(map(str, prefix.holders))}"] if prefix.holders else []
-    places += [f"{_count(prefix.ram_tokens, 'token')} in RAM"] if prefix.ram_tokens else []
-    places += [f"{_count(prefix.disk_tokens, 'token')} on disk"] if prefix.disk_tokens else []
-    rest = f" · {_count(prefix.hits, 'hit')} · {', '.join(places)} · used #{prefix.last_used + 1} latest"
+    places += [f"{counted(prefix.ram_tokens, 'token')} in RAM"] if prefix.ram_tokens else []
+    places += [f"{counted(prefix.disk_tokens, 'token')} on disk"] if prefix.disk_tokens else []
+    rest = f" · {counted(prefix.hits, 'hit')} · {', '.join(places)} · used #{prefix.last_used + 1} latest"
     label.append(rest, style="not bold")
     if prefix.checkpoint is not None:
         label.append(f" · checkpoint of {prefix.checkpoint / 2**20:,.1f} MiB", style="not bold")
@@ -151,5 +153,6 @@ def _label(prefix: CachePrefix) -> Text:
     return label
 
 
-def _count(n: int, one: str, many: str = "") -> str:
+def counted(n: int, one: str, many: str = "") -> str:
+    """Return a number with the noun that it counts."""
     return f"{n:,} {one if n == 1 else many or one + 's'}"

@@ -15,6 +15,7 @@ _COMMANDS = {
     "chat": "Talk to a running server.",
     "cache": "Show the prefix cache of a running server.",
     "top": "Show slots, cache and requests of a running server, as they change.",
+    "advise": "Say why prompts are computed again, and what helps.",
     "warm": "Compute prompts before anybody asks, such as an agent's tools and system prompt.",
     "pull": "Download a model.",
     "doctor": "Check this machine and a configuration, and run a ten-second benchmark.",

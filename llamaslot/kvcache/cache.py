@@ -28,7 +28,7 @@ from msgspec import structs
 
 from llamaslot.base.advice import HitCurve, SizeAdvice
 from llamaslot.base.kv_ops import Copy, Free, Load, Operation, Restore
-from llamaslot.base.model import ModelInfo
+from llamaslot.base.model import ModelInfo, SegmentSize
 from llamaslot.base.namespaces import is_private, tenant_of
 from llamaslot.base.stats import (
     CacheProbe,
@@ -37,6 +37,7 @@ from llamaslot.base.stats import (
     CellStats,
     RamStats,
     SequenceStats,
+    TierStats,
 )
 from llamaslot.base.tokens import WIDTH, Tokens, packed
 from llamaslot.kvcache.cache_settings import CacheSettings
@@ -58,6 +59,8 @@ from llamaslot.kvcache.tiers.remote_tier import RemoteTier
 from llamaslot.kvcache.tiers.segment_tiers import SegmentTiers
 from llamaslot.kvcache.tree_listing import tree_listing
 
+_MORE_BYTES = 2 * 2**30
+"""RAM or disk that might be added, of which the advice says what it brings."""
 _NO_SEQ = -1
 """Key of the load pins of a request whose slot is not chosen yet."""
 
@@ -531,21 +534,22 @@ class KVCache:
             for node in self._tree.nodes()
             if node.is_resident and (node.segment is None or node.segment not in ram)
         )
+        n_in_ram = n_pool_only + _n_tokens(self.ram_budget.n_bytes, ram.n_bytes, ram.n_tokens, size)
 
-        def rates(n_bytes: int, n_least: int) -> tuple[SizeAdvice, ...]:
-            sizes = {n_bytes // 2, n_bytes, n_bytes + 2 * 2**30, n_bytes * 2, n_bytes * 4}
+        def rates(tier: TierStats, n_more: int, n_least: int) -> tuple[SizeAdvice, ...]:
+            now = tier.total_bytes
+            sizes = sorted({now // 2, now, now + _MORE_BYTES, now * 2, now * 4})
+            n_kept = [n_more + _n_tokens(each, tier.used_bytes, tier.tokens, size) for each in sizes]
             return tuple(
-                SizeAdvice(
-                    each, self._ghosts.hit_rate(max(n_least, n_pool_only + each // size.per_token)), each == n_bytes
-                )
-                for each in sorted(sizes)
+                SizeAdvice(each, self._ghosts.hit_rate(max(n, n_least)), is_current=each == now)
+                for each, n in zip(sizes, n_kept, strict=True)
             )
 
-        n_in_ram = n_pool_only + self.ram_budget.n_bytes // size.per_token
+        of_ram = TierStats(self.ram_budget.n_bytes, ram.n_bytes, ram.n_tokens)
         return HitCurve(
             hit_rate,
-            rates(self.ram_budget.n_bytes, 0),
-            rates(disk.total_bytes, n_in_ram) if disk.total_bytes else (),
+            rates(of_ram, n_pool_only, 0),
+            rates(disk, 0, n_in_ram) if disk.total_bytes else (),
         )
 
     def check(self, range_of: Callable[[int], range]) -> None:
@@ -563,3 +567,8 @@ class KVCache:
             assert self._tree.is_pinned(seq) or seq not in self._tiers.load_pins, f"sequence {seq} keeps segments"
         assert self.settings.scratch is None or range_of(self.settings.scratch) == range(0)
         assert 0 <= self.cells.used <= self.settings.pool_cells
+
+
+def _n_tokens(n_bytes: int, used_bytes: int, used_tokens: int, size: SegmentSize) -> int:
+    """Return how many tokens fit into a tier of `n_bytes`, in segments such as it has."""
+    return int(n_bytes * used_tokens / used_bytes) if used_bytes else n_bytes // size.per_token

@@ -23,7 +23,7 @@ import numpy.typing as npt
 from llamaslot.base.advice import Parting
 from llamaslot.base.generation.tools import ParserOptions
 from llamaslot.base.text_records import session_digest
-from llamaslot.base.tokens import Tokens, n_common, unpacked
+from llamaslot.base.tokens import WIDTH, Tokens, n_common, unpacked
 from llamaslot.formats.message import ReasoningTags
 from llamaslot.prompts.cut_points import MARKER, MarkedText, Pieces, n_characters
 from llamaslot.prompts.remembering import PromptContext
@@ -31,6 +31,8 @@ from llamaslot.text.culprits import MARK, Change, culprit_of
 
 MIN_TOKENS = 64
 """Tokens that have to be computed again for a place to count, and by which both prompts may part elsewhere."""
+MIN_REPLY = 8
+"""Tokens of a reply by which its conversation is recognized under another salt."""
 MAX_BYTES = 16 * 2**20
 MAX_PROMPT_BYTES = 2**20
 MAX_OWNERS = 64
@@ -139,8 +141,8 @@ def find_parting(
         old = _tokens_of(each)
         n = n_common(tokens, old)
         if each.namespace != namespace:
-            # Of another salt only this is said, and only if all of it comes back: that is no coincidence.
-            if n * 4 >= len(each.prompt) and n - n_cached >= MIN_TOKENS:
+            # Of another salt only this is said, and only if the reply comes back: users may ask the same.
+            if n * WIDTH >= len(each.prompt) + MIN_REPLY * WIDTH and n - n_cached >= MIN_TOKENS:
                 return Parting("salt", n - n_cached)
             continue
         if abs(n - n_cached) > MIN_TOKENS or len(old) - n < MIN_TOKENS or len(tokens) - n < MIN_TOKENS:
@@ -186,12 +188,16 @@ class _Runs:
         if not len(runs) or not len(self._sorted):
             return None
         places = np.searchsorted(self._sorted, runs).clip(max=len(self._sorted) - 1)
-        found = np.flatnonzero(self._sorted[places] == runs)
+        # A run alone may be markup: its neighbor must be found too, right before or after it.
+        at = np.where(
+            self._sorted[places] == runs, self._order[places], -_MAX_DIFFERING * np.arange(2, len(runs) + 2)
+        )
+        is_next = np.append(np.diff(at) == _RUN, [False])
+        found = np.flatnonzero(is_next | np.roll(is_next, 1))
         if not len(found):
             return None
-        ends = self._order[places[found]]
-        first = int(ends.argmin())
-        i, j = int(found[first]) * _RUN, int(ends[first])
+        first = int(at[found].argmin())
+        i, j = int(found[first]) * _RUN, int(at[found[first]])
         while i and j and rest[i - 1] == self._tokens[j - 1]:
             i, j = i - 1, j - 1
         n_tokens = min(len(found) * _RUN, len(self._tokens) - j)

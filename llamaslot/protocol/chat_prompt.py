@@ -210,7 +210,10 @@ def with_text_of_tools(
     conversation = [clean_message(message, index) for index, message in enumerate(messages)]
     if adds_calls:
         conversation = [_with_calls(message, format_) for message in conversation]
-    return _with_tools(conversation, format_, tools) if adds_tools else conversation
+    if not adds_tools:
+        return conversation
+    # Removed here, because it will not be at the start of the message any more.
+    return _with_tools(without_volatile(template.volatile, conversation), format_, tools)
 
 
 def _with_calls(message: Message, format_: Format) -> Message:

@@ -234,9 +234,12 @@ _FAMILIES = (
     "claude gpt gemini gemma qwen qwq llama mistral mixtral devstral codestral magistral deepseek glm kimi phi "
     "grok command granite minimax opus sonnet haiku"
 )
-_VARIANTS = "opus sonnet haiku mini nano pro flash max coder instruct large small medium preview latest chat turbo"
+_VARIANTS = (
+    "opus sonnet haiku mini nano pro flash max coder codex instruct large small medium preview latest chat turbo"
+)
 _MODEL_NAME = re.compile(
-    rf"(?:\b[\w.-]+/)?\b{_any(_FAMILIES)}(?:[-_ .:]?(?:[a-z]{{0,2}}\d[\w.]*|{_any(_VARIANTS)}))*", re.IGNORECASE
+    rf"(?:\b[\w.-]+/)?\b{_any(_FAMILIES)}(?:[-_ .:]?(?:[a-z]{{0,2}}\d\w*(?:\.\w+)*|{_any(_VARIANTS)}))*",
+    re.IGNORECASE,
 )
 _ID = re.compile(
     r"\b[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}\b"
@@ -247,9 +250,14 @@ _ID = re.compile(
 _ATTRIBUTION = re.compile(r"(?:^|[>\]])\s*(x-[\w-]+|[\w-]*header):[ \t]*\S.*=", re.IGNORECASE)
 
 
-def _is_attribution(old: str, new: str, _change: Change, role: Role) -> bool:
+def _is_attribution(old: str, new: str, change: Change, role: Role) -> bool:
+    """True if a header differs, or only one of the prompts has one."""
     a, b = _ATTRIBUTION.search(old), _ATTRIBUTION.search(new)
-    return role in ("system", "") and a is not None and b is not None and a[1] == b[1]
+    if role not in ("system", "") or (a is None and b is None):
+        return False
+    if a is not None and b is not None:
+        return a[1] == b[1]
+    return not (change.old if a is None else change.new).strip()
 
 
 def _is_date(old: str, new: str, _change: Change, _role: Role) -> bool:
@@ -374,9 +382,9 @@ def _declaration(tool: str) -> re.Pattern[str]:
     return re.compile(rf"""(?:["'>]|type |declaration:|def |function |name: |## ){re.escape(tool)}(?!\w)""")
 
 
-def _is_reminder(change: Change, _role: Role) -> bool:
+def _is_reminder(change: Change, role: Role) -> bool:
     """True if a block of the earlier prompt is no longer there, and is again in a later message."""
-    if change.new.strip():
+    if change.new.strip() or role == "assistant":
         return False
     block = _END_OF_LINE.split(change.before[-_MAX_LINE:])[-1] + change.old
     tag = _TAG.search(block[:_MAX_LINE])
@@ -384,10 +392,10 @@ def _is_reminder(change: Change, _role: Role) -> bool:
         inside, end, _ = (block + change.after[: len(tag[0]) + 3]).partition(f"</{tag[1]}>")
         if end:
             return MARK not in inside and f"<{tag[1]}" in change.after
-    if MARK in change.old.rstrip():
+    if role not in ("system", "user", "tool") or MARK in change.old.rstrip():
         return False
-    lines = [line.strip() for line in change.old.split("\n")]
-    return any(len(line) >= _MIN_REMINDER and line in change.after for line in lines)
+    lines = change.old.strip().split("\n")
+    return len(lines[0]) >= _MIN_REMINDER and lines[0] in change.after
 
 
 def _is_trimmed(change: Change, role: Role) -> bool:

@@ -30,7 +30,7 @@ for i in {1..50}; do sleep 0.1; text=$(drain); print -rn -- "$text"; [[ $text = 
 zpty -d shell
 """
 CASES: list[tuple[str, set[str]]] = [
-    ("", {"serve", "chat", "cache", "pull", "doctor", "completion"}),
+    ("", {"serve", "chat", "cache", "advise", "pull", "doctor", "completion"}),
     ("serve --cache-d", {"--cache-disk", "--cache-disk-size", "--cache-debug-text"}),
     ("serve -ngl ", {"auto", "all"}),
     ("serve --mmap -np 4 --log-f", {"--log-format"}),

@@ -1,0 +1,87 @@
+"""Predicted hit rates with other sizes of RAM and disk are those that servers of these sizes have."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llamaslot.backend.disk import DiskStore
+from llamaslot.base.advice import HitCurve
+from llamaslot.base.commands import PredictHits
+from llamaslot.base.events import Finished
+from tests.engine.harness import running
+from tests.fake_backend import FakeBackend
+
+RAM_BYTES = 100_000
+"""Of about 8,000 tokens."""
+TOLERANCE = 0.03
+
+
+def conversations(n_requests: int) -> list[str]:
+    """Prompts of conversations that go on and end, some of them more often than others, with two system prompts."""
+    chance = random.Random(7)
+    starts = [f"{kind} " * 80 for kind in ("A cook.", "A clerk.")]
+
+    def begin() -> str:
+        return chance.choice(starts) + f"conversation {chance.random()}: "
+
+    histories = [begin() for _ in range(24)]
+    prompts = []
+    for _ in range(n_requests):
+        i = min(int(chance.expovariate(0.15)), len(histories) - 1)
+        if len(histories[i]) > 1500:
+            histories[i] = begin()
+        histories[i] += f" {chance.random()}" * chance.randint(3, 12)
+        prompts.append(histories[i])
+    return prompts
+
+
+async def curve_of(prompts: list[str], ram_bytes: int, **settings: Any) -> HitCurve:
+    """The hit rates, measured and predicted, of a server with so much RAM."""
+    backend = FakeBackend(n_slots=2, n_ctx=2048, n_reserved=2)
+    async with running(backend, ram_bytes=ram_bytes, **settings) as engine:
+        for i, prompt in enumerate(prompts):
+            assert isinstance(await engine.submit(f"r{i}", prompt, max_tokens=2), Finished)
+        curve: HitCurve = await engine.local.service.ask(PredictHits(), HitCurve)
+    return curve
+
+
+async def test_hit_rates_with_other_sizes_of_ram_are_predicted() -> None:
+    prompts = conversations(300)
+    sizes = RAM_BYTES // 2, RAM_BYTES, 2 * RAM_BYTES, 4 * RAM_BYTES
+    curves = {size: await curve_of(prompts, size) for size in sizes}
+    measured = {size: curve.hit_rate for size, curve in curves.items()}
+    assert measured[sizes[-1]] - measured[sizes[0]] > 5 * TOLERANCE, "the size makes little difference"
+    for size, curve in curves.items():
+        assert [each.bytes for each in curve.ram if each.is_current] == [size]
+        predicted = {each.bytes: each.hit_rate for each in curve.ram}
+        for other in predicted.keys() & measured.keys():
+            assert predicted[other] == pytest.approx(measured[other], abs=TOLERANCE), (size, other)
+        assert not curve.disk
+
+
+async def test_hit_rates_with_other_sizes_of_the_disk_are_predicted(tmp_path: Path) -> None:
+    prompts = conversations(200)
+    sizes = 2 * RAM_BYTES, 4 * RAM_BYTES
+    measured, predicted = {}, {}
+    for size in sizes:
+        store = DiskStore(tmp_path / str(size))
+        store.open(b"k" * 32, size)
+        curve = await curve_of(prompts, RAM_BYTES // 2, disk=store)
+        measured[size] = curve.hit_rate
+        predicted[size] = {each.bytes: each.hit_rate for each in curve.disk}
+    print(measured, predicted)
+    for size in sizes:
+        for other in sizes:
+            assert predicted[size][other] == pytest.approx(measured[other], abs=TOLERANCE), (size, other)
+
+
+async def test_without_requests_or_offloading_nothing_is_predicted() -> None:
+    assert await curve_of([], RAM_BYTES) == HitCurve()
+    backend = FakeBackend(n_slots=2, n_ctx=2048, segment_size=None)
+    async with running(backend) as engine:
+        await engine.submit("r", "hello" * 50)
+        assert (await engine.local.service.ask(PredictHits(), HitCurve)).ram == ()
