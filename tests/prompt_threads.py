@@ -172,6 +172,7 @@ def prompt_thread(
     *,
     settings: RequestPolicy = SETTINGS,
     restoring: FakeVocab | None = None,
+    predicts: bool = False,
 ) -> LocalPrompts:
     """A prompt worker in this process, by default for the fake model; `grammars` as of `--grammar-file`.
 
@@ -192,4 +193,4 @@ def prompt_thread(
         tags=vocab.added_tags,
         restorer=restorer,
     )
-    return LocalPrompts(PromptWorker(tokenizer, reader))
+    return LocalPrompts(PromptWorker(tokenizer, reader, predicts=predicts))

@@ -94,6 +94,7 @@ async def serve(config: Config) -> int:
             max_queue=config.max_queue,
             max_queue_per_client=max_queue_per_client(config),
             request_timeout=config.request_timeout,
+            warm_ahead=config.n_warm_ahead,
         )
         runtime.connect(service)
         stack.push_async_callback(service.close, _REMEMBER_TIMEOUT_S)

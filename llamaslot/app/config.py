@@ -30,6 +30,8 @@ SWITCH = dict.fromkeys(("on", "enabled", "true", "1"), True) | dict.fromkeys(
 _TRISTATE = {word: "on" if on else "off" for word, on in SWITCH.items()} | {"-1": "auto"}
 """llama-server's words for the values on, off and auto."""
 
+AUTO_WARM_AHEAD = 50_000
+"""Tokens an hour of `--warm-ahead auto`."""
 _ELSE = "default for requests; if unset,"
 _OWN_ELSE = f"{_ELSE} the model file's value, otherwise"
 
@@ -385,6 +387,12 @@ class Config:
         "if a conversation contains a message that the server sent, such as a tool call, use the tokens that were "
         "generated for it",
     )
+    warm_ahead: Count | Literal["off", "auto"] = own(
+        "auto",
+        "most tokens an hour that are computed ahead while the server idles: what a conversation's next turn will "
+        "have in place of the reply that was just generated, where the template strips its reasoning, for example; "
+        "only where the conversation came back unchanged before; auto: 50,000, off: none",
+    )
     session_min_match: Fraction = own(
         0.8,
         "if a prompt diverges from its session's text, keep the session's tokens only if at least this fraction "
@@ -415,6 +423,13 @@ class Config:
     )
     log_level: Literal["debug", "info", "warning", "error"] = own("info", "lowest level that is logged")
     verbose: bool = own(False, "like --log-level debug; also the default of the request field", "-v --verbose")
+
+    @property
+    def n_warm_ahead(self) -> int:
+        """The tokens an hour of `--warm-ahead`."""
+        if isinstance(self.warm_ahead, int):
+            return self.warm_ahead
+        return AUTO_WARM_AHEAD if self.warm_ahead == "auto" else 0
 
     @property
     def lowest_log_level(self) -> str:

@@ -95,6 +95,8 @@ class GenerateParams(msgspec.Struct, frozen=True):
 
     Such a prompt is computed in full, without the cache.
     """
+    is_background: bool = False
+    """Compute the prompt for a later request, only while nothing else runs or waits. Nobody waits for its end."""
     pin: bool | None = None
     """Pin the prompt in the cache once it is computed, or unpin it; None leaves it as it is."""
 

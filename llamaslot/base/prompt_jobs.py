@@ -104,6 +104,8 @@ class Prepare(msgspec.Struct, frozen=True, tag="prepare"):
     """
     warms: bool = False
     """True if the prompt is computed for later ones: it is cut where these may differ (`TextRequest.others`)."""
+    reply: bytes = b""
+    """The reply to a chat, a message as JSON: what is warmed has it as the last one."""
     earlier: EarlierItems | None = None
     """The `references` that `Needs` named."""
     may_compile: bool = False
@@ -224,6 +226,32 @@ class Release(msgspec.Struct, frozen=True, tag="release"):
     request_id: str
 
 
+class NextTurn(msgspec.Struct, frozen=True, tag="next_turn"):
+    """Find the prompt with which the turn after a reply will begin, and release the request.
+
+    Answered by `Predicted`; or by None if the conversation never came back with a reply of this server, if this
+    reply cannot be sent back, or if too few tokens of the prompt are new to be worth computing ahead, or too many.
+    """
+
+    request_id: str
+    generated: bytes
+    n_sent: int
+    completion_id: str
+    """As in `Remember`, which goes before it."""
+    max_new: int
+    """Most new tokens."""
+
+
+class Predicted(msgspec.Struct, frozen=True, tag="predicted"):
+    """The beginning of a conversation's next prompt, to be computed in the background."""
+
+    generate: Generate
+    n_new: int
+    """Its tokens after those with which the last prompt and its reply begin."""
+    records: tuple[TextRecord, ...] = ()
+    """The session, with which this prompt is dropped."""
+
+
 class Locate(msgspec.Struct, frozen=True, tag="locate"):
     """Count the characters that the first tokens of a request's prompt stand for; answered by `Located`."""
 
@@ -290,5 +318,9 @@ class ClearTexts(msgspec.Struct, frozen=True, tag="clear_texts"):
     """Drop all text anchors, sessions and remembered replies."""
 
 
-Job: TypeAlias = Prepare | Remember | Release | Locate | DropSession | ClearTexts | AnswerBody | ListItems
-JobResult: TypeAlias = Prepared | Needs | BadBody | DropPaths | JsonReply | Located | tuple[TextRecord, ...] | None
+Job: TypeAlias = (
+    Prepare | Remember | NextTurn | Release | Locate | DropSession | ClearTexts | AnswerBody | ListItems
+)
+JobResult: TypeAlias = (
+    Prepared | Needs | BadBody | Predicted | DropPaths | JsonReply | Located | tuple[TextRecord, ...] | None
+)

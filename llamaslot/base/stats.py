@@ -229,6 +229,8 @@ class PromptStats(msgspec.Struct):
     hit_rate: float = 0.0
     restored: int = 0
     """Tokens of remembered messages, reused or not."""
+    ahead: int = 0
+    """Tokens computed ahead of conversations' next turns, by no request."""
 
 
 class CacheStats(msgspec.Struct, kw_only=True):

@@ -92,7 +92,15 @@ class Session(Remembered, frozen=True, kw_only=True, tag="session"):
         branches = [(at, rest) if at <= n else (n, packed(before[n:at]) + rest) for at, rest in earlier.branches]
         if n < len(before):
             branches.append((n, packed(before[n:])))
+        # Without what it goes on with itself by now, because that was predicted.
+        branches = [(at, rest) for at, rest in branches if not self.tokens.startswith(rest, at * WIDTH)]
         return structs.replace(self, branches=tuple(branches[-_MAX_BRANCHES:]))
+
+    def with_branch(self, tokens: Tokens) -> Session:
+        """Return the same with another sequence of the session."""
+        n = n_common(self.ids, tokens)
+        branches = *self.branches, (n, packed(tokens[n:]))
+        return structs.replace(self, branches=branches[-_MAX_BRANCHES:])
 
     @property
     def ids(self) -> Tokens:
@@ -186,6 +194,8 @@ class ChatTurn(msgspec.Struct, frozen=True):
     start: bytes
     """State of the empty chain."""
     restored: RestoredReplies | None = None
+    returns: bool = False
+    """True if the last reply in the conversation is one that this server sent after all that is before it."""
 
 
 def session_digest(namespace: str, session_id: str, branch: str = "") -> bytes:

@@ -33,7 +33,7 @@ from llamaslot.engine.constraint_worker import ConstraintWorker
 from llamaslot.engine.disk_worker import Disk, DiskWorker
 from llamaslot.engine.measurements import PendingCosts, PendingSelfTest, ReadMemory, watch_memory
 from llamaslot.engine.model_worker import StepWatch, Worker, model_thread
-from llamaslot.engine.queries import Queries, SlotActions
+from llamaslot.engine.queries import Queries, Respond, SlotActions
 from llamaslot.engine.remote_worker import RemoteWorker
 from llamaslot.engine.reply_stream import ReplyStream, prefill_events
 from llamaslot.kvcache.cache_settings import Budgets, cache_settings
@@ -158,7 +158,7 @@ class Engine:
             case commands.Cancel():
                 self._post(lambda: self._cancel(command.completion_id))
             case commands.Query(query_id, body):
-                self._post(lambda: self._queries.answer(body, partial(self._reply, query_id)))
+                self._post(lambda: self._answer(body, partial(self._reply, query_id)))
             case commands.WriteTexts(records) if self._disk is not None and not self._is_closed:
                 self._disk.write_texts(records)
 
@@ -237,7 +237,9 @@ class Engine:
         """Check and measure what can be while nothing runs, then wait for a command or a deadline."""
         if self._debug_invariants and not self._is_checked:
             await self._check_invariants()
-        is_idle = not (self._inbox or self._replies or self._stopping or self._self_test.is_pending)
+        background = self.scheduler.admission.background
+        n_others = len(self._replies) - (background is not None and background.state is RequestState.QUEUED)
+        is_idle = not (self._inbox or n_others or self._stopping or self._self_test.is_pending)
         self._costs.note(self._clock(), is_idle=is_idle)
         due_at = self._costs.due_at
         if due_at is not None and due_at <= self._clock():
@@ -395,6 +397,17 @@ class Engine:
         else:
             self._outbox.append(Reply(query_id, answer))
 
+    def _answer(self, body: commands.EngineQuery, respond: Respond) -> None:
+        if isinstance(body, commands.ClearCache | commands.DropPaths | commands.SlotAction):
+            # None of them waits for it, or leaves what it uses.
+            self._cancel_background()
+        self._queries.answer(body, respond)
+
+    def _cancel_background(self) -> None:
+        background = self.scheduler.admission.background
+        if background is not None:
+            self._cancel(background.id)
+
     def _post(self, action: Callable[[], None]) -> None:
         self._inbox.append(action)
         self._wake.set()
@@ -422,6 +435,13 @@ class Engine:
             can_reuse=cache.settings.can_reuse and (not why_not or cache.settings.is_on_trial),
             why_not=why_not or "unsupported",
         )
+        if params.is_background and request.is_private:
+            # Nothing of it would be kept.
+            self._outbox.append(Cancelled(request.id))
+            return
+        background = self.scheduler.admission.background
+        if background is not None and (params.is_background or request.continues(background)):
+            self._cancel_background()
         if params.pin and (refusal := self.scheduler.why_not_pinned(request)):
             message = f"'pin': {refusal}; unpin one by sending it with 'pin': false, or all by /cache/clear"
             self._fail(request.id, InvalidRequestError(message, param="pin"))
@@ -435,7 +455,7 @@ class Engine:
             self._fail(request.id, error, request)
 
         self._constraints.compile_for(request, failed)
-        if self._remote is not None:
+        if self._remote is not None and not params.is_background:
             self._remote.look_up(request, self.scheduler.admission)
 
     def _cancel(self, completion_id: str) -> None:

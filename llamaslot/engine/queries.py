@@ -153,7 +153,8 @@ class Queries:
     def _slot_state(self, slot: Slot) -> SlotState:
         n_ctx, n_held = self._scheduler.n_ctx_slot, self._scheduler.cache.length(slot.id)
         request = slot.request
-        if request is None:
+        if request is None or request.params.is_background:
+            # Any request may have the slot at once.
             return SlotState(slot.id, n_ctx, n_held)
         return SlotState(
             id=slot.id,

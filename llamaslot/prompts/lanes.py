@@ -26,6 +26,7 @@ from llamaslot.base.prompt_jobs import (
     Job,
     ListItems,
     Locate,
+    NextTurn,
     Prepare,
     Release,
     Remember,
@@ -173,6 +174,8 @@ class Lanes:
             beside = [each.client for each in running if each.lane == lane]
             # Of a client one at a time; other jobs are of no client, and only in the prompt lane.
             free = [each for each in waiting if each.lane == lane and each.client not in beside]
+            # Nobody waits for what is predicted.
+            free = [each for each in free if not isinstance(each.job, NextTurn)] or free
             if free and len(beside) < n_at_once:
                 return self._begin(self._turns[lane].next(free, lambda each: each.client))
         return None

@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future
 
+import msgspec
+import numpy as np
 import structlog
 
-from llamaslot.base.commands import DropPaths, Generate
+from llamaslot.base.commands import DropPaths, Generate, GenerateParams
 from llamaslot.base.errors import InvalidRequestError, LlamaslotError, ServerError
 from llamaslot.base.namespaces import salt_namespace
 from llamaslot.base.prompt_jobs import (
@@ -24,6 +26,8 @@ from llamaslot.base.prompt_jobs import (
     Locate,
     Located,
     Needs,
+    NextTurn,
+    Predicted,
     Prepare,
     Prepared,
     Release,
@@ -32,7 +36,7 @@ from llamaslot.base.prompt_jobs import (
 from llamaslot.base.stats import AnchorStats, ReplyStats, SessionStats
 from llamaslot.base.text_records import RememberedReply, Session, TextAnchor, TextRecord, session_digest
 from llamaslot.base.threads import started_executor
-from llamaslot.base.tokens import unpacked
+from llamaslot.base.tokens import n_common, unpacked
 from llamaslot.prompts.lanes import JOBS_AT_ONCE, PROMPT_LANE, activity_of, lane_of
 from llamaslot.prompts.remembering import PromptContext
 from llamaslot.prompts.tokenizer import Tokenizer
@@ -42,19 +46,27 @@ from llamaslot.protocol.responses import list_items
 _THREAD_NAMES = ("llamaslot-tokenizer", "llamaslot-queries", "llamaslot-grammars")
 """By lane."""
 
+MIN_NEW_TOKENS = 64
+"""Fewest tokens of a predicted prompt that are worth computing ahead, as many as a prefix that is worth sharing."""
+
 _log = structlog.get_logger(__name__)
 
 
 class PromptWorker:
     """Carries out jobs, on as many threads for each lane as it runs at once.
 
-    With `shows_text`, answers to `Locate` may have text of prompts.
+    With `shows_text`, answers to `Locate` may have text of prompts; with `predicts` it keeps bodies for `NextTurn`.
     """
 
-    def __init__(self, tokenizer: Tokenizer, reader: RequestReader, *, shows_text: bool = False) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, reader: RequestReader, *, shows_text: bool = False, predicts: bool = False
+    ) -> None:
         self._shows_text = shows_text
         self._tokenizer = tokenizer
         self._reader = reader
+        self._predicts = predicts
+        self._bodies: dict[str, Prepare] = {}
+        """The bodies of requests whose next turn may be predicted, until they are released."""
         self._prompts: dict[str, list[PromptContext]] = {}
         """The prompts of each request, until it is released."""
         self._threads = [
@@ -122,8 +134,11 @@ class PromptWorker:
                 return self._locate(job)
             case DropSession():
                 return self._drop_session(job)
+            case NextTurn():
+                return self._next_turn(job)
             case Release():
                 self._prompts.pop(job.request_id, None)
+                self._bodies.pop(job.request_id, None)
             case ClearTexts():
                 self._tokenizer.memory.clear()
                 self._tokenizer.earlier.clear()
@@ -147,6 +162,9 @@ class PromptWorker:
         if not job.warms:
             # What is warmed has no reply to be remembered.
             self._prompts[job.context.request_id] = contexts
+        chat = contexts[0].request.chat
+        if self._predicts and job.is_run and chat is not None and chat.returns:
+            self._bodies[job.context.request_id] = job
         shows_text = job.is_run and (job.context.shows_prompt or options.verbose)
         return Prepared(
             tuple(Generate(each.request.params, each.prompt) for each in contexts),
@@ -182,6 +200,35 @@ class PromptWorker:
             n_characters,
             self._tokenizer.parting(context, job.n_tokens, format_, shows_text=self._shows_text),
         )
+
+    def _next_turn(self, job: NextTurn) -> Predicted | None:
+        contexts, body = self._prompts.pop(job.request_id, None), self._bodies.pop(job.request_id, None)
+        if contexts is None or body is None:
+            return None
+        (context,), generated = contexts, unpacked(job.generated)
+        message = self._tokenizer.returned_message(
+            context, generated, job.n_sent, job.completion_id, self._reader.output_format
+        )
+        if message is None:
+            return None
+        reply = msgspec.json.encode(message)
+        read = self._reader.read(msgspec.structs.replace(body, is_run=False, warms=True, reply=reply))
+        # What this body needed before, it has.
+        assert not isinstance(read, Needs)
+        ((request,), _) = read
+        prompt = self._tokenizer.tokenize_prompt(request).prompt
+        self._tokenizer.check_fits(prompt)
+        n_new = prompt.n_tokens - n_common(prompt.tokens, np.concatenate([context.prompt.tokens, generated]))
+        if not MIN_NEW_TOKENS <= n_new <= job.max_new:
+            return None
+        records = self._tokenizer.remember_branch(request, prompt.tokens)
+        if request.session_id and not records:
+            # It was dropped meanwhile.
+            return None
+        params = GenerateParams(
+            f"{job.completion_id}-next", max_tokens=0, cache_salt=request.params.cache_salt, is_background=True
+        )
+        return Predicted(Generate(params, prompt), n_new, records)
 
     def _drop_session(self, job: DropSession) -> DropPaths:
         namespace = salt_namespace(job.cache_salt)

@@ -23,6 +23,7 @@ from llamaslot.prompts.cut_points import PromptText
 from llamaslot.protocol.replies.meaning import digest_of, reasoning_meaning, reply_meaning
 from llamaslot.protocol.replies.rendering import Rendering
 from llamaslot.protocol.text_requests import TextRequest
+from llamaslot.text.conversation import Message
 
 _MAX_CLOSING = 80
 """Characters kept of the end of a reply's text."""
@@ -85,6 +86,24 @@ def remembered_reply(
         session=session_digest(request.namespace, request.session_id) if request.session_id else b"",
         owner=request.owner,
     )
+
+
+def returned_message(
+    context: PromptContext, completion_id: str, sent: SentReply, format_: Format
+) -> Message | None:
+    """Return the reply to a prompt as clients send it back, without its reasoning; None if they cannot."""
+    turn = context.request.chat
+    # A message that the reply continues is a part of the conversation already.
+    message = _received(turn, completion_id, sent, format_) if turn is not None and not turn.begun else None
+    if message is None or not (message.content.strip() or message.calls):
+        return None
+    found: Message = {"role": "assistant", "content": message.content}
+    if message.calls:
+        found["tool_calls"] = [
+            {"type": "function", "id": call.id, "function": {"name": call.name, "arguments": call.arguments}}
+            for call in message.calls
+        ]
+    return found
 
 
 class _Before(NamedTuple):

@@ -53,9 +53,10 @@ from llamaslot.prompts.cut_points import (
     n_characters,
 )
 from llamaslot.prompts.partings import EarlierPrompts, find_parting
-from llamaslot.prompts.remembering import PromptContext, SentReply, remembered_reply
+from llamaslot.prompts.remembering import PromptContext, SentReply, remembered_reply, returned_message
 from llamaslot.prompts.token_memory import TokenMemory
 from llamaslot.protocol.text_requests import TextRequest
+from llamaslot.text.conversation import Message
 
 _MAX_TAIL = 2**14
 """Most characters after the last cut point for a reply to get an anchor: all of them are tokenized again then."""
@@ -191,6 +192,25 @@ class Tokenizer:
             if record is not None:
                 self.memory.add(record)
         return tuple(record for record in (anchor, session, message) if record is not None)
+
+    def returned_message(
+        self, context: PromptContext, generated: Tokens, n_sent: int, completion_id: str, format_: Format
+    ) -> Message | None:
+        """Return the reply to a chat as clients send it back; None if they cannot."""
+        sent = self._sent(generated.tolist(), n_sent, context.request.params.preserved_tokens)
+        return returned_message(context, completion_id, sent, format_) if sent.tokens else None
+
+    def remember_branch(self, request: TextRequest, tokens: Tokens) -> tuple[TextRecord, ...]:
+        """Add tokens that are computed to a request's session, so that they are dropped with it; return the record.
+
+        It is empty if there is no session, or no longer.
+        """
+        session = self._session_of(request) if request.session_id else None
+        if session is None:
+            return ()
+        session = session.with_branch(tokens)
+        self.memory.add(session)
+        return (session,)
 
     def n_characters(self, context: PromptContext, n_tokens: int) -> int:
         """Count the characters of the first tokens of a prompt, control tokens included.

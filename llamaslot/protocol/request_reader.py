@@ -272,6 +272,8 @@ class RequestReader:
         """
         change = msgspec.structs.replace
         messages = checked_messages(body)
+        if job.reply:
+            messages = [*messages, msgspec.json.decode(job.reply)]
         # Bodies of other APIs may have got an empty question in place of none.
         if messages[-1]["role"] == "user" and not messages[-1].get("content"):
             messages = messages[:-1]

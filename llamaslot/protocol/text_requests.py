@@ -58,8 +58,7 @@ _SNIPPET = "\n\n--- snippet ---\n\n"
 CONTINUATIONS = "a", "\nb", "<c"
 """Texts that stand for what later prompts have after a prompt that is computed ahead.
 
-A tokenizer may join a letter, a line break or a mark with the text before it: then it gives the others other
-tokens.
+A tokenizer may join a letter, a line break or a mark with the text before it: then the others have other tokens.
 """
 _IS_ID = re.compile(r"[0-9]{1,10}").fullmatch
 _SAME_FIELDS = {field.name for field in msgspec.structs.fields(Sampling)} - {

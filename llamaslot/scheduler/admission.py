@@ -52,6 +52,8 @@ class Admission:
         self._mean_generated = 0.0
         self.queue: list[Request] = []
         """Waiting requests by arrival."""
+        self.background: Request | None = None
+        """The request that waits, or runs, while there is no other."""
         self.is_held = False
         """True while no request is admitted, so that the running ones come to an end."""
         self.n_waits = 0
@@ -60,7 +62,10 @@ class Admission:
         """Number of preemptions."""
 
     def enqueue(self, request: Request) -> None:
-        """Add a request to the queue, in the order of arrival."""
+        """Add a request to the queue, in the order of arrival; one in the background waits beside it."""
+        if request.params.is_background:
+            self.background = request
+            return
         self.queue.append(request)
         self.queue.sort(key=lambda r: r.arrival)
         self._cache.touch([self.match(request)])
@@ -77,17 +82,24 @@ class Admission:
 
     def remove(self, request: Request) -> None:
         """Remove a request that ends from the queue, or from its slot."""
-        if request.state is RequestState.QUEUED:
-            self.queue.remove(request)
-        else:
+        if request is self.background:
+            self.background = None
+        if request.state is RequestState.RUNNING:
             self._release(request)
+        elif not request.params.is_background:
+            self.queue.remove(request)
 
     def preempt(self, request: Request, now: float) -> None:
         """Send a running request back to the queue."""
-        self.n_preempted += 1
+        self.n_preempted += not request.params.is_background
         self._release(request)
         request.handle(RequestEvent.PREEMPT, now)
         self.enqueue(request)
+
+    def make_way(self, now: float) -> None:
+        """Preempt the request that runs in the background if any other waits."""
+        if self.queue and self.background is not None and self.background.state is RequestState.RUNNING:
+            self.preempt(self.background, now)
 
     def admit(self, now: float) -> list[Request]:
         """Move every request that may run now from the queue to a slot."""
@@ -108,6 +120,10 @@ class Admission:
             for other in others:
                 is_later = request.arrival > other.arrival
                 other.n_overtaken += is_later and other.params.id_slot in (-1, request.slot)
+        background = self.background
+        if background is not None and not self.queue and len(free) == len(self._slots) and self._fits(background):
+            self._start(background, [slot.id for slot in free], now)
+            admitted.append(background)
         return admitted
 
     def next_up(self) -> list[Request]:
@@ -205,10 +221,14 @@ class Admission:
         return None
 
     def _start(self, request: Request, choices: Sequence[int], now: float) -> None:
-        self.queue.remove(request)
-        acquired = self._cache.acquire(choices, self.match(request), is_new=request.slot < 0)
+        is_background = request.params.is_background
+        is_new = request.slot < 0 and not is_background
+        acquired = self._cache.acquire(choices, self.match(request), is_new=is_new)
         request.admit(acquired, now)
         self._slots[request.slot].request = request
+        if is_background:
+            return
+        self.queue.remove(request)
         client = request.params.client
         if self._turn(client) or self._turns.n_taken - self._round_start >= MAX_ROUND_TURNS:
             self._round_start = self._turns.n_taken

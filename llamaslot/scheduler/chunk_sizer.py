@@ -24,6 +24,8 @@ _DECAY = 0.99
 """Factor on the estimate for large steps after each small step, so that a slowdown does not rule them out."""
 FIRST_BLOCK_FACTOR = 1.5
 """Factor by which the first query block may exceed the allowed time."""
+_BACKGROUND_S = 0.05
+"""Longest step in the background, unless a single query block takes longer."""
 _NEWEST_WEIGHT = 0.2
 """Weight of the newest observation in the moving averages."""
 
@@ -68,6 +70,15 @@ class ChunkSizer:
         if waited_s is not None and self._chunk_seconds(n, n_decoding) > FIRST_BLOCK_FACTOR * allowed:
             return 0
         return n
+
+    def background(self) -> int:
+        """Return how many tokens a step in the background may have: whole query blocks, at least one.
+
+        A request that arrives meanwhile waits for its end.
+        """
+        per_token = self.seconds(1)
+        n_blocks = int(_BACKGROUND_S / per_token) // QUERY_BLOCK if per_token else 1
+        return min(max(n_blocks, 1) * QUERY_BLOCK, self.n_ubatch)
 
     def block(self, n_decoding: int) -> int:
         """Return how many prompt tokens fill up a query block beside `n_decoding` decodes, within a micro-batch."""

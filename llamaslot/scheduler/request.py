@@ -377,6 +377,11 @@ class Request:
             self._prefix = packed(self.tokens.view(0, n))
         return self._prefix
 
+    def continues(self, other: Request) -> bool:
+        """True if its prompt begins with that of another request, which may then be needless."""
+        tokens = self.prompt.packed_tokens
+        return self.namespace == other.namespace and tokens.startswith(other.prompt.packed_tokens)
+
     @property
     def wants_tokens(self) -> bool:
         """True if it generates tokens; False if only the prompt is to be computed."""
@@ -485,6 +490,9 @@ class ReuseStats:
 
     def count(self, request: Request) -> None:
         """Count a request that has ended."""
+        if request.params.is_background:
+            self.prompt_tokens.ahead += request.n_prompt_computed
+            return
         if request.miss and request.has_started:
             self.miss_reasons[request.miss] = self.miss_reasons.get(request.miss, 0) + 1
         if request.is_private or not request.has_started:

@@ -1,6 +1,6 @@
 """Scheduler: owns every request and slot, plans each step, and commits its result.
 
-    submit, end                      only between steps
+    submit, end                      only between steps; a request in the background makes way for any other
     plan(now) -> StepPlan            admits, loads, evicts, preempts; every plan is executed before the next one
     commit(plan, result, now) -> ... updates the state to what the backend really computed
 
@@ -142,7 +142,10 @@ class Scheduler:
         return sorted((s.request for s in self.slots if s.request), key=lambda r: r.arrival)
 
     def submit(self, request: Request) -> None:
-        """Queue a request; its prompt must be shorter than a slot's context."""
+        """Queue a request; its prompt must be shorter than a slot's context.
+
+        One in the background takes the place of an earlier one, which must have ended.
+        """
         if not 0 < request.n_prompt < self.n_ctx_slot:
             raise ValueError(f"a prompt of {request.n_prompt} tokens cannot run")
         self.admission.enqueue(request)
@@ -159,7 +162,7 @@ class Scheduler:
         self._remote.unpin(request.id)
         request.handle(RequestEvent.END, now)
         self.reuse.count(request)
-        if not cancelled:
+        if not cancelled and request.wants_tokens:
             self.admission.observe_length(request.n_generated)
         others = (*self.queue, *self.running)
         if request.is_private and all(other.namespace != request.namespace for other in others):
@@ -167,7 +170,8 @@ class Scheduler:
 
     def stop(self, now: float) -> None:
         """End all requests. Later plans only write everything to disk."""
-        for request in [*self.queue, *self.running]:
+        background = self.admission.background
+        for request in dict.fromkeys([*self.queue, *self.running, *filter(None, [background])]):
             self.end(request, now, cancelled=True)
         self._is_stopping = True
 
@@ -175,7 +179,8 @@ class Scheduler:
         """True if a unified pool suits the current requests better, False if a partitioned one does."""
         if self.keeps_layout or not self.cache.settings.part_cells:
             return self.cache.settings.unified
-        return self._layout.decide(self.running, now)
+        # What is computed in the background is no reason for a change.
+        return self._layout.decide([each for each in self.running if not each.params.is_background], now)
 
     def empty_pool(self, now: float) -> None:
         """Save the pool to RAM for a change of the layout; the next plan loads the KV of running requests again."""
@@ -201,7 +206,9 @@ class Scheduler:
             if request.is_invalidated:
                 request.is_invalidated = False
                 self.cache.acquire([request.slot], self.admission.match(request), is_new=False)
-        # 2. Free slots go to waiting requests, unless requests of a failed step are to be retried.
+        # 2. Free slots go to waiting requests, unless requests of a failed step are to be retried. For these, what
+        #    runs in the background makes way: its KV stays cached.
+        self.admission.make_way(now)
         suspects = [request for request in self.running if request.is_suspect]
         self.admitted = self.admission.admit(now) if not suspects else []
         for request in self.admitted:

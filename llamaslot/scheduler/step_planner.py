@@ -241,6 +241,9 @@ class StepPlanner:
             grants.append(_Grant(request, n_pending, n_due, n_wanted, request.is_decoding(n_pending)))
         n_decoding = sum(each.is_decoding for each in grants)
         limit = self._chunks.limit(n_decoding, n_waiting=turn.n_waiting, waited_s=turn.waited_s)
+        if any(request.params.is_background for request in requests):
+            # It runs alone.
+            limit = min(limit, self._chunks.background())
         self._divide(grants, limit)
         if any(each.n < each.n_due for each in grants):
             spans = [(self._cache.length(each.request.slot), each.n) for each in grants]

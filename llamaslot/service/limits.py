@@ -85,6 +85,31 @@ class Capacity:
         self._n_of_client.add(client, n)
 
 
+class AheadBudget:
+    """Tokens that may be computed ahead of next turns: `per_hour` at first, and as many more in each hour.
+
+    What is not used does not add up. `clock` gives seconds.
+    """
+
+    def __init__(self, per_hour: int, clock: Callable[[], float]) -> None:
+        self._per_hour = per_hour
+        self._clock = clock
+        self._left = float(per_hour)
+        self._since = clock()
+
+    @property
+    def n_left(self) -> int:
+        """The tokens that may be computed now."""
+        now = self._clock()
+        self._left = min(self._left + (now - self._since) * self._per_hour / 3600, self._per_hour)
+        self._since = now
+        return int(self._left)
+
+    def take(self, n_tokens: int) -> None:
+        """Count tokens that are to be computed."""
+        self._left -= n_tokens
+
+
 class ReplyBudget:
     """Bytes that replies take while they are generated and sent, by owner.
 

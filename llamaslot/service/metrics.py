@@ -46,6 +46,7 @@ _COUNTERS = (
         "cache.requests.restored",
     ),
     ("llamaslot_restored_tokens", "Prompt tokens of remembered messages.", "cache.prompt_tokens.restored"),
+    ("llamaslot_ahead_tokens", "Tokens computed ahead of next turns.", "cache.prompt_tokens.ahead"),
     ("llamaslot_prefix_cache_session_requests", "Hits on the session's tokens.", "cache.requests.in_session"),
     ("llamaslot_prefix_cache_wait_requests", "Requests that waited for a prefix.", "cache.requests.waits"),
     ("llamaslot_prefix_cache_copied_tokens", "Tokens copied from another sequence.", "cache.copied_tokens"),

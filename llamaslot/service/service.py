@@ -69,6 +69,8 @@ from llamaslot.base.prompt_jobs import (
     Locate,
     Located,
     Needs,
+    NextTurn,
+    Predicted,
     Prepare,
     Prepared,
     References,
@@ -81,7 +83,7 @@ from llamaslot.formats.recognition import format_of
 from llamaslot.processes.prompt_supervisor import PromptSupervisor
 from llamaslot.service.activity import Activity
 from llamaslot.service.advice import Adviser
-from llamaslot.service.limits import Capacity, ProbsLimit, ReplyBudget, Suspects, request_digest
+from llamaslot.service.limits import AheadBudget, Capacity, ProbsLimit, ReplyBudget, Suspects, request_digest
 from llamaslot.service.live_request import Completion, CompletionEvent, CompletionState, LiveRequest
 from llamaslot.service.metrics import Metrics
 
@@ -97,7 +99,7 @@ class Service:
     """The engine and the prompt worker as HTTP handlers see them. Every method is called on the event loop.
 
     `max_queue` and `max_queue_per_client` are as in `Capacity`. A request fails after `request_timeout` seconds (0:
-    never).
+    never). At most `warm_ahead` tokens an hour are computed ahead of conversations' next turns.
     """
 
     def __init__(
@@ -109,6 +111,7 @@ class Service:
         max_queue: int,
         max_queue_per_client: int = 0,
         request_timeout: float = 0,
+        warm_ahead: int = 0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.info = info
@@ -118,6 +121,7 @@ class Service:
         self._adviser = Adviser()
         self.capacity = Capacity(info.n_slots, max_queue, max_queue_per_client, metrics)
         self.reply_budget = ReplyBudget()
+        self._ahead = AheadBudget(warm_ahead, clock)
         self.output_format = format_of(prompts.chat_template, {})
         """The format in which models write that use the template, to parse their output."""
         self._request_timeout = request_timeout
@@ -445,6 +449,8 @@ class Service:
         if not isinstance(event, Failed) and event.generated is not None:
             # Before the client learns of the end: jobs run in order, so its next prompt finds the reply.
             self._remember(completion, event.generated, is_whole=isinstance(event, Finished))
+        if isinstance(event, Finished) and event.generated is not None and self._may_predict(live):
+            self._predict(completion, event.generated)
         if not live.n_reserved:
             self._release(live)
         if completion.diverged_at >= 0 and event.progress is not None:
@@ -468,6 +474,29 @@ class Service:
             completion.prompt_number,
         )
         self._spawn(self._write_new(self._prompts.call(job)))
+
+    def _may_predict(self, live: LiveRequest) -> bool:
+        """True if the server has nothing to do after a request's only completion, and may compute ahead."""
+        is_idle = self.capacity.n_in_flight == 0 and not self._is_closing
+        return is_idle and len(live.completions) == 1 and self._ahead.n_left > 0
+
+    def _predict(self, completion: Completion, generated: Generated) -> None:
+        """Have the next turn of a conversation computed ahead; the prompt worker releases the request."""
+        live, tokens = completion.live, generated.packed_tokens
+        job = NextTurn(live.id, tokens, generated.n_sent, completion.id, self._ahead.n_left)
+        live.id = ""
+        self._spawn(self._compute_ahead(self._prompts.call(job)))
+
+    async def _compute_ahead(self, predicting: asyncio.Future[Predicted | None]) -> None:
+        predicted = await predicting
+        if predicted is None:
+            return
+        self._unwritten += predicted.records
+        self._write_texts()
+        if self.is_connected and not self._is_closing:
+            # If the engine ends, it is lost: the next turn computes it.
+            self._ahead.take(predicted.n_new)
+            self._send(predicted.generate)
 
     async def _write_new(self, remembering: asyncio.Future[tuple[TextRecord, ...]]) -> None:
         records = await remembering

@@ -87,8 +87,8 @@ Start = Callable[..., Awaitable[Server]]
 
 @pytest.fixture
 async def start(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Start]:
-    """Start a server; `backend`, `engine`, queue and timeout are not settings of the API, everything else is, if no
-    `app` is given.
+    """Start a server; `backend`, `engine`, the limits and `template` are not settings of the API, everything else
+    is, if no `app` is given.
     """
     monkeypatch.setattr(http_server, "_CLOSE_TIMEOUT_S", 0.1)
     async with AsyncExitStack() as stack:
@@ -99,6 +99,7 @@ async def start(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Start]:
             max_queue: int = 256,
             max_queue_per_client: int = 0,
             request_timeout: float = 0,
+            warm_ahead: int = 0,
             template: str = TEMPLATE,
             engine: dict[str, Any] | None = None,
             app: web.Application | None = None,
@@ -112,6 +113,7 @@ async def start(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Start]:
                 "max_queue": max_queue,
                 "max_queue_per_client": max_queue_per_client,
                 "request_timeout": request_timeout,
+                "warm_ahead": warm_ahead,
             }
             own = LocalEngine(
                 backend,

@@ -96,7 +96,7 @@ async def test_an_empty_cache(start: Any) -> None:
             "in_session": 0,
             "waits": 0,
         },
-        "prompt_tokens": {"total": 0, "matched": 0, "hit_rate": 0.0, "restored": 0},
+        "prompt_tokens": {"total": 0, "matched": 0, "hit_rate": 0.0, "restored": 0, "ahead": 0},
         "miss_reasons": {},
         "copied_tokens": 0,
         "evicted_tokens": 0,
@@ -130,6 +130,7 @@ async def test_the_statistics_agree_with_the_replies_and_the_pool(start: Any) ->
     assert state["prompt_tokens"] == {
         "total": n_prompt,
         "restored": 0,
+        "ahead": 0,
         "matched": sum(found),
         "hit_rate": pytest.approx(sum(found) / n_prompt),
     }

@@ -86,7 +86,9 @@ class Chats:
         return await self.server.ok(CHAT, body)
 
 
-async def chats(start: Any, *texts: str, n_ctx: int = 4096, template: str = TEMPLATE, **settings: Any) -> Chats:
+async def chats(
+    start: Any, *texts: str, n_ctx: int = 4096, template: str = TEMPLATE, warm_ahead: int = 0, **settings: Any
+) -> Chats:
     """A server that replies with texts, and then with what the fake model likes.
 
     The choice at the end of each text has all before it computed.
@@ -94,7 +96,13 @@ async def chats(start: Any, *texts: str, n_ctx: int = 4096, template: str = TEMP
     grammars = [f'start: {json.dumps(text)} " "?' for text in texts] + ["start: /x{1,9}/"] * (len(texts) == 1)
     backend = FakeBackend(n_ctx=n_ctx, n_slots=2, n_reserved=2)
     return Chats(
-        await start(backend=backend, template=template, engine={"grammars": grammars, **settings}, metrics=True)
+        await start(
+            backend=backend,
+            template=template,
+            warm_ahead=warm_ahead,
+            engine={"grammars": grammars, **settings},
+            metrics=True,
+        )
     )
 
 

@@ -177,7 +177,7 @@ ELSEWHERE = {
     *("checkpoint_min_step", "checkpoint_ram"),
     *("cache_remote", "cache_remote_key_file", "cache_remote_password_file", "cache_remote_ca"),
     *("cache_remote_size", "cache_remote_ttl", "cache_remote_timeout"),
-    *("session_min_match", "slot_save_path", "escape_special", "jinja"),
+    *("session_min_match", "slot_save_path", "warm_ahead", "escape_special", "jinja"),
     *("step_timeout", "prompt_timeout", "ssl_key_file", "ssl_cert_file"),
 }
 """Options that go neither to the backend nor to the HTTP layer as they are."""

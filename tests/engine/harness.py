@@ -107,6 +107,7 @@ class LocalEngine:
             grammars,
             settings=of_requests,
             restoring=backend.vocab if restore and info.can_reuse else None,
+            predicts=bool((service or {}).get("warm_ahead")),
         )
         own = {"metrics": Metrics(), "max_queue": 10**6, **(service or {})}
         if "clock" in files:

@@ -33,7 +33,7 @@ MAX_STEPS = 600
 """Steps in which all requests of a workload must end."""
 
 EVENTS = (
-    *("ended", "failed", "cancelled", "reused", "reused public KV", "private", "public"),
+    *("ended", "failed", "cancelled", "reused", "reused public KV", "private", "public", "ahead"),
     *("saves", "loads", "takes", "restores", "copies", "dropped everything", "dropped a path"),
 )
 """What must come up in any run, for else a check is vacuous."""
@@ -70,6 +70,7 @@ class Workload:
     alphabet = "pqz"
     salts: Sequence[str] = SALTS
     drop_rate = 0.1
+    ahead_rate = 0.2
     new_rate = 0.0
     """Share of prompts that begin as no earlier one does, and fill the pool."""
 
@@ -78,6 +79,8 @@ class Workload:
         self.counts: Counter[str] = Counter()
         self.driver = self.new_driver()
         self.requests: list[Request] = []
+        self.ahead: Request | None = None
+        """What was last asked for in the background."""
         self.prompts = self.first_prompts()
         self.failed: set[Request] = set()
         self.cancelled: set[Request] = set()
@@ -124,7 +127,8 @@ class Workload:
             if rng.random() < self.drop_rate:
                 self.drop_path()
         for _ in range(MAX_STEPS):
-            if all(request.state is RequestState.DONE for request in self.requests):
+            ends = [*self.requests, *filter(None, [self.ahead])]
+            if all(request.state is RequestState.DONE for request in ends):
                 break
             self.step(0.05)
         self.check()
@@ -150,8 +154,19 @@ class Workload:
             self.prompts[-1], max_tokens=rng.randint(1, 12), cache_salt=rng.choice(self.salts), **private
         )
         self.requests.append(request)
+        if rng.random() < self.ahead_rate:
+            self.compute_ahead()
         self.counts["private"] += bool(private)
         self.counts["public"] += not private and request.params.cache_salt == PUBLIC_SALT
+
+    def compute_ahead(self) -> None:
+        """Have a prompt of the same kind computed in the background, in place of an earlier one."""
+        rng, driver = self.rng, self.driver
+        if self.ahead is not None and self.ahead.state is not RequestState.DONE:
+            driver.scheduler.end(self.ahead, driver.backend.now, cancelled=True)
+        prompt = self.prompts[-1][: rng.randint(1, self.max_prompt)] + self.letters(self.alphabet, 5)
+        salt = self.requests[-1].params.cache_salt
+        self.ahead = driver.submit(prompt, max_tokens=0, cache_salt=salt, is_background=True)
 
     def failure(self) -> tuple[Status, int]:
         """Return how the next step fails."""
@@ -162,6 +177,10 @@ class Workload:
         driver = self.driver
         driver.backend.now += seconds
         plan = driver.step()
+        is_ahead = any(work.request.params.is_background for work in plan.work)
+        self.counts["ahead"] += is_ahead
+        living = any(each.state is RequestState.RUNNING for each in self.requests)
+        assert not (is_ahead and (living or driver.scheduler.queue)), "it runs beside others"
         self.failed |= {each.request for each in driver.outcomes if isinstance(each, DecodeFailed)}
         if not driver.cache._sequences.operations:
             states, held = driver.cache._sequences.states, driver.backend.states
@@ -201,6 +220,7 @@ class Workload:
     # --- what must hold ---
 
     def check(self) -> None:
+        assert self.ahead is None or self.ahead.state is RequestState.DONE, "what is computed ahead does not end"
         for request, prompt in zip(self.requests, self.prompts[3:], strict=True):
             assert request.state is RequestState.DONE, f"{request.id} does not end"
             n = request.params.max_tokens

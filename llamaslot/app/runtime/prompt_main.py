@@ -90,7 +90,7 @@ def prompt_worker(
         )
     except InvalidRequestError as error:
         raise ConfigError(f"--grammar-file: {error.message}", param="--grammar-file") from None
-    return PromptWorker(tokenizer, reader, shows_text=config.cache_debug_text)
+    return PromptWorker(tokenizer, reader, shows_text=config.cache_debug_text, predicts=config.n_warm_ahead > 0)
 
 
 def _chat_template(config: Config, model: SetModel) -> ChatTemplate:

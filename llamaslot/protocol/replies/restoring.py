@@ -76,6 +76,8 @@ class _Plan:
     placeholders: Placeholders = field(default_factory=Placeholders)
     superseded: set[bytes] = field(default_factory=set)
     """Keys of replies that were rendered and not restored in the prompt that a later reply answered."""
+    returns: bool = False
+    """True if the last reply is a remembered one, even if it cannot be restored."""
 
     @property
     def state(self) -> bytes:
@@ -155,6 +157,7 @@ class ReplyRestorer:
             state=plan.state,
             start=start,
             restored=RestoredReplies(tokens, n_reply, continued) if tokens else None,
+            returns=plan.returns,
         )
         return turn, rest, bare.text + text_begun
 
@@ -198,6 +201,8 @@ class ReplyRestorer:
         at = 0
         while at < len(runs):
             is_reply = runs[at][0]["role"] == "assistant" and excluded is not None
+            if is_reply:
+                plan.returns = False
             found = None
             for merged in merged_replies(runs, at) if is_reply else ():
                 is_in_loop = at + merged.n_runs > last_question
@@ -243,6 +248,7 @@ class ReplyRestorer:
             reply = self._store.find(key) if key not in excluded else None
             if reply is None or not _has_same_reasoning(message, reply):
                 continue
+            plan.returns = True
             # The last condition only saves a rendering: `_ends` would detect it as well.
             calls = message.get("tool_calls", ())
             if is_in_loop or not reply.has_reasoning or not plan.template.strips_reasoning(calls):
