@@ -42,6 +42,10 @@ _OVERHEAD = 600
 """Bytes that a prompt takes besides, about."""
 _RUN = 16
 """Tokens of the runs by which common text is found."""
+_MIN_RUN = 48
+"""Tokens with which common text must begin: fewer may be markup."""
+_MAX_TRIES = 64
+"""Runs with which common text may begin."""
 _MAX_DIFFERING = 2**14
 """Tokens of differing text that are compared."""
 _MAX_AFTER = 2**13
@@ -188,20 +192,17 @@ class _Runs:
         if not len(runs) or not len(self._sorted):
             return None
         places = np.searchsorted(self._sorted, runs).clip(max=len(self._sorted) - 1)
-        # A run alone may be markup: its neighbor must be found too, right before or after it.
-        at = np.where(
-            self._sorted[places] == runs, self._order[places], -_MAX_DIFFERING * np.arange(2, len(runs) + 2)
-        )
-        is_next = np.append(np.diff(at) == _RUN, [False])
-        found = np.flatnonzero(is_next | np.roll(is_next, 1))
-        if not len(found):
-            return None
-        first = int(at[found].argmin())
-        i, j = int(found[first]) * _RUN, int(at[found[first]])
-        while i and j and rest[i - 1] == self._tokens[j - 1]:
-            i, j = i - 1, j - 1
-        n_tokens = min(len(found) * _RUN, len(self._tokens) - j)
-        return _Overlap(earlier, self.start, i, j, n_tokens)
+        found = np.flatnonzero(self._sorted[places] == runs)
+        starts = self._order[places[found]]
+        n_tokens = len(found) * _RUN
+        # The nearest one first.
+        for k in np.argsort(found * _RUN + starts, kind="stable")[:_MAX_TRIES]:
+            i, j = int(found[k]) * _RUN, int(starts[k])
+            n_before = n_common(rest[:i][::-1], self._tokens[:j][::-1])
+            if n_before + n_common(rest[i:], self._tokens[j:]) >= _MIN_RUN:
+                i, j = i - n_before, j - n_before
+                return _Overlap(earlier, self.start, i, j, min(n_tokens, len(self._tokens) - j))
+        return None
 
 
 def _hashes(tokens: Tokens) -> npt.NDArray[np.uint64]:

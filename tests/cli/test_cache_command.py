@@ -169,7 +169,7 @@ def answering(status: int, body: bytes) -> Iterator[str]:
 @pytest.mark.parametrize(
     ("status", "body", "words"),
     [
-        (404, b'{"error": {"message": "there is nothing at /cache"}}', "has no /cache: .* older llamaslot"),
+        (404, b'{"error": {"message": "there is nothing at /cache"}}', "has no /cache.*: .* older llamaslot"),
         (404, b"<html>", "has no /cache"),
         (501, b'{"error": {"message": "start it with --slots"}}', "answered 501: start it with --slots"),
         (200, b"<html>", "is not llamaslot"),

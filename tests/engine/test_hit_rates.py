@@ -41,20 +41,20 @@ def conversations(n_requests: int) -> list[str]:
 
 async def curve_of(prompts: list[str], ram_bytes: int, **settings: Any) -> HitCurve:
     """The hit rates, measured and predicted, of a server with so much RAM."""
-    backend = FakeBackend(n_slots=2, n_ctx=2048, n_reserved=2)
+    backend = FakeBackend(n_slots=2, n_ctx=2048, n_reserved=2, n_ubatch=1024)
     async with running(backend, ram_bytes=ram_bytes, **settings) as engine:
         for i, prompt in enumerate(prompts):
-            assert isinstance(await engine.submit(f"r{i}", prompt, max_tokens=2), Finished)
+            assert isinstance(await engine.submit(f"r{i}", prompt, max_tokens=1), Finished)
         curve: HitCurve = await engine.local.service.ask(PredictHits(), HitCurve)
     return curve
 
 
 async def test_hit_rates_with_other_sizes_of_ram_are_predicted() -> None:
-    prompts = conversations(300)
+    prompts = conversations(160)
     sizes = RAM_BYTES // 2, RAM_BYTES, 2 * RAM_BYTES, 4 * RAM_BYTES
     curves = {size: await curve_of(prompts, size) for size in sizes}
     measured = {size: curve.hit_rate for size, curve in curves.items()}
-    assert measured[sizes[-1]] - measured[sizes[0]] > 5 * TOLERANCE, "the size makes little difference"
+    assert measured[sizes[-1]] - measured[sizes[0]] > 4 * TOLERANCE, "the size makes little difference"
     for size, curve in curves.items():
         assert [each.bytes for each in curve.ram if each.is_current] == [size]
         predicted = {each.bytes: each.hit_rate for each in curve.ram}
@@ -64,19 +64,19 @@ async def test_hit_rates_with_other_sizes_of_ram_are_predicted() -> None:
 
 
 async def test_hit_rates_with_other_sizes_of_the_disk_are_predicted(tmp_path: Path) -> None:
-    prompts = conversations(200)
-    sizes = 2 * RAM_BYTES, 4 * RAM_BYTES
-    measured, predicted = {}, {}
+    prompts, sizes = conversations(120), (RAM_BYTES, 2 * RAM_BYTES)
+    measured, curves = {}, {}
     for size in sizes:
         store = DiskStore(tmp_path / str(size))
         store.open(b"k" * 32, size)
-        curve = await curve_of(prompts, RAM_BYTES // 2, disk=store)
-        measured[size] = curve.hit_rate
-        predicted[size] = {each.bytes: each.hit_rate for each in curve.disk}
-    print(measured, predicted)
+        curves[size] = await curve_of(prompts, RAM_BYTES // 2, disk=store)
+        measured[size] = curves[size].hit_rate
     for size in sizes:
+        predicted = {each.bytes: each.hit_rate for each in curves[size].disk}
+        (of_ram_alone,) = (each.hit_rate for each in curves[size].ram if each.is_current)
+        assert measured[size] > of_ram_alone + TOLERANCE, "the disk makes little difference"
         for other in sizes:
-            assert predicted[size][other] == pytest.approx(measured[other], abs=TOLERANCE), (size, other)
+            assert predicted[other] == pytest.approx(measured[other], abs=TOLERANCE), (size, other)
 
 
 async def test_without_requests_or_offloading_nothing_is_predicted() -> None:

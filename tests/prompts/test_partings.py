@@ -59,6 +59,7 @@ LAST = (
     "Here is the test that you asked for. It reads a file of three lines, of which the second has a price with "
     "three digits, and adds the prices up by hand; it fails on the branch main, and passes with my change."
 )
+FINAL = "Good. Commit the change, with a message that names the file and the number of digits."
 
 
 class Replay:
@@ -334,8 +335,8 @@ def test_clean_traffic_raises_no_alarm(vocab: LlamaVocab, agent: str, template: 
         getattr(other, agent)(),
         getattr(helper, agent)(),
         getattr(other, agent)(REPLY, NEXT),
-        body(REPLY, NEXT, ANSWER, RULES, LAST, NEXT),
-        getattr(replace(FIRST, question="Summary: prices were cut, a test was written."), agent)(LAST, NEXT),
+        body(REPLY, NEXT, ANSWER, RULES, LAST, FINAL),
+        getattr(replace(FIRST, question="Summary: prices were cut, a test was written."), agent)(LAST, FINAL),
         *(getattr(replace(each, salt=salt), agent)() for salt in "ab" for each in (FIRST, other)),
         *(getattr(each, agent)() for each in header),
     ]
