@@ -17,6 +17,7 @@ from typing import Any
 import structlog
 
 from bench import (
+    ahead,
     busy,
     chat,
     constrained,
@@ -157,6 +158,10 @@ def _add_parts(commands: Any) -> None:
     looping = commands.add_parser("toolloop", help="an agent's tool loop, with and without restored messages")
     _common(looping, run=_toolloop, repeats=(6, 1), of="conversations of each kind", shape=toolloop.SHAPE)
     _threads(looping)
+
+    warming = commands.add_parser("ahead", help="turns that were computed ahead, and what that costs others")
+    _common(warming, run=_ahead, repeats=(6, 1), of="conversations", shape=ahead.SHAPE)
+    _threads(warming)
 
     growing = commands.add_parser("tree", help="time of the radix tree's own operations")
     _common(growing, run=_tree, repeats=(9, 2), of="trees to build", shape=None)
@@ -440,6 +445,10 @@ def _busy(options: Namespace) -> None:
 
 def _retokenizing(options: Namespace) -> None:
     retokenizing.run(**_with_qwen(options), conversations=options.repeats)
+
+
+def _ahead(options: Namespace) -> None:
+    ahead.run(**_with_qwen(options), repeats=options.repeats, threads=options.threads)
 
 
 def _toolloop(options: Namespace) -> None:

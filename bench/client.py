@@ -42,6 +42,8 @@ class Answer:
     timings: dict[str, Any] = field(repr=False)
     """llama-server's timings, if there are any."""
     tool_calls: tuple[dict[str, Any], ...] = ()
+    content: str = field(default="", repr=False)
+    """The text without the reasoning."""
     restored_tokens: int = 0
     """Tokens of earlier replies that llamaslot put back into the prompt."""
 
@@ -173,6 +175,7 @@ def parse_stream(started: float, received: Sequence[tuple[float, bytes]], *, end
     """The answer in a stream of server-sent events, given as pieces of bytes and when each came."""
     arrivals: list[float] = []
     pieces: list[str] = []
+    contents: list[str] = []
     finish_reason = ""
     usage: dict[str, Any] = {}
     timings: dict[str, Any] = {}
@@ -192,6 +195,7 @@ def parse_stream(started: float, received: Sequence[tuple[float, bytes]], *, end
             if content := delta.get("content") or delta.get("reasoning_content"):
                 arrivals.append(came)
                 pieces.append(content)
+                contents.append(delta.get("content") or "")
             elif parts := delta.get("tool_calls"):
                 arrivals.append(came)
                 pieces.append("")
@@ -204,6 +208,7 @@ def parse_stream(started: float, received: Sequence[tuple[float, bytes]], *, end
         raise BenchmarkError("the stream ended without content or [DONE]")
     return Answer(
         text="".join(pieces),
+        content="".join(contents),
         started=started,
         arrivals=tuple(arrivals),
         pieces=tuple(pieces),

@@ -77,6 +77,7 @@ OFTEN = (
     *("requests", "plans", "steps", "tokens", "ended", "cancelled", "broke", "reused tokens", "extra steps"),
     *("drafted", "rejected"),
     *("saves", "written", "losses", "looked for what is cached", "dropped: path", "RAM reduced"),
+    *("ran in the background", "made way"),
 )
 """Events that must come up in any run, for else a check is vacuous."""
 SHARES = "lost of its share", "lost beyond its share"
@@ -332,7 +333,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     def new_request(
         self, prompt: list[int], *, salt: int = 0, cached: bool = True, max_tokens: int = 1, seed: int = 0,
-        greedy: bool = True, group: str = "", pin: int = -1, endless: bool = False,
+        greedy: bool = True, group: str = "", pin: int = -1, endless: bool = False, is_background: bool = False,
     ) -> None:  # fmt: skip
         prompt = prompt[: self.n_ctx_slot - 1]
         name = f"r{len(self.asked)}"
@@ -344,6 +345,7 @@ class CacheMachine(RuleBasedStateMachine):
             cache_salt=self.salts[salt],
             group=group,
             id_slot=pin if pin < self.shape.n_slots else -1,
+            is_background=is_background,
         )
         can_reuse = self.cache.settings.can_reuse
         tokenized = TokenizedPrompt(packed(np.array(prompt, dtype=np.int32)))
@@ -412,6 +414,18 @@ class CacheMachine(RuleBasedStateMachine):
             self.new_request(
                 prompt, cached=cached, max_tokens=max_tokens, group=group, seed=i, greedy=False, pin=pin
             )
+
+    @rule(
+        origin=st.integers(0, 5), share=st.sampled_from([0.3, 0.9, 1, 1]), tail=tails, n_tail=st.integers(1, 40),
+        salt=kinds[0],
+    )  # fmt: skip
+    def ask_in_the_background(self, *, origin: int, share: float, tail: int, n_tail: int, salt: int) -> None:
+        """A prompt that is computed while there is no other request, in place of an earlier one."""
+        for asked in self.living:
+            if asked.params.is_background:
+                self.end(asked)
+        prompt = self.prompt(origin, share, tail, n_tail)
+        self.new_request(prompt, salt=salt, max_tokens=0, is_background=True)
 
     @precondition(lambda self: self.living)
     @rule(index=st.integers(0, 20))
@@ -676,8 +690,12 @@ class CacheMachine(RuleBasedStateMachine):
     def plan(self) -> StepPlan:
         self.follow_layout()
         before = Before(self)
-        was_suspected = [a for a in self.running if a.request.is_suspect]
+        suspected = [a for a in self.running if a.request.is_suspect]
         plan = self.scheduler.plan(self.now)
+        # Not what has made way.
+        was_suspected = [
+            a for a in suspected if a.request.state is RequestState.RUNNING or a.request in plan.preempted
+        ]
         COUNTS["plans"] += 1
         admitted = self.record_slots(plan)
         for each in plan.operations:
@@ -737,6 +755,11 @@ class CacheMachine(RuleBasedStateMachine):
         for asked in gone:
             assert asked.slot >= 0, "preempted while not running"
             asked.slot = -1
+        for asked in self.running:
+            if asked.params.is_background and asked.request.state is RequestState.QUEUED:
+                assert plan.work or self.scheduler.queue, "it made way for nothing"
+                asked.slot = -1
+                COUNTS["made way"] += 1
         admitted = []
         for slot in self.scheduler.slots:
             asked = next((a for a in self.living if a.request is slot.request), None)
@@ -747,8 +770,15 @@ class CacheMachine(RuleBasedStateMachine):
                 asked.slot, asked.has_started = slot.id, True
                 self.backend.namespaces[slot.id] = asked.namespace
                 admitted.append(asked)
-        assert {a.request for a in self.running} | {*self.scheduler.queue} == {a.request for a in self.living}
-        assert len(self.running) + len(self.scheduler.queue) == len(self.living)
+        waiting = [*self.scheduler.queue]
+        background = self.scheduler.admission.background
+        if background is not None and background.state is RequestState.QUEUED:
+            waiting.append(background)
+        assert {a.request for a in self.running} | {*waiting} == {a.request for a in self.living}
+        assert len(self.running) + len(waiting) == len(self.living)
+        is_ahead = [asked.params.is_background for asked in self.running]
+        assert not any(is_ahead) or len(self.running) + len(self.scheduler.queue) == 1, "it runs beside others"
+        COUNTS["ran in the background"] += any(is_ahead)
         return admitted
 
     def apply(self, plan: StepPlan) -> StepResult:
@@ -1015,7 +1045,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     def check_waiting(self, before: Before, plan: StepPlan, admitted: list[Asked]) -> None:
         """A request that still waits has a reason to, and is not overtaken for ever."""
-        waiting = [asked for asked in self.living if asked.slot < 0]
+        waiting = [asked for asked in self.living if asked.slot < 0 and not asked.params.is_background]
         free = [slot.id for slot in self.scheduler.slots if slot.request is None]
         first = [a for a in waiting if a.has_started or a.request.n_overtaken >= MAX_OVERTAKEN]
         for asked in waiting:
@@ -1068,6 +1098,11 @@ class CacheMachine(RuleBasedStateMachine):
         shared = self.backend.prefixes(r.slot for r in self.running)
         pinned = len(shared) if self.shares else sum(map(len, held))
         return pinned + needed <= self.backend.info.n_ctx
+
+    def is_too_long(self, asked: Asked) -> bool:
+        """True for a prompt in the background that is longer than a part of the pool: the layout stays as it is."""
+        part = self.cache.settings.part_cells
+        return asked.params.is_background and not self.backend.info.unified and 0 < part < len(asked.tokens)
 
     def most(self, asked: Asked) -> int:
         """Tokens that a request may generate still."""
@@ -1128,7 +1163,8 @@ class CacheMachine(RuleBasedStateMachine):
         moves = (Load,) if self.public is None and self.backend.info.unified else (Load, Save)
         is_loading = any(isinstance(each, moves) for each in plan.operations)
         is_reading = any(asked.slot >= 0 for asked in self.living) and self.disk.reads
-        assert plan.work or plan.preempted or is_loading or is_reading or not self.living, "nothing is done"
+        able = [asked for asked in self.living if not self.is_too_long(asked)]
+        assert plan.work or plan.preempted or is_loading or is_reading or not able, "nothing is done"
 
     def check_run(self, asked: Asked, run: Run) -> None:
         held = self.backend.held[run.seq]
@@ -1167,10 +1203,12 @@ class CacheMachine(RuleBasedStateMachine):
             if asked.params.max_tokens < 0:
                 self.end(asked)
         for _ in range(4000):
-            if not self.living:
+            if all(self.is_too_long(asked) for asked in self.living):
                 break
             self.step(1, 0, False, n_jobs=3)
-        assert not self.living, "a request never ended"
+        assert all(self.is_too_long(asked) for asked in self.living), "a request never ended"
+        for asked in self.living:
+            self.end(asked)
         self.check_samplers()
         if self.shape.disk:
             self.shut_down()
