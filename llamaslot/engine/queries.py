@@ -80,6 +80,7 @@ class Queries:
     ) -> None:
         self._scheduler = scheduler
         self._dropper = scheduler.cache.dropper
+        self._pins = scheduler.cache.pins
         self._backend = backend
         self._self_test = self_test
         self._slot_actions = slot_actions
@@ -171,7 +172,7 @@ class Queries:
     def _clear(self, query: commands.ClearCache, respond: Respond) -> None:
         """Drop all idle prefixes, pinned ones too, or those of one tier."""
         if not query.tier:
-            self._scheduler.cache.pins.clear()
+            self._pins.clear()
         cleared = self._dropper.drop_tier(query.tier) if query.tier else self._dropper.drop()
         _log.info("cache.cleared", tier=query.tier, **msgspec.structs.asdict(cleared))
         if self._disk is not None:

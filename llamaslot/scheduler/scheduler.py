@@ -113,7 +113,7 @@ class Scheduler:
         self.cache = KVCache(
             cache_settings, prefill_seconds=self.chunks.seconds, on_disk=on_disk, first_number=first_number
         )
-        self._remote, self._dropper = self.cache.remote, self.cache.dropper
+        self._remote, self._dropper, self._pins = self.cache.remote, self.cache.dropper, self.cache.pins
         self._taker = CheckpointTaker(self.cache, control, info.n_ctx_slot)
         self.slots = [Slot(i) for i in range(cache_settings.n_slots)]
         self.admission = Admission(self.cache, self.slots, info.n_ctx_slot)
@@ -154,7 +154,7 @@ class Scheduler:
         """Return why a request's prompt cannot be pinned, as it asks for; empty if it can."""
         pending = [each for each in (*self.queue, *self.running) if each.params.pin]
         n_pending = sum(each.n_prompt for each in pending)
-        return self.cache.pins.why_not(request.namespace, request.prompt.packed_tokens, len(pending), n_pending)
+        return self._pins.why_not(request.namespace, request.prompt.packed_tokens, len(pending), n_pending)
 
     def end(self, request: Request, now: float, *, cancelled: bool = False) -> None:
         """End a queued or running request; what it computed stays cached unless it is private."""
@@ -321,7 +321,7 @@ class Scheduler:
                 outcomes.append(Scored(request, scores))
         if not request.wants_tokens and self.cache.length(work.run.seq) == request.n_prompt:
             if request.params.pin is not None and not request.is_private:
-                change = self.cache.pins.add if request.params.pin else self.cache.pins.remove
+                change = self._pins.add if request.params.pin else self._pins.remove
                 change(request.namespace, request.prompt.packed_tokens)
             self.end(request, now)
             return [*outcomes, Sampled(request, (), "limit")]

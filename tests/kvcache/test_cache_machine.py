@@ -496,7 +496,8 @@ class CacheMachine(RuleBasedStateMachine):
                 left, other = other, left
             n_resident, also = cache._tree.n_tokens, {each for each in left if each in other}
             cache.dropper.drop_tier(kind)
-            used = {above for each in self.tiers.in_use for above in each.path_from_root}
+            loading = [each for each in self.tiers.in_use if each.state is not SegmentState.DROPPED]
+            used = {above for each in loading for above in each.path_from_root}
             assert {*left} <= used
             assert cache._tree.n_tokens == n_resident
             assert also <= {*other}

@@ -16,6 +16,7 @@ const PARTS = {
 const count = (n) => n.toLocaleString("en");
 const percent = (rate) => `${(100 * rate).toFixed(1)}%`;
 
+let isShown = false;
 let timer = null;
 
 async function read() {
@@ -26,14 +27,15 @@ async function read() {
   } catch (error) {
     $("advice-info").textContent = error.message;
   }
-  timer = setTimeout(read, EVERY_MS);
+  // Another call may have set it meanwhile.
+  clearTimeout(timer);
+  if (isShown) timer = setTimeout(read, EVERY_MS);
 }
 
 function showClients(clients) {
-  const found = clients.filter((each) => each.places.length);
-  $("advice-info").textContent = found.length ? "" : "No prompt has been computed again that could have been reused.";
+  $("advice-info").textContent = clients.length ? "" : "No prompt has been computed again that could have been reused.";
   const open = new Set([...$("advice").querySelectorAll("details[open]")].map((each) => each.dataset.key));
-  const items = found.flatMap((client) => client.places.map((place) => placeView(client, place, open)));
+  const items = clients.flatMap((client) => client.places.map((place) => placeView(client, place, open)));
   $("advice").replaceChildren(...items);
 }
 
@@ -74,7 +76,8 @@ function showSizes({ hit_rate, ram, disk }) {
 }
 
 /** Ask for advice while the view of the cache is shown. */
-export function showAdvice(isShown) {
+export function showAdvice(is) {
+  isShown = is;
   clearTimeout(timer);
-  if (isShown) read();
+  if (is) read();
 }

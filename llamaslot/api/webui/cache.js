@@ -253,7 +253,7 @@ function box(node, key, depth, left, width) {
   ];
   const text =
     `${count(node.edge_tokens)} tokens (${count(node.tokens)} from the start), ${count(node.hits)} hits, ${places.join(", ")}` +
-    `${node.pinned ? ", in use" : ""}${node.checkpoint ? ", with a checkpoint" : ""}, used ${ordinal(node.last_used)}`;
+    `${node.pinned ? ", in use" : ""}${node.checkpoint ? ", with a checkpoint" : ""}, ${recency(node.last_used)}`;
   const made = element("button", { type: "button", title: node.text ? `${text}\n${node.text}` : text }, count(node.edge_tokens));
   made.className = node.pinned ? "cells" : node.holders.length ? "idle" : node.ram_tokens ? "ram" : "disk";
   made.setAttribute("aria-label", text);
@@ -266,7 +266,7 @@ function box(node, key, depth, left, width) {
   return made;
 }
 
-const ordinal = (rank) => (rank ? `before ${count(rank)} others` : "last of all");
+const recency = (rank) => (rank ? `used earlier than ${count(rank)} others` : "used most recently");
 
 // Requests
 

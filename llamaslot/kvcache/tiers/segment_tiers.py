@@ -375,7 +375,9 @@ class SegmentTiers:
 
     def empty(self, tier: Literal["ram", "disk"]) -> None:
         """Evict all segments and checkpoints from RAM or from disk, except those in use and above them."""
-        kept = {above for each in self.in_use for above in each.path_from_root}
+        # A sequence may be about to load a segment that was dropped meanwhile.
+        used = [each for each in self.in_use if each.state is not S.DROPPED]
+        kept = {above for each in used for above in each.path_from_root}
         held = [*self.ram, *self.checkpoints] if tier == "ram" else [*self.disk]
         for segment in sorted(held, key=lambda each: each.rank):
             if segment not in kept:
