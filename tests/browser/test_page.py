@@ -204,8 +204,11 @@ def test_the_page_goes_on_after_the_server_was_started_again(folder: Path, open_
 def test_the_advice_names_what_made_prompts_be_computed_again(
     server: Server, open_page: Callable[..., Page]
 ) -> None:
+    rules = " ".join(
+        f"Rule {i}: {i * i} is the square of {i}, and {i * 7} is seven times as much." for i in range(20)
+    )
     for minute in range(10, 13):
-        system = f"The time is 2026-11-27 14:{minute}:00. " + "You answer each question in a friendly way. " * 20
+        system = f"The time is 2026-11-27 14:{minute}:00. {rules}"
         messages = [{"role": "system", "content": system}, {"role": "user", "content": "Hello"}]
         server.post("/v1/chat/completions", {"messages": messages, "max_tokens": 2, "session_id": "dated"})
     page = open_page(server.url)

@@ -29,7 +29,7 @@ from hypothesis.stateful import (
 )
 
 from llamaslot.base.backend import Backend, Run, Status
-from llamaslot.base.commands import GenerateParams
+from llamaslot.base.commands import GenerateParams, LocalTier
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.kv_ops import Copy, Kv, Load, Remove, Save
 from llamaslot.base.model import SegmentSize, StepCost
@@ -474,7 +474,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.asked)
     @rule(
-        kind=st.sampled_from(["path", "path", "path", "invalid", "namespace", "everything", "pool", "ram", "disk"]),
+        kind=st.sampled_from(["path", "path", "path", "invalid", "namespace", "everything"]),
         index=st.integers(0, 9), share=st.sampled_from([0.5, 1, 1]),
     )  # fmt: skip
     def drop(self, kind: str, index: int, share: float) -> None:
@@ -485,22 +485,6 @@ class CacheMachine(RuleBasedStateMachine):
             cache.dropper.drop()
             assert cache._tree.n_tokens == cache._tree.n_pinned_tokens
             assert not len(self.tiers.ram) + len(self.tiers.disk)
-        elif kind == "pool":
-            n_before = len(self.tiers.ram), len(self.tiers.disk)
-            cache.dropper.drop_tier("pool")
-            assert cache._tree.n_tokens == cache._tree.n_pinned_tokens
-            assert (len(self.tiers.ram), len(self.tiers.disk)) == n_before
-        elif kind in ("ram", "disk"):
-            left, other = self.tiers.ram, self.tiers.disk
-            if kind == "disk":
-                left, other = other, left
-            n_resident, also = cache._tree.n_tokens, {each for each in left if each in other}
-            cache.dropper.drop_tier(kind)
-            loading = [each for each in self.tiers.in_use if each.state is not SegmentState.DROPPED]
-            used = {above for each in loading for above in each.path_from_root}
-            assert {*left} <= used
-            assert cache._tree.n_tokens == n_resident
-            assert also <= {*other}
         elif kind == "path":
             tokens = asked.tokens[: int(share * len(asked.tokens))]
             path = packed(np.array(tokens, dtype=np.int32))
@@ -525,6 +509,26 @@ class CacheMachine(RuleBasedStateMachine):
             assert cache._tree.is_pinned(other.slot) or other.slot in self.shaken
         self.is_recovering = True
         COUNTS[f"dropped: {kind}"] += 1
+
+    @rule(tier=st.sampled_from(["pool", "ram", "disk"]))
+    def drop_tier(self, tier: LocalTier) -> None:
+        """Drop the prefixes of one tier: other tiers keep what they have of them."""
+        cache, tiers, before = self.cache, self.tiers, self.cache._tree.n_tokens
+        held = {"ram": {*tiers.ram}, "disk": {*tiers.disk}}
+        cache.dropper.drop_tier(tier)
+        if tier == "pool":
+            assert cache._tree.n_tokens == cache._tree.n_pinned_tokens
+        else:
+            assert cache._tree.n_tokens == before
+            loading = [each for each in tiers.in_use if each.state is not SegmentState.DROPPED]
+            left = tiers.ram if tier == "ram" else tiers.disk
+            assert {*left} <= {above for each in loading for above in each.path_from_root}
+        if tier != "ram":
+            assert {*tiers.ram} == held["ram"]
+        if tier != "disk":
+            assert {*tiers.disk} == held["disk"]
+        self.is_recovering = True
+        COUNTS[f"dropped: {tier}"] += 1
 
     # Where slots can be saved the layout is fixed, for each change would empty them.
     @precondition(lambda self: self.cache.settings.saves and self.shape.layout != "changing")
