@@ -142,7 +142,9 @@ class _Conversation:
         lengths = QUESTION_TOKENS, REASONING_TOKENS, ANSWER_TOKENS
         question, reasoning, answered = (self._tokens.draw(self._words, n).strip() for n in lengths)
         self._messages.append({"role": "user", "content": question})
-        grammar = "root ::= " + json.dumps(f"<think>\n{reasoning}\n</think>\n\n{answered}")
+        # Only after a choice are forced tokens computed, and only before one: so there is one at each end.
+        rest = json.dumps(f" {reasoning}\n</think>\n\n{answered}")
+        grammar = f'root ::= "<think>\\n" [a-z] {rest} [.!]'
         answer = await self._client.chat(self._messages, temperature=0.0, grammar=grammar)
         self._messages.append({"role": "assistant", "content": answer.content})
         return answer

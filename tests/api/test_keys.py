@@ -58,6 +58,7 @@ ROUTES = {
         ("POST", "/completions"),
         ("POST", "/apply-template"),
         ("POST", "/cache/probe"),
+        ("POST", "/cache/warm"),
         ("POST", "/tokenize"),
         ("POST", "/detokenize"),
         ("GET", "/tokenizer_info"),

@@ -126,7 +126,7 @@ VALID: dict[str, list[dict[str, Any]]] = {
     "/sessions/{session_id:.+}": [{"cache_salt": "x"}],
     "/cache/clear": [{}],
     "/cache/probe": [{"prompt": "Hello"}, {"messages": [{"role": "user", "content": "Hello"}]}, _CHAT],
-    "/cache/warm": [{"prompt": "Hello", "pin": True}, {"messages": [], "system": "Hello"}, {"input": "Hello"}, _CHAT],
+    "/cache/warm": [{"prompt": "Hello", "pin": True}, {"messages": [], "system": "a"}, {"input": "Hello"}, _CHAT],
     "/v1/responses/{response_id}": [{}],
     "/v1/responses/{response_id}/cancel": [{}],
     "/v1/responses/compact": [_RESPONSES],
