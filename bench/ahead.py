@@ -30,7 +30,7 @@ from bench.report import Summary, console, machine, new_table, write_json
 from bench.server import llamaslot, serving
 from bench.tokens import Tokens
 
-SHAPE = "qwen3-0.6b"
+SHAPE = "0.6b-qwen3"
 TEMPLATE = "Qwen-Qwen3-0.6B"
 TURNS = 6
 QUESTION_TOKENS, OTHER_TOKENS, OTHER_NEW = 40, 200, 8
