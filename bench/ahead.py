@@ -30,15 +30,15 @@ from bench.report import Summary, console, machine, new_table, write_json
 from bench.server import llamaslot, serving
 from bench.tokens import Tokens
 
-SHAPE = "60m-qwen3"
+SHAPE = "0.6b-qwen3"
 TEMPLATE = "Qwen-Qwen3-0.6B"
 TURNS = 6
 QUESTION_TOKENS, OTHER_TOKENS, OTHER_NEW = 40, 200, 8
 CONTEXT = 16_384
 REASONING_TOKENS, ANSWER_TOKENS = 400, 300
-PAUSE_S = 4.0
+PAUSE_S = 6.0
 """Time in which the user reads an answer."""
-OTHER_EVERY_S = 0.7
+OTHER_EVERY_S = 4.0
 """Mean time between two requests of the other client."""
 SIDES = {"off": ("--warm-ahead", "off"), "on": ("--warm-ahead", "1000000")}
 
@@ -142,7 +142,9 @@ class _Conversation:
         lengths = QUESTION_TOKENS, REASONING_TOKENS, ANSWER_TOKENS
         question, reasoning, answered = (self._tokens.draw(self._words, n).strip() for n in lengths)
         self._messages.append({"role": "user", "content": question})
-        grammar = "root ::= " + json.dumps(f"<think>\n{reasoning}\n</think>\n\n{answered}")
+        # Only after a choice are forced tokens computed, and only before one: so there is one at each end.
+        rest = json.dumps(f" {reasoning}\n</think>\n\n{answered}")
+        grammar = f'root ::= "<think>\\n" [a-z] {rest} [.!]'
         answer = await self._client.chat(self._messages, temperature=0.0, grammar=grammar)
         self._messages.append({"role": "assistant", "content": answer.content})
         return answer

@@ -83,19 +83,22 @@ SHAPES = {
 SENTENCEPIECE = {"tiny-sentencepiece": Shape("llama", sentencepiece.SIZE, 3, 128, 256, 2, 1, 64, 32_768)}
 """Shapes with the vocabulary of `bench.sentencepiece` and without a chat template."""
 
-BORROWING = {"tiny-qwen2": Shape("llama", 151_936, 3, 128, 256, 2, 1, 64, 4096), "60m-qwen3": SHAPES["60m"]}
+BORROWING = {
+    "tiny-qwen2": Shape("llama", 151_936, 3, 128, 256, 2, 1, 64, 4096),
+    "60m-qwen3": SHAPES["60m"],
+    "0.6b-qwen3": SHAPES["qwen3-0.6b"],
+}
 """Shapes that get the tokenizer of another file."""
 
-ADDED_TOKENS = {
-    "60m-qwen3": {
-        151_657: "<tool_call>",
-        151_658: "</tool_call>",
-        151_665: "<tool_response>",
-        151_666: "</tool_response>",
-        151_667: "<think>",
-        151_668: "</think>",
-    }
+_QWEN3_TOKENS = {
+    151_657: "<tool_call>",
+    151_658: "</tool_call>",
+    151_665: "<tool_response>",
+    151_666: "</tool_response>",
+    151_667: "<think>",
+    151_668: "</think>",
 }
+ADDED_TOKENS = {"60m-qwen3": _QWEN3_TOKENS, "0.6b-qwen3": _QWEN3_TOKENS}
 """Tokens that a shape has in place of the unused ones of its tokenizer: what Qwen3 has more than Qwen2."""
 
 

@@ -394,7 +394,7 @@ def _kind_of(body: WarmBody) -> BodyKind:
         return "text" if body.input is UNSET else "responses"
     tools = body.tools if isinstance(body.tools, list) else ()
     is_messages = body.system is not UNSET or any(
-        isinstance(tool, dict) and "input_schema" in tool for tool in tools
+        isinstance(tool, dict) and "input_schema" in tool and "function" not in tool for tool in tools
     )
     return "messages" if is_messages else "chat"
 

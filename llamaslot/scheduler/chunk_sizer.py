@@ -25,7 +25,7 @@ _DECAY = 0.99
 FIRST_BLOCK_FACTOR = 1.5
 """Factor by which the first query block may exceed the allowed time."""
 _BACKGROUND_S = 0.05
-"""Longest step in the background, unless a single query block takes longer."""
+"""Longest step in the background, unless the smallest chunk takes longer."""
 _NEWEST_WEIGHT = 0.2
 """Weight of the newest observation in the moving averages."""
 
@@ -72,13 +72,14 @@ class ChunkSizer:
         return n
 
     def background(self) -> int:
-        """Return how many tokens a step in the background may have: whole query blocks, at least one.
+        """Return how many tokens a step in the background may have: whole query blocks, or less than one.
 
         A request that arrives meanwhile waits for its end.
         """
         per_token = self.seconds(1)
-        n_blocks = int(_BACKGROUND_S / per_token) // QUERY_BLOCK if per_token else 1
-        return min(max(n_blocks, 1) * QUERY_BLOCK, self.n_ubatch)
+        n = int(_BACKGROUND_S / per_token) if per_token else QUERY_BLOCK
+        n = n // QUERY_BLOCK * QUERY_BLOCK if n >= QUERY_BLOCK else max(n, MIN_CHUNK)
+        return min(n, self.n_ubatch)
 
     def block(self, n_decoding: int) -> int:
         """Return how many prompt tokens fill up a query block beside `n_decoding` decodes, within a micro-batch."""

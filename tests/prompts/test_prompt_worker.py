@@ -28,6 +28,7 @@ from llamaslot.base.prompt_jobs import (
     Locate,
     Located,
     Needs,
+    NextTurn,
     Prepare,
     Prepared,
     Release,
@@ -36,7 +37,7 @@ from llamaslot.base.prompt_jobs import (
 from llamaslot.base.stats import AnchorStats, ReplyStats, SessionStats
 from llamaslot.base.text_records import Session, TextAnchor
 from llamaslot.base.tokens import TokenizedPrompt
-from llamaslot.prompts.lanes import LONG_LANE, PROMPT_LANE, activity_of, is_long_query, lane_of
+from llamaslot.prompts.lanes import LONG_LANE, PROMPT_LANE, Lanes, activity_of, is_long_query, lane_of
 from llamaslot.prompts.tokenizer import Tokenizer
 from tests.fake_backend import FakeVocab
 from tests.prompt_threads import (
@@ -386,3 +387,15 @@ async def test_a_stream_of_new_clients_does_not_starve_another() -> None:
         if client == "known":
             break
     assert i <= MAX_ROUND_TURNS
+
+
+async def test_a_next_turn_is_predicted_after_all_other_jobs() -> None:
+    lanes = Lanes()
+    jobs = [NextTurn("a", b"", 0, "a", 99), tokenize("b"), Release("c"), Remember("d", b"", 0)]
+    for job in jobs:
+        lanes.add(job)
+    begun = []
+    while (pending := lanes.begin_next()) is not None:
+        begun.append(pending.job)
+        lanes.end(pending.number)
+    assert begun == [jobs[2], jobs[3], jobs[1], jobs[0]]

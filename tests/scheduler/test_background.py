@@ -9,6 +9,7 @@ import pytest
 
 from llamaslot.base.backend import Status
 from llamaslot.base.model import QUERY_BLOCK, StateKind
+from llamaslot.scheduler.chunk_sizer import MIN_CHUNK
 from llamaslot.scheduler.request import Request, RequestState
 from llamaslot.scheduler.step import StepPlan
 from tests.conftest import LONG
@@ -55,13 +56,12 @@ def prefill_of(plan: StepPlan) -> int:
     return sum(len(work.run.tokens) for work in plan.work)
 
 
-@pytest.mark.parametrize("seconds", [1e-5, 1e-3, 1.0])
-def test_its_steps_are_short(seconds: float) -> None:
+@pytest.mark.parametrize(("seconds", "expected"), [(1e-5, 512), (2e-4, 192), (1e-3, 50), (1.0, MIN_CHUNK)])
+def test_its_steps_are_short(seconds: float, expected: int) -> None:
     driver = Driver(n_slots=1, n_ctx=4096, n_ubatch=512)
     driver.scheduler.chunks.observe(512, 0, 512 * seconds)
     background(driver, "a" * 2000)
-    n = prefill_of(driver.step())
-    assert n == (512 if seconds == 1e-5 else QUERY_BLOCK)
+    assert prefill_of(driver.step()) == expected
 
 
 def test_it_waits_for_all_others() -> None:
