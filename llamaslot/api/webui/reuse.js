@@ -12,7 +12,7 @@ export const TIERS = [
 
 /** Sentences for the values of `cache.miss`. */
 export const WHY = {
-  cold: "nothing that begins like it was cached",
+  cold: "the rest had not been computed before",
   diverged: "the text departs from what was cached",
   changed: "an earlier reply of the conversation was changed",
   evicted: "it was cached, but has been evicted",
