@@ -1,6 +1,6 @@
 // Advice: what made prompts be computed again, and what other sizes of the tiers would bring. Fed by /cache/advice.
 
-import { $, ask, element } from "./page.js";
+import { $, ask, count, element } from "./page.js";
 
 const EVERY_MS = 10_000;
 const GIB = 2 ** 30;
@@ -13,7 +13,6 @@ const PARTS = {
   tool: "a tool's result",
 };
 
-const count = (n) => n.toLocaleString("en");
 const percent = (rate) => `${(100 * rate).toFixed(1)}%`;
 
 let isShown = false;

@@ -1,7 +1,7 @@
 // The cache: gauges, slots over time, rates, the radix tree and requests. Fed by /events.
 
 import { showAdvice } from "./advice.js";
-import { $, ask, element, events, say } from "./page.js";
+import { $, ask, count, element, events, say } from "./page.js";
 import { WHY, why } from "./reuse.js";
 
 const WINDOW_S = 120;
@@ -20,7 +20,7 @@ const RATES = [
 let samples = [];
 let requests = [];
 let prefixes = [];
-let root = null;
+let zoomedKey = null;
 let isShown = false;
 let stream = null;
 
@@ -29,7 +29,6 @@ function ratio(now, before) {
   return total ? (100 * (now.matched - before.matched)) / total : NaN;
 }
 
-const count = (n) => Math.round(n).toLocaleString("en");
 const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`);
 
 // The stream
@@ -107,10 +106,11 @@ function gauge(title, parts, total, text, tier) {
   );
 }
 
-function bytes(title, tier, name, cleared) {
+/** Show a tier's bytes; `cleared` is its name for the button that clears it. */
+function showTier(title, tier, color, cleared) {
   if (!tier.total_bytes) return;
   const text = `${(tier.used_bytes / MIB).toLocaleString("en", { maximumFractionDigits: 1 })} of ${count(tier.total_bytes / MIB)} MiB`;
-  gauge(title, [[name, tier.used_bytes, text]], tier.total_bytes, text, cleared);
+  gauge(title, [[color, tier.used_bytes, text]], tier.total_bytes, text, cleared);
 }
 
 async function clear(which) {
@@ -127,9 +127,9 @@ function showGauges({ cache, queued, slots }) {
   const { cells, ram, disk, checkpoints, sequences } = cache;
   const pool = `${count(cells.pinned)} in use, ${count(cells.idle)} idle, ${count(cells.free)} free of ${count(cells.total)} cells`;
   gauge("KV pool", [["cells", cells.pinned, "in use"], ["idle", cells.idle, "idle"]], cells.total, pool, "pool");
-  bytes("RAM", ram, "ram", "ram");
-  bytes("Disk", disk, "disk", "disk");
-  bytes("Checkpoints", checkpoints, "ram");
+  showTier("RAM", ram, "ram", "ram");
+  showTier("Disk", disk, "disk", "disk");
+  showTier("Checkpoints", checkpoints, "ram");
   const running = slots.filter((each) => each.state !== "idle").length;
   const busy = `${running} of ${slots.length} slots run, ${queued} requests wait; ${sequences.used} of ${sequences.total} sequence ids in use`;
   gauge("Slots", [["cells", running, "running"]], slots.length, busy);
@@ -215,13 +215,14 @@ function showTree() {
   for (const node of nodes) (node.parent === null ? tops : nodes[node.parent].children).push(node);
   // A number is an index in this reply only; the path of sizes says which node was meant.
   const key = (node) => `${node.parent === null ? node.namespace : key(nodes[node.parent])}/${node.edge_tokens}`;
-  const chosen = root === null ? undefined : nodes.find((node) => key(node) === root);
-  if (!chosen) root = null;
+  const chosen = zoomedKey === null ? undefined : nodes.find((node) => key(node) === zoomedKey);
+  if (!chosen) zoomedKey = null;
   const size = (node) => (node.size = node.edge_tokens + node.children.reduce((sum, each) => sum + size(each), 0));
   tops.forEach(size);
   const weight = (list) => list.reduce((sum, each) => sum + each.size, 0);
   const focused = document.activeElement?.dataset?.key;
   const view = [];
+  let rows = 0;
   const place = (list, depth, start, width) => {
     const total = weight(list);
     let at = start;
@@ -235,7 +236,6 @@ function showTree() {
     }
     rows = Math.max(rows, depth + 1);
   };
-  let rows = 0;
   place(chosen ? [chosen] : tops, 0, 0, 100);
   $("tree").style.height = `${rows * 26}px`;
   $("tree").replaceChildren(...view);
@@ -260,7 +260,7 @@ function box(node, key, depth, left, width) {
   made.dataset.key = key;
   Object.assign(made.style, { left: `${left}%`, width: `${width}%`, top: `${depth * 26}px` });
   made.addEventListener("click", () => {
-    root = key;
+    zoomedKey = key;
     showTree();
   });
   return made;
@@ -302,7 +302,7 @@ export function startCache() {
   $("by-miss").addEventListener("change", showRequests);
   $("by-id").addEventListener("input", showRequests);
   $("zoom-out").addEventListener("click", () => {
-    root = null;
+    zoomedKey = null;
     showTree();
   });
   $("clear").addEventListener("click", () => clear(""));

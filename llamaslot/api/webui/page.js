@@ -4,6 +4,7 @@ import { startCache } from "./cache.js";
 import { startChat } from "./chat.js";
 
 export const $ = (id) => document.getElementById(id);
+export const count = (n) => Math.round(n).toLocaleString("en");
 
 /** Return an element with properties and children; text is never parsed as HTML. */
 export function element(name, properties = {}, ...children) {
