@@ -25,7 +25,7 @@ from llamaslot.api.responses.responses import finding
 from llamaslot.api.sse import EventStream, typed_event
 from llamaslot.base.commands import InspectCache, LocalTier, SlotAction, SlotActionDone, SlotVerb
 from llamaslot.base.errors import ForbiddenError, InvalidRequestError, NotSupportedError, UnavailableError
-from llamaslot.base.stats import SlotState
+from llamaslot.base.stats import SlotState, Warmed
 from llamaslot.protocol.bodies import SessionBody, SlotBody
 from llamaslot.protocol.text_requests import request_salt
 from llamaslot.service.service import Service
@@ -55,18 +55,6 @@ async def cache(request: web.Request) -> web.Response:
 async def advice(request: web.Request) -> web.Response:
     """Return where prompts parted from what was cached, the likely culprits, and hit rates with other sizes."""
     return json_response(await _service(request).cache_advice())
-
-
-class Warmed(msgspec.Struct):
-    """A prompt that was computed for later requests; the reply to `POST /cache/warm` as JSON."""
-
-    tokens: int
-    cached: int
-    """Of them, those whose KV was reused."""
-    computed: int
-    """At least the last one, and after a preemption some of them again."""
-    pinned: bool
-    """True if this request pinned it."""
 
 
 async def probe(request: web.Request) -> web.Response:

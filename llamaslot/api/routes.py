@@ -36,7 +36,7 @@ from llamaslot.base.commands import CacheCleared
 from llamaslot.base.events import FinishReason
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.model import Capabilities, SelfTestOutcome
-from llamaslot.base.stats import CacheProbe, CacheState
+from llamaslot.base.stats import CacheProbe, CacheState, Warmed
 from llamaslot.protocol import bodies
 from llamaslot.protocol.anthropic import CountTokensBody, MessagesBody
 from llamaslot.protocol.responses import ResponsesBody
@@ -491,7 +491,7 @@ _ROUTES = (
         "POST",
         "/cache/warm",
         cache_endpoints.warm,
-        (cache_endpoints.Warmed,),
+        (Warmed,),
         (*_ANY, bodies.WarmBody),
         parameters=_SESSION,
     ),

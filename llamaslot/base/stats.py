@@ -45,6 +45,18 @@ MISS_FLAGS: dict[Miss, str] = dict.fromkeys(("self_test_pending", "self_test_fai
 """Flags of the server with which a request would not have missed for this reason."""
 
 
+class Warmed(msgspec.Struct):
+    """A prompt that was computed for later requests; the reply to `POST /cache/warm` as JSON."""
+
+    tokens: int
+    cached: int
+    """Of them, those whose KV was reused."""
+    computed: int
+    """At least the last one, and after a preemption some of them again."""
+    pinned: bool
+    """True if this request pinned it."""
+
+
 class CacheProbe(msgspec.Struct):
     """Cached tokens of a prompt that is not run; the reply to `POST /cache/probe` as JSON."""
 

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Iterator, Sequence
 
-from rich.console import Console
 from rich.text import Text
 
 from llamaslot.base.advice import CacheAdvice, ClientAdvice, PlaceAdvice, Role, SizeAdvice
-from llamaslot.cli.cache_command import PIPE_COLUMNS, ask, counted
-from llamaslot.cli.client import Client, add_access
+from llamaslot.cli.client import Client, add_access, counted, plain_console
 
 _WHERE: dict[Role, str] = {
     "system": " in the system prompt",
@@ -32,9 +29,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the advice of a server. Raises ConfigError if the server has no such endpoint."""
     client = Client(args.url, args.api_key, args.cacert)
-    width = None if sys.stdout.isatty() else PIPE_COLUMNS
-    console = Console(highlight=False, markup=False, emoji=False, width=width)
-    for line in lines(ask(client, "GET", "/cache/advice", CacheAdvice), args.top):
+    console = plain_console()
+    for line in lines(client.fetch("GET", "/cache/advice", CacheAdvice), args.top):
         console.print(line, soft_wrap=True)
     return 0
 

@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from typing import TypeVar
 
 import msgspec
 from msgspec import UNSET
-from rich.console import Console
 from rich.text import Text
 from rich.tree import Tree
 
 from llamaslot.base.commands import CacheCleared
-from llamaslot.base.errors import ConfigError
 from llamaslot.base.stats import CachePrefix, CacheState, CheckpointStats, TierStats
-from llamaslot.cli.client import Client, RefusedError, add_access
+from llamaslot.cli.client import Client, add_access, counted, plain_console
 
 _MAX_TEXT_CHARS = 60
 """Most characters of a prefix's text that are shown."""
-PIPE_COLUMNS = 200
-"""Width of the output if it is not a terminal; longer lines are cut."""
 
 
 _R = TypeVar("_R", bound=msgspec.Struct)
@@ -37,32 +32,18 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Clear the cache if requested, then print its state. Raises ConfigError if the server has no such endpoint."""
     client = Client(args.url, args.api_key, args.cacert)
-    width = None if sys.stdout.isatty() else PIPE_COLUMNS
-    console = Console(highlight=False, markup=False, emoji=False, width=width)
+    console = plain_console()
     if args.clear:
-        cleared = ask(client, "POST", "/cache/clear", CacheCleared)
+        cleared = client.fetch("POST", "/cache/clear", CacheCleared)
         console.print(
             f"cleared: {counted(cleared.cleared_tokens, 'idle token')}, {cleared.cleared_ram_tokens:,} in RAM, "
             f"{cleared.cleared_disk_tokens:,} on disk"
         )
-    state = ask(client, "GET", f"/cache?top={args.top}", CacheState)
+    state = client.fetch("GET", f"/cache?top={args.top}", CacheState)
     for line in summary(state):
         console.print(line, soft_wrap=True)
     console.print(tree(state.prefixes, n_namespaces=state.namespaces))
     return 0
-
-
-def ask(client: Client, method: str, path: str, reply_type: type[_R]) -> _R:
-    """Return a server's reply to a request about its cache; raises ConfigError if it has no such endpoint."""
-    try:
-        return msgspec.convert(client.ask(method, path), reply_type)
-    except RefusedError as error:
-        if error.status in (404, 405):
-            path = path.partition("?")[0]
-            raise ConfigError(f"{client.url} has no {path}: it is another server or an older llamaslot") from None
-        raise
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"{client.url} runs an incompatible version of llamaslot ({error})") from None
 
 
 def _tier(name: str, tier: TierStats) -> str:
@@ -151,8 +132,3 @@ def _label(prefix: CachePrefix) -> Text:
         text = prefix.text if len(prefix.text) <= _MAX_TEXT_CHARS else prefix.text[: _MAX_TEXT_CHARS - 1] + "…"
         label.append(f" {text!r}", style="not bold dim")
     return label
-
-
-def counted(n: int, one: str, many: str = "") -> str:
-    """Return a number with the noun that it counts."""
-    return f"{n:,} {one if n == 1 else many or one + 's'}"

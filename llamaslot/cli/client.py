@@ -1,4 +1,4 @@
-"""HTTP client for commands that talk to a running server. It needs only the standard library.
+"""HTTP client for commands that talk to a running server.
 
 Every failure is a `ConfigError` of one line.
 """
@@ -9,16 +9,23 @@ import argparse
 import json
 import os
 import ssl
+import sys
 from collections.abc import Iterator
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
+
+import msgspec
+from rich.console import Console
 
 from llamaslot.base.errors import ConfigError
 
 DEFAULT_URL = "http://127.0.0.1:8080"
 _CONNECT_TIMEOUT_S = 10.0
+_PIPE_COLUMNS = 200
+"""Width of the output if it is not a terminal; longer lines are cut."""
+_R = TypeVar("_R", bound=msgspec.Struct)
 
 
 def add_access(parser: argparse.ArgumentParser) -> None:
@@ -35,6 +42,17 @@ def add_access(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="the https server's certificate or its CA's (default: the system's CAs)",
     )
+
+
+def plain_console() -> Console:
+    """Return stdout for text of users and servers, which is printed as it is."""
+    width = None if sys.stdout.isatty() else _PIPE_COLUMNS
+    return Console(highlight=False, markup=False, emoji=False, width=width)
+
+
+def counted(n: int, one: str, many: str = "") -> str:
+    """Return a number with its noun."""
+    return f"{n:,} {one if n == 1 else many or one + 's'}"
 
 
 class RefusedError(ConfigError):
@@ -72,6 +90,24 @@ class Client:
                 return self.decode(response.read())
             except (OSError, HTTPException) as error:
                 raise self.broken(error) from None
+
+    def fetch(self, method: str, path: str, reply_type: type[_R], body: Any = None) -> _R:
+        """Send a request to an endpoint that only llamaslot has, and return its reply."""
+        with self.explaining(path):
+            return msgspec.convert(self.ask(method, path, body), reply_type)
+
+    @contextmanager
+    def explaining(self, path: str) -> Iterator[None]:
+        """Say in the error which endpoint a server lacks, or that it answers as another version does."""
+        try:
+            yield
+        except RefusedError as error:
+            if error.status in (404, 405):
+                name = path.partition("?")[0]
+                raise ConfigError(f"{self.url} has no {name}: it is another server or an older llamaslot") from None
+            raise
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"{self.url} runs an incompatible version of llamaslot ({error})") from None
 
     def connect(self) -> HTTPConnection:
         """Return a connection without a read timeout."""

@@ -15,8 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from llamaslot.base.errors import ConfigError
-from llamaslot.cli.client import Client, RefusedError, add_access
+from llamaslot.cli.client import Client, add_access
 from llamaslot.service.activity import RequestUpdate, StateUpdate, Update
 
 _MIB = 2**20
@@ -36,27 +35,21 @@ def run(args: argparse.Namespace) -> int:
     console = Console(highlight=False, markup=False, emoji=False)
     requests: deque[RequestUpdate] = deque(maxlen=_MAX_REQUESTS)
     screen = Live(console=console, screen=True, auto_refresh=False) if console.is_terminal else nullcontext()
-    try:
-        with (
-            closing(client.connect()) as connection,
-            client.send(connection, "GET", "/events") as response,
-            screen as live,
-        ):
-            for event in client.events(response):
-                update: Update = msgspec.convert(event, Update)
-                if isinstance(update, RequestUpdate):
-                    requests.appendleft(update)
-                elif isinstance(update, StateUpdate) and live is not None:
-                    live.update(view(update, requests), refresh=True)
-                elif isinstance(update, StateUpdate):
-                    console.print(view(update, requests))
-                    return 0
-    except RefusedError as error:
-        if error.status in (404, 405):
-            raise ConfigError(f"{client.url} has no /events: it is another server or an older llamaslot") from None
-        raise
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"{client.url} runs an incompatible version of llamaslot ({error})") from None
+    with (
+        client.explaining("/events"),
+        closing(client.connect()) as connection,
+        client.send(connection, "GET", "/events") as response,
+        screen as live,
+    ):
+        for event in client.events(response):
+            update: Update = msgspec.convert(event, Update)
+            if isinstance(update, RequestUpdate):
+                requests.appendleft(update)
+            elif isinstance(update, StateUpdate) and live is not None:
+                live.update(view(update, requests), refresh=True)
+            elif isinstance(update, StateUpdate):
+                console.print(view(update, requests))
+                break
     return 0
 
 

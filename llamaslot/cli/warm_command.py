@@ -9,6 +9,7 @@ from typing import Any
 
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.files import read_named_text
+from llamaslot.base.stats import Warmed
 from llamaslot.cli.client import Client, RefusedError, add_access
 
 
@@ -34,17 +35,11 @@ def run(args: argparse.Namespace) -> int:
     client = Client(args.url, args.api_key, args.cacert)
     for number, body in enumerate(bodies, start=1):
         try:
-            warmed = client.ask("POST", "/cache/warm", body | pin)
-            done = f"{warmed['tokens']:,} tokens, {warmed['cached']:,} cached, {warmed['computed']:,} computed"
+            warmed = client.fetch("POST", "/cache/warm", Warmed, body | pin)
         except RefusedError as error:
-            if error.status in (404, 405):
-                raise ConfigError(
-                    f"{client.url} has no /cache/warm: it is another server or an older llamaslot"
-                ) from None
             raise ConfigError(f"prompt {number}: {error.message}", param=error.param) from None
-        except (KeyError, TypeError, ValueError):
-            raise ConfigError(f"{client.url} runs an incompatible version of llamaslot") from None
-        print(f"prompt {number}: {done}{', pinned' if warmed.get('pinned') else ''}", flush=True)
+        done = f"{warmed.tokens:,} tokens, {warmed.cached:,} cached, {warmed.computed:,} computed"
+        print(f"prompt {number}: {done}{', pinned' if warmed.pinned else ''}", flush=True)
     return 0
 
 
