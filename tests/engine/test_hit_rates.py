@@ -51,8 +51,8 @@ async def curve_of(prompts: list[str], ram_bytes: int, **settings: Any) -> HitCu
 
 
 async def test_hit_rates_with_other_sizes_of_ram_are_predicted() -> None:
-    prompts = conversations(160)
-    sizes = RAM_BYTES // 2, RAM_BYTES, 2 * RAM_BYTES, 4 * RAM_BYTES
+    prompts = conversations(100)
+    sizes = RAM_BYTES // 3, 2 * (RAM_BYTES // 3), 4 * (RAM_BYTES // 3)
     curves = {size: await curve_of(prompts, size) for size in sizes}
     measured = {size: curve.hit_rate for size, curve in curves.items()}
     assert measured[sizes[-1]] - measured[sizes[0]] > 4 * TOLERANCE, "the size makes little difference"
