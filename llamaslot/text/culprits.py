@@ -308,7 +308,8 @@ _OF_LINES: tuple[tuple[Culprit, Callable[[str, str, Change, Role], bool]], ...] 
 
 _TAG = re.compile(r"<([A-Za-z][\w.-]{2,40})(?:\s[^<>]*)?>")
 _DECLARED = re.compile(
-    r"""(?:["'>]|type |declaration:|def |function |name: |## )(?=([\w-]{1,128}(?:[.:/][\w-]{1,128}){0,4}))"""
+    r"""(?:["'>]|type |declaration:|def |function |name: |## )"""
+    r"(?=([\w-]{1,128}(?:[.:/][\w-]{1,128}){0,4}))"
 )
 """The ways in which templates write the name of a declared tool. One may begin within what looks like a name."""
 _MIN_REMINDER = 16
