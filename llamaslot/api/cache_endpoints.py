@@ -24,7 +24,13 @@ from llamaslot.api.middleware import check_sees_all, given_key, sees_all, valid_
 from llamaslot.api.responses.responses import finding
 from llamaslot.api.sse import EventStream, typed_event
 from llamaslot.base.commands import InspectCache, LocalTier, SlotAction, SlotActionDone, SlotVerb
-from llamaslot.base.errors import ForbiddenError, InvalidRequestError, NotSupportedError, UnavailableError
+from llamaslot.base.errors import (
+    ForbiddenError,
+    InvalidRequestError,
+    NotSupportedError,
+    UnavailableError,
+    stopped_error,
+)
 from llamaslot.base.stats import SlotState, Warmed
 from llamaslot.protocol.bodies import SessionBody, SlotBody
 from llamaslot.protocol.text_requests import request_salt
@@ -124,7 +130,9 @@ async def events(request: web.Request) -> web.StreamResponse:
         await stream.open()
         return stream.response
     async with aclosing(service.activity.watch(prefixes)) as updates:
-        first = await anext(updates)
+        first = await anext(updates, None)
+        if first is None:
+            raise stopped_error("")
         await stream.open()
         await stream.send([typed_event(first)])
         async for update in updates:

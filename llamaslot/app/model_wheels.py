@@ -68,6 +68,8 @@ def download(model: Model, report: Report, most_s: float = math.inf) -> Path:
             while not _locked(lock):
                 check_pace()
                 time.sleep(_POLL_S)
+            # The time of another download that has failed does not count.
+            started = time.monotonic()
             if not path.exists():
                 # A process that was killed may have left it.
                 shutil.rmtree(scratch, ignore_errors=True)

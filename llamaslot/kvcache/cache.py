@@ -527,7 +527,8 @@ class KVCache:
         In time proportional to the tree.
         """
         size, ram, disk = self.settings.segment_size, self._tiers.ram, self._disk.stats
-        if size is None or not self._ghosts.n_tokens:
+        if size is None or not size.per_token or not self._ghosts.n_tokens:
+            # Without bytes per token (recurrent models), the size of a tier does not say how many tokens it keeps.
             return HitCurve(hit_rate)
         n_pool_only = sum(
             node.n_tokens

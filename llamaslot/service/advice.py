@@ -61,6 +61,12 @@ class Adviser:
             new=parting.new if has_text else UNSET,
         )
 
+    def drop_texts(self) -> None:
+        """Forget the texts of all places, but not the counts."""
+        for known in self._clients.values():
+            for place in known.places.values():
+                place.before = place.old = place.new = UNSET
+
     def clients(self) -> tuple[ClientAdvice, ...]:
         """Return the advice for each client that has a place, those with the most tokens computed again first."""
         found = [

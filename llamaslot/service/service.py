@@ -580,7 +580,10 @@ class Service:
         return await asyncio.shield(self._spawn(self._drop_session(DropSession(session_id, cache_salt))))
 
     async def _drop_session(self, job: DropSession) -> CacheCleared:
-        return await self.ask(await self._prompts.call(job), CacheCleared)
+        drop = await self._prompts.call(job)
+        # Those of other sessions, too: places do not say whose text they have.
+        self._adviser.drop_texts()
+        return await self.ask(drop, CacheCleared)
 
     async def clear_cache(self, tier: LocalTier | None = None) -> CacheCleared:
         """Drop what no running request uses: one tier, or all of them and what is remembered of texts."""
@@ -591,6 +594,7 @@ class Service:
         if tier is None:
             # First the texts: what is being remembered now is dropped too.
             await self._prompts.call(ClearTexts())
+            self._adviser.drop_texts()
         return await self.ask(ClearCache(tier), CacheCleared)
 
     async def _answer_of(self, job: Job) -> Any:

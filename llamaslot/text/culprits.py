@@ -307,6 +307,11 @@ _OF_LINES: tuple[tuple[Culprit, Callable[[str, str, Change, Role], bool]], ...] 
 # --- rules about the whole change ---
 
 _TAG = re.compile(r"<([A-Za-z][\w.-]{2,40})(?:\s[^<>]*)?>")
+_DECLARED = re.compile(
+    r"""(?:["'>]|type |declaration:|def |function |name: |## )"""
+    r"(?=([\w-]{1,128}(?:[.:/][\w-]{1,128}){0,4}))"
+)
+"""The ways in which templates write the name of a declared tool. One may begin within what looks like a name."""
 _MIN_REMINDER = 16
 """Characters of a line by which a reminder without a tag is found again."""
 
@@ -341,7 +346,7 @@ def _is_tools(change: Change, _role: Role) -> bool:
     if sorted(old) == sorted(new):
         return bool(_tool_at(change))
     at = next((i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
-    if at and not _declaration(new[at - 1]).search(change.before[-_MAX_TOOLS:]):
+    if at and not _is_declared(new[at - 1], change.before[-_MAX_TOOLS:]):
         return False
     return any(
         at < len(tools) and _declares(change, text, tools[at])
@@ -353,7 +358,7 @@ def _declares(change: Change, differing: str, tool: str) -> bool:
     """True if a declaration of the tool begins soon after the place, or right before it."""
     n = len(tool) + 20
     near = change.before[-n:] + (differing + change.after[:n])[:_MAX_LINE]
-    return bool(_declaration(tool).search(near))
+    return _is_declared(tool, near)
 
 
 def _tool_at(change: Change) -> str:
@@ -362,24 +367,21 @@ def _tool_at(change: Change) -> str:
     The next tool must follow, or the line must be that of the declaration.
     """
     text = change.before[-_MAX_TOOLS:]
-    starts = [
-        (found[-1].end(), i)
-        for i, name in enumerate(change.new_tools)
-        if (found := [*_declaration(name).finditer(text)])
-    ]
-    if not starts:
+    numbers = {name: i for i, name in enumerate(change.new_tools)}
+    latest = None
+    for found in _DECLARED.finditer(text):
+        if found[1] in numbers:
+            latest = found
+    if latest is None or MARK in text[latest.end(1) :]:
         return ""
-    at, i = max(starts)
-    if MARK in text[at:]:
-        return ""
-    following = change.new_tools[i + 1 : i + 2]
-    is_within = any(_declaration(name).search(change.new + change.after) for name in following)
-    return change.new_tools[i] if is_within or "\n" not in text[at:] else ""
+    tool = latest[1]
+    following = change.new_tools[numbers[tool] + 1 :][:1]
+    is_within = any(_is_declared(name, change.new + change.after) for name in following)
+    return tool if is_within or "\n" not in text[latest.end(1) :] else ""
 
 
-def _declaration(tool: str) -> re.Pattern[str]:
-    """Return a pattern for the ways in which templates write the name of a declared tool."""
-    return re.compile(rf"""(?:["'>]|type |declaration:|def |function |name: |## ){re.escape(tool)}(?!\w)""")
+def _is_declared(tool: str, text: str) -> bool:
+    return any(found[1] == tool for found in _DECLARED.finditer(text))
 
 
 def _is_reminder(change: Change, role: Role) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from llamaslot.base.advice import Parting
+from llamaslot.base.prompt_jobs import Release
 from llamaslot.kvcache import ghost_list
 from llamaslot.service import advice
 from llamaslot.service.advice import Adviser
@@ -22,7 +23,7 @@ def chat(day: str, question: str = "What is in the file?", **fields: Any) -> dic
 async def told(server: Any, key: str = "") -> dict[str, Any]:
     """The advice, once everything that was found is in it."""
     # Jobs of the prompt worker are carried out in order.
-    await server.service.clear_cache()
+    await server.service._prompts.call(Release("none"))
     status, found = await server.get("/cache/advice", headers={"Authorization": f"Bearer {key}"} if key else {})
     assert status == 200
     return dict(found)
@@ -49,6 +50,20 @@ async def test_a_planted_date_is_named_and_its_text_only_shown_if_wanted(start: 
     assert 0 < found["hit_rate"] < 1
 
 
+@pytest.mark.parametrize(("method", "path"), [("POST", "/cache/clear"), ("DELETE", "/sessions/mine")])
+async def test_texts_are_forgotten_with_the_cache_or_a_session(start: Any, method: str, path: str) -> None:
+    server = await start(cache_debug_text=True)
+    server.local.prompts.worker._shows_text = True
+    for day in ("2026-11-27", "2026-11-28"):
+        await server.ok("/v1/chat/completions", chat(day, session_id="mine"))
+    assert "agent" in str(await told(server))
+    async with server.session.request(method, server.url + path) as response:
+        assert response.status == 200
+    (client,) = (found := await told(server))["clients"]
+    assert client["places"][0]["requests"] == 1
+    assert "agent" not in str(found)
+
+
 async def test_turns_and_new_conversations_are_no_places(start: Any) -> None:
     server = await start()
     for question in ("What is in the file?", "Who wrote it?", "Who wrote it? And when?"):
@@ -59,7 +74,7 @@ async def test_turns_and_new_conversations_are_no_places(start: Any) -> None:
 async def test_evicted_prefixes_are_places(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     server = await start()
     await server.ok("/v1/chat/completions", chat("2026-11-27"))
-    await told(server)
+    await server.service.clear_cache()
     await server.ok("/v1/chat/completions", chat("2026-11-27"))
     (client,) = (await told(server))["clients"]
     (place,) = client["places"]

@@ -123,6 +123,30 @@ async def test_prefixes_come_to_those_who_ask_for_them(start: Any, monkeypatch: 
         assert response.status == 400
 
 
+async def test_without_the_debug_flag_prefixes_have_no_text(start: Any) -> None:
+    server = await start()
+    await server.ok("/completion", {"prompt": "a secret prompt", "max_tokens": 1, "ignore_eos": True})
+    async with server.session.get(server.url + "/events?top=9") as response:
+        found = await events_of(response, 3)
+    (listed,) = (each["prefixes"] for each in found if each["type"] == "prefixes")
+    assert listed
+    assert not any("text" in each for each in listed)
+    assert "secret" not in json.dumps(found)
+
+
+async def test_a_server_that_stops_before_the_first_event_says_so(start: Any) -> None:
+    server = await start()
+    told = server.service.activity
+
+    async def never() -> EngineState:
+        told.close()
+        raise UnavailableError("restarting")
+
+    told._read = never
+    status, reply = await server.get("/events")
+    assert (status, reply["error"]["type"]) == (503, "unavailable_error")
+
+
 async def test_the_engine_is_asked_only_while_somebody_watches(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(activity, "INTERVAL_S", 0.01)
     server = await start()

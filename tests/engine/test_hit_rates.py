@@ -12,6 +12,7 @@ from llamaslot.backend.disk import DiskStore
 from llamaslot.base.advice import HitCurve
 from llamaslot.base.commands import PredictHits
 from llamaslot.base.events import Finished
+from llamaslot.base.model import SegmentSize
 from tests.engine.harness import running
 from tests.fake_backend import FakeBackend
 
@@ -50,8 +51,8 @@ async def curve_of(prompts: list[str], ram_bytes: int, **settings: Any) -> HitCu
 
 
 async def test_hit_rates_with_other_sizes_of_ram_are_predicted() -> None:
-    prompts = conversations(160)
-    sizes = RAM_BYTES // 2, RAM_BYTES, 2 * RAM_BYTES, 4 * RAM_BYTES
+    prompts = conversations(100)
+    sizes = RAM_BYTES // 3, 2 * (RAM_BYTES // 3), 4 * (RAM_BYTES // 3)
     curves = {size: await curve_of(prompts, size) for size in sizes}
     measured = {size: curve.hit_rate for size, curve in curves.items()}
     assert measured[sizes[-1]] - measured[sizes[0]] > 4 * TOLERANCE, "the size makes little difference"
@@ -79,9 +80,13 @@ async def test_hit_rates_with_other_sizes_of_the_disk_are_predicted(tmp_path: Pa
             assert predicted[other] == pytest.approx(measured[other], abs=TOLERANCE), (size, other)
 
 
-async def test_without_requests_or_offloading_nothing_is_predicted() -> None:
+async def test_without_requests_or_sizes_of_tokens_nothing_is_predicted() -> None:
     assert await curve_of([], RAM_BYTES) == HitCurve()
-    backend = FakeBackend(n_slots=2, n_ctx=2048, segment_size=None)
-    async with running(backend) as engine:
-        await engine.submit("r", "hello" * 50)
-        assert (await engine.local.service.ask(PredictHits(), HitCurve)).ram == ()
+    # That of a purely recurrent model has the same size after any number of tokens.
+    for size in (None, SegmentSize(100, 0)):
+        async with running(FakeBackend(n_slots=2, n_ctx=2048, segment_size=size)) as engine:
+            for i in range(2):
+                await engine.submit(f"r{i}", "hello" * 50, max_tokens=1)
+            curve = await engine.local.service.ask(PredictHits(), HitCurve)
+        assert curve.hit_rate > 0
+        assert curve.ram == curve.disk == ()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from llamaslot.base.advice import Culprit, Role
@@ -125,6 +127,17 @@ def test_git_statuses(old: str, new: str) -> None:
 
 def test_a_status_without_a_heading_is_not_named() -> None:
     assert named(" M is for milk", " D is for dates") == "unknown"
+
+
+def test_the_changed_one_of_many_tools_is_found_at_once() -> None:
+    names = [f"mcp__server-{i}.read" for i in range(1000)]
+    lines = [f'{{"type": "function", "function": {{"name": "{name}", "description": "Reads."}}}}' for name in names]
+    before, after = "\n".join([SYSTEM, *lines[:900]]), "\n".join(["", *lines[901:]])
+    start, end = lines[900][:-10], lines[900][-4:]
+    change = Change(f"{before}\n{start}", "a file", "two files", end + after, names, names)
+    began = time.process_time()
+    assert culprit_of(change) == ("tools", "tools")
+    assert time.process_time() - began < 0.1
 
 
 def test_prompts_that_differ_in_much_are_different_ones() -> None:
