@@ -589,9 +589,12 @@ class CacheMachine(RuleBasedStateMachine):
         self.step(1, 0, is_late=False, n_jobs=0)
         COUNTS["slots restored"] += 1
 
-    @rule(n=st.integers(5, 15), n_extra=st.integers(0, 3), n_jobs=st.integers(0, 2))
-    def go_on(self, n: int, n_extra: int, n_jobs: int) -> None:
-        self.step(n, n_extra, is_late=False, n_jobs=n_jobs)
+    @rule(
+        n=st.integers(5, 15), n_extra=st.integers(0, 3), n_jobs=st.integers(0, 2),
+        n_drafted=st.sampled_from([(0, 0), (0, 0), (3, 5)]),
+    )  # fmt: skip
+    def go_on(self, n: int, n_extra: int, n_jobs: int, n_drafted: tuple[int, int]) -> None:
+        self.step(n, n_extra, is_late=False, n_jobs=n_jobs, n_drafted=n_drafted)
 
     @rule(
         n=st.integers(1, 4), n_extra=st.integers(0, 3), is_late=st.booleans(), n_jobs=st.integers(0, 2),

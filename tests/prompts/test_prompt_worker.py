@@ -28,6 +28,7 @@ from llamaslot.base.prompt_jobs import (
     Locate,
     Located,
     Needs,
+    NextTurn,
     Prepare,
     Prepared,
     Release,
@@ -36,7 +37,7 @@ from llamaslot.base.prompt_jobs import (
 from llamaslot.base.stats import AnchorStats, ReplyStats, SessionStats
 from llamaslot.base.text_records import Session, TextAnchor
 from llamaslot.base.tokens import TokenizedPrompt
-from llamaslot.prompts.lanes import LONG_LANE, PROMPT_LANE, activity_of, is_long_query, lane_of
+from llamaslot.prompts.lanes import LONG_LANE, PROMPT_LANE, Lanes, activity_of, is_long_query, lane_of
 from llamaslot.prompts.tokenizer import Tokenizer
 from tests.fake_backend import FakeVocab
 from tests.prompt_threads import (
@@ -386,3 +387,18 @@ async def test_a_stream_of_new_clients_does_not_starve_another() -> None:
         if client == "known":
             break
     assert i <= MAX_ROUND_TURNS
+
+
+async def test_what_is_predicted_goes_last() -> None:
+    lanes = Lanes()
+    jobs: list[Job] = [
+        NextTurn("r", b"", 0, "r", 100), Locate("r", 1), tokenize("a"), ClearTexts(), Release("a"),
+    ]  # fmt: skip
+    for job in jobs:
+        lanes.add(job)
+    begun = []
+    while (pending := lanes.begin_next()) is not None:
+        begun.append(pending.job)
+        lanes.end(pending.number)
+    assert len(begun) == len(jobs)
+    assert begun[-1] is jobs[0]
