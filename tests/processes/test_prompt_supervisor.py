@@ -207,8 +207,9 @@ async def test_what_was_remembered_of_a_branch_survives_its_crash(start: Start) 
 
 
 async def test_what_was_remembered_of_a_predicted_turn_survives_its_crash(start: Start) -> None:
-    worker = await start(template="{{ messages | length }} messages\n" + LINES)
-    known, messages = await reply_tokens(worker), [{"role": "user", "content": "Once upon a time. " * 20}]
+    long = "{% if loop.last and messages | length > 3 %}" + "A long conversation. " * 20 + "{% endif %}"
+    worker = await start(template=LINES.replace("{{ m.role", long + "{{ m.role"))
+    known, messages = await reply_tokens(worker), [{"role": "user", "content": "Once upon"}]
     for name in ("first", "second"):
         await worker.call(parse("chat", {"messages": messages, "session_id": "mine"}, name))
         await worker.call(Remember(name, known, len("a  time"), name))
