@@ -142,6 +142,8 @@ class PromptWorker:
             case ClearTexts():
                 self._tokenizer.memory.clear()
                 self._tokenizer.earlier.clear()
+                # A next turn would bring back what was cleared.
+                self._bodies.clear()
         return None
 
     def _prepare(self, job: Prepare, on_prompt: Callable[[], None]) -> Prepared | Needs | BadBody:

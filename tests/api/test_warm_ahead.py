@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import numpy as np
 import pytest
 
-from llamaslot.base.commands import Generate
-from llamaslot.base.tokens import ids_of
+from llamaslot.base.commands import CacheCleared, ClearCache, DropPaths, Generate, GenerateParams
+from llamaslot.base.namespaces import salt_namespace
+from llamaslot.base.prompt_jobs import ClearTexts
+from llamaslot.base.tokens import TokenizedPrompt, ids_of, packed
 from llamaslot.prompts.prompt_worker import MIN_NEW_TOKENS
 from tests.api.test_restored_messages import CALL, QUESTION, TEMPLATE, chats, reply_of, results, without_reasoning
+from tests.fake_backend import FakeBackend
 
 ANSWERS = [f"Answer {i}: " + "the wall is long and made of old stones. " * 3 for i in range(4)]
 REPLIES = [f"<think>{'I should look at it. ' * 4}</think>{answer}" for answer in ANSWERS]
@@ -198,3 +202,59 @@ async def test_it_is_off_without_a_budget_and_for_prompts_that_reuse_nothing(sta
             await ours.turn()
         assert await settled(chat.server) == 0
         assert TEMPLATE
+
+
+async def test_nothing_is_computed_ahead_of_what_was_cleared_meanwhile(
+    start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chat = await chats(start, *REPLIES, warm_ahead=10_000)
+    ours, service = Conversation(chat), chat.server.service
+    await ours.turn()
+    predict = service._predict
+
+    def cleared_before(*args: Any) -> None:
+        chat.server.local.prompts.call(ClearTexts())
+        predict(*args)
+
+    monkeypatch.setattr(service, "_predict", cleared_before)
+    await ours.turn()
+    assert await settled(chat.server) == 0
+
+
+PROMPT = "<s>" + "a" * 3000
+
+
+async def computing(start: Any, **fields: Any) -> Any:
+    """A server that was just told to compute `PROMPT` in the background: it has begun no step of it."""
+    server = await start(backend=FakeBackend(n_ctx=8192, n_slots=2))
+    tokens = TokenizedPrompt(packed(np.array([*PROMPT.encode()], dtype=np.int32)))
+    params = GenerateParams("ahead", max_tokens=0, is_background=True, **fields)
+    server.local.engine.send(Generate(params, tokens))
+    return server
+
+
+@pytest.mark.parametrize(
+    "query",
+    [ClearCache(), DropPaths(salt_namespace(""), (packed(np.array([*PROMPT.encode()], dtype=np.int32)),), b"")],
+    ids=["clear", "drop"],
+)
+async def test_clearing_and_dropping_end_what_runs_in_the_background(start: Any, query: Any) -> None:
+    server = await computing(start)
+    await server.service.ask(query, CacheCleared)
+    assert await settled(server) == 0
+    _, state = await server.get("/cache")
+    assert state["cells"]["used"] == 0
+
+
+@pytest.mark.parametrize(("rest", "is_needless"), [(" and more", True), ("", True), (None, False)])
+async def test_a_request_that_continues_it_ends_it(start: Any, rest: str | None, is_needless: bool) -> None:
+    server = await computing(start)
+    prompt = [*(PROMPT + rest).encode()] if rest is not None else [*b"bbb"]
+    reply = await server.ok("/v1/completions", {"prompt": prompt, "max_tokens": 1})
+    n_reused = reply["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert await settled(server) == (n_reused if is_needless else len(PROMPT))
+
+
+async def test_a_prompt_of_which_nothing_is_kept_is_not_computed(start: Any) -> None:
+    server = await computing(start, cache_prompt=False)
+    assert await settled(server) == 0

@@ -417,15 +417,20 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(
         origin=st.integers(0, 5), share=st.sampled_from([0.3, 0.9, 1, 1]), tail=tails, n_tail=st.integers(1, 40),
-        salt=kinds[0],
+        salt=kinds[0], is_disturbed=st.booleans(),
     )  # fmt: skip
-    def ask_in_the_background(self, *, origin: int, share: float, tail: int, n_tail: int, salt: int) -> None:
+    def ask_in_the_background(
+        self, *, origin: int, share: float, tail: int, n_tail: int, salt: int, is_disturbed: bool
+    ) -> None:
         """A prompt that is computed while there is no other request, in place of an earlier one."""
         for asked in self.living:
             if asked.params.is_background:
                 self.end(asked)
         prompt = self.prompt(origin, share, tail, n_tail)
         self.new_request(prompt, salt=salt, max_tokens=0, is_background=True)
+        if is_disturbed:
+            self.step(1, 0, is_late=False, n_jobs=0)
+            self.new_request(prompt[:n_tail], salt=salt)
 
     @precondition(lambda self: self.living)
     @rule(index=st.integers(0, 20))
@@ -510,6 +515,8 @@ class CacheMachine(RuleBasedStateMachine):
         self.is_recovering = True
         COUNTS[f"dropped: {kind}"] += 1
 
+    # Seldom, since what is dropped makes other events rarer.
+    @precondition(lambda self: len(self.asked) % 4 == 3)
     @rule(tier=st.sampled_from(["pool", "ram", "disk"]))
     def drop_tier(self, tier: LocalTier) -> None:
         """Drop the prefixes of one tier: other tiers keep what they have of them."""
@@ -582,9 +589,12 @@ class CacheMachine(RuleBasedStateMachine):
         self.step(1, 0, is_late=False, n_jobs=0)
         COUNTS["slots restored"] += 1
 
-    @rule(n=st.integers(5, 15), n_extra=st.integers(0, 3), n_jobs=st.integers(0, 2))
-    def go_on(self, n: int, n_extra: int, n_jobs: int) -> None:
-        self.step(n, n_extra, is_late=False, n_jobs=n_jobs)
+    @rule(
+        n=st.integers(5, 15), n_extra=st.integers(0, 3), n_jobs=st.integers(0, 2),
+        n_drafted=st.sampled_from([(0, 0), (0, 0), (3, 5)]),
+    )  # fmt: skip
+    def go_on(self, n: int, n_extra: int, n_jobs: int, n_drafted: tuple[int, int]) -> None:
+        self.step(n, n_extra, is_late=False, n_jobs=n_jobs, n_drafted=n_drafted)
 
     @rule(
         n=st.integers(1, 4), n_extra=st.integers(0, 3), is_late=st.booleans(), n_jobs=st.integers(0, 2),

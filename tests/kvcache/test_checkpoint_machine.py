@@ -377,7 +377,7 @@ class CheckpointMachine(FakeMachine):
 
     def check_waiting_for_states(self, after: States, running: dict[Asked, int], plan: StepPlan) -> None:
         """A request that waits has a reason to."""
-        waiting = [asked for asked in self.living if asked.slot < 0]
+        waiting = [asked for asked in self.living if asked.slot < 0 and not asked.params.is_background]
         free = [slot.id for slot in self.scheduler.slots if slot.request is None]
         first = [a for a in waiting if a.has_started or a.request.n_overtaken >= MAX_OVERTAKEN]
         is_loading = any(isinstance(each, Load) for each in plan.operations)

@@ -26,6 +26,7 @@ from llamaslot.base.prompt_jobs import (
     JsonReply,
     Locate,
     Needs,
+    NextTurn,
     Prepare,
     Prepared,
     Release,
@@ -203,6 +204,21 @@ async def test_what_was_remembered_of_a_branch_survives_its_crash(start: Start) 
     await outcomes(worker.call(tokenize("x", "CRASH")))
     assert (await worker.call(job)).prompts[0].prompt.session_match != "new"
     assert (await worker.call(DropSession("mine"))).paths
+
+
+async def test_what_was_remembered_of_a_predicted_turn_survives_its_crash(start: Start) -> None:
+    long = "{% if loop.last and messages | length > 3 %}" + "A long conversation. " * 20 + "{% endif %}"
+    worker = await start(template=LINES.replace("{{ m.role", long + "{{ m.role"))
+    known, messages = await reply_tokens(worker), [{"role": "user", "content": "Once upon"}]
+    for name in ("first", "second"):
+        await worker.call(parse("chat", {"messages": messages, "session_id": "mine"}, name))
+        await worker.call(Remember(name, known, len("a  time"), name))
+        messages += [{"role": "assistant", "content": "a  time"}, {"role": "user", "content": "And then?"}]
+    predicted = await worker.call(NextTurn("second", known, len("a  time"), "second", 10_000))
+    assert predicted.records
+    await outcomes(worker.call(tokenize("x", "CRASH")))
+    paths = (await worker.call(DropSession("mine"))).paths
+    assert predicted.generate.prompt.packed_tokens in paths
 
 
 async def remember(worker: PromptSupervisor, owner: str, question: str, known: bytes, **fields: str) -> None:

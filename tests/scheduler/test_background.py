@@ -102,6 +102,18 @@ def test_it_can_be_cancelled_at_any_time(when: str) -> None:
     driver.run("a" * 200 + "c")
 
 
+@pytest.mark.parametrize("n_steps", [0, 1])
+def test_stopping_ends_it(n_steps: int) -> None:
+    driver = Driver(n_slots=1, n_ctx=512, n_ubatch=64)
+    ahead = background(driver, "a" * 200)
+    for _ in range(n_steps):
+        driver.step()
+    driver.scheduler.stop(driver.backend.now)
+    assert ahead.state is RequestState.DONE
+    assert driver.scheduler.admission.background is None
+    assert not workers(driver.step())
+
+
 def test_a_failed_step_ends_it_or_is_repeated() -> None:
     driver = Driver(n_slots=1, n_ctx=512, n_ubatch=64)
     for status in (Status.FATAL, Status.NO_CELLS, Status.ABORTED):
