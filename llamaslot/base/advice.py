@@ -104,6 +104,15 @@ MEANINGS: dict[Culprit, tuple[str, str]] = {
 
 Role: TypeAlias = Literal["", "system", "tools", "user", "assistant", "tool"]
 """Part of a prompt: whose message, or the declared tools; empty for a prompt without messages, or if unknown."""
+WHERE: dict[Role, str] = {
+    "system": "in the system prompt",
+    "tools": "in the tools",
+    "user": "in a message of the user",
+    "assistant": "in a message of the model",
+    "tool": "in a tool's result",
+    "": "",
+}
+"""Each role in words."""
 
 
 class Parting(msgspec.Struct, frozen=True):
@@ -149,6 +158,8 @@ class PlaceAdvice(msgspec.Struct):
     """The culprit in words."""
     fix: str
     role: Role
+    where: str
+    """The role in words; empty if it is unknown."""
     offset: int
     """Characters before the latest place; -1 if that is unknown."""
     requests: int

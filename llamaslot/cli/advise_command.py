@@ -7,17 +7,8 @@ from collections.abc import Iterator, Sequence
 
 from rich.text import Text
 
-from llamaslot.base.advice import CacheAdvice, ClientAdvice, PlaceAdvice, Role, SizeAdvice
+from llamaslot.base.advice import CacheAdvice, ClientAdvice, PlaceAdvice, SizeAdvice
 from llamaslot.cli.client import Client, add_access, counted, plain_console
-
-_WHERE: dict[Role, str] = {
-    "system": " in the system prompt",
-    "tools": " in the tools",
-    "user": " in a message by the user",
-    "assistant": " in a message by the model",
-    "tool": " in a tool's result",
-    "": "",
-}
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -63,10 +54,11 @@ def _of_client(client: ClientAdvice) -> Iterator[Text]:
         style="bold",
     )
     for place in client.places:
+        where = f" {place.where}" if place.where else ""
         at = f", at character {place.offset:,}" if place.offset >= 0 else ""
         yield Text(
             f"  {counted(place.tokens, 'token')} computed again in {counted(place.requests, 'request')}: "
-            f"{place.meaning}{_WHERE[place.role]}{at}; last in {place.last_request_id}"
+            f"{place.meaning}{where}{at}; last in {place.last_request_id}"
         )
         yield from _texts(place)
         yield Text(f"      {place.fix}", style="dim")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from msgspec import UNSET
 
-from llamaslot.base.advice import MEANINGS, ClientAdvice, Culprit, Parting, PlaceAdvice, Role
+from llamaslot.base.advice import MEANINGS, WHERE, ClientAdvice, Culprit, Parting, PlaceAdvice, Role
 
 MAX_CLIENTS = 256
 """Clients that are known: those that sent a request most recently."""
@@ -52,6 +52,7 @@ class Adviser:
             meaning=meaning,
             fix=fix,
             role=parting.role,
+            where=WHERE[parting.role],
             offset=parting.offset,
             requests=1 + (before.requests if before is not None else 0),
             tokens=parting.tokens + (before.tokens if before is not None else 0),

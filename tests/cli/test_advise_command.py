@@ -14,6 +14,7 @@ def place(**fields: object) -> PlaceAdvice:
         "meaning": "a date or time",
         "fix": "Leave it out.",
         "role": "system",
+        "where": "in the system prompt",
         "offset": 8812,
     }
     return PlaceAdvice(**{**given, "requests": 1, "tokens": 9000, "last_request_id": "r1", **fields})  # type: ignore[arg-type]
@@ -46,7 +47,7 @@ def test_texts_are_printed_as_literals() -> None:
 
 def test_a_server_without_places_says_so_and_further_clients_are_counted() -> None:
     assert "no prompt has parted" in printed(CacheAdvice((), 1.0, (), ()))[1]
-    clients = tuple(ClientAdvice(f"{i}", 1, 9, 9, (place(offset=-1, role=""),)) for i in range(12))
+    clients = tuple(ClientAdvice(f"{i}", 1, 9, 9, (place(offset=-1, role="", where=""),)) for i in range(12))
     told = printed(CacheAdvice(clients, 1.0, (), ()))
     assert told[-1] == "\n2 more clients (--top)"
     assert "a date or time; last in r1" in told[3]

@@ -5,14 +5,6 @@ import { $, ask, count, element } from "./page.js";
 const EVERY_MS = 10_000;
 const GIB = 2 ** 30;
 
-const PARTS = {
-  system: "the system prompt",
-  tools: "the tools",
-  user: "a message of the user",
-  assistant: "a reply",
-  tool: "a tool's result",
-};
-
 const percent = (rate) => `${(100 * rate).toFixed(1)}%`;
 
 let isShown = false;
@@ -41,7 +33,7 @@ function showClients(clients) {
 function placeView(client, place, open) {
   const key = `${client.client}/${place.culprit}/${place.role}`;
   const where = [
-    ...(place.role ? [`in ${PARTS[place.role]}`] : []),
+    ...(place.where ? [place.where] : []),
     ...(place.offset >= 0 ? [`at character ${count(place.offset)}`] : []),
   ].join(", ");
   const head = element(
