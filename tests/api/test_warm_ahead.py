@@ -13,8 +13,8 @@ from llamaslot.base.namespaces import salt_namespace
 from llamaslot.base.prompt_jobs import ClearTexts
 from llamaslot.base.tokens import TokenizedPrompt, ids_of, packed
 from llamaslot.prompts.prompt_worker import MIN_NEW_TOKENS
-from tests.fake_backend import FakeBackend
 from tests.api.test_restored_messages import CALL, QUESTION, TEMPLATE, chats, reply_of, results, without_reasoning
+from tests.fake_backend import FakeBackend
 
 ANSWERS = [f"Answer {i}: " + "the wall is long and made of old stones. " * 3 for i in range(4)]
 REPLIES = [f"<think>{'I should look at it. ' * 4}</think>{answer}" for answer in ANSWERS]
