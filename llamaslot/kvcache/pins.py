@@ -1,9 +1,10 @@
 """Pins: prefixes that are evicted last in every tier (`POST /cache/warm`).
 
-They are not held in cells: the oldest request always finishes only because all that is idle can be evicted for it.
-Whenever the pool records a use, it counts as one of each pinned prefix too, and so does each eviction from RAM or from
-disk (`SegmentTiers.use_pinned`). What counts more than the last use goes for pinned prefixes as well: tenants' shares
-and limits, and that what is also on disk leaves RAM first when memory is short.
+They are not held in cells: the oldest request always finishes only because all that is idle can be evicted for
+it. Whenever the pool records a use, it counts as one of each pinned prefix too, and before each eviction from
+RAM or from disk they count as used (`SegmentTiers.use_pinned`). What goes before the last use holds for them as
+well: tenants' shares and limits, and that what is also on disk leaves RAM first when memory is short. And what
+needs all of RAM or of the disk takes their place.
 """
 
 from __future__ import annotations
