@@ -1,17 +1,20 @@
 """Pins: prefixes that are evicted last in every tier (`POST /cache/warm`).
 
-They are not held in cells: the oldest request always finishes only because all that is idle can be evicted for it.
-Whenever the cache records a use, it counts as one of each pinned prefix too.
+They are not held in cells: the oldest request always finishes only because all that is idle can be evicted for
+it. Whenever the pool records a use, it counts as one of each pinned prefix too, and before each eviction from
+RAM or from disk they count as used (`SegmentTiers.use_pinned`). What goes before the last use holds for them as
+well: tenants' shares and limits, and that what is also on disk leaves RAM first when memory is short. And what
+needs all of RAM or of the disk takes their place.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from llamaslot.base.stats import WarmStats
 from llamaslot.base.tokens import WIDTH
 from llamaslot.kvcache.cache_settings import CacheSettings
-from llamaslot.kvcache.nodes import Node, checkpoints_on
+from llamaslot.kvcache.nodes import Node
 from llamaslot.kvcache.radix_tree import RadixTree
 from llamaslot.kvcache.tiers.segment_tiers import SegmentTiers
 
@@ -28,13 +31,11 @@ class Pins:
     _tree: RadixTree
     _tiers: SegmentTiers
     _settings: CacheSettings
-    _paths: set[tuple[str, bytes]] = field(default_factory=set)
-    """Namespaces and packed tokens."""
 
     def why_not(self, namespace: str, tokens: bytes, pending: int, pending_tokens: int) -> str:
         """Return why a prefix cannot be pinned beside `pending` others that will be; empty if it can."""
         stats = self.stats
-        if (namespace, tokens) in self._paths:
+        if (namespace, tokens) in self._tiers.pinned_paths:
             return ""
         if stats.prefixes + pending >= MAX_PINS:
             return f"there are {stats.prefixes + pending} pinned prefixes, and the limit is {MAX_PINS}"
@@ -45,34 +46,33 @@ class Pins:
 
     def add(self, namespace: str, tokens: bytes) -> None:
         """Pin a prefix."""
-        self._paths.add((namespace, tokens))
+        self._tiers.pinned_paths.add((namespace, tokens))
 
     def remove(self, namespace: str, tokens: bytes) -> None:
         """Unpin a prefix, if it is pinned."""
-        self._paths.discard((namespace, tokens))
+        self._tiers.pinned_paths.discard((namespace, tokens))
 
     def clear(self) -> None:
         """Unpin everything."""
-        self._paths.clear()
+        self._tiers.pinned_paths.clear()
 
     def use(self, now: int) -> None:
-        """Mark what is cached of pinned prefixes as used at `now`, on the tree's clock."""
-        for namespace, tokens in self._paths:
-            match = self._tree.match(namespace, tokens)
-            self._tree.touch(match.resident_end, now)
-            for each in (*match.segments, *checkpoints_on(match.whole_end)):
-                each.last_used = self._tiers.n_uses
+        """Mark what the pool has of pinned prefixes as used at `now`, on the tree's clock."""
+        for namespace, tokens in self._tiers.pinned_paths:
+            self._tree.touch(self._tree.match(namespace, tokens).resident_end, now)
 
     def nodes(self) -> set[Node]:
         """Return the nodes with tokens of pinned prefixes."""
         return {
             node
-            for namespace, tokens in self._paths
+            for namespace, tokens in self._tiers.pinned_paths
             for node in self._tree.match(namespace, tokens).matched_end.path_to_root()
         }
 
     @property
     def stats(self) -> WarmStats:
         """The number of pins and of their tokens."""
-        n_tokens = sum(len(tokens) for _, tokens in self._paths) // WIDTH
-        return WarmStats(len(self._paths), n_tokens, int(MAX_PINNED_FRACTION * self._settings.pool_cells))
+        n_tokens = sum(len(tokens) for _, tokens in self._tiers.pinned_paths) // WIDTH
+        return WarmStats(
+            len(self._tiers.pinned_paths), n_tokens, int(MAX_PINNED_FRACTION * self._settings.pool_cells)
+        )

@@ -7,6 +7,7 @@ import pytest
 
 from llamaslot.base.kv_ops import Load, Save
 from llamaslot.base.model import SegmentSize
+from llamaslot.base.namespaces import salt_namespace
 from llamaslot.base.tokens import packed
 from llamaslot.kvcache.cache import KVCache
 from llamaslot.kvcache.disk_io import SegmentMeta, Write, Written, path_digest
@@ -15,7 +16,7 @@ from llamaslot.kvcache.tiers.budget import CALM_S, MemoryReading
 from llamaslot.kvcache.tiers.pacing import PARTIAL_DELAY_S, RETRY_DELAY_S
 from llamaslot.scheduler.step import StepPlan
 from tests.cache_settings import cache_settings
-from tests.scheduler.test_scheduler import Driver, generated
+from tests.scheduler.test_scheduler import Driver, as_tokens, generated
 
 
 def driver(**shape: float | None) -> Driver:
@@ -470,3 +471,19 @@ def test_a_waiting_request_matches_what_only_the_disk_has_as_soon_as_ram_has_roo
             cache.tick(now)
         match = cache.match("", tokens, match)
         assert match.n_cached == n_cached
+
+
+@pytest.mark.parametrize("is_pinned", [True, False])
+def test_a_pinned_prefix_is_the_last_to_leave_ram(is_pinned: bool) -> None:
+    """RAM has room for two of three prefixes, of which two are offloaded at once."""
+    shared = Driver(n_slots=2, n_ctx=1024, ram_bytes=2 * SegmentSize(100, 10).of(310))
+    shared.run("p" * 300)
+    if is_pinned:
+        shared.cache.pins.add(salt_namespace(""), packed(as_tokens("p" * 300)))
+    shared.run("z" * 1000)
+    for letter in "xy":
+        shared.run(letter * 300)
+    shared.run("z" * 1000)
+    cached = [letter for letter in "pxy" if shared.match(letter * 300).n_cached == 300]
+    assert cached == (["p", "y"] if is_pinned else ["x", "y"])
+    shared.check()

@@ -160,6 +160,7 @@ class Checkpoints:
         lru = self._tiers.checkpoints
         if lru.n_bytes + n_bytes <= lru.capacity:
             return True
+        self._tiers.use_pinned()
         pinned = self._pinned
         n_pinned = sum(each.n_bytes for each in lru if each in pinned)
         if n_bytes and n_pinned + n_bytes > lru.capacity:

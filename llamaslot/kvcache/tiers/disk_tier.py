@@ -301,6 +301,8 @@ class DiskTier:
         reserved: Counter[str] = Counter()
         for tenant, n_bytes in self._tiers.replaced_files.values():
             reserved[tenant] += n_bytes
+        if shares.losers(disk, segment.tenant, segment.n_bytes, reserved):
+            self._tiers.use_pinned()
         while losers := shares.losers(disk, segment.tenant, segment.n_bytes, reserved):
             found = disk.oldest(lambda each: _may_evict(each, oldest), losers)
             if found is None or (found.rank > segment.rank and segment.tenant in losers):

@@ -31,7 +31,7 @@ from llamaslot.base.namespaces import is_private, tenant_of
 from llamaslot.base.stats import CacheStats, TenantStats
 from llamaslot.kvcache import disk_io
 from llamaslot.kvcache.cache_settings import CacheSettings
-from llamaslot.kvcache.nodes import Checkpoint, Node, Segment
+from llamaslot.kvcache.nodes import Checkpoint, Node, Segment, checkpoints_on
 from llamaslot.kvcache.nodes import SegmentEvent as E
 from llamaslot.kvcache.nodes import SegmentState as S
 from llamaslot.kvcache.radix_tree import RadixTree
@@ -187,6 +187,8 @@ class SegmentTiers:
         """Segments whose last read failed, by number."""
         self.load_pins: dict[int | str, frozenset[Segment]] = {}
         """Segments that a sequence, or a waiting request (by its id), is about to load; not evicted from RAM."""
+        self.pinned_paths: set[tuple[str, bytes]] = set()
+        """Namespaces and packed tokens of prefixes that are evicted last (`Pins`)."""
         self.replaced_files: dict[int, tuple[str, int]] = {}
         """Tenant and bytes of files that stay until their replacement is written, by number."""
         self.now = 0.0
@@ -330,6 +332,14 @@ class SegmentTiers:
         if last is not None:
             self._used[last.number] = self._used.pop(last.number, None)
 
+    def use_pinned(self) -> None:
+        """Make what there is of pinned prefixes the most recently used: before an eviction."""
+        self.n_uses += 1
+        for namespace, tokens in self.pinned_paths:
+            match = self._tree.match(namespace, tokens)
+            for each in (*match.segments, *checkpoints_on(match.whole_end)):
+                each.last_used = self.n_uses
+
     def queue_write(self, segment: Segment) -> None:
         """Queue a segment to be written, unless it is on disk already or its parent is not."""
         if segment.state is S.RAM and self.may_write(segment):
@@ -348,6 +358,8 @@ class SegmentTiers:
             is_free = not segment.state.is_busy and not self._is_load_pinned(segment)
             return is_free and (segment not in path or segment.state is S.CLEAN)
 
+        if self.shares.losers(self.ram, tenant, n_bytes):
+            self.use_pinned()
         while losers := self.shares.losers(self.ram, tenant, n_bytes):
             oldest = self.ram.oldest(may_evict, losers)
             if oldest is None and may_take_shares and losers != (tenant,):
@@ -363,6 +375,7 @@ class SegmentTiers:
         Segments that are being read, written or loaded stay, so this is repeated with each plan.
         """
         if self.ram.n_bytes > n_bytes:
+            self.use_pinned()
             kept = self.in_use
             evictable = [segment for segment in self.ram if segment not in kept]
             for segment in sorted(evictable, key=lambda each: (each.state is not S.CLEAN, each.rank)):
