@@ -184,7 +184,7 @@ class ReplyStats(msgspec.Struct):
     bytes: int = 0
 
 
-class WarmStats(msgspec.Struct):
+class PinStats(msgspec.Struct):
     """Prefixes that `POST /cache/warm` has pinned."""
 
     prefixes: int = 0
@@ -257,7 +257,7 @@ class CacheStats(msgspec.Struct, kw_only=True):
     sessions: SessionStats = msgspec.field(default_factory=SessionStats)
     messages: ReplyStats = msgspec.field(default_factory=ReplyStats)
     sequences: SequenceStats = msgspec.field(default_factory=SequenceStats)
-    warm: WarmStats = msgspec.field(default_factory=WarmStats)
+    pins: PinStats = msgspec.field(default_factory=PinStats)
     requests: RequestStats = msgspec.field(default_factory=RequestStats)
     prompt_tokens: PromptStats = msgspec.field(default_factory=PromptStats)
     miss_reasons: dict[Miss, int] = {}
@@ -313,7 +313,7 @@ class CachePrefix(msgspec.Struct):
     """Bytes of the checkpoint after its last token; None without one."""
     text: str | UnsetType = UNSET
     """The edge's first tokens as text, if that was asked for."""
-    warm: bool = False
+    evicted_last: bool = False
     """True if it belongs to a prefix that `POST /cache/warm` has pinned."""
 
 

@@ -123,8 +123,8 @@ def _label(prefix: CachePrefix) -> Text:
     label.append(rest, style="not bold")
     if prefix.checkpoint is not None:
         label.append(f" · checkpoint of {prefix.checkpoint / 2**20:,.1f} MiB", style="not bold")
-    if prefix.warm:
-        label.append(" · warm", style="not bold")
+    if prefix.evicted_last:
+        label.append(" · evicted last", style="not bold")
     if prefix.pinned:
         label.append(" · running", style="not bold green")
     if prefix.text is not UNSET and prefix.text:

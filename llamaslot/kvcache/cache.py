@@ -510,7 +510,7 @@ class KVCache:
             remote=self.remote.stats,
             checkpoints=self.checkpoints.stats,
             sequences=SequenceStats(settings.n_slots, n_spare, n_used, settings.n_seqs),
-            warm=self.pins.stats,
+            pins=self.pins.stats,
         )
 
     def listing(

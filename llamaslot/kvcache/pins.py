@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from llamaslot.base.stats import WarmStats
+from llamaslot.base.stats import PinStats
 from llamaslot.base.tokens import WIDTH
 from llamaslot.kvcache.cache_settings import CacheSettings
 from llamaslot.kvcache.nodes import Node
@@ -70,9 +70,9 @@ class Pins:
         }
 
     @property
-    def stats(self) -> WarmStats:
+    def stats(self) -> PinStats:
         """The number of pins and of their tokens."""
         n_tokens = sum(len(tokens) for _, tokens in self._tiers.pinned_paths) // WIDTH
-        return WarmStats(
+        return PinStats(
             len(self._tiers.pinned_paths), n_tokens, int(MAX_PINNED_FRACTION * self._settings.pool_cells)
         )

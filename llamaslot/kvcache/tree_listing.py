@@ -60,7 +60,7 @@ def tree_listing(
                 last_used=ranks[first.last_used],
                 checkpoint=last.checkpoint.n_bytes if last.checkpoint is not None else None,
                 text=_edge_text(last, first.start, detokenize) if detokenize is not None else UNSET,
-                warm=last in pinned,
+                evicted_last=last in pinned,
             )
         )
     return CacheState(

@@ -81,7 +81,7 @@ async def test_an_empty_cache(start: Any) -> None:
         "messages": {"known": 0, "bytes": 0},
         "sessions": {"known": 0, "bytes": 0},
         "sequences": {"slots": 4, "reserved": 8, "used": 0, "total": 14},
-        "warm": {"prefixes": 0, "tokens": 0, "max_tokens": 2048},
+        "pins": {"prefixes": 0, "tokens": 0, "max_tokens": 2048},
         "requests": {
             "hits": 0,
             "misses": 0,
@@ -197,7 +197,7 @@ async def test_neither_text_nor_salt_is_shown(start: Any) -> None:
         "pinned",
         "last_used",
         "checkpoint",
-        "warm",
+        "evicted_last",
     }
     prefixes = msgspec.json.decode(raw)["prefixes"]
     assert len(prefixes) == 3

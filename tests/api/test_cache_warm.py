@@ -156,10 +156,10 @@ async def test_a_pinned_prompt_outlasts_all_others(start: Any, ram_bytes: int) -
     # A request that needs all cells still gets them.
     await server.ok("/v1/completions", {"prompt": "z" * 900, "max_tokens": 100, "ignore_eos": True})
     _, state = await server.get("/cache")
-    assert (state["warm"]["prefixes"], state["warm"]["max_tokens"]) == (1, 512)
+    assert (state["pins"]["prefixes"], state["pins"]["max_tokens"]) == (1, 512)
     await server.ok("/cache/warm", {"prompt": prompt, "pin": False})
     _, state = await server.get("/cache")
-    assert state["warm"]["prefixes"] == 0
+    assert state["pins"]["prefixes"] == 0
     if not ram_bytes:
         await fill(server, 8)
         assert (await server.ok("/cache/probe", {"prompt": prompt}))["computed"] > 100
@@ -170,13 +170,13 @@ async def test_the_cache_lists_what_is_pinned_until_it_is_cleared(server: Any) -
     await server.ok("/v1/completions", {"prompt": "p" * 200 + " and more", "max_tokens": 1})
     await server.ok("/v1/completions", {"prompt": "q" * 100, "max_tokens": 1})
     _, state = await server.get("/cache")
-    found = {prefix["tokens"]: prefix["warm"] for prefix in state["prefixes"]}
+    found = {prefix["tokens"]: prefix["evicted_last"] for prefix in state["prefixes"]}
     # BOS, then what continues the pinned prompt in the same slot, and the other one.
     assert found == {1: True, 210: True, 101: False}
-    assert state["warm"] == {"prefixes": 1, "tokens": 201, "max_tokens": 512}
+    assert state["pins"] == {"prefixes": 1, "tokens": 201, "max_tokens": 512}
     await server.ok("/cache/clear", None)
     _, state = await server.get("/cache")
-    assert (state["warm"]["prefixes"], state["cells"]["used"]) == (0, 0)
+    assert (state["pins"]["prefixes"], state["cells"]["used"]) == (0, 0)
 
 
 async def test_pins_are_bounded(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:

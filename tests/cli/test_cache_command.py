@@ -232,11 +232,11 @@ def test_warm_computes_the_prompts_of_a_file(server: Server, tmp_path: Path) -> 
     status, lines, errors = warm(str(file), server.url, "--pin")
     assert (status, errors) == (0, "")
     assert [line.split(",")[-1] for line in lines] == [" pinned"] * 2
-    assert server.get("/cache")["warm"]["prefixes"] == 2
+    assert server.get("/cache")["pins"]["prefixes"] == 2
     status, lines, _ = warm(str(file), server.url, "--unpin")
     assert status == 0
     assert re.fullmatch(r"prompt 1: \d+ tokens, \d+ cached, 1 computed", lines[0])
-    assert server.get("/cache")["warm"]["prefixes"] == 0
+    assert server.get("/cache")["pins"]["prefixes"] == 0
     file.write_text('[{"prompt": "ok"}, {"prompt": ["a", "b"]}]')
     status, lines, errors = warm(str(file), server.url)
     assert (status, len(lines)) == (2, 1)
