@@ -124,6 +124,7 @@ RECORDS = (
 PARAMS = GenerateParams("r", sampling=SAMPLING)
 JOBS = [
     prompt_jobs.Remember("r", b"\1\0\0\0", 3),
+    prompt_jobs.NextTurn("r", b"\1\0\0\0", 3, "chatcmpl-1", 100),
     prompt_jobs.Release("r"),
     prompt_jobs.Locate("r", 3),
     prompt_jobs.ClearTexts(),
@@ -141,6 +142,7 @@ RESULTS = [
     BadBody(ErrorInfo("invalid_request_error", "'prompt' is required", "prompt")),
     Needs(References("resp_1", ("item_1",))),
     JsonReply(b"{}"),
+    prompt_jobs.Predicted(Generate(PARAMS, TokenizedPrompt(b"\1\0\0\0")), 64),
     prompt_jobs.Located(7, Parting("date", 100, "system", 7, "Today is ", "Friday", "Saturday")),
 ]
 REPLIES = [
