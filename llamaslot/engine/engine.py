@@ -238,6 +238,7 @@ class Engine:
         if self._debug_invariants and not self._is_checked:
             await self._check_invariants()
         background = self.scheduler.admission.background
+        # A background request that waits does not fit, and keeps nothing busy.
         n_others = len(self._replies) - (background is not None and background.state is RequestState.QUEUED)
         is_idle = not (self._inbox or n_others or self._stopping or self._self_test.is_pending)
         self._costs.note(self._clock(), is_idle=is_idle)
@@ -440,6 +441,7 @@ class Engine:
             self._outbox.append(Cancelled(request.id))
             return
         background = self.scheduler.admission.background
+        # The turn that was computed ahead has come: it continues from what was computed.
         if background is not None and (params.is_background or request.continues(background)):
             self._cancel_background()
         if params.pin and (refusal := self.scheduler.why_not_pinned(request)):

@@ -14,6 +14,9 @@ running requests get none: 100 requests from one client delay another client's b
 Among the requests of clients whose turn it is, the order is: preempted requests by arrival; then, by arrival,
 requests overtaken too often and further choices (`n`) that got their first token from the logits of another one;
 then the longest cached prefix.
+
+One more request may wait in the background (`--warm-ahead`), beside the queue. It is admitted alone, while all slots
+are free and nothing waits. Once something waits, the next plan preempts it, and its KV stays cached.
 """
 
 from __future__ import annotations

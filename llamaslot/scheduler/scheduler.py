@@ -171,6 +171,7 @@ class Scheduler:
     def stop(self, now: float) -> None:
         """End all requests. Later plans only write everything to disk."""
         background = self.admission.background
+        # One in the background may be running too.
         for request in dict.fromkeys([*self.queue, *self.running, *filter(None, [background])]):
             self.end(request, now, cancelled=True)
         self._is_stopping = True
