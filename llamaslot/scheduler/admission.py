@@ -15,8 +15,8 @@ Among the requests of clients whose turn it is, the order is: preempted requests
 requests overtaken too often and further choices (`n`) that got their first token from the logits of another one;
 then the longest cached prefix.
 
-One more request may wait in the background (`--warm-ahead`), beside the queue. It is admitted alone, while all slots
-are free and nothing waits. Once something waits, the next plan preempts it, and its KV stays cached.
+One more request may wait in the background (`--warm-ahead`), beside the queue. It is admitted alone, while all
+slots are free and nothing waits. Once something waits, the next plan preempts it, and its KV stays cached.
 """
 
 from __future__ import annotations
