@@ -9,13 +9,13 @@ from contextlib import closing, nullcontext
 from datetime import datetime
 
 import msgspec
-from rich.console import Console, Group
+from rich.console import Group
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from llamaslot.cli.client import Client, add_access
+from llamaslot.cli.client import Client, add_access, plain_console
 from llamaslot.service.activity import RequestUpdate, StateUpdate, Update
 
 _MIB = 2**20
@@ -32,7 +32,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Show the server until Ctrl-C, or once in a pipe. Raises ConfigError if it has no /events."""
     client = Client(args.url, args.api_key, args.cacert)
-    console = Console(highlight=False, markup=False, emoji=False)
+    console = plain_console()
     requests: deque[RequestUpdate] = deque(maxlen=_MAX_REQUESTS)
     screen = Live(console=console, screen=True, auto_refresh=False) if console.is_terminal else nullcontext()
     with (

@@ -31,7 +31,7 @@ def test_in_a_pipe_the_state_is_printed_once(server: Server, tmp_path: Path) -> 
     for _ in range(2):
         server.post("/completion", PROMPT)
     n_prompt = server.get("/cache")["prompt_tokens"]["total"] // 2
-    done = Command("top", server.url, folder=tmp_path, environ={**os.environ, "COLUMNS": "200"}).finish()
+    done = Command("top", server.url, folder=tmp_path).finish()
     assert (done.returncode, done.stderr) == (0, "")
     lines = [" ".join(line.split()) for line in done.stdout.splitlines()]
     assert lines[0].endswith(f"free of {server.get('/cache')['cells']['total']:,} cells")
