@@ -21,7 +21,7 @@ from llamaslot.api.context import CALLER, READINESS, SETTINGS
 from llamaslot.api.credentials import GRANTED, Access
 from llamaslot.api.generation.request_handling import probe_cache, warm_cache
 from llamaslot.api.middleware import check_sees_all, given_key, sees_all, valid_unicode
-from llamaslot.api.responses.responses import finding
+from llamaslot.api.responses.responses import earlier_items
 from llamaslot.api.sse import EventStream, typed_event
 from llamaslot.base.commands import InspectCache, LocalTier, SlotAction, SlotActionDone, SlotVerb
 from llamaslot.base.errors import (
@@ -59,13 +59,13 @@ async def cache(request: web.Request) -> web.Response:
 
 
 async def advice(request: web.Request) -> web.Response:
-    """Return where prompts parted from what was cached, the likely culprits, and hit rates with other sizes."""
+    """Return where prompts diverged from what was cached, the likely culprits, and hit rates with other sizes."""
     return json_response(await _service(request).cache_advice())
 
 
 async def probe(request: web.Request) -> web.Response:
     """Return what is cached of the prompt of a chat or a text completion, which is not run."""
-    with finding(request) as find:
+    with earlier_items(request) as find:
         return json_response(await probe_cache(request, find))
 
 
@@ -75,7 +75,7 @@ async def warm(request: web.Request) -> web.Response:
     is_dropped = info.self_test == "failed" or (info.self_test == "pending" and not info.keeps_checkpoints)
     if is_dropped or not info.can_reuse:
         raise NotSupportedError(f"no prefix of this model is reused: {info.self_test_note or info.reuse_reason}")
-    with finding(request) as find:
+    with earlier_items(request) as find:
         completion = await warm_cache(request, find)
     progress = completion.end.progress
     pinned = bool(completion.params.pin)
@@ -134,9 +134,9 @@ async def events(request: web.Request) -> web.StreamResponse:
         if first is None:
             raise stopped_error("")
         await stream.open()
-        await stream.send([typed_event(first)])
-        async for update in updates:
-            await stream.send([typed_event(update)])
+        await stream.send([typed_event(first.update, first.json)])
+        async for told in updates:
+            await stream.send([typed_event(told.update, told.json)])
     return stream.response
 
 

@@ -1,7 +1,7 @@
 """Activity: the state of slots and cache, prefixes, and each request that ends, for those who watch.
 
-The engine is asked only while somebody watches, and once for all of them. What a watcher has not read yet is
-bounded: it then misses the oldest updates, and nobody waits for it.
+The engine is asked only while somebody watches, and once for all of them; each update is encoded once. What a
+watcher has not read yet is bounded: it then misses the oldest updates, and nobody waits for it.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable
+from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import count
 from typing import Any, Literal, TypeAlias
 
@@ -90,6 +92,27 @@ class PrefixesUpdate(msgspec.Struct, frozen=True, tag_field="type", tag="prefixe
 Update: TypeAlias = StateUpdate | PrefixesUpdate | RequestUpdate
 
 
+@dataclass
+class Told:
+    """An update that all watchers are told of."""
+
+    update: Update
+
+    @cached_property
+    def json(self) -> bytes:
+        """The update as JSON, encoded once."""
+        return msgspec.json.encode(self.update)
+
+
+@dataclass(eq=False)
+class _Watcher:
+    asked: InspectCache | None
+    """What it asked for of the prefixes."""
+    queue: asyncio.Queue[Told | None] = field(default_factory=lambda: asyncio.Queue(_MAX_UNREAD))
+    prefixes: tuple[CachePrefix, ...] | None = None
+    """Those that it was told of last, before its `top` was applied."""
+
+
 class Activity:
     """Tells watchers what the server does. `read` and `inspect` ask the engine for its state."""
 
@@ -99,37 +122,39 @@ class Activity:
         inspect: Callable[[InspectCache], Awaitable[CacheState]],
     ) -> None:
         self._read, self._inspect = read, inspect
-        self._recent: deque[RequestUpdate] = deque(maxlen=_MAX_RECENT)
-        self._watchers: dict[asyncio.Queue[Update | None], InspectCache | None] = {}
+        self._recent: deque[Told] = deque(maxlen=_MAX_RECENT)
+        self._watchers: set[_Watcher] = set()
+        self._prefixes: tuple[CachePrefix, ...] = ()
         self._polling: asyncio.Task[None] | None = None
         self._is_closed = False
 
     def record(self, request_id: str, finish_reason: str, fields: dict[str, Any]) -> None:
         """Tell of a request that has ended."""
-        update = RequestUpdate(time.time(), request_id, finish_reason, fields)
-        self._recent.append(update)
-        self._tell(update)
+        told = Told(RequestUpdate(time.time(), request_id, finish_reason, fields))
+        self._recent.append(told)
+        self._tell(told)
 
-    async def watch(self, prefixes: InspectCache | None = None) -> AsyncGenerator[Update]:
+    async def watch(self, prefixes: InspectCache | None = None) -> AsyncGenerator[Told]:
         """Yield updates until the caller stops or `close` is called; raises `QueueFullError` if too many watch.
 
-        Prefixes are among them if they are asked for. All that ask agree on `text`.
+        Prefixes are among them if they are asked for, at first and when they have changed. All that ask agree on
+        `text`.
         """
         if self._is_closed:
             raise stopped_error("")
         if len(self._watchers) >= MAX_WATCHERS:
             raise QueueFullError(f"{MAX_WATCHERS} clients watch /events already; try later", retry_after=10)
-        queue: asyncio.Queue[Update | None] = asyncio.Queue(_MAX_UNREAD)
+        watcher = _Watcher(prefixes)
         for ended in self._recent:
-            queue.put_nowait(ended)
-        self._watchers[queue] = prefixes
+            watcher.queue.put_nowait(ended)
+        self._watchers.add(watcher)
         if self._polling is None:
             self._polling = asyncio.create_task(self._poll(), name="activity")
         try:
-            while (update := await queue.get()) is not None:
-                yield update
+            while (told := await watcher.queue.get()) is not None:
+                yield told
         finally:
-            del self._watchers[queue]
+            self._watchers.remove(watcher)
             if not self._watchers:
                 self._polling.cancel()
                 self._polling = None
@@ -144,8 +169,8 @@ class Activity:
             try:
                 state = await self._read()
                 slots = tuple(map(SlotActivity.of, state.slots))
-                self._tell(StateUpdate(time.time(), slots, state.n_queued, state.cache))
-                asked = [each for each in self._watchers.values() if each is not None]
+                self._tell(Told(StateUpdate(time.time(), slots, state.n_queued, state.cache)))
+                asked = [each.asked for each in self._watchers if each.asked is not None]
                 if asked and i % PREFIXES_EVERY == 0:
                     most = max(asked, key=lambda each: each.top)
                     self._tell_prefixes((await self._inspect(most)).prefixes)
@@ -155,16 +180,24 @@ class Activity:
             await asyncio.sleep(INTERVAL_S)
 
     def _tell_prefixes(self, prefixes: tuple[CachePrefix, ...]) -> None:
-        for queue, asked in self._watchers.items():
-            # Lists are large: a watcher that is behind gets none.
-            if asked is not None and queue.qsize() <= PREFIXES_EVERY:
-                self._put(queue, PrefixesUpdate(time.time(), prefixes[: asked.top]))
+        if prefixes != self._prefixes:
+            self._prefixes = prefixes
+        of_size: dict[int, Told] = {}
+        for each in self._watchers:
+            # Lists are large: a watcher that is behind gets none, and nobody gets the same one twice.
+            if each.asked is None or each.prefixes is self._prefixes or each.queue.qsize() > PREFIXES_EVERY:
+                continue
+            top = each.asked.top
+            if top not in of_size:
+                of_size[top] = Told(PrefixesUpdate(time.time(), self._prefixes[:top]))
+            self._put(each, of_size[top])
+            each.prefixes = self._prefixes
 
-    def _tell(self, update: Update | None) -> None:
-        for queue in self._watchers:
-            self._put(queue, update)
+    def _tell(self, told: Told | None) -> None:
+        for each in self._watchers:
+            self._put(each, told)
 
-    def _put(self, queue: asyncio.Queue[Update | None], update: Update | None) -> None:
-        if queue.full():
-            queue.get_nowait()
-        queue.put_nowait(update)
+    def _put(self, watcher: _Watcher, told: Told | None) -> None:
+        if watcher.queue.full():
+            watcher.queue.get_nowait()
+        watcher.queue.put_nowait(told)

@@ -109,16 +109,22 @@ async def test_prefixes_come_to_those_who_ask_for_them(start: Any, monkeypatch: 
     server = await start(cache_debug_text=True)
     for prompt in ("one prompt", "one more", "other"):
         await server.ok("/completion", {"prompt": prompt, "n_predict": 1, "ignore_eos": True})
-    found = {}
-    for top in (0, 1, 2000):
+
+    async def listed(top: int) -> list[list[dict[str, Any]]]:
+        """Return the lists that come before and after another request."""
         path = f"/events?top={top}" if top else "/events"
         async with server.session.get(server.url + path) as response:
-            found[top] = [each["prefixes"] for each in await events_of(response, 12) if each["type"] == "prefixes"]
-    assert found[0] == []
-    listed = (await server.get("/cache"))[1]["prefixes"]
-    assert found[2000][0] == listed
-    assert [each[0]["text"] for each in found[1]] == [listed[0]["text"]] * len(found[1])
-    assert len(found[1]) > 1
+            found = await events_of(response, 12)
+            await server.ok("/completion", {"prompt": f"at last {top}", "n_predict": 1, "ignore_eos": True})
+            found += await events_of(response, 12)
+        return [each["prefixes"] for each in found if each["type"] == "prefixes"]
+
+    assert await listed(0) == []
+    before, after = await listed(2000)
+    assert after == (await server.get("/cache?top=2000"))[1]["prefixes"]
+    assert {each["text"] for each in after} - {each["text"] for each in before}
+    lists = await listed(1)
+    assert {each["text"] for (each,) in lists} == {after[0]["text"]}
     async with server.session.get(server.url + "/events?top=2001") as response:
         assert response.status == 400
 
@@ -180,7 +186,7 @@ async def test_a_watcher_that_does_not_read_misses_the_oldest_updates() -> None:
     for i in range(n):
         told.record(f"{i}", "eos", {})
     unread = [await first, *[await anext(updates) for _ in range(activity._MAX_UNREAD - 1)]]
-    names = [each.request_id for each in unread if isinstance(each, RequestUpdate)]
+    names = [each.update.request_id for each in unread if isinstance(each.update, RequestUpdate)]
     assert names == [f"{i}" for i in range(n - activity._MAX_UNREAD, n)]
     await updates.aclose()
 
@@ -193,7 +199,7 @@ async def test_watching_ends_when_the_server_is_about_to_stop() -> None:
     updates = told.watch()
     await anext(updates)
     told.close()
-    assert [each async for each in updates if not isinstance(each, StateUpdate)] == []
+    assert [each async for each in updates if not isinstance(each.update, StateUpdate)] == []
     assert told._polling is None
     with pytest.raises(UnavailableError):
         await anext(told.watch())
@@ -205,13 +211,13 @@ async def test_there_is_a_limit_of_watchers() -> None:
 
     told = Activity(read, no_prefixes)
     watching = [told.watch() for _ in range(activity.MAX_WATCHERS)]
-    assert isinstance(await anext(watching[0]), StateUpdate)
+    assert isinstance((await anext(watching[0])).update, StateUpdate)
     waiting = [asyncio.ensure_future(anext(each)) for each in watching[1:]]
     await asyncio.sleep(0)
     with pytest.raises(QueueFullError):
         await anext(told.watch())
     await watching[0].aclose()
-    assert isinstance(await anext(told.watch()), StateUpdate)
+    assert isinstance((await anext(told.watch())).update, StateUpdate)
     for each in waiting:
         each.cancel()
     await asyncio.gather(*waiting, return_exceptions=True)
