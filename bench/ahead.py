@@ -30,15 +30,16 @@ from bench.report import Summary, console, machine, new_table, write_json
 from bench.server import llamaslot, serving
 from bench.tokens import Tokens
 
-SHAPE = "0.6b-qwen3"
+SHAPE = "60m-qwen3"
+"""Small, so that a server keeps up with the other client."""
 TEMPLATE = "Qwen-Qwen3-0.6B"
 TURNS = 6
 QUESTION_TOKENS, OTHER_TOKENS, OTHER_NEW = 40, 200, 8
 CONTEXT = 16_384
 REASONING_TOKENS, ANSWER_TOKENS = 400, 300
-PAUSE_S = 6.0
+PAUSE_S = 4.0
 """Time in which the user reads an answer."""
-OTHER_EVERY_S = 4.0
+OTHER_EVERY_S = 1.0
 """Mean time between two requests of the other client."""
 SIDES = {"off": ("--warm-ahead", "off"), "on": ("--warm-ahead", "1000000")}
 

@@ -1,8 +1,9 @@
-"""Cost of other clients' load for streams.
+"""Cost of other clients' load, and of viewers of the page, for streams.
 
 Inter-token latency of 8 streams while `/health` and `/metrics` are polled and large requests are sent, divided by
 that of the same streams while the same load goes to another server of this machine, which only reads it. So what
-the load itself takes from the cores does not count.
+the load itself takes from the cores does not count. And that latency while 20 clients read `/events` with a tree of
+2,000 prefixes, divided by the one without them; what these clients take from the cores counts.
 """
 
 from __future__ import annotations
@@ -11,13 +12,16 @@ import asyncio
 import multiprocessing
 import random
 import secrets
+import selectors
+import socket
 import statistics
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from time import perf_counter
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 import numpy as np
@@ -34,6 +38,7 @@ from bench.tokens import Tokens
 POLLS_PER_SECOND = 100
 POSTS_PER_SECOND = 2
 BODY_BYTES = 2**20
+VIEWERS, PREFIXES = 20, 2000
 LOAD_SECONDS = 600.0
 """Time after which a load ends by itself."""
 _PERCENTILE = 99
@@ -63,24 +68,35 @@ def run(
 
 
 Runs = dict[str, list[tuple[float, float]]]
-"""Pairs by what was measured, with the load here and with the load elsewhere."""
+"""Pairs by what was measured, with the load or the viewers here, and without."""
+_GAPS = ("p99 gap: load here / elsewhere", "p50 gap: load here / elsewhere")
+_VIEWED = f"mean gap: {VIEWERS} viewers / none"
 
 
 async def _measure(
     model: Path, flags: Sequence[str], folder: Path, elsewhere: str, *, pairs: int, tokens: int
 ) -> Runs:
     text, words = Tokens(model), random.Random(secrets.token_hex(8))
-    measured: Runs = {"p99 gap": [], "p50 gap": []}
+    measured: Runs = {name: [] for name in (*_GAPS, _VIEWED)}
     with Progress(console=notes) as progress:
-        task = progress.add_task("measuring", total=pairs)
+        task = progress.add_task("measuring", total=2 * pairs)
         async with serving(llamaslot(model, *flags), log=folder / "processes.log") as own:
             await streamed(own.client, text, words, max(STREAMS), tokens)
             for pair in range(pairs):
-                (p50, p99), (p50_else, p99_else) = await _in_turn(
-                    pair, [own.url, elsewhere], lambda url: _gaps(own.client, text, words, tokens, url)
+                here, there = await _in_turn(
+                    pair, [own.url, elsewhere], lambda url: _gaps(own.client, text, words, tokens, (_load, url))
                 )
-                measured["p99 gap"].append((p99, p99_else))
-                measured["p50 gap"].append((p50, p50_else))
+                for name, percent in zip(_GAPS, (_PERCENTILE, 50), strict=True):
+                    measured[name].append(
+                        (float(np.percentile(here, percent)), float(np.percentile(there, percent)))
+                    )
+                progress.advance(task)
+            await _fill(own.url)
+            for pair in range(pairs):
+                viewed, alone = await _in_turn(
+                    pair, [(_view, own.url), None], lambda beside: _gaps(own.client, text, words, tokens, beside)
+                )
+                measured[_VIEWED].append((statistics.mean(viewed), statistics.mean(alone)))
                 progress.advance(task)
     return measured
 
@@ -92,14 +108,25 @@ async def _in_turn(pair: int, sides: Sequence[Any], measure: Any) -> tuple[Any, 
     return found[0], found[1]
 
 
-async def _gaps(client: Client, text: Tokens, words: random.Random, tokens: int, url: str) -> tuple[float, float]:
-    """Return the median and the 99th percentile of the inter-token latency under a load on `url`, in seconds."""
-    with _process(_load, url) as (load, _):
+async def _gaps(
+    client: Client, text: Tokens, words: random.Random, tokens: int, beside: tuple[Any, str] | None
+) -> list[float]:
+    """Return the inter-token latencies in seconds while a function runs beside the streams, on a URL."""
+    with _process(*beside) if beside is not None else nullcontext((None, 0)) as (other, _):
         answers = await streamed(client, text, words, max(STREAMS), tokens)
-        if not load.is_alive():
+        if other is not None and not other.is_alive():
             raise BenchmarkError("the load ended before the streams did")
-    gaps = [gap for answer in answers for gap in answer.gaps]
-    return statistics.median(gaps), float(np.percentile(gaps, _PERCENTILE))
+    return [gap for answer in answers for gap in answer.gaps]
+
+
+async def _fill(url: str) -> None:
+    """Give the tree `PREFIXES` prefixes, of few tokens."""
+    async with aiohttp.ClientSession(url) as session:
+        for i in range(PREFIXES):
+            prompt = [100 + i // 25, *range(300, 330), 1000 + i % 25, *range(500, 503)]
+            async with session.post("/completion", json={"prompt": prompt, "n_predict": 0}) as reply:
+                reply.raise_for_status()
+                await reply.read()
 
 
 @contextmanager
@@ -165,6 +192,21 @@ def _load(url: str, _port: int, is_ready: Any) -> None:
     asyncio.run(run_load())
 
 
+def _view(url: str, _port: int, is_ready: Any) -> None:
+    """Read `/events` as so many clients, as cheaply as possible: this is not what is measured."""
+    address = urlsplit(url)
+    with selectors.DefaultSelector() as selector:
+        for _ in range(VIEWERS):
+            connection = socket.create_connection((address.hostname, address.port))
+            connection.sendall(f"GET /events?top={PREFIXES} HTTP/1.1\r\nHost: {address.netloc}\r\n\r\n".encode())
+            selector.register(connection, selectors.EVENT_READ)
+        is_ready.set()
+        while True:
+            for key, _ in selector.select():
+                if not isinstance(key.fileobj, socket.socket) or not key.fileobj.recv(2**20):
+                    return
+
+
 def _ratios(runs: Sequence[tuple[float, float]]) -> list[float]:
     return [first / second for first, second in runs]
 
@@ -174,7 +216,5 @@ def _table(measured: Runs) -> Table:
     for name, runs in measured.items():
         ratio = Summary.of(_ratios(runs))
         shown = [f"{1000 * x:.1f} ms" for x in map(statistics.median, zip(*runs, strict=True))]
-        result.add_row(
-            f"{name}: load here / elsewhere", *shown, f"{ratio.median:.3f}", f"{ratio.low:.3f}-{ratio.high:.3f}"
-        )
+        result.add_row(name, *shown, f"{ratio.median:.3f}", f"{ratio.low:.3f}-{ratio.high:.3f}")
     return result
