@@ -492,7 +492,7 @@ _ROUTES = (
         "/cache/warm",
         cache_endpoints.warm,
         (Warmed,),
-        (*_ANY, bodies.WarmBody),
+        (*_ANY, bodies.AnyBody),
         parameters=_SESSION,
     ),
     Route(

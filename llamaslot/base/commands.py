@@ -157,7 +157,7 @@ class ProbePrompt(msgspec.Struct, frozen=True, tag="probe_prompt"):
     generate: Generate
 
 
-class PredictHits(msgspec.Struct, frozen=True, tag="predict_hits"):
+class InspectHitCurve(msgspec.Struct, frozen=True, tag="inspect_hit_curve"):
     """Ask for the hit rates with other sizes of the cache; answered by `HitCurve` of `base/advice.py`."""
 
 
@@ -220,7 +220,7 @@ class CacheCleared(msgspec.Struct, frozen=True):
 
 
 EngineQuery: TypeAlias = (
-    InspectEngine | InspectCache | ProbePrompt | PredictHits | DropPaths | SlotAction | ClearCache
+    InspectEngine | InspectCache | ProbePrompt | InspectHitCurve | DropPaths | SlotAction | ClearCache
 )
 
 

@@ -12,7 +12,7 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-from llamaslot.base.advice import Parting
+from llamaslot.base.advice import Divergence
 from llamaslot.base.callers import Caller
 from llamaslot.base.commands import DropPaths, Generate
 from llamaslot.base.errors import ErrorInfo
@@ -21,6 +21,11 @@ from llamaslot.base.generation.tools import ParserOptions, ReasoningFormat
 from llamaslot.base.text_records import TextRecord
 
 BodyKind: TypeAlias = Literal["chat", "responses", "compact", "messages", "text", "native", "infill", "any"]
+Purpose: TypeAlias = Literal["run", "inspect", "warm"]
+"""What a prompt is prepared for: to generate a reply; to count its tokens, or to look up what is cached of it; or
+to compute it for later prompts, so that it is cut where these may differ (`TextRequest.others`). Only a reply needs
+a constraint: the others accept an invalid one.
+"""
 CallKind: TypeAlias = Literal["function", "custom", "local_shell"]
 
 
@@ -98,12 +103,7 @@ class Prepare(msgspec.Struct, frozen=True, tag="prepare"):
     body: bytes
     """JSON."""
     context: RequestContext
-    is_run: bool = True
-    """False if only the prompt is wanted, to count its tokens, or to probe or warm the cache: the reply then needs
-    no constraint, not even a valid one.
-    """
-    warms: bool = False
-    """True if the prompt is computed for later ones: it is cut where these may differ (`TextRequest.others`)."""
+    purpose: Purpose = "run"
     reply: bytes = b""
     """The reply to a chat, a message as JSON: what is warmed has it as the last one."""
     earlier: EarlierItems | None = None
@@ -229,8 +229,9 @@ class Release(msgspec.Struct, frozen=True, tag="release"):
 class NextTurn(msgspec.Struct, frozen=True, tag="next_turn"):
     """Find the prompt with which the turn after a reply will begin, and release the request.
 
-    Answered by `Predicted`; or by None if the conversation never came back with a reply of this server, if this
-    reply cannot be sent back, or if too few tokens of the prompt are new to be worth computing ahead, or too many.
+    Answered by `PredictedPrompt`; or by None if the conversation never came back with a reply of this server, if
+    this reply cannot be sent back, or if too few tokens of the prompt are new to be worth computing ahead, or too
+    many.
     """
 
     request_id: str
@@ -242,7 +243,7 @@ class NextTurn(msgspec.Struct, frozen=True, tag="next_turn"):
     """Most new tokens."""
 
 
-class Predicted(msgspec.Struct, frozen=True, tag="predicted"):
+class PredictedPrompt(msgspec.Struct, frozen=True, tag="predicted_prompt"):
     """The beginning of a conversation's next prompt, to be computed in the background."""
 
     generate: Generate
@@ -267,7 +268,7 @@ class Located(msgspec.Struct, frozen=True, tag="located"):
 
     n_characters: int
     """-1 if the request is not known."""
-    parting: Parting | None = None
+    divergence: Divergence | None = None
 
 
 class AnswerBody(msgspec.Struct, frozen=True, tag="answer_body"):
@@ -322,5 +323,5 @@ Job: TypeAlias = (
     Prepare | Remember | NextTurn | Release | Locate | DropSession | ClearTexts | AnswerBody | ListItems
 )
 JobResult: TypeAlias = (
-    Prepared | Needs | BadBody | Predicted | DropPaths | JsonReply | Located | tuple[TextRecord, ...] | None
+    Prepared | Needs | BadBody | PredictedPrompt | DropPaths | JsonReply | Located | tuple[TextRecord, ...] | None
 )

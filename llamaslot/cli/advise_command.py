@@ -33,7 +33,7 @@ def lines(advice: CacheAdvice, top: int) -> Iterator[Text]:
         if sizes:
             yield Text(f"{name}  {_rates(sizes)}")
     if not advice.clients:
-        yield Text("no prompt has parted from earlier ones in a way that advice helps against")
+        yield Text("no prompt has diverged from earlier ones in a way that advice helps against")
     for client in advice.clients[:top]:
         yield Text("")
         yield from _of_client(client)

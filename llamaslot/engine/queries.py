@@ -100,7 +100,7 @@ class Queries:
                 respond(self._cache_state(query))
             case commands.ProbePrompt():
                 respond(self._probe(query))
-            case commands.PredictHits():
+            case commands.InspectHitCurve():
                 hit_rate = self._scheduler.cache_stats().prompt_tokens.hit_rate
                 respond(self._scheduler.cache.hit_curve(hit_rate))
             case commands.DropPaths():

@@ -238,7 +238,7 @@ class KVCache:
             n_cached = min(parts[-1].end, n_cached) if parts else n_resident
         n_lost = 0
         if is_new and not is_private(match.namespace):
-            n_lost = self._ghosts.look_up(match.namespace, match.tokens, n_cached)
+            n_lost = self._ghosts.count(match.namespace, match.tokens, n_cached)
         return Acquired(slot, n_cached, n_resident, n_copied, miss, n_lost)
 
     def load(self, seq: int, tokens: bytes) -> LoadResult:

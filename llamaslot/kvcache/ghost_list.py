@@ -72,7 +72,7 @@ class GhostList:
         *_, block = _blocks(namespace, tokens[:end])
         return block in self._epochs
 
-    def look_up(self, namespace: str, tokens: bytes, n_cached: int) -> int:
+    def count(self, namespace: str, tokens: bytes, n_cached: int) -> int:
         """Count a prompt of which `n_cached` tokens are cached, at the depths of its blocks.
 
         Returns how many tokens after the cached ones were used before.

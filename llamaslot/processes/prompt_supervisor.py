@@ -17,7 +17,7 @@ import structlog
 
 from llamaslot.base.commands import DropPaths
 from llamaslot.base.errors import InvalidRequestError, LlamaslotError, ServerError, UnavailableError
-from llamaslot.base.prompt_jobs import ClearTexts, DropSession, Job, NextTurn, Predicted, Prepare, Remember
+from llamaslot.base.prompt_jobs import ClearTexts, DropSession, Job, NextTurn, PredictedPrompt, Prepare, Remember
 from llamaslot.base.stats import AnchorStats, ReplyStats, SessionStats
 from llamaslot.base.threads import ProcessTimes, process_times, starved_seconds
 from llamaslot.processes.messages import (
@@ -212,7 +212,7 @@ class PromptSupervisor(Supervisor):
             case Remember(), tuple(records):
                 for record in records:
                     self._memory.add(record)
-            case NextTurn(), Predicted(records=records):
+            case NextTurn(), PredictedPrompt(records=records):
                 for record in records:
                     self._memory.add(record)
             case DropSession(), DropPaths():

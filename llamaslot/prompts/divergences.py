@@ -1,4 +1,4 @@
-"""Earlier prompts of each client, and where and why a new prompt parts from them.
+"""Earlier prompts of each client, and where and why a new prompt diverges from them.
 
 The engine says how many tokens of a prompt are cached. If one of its owner's earlier prompts parts there too, and
 both have the same text after that, what differs between is the reason why that text is computed again:
@@ -7,7 +7,7 @@ both have the same text after that, what differs between is the reason why that 
     prompt    |------- same -------| 28 Nov |------- same -------|- question -|
                          cached until here ^  computed again
 
-A prompt that only continues another one, or parts from it for good, has no such text. Only prompts of the same
+A prompt that only continues another one, or diverges from it for good, has no such text. Only prompts of the same
 owner are compared. Nothing is done for prompts that hit; text leaves this module only if the server shows it.
 """
 
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from llamaslot.base.advice import Parting
+from llamaslot.base.advice import Divergence
 from llamaslot.base.generation.tools import ParserOptions
 from llamaslot.base.text_records import session_digest
 from llamaslot.base.tokens import WIDTH, Tokens, n_common, unpacked
@@ -108,6 +108,43 @@ class EarlierPrompts:
         """Return the prompts of an owner, the latest first."""
         return tuple(reversed(self._owners.get(owner, ())))
 
+    def find_divergence(
+        self,
+        context: PromptContext,
+        n_cached: int,
+        pieces: Pieces,
+        *,
+        n_added: int,
+        reasoning: ReasoningTags | None = None,
+        shows_text: bool = False,
+    ) -> Divergence | None:
+        """Return where and why a prompt diverges from an earlier one after `n_cached` tokens; None if it does not.
+
+        The first `n_added` tokens are those that the model wants before a prompt; they have no text.
+        """
+        tokens = context.prompt.tokens
+        namespace = context.request.namespace
+        best: _Overlap | None = None
+        known: _Runs | None = None
+        for each in self.of(context.request.owner):
+            old = _tokens_of(each)
+            n = n_common(tokens, old)
+            if each.namespace != namespace:
+                # Of another salt only this is said, and only if the reply comes back: users may ask the same.
+                if n * WIDTH >= len(each.prompt) + MIN_REPLY * WIDTH and n - n_cached >= MIN_TOKENS:
+                    return Divergence("salted", n - n_cached)
+                continue
+            if abs(n - n_cached) > MIN_TOKENS or len(old) - n < MIN_TOKENS or len(tokens) - n < MIN_TOKENS:
+                continue
+            if known is None or known.start != n:
+                known = _Runs(tokens, n)
+            found = known.overlap(each, old)
+            if found is not None and (best is None or found.n_tokens > best.n_tokens):
+                best = found
+        if best is None or best.n_tokens < MIN_TOKENS or max(best.n_old, best.n_new) > _MAX_DIFFERING:
+            return None
+        return _divergence(context, best, pieces, n_added, reasoning, shows_text=shows_text)
+
     def drop_session(self, digest: bytes) -> None:
         """Forget the prompts of a session."""
         for owner, prompts in [*self._owners.items()]:
@@ -123,47 +160,9 @@ class EarlierPrompts:
         self.n_bytes = 0
 
 
-def find_parting(
-    context: PromptContext,
-    n_cached: int,
-    earlier: Sequence[_Earlier],
-    pieces: Pieces,
-    *,
-    n_added: int,
-    reasoning: ReasoningTags | None = None,
-    shows_text: bool = False,
-) -> Parting | None:
-    """Return where and why a prompt parts from one of `earlier` after `n_cached` tokens; None if it does not.
-
-    The first `n_added` tokens are those that the model wants before a prompt; they have no text.
-    """
-    tokens = context.prompt.tokens
-    namespace = context.request.namespace
-    best: _Overlap | None = None
-    known: _Runs | None = None
-    for each in earlier:
-        old = _tokens_of(each)
-        n = n_common(tokens, old)
-        if each.namespace != namespace:
-            # Of another salt only this is said, and only if the reply comes back: users may ask the same.
-            if n * WIDTH >= len(each.prompt) + MIN_REPLY * WIDTH and n - n_cached >= MIN_TOKENS:
-                return Parting("salt", n - n_cached)
-            continue
-        if abs(n - n_cached) > MIN_TOKENS or len(old) - n < MIN_TOKENS or len(tokens) - n < MIN_TOKENS:
-            continue
-        if known is None or known.start != n:
-            known = _Runs(tokens, n)
-        found = known.overlap(each, old)
-        if found is not None and (best is None or found.n_tokens > best.n_tokens):
-            best = found
-    if best is None or best.n_tokens < MIN_TOKENS or max(best.n_old, best.n_new) > _MAX_DIFFERING:
-        return None
-    return _parting(context, best, pieces, n_added, reasoning, shows_text=shows_text)
-
-
 @dataclass(frozen=True, slots=True)
 class _Overlap:
-    """Text that a prompt and an earlier one have in common after they have parted."""
+    """Text that a prompt and an earlier one have in common after they have diverged."""
 
     earlier: _Earlier
     start: int
@@ -221,7 +220,7 @@ def _tokens_of(earlier: _Earlier) -> Tokens:
     return unpacked(earlier.prompt + earlier.reply)
 
 
-def _parting(
+def _divergence(
     context: PromptContext,
     overlap: _Overlap,
     pieces: Pieces,
@@ -229,7 +228,7 @@ def _parting(
     reasoning: ReasoningTags | None,
     *,
     shows_text: bool,
-) -> Parting | None:
+) -> Divergence | None:
     tokens, old = context.prompt.tokens, _tokens_of(overlap.earlier)
     start = overlap.start
     agree = start + overlap.n_new
@@ -254,7 +253,7 @@ def _parting(
         return None
     culprit, role = found
     shown = [text.replace(MARK, "") if shows_text else "" for text in (before, old_differing, new_differing)]
-    return Parting(
+    return Divergence(
         culprit,
         overlap.n_tokens,
         role,
@@ -266,7 +265,7 @@ def _parting(
 
 
 def _split(head: bytes, old: bytes, new: bytes, after: bytes) -> tuple[str, str, str, str]:
-    """Return the texts, parting where characters differ rather than tokens."""
+    """Return the texts, cut where characters rather than tokens differ."""
     n = _n_incomplete(head)
     head, begun = head[: len(head) - n], head[len(head) - n :]
     before, a, b, tail = (

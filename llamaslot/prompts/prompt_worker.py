@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass
 
 import msgspec
 import numpy as np
@@ -27,7 +28,7 @@ from llamaslot.base.prompt_jobs import (
     Located,
     Needs,
     NextTurn,
-    Predicted,
+    PredictedPrompt,
     Prepare,
     Prepared,
     Release,
@@ -37,6 +38,7 @@ from llamaslot.base.stats import AnchorStats, ReplyStats, SessionStats
 from llamaslot.base.text_records import RememberedReply, Session, TextAnchor, TextRecord, session_digest
 from llamaslot.base.threads import started_executor
 from llamaslot.base.tokens import n_common, unpacked
+from llamaslot.prompts.divergences import EarlierPrompts
 from llamaslot.prompts.lanes import JOBS_AT_ONCE, PROMPT_LANE, activity_of, lane_of
 from llamaslot.prompts.remembering import PromptContext
 from llamaslot.prompts.tokenizer import Tokenizer
@@ -52,6 +54,15 @@ MIN_NEW_TOKENS = 64
 _log = structlog.get_logger(__name__)
 
 
+@dataclass(slots=True)
+class _Request:
+    """What is kept of a request from `Prepare` to `Release`."""
+
+    prompts: list[PromptContext]
+    body: Prepare | None = None
+    """Its body, if its next turn may be predicted."""
+
+
 class PromptWorker:
     """Carries out jobs, on as many threads for each lane as it runs at once.
 
@@ -65,10 +76,9 @@ class PromptWorker:
         self._tokenizer = tokenizer
         self._reader = reader
         self._predicts = predicts
-        self._bodies: dict[str, Prepare] = {}
-        """The bodies of requests whose next turn may be predicted, until they are released."""
-        self._prompts: dict[str, list[PromptContext]] = {}
-        """The prompts of each request, until it is released."""
+        self._requests: dict[str, _Request] = {}
+        self.earlier = EarlierPrompts()
+        """To find out why prompts diverge from what was cached."""
         self._threads = [
             started_executor(n, name, tokenizer.stack_bytes)
             for n, name in zip(JOBS_AT_ONCE, _THREAD_NAMES, strict=True)
@@ -83,6 +93,11 @@ class PromptWorker:
             SessionStats(*amount(Session)),
             ReplyStats(*amount(RememberedReply)),
         )
+
+    @property
+    def n_kept(self) -> int:
+        """Requests that were not released."""
+        return len(self._requests)
 
     @property
     def chat_template(self) -> str:
@@ -137,13 +152,13 @@ class PromptWorker:
             case NextTurn():
                 return self._next_turn(job)
             case Release():
-                self._prompts.pop(job.request_id, None)
-                self._bodies.pop(job.request_id, None)
+                self._requests.pop(job.request_id, None)
             case ClearTexts():
                 self._tokenizer.memory.clear()
-                self._tokenizer.earlier.clear()
+                self.earlier.clear()
                 # A next turn would bring back what was cleared.
-                self._bodies.clear()
+                for each in [*self._requests.values()]:
+                    each.body = None
         return None
 
     def _prepare(self, job: Prepare, on_prompt: Callable[[], None]) -> Prepared | Needs | BadBody:
@@ -159,15 +174,14 @@ class PromptWorker:
             if contexts:
                 on_prompt()
             contexts.append(self._tokenizer.tokenize_prompt(each))
-            if job.is_run or job.warms:
+            if job.purpose != "inspect":
                 self._tokenizer.check_fits(contexts[-1].prompt)
-        if not job.warms:
+        is_run, chat = job.purpose == "run", contexts[0].request.chat
+        if job.purpose != "warm":
             # What is warmed has no reply to be remembered.
-            self._prompts[job.context.request_id] = contexts
-        chat = contexts[0].request.chat
-        if self._predicts and job.is_run and chat is not None and chat.returns:
-            self._bodies[job.context.request_id] = job
-        shows_text = job.is_run and (job.context.shows_prompt or options.verbose)
+            is_predicted = self._predicts and is_run and chat is not None and chat.returns
+            self._requests[job.context.request_id] = _Request(contexts, job if is_predicted else None)
+        shows_text = is_run and (job.context.shows_prompt or options.verbose)
         return Prepared(
             tuple(Generate(each.request.params, each.prompt) for each in contexts),
             tuple(
@@ -179,14 +193,14 @@ class PromptWorker:
 
     def _context(self, job: Remember | Locate) -> PromptContext | None:
         """Return a prompt of a request, if it was prepared and not released."""
-        prompts = self._prompts.get(job.request_id)
-        return prompts[job.prompt] if prompts is not None else None
+        request = self._requests.get(job.request_id)
+        return request.prompts[job.prompt] if request is not None else None
 
     def _remember(self, job: Remember) -> tuple[TextRecord, ...]:
         context = self._context(job)
         if context is None:
             return ()
-        self._tokenizer.earlier.add(context, job.generated)
+        self.earlier.add(context, job.generated)
         generated, format_ = unpacked(job.generated), self._reader.output_format
         return self._tokenizer.remember(context, generated, job.n_sent, job.completion_id, format_)
 
@@ -197,44 +211,48 @@ class PromptWorker:
         n_characters = self._tokenizer.n_characters(context, job.n_tokens)
         if not job.explains:
             return Located(n_characters)
-        format_ = self._reader.output_format
-        return Located(
-            n_characters,
-            self._tokenizer.parting(context, job.n_tokens, format_, shows_text=self._shows_text),
+        divergence = self.earlier.find_divergence(
+            context,
+            job.n_tokens,
+            self._tokenizer.pieces,
+            n_added=self._tokenizer.n_added(context),
+            reasoning=self._reader.output_format.reasoning,
+            shows_text=self._shows_text,
         )
+        return Located(n_characters, divergence)
 
-    def _next_turn(self, job: NextTurn) -> Predicted | None:
-        contexts, body = self._prompts.pop(job.request_id, None), self._bodies.pop(job.request_id, None)
-        if contexts is None or body is None:
+    def _next_turn(self, job: NextTurn) -> PredictedPrompt | None:
+        request = self._requests.pop(job.request_id, None)
+        if request is None or request.body is None:
             return None
-        (context,), generated = contexts, unpacked(job.generated)
+        (context,), generated = request.prompts, unpacked(job.generated)
         message = self._tokenizer.returned_message(
             context, generated, job.n_sent, job.completion_id, self._reader.output_format
         )
         if message is None:
             return None
         reply = msgspec.json.encode(message)
-        read = self._reader.read(msgspec.structs.replace(body, is_run=False, warms=True, reply=reply))
+        read = self._reader.read(msgspec.structs.replace(request.body, purpose="warm", reply=reply))
         # What this body needed before, it has.
         assert not isinstance(read, Needs)
-        ((request,), _) = read
-        prompt = self._tokenizer.tokenize_prompt(request).prompt
+        ((following,), _) = read
+        prompt = self._tokenizer.tokenize_prompt(following).prompt
         self._tokenizer.check_fits(prompt)
         n_new = prompt.n_tokens - n_common(prompt.tokens, np.concatenate([context.prompt.tokens, generated]))
         if not MIN_NEW_TOKENS <= n_new <= job.max_new:
             return None
-        records = self._tokenizer.remember_branch(request, prompt.tokens)
-        if request.session_id and not records:
+        records = self._tokenizer.remember_branch(following, prompt.tokens)
+        if following.session_id and not records:
             # It was dropped meanwhile.
             return None
         params = GenerateParams(
-            f"{job.completion_id}-next", max_tokens=0, cache_salt=request.params.cache_salt, is_background=True
+            f"{job.completion_id}-next", max_tokens=0, cache_salt=following.params.cache_salt, is_background=True
         )
-        return Predicted(Generate(params, prompt), n_new, records)
+        return PredictedPrompt(Generate(params, prompt), n_new, records)
 
     def _drop_session(self, job: DropSession) -> DropPaths:
         namespace = salt_namespace(job.cache_salt)
         digest = session_digest(namespace, job.session_id)
         dropped = self._tokenizer.memory.drop_session(digest)
-        self._tokenizer.earlier.drop_session(digest)
+        self.earlier.drop_session(digest)
         return DropPaths(namespace, tuple(path for each in dropped for path in each.paths), digest)

@@ -27,7 +27,6 @@ from functools import cached_property
 import numpy as np
 from msgspec import structs
 
-from llamaslot.base.advice import Parting
 from llamaslot.base.backend import Vocab
 from llamaslot.base.commands import PromptPart, TextPart, TokensPart
 from llamaslot.base.errors import ContextSizeError, InvalidRequestError
@@ -52,7 +51,6 @@ from llamaslot.prompts.cut_points import (
     exact_cut_tokens,
     n_characters,
 )
-from llamaslot.prompts.partings import EarlierPrompts, find_parting
 from llamaslot.prompts.remembering import PromptContext, SentReply, remembered_reply, returned_message
 from llamaslot.prompts.token_memory import TokenMemory
 from llamaslot.protocol.text_requests import TextRequest
@@ -96,10 +94,8 @@ class Tokenizer:
         clock: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self.memory = TokenMemory(clock=clock)
-        self.earlier = EarlierPrompts()
-        """To find out why prompts part from what was cached."""
         self._vocab = vocab
-        self._pieces = Pieces(vocab)
+        self.pieces = Pieces(vocab)
         self._n_ctx = n_ctx
         self._use_anchors = use_anchors
         self._min_match = min_match
@@ -217,26 +213,7 @@ class Tokenizer:
 
         Tokens that the model wants before the prompt count as none.
         """
-        return n_characters(self._written(context.prompt.tokens[self._n_added(context) : n_tokens]).data)
-
-    def parting(
-        self,
-        context: PromptContext,
-        n_tokens: int,
-        format_: Format | None = None,
-        *,
-        shows_text: bool = False,
-    ) -> Parting | None:
-        """Return where and why a prompt parts from earlier ones of its owner after its first tokens, if it does."""
-        return find_parting(
-            context,
-            n_tokens,
-            self.earlier.of(context.request.owner),
-            self._pieces,
-            n_added=self._n_added(context),
-            reasoning=format_.reasoning if format_ is not None else None,
-            shows_text=shows_text,
-        )
+        return n_characters(self._written(context.prompt.tokens[self.n_added(context) : n_tokens]).data)
 
     def tokenize(self, prompt: Sequence[PromptPart], *, add_special: bool = False) -> list[int]:
         """Return the token ids of any prompt."""
@@ -426,9 +403,9 @@ class Tokenizer:
         return None, b""
 
     def _written(self, tokens: Tokens) -> MarkedText:
-        return MarkedText.of(tokens.tolist(), self._pieces)
+        return MarkedText.of(tokens.tolist(), self.pieces)
 
-    def _n_added(self, context: PromptContext) -> int:
+    def n_added(self, context: PromptContext) -> int:
         """Return how many tokens the model wanted before a prompt."""
         return len(self._added_tokens) if isinstance(context.request.parts[0], TextPart) else 0
 

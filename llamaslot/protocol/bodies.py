@@ -222,7 +222,7 @@ class CompletionBody(Options, kw_only=True):
     response_fields: Annotated[list[str], Meta(max_length=MAX_FIELDS)] | None = None
 
 
-class WarmBody(msgspec.Struct, kw_only=True):
+class AnyBody(msgspec.Struct, kw_only=True):
     """`POST /cache/warm`: the body of a chat, a message, a response or a text completion, and `pin`.
 
     Also the fields by which such bodies are told apart.

@@ -33,6 +33,7 @@ from llamaslot.base.prompt_jobs import (
 )
 from llamaslot.protocol.anthropic import CountTokensBody, MessagesBody, chat_of, field_names
 from llamaslot.protocol.bodies import (
+    AnyBody,
     ChatBody,
     CompletionBody,
     DetokenizeBody,
@@ -40,7 +41,6 @@ from llamaslot.protocol.bodies import (
     Metadata,
     Options,
     TokenizeBody,
-    WarmBody,
     decode,
     renamed,
     too_deep,
@@ -147,9 +147,9 @@ class RequestReader:
 
     def _any(self, job: Prepare) -> ReadBody | Needs:
         """Read a body of any API, whose fields tell which one that is."""
-        body = decode(job.body, WarmBody)
+        body = decode(job.body, AnyBody)
         read = self._read(msgspec.structs.replace(job, kind=_kind_of(body)))
-        if isinstance(read, Needs) or not job.warms:
+        if isinstance(read, Needs) or job.purpose != "warm":
             return read
         requests, options = read
         return tuple(warming(each, body.pin) for each in requests), options
@@ -172,20 +172,20 @@ class RequestReader:
         for prompt in prompts:
             self._check_size(prompt)
         own = self._constraints_for(job).read(body)
-        default = next(self._defaults, None) if job.is_run else None
+        default = next(self._defaults, None) if job.purpose == "run" else None
         constraint = own or default
         requests = text_requests(
             body, prompts, job.context, self._settings, self._info, tokens_of=self._tokens_of, constraint=constraint
         )
-        if not job.is_run and len(requests) > 1:
+        if job.purpose != "run" and len(requests) > 1:
             raise InvalidRequestError("'prompt' must be one prompt to probe or warm the cache", param="prompt")
-        if job.warms:
+        if job.purpose == "warm":
             requests = tuple(map(open_ended, requests))
         return requests, _reply_options(body, requests[0], self._settings)
 
     def _messages(self, job: Prepare) -> ReadBody:
         """Read a body in Anthropic's form."""
-        body = decode(job.body, MessagesBody if job.is_run else CountTokensBody)
+        body = decode(job.body, MessagesBody if job.purpose == "run" else CountTokensBody)
         omits = body.thinking is not None and body.thinking.display == "omitted"
         try:
             return self._chat(chat_of(body), job, omit_reasoning=omits)
@@ -198,9 +198,11 @@ class RequestReader:
         `of_api` has fields of `ReplyOptions` that chats do not have.
         """
         refuse_missing(body)
-        if job.warms:
-            return self._warming(body, msgspec.structs.replace(job, warms=False))
-        chats = self._chats
+        return self._warming(body, job) if job.purpose == "warm" else self._one_chat(body, job, **of_api)
+
+    def _one_chat(self, body: ChatBody, job: Prepare, **of_api: Any) -> ReadBody:
+        """Read a chat with the messages that its prompt has."""
+        chats, is_run = self._chats, job.purpose == "run"
         # The prompt.
         use, variables = read_tools(body), chats.variables(body)
         messages, has_reply = checked_messages(body), wants_reply(body)
@@ -209,14 +211,14 @@ class RequestReader:
         # What its reply must match. If it is only counted or probed, a grammar need not be valid.
         thinking = chats.thinking(variables, reasoning_open)
         own = constraint = default = None
-        if job.is_run:
+        if is_run:
             constraints = self._constraints_for(job)
             own = constraints.read(body)
             constraint = constraints.for_reply(chats.format, own, use, thinking)
         is_raw = own is not None and own.param == RAW_GRAMMAR
         budget = chats.budget(body, thinking, is_raw=is_raw)
         self._check_size(parts)
-        if job.is_run:
+        if is_run:
             default = next(self._defaults, None)
         if default is not None and own is None:
             # A default grammar covers the whole output, and may not allow a forced end of the reasoning.
@@ -262,7 +264,7 @@ class RequestReader:
             request = replace(request, chat=turn, rest=rest)
             if turn.begun:
                 parser = msgspec.structs.replace(parser, reasoning_open=chats.reasoning_open(body, text))
-        to_store = _chat_to_store(body, job.context.request_id) if job.is_run else None
+        to_store = _chat_to_store(body, job.context.request_id) if is_run else None
         return (request,), _reply_options(body, request, self._settings, parser=parser, chat=to_store, **of_api)
 
     def _warming(self, body: ChatBody, job: Prepare) -> ReadBody:
@@ -278,7 +280,7 @@ class RequestReader:
         if messages[-1]["role"] == "user" and not messages[-1].get("content"):
             messages = messages[:-1]
         if body.continue_final_message or (messages and messages[-1]["role"] in ("user", "tool", "function")):
-            return self._chat(body, job)
+            return self._one_chat(body, job)
         last = clean_message(messages[-1], len(messages) - 1) if messages else {}
         read = []
         for text in CONTINUATIONS:
@@ -287,7 +289,9 @@ class RequestReader:
                 for call in last.get("tool_calls", ())
             ]
             following = following or [{"role": "user", "content": text}]
-            read.append(self._chat(change(body, messages=[*messages, *following], add_generation_prompt=None), job))
+            read.append(
+                self._one_chat(change(body, messages=[*messages, *following], add_generation_prompt=None), job)
+            )
         (one, *others), options = [request for (request,), _ in read], read[0][1]
         return (replace(one, others=tuple(others)),), options
 
@@ -388,7 +392,7 @@ class RequestReader:
         return tokens[0] if len(tokens) == 1 else None
 
 
-def _kind_of(body: WarmBody) -> BodyKind:
+def _kind_of(body: AnyBody) -> BodyKind:
     """Return the kind of a body by the fields that only one kind has."""
     if body.messages is UNSET:
         return "text" if body.input is UNSET else "responses"

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import msgspec
 import structlog
 
-from llamaslot.base.advice import CacheAdvice, HitCurve, Parting
+from llamaslot.base.advice import CacheAdvice, Divergence, HitCurve
 from llamaslot.base.callers import Caller
 from llamaslot.base.commands import (
     CacheCleared,
@@ -32,8 +32,8 @@ from llamaslot.base.commands import (
     Generate,
     InspectCache,
     InspectEngine,
+    InspectHitCurve,
     LocalTier,
-    PredictHits,
     ProbePrompt,
     Query,
     WriteTexts,
@@ -70,7 +70,7 @@ from llamaslot.base.prompt_jobs import (
     Located,
     Needs,
     NextTurn,
-    Predicted,
+    PredictedPrompt,
     Prepare,
     Prepared,
     References,
@@ -188,7 +188,7 @@ class Service:
         try:
             prepared = await self._prepared(job, find)
         except (LlamaslotError, asyncio.CancelledError) as error:
-            if job.is_run:
+            if job.purpose == "run":
                 self.metrics.record(self._unstarted(live, error), live.caller.client_request_id)
             raise
         if isinstance(prepared, BadBody):
@@ -197,7 +197,8 @@ class Service:
         live.texts, live.echoes = prepared.texts, prepared.echoes
         # Its body may name another client.
         live.reserve(
-            sum(each.params.n for each in live.prompts) if job.is_run else 1, live.prompts[0].params.client
+            sum(each.params.n for each in live.prompts) if job.purpose == "run" else 1,
+            live.prompts[0].params.client,
         )
 
     async def _prepared(
@@ -310,12 +311,12 @@ class Service:
                 self._end(completion, event)
 
     def _on_start(self, completion: Completion, event: Started) -> None:
-        """Find out where the prompt parts from what is cached, and why."""
+        """Find out where the prompt diverges from what is cached, and why."""
         client, n_prompt = completion.params.client, completion.prompt.n_tokens
         self._adviser.count(client, n_prompt, event.n_matched)
         match event.miss:
             case "evicted" | "no_checkpoint" if event.n_lost:
-                self._adviser.add(client, completion.live.id, Parting(event.miss, event.n_lost))
+                self._adviser.add(client, completion.live.id, Divergence(event.miss, event.n_lost))
             case "diverged" | "changed" | "cold" | "salted":
                 job = Locate(completion.live.id, event.n_matched, completion.prompt_number, explains=True)
                 has_place = event.miss in ("diverged", "changed")
@@ -404,8 +405,8 @@ class Service:
         located = await locating
         if has_place:
             completion.diverged_at = located.n_characters
-        if located.parting is not None:
-            self._adviser.add(completion.params.client, request_id, located.parting)
+        if located.divergence is not None:
+            self._adviser.add(completion.params.client, request_id, located.divergence)
 
     # The end of a completion
 
@@ -449,8 +450,8 @@ class Service:
         if not isinstance(event, Failed) and event.generated is not None:
             # Before the client learns of the end: jobs run in order, so its next prompt finds the reply.
             self._remember(completion, event.generated, is_whole=isinstance(event, Finished))
-        if isinstance(event, Finished) and event.generated is not None and self._may_predict(live):
-            self._predict(completion, event.generated)
+        if isinstance(event, Finished) and event.generated is not None:
+            self._compute_next_turn(completion, event.generated)
         if not live.n_reserved:
             self._release(live)
         if completion.diverged_at >= 0 and event.progress is not None:
@@ -475,19 +476,17 @@ class Service:
         )
         self._spawn(self._write_new(self._prompts.call(job)))
 
-    def _may_predict(self, live: LiveRequest) -> bool:
-        """True if the server has nothing to do after a request's only completion, and may compute ahead."""
-        is_idle = self.capacity.n_in_flight == 0 and not self._is_closing
-        return is_idle and len(live.completions) == 1 and self._ahead.n_left > 0
-
-    def _predict(self, completion: Completion, generated: Generated) -> None:
-        """Have the next turn of a conversation computed ahead; the prompt worker releases the request."""
-        live, tokens = completion.live, generated.packed_tokens
-        job = NextTurn(live.id, tokens, generated.n_sent, completion.id, self._ahead.n_left)
+    def _compute_next_turn(self, completion: Completion, generated: Generated) -> None:
+        """If the server has nothing to do after a request's only completion, have the next turn computed ahead."""
+        live, n_left = completion.live, self._ahead.n_left
+        if self.capacity.n_in_flight or self._is_closing or len(live.completions) > 1 or not n_left:
+            return
+        job = NextTurn(live.id, generated.packed_tokens, generated.n_sent, completion.id, n_left)
+        # The prompt worker releases the request.
         live.id = ""
         self._spawn(self._compute_ahead(self._prompts.call(job)))
 
-    async def _compute_ahead(self, predicting: asyncio.Future[Predicted | None]) -> None:
+    async def _compute_ahead(self, predicting: asyncio.Future[PredictedPrompt | None]) -> None:
         predicted = await predicting
         if predicted is None:
             return
@@ -563,8 +562,8 @@ class Service:
         return state
 
     async def cache_advice(self) -> CacheAdvice:
-        """Return where prompts parted from what was cached, and hit rates with other sizes of the cache."""
-        curve = await self.ask(PredictHits(), HitCurve)
+        """Return where prompts diverged from what was cached, and hit rates with other sizes of the cache."""
+        curve = await self.ask(InspectHitCurve(), HitCurve)
         return CacheAdvice(self._adviser.clients(), curve.hit_rate, curve.ram, curve.disk)
 
     async def exposition(self) -> bytes:

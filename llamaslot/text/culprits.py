@@ -1,4 +1,4 @@
-"""Names what made a prompt part from an earlier one although both have the same text after the place.
+"""Names what made a prompt diverge from an earlier one although both have the same text after the place.
 
 `culprit_of` is a pure function of the two texts. A wrong name is worse than none, so each rule wants the
 differing text of both prompts to be of its kind, and whatever no rule knows is `unknown`. Most rules look at the
@@ -15,6 +15,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
+from functools import cached_property
 
 from llamaslot.base.advice import Culprit, Role
 
@@ -33,9 +34,9 @@ _MAX_TOOLS = 40_000
 """The same for the declaration of a tool."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Change:
-    """Where two prompts part: `before` is in both, then one has `old`, the other `new`, then both agree again."""
+    """Where two prompts diverge: both have `before`, then one has `old` and the other `new`, then both `after`."""
 
     before: str
     old: str
@@ -49,21 +50,26 @@ class Change:
     reasoning: tuple[str, str] | None = None
     """The tags around reasoning, if the model writes any."""
 
+    @cached_property
+    def role(self) -> Role:
+        """The part of the prompt with the place."""
+        return "tools" if _tool_at(self) else role_at(self.before)
+
+    @cached_property
+    def lines(self) -> tuple[str, str]:
+        """The line with the place, in the earlier prompt and in the later one."""
+        return _line(self, self.old), _line(self, self.new)
+
 
 def culprit_of(change: Change) -> tuple[Culprit, Role] | None:
     """Return the likely culprit and the part of the prompt with it; None if the prompts are different ones."""
-    role: Role = "tools" if _tool_at(change) else role_at(change.before)
     longest = max(len(change.old), len(change.new))
-    old, new = _line(change, change.old), _line(change, change.new)
-    if longest <= _MAX_CHANGE and old != new:
-        for culprit, is_of_kind in _OF_LINES:
-            if is_of_kind(old, new, change, role):
-                return culprit, role
-    for culprit, is_of_change in _OF_CHANGES:
-        if is_of_change(change, role):
-            return culprit, "tools" if culprit in ("tool_order", "tools") else role
+    is_in_line = longest <= _MAX_CHANGE and change.lines[0] != change.lines[1]
+    for culprit, is_cause in (*_OF_LINES, *_OF_CHANGES) if is_in_line else _OF_CHANGES:
+        if is_cause(change):
+            return culprit, "tools" if culprit in ("tool_order", "tools") else change.role
     if longest <= _MAX_UNKNOWN or not (change.old.strip() and change.new.strip()):
-        return "unknown", role
+        return "unknown", change.role
     return None
 
 
@@ -250,21 +256,21 @@ _ID = re.compile(
 _ATTRIBUTION = re.compile(r"(?:^|[>\]])\s*(x-[\w-]+|[\w-]*header):[ \t]*\S.*=", re.IGNORECASE)
 
 
-def _is_attribution(old: str, new: str, change: Change, role: Role) -> bool:
+def _is_attribution(change: Change) -> bool:
     """True if a header differs, or only one of the prompts has one."""
-    a, b = _ATTRIBUTION.search(old), _ATTRIBUTION.search(new)
-    if role not in ("system", "") or (a is None and b is None):
+    a, b = map(_ATTRIBUTION.search, change.lines)
+    if change.role not in ("system", "") or (a is None and b is None):
         return False
     if a is not None and b is not None:
         return a[1] == b[1]
     return not (change.old if a is None else change.new).strip()
 
 
-def _is_date(old: str, new: str, _change: Change, _role: Role) -> bool:
-    return all(each.are_in(_TIMES, _BESIDE_TIMES) for each in _differing(old, new))
+def _is_date(change: Change) -> bool:
+    return all(each.are_in(_TIMES, _BESIDE_TIMES) for each in _differing(*change.lines))
 
 
-def _is_git_status(_old: str, _new: str, change: Change, _role: Role) -> bool:
+def _is_git_status(change: Change) -> bool:
     """True if all differing lines are git's, and a heading says that they are."""
     before = _unescaped(change.before[-_MAX_HEADING:])
     start, end = _END_OF_LINE.split(before)[-1], _END_OF_LINE.split(_unescaped(change.after[:_MAX_LINE]))[0]
@@ -275,8 +281,9 @@ def _is_git_status(_old: str, _new: str, change: Change, _role: Role) -> bool:
     return bool(lines) and all(_GIT_LINE.match(line) for line in lines)
 
 
-def _is_directory(old: str, new: str, change: Change, _role: Role) -> bool:
+def _is_directory(change: Change) -> bool:
     """True if only paths differ, and the line or the one before it speaks of a folder."""
+    old, new = change.lines
     heading = _unescaped(change.before[-_MAX_LINE:]).split("\n")[-2:-1]
     return (
         _PATH.sub("/", old) == _PATH.sub("/", new)
@@ -285,16 +292,18 @@ def _is_directory(old: str, new: str, change: Change, _role: Role) -> bool:
     )
 
 
-def _is_model(old: str, new: str, _change: Change, _role: Role) -> bool:
+def _is_model(change: Change) -> bool:
+    old, new = change.lines
     without = _MODEL_NAME.sub("", new)
     return without == _MODEL_NAME.sub("", old) and bool(_MODEL_WORD.search(without))
 
 
-def _is_id(old: str, new: str, _change: Change, _role: Role) -> bool:
+def _is_id(change: Change) -> bool:
+    old, new = change.lines
     return _ID.sub("", old) == _ID.sub("", new)
 
 
-_OF_LINES: tuple[tuple[Culprit, Callable[[str, str, Change, Role], bool]], ...] = (
+_OF_LINES: tuple[tuple[Culprit, Callable[[Change], bool]], ...] = (
     ("attribution", _is_attribution),
     ("date", _is_date),
     ("git_status", _is_git_status),
@@ -316,9 +325,9 @@ _MIN_REMINDER = 16
 """Characters of a line by which a reminder without a tag is found again."""
 
 
-def _is_reasoning(change: Change, role: Role) -> bool:
+def _is_reasoning(change: Change) -> bool:
     """True if reasoning of the earlier reply is left out of the later prompt."""
-    if change.reasoning is None or role not in ("assistant", ""):
+    if change.reasoning is None or change.role not in ("assistant", ""):
         return False
     start, end = change.reasoning
     before, old, new, after = (
@@ -331,7 +340,7 @@ def _is_reasoning(change: Change, role: Role) -> bool:
     return is_left_out and not new.replace(start, "").replace(end, "").strip()
 
 
-def _is_tool_order(change: Change, _role: Role) -> bool:
+def _is_tool_order(change: Change) -> bool:
     """True if the same tools are declared in another order, and the place is where the order differs."""
     old, new = change.old_tools, change.new_tools
     if old == new or sorted(old) != sorted(new):
@@ -340,7 +349,7 @@ def _is_tool_order(change: Change, _role: Role) -> bool:
     return _declares(change, change.old, old[at]) and _declares(change, change.new, new[at])
 
 
-def _is_tools(change: Change, _role: Role) -> bool:
+def _is_tools(change: Change) -> bool:
     """True if other tools are declared and the place is where they begin to differ, or if it is within a tool."""
     old, new = change.old_tools, change.new_tools
     if sorted(old) == sorted(new):
@@ -384,9 +393,9 @@ def _is_declared(tool: str, text: str) -> bool:
     return any(found[1] == tool for found in _DECLARED.finditer(text))
 
 
-def _is_reminder(change: Change, role: Role) -> bool:
+def _is_reminder(change: Change) -> bool:
     """True if a block of the earlier prompt is no longer there, and is again in a later message."""
-    if change.new.strip() or role == "assistant":
+    if change.new.strip() or change.role == "assistant":
         return False
     block = _END_OF_LINE.split(change.before[-_MAX_LINE:])[-1] + change.old
     tag = _TAG.search(block[:_MAX_LINE])
@@ -394,18 +403,19 @@ def _is_reminder(change: Change, role: Role) -> bool:
         inside, end, _ = (block + change.after[: len(tag[0]) + 3]).partition(f"</{tag[1]}>")
         if end:
             return MARK not in inside and f"<{tag[1]}" in change.after
-    if role not in ("system", "user", "tool") or MARK in change.old.rstrip():
+    if change.role not in ("system", "user", "tool") or MARK in change.old.rstrip():
         return False
     lines = change.old.strip().split("\n")
     return len(lines[0]) >= _MIN_REMINDER and lines[0] in change.after
 
 
-def _is_trimmed(change: Change, role: Role) -> bool:
+def _is_trimmed(change: Change) -> bool:
     """True if whole messages of the earlier prompt are left out, and nothing stands for them."""
-    return not change.new.strip() and role in ("user", "assistant", "tool") and bool(_HEADER.search(change.old))
+    is_message = change.role in ("user", "assistant", "tool") and bool(_HEADER.search(change.old))
+    return is_message and not change.new.strip()
 
 
-_OF_CHANGES: tuple[tuple[Culprit, Callable[[Change, Role], bool]], ...] = (
+_OF_CHANGES: tuple[tuple[Culprit, Callable[[Change], bool]], ...] = (
     ("reasoning", _is_reasoning),
     ("tool_order", _is_tool_order),
     ("tools", _is_tools),

@@ -1,4 +1,4 @@
-"""`GET /cache/advice`: what a server says of prompts that parted, to whom, and with which texts."""
+"""`GET /cache/advice`: what a server says of prompts that diverged, to whom, and with which texts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from llamaslot.base.advice import Parting
+from llamaslot.base.advice import Divergence
 from llamaslot.base.prompt_jobs import Release
 from llamaslot.kvcache import ghost_list
 from llamaslot.service import advice
@@ -103,7 +103,7 @@ def test_clients_that_sent_nothing_for_long_are_forgotten(monkeypatch: pytest.Mo
     for client in ("a", "b", "a", "c"):
         adviser.count(client, 100, 10)
     for client, n_tokens in (("a", 5), ("b", 7), ("c", 9), ("a", 6)):
-        adviser.add(client, f"of {client}", Parting("date", n_tokens, "system", 3))
+        adviser.add(client, f"of {client}", Divergence("date", n_tokens, "system", 3))
     first, second = adviser.clients()
     assert (first.client, first.requests, first.computed_tokens, first.places[0].tokens) == ("a", 2, 180, 11)
     assert (second.client, second.requests, second.places[0].requests) == ("c", 1, 1)

@@ -11,7 +11,7 @@ import pytest
 from msgspec.structs import asdict
 
 from llamaslot.base import prompt_jobs
-from llamaslot.base.advice import HitCurve, Parting, SizeAdvice
+from llamaslot.base.advice import Divergence, HitCurve, SizeAdvice
 from llamaslot.base.callers import Caller
 from llamaslot.base.commands import (
     CacheCleared,
@@ -24,7 +24,7 @@ from llamaslot.base.commands import (
     GenerateParams,
     InspectCache,
     InspectEngine,
-    PredictHits,
+    InspectHitCurve,
     ProbePrompt,
     Query,
     SlotAction,
@@ -111,7 +111,7 @@ QUERIES = [
     ProbePrompt(
         Generate(GenerateParams("p", sampling=SAMPLING), TokenizedPrompt(b"\1\0\0\0", session_match="new"))
     ),
-    PredictHits(),
+    InspectHitCurve(),
     SlotAction(1, "restore", "a.bin"),
     ClearCache(),
     DropPaths("space", (b"\1\0\0\0",), b"digest"),
@@ -142,8 +142,8 @@ RESULTS = [
     BadBody(ErrorInfo("invalid_request_error", "'prompt' is required", "prompt")),
     Needs(References("resp_1", ("item_1",))),
     JsonReply(b"{}"),
-    prompt_jobs.Predicted(Generate(PARAMS, TokenizedPrompt(b"\1\0\0\0")), 64),
-    prompt_jobs.Located(7, Parting("date", 100, "system", 7, "Today is ", "Friday", "Saturday")),
+    prompt_jobs.PredictedPrompt(Generate(PARAMS, TokenizedPrompt(b"\1\0\0\0")), 64),
+    prompt_jobs.Located(7, Divergence("date", 100, "system", 7, "Today is ", "Friday", "Saturday")),
 ]
 REPLIES = [
     SlotActionDone(3, 4, 0.5),

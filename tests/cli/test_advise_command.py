@@ -46,7 +46,7 @@ def test_texts_are_printed_as_literals() -> None:
 
 
 def test_a_server_without_places_says_so_and_further_clients_are_counted() -> None:
-    assert "no prompt has parted" in printed(CacheAdvice((), 1.0, (), ()))[1]
+    assert "no prompt has diverged" in printed(CacheAdvice((), 1.0, (), ()))[1]
     clients = tuple(ClientAdvice(f"{i}", 1, 9, 9, (place(offset=-1, role="", where=""),)) for i in range(12))
     told = printed(CacheAdvice(clients, 1.0, (), ()))
     assert told[-1] == "\n2 more clients (--top)"

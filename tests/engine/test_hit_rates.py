@@ -10,7 +10,7 @@ import pytest
 
 from llamaslot.backend.disk import DiskStore
 from llamaslot.base.advice import HitCurve
-from llamaslot.base.commands import PredictHits
+from llamaslot.base.commands import InspectHitCurve
 from llamaslot.base.events import Finished
 from llamaslot.base.model import SegmentSize
 from tests.engine.harness import running
@@ -46,7 +46,7 @@ async def curve_of(prompts: list[str], ram_bytes: int, **settings: Any) -> HitCu
     async with running(backend, ram_bytes=ram_bytes, **settings) as engine:
         for i, prompt in enumerate(prompts):
             assert isinstance(await engine.submit(f"r{i}", prompt, max_tokens=1), Finished)
-        curve: HitCurve = await engine.local.service.ask(PredictHits(), HitCurve)
+        curve: HitCurve = await engine.local.service.ask(InspectHitCurve(), HitCurve)
     return curve
 
 
@@ -87,6 +87,6 @@ async def test_without_requests_or_sizes_of_tokens_nothing_is_predicted() -> Non
         async with running(FakeBackend(n_slots=2, n_ctx=2048, segment_size=size)) as engine:
             for i in range(2):
                 await engine.submit(f"r{i}", "hello" * 50, max_tokens=1)
-            curve = await engine.local.service.ask(PredictHits(), HitCurve)
+            curve = await engine.local.service.ask(InspectHitCurve(), HitCurve)
         assert curve.hit_rate > 0
         assert curve.ram == curve.disk == ()

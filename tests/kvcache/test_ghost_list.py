@@ -91,7 +91,7 @@ def test_one_pass_gives_the_hit_rates_of_caches_of_all_sizes(
             )
         path = paths[i]
         n_tokens += len(path) // 4
-        ghosts.look_up("", path, n_cached=0)
+        ghosts.count("", path, n_cached=0)
         ghosts.add("", path)
         for cache in caches:
             cache.use(path)
@@ -107,6 +107,6 @@ def test_one_pass_gives_the_hit_rates_of_caches_of_all_sizes(
 def test_a_lookup_tells_how_much_was_used_before() -> None:
     ghosts = GhostList()
     ghosts.add("", run((1, 5 * BLOCK_TOKENS)))
-    assert ghosts.look_up("", run((1, 9 * BLOCK_TOKENS)), n_cached=BLOCK_TOKENS) == 4 * BLOCK_TOKENS
-    assert ghosts.look_up("", run((1, 9 * BLOCK_TOKENS)), n_cached=7 * BLOCK_TOKENS) == 0
-    assert ghosts.look_up("salt", run((1, 9 * BLOCK_TOKENS)), n_cached=0) == 0
+    assert ghosts.count("", run((1, 9 * BLOCK_TOKENS)), n_cached=BLOCK_TOKENS) == 4 * BLOCK_TOKENS
+    assert ghosts.count("", run((1, 9 * BLOCK_TOKENS)), n_cached=7 * BLOCK_TOKENS) == 0
+    assert ghosts.count("salt", run((1, 9 * BLOCK_TOKENS)), n_cached=0) == 0

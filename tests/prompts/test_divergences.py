@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from llamaslot.backend.llama.vocab import LlamaVocab
-from llamaslot.base.advice import Culprit, Parting
+from llamaslot.base.advice import Culprit, Divergence
 from llamaslot.base.callers import Caller
 from llamaslot.base.prompt_jobs import (
     BodyKind,
@@ -31,7 +31,7 @@ from llamaslot.base.prompt_jobs import (
     Remember,
 )
 from llamaslot.base.tokens import n_common, packed
-from llamaslot.prompts import partings
+from llamaslot.prompts import divergences
 from llamaslot.prompts.prompt_worker import PromptWorker
 from llamaslot.prompts.tokenizer import Tokenizer
 from llamaslot.protocol.replies.restoring import ReplyRestorer
@@ -97,8 +97,8 @@ class Replay:
 
     def send(
         self, kind: BodyKind, body: dict[str, Any], reply: str = REPLY, *, caller: Caller = KEY
-    ) -> Parting | None:
-        """Return the parting that the server would find, and have it remember the reply."""
+    ) -> Divergence | None:
+        """Return the divergence that the server would find, and have it remember the reply."""
         name = f"r{next(self._ids)}"
         context = msgspec.structs.replace(CONTEXT, request_id=name, caller=caller)
         prepared = self.worker.carry_out(Prepare(kind, msgspec.json.encode(body), context)).result()
@@ -114,7 +114,7 @@ class Replay:
         self.worker.carry_out(Remember(name, packed(ended.astype(np.int32)), len(reply), name)).result()
         self.worker.carry_out(Release(name)).result()
         self.cached.append((salt, np.concatenate([tokens, generated[:-1]])))
-        found: Parting | None = located.parting
+        found: Divergence | None = located.divergence
         return found
 
 
@@ -252,7 +252,7 @@ def test_what_differs_between_sessions_is_named(vocab: LlamaVocab, change: str, 
     ]
     assert culprits(found) == [None, None, None, culprit, None, None]
     assert found[3] is not None
-    assert found[3].tokens >= partings.MIN_TOKENS
+    assert found[3].tokens >= divergences.MIN_TOKENS
     assert found[3].offset > 0
     assert (found[3].before, found[3].old, found[3].new) == ("", "", "")
     if template == "json_calls":
@@ -260,7 +260,7 @@ def test_what_differs_between_sessions_is_named(vocab: LlamaVocab, change: str, 
         assert found[3].role == ("tools" if is_of_tools else "user" if agent == "codex" else "system")
 
 
-def culprits(found: Sequence[Parting | None]) -> list[Culprit | None]:
+def culprits(found: Sequence[Divergence | None]) -> list[Culprit | None]:
     return [each.culprit if each is not None else None for each in found]
 
 
@@ -315,7 +315,7 @@ def test_a_salt_that_changes_within_a_conversation_is_named(vocab: LlamaVocab, a
         replay.send(KINDS[agent], getattr(session, agent)(*each))
         for session, each in zip(sessions, turns, strict=True)
     ]
-    assert culprits(found) == [None, None, "salt"]
+    assert culprits(found) == [None, None, "salted"]
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
@@ -389,7 +389,7 @@ def test_the_text_of_another_salt_is_not_shown(vocab: LlamaVocab) -> None:
     assert replay.send("chat", replace(FIRST, salt="b", date="2026-11-28").opencode()) is None
     found = replay.send("chat", replace(FIRST, salt="c").opencode(REPLY, NEXT))
     assert found is not None
-    assert (found.culprit, found.before, found.old, found.new) == ("salt", "", "", "")
+    assert (found.culprit, found.before, found.old, found.new) == ("salted", "", "", "")
 
 
 @pytest.mark.parametrize("job", [ClearTexts(), DropSession("mine")])
@@ -397,32 +397,32 @@ def test_what_is_dropped_is_not_compared(vocab: LlamaVocab, job: Any) -> None:
     replay = Replay(vocab)
     replay.send("chat", {**FIRST.opencode(), "session_id": "mine"})
     replay.worker.carry_out(job).result()
-    assert replay.tokenizer.earlier.n_bytes == 0
+    assert replay.worker.earlier.n_bytes == 0
     assert replay.send("chat", {**replace(FIRST, date="2026-11-28").opencode(), "session_id": "mine"}) is None
 
 
 def test_prompts_without_cache_are_not_kept(vocab: LlamaVocab) -> None:
     replay = Replay(vocab)
     replay.send("chat", {**FIRST.opencode(), "cache_prompt": False})
-    assert replay.tokenizer.earlier.n_bytes == 0
+    assert replay.worker.earlier.n_bytes == 0
 
 
 def test_what_is_kept_is_bounded(vocab: LlamaVocab, monkeypatch: pytest.MonkeyPatch) -> None:
     """An owner that sends many prompts takes nothing from one with few."""
-    monkeypatch.setattr(partings, "MAX_OWNERS", 3)
+    monkeypatch.setattr(divergences, "MAX_OWNERS", 3)
     replay, one = Replay(vocab, "chatml"), {"messages": [{"role": "user", "content": "hello"}]}
     replay.send("chat", one, caller=Caller("few"))
-    kept = replay.tokenizer.earlier
-    monkeypatch.setattr(partings, "MAX_BYTES", kept.n_bytes * 5)
+    kept = replay.worker.earlier
+    monkeypatch.setattr(divergences, "MAX_BYTES", kept.n_bytes * 5)
     for i in range(20):
         replay.send("chat", {"messages": [{"role": "user", "content": f"{i} hello"}]}, caller=Caller("many"))
-        assert kept.n_bytes <= partings.MAX_BYTES
+        assert kept.n_bytes <= divergences.MAX_BYTES
     assert len(kept.of("few")) == 1
     assert 1 < len(kept.of("many")) <= 4
     for i in range(5):
         replay.send("chat", one, caller=Caller(f"key {i}"))
     assert [len(kept.of(owner)) for owner in ("few", "key 1", "key 2", "key 3", "key 4")] == [0, 0, 1, 1, 1]
     assert kept.n_bytes == sum(each.n_bytes for i in range(5) for each in kept.of(f"key {i}"))
-    monkeypatch.setattr(partings, "MAX_PROMPT_BYTES", 100)
+    monkeypatch.setattr(divergences, "MAX_PROMPT_BYTES", 100)
     replay.send("chat", one, caller=Caller("few"))
     assert not kept.of("few")

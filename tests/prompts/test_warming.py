@@ -42,7 +42,7 @@ class Prompts:
 
     def tokens(self, *messages: dict[str, Any], warms: bool = False, **fields: Any) -> Any:
         body = msgspec.json.encode({"messages": messages, **fields})
-        read = self.reader.read(Prepare("any", body, CONTEXT, is_run=False, warms=warms))
+        read = self.reader.read(Prepare("any", body, CONTEXT, purpose="warm" if warms else "inspect"))
         assert isinstance(read, tuple)
         ((request,), _) = read
         return self.tokenizer.tokenize_prompt(request).prompt.tokens
@@ -92,7 +92,7 @@ def test_a_text_is_cut_before_the_token_that_may_change(vocab: LlamaVocab) -> No
 
     def tokens(prompt: Any, *, warms: bool = False) -> list[int]:
         body = msgspec.json.encode({"prompt": prompt})
-        read = prompts.reader.read(Prepare("any", body, CONTEXT, is_run=False, warms=warms))
+        read = prompts.reader.read(Prepare("any", body, CONTEXT, purpose="warm" if warms else "inspect"))
         assert isinstance(read, tuple)
         ((request,), _) = read
         return prompts.tokenizer.tokenize_prompt(request).prompt.tokens.tolist()

@@ -1,7 +1,7 @@
 """Random workloads for models with a partial state, on the fake backend: every token is that of a cold run.
 
 What the machine of `tests/kvcache/test_checkpoint_machine.py` does not have is here: several tenants with a public
-prefix, and longer prompts that part from earlier ones anywhere. The oracle computes each prompt from its first
+prefix, and longer prompts that diverge from earlier ones anywhere. The oracle computes each prompt from its first
 token, by the backend alone.
 """
 

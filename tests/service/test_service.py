@@ -372,7 +372,7 @@ async def test_a_prompt_that_is_only_counted_is_limited_as_a_request_is() -> Non
     wire = Wire(n_slots=1, max_queue=10, max_queue_per_client=1)
     service = wire.service
     lives = [await begin(service, request(client="mine")) for _ in range(2)]
-    job = msgspec.structs.replace(prepare_text(request(client="mine")), is_run=False)
+    job = msgspec.structs.replace(prepare_text(request(client="mine")), purpose="inspect")
     with pytest.raises(QueueFullError, match="--max-queue-per-client"):
         async with service.open(Caller()) as live:
             # Only its body says whose it is.

@@ -23,7 +23,15 @@ from llamaslot.api.middleware import caller_of, given_key
 from llamaslot.api.sse import PING, EventStream
 from llamaslot.base.errors import ForbiddenError, LlamaslotError
 from llamaslot.base.events import Finished, FinishReason, Output
-from llamaslot.base.prompt_jobs import BodyKind, EarlierItems, Prepare, References, ReplyOptions, RequestContext
+from llamaslot.base.prompt_jobs import (
+    BodyKind,
+    EarlierItems,
+    Prepare,
+    Purpose,
+    References,
+    ReplyOptions,
+    RequestContext,
+)
 from llamaslot.base.stats import CacheProbe
 from llamaslot.formats.format import ParsedMessage
 from llamaslot.service.limits import ProbsLimit
@@ -56,14 +64,14 @@ async def complete(
 
 async def count_prompt_tokens(request: web.Request, kind: BodyKind, find: Find | None = None) -> int:
     """Count the tokens of the prompt that the body of a request has, and generate nothing."""
-    async with _prepared(request, kind, _prompt_context(request), find, is_run=False) as (_, live):
+    async with _prepared(request, kind, _prompt_context(request), find, "inspect") as (_, live):
         return live.prompts[0].prompt.n_tokens
 
 
 async def probe_cache(request: web.Request, find: Find) -> CacheProbe:
     """Return what is cached of the prompt in the body of any API, which is not run."""
     async with (
-        _prepared(request, "any", _prompt_context(request), find, is_run=False) as (service, live),
+        _prepared(request, "any", _prompt_context(request), find, "inspect") as (service, live),
         service.until_deadline(live),
     ):
         return await service.probe(live)
@@ -72,7 +80,7 @@ async def probe_cache(request: web.Request, find: Find) -> CacheProbe:
 async def warm_cache(request: web.Request, find: Find) -> Completion:
     """Compute the prompt in the body of any API for later requests; return the finished completion of no tokens."""
     context = _context(request, f"warm-{request[UNIQUE_ID]}", None)
-    async with _prepared(request, "any", context, find, is_run=False, warms=True) as (service, live):
+    async with _prepared(request, "any", context, find, "warm") as (service, live):
         params = live.prompts[0].params
         if params.pin is not None and not context.is_admin:
             refuse_field("pin", "needs an administrator's API key", ForbiddenError)
@@ -88,9 +96,7 @@ async def _prepared(
     kind: BodyKind,
     context: RequestContext,
     find: Find | None = None,
-    *,
-    is_run: bool = True,
-    warms: bool = False,
+    purpose: Purpose = "run",
 ) -> AsyncIterator[tuple[Service, LiveRequest]]:
     """Prepare the body of a request, and yield the live request; leaving the block cancels what has not ended.
 
@@ -99,7 +105,7 @@ async def _prepared(
     service = request.app[READINESS].check()
     async with service.open(context.caller) as live:
         async with service.until_deadline(live), request.app[BODY_READER].body(request) as raw:
-            await service.prepare(live, Prepare(kind, raw, context, is_run, warms), find)
+            await service.prepare(live, Prepare(kind, raw, context, purpose), find)
         yield service, live
 
 

@@ -356,7 +356,7 @@ async def _complete(
     request: web.Request, kind: BodyKind, writer_type: type[ResponsesReplyWriter]
 ) -> web.StreamResponse:
     key = (key_namespace(request), writer_type.id_prefix + request[UNIQUE_ID])
-    with finding(request) as find:
+    with earlier_items(request) as find:
         try:
             return await complete(request, kind, writer_type, find)
         except LlamaslotError:
@@ -371,7 +371,7 @@ async def _complete(
 
 async def count(request: web.Request) -> web.Response:
     """Return the tokens of the prompt that a response would be generated for."""
-    with finding(request) as find:
+    with earlier_items(request) as find:
         return json_response(InputTokens(await count_prompt_tokens(request, "responses", find)))
 
 
@@ -413,7 +413,7 @@ def _stored(request: web.Request) -> StoredResponse:
 
 
 @contextmanager
-def finding(request: web.Request) -> Iterator[Find]:
+def earlier_items(request: web.Request) -> Iterator[Find]:
     """Yield a function that finds the earlier items that a body names.
 
     The response that the request continues is kept until the block ends.
