@@ -160,7 +160,7 @@ def _add_parts(commands: Any) -> None:
     _threads(looping)
 
     warming = commands.add_parser("ahead", help="turns that were computed ahead, and what that costs others")
-    _common(warming, run=_ahead, repeats=(4, 1), of="conversations", shape=ahead.SHAPE)
+    _common(warming, run=_ahead, repeats=(2, 1), of="conversations", shape=ahead.SHAPE)
     _threads(warming)
 
     growing = commands.add_parser("tree", help="time of the radix tree's own operations")

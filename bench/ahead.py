@@ -5,7 +5,8 @@ quickly. The client sends back the answer alone, and Qwen3's template leaves out
 a turn computes the answer before it, unless that was done while the user read it (`--warm-ahead`).
 
 Two servers run at once, with and without it, and take turns: a user on each, and then, on each, a user and another
-client that sends short requests at random times, the same ones.
+client that sends short requests at random times, the same ones. The second part has a smaller model, so that
+servers keep up with the other client.
 """
 
 from __future__ import annotations
@@ -30,13 +31,14 @@ from bench.report import Summary, console, machine, new_table, write_json
 from bench.server import llamaslot, serving
 from bench.tokens import Tokens
 
-SHAPE = "60m-qwen3"
-"""Small, so that a server keeps up with the other client."""
+SHAPE, SMALL_SHAPE = "0.6b-qwen3", "60m-qwen3"
 TEMPLATE = "Qwen-Qwen3-0.6B"
 TURNS = 6
 QUESTION_TOKENS, OTHER_TOKENS, OTHER_NEW = 40, 200, 8
 CONTEXT = 16_384
 REASONING_TOKENS, ANSWER_TOKENS = 400, 300
+CONVERSATIONS_BESIDE = 4
+"""For each conversation of the first part, those of the second, which take a fraction of the time."""
 PAUSE_S = 4.0
 """Time in which the user reads an answer."""
 OTHER_EVERY_S = 1.0
@@ -62,49 +64,80 @@ def run(
 ) -> None:
     """Measure, print two tables, write `ahead.json` and the servers' logs."""
     facts = machine()
-    template = []
+    small, of_small, template = model, title, []
     if model is None:
-        model = synthetic.ensure(SHAPE, vocabulary=build.vocabulary("qwen2"))
+        model, small = (
+            synthetic.ensure(shape, vocabulary=build.vocabulary("qwen2")) for shape in (SHAPE, SMALL_SHAPE)
+        )
+        of_small = title.replace(SHAPE, SMALL_SHAPE)
         template = ["--chat-template-file", str(build.chat_template(TEMPLATE))]
+    assert small is not None, "given with the other"
     flags = ["-np", "2", "-c", str(CONTEXT), "-t", str(threads), *template, *server_flags]
-    turns, others = asyncio.run(_measure(model, flags, repeats, folder))
+    turns = asyncio.run(_alone(model, flags, repeats, folder))
+    others = asyncio.run(_beside_others(small, flags, CONVERSATIONS_BESIDE * repeats, folder))
     console.print(_turns_table(turns, title))
-    console.print(_others_table(others, title))
-    settings = {"model": title, "flags": " ".join(flags), "repeats": repeats, "turns": TURNS, "pause_s": PAUSE_S}
+    console.print(_others_table(others, of_small))
+    settings = {
+        "models": [title, of_small],
+        "flags": " ".join(flags),
+        "repeats": repeats,
+        "turns": TURNS,
+        "pause_s": PAUSE_S,
+    }
     content = {"benchmark": "ahead", "settings": settings, "machine": facts, "others": others}
     write_json(folder / "ahead.json", content | {"turns": [asdict(turn) for turn in turns]})
 
 
-async def _measure(
-    model: Path, flags: Sequence[str], repeats: int, folder: Path
-) -> tuple[list[Turn], dict[str, list[float]]]:
+async def _alone(model: Path, flags: Sequence[str], repeats: int, folder: Path) -> list[Turn]:
+    """Return the turns of conversations beside which nothing else is asked for."""
     turns: list[Turn] = []
-    others: dict[str, list[float]] = {side: [] for side in SIDES}
     tokens, run_id = Tokens(model), secrets.token_hex(8)
     order = random.Random(run_id)
     async with AsyncExitStack() as running:
-        clients: dict[str, Client] = {}
-        for side, own in SIDES.items():
-            command = llamaslot(model, *flags, *own)
-            server = await running.enter_async_context(serving(command, log=folder / f"ahead-{side}.log"))
-            clients[side] = server.client
-            # The first constraint waits for the grammar's tokenizer.
-            await _Conversation(server.client, tokens, "warm-up").turn()
-        with progress("turns", repeats * (TURNS + 1) * len(SIDES)) as advance:
+        clients = await _both(running, model, flags, folder, tokens)
+        with progress("turns", repeats * TURNS * len(SIDES)) as advance:
             for repeat in range(repeats):
-                words = f"{run_id} {repeat}"
-                talks = {side: _Conversation(client, tokens, words) for side, client in clients.items()}
+                talks = {
+                    side: _Conversation(client, tokens, f"{run_id} {repeat}") for side, client in clients.items()
+                }
                 for number in range(1, TURNS + 1):
                     for side in order.sample(list(SIDES), len(SIDES)):
                         answer = await talks[side].turn()
                         turns.append(_turn(answer, side, repeat, number))
                         await asyncio.sleep(PAUSE_S)
                         advance(f"turn {number}")
+    return turns
+
+
+async def _beside_others(model: Path, flags: Sequence[str], repeats: int, folder: Path) -> dict[str, list[float]]:
+    """Return the times to the first token of another client's requests."""
+    others: dict[str, list[float]] = {side: [] for side in SIDES}
+    tokens, run_id = Tokens(model), secrets.token_hex(8)
+    order = random.Random(run_id)
+    async with AsyncExitStack() as running:
+        clients = await _both(running, model, flags, folder, tokens)
+        with progress("conversations", repeats * len(SIDES)) as advance:
+            for repeat in range(repeats):
                 for side in order.sample(list(SIDES), len(SIDES)):
-                    talk = _Conversation(clients[side], tokens, f"{words} beside others")
+                    words = f"{run_id} {repeat}"
+                    talk = _Conversation(clients[side], tokens, words)
                     others[side] += await _beside(talk, clients[side], tokens, words)
                     advance("beside others")
-    return turns, others
+    return others
+
+
+async def _both(
+    running: AsyncExitStack, model: Path, flags: Sequence[str], folder: Path, tokens: Tokens
+) -> dict[str, Client]:
+    """Start a server for each side, and return their clients."""
+    clients: dict[str, Client] = {}
+    for side, own in SIDES.items():
+        command = llamaslot(model, *flags, *own)
+        server = await running.enter_async_context(serving(command, log=folder / f"ahead-{side}.log"))
+        clients[side] = server.client
+        # The first constraint waits for the grammar's tokenizer.
+        await _Conversation(server.client, tokens, "warm-up").turn()
+    return clients
 
 
 async def _beside(talk: _Conversation, client: Client, tokens: Tokens, words: str) -> list[float]:

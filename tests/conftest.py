@@ -7,6 +7,7 @@ import random
 import signal
 from pathlib import Path
 
+import psutil
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.internal.conjecture import providers
@@ -23,6 +24,10 @@ SLOWEST = (
     "processes/test_prompt_supervisor.py",
     "fleet/test_fleet.py",
     "real/test_warm_and_cold.py",
+    "browser/test_page.py",
+    "engine/test_workloads.py",
+    "demo/test_next_turn.py",
+    "kvcache/test_checkpoint_machine.py",
     "demo/test_workloads.py",
     "demo/test_reuse.py",
     "app/test_disk_limits.py",
@@ -61,6 +66,11 @@ for profile, is_fixed in (("fixed", True), ("random", False)):
 def new_seed() -> int:
     """Seed for a random test: another one each time in the long form, always the same in the short form."""
     return random.SystemRandom().randrange(2**32) if LONG else 1000
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """Run one process more than there are CPUs: a third of the time, tests wait for servers."""
+    return psutil.cpu_count() + 1
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -37,6 +37,7 @@ def test_only_the_side_that_computes_ahead_finds_the_answer_before_a_turn(
     monkeypatch.setattr(ahead, "OTHER_EVERY_S", 0.2)
     monkeypatch.setattr(ahead, "PAUSE_S", 0.5)
     monkeypatch.setattr(ahead, "CONTEXT", 8192)
+    monkeypatch.setattr(ahead, "CONVERSATIONS_BESIDE", 1)
     flags = ("--chat-template", TEMPLATE)
     with forked_servers():
         ahead.run(model=tiny_model, title="tiny", repeats=1, threads=1, folder=tmp_path, server_flags=flags)
