@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import socket
 import sys
 from asyncio.subprocess import Process, create_subprocess_exec
@@ -16,7 +15,6 @@ import aiohttp
 from bench.client import BenchmarkError, Client, connected
 
 START_SECONDS = 300.0
-COSTS_SECONDS = 20.0
 END_SECONDS = 15.0
 POLL_SECONDS = 0.1
 
@@ -45,31 +43,16 @@ class Server:
         return self._process.pid
 
     async def start(self) -> None:
-        """Run the command, append its output to the log, and wait until it is healthy and knows its costs."""
+        """Run the command, append its output to the log, and wait until it is healthy."""
         with self._log.open("ab") as output:
-            n_before = output.tell()
             self._process = await create_subprocess_exec(*self._command, stdout=output, stderr=output)
         for _ in range(int(START_SECONDS / POLL_SECONDS)):
             if await self.client.healthy():
-                await self._measured(n_before)
                 return
             if self._process.returncode is not None:
                 raise NotReadyError(f"the server ended with status {self._process.returncode} before it was ready")
             await asyncio.sleep(POLL_SECONDS)
         raise NotReadyError(f"the server was not ready after {START_SECONDS:.0f} seconds")
-
-    async def _measured(self, n_before: int) -> None:
-        """Wait until llamaslot has measured its costs, if this is its first start with the model.
-
-        It tries again later where something disturbed it, and a benchmark does not wait for that.
-        """
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(COSTS_SECONDS):
-                while True:
-                    told = self._log.read_bytes()[n_before:]
-                    if told.count(b'"costs.pending"') != 1 or b'"costs.measured"' in told:
-                        return
-                    await asyncio.sleep(POLL_SECONDS)
 
     async def crash(self) -> None:
         """Kill it with SIGKILL."""

@@ -7,7 +7,6 @@ import random
 import signal
 from pathlib import Path
 
-import psutil
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.internal.conjecture import providers
@@ -66,11 +65,6 @@ for profile, is_fixed in (("fixed", True), ("random", False)):
 def new_seed() -> int:
     """Seed for a random test: another one each time in the long form, always the same in the short form."""
     return random.SystemRandom().randrange(2**32) if LONG else 1000
-
-
-def pytest_xdist_auto_num_workers() -> int:
-    """Run one process more than there are CPUs: a third of the time, tests wait for servers."""
-    return psutil.cpu_count() + 1
 
 
 @pytest.hookimpl(tryfirst=True)

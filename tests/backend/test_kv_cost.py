@@ -48,7 +48,6 @@ def test_the_ratio_is_the_time_beside_so_many_cells_over_that_in_an_empty_pool(
     monkeypatch.setattr(costs, "measure_step_cost", lambda *_: None)
     monkeypatch.setattr(llama_cpp, "llama_state_seq_set_data", counted)
     backend = LlamaBackend(settings(tiny_model, n_ctx=4096, n_ubatch=512))
-    backend.measure_costs()
     cost = backend.info.kv_cost
     assert cost is not None
     assert (cost.n_idle_cells, cost.prefill_slowdown, cost.prefill_us) == (4096 - 512, 2.5, pytest.approx(1000.0))
@@ -79,7 +78,6 @@ def test_saving_and_loading_are_timed_with_the_tokens_that_were_computed(
     monkeypatch.setattr(costs, "_prefill", paced)
     monkeypatch.setattr(costs, "_change", timed)
     backend = LlamaBackend(settings(tiny_model, n_ctx=4096, n_ubatch=1024))
-    backend.measure_costs()
     cost = backend.info.kv_cost
     assert cost is not None
     assert (cost.save_us, cost.load_us) == (pytest.approx(3000.0), pytest.approx(2000.0))
@@ -95,7 +93,6 @@ def test_the_pool_is_empty_behind_it(tiny_model: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(costs, "_prefill", fast)
     backend = LlamaBackend(settings(tiny_model, n_ctx=4096, n_ubatch=512))
-    backend.measure_costs()
     assert backend.info.kv_cost is not None
     assert [backend.seq_range(seq) for seq in range(backend.n_seqs)] == [range(0)] * backend.n_seqs
     # Only an empty pool has room for all of these.
@@ -126,7 +123,6 @@ def test_models_with_a_state_that_cannot_be_trimmed_are_measured_with_cells_alon
     monkeypatch.setattr(costs, "measure_state_cost", lambda *_: None)
     monkeypatch.setattr(self_test, "is_needed", lambda _: False)
     backend = LlamaBackend(settings(synthetic.ensure(shape), n_ctx=4096, n_ubatch=512, checkpoints=True))
-    backend.measure_costs()
     assert backend.info.kv_cost is not None
     assert backend.info.kv_cost.n_idle_cells == 4096 - 512
     assert loaded == [state_bytes(backend, 320), *[state_bytes(backend, 64)] * ((4096 - 512) // 64)] * 5
@@ -141,7 +137,6 @@ def test_models_with_a_state_that_cannot_be_trimmed_are_measured_with_cells_alon
 def test_a_slow_model_is_not_kept_from_serving(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(costs, "_prefill", lambda *_: 0.3)
     backend = LlamaBackend(settings(tiny_model, n_ctx=4096, n_ubatch=512))
-    backend.measure_costs()
     assert backend.info.kv_cost is None
     backend.close()
 
@@ -150,7 +145,6 @@ def test_a_pool_that_cannot_be_filled_is_not_measured(tiny_model: Path, monkeypa
     load = llama_cpp.llama_state_seq_set_data
     monkeypatch.setattr(llama_cpp, "llama_state_seq_set_data", lambda *args: load(*args) if args[-1] else 0)
     backend = LlamaBackend(settings(tiny_model, n_ctx=4096, n_ubatch=512))
-    backend.measure_costs()
     assert backend.info.kv_cost is None
     assert [backend.seq_range(seq) for seq in range(backend.n_seqs)] == [range(0)] * backend.n_seqs
     backend.close()
@@ -158,7 +152,6 @@ def test_a_pool_that_cannot_be_filled_is_not_measured(tiny_model: Path, monkeypa
 
 def test_a_partitioned_pool_has_no_idle_cells_to_measure(tiny_model: Path) -> None:
     backend = LlamaBackend(LlamaSettings(tiny_model, n_ctx=4096, unified=False, measure_costs=True))
-    assert backend.measure_costs()
     cost = backend.info.kv_cost
     backend.close()
     assert cost is not None
@@ -181,6 +174,5 @@ def test_where_it_does_not_matter_or_is_not_asked_for_nothing_is_measured(
     tiny_model: Path, fields: dict[str, Any]
 ) -> None:
     backend = LlamaBackend(LlamaSettings(tiny_model, **{"measure_costs": True} | fields))
-    assert backend.measure_costs()
     assert backend.info.kv_cost is None
     backend.close()

@@ -83,7 +83,6 @@ def test_a_slow_model_is_not_kept_from_serving(tiny_model: Path, monkeypatch: py
 @pytest.mark.parametrize("fields", [{"n_ctx": 1024}, {"unified": False}, {"n_ubatch": 32}])
 def test_where_no_step_is_ever_padded_nothing_is_measured(tiny_model: Path, fields: dict[str, Any]) -> None:
     backend = LlamaBackend(settings(tiny_model, measure_costs=True, **fields))
-    assert backend.measure_costs()
     assert backend.info.step_cost is None
     backend.close()
 

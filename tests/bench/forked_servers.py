@@ -55,6 +55,4 @@ def forked_servers(fault: str = "") -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(server, "create_subprocess_exec", create)
-        # Nothing is timed, so no server need know its costs.
-        patch.setattr(server, "COSTS_SECONDS", 0.0)
         yield

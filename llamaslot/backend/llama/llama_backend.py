@@ -6,6 +6,7 @@ import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from time import sleep
 from typing import Any, TypeVar
 
 import llama_cpp
@@ -29,11 +30,13 @@ from llamaslot.base.errors import ConfigError
 from llamaslot.base.files import parts
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.generation.token_probs import TokenScore
-from llamaslot.base.model import CPU, NOT_YET, CheckpointSize, ModelFile, ModelInfo, SegmentSize, StateKind
+from llamaslot.base.model import CPU, CheckpointSize, ModelFile, ModelInfo, SegmentSize, StateKind
 from llamaslot.base.tokens import Tokens
 
 T = TypeVar("T")
 _MAX_VIEWS = 1024
+_PAUSES_S = (0.2, 0.5)
+"""Pauses before the second and third try to measure the costs at start."""
 
 
 class LlamaBackend:
@@ -360,15 +363,20 @@ class LlamaBackend:
         self._rows, self._targets = {}, {}
 
     def _measurements(self) -> Measurements:
-        """Return what an earlier start has kept; without a result of the self-test, that is run now.
-
-        Costs are measured later (`measure_costs`): that takes seconds, and requests may come at once.
-        """
+        """Return the start-up measurements: those kept by an earlier start, or measured now."""
         settings, folder = self._settings, self._settings.measurements
         kept = costs.read_kept(folder, self._key()) if folder else None
-        measured = kept or Measurements(has_costs=not settings.measure_costs)
-        if not measured.has_costs:
-            self.info = msgspec.structs.replace(self.info, costs_pending=NOT_YET)
+        measured = kept
+        if measured is None or not measured.has_costs:
+            measured = self._measure()
+            for pause_s in _PAUSES_S:
+                # Try again if disturbed, because this server's other processes start at the same time.
+                if measured is None:
+                    sleep(pause_s)
+                    measured = self._measure()
+            measured = measured or Measurements(has_costs=False)
+            if kept is not None:
+                measured = msgspec.structs.replace(measured, self_test=kept.self_test)
         chosen = self_test.overridden(settings.reuse_self_test)
         if chosen is None and self_test.is_needed(self.info) and measured.self_test is None:
             result = self_test.run(self, self._context, limit_s=self_test.START_LIMIT_S)
