@@ -115,7 +115,7 @@ async def _gaps(
     with _process(*beside) if beside is not None else nullcontext((None, 0)) as (other, _):
         answers = await streamed(client, text, words, max(STREAMS), tokens)
         if other is not None and not other.is_alive():
-            raise BenchmarkError("the load ended before the streams did")
+            raise BenchmarkError("what ran beside the streams ended before they did")
     return [gap for answer in answers for gap in answer.gaps]
 
 

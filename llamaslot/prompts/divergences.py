@@ -1,6 +1,6 @@
 """Earlier prompts of each client, and where and why a new prompt diverges from them.
 
-The engine says how many tokens of a prompt are cached. If one of its owner's earlier prompts parts there too, and
+The engine says how many tokens of a prompt are cached. If one of its owner's earlier prompts diverges there too,
 both have the same text after that, what differs between is the reason why that text is computed again:
 
     earlier   |------- same -------| 27 Nov |------- same -------|--- reply ---|
@@ -30,7 +30,7 @@ from llamaslot.prompts.remembering import PromptContext
 from llamaslot.text.culprits import MARK, Change, culprit_of
 
 MIN_TOKENS = 64
-"""Tokens that have to be computed again for a place to count, and by which both prompts may part elsewhere."""
+"""Tokens that have to be computed again for a place to count, and by which both prompts may diverge elsewhere."""
 MIN_REPLY = 8
 """Tokens of a reply by which its conversation is recognized under another salt."""
 MAX_BYTES = 16 * 2**20

@@ -109,8 +109,8 @@ class _Watcher:
     asked: InspectCache | None
     """What it asked for of the prefixes."""
     queue: asyncio.Queue[Told | None] = field(default_factory=lambda: asyncio.Queue(_MAX_UNREAD))
-    prefixes: tuple[CachePrefix, ...] | None = None
-    """Those that it was told of last, before its `top` was applied."""
+    prefixes: Told | None = None
+    """The list that it was told of last."""
 
 
 class Activity:
@@ -124,7 +124,8 @@ class Activity:
         self._read, self._inspect = read, inspect
         self._recent: deque[Told] = deque(maxlen=_MAX_RECENT)
         self._watchers: set[_Watcher] = set()
-        self._prefixes: tuple[CachePrefix, ...] = ()
+        self._lists: dict[int, tuple[tuple[CachePrefix, ...], Told]] = {}
+        """The last lists of prefixes, by their limits."""
         self._polling: asyncio.Task[None] | None = None
         self._is_closed = False
 
@@ -180,18 +181,20 @@ class Activity:
             await asyncio.sleep(INTERVAL_S)
 
     def _tell_prefixes(self, prefixes: tuple[CachePrefix, ...]) -> None:
-        if prefixes != self._prefixes:
-            self._prefixes = prefixes
-        of_size: dict[int, Told] = {}
+        before, self._lists = self._lists, {}
+        for top in {each.asked.top for each in self._watchers if each.asked is not None}:
+            own = prefixes[:top]
+            known = before.get(top)
+            if known is None or known[0] != own:
+                known = own, Told(PrefixesUpdate(time.time(), own))
+            self._lists[top] = known
         for each in self._watchers:
             # Lists are large: a watcher that is behind gets none, and nobody gets the same one twice.
-            if each.asked is None or each.prefixes is self._prefixes or each.queue.qsize() > PREFIXES_EVERY:
-                continue
-            top = each.asked.top
-            if top not in of_size:
-                of_size[top] = Told(PrefixesUpdate(time.time(), self._prefixes[:top]))
-            self._put(each, of_size[top])
-            each.prefixes = self._prefixes
+            if each.asked is not None and each.queue.qsize() <= PREFIXES_EVERY:
+                _, told = self._lists[each.asked.top]
+                if each.prefixes is not told:
+                    each.prefixes = told
+                    self._put(each, told)
 
     def _tell(self, told: Told | None) -> None:
         for each in self._watchers:

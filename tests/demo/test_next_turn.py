@@ -67,14 +67,16 @@ def converse(server: Server, start: str, *, waits: bool) -> tuple[list[list[dict
         if waits and i:
             # The first reply has not come back yet, so its next turn is not predicted.
             deadline = time.monotonic() + 20
-            while n_ahead(server) == before and time.monotonic() < deadline:
+            while n_ahead(server) == before:
+                assert time.monotonic() < deadline, "nothing was computed ahead"
                 time.sleep(0.02)
     return rows, computed
 
 
 def test_greedy_texts_are_those_of_a_server_that_computes_nothing_ahead(servers: tuple[Server, Server]) -> None:
     off, on = servers
-    for start in ("hello,", "dear friend,", "well then,"):
+    n_equal = 0
+    for start in ("hello,", "dear friend,"):
         plain, slow = converse(off, start, waits=False)
         ahead, quick = converse(on, start, waits=True)
         assert n_ahead(off) == 0
@@ -91,7 +93,8 @@ def test_greedy_texts_are_those_of_a_server_that_computes_nothing_ahead(servers:
             assert [each["token"] for rows in plain for each in rows] == [
                 each["token"] for rows in ahead for each in rows
             ]
+            n_equal += 1
             # What the first two turns compute is the same; then the reply before is already there.
             assert slow[:2] == quick[:2]
             assert all(a < b - 40 for a, b in zip(quick[2:], slow[2:], strict=True)), (slow, quick)
-    assert n_ahead(on) > 0
+    assert n_equal
