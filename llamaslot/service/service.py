@@ -479,7 +479,7 @@ class Service:
     def _compute_next_turn(self, completion: Completion, generated: Generated) -> None:
         """If the server has nothing to do after a request's only completion, have the next turn computed ahead."""
         live, n_left = completion.live, self._ahead.n_left
-        if self.capacity.n_in_flight or self._is_closing or len(live.completions) > 1 or not n_left:
+        if self.capacity.n_in_flight or self._is_closing or len(live.completions) > 1 or n_left <= 0:
             return
         job = NextTurn(live.id, generated.packed_tokens, generated.n_sent, completion.id, n_left)
         # The prompt worker releases the request.

