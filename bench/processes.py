@@ -122,11 +122,15 @@ async def _gaps(
 async def _fill(url: str) -> None:
     """Give the tree `PREFIXES` prefixes, of few tokens."""
     async with aiohttp.ClientSession(url) as session:
-        for i in range(PREFIXES):
+
+        async def compute(i: int) -> None:
             prompt = [100 + i // 25, *range(300, 330), 1000 + i % 25, *range(500, 503)]
             async with session.post("/completion", json={"prompt": prompt, "n_predict": 0}) as reply:
                 reply.raise_for_status()
                 await reply.read()
+
+        for first in range(0, PREFIXES, max(STREAMS)):
+            await asyncio.gather(*map(compute, range(first, min(first + max(STREAMS), PREFIXES))))
 
 
 @contextmanager
