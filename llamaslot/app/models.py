@@ -30,7 +30,7 @@ _SETTINGS: Mapping[str, Callable[[str], float | str]] = {
     "temperature": float,
     "top_p": float,
 }
-"""What models.txt may set: names of the configuration, and the types of their values."""
+"""Settings that models.txt may give, by their names in the configuration, with the types of their values."""
 _IN_PACKAGE = "-"
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]*")
 _REPO = re.compile(r"[\w.-]+/[\w.-]+")

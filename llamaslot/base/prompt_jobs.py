@@ -22,7 +22,7 @@ from llamaslot.base.text_records import TextRecord
 
 BodyKind: TypeAlias = Literal["chat", "responses", "compact", "messages", "text", "native", "infill", "any"]
 Purpose: TypeAlias = Literal["run", "inspect", "warm"]
-"""What a prompt is prepared for: to generate a reply; to count its tokens, or to look up what is cached of it; or
+"""Purpose of a prepared prompt: to generate a reply; to count its tokens, or to look up what is cached of it; or
 to compute it for later prompts, so that it is cut where these may differ (`TextRequest.others`). Only a reply needs
 a constraint: the others accept an invalid one.
 """

@@ -56,7 +56,7 @@ _log = structlog.get_logger(__name__)
 
 @dataclass(slots=True)
 class _Request:
-    """What is kept of a request from `Prepare` to `Release`."""
+    """State of a request from `Prepare` to `Release`."""
 
     prompts: list[PromptContext]
     body: Prepare | None = None

@@ -107,7 +107,7 @@ class Told:
 @dataclass(eq=False)
 class _Watcher:
     asked: InspectCache | None
-    """What it asked for of the prefixes."""
+    """Its query for prefixes; None if it wants none."""
     queue: asyncio.Queue[Told | None] = field(default_factory=lambda: asyncio.Queue(_MAX_UNREAD))
     prefixes: Told | None = None
     """The list that it was told of last."""
