@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from pathlib import Path
 from typing import Any
@@ -41,11 +42,19 @@ def conversations(n_requests: int) -> list[str]:
 
 
 async def curve_of(prompts: list[str], ram_bytes: int, **settings: Any) -> HitCurve:
-    """The hit rates, measured and predicted, of a server with so much RAM."""
+    """The hit rates, measured and predicted, of a server with so much RAM.
+
+    A second passes after each request, and everything due is written, so that the load of the machine changes nothing.
+    """
+    now = 0.0
     backend = FakeBackend(n_slots=2, n_ctx=2048, n_reserved=2, n_ubatch=1024)
-    async with running(backend, ram_bytes=ram_bytes, **settings) as engine:
+    async with running(backend, ram_bytes=ram_bytes, clock=lambda: now, **settings) as engine:
+        cache = engine.engine.scheduler.cache
         for i, prompt in enumerate(prompts):
             assert isinstance(await engine.submit(f"r{i}", prompt, max_tokens=1), Finished)
+            while cache._disk.writing:
+                await asyncio.sleep(0.001)
+            now += 1.0
         curve: HitCurve = await engine.local.service.ask(InspectHitCurve(), HitCurve)
     return curve
 
