@@ -215,6 +215,7 @@ class CheckpointMachine(FakeMachine):
         was_recovering, self.is_recovering = self.is_recovering, False
         suspected = [a for a in self.running if a.request.is_suspect]
         plan = self.scheduler.plan(self.now)
+        suspected = self.without_way_made(suspected, plan)
         COUNTS["plans"] += 1
         admitted = self.record_slots(plan)
         self.carry_out(plan)
@@ -262,11 +263,12 @@ class CheckpointMachine(FakeMachine):
 
     def states_now(self) -> States:
         backend = self.backend
-        in_ram = {prefix for segment in backend.segments.values() for prefix in segment.prefixes}
+        # Those of slot snapshots have numbers below 0, and belong to no tier.
+        in_ram = {prefix for n, segment in backend.segments.items() if n >= 0 for prefix in segment.prefixes}
         return States(
             [list(held.prefixes) for held in backend.held],
             [backend.is_live(seq) for seq in range(backend.n_seqs)],
-            frozenset(prefixes[-1] for _, prefixes in backend.checkpoints.values()),
+            frozenset(prefixes[-1] for n, (_, prefixes) in backend.checkpoints.items() if n >= 0),
             frozenset(in_ram),
         )
 
