@@ -50,6 +50,7 @@ from llamaslot.kvcache.disk_io import (
 )
 from llamaslot.kvcache.match import Acquired, Match
 from llamaslot.kvcache.nodes import Node, SegmentState
+from llamaslot.kvcache.pins import MAX_PINS
 from llamaslot.kvcache.slot_snapshots import SlotSnapshot, SnapshotPart, UnsavableSlotError
 from llamaslot.kvcache.tiers import pacing
 from llamaslot.kvcache.tiers.budget import CALM_S, MemoryReading
@@ -88,6 +89,7 @@ SELDOM = (
     *("losses for RAM", "losses for cells", "slots saved", "slots restored", "padded steps"),
     *("padded steps with extra ones", "looked for idle prefixes that slow prompts", "wrote everything at the end"),
     *("dropped: everything", "dropped: namespace", "padded in a partition", "rows between streams"),
+    *("pinned", "not pinned"),
 )
 """Events that must come up in a long run."""
 
@@ -334,6 +336,7 @@ class CacheMachine(RuleBasedStateMachine):
     def new_request(
         self, prompt: list[int], *, salt: int = 0, cached: bool = True, max_tokens: int = 1, seed: int = 0,
         greedy: bool = True, group: str = "", pin: int = -1, endless: bool = False, is_background: bool = False,
+        is_kept: bool | None = None,
     ) -> None:  # fmt: skip
         prompt = prompt[: self.n_ctx_slot - 1]
         name = f"r{len(self.asked)}"
@@ -346,10 +349,14 @@ class CacheMachine(RuleBasedStateMachine):
             group=group,
             id_slot=pin if pin < self.shape.n_slots else -1,
             is_background=is_background,
+            pin=is_kept,
         )
         can_reuse = self.cache.settings.can_reuse
         tokenized = TokenizedPrompt(packed(np.array(prompt, dtype=np.int32)))
         request = Request(params, tokenized, arrival=len(self.asked), now=self.now, can_reuse=can_reuse)
+        if is_kept and self.scheduler.why_not_pinned(request):
+            COUNTS["not pinned"] += 1
+            return
         self.scheduler.submit(request)
         namespace = f"salt {salt}" if cached and can_reuse else f"private {group or name}"
         self.asked.append(Asked(request, prompt, namespace))
@@ -431,6 +438,21 @@ class CacheMachine(RuleBasedStateMachine):
         if is_disturbed:
             self.step(1, 0, is_late=False, n_jobs=0)
             self.new_request(prompt[:n_tail], salt=salt)
+
+    # Seldom, since what is pinned makes other events rarer.
+    @precondition(lambda self: len(self.asked) % 4 == 1 and self.n_waiting < 12)
+    @rule(
+        origin=st.integers(0, 5), share=st.sampled_from([0.3, 0.9, 1, 1]), tail=tails, n_tail=st.integers(0, 12),
+        salt=kinds[0], is_kept=st.sampled_from([True, True, False, None]),
+    )  # fmt: skip
+    def warm(self, *, origin: int, share: float, tail: int, n_tail: int, salt: int, is_kept: bool | None) -> None:
+        """Compute a prompt only, and pin or unpin it."""
+        if prompt := self.prompt(origin, share, tail, n_tail):
+            self.new_request(prompt, salt=salt, max_tokens=0, is_kept=is_kept)
+            pins = self.cache.pins.stats
+            assert pins.prefixes <= MAX_PINS
+            assert pins.tokens <= pins.max_tokens
+            COUNTS["pinned"] += pins.prefixes
 
     @precondition(lambda self: self.living)
     @rule(index=st.integers(0, 20))
@@ -734,7 +756,7 @@ class CacheMachine(RuleBasedStateMachine):
         return replace(plan, operations=[], jobs=[])
 
     def without_way_made(self, suspected: list[Asked], plan: StepPlan) -> list[Asked]:
-        """Suspects that a plan retries, or preempts for want of cells: not one that made way for another request."""
+        """Suspects that a plan retries, or preempts for lack of cells: not one that made way for a request."""
         return [a for a in suspected if a.request.state is RequestState.RUNNING or a.request in plan.preempted]
 
     def carry_out(self, plan: StepPlan) -> None:
