@@ -10,12 +10,17 @@ ARGS ?=
 BIN := .venv/bin
 CHECKS = set -e; $(BIN)/ruff check .; $(BIN)/ruff format --check .; $(BIN)/mypy; $(BIN)/lint-imports
 SIDE_BY_SIDE = -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+define CHECK_AND_TEST
+@{ $(CHECKS); } & checks=$$!; \
+$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(1) $(ARGS); tests=$$?; \
+wait $$checks || { echo "a check failed: make check" >&2; exit 1; }; exit $$tests
+endef
 SETUP = @command -v $(PYTHON) >/dev/null 2>&1 || { echo "llamaslot setup: $(PYTHON) was not found: install Python 3.11 or newer (https://www.python.org/downloads), or name one: make PYTHON=/path/to/python3" >&2; exit 1; }; $(PYTHON) .ci/setup.py
 
 # Hundreds of processes are started here: each would compile every module that it imports, which takes over a second.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: screenshots help serve setup test test-slow check audit bench bench-peers bench-publish eval-demo dist size clean setup-dev setup-bench fuzz setup-fuzz soak test-clients test-remote test-real
+.PHONY: screenshots help serve setup test test-all test-slow check audit bench bench-peers bench-publish eval-demo dist size clean setup-dev setup-bench fuzz setup-fuzz soak test-clients test-remote test-real
 
 help: ## list the targets (the default)
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -26,12 +31,13 @@ serve: setup ## serve a model over HTTP; without ARGS, a small one that is downl
 setup: ## only the set-up: leaves .venv/bin/llamaslot
 	$(SETUP)
 
-test: setup-dev ## the checks and, beside them, all tests that take seconds
-	@{ $(CHECKS); } & checks=$$!; \
-	$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(ARGS); tests=$$?; \
-	wait $$checks || { echo "a check failed: make check" >&2; exit 1; }; exit $$tests
+test: setup-dev ## the checks and, beside them, the tests that are not marked slow: five minutes
+	$(call CHECK_AND_TEST,-m "not slow")
 
-test-slow: setup-dev ## all tests, the random ones 20 times as long
+test-all: setup-dev ## the checks and all tests: a quarter of an hour
+	$(call CHECK_AND_TEST)
+
+test-slow: setup-dev ## all tests, the random ones 20 times as long: hours
 	LLAMASLOT_TESTS=long $(BIN)/python -m pytest $(ARGS)
 
 fuzz: setup-fuzz ## 10,000 mutated bodies, files, templates and messages, and schemathesis: a quarter of an hour

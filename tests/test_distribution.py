@@ -120,6 +120,7 @@ def test_the_wheel_has_every_file_of_the_package(wheel: Path) -> None:
     assert not [name for name in names if not name.startswith("llamaslot/")], "tests and benchmarks stay out"
 
 
+@pytest.mark.slow
 def test_a_chat_streams_from_the_embedded_model_within_a_minute(
     environment: Path, tmp_path: Path, empty: dict[str, str]
 ) -> None:

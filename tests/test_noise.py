@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from llamaslot.app.models import resolve_model
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings
@@ -30,6 +31,7 @@ def draws(logits: np.ndarray, **sampling: float) -> list[tuple[Sampling, int]]:
     return drawn
 
 
+@pytest.mark.slow
 def test_draws_that_only_rounding_changes_are_explained_and_others_are_not() -> None:
     noise = Noise(SETTINGS)
     ids = noise.tokenize(PROMPT)

@@ -45,13 +45,16 @@ def short(tmp_path_factory: pytest.TempPathFactory) -> str:
     return run(tmp_path_factory.mktemp("short") / "drawn")
 
 
+@pytest.mark.slow
 def test_the_short_form_draws_the_same_examples_whatever_was_imported_before(short: str, tmp_path: Path) -> None:
     assert run(tmp_path / "drawn", "-p", "tests.api.test_limits", "-p", "tests.formats.messages") == short
 
 
+@pytest.mark.slow
 def test_another_seed_draws_other_examples(short: str, tmp_path: Path) -> None:
     assert run(tmp_path / "drawn", "--hypothesis-seed=1") != short
 
 
+@pytest.mark.slow
 def test_the_long_form_draws_other_examples(short: str, tmp_path: Path) -> None:
     assert run(tmp_path / "drawn", long=True) != short

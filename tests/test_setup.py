@@ -122,6 +122,7 @@ def test_the_same_build_has_the_same_key() -> None:
     assert setup.digest(setup.build_key("1")) == setup.digest(setup.build_key("1"))
 
 
+@pytest.mark.slow
 def test_a_key_names_everything_the_compiled_code_depends_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -142,6 +143,7 @@ def test_a_key_names_everything_the_compiled_code_depends_on(
     assert len(set(digests)) == len(digests)
 
 
+@pytest.mark.slow
 def test_a_cuda_key_names_the_cuda_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nvcc = write_program(tmp_path / "nvcc", "echo 'nvcc: NVIDIA (R)'; echo 'Cuda tools, release 12.4, V12.4.131'")
     monkeypatch.setenv("CUDACXX", str(nvcc))
@@ -200,6 +202,7 @@ def test_the_probe_compiles_where_the_cpu_has_amx(tmp_path: Path) -> None:
 # --- the wheel cache
 
 
+@pytest.mark.slow
 def test_a_wheel_is_built_once_and_rebuilt_when_cmake_args_change(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -219,6 +222,7 @@ def test_a_wheel_is_built_once_and_rebuilt_when_cmake_args_change(
     assert builds_of(tiny) == ["", "-DGGML_CUDA=on"]
 
 
+@pytest.mark.slow
 def test_a_failed_build_leaves_no_entry_and_says_why(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -236,6 +240,7 @@ def test_a_failed_build_leaves_no_entry_and_says_why(
     assert builds_of(tiny) == ["-Dbroken=on", "-Dbroken=on"]
 
 
+@pytest.mark.slow
 def test_builds_of_one_key_at_once_leave_one_whole_entry(tiny: Path, tmp_path: Path) -> None:
     cache = tmp_path / "wheels"
     with ThreadPoolExecutor(2) as pool:
@@ -246,6 +251,7 @@ def test_builds_of_one_key_at_once_leave_one_whole_entry(tiny: Path, tmp_path: P
     assert sorted(path.name for path in first.parent.iterdir()) == ["build.log", "key.json", first.name]
 
 
+@pytest.mark.slow
 def test_an_interrupted_build_ends_what_it_started_and_leaves_no_entry(tiny: Path, tmp_path: Path) -> None:
     cache = tmp_path / "wheels"
     code = [
@@ -291,6 +297,7 @@ def test_the_cache_lies_where_the_user_says(tmp_path: Path, monkeypatch: pytest.
 # --- the stamp
 
 
+@pytest.mark.slow
 def test_a_finished_set_up_is_silent_and_a_changed_one_installs_again(tmp_path: Path) -> None:
     project = tmp_path / "project"
     (project / ".ci").mkdir(parents=True)

@@ -111,6 +111,7 @@ async def test_a_thinking_model_computes_again_only_what_its_template_strips(
     await server.ok("/cache/clear", {})
 
 
+@pytest.mark.slow
 async def test_where_system_prompts_depart_is_learned_from_the_second_one(
     start: Any, backend: LlamaBackend
 ) -> None:

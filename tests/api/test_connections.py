@@ -164,6 +164,7 @@ async def test_what_is_no_http_gets_a_json_error(server: Server, sent: bytes) ->
         assert (status, error["type"]) == (400, "invalid_request_error")
 
 
+@pytest.mark.slow
 async def test_what_is_no_http_is_not_kept_until_a_garbage_collection(server: Server) -> None:
     """Errors of a parser refer to the frames that raised them, and these to what was received."""
     gc.collect()

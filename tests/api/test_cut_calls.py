@@ -67,6 +67,7 @@ async def all_replies(server: Any) -> list[tuple[str, Any]]:
     return replies
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", CUT_FAMILIES)
 async def test_a_call_that_the_model_leaves_is_one_that_a_limit_cuts(start: Any, family: str) -> None:
     """In the middle of a string."""

@@ -111,6 +111,7 @@ async def test_a_cancelled_request_keeps_its_kv_in_the_slot(connect: Any) -> Non
     assert reply["timings"]["cache_n"] == len("Hello")
 
 
+@pytest.mark.slow
 async def test_comments_are_sent_while_no_event_comes(connect: Any) -> None:
     server, connected = connect
     await connected(ENDLESS)

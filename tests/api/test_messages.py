@@ -308,6 +308,7 @@ async def test_count_tokens_takes_no_grammar_of_the_next_request(start: Any) -> 
     assert [(await server.ok(MESSAGES, PLAIN))["content"][0]["text"] for _ in range(2)] == ["one", "two"]
 
 
+@pytest.mark.slow
 async def test_pings_are_events(start: Any) -> None:
     server = await start(backend=FakeBackend(n_ctx=20_000, n_slots=1))
     body = {"messages": HELLO, "max_tokens": 19_000, "ignore_eos": True, "stream": True, "sse_ping_interval": 1}

@@ -86,6 +86,7 @@ async def test_a_request_that_may_not_publish_gets_an_error_that_names_the_field
     assert (await ask(server, "dora", path=path))["timings"]["cache_n"] == 0, "nothing was published"
 
 
+@pytest.mark.slow
 async def test_without_tenants_or_without_ram_there_is_nothing_to_publish_to(start: Any, file: Path) -> None:
     for key, settings in (("boss", {"api_key_file": str(file)}), ("", {"api_key_file": ""})):
         server = await tenants(start, file, cache_salt_from_api_key=False, **settings)

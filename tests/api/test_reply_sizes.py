@@ -120,6 +120,7 @@ def without_times(value: Any) -> Any:
     return [without_times(each) for each in value] if isinstance(value, list) else value
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("path", "body"), LARGE, ids=[f"{path} {i}" for i, (path, _) in enumerate(LARGE)])
 async def test_a_reply_in_pieces_is_the_same(
     start: Any, path: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -152,6 +153,7 @@ async def test_a_stored_chat_has_all_pieces(start: Any, monkeypatch: pytest.Monk
         assert response.status == 200
 
 
+@pytest.mark.slow
 async def test_the_prompt_of_a_stream_comes_in_parts(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("llamaslot.base.generation.token_probs._PART_ENTRIES", 10)
     server = await start()

@@ -358,6 +358,7 @@ async def test_keys_do_not_see_each_others_responses(start: Any) -> None:
                 assert reply.status == status
 
 
+@pytest.mark.slow
 async def test_a_response_is_not_stored_if_that_is_not_wanted_or_not_possible(start: Any) -> None:
     server = await start(max_stored_responses_bytes=20_000)
     for body in (

@@ -121,6 +121,7 @@ async def test_a_call_that_a_stop_string_cuts_is_incomplete(start: Any) -> None:
     assert (call["status"], call["arguments"]) == ("completed", CITY)
 
 
+@pytest.mark.slow
 def test_the_tokens_of_a_long_text_are_found_in_linear_time() -> None:
     n, texts = 200_000, _TokenTexts()
     probs = [Prob(i, "eight...", []) for i in range(n)]
@@ -408,6 +409,7 @@ async def test_on_llama_servers_path_a_limit_ends_the_stream_with_completed(star
     assert (await events_of(server, body))[-1]["type"] == "response.incomplete"
 
 
+@pytest.mark.slow
 async def test_an_error_in_a_stream_is_an_event_and_ends_the_response(start: Any) -> None:
     server = await start(backend=FakeBackend(n_ctx=60_000), request_timeout=1)
     created, *_, error, failed = await events_of(server, {"input": "x", "ignore_eos": True})

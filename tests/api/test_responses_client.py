@@ -124,6 +124,7 @@ async def test_structured_output(client: openai.AsyncOpenAI) -> None:
     assert isinstance(reply.output_parsed, Flag)
 
 
+@pytest.mark.slow
 async def test_errors(start: Any) -> None:
     server = await start(api_keys=("secret",), backend=FakeBackend(n_ctx=60_000), request_timeout=1)
     async with client_of(server, "secret") as client:

@@ -491,6 +491,7 @@ async def test_a_reply_is_continued_with_its_tokens_and_is_one_message(start: An
     assert chat.prompts[-1] == chat.prompts[0] + chat.generated[0] + chat.generated[1][:-1]
 
 
+@pytest.mark.slow
 async def test_a_reply_behind_another_text_or_with_another_reasoning_is_continued_as_it_is_rendered(
     start: Any,
 ) -> None:
@@ -694,6 +695,7 @@ def laid_out(values: dict[str, Any], rng: random.Random) -> str:
     return json.dumps({name: values[name] for name in names}, ensure_ascii=rng.random() < 0.5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(40 if LONG else 4))
 async def test_prompts_are_those_of_the_definition(start: Any, seed: int) -> None:
     rng = random.Random(seed)
@@ -922,6 +924,7 @@ async def test_whitespace_around_a_reply_is_what_the_template_writes(start: Any,
         assert chat.text.removeprefix("<s>") == plain["prompt"].removeprefix("<s>"), content
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SOURCES if LONG else ["builtin vicuna", "builtin llama3", "two_roles"])
 async def test_a_reply_has_the_whitespace_of_any_template(start: Any, name: str) -> None:
     """Where markup of the format is before the text, only that at the end."""

@@ -76,6 +76,7 @@ async def test_a_client_that_does_not_read_is_disconnected(max_buffer: int, vers
     listener.close()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux says what was acknowledged")
 async def test_a_client_that_reads_slowly_and_steadily_stays_connected() -> None:
     """The kernel empties the transport's buffer in lumps, so that for seconds it seems that nothing was read."""

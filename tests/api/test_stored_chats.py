@@ -130,6 +130,7 @@ async def test_stored_bytes_are_limited(start: Any) -> None:
     assert await ids(server) == [last, longer], "one that is too large evicts nothing"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", [{"max_stored_responses": 4}, {"max_stored_responses_bytes": 5000}], ids=str)
 async def test_no_key_evicts_what_another_stored_within_its_share(start: Any, limit: dict[str, int]) -> None:
     server = await start(api_keys=("one", "two"), **limit)

@@ -122,6 +122,7 @@ async def roomy(start: Any) -> Any:
     backend.vocab.gate.set()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", COUNTS)
 async def test_a_prompt_is_not_counted_whose_client_has_gone(roomy: Any, path: str) -> None:
     server, vocab = roomy

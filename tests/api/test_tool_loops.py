@@ -304,6 +304,7 @@ def next_messages(message: dict[str, Any], rng: random.Random) -> Iterator[dict[
         yield {"role": "user", "content": words(rng, 20)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 async def test_a_step_computes_what_follows_the_call(start: Any, file: Path) -> None:
     family = Family(file)
@@ -339,6 +340,7 @@ async def test_a_step_computes_what_follows_the_call(start: Any, file: Path) -> 
     assert len(late) <= n_turns / 100, late
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 async def test_a_prompt_has_the_markup_of_the_plain_rendering_as_often(start: Any, file: Path) -> None:
     family = Family(file)

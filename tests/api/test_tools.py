@@ -121,6 +121,7 @@ async def test_text_reasoning_and_several_calls(start: Any) -> None:
     assert (none["message"]["content"], none["finish_reason"]) == (text, "stop")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", EXCERPTS)
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}], ids=str)
 async def test_a_call_can_be_forced(start: Any, family: str, choice: Any) -> None:
@@ -255,6 +256,7 @@ async def test_reasoning_that_the_prompt_opens(start: Any) -> None:
     assert plain(joined(await server.stream(CHAT, asked))[0]) == plain(whole)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("opens", "continued", "field"),
     [

@@ -229,6 +229,7 @@ def is_same(noise: Noise, i: int, tokens: list[int], expected: list[int]) -> boo
     return noise.explains(history, tokens[at], expected[at])
 
 
+@pytest.mark.slow
 def test_faults_at_once_leave_no_stuck_slot_and_change_no_text(tmp_path: Path) -> None:
     print(f"LLAMASLOT_CHAOS_SEED={SEED}")
     chance = random.Random(SEED)
@@ -277,6 +278,7 @@ def test_faults_at_once_leave_no_stuck_slot_and_change_no_text(tmp_path: Path) -
     assert all(is_same(noise, i, list(tokens), expected[i]) for i, tokens in different), different
 
 
+@pytest.mark.slow
 def test_a_model_file_that_is_truncated_while_it_is_mapped_ends_the_engine_only(tmp_path: Path) -> None:
     model = tmp_path / "model.gguf"
     shutil.copy(resolve_model("demo"), model)
@@ -319,6 +321,7 @@ if "llamaslot.app.runtime.engine_main" in sys.orig_argv:
 DAY_S = 86_400
 
 
+@pytest.mark.slow
 def test_a_wall_clock_that_jumps_by_a_day_ends_nothing_and_gives_no_budget(tmp_path: Path) -> None:
     jump, keys = tmp_path / "jump", tmp_path / "keys"
     keys.write_text("key-0 admin\n")

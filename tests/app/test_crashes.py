@@ -176,6 +176,7 @@ if "llamaslot.app.runtime.engine_main" in sys.orig_argv:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="on Linux, a process may lose its main thread and go on")
 def test_an_engine_that_cannot_end_is_replaced(tmp_path: Path) -> None:
     """As after SIGKILL while one of its threads waits for a disk: it is a zombie whose socket stays open."""
@@ -203,6 +204,7 @@ if "llamaslot.app.runtime.engine_main" in sys.orig_argv:
 """
 
 
+@pytest.mark.slow
 def test_an_engine_starts_again_beside_a_disk_that_hangs(tmp_path: Path) -> None:
     with serving(tmp_path, "--cache-disk", tmp_path / "disk", fault=SILENT_DISK) as server:
         (tmp_path / "fault" / "hang").touch()
@@ -260,6 +262,7 @@ def state_of(thread: Path) -> str:
     return (thread / "stat").read_text().rpartition(")")[2].split()[0]
 
 
+@pytest.mark.slow
 def test_a_stopped_engine_is_not_healthy_and_goes_on(tmp_path: Path) -> None:
     with serving(tmp_path) as server, concurrent.futures.ThreadPoolExecutor() as pool:
         for process in psutil.Process(server.process.pid).children():
@@ -275,6 +278,7 @@ def test_a_stopped_engine_is_not_healthy_and_goes_on(tmp_path: Path) -> None:
         assert server.stop() == 0
 
 
+@pytest.mark.slow
 def test_a_bug_in_the_engine_fails_what_runs_and_is_restarted_from(tmp_path: Path) -> None:
     with (
         serving(tmp_path, "-np", "2", fault=FAULT) as server,
@@ -293,6 +297,7 @@ def test_a_bug_in_the_engine_fails_what_runs_and_is_restarted_from(tmp_path: Pat
         assert server.stop() == 0
 
 
+@pytest.mark.slow
 def test_a_step_that_hangs_is_ended(tmp_path: Path) -> None:
     with serving(tmp_path, "--step-timeout", "1", fault=FAULT) as server:
         started = time.monotonic()
@@ -305,6 +310,7 @@ def test_a_step_that_hangs_is_ended(tmp_path: Path) -> None:
         assert server.stop() == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n_kills", [50 if LONG else 2])
 def test_killing_the_engine_under_load_loses_nothing_that_is_on_disk(tmp_path: Path, n_kills: int) -> None:
     disk = tmp_path / "disk"
@@ -421,6 +427,7 @@ def test_a_stop_just_after_the_engine_was_killed_is_clean(tmp_path: Path) -> Non
         assert not server.log_lines("server.aborted")
 
 
+@pytest.mark.slow
 def test_a_crash_of_the_engine_while_it_stops_is_named(tmp_path: Path) -> None:
     fault = "import os\nfrom llamaslot.engine.engine import Engine\nEngine.stop = lambda _: os.abort()"
     with serving(tmp_path, fault=fault) as server:
@@ -445,6 +452,7 @@ def test_the_children_end_with_the_parent_and_leave_no_lock(tmp_path: Path) -> N
         assert is_healthy(server)
 
 
+@pytest.mark.slow
 def test_a_model_file_that_is_gone_is_waited_for_and_a_changed_one_is_not_served(tmp_path: Path) -> None:
     model = tmp_path / "model.gguf"
     shutil.copy(resolve_model("demo"), model)
@@ -464,6 +472,7 @@ def test_a_model_file_that_is_gone_is_waited_for_and_a_changed_one_is_not_served
         assert "was changed" in server.log_lines("engine.not_restarted")[0]["reason"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "line"),
     [
@@ -501,6 +510,7 @@ def test_a_process_that_crashes_at_the_first_start_ends_the_server_with_one_line
     assert ended.stderr.splitlines()[-1].startswith("llamaslot: ")
 
 
+@pytest.mark.slow
 def test_a_signal_while_the_model_loads_ends_it(tmp_path: Path) -> None:
     slow = "import llamaslot.app.runtime.engine_host as host, time\nhost.lock_disk = lambda _: time.sleep(3)"
     (tmp_path / "sitecustomize.py").write_text(slow)

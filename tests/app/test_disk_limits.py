@@ -136,6 +136,7 @@ def check_recovered(server: Server, texts: Texts) -> None:
     assert server.stop() == 0
 
 
+@pytest.mark.slow
 def test_files_that_may_not_grow(tmp_path: Path, disk: Path) -> None:
     flag = tmp_path / "limited"
     fault = RETRY + FILE_SIZE.format(limit=LIMIT, flag=str(flag))
@@ -179,6 +180,7 @@ def test_a_full_file_system(tmp_path: Path, disk: Path) -> None:
         check_recovered(server, texts)
 
 
+@pytest.mark.slow
 def test_what_a_read_only_file_system_keeps_is_deleted_later(tmp_path: Path, disk: Path) -> None:
     with serving_in_namespace(tmp_path, disk) as server:
         first_texts(server)
@@ -192,6 +194,7 @@ def test_what_a_read_only_file_system_keeps_is_deleted_later(tmp_path: Path, dis
         assert server.stop() == 0
 
 
+@pytest.mark.slow
 def test_a_read_only_file_system(tmp_path: Path, disk: Path) -> None:
     with serving_in_namespace(tmp_path, disk) as server:
         texts = first_texts(server)
@@ -202,6 +205,7 @@ def test_a_read_only_file_system(tmp_path: Path, disk: Path) -> None:
         check_recovered(server, texts)
 
 
+@pytest.mark.slow
 def test_an_engine_that_starts_again_on_a_read_only_file_system_runs_without_it(tmp_path: Path, disk: Path) -> None:
     with serving_in_namespace(tmp_path, disk) as server:
         texts = first_texts(server)
@@ -218,6 +222,7 @@ def test_an_engine_that_starts_again_on_a_read_only_file_system_runs_without_it(
         check_runs_without_disk(server, texts, "Read-only")
 
 
+@pytest.mark.slow
 def test_an_engine_that_starts_again_without_its_folder_runs_without_it(tmp_path: Path, disk: Path) -> None:
     with serving(tmp_path, "--cache-disk", disk, *ARGS, fault=WRITE_SOON) as server:
         texts = first_texts(server)
@@ -238,6 +243,7 @@ def test_an_engine_that_starts_again_without_its_folder_runs_without_it(tmp_path
         assert server.stop() == 0
 
 
+@pytest.mark.slow
 def test_an_engine_that_starts_again_without_disk_and_slot_folder_runs_without_them(
     tmp_path: Path, disk: Path
 ) -> None:

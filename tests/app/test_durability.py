@@ -137,6 +137,7 @@ def test_what_any_request_computed_survives_a_kill(tmp_path: Path, fim_model: Pa
     assert n_computed == [1] * len(asked), dict(zip([path for path, _ in asked], n_computed, strict=True))
 
 
+@pytest.mark.slow
 def test_a_long_prompt_with_a_short_reply_survives_a_kill(tmp_path: Path, tiny_model: Path) -> None:
     asked = [completion(story(f"long {n}", 430), n) for n in SHORT]
     replies = computed_after_a_kill(tmp_path, asked, "-m", tiny_model)
@@ -151,6 +152,7 @@ def test_prompts_that_share_a_part_survive_a_kill(tmp_path: Path, tiny_model: Pa
     assert [n for _, n in replies] == [1] * len(asked)
 
 
+@pytest.mark.slow
 def test_a_conversation_with_short_replies_goes_on_after_a_kill_by_checkpoints(tmp_path: Path) -> None:
     """On disk are the deepest checkpoints of each path: those from which the next turns go on."""
     args = (*FLAGS, "-m", HYBRID, "--cache-disk", tmp_path / "cache")
@@ -168,6 +170,7 @@ def test_a_conversation_with_short_replies_goes_on_after_a_kill_by_checkpoints(t
             assert n_prompt - n_cached < 64
 
 
+@pytest.mark.slow
 def test_the_end_of_a_prompt_is_on_disk_soon(tmp_path: Path, tiny_model: Path) -> None:
     """By default, too: partial segments wait a second."""
     with serving(tmp_path, *FLAGS, "-m", tiny_model, "--cache-disk", tmp_path / "cache") as server:

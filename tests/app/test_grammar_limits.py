@@ -147,6 +147,7 @@ threading.Thread.start = limited
         assert "Traceback" not in started.log.read_text()
 
 
+@pytest.mark.slow
 def test_no_grammar_ends_a_process(server: Server) -> None:
     before = {name: child.pid for name, child in children(server).items()}
     for path, body, field in CASES.values():

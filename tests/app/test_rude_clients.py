@@ -80,6 +80,7 @@ def check_log(server: Server) -> None:
     assert all(len(line) < 10_000 for line in text.splitlines())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BODIES)
 def test_a_client_that_goes_away_in_its_body(server: Server, name: str) -> None:
     for path in PATHS:

@@ -63,6 +63,7 @@ def test_it_says_what_runs_where_and_reuses_the_first_turn(tiny_model: Path, tmp
         assert server.log.read_text().splitlines()[-1] == "False", "the parent has imported numpy"
 
 
+@pytest.mark.slow
 def test_it_says_once_how_large_the_pool_became_and_why(tiny_model: Path, tmp_path: Path) -> None:
     args = ("-m", tiny_model, "-ngl", "0", "--kv-mem-fraction", "1", "--in-process")
     with serving(tmp_path, *args) as server:
@@ -78,6 +79,7 @@ def test_it_says_once_how_large_the_pool_became_and_why(tiny_model: Path, tmp_pa
         assert ready[0]["cells"] == 16384
 
 
+@pytest.mark.slow
 def test_it_lets_running_requests_finish_before_it_ends(tiny_model: Path, tmp_path: Path) -> None:
     with serving(tmp_path, "-m", tiny_model) as server, concurrent.futures.ThreadPoolExecutor() as pool:
         body = {"prompt": "a", "n_predict": 2000, "ignore_eos": True}
@@ -185,6 +187,7 @@ def test_it_ends_although_the_disk_hangs(tmp_path: Path, method: str) -> None:
         assert server.log_lines("server.aborted")
 
 
+@pytest.mark.slow
 def test_silent_connections_do_not_take_all_descriptors(tiny_model: Path, tmp_path: Path) -> None:
     with serving(tmp_path, "-m", tiny_model, fault=FEW_DESCRIPTORS) as server, contextlib.ExitStack() as stack:
         address = urlsplit(server.url)

@@ -124,6 +124,7 @@ async def test_a_changed_certificate_is_served_and_a_broken_one_is_not(made: Pat
     await listener.close()
 
 
+@pytest.mark.slow
 def test_a_server_is_reached_over_https_by_its_own_certificate(
     made: Path,
     tiny_model: Path,

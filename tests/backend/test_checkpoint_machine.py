@@ -39,6 +39,7 @@ class LlamaCheckpointMachine(LlamaMachine, CheckpointMachine):
         """Real ones free themselves."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", ["tiny-lfm2", "tiny-mamba", "tiny-swa"])
 def test_the_cache_on_a_real_model_with_a_partial_state(shape: str, tmp_path: Path) -> None:
     model = synthetic.ensure(shape, folder=tmp_path, is_exact=True)

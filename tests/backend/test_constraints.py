@@ -232,6 +232,7 @@ def test_invalid_logits_are_seen_behind_the_mask(vocab: LlamaVocab, compiler: Co
     assert chooser.next() >= 0, "the constraint was left where it was"
 
 
+@pytest.mark.slow
 def test_a_constraint_that_becomes_too_complex_fails_with_a_reason(
     vocab: LlamaVocab, compiler: ConstraintCompiler
 ) -> None:

@@ -600,6 +600,7 @@ def test_an_index_with_a_huge_value_takes_no_memory(folder: Path, column: str, s
     store.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("column", ["digest", "parent", "content", "checksum"] if LONG else ["digest", "content"])
 def test_a_huge_remembered_text_takes_no_memory(folder: Path, column: str) -> None:
     store = opened(folder)
@@ -844,6 +845,7 @@ while True:
 """
 
 
+@pytest.mark.slow
 def test_whatever_was_written_survives_a_kill(folder: Path) -> None:
     chance = random.Random(2)
     n_found = 0

@@ -184,6 +184,7 @@ async def test_no_reply_takes_more_memory_than_is_allowed(name: str) -> None:
                 await parser.read_response()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at", range(len(CALLS)), ids=lambda at: "-".join(CALLS[at]))
 async def test_no_answer_fails_otherwise_than_a_store_may(server: StoreServer, proxy: StoreProxy, at: int) -> None:
     method, command = CALLS[at]

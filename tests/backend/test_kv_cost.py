@@ -102,6 +102,7 @@ def test_the_pool_is_empty_behind_it(tiny_model: Path, monkeypatch: pytest.Monke
     backend.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", ["tiny-swa", "tiny-lfm2", "tiny-mamba"])
 def test_models_with_a_state_that_cannot_be_trimmed_are_measured_with_cells_alone(
     shape: str, monkeypatch: pytest.MonkeyPatch

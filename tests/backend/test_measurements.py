@@ -215,6 +215,7 @@ def test_costs_that_turn_offloading_off_are_measured_again(tmp_path: Path) -> No
     assert costs.read_kept(tmp_path, KEY) is None
 
 
+@pytest.mark.slow
 def test_the_pool_is_empty_after_a_start_with_or_without_measuring(tiny_model: Path, tmp_path: Path) -> None:
     made = {"n_ctx": 4096, "measure_costs": True, "measurements": tmp_path}
     for _ in range(2):
@@ -245,6 +246,7 @@ MEASURES: dict[str, tuple[Any, str, object]] = {
 """All that is measured and kept, and where: here each takes a second, and returns this."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [0.05, 0.5])
 @pytest.mark.parametrize("name", MEASURES)
 def test_what_was_measured_while_other_programs_ran_is_not_kept_and_is_measured_later(
@@ -345,6 +347,7 @@ def test_no_more_threads_run_at_once_than_affinity_and_quota_allow(
     assert HostCpus(cores=8, logical=16, allowed=allowed, quota=quota).n_at_once == n_at_once
 
 
+@pytest.mark.slow
 def test_the_result_of_the_self_test_is_kept_though_costs_were_disturbed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n_measured: list[int]
 ) -> None:
@@ -366,6 +369,7 @@ def test_the_result_of_the_self_test_is_kept_though_costs_were_disturbed(
     assert (again.info.self_test, again.info.kv_cost, n_measured) == ("passed", MEASURED.kv_cost, [0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("outcome", ["off", "failed"])
 def test_costs_that_are_measured_later_without_reuse_are_not_kept_for_starts_with_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, outcome: Any
@@ -449,6 +453,7 @@ def test_files_of_earlier_versions_are_not_read(tiny_model: Path, monkeypatch: p
     assert costs.key_of(LlamaSettings(tiny_model), backend.info, 4) != key
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="CPUs are chosen")
 def test_on_a_busy_machine_nothing_is_kept(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quiet_machine: None

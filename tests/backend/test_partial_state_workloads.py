@@ -253,6 +253,7 @@ class LlamaWorkload(Workload):
         self.counts["changed tokens"] += 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_logits_of_every_sampled_token_are_those_of_a_cold_run(shape: Shape, tmp_path: Path) -> None:
     """Without flash attention rounding is least, but no KV is offloaded. Models without attention need one way."""

@@ -298,6 +298,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [*STATES, *LONG_WINDOWS, "hybrid window", "M-RoPE", "tiny-mla"])
 @pytest.mark.parametrize(("fields", "noise"), RIGHT, ids=str)
 def test_a_right_model_passes_and_leaves_nothing(
@@ -325,6 +326,7 @@ def test_a_right_dense_model_passes(
         assert is_empty(backend)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("noise", NOISES)
 @pytest.mark.parametrize(("bug", "shape", "where"), PLANTED)
 def test_a_planted_bug_fails_in_any_noise(
@@ -497,6 +499,7 @@ def test_a_later_test_may_fail() -> None:
         assert is_empty(backend)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bug", ["", "a checkpoint of another branch"])
 @pytest.mark.parametrize("stops_after", [0, 3, 1000])
 @pytest.mark.parametrize("fields", [EXACT, Q8, {"n_slots": 1}], ids=str)
@@ -539,6 +542,7 @@ def test_a_later_test_does_not_run_without_memory_for_what_is_held(monkeypatch: 
         assert (backend.info.self_test, held(backend, 0)) == ("pending", before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bug", ["", "no restore", "cells of another branch"])
 @pytest.mark.parametrize("shape", ["tiny-swa", "tiny-lfm2", "tiny-mamba", "tiny-mla"])
 def test_the_flag_overrides_the_test(shape: str, bug: str, tmp_path: Path) -> None:

@@ -89,16 +89,19 @@ def model(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
     return synthetic.ensure("tiny", folder=tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "units"), BY_REGEX.items(), indirect=["model"], ids=BY_REGEX)
 def test_the_longest_texts_that_are_allowed_fit_the_stack(model: Path, units: list[str]) -> None:
     assert tokenized(model, _REGEX_MAX_CHARACTERS, units) == "survived True"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", SAFE, indirect=True)
 def test_other_vocabularies_need_no_stack(model: Path) -> None:
     assert tokenized(model, 1_000_000 if LONG else 100_000, UNITS) == "survived False"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["bloom"], indirect=True)
 def test_a_server_answers_long_runs_or_refuses_them_by_name(model: Path, tmp_path: Path) -> None:
     with serving(tmp_path, "-m", model, "--in-process") as server:

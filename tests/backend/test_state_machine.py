@@ -523,6 +523,7 @@ class FakeMachine(SequencesMachine):
         yield
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", list(StateKind))
 def test_fake_backend(kind: StateKind) -> None:
     machine = type("FakeMachine", (FakeMachine,), {"kind": kind, "n_swa": WINDOW})
@@ -530,6 +531,7 @@ def test_fake_backend(kind: StateKind) -> None:
     run_state_machine_as_test(machine, settings=settings(max_examples=n))
 
 
+@pytest.mark.slow
 def test_partitioned_fake_backend() -> None:
     machine = type("FakeMachine", (FakeMachine,), {"unified": False})
     run_state_machine_as_test(machine, settings=settings(max_examples=600 if LONG else 20))

@@ -231,6 +231,7 @@ def test_the_facts_about_a_model_come_back_equal() -> None:
     assert msgspec.to_builtins(state)["kind"] == "hybrid_window"
 
 
+@pytest.mark.slow
 def test_schemas_of_tools_are_passed_on_without_being_decoded() -> None:
     schema = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(100)}}
     tools = tuple(Tool(f"f{i}", schema) for i in range(20_000))

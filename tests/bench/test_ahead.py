@@ -28,6 +28,7 @@ TEMPLATE = """\
 {% endif %}{% endif %}"""
 
 
+@pytest.mark.slow
 def test_only_the_side_that_computes_ahead_finds_the_answer_before_a_turn(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -79,6 +79,7 @@ def test_both_versions_run_every_pair_in_turn() -> None:
     assert set(N_PAIRS) <= {each.name for each in WORKLOADS}
 
 
+@pytest.mark.slow
 def test_two_checkouts_are_served_and_compared(tiny_model: Path, tmp_path: Path) -> None:
     before = tmp_path / "before"
     shutil.copytree(Path(llamaslot.__file__).parent, before / "llamaslot")

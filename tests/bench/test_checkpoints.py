@@ -36,6 +36,7 @@ def quick(folder: Path, *arguments: str) -> int:
         return main(["checkpoints", "--quick", "--threads", "1", "--out", str(folder), *arguments])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_quick")
 @pytest.mark.parametrize("model", [None, "tiny-swa", "tiny"] if LONG else [None])
 def test_a_quick_look_reuses_what_the_restart_and_the_short_pool_leave(model: str | None, tmp_path: Path) -> None:
@@ -49,6 +50,7 @@ def test_a_quick_look_reuses_what_the_restart_and_the_short_pool_leave(model: st
     assert {each["model"] for each in result["figures"]} == {model or checkpoints.QUICK_HYBRID}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_quick")
 def test_memory_is_that_of_the_shape_with_windows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert quick(tmp_path, "--only", "memory") == 0
@@ -61,6 +63,7 @@ def test_memory_is_that_of_the_shape_with_windows(tmp_path: Path, capsys: pytest
     assert {(each["model"], each["is_met"]) for each in result["figures"]} == {("tiny-swa", None)}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_quick")
 @pytest.mark.parametrize("wrong", [COUNTER, DECODED])
 def test_counts_that_the_metrics_do_not_confirm_are_no_result(

@@ -122,6 +122,7 @@ async def test_saved_slots_are_restored_after_a_crash(monkeypatch: pytest.Monkey
     ]
 
 
+@pytest.mark.slow
 async def test_a_long_prompt_that_comes_too_late_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(WorkloadRun, "text", lambda *_: "a")
     early = [answer(0.0, 0.1, 0.2) for _ in range(4)]
@@ -212,6 +213,7 @@ def run_workloads(model: Path, folder: Path, *names: str) -> dict[str, RunResult
     return {each.workload: each for each in results}
 
 
+@pytest.mark.slow
 def test_workloads_run_on_a_real_server_that_also_dies(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

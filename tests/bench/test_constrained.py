@@ -11,6 +11,7 @@ from bench import constrained
 from tests.bench.forked_servers import forked_servers
 
 
+@pytest.mark.slow
 def test_all_kinds_of_replies_are_measured(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

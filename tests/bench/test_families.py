@@ -123,6 +123,7 @@ def test_repeats_are_medians_and_goal_one_holds_in_each() -> None:
     assert rows(peer, INTERVAL) == []
 
 
+@pytest.mark.slow
 def test_checkpoints_have_a_size_where_a_state_cannot_be_trimmed(tmp_path: Path) -> None:
     found = {kind.name: state_sizes(synthetic.ensure(kind.tiny, folder=tmp_path), 1) for kind in KINDS}
     sizes = {name: each.checkpoint_bytes for name, each in found.items()}
@@ -180,6 +181,7 @@ def _quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bench.peers.build.has_llama_server", lambda: False)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_quick")
 def test_a_quick_look_counts_what_llamaslot_computes(tmp_path: Path) -> None:
     with forked_servers():
@@ -204,6 +206,7 @@ def test_a_quick_look_counts_what_llamaslot_computes(tmp_path: Path) -> None:
     assert result["failures"] == {}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_quick")
 @pytest.mark.parametrize("wrong", [families.COUNTER, families.DECODED])
 def test_counts_that_the_metrics_do_not_confirm_are_no_result(

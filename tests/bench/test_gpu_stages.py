@@ -48,6 +48,7 @@ def test_a_finished_stage_is_not_run_again(checkout: Path) -> None:
     assert (status, "is done already" in text) == (0, True)
 
 
+@pytest.mark.slow
 def test_a_stage_that_fails_or_takes_too_long_is_not_done(checkout: Path) -> None:
     (checkout / ".gpu/state/venv/bin").mkdir(parents=True)
     python = checkout / ".gpu/state/venv/bin/python"

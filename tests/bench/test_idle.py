@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import pytest
+
 from bench.idle import Pool, after_mixed_use, beside_idle
 from bench.server import llamaslot, serving
 from tests.bench.forked_servers import forked_servers
 
 
+@pytest.mark.slow
 def test_the_pool_is_filled_and_measured(tiny_model: Path, tmp_path: Path) -> None:
     flags = ("-c", "4096", "-np", "2", "-t", "1", "--cache-idle-cells", "all", "--cache-ram", "0")
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from time import thread_time
 
+import pytest
+
 from bench import profile
 from bench.clocks import Clocks
 
 
+@pytest.mark.slow
 async def test_each_part_is_counted(tiny_model: Path, tmp_path: Path) -> None:
     (measured,) = await profile.measure(tiny_model, ["-np", "1", "-c", "2048"], 512, tmp_path / "log", streams=[1])
     assert set(measured.parts) == set(profile.PLACES)

@@ -61,6 +61,7 @@ def suite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     return folder
 
 
+@pytest.mark.slow
 def test_the_suite_runs_with_a_local_model_and_the_flags_that_its_tests_presume(
     suite: Path, tmp_path: Path
 ) -> None:
@@ -76,6 +77,7 @@ def test_the_suite_runs_with_a_local_model_and_the_flags_that_its_tests_presume(
     assert status == 1
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("suite")
 def test_only_what_llama_server_passes_and_no_exception_names_is_unexpected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

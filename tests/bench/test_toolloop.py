@@ -33,6 +33,7 @@ TEMPLATE = """\
 """Calls in the form of Qwen3."""
 
 
+@pytest.mark.slow
 def test_calls_that_come_back_cost_nothing_only_with_message_memory(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

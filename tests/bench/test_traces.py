@@ -123,6 +123,7 @@ def test_every_drawn_prompt_fits_the_slot_that_it_was_chosen_for() -> None:
         assert not fits(request, n_ctx) or n_prompt + n_reply(request) <= n_ctx
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_turn", [True, False])
 def test_a_replay_on_a_real_server_computes_what_the_oracle_computes(
     in_turn: bool, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

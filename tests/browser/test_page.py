@@ -127,6 +127,7 @@ def test_a_chat_streams_and_its_next_turn_and_its_branches_reuse_the_prefix(
     expect(page.locator("article")).to_have_count(0)
 
 
+@pytest.mark.slow
 def test_a_reply_that_is_stopped_stays_and_frees_its_slot(server: Server, open_page: Callable[..., Page]) -> None:
     page = open_page(server.url)
     page.get_by_text("System prompt and sampling").click()
@@ -163,6 +164,7 @@ def test_with_a_key_html_and_scripts_of_a_model_do_nothing(
     assert page.title() == "llamaslot"
 
 
+@pytest.mark.slow
 def test_the_cache_shows_requests_and_prefixes_and_clears_them(
     server: Server, open_page: Callable[..., Page]
 ) -> None:
@@ -183,6 +185,7 @@ def test_the_cache_shows_requests_and_prefixes_and_clears_them(
     expect(page.locator("#tree button")).to_have_count(0)
 
 
+@pytest.mark.slow
 def test_the_page_goes_on_after_the_server_was_started_again(folder: Path, open_page: Callable[..., Page]) -> None:
     own = folder / "restarted"
     own.mkdir()
@@ -201,6 +204,7 @@ def test_the_page_goes_on_after_the_server_was_started_again(folder: Path, open_
         expect(page.locator("#requests tbody tr")).to_have_count(1)
 
 
+@pytest.mark.slow
 def test_the_advice_names_what_made_prompts_be_computed_again(
     server: Server, open_page: Callable[..., Page]
 ) -> None:
@@ -220,6 +224,7 @@ def test_the_advice_names_what_made_prompts_be_computed_again(
     expect(page.locator("#advice pre")).to_have_count(0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_both_views_are_accessible(server: Server, open_page: Callable[..., Page], scheme: str) -> None:
     page = open_page(server.url, color_scheme=scheme)
@@ -231,6 +236,7 @@ def test_both_views_are_accessible(server: Server, open_page: Callable[..., Page
         assert found.violations_count == 0, found.generate_report()
 
 
+@pytest.mark.slow
 def test_on_a_phone_nothing_is_wider_than_the_screen(server: Server, open_page: Callable[..., Page]) -> None:
     page = open_page(server.url, viewport={"width": 360, "height": 740}, has_touch=True, is_mobile=True)
     send(page, "A question")
@@ -240,6 +246,7 @@ def test_on_a_phone_nothing_is_wider_than_the_screen(server: Server, open_page: 
         assert page.evaluate("document.documentElement.scrollWidth") <= 360
 
 
+@pytest.mark.slow
 def test_a_tree_of_2000_prefixes_is_drawn_and_zoomed_by_keyboard(
     server: Server, open_page: Callable[..., Page]
 ) -> None:

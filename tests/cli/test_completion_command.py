@@ -56,6 +56,7 @@ def run(command: Sequence[str | Path]) -> list[str]:
     return done.stdout.splitlines()
 
 
+@pytest.mark.slow
 def test_bash_completes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = script(tmp_path, "bash", capsys)
     (tmp_path / "model.gguf").touch()
@@ -70,6 +71,7 @@ def test_bash_completes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert hidden == [""], "a flag without effect is not offered"
 
 
+@pytest.mark.slow
 def test_fish_completes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = script(tmp_path, "fish", capsys)
     for line, expected in CASES:
@@ -77,6 +79,7 @@ def test_fish_completes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
         assert expected <= set(found), line
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("line", "completed"),
     [("serve -np 4 --log-fo", "rmat"), ("doctor --no-ben", "ch")],

@@ -28,6 +28,7 @@ def doctor(folder: Path, *args: str | Path, **environ: str) -> Ended:
     return Command("doctor", *args, folder=folder, environ=variables).finish()
 
 
+@pytest.mark.slow
 def test_a_machine_that_serves_is_measured(tiny_model: Path, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("secret\n")
@@ -53,6 +54,7 @@ def test_a_machine_that_serves_is_measured(tiny_model: Path, tmp_path: Path) -> 
     assert not (tmp_path / "disk").exists()
 
 
+@pytest.mark.slow
 def test_what_keeps_a_server_from_starting_is_a_failure(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -74,12 +76,14 @@ def test_a_wrong_flag_is_one_line_and_a_wrong_variable_a_check(tmp_path: Path) -
     assert "LLAMA_ARG_CTX_SIZE: 'many' is invalid" in ended.stdout
 
 
+@pytest.mark.slow
 def test_a_server_that_does_not_start_says_why(tiny_model: Path) -> None:
     with pytest.raises(benchmark.BenchmarkError, match=r"did not start: --ctx-size 2,000") as failure:
         benchmark.run_benchmark(Config(model=str(tiny_model), ctx_size=2_000_000_000, gpu_layers=0))
     assert not failure.value.has_started
 
 
+@pytest.mark.slow
 def test_a_server_that_is_too_slow_says_so(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -90,6 +94,7 @@ def test_a_server_that_is_too_slow_says_so(
     assert failure.value.has_started
 
 
+@pytest.mark.slow
 def test_a_server_that_runs_already_is_named_and_ends_with_the_doctor_that_started_it(
     tiny_model: Path, tmp_path: Path
 ) -> None:

@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from bench.demo.chat_template import CHAT_TEMPLATE
 from tests.live import Server, serving
 
@@ -45,6 +47,7 @@ def run(server: Server) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_the_embedded_model_calls_the_tools_and_tells_their_results(demo: Server) -> None:
     printed = run(demo)
     assert re.findall(r"^(\w+\(.*) -> (.*)$", printed, re.MULTILINE) == [
@@ -62,6 +65,7 @@ def test_the_embedded_model_calls_the_tools_and_tells_their_results(demo: Server
         assert f"{answer}\n" in printed
 
 
+@pytest.mark.slow
 def test_it_runs_each_call_and_sends_its_result(tmp_path: Path) -> None:
     template = tmp_path / "tools.jinja"
     template.write_text(CHAT_TEMPLATE)

@@ -224,6 +224,7 @@ async def test_warm_and_cold_texts_are_the_same(n_ctx: int, some: Asked) -> None
     assert tally.total("n_cached") > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n_ctx", POOLS)
 async def test_they_are_the_same_when_idle_prefixes_are_in_ram(n_ctx: int, some: Asked) -> None:
     tally = Tally()
@@ -232,12 +233,14 @@ async def test_they_are_the_same_when_idle_prefixes_are_in_ram(n_ctx: int, some:
     assert tally.total("n_loaded") > tally.total("n_prompt") / 4
 
 
+@pytest.mark.slow
 async def test_replies_side_by_side_are_the_same(stories: Asked) -> None:
     tally = Tally()
     assert not stories.differing(await stories.warm(tally, is_together=True, **IN_RAM))
     assert tally.n_restored >= len(stories.prompts)
 
 
+@pytest.mark.slow
 async def test_chats_are_the_same_after_a_restart(
     chats: Asked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -250,6 +253,7 @@ async def test_chats_are_the_same_after_a_restart(
         assert tally.n_restored >= len(chats.prompts) / 4
 
 
+@pytest.mark.slow
 async def test_cut_replies_go_on_after_a_restart(
     stories: Asked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -327,6 +331,7 @@ def stale(partial: PartialStates, operation: Restore, end: int) -> None:
 RESTORE = PartialStates.restore
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrong", [blank, foreign, stale])
 async def test_the_comparison_notices_planted_bugs(
     wrong: Callable[[PartialStates, Restore, int], None], stories: Asked, monkeypatch: pytest.MonkeyPatch

@@ -46,6 +46,7 @@ def test_a_streamed_chat_is_english_and_the_second_turn_reuses_the_first(client:
     assert "Milo" in recalled
 
 
+@pytest.mark.slow
 def test_at_its_own_defaults_the_embedded_model_tells_a_name_right_100_times_of_100(demo: Server) -> None:
     """llama-server's temperature of 0.8 gets up to one in ten wrong."""
     assert demo.get("/props")["default_generation_settings"]["params"]["temperature"] == pytest.approx(0.2)
@@ -80,6 +81,7 @@ def test_the_openai_example(demo: Server) -> None:
     assert output.count("prompt tokens were cached]") == 3
 
 
+@pytest.mark.slow
 def test_the_agent_example(demo: Server) -> None:
     output = run(sys.executable, EXAMPLES / "agent.py", demo.url)
     assert output.count("\n> ") == 5

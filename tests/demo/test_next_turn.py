@@ -73,6 +73,7 @@ def converse(server: Server, start: str, *, waits: bool) -> tuple[list[list[dict
     return rows, computed
 
 
+@pytest.mark.slow
 def test_greedy_texts_are_those_of_a_server_that_computes_nothing_ahead(servers: tuple[Server, Server]) -> None:
     off, on = servers
     n_equal = 0

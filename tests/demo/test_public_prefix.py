@@ -7,6 +7,8 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from llamaslot.base.namespaces import tenant_name
 from tests.live import Server, serving
 
@@ -47,6 +49,7 @@ def n_common(server: Server, a: list[dict[str, str]], b: list[dict[str, str]]) -
     return next(i for i, (x, y) in enumerate(pairs) if x != y)
 
 
+@pytest.mark.slow
 def test_each_keys_first_request_reuses_the_public_prefix_also_after_a_restart(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("boss\nann user\nbob user\ncem user\n")

@@ -95,6 +95,7 @@ def keep_busy(server: Server, number: float) -> None:
             return
 
 
+@pytest.mark.slow
 def test_a_server_told_to_end_leaves_everything_on_disk(tmp_path: Path, cold: Any) -> None:
     folder = tmp_path / "cache"
     with serving(tmp_path, "--cache-disk", folder) as server:
@@ -108,6 +109,7 @@ def test_a_server_told_to_end_leaves_everything_on_disk(tmp_path: Path, cold: An
         assert server.get("/cache")["requests"]["from_disk"] == 1
 
 
+@pytest.mark.slow
 def test_files_of_another_kind_of_kv_are_left_alone(tmp_path: Path, cold: Any) -> None:
     folder = tmp_path / "cache"
     # Of a pool this small, nothing is measured at start.
@@ -125,6 +127,7 @@ def test_files_of_another_kind_of_kv_are_left_alone(tmp_path: Path, cold: Any) -
         assert (again, timings["prompt_n"]) == (text, 1)
 
 
+@pytest.mark.slow
 def test_damaged_files_are_computed_again(tmp_path: Path, cold: Any) -> None:
     folder = tmp_path / "cache"
     question = [SYSTEM, {"role": "user", "content": OPENERS[1]}]

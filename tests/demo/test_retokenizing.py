@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections import Counter
 
+import pytest
+
 from bench.demo.corpus import held_out
 from llamaslot.app.models import resolve_model
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings
@@ -68,6 +70,7 @@ async def counted(*, anchors: bool) -> tuple[Counter[str], list[str]]:
     return counts, texts
 
 
+@pytest.mark.slow
 async def test_turns_compute_only_their_new_text() -> None:
     with_anchors, texts = await counted(anchors=True)
     without, same = await counted(anchors=False)
@@ -80,6 +83,7 @@ async def test_turns_compute_only_their_new_text() -> None:
     assert len(texts) == len(same)
 
 
+@pytest.mark.slow
 async def test_greedy_text_after_an_anchor_equals_that_of_the_same_tokens_computed_cold() -> None:
     noise = Noise(SETTINGS)
     n_anchored = 0

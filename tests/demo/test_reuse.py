@@ -134,12 +134,14 @@ def test_warm_and_cold_texts_are_the_same(talks: list[list[str]], cold: dict[tup
     assert compare(talks, cold) > 0
 
 
+@pytest.mark.slow
 def test_they_are_the_same_when_the_pool_is_too_small_for_all(
     talks: list[list[str]], cold: dict[tuple[int, int], str]
 ) -> None:
     assert compare(talks if LONG else talks[:8], cold, n_ctx=1024) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n_ctx", [8192, 1024] if LONG else [1024])
 def test_they_are_the_same_when_idle_prefixes_are_in_ram(
     n_ctx: int, talks: list[list[str]], cold: dict[tuple[int, int], str]
@@ -147,6 +149,7 @@ def test_they_are_the_same_when_idle_prefixes_are_in_ram(
     assert compare(talks if LONG else talks[:8], cold, n_ctx, IN_RAM) > 0
 
 
+@pytest.mark.slow
 def test_two_requests_of_60_percent_of_the_pool_give_the_texts_they_give_alone() -> None:
     backend = open_backend()
     long_talks = [[rendered(TEMPLATE, d.messages)] for d in held_out(2, SEED, filler_tokens=1000)]
@@ -249,6 +252,7 @@ def load_another_segment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LlamaBackend, "change", wrong)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("plant", "storing"),
     [

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from bench.demo.corpus import held_out
 from llamaslot.app.models import resolve_model
 from llamaslot.backend.disk import SlotFiles
@@ -38,6 +40,7 @@ def folder(backend: LlamaBackend, path: Path) -> SlotFiles:
     return SlotFiles(path, lambda: b"k" * 32, backend.info.segment_size, backend.info.n_ctx_slot)
 
 
+@pytest.mark.slow
 async def test_text_behind_a_restored_slot_is_the_cold_one(tmp_path: Path) -> None:
     noise = Noise(SETTINGS)
     known: list[tuple[int, ...]] = []

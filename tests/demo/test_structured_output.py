@@ -109,6 +109,7 @@ async def check_generated_schemas(model: str, n: int) -> None:
     assert n_valid + n_cut == n
 
 
+@pytest.mark.slow
 async def test_replies_to_generated_schemas_are_valid() -> None:
     await check_generated_schemas("demo", 1000 if LONG else 40)
 
@@ -118,6 +119,7 @@ async def test_replies_to_generated_schemas_are_valid_with_a_large_vocabulary() 
     await check_generated_schemas(str(synthetic.ensure("60m")), 1000)
 
 
+@pytest.mark.slow
 async def test_a_reply_is_the_same_warm_preempted_and_stepwise(monkeypatch: pytest.MonkeyPatch) -> None:
     noise = Noise(settings())
     async with running(LlamaBackend(settings())) as engine:

@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import pytest
+
 from tests.conftest import LONG
 from tests.live import serving
 
@@ -94,6 +96,7 @@ def test_the_auc_is_that_of_its_definition() -> None:
     assert 0.02 < half < 0.03
 
 
+@pytest.mark.slow
 def test_a_prober_cannot_tell_whether_another_key_sent_this_very_prompt(tmp_path: Path) -> None:
     rng = random.Random(16)
 

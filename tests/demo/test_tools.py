@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import pytest
+
 from bench.demo.tool_talk import ToolDialogue, held_out_calls, held_out_without_call, openai_form
 from tests.live import Server
 
@@ -36,12 +38,14 @@ def test_the_server_reads_and_renders_tools_as_hermes_does(demo: Server) -> None
     assert demo.get("/props")["chat_format"] == "hermes"
 
 
+@pytest.mark.slow
 def test_it_calls_the_right_tool_and_uses_the_result(demo: Server) -> None:
     outcomes = [calls_and_answers(demo, dialogue) for dialogue in held_out_calls(40, 2)]
     assert sum(called for called, _ in outcomes) >= 36
     assert sum(answered for _, answered in outcomes) >= 35
 
 
+@pytest.mark.slow
 def test_it_calls_no_tool_where_none_is_needed(demo: Server) -> None:
     right = 0
     for dialogue in held_out_without_call(20, 2):

@@ -197,6 +197,7 @@ def differing_share(cold: dict[str, list[int]]) -> float:
     return (n + 3) / len(cold)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("unified", "storing", "padded", "on_disk"),
     [

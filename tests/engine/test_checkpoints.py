@@ -57,6 +57,7 @@ def user(content: str) -> str:
     return f"<|im_start|>user\n{content}<|im_end|>\n<|im_start|>assistant\n"
 
 
+@pytest.mark.slow
 async def test_more_conversations_than_slots_compute_their_new_tokens(folder: Path, shape: str) -> None:
     draw = random.Random(shape)
     backend = load(folder, shape, n_ctx=2048, n_slots=2)
@@ -98,6 +99,7 @@ async def test_conversations_go_on_after_a_restart(
         store.close()
 
 
+@pytest.mark.slow
 async def test_prompts_that_leave_a_conversation_are_cached_after_a_restart(
     folder: Path, shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -126,6 +128,7 @@ async def test_prompts_that_leave_a_conversation_are_cached_after_a_restart(
         store.close()
 
 
+@pytest.mark.slow
 async def test_eight_conversations_go_on_in_a_pool_and_ram_for_three(
     folder: Path, shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -167,6 +170,7 @@ async def test_eight_conversations_go_on_in_a_pool_and_ram_for_three(
     assert computed <= 1.2 * fewest
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n_ctx", [256, 512])
 async def test_windows_of_many_sequences_share_the_cells_of_a_small_pool(folder: Path, n_ctx: int) -> None:
     """Eight windows of 32 tokens, a step and the scratch sequence need more than 256 cells."""

@@ -182,6 +182,7 @@ async def test_a_reply_goes_on_where_it_was_preempted() -> None:
         assert harness.engine.scheduler.admission.n_preempted > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("status", [Status.NO_CELLS, Status.INVALID, Status.FATAL, Status.ABORTED])
 async def test_a_failed_decode_is_repeated_with_the_same_grammar_state(status: Status) -> None:
     expected = [await alone(f"prompt {i}", PERSON) for i in range(3)]
@@ -198,6 +199,7 @@ async def test_a_failed_decode_is_repeated_with_the_same_grammar_state(status: S
             assert harness.tokens(f"r{i}") == expected[i]
 
 
+@pytest.mark.slow
 async def test_a_constraint_that_fails_ends_only_its_own_request() -> None:
     many = 12_000
     rules = "\n".join(f"x{i}: /a/ x{i}?" for i in range(many))

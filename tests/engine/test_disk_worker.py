@@ -261,6 +261,7 @@ async def test_pending_reads_of_an_unresponsive_disk_are_cancelled(
         assert store.n_reads == 1
 
 
+@pytest.mark.slow
 async def test_a_slow_step_does_not_make_the_disk_unresponsive(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

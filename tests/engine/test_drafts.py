@@ -60,6 +60,7 @@ async def reply(
         }, steps.counts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n_drafted", [(7, 0), (3, 4), (1, 6), (0, 3)])
 @pytest.mark.parametrize(
     "fields",
@@ -106,6 +107,7 @@ async def test_a_stop_string_within_a_draft_ends_the_reply(at: int) -> None:
     assert counts["drafted"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at", range(40, 52))
 async def test_a_stop_string_before_the_end_of_the_context_is_the_reason(at: int) -> None:
     backend = {"n_ctx": 64, "n_slots": 1}

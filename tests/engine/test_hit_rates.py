@@ -44,7 +44,7 @@ def conversations(n_requests: int) -> list[str]:
 async def curve_of(prompts: list[str], ram_bytes: int, **settings: Any) -> HitCurve:
     """The hit rates, measured and predicted, of a server with so much RAM.
 
-    A second passes after each request, and everything due is written, so that the load of the machine changes nothing.
+    A second passes after each request, and everything due is written: the load of the machine changes nothing.
     """
     now = 0.0
     backend = FakeBackend(n_slots=2, n_ctx=2048, n_reserved=2, n_ubatch=1024)
@@ -59,6 +59,7 @@ async def curve_of(prompts: list[str], ram_bytes: int, **settings: Any) -> HitCu
     return curve
 
 
+@pytest.mark.slow
 async def test_hit_rates_with_other_sizes_of_ram_are_predicted() -> None:
     prompts = conversations(100)
     sizes = RAM_BYTES // 3, 2 * (RAM_BYTES // 3), 4 * (RAM_BYTES // 3)
@@ -73,6 +74,7 @@ async def test_hit_rates_with_other_sizes_of_ram_are_predicted() -> None:
         assert not curve.disk
 
 
+@pytest.mark.slow
 async def test_hit_rates_with_other_sizes_of_the_disk_are_predicted(tmp_path: Path) -> None:
     prompts, sizes = conversations(120), (RAM_BYTES, 2 * RAM_BYTES)
     measured, curves = {}, {}

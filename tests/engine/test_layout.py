@@ -107,6 +107,7 @@ async def test_a_long_request_that_is_next_does_not_stop_the_others() -> None:
         assert all(isinstance(end, Finished) for end in ends)
 
 
+@pytest.mark.slow
 async def test_many_long_requests_do_not_stop_shorter_ones_with_longer_prefixes() -> None:
     """Only the oldest `MAX_CANDIDATES` are looked at, which are all long."""
     async with running(Backend(), **RAM) as engine:
@@ -121,6 +122,7 @@ async def test_many_long_requests_do_not_stop_shorter_ones_with_longer_prefixes(
         assert all(isinstance(end, Finished) for end in ends)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n_shared", [0, 16])
 async def test_a_few_tokens_in_common_cost_no_more_than_themselves_after_a_change(n_shared: int) -> None:
     """They are resident in another slot after the first one has its KV again, and not worth a copy."""

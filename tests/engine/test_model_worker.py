@@ -226,6 +226,7 @@ async def test_an_error_on_the_thread_ends_the_engine() -> None:
     assert len(engine.texts["1"]) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("unified", "max_tokens"), [(True, 80), (True, -1), (False, -1)])
 async def test_room_is_never_overrun(unified: bool, max_tokens: int) -> None:
     prompts = [letter * 20 for letter in "abcdef"]

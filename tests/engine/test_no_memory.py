@@ -76,6 +76,7 @@ def test_a_failed_save_that_the_same_plan_discards_is_not_reported() -> None:
     assert backend.seq_len(0) == 0
 
 
+@pytest.mark.slow
 async def test_replies_to_bursts_are_right_with_few_sequence_ids_and_failing_saves(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -164,6 +164,7 @@ def test_requests_are_held_for_a_short_time_only() -> None:
     assert [i for i, each in enumerate(held) if each] == [*range(21, 40), *range(320, 340), *range(620, 640)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n_slots", [1, 2])
 @pytest.mark.parametrize("shape", ["tiny-swa", "tiny-lfm2", "tiny-mamba", "tiny-oss", "tiny-next"])
 async def test_a_real_model_goes_on_from_checkpoints_that_were_taken_before_the_test(

@@ -54,6 +54,7 @@ async def test_preempted_prompts_are_scored_once() -> None:
             assert plain(scored(harness, name)) == expected(prompt, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("status", [Status.FATAL, Status.ABORTED, Status.INVALID, Status.NO_CELLS])
 @pytest.mark.parametrize("n_applied", [0, 1, 3])
 @pytest.mark.parametrize("after", [0, 2, 4])

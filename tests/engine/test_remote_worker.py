@@ -125,6 +125,7 @@ def user(content: str) -> str:
     return f"<|im_start|>user\n{content} {words(content, 20)}<|im_end|>\n<|im_start|>assistant\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", KINDS)
 async def test_a_conversation_goes_on_at_another_server(folder: Path, redis: StoreServer, shape: str) -> None:
     async with serving(folder, shape, redis) as first, serving(folder, shape, redis) as second:

@@ -142,6 +142,7 @@ async def conversations(asking: Counted) -> None:
         talks = [talk + words(30) for talk in talks]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("storing", [IN_THE_POOL, IN_RAM], ids=["in the pool", "in RAM"])
 @pytest.mark.parametrize("workload", [fan_out, branching, groups, agents, conversations])
 async def test_no_prefix_is_computed_twice(
@@ -177,6 +178,7 @@ def about_equal(computed: list[int], expected: list[int]) -> bool:
     return all(e - 1 <= c <= e for c, e in zip(computed, expected, strict=True))
 
 
+@pytest.mark.slow
 async def test_a_pool_for_two_of_eight_prefixes_loses_none_of_them(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -204,6 +206,7 @@ async def test_fifty_conversations_on_one_prefix_are_stored_once(
         assert segments.ram.n_bytes <= 1.05 * each * asking.n_distinct
 
 
+@pytest.mark.slow
 async def test_twenty_conversations_over_four_slots_and_sixteen_ids_find_their_whole_history(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -178,6 +178,7 @@ async def test_actions_are_refused_without_a_folder() -> None:
         assert refused.type == "not_supported_error"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unified", [True, False])
 @pytest.mark.parametrize(("n_ctx", "n_reserved", "ram_bytes"), LAYOUTS if conftest.LONG else LAYOUTS[:2])
 async def test_actions_do_not_change_the_replies_of_requests_beside_them(
@@ -290,6 +291,7 @@ async def leave_early(engine: Files, at: int, kind: StateKind) -> Progress:
     return end
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 async def test_a_restored_slot_has_its_checkpoints(tmp_path: Path, kind: StateKind) -> None:
     settings = {"checkpoint_bytes": 10**6, "checkpoint_step": 100, "debug_invariants": True}
@@ -317,6 +319,7 @@ async def test_a_restored_slot_has_its_checkpoints(tmp_path: Path, kind: StateKi
         await leave_early(engine, 500, kind)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [StateKind.WINDOW, StateKind.HYBRID])
 @pytest.mark.parametrize(("n_bytes", "on_path"), [(0, 32), (150, 32), (400, 32), (10**6, 2)])
 async def test_a_restore_adds_as_many_checkpoints_as_there_is_room_for(
@@ -352,6 +355,7 @@ async def test_no_more_checkpoints_are_saved_than_a_file_may_have(tmp_path: Path
         assert len(checkpoints_on(sequences.end(0))) == MAX_SAVED_CHECKPOINTS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["short_conv", "tiny-swa"])
 async def test_a_prompt_that_leaves_a_restored_text_early_is_as_cold(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, name: str
@@ -494,6 +498,7 @@ async def test_the_end_of_a_covered_slot_gets_a_checkpoint_before_a_restore(tmp_
         assert (await engine.complete(turn + "z" * 100)).n_prompt_computed == 101
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [StateKind.NONE, StateKind.WINDOW, StateKind.RECURRENT, StateKind.HYBRID])
 async def test_slots_are_neither_saved_nor_restored_before_the_self_test_has_passed_or_after_it_failed(
     kind: StateKind, tmp_path: Path

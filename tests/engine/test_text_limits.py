@@ -28,6 +28,7 @@ async def finished(harness: Harness, name: str, prompt: str, **fields: object) -
     return end
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n_indent", [0, 1, 2, 3])
 async def test_a_generation_ends_before_a_line_that_is_not_indented(n_indent: int) -> None:
     async with running(poet()) as harness:

@@ -123,6 +123,7 @@ def test_up_is_refused_while_a_supervisor_ends(tmp_path: Path) -> None:
     assert (tmp_path / "fleet.sock").exists()
 
 
+@pytest.mark.slow
 def test_a_process_that_got_the_same_id_later_is_left_alone(tmp_path: Path) -> None:
     pid = killed_supervisor(tmp_path, "left")
     file = tmp_path / "children.json"

@@ -87,6 +87,7 @@ def conversation_requests(
     return found
 
 
+@pytest.mark.slow
 @needs_smg
 @pytest.mark.parametrize("api", ["chat", "messages", "responses"])
 async def test_a_fleet_computes_hardly_more_than_one_server_would(
@@ -151,6 +152,7 @@ async def test_conversations_of_a_worker_that_is_killed_go_on_elsewhere_and_it_i
     assert (again["state"], again["starts"]) == ("ready", 2)
 
 
+@pytest.mark.slow
 @needs_smg
 async def test_no_request_is_lost_while_a_worker_is_drained_and_started(
     fleet: FleetProcess, session: aiohttp.ClientSession, tokens: Tokens
@@ -180,6 +182,7 @@ async def test_no_request_is_lost_while_a_worker_is_drained_and_started(
     assert len(traffic.attempts) > 10
 
 
+@pytest.mark.slow
 @needs_smg
 async def test_closing_the_terminal_ends_all(tmp_path: Path) -> None:
     async with running(tmp_path, ["--workers", "1"], WORKERS) as process:
@@ -193,6 +196,7 @@ async def test_closing_the_terminal_ends_all(tmp_path: Path) -> None:
     assert "Traceback" not in (tmp_path / "fleet.log").read_text()
 
 
+@pytest.mark.slow
 @needs_smg
 async def test_a_fleet_runs_again_after_its_supervisor_was_killed(tmp_path: Path) -> None:
     """With the same ports, which what was left has."""
@@ -210,6 +214,7 @@ async def test_a_fleet_runs_again_after_its_supervisor_was_killed(tmp_path: Path
             os.kill(each["pid"], 0)
 
 
+@pytest.mark.slow
 async def test_what_cannot_be_done_is_one_line(tmp_path: Path, keys: Path) -> None:
     empty = tmp_path / "empty"
     empty.touch()

@@ -45,6 +45,7 @@ def child(supervisor: Any, folder: Path, port: int, failures: list[Exception]) -
     return supervisor.Child("worker 1", command, f"http://127.0.0.1:{port}", folder / "log", children)
 
 
+@pytest.mark.slow
 async def test_a_start_that_fails_later_is_logged_and_tried_again(
     supervisor: Any, tmp_path: Path, unused_tcp_port: int, capsys: pytest.CaptureFixture[str]
 ) -> None:

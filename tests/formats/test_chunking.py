@@ -81,6 +81,7 @@ def test_a_marker_is_held_back_no_longer_than_needed(family: str) -> None:
     assert sent == "So it is."
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", EXCERPTS)
 def test_work_is_linear_in_the_length_of_the_output(family: str) -> None:
     """Near-markers, unfinished calls, deep nesting and whitespace, in pieces: twice the text, twice the work."""

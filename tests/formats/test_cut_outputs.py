@@ -18,6 +18,7 @@ from tests.formats.messages import EXCERPTS, TOOLS, fed, made
 STEP = 1 if os.environ.get("LLAMASLOT_TESTS") == "long" else 13
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("output", ALL, ids=lambda output: f"{output.family}: {output.text[:12]!r}")
 def test_an_output_can_end_anywhere(output: Output) -> None:
     """By the model itself, at the limit, or at a stop string; where it is cut into pieces makes no difference."""

@@ -18,6 +18,7 @@ from unittest import mock
 import hypothesis.strategies as st
 import msgspec
 import numpy as np
+import pytest
 from hypothesis import settings
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -1478,6 +1479,7 @@ class TenantMachine(FakeMachine):
         return {each for held in self.backend.held if held.namespace == namespace for each in held.prefixes}
 
 
+@pytest.mark.slow
 def test_the_cache_with_two_api_keys() -> None:
     before = COUNTS.copy()
     chosen = settings(max_examples=1000 if LONG else 20, stateful_step_count=100, deadline=None)
@@ -1487,6 +1489,7 @@ def test_the_cache_with_two_api_keys() -> None:
     assert not missing, "no example came to these"
 
 
+@pytest.mark.slow
 def test_the_cache_with_a_public_namespace() -> None:
     before = COUNTS.copy()
     chosen = settings(max_examples=1000 if LONG else 20, stateful_step_count=100, deadline=None)

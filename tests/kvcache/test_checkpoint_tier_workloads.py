@@ -10,6 +10,8 @@ import random
 from collections import Counter
 from collections.abc import Callable
 
+import pytest
+
 from llamaslot.base.model import CheckpointSize, SegmentSize
 from llamaslot.kvcache.disk_io import Corrupt, Read, ReadDone, ReadStarted, Reparent, Written
 from llamaslot.kvcache.nodes import SegmentEvent, SegmentState
@@ -275,6 +277,7 @@ EVENTS: dict[Callable[[Workload], bool], float] = {
 """How often each comes up, relative to the others."""
 
 
+@pytest.mark.slow
 def test_files_of_checkpoints_refer_to_those_of_their_parents_and_none_is_left_over() -> None:
     expected = (*(event.__name__ for event in EVENTS), "idle", "reparented", "all found again")
     run_workloads(Workload, N_WORKLOADS, expected)

@@ -248,6 +248,7 @@ def test_a_prefix_larger_than_ram_does_not_evict_all_others() -> None:
     assert shared.run("b" * 2000).n_prompt_computed == 2000
 
 
+@pytest.mark.slow
 def test_a_prefix_larger_than_ram_is_not_offloaded_in_parts() -> None:
     """The end of a prefix whose start has no room could never be loaded."""
     shared = driver(ram_bytes=driver().backend.info.segment_size.of(900), offload_after=None, n_slots=1, n_ctx=2048)

@@ -14,6 +14,7 @@ from unittest import mock
 
 import hypothesis.strategies as st
 import numpy as np
+import pytest
 from hypothesis import settings
 from hypothesis.stateful import precondition, rule, run_state_machine_as_test
 
@@ -307,6 +308,7 @@ class RemoteMachine(FakeMachine):
         super().finish()
 
 
+@pytest.mark.slow
 def test_the_cache_with_a_store_that_servers_share() -> None:
     before = COUNTS.copy()
     chosen = settings(max_examples=1000 if LONG else 20, stateful_step_count=100, deadline=None)

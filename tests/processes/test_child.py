@@ -37,6 +37,7 @@ async def test_a_child_has_few_arenas_unless_the_operator_chose_a_number(
     assert (tmp_path / "arenas").read_text() == expected
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="llama.cpp is linked to libgomp on Linux")
 @pytest.mark.parametrize(
     ("chosen", "expected"),
@@ -93,6 +94,7 @@ async def started(folder: Path, monkeypatch: pytest.MonkeyPatch, *, is_dead: boo
     return child, exits
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="on Linux, a process may lose its main thread and go on")
 async def test_a_child_of_which_only_threads_are_left_has_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -106,6 +108,7 @@ async def test_a_child_of_which_only_threads_are_left_has_ended(
         child.kill()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="on Linux, a process may lose its main thread and go on")
 async def test_a_child_that_a_thread_keeps_from_ending_is_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -123,6 +123,7 @@ async def test_a_prompt_that_crashes_it_fails_and_those_around_it_do_not(start: 
     assert worker.pid != pid
 
 
+@pytest.mark.slow
 async def test_the_error_of_a_job_that_crashes_it_says_what_the_job_did(start: Start) -> None:
     worker = await start()
     body = worker.call(parse("native", {"prompt": "x", "logit_bias": {"CRASH": 1}}))
@@ -132,6 +133,7 @@ async def test_the_error_of_a_job_that_crashes_it_says_what_the_job_did(start: S
     assert str(text.exception()) == "tokenizing the text ended the prompt worker: SIGABRT"
 
 
+@pytest.mark.slow
 async def test_of_two_that_ran_at_once_the_one_that_crashes_it_fails(start: Start) -> None:
     worker = await start()
     for pair in (("SLOW", "CRASH"), ("CRASH", "SLOW")):
@@ -144,6 +146,7 @@ async def test_of_two_that_ran_at_once_the_one_that_crashes_it_fails(start: Star
         assert [issubclass(end, ServerError) for end in ends] == ["CRASH" in pair[0], "CRASH" in pair[1], False]
 
 
+@pytest.mark.slow
 async def test_a_prompt_that_takes_too_long_fails_by_the_flags_name(start: Start) -> None:
     worker = await start(limit=1.0)
     futures = [worker.call(tokenize(text, text)) for text in ("a", "HANG", "b")]
@@ -151,6 +154,7 @@ async def test_a_prompt_that_takes_too_long_fails_by_the_flags_name(start: Start
     assert "tokenizing the prompt took more than 1 s (--prompt-timeout)" in str(futures[1].exception())
 
 
+@pytest.mark.slow
 async def test_a_worker_that_was_stopped_meanwhile_did_not_take_too_long(start: Start) -> None:
     worker = await start(limit=1.0)
     pid = worker.pid
@@ -163,6 +167,7 @@ async def test_a_worker_that_was_stopped_meanwhile_did_not_take_too_long(start: 
     assert worker.pid == pid
 
 
+@pytest.mark.slow
 async def test_two_that_take_too_long_fail_at_once(start: Start) -> None:
     limit = 2.0
     worker = await start(limit=limit)
@@ -194,6 +199,7 @@ async def test_what_was_remembered_survives_its_crash(start: Start) -> None:
     assert (await worker.call(again)).prompts[0].prompt.session_match == "new"
 
 
+@pytest.mark.slow
 async def test_what_was_remembered_of_a_branch_survives_its_crash(start: Start) -> None:
     worker = await start(template=LINES)
     question = {"role": "user", "content": "Once upon"}
@@ -206,6 +212,7 @@ async def test_what_was_remembered_of_a_branch_survives_its_crash(start: Start) 
     assert (await worker.call(DropSession("mine"))).paths
 
 
+@pytest.mark.slow
 async def test_what_was_remembered_of_a_predicted_turn_survives_its_crash(start: Start) -> None:
     long = "{% if loop.last and messages | length > 3 %}" + "A long conversation. " * 20 + "{% endif %}"
     worker = await start(template=LINES.replace("{{ m.role", long + "{{ m.role"))
@@ -242,6 +249,7 @@ async def reply_tokens(worker: PromptSupervisor) -> bytes:
     return alone.removeprefix(other[:4]) if alone[:4] == other[:4] else alone
 
 
+@pytest.mark.slow
 async def test_messages_of_a_client_within_its_share_survive_its_crash(start: Start) -> None:
     worker = await start(template=LINES)
     known = await reply_tokens(worker)
@@ -255,6 +263,7 @@ async def test_messages_of_a_client_within_its_share_survive_its_crash(start: St
         assert (await n_restored(worker, question) > 0) is is_known
 
 
+@pytest.mark.slow
 async def test_remembered_messages_survive_its_crash(start: Start) -> None:
     worker = await start(template=LINES)
     await remember(worker, "", "Once upon", await reply_tokens(worker), session_id="mine")
@@ -266,6 +275,7 @@ async def test_remembered_messages_survive_its_crash(start: Start) -> None:
     assert not await n_restored(worker, "Once upon")
 
 
+@pytest.mark.slow
 async def test_a_body_that_needs_something_more_is_read_when_it_comes_again(start: Start) -> None:
     worker = await start()
     for crashes in (False, True):
@@ -278,6 +288,7 @@ async def test_a_body_that_needs_something_more_is_read_when_it_comes_again(star
         await worker.call(Release("r"))
 
 
+@pytest.mark.slow
 async def test_a_kill_from_outside_fails_nothing(start: Start) -> None:
     worker = await start()
     futures = [worker.call(tokenize("a", "SLOW")), worker.call(tokenize("b", "b"))]
@@ -311,6 +322,7 @@ TEMPLATE = """
 """
 
 
+@pytest.mark.slow
 async def test_a_template_that_does_not_end_fails_its_request_only(start: Start) -> None:
     worker = await start(1.0, template=TEMPLATE)
     assert worker.chat_template == TEMPLATE
@@ -324,6 +336,7 @@ async def test_a_template_that_does_not_end_fails_its_request_only(start: Start)
     assert error.param is None
 
 
+@pytest.mark.slow
 async def test_a_grammar_whose_check_does_not_end_fails_its_request_only(start: Start) -> None:
     limit = 6.0
     worker = await start(limit)
@@ -353,6 +366,7 @@ async def test_a_grammar_whose_check_does_not_end_fails_its_request_only(start: 
     assert worker.pid != pid
 
 
+@pytest.mark.slow
 async def test_a_template_that_does_not_end_when_it_is_tried_is_refused(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -379,6 +393,7 @@ async def test_errors_cross_the_process_boundary(start: Start) -> None:
     assert invalid.result().error.param == "prompt.prompt_string"
 
 
+@pytest.mark.slow
 async def test_long_queries_are_limited(start: Start) -> None:
     worker = await start()
     queries = [worker.call(long_query("SLOW")) for _ in range(5)]
@@ -386,6 +401,7 @@ async def test_long_queries_are_limited(start: Start) -> None:
     assert ends.count(QueueFullError) == 1
 
 
+@pytest.mark.slow
 async def test_it_ends_although_a_prompt_hangs(start: Start) -> None:
     worker = await start()
     worker.call(tokenize("a", "HANG"))
@@ -416,6 +432,7 @@ async def test_a_worker_that_cannot_start_again_fails_its_jobs(tmp_path: Path, s
     assert ends == [UnavailableError]
 
 
+@pytest.mark.slow
 async def test_a_record_that_crashes_it_is_not_restored_for_ever(start: Start) -> None:
     worker = await start()
     await worker.call(tokenize("a", "Once upon", session_id="mine"))
@@ -426,6 +443,7 @@ async def test_a_record_that_crashes_it_is_not_restored_for_ever(start: Start) -
     assert worker.stats[1].known == 0
 
 
+@pytest.mark.slow
 async def test_one_crash_while_it_starts_forgets_nothing(tmp_path: Path, start: Start) -> None:
     worker = await start()
     worker._memory.add(Session(key=b"key", tokens=b"", n_added=0, n_prompt=0, n_text=0))
@@ -441,6 +459,7 @@ async def test_one_crash_while_it_starts_forgets_nothing(tmp_path: Path, start: 
     assert worker.stats[1].known == 1
 
 
+@pytest.mark.slow
 async def test_processes_that_answer_nothing_are_started_later_and_later(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -44,6 +44,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return synthetic.ensure("tiny", folder=tmp_path)
 
 
+@pytest.mark.slow
 def test_a_run_of_spaces_on_a_vocabulary_of_quadratic_time_fails_alone(model: Path, tmp_path: Path) -> None:
     with (
         serving(tmp_path, "-m", model, "-np", "2", "--prompt-timeout", "1") as server,

@@ -99,6 +99,7 @@ TOO_DEEP: dict[str, Callable[[], Constraint]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", TOO_DEEP.values(), ids=TOO_DEEP)
 def test_what_is_nested_too_deeply_is_refused(trials: TrialProcess, make: Callable[[], Constraint]) -> None:
     with pytest.raises(InvalidRequestError, match="'field'") as caught:
@@ -107,6 +108,7 @@ def test_what_is_nested_too_deeply_is_refused(trials: TrialProcess, make: Callab
     assert len(caught.value.message) < 500
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "make",
     [
@@ -141,6 +143,7 @@ EXPENSIVE: dict[str, Callable[[], Constraint]] = {
 }
 
 
+@pytest.mark.slow
 def test_a_small_grammar_is_checked_while_expensive_ones_are_refused(trials: TrialProcess) -> None:
     checker, bombs = GrammarChecker(trials), [make() for make in EXPENSIVE.values()]
     checker.check(gbnf('root ::= "a"'))
@@ -159,6 +162,7 @@ def test_a_small_grammar_is_checked_while_expensive_ones_are_refused(trials: Tri
             checker.check(bomb, may_compile=False)
 
 
+@pytest.mark.slow
 def test_a_small_grammar_does_not_wait_for_those_that_come_after_it(trials: TrialProcess) -> None:
     """A trial that is begun meanwhile has copies of what the process has open."""
     checker = GrammarChecker(trials)
@@ -201,6 +205,7 @@ def test_without_a_process_one_request_fails(monkeypatch: pytest.MonkeyPatch) ->
     process.close()
 
 
+@pytest.mark.slow
 def test_grammars_are_tried_below_a_limit_of_memory_that_cannot_be_raised() -> None:
     """As by `ulimit -v`; root may raise it, unless it gives that up."""
     code = (

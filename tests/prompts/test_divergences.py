@@ -237,6 +237,7 @@ AFTER: dict[str, tuple[Culprit, str, Session, Session]] = {
 """For each change between two sessions: the culprit, the agents that have it, and both sessions."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("template", TEMPLATES)
 @pytest.mark.parametrize("agent", KINDS)
 @pytest.mark.parametrize("change", AFTER)

@@ -179,6 +179,7 @@ class Body(str):
     __slots__ = ("__weakref__",)
 
 
+@pytest.mark.slow
 async def test_bodies_of_clients_that_have_gone_take_no_memory() -> None:
     vocab = GatedVocab()
     worker = prompt_thread(Tokenizer(vocab, 10**6, min_match=0.8))

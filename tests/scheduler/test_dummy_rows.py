@@ -142,6 +142,7 @@ class PassesBackend(TimedBackend):
         return decoded
 
 
+@pytest.mark.slow
 def test_the_rows_are_learned_from_the_steps_of_a_scheduler() -> None:
     driver = Driver(backend=PassesBackend(n_slots=8, n_ctx=8 * 1024, unified=False), step_cost=COST)
     for seq in range(8):

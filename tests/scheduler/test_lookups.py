@@ -152,6 +152,7 @@ def test_a_match_is_looked_up_again_for_more_tokens() -> None:
     assert busy.scheduler.admission.match(request).n_resident == 30
 
 
+@pytest.mark.slow
 def test_what_was_compared_of_a_request_is_forgotten_once_it_ends() -> None:
     shared = Driver(n_slots=2, n_ctx=1024)
     leader = shared.submit("a" * 100, max_tokens=50)

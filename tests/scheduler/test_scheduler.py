@@ -245,6 +245,7 @@ def test_a_request_without_a_limit_does_not_reserve_its_whole_context() -> None:
     assert driver.admitted == [first, second]
 
 
+@pytest.mark.slow
 def test_the_expected_length_follows_the_lengths_of_earlier_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(admission, "_NEWEST_WEIGHT", 0.5)
     driver = Driver(n_slots=2, n_ctx=512, n_ubatch=64)
@@ -524,6 +525,7 @@ def test_two_requests_that_need_60_percent_of_the_pool_each_both_end() -> None:
     assert generated(young) == generated(apart.run("y" * 54, max_tokens=100))
 
 
+@pytest.mark.slow
 def test_the_oldest_is_never_preempted() -> None:
     n_preempted: Counter[int] = Counter()
     for seed in range(100 if LONG else 5):
@@ -689,6 +691,7 @@ def test_many_requests_that_cannot_run_yet_do_not_hide_one_that_can(why: str) ->
     assert running.state is RequestState.RUNNING
 
 
+@pytest.mark.slow
 def test_cancelled_requests_do_not_change_the_expected_length(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(admission, "_NEWEST_WEIGHT", 0.5)
     driver = Driver(n_slots=2, n_ctx=512, n_ubatch=64)

@@ -44,6 +44,7 @@ def conversations(draw: st.DrawFn) -> list[dict[str, str]]:
     return [*first, *({"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", builtin_names())
 @settings(max_examples=25)
 @given(messages=conversations())

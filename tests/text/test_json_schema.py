@@ -475,6 +475,7 @@ COMBINED = (3, 4, 5, 7, 15)
 """Places of `_below` where others say something of the same value."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", range(len(_below({}))))
 @pytest.mark.parametrize(
     "schema",

@@ -109,6 +109,7 @@ def cases() -> Iterator[tuple[str, Any, bool]]:
             yield each, None, each[-1] != "c"
 
 
+@pytest.mark.slow
 def test_nothing_is_refused_or_left_out_and_what_a_template_takes_is_not_changed(
     chat: ChatReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -423,6 +423,7 @@ def test_a_prompt_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
         chat.render([{"role": "user", "content": "x" * 51}])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "source",
     [

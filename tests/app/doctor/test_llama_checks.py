@@ -39,6 +39,7 @@ def broken_library(folder: Path, source: str, monkeypatch: pytest.MonkeyPatch) -
     return check
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("source", "found", "advice"),
     [
@@ -77,6 +78,7 @@ def test_builds_models_and_devices_are_described(tmp_path: Path, monkeypatch: py
     assert list(checks) == ["llama.cpp", "devices", "model"]
 
 
+@pytest.mark.slow
 def test_a_build_that_does_without_instructions_of_the_cpu_is_warned_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

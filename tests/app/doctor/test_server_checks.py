@@ -105,6 +105,7 @@ def taken() -> Iterator[socket.socket]:
         yield listener
 
 
+@pytest.mark.slow
 def test_a_port_that_is_taken_fails_and_names_the_process(taken: socket.socket) -> None:
     number = taken.getsockname()[1]
     check = checks.port(Config(port=number))
