@@ -43,16 +43,27 @@ class Server:
         return self._process.pid
 
     async def start(self) -> None:
-        """Run the command, append its output to the log, and wait until it is healthy."""
+        """Run the command, append its output to the log, and wait until it is healthy and knows its costs."""
         with self._log.open("ab") as output:
+            n_before = output.tell()
             self._process = await create_subprocess_exec(*self._command, stdout=output, stderr=output)
         for _ in range(int(START_SECONDS / POLL_SECONDS)):
             if await self.client.healthy():
+                await self._measured(n_before)
                 return
             if self._process.returncode is not None:
                 raise NotReadyError(f"the server ended with status {self._process.returncode} before it was ready")
             await asyncio.sleep(POLL_SECONDS)
         raise NotReadyError(f"the server was not ready after {START_SECONDS:.0f} seconds")
+
+    async def _measured(self, n_before: int) -> None:
+        """Wait until llamaslot has measured its costs, if this is its first start with the model."""
+        for _ in range(int(START_SECONDS / POLL_SECONDS)):
+            told = self._log.read_bytes()[n_before:]
+            if b"costs.pending" not in told or b"costs.measured" in told:
+                return
+            await asyncio.sleep(POLL_SECONDS)
+        raise NotReadyError(f"other programs kept costs from being measured for {START_SECONDS:.0f} seconds")
 
     async def crash(self) -> None:
         """Kill it with SIGKILL."""

@@ -40,6 +40,8 @@ class Steps:
 
     def __init__(self, settings: LlamaSettings) -> None:
         self._backend = LlamaBackend(settings)
+        if not self._backend.measure_costs():
+            raise BenchmarkError(f"costs could not be measured: {self._backend.info.costs_pending}")
         info = self._backend.info
         self._scratch = self._backend.n_seqs - 1
         self._padding = Padding(info.step_cost, info.n_ubatch)

@@ -98,15 +98,10 @@ def about_tokens(size: SegmentSize, n_bytes: int) -> str:
 
 def _why_not_offloaded(config: Config, info: ModelInfo) -> str:
     """Return the reason why prefixes are not offloaded to RAM; empty if they are."""
-    cost = info.kv_cost
     reasons = (
         (config.cache_ram == 0, "--cache-ram 0"),
         (bool(info.unsaved_reason), info.unsaved_reason),
         (not info.flash_attn, "offloading needs flash attention"),
-        (
-            cost is not None and cost.load_us >= cost.prefill_us,
-            "loading KV is not faster than computing it",
-        ),
     )
     return next((reason for holds, reason in reasons if holds), "")
 

@@ -19,7 +19,7 @@ import structlog
 from llamaslot import __version__
 from llamaslot.app.config import Config
 from llamaslot.base.errors import printable
-from llamaslot.base.model import CPU, QUERY_BLOCK, CheckpointLimits, ModelInfo, StateKind, StepCost
+from llamaslot.base.model import CPU, NOT_YET, QUERY_BLOCK, CheckpointLimits, ModelInfo, StateKind, StepCost
 from llamaslot.processes.messages import Loaded
 
 _BOLD = 1
@@ -61,7 +61,8 @@ def announce(loaded: Loaded, urls: Sequence[str], config: Config) -> None:
         print(_checkpoints_line(info, info.checkpoint_limits))
     print(loaded.ram_line)
     if info.costs_pending:
-        print(_yellow(_pending_line(info)))
+        line = _pending_line(info)
+        print(line if info.costs_pending == NOT_YET else _yellow(line))
     if info.step_cost is not None:
         print(_small_steps_line(info.step_cost))
     if loaded.disk_line:
@@ -176,10 +177,11 @@ def _pending_line(info: ModelInfo) -> str:
         defaults.append("small steps are not padded")
     if info.keeps_checkpoints:
         defaults.append("checkpoints are always restored, whatever it costs")
-    return (
-        f"Costs were not measured, because other programs use this machine ({info.costs_pending}). Until they are "
-        f"measured, while the server is idle: {', '.join(defaults)}."
-    )
+    if info.costs_pending == NOT_YET:
+        why = "Costs of this model are not known yet on this machine"
+    else:
+        why = f"Costs were not measured, because other programs use this machine ({info.costs_pending})"
+    return f"{why}. Until they are measured, while the server is idle: {', '.join(defaults)}."
 
 
 def _small_steps_line(cost: StepCost) -> str:

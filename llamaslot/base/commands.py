@@ -219,9 +219,8 @@ class CacheCleared(msgspec.Struct, frozen=True):
     cleared_disk_tokens: int = 0
 
 
-EngineQuery: TypeAlias = (
-    InspectEngine | InspectCache | ProbePrompt | InspectHitCurve | DropPaths | SlotAction | ClearCache
-)
+ReadOnlyQuery: TypeAlias = InspectEngine | InspectCache | ProbePrompt | InspectHitCurve
+EngineQuery: TypeAlias = ReadOnlyQuery | DropPaths | SlotAction | ClearCache
 
 
 class Query(msgspec.Struct, frozen=True, tag="query"):

@@ -91,6 +91,8 @@ class StateCost(msgspec.Struct, frozen=True):
 
 CPU = "CPU"
 """`ModelInfo.device` of a model that runs on the CPU alone."""
+NOT_YET = "not measured yet"
+"""`ModelInfo.costs_pending` if no earlier start has kept the costs of the model."""
 QUERY_BLOCK = 64
 """Query block: tokens of a step that llama.cpp's flash attention computes together on a CPU."""
 
@@ -302,7 +304,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
     state_cost: StateCost | None = None
     """Cost of checkpoints; None where it was not measured."""
     costs_pending: str = ""
-    """Why costs are not measured yet: other programs disturbed the measurement. Empty if none did."""
+    """Why costs are not measured: `NOT_YET`, or what disturbed the measurement. Empty once they are."""
     segment_size: SegmentSize | None = None
     """Size of KV that is saved off the pool; None where nothing can be saved."""
     checkpoint_size: CheckpointSize | None = None

@@ -140,6 +140,8 @@ class Engine:
         self._replies: dict[str, ReplyStream] = {}
         """Requests that have not had their terminal event."""
         self._inbox: deque[Callable[[], None]] = deque()
+        self._has_commands = False
+        """True if the inbox has more than what only reads."""
         self._outbox: list[Event] = []
         self._wake = asyncio.Event()
         self._stopping = self._is_closed = self._is_checked = False
@@ -158,7 +160,8 @@ class Engine:
             case commands.Cancel():
                 self._post(lambda: self._cancel(command.completion_id))
             case commands.Query(query_id, body):
-                self._post(lambda: self._answer(body, partial(self._reply, query_id)))
+                is_read = isinstance(body, commands.ReadOnlyQuery)
+                self._post(lambda: self._answer(body, partial(self._reply, query_id)), is_read=is_read)
             case commands.WriteTexts(records) if self._disk is not None and not self._is_closed:
                 self._disk.write_texts(records)
 
@@ -172,7 +175,7 @@ class Engine:
         reason = ""
         watching: asyncio.Task[None] | None = None
         if self._read_memory is not None:
-            wake = partial(self._post, lambda: None)
+            wake = partial(self._post, lambda: None, is_read=True)
             memory = watch_memory(self._read_memory, self.scheduler.cache, wake, self._clock)
             watching = asyncio.create_task(memory, name="memory-watch")
         if self._remote is not None:
@@ -207,8 +210,7 @@ class Engine:
     async def _step(self) -> None:
         # 1. Commands that have come since the last step.
         self._watch.begin()
-        while self._inbox:
-            self._inbox.popleft()()
+        self._take_inbox()
         self._slot_actions.begin()
         self._flush()
         # 2. What needs an idle pool, or empties it.
@@ -229,6 +231,8 @@ class Engine:
         # 4. The step, whose results `_commit` takes over; without one the engine idles.
         if plan:
             self._is_checked = False
+            if plan.work:
+                self._costs.note(self._clock(), is_idle=False)
             await self._worker.run(plan, self._commit)
         else:
             await self._idle()
@@ -240,7 +244,7 @@ class Engine:
         background = self.scheduler.admission.background
         # A background request that waits does not fit, and keeps nothing busy.
         n_others = len(self._replies) - (background is not None and background.state is RequestState.QUEUED)
-        is_idle = not (self._inbox or n_others or self._stopping or self._self_test.is_pending)
+        is_idle = not (self._has_commands or n_others or self._stopping or self._self_test.is_pending)
         self._costs.note(self._clock(), is_idle=is_idle)
         due_at = self._costs.due_at
         if due_at is not None and due_at <= self._clock():
@@ -258,8 +262,7 @@ class Engine:
         self._fail_all()
         self._flush()
         while (now := self._clock()) < until:
-            while self._inbox:
-                self._inbox.popleft()()
+            self._take_inbox()
             if plan := self.scheduler.plan(now):
                 await self._worker.run(plan, self._commit)
             elif any(each.is_busy for each in self._outer_tiers):
@@ -380,10 +383,23 @@ class Engine:
             # The next plan carries it out.
             return
         self._watch.end()
-        if await self._costs.measure(self._worker.call, lambda: self._stopping or bool(self._inbox)):
+        measuring = asyncio.ensure_future(
+            self._costs.measure(self._worker.call, lambda: self._stopping or self._has_commands)
+        )
+        measuring.add_done_callback(lambda _: self._wake.set())
+        while not measuring.done():
+            # Read-only queries are answered meanwhile: an open page sends one each second.
+            if not self._has_commands:
+                self._take_inbox()
+                self._flush()
+            self._wake.clear()
+            await self._wake.wait()
+        if measuring.result():
             self.scheduler.set_costs(self._backend.info)
             cost = self._backend.info.kv_cost
             self._watch.expect(cost.prefill_us if cost is not None else 0.0)
+        elif self._has_commands:
+            self._costs.note(self._clock(), is_idle=False)
         else:
             self._costs.postpone(self._clock())
 
@@ -409,9 +425,16 @@ class Engine:
         if background is not None:
             self._cancel(background.id)
 
-    def _post(self, action: Callable[[], None]) -> None:
+    def _post(self, action: Callable[[], None], *, is_read: bool = False) -> None:
+        """Have an action done between two steps; one that only reads stops no measurement."""
         self._inbox.append(action)
+        self._has_commands = self._has_commands or not is_read
         self._wake.set()
+
+    def _take_inbox(self) -> None:
+        while self._inbox:
+            self._inbox.popleft()()
+        self._has_commands = False
 
     def _flush(self) -> None:
         if self._outbox:

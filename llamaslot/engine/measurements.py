@@ -13,7 +13,8 @@ request, because that request's state would be lost: llama.cpp may be unable to 
     after `_OVERDUE_S` more     if some request is always running, none is admitted for at most `_MAX_HOLD_S`
     after `_HOLD_EVERY_S`       the same again, if a request ran longer than that
 
-Costs are pending if other programs used the CPU. They are measured while the server idles.
+Costs are pending if no earlier start has kept them, or if other programs used the CPU. They are measured while the
+server idles.
 
 Free memory is read regularly, on a thread, and the budget of the RAM tier adapted to it.
 """
@@ -39,7 +40,7 @@ _MAX_STARTS = 2
 _OVERDUE_S = 10.0
 _MAX_HOLD_S = 20.0
 _HOLD_EVERY_S = 300.0
-IDLE_S = 2.0
+IDLE_S = 1.0
 """Time without work after which pending costs are measured."""
 _RETRY_S = 10.0
 """Time until the next try. Doubled with each try, because a try takes CPU time that other programs want."""
@@ -125,8 +126,9 @@ class PendingCosts:
         self._idle_since: float | None = None
         self._not_before = 0.0
         self._retry_s = _RETRY_S
-        if reason := backend.info.costs_pending:
-            _log.warning("costs.pending", reason=reason)
+        self._reason = backend.info.costs_pending
+        if self._reason:
+            _log.info("costs.pending", reason=self._reason)
 
     @property
     def due_at(self) -> float | None:
@@ -151,9 +153,12 @@ class PendingCosts:
         self, call: Callable[[Callable[[], bool]], Awaitable[bool]], should_stop: Callable[[], bool]
     ) -> bool:
         """Measure on the model thread, through `call`; returns False if that was disturbed or stopped."""
-        if not await call(lambda: self._backend.measure_costs(should_stop)):
+        is_measured, info = await call(lambda: self._backend.measure_costs(should_stop)), self._backend.info
+        if not is_measured:
+            if info.costs_pending != self._reason:
+                self._reason = info.costs_pending
+                _log.warning("costs.pending", reason=self._reason)
             return False
-        info = self._backend.info
         cost = info.kv_cost
         _log.info(
             "costs.measured",

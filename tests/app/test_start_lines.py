@@ -14,7 +14,7 @@ from bench import synthetic
 from llamaslot.app.config import Config
 from llamaslot.app.start_lines import announce, host_gpus
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings, library
-from llamaslot.base.model import CheckpointLimits, SelfTestOutcome, StateCost, StateKind
+from llamaslot.base.model import NOT_YET, CheckpointLimits, SelfTestOutcome, StateCost, StateKind
 from llamaslot.processes.messages import Loaded
 from tests.fake_backend import FakeBackend
 
@@ -142,14 +142,15 @@ def test_the_log_says_whether_there_is_a_remote_tier(line: str) -> None:
         ({"unified": False}, "idle prefixes stay in the pool until their cells are needed"),
     ],
 )
-def test_a_line_says_that_costs_could_not_be_measured_and_what_holds_until_they_are(
+def test_a_line_says_that_costs_are_pending_and_what_holds_until_they_are_measured(
     capsys: pytest.CaptureFixture[str], changes: dict[str, Any], defaults: str
 ) -> None:
-    pending = {"costs_pending": "threads waited 0.50 s for CPUs within 1.00 s", **changes}
-    info = msgspec.structs.replace(FakeBackend().info, **pending)
-    announce(Loaded(info, ram_line="", disk_line=""), ["http://127.0.0.1:1"], Config())
-    [line] = [each for each in capsys.readouterr().out.splitlines() if each.startswith("Costs")]
-    assert line == (
-        "Costs were not measured, because other programs use this machine (threads waited 0.50 s for CPUs within "
-        f"1.00 s). Until they are measured, while the server is idle: {defaults}."
-    )
+    reason = "threads waited 0.50 s for CPUs within 1.00 s"
+    for pending, why in (
+        (NOT_YET, "Costs of this model are not known yet on this machine"),
+        (reason, f"Costs were not measured, because other programs use this machine ({reason})"),
+    ):
+        info = msgspec.structs.replace(FakeBackend().info, costs_pending=pending, **changes)
+        announce(Loaded(info, ram_line="", disk_line=""), ["http://127.0.0.1:1"], Config())
+        [line] = [each for each in capsys.readouterr().out.splitlines() if each.startswith("Costs")]
+        assert line == f"{why}. Until they are measured, while the server is idle: {defaults}."

@@ -31,8 +31,8 @@ def test_the_ratio_is_the_time_beside_so_many_cells_over_that_in_an_empty_pool(
     seen = []
     prefill = costs._prefill
 
-    def timed(backend: LlamaBackend, context: object, n_tokens: int) -> float:
-        prefill(backend, context, n_tokens)
+    def timed(backend: LlamaBackend, context: object, quiet: costs.Quiet, n_tokens: int) -> float:
+        prefill(backend, context, quiet, n_tokens)
         is_full = llama_cpp.llama_memory_seq_pos_max(backend._memory, 1) >= 0
         seen.append((n_tokens, is_full))
         return n_tokens * (2.5 if is_full else 1.0) / 1e3
@@ -48,10 +48,12 @@ def test_the_ratio_is_the_time_beside_so_many_cells_over_that_in_an_empty_pool(
     monkeypatch.setattr(costs, "measure_step_cost", lambda *_: None)
     monkeypatch.setattr(llama_cpp, "llama_state_seq_set_data", counted)
     backend = LlamaBackend(settings(tiny_model, n_ctx=4096, n_ubatch=512))
+    backend.measure_costs()
     cost = backend.info.kv_cost
     assert cost is not None
     assert (cost.n_idle_cells, cost.prefill_slowdown, cost.prefill_us) == (4096 - 512, 2.5, pytest.approx(1000.0))
-    assert seen == [(16, False)] * 4 + [(200, False), (200, True)] * 5
+    probes = [(n, False) for n in (1, 1, 4, 4, 16, 16)]
+    assert seen == probes + [(16, False)] * 3 + [(200, False), (200, True)] * 5
     assert all(loaded)
     assert sum(n != state_bytes(backend, 64) for n in loaded) == 5, "one of 200 tokens in each pair"
     assert sum(n == state_bytes(backend, 64) for n in loaded) * 64 == 5 * (4096 - 512)
@@ -78,6 +80,7 @@ def test_saving_and_loading_are_timed_with_the_tokens_that_were_computed(
     monkeypatch.setattr(costs, "_prefill", paced)
     monkeypatch.setattr(costs, "_change", timed)
     backend = LlamaBackend(settings(tiny_model, n_ctx=4096, n_ubatch=1024))
+    backend.measure_costs()
     cost = backend.info.kv_cost
     assert cost is not None
     assert (cost.save_us, cost.load_us) == (pytest.approx(3000.0), pytest.approx(2000.0))
@@ -93,6 +96,7 @@ def test_the_pool_is_empty_behind_it(tiny_model: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(costs, "_prefill", fast)
     backend = LlamaBackend(settings(tiny_model, n_ctx=4096, n_ubatch=512))
+    backend.measure_costs()
     assert backend.info.kv_cost is not None
     assert [backend.seq_range(seq) for seq in range(backend.n_seqs)] == [range(0)] * backend.n_seqs
     # Only an empty pool has room for all of these.
@@ -124,6 +128,7 @@ def test_models_with_a_state_that_cannot_be_trimmed_are_measured_with_cells_alon
     monkeypatch.setattr(costs, "measure_state_cost", lambda *_: None)
     monkeypatch.setattr(self_test, "is_needed", lambda _: False)
     backend = LlamaBackend(settings(synthetic.ensure(shape), n_ctx=4096, n_ubatch=512, checkpoints=True))
+    backend.measure_costs()
     assert backend.info.kv_cost is not None
     assert backend.info.kv_cost.n_idle_cells == 4096 - 512
     assert loaded == [state_bytes(backend, 320), *[state_bytes(backend, 64)] * ((4096 - 512) // 64)] * 5
@@ -136,9 +141,17 @@ def test_models_with_a_state_that_cannot_be_trimmed_are_measured_with_cells_alon
 
 
 def test_a_slow_model_is_not_kept_from_serving(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(costs, "_prefill", lambda *_: 0.3)
+    taken: list[int] = []
+
+    def slow(*args: Any) -> float:
+        taken.append(args[-1])
+        return 0.3 * len(taken)
+
+    monkeypatch.setattr(costs, "_prefill", slow)
     backend = LlamaBackend(settings(tiny_model, n_ctx=4096, n_ubatch=512))
-    assert backend.info.kv_cost is None
+    assert backend.measure_costs()
+    assert taken == [1, 1, 4, 4], "a step of one token may be slow the first time, one of four is so twice"
+    assert backend.info.kv_cost is backend.info.step_cost is None
     backend.close()
 
 
@@ -146,6 +159,7 @@ def test_a_pool_that_cannot_be_filled_is_not_measured(tiny_model: Path, monkeypa
     load = llama_cpp.llama_state_seq_set_data
     monkeypatch.setattr(llama_cpp, "llama_state_seq_set_data", lambda *args: load(*args) if args[-1] else 0)
     backend = LlamaBackend(settings(tiny_model, n_ctx=4096, n_ubatch=512))
+    backend.measure_costs()
     assert backend.info.kv_cost is None
     assert [backend.seq_range(seq) for seq in range(backend.n_seqs)] == [range(0)] * backend.n_seqs
     backend.close()
@@ -153,6 +167,7 @@ def test_a_pool_that_cannot_be_filled_is_not_measured(tiny_model: Path, monkeypa
 
 def test_a_partitioned_pool_has_no_idle_cells_to_measure(tiny_model: Path) -> None:
     backend = LlamaBackend(LlamaSettings(tiny_model, n_ctx=4096, unified=False, measure_costs=True))
+    assert backend.measure_costs()
     cost = backend.info.kv_cost
     backend.close()
     assert cost is not None
@@ -175,5 +190,6 @@ def test_where_it_does_not_matter_or_is_not_asked_for_nothing_is_measured(
     tiny_model: Path, fields: dict[str, Any]
 ) -> None:
     backend = LlamaBackend(LlamaSettings(tiny_model, **{"measure_costs": True} | fields))
+    assert backend.measure_costs()
     assert backend.info.kv_cost is None
     backend.close()

@@ -23,13 +23,13 @@ from llamaslot.backend.llama import (
     LlamaSettings,
     costs,
     library,
-    llama_backend,
     self_test,
 )
 from llamaslot.backend.llama.costs import Measurements, Quiet
 from llamaslot.base.backend import Run, Status
-from llamaslot.base.kv_ops import IllegalCallError, Load, Remove, Save
-from llamaslot.base.model import KvCost, StateCost, StepCost
+from llamaslot.base.errors import ConfigError
+from llamaslot.base.kv_ops import IllegalCallError, Load, NotLoadedError, Remove, Save
+from llamaslot.base.model import NOT_YET, KvCost, StateCost, StepCost
 
 MEASURED = Measurements(
     kv_cost=KvCost(
@@ -59,10 +59,17 @@ def n_measured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return count
 
 
-def start(model: Path, folder: Path | None, **fields: object) -> Measurements:
-    """Load a model, and say what it takes for its measurements."""
-    backend = LlamaBackend(settings(model, folder, **fields))
+def measured(given: LlamaSettings) -> LlamaBackend:
+    """A closed backend that has measured what was pending, as an idle engine has it do."""
+    backend = LlamaBackend(given)
+    assert backend.measure_costs()
     backend.close()
+    return backend
+
+
+def start(model: Path, folder: Path | None, **fields: object) -> Measurements:
+    """Load a model, measure what is pending, and say what it takes for its measurements."""
+    backend = measured(settings(model, folder, **fields))
     info = backend.info
     return Measurements(info.kv_cost, info.step_cost)
 
@@ -79,9 +86,7 @@ def test_a_second_start_measures_nothing_and_has_the_same_figures(
 
 def test_the_cost_of_checkpoints_is_kept_too(tmp_path: Path, n_measured: list[int]) -> None:
     def started() -> StateCost | None:
-        backend = LlamaBackend(settings(synthetic.ensure("tiny-lfm2"), tmp_path, checkpoints=True))
-        backend.close()
-        return backend.info.state_cost
+        return measured(settings(synthetic.ensure("tiny-lfm2"), tmp_path, checkpoints=True)).info.state_cost
 
     first = started()
     assert first is not None
@@ -220,6 +225,7 @@ def test_the_pool_is_empty_after_a_start_with_or_without_measuring(tiny_model: P
     made = {"n_ctx": 4096, "measure_costs": True, "measurements": tmp_path}
     for _ in range(2):
         backend = LlamaBackend(LlamaSettings(tiny_model, **made))
+        assert backend.measure_costs()
         assert [backend.seq_range(seq) for seq in range(backend.n_seqs)] == [range(0)] * backend.n_seqs
         tokens = np.full(512, 5, dtype=np.int32)
         for start in range(0, 4096, 512):
@@ -264,6 +270,8 @@ def test_what_was_measured_while_other_programs_ran_is_not_kept_and_is_measured_
         monkeypatch.setattr(owner, function, lambda *_, each=each: measure(each))
     given = settings(tiny_model, tmp_path, n_threads=1)
     backend = LlamaBackend(given)
+    assert backend.info.costs_pending == NOT_YET
+    backend.measure_costs()
     found = {each: getattr(backend.info, each) for each in MEASURES}
     if share < costs.MAX_WAITING_SHARE:
         assert not backend.info.costs_pending
@@ -289,23 +297,57 @@ def test_what_was_measured_while_other_programs_ran_is_not_kept_and_is_measured_
         assert getattr(again.info, each) == getattr(backend.info, each)
 
 
-def test_a_start_that_is_disturbed_for_a_moment_measures_again(
+def test_what_was_measured_before_a_stop_is_not_measured_again(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clocks = Clocks()
-    monkeypatch.setattr(costs, "read_clocks", clocks.read)
-    disturbed = [True, True, False]
+    done: list[str] = []
+    stops = {"step_cost"}
 
-    def measure(*_: object) -> KvCost | None:
-        clocks.now += 1.0
-        clocks.delay_s += 0.5 * disturbed.pop(0)
-        return MEASURED.kv_cost
+    def measure(name: str, quiet: Quiet) -> Any:
+        if name in stops:
+            stops.clear()
+            raise costs.StoppedError
+        done.append(name)
+        return MEASURES[name][2]
 
-    monkeypatch.setattr(costs, "measure_kv_cost", measure)
-    monkeypatch.setattr(costs, "measure_step_cost", lambda *_: MEASURED.step_cost)
-    assert start(tiny_model, tmp_path, n_threads=1).kv_cost == MEASURED.kv_cost
-    assert not disturbed
-    assert len(list(tmp_path.iterdir())) == 1
+    for each, (owner, function, _) in MEASURES.items():
+        monkeypatch.setattr(owner, function, lambda *args, each=each: measure(each, args[-1]))
+    backend = LlamaBackend(settings(tiny_model, tmp_path))
+    assert not backend.measure_costs()
+    assert backend.info.costs_pending == NOT_YET, "a stop is no disturbance"
+    assert (done, backend.info.kv_cost, list(tmp_path.iterdir())) == (["kv_cost"], None, [])
+    assert backend.measure_costs()
+    backend.close()
+    assert done == ["kv_cost", "step_cost", "state_cost"]
+    assert all(getattr(backend.info, name) == value for name, (_, _, value) in MEASURES.items())
+
+
+@pytest.mark.parametrize("error", [ConfigError("a reason"), NotLoadedError(1), MemoryError("a reason")])
+def test_what_fails_while_the_server_idles_is_a_reason_and_ends_nothing(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    backend = LlamaBackend(settings(tiny_model, None))
+    with monkeypatch.context() as patch:
+        patch.setattr(costs, "measure_step_cost", fail)
+        assert not backend.measure_costs()
+    assert backend.info.costs_pending not in ("", NOT_YET)
+    assert backend.measure_costs()
+    backend.close()
+
+
+def test_costs_that_another_server_has_measured_meanwhile_are_taken(
+    tiny_model: Path, tmp_path: Path, n_measured: list[int]
+) -> None:
+    first, second = (LlamaBackend(settings(tiny_model, tmp_path)) for _ in range(2))
+    assert first.measure_costs()
+    assert second.measure_costs()
+    first.close()
+    second.close()
+    assert n_measured == [1]
+    assert second.info.kv_cost == first.info.kv_cost == MEASURED.kv_cost
 
 
 def test_costs_without_memory_for_a_segment_are_not_kept_and_are_measured_later(
@@ -317,8 +359,8 @@ def test_costs_without_memory_for_a_segment_are_not_kept_and_are_measured_later(
     monkeypatch.setattr(costs, "_prefill", lambda *args: min(prefill(*args), 0.01))
     with monkeypatch.context() as patch:
         patch.setattr(llama_cpp, "llama_state_seq_get_data", lambda *_: 0)
-        patch.setattr(llama_backend, "_PAUSES_S", ())
         backend = LlamaBackend(settings(tiny_model, tmp_path, n_ctx=4096, n_ubatch=512))
+        assert not backend.measure_costs()
         assert (backend.info.kv_cost, list(tmp_path.iterdir())) == (None, [])
         assert "not enough memory" in backend.info.costs_pending
     assert backend.measure_costs()
@@ -335,8 +377,7 @@ def test_threads_that_wait_for_each_other_are_no_disturbance(
     monkeypatch.setattr(costs, "read_clocks", lambda: costs.Clocks(t := float(next(ticking)), 0.0, {1: t}))
     n_cpus = int(host_cpus().n_at_once)
     for fields in ({"n_threads": n_cpus + 1}, {"n_threads_batch": n_cpus + 1}):
-        backend = LlamaBackend(settings(tiny_model, None, **fields))
-        backend.close()
+        backend = measured(settings(tiny_model, None, **fields))
         assert (backend.info.costs_pending, backend.info.kv_cost) == ("", MEASURED.kv_cost)
 
 
@@ -355,7 +396,9 @@ def test_the_result_of_the_self_test_is_kept_though_costs_were_disturbed(
     ticking = iter(range(10**6))
     monkeypatch.setattr(costs, "read_clocks", lambda: costs.Clocks(t := float(next(ticking)), 0.0, {1: t}))
     given = settings(synthetic.ensure("tiny-lfm2"), tmp_path, checkpoints=True, n_threads=1)
-    LlamaBackend(given).close()
+    disturbed = LlamaBackend(given)
+    assert not disturbed.measure_costs()
+    disturbed.close()
     monkeypatch.setattr(self_test, "run", lambda *_, **__: pytest.fail("it was passed already"))
     backend = LlamaBackend(given)
     assert backend.info.costs_pending
@@ -386,6 +429,8 @@ def test_costs_that_are_measured_later_without_reuse_are_not_kept_for_starts_wit
     assert backend.measure_costs()
     backend.close()
     again = LlamaBackend(replace(given, reuse_self_test="on"))
+    assert again.info.costs_pending == NOT_YET
+    assert again.measure_costs()
     again.close()
     assert again.info.state_cost is not None
 
@@ -399,7 +444,7 @@ def test_costs_are_measured_on_empty_sequences_only_and_leave_what_is_saved(
     ticking = iter(range(10**6))
     monkeypatch.setattr(costs, "read_clocks", lambda: costs.Clocks(t := float(next(ticking)), 0.0, {1: t}))
     backend = LlamaBackend(settings(tiny_model, None, n_ctx=4096, n_ubatch=512, n_threads=1))
-    assert backend.info.costs_pending
+    assert not backend.measure_costs()
     backend.decode([Run(0, 0, np.arange(100, 140, dtype=np.int32), n_outputs=0)])
     with pytest.raises(IllegalCallError):
         backend.measure_costs()
@@ -466,6 +511,7 @@ def test_on_a_busy_machine_nothing_is_kept(
     others = [subprocess.Popen([sys.executable, "-c", loop]) for _ in range(3)]
     try:
         backend = LlamaBackend(settings(tiny_model, tmp_path, n_ctx=4096, n_ubatch=512, n_threads=1))
+        backend.measure_costs()
         backend.close()
     finally:
         for each in others:

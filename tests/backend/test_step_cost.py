@@ -34,9 +34,9 @@ def test_the_cost_is_that_of_a_few_tokens_and_of_a_query_block_alone_and_after_m
     compute = costs._compute
     now = 0.0
 
-    def timed(backend: LlamaBackend, n_tokens: int, *, seq: int = 0, start: int = 0) -> None:
+    def timed(backend: LlamaBackend, quiet: Quiet, n_tokens: int, *, seq: int = 0, start: int = 0) -> None:
         nonlocal now
-        compute(backend, n_tokens, seq=seq, start=start)
+        compute(backend, quiet, n_tokens, seq=seq, start=start)
         if seq == 0:
             # To be saved, and loaded many times.
             return
@@ -83,6 +83,7 @@ def test_a_slow_model_is_not_kept_from_serving(tiny_model: Path, monkeypatch: py
 @pytest.mark.parametrize("fields", [{"n_ctx": 1024}, {"unified": False}, {"n_ubatch": 32}])
 def test_where_no_step_is_ever_padded_nothing_is_measured(tiny_model: Path, fields: dict[str, Any]) -> None:
     backend = LlamaBackend(settings(tiny_model, measure_costs=True, **fields))
+    assert backend.measure_costs()
     assert backend.info.step_cost is None
     backend.close()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,12 @@ import msgspec
 import pytest
 
 from llamaslot.backend.disk import SlotFiles
-from llamaslot.base.commands import SlotAction, SlotActionDone
+from llamaslot.base.commands import InspectCache, InspectEngine, InspectHitCurve, SlotAction, SlotActionDone
+from llamaslot.base.errors import ErrorInfo
 from llamaslot.base.events import Finished
 from llamaslot.base.model import KvCost, StepCost
 from llamaslot.engine import measurements
-from tests.engine.harness import running
+from tests.engine.harness import Harness, running
 from tests.fake_backend import FakeBackend
 
 COST = KvCost(n_idle_cells=100, prefill_slowdown=2.0, prefill_us=100.0, save_us=1.0, first_save_us=3.0, load_us=2.0)
@@ -76,6 +78,55 @@ async def test_once_the_machine_is_quiet_they_are_measured_and_used() -> None:
         assert end.progress.n_loaded > 30, "what was in the pool went to RAM for the measurement"
         await asyncio.sleep(0.1)
         assert backend.n_tries == n_tries
+
+
+class Threaded(Harness):
+    """A harness whose backend runs on the model thread."""
+
+    is_inline = False
+
+
+class Measuring(BusyMachine):
+    """A backend that measures until it is told to stop, or has seen enough."""
+
+    def __init__(self, **fields: Any) -> None:
+        super().__init__(**fields)
+        self.may_end = threading.Event()
+        self.is_measuring = False
+
+    def measure_costs(self, should_stop: Callable[[], bool] = lambda: False) -> bool:
+        self.is_measuring = True
+        while not should_stop() and not self.may_end.wait(0.005):
+            pass
+        self.is_measuring, self.is_quiet = False, self.may_end.is_set()
+        return super().measure_costs()
+
+
+async def test_queries_that_only_read_are_answered_meanwhile_and_do_not_stop_it() -> None:
+    backend = Measuring(n_reserved=3, n_ctx=512, n_ubatch=64)
+    async with running(backend, kind=Threaded, ram_bytes=10**6) as engine:
+        await until(lambda: backend.is_measuring)
+        for query in (InspectEngine(), InspectCache(top=1, text=False), InspectHitCurve()):
+            assert not isinstance(await asyncio.wait_for(engine.ask(query), 5), ErrorInfo)
+        assert backend.is_measuring
+        backend.may_end.set()
+        await until(lambda: not backend.info.costs_pending)
+        assert backend.n_tries == 1
+
+
+async def test_a_request_stops_it_and_it_goes_on_once_the_server_idles_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(measurements, "_RETRY_S", 1000.0)
+    backend = Measuring(n_reserved=3, n_ctx=512, n_ubatch=64)
+    async with running(backend, kind=Threaded, ram_bytes=10**6) as engine:
+        for i in range(3):
+            await until(lambda: backend.is_measuring)
+            end = await asyncio.wait_for(engine.submit(str(i), PROMPT, max_tokens=4), 5)
+            assert isinstance(end, Finished)
+        backend.may_end.set()
+        await until(lambda: not backend.info.costs_pending)
+        assert backend.n_tries == 4
 
 
 async def test_what_ram_has_no_room_for_stays_in_the_pool() -> None:

@@ -1,10 +1,13 @@
-"""Costs that are measured at start (`KvCost`, `StepCost`, `StateCost`), and the files that keep them.
+"""Costs that are measured while nothing runs (`KvCost`, `StepCost`, `StateCost`), and the files that keep them.
 
 - `KvCost`: idle prefixes in the pool slow down prefill, because attention scans it up to its highest used cell
   (fact 5). In RAM they cost the time to save and to load them, measured with the tokens of the timed prefill.
 - `StepCost`: a few tokens, and `QUERY_BLOCK` of them, are timed in an empty sequence and after many cells.
 - `StateCost`: a checkpoint is taken and restored. A recurrent state always has the same size, a sliding window is
   filled.
+
+A request may come at any time, so a measurement can be stopped before each of its steps, and a model of which a few
+tokens take long is not measured at all (`is_slow`).
 
 Computing enough tokens to fill cells or windows would take long on a slow machine, but their content does not
 matter: one short sequence is saved, and loaded many times into another one. That one then has each position many
@@ -32,6 +35,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -67,6 +71,8 @@ _PROBE_TOKENS = 16
 """Tokens computed first, to estimate how many take `_TARGET_S`; also the fewest that are worth measuring."""
 _TARGET_S = 0.2
 """Time that each measured prefill should take."""
+_SLOW_S = 2 * _TARGET_S
+"""A step of 1, 4 or `_PROBE_TOKENS` tokens that takes longer ends the measurement: requests would wait for it."""
 _N_PAIRS = 5
 """Number of prefills with, and without, idle cells."""
 
@@ -95,6 +101,16 @@ FORMAT = 5
 """Incremented whenever something is measured in another way."""
 
 
+def is_slow(backend: Backend, context: Any, quiet: Quiet) -> bool:
+    """Return True if a step of a measurement would take too long. Sequence 0 must be empty, and is afterwards."""
+    sizes = [n for n in (1, 4, _PROBE_TOKENS) if n <= min(backend.info.n_ubatch, backend.info.n_ctx_slot)]
+    try:
+        # The first step of a size may take longer, for example while kernels are loaded.
+        return any(min(_prefill(backend, context, quiet, n) for _ in range(2)) > _SLOW_S for n in sizes)
+    finally:
+        backend.change(Remove(0, 0))
+
+
 def measure_kv_cost(backend: Backend, context: Any, quiet: Quiet) -> KvCost | None:
     """Measure the cost on a backend with this context, which is empty before and after. Takes about two seconds.
 
@@ -118,21 +134,19 @@ def measure_kv_cost(backend: Backend, context: Any, quiet: Quiet) -> KvCost | No
 
 def _kv_cost(backend: Backend, context: Any, n_idle: int, quiet: Quiet) -> KvCost | None:
     """Measure. Sequences 0 and 1 may be left with cells."""
-    _prefill(backend, context, _PROBE_TOKENS)
-    quiet.check()
-    fastest = min(_prefill(backend, context, _PROBE_TOKENS) for _ in range(3))
+    fastest = min(_prefill(backend, context, quiet, _PROBE_TOKENS) for _ in range(3))
     n_tokens = min(round(_PROBE_TOKENS * _TARGET_S / fastest), backend.info.n_ubatch, backend.info.n_ctx_slot)
     if n_tokens < _PROBE_TOKENS:
         return None
     n_saved = min(n_tokens, MAX_SEGMENT_TOKENS)
     ratios, prefill, saving, loading = [], [], [], []
     for _ in range(_N_PAIRS):
-        alone = _prefill(backend, context, n_tokens)
+        alone = _prefill(backend, context, quiet, n_tokens)
         quiet.check()
         save, load = _save_and_load(backend, context, n_saved)
         if n_idle:
-            is_full = _fill(backend, context, n_idle)
-            crowded = _prefill(backend, context, n_tokens)
+            is_full = _fill(backend, context, quiet, n_idle)
+            crowded = _prefill(backend, context, quiet, n_tokens)
             llama_cpp.llama_memory_seq_rm(llama_cpp.llama_get_memory(context), 1, -1, -1)
             if not is_full:
                 return None
@@ -152,10 +166,10 @@ def _kv_cost(backend: Backend, context: Any, n_idle: int, quiet: Quiet) -> KvCos
     )
 
 
-def _prefill(backend: Backend, context: Any, n_tokens: int) -> float:
+def _prefill(backend: Backend, context: Any, quiet: Quiet, n_tokens: int) -> float:
     """Return the seconds in which sequence 0 computes `n_tokens`."""
     backend.change(Remove(0, 0))
-    return _seconds(context, lambda: _compute(backend, n_tokens))
+    return _seconds(context, lambda: _compute(backend, quiet, n_tokens))
 
 
 def _save_and_load(backend: Backend, context: Any, n_tokens: int) -> tuple[float, float]:
@@ -178,14 +192,14 @@ def _seconds(context: Any, call: Callable[[], None]) -> float:
     return perf_counter() - started
 
 
-def _fill(backend: Backend, context: Any, n_cells: int) -> bool:
+def _fill(backend: Backend, context: Any, quiet: Quiet, n_cells: int) -> bool:
     """Fill sequence 1 with `n_cells` without computing them; False if that fails. Raises `NotSavedError`.
 
     They are loaded from a segment, so layers with a sliding window, which have fewer cells, are not filled.
     """
     memory = llama_cpp.llama_get_memory(context)
     backend.change(Remove(0, 0))
-    _compute(backend, _SAVED_TOKENS)
+    _compute(backend, quiet, _SAVED_TOKENS)
     backend.change(Save(_SEGMENT, 0, 0, _SAVED_TOKENS))
     kv = backend.kv_of(_SEGMENT)
     assert kv is not None
@@ -198,8 +212,9 @@ def _fill(backend: Backend, context: Any, n_cells: int) -> bool:
     return n_loaded == n_cells
 
 
-def _compute(backend: Backend, n_tokens: int, *, seq: int = 0, start: int = 0) -> None:
+def _compute(backend: Backend, quiet: Quiet, n_tokens: int, *, seq: int = 0, start: int = 0) -> None:
     """Compute `n_tokens` in a sequence that holds `start` tokens; raises `ConfigError` if the model cannot."""
+    quiet.stop_if_asked()
     tokens = np.arange(n_tokens, dtype=np.int32) % backend.info.n_vocab
     status = backend.decode([Run(seq=seq, start=start, tokens=tokens, n_outputs=1)]).status
     if status is not Status.OK:
@@ -233,13 +248,14 @@ def measure_step_cost(backend: Backend, context: Any, quiet: Quiet) -> StepCost 
 
 def _step_cost(backend: Backend, context: Any, quiet: Quiet) -> StepCost | None:
     """Measure. Sequence 1 may be left with cells."""
-    if (few := _step_seconds(backend, context, _FEW_TOKENS)) > _LIMIT_S:
+    seconds = partial(_step_seconds, backend, context, quiet)
+    if (few := seconds(_FEW_TOKENS)) > _LIMIT_S:
         return None
     quiet.check()
-    more, block = _step_seconds(backend, context, _MORE_TOKENS), _step_seconds(backend, context, QUERY_BLOCK)
-    if not _fill(backend, context, _MANY_CELLS):
+    more, block = seconds(_MORE_TOKENS), seconds(QUERY_BLOCK)
+    if not _fill(backend, context, quiet, _MANY_CELLS):
         return None
-    few_far, block_far = _step_seconds(backend, context, _FEW_TOKENS), _step_seconds(backend, context, QUERY_BLOCK)
+    few_far, block_far = seconds(_FEW_TOKENS), seconds(QUERY_BLOCK)
     token = max(more - few, 0.0) / (_MORE_TOKENS - _FEW_TOKENS)
     return StepCost(
         step_us=1e6 * max(few - _FEW_TOKENS * token, 0.0),
@@ -250,12 +266,12 @@ def _step_cost(backend: Backend, context: Any, quiet: Quiet) -> StepCost | None:
     )
 
 
-def _step_seconds(backend: Backend, context: Any, n_tokens: int) -> float:
+def _step_seconds(backend: Backend, context: Any, quiet: Quiet, n_tokens: int) -> float:
     """Return the shortest time of several runs in which sequence 1 computes `n_tokens` after its own."""
     start = backend.seq_len(1)
     taken: list[float] = []
     while not taken or (sum(taken) < _LIMIT_S and len(taken) < _MAX_REPEATS):
-        taken.append(_seconds(context, lambda: _compute(backend, n_tokens, seq=1, start=start)))
+        taken.append(_seconds(context, lambda: _compute(backend, quiet, n_tokens, seq=1, start=start)))
         backend.change(Remove(1, start))
     return min(taken)
 
@@ -280,7 +296,7 @@ def _state_cost(backend: Backend, context: Any, states: PartialStates, quiet: Qu
     """Measure. Sequences 0 and 1 may be left with cells."""
     n_swa = backend.info.state.n_swa
     n_tokens = min(n_swa or 1, _SAVED_TOKENS, backend.info.n_ubatch)
-    _compute(backend, n_tokens)
+    _compute(backend, quiet, n_tokens)
     if not _fill_state(context, -(-n_swa // n_tokens) or 1):
         return None
     quiet.begin()
@@ -325,7 +341,7 @@ class Clocks(NamedTuple):
 
 
 class Quiet:
-    """Watches measurements on one thread. `should_stop` is called at each check.
+    """Watches measurements on one thread. `should_stop` is called before each step, and at each check.
 
     With `exceeds_cpus` this process has more threads than can run at once. They wait for each other, which says
     nothing about other programs, so only the times of equal work are compared.
@@ -343,10 +359,14 @@ class Quiet:
         """Begin the next measurement."""
         self._before = read_clocks()
 
-    def check(self) -> None:
-        """Raise `DisturbedError` if threads waited for CPUs since `begin`, and `StoppedError` on request."""
+    def stop_if_asked(self) -> None:
+        """Raise `StoppedError` if other work waits."""
         if self._should_stop():
             raise StoppedError
+
+    def check(self) -> None:
+        """Raise `DisturbedError` if threads waited for CPUs since `begin`, and `StoppedError` on request."""
+        self.stop_if_asked()
         if self._exceeds_cpus:
             return
         after = read_clocks()

@@ -6,8 +6,7 @@ import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from time import sleep
-from typing import Any, TypeVar
+from typing import Any
 
 import llama_cpp
 import msgspec
@@ -30,13 +29,10 @@ from llamaslot.base.errors import ConfigError
 from llamaslot.base.files import parts
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.generation.token_probs import TokenScore
-from llamaslot.base.model import CPU, CheckpointSize, ModelFile, ModelInfo, SegmentSize, StateKind
+from llamaslot.base.model import CPU, NOT_YET, CheckpointSize, ModelFile, ModelInfo, SegmentSize, StateKind
 from llamaslot.base.tokens import Tokens
 
-T = TypeVar("T")
 _MAX_VIEWS = 1024
-_PAUSES_S = (0.2, 0.5)
-"""Pauses before the second and third try to measure the costs at start."""
 
 
 class LlamaBackend:
@@ -78,6 +74,8 @@ class LlamaBackend:
         """First batch row and tokens to be scored, by sequence."""
         self._views: dict[int, Logits] = {}
         """Arrays over rows of logits by address, kept because llama.cpp uses the same few addresses again."""
+        self._costs: dict[str, Any] = {}
+        """Those measured so far while others are pending, by the names of `ModelInfo`'s fields."""
         try:
             self._warm_up()
             measured = self._measurements()
@@ -216,7 +214,10 @@ class LlamaBackend:
             return True
         if any(self._kv.lengths):
             raise kv_ops.IllegalCallError("costs are measured on empty sequences")
-        measured = self._measure(should_stop)
+        folder = self._settings.measurements
+        # Another server may have measured meanwhile.
+        kept = costs.read_kept(folder, self._key()) if folder else None
+        measured = kept if kept is not None and kept.has_costs else self._measure(should_stop)
         self._rows, self._targets = {}, {}
         if measured is not None:
             self.info = msgspec.structs.replace(self.info, **measured.costs)
@@ -363,20 +364,15 @@ class LlamaBackend:
         self._rows, self._targets = {}, {}
 
     def _measurements(self) -> Measurements:
-        """Return the start-up measurements: those kept by an earlier start, or measured now."""
+        """Return what an earlier start has kept; without a result of the self-test, that is run now.
+
+        Costs are measured later (`measure_costs`): that takes seconds, and requests may come at once.
+        """
         settings, folder = self._settings, self._settings.measurements
         kept = costs.read_kept(folder, self._key()) if folder else None
-        measured = kept
-        if measured is None or not measured.has_costs:
-            measured = self._measure()
-            for pause_s in _PAUSES_S:
-                # Try again if disturbed, because this server's other processes start at the same time.
-                if measured is None:
-                    sleep(pause_s)
-                    measured = self._measure()
-            measured = measured or Measurements(has_costs=False)
-            if kept is not None:
-                measured = msgspec.structs.replace(measured, self_test=kept.self_test)
+        measured = kept or Measurements(has_costs=not settings.measure_costs)
+        if not measured.has_costs:
+            self.info = msgspec.structs.replace(self.info, costs_pending=NOT_YET)
         chosen = self_test.overridden(settings.reuse_self_test)
         if chosen is None and self_test.is_needed(self.info) and measured.self_test is None:
             result = self_test.run(self, self._context, limit_s=self_test.START_LIMIT_S)
@@ -407,25 +403,31 @@ class LlamaBackend:
             should_stop=should_stop,
         )
 
-        def watched(measure: Callable[[], T]) -> T:
-            quiet.begin()
-            result = measure()
-            quiet.check()
-            return result
-
+        measures: dict[str, Callable[[], object]] = {
+            "kv_cost": lambda: costs.measure_kv_cost(self, self._context, quiet),
+            "step_cost": lambda: costs.measure_step_cost(self, self._context, quiet),
+            "state_cost": lambda: costs.measure_state_cost(self, self._context, self._kv.partial, quiet),
+        }
         pending = ""
         try:
-            return Measurements(
-                kv_cost=watched(lambda: costs.measure_kv_cost(self, self._context, quiet)),
-                step_cost=watched(lambda: costs.measure_step_cost(self, self._context, quiet)),
-                state_cost=watched(lambda: costs.measure_state_cost(self, self._context, self._kv.partial, quiet)),
-            )
-        except DisturbedError as error:
-            pending = str(error)
+            is_slow = costs.is_slow(self, self._context, quiet)
+            quiet.check()
+            if is_slow:
+                return Measurements()
+            for name, measure in measures.items():
+                if name not in self._costs:
+                    quiet.begin()
+                    cost = measure()
+                    quiet.check()
+                    # Not measured again if one of the others is stopped.
+                    self._costs[name] = cost
+            return Measurements(**self._costs)
         except StoppedError:
             pending = info.costs_pending
-        except kv_ops.NotSavedError:
-            pending = "not enough memory to save a prefix"
+        except (DisturbedError, ConfigError) as error:
+            pending = str(error)
+        except (kv_ops.NotSavedError, kv_ops.NotLoadedError, MemoryError):
+            pending = "not enough memory to save a prefix and load it again"
         finally:
             self.info = msgspec.structs.replace(self.info, costs_pending=pending)
         return None

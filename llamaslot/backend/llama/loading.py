@@ -110,9 +110,9 @@ class LlamaSettings:
     cache_type_k: str = "f16"
     cache_type_v: str = "f16"
     measure_costs: bool = False
-    """Measure `ModelInfo.kv_cost`, `step_cost` and `state_cost`, which takes some seconds."""
+    """Take `ModelInfo.kv_cost`, `step_cost` and `state_cost` from an earlier start, or leave them pending."""
     measurements: Path | None = None
-    """Folder in which measurements are kept for the next start; None to measure at every start."""
+    """Folder in which measurements are kept for the next start; None to keep none."""
     reuse_self_test: Literal["auto", "on", "off"] = "auto"
     """`on` reuses prefixes without the self-test, or although it failed; `off` reuses nothing that needs one."""
 
