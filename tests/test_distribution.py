@@ -23,6 +23,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parent.parent
 MAX_FIRST_TOKEN_S = 60
 """Time from starting the server to the first streamed token, start-up measurements included."""
@@ -120,7 +122,6 @@ def test_the_wheel_has_every_file_of_the_package(wheel: Path) -> None:
     assert not [name for name in names if not name.startswith("llamaslot/")], "tests and benchmarks stay out"
 
 
-@pytest.mark.slow
 def test_a_chat_streams_from_the_embedded_model_within_a_minute(
     environment: Path, tmp_path: Path, empty: dict[str, str]
 ) -> None:

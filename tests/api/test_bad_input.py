@@ -218,6 +218,7 @@ PLACES = pytest.mark.parametrize(
 """Places of the value in bodies, by path."""
 
 
+@pytest.mark.slow
 @PLACES
 async def test_tools_and_arguments_of_any_depth_are_taken_or_refused(
     server: Any, path: str, fields: dict[str, Any]

@@ -46,6 +46,7 @@ async def both(server: Any, body: dict[str, Any]) -> dict[str, Any]:
     return whole  # type: ignore[no-any-return]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", [name for name in EXCERPTS if name != "gpt-oss"])
 async def test_calls_of_every_family_are_items_whole_and_streamed(start: Any, family: str) -> None:
     text = format_of(EXCERPTS[family], {}).render([ToolCall("get_weather", CITY, "a1b2c3d4e")])

@@ -21,6 +21,8 @@ import pytest
 from tests.conftest import LONG
 from tests.live import Server, serving
 
+pytestmark = pytest.mark.slow
+
 SCALE = 8 if LONG else 1
 MAX_HEALTH_S, MAX_RSS_MB = (0.3, 150) if LONG else (3.0, 250)
 """The short form runs beside other tests on a machine with few cores; today's faults exceed these, too."""
@@ -127,7 +129,6 @@ def check_beside(server: Server, attack: Callable[[], Any], name: str, max_bodie
     return results[0]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", REPLIES if LONG else ["the issue's"])
 def test_a_reply_of_any_size_stalls_no_other_request(server: Server, name: str) -> None:
     path, body = REPLIES[name]
@@ -172,7 +173,6 @@ def test_a_list_of_large_chats_is_sent_in_pieces(server: Server) -> None:
     check_beside(server, attack, "a list")
 
 
-@pytest.mark.slow
 def test_unfinished_bodies_lock_no_other_key_out(server: Server) -> None:
     address = urlsplit(server.url)
     head = HEAD.format(path="/completion", length=99) + "{"
@@ -187,7 +187,6 @@ def test_unfinished_bodies_lock_no_other_key_out(server: Server) -> None:
         client.close()
 
 
-@pytest.mark.slow
 def test_large_unfinished_bodies_fill_no_memory(server: Server) -> None:
     address = urlsplit(server.url)
     clients = [socket.create_connection((address.hostname, address.port)) for _ in range(50)]

@@ -562,6 +562,7 @@ def test_llama_backend(tiny_model: Path, *, is_unified: bool) -> None:
     print(f"tokens that differed within noise: {noise.n_explained}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", ["tiny-lfm2", "tiny-mamba", "tiny-swa"])
 def test_llama_backend_with_a_partial_state(shape: str) -> None:
     chosen = LlamaSettings(

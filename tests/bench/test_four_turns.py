@@ -12,6 +12,7 @@ from bench import chat, synthetic
 from bench.client import BenchmarkError
 
 
+@pytest.mark.slow
 def test_with_the_cache_later_turns_compute_only_what_is_new(tmp_path: Path) -> None:
     model = synthetic.ensure("tiny", folder=tmp_path)
     chat.run(model=model, title="tiny", repeats=1, folder=tmp_path, server_flags=["-t", "1"])

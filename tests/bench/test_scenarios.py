@@ -12,6 +12,8 @@ from bench.scenarios import CACHE_SEQS, SCENARIOS, Cache, Outcome, Scenario, mea
 from bench.server import llamaslot
 from tests.bench.forked_servers import forked_servers
 
+pytestmark = pytest.mark.slow
+
 BY_NAME = {scenario.name: scenario for scenario in SCENARIOS}
 EXPECTED = {
     "shared_prefix_basic": (192, 7, 112),

@@ -216,6 +216,7 @@ def test_answers_hang_on_the_context(model: Path, talks: list[Dialogue], chats: 
     backend.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n_ctx", POOLS)
 async def test_warm_and_cold_texts_are_the_same(n_ctx: int, some: Asked) -> None:
     tally = Tally()

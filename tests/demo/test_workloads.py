@@ -33,6 +33,8 @@ from tests.noise import Noise
 from tests.text.rendering import rendered
 from tests.workloads import Answer, Ask, Tally, answered
 
+pytestmark = pytest.mark.slow
+
 N_WORKLOADS = 200 if LONG else 8
 MAX_TOKENS = 40
 SMALLEST = 256
@@ -197,7 +199,6 @@ def differing_share(cold: dict[str, list[int]]) -> float:
     return (n + 3) / len(cold)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("unified", "storing", "padded", "on_disk"),
     [

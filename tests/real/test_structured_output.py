@@ -13,6 +13,8 @@ from tests.live import Server, serving
 from tests.real.conftest import NAMES, REAL, path_of
 from tests.real.conversations import GEMMA_TEMPLATE
 
+pytestmark = pytest.mark.slow
+
 CHAT = "/v1/chat/completions"
 ASKED = [
     {"role": "user", "content": "Ada is 36 and lives in Oslo with two cats. Describe her, and the weather there."}
@@ -124,7 +126,6 @@ def called_in_responses(real: Server, **fields: Any) -> tuple[str, Any]:
     return call["name"], json.loads(call["arguments"])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0, 1] if REAL else [0])
 @pytest.mark.parametrize("called", [called_in_chat, called_in_messages, called_in_responses])
 def test_a_forced_call_can_be_made(real: Server, called: Any, temperature: int) -> None:
@@ -140,7 +141,6 @@ def test_a_named_function_is_called(real: Server, only: str) -> None:
     jsonschema.validate(arguments, PARAMETERS[only])
 
 
-@pytest.mark.slow
 def test_a_seed_repeats_a_reply(real: Server) -> None:
     def text(seed: int, **fields: Any) -> str:
         body = {"messages": ASKED, "max_tokens": 16, "seed": seed, **SAMPLED, **fields}
