@@ -37,7 +37,10 @@ async def measure(config: Config, *, streams: int, tokens: int, prompt_tokens: i
     """Tokens per second of all streams together, while all of them decode; raises `BenchmarkError`."""
     thread = model_thread()
     model = llama_settings(config, resolve_model(config.model))
-    backend = await asyncio.get_running_loop().run_in_executor(thread, LlamaBackend, model, lambda _share: True)
+    loop = asyncio.get_running_loop()
+    backend = await loop.run_in_executor(thread, LlamaBackend, model, lambda _share: True)
+    if not await loop.run_in_executor(thread, backend.measure_costs):
+        raise BenchmarkError(f"costs could not be measured: {backend.info.costs_pending}")
     arrivals: dict[str, list[float]] = {str(i): [] for i in range(streams)}
     ended: asyncio.Queue[Event] = asyncio.Queue()
 

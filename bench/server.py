@@ -62,6 +62,9 @@ class Server:
             told = self._log.read_bytes()[n_before:]
             if b"costs.pending" not in told or b"costs.measured" in told:
                 return
+            assert self._process is not None, "started"
+            if self._process.returncode is not None:
+                raise NotReadyError(f"the server ended with status {self._process.returncode} while it measured")
             await asyncio.sleep(POLL_SECONDS)
         raise NotReadyError(f"other programs kept costs from being measured for {START_SECONDS:.0f} seconds")
 
@@ -87,7 +90,7 @@ def llamaslot(
 ) -> list[str]:
     """The command that serves `model` with this project's server, imported from `checkout` if one is given.
 
-    What such a server measures at start is kept in the folder `measurements`.
+    What such a server measures is kept in the folder `measurements`.
     """
     command = [sys.executable, "-m", "llamaslot.cli.main", "serve"]
     if checkout is not None:

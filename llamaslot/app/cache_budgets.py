@@ -1,4 +1,4 @@
-"""RAM limits of prefixes and checkpoints and the limit of idle cells, chosen once at start from measurements."""
+"""RAM limits of prefixes and checkpoints and the limit of idle cells, chosen once at start."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ class Config:
     cache_idle_cells: Count | Literal["auto", "all"] = own(
         "auto",
         "cells that idle prefixes may keep: a number; all: until requests need the cells; auto: all, or fewer if "
-        "offloading to RAM makes prefill faster (measured at start)",
+        "offloading to RAM makes prefill faster, as measured",
         words={"-1": "all"},
     )
     cache_ram: CountOrMinusOne | Literal["auto"] = llama(

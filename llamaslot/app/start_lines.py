@@ -180,7 +180,7 @@ def _pending_line(info: ModelInfo) -> str:
     if info.costs_pending == NOT_YET:
         why = "Costs of this model are not known yet on this machine"
     else:
-        why = f"Costs were not measured, because other programs use this machine ({info.costs_pending})"
+        why = f"Costs could not be measured ({info.costs_pending})"
     return f"{why}. Until they are measured, while the server is idle: {', '.join(defaults)}."
 
 

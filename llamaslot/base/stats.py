@@ -343,6 +343,8 @@ class CacheState(CacheStats, kw_only=True):
     """Tokens that running requests use."""
     prefixes: tuple[CachePrefix, ...]
     """The nodes with the most hits, none before its ancestors."""
+    costs_pending: str = ""
+    """Why costs are not measured yet; empty once they are."""
     tenants: tuple[TenantStats, ...] | UnsetType = UNSET
     """Those that have KV or sent requests, if that was asked for."""
 

@@ -1,7 +1,8 @@
 """Engine: the step loop takes in commands, plans, lets the worker decode, commits, and sends events.
 
 All state lives on one event loop, so there are no locks: commands that arrive while a step runs wait in the inbox
-until it has been committed. While the worker decodes a step, the loop delivers the text of the one before.
+until it has been committed. Queries that only read are answered even while costs are measured. While the worker
+decodes a step, the loop delivers the text of the one before.
 """
 
 from __future__ import annotations
@@ -392,6 +393,9 @@ class Engine:
             if not self._has_commands:
                 self._take_inbox()
                 self._flush()
+            else:
+                # It waits for the end of one step.
+                self._watch.begin()
             self._wake.clear()
             await self._wake.wait()
         if measuring.result():
@@ -399,7 +403,7 @@ class Engine:
             cost = self._backend.info.kv_cost
             self._watch.expect(cost.prefill_us if cost is not None else 0.0)
         elif self._has_commands:
-            self._costs.note(self._clock(), is_idle=False)
+            self._costs.stopped(self._clock())
         else:
             self._costs.postpone(self._clock())
 

@@ -40,12 +40,15 @@ _MAX_STARTS = 2
 _OVERDUE_S = 10.0
 _MAX_HOLD_S = 20.0
 _HOLD_EVERY_S = 300.0
-IDLE_S = 1.0
+IDLE_S = 2.0
 """Time without work after which pending costs are measured."""
 _RETRY_S = 10.0
 """Time until the next try. Doubled with each try, because a try takes CPU time that other programs want."""
 _MAX_RETRY_S = 600.0
 """Longest time between two tries."""
+_STOP_PAUSE_S = 1.0
+"""Pause after a measurement was stopped for a command. Doubled each time, because commands may keep coming."""
+_MAX_STOP_PAUSE_S = 60.0
 _MEMORY_INTERVAL_S = 2.0
 """Time between two readings of free memory."""
 _MIB = 2**20
@@ -126,6 +129,7 @@ class PendingCosts:
         self._idle_since: float | None = None
         self._not_before = 0.0
         self._retry_s = _RETRY_S
+        self._stop_pause_s = _STOP_PAUSE_S
         self._reason = backend.info.costs_pending
         if self._reason:
             _log.info("costs.pending", reason=self._reason)
@@ -148,6 +152,12 @@ class PendingCosts:
         """Try again later."""
         self._not_before = now + self._retry_s
         self._retry_s = min(2 * self._retry_s, _MAX_RETRY_S)
+
+    def stopped(self, now: float) -> None:
+        """Try again once the server idles: a command came meanwhile."""
+        self._idle_since = None
+        self._not_before = now + self._stop_pause_s
+        self._stop_pause_s = min(2 * self._stop_pause_s, _MAX_STOP_PAUSE_S)
 
     async def measure(
         self, call: Callable[[Callable[[], bool]], Awaitable[bool]], should_stop: Callable[[], bool]

@@ -64,6 +64,8 @@ _Drop: TypeAlias = Callable[[Callable[[str], None]], None]
 class Queries:
     """Answers queries between two steps, and counts decoded tokens for that.
 
+    Costs may be measured while a `ReadOnlyQuery` is answered: of the backend it uses `vocab` and `info` alone.
+
     `lacks_disk` is True if a disk is configured but cannot be used, so that its content cannot be deleted.
     """
 
@@ -133,6 +135,7 @@ class Queries:
         """Return the statistics of the cache, and the prefixes with the most hits."""
         detokenize = self._backend.vocab.detokenize if query.text else None
         listing = self._scheduler.cache.listing(self._scheduler.cache_stats(), query.top, detokenize)
+        listing.costs_pending = self._backend.info.costs_pending
         return listing if query.tenants else msgspec.structs.replace(listing, tenants=msgspec.UNSET)
 
     def _probe(self, query: commands.ProbePrompt) -> CacheProbe:

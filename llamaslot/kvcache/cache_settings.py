@@ -91,7 +91,7 @@ class CacheSettings:
     """Size and policy of the cache.
 
     Fixed except for the layout with its sequences (`KVCache.set_layout`), `is_on_trial`, and costs and what follows
-    from them: if they could not be measured at start, `set_costs` sets them later.
+    from them: if no earlier start has kept them, `set_costs` sets them later.
     """
 
     n_slots: int

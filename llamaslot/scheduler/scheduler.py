@@ -132,7 +132,7 @@ class Scheduler:
         self._is_stopping = False
 
     def set_costs(self, info: ModelInfo) -> None:
-        """Take over costs that could not be measured when the model was loaded."""
+        """Take over costs that were measured after the model was loaded."""
         self.cache.set_costs(info)
         self._planner.set_costs(info)
 

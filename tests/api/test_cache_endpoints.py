@@ -44,6 +44,7 @@ async def test_an_empty_cache(start: Any) -> None:
         "leaves": 0,
         "tokens": 0,
         "tokens_pinned": 0,
+        "costs_pending": "",
         "cells": {"total": 4096, "used": 0, "idle": 0, "pinned": 0, "free": 4096},
         "ram": {
             "total_bytes": 0,

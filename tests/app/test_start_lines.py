@@ -148,7 +148,7 @@ def test_a_line_says_that_costs_are_pending_and_what_holds_until_they_are_measur
     reason = "threads waited 0.50 s for CPUs within 1.00 s"
     for pending, why in (
         (NOT_YET, "Costs of this model are not known yet on this machine"),
-        (reason, f"Costs were not measured, because other programs use this machine ({reason})"),
+        (reason, f"Costs could not be measured ({reason})"),
     ):
         info = msgspec.structs.replace(FakeBackend().info, costs_pending=pending, **changes)
         announce(Loaded(info, ram_line="", disk_line=""), ["http://127.0.0.1:1"], Config())

@@ -201,8 +201,15 @@ def test_a_flag_reaches_the_backend_and_nothing_else_changes(argv: str, field: s
     defaults = llama_settings(Config(), MODEL)
     settings = llama_settings(configured(argv), MODEL)
     assert getattr(settings, field) == value
-    # A layout that is asked for does not change.
-    assert set(changes(settings, defaults)) <= {field, *(["may_partition"] if field == "unified" else [])}
+    # A layout that is asked for does not change. Without RAM the pool is not emptied for a measurement.
+    others = {"unified": "may_partition", "n_cache_seqs_a_slot": "measure_at_load"}
+    assert set(changes(settings, defaults)) <= {field, others.get(field, field)}
+
+
+@pytest.mark.parametrize("argv", ["--cache-ram 0", "--slot-save-path slots"])
+def test_costs_are_measured_at_load_where_the_pool_is_not_emptied_for_it(argv: str) -> None:
+    assert llama_settings(configured(argv), MODEL).measure_at_load
+    assert not llama_settings(Config(), MODEL).measure_at_load
 
 
 @pytest.mark.parametrize(("argv", "field", "value"), [(a, *fv) for a, fv in API.items()])

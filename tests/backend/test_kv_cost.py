@@ -140,7 +140,9 @@ def test_models_with_a_state_that_cannot_be_trimmed_are_measured_with_cells_alon
     backend.close()
 
 
-def test_a_slow_model_is_not_kept_from_serving(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_model_is_not_kept_from_serving_and_may_be_faster_after_another_start(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     taken: list[int] = []
 
     def slow(*args: Any) -> float:
@@ -148,8 +150,9 @@ def test_a_slow_model_is_not_kept_from_serving(tiny_model: Path, monkeypatch: py
         return 0.3 * len(taken)
 
     monkeypatch.setattr(costs, "_prefill", slow)
-    backend = LlamaBackend(settings(tiny_model, n_ctx=4096, n_ubatch=512))
+    backend = LlamaBackend(settings(tiny_model, n_ctx=4096, n_ubatch=512, measurements=tmp_path))
     assert backend.measure_costs()
+    assert not list(tmp_path.iterdir())
     assert taken == [1, 1, 4, 4], "a step of one token may be slow the first time, one of four is so twice"
     assert backend.info.kv_cost is backend.info.step_cost is None
     backend.close()

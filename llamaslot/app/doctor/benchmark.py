@@ -35,11 +35,15 @@ _START_TIMEOUT_S = 300.0
 _STOP_TIMEOUT_S = 20.0
 _LIMIT_S = 10.0
 """Time limit for all requests together."""
+_ANSWER_S = 10.0
+"""Time limit for a reply that computes nothing."""
 _FIRST_WORDS, _MAX_WORDS = 16, 1500
 _PREFILL_S, _DECODE_S = 3.0, 2.0
 """Intended durations of the longer prompt's prefill and of its reply."""
 _FIRST_NEW_TOKENS, _MAX_NEW_TOKENS = 8, 128
 _WARM_REPEATS = 3
+_COSTS_S = 20.0
+"""Time to wait for the measurement of costs after the start."""
 _SELF_TEST_S = 20.0
 """Time to wait for a self-test of reuse that is still pending after the requests."""
 
@@ -75,9 +79,10 @@ def run_benchmark(config: Config) -> BenchmarkResult:
     started = time.monotonic()
     with _server(_local(config)) as (address, lines):
         load_s = time.monotonic() - started
+        _wait_for_costs(address)
         ends_at = time.monotonic() + _LIMIT_S
         _, timings = _complete(address, _prompt(_FIRST_WORDS), _FIRST_NEW_TOKENS, ends_at)
-        n_words, n_new = _sizes(timings, int(_props(address)["default_generation_settings"]["n_ctx"]))
+        n_words, n_new = _sizes(timings, int(_get(address, "/props")["default_generation_settings"]["n_ctx"]))
         prompt = _prompt(n_words)
         cold_s, cold = _complete(address, prompt, n_new, ends_at)
         warm_s, warm = _complete(address, prompt, 1, ends_at)
@@ -181,18 +186,27 @@ def _wait_until_ready(process: subprocess.Popen[bytes], output: Any, errors: Any
 def _self_test(address: str) -> str:
     """Wait until the self-test of reuse has ended, or a time limit; return why it does not allow reuse, if so."""
     ends_at = time.monotonic() + _SELF_TEST_S
-    while (reuse := _props(address)["prefix_reuse"])["self_test"] == "pending" and time.monotonic() < ends_at:
+    while (reuse := _get(address, "/props")["prefix_reuse"])[
+        "self_test"
+    ] == "pending" and time.monotonic() < ends_at:
         time.sleep(0.2)
     return str(reuse["reason"]) if reuse["self_test"] in ("pending", "failed") else ""
 
 
-def _props(address: str) -> Any:
-    with contextlib.closing(http.client.HTTPConnection(address, timeout=_LIMIT_S)) as connection:
+def _wait_for_costs(address: str) -> None:
+    """Wait until costs are measured, or a time limit: they decide how a request is computed."""
+    ends_at = time.monotonic() + _COSTS_S
+    while _get(address, "/cache")["costs_pending"] and time.monotonic() < ends_at:
+        time.sleep(0.2)
+
+
+def _get(address: str, path: str) -> Any:
+    with contextlib.closing(http.client.HTTPConnection(address, timeout=_ANSWER_S)) as connection:
         try:
-            connection.request("GET", "/props")
+            connection.request("GET", path)
             return json.loads(connection.getresponse().read())
         except (OSError, http.client.HTTPException, ValueError) as error:
-            raise BenchmarkError(f"the server did not answer /props: {error}", has_started=True) from error
+            raise BenchmarkError(f"the server did not answer {path}: {error}", has_started=True) from error
 
 
 def _complete(address: str, prompt: str, n_new: int, ends_at: float) -> tuple[float, dict[str, Any]]:

@@ -128,7 +128,7 @@ def descriptors(max_connections: int) -> Check:
 
 
 def cache_folder(folder: Path) -> Check:
-    """Check the folder of start-up measurements; without it, each start takes some seconds to measure."""
+    """Check the folder of measurements; without it, they are repeated after each start."""
     return _folder(
         "cache folder", folder, "without it, every start measures again (see docs/install.md)", is_needed=False
     )

@@ -81,6 +81,8 @@ def llama_settings(config: Config, model: Path) -> LlamaSettings:
         cache_type_k=config.cache_type_k,
         cache_type_v=config.cache_type_v,
         measure_costs=True,
+        # Otherwise idle prefixes are offloaded for it, which needs RAM and would empty slots that are to be saved.
+        measure_at_load=config.cache_ram == 0 or bool(config.slot_save_path),
         measurements=platformdirs.user_cache_path("llamaslot") / "measurements",
     )
 

@@ -240,6 +240,8 @@ def measure_step_cost(backend: Backend, context: Any, quiet: Quiet) -> StepCost 
     try:
         return _step_cost(backend, context, quiet)
     finally:
+        if backend.kv_of(_SEGMENT) is not None:
+            backend.change(Free(_SEGMENT))
         for seq in (0, 1):
             # The backend does not know what `_fill` did; asking for the length corrects its record.
             backend.seq_len(seq)
@@ -402,7 +404,7 @@ def waited_s(before: Clocks, after: Clocks, *, on_cpu: bool) -> float:
 
 
 class Measurements(msgspec.Struct, frozen=True):
-    """Fields of `ModelInfo` that are measured at start, and the result of the self-test."""
+    """Fields of `ModelInfo` that are measured, and the result of the self-test."""
 
     kv_cost: KvCost | None = None
     step_cost: StepCost | None = None
@@ -410,7 +412,7 @@ class Measurements(msgspec.Struct, frozen=True):
     self_test: SelfTestResult | None = None
     """Result of the self-test of reuse; None if there is none."""
     has_costs: bool = True
-    """False if other programs disturbed the measurement of costs, so that only the self-test's result is kept."""
+    """False if costs are not measured yet, so that only the self-test's result is kept."""
 
     @property
     def costs(self) -> dict[str, Any]:
@@ -444,6 +446,7 @@ def key_of(settings: LlamaSettings, info: ModelInfo, n_seqs: int) -> str:
             model=Path(),
             n_ctx=0,
             kv_mem_fraction=0.0,
+            measure_at_load=False,
             measurements=None,
             reuse_self_test="auto",
         ),
@@ -477,8 +480,8 @@ def read_kept(folder: Path, key: str) -> Measurements | None:
 def keep(folder: Path, key: str, measurements: Measurements) -> None:
     """Keep measurements for the key and delete old ones. Does nothing if the folder is not writable.
 
-    Costs with which nothing would be offloaded are not kept: a busy machine may have caused them, and they would
-    turn RAM and disk off at every start.
+    Costs with which nothing would be loaded are not kept: a busy machine may have caused them, and they would make
+    RAM and disk useless after every start.
     """
     if not measurements.has_costs and measurements.self_test is None:
         return

@@ -76,6 +76,8 @@ class LlamaBackend:
         """Arrays over rows of logits by address, kept because llama.cpp uses the same few addresses again."""
         self._costs: dict[str, Any] = {}
         """Those measured so far while others are pending, by the names of `ModelInfo`'s fields."""
+        self._is_slow: bool | None = None
+        """True if the model is too slow to be measured; None until that is known."""
         try:
             self._warm_up()
             measured = self._measurements()
@@ -217,15 +219,18 @@ class LlamaBackend:
         folder = self._settings.measurements
         # Another server may have measured meanwhile.
         kept = costs.read_kept(folder, self._key()) if folder else None
-        measured = kept if kept is not None and kept.has_costs else self._measure(should_stop)
+        if kept is not None and kept.has_costs:
+            self.info = msgspec.structs.replace(self.info, **kept.costs, costs_pending="")
+            return True
+        measured = self._measure(should_stop)
         self._rows, self._targets = {}, {}
         if measured is not None:
             self.info = msgspec.structs.replace(self.info, **measured.costs)
             if self.info.self_test == "passed":
                 measured = msgspec.structs.replace(measured, self_test=self_test.SelfTestResult("passed"))
-            if self.info.self_test not in ("failed", "off"):
+            if self.info.self_test not in ("failed", "off") and not self._is_slow:
                 # Without reuse little is measured, so the result is not kept for a later start that may allow
-                # reuse.
+                # reuse. That a model is slow is not kept either: its weights may have been read from disk again.
                 self._keep(measured)
             trim_heap()
         return measured is not None
@@ -366,13 +371,15 @@ class LlamaBackend:
     def _measurements(self) -> Measurements:
         """Return what an earlier start has kept; without a result of the self-test, that is run now.
 
-        Costs are measured later (`measure_costs`): that takes seconds, and requests may come at once.
+        Costs are measured later (`measure_costs`), because that takes seconds, unless `measure_at_load` is set.
         """
         settings, folder = self._settings, self._settings.measurements
         kept = costs.read_kept(folder, self._key()) if folder else None
         measured = kept or Measurements(has_costs=not settings.measure_costs)
         if not measured.has_costs:
             self.info = msgspec.structs.replace(self.info, costs_pending=NOT_YET)
+            if settings.measure_at_load and (now := self._measure()) is not None:
+                measured = msgspec.structs.replace(now, self_test=measured.self_test)
         chosen = self_test.overridden(settings.reuse_self_test)
         if chosen is None and self_test.is_needed(self.info) and measured.self_test is None:
             result = self_test.run(self, self._context, limit_s=self_test.START_LIMIT_S)
@@ -394,8 +401,6 @@ class LlamaBackend:
     def _measure(self, should_stop: Callable[[], bool] = lambda: False) -> Measurements | None:
         """Measure all costs; None, with the reason in `info`, if that was disturbed or stopped."""
         info = self.info
-        if not self._settings.measure_costs:
-            return Measurements()
         n_threads = max(self._settings.n_threads, self._settings.n_threads_batch)
         quiet = Quiet(
             on_cpu=info.device == CPU,
@@ -410,9 +415,11 @@ class LlamaBackend:
         }
         pending = ""
         try:
-            is_slow = costs.is_slow(self, self._context, quiet)
-            quiet.check()
-            if is_slow:
+            if self._is_slow is None:
+                is_slow = costs.is_slow(self, self._context, quiet)
+                quiet.check()
+                self._is_slow = is_slow
+            if self._is_slow:
                 return Measurements()
             for name, measure in measures.items():
                 if name not in self._costs:

@@ -111,6 +111,8 @@ class LlamaSettings:
     cache_type_v: str = "f16"
     measure_costs: bool = False
     """Take `ModelInfo.kv_cost`, `step_cost` and `state_cost` from an earlier start, or leave them pending."""
+    measure_at_load: bool = False
+    """Measure them before the model is used: the pool may never be empty afterwards."""
     measurements: Path | None = None
     """Folder in which measurements are kept for the next start; None to keep none."""
     reuse_self_test: Literal["auto", "on", "off"] = "auto"
