@@ -31,7 +31,7 @@ serve: setup ## serve a model over HTTP; without ARGS, a small one that is downl
 setup: ## only the set-up: leaves .venv/bin/llamaslot
 	$(SETUP)
 
-test: setup-dev ## the checks and, beside them, the tests that are not marked slow: five minutes
+test: setup-dev ## the checks and, beside them, the tests that are not marked slow: 5 to 6 minutes
 	$(call CHECK_AND_TEST,-m "not slow")
 
 test-all: setup-dev ## the checks and all tests: a quarter of an hour

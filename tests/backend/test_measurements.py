@@ -341,11 +341,11 @@ def test_what_fails_while_the_server_idles_is_a_reason_and_ends_nothing(
 def test_where_the_pool_may_never_be_empty_again_costs_are_measured_at_load(
     tiny_model: Path, tmp_path: Path, n_measured: list[int]
 ) -> None:
-    for n in (1, 1):
+    for _ in range(2):
         backend = LlamaBackend(settings(tiny_model, tmp_path, measure_at_load=True))
         backend.close()
         assert (backend.info.costs_pending, backend.info.kv_cost) == ("", MEASURED.kv_cost)
-        assert n_measured == [n]
+        assert n_measured == [1]
     later = LlamaBackend(settings(tiny_model, tmp_path))
     later.close()
     assert (later.info.kv_cost, n_measured) == (MEASURED.kv_cost, [1]), "both kinds of starts share what is kept"

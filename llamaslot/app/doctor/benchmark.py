@@ -186,10 +186,10 @@ def _wait_until_ready(process: subprocess.Popen[bytes], output: Any, errors: Any
 def _self_test(address: str) -> str:
     """Wait until the self-test of reuse has ended, or a time limit; return why it does not allow reuse, if so."""
     ends_at = time.monotonic() + _SELF_TEST_S
-    while (reuse := _get(address, "/props")["prefix_reuse"])[
-        "self_test"
-    ] == "pending" and time.monotonic() < ends_at:
+    reuse = _get(address, "/props")["prefix_reuse"]
+    while reuse["self_test"] == "pending" and time.monotonic() < ends_at:
         time.sleep(0.2)
+        reuse = _get(address, "/props")["prefix_reuse"]
     return str(reuse["reason"]) if reuse["self_test"] in ("pending", "failed") else ""
 
 
