@@ -16,7 +16,7 @@ from collections.abc import Callable
 from functools import wraps
 from importlib import import_module
 from pathlib import Path
-from time import thread_time_ns
+from time import perf_counter_ns, thread_time_ns
 from typing import Any
 
 SERVER, ENGINE = "llamaslot.cli.main", "llamaslot.app.runtime.engine_main"
@@ -39,6 +39,8 @@ PARTS: dict[str, dict[str, tuple[str, ...]]] = {
 """Functions that are timed, in the order of a step. `sample` chooses the tokens, `follow` prepares the next step;
 `send` writes a chunk and hands it to the event loop.
 """
+STEP, WAIT = "llamaslot.engine.model_worker:apply", "wait"
+"""The function that carries out a step; and the part for the time between two of them."""
 _FOLDER = "LLAMASLOT_CLOCKS"
 
 
@@ -48,6 +50,8 @@ class Clocks:
     def __init__(self) -> None:
         self.spent: Counter[str] = Counter()
         self._inner = threading.local()
+        self._step_ended: tuple[int, int] | None = None
+        """Wall and CPU time of the model thread at the end of its last step."""
         self._own = 0
         """Measured time of a function that does nothing."""
         nothing = self.around("nothing", int)
@@ -69,6 +73,21 @@ class Clocks:
                 taken = thread_time_ns() - started
                 self.spent[part] += taken - self._inner.ns - self._own
                 self._inner.ns = outer + taken
+
+        return timed
+
+    def between(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the same function; how long its thread did not run between two calls is added to `wait`."""
+
+        @wraps(function)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            if self._step_ended is not None:
+                wall, cpu = self._step_ended
+                self.spent[WAIT] += (perf_counter_ns() - wall) - (thread_time_ns() - cpu)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._step_ended = perf_counter_ns(), thread_time_ns()
 
         return timed
 
@@ -98,7 +117,8 @@ def install() -> None:
             owner: Any = import_module(module)
             for each in owners:
                 owner = getattr(owner, each)
-            setattr(owner, name, clocks.around(part, getattr(owner, name)))
+            timed = clocks.around(part, getattr(owner, name))
+            setattr(owner, name, clocks.between(timed) if place == STEP else timed)
     file = counts_file(Path(os.environ[_FOLDER]), process)
     n_written = 0
 

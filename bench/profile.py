@@ -25,7 +25,7 @@ from rich.table import Table
 
 from bench import clocks
 from bench.client import BenchmarkError, Client
-from bench.clocks import ENGINE, PARTS, SERVER
+from bench.clocks import ENGINE, PARTS, SERVER, WAIT
 from bench.report import console, decode_rate, machine, write_json
 from bench.server import llamaslot, serving
 from bench.tokens import Tokens
@@ -40,9 +40,11 @@ _LOOKS, _LOOK_S = 1000, 0.01
 """Looks for the counts that a process was told to write, and the time before each."""
 PLACES = dict.fromkeys(PARTS[ENGINE], "engine's loop") | dict.fromkeys(PARTS[SERVER], "parent's loop")
 PLACES |= dict.fromkeys(_ON_MODEL_THREAD, "model thread")
+PLACES |= {WAIT: "between its steps"}
 PLACES |= {"engine's turns": "engine's loop", "parent's turns": "parent's loop", "client": "client"}
 """Where each part runs. `turns` is what an event loop does beside the parts, such as messages between the processes
-and writes to sockets.
+and writes to sockets. `wait` is time of the clock, not of a CPU: how long the model thread did not run between two
+steps, because it waited for a plan, the GIL or a CPU.
 """
 
 
@@ -116,7 +118,7 @@ async def _counts(folder: Path) -> Counter[str]:
     for process, name in ((ENGINE, "engine's turns"), (SERVER, "parent's turns")):
         counts = await _written(clocks.counts_file(folder, process))
         result.update(counts["spent"])
-        on_loop = sum(n for part, n in counts["spent"].items() if part not in _ON_MODEL_THREAD)
+        on_loop = sum(n for part, n in counts["spent"].items() if part not in (*_ON_MODEL_THREAD, WAIT))
         result[name] = counts["loop"] - on_loop
     return result
 

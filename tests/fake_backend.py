@@ -311,6 +311,9 @@ class FakeBackend:
         seen = self.seen(seq)
         return range(seen[0][0], seen[-1][0] + 1) if seen else range(0)
 
+    def attach(self, draws: Sequence[tuple[int, Sampler]]) -> None:
+        """Do nothing: there is no device."""
+
     def decode(self, runs: Sequence[Run]) -> Decoded:
         """Place a batch in the pool, or fail as `failures` says."""
         check_runs(runs, length_of=self.seq_len, info=self.info, states=self.states)

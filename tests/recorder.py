@@ -285,6 +285,9 @@ class Recorder:
         self.held = [Held() for _ in range(self.n_seqs)]
         self.namespaces = {}
 
+    def attach(self, draws: Sequence[tuple[int, Sampler]]) -> None:
+        self.inner.attach(draws)
+
     def decode(self, runs: Sequence[Run]) -> Decoded:
         self.n_calls += 1
         failure, self.failure = self.failure, None

@@ -215,6 +215,11 @@ class Config:
     mmap: bool = llama(True, "map the weights' file into memory instead of reading it")
     mlock: bool = llama(False, "lock the weights in RAM, so that they are never swapped out")
     flash_attn: Literal["auto", "on", "off"] = llama("auto", "flash attention", "-fa --flash-attn", words=_TRISTATE)
+    backend_sampling: bool | None = llama(
+        None,
+        "sample tokens on the device where llama.cpp can; if unset, on a GPU where that is measured to be faster",
+        "-bs --backend-sampling",
+    )
     kv_unified: bool | None = llama(
         None,
         "one KV pool shared by all slots; off: an equal part for each slot; if unset, the server switches to the "

@@ -27,7 +27,7 @@ from llamaslot.text.conversation import volatile_pattern
 WITHOUT_EFFECT = {
     0: "-cb --cont-batching --no-context-shift --perf --no-perf --warmup --no-warmup "
     "--no-mmproj --no-mmproj-auto --log-disable --log-prefix --no-log-prefix --log-timestamps --no-log-timestamps "
-    "-e --escape --no-escape --repack --op-offload -kvo --kv-offload -bs --backend-sampling",
+    "-e --escape --no-escape --repack --op-offload -kvo --kv-offload",
     1: "-lv --verbosity --log-verbosity --log-colors -to --timeout --threads-http -dt --defrag-thold -fit --fit "
     "-fitt --fit-target -fitc --fit-ctx",
 }

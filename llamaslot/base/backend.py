@@ -224,6 +224,9 @@ class Backend(Protocol):
         With `start` at `end` it is a checkpoint. Raises `ValueError` if `kv` does not have the size of either.
         """
 
+    def attach(self, draws: Sequence[tuple[int, Sampler]]) -> None:
+        """Announce the draws of `sample` after the next `decode`, so that those that can are made on the device."""
+
     def decode(self, runs: Sequence[Run]) -> Decoded:
         """Compute at most `info.n_ubatch` tokens, as one micro-batch; every run must continue its sequence."""
 

@@ -159,12 +159,17 @@ def apply(plan: StepPlan, backend: Backend, clock: Callable[[], float]) -> StepR
     plan = plan.without(incomplete)
     if not plan.work:
         return StepResult(Decoded(Status.OK, {}), started, unsaved=unsaved, incomplete=incomplete)
+    draws = _draws(plan.work, backend)
+    backend.attach(draws)
     decoded = _decode(plan, backend)
     results: Sequence[tuple[RequestResult, ...]] = ()
     lengths: dict[int, int] = {}
     if decoded.status is Status.OK:
-        results = _sample(plan.work, backend)
+        results = _sample(plan.work, draws, backend)
     else:
+        for request, (_, sampler) in zip(_drawing(plan.work), draws, strict=True):
+            if request.sampler is None:
+                sampler.close()
         for run in (work.run for work in plan.work):
             if run.n_drafted:
                 _cut(run, len(run.tokens) - run.n_drafted, backend)
@@ -172,8 +177,13 @@ def apply(plan: StepPlan, backend: Backend, clock: Callable[[], float]) -> StepR
     return StepResult(decoded, started, clock() - started, results, lengths, unsaved, incomplete)
 
 
-def _sample(works: Sequence[Work], backend: Backend) -> list[tuple[RequestResult, ...]]:
-    """Sample for every request that gets tokens, and score prompts."""
+def _drawing(works: Sequence[Work]) -> list[Request]:
+    """Return the requests that get tokens, in order."""
+    return [request for work in works for request in work.samples]
+
+
+def _draws(works: Sequence[Work], backend: Backend) -> list[tuple[int, Sampler]]:
+    """Return sequence and sampler of each request that gets tokens; creates the samplers of new ones."""
     draws: list[tuple[int, Sampler]] = []
     for work in works:
         for request in work.samples:
@@ -181,6 +191,13 @@ def _sample(works: Sequence[Work], backend: Backend) -> list[tuple[RequestResult
             if sampler is None:
                 sampler = backend.new_sampler(request.params.sampling, request.tokens.view(), request.constraint)
             draws.append((work.run.seq, sampler))
+    return draws
+
+
+def _sample(
+    works: Sequence[Work], draws: Sequence[tuple[int, Sampler]], backend: Backend
+) -> list[tuple[RequestResult, ...]]:
+    """Sample for every request that gets tokens, and score prompts."""
     sampled = iter(zip(draws, backend.sample(draws), strict=True))
     results = []
     for work in works:

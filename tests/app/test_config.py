@@ -237,13 +237,15 @@ def test_a_flag_that_is_not_an_option_here_is_refused_by_its_name(argv: str, wor
         assert word in caught.value.message
 
 
-@pytest.mark.parametrize("argv", ["--jinja", "--mmap", "-cb --cont-batching", "-lv 3 --no-perf", "-bs"])
+@pytest.mark.parametrize("argv", ["--jinja", "--mmap", "-cb --cont-batching", "-lv 3 --no-perf"])
 def test_flags_of_llama_server_that_change_nothing_here_are_accepted(argv: str) -> None:
     assert read(argv.split()) == Config()
 
 
 def test_underscores_in_a_flag_are_dashes_as_in_llama_server() -> None:
-    assert read(["--ctx_size", "4096", "--alias=a_b", "--backend_sampling"]) == Config(ctx_size=4096, alias="a_b")
+    assert read(["--ctx_size", "4096", "--alias=a_b", "--no_mmap"]) == Config(
+        ctx_size=4096, alias="a_b", mmap=False
+    )
     with pytest.raises(ConfigError, match="there is no flag --ctx-sizes"):
         read(["--ctx_sizes", "4096"])
 

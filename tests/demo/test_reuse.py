@@ -35,8 +35,9 @@ MAX_TOKENS = 60
 SEED = 20
 
 
-def open_backend(n_ctx: int = 8192, n_slots: int = N_SLOTS) -> LlamaBackend:
-    return LlamaBackend(LlamaSettings(resolve_model("demo"), n_ctx=n_ctx, n_slots=n_slots))
+def open_backend(n_ctx: int = 8192, n_slots: int = N_SLOTS, *, on_device: bool = False) -> LlamaBackend:
+    settings = LlamaSettings(resolve_model("demo"), n_ctx=n_ctx, n_slots=n_slots, backend_sampling=on_device)
+    return LlamaBackend(settings)
 
 
 async def generate(engine: Harness, name: str, prompt: str, **fields: object) -> tuple[str, int]:
@@ -51,12 +52,13 @@ IN_RAM = {"ram_bytes": 2**30, "offload_after": 1}
 
 
 async def warm_texts(
-    talks: list[list[str]], n_ctx: int, storing: dict[str, int]
+    talks: list[list[str]], n_ctx: int, storing: dict[str, int], *, on_device: bool = False
 ) -> tuple[dict[tuple[int, int], str], int]:
     """The texts of all turns when conversations run side by side, and the tokens that were reused."""
     texts: dict[tuple[int, int], str] = {}
     n_cached = 0
-    async with running(open_backend(n_ctx), debug_invariants=True, **storing) as engine:
+    backend = open_backend(n_ctx, on_device=on_device)
+    async with running(backend, debug_invariants=True, **storing) as engine:
         turn_taking = asyncio.Semaphore(N_TOGETHER)
 
         async def talk(i: int, turns: list[str]) -> None:
@@ -70,6 +72,8 @@ async def warm_texts(
             for i, turns in enumerate(talks):
                 group.create_task(talk(i, turns))
     assert_sound(engine)
+    # Each slot gets its chain of samplers once, whatever number of turns it computes.
+    assert backend.n_chains_set == (N_SLOTS if on_device else 0)
     return texts, n_cached
 
 
@@ -132,6 +136,14 @@ def cold(talks: list[list[str]]) -> dict[tuple[int, int], str]:
 
 def test_warm_and_cold_texts_are_the_same(talks: list[list[str]], cold: dict[tuple[int, int], str]) -> None:
     assert compare(talks, cold) > 0
+
+
+def test_they_are_the_same_with_tokens_sampled_on_the_device(
+    talks: list[list[str]], cold: dict[tuple[int, int], str]
+) -> None:
+    warm, n_cached = asyncio.run(warm_texts(talks, 8192, {}, on_device=True))
+    assert n_cached > 0
+    assert warm == {turn: cold[turn] for turn in warm}
 
 
 @pytest.mark.slow

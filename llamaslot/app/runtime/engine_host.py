@@ -76,6 +76,7 @@ def llama_settings(config: Config, model: Path) -> LlamaSettings:
         checkpoints=config.ctx_checkpoints > 0,
         reuse_self_test=config.reuse_self_test,
         flash_attn=config.flash_attn,
+        backend_sampling=config.backend_sampling,
         unified=config.kv_unified is not False,
         may_partition=config.kv_unified is None,
         cache_type_k=config.cache_type_k,

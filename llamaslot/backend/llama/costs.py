@@ -1,10 +1,11 @@
-"""Costs that are measured while nothing runs (`KvCost`, `StepCost`, `StateCost`), and the files that keep them.
+"""What is measured while nothing runs (`KvCost`, `StepCost`, `StateCost`, where to sample), and files that keep it.
 
 - `KvCost`: idle prefixes in the pool slow down prefill, because attention scans it up to its highest used cell
   (fact 5). In RAM they cost the time to save and to load them, measured with the tokens of the timed prefill.
 - `StepCost`: a few tokens, and `QUERY_BLOCK` of them, are timed in an empty sequence and after many cells.
 - `StateCost`: a checkpoint is taken and restored. A recurrent state always has the same size, a sliding window is
   filled.
+- `samples_faster`: steps of one stream and of all slots are timed, sampled on the device and on the host.
 
 A request may come at any time, so a measurement can be stopped before each of its steps, and a model of which a few
 tokens take long is not measured at all (`is_slow`).
@@ -50,7 +51,7 @@ from llamaslot.backend.llama.loading import LlamaSettings
 from llamaslot.backend.llama.saved_states import PartialStates, load_sequence, save_sequence
 from llamaslot.backend.llama.self_test import SelfTestResult
 from llamaslot.backend.storage import open_regular, private_folder, write_atomically
-from llamaslot.base.backend import Backend, Run, Status
+from llamaslot.base.backend import Backend, Run, Sampler, Status
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.files import parts
 from llamaslot.base.kv_ops import Free, Load, NotLoadedError, NotSavedError, Operation, Remove, Restore, Save, Take
@@ -88,6 +89,9 @@ _MAX_REPEATS = 5
 _N_REPEATS = 5
 """Number of measurements of each cost."""
 
+_N_UNTIMED, _N_TIMED = 3, 9
+"""Steps that sample, of each kind."""
+
 MAX_WAITING_SHARE = 0.1
 """Largest fraction of the time that threads may have waited for a CPU."""
 MIN_WAITING_S = 0.005
@@ -97,7 +101,7 @@ MAX_SPREAD = 1.5
 MAX_AGE_S = 7 * 86_400
 """Age at which measurements are repeated, because the machine may have changed."""
 _MAX_FILE_BYTES = 2**16
-FORMAT = 5
+FORMAT = 6
 """Incremented whenever something is measured in another way."""
 
 
@@ -324,6 +328,51 @@ def _fill_state(context: Any, n_loads: int) -> bool:
     return True
 
 
+def measure_sampling(backend: Backend, quiet: Quiet, new_sampler: Callable[[bool], Sampler]) -> bool | None:
+    """Return True if steps are faster with tokens sampled on the device, for one stream and for all slots.
+
+    `new_sampler` creates a sampler for the device (True) or the host. Sequences are empty before and after. None if
+    the slots have too few cells.
+    """
+    info = backend.info
+    if min(info.n_ctx_slot, info.n_ctx // info.n_slots) < 2 * (_N_UNTIMED + _N_TIMED):
+        return None
+    try:
+        for n in {1, min(info.n_slots, info.n_ubatch)}:
+            host, device = (
+                _sampled_step(backend, quiet, [new_sampler(on_device) for _ in range(n)])
+                for on_device in (False, True)
+            )
+            quiet.check()
+            if device > host:
+                return False
+        return True
+    finally:
+        for seq in range(info.n_slots):
+            backend.change(Remove(seq, 0))
+
+
+def _sampled_step(backend: Backend, quiet: Quiet, samplers: Sequence[Sampler]) -> float:
+    """Return the median seconds of a step that computes and samples one token for each sampler, and close them."""
+    draws = list(enumerate(samplers))
+    taken = []
+    try:
+        for _ in range(_N_UNTIMED + _N_TIMED):
+            quiet.stop_if_asked()
+            runs = [Run(seq, backend.seq_len(seq), np.ones(1, dtype=np.int32), n_outputs=1) for seq, _ in draws]
+            started = perf_counter()
+            backend.attach(draws)
+            if (status := backend.decode(runs).status) is not Status.OK:
+                raise ConfigError(f"the model cannot compute {len(runs)} sequences at once ({status.name})")
+            backend.sample(draws)
+            taken.append(perf_counter() - started)
+    finally:
+        for sampler in samplers:
+            sampler.close()
+    # The first steps build the graph.
+    return statistics.median(taken[_N_UNTIMED:])
+
+
 class DisturbedError(Exception):
     """Other programs disturbed a measurement; the message says how."""
 
@@ -409,6 +458,7 @@ class Measurements(msgspec.Struct, frozen=True):
     kv_cost: KvCost | None = None
     step_cost: StepCost | None = None
     state_cost: StateCost | None = None
+    samples_faster: bool | None = None
     self_test: SelfTestResult | None = None
     """Result of the self-test of reuse; None if there is none."""
     has_costs: bool = True
@@ -417,7 +467,7 @@ class Measurements(msgspec.Struct, frozen=True):
     @property
     def costs(self) -> dict[str, Any]:
         """The measured costs, by the names of `ModelInfo`'s fields."""
-        names = "kv_cost", "step_cost", "state_cost"
+        names = "kv_cost", "step_cost", "state_cost", "samples_faster"
         return {name: getattr(self, name) for name in names}
 
     @property

@@ -19,6 +19,7 @@ from llamaslot.backend.llama.costs import DisturbedError, Measurements, Quiet, S
 from llamaslot.backend.llama.loading import Context, LlamaSettings, sequences
 from llamaslot.backend.llama.operations import KvOperations
 from llamaslot.backend.llama.sampling.candidates import Logits, score_of
+from llamaslot.backend.llama.sampling.device_sampler import ChainSpec, DeviceChains, DeviceSampler
 from llamaslot.backend.llama.sampling.penalties import BreakerIndex
 from llamaslot.backend.llama.sampling.sampler import LlamaSampler
 from llamaslot.backend.llama.vocab import ConstraintTokenizer, LlamaVocab
@@ -47,6 +48,8 @@ class LlamaBackend:
         self._closed = False
         self._settings = settings
         self._n_threads = n_threads
+        self.samples_on_device = bool(settings.backend_sampling)
+        """True if samplers that are created from now on run on the device where they can."""
         # `ModelInfo.kv_files`, in the version that is loaded next.
         files = tuple(map(ModelFile.of, (*parts(settings.model), *library.paths())))
         self._model, n_mapped = loading.load_model(settings, on_progress)
@@ -138,6 +141,7 @@ class LlamaBackend:
         check_runs(runs, length_of=self._kv.length, info=self.info, states=self._kv.states)
         self._kv.transfer.end_changes()
         self._rows, self._targets = self._batch.fill(runs)
+        self._chains.prepare(runs)
         code = llama_cpp.llama_decode(self._context, self._batch.struct)
         if code == 0:
             for run in runs:
@@ -146,16 +150,30 @@ class LlamaBackend:
             self._kv.failed(runs)
         return Decoded(_status(code), self._batch.sent())
 
+    def attach(self, draws: Sequence[tuple[int, Sampler]]) -> None:
+        """Announce the draws of `sample` after the next `decode`, so that those that can are made on the device."""
+        self._chains.draws = draws
+
+    @property
+    def n_chains_set(self) -> int:
+        """Number of times that a sequence's samplers on the device were changed, each of which takes time."""
+        return self._chains.n_set
+
     def compile(self, constraint: Constraint) -> CompiledConstraint:
         """Compile a constraint for this vocabulary."""
         return self._constraints.compile(constraint)
 
     def new_sampler(
         self, sampling: Sampling, history: Tokens, constraint: CompiledConstraint | None = None
-    ) -> LlamaSampler:
+    ) -> LlamaSampler | DeviceSampler:
         """Create a sampler whose penalties take the tokens of `history` into account."""
         if not isinstance(constraint, Compiled | None):
             raise kv_ops.IllegalCallError("a foreign constraint")
+        if self.samples_on_device and constraint is None:
+            n_ctx, n_vocab = self.info.n_ctx_slot, self.vocab.n_tokens
+            spec = ChainSpec.of(sampling, n_ctx=n_ctx, n_vocab=n_vocab, eog=self.vocab.eog)
+            if spec is not None:
+                return DeviceSampler(spec, history=history, n_vocab=n_vocab, seed=sampling.seed)
         return LlamaSampler(
             sampling,
             history=history,
@@ -170,15 +188,18 @@ class LlamaBackend:
         """Sample for each sequence id and its sampler: drafted tokens as far as it chooses them, and one more."""
         sampled = []
         for seq, sampler in draws:
-            if not isinstance(sampler, LlamaSampler) or seq not in self._rows:
+            if not isinstance(sampler, LlamaSampler | DeviceSampler) or seq not in self._rows:
                 raise kv_ops.IllegalCallError(f"sequence {seq} has no logits or a foreign sampler")
             first, draft = self._rows[seq]
+            if seq in self._chains.on_device:
+                sampled.append((self._chains.token(first, sampler),))
+                continue
             sampler.scores.clear()
             choose = partial(self._choose, sampler, first)
             sampled.append(accepted(draft, self.vocab.eog, choose))
         return sampled
 
-    def _choose(self, sampler: LlamaSampler, first: int, row: int) -> int:
+    def _choose(self, sampler: LlamaSampler | DeviceSampler, first: int, row: int) -> int:
         return sampler.choose(self._logits(first + row))
 
     def score(self, seq: int, n_top: int) -> list[TokenScore]:
@@ -220,12 +241,13 @@ class LlamaBackend:
         # Another server may have measured meanwhile.
         kept = costs.read_kept(folder, self._key()) if folder else None
         if kept is not None and kept.has_costs:
-            self.info = msgspec.structs.replace(self.info, **kept.costs, costs_pending="")
+            self._set_costs(kept)
+            self.info = msgspec.structs.replace(self.info, costs_pending="")
             return True
         measured = self._measure(should_stop)
         self._rows, self._targets = {}, {}
         if measured is not None:
-            self.info = msgspec.structs.replace(self.info, **measured.costs)
+            self._set_costs(measured)
             if self.info.self_test == "passed":
                 measured = msgspec.structs.replace(measured, self_test=self_test.SelfTestResult("passed"))
             if self.info.self_test not in ("failed", "off") and not self._is_slow:
@@ -242,6 +264,7 @@ class LlamaBackend:
             raise kv_ops.IllegalCallError("the layout of this pool is fixed, or a sequence holds something")
         was_unified = self.info.unified
         llama_cpp.llama_free(self._context)
+        self._chains.close()
         # If no new context can be created, `close` must not free this one again.
         self._context = self._memory = None
         try:
@@ -256,12 +279,15 @@ class LlamaBackend:
             self._closed = True
             self._constraints.close()
             llama_cpp.llama_free(self._context)
+            self._chains.close()
             llama_cpp.llama_model_free(self._model)
 
     def _use(self, made: Context) -> None:
         self._context = made.handle
         self._memory = llama_cpp.llama_get_memory(self._context)
         self.n_seqs: int = llama_cpp.llama_n_seq_max(self._context)
+        vocab = llama_cpp.llama_model_get_vocab(self._model)
+        self._chains = DeviceChains(self._context, llama_cpp.llama_vocab_n_tokens(vocab))
 
     def _remake(self, *, unified: bool) -> None:
         """Create a context in place of one that was freed; raises `ConfigError`."""
@@ -413,6 +439,8 @@ class LlamaBackend:
             "step_cost": lambda: costs.measure_step_cost(self, self._context, quiet),
             "state_cost": lambda: costs.measure_state_cost(self, self._context, self._kv.partial, quiet),
         }
+        if self._settings.backend_sampling is None and info.device != CPU:
+            measures["samples_faster"] = lambda: self._measure_sampling(quiet)
         pending = ""
         try:
             if self._is_slow is None:
@@ -439,6 +467,21 @@ class LlamaBackend:
             self.info = msgspec.structs.replace(self.info, costs_pending=pending)
         return None
 
+    def _measure_sampling(self, quiet: Quiet) -> bool | None:
+        def new_sampler(on_device: bool) -> Sampler:
+            self.samples_on_device = on_device
+            return self.new_sampler(Sampling(), np.zeros(0, dtype=np.int32))
+
+        try:
+            return costs.measure_sampling(self, quiet, new_sampler)
+        finally:
+            self.samples_on_device = False
+
+    def _set_costs(self, measured: Measurements) -> None:
+        self.info = msgspec.structs.replace(self.info, **measured.costs)
+        if self._settings.backend_sampling is None:
+            self.samples_on_device = bool(measured.samples_faster)
+
     def _set_measured(self, measured: Measurements, *, is_later: bool = False) -> None:
         """Set the measured values in `info`; sequences must be empty.
 
@@ -446,7 +489,7 @@ class LlamaBackend:
         because plans in progress may still save and truncate sequences.
         """
         result = measured.self_test
-        self.info = msgspec.structs.replace(self.info, **measured.costs)
+        self._set_costs(measured)
         if result is None:
             return
         self.info = self_test.applied(self.info, result)

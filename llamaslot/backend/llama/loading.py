@@ -99,6 +99,8 @@ class LlamaSettings:
     use_mmap: bool = True
     use_mlock: bool = False
     flash_attn: Literal["auto", "on", "off"] = "auto"
+    backend_sampling: bool | None = None
+    """Sample on the device where llama.cpp can; None for a GPU on which that is measured to be faster."""
     unified: bool = True
     """Layout at start: one pool for all sequences, or a part for each."""
     may_partition: bool = False

@@ -75,14 +75,18 @@ def highest(logits: Logits, n: int) -> npt.NDArray[np.int64] | None:
     n_blocks = len(logits) // _BLOCK
     if _BLOCKS_EACH * n > n_blocks:
         return None
-    greatest = logits[: n_blocks * _BLOCK].reshape(_BLOCK, n_blocks).max(axis=0)
-    if np.isnan(greatest).any() or np.isnan(logits[n_blocks * _BLOCK :]).any():
+    n_in_blocks = n_blocks * _BLOCK
+    blocks, rest = logits[:n_in_blocks].reshape(_BLOCK, n_blocks), logits[n_in_blocks:]
+    greatest = blocks.max(axis=0)
+    if np.isnan(greatest).any() or np.isnan(rest).any():
         return None
     bound = np.partition(greatest, n_blocks - n)[n_blocks - n]
     if bound == -np.inf:
         return possible(logits)
-    found = np.flatnonzero(logits >= bound)
-    return found if len(found) >= n else None
+    # The other blocks have no logit that reaches the bound.
+    columns = np.flatnonzero(greatest >= bound)
+    rows, at = np.nonzero(blocks[:, columns] >= bound)
+    return np.concatenate((rows * n_blocks + columns[at], n_in_blocks + np.flatnonzero(rest >= bound)))
 
 
 def possible(logits: Logits) -> npt.NDArray[np.int64]:

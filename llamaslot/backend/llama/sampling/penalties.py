@@ -58,10 +58,8 @@ class Penalties:
     @classmethod
     def of(cls, sampling: Sampling, *, history: Tokens, n_ctx: int, n_vocab: int) -> Penalties | None:
         """Return the penalties of a request; None if they have no effect."""
-        # Limited to the context, because memory is allocated for the window.
-        window = n_ctx if sampling.repeat_last_n < 0 else min(sampling.repeat_last_n, n_ctx)
-        factors = sampling.repeat_penalty, sampling.presence_penalty, sampling.frequency_penalty
-        return cls(sampling, window, history, n_vocab) if window and factors != (1.0, 0.0, 0.0) else None
+        window = penalty_window(sampling, n_ctx)
+        return cls(sampling, window, history, n_vocab) if window else None
 
     @property
     def tokens(self) -> Tokens:
@@ -96,6 +94,14 @@ class Penalties:
         self._tokens[place], self._counts[place] = self._tokens[last], self._counts[last]
         self._places[int(self._tokens[place])] = place
         del self._places[token]
+
+
+def penalty_window(sampling: Sampling, n_ctx: int) -> int:
+    """Return how many of the latest tokens the penalties count; 0 if they have no effect."""
+    if (sampling.repeat_penalty, sampling.presence_penalty, sampling.frequency_penalty) == (1.0, 0.0, 0.0):
+        return 0
+    # Limited to the context, because memory is allocated for the window.
+    return n_ctx if sampling.repeat_last_n < 0 else min(sampling.repeat_last_n, n_ctx)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,8 @@ except among equal logits, and faster for a large vocabulary.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Collection, Mapping, Sequence
 from itertools import takewhile
 from typing import Any
 
@@ -35,7 +36,8 @@ from llamaslot.base.tokens import Tokens
 
 _MAX_BIAS = 1e38
 """A third of the largest float32."""
-_SEED_MASK = 0xFFFFFFFF
+SEED_MASK = 0xFFFFFFFF
+"""llama.cpp's seeds are 32-bit numbers."""
 _MIROSTAT_TOKENS = 100
 """Number of most likely tokens from which Mirostat 1 estimates the distribution, as in llama-server."""
 
@@ -54,11 +56,9 @@ class LlamaSampler:
         breakers: BreakerIndex,
         matcher: Matcher | None = None,
     ) -> None:
-        biases = {**sampling.logit_bias, **dict.fromkeys(eog if sampling.ignore_eos else (), -np.inf)}
+        biases = bounded_biases(sampling, eog)
         self._biased = np.fromiter(biases, dtype=np.int64, count=len(biases))
-        # Bounded, because a bias that makes a logit infinite would look like a failure of the model.
-        bounded = (bias if bias == -np.inf else min(max(bias, -_MAX_BIAS), _MAX_BIAS) for bias in biases.values())
-        self._biases = np.fromiter(bounded, dtype=np.float32, count=len(biases))
+        self._biases = np.fromiter(biases.values(), dtype=np.float32, count=len(biases))
         adjusters = {
             name: adjuster
             for name, adjuster in (
@@ -218,7 +218,17 @@ class LlamaSampler:
         return token
 
 
-def active_samplers(sampling: Sampling, adjusters: Mapping[str, Adjuster]) -> list[str]:
+def bounded_biases(sampling: Sampling, eog: frozenset[int]) -> dict[int, float]:
+    """Return the biases by token: -inf for tokens that are ruled out."""
+    biases = {**sampling.logit_bias, **dict.fromkeys(eog if sampling.ignore_eos else (), -math.inf)}
+    # Bounded, because a bias that makes a logit infinite would look like a failure of the model.
+    return {
+        token: bias if bias == -math.inf else min(max(bias, -_MAX_BIAS), _MAX_BIAS)
+        for token, bias in biases.items()
+    }
+
+
+def active_samplers(sampling: Sampling, adjusters: Collection[str]) -> list[str]:
     """Return the samplers that have an effect, in order. With Mirostat these are only temperature and Mirostat."""
     if sampling.mirostat:
         return ["temperature", f"mirostat_{sampling.mirostat}"]
@@ -290,7 +300,7 @@ class Chain:
 
 def _constructors(sampling: Sampling, n_vocab: int) -> dict[str, tuple[Any, ...]]:
     """Return the constructor and arguments of each of llama.cpp's samplers."""
-    seed, min_keep = sampling.seed & _SEED_MASK, sampling.min_keep
+    seed, min_keep = sampling.seed & SEED_MASK, sampling.min_keep
     tau, eta = sampling.mirostat_tau, sampling.mirostat_eta
     # With Mirostat the temperature is not dynamic.
     spread = 0.0 if sampling.mirostat else sampling.dynatemp_range

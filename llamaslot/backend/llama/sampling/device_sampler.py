@@ -1,0 +1,286 @@
+"""Sampling on the device: as part of llama.cpp's graph, so that no row of logits is copied to the host.
+
+llama.cpp has one chain of samplers for each sequence. When a chain is set, the next decode reserves memory and
+builds its graph again (fact 37). So a sequence keeps its chain from one request to the next. A request with the same
+parameters brings only its state: the random numbers drawn so far, and the tokens that the penalties count.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import llama_cpp
+import numpy as np
+
+from llamaslot.backend.llama.sampling.candidates import Candidates, Logits
+from llamaslot.backend.llama.sampling.penalties import penalty_window
+from llamaslot.backend.llama.sampling.sampler import (
+    SEED_MASK,
+    active_samplers,
+    bounded_biases,
+    takes_the_best,
+)
+from llamaslot.base.backend import NO_TOKEN, Run, Sampler
+from llamaslot.base.generation.sampling import Sampling
+from llamaslot.base.generation.token_probs import TokenScore
+from llamaslot.base.kv_ops import IllegalCallError
+from llamaslot.base.tokens import Tokens
+
+_MAX_TOP_K = 1024
+"""llama.cpp aborts if top-k asks for more than the vocabulary has; and large ones are copied to the host."""
+_MAX_WINDOW = 1024
+"""Largest window of the penalties: its tokens are sorted and copied to the device at each step."""
+_SUPPORTED = frozenset({"penalties", "top_k", "top_p", "min_p", "temperature", "dist"})
+
+
+@dataclass(frozen=True, slots=True)
+class ChainSpec:
+    """Samplers of a chain and their parameters, but for what belongs to one request."""
+
+    biases: tuple[tuple[int, float], ...]
+    names: tuple[str, ...]
+    """In order; without `top_k`, the token with the highest logit is chosen."""
+    top_k: int
+    top_p: float
+    min_p: float
+    temperature: float
+    window: int
+    penalties: tuple[float, float, float]
+    """For repetition, frequency and presence."""
+
+    @classmethod
+    def of(cls, sampling: Sampling, *, n_ctx: int, n_vocab: int, eog: frozenset[int]) -> ChainSpec | None:
+        """Return the chain for these parameters; None if they need the host.
+
+        The host has the samplers that llama.cpp does not compute on a device, those with another distribution there
+        (a dynamic temperature, `min_keep`), probabilities, and chains that would leave the whole vocabulary.
+        """
+        window = penalty_window(sampling, n_ctx)
+        active = [
+            name for name, is_active in (("penalties", window), ("dry", sampling.dry_multiplier)) if is_active
+        ]
+        names = active_samplers(sampling, active)
+        if sampling.n_probs >= 0 or not _SUPPORTED.issuperset(names) or window > min(_MAX_WINDOW, n_vocab - 1):
+            return None
+        # Penalties that come first count all tokens.
+        n_first = names[0] == "penalties"
+        first, rest = names[:n_first], names[n_first:]
+        if takes_the_best(sampling, rest):
+            names = [*first, "temperature", "dist"]
+        elif (
+            rest[0] != "top_k"
+            or sampling.top_k > min(_MAX_TOP_K, n_vocab)
+            or sampling.temperature <= 0
+            or sampling.dynatemp_range > 0
+            or sampling.min_keep > 1
+        ):
+            return None
+        return cls(
+            biases=tuple(sorted(bounded_biases(sampling, eog).items())),
+            names=tuple(names),
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            min_p=sampling.min_p,
+            temperature=max(sampling.temperature, 0.0),
+            window=window,
+            penalties=(sampling.repeat_penalty, sampling.frequency_penalty, sampling.presence_penalty),
+        )
+
+    def make(self, n_vocab: int, seed: int) -> Any:
+        """Return a new chain of llama.cpp's samplers."""
+        lib = llama_cpp
+        chain = lib.llama_sampler_chain_init(lib.llama_sampler_chain_default_params())
+        if self.biases:
+            biases = (lib.llama_logit_bias * len(self.biases))(*self.biases)
+            lib.llama_sampler_chain_add(chain, lib.llama_sampler_init_logit_bias(n_vocab, len(biases), biases))
+        constructors = {
+            "penalties": lambda: lib.llama_sampler_init_penalties(n_vocab, self.window, *self.penalties),
+            "top_k": lambda: lib.llama_sampler_init_top_k(self.top_k),
+            "top_p": lambda: lib.llama_sampler_init_top_p(self.top_p, 0),
+            "min_p": lambda: lib.llama_sampler_init_min_p(self.min_p, 0),
+            # At 0 only the best token is left.
+            "temperature": lambda: lib.llama_sampler_init_temp(self.temperature),
+            "dist": lambda: lib.llama_sampler_init_dist(seed & SEED_MASK),
+        }
+        for name in self.names:
+            lib.llama_sampler_chain_add(chain, constructors[name]())
+        return chain
+
+
+class DeviceSampler:
+    """Sampler of a request whose chain can run on the device; where it does not, it runs on the host."""
+
+    def __init__(self, spec: ChainSpec, *, history: Tokens, n_vocab: int, seed: int) -> None:
+        self.spec = spec
+        self._chain = spec.make(n_vocab, seed)
+        self.place: _Place | None = None
+        """The sequence's chain that has the state; None if the sampler's own chain has it."""
+        self.scores: list[TokenScore] = []
+        self._closed = False
+        if "penalties" in spec.names:
+            for token in history[-spec.window :].tolist():
+                llama_cpp.llama_sampler_accept(self._chain, token)
+
+    @property
+    def failure(self) -> str:
+        """Empty: no constraint can fail."""
+        return ""
+
+    def move_to(self, place: _Place) -> None:
+        """Let a sequence's chain continue from this sampler's state."""
+        self.check_open()
+        if self.place is place:
+            return
+        self.leave()
+        if place.sampler is not None:
+            place.sampler.leave()
+        llama_cpp.llama_sampler_copy(self._chain, place.chain)
+        self.place, place.sampler = place, self
+
+    def leave(self) -> None:
+        """Take the state back from a sequence's chain."""
+        if self.place is not None:
+            llama_cpp.llama_sampler_copy(self.place.chain, self._chain)
+            self.place.sampler = self.place = None
+
+    def choose(self, logits: Logits) -> int:
+        """Return the next token, chosen on the host from a row of logits; `NO_TOKEN` if they are not valid."""
+        self.check_open()
+        self.leave()
+        if not np.isfinite(logits.max()):
+            return NO_TOKEN
+        candidates = Candidates(np.arange(len(logits)), logits)
+        llama_cpp.llama_sampler_apply(self._chain, ctypes.byref(candidates.array))
+        selected = candidates.array.selected
+        token = int(candidates.array.data[selected].id) if selected >= 0 else NO_TOKEN
+        if token >= 0:
+            self.accept(token)
+        return token
+
+    def accept(self, token: int) -> None:
+        """Record a token of the reply, for the penalties."""
+        llama_cpp.llama_sampler_accept(self.place.chain if self.place is not None else self._chain, token)
+
+    def advance(self, *, forced: tuple[int, ...], fast_forward: bool) -> tuple[int, ...]:
+        """Record forced tokens. No constraint forces more."""
+        for token in forced:
+            self.accept(token)
+        return ()
+
+    def check_open(self) -> None:
+        """Raise `IllegalCallError` if the sampler was freed."""
+        if self._closed:
+            raise IllegalCallError("sampling with a freed sampler")
+
+    def close(self) -> None:
+        """Free the sampler's own chain; the sequence keeps its chain for the next request."""
+        if self._closed:
+            raise IllegalCallError("a sampler was closed twice")
+        self._closed = True
+        if self.place is not None:
+            self.place.sampler = self.place = None
+        llama_cpp.llama_sampler_free(self._chain)
+
+
+@dataclass(slots=True)
+class _Place:
+    """A sequence's chain."""
+
+    spec: ChainSpec
+    chain: Any
+    sampler: DeviceSampler | None = None
+    """The request's sampler whose state the chain has."""
+
+
+class DeviceChains:
+    """The chains of a context's sequences."""
+
+    def __init__(self, context: Any, n_vocab: int) -> None:
+        self._context = context
+        self._n_vocab = n_vocab
+        self._places: dict[int, _Place] = {}
+        self.draws: Sequence[tuple[int, Sampler]] = ()
+        """Sequence and sampler of each draw after the next `prepare`."""
+        self.on_device: set[int] = set()
+        """Sequences whose rows the last batch sampled on the device."""
+        self.n_set = 0
+        """Number of chains that were set or removed, each of which makes llama.cpp build its graph again."""
+        self._refused: set[ChainSpec] = set()
+        """Chains that the device cannot compute as a whole."""
+
+    def prepare(self, runs: Sequence[Run]) -> None:
+        """Have the chains of the sequences of a batch be those of `draws`, and no others where the host samples."""
+        draws, self.draws, self.on_device = self.draws, (), set()
+        # Several requests draw from one row on the host.
+        n_draws = Counter(seq for seq, _ in draws)
+        samplers = {seq: each for seq, each in draws if isinstance(each, DeviceSampler) and n_draws[seq] == 1}
+        if not samplers and not self._places:
+            return
+        for run in runs:
+            if not run.n_outputs and run.targets is None:
+                continue
+            sampler = samplers.get(run.seq) if run.n_outputs == 1 and run.targets is None else None
+            if sampler is not None and self._fits(run.seq, sampler.spec):
+                sampler.move_to(self._places[run.seq])
+                self.on_device.add(run.seq)
+            elif run.seq in self._places:
+                self._remove(run.seq)
+
+    def token(self, row: int, sampler: DeviceSampler) -> int:
+        """Return the token sampled for a row of the last batch; `NO_TOKEN` if its logits were not valid."""
+        sampler.check_open()
+        token = int(llama_cpp.llama_get_sampled_token_ith(self._context, row))
+        n = llama_cpp.llama_get_sampled_probs_count_ith(self._context, row)
+        if not 0 <= token < self._n_vocab or not n:
+            return NO_TOKEN
+        probs = llama_cpp.llama_get_sampled_probs_ith(self._context, row)
+        if np.isnan(np.ctypeslib.as_array(probs, (n,))).any():
+            return NO_TOKEN
+        sampler.accept(token)
+        return token
+
+    def close(self) -> None:
+        """Free the chains, after the context was freed. Their states go back to the requests' samplers."""
+        for place in self._places.values():
+            if place.sampler is not None:
+                place.sampler.leave()
+            llama_cpp.llama_sampler_free(place.chain)
+        self._places.clear()
+
+    def _fits(self, seq: int, spec: ChainSpec) -> bool:
+        """Have a sequence's chain be the given one; False if the device cannot compute it."""
+        place = self._places.get(seq)
+        if place is not None and place.spec == spec:
+            return True
+        if spec in self._refused:
+            return False
+        chain = spec.make(self._n_vocab, seed=0)
+        if place is not None:
+            self._remove(seq)
+        self.n_set += 1
+        is_set = llama_cpp.llama_set_sampler(self._context, seq, chain)
+        self._places[seq] = _Place(spec, chain)
+        if not is_set or not _runs_on_device(chain):
+            self._refused.add(spec)
+            self._remove(seq)
+            return False
+        return True
+
+    def _remove(self, seq: int) -> None:
+        place = self._places.pop(seq)
+        if place.sampler is not None:
+            place.sampler.leave()
+        llama_cpp.llama_set_sampler(self._context, seq, None)
+        self.n_set += 1
+        llama_cpp.llama_sampler_free(place.chain)
+
+
+def _runs_on_device(chain: Any) -> bool:
+    """Return True if no sampler of a chain that was set runs on the host: their names then begin with `-`."""
+    n = llama_cpp.llama_sampler_chain_n(chain)
+    names = (llama_cpp.llama_sampler_name(llama_cpp.llama_sampler_chain_get(chain, i)) for i in range(n))
+    return all(name[:1] in (b"+", b"?") for name in names)

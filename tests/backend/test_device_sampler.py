@@ -1,0 +1,369 @@
+"""Sampling on the device: the distribution, the state and the fallback of llama.cpp's chains in the graph.
+
+The device is the CPU here, which computes the same graph.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import llama_cpp
+import numpy as np
+import numpy.typing as npt
+import pytest
+from llguidance import LLMatcher
+
+from llamaslot.backend.llama import LlamaBackend, LlamaSettings
+from llamaslot.backend.llama.sampling.device_sampler import ChainSpec, DeviceSampler
+from llamaslot.backend.llama.sampling.sampler import LlamaSampler
+from llamaslot.base.backend import Run, Sampler, Status
+from llamaslot.base.commands import Constraint
+from llamaslot.base.generation.sampling import Sampling
+from llamaslot.base.kv_ops import Copy, Remove
+from llamaslot.base.tokens import Tokens
+
+N_SLOTS = 32
+N_DRAWS = 20_000
+START = 300
+"""The token before all others."""
+DEFAULT = Sampling()
+GREEDY = Sampling(temperature=0.0)
+TOP_K = Sampling(temperature=1.0, top_k=40, top_p=1.0, min_p=0.0)
+
+
+def changed(sampling: Sampling, **fields: object) -> Sampling:
+    return Sampling(**{name: getattr(sampling, name) for name in sampling.__struct_fields__} | fields)
+
+
+def ids(tokens: Sequence[int]) -> Tokens:
+    return np.array(tokens, dtype=np.int32)
+
+
+class Streams:
+    """A backend whose slots all compute the same token."""
+
+    def __init__(self, model: Path) -> None:
+        settings = LlamaSettings(
+            model, n_ctx=2048, n_slots=N_SLOTS, n_cache_seqs=1, n_ubatch=64, n_threads=1, backend_sampling="on"
+        )
+        self.backend = LlamaBackend(settings)
+        self.n_vocab = self.backend.vocab.n_tokens
+        assert self.backend.decode([Run(0, 0, ids([START]), 1)]).status is Status.OK
+        self.logits = self.backend._logits(0).astype(np.float64)
+        self.backend.change(Remove(0, 0))
+
+    @property
+    def n_set(self) -> int:
+        """Number of times that a chain was set or removed."""
+        return self.backend.n_chains_set
+
+    def sampler(self, sampling: Sampling, history: Sequence[int] = ()) -> DeviceSampler:
+        sampler = self.backend.new_sampler(sampling, ids(history))
+        assert isinstance(sampler, DeviceSampler)
+        return sampler
+
+    def step(self, draws: Sequence[tuple[int, Sampler]], tokens: Sequence[int] = ()) -> list[int]:
+        """Compute a token in the sequence of each draw, START if none is given, and draw the next one."""
+        backend = self.backend
+        tokens = tokens or [START] * len(draws)
+        runs = [
+            Run(seq, backend.seq_len(seq), ids([token]), 1) for (seq, _), token in zip(draws, tokens, strict=True)
+        ]
+        backend.attach(draws)
+        assert backend.decode(runs).status is Status.OK
+        return [token for (token,) in backend.sample(draws)]
+
+    def clear(self) -> None:
+        for seq in range(self.backend.n_seqs):
+            self.backend.change(Remove(seq, 0))
+
+    def text(self, sampling: Sampling, n: int, seq: int = 0, history: Sequence[int] = ()) -> list[int]:
+        """Draw `n` tokens, each after the one before."""
+        sampler = self.backend.new_sampler(sampling, ids(history))
+        tokens = [START]
+        for _ in range(n):
+            tokens += self.step([(seq, sampler)], tokens[-1:])
+        sampler.close()
+        self.clear()
+        return tokens[1:]
+
+
+@pytest.fixture(scope="module")
+def streams(tiny_model: Path) -> Iterator[Streams]:
+    streams = Streams(tiny_model)
+    yield streams
+    streams.backend.close()
+
+
+def distribution(
+    sampling: Sampling, logits: npt.NDArray[np.float64], history: Sequence[int]
+) -> npt.NDArray[np.float64]:
+    """Return the probability of each token, by the definition of each sampler in the default order."""
+    logits = logits.copy()
+    for token, bias in sampling.logit_bias.items():
+        logits[token] += bias
+    for token in set(history[-sampling.repeat_last_n :]) if sampling.repeat_last_n else ():
+        count = list(history[-sampling.repeat_last_n :]).count(token)
+        logits[token] *= sampling.repeat_penalty if logits[token] <= 0 else 1 / sampling.repeat_penalty
+        logits[token] -= count * sampling.frequency_penalty + sampling.presence_penalty
+    order = np.argsort(-logits, kind="stable")[: sampling.top_k]
+    kept = logits[order]
+    weights = np.exp(kept - kept[0])
+    below = np.cumsum(weights / weights.sum()) - weights / weights.sum()
+    kept = kept[below < sampling.top_p]
+    kept = kept[kept >= kept[0] + math.log(sampling.min_p)] if sampling.min_p else kept
+    weights = np.exp((kept - kept[0]) / sampling.temperature)
+    result = np.zeros(len(logits))
+    result[order[: len(kept)]] = weights / weights.sum()
+    return result
+
+
+def assert_drawn_from(counts: npt.NDArray[np.int64], expected: npt.NDArray[np.float64]) -> None:
+    """Pearson's chi-square test, at a significance of 1e-6."""
+    n = int(counts.sum())
+    assert not counts[expected == 0].any()
+    # Rare tokens count as one, so that each class is expected at least five times.
+    is_rare = expected * n < 5
+    observed = np.append(counts[~is_rare], counts[is_rare].sum())
+    wanted = np.append(expected[~is_rare], expected[is_rare].sum()) * n
+    observed, wanted = observed[wanted > 0], wanted[wanted > 0]
+    statistic = float(((observed - wanted) ** 2 / wanted).sum())
+    n_free = len(wanted) - 1
+    assert n_free > 2, "too few classes to tell anything"
+    # Wilson and Hilferty's approximation of the quantile; 4.75 standard deviations.
+    bound = n_free * (1 - 2 / (9 * n_free) + 4.75 * math.sqrt(2 / (9 * n_free))) ** 3
+    assert statistic < bound, (statistic, bound)
+
+
+def _with_typical(make: Callable[[ChainSpec, int, int], Any]) -> Callable[..., Any]:
+    """A chain in which a sampler without a device's part stands before the last one."""
+
+    def made(spec: ChainSpec, n_vocab: int, seed: int) -> Any:
+        chain = make(spec, n_vocab, seed)
+        last = llama_cpp.llama_sampler_chain_remove(chain, llama_cpp.llama_sampler_chain_n(chain) - 1)
+        llama_cpp.llama_sampler_chain_add(chain, llama_cpp.llama_sampler_init_typical(0.9, 0))
+        llama_cpp.llama_sampler_chain_add(chain, last)
+        return chain
+
+    return made
+
+
+LIKELY = (3, 300, 301, 302)
+CASES = {
+    "top-k": (TOP_K, ()),
+    "top-p": (changed(TOP_K, top_p=0.7), ()),
+    "min-p": (changed(TOP_K, min_p=0.1), ()),
+    "temperature": (changed(TOP_K, temperature=0.5), ()),
+    "high temperature": (changed(TOP_K, temperature=2.0), ()),
+    "repeat penalty": (changed(TOP_K, repeat_penalty=1.7), LIKELY),
+    "presence penalty": (changed(TOP_K, presence_penalty=0.7), LIKELY),
+    "frequency penalty": (changed(TOP_K, frequency_penalty=0.4), (*LIKELY, 300, 300, 302)),
+    "short window": (changed(TOP_K, presence_penalty=3.0, repeat_last_n=2), LIKELY),
+    "biases": (changed(TOP_K, logit_bias={300: 2.0, 301: -1.0, 302: -math.inf}), ()),
+    "default": (DEFAULT, ()),
+    "all": (
+        changed(DEFAULT, repeat_penalty=1.2, frequency_penalty=0.2, logit_bias={5: 1.5}, top_p=0.9, min_p=0.1),
+        LIKELY,
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("sampling", "history"),
+    [
+        pytest.param(*case, id=name, marks=() if name in ("default", "all") else pytest.mark.slow)
+        for name, case in CASES.items()
+    ],
+)
+def test_draws_have_the_distribution_of_their_samplers(
+    streams: Streams, sampling: Sampling, history: Sequence[int]
+) -> None:
+    counts = np.zeros(streams.n_vocab, dtype=np.int64)
+    best = np.argsort(-streams.logits)[:4].tolist()
+    # The names of tokens stand for likely ones, on which penalties and biases have an effect.
+    names = dict(zip(LIKELY, best, strict=True))
+    history = [names[token] for token in history]
+    sampling = changed(
+        sampling, logit_bias={names.get(token, token): b for token, b in sampling.logit_bias.items()}
+    )
+    n_set = None
+    for first in range(0, N_DRAWS, N_SLOTS):
+        draws = [(seq, streams.sampler(changed(sampling, seed=first + seq), history)) for seq in range(N_SLOTS)]
+        np.add.at(counts, streams.step(draws), 1)
+        assert len(streams.backend._chains.on_device) == N_SLOTS
+        for _, sampler in draws:
+            sampler.close()
+        streams.clear()
+        n_set = n_set or streams.n_set
+    assert streams.n_set == n_set, "a request with the same parameters needs no new chain"
+    assert_drawn_from(counts, distribution(sampling, streams.logits, history))
+
+
+def test_seeds_are_reproducible_whatever_runs_beside(streams: Streams) -> None:
+    sampling = changed(DEFAULT, temperature=1.5, seed=11)
+    alone = streams.text(sampling, 12)
+    assert streams.text(sampling, 12, seq=5) == alone
+    assert streams.text(changed(sampling, seed=12), 12) != alone
+    samplers: list[tuple[int, Sampler]] = [
+        (seq, streams.sampler(changed(sampling, seed=seed))) for seq, seed in ((3, 12), (4, 11), (9, 13))
+    ]
+    texts = [[START] for _ in samplers]
+    for _ in range(12):
+        for text, token in zip(texts, streams.step(samplers, [text[-1] for text in texts]), strict=True):
+            text.append(token)
+    streams.clear()
+    assert texts[1][1:] == alone
+    for _, sampler in samplers:
+        sampler.close()
+
+
+def test_a_seed_draws_what_it_draws_on_the_host(streams: Streams) -> None:
+    # Where top-p is on, since it sorts; the order of what top-k alone leaves is not defined.
+    for sampling in (
+        changed(DEFAULT, seed=3),
+        changed(DEFAULT, seed=4, temperature=2.0),
+        changed(DEFAULT, seed=5, frequency_penalty=0.5, top_p=0.99),
+    ):
+        on_device = streams.text(sampling, 20)
+        streams.backend.samples_on_device = False
+        try:
+            assert streams.text(sampling, 20) == on_device
+        finally:
+            streams.backend.samples_on_device = True
+
+
+@pytest.mark.parametrize("penalty", [1.0, 1.3])
+def test_a_request_keeps_its_state_when_it_moves_to_another_sequence(streams: Streams, penalty: float) -> None:
+    sampling = changed(DEFAULT, temperature=1.5, seed=4, repeat_penalty=penalty)
+    expected = streams.text(sampling, 10)
+    sampler, other = streams.sampler(sampling), streams.sampler(changed(sampling, seed=5))
+    text = [START]
+    for i in range(10):
+        seq = 7 if i < 5 else 8
+        if i == 5:
+            streams.backend.change(Copy(7, 8, 0, i))
+            streams.backend.change(Remove(7, 0))
+        text += streams.step([(seq, sampler)], text[-1:])
+        # Another request takes the sequence between two steps of this one, as after a preemption.
+        if i in (2, 6):
+            n = streams.backend.seq_len(seq)
+            streams.step([(seq, other)], [START])
+            streams.backend.change(Remove(seq, n))
+    assert text[1:] == expected
+    streams.clear()
+    sampler.close()
+    other.close()
+
+
+def test_a_batch_may_mix_device_host_and_grammar(streams: Streams) -> None:
+    greedy = streams.text(GREEDY, 6)
+    sampled = streams.text(changed(DEFAULT, seed=2), 6)
+    scored = changed(GREEDY, n_probs=3)
+    digits = streams.backend.compile(Constraint(LLMatcher.grammar_from_lark("start: /[0-9]{40}/"), "grammar"))
+    constrained = streams.backend.new_sampler(GREEDY, ids([]), digits)
+    samplers: list[tuple[int, Sampler]] = [
+        (0, streams.sampler(GREEDY)),
+        (1, streams.backend.new_sampler(scored, ids([]))),
+        (2, streams.sampler(changed(DEFAULT, seed=2))),
+        (3, constrained),
+    ]
+    assert isinstance(samplers[1][1], LlamaSampler)
+    texts = [[START] for _ in samplers]
+    for _ in range(6):
+        for text, token in zip(texts, streams.step(samplers, [text[-1] for text in texts]), strict=True):
+            text.append(token)
+        assert streams.backend._chains.on_device == {0, 2}
+        assert len(samplers[1][1].scores) == 1
+        constrained.advance(forced=(), fast_forward=False)
+    streams.clear()
+    assert texts[0][1:] == texts[1][1:] == greedy
+    assert texts[2][1:] == sampled
+    assert streams.backend.vocab.detokenize(texts[3][1:]).decode().isdigit()
+    for _, sampler in samplers:
+        sampler.close()
+
+
+def test_requests_that_share_a_row_draw_from_it_on_the_host(streams: Streams) -> None:
+    samplers: list[tuple[int, Sampler]] = [(0, streams.sampler(changed(DEFAULT, seed=seed))) for seed in range(40)]
+    streams.backend.attach(samplers)
+    assert streams.backend.decode([Run(0, 0, ids([START]), 1)]).status is Status.OK
+    drawn = streams.backend.sample(samplers)
+    assert not streams.backend._chains.on_device
+    assert len(set(drawn)) > 1
+    streams.clear()
+    alone = [streams.text(changed(DEFAULT, seed=seed), 1) for seed in range(40)]
+    assert [list(each) for each in drawn] == alone
+    for _, sampler in samplers:
+        sampler.close()
+
+
+def test_drafts_are_drawn_on_the_host_and_go_on_on_the_device(streams: Streams) -> None:
+    sampling = changed(DEFAULT, temperature=1.2, seed=6)
+    expected = streams.text(sampling, 8)
+    sampler = streams.sampler(sampling)
+    text = [START, *streams.step([(0, sampler)])]
+    # Two right tokens and a wrong one.
+    draft = [*expected[1:3], START]
+    streams.backend.attach([(0, sampler)])
+    run = Run(0, 1, ids([text[-1], *draft]), n_outputs=4)
+    assert streams.backend.decode([run]).status is Status.OK
+    ((*tokens,),) = streams.backend.sample([(0, sampler)])
+    assert tokens == expected[1:4]
+    streams.backend.change(Remove(0, 4))
+    text += tokens
+    for _ in range(4):
+        text += streams.step([(0, sampler)], text[-1:])
+    assert streams.backend._chains.on_device == {0}
+    assert text[1:] == expected
+    streams.clear()
+    sampler.close()
+
+
+REFUSED = {
+    "no top-k": changed(DEFAULT, top_k=0),
+    "top-k not first": changed(DEFAULT, samplers=("top_p", "top_k", "temperature")),
+    "large top-k": changed(DEFAULT, top_k=100_000),
+    "dynamic temperature": changed(DEFAULT, dynatemp_range=0.5),
+    "minimum kept": changed(DEFAULT, min_keep=3),
+    "typical": changed(DEFAULT, typical_p=0.5),
+    "top-n-sigma": changed(DEFAULT, top_n_sigma=1.0),
+    "XTC": changed(DEFAULT, xtc_probability=0.5),
+    "DRY": changed(DEFAULT, dry_multiplier=0.8),
+    "Mirostat": changed(DEFAULT, mirostat=2),
+    "adaptive-p": changed(DEFAULT, samplers=("top_k", "adaptive_p")),
+    "probabilities": changed(DEFAULT, n_probs=0),
+    "probabilities after sampling": changed(DEFAULT, n_probs=5, post_sampling_probs=True),
+    "penalties over the context": changed(DEFAULT, repeat_penalty=1.2, repeat_last_n=2000),
+}
+
+
+@pytest.mark.parametrize("sampling", REFUSED.values(), ids=REFUSED)
+def test_what_the_device_cannot_do_is_done_on_the_host(streams: Streams, sampling: Sampling) -> None:
+    sampler = streams.backend.new_sampler(sampling, ids([]))
+    assert isinstance(sampler, LlamaSampler)
+    sampler.close()
+
+
+def test_a_chain_that_the_device_computes_only_in_part_is_not_used(
+    streams: Streams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ChainSpec, "make", _with_typical(ChainSpec.make))
+    sampler = streams.sampler(changed(DEFAULT, top_p=0.123))
+    for _ in range(2):
+        n_set = streams.n_set
+        streams.step([(0, sampler)])
+        assert not streams.backend._chains.on_device
+    assert streams.n_set == n_set, "not tried again"
+    streams.clear()
+    sampler.close()
+
+
+def test_greedy_takes_the_first_of_equal_logits_and_reports_invalid_ones(streams: Streams) -> None:
+    best = int(streams.logits.argmax())
+    assert streams.text(GREEDY, 1) == [best]
+    assert streams.text(changed(GREEDY, logit_bias={best: -math.inf}), 1) == [int(np.argsort(-streams.logits)[1])]
+    nothing = dict.fromkeys(range(streams.n_vocab), -math.inf)
+    assert streams.text(changed(GREEDY, logit_bias=nothing), 1) == [-1]
