@@ -177,6 +177,12 @@ class ReplyOptions(msgspec.Struct, frozen=True):
     chat: ChatToStore | None = None
     """A chat that is to be stored."""
 
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of the parts of the body that are kept for the reply, or to be stored with it."""
+        chat = len(self.chat.messages) if self.chat is not None else 0
+        return len(self.response.echo) + len(self.response.input) + chat
+
 
 class Prepared(msgspec.Struct, frozen=True, tag="prepared"):
     """The prompts of a body, and the options of its reply."""

@@ -94,8 +94,12 @@ def lane_of(job: Job) -> int:
         return LONG_LANE if is_long_query(job) else PROMPT_LANE
     if job.may_compile:
         return GRAMMAR_LANE
-    n_bytes = len(job.body) + (job.earlier.size if job.earlier is not None else 0)
-    return LONG_LANE if n_bytes > _MAX_SHORT_BODY_BYTES else PROMPT_LANE
+    return PROMPT_LANE if is_short(job) else LONG_LANE
+
+
+def is_short(job: Prepare) -> bool:
+    """True if a body, with the earlier items that it names, is short enough for the prompt lane."""
+    return len(job.body) + (job.earlier.size if job.earlier is not None else 0) <= _MAX_SHORT_BODY_BYTES
 
 
 @dataclass(slots=True, eq=False)

@@ -39,7 +39,7 @@ from llamaslot.base.text_records import RememberedReply, Session, TextAnchor, Te
 from llamaslot.base.threads import started_executor
 from llamaslot.base.tokens import n_common, unpacked
 from llamaslot.prompts.divergences import EarlierPrompts
-from llamaslot.prompts.lanes import JOBS_AT_ONCE, PROMPT_LANE, activity_of, lane_of
+from llamaslot.prompts.lanes import JOBS_AT_ONCE, PROMPT_LANE, activity_of, is_short, lane_of
 from llamaslot.prompts.remembering import PromptContext
 from llamaslot.prompts.tokenizer import Tokenizer
 from llamaslot.protocol.request_reader import RequestReader
@@ -179,7 +179,8 @@ class PromptWorker:
         is_run, chat = job.purpose == "run", contexts[0].request.chat
         if job.purpose != "warm":
             # What is warmed has no reply to be remembered.
-            is_predicted = self._predicts and is_run and chat is not None and chat.returns
+            # Of a long body too much would be kept, and the prediction would take long.
+            is_predicted = self._predicts and is_run and chat is not None and chat.returns and is_short(job)
             self._requests[job.context.request_id] = _Request(contexts, job if is_predicted else None)
         shows_text = is_run and (job.context.shows_prompt or options.verbose)
         return Prepared(

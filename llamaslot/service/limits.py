@@ -111,7 +111,7 @@ class AheadBudget:
 
 
 class ReplyBudget:
-    """Bytes that replies take while they are generated and sent, by owner.
+    """Bytes that replies take while they are generated and sent, and parts of bodies until then, by owner.
 
     An owner (`Caller.owner`) may take as much as it leaves free, so one alone gets half, and there is always room
     for the next one.
@@ -133,7 +133,7 @@ class ReplyBudget:
         if n_bytes > 0 and self.n_bytes > n_own and not self._bytes.may_add(owner, n_bytes, MAX_REPLY_BYTES):
             n_owner = self._bytes[owner] + n_bytes
             raise QueueFullError(
-                f"unfinished and unread replies of this client take {n_owner / _MIB:.0f} MiB; "
+                f"requests and unread replies of this client take {n_owner / _MIB:.0f} MiB; "
                 "try later, send fewer requests at once, or ask for less",
                 retry_after=1,
             )

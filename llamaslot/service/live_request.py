@@ -173,7 +173,7 @@ Sink: TypeAlias = Callable[[Completion, Output], None]
 class LiveRequest:
     """A request whose reply is not complete. `next_batch` returns the events of its completions.
 
-    What they produce is charged to the owner's share of `budget`.
+    What they produce, and what is kept of the body, is charged to the owner's share of `budget`.
     """
 
     def __init__(self, caller: Caller, deadline: float | None, capacity: Capacity, budget: ReplyBudget) -> None:
@@ -285,7 +285,7 @@ class LiveRequest:
             if self._sink is None or not isinstance(event, Output) or not can_pass:
                 if isinstance(event, Output):
                     # The client of a stream may read slowly.
-                    self._charge(_waiting_bytes(event))
+                    self.charge(_waiting_bytes(event))
                 self._queue.put_nowait((completion, event))
             else:
                 self._add(completion, event)
@@ -297,7 +297,7 @@ class LiveRequest:
         match event:
             case Output() | Finished():
                 if isinstance(event, Output):
-                    self._charge(-_waiting_bytes(event))
+                    self.charge(-_waiting_bytes(event))
                 try:
                     self._add(completion, event)
                 except LlamaslotError as error:
@@ -319,9 +319,10 @@ class LiveRequest:
             if self._n_probs > self._probs.most:
                 raise self._probs.error(f"already has {self._n_probs}")
             n_bytes *= self._probs.n_copies
-        self._charge(n_bytes)
+        self.charge(n_bytes)
 
-    def _charge(self, n_bytes: int) -> None:
+    def charge(self, n_bytes: int) -> None:
+        """Count bytes that are kept until the end; raises `QueueFullError` if the owner has too many."""
         if self.is_closed:
             return
         self._budget.charge(self.caller.owner, n_bytes, n_own=self._n_bytes)

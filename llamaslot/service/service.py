@@ -91,6 +91,8 @@ _log = structlog.get_logger(__name__)
 _R = TypeVar("_R", bound=msgspec.Struct)
 _T = TypeVar("_T")
 
+_AHEAD_PAUSE_S = 0.1
+"""Time without a request after a reply until its next turn is predicted."""
 _POLL_S = 0.01
 """Time between two looks at whether all requests have ended."""
 
@@ -146,6 +148,8 @@ class Service:
         self._unwritten: list[TextRecord] = []
         """New records that no engine has got yet."""
         self._is_closing = False
+        self._n_prepared = 0
+        """Requests so far."""
         self.stopped: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         """Done when the engine has ended; its result is the reason, empty after an ordinary stop."""
 
@@ -184,6 +188,7 @@ class Service:
         Raises what `Capacity.check` raises, and `InvalidRequestError` or `ContextSizeError` for what cannot run.
         """
         live.reserve(1, live.client)
+        self._n_prepared += 1
         live.id, live.prepared_at = job.context.request_id, self._clock()
         try:
             prepared = await self._prepared(job, find)
@@ -195,6 +200,7 @@ class Service:
             raise prepared.error.exception()
         live.prompts, live.options = prepared.prompts, prepared.options
         live.texts, live.echoes = prepared.texts, prepared.echoes
+        live.charge(live.options.n_bytes + sum(map(len, (*live.texts, *live.echoes))))
         # Its body may name another client.
         live.reserve(
             sum(each.params.n for each in live.prompts) if job.purpose == "run" else 1,
@@ -484,10 +490,16 @@ class Service:
         job = NextTurn(live.id, generated.packed_tokens, generated.n_sent, completion.id, n_left)
         # The prompt worker releases the request.
         live.id = ""
-        self._spawn(self._compute_ahead(self._prompts.call(job)))
+        self._spawn(self._compute_ahead(job))
 
-    async def _compute_ahead(self, predicting: asyncio.Future[PredictedPrompt | None]) -> None:
-        predicted = await predicting
+    async def _compute_ahead(self, job: NextTurn) -> None:
+        # A program continues at once, and its prompt would wait for the prediction.
+        n_before = self._n_prepared
+        await asyncio.sleep(_AHEAD_PAUSE_S)
+        if self._n_prepared != n_before or self._is_closing:
+            _ignored(self._prompts.call(Release(job.request_id)))
+            return
+        predicted: PredictedPrompt | None = await self._prompts.call(job)
         if predicted is None:
             return
         self._unwritten += predicted.records

@@ -216,6 +216,31 @@ async def test_a_request_fails_whose_client_has_too_many_replies(
     assert MAX_REPLY_BYTES == 64 * 2**20
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/responses", {"input": [{"role": "user", "content": "hi", "junk": "x" * 10_000}]}),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "hi", "junk": "x" * 10_000}], "store": True},
+        ),
+    ],
+    ids=["items", "stored chat"],
+)
+async def test_what_is_kept_of_a_body_is_counted(
+    start: Any, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
+) -> None:
+    server = await start()
+    monkeypatch.setattr(limits, "MAX_REPLY_BYTES", 20_000)
+    server.service.reply_budget.charge("other", 15_000)
+    status, reply = await server.post(path, body)
+    assert (status, reply["error"]["type"]) == (429, "rate_limit_error")
+    await server.idle()
+    assert server.service.reply_budget.n_bytes == 15_000
+    server.service.reply_budget.charge("other", -15_000)
+    assert (await server.post(path, body))[0] == 200
+
+
 LONG = "x" * 400_000
 ECHOED: list[tuple[str, Any]] = [
     ("/v1/chat/completions", {"messages": MESSAGES, "tools": [{"type": LONG, "function": {"name": "f"}}]}),

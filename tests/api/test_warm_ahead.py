@@ -12,7 +12,8 @@ from llamaslot.base.commands import CacheCleared, ClearCache, DropPaths, Generat
 from llamaslot.base.namespaces import salt_namespace
 from llamaslot.base.prompt_jobs import ClearTexts
 from llamaslot.base.tokens import TokenizedPrompt, ids_of, packed
-from llamaslot.prompts.prompt_worker import MIN_NEW_TOKENS
+from llamaslot.prompts import lanes
+from llamaslot.prompts.prompt_worker import MIN_NEW_TOKENS, PromptWorker
 from tests.api.test_restored_messages import CALL, QUESTION, TEMPLATE, chats, reply_of, results, without_reasoning
 from tests.fake_backend import FakeBackend
 
@@ -169,6 +170,33 @@ async def test_nothing_is_computed_ahead_while_others_are_served(start: Any) -> 
     capacity.count("another client", -1)
     await ours.turn()
     assert await settled(chat.server) > before
+
+
+async def test_a_turn_that_follows_at_once_waits_for_no_prediction(
+    start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    predicted = []
+    predict = PromptWorker._next_turn
+    monkeypatch.setattr(
+        PromptWorker, "_next_turn", lambda worker, job: predicted.append(job) or predict(worker, job)
+    )
+    chat = await chats(start, *REPLIES, warm_ahead=10_000)
+    messages: list[dict[str, Any]] = []
+    for _ in range(3):
+        messages.append(QUESTION)
+        messages.append(without_reasoning(reply_of(await chat.ask(*messages))))
+    assert not predicted
+    assert await settled(chat.server) > 0
+    assert len(predicted) == 1
+
+
+async def test_of_a_long_body_nothing_is_kept_or_predicted(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lanes, "_MAX_SHORT_BODY_BYTES", 100)
+    chat = await chats(start, *REPLIES, warm_ahead=10_000)
+    ours = Conversation(chat)
+    for _ in range(3):
+        await ours.turn()
+    assert await settled(chat.server) == 0
 
 
 async def test_what_runs_in_the_background_makes_way_and_leaves_nothing_behind(start: Any) -> None:

@@ -1,8 +1,8 @@
 """Sampling on the device: as part of llama.cpp's graph, so that no row of logits is copied to the host.
 
 llama.cpp has one chain of samplers for each sequence. When a chain is set, the next decode reserves memory and
-builds its graph again (fact 37). So a sequence keeps its chain from one request to the next. A request with the same
-parameters brings only its state: the random numbers drawn so far, and the tokens that the penalties count.
+builds its graph again (fact 37). So a sequence keeps its chain from one request to the next. A request with the
+same parameters brings only its state: the random numbers drawn so far, and the tokens that the penalties count.
 """
 
 from __future__ import annotations
