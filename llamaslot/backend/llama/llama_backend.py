@@ -186,12 +186,12 @@ class LlamaBackend:
 
     def sample(self, draws: Sequence[tuple[int, Sampler]]) -> list[tuple[int, ...]]:
         """Sample for each sequence id and its sampler: drafted tokens as far as it chooses them, and one more."""
-        sampled = []
+        sampled: list[tuple[int, ...]] = []
         for seq, sampler in draws:
             if not isinstance(sampler, LlamaSampler | DeviceSampler) or seq not in self._rows:
                 raise kv_ops.IllegalCallError(f"sequence {seq} has no logits or a foreign sampler")
             first, draft = self._rows[seq]
-            if seq in self._chains.on_device:
+            if isinstance(sampler, DeviceSampler) and seq in self._chains.on_device:
                 sampled.append((self._chains.token(first, sampler),))
                 continue
             sampler.scores.clear()
@@ -223,7 +223,7 @@ class LlamaBackend:
         if result.outcome == "pending":
             return False
         info = self.info
-        known = info.kv_cost, info.step_cost, info.state_cost
+        known = info.kv_cost, info.step_cost, info.state_cost, info.samples_faster
         measured = Measurements(*known, result, has_costs=not info.costs_pending)
         self._keep(measured)
         self._set_measured(measured, is_later=True)

@@ -145,7 +145,8 @@ class DeviceSampler:
         """Take the state back from a sequence's chain."""
         if self.place is not None:
             llama_cpp.llama_sampler_copy(self.place.chain, self._chain)
-            self.place.sampler = self.place = None
+            self.place.sampler = None
+            self.place = None
 
     def choose(self, logits: Logits) -> int:
         """Return the next token, chosen on the host from a row of logits; `NO_TOKEN` if they are not valid."""
@@ -182,7 +183,8 @@ class DeviceSampler:
             raise IllegalCallError("a sampler was closed twice")
         self._closed = True
         if self.place is not None:
-            self.place.sampler = self.place = None
+            self.place.sampler = None
+            self.place = None
         llama_cpp.llama_sampler_free(self._chain)
 
 
