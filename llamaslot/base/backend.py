@@ -224,6 +224,14 @@ class Backend(Protocol):
         With `start` at `end` it is a checkpoint. Raises `ValueError` if `kv` does not have the size of either.
         """
 
+    @property
+    def n_device_sampled(self) -> int:
+        """Number of tokens sampled on the device so far."""
+
+    @property
+    def n_sampler_changes(self) -> int:
+        """Number of changes of a sequence's samplers on the device, each of which takes time."""
+
     def attach(self, draws: Sequence[tuple[int, Sampler]]) -> None:
         """Announce the draws of `sample` after the next `decode`, so that those that can are made on the device."""
 

@@ -374,4 +374,8 @@ class EngineState(msgspec.Struct):
     n_decoded_tokens: int = 0
     n_busy_slots_total: int = 0
     """Sum over decode calls of the slots that took part."""
+    n_device_sampled: int = 0
+    """Tokens sampled on the device."""
+    n_sampler_changes: int = 0
+    """Changes of a sequence's samplers on the device."""
     cache: CacheStats = msgspec.field(default_factory=CacheStats)

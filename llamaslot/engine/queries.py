@@ -128,6 +128,8 @@ class Queries:
             n_decode_calls=self._n_decode_calls,
             n_decoded_tokens=self._n_decoded,
             n_busy_slots_total=self._n_busy_slots,
+            n_device_sampled=self._backend.n_device_sampled,
+            n_sampler_changes=self._backend.n_sampler_changes,
             cache=scheduler.cache_stats(),
         )
 

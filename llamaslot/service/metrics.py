@@ -38,6 +38,12 @@ _REQUEST_COUNTERS = (
 _COUNTERS = (
     ("llamacpp:n_decode", "Calls of llama_decode.", "n_decode_calls"),
     ("llamaslot_decoded_tokens", "Tokens of requests that were sent to llama_decode.", "n_decoded_tokens"),
+    ("llamaslot_device_sampled_tokens", "Tokens sampled on the device (--backend-sampling).", "n_device_sampled"),
+    (
+        "llamaslot_sampler_changes",
+        "Changes of a sequence's samplers on the device, each of which makes llama.cpp build its graph again.",
+        "n_sampler_changes",
+    ),
     ("llamaslot_prefix_cache_miss_requests", "Requests that reused nothing.", "cache.requests.misses"),
     ("llamaslot_prefix_cache_anchored_requests", "Hits that used an anchor's tokens.", "cache.requests.anchored"),
     (

@@ -58,7 +58,7 @@ class Streams:
     @property
     def n_set(self) -> int:
         """Number of times that a chain was set or removed."""
-        return self.backend.n_chains_set
+        return self.backend.n_sampler_changes
 
     def sampler(self, sampling: Sampling, history: Sequence[int] = ()) -> DeviceSampler:
         sampler = self.backend.new_sampler(sampling, ids(history))

@@ -155,8 +155,13 @@ class LlamaBackend:
         self._chains.draws = draws
 
     @property
-    def n_chains_set(self) -> int:
-        """Number of times that a sequence's samplers on the device were changed, each of which takes time."""
+    def n_device_sampled(self) -> int:
+        """Number of tokens sampled on the device so far."""
+        return self._chains.n_sampled
+
+    @property
+    def n_sampler_changes(self) -> int:
+        """Number of changes of a sequence's samplers on the device, each of which takes time."""
         return self._chains.n_set
 
     def compile(self, constraint: Constraint) -> CompiledConstraint:
@@ -299,7 +304,9 @@ class LlamaBackend:
             # A spare id would take as much memory as a slot (fact 3).
             n_ctx, n_seqs = info.part_cells * info.n_slots, info.n_slots
         made = loading.make_context(self._model, settings, n_ctx=n_ctx, n_seqs=n_seqs, n_threads=self._n_threads)
+        chains = self._chains
         self._use(made)
+        self._chains.n_set, self._chains.n_sampled = chains.n_set, chains.n_sampled
         self._kv = KvOperations(self._context, info, self.n_seqs, earlier=self._kv)
         # The arrays point to logits of the old context.
         self._rows, self._targets, self._views = {}, {}, {}

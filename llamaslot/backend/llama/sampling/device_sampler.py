@@ -211,6 +211,7 @@ class DeviceChains:
         """Sequences whose rows the last batch sampled on the device."""
         self.n_set = 0
         """Number of chains that were set or removed, each of which makes llama.cpp build its graph again."""
+        self.n_sampled = 0
         self._refused: set[ChainSpec] = set()
         """Chains that the device cannot compute as a whole."""
 
@@ -243,6 +244,7 @@ class DeviceChains:
         if np.isnan(np.ctypeslib.as_array(probs, (n,))).any():
             return NO_TOKEN
         sampler.accept(token)
+        self.n_sampled += 1
         return token
 
     def close(self) -> None:
