@@ -158,13 +158,15 @@ class NotSupportedError(LlamaslotError):
 
 
 class QueueFullError(LlamaslotError):
-    """Too many requests are in flight."""
+    """A limit is reached: of requests in flight, queries, or memory for bodies and replies."""
 
     type = "rate_limit_error"
 
 
 class UnavailableError(LlamaslotError):
-    """The model is still loading, or the server is shutting down."""
+    """The server cannot do this now: it is loading, restarting or stopping, something that is needed fails or is in
+    use, or the request is suspected of crashes.
+    """
 
     type = "unavailable_error"
 

@@ -31,7 +31,7 @@ class Started(msgspec.Struct, frozen=True, tag="started"):
 
 
 class Generated(msgspec.Struct, frozen=True):
-    """Tokens of a reply and the length of its text, for text anchors and sessions."""
+    """Tokens of a reply and the length of its text, for records of the token memory."""
 
     packed_tokens: bytes
     """All tokens that were generated."""

@@ -316,7 +316,7 @@ class DropSession(msgspec.Struct, frozen=True, tag="drop_session"):
 
 
 class ClearTexts(msgspec.Struct, frozen=True, tag="clear_texts"):
-    """Drop all text anchors, sessions and remembered replies."""
+    """Drop all records of the token memory."""
 
 
 Job: TypeAlias = (

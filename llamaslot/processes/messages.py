@@ -50,9 +50,11 @@ class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
     disk_line: str
     """Start line about the disk tier; empty without one."""
     records: tuple[TextRecord, ...] = ()
-    """Text anchors and sessions of an earlier process."""
-    remote_line: str = ""
-    """Start line about the remote tier; empty without one."""
+    """Records of the token memory of an earlier process."""
+    disk: DiskUse | None = None
+    """None without a disk tier."""
+    remote_address: str = ""
+    """Where the store of the remote tier is; empty without one."""
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):

@@ -66,7 +66,7 @@ def client_of(job: Job) -> str | None:
 _ACTIVITIES: dict[type[msgspec.Struct] | str, str] = {
     Locate: "finding where the prompt diverges",
     DropSession: "dropping the session",
-    ClearTexts: "dropping text anchors and sessions",
+    ClearTexts: "dropping records of the token memory",
     ListItems: "listing the items",
     **dict.fromkeys(("text", "native", "infill"), "tokenizing the prompt"),
     **dict.fromkeys(("chat", "messages", "responses", "compact", "any"), "rendering and tokenizing the messages"),

@@ -1,7 +1,6 @@
 """The prompt worker's process, started by `processes/prompt_supervisor.py` with the number of its socket.
 
-It has the vocabulary only. It ends with its parent, whose end closes the socket. `prompt_worker` is also used
-without a process of its own.
+It has the vocabulary only. It ends with its parent, whose end closes the socket.
 """
 
 from __future__ import annotations
