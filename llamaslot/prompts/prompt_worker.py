@@ -113,7 +113,7 @@ class PromptWorker:
             if not self._tokenizer.probe_cut_points():
                 _log.warning("text_anchors.off", reason="no control token of this vocabulary has exact cut points")
         except Exception:
-            _log.exception("prompt_worker.failed", job="prepare")
+            _log.exception("prompt_worker.failed", job="probe")
 
     def carry_out(self, job: Job, on_prompt: Callable[[], None] = lambda: None) -> Future[JobResult]:
         """Carry out a job on a thread of its lane. The future has its result or a `LlamaslotError`.
