@@ -261,7 +261,7 @@ class Tokenizer:
         if _n_leading_blanks(self._vocab.detokenize(own[: n_blanks + 4].tolist())) > n_blanks:
             return None
         prompt = TokenizedPrompt(
-            packed(np.concatenate([known, own])), n_restored=len(known), n_replies=restored.n_reply
+            packed(np.concatenate([known, own])), n_remembered=len(known), n_of_replies=restored.n_reply
         )
         if not request.session_id:
             return PromptContext(request, prompt)

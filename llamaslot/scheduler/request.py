@@ -461,7 +461,7 @@ class Request:
             n_read=min(self.n_read, self.n_cached),
             n_fetched=min(self.n_fetched, self.n_cached),
             n_anchored=self.prompt.n_anchored,
-            n_restored=self.prompt.n_replies,
+            n_restored=self.prompt.n_of_replies,
             session_match=self.prompt.session_match,
             n_approximate=self.prompt.n_approximate,
             miss=self.miss if self.has_started else "",
@@ -500,7 +500,7 @@ class ReuseStats:
         n_cached, requests, tokens = request.n_cached, self.requests, self.prompt_tokens
         tokens.total += request.n_prompt
         tokens.matched += n_cached
-        tokens.restored += request.prompt.n_replies
+        tokens.restored += request.prompt.n_of_replies
         tokens.hit_rate = tokens.matched / max(tokens.total, 1)
         if n_cached:
             requests.hits += 1
@@ -515,7 +515,7 @@ class ReuseStats:
             else:
                 requests.same_slot += 1
             requests.anchored += request.prompt.n_anchored > 0
-            requests.restored += request.prompt.n_replies > 0
+            requests.restored += request.prompt.n_of_replies > 0
             requests.in_session += request.prompt.session_match in ("exact", "extend", "diverge")
         else:
             requests.misses += 1
