@@ -166,10 +166,10 @@ class Stopped(msgspec.Struct, frozen=True, tag="stopped"):
     reason: str
 
 
-class SelfTestEnded(msgspec.Struct, frozen=True, tag="self_test_ended"):
+class ModelInfoChanged(msgspec.Struct, frozen=True, tag="model_info_changed"):
     """The self-test of reuse has ended, or the engine was restarted: facts about the model have changed."""
 
     info: ModelInfo
 
 
-Event: TypeAlias = Started | Output | Finished | Failed | Cancelled | Reply | SelfTestEnded | Stopped
+Event: TypeAlias = Started | Output | Finished | Failed | Cancelled | Reply | ModelInfoChanged | Stopped

@@ -23,7 +23,7 @@ from typing import Any
 import structlog
 
 from llamaslot.base.errors import ConfigError
-from llamaslot.base.events import Event, Finished, SelfTestEnded, Stopped
+from llamaslot.base.events import Event, Finished, ModelInfoChanged, Stopped
 from llamaslot.base.model import ModelInfo
 from llamaslot.processes.messages import (
     OVERDUE_STATUS,
@@ -173,7 +173,7 @@ class EngineSupervisor(Supervisor):
         else:
             _log.info("engine.restarted", pid=self.pid)
             # The last engine may have ended before its self-test, or this one has to run it again.
-            self._on_events([SelfTestEnded(info)])
+            self._on_events([ModelInfoChanged(info)])
             self._on_restarted()
 
     def _on_healthy(self) -> None:

@@ -50,9 +50,9 @@ from llamaslot.base.events import (
     Failed,
     Finished,
     Generated,
+    ModelInfoChanged,
     Output,
     Reply,
-    SelfTestEnded,
     Started,
     Stopped,
 )
@@ -287,7 +287,7 @@ class Service:
             match event:
                 case Reply():
                     self._resolve(event)
-                case SelfTestEnded(info):
+                case ModelInfoChanged(info):
                     # The backend does not know the limits that the server has chosen.
                     self.info = msgspec.structs.replace(info, checkpoint_limits=self.info.checkpoint_limits)
                 case Stopped(reason):

@@ -23,9 +23,9 @@ from llamaslot.base.events import (
     Event,
     Failed,
     Finished,
+    ModelInfoChanged,
     Output,
     Reply,
-    SelfTestEnded,
     Stopped,
 )
 from llamaslot.base.generation.sampling import Sampling
@@ -213,7 +213,7 @@ class LocalEngine:
 
     def _receive(self, events: list[Event]) -> None:
         self.service.receive(events)
-        self._outbox += [each for each in events if isinstance(each, SelfTestEnded | Stopped)]
+        self._outbox += [each for each in events if isinstance(each, ModelInfoChanged | Stopped)]
         self._flush()
 
     def _emit(self, *events: Any) -> None:
@@ -378,7 +378,7 @@ class Harness:
                 self.stopped = event
                 self._fail_replies(event)
                 continue
-            if isinstance(event, SelfTestEnded):
+            if isinstance(event, ModelInfoChanged):
                 continue
             if isinstance(event, Reply):
                 reply = self.replies[event.query_id]
