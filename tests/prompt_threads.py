@@ -25,7 +25,7 @@ from llamaslot.base.prompt_jobs import (
     RequestContext,
     RequestPolicy,
 )
-from llamaslot.base.stats import AnchorStats, ReplyStats, SessionStats
+from llamaslot.base.stats import AnchorStats, MessageStats, SessionStats
 from llamaslot.prompts.lanes import Lanes, PendingJob
 from llamaslot.prompts.prompt_worker import PromptWorker
 from llamaslot.prompts.tokenizer import Tokenizer
@@ -53,7 +53,7 @@ class LocalPrompts:
         return self.worker.chat_template
 
     @property
-    def stats(self) -> tuple[AnchorStats, SessionStats, ReplyStats]:
+    def stats(self) -> tuple[AnchorStats, SessionStats, MessageStats]:
         return self.worker.stats
 
     @property

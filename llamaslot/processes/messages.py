@@ -11,10 +11,10 @@ from llamaslot.base.errors import ErrorInfo
 from llamaslot.base.events import Event
 from llamaslot.base.model import ModelInfo
 from llamaslot.base.prompt_jobs import Job, JobResult, RequestPolicy
-from llamaslot.base.stats import AnchorStats, ReplyStats, SessionStats
+from llamaslot.base.stats import AnchorStats, MessageStats, SessionStats
 from llamaslot.base.text_records import TextRecord
 
-TextStats: TypeAlias = tuple[AnchorStats, SessionStats, ReplyStats]
+TextStats: TypeAlias = tuple[AnchorStats, SessionStats, MessageStats]
 """Counts of what is remembered, and estimated bytes."""
 
 OVERDUE_STATUS = 70
@@ -119,7 +119,7 @@ class JobDone(msgspec.Struct, frozen=True, tag="job_done"):
     number: int
     result: JobResult = None
     error: ErrorInfo | None = None
-    stats: TextStats = msgspec.field(default_factory=lambda: (AnchorStats(), SessionStats(), ReplyStats()))
+    stats: TextStats = msgspec.field(default_factory=lambda: (AnchorStats(), SessionStats(), MessageStats()))
 
 
 ToPrompts: TypeAlias = LoadVocab | SetModel | Stop | NumberedJob

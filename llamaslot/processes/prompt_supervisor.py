@@ -18,7 +18,7 @@ import structlog
 from llamaslot.base.commands import DropPaths
 from llamaslot.base.errors import InvalidRequestError, LlamaslotError, ServerError, UnavailableError
 from llamaslot.base.prompt_jobs import ClearTexts, DropSession, Job, NextTurn, PredictedPrompt, Prepare, Remember
-from llamaslot.base.stats import AnchorStats, ReplyStats, SessionStats
+from llamaslot.base.stats import AnchorStats, MessageStats, SessionStats
 from llamaslot.base.threads import ProcessTimes, process_times, starved_seconds
 from llamaslot.processes.messages import (
     FromPrompts,
@@ -67,7 +67,7 @@ class PromptSupervisor(Supervisor):
         self._model: SetModel | None = None
         self.chat_template = ""
         """Jinja source of the chat template in use."""
-        self.stats: TextStats = AnchorStats(), SessionStats(), ReplyStats()
+        self.stats: TextStats = AnchorStats(), SessionStats(), MessageStats()
         """Counts of what is remembered, and estimated bytes, as of the last job."""
         self.lanes = Lanes()
         self._is_ready = False

@@ -34,7 +34,7 @@ from llamaslot.base.prompt_jobs import (
     Release,
     Remember,
 )
-from llamaslot.base.stats import AnchorStats, ReplyStats, SessionStats
+from llamaslot.base.stats import AnchorStats, MessageStats, SessionStats
 from llamaslot.base.text_records import RememberedReply, Session, TextAnchor, TextRecord, session_digest
 from llamaslot.base.threads import started_executor
 from llamaslot.base.tokens import n_common, unpacked
@@ -85,13 +85,13 @@ class PromptWorker:
         ]
 
     @property
-    def stats(self) -> tuple[AnchorStats, SessionStats, ReplyStats]:
+    def stats(self) -> tuple[AnchorStats, SessionStats, MessageStats]:
         """Counts of what is remembered, and estimated bytes."""
         amount = self._tokenizer.memory.amount
         return (
             AnchorStats(*amount(TextAnchor)),
             SessionStats(*amount(Session)),
-            ReplyStats(*amount(RememberedReply)),
+            MessageStats(*amount(RememberedReply)),
         )
 
     @property

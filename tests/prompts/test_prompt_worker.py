@@ -34,7 +34,7 @@ from llamaslot.base.prompt_jobs import (
     Release,
     Remember,
 )
-from llamaslot.base.stats import AnchorStats, ReplyStats, SessionStats
+from llamaslot.base.stats import AnchorStats, MessageStats, SessionStats
 from llamaslot.base.text_records import Session, TextAnchor
 from llamaslot.base.tokens import TokenizedPrompt
 from llamaslot.prompts.lanes import LONG_LANE, PROMPT_LANE, Lanes, activity_of, is_long_query, lane_of
@@ -229,7 +229,7 @@ async def test_what_is_being_remembered_is_cleared_too(worker: LocalPrompts) -> 
     await worker.call(tokenize("a", session_id="mine"))
     jobs = [worker.call(Remember("a", BROKEN, 2)), worker.call(ClearTexts())]
     await asyncio.gather(*jobs)
-    assert worker.stats == (AnchorStats(), SessionStats(), ReplyStats())
+    assert worker.stats == (AnchorStats(), SessionStats(), MessageStats())
 
 
 async def test_a_dropped_session_gives_its_tokens_once(worker: LocalPrompts) -> None:
