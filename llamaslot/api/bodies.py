@@ -198,8 +198,8 @@ def joined_lists(parts: Iterable[list[Any]]) -> Iterator[bytes]:
     yield b"]"
 
 
-async def json_reply(request: web.Request, pieces: Iterable[bytes]) -> web.StreamResponse:
-    """Return a successful reply with a JSON body of any size, which is sent here unless it is small."""
+async def send_json(request: web.Request, pieces: Iterable[bytes]) -> web.StreamResponse:
+    """Send a successful reply with a JSON body of any size. A small one is returned, and not sent yet."""
     rest = _cut(pieces)
     first, is_all = _next_chunk(rest)
     if is_all or request.method == "HEAD":

@@ -8,7 +8,7 @@ import msgspec
 import psutil
 from aiohttp import web
 
-from llamaslot.api.bodies import BODY_READER, json_reply, json_response
+from llamaslot.api.bodies import BODY_READER, json_response, send_json
 from llamaslot.api.completions.native_completion import generation_settings
 from llamaslot.api.completions.openai_completions import FINGERPRINT
 from llamaslot.api.context import READINESS, SETTINGS, ApiSettings

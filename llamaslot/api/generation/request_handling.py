@@ -15,7 +15,7 @@ from typing import ClassVar, TypeAlias
 from aiohttp import web
 
 from llamaslot.api import http_errors
-from llamaslot.api.bodies import BODY_READER, json_reply
+from llamaslot.api.bodies import BODY_READER, send_json
 from llamaslot.api.context import READINESS, SETTINGS, UNIQUE_ID
 from llamaslot.api.credentials import GRANTED, Access
 from llamaslot.api.generation.reply_parts import ProbsWriter
@@ -59,7 +59,7 @@ async def complete(
             return await _stream(stream, live, writer)
         while await live.next_batch():
             pass
-        return await json_reply(request, writer.whole())
+        return await send_json(request, writer.whole())
 
 
 async def count_prompt_tokens(request: web.Request, kind: BodyKind, find: Find | None = None) -> int:
@@ -127,11 +127,11 @@ def _context(request: web.Request, request_id: str, writer_type: type[ReplyWrite
 async def _stream(stream: EventStream, live: LiveRequest, writer: ReplyWriter) -> web.StreamResponse:
     await stream.open()
     live.listen(
-        lambda completion, output: stream.write_now(writer.chunks(completion, output)), lambda: stream.is_ready
+        lambda completion, output: stream.write_now(writer.events(completion, output)), lambda: stream.is_ready
     )
     try:
         while batch := await stream.wait(live.next_batch):
-            events = (data for completion, output in batch for data in writer.chunks(completion, output))
+            events = (data for completion, output in batch for data in writer.events(completion, output))
             if live.is_done:
                 await stream.close(chain(events, writer.closing()))
             else:
@@ -185,7 +185,7 @@ class ReplyWriter(ABC):
         return ParsedMessage(self._output_format, self.options.parser, completion.id)
 
     @abstractmethod
-    def chunks(self, completion: Completion, output: Output | Finished) -> Iterable[bytes]:
+    def events(self, completion: Completion, output: Output | Finished) -> Iterable[bytes]:
         """Yield the server-sent events for an event of a completion, each whole or in parts."""
 
     def closing(self) -> Iterable[bytes]:
