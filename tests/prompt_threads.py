@@ -59,7 +59,7 @@ class LocalPrompts:
     @property
     def n_kept(self) -> int:
         """Requests that were not released."""
-        return self.worker.n_kept
+        return len(self.worker._requests)
 
     def call(self, job: Job) -> asyncio.Future[Any]:
         """Start a job, unless the threads have ended."""

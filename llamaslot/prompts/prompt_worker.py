@@ -77,6 +77,8 @@ class PromptWorker:
         self._reader = reader
         self._predicts = predicts
         self._requests: dict[str, _Request] = {}
+        self.chat_template = reader.template.source
+        """Jinja source of the chat template in use."""
         self.earlier = EarlierPrompts()
         """To find out why prompts diverge from what was cached."""
         self._threads = [
@@ -93,16 +95,6 @@ class PromptWorker:
             SessionStats(*amount(Session)),
             MessageStats(*amount(RememberedReply)),
         )
-
-    @property
-    def n_kept(self) -> int:
-        """Requests that were not released."""
-        return len(self._requests)
-
-    @property
-    def chat_template(self) -> str:
-        """Jinja source of the chat template in use."""
-        return self._reader.template.source
 
     def start(self) -> None:
         """Probe for exact cut points, so that no request need wait for that."""
