@@ -48,7 +48,7 @@ async def complete(
 ) -> web.StreamResponse:
     """Answer a request for completions of the prompts in its body; `find` returns earlier items that it names."""
     settings = request.app[SETTINGS]
-    context = _context(request, writer_type.id_prefix + request[UNIQUE_ID], writer_type)
+    context = _context(request, writer_type.id_prefix, writer_type)
     async with _prepared(request, kind, context, find) as (service, live):
         service.start(live, writer_type.probs_limit(live.options, settings.max_reply_probs))
         writer = writer_type(request, service, live)
@@ -64,14 +64,14 @@ async def complete(
 
 async def count_prompt_tokens(request: web.Request, kind: BodyKind, find: Find | None = None) -> int:
     """Count the tokens of the prompt that the body of a request has, and generate nothing."""
-    async with _prepared(request, kind, _prompt_context(request), find, "inspect") as (_, live):
+    async with _prepared(request, kind, _context(request, "prompt-"), find, "inspect") as (_, live):
         return live.prompts[0].prompt.n_tokens
 
 
 async def probe_cache(request: web.Request, find: Find) -> CacheProbe:
     """Return what is cached of the prompt in the body of any API, which is not run."""
     async with (
-        _prepared(request, "any", _prompt_context(request), find, "inspect") as (service, live),
+        _prepared(request, "any", _context(request, "prompt-"), find, "inspect") as (service, live),
         service.until_deadline(live),
     ):
         return await service.probe(live)
@@ -79,7 +79,7 @@ async def probe_cache(request: web.Request, find: Find) -> CacheProbe:
 
 async def warm_cache(request: web.Request, find: Find) -> Completion:
     """Compute the prompt in the body of any API for later requests; return the finished completion of no tokens."""
-    context = _context(request, f"warm-{request[UNIQUE_ID]}", None)
+    context = _context(request, "warm-")
     async with _prepared(request, "any", context, find, "warm") as (service, live):
         params = live.prompts[0].params
         if params.pin is not None and not context.is_admin:
@@ -109,13 +109,9 @@ async def _prepared(
         yield service, live
 
 
-def _prompt_context(request: web.Request) -> RequestContext:
-    return _context(request, f"prompt-{request[UNIQUE_ID]}", None)
-
-
-def _context(request: web.Request, request_id: str, writer_type: type[ReplyWriter] | None) -> RequestContext:
+def _context(request: web.Request, id_prefix: str, writer_type: type[ReplyWriter] | None = None) -> RequestContext:
     return RequestContext(
-        request_id,
+        id_prefix + request[UNIQUE_ID],
         caller=caller_of(request),
         key_secret=request.app[SETTINGS].key_secret(given_key(request)),
         is_admin=request[GRANTED] is Access.ADMIN,
