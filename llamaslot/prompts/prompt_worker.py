@@ -114,44 +114,41 @@ class PromptWorker:
         """
         return self._threads[lane_of(job)].submit(self._carry_out, job, on_prompt)
 
-    def _carry_out(self, job: Job, on_prompt: Callable[[], None]) -> JobResult:
+    def _carry_out(self, job: Job, on_prompt: Callable[[], None]) -> JobResult:  # noqa: PLR0911 - one for each kind
+        """Return a job's result; raises `LlamaslotError` for what cannot be read or tokenized.
+
+        `Prepare`, `AnswerBody` and `ListItems` may run beside others, those one at a time.
+        """
         try:
-            return self._result(job, on_prompt)
+            match job:
+                case Prepare():
+                    return self._prepare(job, on_prompt)
+                case AnswerBody():
+                    return self._reader.answer(job)
+                case ListItems():
+                    return list_items(job)
+                case Remember():
+                    return self._remember(job)
+                case Locate():
+                    return self._locate(job)
+                case DropSession():
+                    return self._drop_session(job)
+                case NextTurn():
+                    return self._next_turn(job)
+                case Release():
+                    self._requests.pop(job.request_id, None)
+                case ClearTexts():
+                    self._tokenizer.memory.clear()
+                    self.earlier.clear()
+                    # A next turn would bring back what was cleared.
+                    for each in [*self._requests.values()]:
+                        each.body = None
+            return None
         except LlamaslotError:
             raise
         except BaseException as error:
             _log.error("prompt_worker.failed", job=type(job).__name__, exc_info=error)
             raise ServerError(f"{activity_of(job)} failed") from None
-
-    def _result(self, job: Job, on_prompt: Callable[[], None]) -> JobResult:  # noqa: PLR0911 - one for each kind
-        """Return a job's result; raises `LlamaslotError` for what cannot be read or tokenized.
-
-        `Prepare`, `AnswerBody` and `ListItems` may run beside others, those one at a time.
-        """
-        match job:
-            case Prepare():
-                return self._prepare(job, on_prompt)
-            case AnswerBody():
-                return self._reader.answer(job)
-            case ListItems():
-                return list_items(job)
-            case Remember():
-                return self._remember(job)
-            case Locate():
-                return self._locate(job)
-            case DropSession():
-                return self._drop_session(job)
-            case NextTurn():
-                return self._next_turn(job)
-            case Release():
-                self._requests.pop(job.request_id, None)
-            case ClearTexts():
-                self._tokenizer.memory.clear()
-                self.earlier.clear()
-                # A next turn would bring back what was cleared.
-                for each in [*self._requests.values()]:
-                    each.body = None
-        return None
 
     def _prepare(self, job: Prepare, on_prompt: Callable[[], None]) -> Prepared | Needs | BadBody:
         try:
