@@ -210,7 +210,7 @@ class RemoteMachine(FakeMachine):
         else:
             self.store.prefixes.clear()
         if kind == "cleared":
-            self.cache.remote.on_cleared()
+            self.cache.remote.uploads.offer_all_again()
         COUNTS[f"store {kind}"] += 1
 
     # --- fetches ---
