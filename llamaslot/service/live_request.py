@@ -226,7 +226,7 @@ class LiveRequest:
     def count(self, n: int) -> None:
         """Take `n` more places, or less."""
         self.n_reserved += n
-        self._capacity.count(self.client, n)
+        self._capacity.n_of_client.add(self.client, n)
 
     def begin(self, probs: ProbsLimit | None) -> None:
         """Make the completions of the prompts.
