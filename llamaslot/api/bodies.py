@@ -41,7 +41,7 @@ _CHUNK_S = 0.004
 """Time after which a chunk is complete, however short it is."""
 _MARK = b"\0"
 DEFAULT_LIMIT, MAX_LIMIT = 20, 100
-_IS_COUNT = re.compile(r"[0-9]{1,9}").fullmatch
+is_count = re.compile(r"[0-9]{1,9}").fullmatch
 
 B = TypeVar("B", bound=msgspec.Struct)
 T = TypeVar("T")
@@ -282,7 +282,7 @@ class Paging:
 
     def __init__(self, request: web.Request, order: str, min_limit: int) -> None:
         limit = request.query.get("limit", str(DEFAULT_LIMIT))
-        if not _IS_COUNT(limit) or not min_limit <= int(limit) <= MAX_LIMIT:
+        if not is_count(limit) or not min_limit <= int(limit) <= MAX_LIMIT:
             message = f"'limit' must be an integer from {min_limit} to {MAX_LIMIT}"
             raise InvalidRequestError(message, param="limit")
         order = request.query.get("order", order)
