@@ -86,7 +86,8 @@ class Completion:
         """Those of `tokens`, if the request asks for them and the reply has them at its end."""
         self.prompt_probs = ProbRows()
         """Those of the prompt, if the request asks for them; complete before the first text."""
-        self.finished: Finished | None = None
+        self.end: Finished
+        """Its terminal event; set when it has finished."""
         self._text = bytearray()
 
     def handle(self, event: CompletionEvent) -> None:
@@ -139,12 +140,6 @@ class Completion:
         """All text so far."""
         return self._text.decode(errors="surrogatepass")
 
-    @property
-    def end(self) -> Finished:
-        """The terminal event; only once it has finished."""
-        assert self.finished is not None
-        return self.finished
-
     def add(self, event: Output | Finished, *, keeps_tokens: bool = True) -> int:
         """Append an event's text and tokens; return how many bytes that takes."""
         text = event.content.encode(errors="surrogatepass")
@@ -158,7 +153,7 @@ class Completion:
                 n_bytes += event.probs.n_bytes
         if isinstance(event, Finished):
             # What it carried is kept here.
-            self.finished = msgspec.structs.replace(event, probs=None, tokens=(), generated=None)
+            self.end = msgspec.structs.replace(event, probs=None, tokens=(), generated=None)
         elif event.prompt_probs is not None:
             self.prompt_probs.extend(event.prompt_probs)
             n_bytes += event.prompt_probs.n_bytes
