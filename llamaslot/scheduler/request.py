@@ -20,7 +20,7 @@ from msgspec.structs import replace
 
 from llamaslot.base.backend import CompiledConstraint, Sampler
 from llamaslot.base.commands import GenerateParams
-from llamaslot.base.errors import IllegalTransitionError
+from llamaslot.base.errors import next_state
 from llamaslot.base.events import Progress
 from llamaslot.base.generation.token_probs import NOT_SCORED, TokenScore
 from llamaslot.base.generation.tools import ReasoningBudget
@@ -274,10 +274,7 @@ class Request:
 
     def handle(self, event: RequestEvent, now: float) -> None:
         """Go to the next state, or raise `IllegalTransitionError` and change nothing."""
-        after = REQUEST_TABLE.get((self.state, event))
-        if after is None:
-            raise IllegalTransitionError(f"request {self.id}: {event.value} while {self.state.value}")
-        self.state = after
+        self.state = next_state(REQUEST_TABLE, self.state, event, f"request {self.id}")
         if event is RequestEvent.ADMIT:
             self._mark_started(now)
         self._was_preempted |= event is RequestEvent.PREEMPT

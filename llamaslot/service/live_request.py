@@ -25,7 +25,7 @@ import msgspec
 
 from llamaslot.base.callers import Caller
 from llamaslot.base.commands import Generate, GenerateParams
-from llamaslot.base.errors import IllegalTransitionError, LlamaslotError, ServerError
+from llamaslot.base.errors import LlamaslotError, ServerError, next_state
 from llamaslot.base.events import Cancelled, Failed, Finished, Output
 from llamaslot.base.generation.token_probs import FLOAT_MIN, ProbRows, TokenProbs
 from llamaslot.base.prompt_jobs import ReplyOptions
@@ -92,10 +92,7 @@ class Completion:
 
     def handle(self, event: CompletionEvent) -> None:
         """Go to the next state, or raise `IllegalTransitionError` and change nothing."""
-        after = COMPLETION_TABLE.get((self.state, event))
-        if after is None:
-            raise IllegalTransitionError(f"completion {self.id}: {event.value} while {self.state.value}")
-        self.state = after
+        self.state = next_state(COMPLETION_TABLE, self.state, event, f"completion {self.id}")
 
     @property
     def is_in_engine(self) -> bool:
