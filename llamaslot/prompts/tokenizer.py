@@ -28,7 +28,7 @@ import numpy as np
 from msgspec import structs
 
 from llamaslot.base.backend import Vocab
-from llamaslot.base.commands import PromptPart, TextPart, TokensPart
+from llamaslot.base.commands import PromptPart, TextPart
 from llamaslot.base.errors import ContextSizeError, InvalidRequestError
 from llamaslot.base.text_records import Session, TextAnchor, TextRecord, session_digest
 from llamaslot.base.tokens import (
@@ -129,9 +129,8 @@ class Tokenizer:
         return replace(context, prompt=TokenizedPrompt(packed(tokens[:n])))
 
     def _tokenized(self, request: TextRequest) -> PromptContext:
-        self.check_size(request.parts)
+        # The reader of the body has checked its other parts, before a text that is too long could take any time.
         self.check_size(request.rest)
-        self._check_ids(request.parts)
         restored = self._with_replies(request)
         if restored is not None and restored.prompt.n_tokens < self._n_ctx:
             return restored
@@ -217,7 +216,6 @@ class Tokenizer:
 
     def tokenize(self, prompt: Sequence[PromptPart], *, add_special: bool = False) -> list[int]:
         """Return the token ids of any prompt."""
-        self._check_ids(prompt)
         return list(tokenize_parts(self._vocab, prompt, add_special=add_special).tolist())
 
     def piece(self, token: int) -> bytes:
@@ -226,7 +224,6 @@ class Tokenizer:
 
     def detokenize(self, tokens: Sequence[int]) -> str:
         """Return the text of token ids, with invalid UTF-8 replaced."""
-        self._check_ids([TokensPart(tuple(tokens))], "tokens")
         return self._vocab.detokenize(tokens).decode(errors="replace")
 
     def echo(self, context: PromptContext) -> str:
@@ -413,14 +410,6 @@ class Tokenizer:
     def _added_tokens(self) -> Tokens:
         """The tokens that the model wants before a prompt."""
         return self._vocab.tokenize("", add_special=True, parse_special=True)
-
-    def _check_ids(self, parts: Iterable[PromptPart], param: str = "prompt") -> None:
-        """Raise `InvalidRequestError` for token ids outside of the vocabulary."""
-        n_tokens = self._vocab.n_tokens
-        ids = (token for part in parts if isinstance(part, TokensPart) for token in part.tokens)
-        wrong = next((token for token in ids if not 0 <= token < n_tokens), None)
-        if wrong is not None:
-            raise InvalidRequestError(f"{param} names token {wrong}; the vocabulary has {n_tokens}", param=param)
 
 
 def _session_key(request: TextRequest) -> bytes:
