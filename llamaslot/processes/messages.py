@@ -13,6 +13,7 @@ from llamaslot.base.model import ModelInfo
 from llamaslot.base.prompt_jobs import Job, JobResult, RequestPolicy
 from llamaslot.base.stats import AnchorStats, MessageStats, SessionStats
 from llamaslot.base.text_records import TextRecord
+from llamaslot.kvcache.cache_settings import Budgets
 
 TextStats: TypeAlias = tuple[AnchorStats, SessionStats, MessageStats]
 """Counts of what is remembered, and estimated bytes."""
@@ -41,14 +42,21 @@ class Loading(msgspec.Struct, frozen=True, tag="loading"):
     fraction: float
 
 
+class DiskUse(msgspec.Struct, frozen=True):
+    """The folder of the disk tier, and the bytes in it."""
+
+    folder: str
+    capacity: int
+    n_bytes: int
+    n_other_bytes: int
+    """Of `n_bytes`, those of other models."""
+
+
 class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
     """The model is loaded, and the disk open."""
 
     info: ModelInfo
-    ram_line: str
-    """Start line about RAM."""
-    disk_line: str
-    """Start line about the disk tier; empty without one."""
+    budgets: Budgets
     records: tuple[TextRecord, ...] = ()
     """Records of the token memory of an earlier process."""
     disk: DiskUse | None = None
