@@ -14,6 +14,7 @@ from llamaslot.base.backend import Backend
 from llamaslot.engine.engine import Engine
 from llamaslot.processes.messages import Loaded, SetModel
 from llamaslot.service.service import Service
+from tests.fake_backend import byte_trial
 from tests.prompt_threads import LocalPrompts
 
 
@@ -56,7 +57,8 @@ class InProcessRuntime:
         if loaded is not None:
             of_requests = settings.request_policy(loaded.info, self._config.max_queue)
             model = SetModel(loaded.info, *self._template, of_requests, loaded.records)
-            self.prompts = LocalPrompts(prompt_worker(self._config, self._host.backend.vocab, model))
+            trial = byte_trial(loaded.info.control_tokens, loaded.info.n_vocab)
+            self.prompts = LocalPrompts(prompt_worker(self._config, self._host.backend.vocab, model, trial))
             self.prompts.worker.start()
         return loaded
 

@@ -33,7 +33,7 @@ from llamaslot.protocol.replies.restoring import ReplyRestorer
 from llamaslot.protocol.request_reader import ReadBody, RequestReader
 from llamaslot.protocol.text_requests import TextRequest
 from llamaslot.text.template import ChatTemplate
-from tests.fake_backend import FakeBackend, FakeVocab
+from tests.fake_backend import FakeBackend, FakeVocab, byte_trial
 
 PLAIN_TEMPLATE = "{{ messages }}"
 CONTEXT = RequestContext("r")
@@ -188,6 +188,7 @@ def prompt_thread(
         parsed,
         tokenizer,
         settings,
+        byte_trial(info.control_tokens, info.n_vocab),
         named_tokens=vocab.named_tokens,
         grammars=named,
         tags=vocab.added_tags,

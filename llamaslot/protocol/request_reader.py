@@ -67,7 +67,7 @@ from llamaslot.protocol.text_requests import (
     warming,
 )
 from llamaslot.text.conversation import clean_message
-from llamaslot.text.grammars.compiling import GrammarChecker, LocalTrial, Trial, UnknownGrammarError
+from llamaslot.text.grammars.compiling import GrammarChecker, Trial, UnknownGrammarError
 from llamaslot.text.template import ChatTemplate
 
 _MAX_TOKENS = 2**20
@@ -102,18 +102,18 @@ class RequestReader:
         template: ChatTemplate,
         tokenizer: BodyTokenizer,
         settings: RequestPolicy,
+        trial: Trial,
         *,
         named_tokens: Mapping[str, int] = MappingProxyType({}),
         grammars: Iterable[tuple[str, str]] = (),
         tags: Mapping[str, int] = MappingProxyType({}),
         restorer: ReplyRestorer | None = None,
-        trial: Trial | None = None,
     ) -> None:
         self._info = info
         self.template = template
         self._tokenizer = tokenizer
         self._settings = settings
-        checker = GrammarChecker(trial or LocalTrial.of_bytes(info.control_tokens, info.n_vocab))
+        checker = GrammarChecker(trial)
         self._restorer = restorer
         self._constraints = ConstraintReader(checker, self._token_of, tags)
         self._known_constraints = ConstraintReader(checker, self._token_of, tags, may_compile=False)

@@ -469,7 +469,7 @@ async def test_whatever_happens_each_completion_ends_once_and_nothing_is_left(  
         if step > 150 and not service._completions:
             break
     assert len(side.ends) == sum(isinstance(each, TERMINAL) for each in side.events)
-    assert not service.capacity._n_of_client.each
+    assert not service.capacity.n_of_client.each
     await side.remembered()
     await asyncio.sleep(0.01)
     assert side.prompts.n_kept == 0

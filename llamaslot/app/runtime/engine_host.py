@@ -194,13 +194,13 @@ class EngineHost:
             on_events,
             self._budgets,
             gap_ms=self._config.prefill_gap_ms,
+            thread=self._thread,
+            watch=self.watch,
             debug_invariants=self._config.debug_invariants,
             lacks_disk=self._lacks_disk,
             disk=self._disk_tier,
             remote=self._remote,
             snapshots=snapshots,
-            thread=self._thread,
-            watch=self.watch,
             # Locked weights are not among the memory that counts as free.
             read_memory=(MemoryReader() if is_mapped else MemoryReader(mapped=lambda: 0)).read,
         )
