@@ -320,6 +320,6 @@ async def page_of_stored(request: web.Request, lists: Sequence[bytes], paging: P
         client=caller.client(),
     )
     service = request.app[READINESS].check()
-    reply = await service.answer(job)
-    with service.reply_budget.held(caller.owner, len(reply.data)):
-        return await json_reply(request, [reply.data])
+    reply: bytes = await service.answer(job)
+    with service.reply_budget.held(caller.owner, len(reply)):
+        return await send_json(request, [reply])

@@ -272,7 +272,7 @@ class Located(msgspec.Struct, frozen=True, tag="located"):
 
 
 class AnswerBody(msgspec.Struct, frozen=True, tag="answer_body"):
-    """Answer a request body that needs only the chat template or the vocabulary; answered by `JsonReply`."""
+    """Answer a body that needs only the chat template or the vocabulary; answered by the JSON of the reply."""
 
     kind: Literal["apply_template", "tokenize", "detokenize"]
     body: bytes
@@ -286,7 +286,7 @@ class AnswerBody(msgspec.Struct, frozen=True, tag="answer_body"):
 
 
 class ListItems(msgspec.Struct, frozen=True, tag="list_items"):
-    """List some of the items or messages of a conversation, which may be long; answered by `JsonReply`."""
+    """List some items or messages of a conversation, which may be long; answered by the JSON of the reply."""
 
     lists: tuple[bytes, ...]
     """JSON lists of items, in the order of the conversation."""
@@ -300,12 +300,6 @@ class ListItems(msgspec.Struct, frozen=True, tag="list_items"):
     def size(self) -> int:
         """Bytes of all items."""
         return sum(map(len, self.lists))
-
-
-class JsonReply(msgspec.Struct, frozen=True, tag="json_reply"):
-    """The body of a reply."""
-
-    data: bytes
 
 
 class DropSession(msgspec.Struct, frozen=True, tag="drop_session"):
@@ -323,5 +317,5 @@ Job: TypeAlias = (
     Prepare | Remember | NextTurn | Release | Locate | DropSession | ClearTexts | AnswerBody | ListItems
 )
 JobResult: TypeAlias = (
-    Prepared | Needs | BadBody | PredictedPrompt | DropPaths | JsonReply | Located | tuple[TextRecord, ...] | None
+    Prepared | Needs | BadBody | PredictedPrompt | DropPaths | Located | bytes | tuple[TextRecord, ...] | None
 )

@@ -25,7 +25,6 @@ from llamaslot.base.prompt_jobs import (
     BodyKind,
     ChatToStore,
     EarlierItems,
-    JsonReply,
     Needs,
     Prepare,
     ReplyOptions,
@@ -325,7 +324,7 @@ class RequestReader:
             raise ContextSizeError.of(n_min, self._info.n_ctx_slot, at_least=True)
         self._tokenizer.check_size(prompt)
 
-    def answer(self, job: AnswerBody) -> JsonReply:
+    def answer(self, job: AnswerBody) -> bytes:
         """Answer a body that needs only the chat template or the vocabulary; raises `InvalidRequestError`."""
         try:
             match job.kind:
@@ -345,7 +344,7 @@ class RequestReader:
             raise InvalidRequestError(
                 f"the reply would have {len(data)} bytes (limit: {_MAX_REPLY_BYTES}); send less at a time"
             )
-        return JsonReply(data)
+        return data
 
     def _rendered(self, job: AnswerBody, *, keeps_added: bool = False) -> tuple[TextPart, ...]:
         body = decode(job.body, ChatBody)

@@ -63,8 +63,6 @@ from llamaslot.base.prompt_jobs import (
     DropSession,
     EarlierItems,
     Job,
-    JsonReply,
-    ListItems,
     Locate,
     Located,
     Needs,
@@ -524,10 +522,15 @@ class Service:
         finally:
             self._queries.pop(query_id, None)
 
-    async def answer(self, job: AnswerBody | ListItems) -> JsonReply:
-        """Return the prompt worker's answer, or raise its error."""
-        reply: JsonReply = await self._answer_of(job)
-        return reply
+    async def answer(self, job: Job) -> Any:
+        """Return the prompt worker's answer, or raise its error; the job is cancelled with the task that waits."""
+        self._check_stopped()
+        future = self._prompts.call(job)
+        self._preparing.add(future)
+        try:
+            return await future
+        finally:
+            self._preparing.discard(future)
 
     async def probe(self, live: LiveRequest) -> CacheProbe:
         """Return what is cached of the prompt of a prepared request, which is not run."""

@@ -40,7 +40,6 @@ from llamaslot.base.prompt_jobs import (
     AnswerBody,
     BadBody,
     DropSession,
-    JsonReply,
     ListItems,
     Needs,
     Prepare,
@@ -143,7 +142,7 @@ RESULTS = [
     Needs(may_compile=True),
     BadBody(ErrorInfo("invalid_request_error", "'prompt' is required", "prompt")),
     Needs(References("resp_1", ("item_1",))),
-    JsonReply(b"{}"),
+    b"{}",
     prompt_jobs.PredictedPrompt(Generate(PARAMS, TokenizedPrompt(b"\1\0\0\0")), 64),
     prompt_jobs.Located(7, Divergence("date", 100, "system", 7, "Today is ", "Friday", "Saturday")),
 ]

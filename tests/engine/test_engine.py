@@ -306,9 +306,9 @@ async def test_queries_are_answered_while_a_request_runs() -> None:
         end = engine.submit("1", "x", max_tokens=100, sampling=Sampling(ignore_eos=True))
         await engine.wait_for("1", Output)
         tokenized = await engine.ask(AnswerBody("tokenize", b'{"content": "ab</s>", "add_special": true}'))
-        assert tokenized.data == b'{"tokens":[256,97,98,257]}'
+        assert tokenized == b'{"tokens":[256,97,98,257]}'
         detokenized = await engine.ask(AnswerBody("detokenize", b'{"tokens": [104, 105, 257]}'))
-        assert detokenized.data == b'{"content":"hi</s>","prompt":"hi</s>"}'
+        assert detokenized == b'{"content":"hi</s>","prompt":"hi</s>"}'
         assert (await engine.ask(AnswerBody("detokenize", b'{"tokens": [999]}'))).param == "tokens"
         state = await engine.ask(InspectEngine())
         assert [slot.request_id for slot in state.slots] == ["1", ""]
