@@ -1,8 +1,8 @@
 """Jobs of the prompt worker, and their results: bodies of requests to read, replies to remember, and questions.
 
-All are plain values that msgspec can encode, since the worker is a process of its own. In which order they are
-carried out is decided in `prompts/lanes.py`. Earlier items, and the fields of a reply that repeat those of its
-request, are those of the Responses API.
+All are plain values that msgspec can encode, since the worker is a process of its own. `prompts/lanes.py`
+decides their order. Earlier items, and the fields of a reply that repeat those of its request, are those of the
+Responses API.
 """
 
 from __future__ import annotations
@@ -260,7 +260,7 @@ class Locate(msgspec.Struct, frozen=True, tag="locate"):
     n_tokens: int
     prompt: int = 0
     explains: bool = False
-    """True to look for an earlier prompt from which this one parts there, and for the culprit."""
+    """True to also find the earlier prompt that this one diverges from there, and why."""
 
 
 class Located(msgspec.Struct, frozen=True, tag="located"):

@@ -74,7 +74,7 @@ class CacheProbe(msgspec.Struct):
     miss: Miss | None
     """Reason why no more is cached; null if all is."""
     diverged_at: int | None = None
-    """Character of the prompt, as `/apply-template` returns it, where it departs from the cached tokens."""
+    """Character of the prompt, as `/apply-template` returns it, where it diverges from the cached tokens."""
     session_match: SessionMatch | None = None
     """Result of comparing it with its session; null without one."""
     approximate_tokens: int = 0

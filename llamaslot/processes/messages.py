@@ -28,7 +28,7 @@ class LoadEngine(msgspec.Struct, frozen=True, tag="load_engine"):
     config: Any
     """`llamaslot.app.config.Config` as builtins: this layer does not know its type."""
     needs_folders: bool = True
-    """False after the first start: a running server goes on without folders that cannot be used."""
+    """False after the first start: a running server continues without unusable folders."""
 
 
 class Stop(msgspec.Struct, frozen=True, tag="stop"):

@@ -59,7 +59,7 @@ from llamaslot.text.conversation import Message
 _MAX_TAIL = 2**14
 """Most characters after the last cut point for a reply to get an anchor: all of them are tokenized again then."""
 MIN_KEPT_CHARACTERS = 100
-"""Characters of a session's text that a prompt must keep where it departs from it."""
+"""Characters of a session's text that a prompt must keep where it diverges from it."""
 
 
 def tokenize_parts(vocab: Vocab, parts: Iterable[PromptPart], *, add_special: bool) -> Tokens:
@@ -79,7 +79,7 @@ class Tokenizer:
     May be used by several threads.
 
     `use_anchors` is false where texts always get their own tokens. `template` is the model's chat template. A
-    prompt that departs from its session's text must keep `min_match` of its characters to keep its tokens.
+    prompt that diverges from its session's text must keep `min_match` of its characters to keep its tokens.
     `clock` is that of the shares that owners have of `memory`.
     """
 

@@ -84,7 +84,7 @@ class Capacity:
 class AheadBudget:
     """Tokens that may be computed ahead of next turns: `per_hour` at first, and as many more in each hour.
 
-    What is not used does not add up. `clock` gives seconds.
+    Unused tokens do not accumulate. `clock` gives seconds.
     """
 
     def __init__(self, per_hour: int, clock: Callable[[], float]) -> None:

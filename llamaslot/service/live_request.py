@@ -8,8 +8,6 @@ the prompt worker. Then each completion has a state (`COMPLETION_TABLE`; `servic
                engine crashed ends, and so does one that was cancelled
     RUNNING    the engine has started it. If the engine is lost, it ends
     DONE       its terminal event has arrived, or was made here
-
-Here is what a request keeps, and the queue of events to its handler.
 """
 
 from __future__ import annotations
@@ -126,7 +124,7 @@ class Completion:
 
     @property
     def mean_logprob(self) -> float:
-        """The mean log-probability of its tokens, if they have some; that of no tokens is less than any."""
+        """Mean log-probability of its tokens; -inf without any."""
         values = self.probs.values()
         if self.params.sampling.post_sampling_probs:
             values = [math.log(value) if value > 0 else FLOAT_MIN for value in values]

@@ -385,7 +385,7 @@ class Service:
         _log.warning("engine.suspects", request_ids=[each.id for each in blamed], alone=alone is not None)
 
     async def _locate(self, completion: Completion, locating: asyncio.Future[Located], *, has_place: bool) -> None:
-        """Note the character at which a prompt departs from what was cached, and why."""
+        """Note the character at which a prompt diverges from what was cached, and why."""
         request_id = completion.live.id
         located = await locating
         if has_place:
