@@ -29,7 +29,7 @@ from llamaslot.base.events import Cancelled, Event, Failed, Finished, Output
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.tokens import TokenizedPrompt, packed
 from llamaslot.engine.engine import Engine
-from llamaslot.engine.model_worker import model_thread
+from llamaslot.engine.model_worker import StepWatch, model_thread
 from llamaslot.kvcache.cache_settings import Budgets
 
 
@@ -52,7 +52,7 @@ async def measure(config: Config, *, streams: int, tokens: int, prompt_tokens: i
             if isinstance(event, Finished | Failed | Cancelled):
                 ended.put_nowait(event)
 
-    engine = Engine(backend, receive, Budgets(), gap_ms=config.prefill_gap_ms, thread=thread)
+    engine = Engine(backend, receive, Budgets(), gap_ms=config.prefill_gap_ms, thread=thread, watch=StepWatch(0))
     running = asyncio.create_task(engine.run())
     random = np.random.default_rng()
     sampling = Sampling(temperature=0.0, ignore_eos=True)

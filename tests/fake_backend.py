@@ -40,6 +40,7 @@ from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.generation.token_probs import NOT_SCORED, TokenScore
 from llamaslot.base.model import Capabilities, CheckpointSize, ModelInfo, SegmentSize, StateKind
 from llamaslot.base.tokens import Tokens
+from llamaslot.text.grammars.compiling import SPECIAL_PREFIX, LocalTrial, Vocabulary
 from tests.fake_pool import CellPool
 
 _Saved: TypeAlias = list[tuple[int, int]]
@@ -540,6 +541,14 @@ def byte_tokenizer(vocab: FakeVocab | None = None) -> LLTokenizer:
     """Return the tokenizer of a vocabulary."""
     vocab = vocab or FakeVocab()
     return LLTokenizer(TokenizerWrapper(_ByteTokens(vocab)), eos_token=sorted(vocab.eog))
+
+
+def byte_trial(special_tokens: Sequence[str], n_tokens: int) -> LocalTrial:
+    """Return a trial of grammars with a token for each byte and each control token, which suffice to check them."""
+    tokens = [bytes([byte]) for byte in range(256)]
+    tokens += [SPECIAL_PREFIX + text.encode() for text in special_tokens]
+    tokens += [b""] * (n_tokens - len(tokens))
+    return LocalTrial(Vocabulary(tokens))
 
 
 def _digest(value: object) -> int:

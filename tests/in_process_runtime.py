@@ -8,12 +8,25 @@ from llamaslot.api.context import ApiSettings
 from llamaslot.app.composition import OnProgress
 from llamaslot.app.config import Config
 from llamaslot.app.runtime.engine_host import EngineHost
+from llamaslot.app.runtime.engine_host import OnProgress as EngineProgress
 from llamaslot.app.runtime.prompt_main import prompt_worker
 from llamaslot.base.backend import Backend
 from llamaslot.engine.engine import Engine
 from llamaslot.processes.messages import Loaded, SetModel
 from llamaslot.service.service import Service
+from tests.fake_backend import byte_trial
 from tests.prompt_threads import LocalPrompts
+
+
+class HostOfBackend(EngineHost):
+    """An engine host that is given its backend."""
+
+    def __init__(self, config: Config, backend: Backend) -> None:
+        super().__init__(config)
+        self._given = backend
+
+    async def _loaded_backend(self, on_progress: EngineProgress) -> Backend:
+        return self._given
 
 
 class InProcessRuntime:
@@ -25,9 +38,8 @@ class InProcessRuntime:
         self._config = config
         self._template = template
         self._on_progress = on_progress
-        self._given = backend
         self._is_interrupted = False
-        self._host = EngineHost(config)
+        self._host = EngineHost(config) if backend is None else HostOfBackend(config, backend)
         self.prompts: LocalPrompts
         self._engine: Engine | None = None
         self._running: asyncio.Task[None] | None = None
@@ -41,11 +53,12 @@ class InProcessRuntime:
             return not self._is_interrupted
 
         await self._host.lock()
-        loaded = await self._host.load(on_progress, self._given)
+        loaded = await self._host.load(on_progress)
         if loaded is not None:
             of_requests = settings.request_policy(loaded.info, self._config.max_queue)
             model = SetModel(loaded.info, *self._template, of_requests, loaded.records)
-            self.prompts = LocalPrompts(prompt_worker(self._config, self._host.backend.vocab, model))
+            trial = byte_trial(loaded.info.control_tokens, loaded.info.n_vocab)
+            self.prompts = LocalPrompts(prompt_worker(self._config, self._host.backend.vocab, model, trial))
             self.prompts.worker.start()
         return loaded
 

@@ -25,7 +25,7 @@ from llamaslot.base.prompt_jobs import (
     RequestContext,
     RequestPolicy,
 )
-from llamaslot.base.stats import AnchorStats, ReplyStats, SessionStats
+from llamaslot.base.stats import AnchorStats, MessageStats, SessionStats
 from llamaslot.prompts.lanes import Lanes, PendingJob
 from llamaslot.prompts.prompt_worker import PromptWorker
 from llamaslot.prompts.tokenizer import Tokenizer
@@ -33,7 +33,7 @@ from llamaslot.protocol.replies.restoring import ReplyRestorer
 from llamaslot.protocol.request_reader import ReadBody, RequestReader
 from llamaslot.protocol.text_requests import TextRequest
 from llamaslot.text.template import ChatTemplate
-from tests.fake_backend import FakeBackend, FakeVocab
+from tests.fake_backend import FakeBackend, FakeVocab, byte_trial
 
 PLAIN_TEMPLATE = "{{ messages }}"
 CONTEXT = RequestContext("r")
@@ -53,13 +53,13 @@ class LocalPrompts:
         return self.worker.chat_template
 
     @property
-    def stats(self) -> tuple[AnchorStats, SessionStats, ReplyStats]:
+    def stats(self) -> tuple[AnchorStats, SessionStats, MessageStats]:
         return self.worker.stats
 
     @property
     def n_kept(self) -> int:
         """Requests that were not released."""
-        return self.worker.n_kept
+        return len(self.worker._requests)
 
     def call(self, job: Job) -> asyncio.Future[Any]:
         """Start a job, unless the threads have ended."""
@@ -188,6 +188,7 @@ def prompt_thread(
         parsed,
         tokenizer,
         settings,
+        byte_trial(info.control_tokens, info.n_vocab),
         named_tokens=vocab.named_tokens,
         grammars=named,
         tags=vocab.added_tags,

@@ -246,7 +246,7 @@ class MessagesReplyWriter(ReplyWriter):
         self._blocks = Blocks(omit_thinking=self.options.omit_reasoning)
         self._is_started = False
 
-    def chunks(self, completion: Completion, output: Output | Finished) -> Iterator[bytes]:
+    def events(self, completion: Completion, output: Output | Finished) -> Iterator[bytes]:
         """Yield the beginning of the message with the first event, then blocks, then the stop reason."""
         if not self._is_started:
             self._is_started = True

@@ -41,7 +41,7 @@ _CHUNK_S = 0.004
 """Time after which a chunk is complete, however short it is."""
 _MARK = b"\0"
 DEFAULT_LIMIT, MAX_LIMIT = 20, 100
-_IS_COUNT = re.compile(r"[0-9]{1,9}").fullmatch
+is_count = re.compile(r"[0-9]{1,9}").fullmatch
 
 B = TypeVar("B", bound=msgspec.Struct)
 T = TypeVar("T")
@@ -198,8 +198,8 @@ def joined_lists(parts: Iterable[list[Any]]) -> Iterator[bytes]:
     yield b"]"
 
 
-async def json_reply(request: web.Request, pieces: Iterable[bytes]) -> web.StreamResponse:
-    """Return a successful reply with a JSON body of any size, which is sent here unless it is small."""
+async def send_json(request: web.Request, pieces: Iterable[bytes]) -> web.StreamResponse:
+    """Send a successful reply with a JSON body of any size. A small one is returned, and not sent yet."""
     rest = _cut(pieces)
     first, is_all = _next_chunk(rest)
     if is_all or request.method == "HEAD":
@@ -282,7 +282,7 @@ class Paging:
 
     def __init__(self, request: web.Request, order: str, min_limit: int) -> None:
         limit = request.query.get("limit", str(DEFAULT_LIMIT))
-        if not _IS_COUNT(limit) or not min_limit <= int(limit) <= MAX_LIMIT:
+        if not is_count(limit) or not min_limit <= int(limit) <= MAX_LIMIT:
             message = f"'limit' must be an integer from {min_limit} to {MAX_LIMIT}"
             raise InvalidRequestError(message, param="limit")
         order = request.query.get("order", order)
@@ -320,6 +320,6 @@ async def page_of_stored(request: web.Request, lists: Sequence[bytes], paging: P
         client=caller.client(),
     )
     service = request.app[READINESS].check()
-    reply = await service.answer(job)
-    with service.reply_budget.held(caller.owner, len(reply.data)):
-        return await json_reply(request, [reply.data])
+    reply: bytes = await service.answer(job)
+    with service.reply_budget.held(caller.owner, len(reply)):
+        return await send_json(request, [reply])

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from llamaslot.api.bodies import json_response, read
+from llamaslot.api.bodies import is_count, json_response, read
 from llamaslot.api.completions.native_completion import generation_settings
 from llamaslot.api.context import CALLER, READINESS, SETTINGS
 from llamaslot.api.credentials import GRANTED, Access
@@ -37,7 +37,6 @@ from llamaslot.protocol.text_requests import request_salt
 from llamaslot.service.service import Service
 
 _DEFAULT_TOP, MAX_TOP = 20, 2000
-_IS_COUNT = re.compile(r"[0-9]{1,9}").fullmatch
 _IS_INVALID = re.compile(r"""^$|^\.|[. ]$|[\x00-\x1f\x7f/\\:*?"<>|\ud800-\udfff]""").search
 """Characters that some file system forbids, and names that leave the folder."""
 _MAX_NAME_BYTES = 240
@@ -150,20 +149,19 @@ def _top(request: web.Request, default: int) -> int:
     given = request.query.getall("top", [])
     if not given:
         return default
-    if len(given) > 1 or not _IS_COUNT(given[0]) or not 1 <= int(given[0]) <= MAX_TOP:
+    if len(given) > 1 or not is_count(given[0]) or not 1 <= int(given[0]) <= MAX_TOP:
         raise InvalidRequestError(f"'top' must be an integer from 1 to {MAX_TOP}", param="top")
     return int(given[0])
 
 
 async def slots(request: web.Request) -> web.Response:
     """Return the state of each slot; with `?fail_on_no_slot=1` an error if none is idle."""
-    if not request.app[SETTINGS].slots:
-        raise NotSupportedError("this server does not show its slots; start it with --slots")
-    state = await request.app[READINESS].check().engine_state()
+    service = _service(request)
+    state = await service.engine_state()
     if request.query.get("fail_on_no_slot") and all(slot.request_id for slot in state.slots):
         raise UnavailableError("no slot is idle")
     if not sees_all(request):
-        owner, service = request[CALLER].owner, request.app[READINESS].check()
+        owner = request[CALLER].owner
         state.slots = tuple(
             slot if service.owner_of(slot.request_id) == owner else _of_others(slot) for slot in state.slots
         )
@@ -174,7 +172,7 @@ async def act(request: web.Request) -> web.Response:
     """Carry out the slot action in `?action=`, with llama-server's reply."""
     service = request.app[READINESS].check()
     slot = request.match_info["id_slot"]
-    if not _IS_COUNT(slot):
+    if not is_count(slot):
         raise InvalidRequestError(f"{slot!r} is not a slot number", param="id_slot")
     try:
         action: SlotVerb = msgspec.convert(request.query.get("action"), SlotVerb)

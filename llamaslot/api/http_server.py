@@ -156,5 +156,6 @@ def _refusal(error: OSError | UnicodeError, host: str, port: int) -> ConfigError
     if error.errno == errno.EADDRINUSE:
         return ConfigError(f"port {port} on {host} is in use; choose another with --port", param="--port")
     if error.errno == errno.EACCES:
-        return ConfigError(f"port {port} needs rights; choose one above 1023 with --port", param="--port")
+        message = f"port {port} requires root privileges; choose one above 1023 with --port"
+        return ConfigError(message, param="--port")
     return ConfigError(f"cannot listen on {host} port {port}: {error.strerror or error}", param="--host")

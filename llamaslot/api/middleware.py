@@ -136,7 +136,7 @@ async def admit(request: web.Request, handler: Handler) -> web.StreamResponse:
     """
     settings, headers = request.app[SETTINGS], request.headers
     if "Host" in headers and not host_allowed(headers["Host"], settings.allowed_hosts):
-        raise ForbiddenError(f"the server has no name {_shown(headers['Host'])}; --allowed-hosts adds one")
+        raise ForbiddenError(f"Host {_shown(headers['Host'])} is not allowed; add it with --allowed-hosts")
     is_allowed = "Origin" not in headers or origin_allowed(headers["Origin"], settings.cors_origins)
     if request.method == "OPTIONS":
         # Without the headers, the browser does not send the request that it asks about.

@@ -8,7 +8,7 @@ import msgspec
 import psutil
 from aiohttp import web
 
-from llamaslot.api.bodies import BODY_READER, json_reply, json_response
+from llamaslot.api.bodies import BODY_READER, json_response, send_json
 from llamaslot.api.completions.native_completion import generation_settings
 from llamaslot.api.completions.openai_completions import FINGERPRINT
 from llamaslot.api.context import READINESS, SETTINGS, ApiSettings
@@ -194,6 +194,6 @@ async def _answered(
     async with request.app[BODY_READER].body(request) as raw:
         caller = caller_of(request)
         job = AnswerBody(kind, raw, caller.client())
-        reply = await service.answer(job)
-    with service.reply_budget.held(caller.owner, len(reply.data)):
-        return await json_reply(request, [reply.data])
+        reply: bytes = await service.answer(job)
+    with service.reply_budget.held(caller.owner, len(reply)):
+        return await send_json(request, [reply])

@@ -35,7 +35,7 @@ def long_event(body: Any, *values: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def typed_event(body: msgspec.Struct, data: bytes | None = None) -> bytes:
-    """Return a tagged struct as one event, whose type is the tag; `data` is its JSON if that is at hand."""
+    """Return a tagged struct as one event, whose type is the tag; `data` is its JSON, if already encoded."""
     return b"event: %b\ndata: %b\n\n" % (str(body.__struct_config__.tag).encode(), data or encode(body))
 
 

@@ -6,7 +6,7 @@ import msgspec
 
 from llamaslot.app.config import Config
 from llamaslot.base.errors import ConfigError
-from llamaslot.base.model import CheckpointLimits, KvCost, ModelInfo, SegmentSize, StateKind
+from llamaslot.base.model import CheckpointLimits, ModelInfo, StateKind
 from llamaslot.kvcache.cache_settings import Budgets, part_cells
 
 _MAX_AUTO_RAM_BYTES = 8 * 2**30
@@ -33,7 +33,7 @@ def choose_budgets(config: Config, info: ModelInfo, n_free: int) -> Budgets:
         n_free = max(0, n_free - info.size_bytes)
     checkpoints = _checkpoint_limits(config, info, n_free)
     ram_bytes = 0
-    if not _why_not_offloaded(config, info):
+    if not why_not_offloaded(config, info):
         ram_bytes = _ram_bytes(config, max(0, n_free - (checkpoints.ram_bytes if checkpoints else 0)))
     return Budgets(
         ram_bytes=ram_bytes,
@@ -72,31 +72,7 @@ def restart_flags(info: ModelInfo) -> dict[str, int]:
     return flags
 
 
-def ram_line(config: Config, info: ModelInfo, budgets: Budgets) -> str:
-    """Return the summary of the budgets for the user, printed at start."""
-    cost = info.kv_cost
-    if reason := _why_not_offloaded(config, info):
-        return f"RAM: not used for prefixes ({reason}){_slowdown(cost)}"
-    assert info.segment_size is not None
-    line = f"RAM: {budgets.ram_bytes / _MIB:,.0f} MiB for prefixes"
-    line += about_tokens(info.segment_size, budgets.ram_bytes)
-    if cost is not None:
-        line += f" (1,000 take {cost.load_us:,.1f} ms to load, {cost.prefill_us:,.0f} ms to compute)"
-    if budgets.offload_after is not None:
-        line += f"; idle prefixes are offloaded after {budgets.offload_after:,} further prompt tokens"
-    elif budgets.idle_cells is not None:
-        line += f"; idle prefixes keep {budgets.idle_cells:,} cells"
-    else:
-        line += "; idle prefixes are offloaded when their cells are needed"
-    return line + _slowdown(cost)
-
-
-def about_tokens(size: SegmentSize, n_bytes: int) -> str:
-    """Return ", about N tokens" for the KV that fits into `n_bytes`; empty if no layer keeps KV of every token."""
-    return f", about {n_bytes // size.per_token:,} tokens" if size.per_token else ""
-
-
-def _why_not_offloaded(config: Config, info: ModelInfo) -> str:
+def why_not_offloaded(config: Config, info: ModelInfo) -> str:
     """Return the reason why prefixes are not offloaded to RAM; empty if they are."""
     reasons = (
         (config.cache_ram == 0, "--cache-ram 0"),
@@ -149,9 +125,3 @@ def _why_no_checkpoints(config: Config, info: ModelInfo) -> str:
     if not info.unified:
         return "; checkpoints need a pool shared by all slots (--kv-unified)"
     return "; checkpoints need a spare sequence id: lower --parallel"
-
-
-def _slowdown(cost: KvCost | None) -> str:
-    if cost is None or not cost.n_idle_cells:
-        return ""
-    return f". Prefill takes {cost.prefill_slowdown:.2f}x as long with {cost.n_idle_cells:,} idle cells"

@@ -17,7 +17,6 @@ from urllib.parse import urlsplit
 
 import structlog
 
-from llamaslot.app.cache_budgets import about_tokens
 from llamaslot.app.config import Config
 from llamaslot.backend.disk import DiskStore, SlotFiles, fingerprint_of
 from llamaslot.backend.remote import StoreSettings
@@ -59,28 +58,22 @@ def lock_disk(config: Config) -> DiskStore | None:
 
 def open_disk(
     disk: DiskStore, config: Config, info: ModelInfo, budgets: Budgets, on_progress: Callable[[float], bool]
-) -> str:
-    """Open the segments of this model; return a line for the user, empty if prefixes cannot be offloaded.
+) -> bool:
+    """Open the segments of this model; return False if prefixes cannot be offloaded, or the reading was stopped.
 
     The first time, this reads the model's files completely to fingerprint them. `on_progress` is called with the
     fraction read and stops the reading by returning False. Raises `ConfigError`.
     """
     if not budgets.ram_bytes or info.segment_size is None:
-        return ""
+        return False
     try:
         weights = disk.fingerprint(info.kv_files, on_progress)
         if weights is None:
-            return ""
+            return False
         disk.open(kv_key(info, weights), _capacity(disk, config, info.segment_size.of(MAX_SEGMENT_TOKENS)))
     except OSError as error:
         raise _unusable(_DISK_FLAG, disk.folder, error) from None
-    n_others = disk.n_other_bytes
-    others = f", {n_others / _MIB:,.1f} MiB of other models" if n_others else ""
-    return (
-        f"Disk stores up to {disk.capacity / _MIB:,.0f} MiB of prefixes in {disk.folder}"
-        f"{about_tokens(info.segment_size, disk.capacity)}; it already contains "
-        f"{(disk.n_bytes - n_others) / _MIB:,.1f} MiB of this model{others}"
-    )
+    return True
 
 
 def slot_save_path(config: Config) -> Path | None:
@@ -198,12 +191,6 @@ def open_remote(
             return None
         model_key = kv_key(info, weights)
     return RedisStore(connect(settings), Sealer(settings.secret, model_key), settings, info.segment_size)
-
-
-def remote_line(settings: StoreSettings) -> str:
-    """Return the start line about the remote tier."""
-    limit = f", at most {settings.max_bytes / _MIB:,.0f} MiB" if settings.max_bytes else ""
-    return f"Remote tier: {settings.address}, shared with all servers that have the same key and model{limit}"
 
 
 def _checked_url(url: str) -> str:

@@ -17,10 +17,12 @@ from pathlib import Path
 import structlog
 
 from llamaslot import __version__
+from llamaslot.app.cache_budgets import why_not_offloaded
 from llamaslot.app.config import Config
 from llamaslot.base.errors import printable
-from llamaslot.base.model import CPU, NOT_YET, QUERY_BLOCK, CheckpointLimits, ModelInfo, StateKind, StepCost
-from llamaslot.processes.messages import Loaded
+from llamaslot.base.model import CPU, NOT_YET, QUERY_BLOCK, CheckpointLimits, KvCost, ModelInfo, StateKind, StepCost
+from llamaslot.kvcache.cache_settings import Budgets
+from llamaslot.processes.messages import DiskUse, Loaded
 
 _BOLD = 1
 _WITHOUT_GPU = frozenset({"CPU", "BLAS", "RPC"})
@@ -31,6 +33,7 @@ _DISPLAY_CLASS = "0x03"
 """Prefix of the PCI class of display controllers."""
 _NVIDIA = "0x10de"
 """PCI vendor id."""
+_MIB = 2**20
 
 _log = structlog.get_logger(__name__)
 
@@ -38,7 +41,7 @@ _log = structlog.get_logger(__name__)
 def announce(loaded: Loaded, urls: Sequence[str], config: Config) -> None:
     """Print the start lines and log the same as one event."""
     info = loaded.info
-    size = f"{info.size_bytes / 2**20:,.0f} MiB"
+    size = f"{info.size_bytes / _MIB:,.0f} MiB"
     name, description = printable(info.name), printable(info.description)
     print(f"llamaslot {__version__}: {_styled(name, _BOLD)} ({description}, {size}) on {info.device}")
     if unused := unused_gpu(config.gpu_layers, info.device, info.backends, host_gpus()):
@@ -59,18 +62,20 @@ def announce(loaded: Loaded, urls: Sequence[str], config: Config) -> None:
     print(_reuse_line(info) if info.can_reuse and not info.self_test_note else _yellow(_reuse_line(info)))
     if info.checkpoint_limits is not None:
         print(_checkpoints_line(info, info.checkpoint_limits))
-    print(loaded.ram_line)
+    print(ram_line(config, info, loaded.budgets))
     if info.costs_pending:
         line = _pending_line(info)
         print(line if info.costs_pending == NOT_YET else _yellow(line))
     if info.step_cost is not None:
         print(_small_steps_line(info.step_cost))
-    if loaded.disk_line:
-        print(loaded.disk_line)
+    if loaded.disk is not None:
+        print(disk_line(info, loaded.disk))
     elif config.cache_disk:
         print(_yellow("--cache-disk is not used: only prefixes that are offloaded to RAM are written to disk."))
-    if loaded.remote_line:
-        print(loaded.remote_line)
+    if loaded.remote_address:
+        shared = "shared with all servers that have the same key and model"
+        limit = f", at most {config.cache_remote_size:,} MiB" if config.cache_remote_size else ""
+        print(f"Remote tier: {loaded.remote_address}, {shared}{limit}")
     elif config.cache_remote:
         print(_yellow("--cache-remote is not used: only prefixes that are offloaded to RAM are shared."))
     if not info.flash_attn:
@@ -96,8 +101,8 @@ def announce(loaded: Loaded, urls: Sequence[str], config: Config) -> None:
         flash_attention=info.flash_attn,
         self_test=info.self_test or "not needed",
         reuse="by checkpoints" if info.keeps_checkpoints else info.reuse_reason or "on",
-        disk=config.cache_disk if loaded.disk_line else "off",
-        remote="on" if loaded.remote_line else "off",
+        disk=config.cache_disk if loaded.disk is not None else "off",
+        remote="on" if loaded.remote_address else "off",
     )
 
 
@@ -149,6 +154,46 @@ def _partial_state(info: ModelInfo) -> str:
     return ", ".join(parts)
 
 
+def ram_line(config: Config, info: ModelInfo, budgets: Budgets) -> str:
+    """Return the line about RAM for prefixes."""
+    cost = info.kv_cost
+    if reason := why_not_offloaded(config, info):
+        return f"RAM: not used for prefixes ({reason}){_slowdown(cost)}"
+    line = f"RAM: {budgets.ram_bytes / _MIB:,.0f} MiB for prefixes{_about_tokens(info, budgets.ram_bytes)}"
+    if cost is not None:
+        line += f" (1,000 take {cost.load_us:,.1f} ms to load, {cost.prefill_us:,.0f} ms to compute)"
+    if budgets.offload_after is not None:
+        line += f"; idle prefixes are offloaded after {budgets.offload_after:,} further prompt tokens"
+    elif budgets.idle_cells is not None:
+        line += f"; idle prefixes keep {budgets.idle_cells:,} cells"
+    else:
+        line += "; idle prefixes are offloaded when their cells are needed"
+    return line + _slowdown(cost)
+
+
+def disk_line(info: ModelInfo, disk: DiskUse) -> str:
+    """Return the line about the disk tier."""
+    others = f", {disk.n_other_bytes / _MIB:,.1f} MiB of other models" if disk.n_other_bytes else ""
+    return (
+        f"Disk stores up to {disk.capacity / _MIB:,.0f} MiB of prefixes in {disk.folder}"
+        f"{_about_tokens(info, disk.capacity)}; it already contains "
+        f"{(disk.n_bytes - disk.n_other_bytes) / _MIB:,.1f} MiB of this model{others}"
+    )
+
+
+def _about_tokens(info: ModelInfo, n_bytes: int) -> str:
+    """Return ", about N tokens" for the KV that fits into `n_bytes`; empty if no layer keeps KV of every token."""
+    assert info.segment_size is not None
+    per_token = info.segment_size.per_token
+    return f", about {n_bytes // per_token:,} tokens" if per_token else ""
+
+
+def _slowdown(cost: KvCost | None) -> str:
+    if cost is None or not cost.n_idle_cells:
+        return ""
+    return f". Prefill takes {cost.prefill_slowdown:.2f}x as long with {cost.n_idle_cells:,} idle cells"
+
+
 def _checkpoints_line(info: ModelInfo, limits: CheckpointLimits) -> str:
     """Return the line about checkpoints: how many fit, and the cost of one."""
     assert info.checkpoint_size is not None
@@ -166,7 +211,7 @@ def _checkpoints_line(info: ModelInfo, limits: CheckpointLimits) -> str:
 
 
 def _mib(n_bytes: int) -> str:
-    n_mib = n_bytes / 2**20
+    n_mib = n_bytes / _MIB
     return f"{n_mib:,.{0 if n_mib >= 10 else 1 if n_mib >= 1 else 2}f} MiB"
 
 

@@ -28,7 +28,7 @@ Culprit: TypeAlias = Literal[
     "no_checkpoint",
     "unknown",
 ]
-"""What made a prompt depart from what was cached."""
+"""Reason why a prompt diverged from what was cached."""
 
 Role: TypeAlias = Literal["", "system", "tools", "user", "assistant", "tool"]
 """Part of a prompt: whose message, or the declared tools; empty for a prompt without messages, or if unknown."""

@@ -6,9 +6,14 @@
 from __future__ import annotations
 
 import re
-from typing import ClassVar
+from collections.abc import Mapping
+from enum import Enum
+from typing import ClassVar, TypeVar
 
 import msgspec
+
+_S = TypeVar("_S", bound=Enum)
+_E = TypeVar("_E", bound=Enum)
 
 MAX_MESSAGE_CHARS = 4000
 """Characters of a message: some quote a request's field, which may have many MiB."""
@@ -87,6 +92,14 @@ class IllegalTransitionError(AssertionError):
     """An event that the table of a state machine does not allow: a bug, never caused by input."""
 
 
+def next_state(table: Mapping[tuple[_S, _E], _S], state: _S, event: _E, what: str) -> _S:
+    """Return the state of `what` after an event; raises `IllegalTransitionError`."""
+    after = table.get((state, event))
+    if after is None:
+        raise IllegalTransitionError(f"{what}: {event.value} while {state.value}")
+    return after
+
+
 class InvalidRequestError(LlamaslotError):
     """The request is malformed or cannot be carried out."""
 
@@ -158,13 +171,15 @@ class NotSupportedError(LlamaslotError):
 
 
 class QueueFullError(LlamaslotError):
-    """Too many requests are in flight."""
+    """A limit is reached: of requests in flight, queries, or memory for bodies and replies."""
 
     type = "rate_limit_error"
 
 
 class UnavailableError(LlamaslotError):
-    """The model is still loading, or the server is shutting down."""
+    """The server cannot do this now: it is loading, restarting or stopping, something that is needed fails or is in
+    use, or the request is suspected of crashes.
+    """
 
     type = "unavailable_error"
 

@@ -31,7 +31,7 @@ class Started(msgspec.Struct, frozen=True, tag="started"):
 
 
 class Generated(msgspec.Struct, frozen=True):
-    """Tokens of a reply and the length of its text, for text anchors and sessions."""
+    """Tokens of a reply and the length of its text, for records of the token memory."""
 
     packed_tokens: bytes
     """All tokens that were generated."""
@@ -166,10 +166,10 @@ class Stopped(msgspec.Struct, frozen=True, tag="stopped"):
     reason: str
 
 
-class SelfTestEnded(msgspec.Struct, frozen=True, tag="self_test_ended"):
+class ModelInfoChanged(msgspec.Struct, frozen=True, tag="model_info_changed"):
     """The self-test of reuse has ended, or the engine was restarted: facts about the model have changed."""
 
     info: ModelInfo
 
 
-Event: TypeAlias = Started | Output | Finished | Failed | Cancelled | Reply | SelfTestEnded | Stopped
+Event: TypeAlias = Started | Output | Finished | Failed | Cancelled | Reply | ModelInfoChanged | Stopped

@@ -48,7 +48,6 @@ class NotSavedError(Exception):
 
     def __init__(self, segment: int) -> None:
         super().__init__(f"not enough memory for segment {segment}")
-        self.segment = segment
 
 
 class NotLoadedError(Exception):
@@ -56,7 +55,6 @@ class NotLoadedError(Exception):
 
     def __init__(self, segment: int) -> None:
         super().__init__(f"segment {segment} could not be loaded")
-        self.segment = segment
 
 
 @dataclass(frozen=True, slots=True)

@@ -229,7 +229,7 @@ class Capabilities(msgspec.Struct, frozen=True):
 class ModelInfo(msgspec.Struct, frozen=True):
     """Facts about the loaded model and its context.
 
-    Fixed once the engine runs, with three exceptions: when a pending self-test ends, the event `SelfTestEnded`
+    Fixed once the engine runs, with three exceptions: when a pending self-test ends, the event `ModelInfoChanged`
     brings another `ModelInfo` in place of this one, costs that are pending are measured while the engine is idle,
     and the backend's own copy has the current value of `unified`.
     """

@@ -1,8 +1,8 @@
 """Jobs of the prompt worker, and their results: bodies of requests to read, replies to remember, and questions.
 
-All are plain values that msgspec can encode, since the worker is a process of its own. In which order they are
-carried out is decided in `prompts/lanes.py`. Earlier items, and the fields of a reply that repeat those of its
-request, are those of the Responses API.
+All are plain values that msgspec can encode, since the worker is a process of its own. `prompts/lanes.py`
+decides their order. Earlier items, and the fields of a reply that repeat those of its request, are those of the
+Responses API.
 """
 
 from __future__ import annotations
@@ -266,7 +266,7 @@ class Locate(msgspec.Struct, frozen=True, tag="locate"):
     n_tokens: int
     prompt: int = 0
     explains: bool = False
-    """True to look for an earlier prompt from which this one parts there, and for the culprit."""
+    """True to also find the earlier prompt that this one diverges from there, and why."""
 
 
 class Located(msgspec.Struct, frozen=True, tag="located"):
@@ -278,7 +278,7 @@ class Located(msgspec.Struct, frozen=True, tag="located"):
 
 
 class AnswerBody(msgspec.Struct, frozen=True, tag="answer_body"):
-    """Answer a request body that needs only the chat template or the vocabulary; answered by `JsonReply`."""
+    """Answer a body that needs only the chat template or the vocabulary; answered by the JSON of the reply."""
 
     kind: Literal["apply_template", "tokenize", "detokenize"]
     body: bytes
@@ -292,7 +292,7 @@ class AnswerBody(msgspec.Struct, frozen=True, tag="answer_body"):
 
 
 class ListItems(msgspec.Struct, frozen=True, tag="list_items"):
-    """List some of the items or messages of a conversation, which may be long; answered by `JsonReply`."""
+    """List some items or messages of a conversation, which may be long; answered by the JSON of the reply."""
 
     lists: tuple[bytes, ...]
     """JSON lists of items, in the order of the conversation."""
@@ -308,12 +308,6 @@ class ListItems(msgspec.Struct, frozen=True, tag="list_items"):
         return sum(map(len, self.lists))
 
 
-class JsonReply(msgspec.Struct, frozen=True, tag="json_reply"):
-    """The body of a reply."""
-
-    data: bytes
-
-
 class DropSession(msgspec.Struct, frozen=True, tag="drop_session"):
     """Drop what is remembered of a session; a job of the prompt worker, answered by `DropPaths` for the engine."""
 
@@ -322,12 +316,12 @@ class DropSession(msgspec.Struct, frozen=True, tag="drop_session"):
 
 
 class ClearTexts(msgspec.Struct, frozen=True, tag="clear_texts"):
-    """Drop all text anchors, sessions and remembered replies."""
+    """Drop all records of the token memory."""
 
 
 Job: TypeAlias = (
     Prepare | Remember | NextTurn | Release | Locate | DropSession | ClearTexts | AnswerBody | ListItems
 )
 JobResult: TypeAlias = (
-    Prepared | Needs | BadBody | PredictedPrompt | DropPaths | JsonReply | Located | tuple[TextRecord, ...] | None
+    Prepared | Needs | BadBody | PredictedPrompt | DropPaths | Located | bytes | tuple[TextRecord, ...] | None
 )

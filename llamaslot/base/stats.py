@@ -74,7 +74,7 @@ class CacheProbe(msgspec.Struct):
     miss: Miss | None
     """Reason why no more is cached; null if all is."""
     diverged_at: int | None = None
-    """Character of the prompt, as `/apply-template` returns it, where it departs from the cached tokens."""
+    """Character of the prompt, as `/apply-template` returns it, where it diverges from the cached tokens."""
     session_match: SessionMatch | None = None
     """Result of comparing it with its session; null without one."""
     approximate_tokens: int = 0
@@ -177,7 +177,7 @@ class SessionStats(msgspec.Struct):
     bytes: int = 0
 
 
-class ReplyStats(msgspec.Struct):
+class MessageStats(msgspec.Struct):
     """Assistant messages whose tokens are remembered."""
 
     known: int = 0
@@ -255,7 +255,7 @@ class CacheStats(msgspec.Struct, kw_only=True):
     checkpoints: CheckpointStats = msgspec.field(default_factory=CheckpointStats)
     anchors: AnchorStats = msgspec.field(default_factory=AnchorStats)
     sessions: SessionStats = msgspec.field(default_factory=SessionStats)
-    messages: ReplyStats = msgspec.field(default_factory=ReplyStats)
+    messages: MessageStats = msgspec.field(default_factory=MessageStats)
     sequences: SequenceStats = msgspec.field(default_factory=SequenceStats)
     pins: PinStats = msgspec.field(default_factory=PinStats)
     requests: RequestStats = msgspec.field(default_factory=RequestStats)

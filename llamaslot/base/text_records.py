@@ -92,7 +92,7 @@ class Session(Remembered, frozen=True, kw_only=True, tag="session"):
         branches = [(at, rest) if at <= n else (n, packed(before[n:at]) + rest) for at, rest in earlier.branches]
         if n < len(before):
             branches.append((n, packed(before[n:])))
-        # Without what it goes on with itself by now, because that was predicted.
+        # Drop branches that this session itself continues, such as predicted next turns.
         branches = [(at, rest) for at, rest in branches if not self.tokens.startswith(rest, at * WIDTH)]
         return structs.replace(self, branches=tuple(branches[-_MAX_BRANCHES:]))
 

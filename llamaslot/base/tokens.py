@@ -70,11 +70,11 @@ class TokenizedPrompt(msgspec.Struct, frozen=True):
     """Tokens taken from the session after the first that differs from those of tokenizing the whole text; 0
     unless `session_match` is "diverge"."""
     is_reply_edited: bool = False
-    """True if the text departs from that of its session within the session's last reply."""
+    """True if the text diverges from that of its session within the session's last reply."""
 
-    n_restored: int = 0
+    n_remembered: int = 0
     """Leading tokens taken from remembered replies and their prompts."""
-    n_replies: int = 0
+    n_of_replies: int = 0
     """Of them, tokens of replies."""
 
     @property

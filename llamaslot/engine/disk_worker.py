@@ -33,11 +33,11 @@ _log = structlog.get_logger(__name__)
 
 
 class Disk(disk_io.SegmentDisk, Protocol):
-    """A disk that keeps segments, text anchors and sessions across restarts."""
+    """A disk that keeps segments and records of the token memory across restarts."""
 
     @property
     def texts(self) -> TextStore:
-        """Text anchors and sessions. Its methods are called on the writer thread."""
+        """Records of the token memory. Its methods are called on the writer thread."""
 
     def delete_again(self) -> bool:
         """Retry deletions that failed before; returns True if none is left."""
@@ -91,7 +91,7 @@ class DiskWorker:
                     self._cancel_reads()
 
     def write_texts(self, records: Sequence[TextRecord]) -> None:
-        """Write text anchors and sessions."""
+        """Write records of the token memory."""
         for each in records:
             self._submit(self._disk.texts.write, each)
 

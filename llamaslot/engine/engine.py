@@ -33,7 +33,7 @@ from llamaslot.base.namespaces import PUBLIC_SALT
 from llamaslot.engine.constraint_worker import ConstraintWorker
 from llamaslot.engine.disk_worker import Disk, DiskWorker
 from llamaslot.engine.measurements import PendingCosts, PendingSelfTest, ReadMemory, watch_memory
-from llamaslot.engine.model_worker import StepWatch, Worker, model_thread
+from llamaslot.engine.model_worker import StepWatch, Worker
 from llamaslot.engine.queries import Queries, Respond, SlotActions
 from llamaslot.engine.remote_worker import RemoteWorker
 from llamaslot.engine.reply_stream import ReplyStream, prefill_events
@@ -76,14 +76,14 @@ class Engine:
         budgets: Budgets,
         *,
         gap_ms: float,
+        thread: Executor,
+        watch: StepWatch,
         debug_invariants: bool = False,
         lacks_disk: bool = False,
         disk: Disk | None = None,
         remote: RemoteStore | None = None,
         snapshots: SnapshotStore | None = None,
         clock: Callable[[], float] = time.perf_counter,
-        thread: Executor | None = None,
-        watch: StepWatch | None = None,
         read_memory: ReadMemory | None = None,
     ) -> None:
         info = backend.info
@@ -110,8 +110,8 @@ class Engine:
             first_number=disk.first_number if disk is not None else 0,
         )
         self._dropper = self.scheduler.cache.dropper
-        self._watch = watch or StepWatch(0)
-        self._worker = Worker(backend, thread or model_thread(), clock, self._needs_plan, self._watch)
+        self._watch = watch
+        self._worker = Worker(backend, thread, clock, self._needs_plan, watch)
         self._constraints = ConstraintWorker(backend, self._post)
         self._disk: DiskWorker | None = None
         if disk is not None:

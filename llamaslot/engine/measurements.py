@@ -28,7 +28,7 @@ from typing import TypeAlias
 import structlog
 
 from llamaslot.base.backend import Backend
-from llamaslot.base.events import SelfTestEnded
+from llamaslot.base.events import ModelInfoChanged
 from llamaslot.base.stats import Miss
 from llamaslot.kvcache.cache import KVCache
 from llamaslot.kvcache.tiers.budget import MemoryReading, RamState
@@ -99,7 +99,7 @@ class PendingSelfTest:
         *,
         is_busy: Callable[[], bool],
         is_stopping: Callable[[], bool],
-    ) -> SelfTestEnded | None:
+    ) -> ModelInfoChanged | None:
         """Run the self-test on the model thread, through `call`; returns None if it was stopped for other work."""
         self._n_started += 1
         may_stop = self._n_started < _MAX_STARTS and self._overdue_s <= 0
@@ -114,7 +114,7 @@ class PendingSelfTest:
             _log.info("reuse.on")
         else:
             _log.warning("reuse.off", reason=info.self_test_note)
-        return SelfTestEnded(info)
+        return ModelInfoChanged(info)
 
     @property
     def _overdue_s(self) -> float:

@@ -51,13 +51,13 @@ class Worker:
         thread: Executor,
         clock: Callable[[], float],
         needs_plan: Callable[[], bool],
-        watch: StepWatch | None = None,
+        watch: StepWatch,
     ) -> None:
         self._backend = backend
         self._thread = thread
         self._clock = clock
         self._needs_plan = needs_plan
-        self._watch = watch or StepWatch(0)
+        self._watch = watch
 
     async def run(self, plan: StepPlan, on_step: OnStep) -> None:
         """Carry out `plan` and its extra steps; `on_step` is called on the event loop after each step.

@@ -92,7 +92,7 @@ class RemoteWorker:
     @property
     def is_busy(self) -> bool:
         """True while a segment is being uploaded."""
-        return self._tier.is_uploading
+        return self._tier.uploads.is_sending
 
     def check(self) -> None:
         """Start to connect to the store, so that an unavailable one is logged before a request needs it."""
@@ -123,7 +123,7 @@ class RemoteWorker:
 
     def clear(self, then: Callable[[str], None]) -> None:
         """Delete all objects of this model, then call `then` between two steps, with the reason if that failed."""
-        self._tier.on_cleared()
+        self._tier.uploads.offer_all_again()
         self._spawn(self._delete([self._store.clear], then))
 
     def drop(self, namespace: str, paths: Sequence[tuple[bytes, int]], then: Callable[[str], None]) -> None:

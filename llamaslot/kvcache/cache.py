@@ -22,13 +22,13 @@ prefixes.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from msgspec import structs
 
 from llamaslot.base.advice import HitCurve, SizeAdvice
 from llamaslot.base.kv_ops import Copy, Free, Load, Operation, Restore
-from llamaslot.base.model import ModelInfo, SegmentSize
+from llamaslot.base.model import SegmentSize
 from llamaslot.base.namespaces import is_private, tenant_of
 from llamaslot.base.stats import (
     CacheProbe,
@@ -45,7 +45,7 @@ from llamaslot.kvcache.disk_io import IoEvent, Job, SegmentMeta
 from llamaslot.kvcache.dropping import Dropper
 from llamaslot.kvcache.ghost_list import GhostList
 from llamaslot.kvcache.loading import Loader, PublicPrefix, StateRestorer
-from llamaslot.kvcache.match import Acquired, LoadResult, LoadStatus, Match, miss_reason
+from llamaslot.kvcache.match import Acquired, Deadlines, LoadResult, LoadStatus, Match, miss_reason
 from llamaslot.kvcache.offloading import Offloader, OffloadPolicy
 from llamaslot.kvcache.pins import Pins
 from llamaslot.kvcache.pool import Pool, WindowCells
@@ -63,16 +63,6 @@ _MORE_BYTES = 2 * 2**30
 """RAM or disk that might be added, of which the advice says what it brings."""
 _NO_SEQ = -1
 """Key of the load pins of a request whose slot is not chosen yet."""
-
-
-@dataclass(frozen=True, slots=True)
-class Deadlines:
-    """Times, in seconds, at which the cache has work of its own to do; None for never."""
-
-    idle: float | None = None
-    """While nothing runs."""
-    running: float | None = None
-    """While requests run."""
 
 
 class KVCache:
@@ -432,7 +422,7 @@ class KVCache:
         if self.settings.copies_running and is_running:
             self._policy.offload_for_disk(now)
         self._policy.offload_while_idle(now, is_busy=is_busy)
-        return Deadlines(*self._policy.deadlines())
+        return self._policy.deadlines()
 
     def take_operations(self) -> list[Operation]:
         """Return the KV operations that the backend must execute, in this order, before it decodes."""
@@ -453,10 +443,6 @@ class KVCache:
         # If a segment was dropped, its node may be gone, and with it a checkpoint.
         self._offloader.free_evicted()
         return range(segment.start, segment.end) if segment is not None else None
-
-    def set_costs(self, info: ModelInfo) -> None:
-        """Take over costs that were measured after the start."""
-        self.settings.set_costs(info)
 
     # --- slot files ---
 

@@ -177,6 +177,3 @@ class SegmentDisk(Protocol):
 
     def reparent(self, numbers: Sequence[int], parent: int) -> None:
         """Carry out `Reparent`."""
-
-    def close(self) -> None:
-        """Release the folder for other servers."""

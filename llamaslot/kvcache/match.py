@@ -1,4 +1,4 @@
-"""Results of a lookup in the radix tree, and of acquiring a slot and loading; why no more is cached."""
+"""Results of a lookup in the radix tree, of acquiring a slot, of loading and of a plan; why no more is cached."""
 
 from __future__ import annotations
 
@@ -155,6 +155,16 @@ class LoadResult:
     """Of `n_loaded`, those that had to be fetched from the remote tier first."""
     n_public: int = 0
     """Of `n_loaded`, those from segments of the public namespace."""
+
+
+@dataclass(frozen=True, slots=True)
+class Deadlines:
+    """Times, in seconds, at which the cache has work of its own to do; None for never."""
+
+    idle: float | None = None
+    """While nothing runs."""
+    running: float | None = None
+    """While requests run."""
 
 
 def segment_parts(last: Node, start: int, end: int) -> tuple[SegmentPart, ...]:

@@ -20,7 +20,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from llamaslot.base.errors import IllegalTransitionError
+from llamaslot.base.errors import next_state
 from llamaslot.base.namespaces import PUBLIC_TENANT, tenant_of
 from llamaslot.base.tokens import WIDTH
 
@@ -315,10 +315,8 @@ class Segment:
 
     def handle(self, event: SegmentEvent) -> SegmentState:
         """Go to the next state and return the previous one. An illegal event raises and changes nothing."""
-        before, after = self.state, SEGMENT_TABLE.get((self.state, event))
-        if after is None:
-            raise IllegalTransitionError(f"segment {self.number}: {event.value} while {before.value}")
-        self.state = after
+        before = self.state
+        self.state = next_state(SEGMENT_TABLE, before, event, f"segment {self.number}")
         return before
 
     @property

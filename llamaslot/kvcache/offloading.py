@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from llamaslot.base.kv_ops import Free, Save
 from llamaslot.base.namespaces import is_private
 from llamaslot.kvcache.cache_settings import CacheSettings
+from llamaslot.kvcache.match import Deadlines
 from llamaslot.kvcache.nodes import Node, Segment
 from llamaslot.kvcache.radix_tree import RadixTree
 from llamaslot.kvcache.sequences import Sequences
@@ -317,17 +318,17 @@ class OffloadPolicy:
         self._disk.flush()
         self._tiers.uploads.flush()
 
-    def deadlines(self) -> tuple[float | None, float | None]:
-        """Return when something is due while nothing runs, and while requests run; None for never."""
+    def deadlines(self) -> Deadlines:
+        """Return when something is due."""
         if not self._settings.offloads:
-            return self._idle_work_at, None
+            return Deadlines(self._idle_work_at)
         times = (self._disk.due_at, self._tiers.uploads.due_at)
         due_at = min((each for each in times if each is not None), default=None)
         idle_work_at = None if self._disk.has_backlog else self._idle_work_at
         idle = min((each for each in (idle_work_at, due_at) if each is not None), default=None)
         if not self._settings.copies_running:
-            return idle, None
-        return idle, self._next_write_at if due_at is None else min(self._next_write_at, due_at)
+            return Deadlines(idle)
+        return Deadlines(idle, self._next_write_at if due_at is None else min(self._next_write_at, due_at))
 
     def _at_most(self, n_tokens: int) -> int:
         """Return `n_tokens`, or fewer if saving that many would delay streams too long."""

@@ -2,9 +2,8 @@
 
 They are not held in cells: the oldest request always finishes only because all that is idle can be evicted for
 it. Whenever the pool records a use, it counts as one of each pinned prefix too, and before each eviction from
-RAM or from disk they count as used (`SegmentTiers.use_pinned`). What goes before the last use holds for them as
-well: tenants' shares and limits, and that what is also on disk leaves RAM first when memory is short. And what
-needs all of RAM or of the disk takes their place.
+RAM or from disk they count as used (`SegmentTiers.use_pinned`). Rules that precede last use still apply: tenants'
+shares, and that segments also on disk leave RAM first. A request that needs all of RAM or disk still evicts them.
 """
 
 from __future__ import annotations

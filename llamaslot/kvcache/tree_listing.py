@@ -28,12 +28,12 @@ def tree_listing(
     stats: CacheStats,
     top: int,
     detokenize: Callable[[Sequence[int]], bytes] | None,
-    pinned: Container[Node] = (),
+    evicted_last: Container[Node] = (),
 ) -> CacheState:
     """Return `stats` with the `top` prefixes of the tree, in the pool, in RAM and on disk.
 
-    `pinned` has the nodes of pinned prefixes. Takes time proportional to the prefixes in the pool and to those
-    listed, not to all those in RAM and on disk.
+    `evicted_last` has the nodes of prefixes that users pinned. Takes time proportional to the prefixes in the pool
+    and to those listed, not to all those in RAM and on disk.
     """
     roots = [*tree.roots()]
     edges = [*islice(_most_used(roots), top)]
@@ -60,7 +60,7 @@ def tree_listing(
                 last_used=ranks[first.last_used],
                 checkpoint=last.checkpoint.n_bytes if last.checkpoint is not None else None,
                 text=_edge_text(last, first.start, detokenize) if detokenize is not None else UNSET,
-                evicted_last=last in pinned,
+                evicted_last=last in evicted_last,
             )
         )
     return CacheState(

@@ -23,7 +23,7 @@ from typing import Any
 import structlog
 
 from llamaslot.base.errors import ConfigError
-from llamaslot.base.events import Event, Finished, SelfTestEnded, Stopped
+from llamaslot.base.events import Event, Finished, ModelInfoChanged, Stopped
 from llamaslot.base.model import ModelInfo
 from llamaslot.processes.messages import (
     OVERDUE_STATUS,
@@ -117,7 +117,7 @@ class EngineSupervisor(Supervisor):
         Empty if it ended in order, was not running, or was killed from outside.
         """
         was_running = self._state is _State.RUNNING
-        end = await self._stop(seconds)
+        end = await self._end_child(seconds)
         if end is None or not was_running or end.status == 0:
             return ""
         if end.was_killed:
@@ -141,7 +141,7 @@ class EngineSupervisor(Supervisor):
                 if self._info is None:
                     self._on_progress(text, fraction)
             case Loaded(info):
-                self._has_loaded(info, message)
+                self._on_loaded(info, message)
             case Refused(error):
                 self._error = ConfigError(error.message, param=error.param)
 
@@ -157,12 +157,12 @@ class EngineSupervisor(Supervisor):
         if has_died and self._state is _State.RUNNING:
             self._state = _State.ENDING
             # It frees the model and closes the disk, either of which may hang.
-            self._timer = asyncio.get_running_loop().call_later(_ENDING_S, self._kill)
+            self._timer = asyncio.get_running_loop().call_later(_ENDING_S, self._kill_child)
             self._on_lost(True)
 
-    def _has_loaded(self, info: ModelInfo, loaded: Loaded) -> None:
+    def _on_loaded(self, info: ModelInfo, loaded: Loaded) -> None:
         self._state = _State.RUNNING
-        self._timer = asyncio.get_running_loop().call_later(_HEALTHY_AFTER_S, self._is_healthy)
+        self._timer = asyncio.get_running_loop().call_later(_HEALTHY_AFTER_S, self._on_healthy)
         if self._info is None:
             self._info = info
             self._started.set_result(loaded)
@@ -173,10 +173,10 @@ class EngineSupervisor(Supervisor):
         else:
             _log.info("engine.restarted", pid=self.pid)
             # The last engine may have ended before its self-test, or this one has to run it again.
-            self._on_events([SelfTestEnded(info)])
+            self._on_events([ModelInfoChanged(info)])
             self._on_restarted()
 
-    def _is_healthy(self) -> None:
+    def _on_healthy(self) -> None:
         self._n_failures = 0
 
     def _on_ended(self, end: Exit) -> float | None:

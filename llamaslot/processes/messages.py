@@ -11,10 +11,11 @@ from llamaslot.base.errors import ErrorInfo
 from llamaslot.base.events import Event
 from llamaslot.base.model import ModelInfo
 from llamaslot.base.prompt_jobs import Job, JobResult, RequestPolicy
-from llamaslot.base.stats import AnchorStats, ReplyStats, SessionStats
+from llamaslot.base.stats import AnchorStats, MessageStats, SessionStats
 from llamaslot.base.text_records import TextRecord
+from llamaslot.kvcache.cache_settings import Budgets
 
-TextStats: TypeAlias = tuple[AnchorStats, SessionStats, ReplyStats]
+TextStats: TypeAlias = tuple[AnchorStats, SessionStats, MessageStats]
 """Counts of what is remembered, and estimated bytes."""
 
 OVERDUE_STATUS = 70
@@ -27,7 +28,7 @@ class LoadEngine(msgspec.Struct, frozen=True, tag="load_engine"):
     config: Any
     """`llamaslot.app.config.Config` as builtins: this layer does not know its type."""
     needs_folders: bool = True
-    """False after the first start: a running server goes on without folders that cannot be used."""
+    """False after the first start: a running server continues without unusable folders."""
 
 
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
@@ -41,18 +42,27 @@ class Loading(msgspec.Struct, frozen=True, tag="loading"):
     fraction: float
 
 
+class DiskUse(msgspec.Struct, frozen=True):
+    """The folder of the disk tier, and the bytes in it."""
+
+    folder: str
+    capacity: int
+    n_bytes: int
+    n_other_bytes: int
+    """Of `n_bytes`, those of other models."""
+
+
 class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
     """The model is loaded, and the disk open."""
 
     info: ModelInfo
-    ram_line: str
-    """Start line about RAM."""
-    disk_line: str
-    """Start line about the disk tier; empty without one."""
+    budgets: Budgets
     records: tuple[TextRecord, ...] = ()
-    """Text anchors and sessions of an earlier process."""
-    remote_line: str = ""
-    """Start line about the remote tier; empty without one."""
+    """Records of the token memory of an earlier process."""
+    disk: DiskUse | None = None
+    """None without a disk tier."""
+    remote_address: str = ""
+    """Where the store of the remote tier is; empty without one."""
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
@@ -117,7 +127,7 @@ class JobDone(msgspec.Struct, frozen=True, tag="job_done"):
     number: int
     result: JobResult = None
     error: ErrorInfo | None = None
-    stats: TextStats = msgspec.field(default_factory=lambda: (AnchorStats(), SessionStats(), ReplyStats()))
+    stats: TextStats = msgspec.field(default_factory=lambda: (AnchorStats(), SessionStats(), MessageStats()))
 
 
 ToPrompts: TypeAlias = LoadVocab | SetModel | Stop | NumberedJob

@@ -18,7 +18,7 @@ import structlog
 from llamaslot.base.commands import DropPaths
 from llamaslot.base.errors import InvalidRequestError, LlamaslotError, ServerError, UnavailableError
 from llamaslot.base.prompt_jobs import ClearTexts, DropSession, Job, NextTurn, PredictedPrompt, Prepare, Remember
-from llamaslot.base.stats import AnchorStats, ReplyStats, SessionStats
+from llamaslot.base.stats import AnchorStats, MessageStats, SessionStats
 from llamaslot.base.threads import ProcessTimes, process_times, starved_seconds
 from llamaslot.processes.messages import (
     FromPrompts,
@@ -67,7 +67,7 @@ class PromptSupervisor(Supervisor):
         self._model: SetModel | None = None
         self.chat_template = ""
         """Jinja source of the chat template in use."""
-        self.stats: TextStats = AnchorStats(), SessionStats(), ReplyStats()
+        self.stats: TextStats = AnchorStats(), SessionStats(), MessageStats()
         """Counts of what is remembered, and estimated bytes, as of the last job."""
         self.lanes = Lanes()
         self._is_ready = False
@@ -109,7 +109,7 @@ class PromptSupervisor(Supervisor):
     async def stop(self, seconds: float) -> None:
         """Kill it, since it has nothing to save and may be at a job that hangs; wait at most `seconds`."""
         self.kill()
-        await self._stop(seconds)
+        await self._end_child(seconds)
 
     def call(self, job: Job) -> asyncio.Future[Any]:
         """Start a job; the future is that of `Lanes.add`, or fails at once if the server is shutting down."""
@@ -134,7 +134,7 @@ class PromptSupervisor(Supervisor):
         match message:
             case PromptWorkerReady():
                 self.chat_template, self.stats = message.chat_template, message.stats
-                self._has_loaded()
+                self._on_loaded()
             case Refused(error):
                 self._refusal = error.exception()
             case NextPrompt(number):
@@ -142,7 +142,7 @@ class PromptSupervisor(Supervisor):
             case JobDone():
                 self._job_done(message)
 
-    def _has_loaded(self) -> None:
+    def _on_loaded(self) -> None:
         """Send the jobs that wait for a process."""
         if self.is_stopping:
             return
@@ -190,7 +190,7 @@ class PromptSupervisor(Supervisor):
             self._watch(pending)
             return
         self._overdue = [each for each in self.lanes.running if each.until - now < _ALMOST * self._timeout]
-        self._kill()
+        self._kill_child()
 
     def _job_done(self, done: JobDone) -> None:
         self.stats = done.stats

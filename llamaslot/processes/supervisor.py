@@ -235,14 +235,14 @@ class Supervisor:
     def kill(self) -> None:
         """End the process at once, and start no other one."""
         self.is_stopping = True
-        self._kill()
+        self._kill_child()
 
-    def _kill(self) -> None:
+    def _kill_child(self) -> None:
         """End the process at once; another one is started unless `is_stopping`."""
         if self._child is not None:
             self._child.kill()
 
-    async def _stop(self, seconds: float) -> Exit | None:
+    async def _end_child(self, seconds: float) -> Exit | None:
         """Have the process end, and kill it after `seconds`; return its end, None without one."""
         self.is_stopping = True
         if self._restarting is not None:

@@ -22,7 +22,7 @@ A session is compared by these texts, so a control token agrees only with a cont
     diverge   |------- kept -------|xxxxxxxxxxx|
                                    |-- tokenized --|
 
-Where the prompt departs from the session's text, the kept tokens end at an approximate cut point in the common
+Where the prompt diverges from the session's text, the kept tokens end at an approximate cut point in the common
 text.
 """
 
@@ -238,7 +238,7 @@ class SessionComparison:
 
     @property
     def is_reply_edited(self) -> bool:
-        """True if the prompt departs from the session's text within its reply."""
+        """True if the prompt diverges from the session's text within its reply."""
         reply = self.end(self.session.n_prompt - self.session.n_added)
         return self.session.has_reply and reply <= self.n_same < min(len(self.known.data), len(self.text))
 

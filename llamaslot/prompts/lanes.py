@@ -1,4 +1,4 @@
-"""Lanes in which jobs of the prompt worker wait in the parent, so that long ones hold up no prompts.
+"""Lanes in which jobs of the prompt worker wait in the parent, so that long jobs do not delay prompts.
 
     prompt lane     prompts, what is remembered of replies, short queries           one at a time
     long lane       large bodies, long queries                                      one at a time
@@ -43,8 +43,8 @@ MAX_LONG_QUERIES = 4
 
 PROMPT_LANE, LONG_LANE, GRAMMAR_LANE = range(3)
 JOBS_AT_ONCE = (1, 1, 4)
-"""Jobs of each lane that are carried out at once. Of the last one several, and one of a client at most, so that
-grammars that take long hold up those of no other client: they are compiled in a process of their own.
+"""Jobs of each lane that are carried out at once. Several grammars at once, at most one per client, so that one
+client's slow grammars do not delay another's: they are compiled in a process of their own.
 """
 
 
@@ -66,7 +66,7 @@ def client_of(job: Job) -> str | None:
 _ACTIVITIES: dict[type[msgspec.Struct] | str, str] = {
     Locate: "finding where the prompt diverges",
     DropSession: "dropping the session",
-    ClearTexts: "dropping text anchors and sessions",
+    ClearTexts: "dropping records of the token memory",
     ListItems: "listing the items",
     **dict.fromkeys(("text", "native", "infill"), "tokenizing the prompt"),
     **dict.fromkeys(("chat", "messages", "responses", "compact", "any"), "rendering and tokenizing the messages"),

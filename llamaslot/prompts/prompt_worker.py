@@ -34,7 +34,7 @@ from llamaslot.base.prompt_jobs import (
     Release,
     Remember,
 )
-from llamaslot.base.stats import AnchorStats, ReplyStats, SessionStats
+from llamaslot.base.stats import AnchorStats, MessageStats, SessionStats
 from llamaslot.base.text_records import RememberedReply, Session, TextAnchor, TextRecord, session_digest
 from llamaslot.base.threads import started_executor
 from llamaslot.base.tokens import n_common, unpacked
@@ -77,6 +77,8 @@ class PromptWorker:
         self._reader = reader
         self._predicts = predicts
         self._requests: dict[str, _Request] = {}
+        self.chat_template = reader.template.source
+        """Jinja source of the chat template in use."""
         self.earlier = EarlierPrompts()
         """To find out why prompts diverge from what was cached."""
         self._threads = [
@@ -85,24 +87,14 @@ class PromptWorker:
         ]
 
     @property
-    def stats(self) -> tuple[AnchorStats, SessionStats, ReplyStats]:
+    def stats(self) -> tuple[AnchorStats, SessionStats, MessageStats]:
         """Counts of what is remembered, and estimated bytes."""
         amount = self._tokenizer.memory.amount
         return (
             AnchorStats(*amount(TextAnchor)),
             SessionStats(*amount(Session)),
-            ReplyStats(*amount(RememberedReply)),
+            MessageStats(*amount(RememberedReply)),
         )
-
-    @property
-    def n_kept(self) -> int:
-        """Requests that were not released."""
-        return len(self._requests)
-
-    @property
-    def chat_template(self) -> str:
-        """Jinja source of the chat template in use."""
-        return self._reader.template.source
 
     def start(self) -> None:
         """Probe for exact cut points, so that no request need wait for that."""
@@ -113,7 +105,7 @@ class PromptWorker:
             if not self._tokenizer.probe_cut_points():
                 _log.warning("text_anchors.off", reason="no control token of this vocabulary has exact cut points")
         except Exception:
-            _log.exception("prompt_worker.failed", job="prepare")
+            _log.exception("prompt_worker.failed", job="probe")
 
     def carry_out(self, job: Job, on_prompt: Callable[[], None] = lambda: None) -> Future[JobResult]:
         """Carry out a job on a thread of its lane. The future has its result or a `LlamaslotError`.
@@ -122,44 +114,41 @@ class PromptWorker:
         """
         return self._threads[lane_of(job)].submit(self._carry_out, job, on_prompt)
 
-    def _carry_out(self, job: Job, on_prompt: Callable[[], None]) -> JobResult:
+    def _carry_out(self, job: Job, on_prompt: Callable[[], None]) -> JobResult:  # noqa: PLR0911 - one for each kind
+        """Return a job's result; raises `LlamaslotError` for what cannot be read or tokenized.
+
+        `Prepare`, `AnswerBody` and `ListItems` may run beside others, those one at a time.
+        """
         try:
-            return self._result(job, on_prompt)
+            match job:
+                case Prepare():
+                    return self._prepare(job, on_prompt)
+                case AnswerBody():
+                    return self._reader.answer(job)
+                case ListItems():
+                    return list_items(job)
+                case Remember():
+                    return self._remember(job)
+                case Locate():
+                    return self._locate(job)
+                case DropSession():
+                    return self._drop_session(job)
+                case NextTurn():
+                    return self._next_turn(job)
+                case Release():
+                    self._requests.pop(job.request_id, None)
+                case ClearTexts():
+                    self._tokenizer.memory.clear()
+                    self.earlier.clear()
+                    # A next turn would bring back what was cleared.
+                    for each in [*self._requests.values()]:
+                        each.body = None
+            return None
         except LlamaslotError:
             raise
         except BaseException as error:
             _log.error("prompt_worker.failed", job=type(job).__name__, exc_info=error)
             raise ServerError(f"{activity_of(job)} failed") from None
-
-    def _result(self, job: Job, on_prompt: Callable[[], None]) -> JobResult:  # noqa: PLR0911 - one for each kind
-        """Return a job's result; raises `LlamaslotError` for what cannot be read or tokenized.
-
-        `Prepare`, `AnswerBody` and `ListItems` may run beside others, those one at a time.
-        """
-        match job:
-            case Prepare():
-                return self._prepare(job, on_prompt)
-            case AnswerBody():
-                return self._reader.answer(job)
-            case ListItems():
-                return list_items(job)
-            case Remember():
-                return self._remember(job)
-            case Locate():
-                return self._locate(job)
-            case DropSession():
-                return self._drop_session(job)
-            case NextTurn():
-                return self._next_turn(job)
-            case Release():
-                self._requests.pop(job.request_id, None)
-            case ClearTexts():
-                self._tokenizer.memory.clear()
-                self.earlier.clear()
-                # A next turn would bring back what was cleared.
-                for each in [*self._requests.values()]:
-                    each.body = None
-        return None
 
     def _prepare(self, job: Prepare, on_prompt: Callable[[], None]) -> Prepared | Needs | BadBody:
         try:

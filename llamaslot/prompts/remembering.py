@@ -69,7 +69,7 @@ def remembered_reply(
     if message is None or meaning is None or before is None:
         return None
     own = packed(np.concatenate([context.prompt.tokens[before.n_tokens :], np.array(ids, dtype=np.int32)]))
-    state, parent = (turn.state, turn.parent) if context.prompt.n_restored else (turn.start, b"")
+    state, parent = (turn.state, turn.parent) if context.prompt.n_remembered else (turn.start, b"")
     return RememberedReply(
         key=digest_of(state, turn.conversation, meaning),
         parent=parent,
@@ -125,22 +125,22 @@ def _before(context: PromptContext, turn: ChatTurn) -> _Before | None:
     """Return what is remembered of the prompt before a reply, None if that is unknown."""
     restored = turn.restored
     continued = restored.continued if restored is not None else None
-    n_restored = context.prompt.n_restored
+    n_remembered = context.prompt.n_remembered
     if continued is not None:
-        if not n_restored:
+        if not n_remembered:
             return None
         return _Before(
-            n_restored - len(continued.tokens) // WIDTH,
+            n_remembered - len(continued.tokens) // WIDTH,
             continued.n_reply,
             continued.begun,
             continued.n_text,
             continued.text,
             continued.opening,
         )
-    parts = context.request.rest if n_restored else context.request.parts
+    parts = context.request.rest if n_remembered else context.request.parts
     rendering = Rendering([part for part in parts if isinstance(part, TextPart)])
     n_text = len(rendering.text) - len(turn.begun) - len(turn.opening)
-    return _Before(n_restored, 0, turn.begun, n_text, rendering.digest(0, n_text), turn.opening)
+    return _Before(n_remembered, 0, turn.begun, n_text, rendering.digest(0, n_text), turn.opening)
 
 
 def _received(turn: ChatTurn, completion_id: str, sent: SentReply, format_: Format) -> ParsedMessage | None:

@@ -28,7 +28,7 @@ import numpy as np
 from msgspec import structs
 
 from llamaslot.base.backend import Vocab
-from llamaslot.base.commands import PromptPart, TextPart, TokensPart
+from llamaslot.base.commands import PromptPart, TextPart
 from llamaslot.base.errors import ContextSizeError, InvalidRequestError
 from llamaslot.base.text_records import Session, TextAnchor, TextRecord, session_digest
 from llamaslot.base.tokens import (
@@ -59,7 +59,7 @@ from llamaslot.text.conversation import Message
 _MAX_TAIL = 2**14
 """Most characters after the last cut point for a reply to get an anchor: all of them are tokenized again then."""
 MIN_KEPT_CHARACTERS = 100
-"""Characters of a session's text that a prompt must keep where it departs from it."""
+"""Characters of a session's text that a prompt must keep where it diverges from it."""
 
 
 def tokenize_parts(vocab: Vocab, parts: Iterable[PromptPart], *, add_special: bool) -> Tokens:
@@ -79,7 +79,7 @@ class Tokenizer:
     May be used by several threads.
 
     `use_anchors` is false where texts always get their own tokens. `template` is the model's chat template. A
-    prompt that departs from its session's text must keep `min_match` of its characters to keep its tokens.
+    prompt that diverges from its session's text must keep `min_match` of its characters to keep its tokens.
     `clock` is that of the shares that owners have of `memory`.
     """
 
@@ -129,9 +129,8 @@ class Tokenizer:
         return replace(context, prompt=TokenizedPrompt(packed(tokens[:n])))
 
     def _tokenized(self, request: TextRequest) -> PromptContext:
-        self.check_size(request.parts)
+        # The reader of the body has checked its other parts, before a text that is too long could take any time.
         self.check_size(request.rest)
-        self._check_ids(request.parts)
         restored = self._with_replies(request)
         if restored is not None and restored.prompt.n_tokens < self._n_ctx:
             return restored
@@ -217,7 +216,6 @@ class Tokenizer:
 
     def tokenize(self, prompt: Sequence[PromptPart], *, add_special: bool = False) -> list[int]:
         """Return the token ids of any prompt."""
-        self._check_ids(prompt)
         return list(tokenize_parts(self._vocab, prompt, add_special=add_special).tolist())
 
     def piece(self, token: int) -> bytes:
@@ -226,7 +224,6 @@ class Tokenizer:
 
     def detokenize(self, tokens: Sequence[int]) -> str:
         """Return the text of token ids, with invalid UTF-8 replaced."""
-        self._check_ids([TokensPart(tuple(tokens))], "tokens")
         return self._vocab.detokenize(tokens).decode(errors="replace")
 
     def echo(self, context: PromptContext) -> str:
@@ -261,7 +258,7 @@ class Tokenizer:
         if _n_leading_blanks(self._vocab.detokenize(own[: n_blanks + 4].tolist())) > n_blanks:
             return None
         prompt = TokenizedPrompt(
-            packed(np.concatenate([known, own])), n_restored=len(known), n_replies=restored.n_reply
+            packed(np.concatenate([known, own])), n_remembered=len(known), n_of_replies=restored.n_reply
         )
         if not request.session_id:
             return PromptContext(request, prompt)
@@ -413,14 +410,6 @@ class Tokenizer:
     def _added_tokens(self) -> Tokens:
         """The tokens that the model wants before a prompt."""
         return self._vocab.tokenize("", add_special=True, parse_special=True)
-
-    def _check_ids(self, parts: Iterable[PromptPart], param: str = "prompt") -> None:
-        """Raise `InvalidRequestError` for token ids outside of the vocabulary."""
-        n_tokens = self._vocab.n_tokens
-        ids = (token for part in parts if isinstance(part, TokensPart) for token in part.tokens)
-        wrong = next((token for token in ids if not 0 <= token < n_tokens), None)
-        if wrong is not None:
-            raise InvalidRequestError(f"{param} names token {wrong}; the vocabulary has {n_tokens}", param=param)
 
 
 def _session_key(request: TextRequest) -> bytes:

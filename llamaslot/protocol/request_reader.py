@@ -25,7 +25,6 @@ from llamaslot.base.prompt_jobs import (
     BodyKind,
     ChatToStore,
     EarlierItems,
-    JsonReply,
     Needs,
     Prepare,
     ReplyOptions,
@@ -67,7 +66,7 @@ from llamaslot.protocol.text_requests import (
     warming,
 )
 from llamaslot.text.conversation import clean_message
-from llamaslot.text.grammars.compiling import GrammarChecker, LocalTrial, Trial, UnknownGrammarError
+from llamaslot.text.grammars.compiling import GrammarChecker, Trial, UnknownGrammarError
 from llamaslot.text.template import ChatTemplate
 
 _MAX_TOKENS = 2**20
@@ -102,18 +101,18 @@ class RequestReader:
         template: ChatTemplate,
         tokenizer: BodyTokenizer,
         settings: RequestPolicy,
+        trial: Trial,
         *,
         named_tokens: Mapping[str, int] = MappingProxyType({}),
         grammars: Iterable[tuple[str, str]] = (),
         tags: Mapping[str, int] = MappingProxyType({}),
         restorer: ReplyRestorer | None = None,
-        trial: Trial | None = None,
     ) -> None:
         self._info = info
         self.template = template
         self._tokenizer = tokenizer
         self._settings = settings
-        checker = GrammarChecker(trial or LocalTrial.of_bytes(info.control_tokens, info.n_vocab))
+        checker = GrammarChecker(trial)
         self._restorer = restorer
         self._constraints = ConstraintReader(checker, self._token_of, tags)
         self._known_constraints = ConstraintReader(checker, self._token_of, tags, may_compile=False)
@@ -325,7 +324,7 @@ class RequestReader:
             raise ContextSizeError.of(n_min, self._info.n_ctx_slot, at_least=True)
         self._tokenizer.check_size(prompt)
 
-    def answer(self, job: AnswerBody) -> JsonReply:
+    def answer(self, job: AnswerBody) -> bytes:
         """Answer a body that needs only the chat template or the vocabulary; raises `InvalidRequestError`."""
         try:
             match job.kind:
@@ -345,7 +344,7 @@ class RequestReader:
             raise InvalidRequestError(
                 f"the reply would have {len(data)} bytes (limit: {_MAX_REPLY_BYTES}); send less at a time"
             )
-        return JsonReply(data)
+        return data
 
     def _rendered(self, job: AnswerBody, *, keeps_added: bool = False) -> tuple[TextPart, ...]:
         body = decode(job.body, ChatBody)

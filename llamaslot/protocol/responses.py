@@ -24,7 +24,7 @@ from msgspec import Meta
 
 from llamaslot.base.errors import NotSupportedError
 from llamaslot.base.generation.tools import ReasoningFormat
-from llamaslot.base.prompt_jobs import CallForm, EarlierItems, JsonReply, ListItems, References, ResponseFields
+from llamaslot.base.prompt_jobs import CallForm, EarlierItems, ListItems, References, ResponseFields
 from llamaslot.protocol.bodies import (
     ChatBody,
     Count,
@@ -634,7 +634,7 @@ _items = msgspec.json.Decoder(list[msgspec.Raw]).decode
 _identified = msgspec.json.Decoder(_Identified).decode
 
 
-def list_items(job: ListItems) -> JsonReply:
+def list_items(job: ListItems) -> bytes:
     """Return a page of items; raises `InvalidRequestError` if there is no item `after`."""
     items = [item for each in job.lists for item in _items(each)]
     if job.is_descending:
@@ -650,4 +650,4 @@ def list_items(job: ListItems) -> JsonReply:
     first, last = (_identified(page[0]).id, _identified(page[-1]).id) if page else (None, None)
     has_more = len(items) > len(page)
     body = {"object": "list", "data": page, "first_id": first, "last_id": last, "has_more": has_more}
-    return JsonReply(msgspec.json.encode(body))
+    return msgspec.json.encode(body)

@@ -5,9 +5,8 @@ Fill-in-the-middle prompts, for the text between a prefix and a suffix, have lla
     [REP]myproject  [SEP]name  text  ...  [SEP]filename  [BOS] [PRE]prefix  prompt [SUF]suffix [MID]
     |-- other files, with the tokens that the model has --|
 
-But a prompt that fits into the context is not cut, so that after each keystroke the
-cache has everything before it. llama-server cuts prompts to one batch, and with each keystroke drops a little more
-from the start of a long prefix.
+A prompt that fits into the context is not cut, so that after each keystroke the cache has everything before it.
+llama-server cuts prompts to one batch, and with each keystroke drops a little more from the start of a long prefix.
 """
 
 from __future__ import annotations

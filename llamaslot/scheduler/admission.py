@@ -179,8 +179,8 @@ class Admission:
             n_fresh = 0
             for request in group:
                 is_fresh = not _is_due(request)
-                choices = _free_slots(request, free)
-                if not request.is_ready or not choices or (is_fresh and n_fresh >= MAX_CANDIDATES):
+                slots = _free_slots(request, free)
+                if not request.is_ready or not slots or (is_fresh and n_fresh >= MAX_CANDIDATES):
                     continue
                 if not waits(request):
                     candidates.append(request)
@@ -211,8 +211,8 @@ class Admission:
         for group in self._by_rank(candidates):
             is_full = False
             for request in sorted(group, key=_order):
-                choices = _free_slots(request, free)
-                if not choices or self._waits_for_prefix(request):
+                slots = _free_slots(request, free)
+                if not slots or self._waits_for_prefix(request):
                     continue
                 if self._fits(request):
                     return request, group
@@ -223,10 +223,10 @@ class Admission:
                 break
         return None
 
-    def _start(self, request: Request, choices: Sequence[int], now: float) -> None:
+    def _start(self, request: Request, slots: Sequence[int], now: float) -> None:
         is_background = request.params.is_background
         is_new = request.slot < 0 and not is_background
-        acquired = self._cache.acquire(choices, self.match(request), is_new=is_new)
+        acquired = self._cache.acquire(slots, self.match(request), is_new=is_new)
         request.admit(acquired, now)
         self._slots[request.slot].request = request
         if is_background:

@@ -20,7 +20,7 @@ from msgspec.structs import replace
 
 from llamaslot.base.backend import CompiledConstraint, Sampler
 from llamaslot.base.commands import GenerateParams
-from llamaslot.base.errors import IllegalTransitionError
+from llamaslot.base.errors import next_state
 from llamaslot.base.events import Progress
 from llamaslot.base.generation.token_probs import NOT_SCORED, TokenScore
 from llamaslot.base.generation.tools import ReasoningBudget
@@ -274,10 +274,7 @@ class Request:
 
     def handle(self, event: RequestEvent, now: float) -> None:
         """Go to the next state, or raise `IllegalTransitionError` and change nothing."""
-        after = REQUEST_TABLE.get((self.state, event))
-        if after is None:
-            raise IllegalTransitionError(f"request {self.id}: {event.value} while {self.state.value}")
-        self.state = after
+        self.state = next_state(REQUEST_TABLE, self.state, event, f"request {self.id}")
         if event is RequestEvent.ADMIT:
             self._mark_started(now)
         self._was_preempted |= event is RequestEvent.PREEMPT
@@ -461,7 +458,7 @@ class Request:
             n_read=min(self.n_read, self.n_cached),
             n_fetched=min(self.n_fetched, self.n_cached),
             n_anchored=self.prompt.n_anchored,
-            n_restored=self.prompt.n_replies,
+            n_restored=self.prompt.n_of_replies,
             session_match=self.prompt.session_match,
             n_approximate=self.prompt.n_approximate,
             miss=self.miss if self.has_started else "",
@@ -500,7 +497,7 @@ class ReuseStats:
         n_cached, requests, tokens = request.n_cached, self.requests, self.prompt_tokens
         tokens.total += request.n_prompt
         tokens.matched += n_cached
-        tokens.restored += request.prompt.n_replies
+        tokens.restored += request.prompt.n_of_replies
         tokens.hit_rate = tokens.matched / max(tokens.total, 1)
         if n_cached:
             requests.hits += 1
@@ -515,7 +512,7 @@ class ReuseStats:
             else:
                 requests.same_slot += 1
             requests.anchored += request.prompt.n_anchored > 0
-            requests.restored += request.prompt.n_replies > 0
+            requests.restored += request.prompt.n_of_replies > 0
             requests.in_session += request.prompt.session_match in ("exact", "extend", "diverge")
         else:
             requests.misses += 1

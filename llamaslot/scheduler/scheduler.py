@@ -33,10 +33,10 @@ from llamaslot.base.model import ModelInfo
 from llamaslot.base.namespaces import salt_namespace
 from llamaslot.base.stats import CacheStats
 from llamaslot.base.tokens import WIDTH, packed
-from llamaslot.kvcache.cache import Deadlines, KVCache
+from llamaslot.kvcache.cache import KVCache
 from llamaslot.kvcache.cache_settings import CacheSettings
 from llamaslot.kvcache.disk_io import SegmentMeta
-from llamaslot.kvcache.match import LoadStatus
+from llamaslot.kvcache.match import Deadlines, LoadStatus
 from llamaslot.scheduler.admission import Admission, by_share
 from llamaslot.scheduler.checkpoint_taker import CheckpointTaker
 from llamaslot.scheduler.chunk_sizer import ChunkSizer
@@ -133,7 +133,7 @@ class Scheduler:
 
     def set_costs(self, info: ModelInfo) -> None:
         """Take over costs that were measured after the model was loaded."""
-        self.cache.set_costs(info)
+        self.cache.settings.set_costs(info)
         self._planner.set_costs(info)
 
     @property

@@ -30,7 +30,7 @@ from llamaslot.scheduler.padding import DummyRows, Padding
 from llamaslot.scheduler.request import Request
 from llamaslot.scheduler.step import StepPlan, StepResult, Turn, Work
 
-MAX_OVERTAKEN = 3
+MAX_STEPS_OVERTAKEN = 3
 """Most steps of other prompts before one of the first prompt, which so gets a quarter, as in a unified pool."""
 FIRST_PROMPT_FRACTION = 0.25
 """Fraction of a step's prompt tokens that goes to the first prompt."""
@@ -67,7 +67,7 @@ class PromptTurns:
         if not prompts:
             return Turn(decodes, waited_s=waited_s)
         first = prompts[0]
-        chosen = first if self._n_overtaken == MAX_OVERTAKEN else min(prompts, key=pending.__getitem__)
+        chosen = first if self._n_overtaken == MAX_STEPS_OVERTAKEN else min(prompts, key=pending.__getitem__)
         if waited_s is not None and not self._can_wait(decodes, waited_s, pending[chosen]):
             return Turn(decodes, waited_s=waited_s)
         since = now if self._waiting_since is None else self._waiting_since

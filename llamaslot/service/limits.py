@@ -45,14 +45,14 @@ class Capacity:
         """The error of all further requests."""
         self._n_slots = n_slots
         self._max_per_client = max_per_client
-        self._n_of_client = Amounts()
-        """By client; empty for what no client is known of."""
+        self.n_of_client = Amounts()
+        """By client; the empty name counts requests whose client is not known yet."""
         self._metrics = metrics
 
     @property
     def n_in_flight(self) -> int:
         """Completions that have not ended, and requests that are being prepared."""
-        return self._n_of_client.total
+        return self.n_of_client.total
 
     def check(self, n: int, client: str = "") -> None:
         """Raise if `n` more requests of a client cannot be taken: `UnavailableError` when shutting down,
@@ -62,7 +62,7 @@ class Capacity:
             raise self.refusal
         limits = [("--max-queue", self.most, self.n_in_flight, "")]
         if self._max_per_client and client:
-            most, n_own = self._n_slots + self._max_per_client, self._n_of_client[client]
+            most, n_own = self._n_slots + self._max_per_client, self.n_of_client[client]
             limits.append(("--max-queue-per-client", most, n_own, " from this client"))
         for flag, most, _, _ in limits:
             if n > most:
@@ -80,15 +80,11 @@ class Capacity:
                 )
                 raise QueueFullError(message, retry_after=retry_after)
 
-    def count(self, client: str, n: int) -> None:
-        """Count `n` more of a client, or less."""
-        self._n_of_client.add(client, n)
-
 
 class AheadBudget:
     """Tokens that may be computed ahead of next turns: `per_hour` at first, and as many more in each hour.
 
-    What is not used does not add up. `clock` gives seconds.
+    Unused tokens do not accumulate. `clock` gives seconds.
     """
 
     def __init__(self, per_hour: int, clock: Callable[[], float]) -> None:

@@ -8,8 +8,6 @@ the prompt worker. Then each completion has a state (`COMPLETION_TABLE`; `servic
                engine crashed ends, and so does one that was cancelled
     RUNNING    the engine has started it. If the engine is lost, it ends
     DONE       its terminal event has arrived, or was made here
-
-Here is what a request keeps, and the queue of events to its handler.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ import msgspec
 
 from llamaslot.base.callers import Caller
 from llamaslot.base.commands import Generate, GenerateParams
-from llamaslot.base.errors import IllegalTransitionError, LlamaslotError, ServerError
+from llamaslot.base.errors import LlamaslotError, ServerError, next_state
 from llamaslot.base.events import Cancelled, Failed, Finished, Output
 from llamaslot.base.generation.token_probs import FLOAT_MIN, ProbRows, TokenProbs
 from llamaslot.base.prompt_jobs import ReplyOptions
@@ -86,15 +84,13 @@ class Completion:
         """Those of `tokens`, if the request asks for them and the reply has them at its end."""
         self.prompt_probs = ProbRows()
         """Those of the prompt, if the request asks for them; complete before the first text."""
-        self.finished: Finished | None = None
+        self.end: Finished
+        """Its terminal event; set when it has finished."""
         self._text = bytearray()
 
     def handle(self, event: CompletionEvent) -> None:
         """Go to the next state, or raise `IllegalTransitionError` and change nothing."""
-        after = COMPLETION_TABLE.get((self.state, event))
-        if after is None:
-            raise IllegalTransitionError(f"completion {self.id}: {event.value} while {self.state.value}")
-        self.state = after
+        self.state = next_state(COMPLETION_TABLE, self.state, event, f"completion {self.id}")
 
     @property
     def is_in_engine(self) -> bool:
@@ -128,7 +124,7 @@ class Completion:
 
     @property
     def mean_logprob(self) -> float:
-        """The mean log-probability of its tokens, if they have some; that of no tokens is less than any."""
+        """Mean log-probability of its tokens; -inf without any."""
         values = self.probs.values()
         if self.params.sampling.post_sampling_probs:
             values = [math.log(value) if value > 0 else FLOAT_MIN for value in values]
@@ -138,12 +134,6 @@ class Completion:
     def text(self) -> str:
         """All text so far."""
         return self._text.decode(errors="surrogatepass")
-
-    @property
-    def end(self) -> Finished:
-        """The terminal event; only once it has finished."""
-        assert self.finished is not None
-        return self.finished
 
     def add(self, event: Output | Finished, *, keeps_tokens: bool = True) -> int:
         """Append an event's text and tokens; return how many bytes that takes."""
@@ -158,7 +148,7 @@ class Completion:
                 n_bytes += event.probs.n_bytes
         if isinstance(event, Finished):
             # What it carried is kept here.
-            self.finished = msgspec.structs.replace(event, probs=None, tokens=(), generated=None)
+            self.end = msgspec.structs.replace(event, probs=None, tokens=(), generated=None)
         elif event.prompt_probs is not None:
             self.prompt_probs.extend(event.prompt_probs)
             n_bytes += event.prompt_probs.n_bytes
@@ -226,7 +216,7 @@ class LiveRequest:
     def count(self, n: int) -> None:
         """Take `n` more places, or less."""
         self.n_reserved += n
-        self._capacity.count(self.client, n)
+        self._capacity.n_of_client.add(self.client, n)
 
     def begin(self, probs: ProbsLimit | None) -> None:
         """Make the completions of the prompts.

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from operator import attrgetter
 from typing import Any
 
@@ -158,11 +158,9 @@ class Metrics(Collector):
             "llamaslot_tokens_per_second", "Output tokens per second of a request.", _RATES
         )
         self._registry.register(self)
-        self.on_end: Callable[[str, str, dict[str, Any]], None] = lambda *_: None
-        """Called with id, reason and the fields of the log line of each request that has ended."""
 
-    def record(self, event: Finished | Failed | Cancelled, client_request_id: str) -> None:
-        """Log and count the end of a request."""
+    def record(self, event: Finished | Failed | Cancelled, client_request_id: str) -> tuple[str, dict[str, Any]]:
+        """Log and count the end of a request; return the reason and the fields of the log line."""
         if isinstance(event, Finished):
             reason: str = event.reason
         else:
@@ -175,14 +173,12 @@ class Metrics(Collector):
         if isinstance(event, Failed):
             log = log.bind(type=event.error.type, error=event.error.message)
         fields = {} if progress is None else _log_fields(progress, self._has_remote)
-        self.on_end(event.completion_id, reason, fields)
-        if progress is None:
-            log.info("request.done", finish_reason=reason)
-            return
-        seconds = (progress.prompt_ms + progress.predicted_ms) / 1e3
-        decay = _MEAN_DECAY if self.mean_seconds else 0.0
-        self.mean_seconds = decay * self.mean_seconds + (1 - decay) * seconds
+        if progress is not None:
+            seconds = (progress.prompt_ms + progress.predicted_ms) / 1e3
+            decay = _MEAN_DECAY if self.mean_seconds else 0.0
+            self.mean_seconds = decay * self.mean_seconds + (1 - decay) * seconds
         log.info("request.done", **fields, finish_reason=reason)
+        return reason, fields
 
     def record_end(self, finish_reason: str, progress: Progress | None) -> None:
         """Count a request that has ended; one that was refused has no progress."""

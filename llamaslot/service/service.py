@@ -50,22 +50,19 @@ from llamaslot.base.events import (
     Failed,
     Finished,
     Generated,
+    ModelInfoChanged,
     Output,
     Reply,
-    SelfTestEnded,
     Started,
     Stopped,
 )
 from llamaslot.base.model import ModelInfo
 from llamaslot.base.prompt_jobs import (
-    AnswerBody,
     BadBody,
     ClearTexts,
     DropSession,
     EarlierItems,
     Job,
-    JsonReply,
-    ListItems,
     Locate,
     Located,
     Needs,
@@ -119,12 +116,13 @@ class Service:
         self.info = info
         self.metrics = metrics
         self.activity = Activity(self.engine_state, self.cache_state)
-        metrics.on_end = self.activity.record
         self._adviser = Adviser()
         self.capacity = Capacity(info.n_slots, max_queue, max_queue_per_client, metrics)
         self.reply_budget = ReplyBudget()
         self._ahead = AheadBudget(warm_ahead, clock)
-        self.output_format = format_of(prompts.chat_template, {})
+        self.chat_template = prompts.chat_template
+        """Jinja source of the template in use."""
+        self.output_format = format_of(self.chat_template, {})
         """The format in which models write that use the template, to parse their output."""
         self._request_timeout = request_timeout
         self._clock = clock
@@ -133,7 +131,7 @@ class Service:
         """Jobs of the prompt worker that a handler waits for."""
         self._send: Callable[[EngineCommand], None]
         self._why_stopped: Callable[[], str] = lambda: ""
-        self.is_connected = False
+        self._is_connected = False
         """True while an engine takes commands."""
         self._completions: dict[str, Completion] = {}
         """Those that have not ended, by id."""
@@ -152,11 +150,6 @@ class Service:
         """Requests so far."""
         self.stopped: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         """Done when the engine has ended; its result is the reason, empty after an ordinary stop."""
-
-    @property
-    def chat_template(self) -> str:
-        """Jinja source of the template in use."""
-        return self._prompts.chat_template
 
     # Requests
 
@@ -191,10 +184,18 @@ class Service:
         self._n_prepared += 1
         live.id, live.prepared_at = job.context.request_id, self._clock()
         try:
-            prepared = await self._prepared(job, find)
+            prepared: Prepared | BadBody | Needs = await self.answer(job)
+            while isinstance(prepared, Needs):
+                if prepared.may_compile:
+                    job = msgspec.structs.replace(job, may_compile=True)
+                else:
+                    # Only the prompt worker decodes bodies, and it has no earlier items.
+                    assert find is not None
+                    job = msgspec.structs.replace(job, earlier=find(prepared.references))
+                prepared = await self.answer(job)
         except (LlamaslotError, asyncio.CancelledError) as error:
             if job.purpose == "run":
-                self.metrics.record(self._unstarted(live, error), live.caller.client_request_id)
+                self._record(live, self._unstarted(live, error))
             raise
         if isinstance(prepared, BadBody):
             raise prepared.error.exception()
@@ -206,22 +207,6 @@ class Service:
             sum(each.params.n for each in live.prompts) if job.purpose == "run" else 1,
             live.prompts[0].params.client,
         )
-
-    async def _prepared(
-        self, job: Prepare, find: Callable[[References], EarlierItems] | None
-    ) -> Prepared | BadBody:
-        """Send a job to the prompt worker until it needs nothing more."""
-        while True:
-            answer = await self._answer_of(job)
-            match answer:
-                case Prepared() | BadBody():
-                    return answer
-                case Needs(may_compile=True):
-                    job = msgspec.structs.replace(job, may_compile=True)
-                case Needs(references):
-                    # Only the prompt worker decodes bodies, and it has no earlier items.
-                    assert find is not None
-                    job = msgspec.structs.replace(job, earlier=find(references))
 
     def _unstarted(self, live: LiveRequest, error: BaseException) -> Failed | Cancelled:
         """Return the terminal event of a request that no engine has got."""
@@ -278,11 +263,11 @@ class Service:
         """Set the function that passes commands to the engine, and one that says why nothing is carried out."""
         self._send = send
         self._why_stopped = why_stopped
-        self.is_connected = True
+        self._is_connected = True
 
     def check_running(self) -> None:
         """Raise `UnavailableError` while the engine is restarting, or stopped by a signal."""
-        if not self.is_connected:
+        if not self._is_connected:
             raise _restarting_error()
         if reason := self._why_stopped():
             raise UnavailableError(reason, retry_after=1)
@@ -293,7 +278,7 @@ class Service:
             match event:
                 case Reply():
                     self._resolve(event)
-                case SelfTestEnded(info):
+                case ModelInfoChanged(info):
                     # The backend does not know the limits that the server has chosen.
                     self.info = msgspec.structs.replace(info, checkpoint_limits=self.info.checkpoint_limits)
                 case Stopped(reason):
@@ -337,7 +322,7 @@ class Service:
 
     def engine_lost(self, is_crash: bool) -> None:
         """Fail the requests that had started, and keep the others for the next engine: this one has ended."""
-        self.is_connected = False
+        self._is_connected = False
         in_engine = [each for each in self._completions.values() if each.is_in_engine]
         alone, self._alone = self._alone, None
         if is_crash and in_engine:
@@ -359,7 +344,7 @@ class Service:
 
     def engine_restarted(self) -> None:
         """Send the requests that wait: another engine takes commands."""
-        self.is_connected = True
+        self._is_connected = True
         self._write_texts()
         self._send_waiting()
 
@@ -380,7 +365,7 @@ class Service:
     def _send_waiting(self) -> None:
         """Send completions to the engine in order; a suspect waits until the engine has nothing else."""
         for completion in [each for each in self._completions.values() if each.state is CompletionState.WAITING]:
-            if not self.is_connected or self._alone is not None:
+            if not self._is_connected or self._alone is not None:
                 return
             try:
                 has_to_run_alone = bool(self._suspects) and self._suspects.check(completion.digest)
@@ -406,7 +391,7 @@ class Service:
         _log.warning("engine.suspects", request_ids=[each.id for each in blamed], alone=alone is not None)
 
     async def _locate(self, completion: Completion, locating: asyncio.Future[Located], *, has_place: bool) -> None:
-        """Note the character at which a prompt departs from what was cached, and why."""
+        """Note the character at which a prompt diverges from what was cached, and why."""
         request_id = completion.live.id
         located = await locating
         if has_place:
@@ -467,10 +452,15 @@ class Service:
             error = self._deadline_error() if live.is_expired else stopped_error("")
             event = Failed(event.completion_id, error.info(), event.progress)
         live.put(completion, event)
-        self.metrics.record(event, live.caller.client_request_id)
+        self._record(live, event)
         if was_alone or self._suspects:
             # Others may have waited for this end. Not at once: the caller may be going through all completions.
             asyncio.get_running_loop().call_soon(self._send_waiting)
+
+    def _record(self, live: LiveRequest, event: Finished | Failed | Cancelled) -> None:
+        """Count and log the end of a request, and tell those who watch."""
+        reason, fields = self.metrics.record(event, live.caller.client_request_id)
+        self.activity.record(event.completion_id, reason, fields)
 
     def _remember(self, completion: Completion, generated: Generated, *, is_whole: bool) -> None:
         job = Remember(
@@ -502,23 +492,21 @@ class Service:
         predicted: PredictedPrompt | None = await self._prompts.call(job)
         if predicted is None:
             return
-        self._unwritten += predicted.records
-        self._write_texts()
-        if self.is_connected and not self._is_closing:
+        self._write_texts(predicted.records)
+        if self._is_connected and not self._is_closing:
             # If the engine ends, it is lost: the next turn computes it.
             self._ahead.take(predicted.n_new)
             self._send(predicted.generate)
 
     async def _write_new(self, remembering: asyncio.Future[tuple[TextRecord, ...]]) -> None:
-        records = await remembering
-        self._unwritten += records
-        self._write_texts()
+        self._write_texts(await remembering)
 
-    def _write_texts(self) -> None:
-        """Have the engine write new records to disk."""
-        if self._unwritten and self.is_connected:
-            records, self._unwritten = tuple(self._unwritten), []
-            self._send(WriteTexts(records))
+    def _write_texts(self, records: tuple[TextRecord, ...] = ()) -> None:
+        """Have the engine write new records to disk, and those that no engine has got yet."""
+        self._unwritten += records
+        if self._unwritten and self._is_connected:
+            unwritten, self._unwritten = tuple(self._unwritten), []
+            self._send(WriteTexts(unwritten))
 
     def _release(self, live: LiveRequest) -> None:
         """Have the prompt worker drop what it keeps of a request."""
@@ -534,7 +522,7 @@ class Service:
     async def ask(self, body: EngineQuery, reply_type: type[_R]) -> _R:
         """Return the engine's reply to a query, or raise its error."""
         self._check_stopped()
-        if not self.is_connected:
+        if not self._is_connected:
             raise _restarting_error()
         query_id = f"query-{next(self._ids)}"
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
@@ -546,17 +534,22 @@ class Service:
         finally:
             self._queries.pop(query_id, None)
 
-    async def answer(self, job: AnswerBody | ListItems) -> JsonReply:
-        """Return the prompt worker's answer, or raise its error."""
-        reply: JsonReply = await self._answer_of(job)
-        return reply
+    async def answer(self, job: Job) -> Any:
+        """Return the prompt worker's answer, or raise its error; the job is cancelled with the task that waits."""
+        self._check_stopped()
+        future = self._prompts.call(job)
+        self._preparing.add(future)
+        try:
+            return await future
+        finally:
+            self._preparing.discard(future)
 
     async def probe(self, live: LiveRequest) -> CacheProbe:
         """Return what is cached of the prompt of a prepared request, which is not run."""
         (prompt,) = live.prompts
         probe = await self.ask(ProbePrompt(prompt), CacheProbe)
         if probe.miss in ("diverged", "changed"):
-            located: Located = await self._answer_of(Locate(live.id, probe.prompt_tokens - probe.computed))
+            located: Located = await self.answer(Locate(live.id, probe.prompt_tokens - probe.computed))
             if located.n_characters >= 0:
                 probe.diverged_at = located.n_characters
         return probe
@@ -607,16 +600,6 @@ class Service:
             await self._prompts.call(ClearTexts())
             self._adviser.drop_texts()
         return await self.ask(ClearCache(tier), CacheCleared)
-
-    async def _answer_of(self, job: Job) -> Any:
-        """Return the prompt worker's answer; the job is cancelled with the task that waits for it."""
-        self._check_stopped()
-        future = self._prompts.call(job)
-        self._preparing.add(future)
-        try:
-            return await future
-        finally:
-            self._preparing.discard(future)
 
     def _check_stopped(self) -> None:
         if self.stopped.done():

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from llamaslot.base.events import SelfTestEnded
+from llamaslot.base.events import ModelInfoChanged
 from llamaslot.base.model import CheckpointLimits, StateKind
 from llamaslot.protocol.bodies import TokenizeBody, decode
 from tests.fake_backend import FakeBackend
@@ -91,7 +91,7 @@ async def test_props_follow_the_self_test_and_keep_the_limits_of_checkpoints(sta
     assert (reuse["enabled"], reuse["self_test"]) == (False, "pending")
     assert reuse["reason"].startswith("it has not run yet; ")
     assert "--reuse-self-test on" in reuse["reason"]
-    server.service.receive([SelfTestEnded(tested)])
+    server.service.receive([ModelInfoChanged(tested)])
     reuse = (await server.get("/props"))[1]["prefix_reuse"]
     assert (reuse["enabled"], reuse["reason"], reuse["self_test"]) == (True, "", "passed")
     assert reuse["checkpoints"] == {

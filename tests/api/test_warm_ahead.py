@@ -164,10 +164,10 @@ async def test_nothing_is_computed_ahead_while_others_are_served(start: Any) -> 
     before = await settled(chat.server)
     assert before > 0
     # Another request is being prepared, waits or runs.
-    capacity.count("another client", 1)
+    capacity.n_of_client.add("another client", 1)
     await ours.turn()
     assert await settled(chat.server) == before
-    capacity.count("another client", -1)
+    capacity.n_of_client.add("another client", -1)
     await ours.turn()
     assert await settled(chat.server) > before
 

@@ -5,13 +5,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from llamaslot.app.cache_budgets import (
-    choose_budgets,
-    ram_line,
-    restart_flags,
-    with_budgets,
-)
+from llamaslot.app.cache_budgets import choose_budgets, restart_flags, with_budgets
 from llamaslot.app.config import Config
+from llamaslot.app.start_lines import ram_line
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.model import Capabilities, CheckpointSize, KvCost, ModelInfo, SegmentSize, StateKind
 from tests.fake_backend import FakeBackend

@@ -9,10 +9,12 @@ import pytest
 
 from llamaslot.app.cache_tiers import lock_disk, open_disk
 from llamaslot.app.config import Config
+from llamaslot.app.start_lines import disk_line
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.model import ModelFile, ModelInfo, SegmentSize
 from llamaslot.kvcache.cache_settings import Budgets
 from llamaslot.kvcache.disk_io import SegmentMeta, path_digest
+from llamaslot.processes.messages import DiskUse
 from tests.backend.test_disk_store import state_of
 from tests.fake_backend import FakeBackend
 
@@ -39,7 +41,8 @@ def found(tmp_path: Path, info: ModelInfo, **config: object) -> tuple[int, str]:
     disk = lock_disk(Config(cache_disk=str(tmp_path / "cache"), **config))
     assert disk is not None
     try:
-        line = open_disk(disk, Config(**config), info, RAM, lambda _: True)
+        assert open_disk(disk, Config(**config), info, RAM, lambda _: True)
+        line = disk_line(info, DiskUse(str(disk.folder), disk.capacity, disk.n_bytes, disk.n_other_bytes))
         n_found = len(disk.take_segments())
         tokens = bytes(4 * (n_found + 1))
         meta = SegmentMeta(disk.first_number, None, "", 0, tokens, SIZE.of(n_found + 1), path_digest("", tokens))
@@ -106,8 +109,8 @@ def test_nothing_is_read_where_nothing_is_stored(tmp_path: Path, info: ModelInfo
     disk = lock_disk(Config(cache_disk=str(tmp_path / "cache")))
     assert disk is not None
     missing = msgspec.structs.replace(info, kv_files=(ModelFile("/nowhere", ""),))
-    assert open_disk(disk, Config(), missing, Budgets(), lambda _: True) == ""
-    assert open_disk(disk, Config(), info, RAM, lambda _: False) == ""
+    assert not open_disk(disk, Config(), missing, Budgets(), lambda _: True)
+    assert not open_disk(disk, Config(), info, RAM, lambda _: False)
     with pytest.raises(ConfigError, match="cannot be used: No such file"):
         open_disk(disk, Config(), missing, RAM, lambda _: True)
     disk.close()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from llamaslot.app.cache_tiers import KEY_VARIABLE, PASSWORD_VARIABLE, remote_line, remote_settings
+from llamaslot.app.cache_tiers import KEY_VARIABLE, PASSWORD_VARIABLE, remote_settings
 from llamaslot.app.config import Config
 from llamaslot.base.errors import ConfigError
 from tests.app.test_serve import refused
@@ -106,7 +106,6 @@ def test_the_url_is_shown_without_user(url: str, shown: str) -> None:
     found = remote_settings(config(cache_remote=url))
     assert found is not None
     assert found.address == shown
-    assert remote_line(found).startswith(f"Remote tier: {shown}, ")
 
 
 def test_the_server_does_not_start(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from llamaslot.app.config import Config
 from llamaslot.app.start_lines import announce, host_gpus
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings, library
 from llamaslot.base.model import NOT_YET, CheckpointLimits, SelfTestOutcome, StateCost, StateKind
+from llamaslot.kvcache.cache_settings import Budgets
 from llamaslot.processes.messages import Loaded
 from tests.fake_backend import FakeBackend
 
@@ -60,7 +61,7 @@ def announced(
         backend.info, checkpoint_limits=limits, state_cost=StateCost(1.25, 0.5) if limits is not None else None
     )
     backend.close()
-    announce(Loaded(info, ram_line="", disk_line=""), ["http://127.0.0.1:1"], config or Config())
+    announce(Loaded(info, Budgets()), ["http://127.0.0.1:1"], config or Config())
     lines = capsys.readouterr().out.splitlines()
     return [line for line in lines if line.startswith(beginning)]
 
@@ -99,7 +100,7 @@ def test_the_line_says_why_the_self_test_does_not_allow_reuse(
     if not can_reuse:
         state = msgspec.structs.replace(info.state, can_trim=False)
         info = msgspec.structs.replace(info, keeps_checkpoints=False, checkpoint_size=None, state=state)
-    announce(Loaded(info, ram_line="", disk_line=""), ["http://127.0.0.1:1"], Config())
+    announce(Loaded(info, Budgets()), ["http://127.0.0.1:1"], Config())
     [line] = [each for each in capsys.readouterr().out.splitlines() if each.startswith("Prefix reuse")]
     assert expected in line
     assert outcome == "off" or "--reuse-self-test on" in line
@@ -127,12 +128,16 @@ def test_a_line_says_that_no_gpu_is_used_although_one_was_asked_for(
         assert announced(tmp_path, capsys, "tiny", config=config, beginning=("--gpu-layers", "This machine")) == []
 
 
-@pytest.mark.parametrize("line", ["", "Remote tier: redis://127.0.0.1:6379"])
-def test_the_log_says_whether_there_is_a_remote_tier(line: str) -> None:
+@pytest.mark.parametrize("address", ["", "redis://127.0.0.1:6379"])
+def test_a_line_and_the_log_say_whether_there_is_a_remote_tier(
+    address: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with capture_logs() as logs:
-        announce(Loaded(FakeBackend().info, "", "", remote_line=line), ["http://127.0.0.1:1"], Config())
+        announce(Loaded(FakeBackend().info, Budgets(), remote_address=address), ["http://127.0.0.1:1"], Config())
     [ready] = [each for each in logs if each["event"] == "server.ready"]
-    assert ready["remote"] == ("on" if line else "off")
+    assert ready["remote"] == ("on" if address else "off")
+    lines = [each for each in capsys.readouterr().out.splitlines() if each.startswith("Remote tier: ")]
+    assert [line.startswith(f"Remote tier: {address}, shared with ") for line in lines] == [True] * bool(address)
 
 
 @pytest.mark.parametrize(
@@ -151,6 +156,6 @@ def test_a_line_says_that_costs_are_pending_and_what_holds_until_they_are_measur
         (reason, f"Costs could not be measured ({reason})"),
     ):
         info = msgspec.structs.replace(FakeBackend().info, costs_pending=pending, **changes)
-        announce(Loaded(info, ram_line="", disk_line=""), ["http://127.0.0.1:1"], Config())
+        announce(Loaded(info, Budgets()), ["http://127.0.0.1:1"], Config())
         [line] = [each for each in capsys.readouterr().out.splitlines() if each.startswith("Costs")]
         assert line == f"{why}. Until they are measured, while the server is idle: {defaults}."

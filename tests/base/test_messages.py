@@ -40,7 +40,6 @@ from llamaslot.base.prompt_jobs import (
     AnswerBody,
     BadBody,
     DropSession,
-    JsonReply,
     ListItems,
     Needs,
     Prepare,
@@ -52,6 +51,8 @@ from llamaslot.base.prompt_jobs import (
 from llamaslot.base.stats import CachePrefix, CacheState, CacheStats, CellStats, DiskStats, EngineState, SlotState
 from llamaslot.base.text_records import Session, TextAnchor
 from llamaslot.base.tokens import TokenizedPrompt
+from llamaslot.kvcache.cache_settings import Budgets
+from llamaslot.processes.messages import DiskUse, FromEngine, Loaded
 from tests.prompts.test_token_memory import reply
 
 SAMPLING = Sampling(seed=7, logit_bias={5: -math.inf, 9: 1.5})
@@ -141,7 +142,7 @@ RESULTS = [
     Needs(may_compile=True),
     BadBody(ErrorInfo("invalid_request_error", "'prompt' is required", "prompt")),
     Needs(References("resp_1", ("item_1",))),
-    JsonReply(b"{}"),
+    b"{}",
     prompt_jobs.PredictedPrompt(Generate(PARAMS, TokenizedPrompt(b"\1\0\0\0")), 64),
     prompt_jobs.Located(7, Divergence("date", 100, "system", 7, "Today is ", "Friday", "Saturday")),
 ]
@@ -221,6 +222,13 @@ def test_the_completions_of_a_prompt_have_ids_and_seeds_of_their_own_and_one_gro
     assert [each.sampling.seed for each in completions] == [2**32 - 2, 0, 1]
     assert {(each.group, each.n) for each in completions} == {("r", 1)}
     assert [each.group for each in GenerateParams("r").completions()] == [""]
+
+
+def test_what_an_engine_tells_at_start_comes_back_equal() -> None:
+    budgets = Budgets(ram_bytes=2**20, offload_after=13, checkpoints=CheckpointLimits(2**20, 32, 1024))
+    info = msgspec.structs.replace(example(ModelInfo), sampling={"top_k": 5})
+    loaded = Loaded(info, budgets, RECORDS, DiskUse("/cache", 3, 2, 1), "redis://127.0.0.1")
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(loaded), type=FromEngine) == loaded
 
 
 def test_the_facts_about_a_model_come_back_equal() -> None:

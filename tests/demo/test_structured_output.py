@@ -19,10 +19,11 @@ from llamaslot.base.errors import InvalidRequestError
 from llamaslot.base.events import Finished, Output
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.scheduler.request import Request
-from llamaslot.text.grammars.compiling import GrammarChecker, LocalTrial
+from llamaslot.text.grammars.compiling import GrammarChecker
 from llamaslot.text.grammars.json_schema import json_schema_constraint
 from tests.conftest import LONG
 from tests.engine.harness import GREEDY, Harness, running
+from tests.fake_backend import byte_trial
 from tests.json_schemas import SchemaMaker
 from tests.noise import Noise
 from tests.prompt_threads import text_request
@@ -73,7 +74,7 @@ def agree(noise: Noise, a: Sequence[int], b: Sequence[int]) -> bool:
 async def check_generated_schemas(model: str, n: int) -> None:
     """Every reply to a generated schema is valid; none is refused, and at most 5% are cut."""
     backend = LlamaBackend(settings(model))
-    checker = GrammarChecker(LocalTrial.of_bytes(backend.info.control_tokens, backend.info.n_vocab))
+    checker = GrammarChecker(byte_trial(backend.info.control_tokens, backend.info.n_vocab))
     n_cut = n_refused = n_valid = 0
     async with running(backend) as engine:
         free = asyncio.Semaphore(2 * N_SLOTS)

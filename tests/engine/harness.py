@@ -23,15 +23,15 @@ from llamaslot.base.events import (
     Event,
     Failed,
     Finished,
+    ModelInfoChanged,
     Output,
     Reply,
-    SelfTestEnded,
     Stopped,
 )
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.prompt_jobs import AnswerBody, DropSession
 from llamaslot.engine.engine import Engine
-from llamaslot.engine.model_worker import OnStep, Worker
+from llamaslot.engine.model_worker import OnStep, StepWatch, Worker, model_thread
 from llamaslot.prompts.tokenizer import Tokenizer
 from llamaslot.protocol.text_requests import TextRequest
 from llamaslot.scheduler.step import StepPlan
@@ -84,7 +84,7 @@ class LocalEngine:
         service: dict[str, Any] | None = None,
         **settings: Any,
     ) -> None:
-        given = "disk", "remote", "snapshots", "clock", "thread", "read_memory"
+        given = "disk", "remote", "snapshots", "clock", "read_memory"
         files = {name: settings.pop(name) for name in given if name in settings}
         use_anchors = settings.pop("text_anchors", True)
         info = backend.info
@@ -118,7 +118,8 @@ class LocalEngine:
         self._preparing: dict[str, asyncio.Task[None]] = {}
         self._asking: set[asyncio.Task[None]] = set()
         budgets = take_budgets(settings)
-        self.engine = Engine(backend, self._receive, budgets, **{"gap_ms": 100.0} | settings, **files)
+        settings = {"gap_ms": 100.0, "thread": model_thread(), "watch": StepWatch(0)} | settings
+        self.engine = Engine(backend, self._receive, budgets, **settings, **files)
         self.service.connect(self.engine.send)
 
     def send(self, request: TextRequest) -> None:
@@ -213,7 +214,7 @@ class LocalEngine:
 
     def _receive(self, events: list[Event]) -> None:
         self.service.receive(events)
-        self._outbox += [each for each in events if isinstance(each, SelfTestEnded | Stopped)]
+        self._outbox += [each for each in events if isinstance(each, ModelInfoChanged | Stopped)]
         self._flush()
 
     def _emit(self, *events: Any) -> None:
@@ -246,7 +247,7 @@ class Harness:
             threads[0].shutdown()
             thread = threads[0] = Inline()
             ahead = random.Random(1)
-            worker = Worker(backend, thread, self.engine._clock, lambda: ahead.random() < 0.5)
+            worker = Worker(backend, thread, self.engine._clock, lambda: ahead.random() < 0.5, StepWatch(0))
             worker.run = self._watched(worker.run)
             self.engine.scheduler.plan = self._noted(self.engine.scheduler.plan)
             self.engine._worker = worker
@@ -378,7 +379,7 @@ class Harness:
                 self.stopped = event
                 self._fail_replies(event)
                 continue
-            if isinstance(event, SelfTestEnded):
+            if isinstance(event, ModelInfoChanged):
                 continue
             if isinstance(event, Reply):
                 reply = self.replies[event.query_id]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from llamaslot.base.callers import INACTIVE_S
 from llamaslot.base.kv_ops import Load, NotSavedError, Operation, Save
 from llamaslot.base.model import StateKind
 from llamaslot.base.namespaces import (
@@ -20,7 +21,6 @@ from llamaslot.base.namespaces import (
     tenant_of,
 )
 from llamaslot.base.tokens import WIDTH, packed, unpacked
-from llamaslot.kvcache.tiers.budget import INACTIVE_S
 from llamaslot.kvcache.tiers.pacing import RETRY_DELAY_S
 from llamaslot.scheduler.request import Request
 from tests.scheduler.test_scheduler import Driver, as_tokens, generated

@@ -210,7 +210,7 @@ class RemoteMachine(FakeMachine):
         else:
             self.store.prefixes.clear()
         if kind == "cleared":
-            self.cache.remote.on_cleared()
+            self.cache.remote.uploads.offer_all_again()
         COUNTS[f"store {kind}"] += 1
 
     # --- fetches ---
@@ -314,5 +314,7 @@ def test_the_cache_with_a_store_that_servers_share() -> None:
     chosen = settings(max_examples=1000 if LONG else 20, stateful_step_count=100, deadline=None)
     run_state_machine_as_test(RemoteMachine, settings=chosen)
     counts: Counter[str] = COUNTS - before
-    missing = [event for event in (*OFTEN, *REMOTE_OFTEN, *(REMOTE_SELDOM if LONG else ())) if not counts[event]]
+    # So few examples have only the machine's own events; tests/kvcache/test_cache_machine.py asks for the others.
+    expected = (*REMOTE_OFTEN, *((*OFTEN, *REMOTE_SELDOM) if LONG else ()))
+    missing = [event for event in expected if not counts[event]]
     assert not missing, "no example came to these"

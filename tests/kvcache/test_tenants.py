@@ -9,6 +9,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
+from llamaslot.base.callers import INACTIVE_S
 from llamaslot.base.model import SegmentSize
 from llamaslot.base.namespaces import (
     client_salt,
@@ -23,7 +24,6 @@ from llamaslot.base.tokens import packed
 from llamaslot.kvcache.disk_io import Write, Written
 from llamaslot.kvcache.nodes import Segment
 from llamaslot.kvcache.radix_tree import RadixTree
-from llamaslot.kvcache.tiers.budget import INACTIVE_S
 from llamaslot.kvcache.tiers.disk_tier import DiskTier
 from llamaslot.kvcache.tiers.segment_tiers import SegmentTiers
 from tests.cache_settings import tier_settings

@@ -23,7 +23,6 @@ from llamaslot.base.prompt_jobs import (
     BadBody,
     ClearTexts,
     DropSession,
-    JsonReply,
     Locate,
     Needs,
     NextTurn,
@@ -235,12 +234,12 @@ async def remember(worker: PromptSupervisor, owner: str, question: str, known: b
     await worker.call(Remember(question, known, len("a  time"), question))
 
 
-async def n_restored(worker: PromptSupervisor, question: str) -> int:
+async def n_remembered(worker: PromptSupervisor, question: str) -> int:
     """Tokens of the reply to a question that are restored."""
     messages = [{"role": "user", "content": question}, {"role": "assistant", "content": "a  time"}]
     job = parse("chat", {"messages": [*messages, {"role": "user", "content": "?"}]}, "asked")
     (prompt,) = (await worker.call(job)).prompts
-    return prompt.prompt.n_restored
+    return prompt.prompt.n_remembered
 
 
 async def reply_tokens(worker: PromptSupervisor) -> bytes:
@@ -260,7 +259,7 @@ async def test_messages_of_a_client_within_its_share_survive_its_crash(start: St
         await remember(worker, "two", question, known)
     await outcomes(worker.call(tokenize("x", "CRASH")))
     for question, is_known in (("Once upon", True), ("Thrice upon", False), ("Never upon", True)):
-        assert (await n_restored(worker, question) > 0) is is_known
+        assert (await n_remembered(worker, question) > 0) is is_known
 
 
 @pytest.mark.slow
@@ -269,10 +268,10 @@ async def test_remembered_messages_survive_its_crash(start: Start) -> None:
     await remember(worker, "", "Once upon", await reply_tokens(worker), session_id="mine")
     assert worker.stats[2].known == 1
     await outcomes(worker.call(tokenize("x", "CRASH")))
-    assert await n_restored(worker, "Once upon")
+    assert await n_remembered(worker, "Once upon")
     await worker.call(DropSession("mine"))
     await outcomes(worker.call(tokenize("x", "CRASH")))
-    assert not await n_restored(worker, "Once upon")
+    assert not await n_remembered(worker, "Once upon")
 
 
 @pytest.mark.slow
@@ -329,7 +328,7 @@ async def test_a_template_that_does_not_end_fails_its_request_only(start: Start)
     assert await outcomes(worker.call(chat("a"))) == [Prepared]
     endless = worker.call(chat("ENDLESS"))
     beside = worker.call(long_query(""))
-    assert await outcomes(endless, beside, worker.call(chat("b"))) == [InvalidRequestError, JsonReply, Prepared]
+    assert await outcomes(endless, beside, worker.call(chat("b"))) == [InvalidRequestError, bytes, Prepared]
     error = endless.exception()
     assert isinstance(error, LlamaslotError)
     assert "rendering and tokenizing the messages took more than 1 s (--prompt-timeout)" in str(error)

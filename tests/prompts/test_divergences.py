@@ -39,7 +39,7 @@ from llamaslot.protocol.request_reader import RequestReader
 from llamaslot.text.builtin_templates import resolve
 from llamaslot.text.conversation import volatile_pattern
 from llamaslot.text.template import ChatTemplate
-from tests.fake_backend import FakeBackend
+from tests.fake_backend import FakeBackend, byte_trial
 from tests.prompt_threads import CONTEXT, SETTINGS
 from tests.prompts.agent_traces import NAMES, RULES, TOOLS, Session, tool
 
@@ -88,6 +88,7 @@ class Replay:
             parsed,
             self.tokenizer,
             SETTINGS,
+            byte_trial(info.control_tokens, info.n_vocab),
             named_tokens=vocab.named_tokens,
             restorer=ReplyRestorer(self.tokenizer.memory, vocab),
         )

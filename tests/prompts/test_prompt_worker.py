@@ -14,16 +14,16 @@ import numpy as np
 import pytest
 
 from llamaslot.base.callers import MAX_ROUND_TURNS, Turns
-from llamaslot.base.commands import DropPaths, TextPart, TokensPart
-from llamaslot.base.errors import ContextSizeError, InvalidRequestError, QueueFullError, ServerError
+from llamaslot.base.commands import DropPaths
+from llamaslot.base.errors import ContextSizeError, QueueFullError, ServerError
 from llamaslot.base.prompt_jobs import (
     AnswerBody,
+    BadBody,
     BodyKind,
     ClearTexts,
     DropSession,
     EarlierItems,
     Job,
-    JsonReply,
     ListItems,
     Locate,
     Located,
@@ -34,7 +34,7 @@ from llamaslot.base.prompt_jobs import (
     Release,
     Remember,
 )
-from llamaslot.base.stats import AnchorStats, ReplyStats, SessionStats
+from llamaslot.base.stats import AnchorStats, MessageStats, SessionStats
 from llamaslot.base.text_records import Session, TextAnchor
 from llamaslot.base.tokens import TokenizedPrompt
 from llamaslot.prompts.lanes import LONG_LANE, PROMPT_LANE, Lanes, activity_of, is_long_query, lane_of
@@ -45,9 +45,7 @@ from tests.prompt_threads import (
     LocalPrompts,
     long_query,
     parse,
-    prepare_text,
     prompt_thread,
-    text_request,
     tokenize,
 )
 
@@ -118,25 +116,25 @@ async def test_positions_are_found_in_the_text_of_a_prompt(worker: LocalPrompts)
     assert await worker.call(Locate("a", len(prompt.tokens) - 1)) == Located(4)
 
 
-@pytest.mark.parametrize(
-    ("part", "error", "word"),
-    [
-        (TextPart("x" * 1000), ContextSizeError, "context"),
-        (TokensPart((10**6,)), InvalidRequestError, "vocabulary"),
-    ],
-    ids=["long", "ids"],
-)
-async def test_a_refused_prompt_leaves_nothing(
-    worker: LocalPrompts, part: TextPart | TokensPart, error: type[Exception], word: str
-) -> None:
-    with pytest.raises(error, match=word):
-        await worker.call(prepare_text(text_request("a", (part,))))
+async def test_a_refused_prompt_leaves_nothing(worker: LocalPrompts) -> None:
+    with pytest.raises(ContextSizeError, match="context"):
+        await worker.call(tokenize("a", "x" * 1000))
     assert worker.n_kept == 0
 
 
+async def test_a_prompt_names_only_tokens_of_the_vocabulary(worker: LocalPrompts) -> None:
+    for prompt in ([10**6], ["a", 10**6]):
+        refused = await worker.call(parse("native", {"prompt": prompt}))
+        assert isinstance(refused, BadBody)
+        assert refused.error.message == "'prompt' holds token 1000000, but the vocabulary ends at 257"
+
+
 @pytest.mark.parametrize("prompt", ["x" * 1000, ["x" * 250, 1, "x" * 250]], ids=["text", "parts"])
-async def test_a_prompt_that_cannot_fit_is_refused_with_its_body(worker: LocalPrompts, prompt: object) -> None:
+async def test_a_prompt_that_cannot_fit_is_refused_with_its_body_and_not_tokenized(
+    worker: LocalPrompts, prompt: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """To pass its text on would hold up the server's event loop."""
+    monkeypatch.setattr(FakeVocab, "tokenize", None)
     with pytest.raises(ContextSizeError, match="at least"):
         await worker.call(parse("native", {"prompt": prompt}))
 
@@ -229,7 +227,7 @@ async def test_what_is_being_remembered_is_cleared_too(worker: LocalPrompts) -> 
     await worker.call(tokenize("a", session_id="mine"))
     jobs = [worker.call(Remember("a", BROKEN, 2)), worker.call(ClearTexts())]
     await asyncio.gather(*jobs)
-    assert worker.stats == (AnchorStats(), SessionStats(), ReplyStats())
+    assert worker.stats == (AnchorStats(), SessionStats(), MessageStats())
 
 
 async def test_a_dropped_session_gives_its_tokens_once(worker: LocalPrompts) -> None:
@@ -265,7 +263,7 @@ async def test_long_queries_do_not_hold_up_prompts_and_are_limited() -> None:
     await asyncio.sleep(0)
     queries.append(worker.call(long_query()))
     vocab.gate.set()
-    assert all(isinstance(answer, JsonReply) for answer in await asyncio.gather(*queries))
+    assert all(isinstance(answer, bytes) for answer in await asyncio.gather(*queries))
     assert vocab.n_waiting == 4, "the cancelled query was not worked out"
     worker.close()
 

@@ -15,7 +15,7 @@ from llamaslot.prompts.tokenizer import Tokenizer
 from llamaslot.protocol.request_reader import RequestReader
 from llamaslot.text.builtin_templates import builtin_names, resolve
 from llamaslot.text.template import ChatTemplate
-from tests.fake_backend import FakeBackend
+from tests.fake_backend import FakeBackend, byte_trial
 from tests.prompt_threads import CONTEXT, SETTINGS
 
 OTHERS = sorted((Path(__file__).parents[1] / "text/templates").glob("*.jinja"))
@@ -38,7 +38,8 @@ class Prompts:
         self.vocab = vocab
         template = ChatTemplate(source, bos_token="<s>", eos_token="</s>", control_tokens=vocab.special_tokens)
         named = vocab.named_tokens
-        self.reader = RequestReader(info, template, self.tokenizer, SETTINGS, named_tokens=named)
+        trial = byte_trial(info.control_tokens, info.n_vocab)
+        self.reader = RequestReader(info, template, self.tokenizer, SETTINGS, trial, named_tokens=named)
 
     def tokens(self, *messages: dict[str, Any], warms: bool = False, **fields: Any) -> Any:
         body = msgspec.json.encode({"messages": messages, **fields})

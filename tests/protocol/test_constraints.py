@@ -16,9 +16,9 @@ from llamaslot.formats.calls import ToolCall
 from llamaslot.protocol import constraints
 from llamaslot.protocol.bodies import ChatBody
 from llamaslot.protocol.constraints import MAX_GRAMMAR_CHARS, ConstraintReader, read_tools
-from llamaslot.text.grammars.compiling import MAX_CONSTRAINT_CHARS, GrammarChecker, LocalTrial
+from llamaslot.text.grammars.compiling import MAX_CONSTRAINT_CHARS, GrammarChecker
 from llamaslot.text.grammars.json_schema import MAX_OPTIONAL, prepared_schema
-from tests.fake_backend import FakeBackend
+from tests.fake_backend import FakeBackend, byte_trial
 from tests.formats.messages import EXCERPTS, fed, made
 
 QUESTION = [{"role": "user", "content": "How is the weather?"}]
@@ -38,7 +38,7 @@ BYTES = LLTokenizer("byte")
 def constraint(family: str, body: dict[str, Any]) -> str:
     """The grammar of a body's reply, in a vocabulary without control tokens."""
     options = msgspec.convert({"messages": QUESTION, **body}, ChatBody)
-    reader = ConstraintReader(GrammarChecker(LocalTrial.of_bytes((), FakeBackend().info.n_vocab)), lambda _: None)
+    reader = ConstraintReader(GrammarChecker(byte_trial((), FakeBackend().info.n_vocab)), lambda _: None)
     found = reader.for_reply(made(family), reader.read(options), read_tools(options), "none")
     assert found is not None
     return found.grammar
@@ -236,7 +236,7 @@ def test_what_is_too_long_is_said_in_plain_words() -> None:
 def test_a_grammar_that_is_too_long_with_tokens_for_tags_has_their_text(monkeypatch: pytest.MonkeyPatch) -> None:
     options = msgspec.convert({"messages": QUESTION, "grammar": 'root ::= [a-c]{0,2} "<tool_call>"? "a"'}, ChatBody)
     texts, both = (
-        ConstraintReader(GrammarChecker(LocalTrial.of_bytes((), 1000)), lambda _: None, tags)
+        ConstraintReader(GrammarChecker(byte_trial((), 1000)), lambda _: None, tags)
         for tags in ({}, {"<tool_call>": 99})
     )
     long, short = both.read(options), texts.read(options)

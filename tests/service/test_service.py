@@ -359,12 +359,12 @@ async def test_a_request_that_is_being_prepared_counts_as_one_of_its_client() ->
             # Its body says that it is another's, who has too many.
             preparing.reserve(2, "other")
         assert service.capacity.n_in_flight == 3
-    assert (service.capacity.n_in_flight, service.capacity._n_of_client.each) == (2, {"mine": 1, "other": 1})
+    assert (service.capacity.n_in_flight, service.capacity.n_of_client.each) == (2, {"mine": 1, "other": 1})
     for live in (first, others):
         await leave(live)
         wire.receive(Cancelled(live.completions[0].id))
     assert not service.capacity.n_in_flight
-    assert not service.capacity._n_of_client.each
+    assert not service.capacity.n_of_client.each
     await wire.close()
 
 
@@ -392,7 +392,7 @@ async def test_a_prepared_request_that_does_not_start_gives_all_of_its_places_ba
         await begin(service, request(n=3, prompt_probs=0), probs=ProbsLimit(1, ["n"]))
     with pytest.raises(InvalidRequestError, match="--max-queue"):
         await begin(service, request(n=5))
-    assert (service.capacity.n_in_flight, service.capacity._n_of_client.each) == (0, {})
+    assert (service.capacity.n_in_flight, service.capacity.n_of_client.each) == (0, {})
     await wire.close()
 
 
@@ -429,7 +429,7 @@ async def test_a_client_that_goes_while_its_body_is_prepared_leaves_nothing() ->
     async with asyncio.timeout(5):
         while wire.prompts.n_kept or wire.prompts.lanes.running:
             await asyncio.sleep(0.001)
-    assert (service.capacity.n_in_flight, service.capacity._n_of_client.each, wire.sent) == (0, {}, [])
+    assert (service.capacity.n_in_flight, service.capacity.n_of_client.each, wire.sent) == (0, {}, [])
     await wire.close()
 
 

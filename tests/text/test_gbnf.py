@@ -13,9 +13,9 @@ from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from llamaslot.base.commands import Constraint
 from llamaslot.base.errors import InvalidRequestError
 from llamaslot.text.grammars import compiling
-from llamaslot.text.grammars.compiling import GrammarChecker, LocalTrial, UnknownGrammarError
+from llamaslot.text.grammars.compiling import GrammarChecker, UnknownGrammarError
 from llamaslot.text.grammars.gbnf import gbnf_to_lark, is_lark
-from tests.fake_backend import byte_tokenizer
+from tests.fake_backend import byte_tokenizer, byte_trial
 
 TOKENIZER = byte_tokenizer()
 
@@ -182,7 +182,7 @@ class _Maker:
 
 
 def test_the_checker_knows_the_names_and_the_number_of_tokens() -> None:
-    checker = GrammarChecker(LocalTrial.of_bytes(["<s>"], 1000))
+    checker = GrammarChecker(byte_trial(["<s>"], 1000))
     for good in ("start: <s> <[999]>", 'start: "a" | <[^5]>'):
         checker.check(Constraint(LLMatcher.grammar_from_lark(good), "grammar"))
     for bad in ("start: <think>", "start: <[1000]>", 'start: "a', "start: start", 'start: %json {"not": {}}'):
@@ -199,7 +199,7 @@ def test_no_check_waits_until_the_tokenizer_is_made(monkeypatch: pytest.MonkeyPa
         return LLTokenizer(vocabulary, **options)
 
     monkeypatch.setattr(compiling, "LLTokenizer", made)
-    checker = GrammarChecker(LocalTrial.of_bytes((), 1000))
+    checker = GrammarChecker(byte_trial((), 1000))
     constraint = Constraint(LLMatcher.grammar_from_lark('start: "a"'), "grammar")
     with ThreadPoolExecutor(2) as threads:
         first = threads.submit(checker.check, constraint)
@@ -213,7 +213,7 @@ def test_no_check_waits_until_the_tokenizer_is_made(monkeypatch: pytest.MonkeyPa
 
 def test_the_checker_lets_other_threads_run() -> None:
     """Otherwise prompts, which are tokenized on another thread, would wait for it."""
-    checker = GrammarChecker(LocalTrial.of_bytes((), 1000))
+    checker = GrammarChecker(byte_trial((), 1000))
     checker.check(Constraint(LLMatcher.grammar_from_lark('start: "a"'), "grammar"))
     many = 1900
     rules = "\n".join(f"x{i}: /a/ x{i}?" for i in range(many))

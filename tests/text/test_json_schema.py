@@ -15,14 +15,14 @@ from llguidance import LLMatcher
 
 from llamaslot.base.commands import Constraint
 from llamaslot.base.errors import InvalidRequestError
-from llamaslot.text.grammars.compiling import MAX_CONSTRAINT_CHARS, GrammarChecker, LocalTrial, compile_grammar
+from llamaslot.text.grammars.compiling import MAX_CONSTRAINT_CHARS, GrammarChecker, compile_grammar
 from llamaslot.text.grammars.json_schema import MAX_MULTIPLE_OF, MAX_PROPERTIES, json_schema_constraint
 from llamaslot.text.grammars.schema_fixes import ecmascript_pattern
 from tests.conftest import LONG, new_seed
-from tests.fake_backend import byte_tokenizer
+from tests.fake_backend import byte_tokenizer, byte_trial
 from tests.json_schemas import SchemaMaker, random_text
 
-CHECKER = GrammarChecker(LocalTrial.of_bytes(["<s>", "</s>"], 258))
+CHECKER = GrammarChecker(byte_trial(["<s>", "</s>"], 258))
 TOKENIZER = byte_tokenizer()
 
 

@@ -111,7 +111,7 @@ class NativeReplyWriter(ReplyWriter):
     shows_prompt = counts_tokens = True
     probs_fields = ("n", "n_predict", "n_probs")
 
-    def chunks(self, completion: Completion, output: Output | Finished) -> Iterator[bytes]:
+    def events(self, completion: Completion, output: Output | Finished) -> Iterator[bytes]:
         """Yield new text and tokens, and everything else at the end."""
         if progress := PromptProgress.of(output):
             yield event({**self._part(completion, output, "", ()), "prompt_progress": progress})

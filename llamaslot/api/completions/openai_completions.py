@@ -222,7 +222,7 @@ class ChatReplyWriter(OpenAIReplyWriter):
         self._frames: list[tuple[bytes, bytes] | None] = [None] * len(live.completions)
         """Bytes before and after the text in the chunks of each choice: encoding them once saves time."""
 
-    def chunks(self, completion: Completion, output: Output | Finished) -> Iterator[bytes]:
+    def events(self, completion: Completion, output: Output | Finished) -> Iterator[bytes]:
         """Yield the role once, then text, reasoning and calls, then the finish reason."""
         index = completion.index
         frame = self._frames[index]
@@ -343,7 +343,7 @@ class TextReplyWriter(OpenAIReplyWriter):
         self._unsent = set(live.completions) if live.options.echo else set()
         """Choices whose prompt is still to be streamed."""
 
-    def chunks(self, completion: Completion, output: Output | Finished) -> Iterator[bytes]:
+    def events(self, completion: Completion, output: Output | Finished) -> Iterator[bytes]:
         """Yield the prompt if it is wanted, then text, then the finish reason."""
         if self._unsent and (output.content or output.probs or isinstance(output, Finished)):
             yield from self._echo(completion)

@@ -18,11 +18,11 @@ from llamaslot.api.bodies import (
     ListReply,
     Paging,
     encode,
-    json_reply,
     json_response,
     list_of,
     page_of_stored,
     read,
+    send_json,
     with_values,
 )
 from llamaslot.api.middleware import key_namespace
@@ -143,18 +143,18 @@ async def list_chats(request: web.Request) -> web.StreamResponse:
     ]
     page = paging.page(chats, lambda chat: chat.id)
     body = ListReply(LATER, page.first_id, page.last_id, page.has_more)
-    return await json_reply(request, with_values(body, list_of(chat.body() for chat in page.data)))
+    return await send_json(request, with_values(body, list_of(chat.body() for chat in page.data)))
 
 
 async def retrieve(request: web.Request) -> web.StreamResponse:
     """Return a stored chat completion."""
-    return await json_reply(request, request.app[CHATS].get(*_key(request)).body())
+    return await send_json(request, request.app[CHATS].get(*_key(request)).body())
 
 
 async def update(request: web.Request) -> web.StreamResponse:
     """Replace the metadata of a stored chat completion."""
     body = await read(request, StoredChatBody)
-    return await json_reply(request, request.app[CHATS].update(*_key(request), body.metadata or {}).body())
+    return await send_json(request, request.app[CHATS].update(*_key(request), body.metadata or {}).body())
 
 
 async def delete(request: web.Request) -> web.Response:

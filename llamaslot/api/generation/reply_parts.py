@@ -54,7 +54,7 @@ class CacheUse(msgspec.Struct):
     miss_flag: str | UnsetType = UNSET
     """The server's flag that overrides this; only where there is one."""
     diverged_at: int | None = None
-    """Character at which the prompt departs from the cached tokens.
+    """Character at which the prompt diverges from the cached tokens.
 
     The prompt is that of `/apply-template`, except for restored messages.
     """

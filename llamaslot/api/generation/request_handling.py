@@ -15,7 +15,7 @@ from typing import ClassVar, TypeAlias
 from aiohttp import web
 
 from llamaslot.api import http_errors
-from llamaslot.api.bodies import BODY_READER, json_reply
+from llamaslot.api.bodies import BODY_READER, send_json
 from llamaslot.api.context import READINESS, SETTINGS, UNIQUE_ID
 from llamaslot.api.credentials import GRANTED, Access
 from llamaslot.api.generation.reply_parts import ProbsWriter
@@ -48,7 +48,7 @@ async def complete(
 ) -> web.StreamResponse:
     """Answer a request for completions of the prompts in its body; `find` returns earlier items that it names."""
     settings = request.app[SETTINGS]
-    context = _context(request, writer_type.id_prefix + request[UNIQUE_ID], writer_type)
+    context = _context(request, writer_type.id_prefix, writer_type)
     async with _prepared(request, kind, context, find) as (service, live):
         service.start(live, writer_type.probs_limit(live.options, settings.max_reply_probs))
         writer = writer_type(request, service, live)
@@ -59,19 +59,19 @@ async def complete(
             return await _stream(stream, live, writer)
         while await live.next_batch():
             pass
-        return await json_reply(request, writer.whole())
+        return await send_json(request, writer.whole())
 
 
 async def count_prompt_tokens(request: web.Request, kind: BodyKind, find: Find | None = None) -> int:
     """Count the tokens of the prompt that the body of a request has, and generate nothing."""
-    async with _prepared(request, kind, _prompt_context(request), find, "inspect") as (_, live):
+    async with _prepared(request, kind, _context(request, "prompt-"), find, "inspect") as (_, live):
         return live.prompts[0].prompt.n_tokens
 
 
 async def probe_cache(request: web.Request, find: Find) -> CacheProbe:
     """Return what is cached of the prompt in the body of any API, which is not run."""
     async with (
-        _prepared(request, "any", _prompt_context(request), find, "inspect") as (service, live),
+        _prepared(request, "any", _context(request, "prompt-"), find, "inspect") as (service, live),
         service.until_deadline(live),
     ):
         return await service.probe(live)
@@ -79,7 +79,7 @@ async def probe_cache(request: web.Request, find: Find) -> CacheProbe:
 
 async def warm_cache(request: web.Request, find: Find) -> Completion:
     """Compute the prompt in the body of any API for later requests; return the finished completion of no tokens."""
-    context = _context(request, f"warm-{request[UNIQUE_ID]}", None)
+    context = _context(request, "warm-")
     async with _prepared(request, "any", context, find, "warm") as (service, live):
         params = live.prompts[0].params
         if params.pin is not None and not context.is_admin:
@@ -109,13 +109,9 @@ async def _prepared(
         yield service, live
 
 
-def _prompt_context(request: web.Request) -> RequestContext:
-    return _context(request, f"prompt-{request[UNIQUE_ID]}", None)
-
-
-def _context(request: web.Request, request_id: str, writer_type: type[ReplyWriter] | None) -> RequestContext:
+def _context(request: web.Request, id_prefix: str, writer_type: type[ReplyWriter] | None = None) -> RequestContext:
     return RequestContext(
-        request_id,
+        id_prefix + request[UNIQUE_ID],
         caller=caller_of(request),
         key_secret=request.app[SETTINGS].key_secret(given_key(request)),
         is_admin=request[GRANTED] is Access.ADMIN,
@@ -127,11 +123,11 @@ def _context(request: web.Request, request_id: str, writer_type: type[ReplyWrite
 async def _stream(stream: EventStream, live: LiveRequest, writer: ReplyWriter) -> web.StreamResponse:
     await stream.open()
     live.listen(
-        lambda completion, output: stream.write_now(writer.chunks(completion, output)), lambda: stream.is_ready
+        lambda completion, output: stream.write_now(writer.events(completion, output)), lambda: stream.is_ready
     )
     try:
         while batch := await stream.wait(live.next_batch):
-            events = (data for completion, output in batch for data in writer.chunks(completion, output))
+            events = (data for completion, output in batch for data in writer.events(completion, output))
             if live.is_done:
                 await stream.close(chain(events, writer.closing()))
             else:
@@ -185,7 +181,7 @@ class ReplyWriter(ABC):
         return ParsedMessage(self._output_format, self.options.parser, completion.id)
 
     @abstractmethod
-    def chunks(self, completion: Completion, output: Output | Finished) -> Iterable[bytes]:
+    def events(self, completion: Completion, output: Output | Finished) -> Iterable[bytes]:
         """Yield the server-sent events for an event of a completion, each whole or in parts."""
 
     def closing(self) -> Iterable[bytes]:

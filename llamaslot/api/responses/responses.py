@@ -17,7 +17,7 @@ import msgspec
 from aiohttp import web
 from msgspec import UNSET
 
-from llamaslot.api.bodies import Paging, encode, json_reply, json_response, page_of_stored
+from llamaslot.api.bodies import Paging, encode, json_response, page_of_stored, send_json
 from llamaslot.api.context import CALLER, READINESS, SETTINGS, UNIQUE_ID
 from llamaslot.api.generation.reply_parts import (
     CacheUse,
@@ -120,7 +120,7 @@ class ResponsesReplyWriter(ReplyWriter):
         """Return the JSON of the response as one that was cancelled, or else is in progress."""
         return b"".join(self._response("cancelled" if self.is_cancelled else "in_progress"))
 
-    def chunks(self, completion: Completion, output: Output | Finished) -> Iterator[bytes]:
+    def events(self, completion: Completion, output: Output | Finished) -> Iterator[bytes]:
         """Yield the beginning once, then the events of each item, then the end."""
         if not self._n_events:
             yield from self._lifecycle(bodies.Created, self._response("in_progress"))
@@ -347,7 +347,7 @@ async def cancel(request: web.Request) -> web.StreamResponse:
     service, key = request.app[READINESS].check(), (key_namespace(request), request.match_info["response_id"])
     running = request.app[RUNNING].get(key)
     if running is None:
-        return await json_reply(request, [_stored(request).body])
+        return await send_json(request, [_stored(request).body])
     running.is_cancelled |= service.cancel(running.id)
     return web.Response(body=running.unfinished(), content_type="application/json")
 
@@ -379,7 +379,7 @@ async def retrieve(request: web.Request) -> web.StreamResponse:
     """Return a stored response, as a whole or, with `stream`, as events."""
     body = _stored(request).body
     if request.query.get("stream") != "true":
-        return await json_reply(request, [body])
+        return await send_json(request, [body])
     after = request.query.get("starting_after")
     if after is not None and after not in map(str, range(N_FIRST)):
         message = "'starting_after': later events have other numbers than when the response was generated"

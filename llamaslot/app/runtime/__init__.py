@@ -1,1 +1,1 @@
-"""The engine and the prompt worker: loaded and run in this process or in child processes, whose mains are here."""
+"""Main programs of the engine's and the prompt worker's processes."""

@@ -14,12 +14,11 @@ from typing import TYPE_CHECKING, TypeVar
 import platformdirs
 import structlog
 
-from llamaslot.app.cache_budgets import choose_budgets, ram_line, with_budgets
+from llamaslot.app.cache_budgets import choose_budgets, with_budgets
 from llamaslot.app.cache_tiers import (
     lock_disk,
     open_disk,
     open_remote,
-    remote_line,
     remote_settings,
     slot_files,
     slot_save_path,
@@ -36,7 +35,7 @@ from llamaslot.base.events import Event
 from llamaslot.engine.engine import Engine
 from llamaslot.engine.model_worker import StepWatch, model_thread
 from llamaslot.kvcache.cache_settings import Budgets
-from llamaslot.processes.messages import Loaded
+from llamaslot.processes.messages import DiskUse, Loaded
 from llamaslot.processes.threads import in_daemon_thread
 
 if TYPE_CHECKING:
@@ -104,7 +103,8 @@ class EngineHost:
         self._remote_settings: StoreSettings | None = None
         self._remote: RedisStore | None = None
         self._budgets: Budgets
-        self._has_disk_tier = False
+        self._disk_tier: DiskStore | None = None
+        """The same disk, once it is open for prefixes of this model."""
         self._lacks_disk = bool(config.cache_disk)
         """True while the configured disk cannot be used."""
         self._engine: Engine | None = None
@@ -126,43 +126,50 @@ class EngineHost:
         with self._optional_folders():
             self._remote_settings = remote_settings(self._config)
 
-    async def load(self, on_progress: OnProgress, backend: Backend | None = None) -> Loaded | None:
-        """Load the model, or take a loaded backend, and open the disk; None if `on_progress` stopped that.
-
-        Raises `ConfigError`.
-        """
-        config, loop = self._config, asyncio.get_running_loop()
-        if backend is None:
-            settings = llama_settings(config, Path(config.model))
-            _log.info("model.loading", path=str(settings.model))
-            text = f"loading {settings.model.name}"
-            try:
-                backend = await loop.run_in_executor(
-                    self._thread, LlamaBackend, settings, lambda fraction: on_progress(text, fraction)
-                )
-            except LoadingStopped:
-                return None
-        self._backend, info = backend, backend.info
+    async def load(self, on_progress: OnProgress) -> Loaded | None:
+        """Load the model, and open the disk; None if `on_progress` stopped that. Raises `ConfigError`."""
+        config = self._config
+        try:
+            self._backend = await self._loaded_backend(on_progress)
+        except LoadingStopped:
+            return None
+        info = self._backend.info
         self._budgets = budgets = choose_budgets(config, info, host_memory()[0])
 
         def on_read(fraction: float) -> bool:
             return on_progress("reading the model for its checksum", fraction)
 
         disk, remote = self._disk, self._remote_settings
-        disk_line = line = ""
         if disk is not None:
             with self._optional_folders():
-                disk_line = await asyncio.to_thread(open_disk, disk, config, info, budgets, on_read)
+                is_open = await asyncio.to_thread(open_disk, disk, config, info, budgets, on_read)
+                self._disk_tier = disk if is_open else None
                 self._lacks_disk = False
-        self._has_disk_tier = bool(disk_line)
+        tier = self._disk_tier
         if remote is not None and budgets.ram_bytes:
-            key = disk.key if disk is not None and disk_line else None
+            key = tier.key if tier is not None else None
             self._remote = await asyncio.to_thread(open_remote, remote, info, key, on_read)
-            line = remote_line(remote) if self._remote is not None else ""
-        records = tuple(disk.texts.records()) if disk is not None and disk_line else ()
         self.watch.expect(info.kv_cost.prefill_us if info.kv_cost is not None else 0.0)
-        info = with_budgets(config, info, budgets)
-        return Loaded(info, ram_line(config, backend.info, budgets), disk_line, records, line)
+        return Loaded(
+            with_budgets(config, info, budgets),
+            budgets,
+            records=tuple(tier.texts.records()) if tier is not None else (),
+            disk=(
+                DiskUse(str(tier.folder), tier.capacity, tier.n_bytes, tier.n_other_bytes)
+                if tier is not None
+                else None
+            ),
+            remote_address=remote.address if remote is not None and self._remote is not None else "",
+        )
+
+    async def _loaded_backend(self, on_progress: OnProgress) -> Backend:
+        """Load the model; raises `LoadingStopped` if `on_progress` stopped that."""
+        settings = llama_settings(self._config, Path(self._config.model))
+        _log.info("model.loading", path=str(settings.model))
+        text = f"loading {settings.model.name}"
+        return await asyncio.get_running_loop().run_in_executor(
+            self._thread, LlamaBackend, settings, lambda fraction: on_progress(text, fraction)
+        )
 
     @contextlib.contextmanager
     def _optional_folders(self) -> Iterator[None]:
@@ -188,13 +195,13 @@ class EngineHost:
             on_events,
             self._budgets,
             gap_ms=self._config.prefill_gap_ms,
-            debug_invariants=self._config.debug_invariants,
-            lacks_disk=self._lacks_disk,
-            disk=self._disk if self._has_disk_tier else None,
-            remote=self._remote,
-            snapshots=snapshots,
             thread=self._thread,
             watch=self.watch,
+            debug_invariants=self._config.debug_invariants,
+            lacks_disk=self._lacks_disk,
+            disk=self._disk_tier,
+            remote=self._remote,
+            snapshots=snapshots,
             # Locked weights are not among the memory that counts as free.
             read_memory=(MemoryReader() if is_mapped else MemoryReader(mapped=lambda: 0)).read,
         )

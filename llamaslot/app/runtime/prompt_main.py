@@ -1,7 +1,6 @@
 """The prompt worker's process, started by `processes/prompt_supervisor.py` with the number of its socket.
 
-It has the vocabulary only. It ends with its parent, whose end closes the socket. `prompt_worker` is also used
-without a process of its own.
+It has the vocabulary only. It ends with its parent, whose end closes the socket.
 """
 
 from __future__ import annotations
@@ -47,6 +46,7 @@ from llamaslot.protocol.replies.restoring import ReplyRestorer
 from llamaslot.protocol.request_reader import RequestReader
 from llamaslot.text.builtin_templates import resolve
 from llamaslot.text.conversation import volatile_pattern
+from llamaslot.text.grammars.compiling import Trial
 from llamaslot.text.template import ChatTemplate
 
 _FALLBACK_TEMPLATE = "chatml"
@@ -54,10 +54,8 @@ _FALLBACK_TEMPLATE = "chatml"
 _log = get_logger(__name__)
 
 
-def prompt_worker(
-    config: Config, vocab: Vocab, model: SetModel, trials: TrialProcess | None = None
-) -> PromptWorker:
-    """Return the prompt worker for a loaded model, which tries grammars in a process if there is one.
+def prompt_worker(config: Config, vocab: Vocab, model: SetModel, trial: Trial) -> PromptWorker:
+    """Return the prompt worker for a loaded model.
 
     Raises `ConfigError` for an unusable template.
     """
@@ -82,11 +80,11 @@ def prompt_worker(
             template,
             tokenizer,
             model.settings,
+            trial,
             named_tokens=vocab.named_tokens,
             grammars=[(file, read_named_text(Path(file), "--grammar-file")) for file in config.grammar_file],
             tags=vocab.added_tags,
             restorer=restorer,
-            trial=trials,
         )
     except InvalidRequestError as error:
         raise ConfigError(f"--grammar-file: {error.message}", param="--grammar-file") from None
@@ -159,8 +157,8 @@ class PromptMain:
 
     def _use(self, message: SetModel) -> None:
         try:
-            trials = TrialProcess(lambda: (token_texts(self._vocab), sorted(self._vocab.eog)))
-            self._worker = prompt_worker(self._config, self._vocab, message, trials)
+            trial = TrialProcess(lambda: (token_texts(self._vocab), sorted(self._vocab.eog)))
+            self._worker = prompt_worker(self._config, self._vocab, message, trial)
         except LlamaslotError as error:
             self._refuse(error)
         self._worker.start()

@@ -1,1 +1,1 @@
-"""Plain values of a request: its context, sampling, log-probabilities, tools, reasoning, options of its reply."""
+"""Plain values of a request: sampling, log-probabilities, tools, reasoning."""

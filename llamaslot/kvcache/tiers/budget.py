@@ -25,6 +25,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from llamaslot.base.callers import INACTIVE_S
+
 if TYPE_CHECKING:
     # The parent process, which reads free memory, needs no numpy.
     from llamaslot.kvcache.nodes import Segment, SegmentRank
@@ -32,8 +34,6 @@ if TYPE_CHECKING:
 
 _MAX_STALE_ENTRIES = 64
 """A heap is rebuilt when it has this many entries more than twice the current segments: most are stale then."""
-INACTIVE_S = 3600.0
-"""Time without requests after which a tenant loses its share."""
 _NONE: Mapping[str, int] = {}
 
 

@@ -107,13 +107,14 @@ class Checkpoints:
         has_other = any(other != seq and self._states.is_live(other) for other in node.end_of)
         return not has_other and self._take_unless_near(seq, only_redundant=only_redundant)
 
-    def take_before_end_is_evicted(self, seq: int) -> bool:
-        """Take a checkpoint before the end of this sequence is evicted; returns True if one was taken.
+    def take_before_end_is_evicted(self, seq: int) -> None:
+        """Take a checkpoint before the end of this sequence is evicted, if that may be needed again.
 
         All sequences that end there lose their states, so any live one of them will do.
         """
         live = next(filter(self._states.is_live, sorted(self._sequences.end(seq).end_of)), None)
-        return live is not None and self._may_take_at_end(live) and self._take_unless_near(live)
+        if live is not None and self._may_take_at_end(live):
+            self._take_unless_near(live)
 
     def take_ahead(self) -> int:
         """Take a checkpoint of one idle sequence ahead of its eviction; returns how many were taken, 0 if done.

@@ -294,21 +294,13 @@ class RemoteTier:
         self._denied: deque[tuple[str, bytes]] = deque(maxlen=_MAX_DENIED)
         """Namespace and start of prompts whose logits were invalid."""
         self._stats = RemoteStats()
-
-    @property
-    def is_on(self) -> bool:
-        """True if a store is configured."""
-        return self._tiers.uploads.is_on
-
-    @property
-    def is_uploading(self) -> bool:
-        """True while a segment is being uploaded."""
-        return self._tiers.uploads.is_sending
+        self.uploads = tiers.uploads
 
     @property
     def stats(self) -> RemoteStats:
         """Counters since the start, and `is_available` unless the store failed to answer lately."""
-        return structs.replace(self._stats, is_available=self.is_on and self._tiers.now >= self._unavailable_until)
+        is_available = self._settings.uploads and self._tiers.now >= self._unavailable_until
+        return structs.replace(self._stats, is_available=is_available)
 
     def tick(self) -> None:
         """Begin a plan: unpin KV that was fetched more than `_PIN_S` ago for requests still waiting for a slot."""
@@ -320,8 +312,8 @@ class RemoteTier:
 
     def wanted(self, request_id: str, match: Match, tokens: bytes, now: float) -> Lookup | None:
         """Return the lookup for a request with this match; None if the store need not be asked."""
-        namespace = match.namespace
-        if not self.is_on or self._settings.is_on_trial or is_private(namespace) or now < self._unavailable_until:
+        namespace, settings = match.namespace, self._settings
+        if not settings.uploads or settings.is_on_trial or is_private(namespace) or now < self._unavailable_until:
             return None
         if any(denied == namespace and tokens.startswith(prompt) for denied, prompt in self._denied):
             return None
@@ -398,7 +390,7 @@ class RemoteTier:
 
     def deny(self, namespace: str, tokens: bytes) -> None:
         """Never again look up prompts that begin like this one, because its logits were invalid."""
-        if self.is_on:
+        if self._settings.uploads:
             self._denied.append((namespace, tokens[: BLOCK_TOKENS * WIDTH]))
 
     def on_fetched(self, n_bytes: int, seconds: float, now: float) -> None:
@@ -422,7 +414,7 @@ class RemoteTier:
         """Send nothing to the store for `RETRY_DELAY_S`, because it did not answer, or refused."""
         self._stats.failures += 1
         self._unavailable_until = now + pacing.RETRY_DELAY_S
-        self._tiers.uploads.pause(self._unavailable_until)
+        self.uploads.pause(self._unavailable_until)
         # By then its speed may have changed.
         self._rate.reset()
 
@@ -431,21 +423,17 @@ class RemoteTier:
     def take_uploads(self) -> list[Upload]:
         """Return the uploads to start now, after the KV operations of the same plan."""
         uploads = []
-        for segment in self._tiers.uploads.take_due(self._tiers.now):
+        for segment in self.uploads.take_due(self._tiers.now):
             upload = self._upload(segment)
             if upload is not None:
                 uploads.append(upload)
             else:
-                self._tiers.uploads.postpone(segment, self._tiers.now)
+                self.uploads.postpone(segment, self._tiers.now)
         return uploads
-
-    def on_cleared(self) -> None:
-        """Queue every segment again at its next use, because all objects of this model are being deleted."""
-        self._tiers.uploads.offer_all_again()
 
     def on_uploaded(self, number: int, now: float, n_bytes: int | None) -> None:
         """Handle the end of an upload: `n_bytes` were sent, 0 if the store had it already, None if it failed."""
-        self._tiers.uploads.on_uploaded(number, now, ok=n_bytes is not None)
+        self.uploads.on_uploaded(number, now, ok=n_bytes is not None)
         self._stats.uploaded_bytes += n_bytes or 0
         self._stats.uploads += bool(n_bytes)
         self._stats.failed_uploads += n_bytes is None

@@ -165,14 +165,6 @@ class LocalTrial:
         self._clock = clock
         self._tokenizer: LLTokenizer | None = None
 
-    @classmethod
-    def of_bytes(cls, special_tokens: Sequence[str], n_tokens: int) -> LocalTrial:
-        """Return a trial with a token for each byte and each control token, which suffice to check a grammar."""
-        tokens = [bytes([byte]) for byte in range(256)]
-        tokens += [SPECIAL_PREFIX + text.encode() for text in special_tokens]
-        tokens += [b""] * (n_tokens - len(tokens))
-        return cls(Vocabulary(tokens))
-
     def create_tokenizer(self) -> LLTokenizer:
         """Return the tokenizer, created at the first call."""
         if self._tokenizer is None:
