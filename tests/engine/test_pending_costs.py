@@ -18,6 +18,7 @@ from llamaslot.base.events import Finished
 from llamaslot.base.model import KvCost, StepCost
 from llamaslot.engine import measurements
 from llamaslot.engine.measurements import PendingCosts
+from llamaslot.engine.model_worker import StepWatch
 from tests.engine.harness import Harness, running
 from tests.fake_backend import FakeBackend
 
@@ -129,6 +130,27 @@ async def test_a_request_stops_it_and_it_goes_on_once_the_server_idles_again(
         backend.may_end.set()
         await until(lambda: not backend.info.costs_pending)
         assert backend.n_tries >= 4
+
+
+async def test_one_that_hangs_is_noticed_although_others_poll() -> None:
+    class Hanging(Measuring):
+        def measure_costs(self, should_stop: Callable[[], bool] = lambda: False) -> bool:
+            return super().measure_costs()
+
+    backend, watch = Hanging(n_reserved=3, n_ctx=512, n_ubatch=64), StepWatch(0.2)
+    async with running(backend, kind=Threaded, ram_bytes=10**6, watch=watch) as engine:
+        await until(lambda: backend.is_measuring)
+        end = engine.submit("first", PROMPT, max_tokens=4)
+
+        def is_noticed() -> bool:
+            engine.query(InspectEngine())
+            return watch.is_overdue
+
+        try:
+            await until(is_noticed)
+        finally:
+            backend.may_end.set()
+        assert isinstance(await end, Finished)
 
 
 def test_commands_that_keep_coming_make_tries_rarer(monkeypatch: pytest.MonkeyPatch) -> None:
