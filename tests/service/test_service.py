@@ -27,10 +27,11 @@ from llamaslot.base.errors import (
     ServerError,
     UnavailableError,
 )
-from llamaslot.base.events import Cancelled, Finished, Progress, Reply, Stopped
+from llamaslot.base.events import Cancelled, Finished, Generated, Progress, Reply, Started, Stopped
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.prompt_jobs import AnswerBody
 from llamaslot.base.stats import EngineState, SlotState
+from llamaslot.base.tokens import WIDTH
 from llamaslot.protocol.text_requests import TextRequest
 from llamaslot.service.limits import ProbsLimit
 from llamaslot.service.metrics import Metrics
@@ -41,6 +42,7 @@ from tests.prompt_threads import prepare_text, text_request, without_bos
 from tests.service.live import Wire, begin, events, leave, result
 
 _ids = itertools.count(1)
+PROGRESS = Progress(**dict.fromkeys(Progress.__struct_fields__, 1))
 
 
 @asynccontextmanager
@@ -242,6 +244,23 @@ async def test_a_reply_keeps_the_tail_that_could_have_become_a_stop_string() -> 
         last = found[-1]
         assert isinstance(last, Finished)
         assert (last.content, last.reason, last.stopping_word) == (whole[-3:], "limit", "")
+
+
+async def test_the_advice_names_a_request_that_ended_in_the_step_in_which_it_started() -> None:
+    wire = Wire()
+    found: list[str] = []
+    for day in ("2026-11-27", "2026-11-28"):
+        live = await begin(wire.service, request(f"Today is {day}. " + "Be careful. " * 40))
+        found.append(live.id)
+        (name,) = wire.generates[-1:]
+        end = Finished(name, "eos", PROGRESS, generated=Generated(bytes(WIDTH), 1))
+        wire.receive(Started(name, n_matched=18, miss="diverged"), end)
+        await leave(live)
+    async with asyncio.timeout(5):
+        while not (clients := wire.service._adviser.clients()):
+            await asyncio.sleep(0.001)
+    assert clients[0].places[0].last_request_id == found[1]
+    await wire.close()
 
 
 @pytest.mark.parametrize(("reason", "kind"), [("", UnavailableError), ("it broke", ServerError)])
