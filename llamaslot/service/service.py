@@ -231,8 +231,12 @@ class Service:
         `prepare` has reserved their places: the caller does not suspend between the two.
 
         Raises `InvalidRequestError` for a reply over the limit `probs` (without it tokens and probabilities are
-        passed on and not kept), and `UnavailableError` for a request with which the engine has crashed twice.
+        passed on and not kept), and `UnavailableError` for a request with which the engine has crashed twice, or if
+        the server has stopped meanwhile.
         """
+        if self.stopped.done() or self._is_closing:
+            # Its prompts were ready in the moment in which all that is being prepared failed.
+            raise self.capacity.refusal or stopped_error("")
         if probs is not None:
             probs.check(live.prompts, self.info.n_ctx_slot)
         if self._suspects:

@@ -26,6 +26,7 @@ from llamaslot.base.errors import (
     QueueFullError,
     ServerError,
     UnavailableError,
+    stopped_error,
 )
 from llamaslot.base.events import Cancelled, Finished, Generated, Progress, Reply, Started, Stopped
 from llamaslot.base.generation.sampling import Sampling
@@ -412,6 +413,39 @@ async def test_a_prepared_request_that_does_not_start_gives_all_of_its_places_ba
     with pytest.raises(InvalidRequestError, match="--max-queue"):
         await begin(service, request(n=5))
     assert (service.capacity.n_in_flight, service.capacity._n_of_client.each) == (0, {})
+    await wire.close()
+
+
+@pytest.mark.parametrize("n", [1, 2])
+async def test_a_request_that_is_being_prepared_when_the_server_drains_is_served(n: int) -> None:
+    wire = Wire()
+    begin_jobs = wire.prompts._begin_jobs
+    wire.prompts._begin_jobs = lambda: None  # type: ignore[method-assign]
+    preparing = asyncio.create_task(begin(wire.service, request(n=n)))
+    await asyncio.sleep(0)
+    assert wire.service.capacity.n_in_flight == 1
+    wire.service.capacity.refusal = stopped_error("")
+    with pytest.raises(UnavailableError):
+        await begin(wire.service, request())
+    wire.prompts._begin_jobs = begin_jobs  # type: ignore[method-assign]
+    begin_jobs()
+    live = await asyncio.wait_for(preparing, 5)
+    assert wire.service.capacity.n_in_flight == len(wire.generates) == n
+    await wire.close([live])
+
+
+@pytest.mark.parametrize("is_closing", [True, False])
+async def test_a_request_whose_prompts_are_ready_as_the_server_stops_is_not_started(is_closing: bool) -> None:
+    wire = Wire()
+    async with wire.service.open(Caller()) as live:
+        await wire.service.prepare(live, prepare_text(request()))
+        if is_closing:
+            await wire.service.close(0)
+        else:
+            wire.receive(Stopped(""))
+        with pytest.raises(UnavailableError):
+            wire.service.start(live)
+    assert (wire.service.capacity.n_in_flight, wire.sent) == (0, [])
     await wire.close()
 
 
