@@ -167,7 +167,12 @@ class DiskWorker:
         loop = asyncio.get_running_loop()
         future = self._reader.submit(self._timed_read, job.number)
         self._reads.add(future)
-        self._report(disk_io.ReadStarted())
+
+        def begun() -> None:
+            self._report(disk_io.ReadStarted())
+
+        # Posted, so that a plan follows, which has the time at which the read times out.
+        self._post(begun)
 
         def done() -> None:
             self._reads.remove(future)
