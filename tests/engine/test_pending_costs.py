@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ from llamaslot.backend.disk import SlotFiles
 from llamaslot.base.commands import InspectCache, InspectEngine, InspectHitCurve, SlotAction, SlotActionDone
 from llamaslot.base.errors import ErrorInfo
 from llamaslot.base.events import Finished
-from llamaslot.base.model import KvCost, StepCost
+from llamaslot.base.model import KvCost, StateKind, StepCost
+from llamaslot.base.namespaces import key_salt, key_secret
 from llamaslot.engine import measurements
 from llamaslot.engine.measurements import PendingCosts
 from llamaslot.engine.model_worker import StepWatch
@@ -24,8 +26,8 @@ from tests.fake_backend import FakeBackend
 
 COST = KvCost(n_idle_cells=100, prefill_slowdown=2.0, prefill_us=100.0, save_us=1.0, first_save_us=3.0, load_us=2.0)
 STEP = StepCost(step_us=1.0, token_us=2.0, token_cell_us=3.0, block_us=4.0, block_cell_us=5.0)
-
-
+CHECKPOINT_BYTES = 64
+"""Of a recurrent state of `FakeBackend`."""
 PROMPT = "a prompt that is as long as this one, at least"
 
 
@@ -177,6 +179,33 @@ async def test_what_ram_has_no_room_for_stays_in_the_pool() -> None:
         assert end.progress.n_cached > 30
         assert engine.engine.scheduler.cache.cells.used > 30
         assert backend.info.costs_pending
+
+
+@pytest.mark.parametrize("lacks", ["memory", "share", "checkpoints", ""])
+async def test_what_would_be_lost_stays_in_the_pool(lacks: str) -> None:
+    kind = StateKind.RECURRENT if lacks in ("checkpoints", "") else StateKind.NONE
+    backend = BusyMachine(n_reserved=3, n_ctx=512, n_ubatch=64, kind=kind, eos_every=10**9)
+    assert backend.info.segment_size is not None
+    salt, prompts = key_salt(key_secret("one"), ""), [letter * 50 for letter in "ab"]
+    limits = {
+        "ram_bytes_per_key": backend.info.segment_size.of(100) if lacks == "share" else 0,
+        "checkpoint_bytes": CHECKPOINT_BYTES * (1 if lacks == "checkpoints" else 2),
+    }
+    async with running(backend, ram_bytes=10**6, **limits) as engine:
+        cache = engine.engine.scheduler.cache
+        if lacks == "memory":
+            cache.on_save_failed([], time.perf_counter())
+        for i, prompt in enumerate(prompts):
+            await engine.submit(str(i), prompt, max_tokens=30, cache_salt=salt)
+        n_used, n_tries = cache.cells.used, backend.n_tries
+        await (asyncio.sleep(0.1) if lacks else until(lambda: backend.n_tries > n_tries))
+        assert cache.cells.used == (n_used if lacks else 0)
+        for i, prompt in enumerate(prompts):
+            text = f"{prompt}{engine.text(str(i))} go on"
+            end = await engine.submit(f"{i} again", text, max_tokens=1, cache_salt=salt)
+            assert isinstance(end, Finished)
+            assert end.progress.n_cached >= 70
+            assert bool(end.progress.n_loaded) == (not lacks)
 
 
 async def test_slots_that_may_be_saved_are_not_emptied_for_it(tmp_path: Path) -> None:
