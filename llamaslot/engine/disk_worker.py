@@ -96,7 +96,7 @@ class DiskWorker:
             self._submit(self._disk.texts.write, each)
 
     def drop_session(self, digest: bytes) -> None:
-        """Delete the record of a session."""
+        """Delete the records of a session."""
         self._submit(self._disk.texts.drop_session, digest)
 
     def clear_texts(self) -> None:
