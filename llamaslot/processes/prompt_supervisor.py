@@ -166,6 +166,10 @@ class PromptSupervisor(Supervisor):
             except UnicodeEncodeError:
                 self.lanes.end(pending.number).fail(InvalidRequestError("the text is invalid Unicode"))
                 continue
+            except MemoryError:
+                error = UnavailableError("there is not enough memory for the body; try later", retry_after=1)
+                self.lanes.end(pending.number).fail(error)
+                continue
             loop = asyncio.get_running_loop()
             pending.until = loop.time() + self._timeout
             # Most jobs end before the CPU times of the process have to be read.

@@ -36,7 +36,7 @@ from llamaslot.base.prompt_jobs import (
 from llamaslot.base.text_records import Session
 from llamaslot.base.tokens import TokenizedPrompt
 from llamaslot.processes import prompt_supervisor
-from llamaslot.processes.messages import PromptWorkerReady, SetModel
+from llamaslot.processes.messages import JobDone, NumberedJob, PromptWorkerReady, SetModel
 from llamaslot.processes.prompt_supervisor import PromptSupervisor
 from llamaslot.processes.supervisor import Exit
 from tests.fake_backend import FakeBackend
@@ -492,6 +492,25 @@ async def test_many_prompts_of_one_client_delay_another_by_one_job(start: Start)
         futures[-1].add_done_callback(lambda _, text=text: order.append(text))
     await outcomes(*futures)
     assert order == ["SLOW", "d", "f", "b", "c", "e"]
+
+
+async def test_a_body_for_which_memory_is_lacking_fails_alone() -> None:
+    worker, sent = PromptSupervisor("no.module", {}, timeout=1.0), []
+    worker._is_ready = True
+
+    def send(message: NumberedJob) -> None:
+        if len(message.job.body) > 1000:
+            raise MemoryError
+        sent.append(message.number)
+
+    worker.send = send  # type: ignore[method-assign]
+    jobs = [worker.call(tokenize(str(len(text)), text)) for text in ("a" * 2000, "b")]
+    with pytest.raises(UnavailableError, match="memory"):
+        await jobs[0]
+    assert sent == [2], "its lane is free again"
+    worker._job_done(JobDone(2, JsonReply(b""), stats=worker.stats))
+    assert await jobs[1] == JsonReply(b"")
+    assert not worker.lanes.jobs
 
 
 async def test_a_process_that_hangs_as_it_starts_again_is_killed() -> None:
