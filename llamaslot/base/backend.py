@@ -1,7 +1,8 @@
 """The protocols `Backend`, `Vocab` and `Sampler`, and the types of their calls.
 
-A backend is used by one thread at a time, its `vocab` by any. It raises `IllegalCallError`, and changes nothing, on
-calls on which llama.cpp would abort the process. Positions count tokens from 0; sequence ids are 0 to `n_seqs - 1`.
+A backend is used by one thread at a time, except for methods that say otherwise; its `vocab` by any. It raises
+`IllegalCallError`, and changes nothing, on calls on which llama.cpp would abort the process. Positions count tokens
+from 0; sequence ids are 0 to `n_seqs - 1`.
 """
 
 from __future__ import annotations
@@ -239,7 +240,7 @@ class Backend(Protocol):
         """Compute at most `info.n_ubatch` tokens, as one micro-batch; every run must continue its sequence."""
 
     def compile(self, constraint: Constraint) -> CompiledConstraint:
-        """Compile a constraint. Called on one thread at a time, which may differ from that of all other calls.
+        """Compile a constraint. May be called from any thread, and from several at once.
 
         Raises `InvalidRequestError` for an invalid one, `NotSupportedError` if the vocabulary takes none.
         """

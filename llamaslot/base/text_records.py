@@ -230,7 +230,7 @@ class TextStore(Protocol):
         """Write a record, in place of an earlier one of that kind and key."""
 
     def drop_session(self, digest: bytes) -> None:
-        """Delete a session, its branches and its replies."""
+        """Delete a session, its branches, replies and text anchors."""
 
     def clear_texts(self) -> None:
         """Delete all records."""

@@ -96,7 +96,7 @@ class DiskWorker:
             self._submit(self._disk.texts.write, each)
 
     def drop_session(self, digest: bytes) -> None:
-        """Delete the record of a session."""
+        """Delete the records of a session."""
         self._submit(self._disk.texts.drop_session, digest)
 
     def clear_texts(self) -> None:
@@ -167,7 +167,12 @@ class DiskWorker:
         loop = asyncio.get_running_loop()
         future = self._reader.submit(self._timed_read, job.number)
         self._reads.add(future)
-        self._report(disk_io.ReadStarted())
+
+        def begun() -> None:
+            self._report(disk_io.ReadStarted())
+
+        # Posted, so that a plan follows, which has the time at which the read times out.
+        self._post(begun)
 
         def done() -> None:
             self._reads.remove(future)

@@ -328,6 +328,7 @@ class Engine:
         # What was planned for the sequences is carried out first.
         if operations := scheduler.cache.take_operations():
             await self._worker.run(StepPlan(operations), self._commit)
+        # Not watched: how long it takes is not known, or it would not be pending.
         self._watch.end()
         try:
             tested = await self._self_test.run(
@@ -356,6 +357,7 @@ class Engine:
         scheduler.empty_pool(started)
         if operations := scheduler.cache.take_operations():
             await self._worker.run(StepPlan(operations), self._commit)
+        # Not watched: how long llama.cpp takes to make a context is not known, as at load.
         self._watch.end()
         try:
             await self._worker.call(lambda: self._backend.set_layout(unified=unified))
@@ -388,13 +390,15 @@ class Engine:
             self._costs.measure(self._worker.call, lambda: self._stopping or self._has_commands)
         )
         measuring.add_done_callback(lambda _: self._wake.set())
+        is_watched = False
         while not measuring.done():
             # Read-only queries are answered meanwhile: an open page sends one each second.
             if not self._has_commands:
                 self._take_inbox()
                 self._flush()
-            else:
-                # It waits for the end of one step.
+            elif not is_watched:
+                # The first command waits for the end of one step; those after it do not move the deadline.
+                is_watched = True
                 self._watch.begin()
             self._wake.clear()
             await self._wake.wait()

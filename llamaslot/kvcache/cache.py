@@ -380,11 +380,15 @@ class KVCache:
 
     def vacate(self) -> bool:
         """Offload all idle prefixes if RAM can take them without evicting anything; True if any were evicted."""
-        settings, size = self.settings, self.settings.segment_size
-        ram = self._tiers.ram
-        if not settings.offloads or size is None or ram.n_bytes + size.of(self.cells.used) > ram.capacity:
+        settings, size, tiers = self.settings, self.settings.segment_size, self._tiers
+        if not settings.offloads or size is None or not tiers.may_save:
             return False
-        return self._offloader.evict(self.cells.total) > 0
+        ram = tiers.ram
+        if ram.n_bytes + size.of(self.cells.used) > ram.capacity:
+            return False
+        if any(ram.exceeds_limit(each, ram.used[each] + size.of(n)) for each, n in self._tree.n_tokens_of.items()):
+            return False
+        return self.checkpoints.have_room_for_ends and self._offloader.evict(self.cells.total) > 0
 
     @property
     def can_empty_pool(self) -> bool:

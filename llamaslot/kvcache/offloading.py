@@ -327,7 +327,7 @@ class OffloadPolicy:
         idle_work_at = None if self._disk.has_backlog else self._idle_work_at
         idle = min((each for each in (idle_work_at, due_at) if each is not None), default=None)
         if not self._settings.copies_running:
-            return Deadlines(idle)
+            return Deadlines(idle, due_at)
         return Deadlines(idle, self._next_write_at if due_at is None else min(self._next_write_at, due_at))
 
     def _at_most(self, n_tokens: int) -> int:

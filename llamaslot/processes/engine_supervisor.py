@@ -156,6 +156,9 @@ class EngineSupervisor(Supervisor):
             self._on_events(events)
         if has_died and self._state is _State.RUNNING:
             self._state = _State.ENDING
+            # It must not count as healthy any more.
+            if self._timer is not None:
+                self._timer.cancel()
             # It frees the model and closes the disk, either of which may hang.
             self._timer = asyncio.get_running_loop().call_later(_ENDING_S, self._kill_child)
             self._on_lost(True)

@@ -38,12 +38,12 @@ from llamaslot.prompts.token_memory import TokenMemory
 _NO_GPU = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
 """Keeps llama.cpp from creating a context on a GPU, which would take its memory."""
 _READY_TIMEOUT_S = 30.0
-"""Least time that the first process gets to load the vocabulary and to try the chat template."""
+"""Least time that a process gets to load the vocabulary, to try the chat template and to take over records."""
 _PAUSE_S = 1.0
 """Time before the process is started again, for each process in a row that answered no job."""
 _MAX_PAUSE_S = 30.0
 _MIN_LOST = 0.02
-"""Fraction of the time limit. Less time than this without a CPU does not extend a job's deadline."""
+"""Fraction of the time limit. Less time than this without a CPU does not extend a deadline."""
 _ALMOST = 0.1
 """Fraction of the time limit: a job with less time left, when another has none, also fails, since it would hang the
 next process.
@@ -75,6 +75,8 @@ class PromptSupervisor(Supervisor):
         # Retrieve the exception: if the engine fails to load, nobody awaits it.
         self._loaded.add_done_callback(lambda done: done.cancelled() or done.exception())
         self._refusal: LlamaslotError | None = None
+        self._start_timer: asyncio.TimerHandle | None = None
+        """Until a process that was started again must be ready."""
         self._overdue: list[PendingJob] = []
         self._memory = TokenMemory(clock=time.monotonic)
         """A copy of what is remembered, for a new process."""
@@ -97,7 +99,7 @@ class PromptSupervisor(Supervisor):
         # Without the records: some may be dropped later.
         self._model = msgspec.structs.replace(model, records=())
         self._send_model(self._model)
-        limit = max(self._timeout, _READY_TIMEOUT_S)
+        limit = self._start_limit
         try:
             await asyncio.wait_for(asyncio.shield(self._loaded), limit)
         except TimeoutError:
@@ -123,6 +125,8 @@ class PromptSupervisor(Supervisor):
 
     def _on_started(self) -> None:
         self._has_answered = False
+        if self._loaded.done():
+            self._watch_start(asyncio.get_running_loop().time() + self._start_limit)
         self.send(LoadVocab(self._config))
         if self._model is not None:
             self._send_model(self._model)
@@ -146,6 +150,7 @@ class PromptSupervisor(Supervisor):
         """Send the jobs that wait for a process."""
         if self.is_stopping:
             return
+        self._stop_start_timer()
         self._is_ready = True
         if not self._loaded.done():
             self._loaded.set_result(None)
@@ -160,6 +165,10 @@ class PromptSupervisor(Supervisor):
                 self.send(NumberedJob(pending.number, pending.job))
             except UnicodeEncodeError:
                 self.lanes.end(pending.number).fail(InvalidRequestError("the text is invalid Unicode"))
+                continue
+            except MemoryError:
+                error = UnavailableError("there is not enough memory for the body; try later", retry_after=1)
+                self.lanes.end(pending.number).fail(error)
                 continue
             loop = asyncio.get_running_loop()
             pending.until = loop.time() + self._timeout
@@ -183,14 +192,42 @@ class PromptSupervisor(Supervisor):
     def _end_overdue(self, pending: PendingJob, before: ProcessTimes) -> None:
         """Kill the process; but if it did not get a CPU for some time, extend the job's limit by that time."""
         now = asyncio.get_running_loop().time()
-        # This process may have been stopped, too, such as by `docker pause`.
-        lost = max(starved_seconds(before, process_times(self.pid, now)), now - pending.until)
+        lost = self._lost_seconds(pending.until, before)
         if lost > _MIN_LOST * self._timeout:
             pending.until = now + lost
             self._watch(pending)
             return
         self._overdue = [each for each in self.lanes.running if each.until - now < _ALMOST * self._timeout]
         self._kill_child()
+
+    def _lost_seconds(self, until: float, before: ProcessTimes) -> float:
+        """Return for how many seconds before its deadline, which is now, the process got no CPU."""
+        now = asyncio.get_running_loop().time()
+        # This process may have been stopped, too, such as by `docker pause`.
+        return max(starved_seconds(before, process_times(self.pid, now)), now - until)
+
+    @property
+    def _start_limit(self) -> float:
+        """Seconds within which a process must be ready."""
+        return max(self._timeout, _READY_TIMEOUT_S)
+
+    def _watch_start(self, until: float) -> None:
+        """Schedule the check whether a process that was started again has become ready."""
+        loop = asyncio.get_running_loop()
+        self._start_timer = loop.call_at(until, self._end_start, until, process_times(self.pid, loop.time()))
+
+    def _end_start(self, until: float, before: ProcessTimes) -> None:
+        """Kill the process, which is not ready; but if it did not get a CPU for some time, extend its limit."""
+        lost = self._lost_seconds(until, before)
+        if lost > _MIN_LOST * self._start_limit:
+            self._watch_start(asyncio.get_running_loop().time() + lost)
+            return
+        _log.error("prompt_worker.not_ready", pid=self.pid, seconds=self._start_limit)
+        self._kill()
+
+    def _stop_start_timer(self) -> None:
+        if self._start_timer is not None:
+            self._start_timer.cancel()
 
     def _job_done(self, done: JobDone) -> None:
         self.stats = done.stats
@@ -223,6 +260,7 @@ class PromptSupervisor(Supervisor):
     def _on_ended(self, end: Exit) -> float | None:
         """Find the job that ended the process; return the seconds until the next start."""
         was_ready, self._is_ready = self._is_ready, False
+        self._stop_start_timer()
         running = self.lanes.running
         for pending in running:
             pending.is_running = False

@@ -97,7 +97,9 @@ class TokenMemory(ReplyStore):
         with self._lock:
             self._put(record)
 
-    def add_anchor(self, key: bytes, tokens: bytes, parent: bytes, owner: str = "") -> TextAnchor | None:
+    def add_anchor(
+        self, key: bytes, tokens: bytes, parent: bytes, *, session: bytes = b"", owner: str = ""
+    ) -> TextAnchor | None:
         """Remember the packed tokens of a text, without those of `parent` if they begin with them.
 
         None if the text has tokens already, which other anchors may continue, or if all of them are too large.
@@ -111,12 +113,13 @@ class TokenMemory(ReplyStore):
             if not shared or not tokens.startswith(shared):
                 parent, before, shared = b"", [], b""
             start = len(shared) // WIDTH
-            anchor = TextAnchor(key=key, parent=parent, start=start, tokens=tokens[len(shared) :], owner=owner)
+            own = tokens[len(shared) :]
+            anchor = TextAnchor(key=key, parent=parent, start=start, tokens=own, session=session, owner=owner)
             is_small = anchor.n_bytes + sum(each.n_bytes for each in before) <= self.max_bytes
             return anchor if is_small and self._put(anchor) else None
 
     def drop_session(self, digest: bytes) -> list[Session]:
-        """Drop a session with its branches and replies; returns it and the branches."""
+        """Drop a session with its branches, replies and text anchors; returns it and the branches."""
         with self._lock:
             dropped = [record for record in self._records.values() if record.session == digest]
             for each in dropped:

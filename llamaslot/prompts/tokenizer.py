@@ -349,7 +349,14 @@ class Tokenizer:
             return None
         cut, _ = self._anchored(text)
         parent = cut.digest if cut is not None else b""
-        return self.memory.add_anchor(text.digest_with(reply), packed(tokens), parent, context.request.owner)
+        request = context.request
+        return self.memory.add_anchor(
+            text.digest_with(reply),
+            packed(tokens),
+            parent,
+            session=session_digest(request.namespace, request.session_id) if request.session_id else b"",
+            owner=request.owner,
+        )
 
     def _session_after(self, context: PromptContext, generated: Tokens, sent: SentReply) -> Session:
         """Return the session of a prompt, with the prompt and its reply as its last sequence."""

@@ -54,11 +54,13 @@ class Capacity:
         """Completions that have not ended, and requests that are being prepared."""
         return self.n_of_client.total
 
-    def check(self, n: int, client: str = "") -> None:
+    def check(self, n: int, client: str = "", *, is_accepted: bool = False) -> None:
         """Raise if `n` more requests of a client cannot be taken: `UnavailableError` when shutting down,
         `QueueFullError` when too many are in flight, `InvalidRequestError` when `n` always exceeds the limit.
+
+        With `is_accepted` they are of a request that had a place before the shutdown, which waits for it.
         """
-        if self.refusal is not None:
+        if self.refusal is not None and not is_accepted:
             raise self.refusal
         limits = [("--max-queue", self.most, self.n_in_flight, "")]
         if self._max_per_client and client:

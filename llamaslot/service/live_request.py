@@ -206,7 +206,7 @@ class LiveRequest:
         n_before = self.n_reserved
         self.count(-n_before)
         try:
-            self._capacity.check(n, client)
+            self._capacity.check(n, client, is_accepted=n_before > 0)
         except LlamaslotError:
             self.count(n_before)
             raise

@@ -222,8 +222,12 @@ class Service:
         `prepare` has reserved their places: the caller does not suspend between the two.
 
         Raises `InvalidRequestError` for a reply over the limit `probs` (without it tokens and probabilities are
-        passed on and not kept), and `UnavailableError` for a request with which the engine has crashed twice.
+        passed on and not kept), and `UnavailableError` for a request with which the engine has crashed twice, or if
+        the server has stopped meanwhile.
         """
+        if self.stopped.done() or self._is_closing:
+            # Its prompts were ready in the moment in which all that is being prepared failed.
+            raise self.capacity.refusal or stopped_error("")
         if probs is not None:
             probs.check(live.prompts, self.info.n_ctx_slot)
         if self._suspects:
@@ -311,7 +315,8 @@ class Service:
             case "diverged" | "changed" | "cold" | "salted":
                 job = Locate(completion.live.id, event.n_matched, completion.prompt_number, explains=True)
                 has_place = event.miss in ("diverged", "changed")
-                self._spawn(self._locate(completion, self._prompts.call(job), has_place=has_place))
+                locating = self._prompts.call(job)
+                self._spawn(self._locate(completion, completion.live.id, locating, has_place=has_place))
 
     def _stop(self, reason: str) -> None:
         """End everything: the engine has ended for good."""
@@ -390,9 +395,13 @@ class Service:
                 self._suspects.add(completion.digest)
         _log.warning("engine.suspects", request_ids=[each.id for each in blamed], alone=alone is not None)
 
-    async def _locate(self, completion: Completion, locating: asyncio.Future[Located], *, has_place: bool) -> None:
-        """Note the character at which a prompt diverges from what was cached, and why."""
-        request_id = completion.live.id
+    async def _locate(
+        self, completion: Completion, request_id: str, locating: asyncio.Future[Located], *, has_place: bool
+    ) -> None:
+        """Note the character at which a prompt diverges from what was cached, and why.
+
+        The request may have been released before this runs, so its id is given.
+        """
         located = await locating
         if has_place:
             completion.diverged_at = located.n_characters

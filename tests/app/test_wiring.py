@@ -30,12 +30,14 @@ from llamaslot.backend.llama import LlamaSettings
 from llamaslot.base.backend import Decoded, Run, Sampler
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.model import CheckpointLimits, KvCost, StateKind
+from llamaslot.base.prompt_jobs import Prepare
 from llamaslot.engine import engine as engine_module
 from llamaslot.kvcache import cache_settings as settings_module
 from llamaslot.kvcache.cache_settings import CacheSettings
 from llamaslot.text.builtin_templates import resolve
 from tests.fake_backend import EOS, FakeBackend
 from tests.in_process_runtime import InProcessRuntime
+from tests.prompt_threads import LocalPrompts
 
 MODEL = Path("some.gguf")
 
@@ -535,6 +537,28 @@ async def test_a_request_may_end_within_the_shutdown_timeout(tmp_path: Path) -> 
         os.kill(os.getpid(), signal.SIGTERM)
         status, answer = await reply
         assert (status, answer["tokens_predicted"]) == (200, 8)
+        assert await server.status == 0
+
+
+async def test_requests_that_wait_or_are_being_prepared_as_it_begins_to_drain_are_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held: list[LocalPrompts] = []
+    body = {"prompt": "x", "n_predict": 4, "ignore_eos": True}
+    async with serving(tmp_path, Slow(n_ctx=512, n_slots=1), shutdown_timeout=20.0) as server:
+        replies = [asyncio.create_task(server.post("/completion", body)) for _ in range(2)]
+        await server.until(lambda slots: any(slot["is_processing"] for slot in slots))
+        with monkeypatch.context() as patched:
+            patched.setattr(LocalPrompts, "_begin_jobs", lambda prompts: held.append(prompts))  # noqa: PLW0108 - binds
+            replies.append(asyncio.create_task(server.post("/completion", body)))
+            while not held or not any(isinstance(each.job, Prepare) for each in held[0].lanes.jobs.values()):
+                await asyncio.sleep(0.001)
+            os.kill(os.getpid(), signal.SIGTERM)
+            while (await server.get("/health"))[0] == 200:
+                await asyncio.sleep(0.001)
+            assert (await server.post("/completion", body))[0] == 503
+        held[0]._begin_jobs()
+        assert [(await each)[0] for each in replies] == [200] * 3
         assert await server.status == 0
 
 

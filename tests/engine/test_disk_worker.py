@@ -217,6 +217,48 @@ async def test_no_request_waits_for_an_unresponsive_disk(tmp_path: Path, monkeyp
         await harness.ask(ClearCache())
 
 
+class Threaded(Harness):
+    """A harness whose backend runs on the model thread."""
+
+    is_inline = False
+
+
+class Parts(FakeBackend):
+    """A partitioned pool whose steps take a moment."""
+
+    def __init__(self) -> None:
+        super().__init__(n_ctx=16_384, n_ubatch=64, unified=False, eos_every=10**9)
+
+    def decode(self, runs: Sequence[Run]) -> Decoded:
+        time.sleep(0.001)
+        return super().decode(runs)
+
+
+async def test_in_a_partitioned_pool_too_no_request_waits_for_an_unresponsive_disk_while_another_one_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pacing, "READ_TIMEOUT_S", 0.1)
+    async with served(tmp_path) as harness:
+        await harness.submit("a", HEAD)
+        await written(harness)
+    store = GatedDisk(tmp_path)
+    store.open(KEY, 10**7)
+    async with running(Parts(), kind=Threaded, disk=store, ram_bytes=10**6) as harness:
+        other = harness.submit("other", "Something else.", max_tokens=4000)
+        async with asyncio.timeout(10):
+            while not harness.text("other"):
+                await asyncio.sleep(0.005)
+        end = await harness.submit("x", HEAD + "x")
+        assert isinstance(end, Finished)
+        assert end.progress.n_prompt_computed == len(HEAD) + 1
+        assert store.n_reads == 1
+        assert not other.done()
+        harness.local.cancel("other")
+        await other
+        store.gate.set()
+    store.close()
+
+
 class CorruptDisk(GatedDisk):
     """Finds that what it reads is corrupt."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,16 +16,18 @@ from llamaslot.backend.disk import SlotFiles
 from llamaslot.base.commands import InspectCache, InspectEngine, InspectHitCurve, SlotAction, SlotActionDone
 from llamaslot.base.errors import ErrorInfo
 from llamaslot.base.events import Finished
-from llamaslot.base.model import KvCost, StepCost
+from llamaslot.base.model import KvCost, StateKind, StepCost
+from llamaslot.base.namespaces import key_salt, key_secret
 from llamaslot.engine import measurements
 from llamaslot.engine.measurements import PendingCosts
+from llamaslot.engine.model_worker import StepWatch
 from tests.engine.harness import Harness, running
 from tests.fake_backend import FakeBackend
 
 COST = KvCost(n_idle_cells=100, prefill_slowdown=2.0, prefill_us=100.0, save_us=1.0, first_save_us=3.0, load_us=2.0)
 STEP = StepCost(step_us=1.0, token_us=2.0, token_cell_us=3.0, block_us=4.0, block_cell_us=5.0)
-
-
+CHECKPOINT_BYTES = 64
+"""Of a recurrent state of `FakeBackend`."""
 PROMPT = "a prompt that is as long as this one, at least"
 
 
@@ -131,6 +134,27 @@ async def test_a_request_stops_it_and_it_goes_on_once_the_server_idles_again(
         assert backend.n_tries >= 4
 
 
+async def test_one_that_hangs_is_noticed_although_others_poll() -> None:
+    class Hanging(Measuring):
+        def measure_costs(self, should_stop: Callable[[], bool] = lambda: False) -> bool:
+            return super().measure_costs()
+
+    backend, watch = Hanging(n_reserved=3, n_ctx=512, n_ubatch=64), StepWatch(0.2)
+    async with running(backend, kind=Threaded, ram_bytes=10**6, watch=watch) as engine:
+        await until(lambda: backend.is_measuring)
+        end = engine.submit("first", PROMPT, max_tokens=4)
+
+        def is_noticed() -> bool:
+            engine.query(InspectEngine())
+            return watch.is_overdue
+
+        try:
+            await until(is_noticed)
+        finally:
+            backend.may_end.set()
+        assert isinstance(await end, Finished)
+
+
 def test_commands_that_keep_coming_make_tries_rarer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measurements, "IDLE_S", 2.0)
     pending, due = PendingCosts(BusyMachine(n_ctx=512)), []
@@ -155,6 +179,33 @@ async def test_what_ram_has_no_room_for_stays_in_the_pool() -> None:
         assert end.progress.n_cached > 30
         assert engine.engine.scheduler.cache.cells.used > 30
         assert backend.info.costs_pending
+
+
+@pytest.mark.parametrize("lacks", ["memory", "share", "checkpoints", ""])
+async def test_what_would_be_lost_stays_in_the_pool(lacks: str) -> None:
+    kind = StateKind.RECURRENT if lacks in ("checkpoints", "") else StateKind.NONE
+    backend = BusyMachine(n_reserved=3, n_ctx=512, n_ubatch=64, kind=kind, eos_every=10**9)
+    assert backend.info.segment_size is not None
+    salt, prompts = key_salt(key_secret("one"), ""), [letter * 50 for letter in "ab"]
+    limits = {
+        "ram_bytes_per_key": backend.info.segment_size.of(100) if lacks == "share" else 0,
+        "checkpoint_bytes": CHECKPOINT_BYTES * (1 if lacks == "checkpoints" else 2),
+    }
+    async with running(backend, ram_bytes=10**6, **limits) as engine:
+        cache = engine.engine.scheduler.cache
+        if lacks == "memory":
+            cache.on_save_failed([], time.perf_counter())
+        for i, prompt in enumerate(prompts):
+            await engine.submit(str(i), prompt, max_tokens=30, cache_salt=salt)
+        n_used, n_tries = cache.cells.used, backend.n_tries
+        await (asyncio.sleep(0.1) if lacks else until(lambda: backend.n_tries > n_tries))
+        assert cache.cells.used == (n_used if lacks else 0)
+        for i, prompt in enumerate(prompts):
+            text = f"{prompt}{engine.text(str(i))} go on"
+            end = await engine.submit(f"{i} again", text, max_tokens=1, cache_salt=salt)
+            assert isinstance(end, Finished)
+            assert end.progress.n_cached >= 70
+            assert bool(end.progress.n_loaded) == (not lacks)
 
 
 async def test_slots_that_may_be_saved_are_not_emptied_for_it(tmp_path: Path) -> None:

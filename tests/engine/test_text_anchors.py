@@ -15,6 +15,7 @@ from llamaslot.backend.disk import DiskStore
 from llamaslot.base.backend import Sampler
 from llamaslot.base.commands import ClearCache
 from llamaslot.base.events import Cancelled, Finished, Output
+from llamaslot.base.prompt_jobs import DropSession
 from tests.engine.harness import Harness, running
 from tests.fake_backend import FakeBackend
 
@@ -104,3 +105,17 @@ async def test_anchors_survive_a_restart_until_they_are_cleared(tmp_path: Path) 
         await engine.ask(ClearCache())
     async with served(tmp_path) as engine:
         assert await n_anchored(engine, third) == 0
+
+
+async def test_a_dropped_session_leaves_no_anchors_in_memory_or_on_disk(tmp_path: Path) -> None:
+    later = []
+    async with served(tmp_path) as engine:
+        for name in ("mine", ""):
+            await engine.submit(f"of {name}", f"{name} hello", max_tokens=8, session_id=name)
+            later.append(f"{name} hello{engine.text(f'of {name}')}</s>and")
+        n_known = [len("<mine hello") + 8, len("< hello") + 8]
+        assert [await n_anchored(engine, each) for each in later] == n_known
+        await engine.ask(DropSession("mine"))
+        assert [await n_anchored(engine, each) for each in later] == [0, n_known[1]]
+    async with served(tmp_path) as engine:
+        assert [await n_anchored(engine, each) for each in later] == [0, n_known[1]]

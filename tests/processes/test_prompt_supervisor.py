@@ -8,6 +8,7 @@ import shutil
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -34,9 +35,11 @@ from llamaslot.base.prompt_jobs import (
 from llamaslot.base.text_records import Session
 from llamaslot.base.tokens import TokenizedPrompt
 from llamaslot.processes import prompt_supervisor
-from llamaslot.processes.messages import SetModel
+from llamaslot.processes.messages import JobDone, NumberedJob, PromptWorkerReady, SetModel
 from llamaslot.processes.prompt_supervisor import PromptSupervisor
+from llamaslot.processes.supervisor import Exit
 from tests.fake_backend import FakeBackend
+from tests.fake_clock import LoopClock
 from tests.processes.faults import inject
 from tests.prompt_threads import SETTINGS, long_query, parse
 
@@ -488,3 +491,67 @@ async def test_many_prompts_of_one_client_delay_another_by_one_job(start: Start)
         futures[-1].add_done_callback(lambda _, text=text: order.append(text))
     await outcomes(*futures)
     assert order == ["SLOW", "d", "f", "b", "c", "e"]
+
+
+async def test_a_body_for_which_memory_is_lacking_fails_alone() -> None:
+    worker, sent = PromptSupervisor("no.module", {}, timeout=1.0), []
+    worker._is_ready = True
+
+    def send(message: NumberedJob) -> None:
+        if len(message.job.body) > 1000:
+            raise MemoryError
+        sent.append(message.number)
+
+    worker.send = send  # type: ignore[method-assign]
+    jobs = [worker.call(tokenize(str(len(text)), text)) for text in ("a" * 2000, "b")]
+    with pytest.raises(UnavailableError, match="memory"):
+        await jobs[0]
+    assert sent == [2], "its lane is free again"
+    worker._job_done(JobDone(2, b"", stats=worker.stats))
+    assert await jobs[1] == b""
+    assert not worker.lanes.jobs
+
+
+async def test_a_process_that_hangs_as_it_starts_again_is_killed() -> None:
+    clock, worker, n_kills = LoopClock(), PromptSupervisor("no.module", {}, timeout=1.0), 0
+
+    def kill() -> None:
+        nonlocal n_kills
+        n_kills += 1
+
+    async def wait(seconds: float) -> None:
+        clock.advance(seconds)
+        for _ in range(3):
+            await asyncio.sleep(0)
+
+    def begin() -> None:
+        worker._child = SimpleNamespace(pid=2**30, kill=kill, send=lambda _: None)  # type: ignore[assignment]
+        worker._on_started()
+
+    def end(status: int) -> None:
+        worker._child = None
+        worker._on_ended(Exit(status, was_killed=status < 0))
+
+    begin()
+    loading = asyncio.create_task(worker.set_model(SetModel(info(), "", "", SETTINGS)))
+    await wait(1)
+    for _ in range(3):
+        worker._receive(PromptWorkerReady("", worker.stats))
+        await loading
+        await wait(60)
+        assert n_kills == 0, "it is ready"
+        end(1)
+        await wait(60)
+        begin()
+    await wait(29.9)
+    assert n_kills == 0
+    await wait(0.2)
+    assert n_kills == 1
+    end(-9)
+    begin()
+    await wait(130)
+    assert n_kills == 1, "for 100 s this process was stopped"
+    await wait(100.1)
+    assert n_kills == 2
+    worker.kill()
+    end(-9)

@@ -133,12 +133,13 @@ def test_an_owner_loses_nothing_for_a_record_that_does_not_fit_into_its_share() 
     assert memory.records() == before
 
 
-def test_a_dropped_session_takes_its_branches_and_replies_along() -> None:
+def test_a_dropped_session_takes_its_branches_replies_and_anchors_along() -> None:
     memory = TokenMemory()
     own = [session(b"one", 1), session(b"branch", 2, session=b"one")]
     others: list[TextRecord] = [session(b"two", 3), reply(b"b", session=b"two"), reply(b"d"), anchor(1, 4)]
     for each in (*own, *others, reply(b"a", session=b"one"), reply(b"c", session=b"one")):
         memory.add(each)
+    memory.add_anchor(digest(2), tokens(4, 5), digest(1), session=b"one")
     assert memory.drop_session(b"one") == own
     assert memory.records() == tuple(others)
     assert memory.n_bytes == sum(each.n_bytes for each in others)
@@ -230,7 +231,7 @@ def test_digests_give_their_tokens_or_nothing_within_the_allowed_bytes(
             used.append(i)
         elif kind == "add":
             ids = [*(anchored(memory, parent) or []), i, i + 1]
-            added = memory.add_anchor(digest(i), tokens(*ids), digest(parent), owner if has_owners else "")
+            added = memory.add_anchor(digest(i), tokens(*ids), digest(parent), owner=owner if has_owners else "")
             if added is not None:
                 given_tokens[i] = ids
                 used.append(i)

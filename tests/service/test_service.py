@@ -26,11 +26,13 @@ from llamaslot.base.errors import (
     QueueFullError,
     ServerError,
     UnavailableError,
+    stopped_error,
 )
-from llamaslot.base.events import Cancelled, Finished, Progress, Reply, Stopped
+from llamaslot.base.events import Cancelled, Finished, Generated, Progress, Reply, Started, Stopped
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.prompt_jobs import AnswerBody
 from llamaslot.base.stats import EngineState, SlotState
+from llamaslot.base.tokens import WIDTH
 from llamaslot.protocol.text_requests import TextRequest
 from llamaslot.service.limits import ProbsLimit
 from llamaslot.service.metrics import Metrics
@@ -41,6 +43,7 @@ from tests.prompt_threads import prepare_text, text_request, without_bos
 from tests.service.live import Wire, begin, events, leave, result
 
 _ids = itertools.count(1)
+PROGRESS = Progress(**dict.fromkeys(Progress.__struct_fields__, 1))
 
 
 @asynccontextmanager
@@ -244,6 +247,23 @@ async def test_a_reply_keeps_the_tail_that_could_have_become_a_stop_string() -> 
         assert (last.content, last.reason, last.stopping_word) == (whole[-3:], "limit", "")
 
 
+async def test_the_advice_names_a_request_that_ended_in_the_step_in_which_it_started() -> None:
+    wire = Wire()
+    found: list[str] = []
+    for day in ("2026-11-27", "2026-11-28"):
+        live = await begin(wire.service, request(f"Today is {day}. " + "Be careful. " * 40))
+        found.append(live.id)
+        (name,) = wire.generates[-1:]
+        end = Finished(name, "eos", PROGRESS, generated=Generated(bytes(WIDTH), 1))
+        wire.receive(Started(name, n_matched=18, miss="diverged"), end)
+        await leave(live)
+    async with asyncio.timeout(5):
+        while not (clients := wire.service._adviser.clients()):
+            await asyncio.sleep(0.001)
+    assert clients[0].places[0].last_request_id == found[1]
+    await wire.close()
+
+
 @pytest.mark.parametrize(("reason", "kind"), [("", UnavailableError), ("it broke", ServerError)])
 async def test_queries_fail_when_the_engine_stops(reason: str, kind: type[LlamaslotError]) -> None:
     wire = Wire()
@@ -393,6 +413,39 @@ async def test_a_prepared_request_that_does_not_start_gives_all_of_its_places_ba
     with pytest.raises(InvalidRequestError, match="--max-queue"):
         await begin(service, request(n=5))
     assert (service.capacity.n_in_flight, service.capacity.n_of_client.each) == (0, {})
+    await wire.close()
+
+
+@pytest.mark.parametrize("n", [1, 2])
+async def test_a_request_that_is_being_prepared_when_the_server_drains_is_served(n: int) -> None:
+    wire = Wire()
+    begin_jobs = wire.prompts._begin_jobs
+    wire.prompts._begin_jobs = lambda: None  # type: ignore[method-assign]
+    preparing = asyncio.create_task(begin(wire.service, request(n=n)))
+    await asyncio.sleep(0)
+    assert wire.service.capacity.n_in_flight == 1
+    wire.service.capacity.refusal = stopped_error("")
+    with pytest.raises(UnavailableError):
+        await begin(wire.service, request())
+    wire.prompts._begin_jobs = begin_jobs  # type: ignore[method-assign]
+    begin_jobs()
+    live = await asyncio.wait_for(preparing, 5)
+    assert wire.service.capacity.n_in_flight == len(wire.generates) == n
+    await wire.close([live])
+
+
+@pytest.mark.parametrize("is_closing", [True, False])
+async def test_a_request_whose_prompts_are_ready_as_the_server_stops_is_not_started(is_closing: bool) -> None:
+    wire = Wire()
+    async with wire.service.open(Caller()) as live:
+        await wire.service.prepare(live, prepare_text(request()))
+        if is_closing:
+            await wire.service.close(0)
+        else:
+            wire.receive(Stopped(""))
+        with pytest.raises(UnavailableError):
+            wire.service.start(live)
+    assert (wire.service.capacity.n_in_flight, wire.sent) == (0, [])
     await wire.close()
 
 

@@ -292,7 +292,7 @@ class TextTable:
                 _trim(connection)
 
     def drop_session(self, digest: bytes) -> None:
-        """Delete a session, its branches and its replies."""
+        """Delete a session, its branches, replies and text anchors."""
         self._deletes["DELETE FROM texts WHERE key = ? AND session = ?", (self._key, digest)] = None
         self.delete_again()
 

@@ -69,6 +69,13 @@ class Checkpoints:
         node = self._tree.end_node(seq)
         return node is not None and node.checkpoint is not None
 
+    @property
+    def have_room_for_ends(self) -> bool:
+        """True if the ends of all idle sequences can get checkpoints without evicting any."""
+        ends = {self._sequences.end(seq) for seq in self._sequences.all if self._may_take_at_end(seq)}
+        n_bytes = sum(self.settings.size.of(end.end) for end in ends if not self._is_near(end))
+        return self._tiers.checkpoints.n_bytes + n_bytes <= self._tiers.checkpoints.capacity
+
     def cached(self, namespace: str, tokens: bytes) -> list[Checkpoint]:
         """Checkpoints on the path of some tokens, the deepest first, whether or not a sequence holds the path."""
         return checkpoints_on(self._tree.match(namespace, tokens).whole_end)
