@@ -223,7 +223,7 @@ class PromptSupervisor(Supervisor):
             self._watch_start(asyncio.get_running_loop().time() + lost)
             return
         _log.error("prompt_worker.not_ready", pid=self.pid, seconds=self._start_limit)
-        self._kill()
+        self._kill_child()
 
     def _stop_start_timer(self) -> None:
         if self._start_timer is not None:

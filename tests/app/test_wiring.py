@@ -51,6 +51,7 @@ def configured(argv: str | Sequence[str]) -> Config:
 
 LLAMA: dict[str, tuple[str, object]] = {
     "--reuse-self-test on": ("reuse_self_test", "on"),
+    "-bs": ("backend_sampling", True),
     "-c 1234": ("n_ctx", 1234),
     "--kv-mem-fraction 0.5": ("kv_mem_fraction", 0.5),
     "-np 7": ("n_slots", 7),
