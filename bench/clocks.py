@@ -13,7 +13,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from importlib import import_module
 from pathlib import Path
 from time import perf_counter_ns, thread_time_ns
@@ -39,8 +39,8 @@ PARTS: dict[str, dict[str, tuple[str, ...]]] = {
 """Functions that are timed, in the order of a step. `sample` chooses the tokens, `follow` prepares the next step;
 `send` writes a chunk and hands it to the event loop.
 """
-STEP, WAIT = "llamaslot.engine.model_worker:apply", "wait"
-"""The function that carries out a step; and the part for the time between two of them."""
+STEP, IDLE, WAIT = "llamaslot.engine.model_worker:apply", "llamaslot.engine.engine:Engine._idle", "wait"
+"""The functions that carry out a step, and wait for a request; and the part for the time between two steps."""
 _FOLDER = "LLAMASLOT_CLOCKS"
 
 
@@ -77,7 +77,10 @@ class Clocks:
         return timed
 
     def between(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the same function; how long its thread did not run between two calls is added to `wait`."""
+        """Return the same function; how long its thread did not run between two calls is added to `wait`.
+
+        The time from `idling` to the next call is left out.
+        """
 
         @wraps(function)
         def timed(*args: Any, **kwargs: Any) -> Any:
@@ -90,6 +93,16 @@ class Clocks:
                 self._step_ended = perf_counter_ns(), thread_time_ns()
 
         return timed
+
+    def idling(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the same function, whose call says that nothing is to be computed."""
+
+        @wraps(function)
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            self._step_ended = None
+            return function(*args, **kwargs)
+
+        return noted
 
 
 def environment(folder: Path) -> list[str]:
@@ -112,13 +125,10 @@ def install() -> None:
     clocks = Clocks()
     for part, places in PARTS[process].items():
         for place in places:
-            module, _, path = place.partition(":")
-            *owners, name = path.split(".")
-            owner: Any = import_module(module)
-            for each in owners:
-                owner = getattr(owner, each)
-            timed = clocks.around(part, getattr(owner, name))
-            setattr(owner, name, clocks.between(timed) if place == STEP else timed)
+            _replace(place, partial(clocks.around, part))
+    if process == ENGINE:
+        _replace(STEP, clocks.between)
+        _replace(IDLE, clocks.idling)
     file = counts_file(Path(os.environ[_FOLDER]), process)
     n_written = 0
 
@@ -133,3 +143,13 @@ def install() -> None:
 
     signal.signal(signal.SIGUSR2, write)
     write()
+
+
+def _replace(place: str, made: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Put another function in the place of one (`module:path`), made from that."""
+    module, _, path = place.partition(":")
+    *owners, name = path.split(".")
+    owner: Any = import_module(module)
+    for each in owners:
+        owner = getattr(owner, each)
+    setattr(owner, name, made(getattr(owner, name)))

@@ -152,7 +152,8 @@ class LlamaBackend:
 
     def attach(self, draws: Sequence[tuple[int, Sampler]]) -> None:
         """Announce the draws of `sample` after the next `decode`, so that those that can are made on the device."""
-        self._chains.draws = draws
+        if self.samples_on_device:
+            self._chains.draws = draws
 
     @property
     def n_device_sampled(self) -> int:

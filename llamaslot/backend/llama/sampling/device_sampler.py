@@ -205,6 +205,7 @@ class DeviceChains:
         self._context = context
         self._n_vocab = n_vocab
         self._places: dict[int, _Place] = {}
+        """By sequence."""
         self.draws: Sequence[tuple[int, Sampler]] = ()
         """Sequence and sampler of each draw after the next `prepare`."""
         self.on_device: set[int] = set()
@@ -217,12 +218,12 @@ class DeviceChains:
 
     def prepare(self, runs: Sequence[Run]) -> None:
         """Have the chains of the sequences of a batch be those of `draws`, and no others where the host samples."""
+        if not self.draws and not self._places:
+            return
         draws, self.draws, self.on_device = self.draws, (), set()
         # Several requests draw from one row on the host.
         n_draws = Counter(seq for seq, _ in draws)
         samplers = {seq: each for seq, each in draws if isinstance(each, DeviceSampler) and n_draws[seq] == 1}
-        if not samplers and not self._places:
-            return
         for run in runs:
             if not run.n_outputs and run.targets is None:
                 continue
