@@ -6,14 +6,15 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
-from itertools import pairwise
+from itertools import pairwise, repeat
 from pathlib import Path
 from typing import Any
 
 import llama_cpp
 import numpy as np
+import numpy.typing as npt
 from llguidance import LLTokenizer
 
 from llamaslot.backend.llama import library
@@ -74,13 +75,12 @@ class LlamaVocab:
         self.type: int = llama_cpp.llama_vocab_type(self.pointer)
         self.adds_bos: bool = llama_cpp.llama_vocab_get_add_bos(self.pointer)
         self.adds_eos: bool = llama_cpp.llama_vocab_get_add_eos(self.pointer)
-        self.eog = frozenset(
-            token for token in range(self.n_tokens) if llama_cpp.llama_vocab_is_eog(self.pointer, token)
-        )
-        controls = [t for t in range(self.n_tokens) if llama_cpp.llama_vocab_is_control(self.pointer, t)]
-        unknown = llama_cpp.LLAMA_TOKEN_ATTR_UNKNOWN
-        unknowns = [t for t in range(self.n_tokens) if self._attributes(t) & unknown]
-        plain = [t for t in controls if not self._attributes(t) & llama_cpp.LLAMA_TOKEN_ATTR_LSTRIP]
+        # Some 100,000 calls of each function: by `map`, each takes half the time.
+        self.eog = frozenset(np.flatnonzero(self._of_all(llama_cpp.llama_vocab_is_eog)).tolist())
+        self._attributes = self._of_all(llama_cpp.llama_vocab_get_attr)
+        controls = self._with_attribute(llama_cpp.LLAMA_TOKEN_ATTR_CONTROL)
+        unknowns = self._with_attribute(llama_cpp.LLAMA_TOKEN_ATTR_UNKNOWN)
+        plain = [t for t in controls if not self._attributes[t] & llama_cpp.LLAMA_TOKEN_ATTR_LSTRIP]
         self._controls = frozenset(controls)
         self.control_tokens = self._texts(controls)
         self.special_tokens = self._texts({*controls, *unknowns})
@@ -88,8 +88,8 @@ class LlamaVocab:
         # A token's raw text is at least as long as the text that it stands for. Tokenizers of other types may drop
         # spaces, so for them the longest text is unknown (0).
         keeps_text = self.type in (llama_cpp.LLAMA_VOCAB_TYPE_SPM, llama_cpp.LLAMA_VOCAB_TYPE_BPE)
-        texts = (llama_cpp.llama_vocab_get_text(self.pointer, token) for token in range(self.n_tokens))
-        self.longest_piece = max(len(text) for text in texts) if keeps_text else 0
+        texts = map(llama_cpp.llama_vocab_get_text, repeat(self.pointer), range(self.n_tokens))
+        self.longest_piece = max(map(len, texts)) if keeps_text else 0
         is_bpe = self.type == llama_cpp.LLAMA_VOCAB_TYPE_BPE
         self._splits_by_regex = (
             is_bpe and library.metadata(model, "tokenizer.ggml.pre") not in _SPLITTERS_WITHOUT_REGEX
@@ -172,8 +172,7 @@ class LlamaVocab:
     @cached_property
     def added_tags(self) -> dict[str, int]:
         """Ids, by text, of added tags (`<name>`) that are not control tokens. llama.cpp finds them in any text."""
-        defined = llama_cpp.LLAMA_TOKEN_ATTR_USER_DEFINED
-        added = (token for token in range(self.n_tokens) if self._attributes(token) & defined)
+        added = self._with_attribute(llama_cpp.LLAMA_TOKEN_ATTR_USER_DEFINED)
         return {text: token for token in added if token not in self._controls and is_tag(text := self.text(token))}
 
     @property
@@ -192,8 +191,15 @@ class LlamaVocab:
     def _texts(self, tokens: Iterable[int]) -> tuple[str, ...]:
         return tuple(text for token in tokens if (text := self.text(token)))
 
-    def _attributes(self, token: int) -> int:
-        return int(llama_cpp.llama_vocab_get_attr(self.pointer, token))
+    def _of_all(self, function: Callable[[Any, int], int]) -> npt.NDArray[np.int32]:
+        """Return what a function of llama.cpp says of each token."""
+        values = map(function, repeat(self.pointer), range(self.n_tokens))
+        return np.fromiter(values, dtype=np.int32, count=self.n_tokens)
+
+    def _with_attribute(self, attribute: int) -> list[int]:
+        """Return the tokens that have an attribute, in order."""
+        tokens: list[int] = np.flatnonzero(self._attributes & attribute).tolist()
+        return tokens
 
     def _piece(self, token: int, *, special: bool) -> bytes:
         if not 0 <= token < self.n_tokens:
