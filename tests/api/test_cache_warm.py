@@ -97,12 +97,13 @@ async def test_warming_is_a_request_with_the_limits_of_one(start: Any) -> None:
     backend = FakeBackend(n_ctx=4096, n_slots=1)
     server = await start(backend=backend, max_queue=0)
     stream = asyncio.create_task(
-        server.post(CHAT, {"messages": [question("Hi")], "max_tokens": 300, "ignore_eos": True})
+        server.post(CHAT, {"messages": [question("Hi")], "max_tokens": 4000, "ignore_eos": True})
     )
     await server.state_where(lambda state: any(slot.request_id for slot in state.slots))
     status, reply = await server.post("/cache/warm", {"messages": [SYSTEM]})
     assert (status, reply["error"]["type"]) == (429, "rate_limit_error")
-    await stream
+    stream.cancel()
+    await server.idle()
     warmed = await server.ok("/cache/warm", {"messages": [SYSTEM], "cache_salt": "pepper"})
     body = {"messages": [SYSTEM, question("Begin.")]}
     assert await cached(server, CHAT, {**body, "cache_salt": "pepper"}) == warmed["tokens"]

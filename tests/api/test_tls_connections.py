@@ -6,9 +6,12 @@ import asyncio
 import contextlib
 import shutil
 import ssl
+import time
+from collections.abc import Sequence
 
 import pytest
 
+from llamaslot.base.backend import Decoded, Run
 from tests.api.conftest import Server, Start
 from tests.api.test_connections import ENDLESS, error_of, posted, sockets
 from tests.certificates import make
@@ -45,10 +48,18 @@ async def test_new_connections_replace_those_in_a_handshake(start: Start, tls: s
         assert all(each.is_open for each in silent[-3:])
 
 
+class Paced(FakeBackend):
+    """Leaves the event loop time for connections, which answers without an end would take on a slow machine."""
+
+    def decode(self, runs: Sequence[Run]) -> Decoded:
+        time.sleep(0.005)
+        return super().decode(runs)
+
+
 async def test_connections_with_a_request_are_kept_and_a_further_one_gets_503(
     start: Start, tls: ssl.SSLContext
 ) -> None:
-    server = await start(tls=tls, backend=FakeBackend(n_ctx=20_000), max_connections=2)
+    server = await start(tls=tls, backend=Paced(n_ctx=20_000), max_connections=2)
     busy = [await encrypted(server) for _ in range(2)]
     for reader, writer in busy:
         writer.write(posted(ENDLESS))
