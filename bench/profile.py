@@ -30,9 +30,9 @@ from bench.report import console, decode_rate, machine, write_json
 from bench.server import llamaslot, serving
 from bench.tokens import Tokens
 
-STREAMS = (1, 4, 8)
+STREAMS = (1, 8, 32)
 PROMPT_TOKENS = 16
-CONTEXT = 8192
+CONTEXT = 16384
 FEW = 16
 """Tokens of an answer that is subtracted, so that what a request costs once is left out."""
 _ON_MODEL_THREAD = ("fill", "decode", "sample", "follow")
