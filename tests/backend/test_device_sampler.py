@@ -351,14 +351,32 @@ def test_a_chain_that_the_device_computes_only_in_part_is_not_used(
     streams: Streams, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ChainSpec, "make", _with_typical(ChainSpec.make))
-    sampler = streams.sampler(changed(DEFAULT, top_p=0.123))
-    for _ in range(2):
+    monkeypatch.setattr(streams.backend._chains, "_refused", set())
+    for top_p in (0.123, 0.124):
         n_set = streams.n_set
+        sampler = streams.sampler(changed(DEFAULT, top_p=top_p))
         streams.step([(0, sampler)])
         assert not streams.backend._chains.on_device
-    assert streams.n_set == n_set, "not tried again"
+        sampler.close()
+    assert streams.n_set == n_set, "not tried again, whatever the parameters"
     streams.clear()
-    sampler.close()
+
+
+def test_parameters_without_an_effect_need_no_other_chain(streams: Streams) -> None:
+    specs = set()
+    for fields in ({}, {"top_p": 0.5, "min_p": 0.2, "top_k": 3}, {"repeat_penalty": 1.3, "repeat_last_n": 0}):
+        sampler = streams.sampler(changed(GREEDY, **fields))
+        specs.add(sampler.spec)
+        sampler.close()
+    assert len(specs) == 1
+
+
+def test_a_bias_outside_of_the_vocabulary_never_reaches_llama_cpp(streams: Streams) -> None:
+    for token in (-1, streams.n_vocab):
+        spec = ChainSpec.of(
+            changed(DEFAULT, logit_bias={token: 1.0}), n_ctx=64, n_vocab=streams.n_vocab, eog=frozenset()
+        )
+        assert spec is None
 
 
 def test_greedy_takes_the_first_of_equal_logits_and_reports_invalid_ones(streams: Streams) -> None:

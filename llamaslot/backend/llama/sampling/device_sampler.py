@@ -52,6 +52,11 @@ class ChainSpec:
     penalties: tuple[float, float, float]
     """For repetition, frequency and presence."""
 
+    @property
+    def kind(self) -> tuple[bool, tuple[str, ...]]:
+        """The samplers without their parameters."""
+        return bool(self.biases), self.names
+
     @classmethod
     def of(cls, sampling: Sampling, *, n_ctx: int, n_vocab: int, eog: frozenset[int]) -> ChainSpec | None:
         """Return the chain for these parameters; None if they need the host.
@@ -79,15 +84,23 @@ class ChainSpec:
             or sampling.min_keep > 1
         ):
             return None
+        biases = bounded_biases(sampling, eog)
+        # llama.cpp aborts at a token that is not in the vocabulary.
+        if any(not 0 <= token < n_vocab for token in biases):
+            return None
+        # What has no effect is left out, so that it makes no difference between chains.
+        has_penalties = "penalties" in names
         return cls(
-            biases=tuple(sorted(bounded_biases(sampling, eog).items())),
+            biases=tuple(sorted(biases.items())),
             names=tuple(names),
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-            min_p=sampling.min_p,
-            temperature=max(sampling.temperature, 0.0),
-            window=window,
-            penalties=(sampling.repeat_penalty, sampling.frequency_penalty, sampling.presence_penalty),
+            top_k=sampling.top_k if "top_k" in names else 0,
+            top_p=sampling.top_p if "top_p" in names else 1.0,
+            min_p=sampling.min_p if "min_p" in names else 0.0,
+            temperature=max(sampling.temperature, 0.0) if "temperature" in names else 1.0,
+            window=window if has_penalties else 0,
+            penalties=(sampling.repeat_penalty, sampling.frequency_penalty, sampling.presence_penalty)
+            if has_penalties
+            else (1.0, 0.0, 0.0),
         )
 
     def make(self, n_vocab: int, seed: int) -> Any:
@@ -213,8 +226,8 @@ class DeviceChains:
         self.n_set = 0
         """Number of chains that were set or removed, each of which makes llama.cpp build its graph again."""
         self.n_sampled = 0
-        self._refused: set[ChainSpec] = set()
-        """Chains that the device cannot compute as a whole."""
+        self._refused: set[tuple[bool, tuple[str, ...]]] = set()
+        """Kinds of chains that the device cannot compute as a whole, whatever their parameters."""
 
     def prepare(self, runs: Sequence[Run]) -> None:
         """Have the chains of the sequences of a batch be those of `draws`, and no others where the host samples."""
@@ -261,7 +274,7 @@ class DeviceChains:
         place = self._places.get(seq)
         if place is not None and place.spec == spec:
             return True
-        if spec in self._refused:
+        if spec.kind in self._refused:
             return False
         chain = spec.make(self._n_vocab, seed=0)
         if place is not None:
@@ -270,7 +283,7 @@ class DeviceChains:
         is_set = llama_cpp.llama_set_sampler(self._context, seq, chain)
         self._places[seq] = _Place(spec, chain)
         if not is_set or not _runs_on_device(chain):
-            self._refused.add(spec)
+            self._refused.add(spec.kind)
             self._remove(seq)
             return False
         return True
