@@ -167,19 +167,16 @@ def apply(plan: StepPlan, backend: Backend, clock: Callable[[], float]) -> StepR
     if decoded.status is Status.OK:
         results = _sample(plan.work, draws, backend)
     else:
-        for request, (_, sampler) in zip(_drawing(plan.work), draws, strict=True):
+        requests = [request for work in plan.work for request in work.samples]
+        for request, (_, sampler) in zip(requests, draws, strict=True):
             if request.sampler is None:
+                # Nobody keeps it, since there is no result.
                 sampler.close()
         for run in (work.run for work in plan.work):
             if run.n_drafted:
                 _cut(run, len(run.tokens) - run.n_drafted, backend)
             lengths[run.seq] = backend.seq_len(run.seq)
     return StepResult(decoded, started, clock() - started, results, lengths, unsaved, incomplete)
-
-
-def _drawing(works: Sequence[Work]) -> list[Request]:
-    """Return the requests that get tokens, in order."""
-    return [request for work in works for request in work.samples]
 
 
 def _draws(works: Sequence[Work], backend: Backend) -> list[tuple[int, Sampler]]:
