@@ -16,7 +16,7 @@ import numpy.typing as npt
 import pytest
 from llguidance import LLMatcher
 
-from llamaslot.backend.llama import LlamaBackend, LlamaSettings
+from llamaslot.backend.llama import LlamaBackend, LlamaSettings, costs
 from llamaslot.backend.llama.sampling.device_sampler import ChainSpec, DeviceSampler
 from llamaslot.backend.llama.sampling.sampler import LlamaSampler
 from llamaslot.base.backend import Run, Sampler, Status
@@ -385,3 +385,25 @@ def test_greedy_takes_the_first_of_equal_logits_and_reports_invalid_ones(streams
     assert streams.text(changed(GREEDY, logit_bias={best: -math.inf}), 1) == [int(np.argsort(-streams.logits)[1])]
     nothing = dict.fromkeys(range(streams.n_vocab), -math.inf)
     assert streams.text(changed(GREEDY, logit_bias=nothing), 1) == [-1]
+
+
+@pytest.mark.parametrize(("times", "is_faster"), [((2, 1, 2, 1), True), ((2, 1, 1, 2), False), ((1, 2), False)])
+def test_the_device_is_chosen_only_if_it_is_faster_for_one_stream_and_for_all_slots(
+    streams: Streams, monkeypatch: pytest.MonkeyPatch, times: Sequence[float], is_faster: bool
+) -> None:
+    backend, real, left = streams.backend, costs._sampled_step, list(times)
+    sampled: list[tuple[int, bool]] = []
+
+    def step(*args: Any) -> float:
+        before = backend.n_device_sampled
+        real(*args)
+        sampled.append((len(args[2]), backend.n_device_sampled > before))
+        return left.pop(0)
+
+    monkeypatch.setattr(costs, "_sampled_step", step)
+    try:
+        assert backend._measure_sampling(costs.Quiet(on_cpu=True)) is is_faster
+    finally:
+        backend.samples_on_device = True
+    assert sampled == [(1, False), (1, True), (N_SLOTS, False), (N_SLOTS, True)][: len(times)]
+    assert not any(backend.seq_len(seq) for seq in range(N_SLOTS))

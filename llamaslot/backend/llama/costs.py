@@ -338,7 +338,7 @@ def measure_sampling(backend: Backend, quiet: Quiet, new_sampler: Callable[[bool
     if min(info.n_ctx_slot, info.n_ctx // info.n_slots) < 2 * (_N_UNTIMED + _N_TIMED):
         return None
     try:
-        for n in {1, min(info.n_slots, info.n_ubatch)}:
+        for n in sorted({1, min(info.n_slots, info.n_ubatch)}):
             host, device = (
                 _sampled_step(backend, quiet, [new_sampler(on_device) for _ in range(n)])
                 for on_device in (False, True)
