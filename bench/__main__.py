@@ -146,10 +146,9 @@ def _add_parts(commands: Any) -> None:
     splitting.add_argument("--tokens", type=_positive, default=256, metavar="N", help="tokens of each answer")
     _threads(splitting)
 
-    sharing = commands.add_parser("busy", help="decode and prefill beside busy processes, by GOMP_SPINCOUNT")
+    sharing = commands.add_parser("busy", help="decode and prefill beside busy processes, and llama-server's")
     _common(sharing, run=_busy, repeats=(7, 2), of="requests of each side")
-    sharing.add_argument("--tokens", type=_positive, default=128, metavar="N", help="tokens of each answer")
-    sharing.add_argument("--processes", type=_positive, default=2, metavar="N", help="busy processes (default: 2)")
+    sharing.add_argument("--tokens", type=_positive, default=32, metavar="N", help="tokens of each answer")
     _threads(sharing)
 
     telling = commands.add_parser("retokenizing", help="sampled conversations that come back as text")
@@ -439,8 +438,7 @@ def _processes(options: Namespace) -> None:
 
 
 def _busy(options: Namespace) -> None:
-    common = _measured(options) | {"repeats": options.repeats, "tokens": options.tokens}
-    busy.run(**common, threads=options.threads, n_busy=options.processes)
+    busy.run(**_measured(options), repeats=options.repeats, tokens=options.tokens, threads=options.threads)
 
 
 def _retokenizing(options: Namespace) -> None:

@@ -1,8 +1,7 @@
-"""Decode and prefill alone and beside busy processes, by how long idle threads of OpenMP spin (`GOMP_SPINCOUNT`).
+"""Decode and prefill alone and beside busy processes, of llamaslot and llama-server.
 
-Three servers take turns, with libgomp's own spin count, with llamaslot's, and with passive waiting: alone, and
-beside processes that use a CPU each. Times are the server's own. Only where llama.cpp is built with libgomp, as on
-Linux.
+The servers are started once and take turns: with as many threads as each chooses by itself, and with a fixed
+number. Times are the servers' own, so a client that gets too little of the CPU makes no difference.
 """
 
 from __future__ import annotations
@@ -19,79 +18,76 @@ import numpy as np
 from rich.table import Table
 
 from bench.client import Client
+from bench.peers import build
 from bench.report import console, machine, notes, write_json
 from bench.server import llamaslot, serving
 from bench.tokens import Tokens
 
-SIDES = {
-    "300,000 (libgomp's)": "GOMP_SPINCOUNT=300000",
-    "30,000 (llamaslot's)": "GOMP_SPINCOUNT=30000",
-    "0 (passive)": "OMP_WAIT_POLICY=passive",
-}
-PROMPT = 512
-LIMIT_S = 600
+OWN, PEER = "llamaslot", "llama-server"
+GOALS = {2: 2.0, 8: 5.0}
+"""By number of busy processes: how many times as fast as llama-server decode should be."""
+PROMPT = 256
+LIMIT_S = 900
 """Time after which a busy process ends by itself."""
 _SPIN = f"import time; end = time.monotonic() + {LIMIT_S}\nwhile time.monotonic() < end: pass"
 
 Rates = dict[str, list[float]]
-"""Tokens per second by side."""
+"""Tokens per second by server."""
 
 
 def run(
-    *,
-    model: Path,
-    title: str,
-    repeats: int,
-    tokens: int,
-    threads: int,
-    n_busy: int,
-    folder: Path,
-    server_flags: Sequence[str],
+    *, model: Path, title: str, repeats: int, tokens: int, threads: int, folder: Path, server_flags: Sequence[str]
 ) -> None:
-    """Measure, print the table, write `busy.json` and the servers' logs."""
+    """Measure, print the table, write `busy.json` and the servers' logs. `threads` is the fixed number."""
     facts = machine()
-    flags = ["-np", "1", "-c", "2048", "-t", str(threads), *server_flags]
-    measured = asyncio.run(_measure(model, flags, folder, repeats=repeats, tokens=tokens, n_busy=n_busy))
-    console.print(_table(measured, title))
-    settings = {"model": title, "flags": " ".join(flags), "repeats": repeats, "tokens": tokens, "busy": n_busy}
-    write_json(
-        folder / "busy.json", {"benchmark": "busy", "settings": settings, "machine": facts, "runs": measured}
-    )
+    flags = ["-np", "1", "-c", "2048", *server_flags]
+    servers = {
+        OWN: llamaslot(model, *flags),
+        f"{OWN} -t {threads}": llamaslot(model, *flags, "-t", str(threads)),
+        f"{OWN} -t 1": llamaslot(model, *flags, "-t", "1"),
+        PEER: [str(build.llama_server()), "-m", str(model), *flags],
+    }
+    measured = asyncio.run(_measure(model, servers, folder, repeats=repeats, tokens=tokens))
+    console.print(_table(measured, [*servers], title))
+    settings = {"model": title, "flags": " ".join(flags), "repeats": repeats, "tokens": tokens, "busy": [*GOALS]}
+    runs = [{"measured": kind, "busy": n, "rates": rates} for (kind, n), rates in measured.items()]
+    write_json(folder / "busy.json", {"benchmark": "busy", "settings": settings, "machine": facts, "runs": runs})
 
 
 async def _measure(
-    model: Path, flags: Sequence[str], folder: Path, *, repeats: int, tokens: int, n_busy: int
-) -> dict[str, Rates]:
+    model: Path, servers: dict[str, list[str]], folder: Path, *, repeats: int, tokens: int
+) -> dict[tuple[str, int], Rates]:
     n_vocab, drawn = Tokens(model).n_vocab, np.random.default_rng(1)
-    measured: dict[str, Rates] = {}
+    measured: dict[tuple[str, int], Rates] = {}
     async with AsyncExitStack() as stack:
         clients: dict[str, Client] = {}
-        for i, (side, variable) in enumerate(SIDES.items()):
-            command = ["env", variable, *llamaslot(model, *flags)]
+        for i, (name, command) in enumerate(servers.items()):
             server = await stack.enter_async_context(serving(command, log=folder / f"busy-{i}.log"))
-            clients[side] = server.client
-        for beside in (0, n_busy):
-            with _busy(beside):
+            clients[name] = server.client
+        for n_busy in (0, *GOALS):
+            with _busy(n_busy):
                 for repeat in range(repeats + 1):
                     # A B C C B A: slow changes of the machine's speed affect all of them alike.
-                    for side, client in [*clients.items()][:: 1 if repeat % 2 else -1]:
+                    for name, client in [*clients.items()][:: 1 if repeat % 2 else -1]:
                         prompt = drawn.integers(0, n_vocab, PROMPT).tolist()
                         body = {"prompt": prompt, "n_predict": tokens, "temperature": 0, "ignore_eos": True}
                         answer = await client.post("/completion", **body, cache_prompt=False)
                         if not repeat:
                             continue
-                        for kind in ("prompt", "predicted"):
-                            name = f"{'prefill' if kind == 'prompt' else 'decode'} beside {beside} busy processes"
-                            rate = float(answer["timings"][f"{kind}_per_second"])
-                            measured.setdefault(name, {}).setdefault(side, []).append(rate)
-                    notes.print(f"beside {beside}: {repeat} of {repeats}")
+                        for kind, key in (("decode", "predicted"), ("prefill", "prompt")):
+                            rate = float(answer["timings"][f"{key}_per_second"])
+                            measured.setdefault((kind, n_busy), {}).setdefault(name, []).append(rate)
+                    notes.print(f"beside {n_busy}: {repeat} of {repeats}")
     return measured
 
 
 @contextmanager
 def _busy(n: int) -> Iterator[None]:
     """Keep `n` CPUs busy meanwhile."""
-    processes = [subprocess.Popen([sys.executable, "-c", _SPIN]) for _ in range(n)]
+    # In sessions of their own, as programs of other terminals: where Linux shares CPUs out by session (autogroup),
+    # they would share the client's, and a server that starts one for its engine would get a larger part.
+    command = [sys.executable, "-c", _SPIN]
+    processes = [subprocess.Popen(command, start_new_session=True) for _ in range(n)]
     try:
         yield
     finally:
@@ -100,13 +96,13 @@ def _busy(n: int) -> Iterator[None]:
             process.wait()
 
 
-def _table(measured: dict[str, Rates], title: str) -> Table:
-    result = Table(title=f"Tokens per second by GOMP_SPINCOUNT, {title}", caption="median (lowest to highest)")
-    for heading in ("measured", *SIDES):
+def _table(measured: dict[tuple[str, int], Rates], servers: Sequence[str], title: str) -> Table:
+    result = Table(title=f"Tokens per second beside busy processes, {title}", caption="median (lowest to highest)")
+    for heading in ("measured", "busy", *servers, f"{OWN} / {PEER}", "goal"):
         result.add_column(heading)
-    for name, rates in measured.items():
-        cells = [
-            f"{statistics.median(r):.1f} ({min(r):.1f} to {max(r):.1f})" for r in map(rates.__getitem__, SIDES)
-        ]
-        result.add_row(name, *cells)
+    for (kind, n_busy), rates in sorted(measured.items()):
+        cells = [f"{statistics.median(rates[s]):.1f} ({min(rates[s]):.1f} to {max(rates[s]):.1f})" for s in servers]
+        ratio = statistics.median(rates[OWN]) / statistics.median(rates[PEER])
+        goal = f"{GOALS[n_busy]:g}" if kind == "decode" and n_busy else ""
+        result.add_row(kind, str(n_busy), *cells, f"{ratio:.2f}", goal)
     return result

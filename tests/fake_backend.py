@@ -313,6 +313,7 @@ class FakeBackend:
         return range(seen[0][0], seen[-1][0] + 1) if seen else range(0)
 
     n_device_sampled = n_sampler_changes = 0
+    n_step_threads = 1
 
     def attach(self, draws: Sequence[tuple[int, Sampler]]) -> None:
         """Do nothing: there is no device."""

@@ -286,6 +286,7 @@ class Recorder:
         self.namespaces = {}
 
     n_device_sampled = n_sampler_changes = 0
+    n_step_threads = 1
 
     def attach(self, draws: Sequence[tuple[int, Sampler]]) -> None:
         self.inner.attach(draws)

@@ -205,7 +205,8 @@ class Config:
     )
     threads: CountOrMinusOne = llama(
         -1,
-        "threads of a decode step; -1: one per physical core that a CPU set and a quota allow",
+        "threads of a decode step; -1: one per physical core that a CPU set and a quota allow, and fewer while "
+        "other programs use them",
         "-t --threads",
     )
     threads_batch: CountOrMinusOne = llama(-1, "threads of prefill; -1: as --threads", "-tb --threads-batch")

@@ -27,6 +27,8 @@ _OWN_GROUPS = Path("/proc/self/cgroup")
 _PRESSURE = Path("/proc/pressure/memory")
 _MAC_WARNING, _MAC_CRITICAL = 2, 4
 """Values of macOS' `kern.memorystatus_vm_pressure_level`; 1 is normal."""
+_BUSY_TIMES = ("user", "nice", "system", "irq", "softirq", "steal")
+"""Times of a CPU (`psutil.cpu_times`) in which it did something, for this machine or another one of the host."""
 _MAPPED_MIN_BYTES = 2**17
 """Smallest allocation that is mapped. Smaller segments are too few for their memory to matter."""
 
@@ -105,6 +107,31 @@ def host_cpus() -> HostCpus:
         if quota > 0 and period > 0:
             quotas.append(quota / period)
     return HostCpus(psutil.cpu_count(logical=False) or logical, logical, allowed, min(quotas, default=None))
+
+
+class CpuTimes(NamedTuple):
+    """CPU time so far, in seconds."""
+
+    clock: float
+    """The time at which it was read."""
+    n_cpus: int
+    """Number of CPUs that this process may use."""
+    all: float
+    """Time of these CPUs that was used, by anything."""
+    own: float
+    """Time that this process used."""
+
+
+def cpu_times() -> CpuTimes:
+    """Read the CPU times."""
+    times = psutil.cpu_times(percpu=True)
+    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ()
+    # The list has no place for a CPU that is offline, so the numbers of the CPUs may not be its indices.
+    if allowed and max(allowed) < len(times):
+        times = [times[cpu] for cpu in allowed]
+    # Not by the idle time: a sandbox may report zeros alone, and would seem to be always busy.
+    used = sum(getattr(each, name, 0.0) for each in times for name in _BUSY_TIMES)
+    return CpuTimes(time.perf_counter(), len(allowed) or len(times), used, time.process_time())
 
 
 def host_memory() -> tuple[int, int]:

@@ -378,4 +378,6 @@ class EngineState(msgspec.Struct):
     """Tokens sampled on the device."""
     n_sampler_changes: int = 0
     """Changes of a sequence's samplers on the device."""
+    n_step_threads: int = 0
+    """Threads that a step of few tokens computes with."""
     cache: CacheStats = msgspec.field(default_factory=CacheStats)

@@ -130,6 +130,7 @@ class Queries:
             n_busy_slots_total=self._n_busy_slots,
             n_device_sampled=self._backend.n_device_sampled,
             n_sampler_changes=self._backend.n_sampler_changes,
+            n_step_threads=self._backend.n_step_threads,
             cache=scheduler.cache_stats(),
         )
 

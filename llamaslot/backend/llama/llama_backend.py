@@ -22,6 +22,7 @@ from llamaslot.backend.llama.sampling.candidates import Logits, score_of
 from llamaslot.backend.llama.sampling.device_sampler import ChainSpec, DeviceChains, DeviceSampler
 from llamaslot.backend.llama.sampling.penalties import BreakerIndex
 from llamaslot.backend.llama.sampling.sampler import LlamaSampler
+from llamaslot.backend.llama.threads import StepThreads
 from llamaslot.backend.llama.vocab import ConstraintTokenizer, LlamaVocab
 from llamaslot.base import kv_ops
 from llamaslot.base.backend import CompiledConstraint, Decoded, Run, Sampler, Status, accepted, check_runs
@@ -48,6 +49,8 @@ class LlamaBackend:
         self._closed = False
         self._settings = settings
         self._n_threads = n_threads
+        is_chosen = settings.n_threads or settings.n_threads_batch
+        self._threads = None if is_chosen else StepThreads(n_threads)
         self.samples_on_device = bool(settings.backend_sampling)
         """True if samplers that are created from now on run on the device where they can."""
         # `ModelInfo.kv_files`, in the version that is loaded next.
@@ -142,6 +145,9 @@ class LlamaBackend:
         self._kv.transfer.end_changes()
         self._rows, self._targets = self._batch.fill(runs)
         self._chains.prepare(runs)
+        if self._threads is not None:
+            n_threads = self._threads.of_step(sum(len(run.tokens) for run in runs))
+            llama_cpp.llama_set_n_threads(self._context, n_threads, n_threads)
         code = llama_cpp.llama_decode(self._context, self._batch.struct)
         if code == 0:
             for run in runs:
@@ -164,6 +170,11 @@ class LlamaBackend:
     def n_sampler_changes(self) -> int:
         """Number of changes of a sequence's samplers on the device, each of which takes time."""
         return self._chains.n_set
+
+    @property
+    def n_step_threads(self) -> int:
+        """Number of threads that a step of few tokens computes with."""
+        return self._n_threads if self._threads is None else self._threads.n_small
 
     def compile(self, constraint: Constraint) -> CompiledConstraint:
         """Compile a constraint for this vocabulary."""

@@ -1,0 +1,161 @@
+"""How many threads a step gets, by what other programs use of the CPUs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import llama_cpp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llamaslot.backend.host import CpuTimes, cpu_times
+from llamaslot.backend.llama import threads as module
+from llamaslot.backend.llama.llama_backend import LlamaBackend
+from llamaslot.backend.llama.loading import LlamaSettings
+from llamaslot.backend.llama.threads import StepThreads
+from llamaslot.base.backend import Run, Status
+from llamaslot.base.kv_ops import Remove
+
+_WAIT_S = 30
+LARGE = 17
+"""Tokens of a step that keeps all threads."""
+
+
+class Machine:
+    """CPU times of a machine on which other programs and this process use so many CPUs."""
+
+    def __init__(self, n_cpus: int) -> None:
+        self.now = CpuTimes(clock=100.0, n_cpus=n_cpus, all=1000.0, own=10.0)
+
+    def read(self) -> CpuTimes:
+        return self.now
+
+    def run(self, seconds: float, *, others: float, own: float) -> None:
+        now = self.now
+        self.now = CpuTimes(
+            now.clock + seconds, now.n_cpus, now.all + seconds * (others + own), now.own + seconds * own
+        )
+
+
+def until(is_true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + _WAIT_S
+    while not is_true():
+        assert time.monotonic() < deadline
+
+
+@pytest.fixture
+def always_due(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_INTERVAL_S", 0.0)
+    monkeypatch.setattr(module, "_MOST_READING", float("inf"))
+
+
+@pytest.mark.usefixtures("always_due")
+@pytest.mark.parametrize(
+    ("n", "n_cpus", "others", "own", "expected"),
+    [
+        (2, 2, 0.0, 2.0, 2),
+        (2, 2, 0.3, 1.7, 2),  # its own clients
+        (2, 2, 0.5, 1.5, 1),
+        (2, 2, 1.0, 1.0, 1),
+        (2, 2, 1.9, 0.1, 1),  # many busy processes
+        (8, 8, 0.2, 7.8, 8),
+        (8, 8, 1.0, 7.0, 7),
+        (8, 8, 2.1, 5.9, 6),
+        (8, 16, 7.0, 8.0, 8),  # others have CPUs of their own
+        (8, 16, 9.0, 7.0, 7),
+        (1, 1, 0.9, 0.1, 1),
+        (4, 2, 0.0, 2.0, 2),  # a CPU set that has become smaller
+    ],
+)
+def test_a_small_step_leaves_out_a_thread_for_each_cpu_that_others_use(
+    n: int, n_cpus: int, others: float, own: float, expected: int
+) -> None:
+    machine = Machine(n_cpus)
+    threads = StepThreads(n, machine.read)
+    assert threads.of_step(1) == n
+    machine.run(0.5, others=others, own=own)
+    assert threads.of_step(1) == expected
+    assert threads.of_step(LARGE) == n
+    machine.run(0.5, others=0.0, own=own)
+    assert threads.of_step(1) == min(n, n_cpus)
+
+
+@pytest.mark.usefixtures("always_due")
+@given(
+    n=st.integers(1, 64),
+    n_cpus=st.integers(1, 64),
+    uses=st.lists(st.tuples(st.floats(0, 10), st.floats(-1, 64), st.floats(0, 64)), max_size=8),
+)
+def test_the_number_is_never_illegal(n: int, n_cpus: int, uses: list[tuple[float, float, float]]) -> None:
+    """Whatever the system reports: times that stand still, run backwards, or are more than there can be."""
+    machine = Machine(n_cpus)
+    threads = StepThreads(n, machine.read)
+    for seconds, others, own in uses:
+        machine.run(seconds, others=others, own=own)
+        assert 1 <= threads.of_step(1) <= n
+        assert threads.of_step(LARGE) == n
+
+
+def test_times_are_not_read_at_each_step() -> None:
+    n_read = 0
+
+    def read() -> CpuTimes:
+        nonlocal n_read
+        n_read += 1
+        return cpu_times()
+
+    threads = StepThreads(2, read)
+    started = time.perf_counter()
+    while time.perf_counter() - started < 0.1:
+        threads.of_step(1)
+    assert n_read == 1
+
+
+def test_busy_processes_are_seen() -> None:
+    """By the system's real times: of a process that uses a CPU, and of this one, which must not count."""
+    before = cpu_times()
+    process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        until(lambda: cpu_times().all - before.all > 0.3)
+        between = cpu_times()
+        until(lambda: cpu_times().own - between.own > 0.2)
+    finally:
+        process.kill()
+        process.wait()
+    after = cpu_times()
+    assert 0 < after.own - between.own <= after.all - before.all
+    assert after.clock > before.clock
+    assert after.n_cpus >= 1
+
+
+def test_a_chosen_number_of_threads_stays(tiny_model: Path) -> None:
+    for settings in ({"n_threads": 2}, {"n_threads_batch": 2}):
+        backend = LlamaBackend(LlamaSettings(tiny_model, n_ctx=256, n_slots=2, reuse_self_test="off", **settings))
+        assert backend._threads is None
+        backend.close()
+
+
+def test_the_context_computes_with_the_number_of_the_step(tiny_model: Path) -> None:
+    """And computes the same tokens, whatever the number."""
+    backend = LlamaBackend(LlamaSettings(tiny_model, n_ctx=256, n_slots=2, reuse_self_test="off"))
+    tops = []
+    for n_small, n in ((1, 2), (2, 2)):
+        threads = backend._threads = StepThreads(n)
+        threads.n_small, threads._due = n_small, float("inf")
+        start = 0
+        for n_tokens, expected in ((LARGE, n), (1, n_small), (2, n_small)):
+            tokens = np.arange(start, start + n_tokens, dtype=np.int32) % 50 + 1
+            assert backend.decode([Run(0, start, tokens, 1)]).status is Status.OK
+            start += n_tokens
+            assert llama_cpp.llama_n_threads(backend._context) == expected
+            assert llama_cpp.llama_n_threads_batch(backend._context) == expected
+            tops.append((n_tokens, int(np.argmax(backend._logits(n_tokens - 1)))))
+        backend.change(Remove(0, 0))
+    assert tops[:3] == tops[3:]
+    backend.close()
