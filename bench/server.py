@@ -9,6 +9,7 @@ from asyncio.subprocess import Process, create_subprocess_exec
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from time import perf_counter
 
 import aiohttp
 
@@ -16,7 +17,7 @@ from bench.client import BenchmarkError, Client, connected
 
 START_SECONDS = 300.0
 END_SECONDS = 15.0
-POLL_SECONDS = 0.1
+POLL_SECONDS = 0.05
 
 
 class NotReadyError(Exception):
@@ -27,6 +28,8 @@ class Server:
     """A server process on a free port, with a client; made by `serving`."""
 
     client: Client
+    ready_s: float
+    """Seconds from the last start until it was healthy, in steps of `POLL_SECONDS`."""
 
     def __init__(self, command: Sequence[str], log: Path) -> None:
         port = free_port()
@@ -46,9 +49,11 @@ class Server:
         """Run the command, append its output to the log, and wait until it is healthy and knows its costs."""
         with self._log.open("ab") as output:
             n_before = output.tell()
+            started = perf_counter()
             self._process = await create_subprocess_exec(*self._command, stdout=output, stderr=output)
         for _ in range(int(START_SECONDS / POLL_SECONDS)):
             if await self.client.healthy():
+                self.ready_s = perf_counter() - started
                 await self._measured(n_before)
                 return
             if self._process.returncode is not None:
