@@ -31,11 +31,12 @@ class Server:
     ready_s: float
     """Seconds from the last start until it was healthy, in steps of `POLL_SECONDS`."""
 
-    def __init__(self, command: Sequence[str], log: Path) -> None:
+    def __init__(self, command: Sequence[str], log: Path, *, needs_costs: bool = True) -> None:
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         self._command = [*command, "--host", "127.0.0.1", "--port", str(port)]
         self._log = log
+        self._needs_costs = needs_costs
         log.write_bytes(b"")
         self._process: Process | None = None
 
@@ -46,7 +47,7 @@ class Server:
         return self._process.pid
 
     async def start(self) -> None:
-        """Run the command, append its output to the log, and wait until it is healthy and knows its costs."""
+        """Run the command, append its output to the log, and wait until it is healthy and knows needed costs."""
         with self._log.open("ab") as output:
             n_before = output.tell()
             started = perf_counter()
@@ -54,7 +55,8 @@ class Server:
         for _ in range(int(START_SECONDS / POLL_SECONDS)):
             if await self.client.healthy():
                 self.ready_s = perf_counter() - started
-                await self._measured(n_before)
+                if self._needs_costs:
+                    await self._measured(n_before)
                 return
             if self._process.returncode is not None:
                 raise NotReadyError(f"the server ended with status {self._process.returncode} before it was ready")
@@ -106,9 +108,12 @@ def llamaslot(
 
 
 @asynccontextmanager
-async def serving(command: Sequence[str], *, log: Path) -> AsyncIterator[Server]:
-    """Run a server's `command` on a free port and yield it once it is healthy; its output goes to `log`."""
-    server = Server(command, log)
+async def serving(command: Sequence[str], *, log: Path, needs_costs: bool = True) -> AsyncIterator[Server]:
+    """Run a server's `command` on a free port and yield it once it is healthy; its output goes to `log`.
+
+    Without `needs_costs`, llamaslot need not know its costs yet: for what is counted, not timed.
+    """
+    server = Server(command, log, needs_costs=needs_costs)
     try:
         async with connected(server.url) as server.client:
             await server.start()
