@@ -27,6 +27,7 @@ from time import monotonic
 from typing import Any
 
 from rich.table import Table
+from rich.text import Text
 
 from bench.client import BenchmarkError
 from bench.decode import batched_bench_runs
@@ -592,7 +593,7 @@ def table(results: Results, steps: Sequence[Step] = STEPS) -> Table:
     title = f"{gpus}, commit {commit[:10]}{changes}, flags {' '.join(results.settings.flags) or 'none'}"
     found = new_table(title, ("figure", "value", "goal", "verdict"), ("figure", "value", "goal", "verdict"))
     for row in rows(results, steps):
-        found.add_row(row.figure, row.value, row.goal, row.verdict)
+        found.add_row(*(Text(cell) for cell in (row.figure, row.value, row.goal, row.verdict)))
     return found
 
 

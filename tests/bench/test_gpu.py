@@ -7,10 +7,12 @@ import json
 import math
 import sys
 import time
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from bench import gpu
 from bench.__main__ import main
@@ -140,6 +142,15 @@ def test_other_figures_are_judged() -> None:
     assert [row.verdict for row in gpu.tests_rows("", raw)] == ["missed", "missed"]
     raw["tests/b.py"] = file
     assert [row.verdict for row in gpu.tests_rows("", raw)] == ["met"]
+
+
+def test_names_of_tests_are_printed_as_they_are(tmp_path: Path) -> None:
+    measured = results(tmp_path)
+    file = {"status": 1, "counts": {}, "failed": ["tests/a.py::test_a[tiny-mla]", "tests/a.py::test_a[/]"]}
+    measured.steps["tests"] = {"state": DONE, "raw": {"files": 1, "tests/a.py": file}}
+    console = Console(width=132, file=StringIO())
+    console.print(gpu.table(measured, [each for each in gpu.STEPS if each.name == "tests"]))
+    assert "test_a[tiny-mla], test_a[/]" in console.file.getvalue()
 
 
 def test_without_figures_there_are_no_rows() -> None:
