@@ -22,6 +22,7 @@ from bench import (
     chat,
     constrained,
     decode,
+    gpu,
     idle,
     layouts,
     processes,
@@ -165,6 +166,7 @@ def _add_parts(commands: Any) -> None:
     growing = commands.add_parser("tree", help="time of the radix tree's own operations")
     _common(growing, run=_tree, repeats=(9, 2), of="trees to build", shape=None)
 
+    _add_gpu(commands.add_parser("gpu", help="all figures and tests for a GPU, within 12 minutes"))
     _add_suite(commands.add_parser("llama-suite", help="llama-server's own tests against llamaslot"))
     _add_soak(commands.add_parser("soak", help="hours of mixed requests: does memory grow?"))
 
@@ -492,6 +494,43 @@ def _suite(options: Namespace) -> int:
         any_words=options.any_words,
         out=options.out,
     )
+
+
+def _add_gpu(command: ArgumentParser) -> None:
+    text = "run these, also if they are done (default: all that are not done in --out)"
+    names = [each.name for each in gpu.STEPS]
+    command.add_argument("--steps", nargs="+", choices=names, default=[], metavar="STEP", help=f"{names}: {text}")
+    text = f"time for all steps of this call (default: {gpu.TIME_LIMIT_S})"
+    command.add_argument("--time-limit", type=_positive, default=gpu.TIME_LIMIT_S, metavar="SECONDS", help=text)
+    for flag, usual in (("--large", "qwen3-8b"), ("--small", "qwen3-0.6b")):
+        text = f"a GGUF file, or a shape written with random weights (default: {usual})"
+        command.add_argument(flag, default=usual, metavar="MODEL", help=text)
+    command.add_argument(
+        "--server", default="-ngl 99", metavar="FLAGS", help="flags of all servers (default: -ngl 99)"
+    )
+    command.add_argument("--quick", action="store_true", help="short prompts and tiny models: only to try it out")
+    text = "commit to name in the results, for a copy of the checkout without .git"
+    command.add_argument("--commit", default="", metavar="COMMIT", help=text)
+    text = "where results go (default: bench/results/gpu)"
+    command.add_argument("--out", type=Path, default=Path("bench/results/gpu"), metavar="DIR", help=text)
+    command.add_argument("--run-step", default="", help=argparse.SUPPRESS)
+    _threads(command)
+    command.set_defaults(run=_gpu)
+
+
+def _gpu(options: Namespace) -> int:
+    if options.run_step:
+        return gpu.run_step(options.run_step, options.out)
+    settings = gpu.Settings(
+        small=options.small,
+        large=options.large,
+        threads=options.threads,
+        scale=0.25 if options.quick else 1.0,
+        tiny=options.quick,
+        flags=tuple(options.server.split()),
+    )
+    common = {"steps": options.steps, "time_limit_s": options.time_limit, "commit": options.commit}
+    return gpu.run(settings=settings, **common, folder=options.out)
 
 
 def _add_soak(command: ArgumentParser) -> None:

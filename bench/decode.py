@@ -137,12 +137,17 @@ def batched_bench_rate(command: Sequence[str]) -> float:
 
 def batched_bench_figures(command: Sequence[str]) -> dict[str, Any]:
     """The figures that llama-batched-bench prints; raises `BenchmarkError` with its output if it fails."""
+    [figures] = batched_bench_runs(command, 1)
+    return figures
+
+
+def batched_bench_runs(command: Sequence[str], n: int) -> list[dict[str, Any]]:
+    """The figures of `n` runs in one process, in the order of `-npl`."""
     done = subprocess.run([*command, "--output-format", "jsonl"], capture_output=True, text=True, check=False)
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    if done.returncode != 0 or len(lines) != 1:
+    if done.returncode != 0 or len(lines) != n:
         raise BenchmarkError(f"llama-batched-bench failed ({done.returncode}):\n{done.stderr[-2000:]}")
-    figures: dict[str, Any] = json.loads(lines[0])
-    return figures
+    return [json.loads(line) for line in lines]
 
 
 def engine_rate(command: Sequence[str]) -> float:

@@ -9,6 +9,7 @@ from asyncio.subprocess import Process, create_subprocess_exec
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from time import perf_counter
 
 import aiohttp
 
@@ -16,7 +17,7 @@ from bench.client import BenchmarkError, Client, connected
 
 START_SECONDS = 300.0
 END_SECONDS = 15.0
-POLL_SECONDS = 0.1
+POLL_SECONDS = 0.05
 
 
 class NotReadyError(Exception):
@@ -27,12 +28,15 @@ class Server:
     """A server process on a free port, with a client; made by `serving`."""
 
     client: Client
+    ready_s: float
+    """Seconds from the last start until it was healthy, in steps of `POLL_SECONDS`."""
 
-    def __init__(self, command: Sequence[str], log: Path) -> None:
+    def __init__(self, command: Sequence[str], log: Path, *, needs_costs: bool = True) -> None:
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         self._command = [*command, "--host", "127.0.0.1", "--port", str(port)]
         self._log = log
+        self._needs_costs = needs_costs
         log.write_bytes(b"")
         self._process: Process | None = None
 
@@ -43,13 +47,16 @@ class Server:
         return self._process.pid
 
     async def start(self) -> None:
-        """Run the command, append its output to the log, and wait until it is healthy and knows its costs."""
+        """Run the command, append its output to the log, and wait until it is healthy and knows needed costs."""
         with self._log.open("ab") as output:
             n_before = output.tell()
+            started = perf_counter()
             self._process = await create_subprocess_exec(*self._command, stdout=output, stderr=output)
         for _ in range(int(START_SECONDS / POLL_SECONDS)):
             if await self.client.healthy():
-                await self._measured(n_before)
+                self.ready_s = perf_counter() - started
+                if self._needs_costs:
+                    await self._measured(n_before)
                 return
             if self._process.returncode is not None:
                 raise NotReadyError(f"the server ended with status {self._process.returncode} before it was ready")
@@ -101,9 +108,12 @@ def llamaslot(
 
 
 @asynccontextmanager
-async def serving(command: Sequence[str], *, log: Path) -> AsyncIterator[Server]:
-    """Run a server's `command` on a free port and yield it once it is healthy; its output goes to `log`."""
-    server = Server(command, log)
+async def serving(command: Sequence[str], *, log: Path, needs_costs: bool = True) -> AsyncIterator[Server]:
+    """Run a server's `command` on a free port and yield it once it is healthy; its output goes to `log`.
+
+    Without `needs_costs`, llamaslot need not know its costs yet: for what is counted, not timed.
+    """
+    server = Server(command, log, needs_costs=needs_costs)
     try:
         async with connected(server.url) as server.client:
             await server.start()

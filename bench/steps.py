@@ -105,14 +105,8 @@ class Steps:
 
 def run(*, model: Path, title: str, repeats: int, folder: Path, server_flags: Sequence[str]) -> None:
     """Measure, print, write `steps.json`."""
-    parser = Parser(prog="--server")
-    add_flags(parser)
     flags = ["-c", str(PREFIXES[-1] + 2 * _CHUNK), "-np", str(STREAMS), "-fa", "on", *server_flags]
-    try:
-        settings = llama_settings(read_config(parser.parse(["-m", str(model), *flags]), {}), model)
-    except ConfigError as error:
-        raise BenchmarkError(str(error)) from None
-    steps = Steps(replace(settings, measure_costs=True))
+    steps = Steps(backend_settings(model, flags))
     results = []
     for n_prefix in PREFIXES:
         steps.grow(n_prefix)
@@ -126,6 +120,17 @@ def run(*, model: Path, title: str, repeats: int, folder: Path, server_flags: Se
     for result in results:
         result["seconds"] = {kind: asdict(summary) for kind, summary in result["seconds"].items()}
     write_json(folder / "steps.json", {"machine": machine(), "model": title, "steps": results})
+
+
+def backend_settings(model: Path, flags: Sequence[str]) -> LlamaSettings:
+    """The settings of a backend for flags of `llamaslot serve`; what it measures is neither read nor kept."""
+    parser = Parser(prog="--server")
+    add_flags(parser)
+    try:
+        settings = llama_settings(read_config(parser.parse(["-m", str(model), *flags]), {}), model)
+    except ConfigError as error:
+        raise BenchmarkError(str(error)) from None
+    return replace(settings, measurements=None)
 
 
 def _table(title: str, results: Sequence[dict[str, Any]]) -> Table:

@@ -172,7 +172,8 @@ class Runner:
         flags = command[command.index(str(one.model)) + 1 :]
         self.commands[f"{server.name}, {one.kind.name}, {workload.name}"] = " ".join(flags)
         words = random.Random(f"{settings.seed} {repeat} {workload.name}")
-        async with serving(command, log=self._folder / "families-server.log") as process:
+        log = self._folder / "families-server.log"
+        async with serving(command, log=log, needs_costs=not settings.tiny) as process:
             run = WorkloadRun(process, one.tokens, words, settings.scale)
             await run.ask({"role": "user", "content": run.text(8)}, n_reply=4, measured=False)
             if server.name == OWN:

@@ -6,6 +6,7 @@ Both are served from their source folders with the same Python, libraries, model
 from __future__ import annotations
 
 import asyncio
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -169,6 +170,8 @@ def revision(checkout: Path) -> str:
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(checkout), *arguments]
+        if shutil.which("git") is None:
+            return ""
         return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
     return git("rev-parse", "HEAD") + (" with changes" if git("status", "--porcelain") else "")

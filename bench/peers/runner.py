@@ -181,7 +181,7 @@ class Runner:
             gap_p50=float(np.percentile(gaps, 50)),
             gap_p99=float(np.percentile(gaps, 99)),
             wall=max(answer.ended for answer in answers) - min(answer.started for answer in answers),
-            decode_rate=_tokens_rate([answer.arrivals for answer in answers], n_output),
+            decode_rate=_rate_or_none([answer.arrivals for answer in answers], n_output),
             n_output=n_output,
             n_prompt=sum(len(prompt) for prompt, _ in requests),
             n_computed=sum(counts) if len(counts) == len(sent) else None,
@@ -189,9 +189,14 @@ class Runner:
         )
 
 
-def _tokens_rate(streams: Sequence[Sequence[float]], n_tokens: int) -> float:
-    """Tokens per second while all streams run, 0 where they never do; all chunks count alike."""
+def tokens_rate(streams: Sequence[Sequence[float]], n_tokens: int) -> float:
+    """Tokens per second while all streams run; all chunks count alike. Raises `BenchmarkError` if they never do."""
+    return decode_rate(streams) * n_tokens / sum(map(len, streams))
+
+
+def _rate_or_none(streams: Sequence[Sequence[float]], n_tokens: int) -> float:
+    """The same, but 0 where streams never run side by side."""
     try:
-        return decode_rate(streams) * n_tokens / sum(map(len, streams))
+        return tokens_rate(streams, n_tokens)
     except BenchmarkError:
         return 0.0

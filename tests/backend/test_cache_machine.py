@@ -12,6 +12,8 @@ from tests.backend.llama_machine import N_CTX, N_UBATCH, LlamaMachine, run_machi
 from tests.conftest import LONG
 from tests.kvcache.test_cache_machine import OFTEN, Shape
 
+pytestmark = pytest.mark.gpu
+
 
 class AllLayouts(LlamaMachine):
     """Pools of each layout."""

@@ -15,6 +15,8 @@ from tests.conftest import LONG
 from tests.kvcache.test_cache_machine import Shape
 from tests.kvcache.test_checkpoint_machine import CheckpointMachine
 
+pytestmark = pytest.mark.gpu
+
 EXACT = {"flash_attn": "off", "cache_type_k": "f32", "cache_type_v": "f32", "checkpoints": True, "n_threads": 1}
 
 

@@ -1,6 +1,6 @@
 """Sampling on the device: the distribution, the state and the fallback of llama.cpp's chains in the graph.
 
-The device is the CPU here, which computes the same graph.
+Without a GPU the device is the CPU, which computes the same graph.
 """
 
 from __future__ import annotations
@@ -24,6 +24,9 @@ from llamaslot.base.commands import Constraint
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.kv_ops import Copy, Remove
 from llamaslot.base.tokens import Tokens
+from tests.conftest import has_gpu
+
+pytestmark = pytest.mark.gpu
 
 N_SLOTS = 32
 N_DRAWS = 20_000
@@ -202,6 +205,7 @@ def test_draws_have_the_distribution_of_their_samplers(
     assert_drawn_from(counts, distribution(sampling, streams.logits, history))
 
 
+@pytest.mark.cpu_only
 def test_seeds_are_reproducible_whatever_runs_beside(streams: Streams) -> None:
     sampling = changed(DEFAULT, temperature=1.5, seed=11)
     alone = streams.text(sampling, 12)
@@ -279,8 +283,9 @@ def test_a_batch_may_mix_device_host_and_grammar(streams: Streams) -> None:
         assert len(samplers[1][1].scores) == 1
         constrained.advance(forced=(), fast_forward=False)
     streams.clear()
-    assert texts[0][1:] == texts[1][1:] == greedy
-    assert texts[2][1:] == sampled
+    if not has_gpu():  # There, steps of one and of four sequences round differently.
+        assert texts[0][1:] == texts[1][1:] == greedy
+        assert texts[2][1:] == sampled
     assert streams.backend.vocab.detokenize(texts[3][1:]).decode().isdigit()
     for _, sampler in samplers:
         sampler.close()
@@ -300,6 +305,7 @@ def test_requests_that_share_a_row_draw_from_it_on_the_host(streams: Streams) ->
         sampler.close()
 
 
+@pytest.mark.cpu_only
 def test_drafts_are_drawn_on_the_host_and_go_on_on_the_device(streams: Streams) -> None:
     sampling = changed(DEFAULT, temperature=1.2, seed=6)
     expected = streams.text(sampling, 8)

@@ -16,6 +16,8 @@ from llamaslot.base.kv_ops import IllegalCallError, Load, Remove, Save
 from llamaslot.base.tokens import Tokens
 from tests.backend.llama_machine import compute
 
+pytestmark = pytest.mark.gpu
+
 PROMPT = [3 + i % 200 for i in range(60)]
 
 

@@ -40,6 +40,8 @@ from tests.random_workloads import run_workloads
 from tests.scheduler.test_partial_state_workloads import SALTS, Workload
 from tests.scheduler.test_scheduler import Driver, as_letters, as_tokens, step_seconds
 
+pytestmark = pytest.mark.gpu
+
 N_WORKLOADS = 200 if LONG else 4
 
 

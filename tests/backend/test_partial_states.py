@@ -34,6 +34,8 @@ from tests.backend.test_models import cold as cold_answer
 from tests.backend.test_models import failing, load, loaded, logits
 from tests.engine.harness import running
 
+pytestmark = pytest.mark.gpu
+
 SHAPES = ("tiny-lfm2", "tiny-mamba", "tiny-swa")
 N_SWA = 32
 N_CTX = 256

@@ -17,6 +17,8 @@ from llamaslot.base.kv_ops import IllegalCallError, Remove
 from tests.backend.test_probabilities import log_softmax
 from tests.engine.harness import Harness, running
 
+pytestmark = pytest.mark.gpu
+
 PROMPT = (
     "<|im_start|>user\nMy cat's name is Otto. What is my cat's name?<|im_end|>\n<|im_start|>assistant\n"
     "Your cat's name is Otto.<|im_end|>\n<|im_start|>user\nThank you.<|im_end|>\n<|im_start|>assistant\n"

@@ -14,6 +14,8 @@ from llamaslot.base.kv_ops import Free, Kv, KvPart, Remove, Save
 from llamaslot.base.model import SegmentSize
 from tests.backend.test_segments import PROMPT, feed, loaded
 
+pytestmark = pytest.mark.gpu
+
 RANGES = [(0, 200), (0, 1), (199, 200), (0, 64), (40, 120), (7, 150), (130, 200)]
 JOINED = [(0, 60, 10, 50), (50, 120, 50, 120), (100, 200, 120, 190)]
 """Positions of segments, and the part of each that is taken."""

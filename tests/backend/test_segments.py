@@ -29,6 +29,8 @@ from llamaslot.base.kv_ops import (
 from llamaslot.base.model import StateKind
 from tests.noise import Noise
 
+pytestmark = pytest.mark.gpu
+
 N_CTX = 512
 SCRATCH = 5
 PROMPT = np.random.default_rng(3).integers(300, 500, 200).astype(np.int32)

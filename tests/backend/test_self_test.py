@@ -37,6 +37,8 @@ from tests.conftest import LONG
 from tests.gguf_copies import rewritten
 from tests.noisy_backend import NoisyBackend
 
+pytestmark = pytest.mark.gpu
+
 WINDOWS = ("tiny-swa", "tiny-oss")
 RECURRENT = ("tiny-mamba", "tiny-mamba2", "tiny-rwkv7")
 HYBRIDS = ("tiny-lfm2", "tiny-next", "tiny-qwen35", "tiny-granite")

@@ -18,6 +18,8 @@ from llamaslot.base.backend import Run, Status
 from llamaslot.base.kv_ops import Free, Remove, Restore, Take
 from llamaslot.base.model import CheckpointSize, StateCost, StateKind
 
+pytestmark = pytest.mark.gpu
+
 SHAPES = (
     "tiny-swa",
     "tiny-oss",

@@ -537,6 +537,7 @@ def test_partitioned_fake_backend() -> None:
     run_state_machine_as_test(machine, settings=settings(max_examples=600 if LONG else 20))
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("is_unified", [True, False])
 def test_llama_backend(tiny_model: Path, *, is_unified: bool) -> None:
     sizes = (
@@ -562,6 +563,7 @@ def test_llama_backend(tiny_model: Path, *, is_unified: bool) -> None:
     print(f"tokens that differed within noise: {noise.n_explained}")
 
 
+@pytest.mark.gpu
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", ["tiny-lfm2", "tiny-mamba", "tiny-swa"])
 def test_llama_backend_with_a_partial_state(shape: str) -> None:

@@ -15,6 +15,8 @@ import pytest
 from tests.conftest import LONG
 from tests.live import WRITE_SOON, Server, serving
 
+pytestmark = pytest.mark.gpu
+
 FILLER = "We met at the market and talked about the weather, the river and the long road home. "
 SYSTEM = {"role": "system", "content": "You are a friendly assistant. " + FILLER * 12}
 OPENERS = ["My cat is called Milo.", "My dog is called Bruno.", "I live in Oslo.", "My name is Anna."]

@@ -29,6 +29,8 @@ from tests.demo.talks import TEMPLATE, dialogues, turns
 from tests.engine.harness import Harness, running
 from tests.text.rendering import rendered
 
+pytestmark = pytest.mark.gpu
+
 N_SLOTS = 3
 N_TOGETHER = 5
 MAX_TOKENS = 60

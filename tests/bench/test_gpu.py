@@ -1,0 +1,186 @@
+"""`python -m bench gpu`: verdicts, and steps that fail, take too long, or are done already."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import sys
+import time
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from bench import gpu
+from bench.__main__ import main
+from bench.gpu import DONE, Results, Row, Step
+from llamaslot.backend.llama import costs
+
+FACTS: dict[str, Any] = {
+    "commit": "c0ffee",
+    "gpus": [],
+    "settings": {"small": "tiny", "large": "60m", "threads": 1, "scale": 1.0, "tiny": True, "flags": ["-ngl", "0"]},
+}
+
+
+async def unused(_task: gpu.Task) -> None:
+    raise AssertionError
+
+
+def values(title: str, raw: dict[str, Any]) -> list[Row]:
+    return [Row(f"{title}, {name}", str(value)) for name, value in raw.items()]
+
+
+FAKES = tuple(Step(name, 30.0, unused, values, "large") for name in ("first", "failing", "hanging", "last"))
+
+
+def results(folder: Path) -> Results:
+    found = Results(folder)
+    found.begin(FACTS)
+    found.write()
+    return found
+
+
+def script(step: Step, of: Results) -> list[str]:
+    """A command that keeps a figure, and then does what the step's name says."""
+    code = f"""
+import json, sys, time
+content = json.load(open({str(of.folder / "gpu.json")!r}))
+content["steps"][{step.name!r}]["raw"]["figure"] = time.time()
+json.dump(content, open({str(of.folder / "gpu.json")!r}, "w"))
+if {step.name == "failing"}:
+    sys.exit("bench: no such device")
+if {step.name == "hanging"}:
+    time.sleep(60)
+"""
+    return [sys.executable, "-c", code]
+
+
+def states(of: Results) -> dict[str, str]:
+    return {name: each["state"] for name, each in of.steps.items()}
+
+
+def test_a_step_that_fails_or_hangs_keeps_its_figures_and_stops_no_other(tmp_path: Path) -> None:
+    steps = [Step(**vars(each) | {"limit_s": 3.0 if each.name == "hanging" else 30.0}) for each in FAKES]
+    measured = results(tmp_path)
+    gpu.run_steps(measured, (), 100.0, script, steps)
+    ended = {"first": DONE, "failing": "failed: no such device", "hanging": "stopped after 3 s", "last": DONE}
+    assert states(measured) == ended
+    assert states(Results(tmp_path)) == ended
+    rows = {row.figure: row.verdict for row in gpu.rows(measured, steps) if row.verdict}
+    assert rows == {"failing: the rest": "not run", "hanging: the rest": "not run"}
+    assert sum(row.figure == "60m, figure" for row in gpu.rows(measured, steps)) == len(steps)
+
+
+def test_later_calls_run_what_is_missing_or_named(tmp_path: Path) -> None:
+    def figures() -> dict[str, float]:
+        return {name: each["raw"]["figure"] for name, each in Results(tmp_path).steps.items()}
+
+    steps = [each for each in FAKES if each.name in ("first", "last")]
+    gpu.run_steps(results(tmp_path), ["first"], 30.0, script, steps)
+    before = figures()
+    assert before.keys() == {"first"}
+    gpu.run_steps(results(tmp_path), (), 30.0, script, steps)
+    both = figures()
+    assert both.keys() == {"first", "last"}
+    assert both["first"] == before["first"]
+    gpu.run_steps(results(tmp_path), ["first"], 30.0, script, steps)
+    assert figures()["first"] > both["first"]
+
+
+def test_without_time_nothing_is_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "monotonic", iter((0.0, 85.0, 85.0, 85.0, 85.0, 85.0)).__next__)
+    measured = results(tmp_path)
+    gpu.run_steps(measured, (), 100.0, script, FAKES)
+    assert measured.steps == {}
+    assert [row.verdict for row in gpu.rows(measured, FAKES)] == ["not run"] * len(FAKES)
+
+
+def test_figures_of_another_commit_are_dropped(tmp_path: Path) -> None:
+    first = results(tmp_path)
+    first.steps["first"] = {"state": DONE, "raw": {}}
+    first.write()
+    assert results(tmp_path).steps
+    other = Results(tmp_path)
+    other.begin(FACTS | {"commit": "decaf"})
+    assert not other.steps
+
+
+def verdicts(rows: list[Row]) -> dict[str, str]:
+    return {row.figure: row.verdict for row in rows}
+
+
+def test_decode_is_judged_by_both_peers() -> None:
+    raw = {"llama-batched-bench 8": [1000, 1010], "llamaslot sampled 8": [900, 960]}
+    assert verdicts(gpu.decode_rows("8b", raw)) == {"8b, decode 8, sampled / llama-batched-bench": "met"}
+    raw |= {"llama-server sampled 8": [700], "llama-server -bs sampled 8": [961, 900]}
+    assert verdicts(gpu.decode_rows("8b", raw))["8b, decode 8, sampled / llama-server -bs"] == "missed"
+    raw["llamaslot sampled 8"] = [961]
+    assert verdicts(gpu.decode_rows("8b", raw))["8b, decode 8, sampled / llama-server -bs"] == "met"
+
+
+def test_other_figures_are_judged() -> None:
+    raw: dict[str, Any] = {"llama-server": 2.0, "first start": 2.91, "later start": 2.89}
+    assert verdicts(gpu.ready_rows("8b", raw)) == {
+        "8b, ready: first start": "missed",
+        "8b, ready: later start": "met",
+    }
+    raw = {"bytes": 147_456, "load_us": 22.0, "save_us": 20.0, "first_save_us": 40.0, "prefill_us": 114.0}
+    load, save, compute = gpu.kv_rows("8b", raw)
+    assert (load.value, load.goal, load.verdict) == ("22.0 ms, 6.7 GB/s", "at most 6.0 ms", "missed")
+    assert (save.verdict, compute.value) == ("", "114.0 ms")
+    raw = {"ttft": [[0.05, 0.1], [0.04, 0.1]], "cached_tokens": 1200, "prompt_tokens": 1266}
+    [row] = gpu.restart_rows("8b", raw)
+    assert (row.value, row.verdict) == ("0.45 (45 / 100 ms, 1,200 of 1,266 tokens read)", "met")
+    file: dict[str, Any] = {"status": 0, "counts": {"passed": 3, "skipped": 1}, "failed": []}
+    raw = {"files": 2, "tests/a.py": file}
+    assert [row.verdict for row in gpu.tests_rows("", raw)] == [""]
+    raw["tests/b.py"] = {"status": -6, "counts": {}, "failed": []}
+    assert [row.verdict for row in gpu.tests_rows("", raw)] == ["missed", "missed"]
+    raw["tests/b.py"] = file
+    assert [row.verdict for row in gpu.tests_rows("", raw)] == ["met"]
+
+
+def test_names_of_tests_are_printed_as_they_are(tmp_path: Path) -> None:
+    measured = results(tmp_path)
+    file = {"status": 1, "counts": {}, "failed": ["tests/a.py::test_a[tiny-mla]", "tests/a.py::test_a[/]"]}
+    measured.steps["tests"] = {"state": DONE, "raw": {"files": 1, "tests/a.py": file}}
+    console = Console(width=132, file=StringIO())
+    console.print(gpu.table(measured, [each for each in gpu.STEPS if each.name == "tests"]))
+    assert "test_a[tiny-mla], test_a[/]" in console.file.getvalue()
+
+
+def test_without_figures_there_are_no_rows() -> None:
+    assert [row for step in gpu.STEPS for row in step.rows("8b", {})] == []
+
+
+def test_loading_is_timed_by_the_servers_own_measurement(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # However busy this machine is.
+    monkeypatch.setattr(costs, "read_clocks", lambda: costs.Clocks(time.perf_counter(), 0.0, {}))
+    monkeypatch.setattr(costs, "MAX_SPREAD", math.inf)
+    measured = results(tmp_path)
+    measured.content["settings"]["large"] = str(tiny_model)
+    [step] = [each for each in gpu.STEPS if each.name == "kv-large"]
+    measured.steps[step.name] = {"state": DONE, "raw": {}}
+    asyncio.run(step.measure(gpu.Task(step, measured)))
+    load = gpu.rows(Results(tmp_path), [step])[0]
+    assert (load.figure, load.verdict) == (f"{tiny_model.name}, 1,000 tokens: load", "met")
+
+
+@pytest.mark.slow
+def test_a_step_runs_in_a_process_and_a_table_has_all(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu.signal, "signal", lambda *_: None)
+    model = ["--large", "tiny", "--small", "tiny", "--server=-ngl 0", "--quick"]
+    assert main(["gpu", *model, "--steps", "models", "--out", str(tmp_path), "--commit", "c0ffee"]) == 0
+    content = json.loads((tmp_path / "gpu.json").read_text())
+    assert content["commit"] == "c0ffee"
+    assert content["steps"]["models"]["state"] == DONE
+    assert content["steps"]["models"]["raw"]["tiny"] > 0
+    assert capsys.readouterr().out.count("not run") == len(gpu.STEPS) - 1
