@@ -233,6 +233,10 @@ class Backend(Protocol):
     def n_sampler_changes(self) -> int:
         """Number of changes of a sequence's samplers on the device, each of which takes time."""
 
+    @property
+    def page_locked_bytes(self) -> int:
+        """Bytes of page-locked host memory for KV, in use or not."""
+
     def attach(self, draws: Sequence[tuple[int, Sampler]]) -> None:
         """Announce the draws of `sample` after the next `decode`, so that those that can are made on the device."""
 

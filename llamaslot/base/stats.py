@@ -378,4 +378,6 @@ class EngineState(msgspec.Struct):
     """Tokens sampled on the device."""
     n_sampler_changes: int = 0
     """Changes of a sequence's samplers on the device."""
+    page_locked_bytes: int = 0
+    """Page-locked host memory for KV."""
     cache: CacheStats = msgspec.field(default_factory=CacheStats)

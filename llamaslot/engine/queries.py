@@ -130,6 +130,7 @@ class Queries:
             n_busy_slots_total=self._n_busy_slots,
             n_device_sampled=self._backend.n_device_sampled,
             n_sampler_changes=self._backend.n_sampler_changes,
+            page_locked_bytes=self._backend.page_locked_bytes,
             cache=scheduler.cache_stats(),
         )
 

@@ -12,6 +12,7 @@ import llama_cpp
 import msgspec
 import numpy as np
 
+from llamaslot.backend import page_locked
 from llamaslot.backend.constraints import Compiled, ConstraintCompiler
 from llamaslot.backend.host import host_cpus, trim_heap
 from llamaslot.backend.llama import capabilities, costs, library, loading, self_test, sizing
@@ -164,6 +165,11 @@ class LlamaBackend:
     def n_sampler_changes(self) -> int:
         """Number of changes of a sequence's samplers on the device, each of which takes time."""
         return self._chains.n_set
+
+    @property
+    def page_locked_bytes(self) -> int:
+        """Bytes of page-locked host memory for KV, in use or not."""
+        return page_locked.n_bytes()
 
     def compile(self, constraint: Constraint) -> CompiledConstraint:
         """Compile a constraint for this vocabulary."""
