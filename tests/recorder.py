@@ -285,7 +285,7 @@ class Recorder:
         self.held = [Held() for _ in range(self.n_seqs)]
         self.namespaces = {}
 
-    n_device_sampled = n_sampler_changes = 0
+    n_device_sampled = n_sampler_changes = page_locked_bytes = 0
     n_step_threads = 1
 
     def attach(self, draws: Sequence[tuple[int, Sampler]]) -> None:

@@ -19,6 +19,7 @@ from typing import NamedTuple
 import numpy as np
 import psutil
 
+from llamaslot.backend import page_locked
 from llamaslot.base.kv_ops import Kv
 from llamaslot.kvcache.tiers.budget import MemoryReading
 
@@ -242,15 +243,17 @@ def _waited(paths: Sequence[Path]) -> dict[Path, tuple[float, float]]:
 
 
 def new_kv(n_bytes: int) -> Kv:
-    """Allocate `n_bytes` of uninitialized memory for KV. Raises `MemoryError`.
+    """Allocate `n_bytes` of uninitialized memory for KV, page-locked if a GPU is used. Raises `MemoryError`.
 
-    Large arrays are mapped in ordinary pages, for two reasons:
+    Other large arrays are mapped in ordinary pages, for two reasons:
     - The C library puts blocks of up to 32 MiB among others, so freeing them may not shrink the process: after
       freeing nine tenths of 350 MiB, nothing had gone back to the system. Mapped memory goes back at once.
     - numpy requests huge pages for 4 MiB and more. The system has to find and clear each of them before its first
       byte is written. If free memory is fragmented, as on many virtual machines, that takes several times as long
       as with ordinary pages, while streams wait for the step.
     """
+    if (locked := page_locked.take(n_bytes)) is not None:
+        return locked
     if n_bytes >= _MAPPED_MIN_BYTES:
         try:
             return np.frombuffer(mmap.mmap(-1, n_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=np.uint8)

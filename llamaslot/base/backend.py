@@ -237,6 +237,10 @@ class Backend(Protocol):
     def n_step_threads(self) -> int:
         """Number of threads that a step of few tokens computes with."""
 
+    @property
+    def page_locked_bytes(self) -> int:
+        """Bytes of page-locked host memory for KV, in use or not."""
+
     def attach(self, draws: Sequence[tuple[int, Sampler]]) -> None:
         """Announce the draws of `sample` after the next `decode`, so that those that can are made on the device."""
 

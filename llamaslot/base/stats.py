@@ -380,4 +380,6 @@ class EngineState(msgspec.Struct):
     """Changes of a sequence's samplers on the device."""
     n_step_threads: int = 0
     """Threads that a step of few tokens computes with."""
+    page_locked_bytes: int = 0
+    """Page-locked host memory for KV."""
     cache: CacheStats = msgspec.field(default_factory=CacheStats)

@@ -131,6 +131,7 @@ class Queries:
             n_device_sampled=self._backend.n_device_sampled,
             n_sampler_changes=self._backend.n_sampler_changes,
             n_step_threads=self._backend.n_step_threads,
+            page_locked_bytes=self._backend.page_locked_bytes,
             cache=scheduler.cache_stats(),
         )
 

@@ -46,7 +46,7 @@ from llamaslot.base.kv_ops import Save
 from llamaslot.base.namespaces import PUBLIC_NAMESPACE, PUBLIC_TENANT, reads_public
 from llamaslot.kvcache.cache_settings import CacheSettings
 from llamaslot.kvcache.match import LoadResult, LoadStatus, Match, SegmentPart
-from llamaslot.kvcache.nodes import Checkpoint, Node, SegmentState, checkpoints_on
+from llamaslot.kvcache.nodes import Checkpoint, Node, Segment, SegmentState, checkpoints_on
 from llamaslot.kvcache.offloading import Offloader
 from llamaslot.kvcache.radix_tree import RadixTree
 from llamaslot.kvcache.sequences import Sequences
@@ -112,14 +112,19 @@ class Loader:
     def worth_loading(self, match: Match) -> Sequence[SegmentPart]:
         """Segments after the resident part of a match that are worth loading.
 
-        A segment is loaded whole, so the last one is left out if too little of it is needed; not for models with a
-        partial state, which may have to be restored at its end. Nothing is worth loading if all parts together take
-        longer to load than to compute. In a partitioned pool the resident part is saved and loaded along with them.
+        These are the leading parts that save most time: a segment is loaded whole, so the last one is left out if
+        too little of it is needed, and the rest of a path if it is only on a disk that is slower than computing.
+        For models with a partial state it is all parts or none, since the state may have to be restored at their
+        end. In a partitioned pool the resident part is saved and loaded along with them.
         """
         parts = self._disk.readable(match.parts) if match.parts else []
-        if parts and not self._settings.has_states and not self._pays(parts[-1:]):
-            parts.pop()
-        return parts if self._pays(parts, 0 if self._settings.unified else 2 * match.n_resident) else []
+        saved = 0.0 if self._settings.unified else -self._settings.load_cost * 2 * match.n_resident
+        n_worth, most = 0, 0.0
+        for n_parts, part in enumerate(parts, 1):
+            saved += part.end - part.start - self._cost(part.segment)
+            if saved > most and (n_parts == len(parts) or not self._settings.has_states):
+                n_worth, most = n_parts, saved
+        return parts[:n_worth]
 
     def load(self, seq: int, match: Match, max_tokens: int | None, *, loads_all: bool = False) -> LoadResult:
         """Extend a sequence by the segments that are worth loading, about `max_tokens` at most.
@@ -130,6 +135,7 @@ class Loader:
         parts = self._disk.readable(match.parts) if loads_all else self.worth_loading(match)
         if not parts:
             self._tiers.load_pins.pop(seq, None)
+            self._disk.measure(match.parts)
             return LoadResult(LoadStatus.DONE)
         self._disk.prefetch(seq, parts)
         self._offloader.free_evicted()
@@ -163,17 +169,20 @@ class Loader:
             segment.source = ""
         if status is LoadStatus.DONE:
             self._tiers.load_pins.pop(seq, None)
+            self._disk.measure(match.parts[len(parts) :])
         self._tiers.counters.public_tokens += n_public
         return LoadResult(status, 0, n_loaded, n_read, n_fetched, n_public)
 
-    def _pays(self, parts: Sequence[SegmentPart], n_moved: int = 0) -> bool:
-        """True if loading these parts, and moving `n_moved` tokens for it, is faster than computing them."""
-        read_us, prefill_us = self._disk.us_per_token, self._settings.cost.prefill_us
-        read_cost = read_us / prefill_us if read_us and prefill_us else _UNKNOWN_READ_COST
-        n_wanted = sum(part.end - part.start for part in parts)
-        n_loaded = sum(part.segment.n_tokens for part in parts) + n_moved
-        n_read = sum(part.segment.n_tokens for part in parts if not part.segment.state.is_loadable)
-        return n_wanted > self._settings.load_cost * n_loaded + read_cost * n_read
+    def _cost(self, segment: Segment) -> float:
+        """Time to load a segment, after reading it if it is only on disk, in tokens computed meanwhile."""
+        read_cost, prefill_us = 0.0, self._settings.cost.prefill_us
+        if not segment.state.is_loadable:
+            read_us = self._disk.read_us(segment)
+            if read_us is None or not prefill_us:
+                read_cost = _UNKNOWN_READ_COST * segment.n_tokens
+            else:
+                read_cost = read_us / prefill_us
+        return self._settings.load_cost * segment.n_tokens + read_cost
 
 
 @dataclass(eq=False)

@@ -104,6 +104,7 @@ _GAUGES = (
     ("llamaslot_ram_bytes", "Bytes of RAM that offloaded prefixes may take now.", "cache.ram.total_bytes"),
     ("llamaslot_ram_max_bytes", "Bytes that they may take while memory is ample.", "cache.ram.max_bytes"),
     ("llamaslot_ram_used_bytes", "Bytes of RAM that offloaded prefixes take.", "cache.ram.used_bytes"),
+    ("llamaslot_page_locked_bytes", "Bytes of host memory for KV that a GPU copies directly.", "page_locked_bytes"),
     ("llamaslot_ram_tokens", "Tokens of the prefixes in RAM.", "cache.ram.tokens"),
     ("llamaslot_ram_segments", "Segments in RAM.", "cache.ram.segments"),
     ("llamaslot_disk_bytes", "Bytes of disk that offloaded prefixes may take.", "cache.disk.total_bytes"),

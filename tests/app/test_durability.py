@@ -22,7 +22,7 @@ WORDS = ["cat", "house", "sea", "story", "tree", "river", "stone", "bread", "win
 FLAGS = ("-np", "4", "-c", "16384", "--cache-idle-cells", "all", "--in-process")
 READS_PAY = """
 from llamaslot.kvcache.tiers import pacing
-pacing.TransferRate.seconds = lambda self, now: None
+pacing.ReadRate.seconds = None
 """
 """Fault for servers that are to read all that the disk has: these models compute faster than many disks read."""
 SHORT = 1, 8, 16, 17

@@ -112,6 +112,22 @@ def test_a_server_told_to_end_leaves_everything_on_disk(tmp_path: Path, cold: An
 
 
 @pytest.mark.slow
+def test_a_long_prompt_is_on_disk_soon_and_read_whole_after_a_kill(tmp_path: Path) -> None:
+    folder = tmp_path / "cache"
+    question = [{"role": "system", "content": FILLER * 65}, {"role": "user", "content": OPENERS[0]}]
+    with serving(tmp_path, "--cache-disk", folder) as server:
+        text, first = ask(server, question)
+        assert first["prompt_n"] >= 1266
+        wait_until_written(server, first["prompt_n"])
+        server.stop(signal.SIGKILL)
+    with serving(tmp_path, "--cache-disk", folder) as server:
+        again, second = ask(server, question)
+        assert again == text
+        assert (second["prompt_n"], second["cache_n"]) == (1, first["prompt_n"] - 1)
+        assert server.get("/cache")["requests"]["from_disk"] == 1
+
+
+@pytest.mark.slow
 def test_files_of_another_kind_of_kv_are_left_alone(tmp_path: Path, cold: Any) -> None:
     folder = tmp_path / "cache"
     # Of a pool this small, nothing is measured at start.

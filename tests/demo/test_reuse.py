@@ -8,15 +8,18 @@ must be the one that the same prompt gives cold.
 from __future__ import annotations
 
 import asyncio
+import ctypes
 from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from llama_cpp._ggml import libggml
 
 from bench.demo.corpus import held_out
 from llamaslot.app.models import resolve_model
-from llamaslot.backend.llama import LlamaBackend, LlamaSettings, llama_backend
+from llamaslot.backend import page_locked
+from llamaslot.backend.llama import LlamaBackend, LlamaSettings, library, llama_backend
 from llamaslot.backend.llama.operations import KvOperations
 from llamaslot.base.events import Finished
 from llamaslot.base.kv_ops import Copy, Load, Operation
@@ -162,6 +165,21 @@ def test_they_are_the_same_when_idle_prefixes_are_in_ram(
     n_ctx: int, talks: list[list[str]], cold: dict[tuple[int, int], str]
 ) -> None:
     assert compare(talks if LONG else talks[:8], cold, n_ctx, IN_RAM) > 0
+
+
+def test_they_are_the_same_when_ram_is_memory_of_ggmls(
+    talks: list[list[str]], cold: dict[tuple[int, int], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with a GPU, whose copies are faster from there."""
+    libggml.ggml_backend_cpu_buffer_type.restype = ctypes.c_void_p
+    allocate = library.buffer_allocator(libggml.ggml_backend_cpu_buffer_type())
+    memory = page_locked.PageLockedMemory(allocate, 2**24, 2**22)
+    monkeypatch.setattr(page_locked, "MIN_BYTES", 1)
+    monkeypatch.setattr(page_locked, "_memory", [memory])
+    warm, n_cached = asyncio.run(warm_texts(talks[:8], 1024, IN_RAM))
+    assert n_cached > 0
+    assert warm == {turn: cold[turn] for turn in warm}
+    assert memory.n_bytes > 0
 
 
 @pytest.mark.slow

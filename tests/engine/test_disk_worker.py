@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TypeVar
 
+import msgspec
 import pytest
 from structlog.testing import capture_logs
 
@@ -19,6 +20,7 @@ from llamaslot.base.commands import CacheCleared, ClearCache, InspectCache
 from llamaslot.base.events import Failed, Finished, Output
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.kv_ops import Kv
+from llamaslot.base.model import KvCost
 from llamaslot.base.prompt_jobs import DropSession
 from llamaslot.base.stats import DiskStats
 from llamaslot.engine import disk_worker, engine
@@ -145,6 +147,44 @@ async def restarted(folder: Path, kind: type[Store], prompt: str = HEAD) -> Asyn
     async with running(backend(), disk=store, ram_bytes=10**6) as harness:
         yield harness, store
     store.close()
+
+
+async def test_a_turn_is_on_disk_soon_and_read_whole_although_the_first_read_is_slow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU, 512 of 1,266 tokens came from disk: the first read, which is cold, was slower than computing."""
+
+    class ColdDisk(DiskStore):
+        n_reads = 0
+
+        def read(self, number: int) -> Kv | None:
+            self.n_reads += 1
+            time.sleep(0.3 if self.n_reads == 1 else 0)
+            return super().read(number)
+
+    def model() -> FakeBackend:
+        made = FakeBackend(n_ctx=4096, n_reserved=4, n_ubatch=512)
+        # A token takes 100 us to compute, a segment 51 ms.
+        cost = KvCost(0, 1.0, prefill_us=100.0, save_us=0.1, first_save_us=0.1, load_us=0.1)
+        made.info = msgspec.structs.replace(made.info, kv_cost=cost)
+        return made
+
+    monkeypatch.setattr(pacing, "PARTIAL_DELAY_S", 1.0)
+    prompt = "".join(chr(97 + i * i % 26) for i in range(1266))
+    for kind in (DiskStore, ColdDisk):
+        store = kind(tmp_path)
+        store.open(KEY, 10**7)
+        async with running(model(), disk=store, ram_bytes=10**6) as harness:
+            if kind is ColdDisk:
+                # It is read at the start, without a request.
+                async with asyncio.timeout(10):
+                    while harness.engine.scheduler.cache._tiers.counters.read_tokens == 0:
+                        await asyncio.sleep(0.005)
+            end = await harness.submit("a", prompt)
+            if kind is DiskStore:
+                assert await written(harness) >= len(prompt)
+        store.close()
+    assert (end.progress.n_prompt_computed, end.progress.n_read) == (1, len(prompt))
 
 
 async def test_two_requests_wait_for_one_read_while_others_run(tmp_path: Path) -> None:

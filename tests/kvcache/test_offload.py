@@ -10,7 +10,7 @@ from llamaslot.base.model import SegmentSize
 from llamaslot.base.namespaces import salt_namespace
 from llamaslot.base.tokens import packed
 from llamaslot.kvcache.cache import KVCache
-from llamaslot.kvcache.disk_io import SegmentMeta, Write, Written, path_digest
+from llamaslot.kvcache.disk_io import ReadDone, SegmentMeta, Write, Written, path_digest
 from llamaslot.kvcache.match import LoadResult, LoadStatus
 from llamaslot.kvcache.tiers.budget import CALM_S, MemoryReading
 from llamaslot.kvcache.tiers.pacing import PARTIAL_DELAY_S, RETRY_DELAY_S
@@ -464,6 +464,8 @@ def test_a_waiting_request_matches_what_only_the_disk_has_as_soon_as_ram_has_roo
     )
     on_disk = [SegmentMeta(0, None, "", 0, tokens, 50, path_digest("", tokens))]
     cache = KVCache(settings, on_disk=on_disk, first_number=1)
+    # It is read at the start.
+    cache.on_io(ReadDone(0, 1e-3), 0.0)
     match = cache.match("", tokens)
     assert match.n_cached == 50
     for reading, n_cached in ((MemoryReading(0, 1000), 0), (MemoryReading(900, 1000), 50)):

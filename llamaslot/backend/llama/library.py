@@ -6,7 +6,7 @@ import ctypes
 import os
 import re
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -174,3 +174,45 @@ def devices() -> list[Device]:
         description = libggml.ggml_backend_dev_description(device).decode(errors="replace")
         found.append(Device(name, description, libggml.ggml_backend_dev_type(device), free.value, total.value))
     return found
+
+
+def page_locked_allocator() -> Callable[[int], int | None] | None:
+    """Return what allocates page-locked memory for copies to and from the GPUs; None if they offer none.
+
+    That is so on a CPU, and where GPU and host share their memory.
+    """
+    libggml.ggml_backend_dev_host_buffer_type.argtypes = [ctypes.c_void_p]
+    libggml.ggml_backend_dev_host_buffer_type.restype = ctypes.c_void_p
+    for i, device in enumerate(devices()):
+        if device.kind == GPU:
+            kind = libggml.ggml_backend_dev_host_buffer_type(libggml.ggml_backend_dev_get(i))
+            if kind:
+                return buffer_allocator(kind)
+    return None
+
+
+def buffer_allocator(kind: int) -> Callable[[int], int | None]:
+    """Return a function from a size to the address of a ggml buffer of a type; None if there is no memory.
+
+    The buffers are never freed.
+    """
+    for function in (libggml.ggml_backend_buft_alloc_buffer, libggml.ggml_backend_buffer_get_type):
+        function.restype = ctypes.c_void_p
+    libggml.ggml_backend_buft_alloc_buffer.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    for function in (libggml.ggml_backend_buffer_get_type, libggml.ggml_backend_buffer_get_base):
+        function.argtypes = [ctypes.c_void_p]
+    libggml.ggml_backend_buffer_get_base.restype = ctypes.c_void_p
+    libggml.ggml_backend_buffer_free.argtypes = [ctypes.c_void_p]
+    libggml.ggml_backend_buffer_free.restype = None
+
+    def allocate(n_bytes: int) -> int | None:
+        buffer = libggml.ggml_backend_buft_alloc_buffer(kind, n_bytes)
+        if not buffer:
+            return None
+        # Where no page can be locked, or GGML_CUDA_NO_PINNED is set, ggml returns ordinary memory instead.
+        if libggml.ggml_backend_buffer_get_type(buffer) != kind:
+            libggml.ggml_backend_buffer_free(buffer)
+            return None
+        return int(libggml.ggml_backend_buffer_get_base(buffer))
+
+    return allocate

@@ -12,6 +12,7 @@ import llama_cpp
 import msgspec
 import numpy as np
 
+from llamaslot.backend import page_locked
 from llamaslot.backend.constraints import Compiled, ConstraintCompiler
 from llamaslot.backend.host import host_cpus, trim_heap
 from llamaslot.backend.llama import capabilities, costs, library, loading, self_test, sizing
@@ -175,6 +176,11 @@ class LlamaBackend:
     def n_step_threads(self) -> int:
         """Number of threads that a step of few tokens computes with."""
         return self._n_threads if self._threads is None else self._threads.n_small
+
+    @property
+    def page_locked_bytes(self) -> int:
+        """Bytes of page-locked host memory for KV, in use or not."""
+        return page_locked.n_bytes()
 
     def compile(self, constraint: Constraint) -> CompiledConstraint:
         """Compile a constraint for this vocabulary."""

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from heapq import nsmallest
 from itertools import count, takewhile
 
 from msgspec import structs
@@ -38,7 +39,7 @@ from llamaslot.kvcache.nodes import SegmentEvent as E
 from llamaslot.kvcache.nodes import SegmentState as S
 from llamaslot.kvcache.radix_tree import RadixTree
 from llamaslot.kvcache.tiers import pacing
-from llamaslot.kvcache.tiers.pacing import ReadWatchdog, TransferRate, WriteBudget
+from llamaslot.kvcache.tiers.pacing import ReadRate, ReadWatchdog, WriteBudget
 from llamaslot.kvcache.tiers.segment_tiers import SegmentTiers
 
 _MAX_WRITES = 2
@@ -64,8 +65,7 @@ class DiskTier:
         tiers.counters.disk.total_written_bytes = written.total_bytes
         self._paused_until = 0.0
         self._is_flushing = False
-        self._rate = TransferRate()
-        """Of reads, per token."""
+        self._rate = ReadRate()
         self._watchdog = ReadWatchdog()
 
     # --- lookups ---
@@ -89,11 +89,18 @@ class DiskTier:
         """True if the disk does not answer, so that segments that only it has cannot be loaded."""
         return self._watchdog.is_unresponsive(self._tiers.now)
 
-    @property
-    def us_per_token(self) -> float | None:
-        """Microseconds to read a token, from recent reads; None if there were none."""
-        seconds = self._rate.seconds(self._tiers.now)
-        return None if seconds is None else 1e6 * seconds
+    def read_us(self, segment: Segment) -> float | None:
+        """Microseconds to read a segment, at the speed of the newest reads; None if that is not known.
+
+        For one that is being read it is the time that remains.
+        """
+        if self._rate.seconds is None:
+            return None
+        seconds = self._rate.seconds * max(segment.n_bytes, pacing.MIN_READ_BYTES)
+        begun = self._watchdog.waiting_since
+        if begun is not None and segment.state is S.READING and segment is self.reading[0]:
+            seconds = max(0.0, seconds - (self._tiers.now - begun))
+        return 1e6 * seconds
 
     @property
     def reading(self) -> list[Segment]:
@@ -134,7 +141,7 @@ class DiskTier:
 
     def tick(self, now: float) -> None:
         """Advance the clock: time out reads, allow unreadable segments to be read again, start due writes."""
-        before = self.is_unresponsive, self.us_per_token
+        was_unresponsive = self.is_unresponsive
         self._tiers.tick(now)
         if self._watchdog.check_timeout(now):
             for segment in self.reading:
@@ -142,8 +149,8 @@ class DiskTier:
             self._tiers.jobs.append(disk_io.CancelReads())
         for segment in [each for each in self._tiers.unreadable.values() if each.retry_at <= now]:
             self._tiers.transition(segment, E.RETRY)
-        # Lookups are stale: what is worth loading depends on the speed of the disk.
-        self._tree.version += (self.is_unresponsive, self.us_per_token) != before
+        # Lookups are stale: what only an unresponsive disk has cannot be loaded.
+        self._tree.version += self.is_unresponsive != was_unresponsive
         self._budget.advance(now)
         while len(self.writing) < _MAX_WRITES and not self._is_paused:
             due = next((each for each in self._tiers.dirty.values() if self._due_at(each) <= now), None)
@@ -166,6 +173,16 @@ class DiskTier:
             if not self.may_start_read or not self._tiers.free_ram(segment.tenant, segment.n_bytes):
                 return
             self.start_read(segment)
+
+    def measure(self, parts: Iterable[SegmentPart]) -> None:
+        """Read a segment that a request computes instead, if it is in doubt that the disk is too slow."""
+        if self.reading or not self._rate.is_doubtful(self._tiers.now):
+            return
+        for segment, n_wanted in ((part.segment, part.end - part.start) for part in parts):
+            if n_wanted == segment.n_tokens and not segment.state.uses_ram and self.may_read(segment):
+                if self._tiers.free_ram(segment.tenant, segment.n_bytes):
+                    self.start_read(segment)
+                return
 
     @property
     def may_start_read(self) -> bool:
@@ -231,8 +248,7 @@ class DiskTier:
             self._tiers.transition(segment, E.READ_DONE)
             segment.source = "disk"
             self._tiers.counters.read_tokens += segment.n_tokens
-            if segment.n_tokens:
-                self._rate.observe(segment.n_tokens, seconds, self._tiers.now)
+            self._rate.observe(segment.n_bytes, seconds, self._tiers.now)
         self._on_answer()
         return segment if is_wanted else None
 
@@ -331,8 +347,10 @@ class DiskTier:
     def adopt(self, found: Sequence[disk_io.SegmentMeta], first_number: int) -> list[int]:
         """Add the segments on disk, the least recently used first; new ones are numbered from `first_number` on.
 
-        Segments that do not fit into the budget, or whose metadata is not plausible, are erased. Returns the
-        numbers of those too large for RAM and of their descendants, which stay on disk but are not added.
+        Segments that do not fit into the budget, or whose metadata is not plausible, are erased. The first ones of
+        the path that was used last are read at once: so the speed of the disk is known before a request depends on
+        it. Returns the numbers of those too large for RAM and of their descendants, which stay on disk but are not
+        added.
         """
         self._tiers.numbers, self._tiers.n_uses = count(first_number), len(found)
         disk = self._tiers.disk
@@ -359,6 +377,10 @@ class DiskTier:
                 oldest = disk.oldest(_may_evict, losers)
                 assert oldest is not None
                 self._tiers.transition(oldest, E.EVICT_DISK)
+        segments = (each for each in disk if not each.is_checkpoint and self.may_read(each))
+        for latest in nsmallest(pacing.N_TRUSTED_READS, segments, key=lambda each: (-each.last_used, each.start)):
+            if self._tiers.free_ram(latest.tenant, latest.n_bytes):
+                self.start_read(latest)
         return sorted(too_large)
 
     def _segment_of(self, meta: disk_io.SegmentMeta, parent: Segment | None) -> Segment | None:
