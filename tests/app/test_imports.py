@@ -20,8 +20,8 @@ DOCTOR = "llamaslot.cli.doctor_command"
             [SERVE],
         ),
         (DOCTOR, ("redis",), [DOCTOR]),
-        ("llamaslot.app.runtime.engine_main", ("rich", "aiohttp", "redis"), []),
-        ("llamaslot.app.runtime.prompt_main", ("rich", "aiohttp", "redis"), []),
+        ("llamaslot.app.runtime.engine_main", ("rich", "aiohttp", "redis", "jinja2", "diskcache"), []),
+        ("llamaslot.app.runtime.prompt_main", ("rich", "aiohttp", "redis", "diskcache"), []),
     ],
     ids=["server", "doctor", "engine", "prompt worker"],
 )
