@@ -22,16 +22,16 @@ _RETRY_S = 30.0
 """Time until the next attempt if a process cannot be started, such as with too many open files."""
 
 
-_DEFAULT_ENV = {"MALLOC_ARENA_MAX": "2", "GOMP_SPINCOUNT": "3000", "OPENBLAS_NUM_THREADS": "1"}
+_DEFAULT_ENV = {"MALLOC_ARENA_MAX": "2", "GOMP_SPINCOUNT": "30000", "OPENBLAS_NUM_THREADS": "1"}
 """Environment variables of children, unless this process sets them; other C and OpenMP libraries ignore them.
 
 glibc keeps freed memory in an arena for each thread.
 
 Threads of libgomp spin 300,000 times for their next work before they sleep; if other processes need the CPUs too,
-spinning takes them from the threads that have work. Large steps use all threads then too
-(`backend/llama/threads.py`): beside 8 busy processes 256 tokens take 5.7 s with 30,000 and 3.1 s with 3,000. Alone
-nothing is lost (24 pairs of answers: 1.02); with 300, threads sleep within a step, which loses 14%. The variable is
-read when libgomp is loaded, so it must be set before the child starts.
+spinning takes them from the threads that have work. With 3,000 they also sleep between two steps: a woken thread
+may get the same CPU as the one that woke it, and for a while steps take twice as long (8 streams of SmolLM2, three
+runs: 53, 33 and 26 ms; with 30,000 always 26). The variable is read when libgomp is loaded, so it must be set
+before the child starts.
 
 Of numpy's linear algebra nothing is used, but the threads for it take 0.1 s of CPU time at each start.
 """

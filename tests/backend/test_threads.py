@@ -23,8 +23,6 @@ from llamaslot.base.backend import Run, Status
 from llamaslot.base.kv_ops import Remove
 
 _WAIT_S = 30
-LARGE = 17
-"""Tokens of a step that keeps all threads."""
 
 
 class Machine:
@@ -73,17 +71,16 @@ def always_due(monkeypatch: pytest.MonkeyPatch) -> None:
         (4, 2, 0.0, 2.0, 2),  # a CPU set that has become smaller
     ],
 )
-def test_a_small_step_leaves_out_a_thread_for_each_cpu_that_others_use(
+def test_a_step_leaves_out_a_thread_for_each_cpu_that_others_use(
     n: int, n_cpus: int, others: float, own: float, expected: int
 ) -> None:
     machine = Machine(n_cpus)
     threads = StepThreads(n, machine.read)
-    assert threads.of_step(1) == n
+    assert threads.choose() == n
     machine.run(0.5, others=others, own=own)
-    assert threads.of_step(1) == expected
-    assert threads.of_step(LARGE) == n
+    assert threads.choose() == expected
     machine.run(0.5, others=0.0, own=own)
-    assert threads.of_step(1) == min(n, n_cpus)
+    assert threads.choose() == min(n, n_cpus)
 
 
 @pytest.mark.usefixtures("always_due")
@@ -98,8 +95,7 @@ def test_the_number_is_never_illegal(n: int, n_cpus: int, uses: list[tuple[float
     threads = StepThreads(n, machine.read)
     for seconds, others, own in uses:
         machine.run(seconds, others=others, own=own)
-        assert 1 <= threads.of_step(1) <= n
-        assert threads.of_step(LARGE) == n
+        assert 1 <= threads.choose() <= n
 
 
 def test_times_are_not_read_at_each_step() -> None:
@@ -113,7 +109,7 @@ def test_times_are_not_read_at_each_step() -> None:
     threads = StepThreads(2, read)
     started = time.perf_counter()
     while time.perf_counter() - started < 0.1:
-        threads.of_step(1)
+        threads.choose()
     assert n_read == 1
 
 
@@ -145,16 +141,17 @@ def test_the_context_computes_with_the_number_of_the_step(tiny_model: Path) -> N
     """And computes the same tokens, whatever the number."""
     backend = LlamaBackend(LlamaSettings(tiny_model, n_ctx=256, n_slots=2, reuse_self_test="off"))
     tops = []
-    for n_small, n in ((1, 2), (2, 2)):
+    for n in (1, 2):
         threads = backend._threads = StepThreads(n)
-        threads.n_small, threads._due = n_small, float("inf")
+        threads._due = float("inf")
         start = 0
-        for n_tokens, expected in ((LARGE, n), (1, n_small), (2, n_small)):
+        for n_tokens in (17, 1, 2):
             tokens = np.arange(start, start + n_tokens, dtype=np.int32) % 50 + 1
             assert backend.decode([Run(0, start, tokens, 1)]).status is Status.OK
             start += n_tokens
-            assert llama_cpp.llama_n_threads(backend._context) == expected
-            assert llama_cpp.llama_n_threads_batch(backend._context) == expected
+            assert llama_cpp.llama_n_threads(backend._context) == n
+            assert llama_cpp.llama_n_threads_batch(backend._context) == n
+            assert backend.n_step_threads == n
             tops.append((n_tokens, int(np.argmax(backend._logits(n_tokens - 1)))))
         backend.change(Remove(0, 0))
     assert tops[:3] == tops[3:]

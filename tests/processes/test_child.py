@@ -41,7 +41,7 @@ async def test_a_child_has_few_arenas_unless_the_operator_chose_a_number(
 @pytest.mark.skipif(sys.platform != "linux", reason="llama.cpp is linked to libgomp on Linux")
 @pytest.mark.parametrize(
     ("chosen", "expected"),
-    [({}, 3_000), ({"GOMP_SPINCOUNT": "77"}, 77), ({"OMP_WAIT_POLICY": "passive"}, 0)],
+    [({}, 30_000), ({"GOMP_SPINCOUNT": "77"}, 77), ({"OMP_WAIT_POLICY": "passive"}, 0)],
     ids=["nothing chosen", "a count", "a policy"],
 )
 async def test_threads_of_a_child_spin_briefly_unless_the_operator_chose_how_long(

@@ -2,8 +2,7 @@
 
 llama.cpp's threads wait for each other after each of a step's hundreds of operations. If one of them has to wait
 for a CPU, all of them do: two threads beside one busy process on two CPUs decoded 21 tokens/s, one thread 119
-(alone 145 and 122; SmolLM2-135M). A single thread waits for nobody. Large steps keep all threads: between two waits
-they have enough to do.
+(alone 145 and 122; SmolLM2-135M). A single thread waits for nobody.
 """
 
 from __future__ import annotations
@@ -14,8 +13,6 @@ from collections.abc import Callable
 
 from llamaslot.backend.host import CpuTimes, cpu_times
 
-_LARGE_STEP = 16
-"""Most tokens of a step that may get fewer threads. With 8 tokens fewer are faster, with 32 they are not."""
 _INTERVAL_S = 0.25
 _MOST_READING = 0.005
 """Largest part of the time that may be spent on reading the times, which takes longer with many CPUs."""
@@ -24,20 +21,21 @@ _IGNORED_CPUS = 1 / 3
 
 
 class StepThreads:
-    """Chooses the number of threads, at most `n`, of each step; `read` returns the CPU times so far."""
+    """Chooses the number of threads, at most `n`; `read` returns the CPU times so far."""
 
     def __init__(self, n: int, read: Callable[[], CpuTimes] = cpu_times) -> None:
-        self._n = self.n_small = n
-        """Threads of a small step."""
+        self._n = n
+        self.n_now = n
+        """The number chosen last."""
         self._read = read
         self._last: CpuTimes | None = None
         self._due = 0.0
 
-    def of_step(self, n_tokens: int) -> int:
-        """Return the number of threads for a step of so many tokens that begins now."""
+    def choose(self) -> int:
+        """Return the number of threads for a step that begins now."""
         if self._n > 1 and time.perf_counter() >= self._due:
             self._look()
-        return self.n_small if n_tokens <= _LARGE_STEP else self._n
+        return self.n_now
 
     def _look(self) -> None:
         started = time.perf_counter()
@@ -48,4 +46,4 @@ class StepThreads:
             return
         others = ((now.all - last.all) - (now.own - last.own)) / (now.clock - last.clock)
         n_left_out = max(0, math.ceil(others - _IGNORED_CPUS))
-        self.n_small = max(1, min(self._n, now.n_cpus - n_left_out))
+        self.n_now = max(1, min(self._n, now.n_cpus - n_left_out))
