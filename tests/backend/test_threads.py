@@ -50,7 +50,7 @@ def until(is_true: Callable[[], bool]) -> None:
 @pytest.fixture
 def always_due(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_INTERVAL_S", 0.0)
-    monkeypatch.setattr(module, "_MOST_READING", float("inf"))
+    monkeypatch.setattr(module, "_MAX_READING_FRACTION", float("inf"))
 
 
 @pytest.mark.usefixtures("always_due")

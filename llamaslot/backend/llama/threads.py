@@ -14,8 +14,8 @@ from collections.abc import Callable
 from llamaslot.backend.host import CpuTimes, cpu_times
 
 _INTERVAL_S = 0.25
-_MOST_READING = 0.005
-"""Largest part of the time that may be spent on reading the times, which takes longer with many CPUs."""
+_MAX_READING_FRACTION = 0.005
+"""Of the time, for reading the CPU times. That takes longer with many CPUs."""
 _IGNORED_CPUS = 1 / 3
 """CPU time that others may use, in CPUs, such as clients of this server, before a thread is left out for them."""
 
@@ -34,14 +34,14 @@ class StepThreads:
     def choose(self) -> int:
         """Return the number of threads for a step that begins now."""
         if self._n > 1 and time.perf_counter() >= self._due:
-            self._look()
+            self._update()
         return self.n_now
 
-    def _look(self) -> None:
+    def _update(self) -> None:
         started = time.perf_counter()
         now, last = self._read(), self._last
         self._last = now
-        self._due = started + max(_INTERVAL_S, (time.perf_counter() - started) / _MOST_READING)
+        self._due = started + max(_INTERVAL_S, (time.perf_counter() - started) / _MAX_READING_FRACTION)
         if last is None or now.clock <= last.clock:
             return
         others = ((now.all - last.all) - (now.own - last.own)) / (now.clock - last.clock)
