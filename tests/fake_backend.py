@@ -312,7 +312,6 @@ class FakeBackend:
         seen = self.seen(seq)
         return range(seen[0][0], seen[-1][0] + 1) if seen else range(0)
 
-    samples_on_device = False
     n_device_sampled = n_sampler_changes = page_locked_bytes = 0
     n_step_threads = 1
 

@@ -285,7 +285,6 @@ class Recorder:
         self.held = [Held() for _ in range(self.n_seqs)]
         self.namespaces = {}
 
-    samples_on_device = False
     n_device_sampled = n_sampler_changes = page_locked_bytes = 0
     n_step_threads = 1
 

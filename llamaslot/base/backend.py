@@ -225,9 +225,6 @@ class Backend(Protocol):
         With `start` at `end` it is a checkpoint. Raises `ValueError` if `kv` does not have the size of either.
         """
 
-    samples_on_device: bool
-    """True if samplers that are created from now on run on the device where they can."""
-
     @property
     def n_device_sampled(self) -> int:
         """Number of tokens sampled on the device so far."""

@@ -108,7 +108,6 @@ class Engine:
             control=set(backend.vocab.named_tokens.values()) - set(backend.vocab.added_tags.values()),
             on_disk=on_disk,
             first_number=disk.first_number if disk is not None else 0,
-            samples_on_device=lambda: backend.samples_on_device,
         )
         self._dropper = self.scheduler.cache.dropper
         self._watch = watch

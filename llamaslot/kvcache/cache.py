@@ -194,12 +194,9 @@ class KVCache:
 
     # --- a running request ---
 
-    def acquire(
-        self, slots: Sequence[int], match: Match, *, is_new: bool = True, preferred: Collection[int] = ()
-    ) -> Acquired:
+    def acquire(self, slots: Sequence[int], match: Match, *, is_new: bool = True) -> Acquired:
         """Give the resident part of a match to the best of `slots`, all idle, and pin it against eviction.
 
-        Of slots that hold as much of the match, one of `preferred` is the best.
         Where sliding windows have few cells, idle sequences are evicted until the match's window fits.
         """
         self._window_cells.evict_for(match)
@@ -212,7 +209,7 @@ class KVCache:
             # Acquiring a slot may offload its old path and take its checkpoint. Neither may evict what this request
             # is about to load from RAM.
             self._tiers.load_pins[_NO_SEQ] = frozenset(part.segment for part in match.parts)
-        slot, n_copied = self._pool.acquire(slots, match, preferred)
+        slot, n_copied = self._pool.acquire(slots, match)
         if pins := self._tiers.load_pins.pop(_NO_SEQ, None):
             self._tiers.load_pins[slot] = pins
         now = self._sequences.advance()

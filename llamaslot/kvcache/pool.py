@@ -11,7 +11,7 @@ and time, and what a slot drops goes to RAM.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Container, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 
 from llamaslot.kvcache.cache_settings import CacheSettings
@@ -36,7 +36,7 @@ class Pool:
     _checkpoints: Checkpoints
     _restorer: StateRestorer
 
-    def acquire(self, slots: Sequence[int], match: Match, preferred: Collection[int]) -> tuple[int, int]:
+    def acquire(self, slots: Sequence[int], match: Match) -> tuple[int, int]:
         """Choose one of `slots`, give it a match's resident part, and pin it; returns it and the tokens copied.
 
         Chosen is
@@ -46,11 +46,10 @@ class Pool:
         3. the slot that holds most of the match; of several, the least recently used. Its old path moves to a spare
            sequence.
 
-        In each case one of `preferred` comes before others that hold as much of the match. In a partitioned pool,
-        where copies take time, 3 is also chosen if that takes less time than 1 or 2.
+        In a partitioned pool, where copies take time, 3 is also chosen if that takes less time than 1 or 2.
         """
         held = self._sequences.held(match, slots)
-        seq = self._choose(slots, held, min(match.n_resident, match.n_cached), preferred)
+        seq = self._choose(slots, held, min(match.n_resident, match.n_cached))
         own = held[seq]
         self._restorer.begin(seq, own, match)
         self.claim(seq, own, match.namespace)
@@ -147,16 +146,14 @@ class Pool:
             self._move_to_spare(moved, 0)
             sequences.clear(moved)
 
-    def _choose(
-        self, slots: Sequence[int], held: dict[int, int], n_resident: int, preferred: Collection[int]
-    ) -> int:
-        def order(seq: int) -> tuple[int, bool, float]:
-            return held[seq], seq in preferred, -self._sequences.rank(seq)
+    def _choose(self, slots: Sequence[int], held: dict[int, int], n_resident: int) -> int:
+        def order(seq: int) -> tuple[int, float]:
+            return held[seq], -self._sequences.rank(seq)
 
         longest = max(slots, key=order)
         if whole := [seq for seq in slots if held[seq] == self._tree.length(seq)]:
-            is_live, n_beside = self._sequences.states.is_live, self._n_running_beside
-            chosen = max(whole, key=lambda seq: (held[seq], is_live(seq), seq in preferred, n_beside(seq), -seq))
+            is_live = self._sequences.states.is_live
+            chosen = max(whole, key=lambda seq: (held[seq], is_live(seq), self._n_running_beside(seq), -seq))
         else:
             chosen = max(filter(self._sequences.is_covered, slots), key=order, default=longest)
         if self._settings.unified:

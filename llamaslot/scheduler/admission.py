@@ -25,10 +25,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from msgspec.structs import replace
 
 from llamaslot.base.callers import MAX_ROUND_TURNS, Turns
-from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.tokens import n_common
 from llamaslot.kvcache.cache import KVCache
 from llamaslot.kvcache.match import Match
@@ -45,18 +43,12 @@ _NEWEST_WEIGHT = 0.1
 
 
 class Admission:
-    """The queue, and which requests leave it. `n_ctx_slot` is the number of tokens that a slot may hold.
+    """The queue, and which requests leave it. `n_ctx_slot` is the number of tokens that a slot may hold."""
 
-    `on_device` returns True while new samplers run on the device.
-    """
-
-    def __init__(
-        self, cache: KVCache, slots: Sequence[Slot], n_ctx_slot: int, on_device: Callable[[], bool]
-    ) -> None:
+    def __init__(self, cache: KVCache, slots: Sequence[Slot], n_ctx_slot: int) -> None:
         self._cache = cache
         self._slots = slots
         self._n_ctx_slot = n_ctx_slot
-        self._samples_on_device = on_device
         self._turns = Turns()
         self._round_start = 0
         """Number of the last turn of a client before this round."""
@@ -234,12 +226,9 @@ class Admission:
     def _start(self, request: Request, slots: Sequence[int], now: float) -> None:
         is_background = request.params.is_background
         is_new = request.slot < 0 and not is_background
-        # Other samplers on the slot's sequence would make llama.cpp build its graph again (fact 37).
-        chain = _chain(request)
-        fitting = [slot for slot in slots if self._slots[slot].chain == chain] if self._samples_on_device() else []
-        acquired = self._cache.acquire(slots, self.match(request), is_new=is_new, preferred=fitting)
+        acquired = self._cache.acquire(slots, self.match(request), is_new=is_new)
         request.admit(acquired, now)
-        self._slots[request.slot].request, self._slots[request.slot].chain = request, chain
+        self._slots[request.slot].request = request
         if is_background:
             return
         self.queue.remove(request)
@@ -342,13 +331,6 @@ def by_share(running: Sequence[Request]) -> list[Request]:
         ranked.append((seen[request.params.client], request.arrival, request))
         seen[request.params.client] += 1
     return [request for _, _, request in sorted(ranked, key=lambda each: each[:2])]
-
-
-def _chain(request: Request) -> Sampling | None:
-    """Return what the samplers of a request on the device depend on; None if it samples on the host."""
-    sampling = request.params.sampling
-    is_on_host = request.params.constraint is not None or sampling.n_probs >= 0
-    return None if is_on_host else replace(sampling, seed=0)
 
 
 def _free_slots(request: Request, free: Sequence[Slot]) -> list[int]:

@@ -22,7 +22,6 @@ from llamaslot.base.backend import CompiledConstraint, Sampler
 from llamaslot.base.commands import GenerateParams
 from llamaslot.base.errors import next_state
 from llamaslot.base.events import Progress
-from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.generation.token_probs import NOT_SCORED, TokenScore
 from llamaslot.base.generation.tools import ReasoningBudget
 from llamaslot.base.namespaces import private_namespace, salt_namespace
@@ -476,8 +475,6 @@ class Slot:
 
     id: int
     request: Request | None = None
-    chain: Sampling | None = None
-    """Parameters of the samplers that its last request left on the device; None without any."""
 
 
 class ReuseStats:

@@ -22,7 +22,7 @@ only one that fails alone is at fault.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -102,7 +102,6 @@ class Scheduler:
         control: Collection[int] = (),
         on_disk: Sequence[SegmentMeta] = (),
         first_number: int = 0,
-        samples_on_device: Callable[[], bool] = lambda: False,
     ) -> None:
         if info.n_ubatch < cache_settings.n_slots:
             raise ValueError("n_ubatch must be at least n_slots")
@@ -117,7 +116,7 @@ class Scheduler:
         self._remote, self._dropper, self._pins = self.cache.remote, self.cache.dropper, self.cache.pins
         self._taker = CheckpointTaker(self.cache, control, info.n_ctx_slot)
         self.slots = [Slot(i) for i in range(cache_settings.n_slots)]
-        self.admission = Admission(self.cache, self.slots, info.n_ctx_slot, samples_on_device)
+        self.admission = Admission(self.cache, self.slots, info.n_ctx_slot)
         self.queue = self.admission.queue
         """Waiting requests by arrival."""
         self._layout = LayoutChoice(self.cache, self.admission)
