@@ -29,8 +29,8 @@ from llamaslot.base.backend import (
     NO_TOKEN,
     CompiledConstraint,
     Decoded,
+    Draws,
     Run,
-    Sampler,
     Status,
     accepted,
     check_runs,
@@ -315,10 +315,7 @@ class FakeBackend:
     n_device_sampled = n_sampler_changes = page_locked_bytes = 0
     n_step_threads = 1
 
-    def attach(self, draws: Sequence[tuple[int, Sampler]]) -> None:
-        """Do nothing: there is no device."""
-
-    def decode(self, runs: Sequence[Run]) -> Decoded:
+    def decode(self, runs: Sequence[Run], draws: Draws = ()) -> Decoded:
         """Place a batch in the pool, or fail as `failures` says."""
         check_runs(runs, length_of=self.seq_len, info=self.info, states=self.states)
         status, n_applied = self.failures.popleft() if self.failures else (Status.OK, len(runs))
@@ -359,7 +356,7 @@ class FakeBackend:
         self.samplers.append(sampler)
         return sampler
 
-    def sample(self, draws: Sequence[tuple[int, Sampler]]) -> list[tuple[int, ...]]:
+    def sample(self, draws: Draws) -> list[tuple[int, ...]]:
         """Sample for each sequence id: drafted tokens as far as they are right, and one more."""
         sampled = []
         for seq, sampler in draws:

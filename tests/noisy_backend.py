@@ -13,7 +13,7 @@ import llama_cpp
 import numpy as np
 
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings
-from llamaslot.base.backend import Decoded, Run, Status
+from llamaslot.base.backend import Decoded, Draws, Run, Status
 
 _RANK = 64
 """Directions that the noise of a row has, like the width of a layer in which the rounding happened."""
@@ -28,8 +28,8 @@ class NoisyBackend(LlamaBackend):
         self._directions = np.zeros((0, 0), np.float32)
         super().__init__(settings)
 
-    def decode(self, runs: Sequence[Run]) -> Decoded:
-        decoded = super().decode(runs)
+    def decode(self, runs: Sequence[Run], draws: Draws = ()) -> Decoded:
+        decoded = super().decode(runs, draws)
         n_rows = sum(max(run.n_outputs, len(run.targets) if run.targets is not None else 0) for run in runs)
         if self._noise and n_rows and decoded.status is Status.OK:
             rows = np.ctypeslib.as_array(llama_cpp.llama_get_logits(self._context), (n_rows, self.vocab.n_tokens))

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
-from llamaslot.base.backend import Backend, CompiledConstraint, Decoded, Run, Sampler, Status
+from llamaslot.base.backend import Backend, CompiledConstraint, Decoded, Draws, Run, Sampler, Status
 from llamaslot.base.commands import Constraint
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.kv_ops import (
@@ -288,25 +288,22 @@ class Recorder:
     n_device_sampled = n_sampler_changes = page_locked_bytes = 0
     n_step_threads = 1
 
-    def attach(self, draws: Sequence[tuple[int, Sampler]]) -> None:
-        self.inner.attach(draws)
-
-    def decode(self, runs: Sequence[Run]) -> Decoded:
+    def decode(self, runs: Sequence[Run], draws: Draws = ()) -> Decoded:
         self.n_calls += 1
         failure, self.failure = self.failure, None
         if failure is None:
-            decoded = self.inner.decode(runs)
+            decoded = self.inner.decode(runs, draws)
             assert decoded.status is Status.OK, decoded.status
             self._record(runs)
             return decoded
         if isinstance(self.inner, FakeBackend) and self.inner.states.has_states:
             # It knows itself what such a failure takes from the states of its sequences.
             self.inner.failures.append((failure.status, failure.n_applied))
-            return self.inner.decode(runs)
+            return self.inner.decode(runs, draws)
         is_fatal = failure.status in (Status.ABORTED, Status.FATAL)
         if self.abort is not None and is_fatal:
             with self.abort(self.inner):
-                return self.inner.decode(runs)
+                return self.inner.decode(runs, draws)
         left = failure.n_applied if is_fatal else 0
         applied = []
         for run in runs:
@@ -367,7 +364,7 @@ class Recorder:
         self.samplers.append(self.inner.new_sampler(sampling, history, constraint))
         return self.samplers[-1]
 
-    def sample(self, draws: Sequence[tuple[int, Sampler]]) -> list[tuple[int, ...]]:
+    def sample(self, draws: Draws) -> list[tuple[int, ...]]:
         return self.inner.sample(draws)
 
     def run_self_test(self, should_stop: Callable[[], bool] = lambda: False) -> bool:

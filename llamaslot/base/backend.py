@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from llamaslot.base.commands import Constraint
 from llamaslot.base.generation.sampling import Sampling
@@ -145,6 +145,10 @@ class Sampler(Protocol):
         """Free the sampler; further use is an error."""
 
 
+Draws: TypeAlias = Sequence[tuple[int, Sampler]]
+"""Sequence and sampler of each request that gets tokens; requests may draw from the same sequence."""
+
+
 class CompiledConstraint(Protocol):
     """A constraint for `new_sampler`; any number of requests can share it."""
 
@@ -241,11 +245,11 @@ class Backend(Protocol):
     def page_locked_bytes(self) -> int:
         """Bytes of page-locked host memory for KV, in use or not."""
 
-    def attach(self, draws: Sequence[tuple[int, Sampler]]) -> None:
-        """Announce the draws of `sample` after the next `decode`, so that those that can are made on the device."""
+    def decode(self, runs: Sequence[Run], draws: Draws = ()) -> Decoded:
+        """Compute at most `info.n_ubatch` tokens, as one micro-batch; every run must continue its sequence.
 
-    def decode(self, runs: Sequence[Run]) -> Decoded:
-        """Compute at most `info.n_ubatch` tokens, as one micro-batch; every run must continue its sequence."""
+        `draws` are those of the `sample` that follows; what the device can sample of them is computed there.
+        """
 
     def compile(self, constraint: Constraint) -> CompiledConstraint:
         """Compile a constraint. May be called from any thread, and from several at once.
@@ -258,7 +262,7 @@ class Backend(Protocol):
     ) -> Sampler:
         """Create a sampler whose penalties count the tokens of `history`, for a reply that begins now."""
 
-    def sample(self, draws: Sequence[tuple[int, Sampler]]) -> list[tuple[int, ...]]:
+    def sample(self, draws: Draws) -> list[tuple[int, ...]]:
         """Sample for each sequence id and its sampler; the last `decode` had outputs for all of them.
 
         Returns the drafted tokens up to the first that the sampler did not choose, and the token it chose then:

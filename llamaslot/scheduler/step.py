@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from llamaslot.base.backend import Backend, Decoded, Run, Sampler, Status
+from llamaslot.base.backend import Backend, Decoded, Draws, Run, Sampler, Status
 from llamaslot.base.generation.token_probs import TokenScore
 from llamaslot.base.kv_ops import (
     Copy,
@@ -160,8 +160,7 @@ def apply(plan: StepPlan, backend: Backend, clock: Callable[[], float]) -> StepR
     if not plan.work:
         return StepResult(Decoded(Status.OK, {}), started, unsaved=unsaved, incomplete=incomplete)
     draws = _draws(plan.work, backend)
-    backend.attach(draws)
-    decoded = _decode(plan, backend)
+    decoded = _decode(plan, draws, backend)
     results: Sequence[tuple[RequestResult, ...]] = ()
     lengths: dict[int, int] = {}
     if decoded.status is Status.OK:
@@ -179,7 +178,7 @@ def apply(plan: StepPlan, backend: Backend, clock: Callable[[], float]) -> StepR
     return StepResult(decoded, started, clock() - started, results, lengths, unsaved, incomplete)
 
 
-def _draws(works: Sequence[Work], backend: Backend) -> list[tuple[int, Sampler]]:
+def _draws(works: Sequence[Work], backend: Backend) -> Draws:
     """Return sequence and sampler of each request that gets tokens; creates the samplers of new ones."""
     draws: list[tuple[int, Sampler]] = []
     for work in works:
@@ -191,9 +190,7 @@ def _draws(works: Sequence[Work], backend: Backend) -> list[tuple[int, Sampler]]
     return draws
 
 
-def _sample(
-    works: Sequence[Work], draws: Sequence[tuple[int, Sampler]], backend: Backend
-) -> list[tuple[RequestResult, ...]]:
+def _sample(works: Sequence[Work], draws: Draws, backend: Backend) -> list[tuple[RequestResult, ...]]:
     """Sample for every request that gets tokens, and score prompts."""
     sampled = iter(zip(draws, backend.sample(draws), strict=True))
     results = []
@@ -290,14 +287,14 @@ def _is_done(operation: Operation, backend: Backend) -> bool:
     return True
 
 
-def _decode(plan: StepPlan, backend: Backend) -> Decoded:
+def _decode(plan: StepPlan, draws: Draws, backend: Backend) -> Decoded:
     """Compute a step's tokens, and remove its padding."""
     runs = [work.run for work in plan.work]
     if not plan.padding:
-        return backend.decode(runs)
+        return backend.decode(runs, draws)
     # Sorted by sequence, because llama.cpp computes adjacent ones together. The sort is stable, so padding that
     # continues a run follows it, and scratch has the highest id: real tokens get the same cells as without padding.
-    decoded = backend.decode(sorted((*runs, *plan.padding), key=lambda run: run.seq))
+    decoded = backend.decode(sorted((*runs, *plan.padding), key=lambda run: run.seq), draws)
     sent = {run.seq: decoded.sent[run.seq] for run in runs}
     for padding in plan.padding:
         _cut(padding, 0, backend)

@@ -87,10 +87,10 @@ async def test_one_client_cannot_fill_the_queue(start: Start) -> None:
 class Slow(FakeBackend):
     """A step takes as long as an HTTP request, so that a request arrives while another one runs."""
 
-    def decode(self, runs: Any) -> Any:
+    def decode(self, runs: Any, draws: Any = ()) -> Any:
         """Compute after a while."""
         time.sleep(0.003)
-        return super().decode(runs)
+        return super().decode(runs, draws)
 
 
 async def test_many_requests_of_one_client_delay_another_by_one_request(start: Start) -> None:
@@ -143,11 +143,11 @@ class Stuck(FakeBackend):
         self.gate = threading.Event()
         self.is_stuck = False
 
-    def decode(self, runs: Any) -> Any:
+    def decode(self, runs: Any, draws: Any = ()) -> Any:
         if any(len(run.tokens) > 1 for run in runs):
             self.is_stuck = True
             assert self.gate.wait(10)
-        return super().decode(runs)
+        return super().decode(runs, draws)
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])

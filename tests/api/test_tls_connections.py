@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from llamaslot.base.backend import Decoded, Run
+from llamaslot.base.backend import Decoded, Draws, Run
 from tests.api.conftest import Server, Start
 from tests.api.test_connections import ENDLESS, error_of, posted, sockets
 from tests.certificates import make
@@ -51,9 +51,9 @@ async def test_new_connections_replace_those_in_a_handshake(start: Start, tls: s
 class Paced(FakeBackend):
     """Leaves the event loop time for connections, which answers without an end would take on a slow machine."""
 
-    def decode(self, runs: Sequence[Run]) -> Decoded:
+    def decode(self, runs: Sequence[Run], draws: Draws = ()) -> Decoded:
         time.sleep(0.005)
-        return super().decode(runs)
+        return super().decode(runs, draws)
 
 
 async def test_connections_with_a_request_are_kept_and_a_further_one_gets_503(

@@ -27,7 +27,7 @@ from llamaslot.app.config_reader import Parser, add_flags, read_config, read_tem
 from llamaslot.app.http_config import api_settings, check_vocabulary, max_queue_per_client
 from llamaslot.app.runtime.engine_host import llama_settings
 from llamaslot.backend.llama import LlamaSettings
-from llamaslot.base.backend import Decoded, Run, Sampler
+from llamaslot.base.backend import Decoded, Draws, Run
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.model import CheckpointLimits, KvCost, StateKind
 from llamaslot.base.prompt_jobs import Prepare
@@ -481,15 +481,15 @@ async def serving(folder: Path, backend: FakeBackend, **config: Any) -> AsyncIte
 class Slow(FakeBackend):
     """A model that takes its time, so that a request lasts longer than its test."""
 
-    def decode(self, runs: Sequence[Run]) -> Decoded:
+    def decode(self, runs: Sequence[Run], draws: Draws = ()) -> Decoded:
         time.sleep(0.05)
-        return super().decode(runs)
+        return super().decode(runs, draws)
 
 
 class Doomed(FakeBackend):
     """A model that breaks with its first step."""
 
-    def decode(self, runs: Sequence[Run]) -> Decoded:
+    def decode(self, runs: Sequence[Run], draws: Draws = ()) -> Decoded:
         raise RuntimeError("the device is gone")
 
 
@@ -651,7 +651,7 @@ async def test_replies_are_remembered_unless_it_is_turned_off(tmp_path: Path, is
     """Bytes that are no text come back as others."""
 
     class Garbled(FakeBackend):
-        def sample(self, draws: Sequence[tuple[int, Sampler]]) -> list[tuple[int, ...]]:
+        def sample(self, draws: Draws) -> list[tuple[int, ...]]:
             return [(0x80,) for _ in super().sample(draws)]
 
     async with serving(tmp_path, Garbled(), text_anchors=is_on) as server:

@@ -19,7 +19,7 @@ from llguidance import LLMatcher
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings, costs
 from llamaslot.backend.llama.sampling.device_sampler import ChainSpec, DeviceSampler
 from llamaslot.backend.llama.sampling.sampler import LlamaSampler
-from llamaslot.base.backend import Run, Sampler, Status
+from llamaslot.base.backend import Draws, Run, Sampler, Status
 from llamaslot.base.commands import Constraint
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.kv_ops import Copy, Remove
@@ -68,15 +68,14 @@ class Streams:
         assert isinstance(sampler, DeviceSampler)
         return sampler
 
-    def step(self, draws: Sequence[tuple[int, Sampler]], tokens: Sequence[int] = ()) -> list[int]:
+    def step(self, draws: Draws, tokens: Sequence[int] = ()) -> list[int]:
         """Compute a token in the sequence of each draw, START if none is given, and draw the next one."""
         backend = self.backend
         tokens = tokens or [START] * len(draws)
         runs = [
             Run(seq, backend.seq_len(seq), ids([token]), 1) for (seq, _), token in zip(draws, tokens, strict=True)
         ]
-        backend.attach(draws)
-        assert backend.decode(runs).status is Status.OK
+        assert backend.decode(runs, draws).status is Status.OK
         return [token for (token,) in backend.sample(draws)]
 
     def clear(self) -> None:
@@ -293,8 +292,7 @@ def test_a_batch_may_mix_device_host_and_grammar(streams: Streams) -> None:
 
 def test_requests_that_share_a_row_draw_from_it_on_the_host(streams: Streams) -> None:
     samplers: list[tuple[int, Sampler]] = [(0, streams.sampler(changed(DEFAULT, seed=seed))) for seed in range(40)]
-    streams.backend.attach(samplers)
-    assert streams.backend.decode([Run(0, 0, ids([START]), 1)]).status is Status.OK
+    assert streams.backend.decode([Run(0, 0, ids([START]), 1)], samplers).status is Status.OK
     drawn = streams.backend.sample(samplers)
     assert not streams.backend._chains.on_device
     assert len(set(drawn)) > 1
@@ -313,9 +311,8 @@ def test_drafts_are_drawn_on_the_host_and_go_on_on_the_device(streams: Streams) 
     text = [START, *streams.step([(0, sampler)])]
     # Two right tokens and a wrong one.
     draft = [*expected[1:3], START]
-    streams.backend.attach([(0, sampler)])
     run = Run(0, 1, ids([text[-1], *draft]), n_outputs=4)
-    assert streams.backend.decode([run]).status is Status.OK
+    assert streams.backend.decode([run], [(0, sampler)]).status is Status.OK
     ((*tokens,),) = streams.backend.sample([(0, sampler)])
     assert tokens == expected[1:4]
     streams.backend.change(Remove(0, 4))

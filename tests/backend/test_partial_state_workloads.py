@@ -22,7 +22,7 @@ import pytest
 from bench import synthetic
 from bench.synthetic_layers import EXPERTS
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings
-from llamaslot.base.backend import Decoded, Run, Sampler, Status
+from llamaslot.base.backend import Decoded, Draws, Run, Status
 from llamaslot.base.kv_ops import Free, Remove, StateRecord
 from llamaslot.base.model import StateKind
 from llamaslot.base.namespaces import PUBLIC_SALT
@@ -98,15 +98,15 @@ class WatchedLlama(LlamaBackend):
     def states(self) -> StateRecord:
         return self._kv.states
 
-    def decode(self, runs: Sequence[Run]) -> Decoded:
+    def decode(self, runs: Sequence[Run], draws: Draws = ()) -> Decoded:
         self.drawn = {}
         self.now += step_seconds(runs)
         if not self.failures:
-            return super().decode(runs)
+            return super().decode(runs, draws)
         with failing(self, self.failures.popleft()[1]):
-            return super().decode(runs)
+            return super().decode(runs, draws)
 
-    def sample(self, draws: Sequence[tuple[int, Sampler]]) -> list[tuple[int, ...]]:
+    def sample(self, draws: Draws) -> list[tuple[int, ...]]:
         self.drawn = {seq: self._logits(self._rows[seq][0]).copy() for seq, _ in draws}
         return super().sample(draws)
 

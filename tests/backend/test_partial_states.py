@@ -16,7 +16,7 @@ import pytest
 
 from bench import synthetic
 from llamaslot.backend.llama import LlamaBackend, saved_states
-from llamaslot.base.backend import Decoded, Run, Status
+from llamaslot.base.backend import Decoded, Draws, Run, Status
 from llamaslot.base.kv_ops import (
     Copy,
     Free,
@@ -316,13 +316,13 @@ async def test_requests_of_a_failed_step_give_the_answers_of_cold_runs(folder: P
     backend = load(path, **settings)
     decode, n_failed = backend.decode, 0
 
-    def fail_once(runs: Sequence[Run]) -> Decoded:
+    def fail_once(runs: Sequence[Run], draws: Draws = ()) -> Decoded:
         nonlocal n_failed
         if n_failed or len(runs) < 2 or not all(run.start for run in runs):
-            return decode(runs)
+            return decode(runs, draws)
         n_failed += 1
         with failing(backend):
-            return decode(runs)
+            return decode(runs, draws)
 
     backend.decode = fail_once
     words = ["".join(pair) for pair in itertools.product("abcdefghijklmnop", repeat=2)]

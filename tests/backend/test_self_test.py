@@ -18,7 +18,7 @@ import pytest
 from bench import synthetic
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings, operations, self_test
 from llamaslot.backend.state_format import HEADER_BYTES, LAYOUTS, SavedCells, digests, read_cells
-from llamaslot.base.backend import Decoded, Run, Status
+from llamaslot.base.backend import Decoded, Draws, Run, Status
 from llamaslot.base.kv_ops import (
     Copy,
     IllegalCallError,
@@ -105,11 +105,11 @@ class WrongBackend(NoisyBackend):
         self.n_decoded = 0
         super().__init__(settings, noise)
 
-    def decode(self, runs: Sequence[Run]) -> Decoded:
+    def decode(self, runs: Sequence[Run], draws: Draws = ()) -> Decoded:
         self.n_decoded += sum(len(run.tokens) for run in runs)
         for run in runs:
             self._held[run.seq][run.start :] = run.tokens.tolist()
-        decoded = super().decode(runs)
+        decoded = super().decode(runs, draws)
         if self._bug == "a state that is not used" and runs[0].targets is not None:
             self._compute_without_state(len(runs[0].tokens))
         return decoded

@@ -22,7 +22,7 @@ from bench.demo.corpus import held_out
 from llamaslot.app.models import resolve_model
 from llamaslot.backend.disk import DiskStore, SlotFiles
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings
-from llamaslot.base.backend import Decoded, Run
+from llamaslot.base.backend import Decoded, Draws, Run
 from llamaslot.base.commands import SlotAction, TextPart, TokensPart
 from llamaslot.base.events import Finished, Progress
 from llamaslot.base.generation.sampling import Sampling
@@ -124,8 +124,8 @@ def keep_prompt_rows(backend: LlamaBackend, kept: list[Rows]) -> None:
     decode = backend.decode
     ends: dict[int, int] = {}
 
-    def decode_and_keep(runs: Sequence[Run]) -> Decoded:
-        decoded = decode(runs)
+    def decode_and_keep(runs: Sequence[Run], draws: Draws = ()) -> Decoded:
+        decoded = decode(runs, draws)
         for run in runs:
             end = run.start + len(run.tokens)
             is_reply = len(run.tokens) == 1 and ends.get(run.seq) == run.start

@@ -20,7 +20,7 @@ from bench.demo.corpus import held_out
 from llamaslot.app.models import resolve_model
 from llamaslot.backend.disk import DiskStore
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings
-from llamaslot.base.backend import Decoded, Run
+from llamaslot.base.backend import Decoded, Draws, Run
 from llamaslot.base.events import Cancelled, Finished
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.model import StepCost
@@ -117,10 +117,10 @@ def pad(backend: LlamaBackend, tally: Tally) -> None:
     backend.info = msgspec.structs.replace(backend.info, step_cost=cost)
     decode = backend.decode
 
-    def counted(runs: Sequence[Run]) -> Decoded:
+    def counted(runs: Sequence[Run], draws: Draws = ()) -> Decoded:
         in_scratch = backend.info.unified and runs[-1].seq == backend.n_seqs - 1
         tally.seen["padded steps"] += in_scratch or len({run.seq for run in runs}) < len(runs)
-        return decode(runs)
+        return decode(runs, draws)
 
     backend.decode = counted  # type: ignore[method-assign]
 
@@ -129,9 +129,9 @@ def count_pairs(backend: LlamaBackend, tally: Tally) -> None:
     """Note the batches that are for two requests."""
     decode = backend.decode
 
-    def counted(runs: Sequence[Run]) -> Decoded:
+    def counted(runs: Sequence[Run], draws: Draws = ()) -> Decoded:
         tally.seen["batches of two"] += len(runs) == 2
-        return decode(runs)
+        return decode(runs, draws)
 
     backend.decode = counted  # type: ignore[method-assign]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from llamaslot.backend.disk import DiskStore
-from llamaslot.base.backend import NO_TOKEN, Decoded, Run, Sampler, Status
+from llamaslot.base.backend import NO_TOKEN, Decoded, Draws, Run, Sampler, Status
 from llamaslot.base.commands import ClearCache, InspectCache, TextPart
 from llamaslot.base.events import Failed, Finished, Output
 from llamaslot.base.generation.sampling import Sampling
@@ -174,12 +174,12 @@ class Damaging(FakeBackend):
 
     has_damaged = False
 
-    def decode(self, runs: Sequence[Run]) -> Decoded:
+    def decode(self, runs: Sequence[Run], draws: Draws = ()) -> Decoded:
         """Damage a cell before the first batch of two requests."""
         if len(runs) > 1 and not self.has_damaged:
             self.has_damaged = True
             self.damage(30)
-        return super().decode(runs)
+        return super().decode(runs, draws)
 
 
 async def test_followers_that_run_on_bad_kv_are_computed_anew() -> None:
@@ -199,7 +199,7 @@ class Losing(FakeBackend):
     lost: Sampler | None = None
     n_good = 5
 
-    def sample(self, draws: Sequence[tuple[int, Sampler]]) -> list[tuple[int, ...]]:
+    def sample(self, draws: Draws) -> list[tuple[int, ...]]:
         """Sample as ever, but for the stream that was drawn first."""
         self.lost = self.lost or draws[0][1]
         return [

@@ -15,7 +15,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from llamaslot.backend.disk import DiskStore
-from llamaslot.base.backend import Decoded, Run
+from llamaslot.base.backend import Decoded, Draws, Run
 from llamaslot.base.commands import CacheCleared, ClearCache, InspectCache
 from llamaslot.base.events import Failed, Finished, Output
 from llamaslot.base.generation.sampling import Sampling
@@ -269,9 +269,9 @@ class Parts(FakeBackend):
     def __init__(self) -> None:
         super().__init__(n_ctx=16_384, n_ubatch=64, unified=False, eos_every=10**9)
 
-    def decode(self, runs: Sequence[Run]) -> Decoded:
+    def decode(self, runs: Sequence[Run], draws: Draws = ()) -> Decoded:
         time.sleep(0.001)
-        return super().decode(runs)
+        return super().decode(runs, draws)
 
 
 async def test_in_a_partitioned_pool_too_no_request_waits_for_an_unresponsive_disk_while_another_one_runs(
@@ -356,9 +356,9 @@ async def test_a_slow_step_does_not_make_the_disk_unresponsive(
     async with restarted(tmp_path, Slow) as (harness, _):
         decode = harness.backend.decode
 
-        def slowly(runs: Sequence[Run]) -> Decoded:
+        def slowly(runs: Sequence[Run], draws: Draws = ()) -> Decoded:
             time.sleep(0.6)
-            return decode(runs)
+            return decode(runs, draws)
 
         monkeypatch.setattr(harness.backend, "decode", slowly)
         other = harness.submit("other", "Something else. " * 8, max_tokens=2)

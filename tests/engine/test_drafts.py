@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llamaslot.base.backend import Decoded, Run, Status
+from llamaslot.base.backend import Decoded, Draws, Run, Status
 from llamaslot.base.events import Finished, Output
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.generation.tools import ReasoningBudget
@@ -127,10 +127,10 @@ async def test_a_step_that_fails_with_a_draft_is_tried_again_without(status: Sta
     backend = FakeBackend()
     decode = backend.decode
 
-    def failing(runs: Sequence[Run]) -> Decoded:
+    def failing(runs: Sequence[Run], draws: Draws = ()) -> Decoded:
         if any(run.n_drafted for run in runs):
             backend.failures.append((status, 0))
-        return decode(runs)
+        return decode(runs, draws)
 
     backend.decode = failing
     async with running(backend) as harness:

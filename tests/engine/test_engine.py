@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from llamaslot.base.backend import Decoded, Run, Status
+from llamaslot.base.backend import Decoded, Draws, Run, Status
 from llamaslot.base.commands import InspectEngine, TextPart
 from llamaslot.base.events import Cancelled, Failed, Finished, Output
 from llamaslot.base.generation.sampling import Sampling
@@ -24,9 +24,9 @@ class CountingBackend(FakeBackend):
 
     n_decodes = 0
 
-    def decode(self, runs: Sequence[Run]) -> Decoded:
+    def decode(self, runs: Sequence[Run], draws: Draws = ()) -> Decoded:
         self.n_decodes += 1
-        return super().decode(runs)
+        return super().decode(runs, draws)
 
 
 def finished(event: object) -> Finished:
@@ -206,10 +206,10 @@ async def test_a_failed_step_costs_no_request_anything(status: Status, n_applied
 
 async def test_the_request_at_fault_fails_alone() -> None:
     class Poisoned(FakeBackend):
-        def decode(self, runs):
+        def decode(self, runs, draws=()):
             if any(ord("!") in run.tokens for run in runs):
                 self.failures.append((Status.FATAL, 0))
-            return super().decode(runs)
+            return super().decode(runs, draws)
 
     async with running(Poisoned(n_slots=3)) as engine:
         ends = [engine.submit(str(i), p, max_tokens=12) for i, p in enumerate(["good", "bad!", "fine"])]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from llamaslot.base.backend import Decoded, Run, Sampler
+from llamaslot.base.backend import Decoded, Draws, Run
 from llamaslot.base.commands import InspectEngine, TextPart
 from llamaslot.base.events import Cancelled, Event, Failed, Finished, Output, Reply, Stopped
 from llamaslot.base.generation.sampling import Sampling
@@ -30,11 +30,11 @@ class GatedBackend(FakeBackend):
         self.n_decodes = 0
         self.gate = threading.Semaphore(0)
 
-    def decode(self, runs: Sequence[Run]) -> Decoded:
+    def decode(self, runs: Sequence[Run], draws: Draws = ()) -> Decoded:
         if self.n_decodes >= self.n_free:
             assert self.gate.acquire(timeout=10)
         self.n_decodes += 1
-        return super().decode(runs)
+        return super().decode(runs, draws)
 
     async def reached(self, n_decodes: int) -> None:
         """Wait until so many steps were computed."""
@@ -166,7 +166,7 @@ async def test_samplers_outlive_the_step_that_runs_when_the_engine_dies() -> Non
     class Watched(GatedBackend):
         n_sampled = 0
 
-        def sample(self, draws: Sequence[tuple[int, Sampler]]) -> list[tuple[int, ...]]:
+        def sample(self, draws: Draws) -> list[tuple[int, ...]]:
             tokens = super().sample(draws)  # which refuses a closed one
             self.n_sampled += 1
             return tokens
@@ -212,10 +212,10 @@ async def test_a_stop_string_ends_a_stream_before_anything_more_is_computed() ->
 
 async def test_an_error_on_the_thread_ends_the_engine() -> None:
     class Breaking(GatedBackend):
-        def decode(self, runs: Sequence[Run]) -> Decoded:
+        def decode(self, runs: Sequence[Run], draws: Draws = ()) -> Decoded:
             if self.n_decodes == 9:
                 raise ZeroDivisionError
-            return super().decode(runs)
+            return super().decode(runs, draws)
 
     engine = Threaded(Breaking())
     async with engine:

@@ -5,14 +5,14 @@ The model's replies are bytes that are no text, so that tokenizing them again gi
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 
 from llamaslot.backend.disk import DiskStore
-from llamaslot.base.backend import Sampler
+from llamaslot.base.backend import Draws
 from llamaslot.base.commands import ClearCache
 from llamaslot.base.events import Cancelled, Finished, Output
 from llamaslot.base.prompt_jobs import DropSession
@@ -27,7 +27,7 @@ class Garbled(FakeBackend):
 
     n_sampled = 0
 
-    def sample(self, draws: Sequence[tuple[int, Sampler]]) -> list[tuple[int, ...]]:
+    def sample(self, draws: Draws) -> list[tuple[int, ...]]:
         tokens = []
         for _ in super().sample(draws):
             tokens.append(((0x80, 0x80, ord("a"), ord("b"))[self.n_sampled % 4],))

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from llamaslot.base.backend import Decoded, Run
+from llamaslot.base.backend import Decoded, Draws, Run
 from llamaslot.base.kv_ops import Remove
 from llamaslot.base.model import StepCost
 from llamaslot.scheduler.padding import MIN_DUMMY_SPEEDUP, DummyRows, adjacent
@@ -135,8 +135,8 @@ def test_a_prompt_that_waits_between_two_streams_is_continued_where_it_was() -> 
 class PassesBackend(TimedBackend):
     """A fake model whose steps of single tokens take what their passes do."""
 
-    def decode(self, runs: Sequence[Run]) -> Decoded:
-        decoded = super().decode(runs)
+    def decode(self, runs: Sequence[Run], draws: Draws = ()) -> Decoded:
+        decoded = super().decode(runs, draws)
         if all(len(run.tokens) == 1 for run in runs):
             self.now += milliseconds([run.seq for run in runs]) / 1e3 - DECODE_SECONDS
         return decoded

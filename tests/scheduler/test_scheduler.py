@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from llamaslot.base.backend import Decoded, Run, Status
+from llamaslot.base.backend import Decoded, Draws, Run, Status
 from llamaslot.base.commands import GenerateParams
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.kv_ops import Copy, Load, Operation, Remove, Save
@@ -39,9 +39,9 @@ class TimedBackend(FakeBackend):
 
     now = 0.0
 
-    def decode(self, runs: Sequence[Run]) -> Decoded:
+    def decode(self, runs: Sequence[Run], draws: Draws = ()) -> Decoded:
         self.now += step_seconds(runs)
-        return super().decode(runs)
+        return super().decode(runs, draws)
 
 
 def step_seconds(runs: Sequence[Run]) -> float:

@@ -14,7 +14,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from structlog.testing import capture_logs
 
-from llamaslot.base.backend import Decoded, Run
+from llamaslot.base.backend import Decoded, Draws, Run
 from llamaslot.base.callers import Caller
 from llamaslot.base.commands import InspectEngine, Query
 from llamaslot.base.errors import (
@@ -190,9 +190,9 @@ async def test_metrics_of_sharing_and_eviction() -> None:
     class Slow(FakeBackend):
         """Takes so long that the second request comes before the first one's prompt is computed."""
 
-        def decode(self, runs: Sequence[Run]) -> Decoded:
+        def decode(self, runs: Sequence[Run], draws: Draws = ()) -> Decoded:
             time.sleep(0.02)
-            return super().decode(runs)
+            return super().decode(runs, draws)
 
     backend = Slow(n_slots=2, n_reserved=2, n_ctx=256, n_ubatch=32)
     head = "h" * 100

@@ -361,8 +361,7 @@ def _sampled_step(backend: Backend, quiet: Quiet, samplers: Sequence[Sampler]) -
             quiet.stop_if_asked()
             runs = [Run(seq, backend.seq_len(seq), np.ones(1, dtype=np.int32), n_outputs=1) for seq, _ in draws]
             started = perf_counter()
-            backend.attach(draws)
-            if (status := backend.decode(runs).status) is not Status.OK:
+            if (status := backend.decode(runs, draws).status) is not Status.OK:
                 raise ConfigError(f"the model cannot compute {len(runs)} sequences at once ({status.name})")
             backend.sample(draws)
             taken.append(perf_counter() - started)

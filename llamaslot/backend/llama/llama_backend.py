@@ -26,7 +26,7 @@ from llamaslot.backend.llama.sampling.sampler import LlamaSampler
 from llamaslot.backend.llama.threads import StepThreads
 from llamaslot.backend.llama.vocab import ConstraintTokenizer, LlamaVocab
 from llamaslot.base import kv_ops
-from llamaslot.base.backend import CompiledConstraint, Decoded, Run, Sampler, Status, accepted, check_runs
+from llamaslot.base.backend import CompiledConstraint, Decoded, Draws, Run, Sampler, Status, accepted, check_runs
 from llamaslot.base.commands import Constraint
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.files import parts
@@ -139,13 +139,13 @@ class LlamaBackend:
         start = llama_cpp.llama_memory_seq_pos_min(self._memory, seq) if self.info.can_trim else 0
         return range(start, end) if end else range(0)
 
-    def decode(self, runs: Sequence[Run]) -> Decoded:
-        """Compute a batch."""
+    def decode(self, runs: Sequence[Run], draws: Draws = ()) -> Decoded:
+        """Compute a batch, and on the device as many of the `draws` as can be."""
         self._check_open()
         check_runs(runs, length_of=self._kv.length, info=self.info, states=self._kv.states)
         self._kv.transfer.end_changes()
         self._rows, self._targets = self._batch.fill(runs)
-        self._chains.prepare(runs)
+        self._chains.prepare(runs, draws)
         if self._threads is not None:
             n_threads = self._threads.choose()
             llama_cpp.llama_set_n_threads(self._context, n_threads, n_threads)
@@ -156,11 +156,6 @@ class LlamaBackend:
         elif _status(code) in (Status.ABORTED, Status.FATAL):
             self._kv.failed(runs)
         return Decoded(_status(code), self._batch.sent())
-
-    def attach(self, draws: Sequence[tuple[int, Sampler]]) -> None:
-        """Announce the draws of `sample` after the next `decode`, so that those that can are made on the device."""
-        if self.samples_on_device:
-            self._chains.draws = draws
 
     @property
     def n_device_sampled(self) -> int:
@@ -207,7 +202,7 @@ class LlamaBackend:
             matcher=constraint.matcher() if constraint is not None else None,
         )
 
-    def sample(self, draws: Sequence[tuple[int, Sampler]]) -> list[tuple[int, ...]]:
+    def sample(self, draws: Draws) -> list[tuple[int, ...]]:
         """Sample for each sequence id and its sampler: drafted tokens as far as it chooses them, and one more."""
         sampled: list[tuple[int, ...]] = []
         for seq, sampler in draws:

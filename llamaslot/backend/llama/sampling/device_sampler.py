@@ -24,7 +24,7 @@ from llamaslot.backend.llama.sampling.sampler import (
     bounded_biases,
     takes_the_best,
 )
-from llamaslot.base.backend import NO_TOKEN, Run, Sampler
+from llamaslot.base.backend import NO_TOKEN, Draws, Run
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.generation.token_probs import TokenScore
 from llamaslot.base.kv_ops import IllegalCallError
@@ -219,8 +219,6 @@ class DeviceChains:
         self._n_vocab = n_vocab
         self._places: dict[int, _Place] = {}
         """By sequence."""
-        self.draws: Sequence[tuple[int, Sampler]] = ()
-        """Sequence and sampler of each draw after the next `prepare`."""
         self.on_device: set[int] = set()
         """Sequences whose rows the last batch sampled on the device."""
         self.n_set = 0
@@ -229,18 +227,19 @@ class DeviceChains:
         self._refused: set[tuple[bool, tuple[str, ...]]] = set()
         """Kinds of chains that the device cannot compute as a whole, whatever their parameters."""
 
-    def prepare(self, runs: Sequence[Run]) -> None:
+    def prepare(self, runs: Sequence[Run], draws: Draws) -> None:
         """Have the chains of the sequences of a batch be those of `draws`, and no others where the host samples."""
-        if not self.draws and not self._places:
+        self.on_device = set()
+        samplers = {seq: each for seq, each in draws if isinstance(each, DeviceSampler)}
+        if not samplers and not self._places:
             return
-        draws, self.draws, self.on_device = self.draws, (), set()
-        # Several requests draw from one row on the host.
         n_draws = Counter(seq for seq, _ in draws)
-        samplers = {seq: each for seq, each in draws if isinstance(each, DeviceSampler) and n_draws[seq] == 1}
         for run in runs:
             if not run.n_outputs and run.targets is None:
                 continue
-            sampler = samplers.get(run.seq) if run.n_outputs == 1 and run.targets is None else None
+            # Several requests draw from one row on the host.
+            is_single = run.n_outputs == 1 and run.targets is None and n_draws[run.seq] == 1
+            sampler = samplers.get(run.seq) if is_single else None
             if sampler is not None and self._fits(run.seq, sampler.spec):
                 sampler.move_to(self._places[run.seq])
                 self.on_device.add(run.seq)
