@@ -303,8 +303,8 @@ class ModelInfo(msgspec.Struct, frozen=True):
     """Durations of small steps; None where they were not measured."""
     state_cost: StateCost | None = None
     """Cost of checkpoints; None where it was not measured."""
-    samples_faster: bool | None = None
-    """True if steps are faster with tokens sampled on the device; None where it was not measured."""
+    samples_on_device: bool = False
+    """True if the device samples what it can: by `--backend-sampling`, or because that is measured to be faster."""
     costs_pending: str = ""
     """Why costs are not measured: `NOT_YET`, or what disturbed the measurement. Empty once they are."""
     segment_size: SegmentSize | None = None

@@ -50,7 +50,7 @@ class Streams:
 
     def __init__(self, model: Path) -> None:
         settings = LlamaSettings(
-            model, n_ctx=2048, n_slots=N_SLOTS, n_cache_seqs=1, n_ubatch=64, n_threads=1, backend_sampling="on"
+            model, n_ctx=2048, n_slots=N_SLOTS, n_cache_seqs=1, n_ubatch=64, n_threads=1, backend_sampling=True
         )
         self.backend = LlamaBackend(settings)
         self.n_vocab = self.backend.vocab.n_tokens
@@ -82,9 +82,9 @@ class Streams:
         for seq in range(self.backend.n_seqs):
             self.backend.change(Remove(seq, 0))
 
-    def text(self, sampling: Sampling, n: int, seq: int = 0, history: Sequence[int] = ()) -> list[int]:
+    def text(self, sampling: Sampling, n: int, seq: int = 0, sampler: Sampler | None = None) -> list[int]:
         """Draw `n` tokens, each after the one before."""
-        sampler = self.backend.new_sampler(sampling, ids(history))
+        sampler = sampler or self.backend.new_sampler(sampling, ids([]))
         tokens = [START]
         for _ in range(n):
             tokens += self.step([(seq, sampler)], tokens[-1:])
@@ -231,11 +231,8 @@ def test_a_seed_draws_what_it_draws_on_the_host(streams: Streams) -> None:
         changed(DEFAULT, seed=5, frequency_penalty=0.5, top_p=0.99),
     ):
         on_device = streams.text(sampling, 20)
-        streams.backend.samples_on_device = False
-        try:
-            assert streams.text(sampling, 20) == on_device
-        finally:
-            streams.backend.samples_on_device = True
+        on_host = streams.backend._host_sampler(sampling, ids([]))
+        assert streams.text(sampling, 20, sampler=on_host) == on_device
 
 
 @pytest.mark.parametrize("penalty", [1.0, 1.3])
@@ -404,9 +401,22 @@ def test_the_device_is_chosen_only_if_it_is_faster_for_one_stream_and_for_all_sl
         return left.pop(0)
 
     monkeypatch.setattr(costs, "_sampled_step", step)
-    try:
-        assert backend._measure_sampling(costs.Quiet(on_cpu=True)) is is_faster
-    finally:
-        backend.samples_on_device = True
+    assert backend._measure_sampling(costs.Quiet(on_cpu=True)) is is_faster
     assert sampled == [(1, False), (1, True), (N_SLOTS, False), (N_SLOTS, True)][: len(times)]
     assert not any(backend.seq_len(seq) for seq in range(N_SLOTS))
+
+
+@pytest.mark.parametrize(
+    ("chosen", "is_faster", "is_used"),
+    [(None, None, False), (None, True, True), (False, True, False), (True, False, True)],
+)
+def test_the_user_decides_before_the_measurement(
+    tiny_model: Path, chosen: bool | None, is_faster: bool | None, is_used: bool
+) -> None:
+    backend = LlamaBackend(LlamaSettings(tiny_model, n_ctx=64, n_threads=1, backend_sampling=chosen))
+    assert backend.info.samples_on_device is bool(chosen)
+    backend._set_costs(costs.Measurements(samples_faster=is_faster))
+    sampler = backend.new_sampler(DEFAULT, ids([]))
+    assert isinstance(sampler, DeviceSampler) is is_used is backend.info.samples_on_device
+    sampler.close()
+    backend.close()

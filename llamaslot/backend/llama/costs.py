@@ -328,23 +328,23 @@ def _fill_state(context: Any, n_loads: int) -> bool:
     return True
 
 
-def measure_sampling(backend: Backend, quiet: Quiet, new_sampler: Callable[[bool], Sampler]) -> bool | None:
+def measure_sampling(
+    backend: Backend, quiet: Quiet, *, host: Callable[[], Sampler], device: Callable[[], Sampler]
+) -> bool | None:
     """Return True if steps are faster with tokens sampled on the device, for one stream and for all slots.
 
-    `new_sampler` creates a sampler for the device (True) or the host. Sequences are empty before and after. None if
-    the slots have too few cells.
+    `host` and `device` each create a sampler. Sequences are empty before and after. None if the slots have too few
+    cells.
     """
     info = backend.info
     if min(info.n_ctx_slot, info.n_ctx // info.n_slots) < 2 * (_N_UNTIMED + _N_TIMED):
         return None
     try:
         for n in sorted({1, min(info.n_slots, info.n_ubatch)}):
-            host, device = (
-                _sampled_step(backend, quiet, [new_sampler(on_device) for _ in range(n)])
-                for on_device in (False, True)
-            )
+            host_s = _sampled_step(backend, quiet, [host() for _ in range(n)])
+            device_s = _sampled_step(backend, quiet, [device() for _ in range(n)])
             quiet.check()
-            if device > host:
+            if device_s > host_s:
                 return False
         return True
     finally:
@@ -452,12 +452,13 @@ def waited_s(before: Clocks, after: Clocks, *, on_cpu: bool) -> float:
 
 
 class Measurements(msgspec.Struct, frozen=True):
-    """Fields of `ModelInfo` that are measured, and the result of the self-test."""
+    """What is measured for fields of `ModelInfo`, and the result of the self-test."""
 
     kv_cost: KvCost | None = None
     step_cost: StepCost | None = None
     state_cost: StateCost | None = None
     samples_faster: bool | None = None
+    """True if steps are faster with tokens sampled on the device; None if that was not measured."""
     self_test: SelfTestResult | None = None
     """Result of the self-test of reuse; None if there is none."""
     has_costs: bool = True
@@ -466,7 +467,7 @@ class Measurements(msgspec.Struct, frozen=True):
     @property
     def costs(self) -> dict[str, Any]:
         """The measured costs, by the names of `ModelInfo`'s fields."""
-        names = "kv_cost", "step_cost", "state_cost", "samples_faster"
+        names = "kv_cost", "step_cost", "state_cost"
         return {name: getattr(self, name) for name in names}
 
     @property

@@ -26,7 +26,7 @@ from llamaslot.backend.llama.sampling.sampler import LlamaSampler
 from llamaslot.backend.llama.threads import StepThreads
 from llamaslot.backend.llama.vocab import ConstraintTokenizer, LlamaVocab
 from llamaslot.base import kv_ops
-from llamaslot.base.backend import CompiledConstraint, Decoded, Draws, Run, Sampler, Status, accepted, check_runs
+from llamaslot.base.backend import CompiledConstraint, Decoded, Draws, Run, Status, accepted, check_runs
 from llamaslot.base.commands import Constraint
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.files import parts
@@ -52,8 +52,6 @@ class LlamaBackend:
         self._n_threads = n_threads
         is_chosen = settings.n_threads or settings.n_threads_batch
         self._threads = None if is_chosen else StepThreads(n_threads)
-        self.samples_on_device = bool(settings.backend_sampling)
-        """True if samplers that are created from now on run on the device where they can."""
         # `ModelInfo.kv_files`, in the version that is loaded next.
         files = tuple(map(ModelFile.of, (*parts(settings.model), *library.paths())))
         self._model, n_mapped = loading.load_model(settings, on_progress)
@@ -82,7 +80,7 @@ class LlamaBackend:
         self._views: dict[int, Logits] = {}
         """Arrays over rows of logits by address, kept because llama.cpp uses the same few addresses again."""
         self._costs: dict[str, Any] = {}
-        """Those measured so far while others are pending, by the names of `ModelInfo`'s fields."""
+        """Those measured so far while others are pending, by the names of `Measurements`' fields."""
         self._is_slow: bool | None = None
         """True if the model is too slow to be measured; None until that is known."""
         try:
@@ -187,11 +185,21 @@ class LlamaBackend:
         """Create a sampler whose penalties take the tokens of `history` into account."""
         if not isinstance(constraint, Compiled | None):
             raise kv_ops.IllegalCallError("a foreign constraint")
-        if self.samples_on_device and constraint is None:
-            n_ctx, n_vocab = self.info.n_ctx_slot, self.vocab.n_tokens
-            spec = ChainSpec.of(sampling, n_ctx=n_ctx, n_vocab=n_vocab, eog=self.vocab.eog)
-            if spec is not None:
-                return DeviceSampler(spec, history=history, n_vocab=n_vocab, seed=sampling.seed)
+        if self.info.samples_on_device and constraint is None:
+            return self._device_sampler(sampling, history) or self._host_sampler(sampling, history)
+        return self._host_sampler(sampling, history, constraint)
+
+    def _device_sampler(self, sampling: Sampling, history: Tokens) -> DeviceSampler | None:
+        """Create a sampler for the device; None if the device cannot sample so."""
+        n_ctx, n_vocab = self.info.n_ctx_slot, self.vocab.n_tokens
+        spec = ChainSpec.of(sampling, n_ctx=n_ctx, n_vocab=n_vocab, eog=self.vocab.eog)
+        if spec is None:
+            return None
+        return DeviceSampler(spec, history=history, n_vocab=n_vocab, seed=sampling.seed)
+
+    def _host_sampler(
+        self, sampling: Sampling, history: Tokens, constraint: Compiled | None = None
+    ) -> LlamaSampler:
         return LlamaSampler(
             sampling,
             history=history,
@@ -241,7 +249,7 @@ class LlamaBackend:
         if result.outcome == "pending":
             return False
         info = self.info
-        known = info.kv_cost, info.step_cost, info.state_cost, info.samples_faster
+        known = info.kv_cost, info.step_cost, info.state_cost, info.samples_on_device
         measured = Measurements(*known, result, has_costs=not info.costs_pending)
         self._keep(measured)
         self._set_measured(measured, is_later=True)
@@ -488,19 +496,18 @@ class LlamaBackend:
         return None
 
     def _measure_sampling(self, quiet: Quiet) -> bool | None:
-        def new_sampler(on_device: bool) -> Sampler:
-            self.samples_on_device = on_device
-            return self.new_sampler(Sampling(), np.zeros(0, dtype=np.int32))
-
-        try:
-            return costs.measure_sampling(self, quiet, new_sampler)
-        finally:
-            self.samples_on_device = False
+        request = Sampling(), np.zeros(0, dtype=np.int32)
+        return costs.measure_sampling(
+            self,
+            quiet,
+            host=lambda: self._host_sampler(*request),
+            device=lambda: self._device_sampler(*request) or self._host_sampler(*request),
+        )
 
     def _set_costs(self, measured: Measurements) -> None:
-        self.info = msgspec.structs.replace(self.info, **measured.costs)
-        if self._settings.backend_sampling is None:
-            self.samples_on_device = bool(measured.samples_faster)
+        chosen = self._settings.backend_sampling
+        on_device = bool(measured.samples_faster) if chosen is None else chosen
+        self.info = msgspec.structs.replace(self.info, **measured.costs, samples_on_device=on_device)
 
     def _set_measured(self, measured: Measurements, *, is_later: bool = False) -> None:
         """Set the measured values in `info`; sequences must be empty.
