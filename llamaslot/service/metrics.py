@@ -41,7 +41,7 @@ _COUNTERS = (
     ("llamaslot_device_sampled_tokens", "Tokens sampled on the device (--backend-sampling).", "n_device_sampled"),
     (
         "llamaslot_sampler_changes",
-        "Changes of a sequence's samplers on the device, each of which makes llama.cpp build its graph again.",
+        "Changes of a sequence's samplers on the device, after which llama.cpp builds its graph again.",
         "n_sampler_changes",
     ),
     ("llamaslot_prefix_cache_miss_requests", "Requests that reused nothing.", "cache.requests.misses"),

@@ -129,37 +129,37 @@ class DeviceSampler:
 
     def __init__(self, spec: ChainSpec, *, history: Tokens, n_vocab: int, seed: int) -> None:
         self.spec = spec
-        self._chain = spec.make(n_vocab, seed)
-        self.place: _Place | None = None
+        self._host_chain = spec.make(n_vocab, seed)
+        self.chain: SequenceChain | None = None
         """The sequence's chain that has the state; None if the sampler's own chain has it."""
         self.scores: list[TokenScore] = []
         self._closed = False
         if "penalties" in spec.names:
             for token in history[-spec.window :].tolist():
-                llama_cpp.llama_sampler_accept(self._chain, token)
+                llama_cpp.llama_sampler_accept(self._host_chain, token)
 
     @property
     def failure(self) -> str:
         """Empty: no constraint can fail."""
         return ""
 
-    def move_to(self, place: _Place) -> None:
+    def move_to(self, chain: SequenceChain) -> None:
         """Let a sequence's chain continue from this sampler's state."""
         self.check_open()
-        if self.place is place:
+        if self.chain is chain:
             return
         self.leave()
-        if place.sampler is not None:
-            place.sampler.leave()
-        llama_cpp.llama_sampler_copy(self._chain, place.chain)
-        self.place, place.sampler = place, self
+        if chain.sampler is not None:
+            chain.sampler.leave()
+        llama_cpp.llama_sampler_copy(self._host_chain, chain.handle)
+        self.chain, chain.sampler = chain, self
 
     def leave(self) -> None:
         """Take the state back from a sequence's chain."""
-        if self.place is not None:
-            llama_cpp.llama_sampler_copy(self.place.chain, self._chain)
-            self.place.sampler = None
-            self.place = None
+        if self.chain is not None:
+            llama_cpp.llama_sampler_copy(self.chain.handle, self._host_chain)
+            self.chain.sampler = None
+            self.chain = None
 
     def choose(self, logits: Logits) -> int:
         """Return the next token, chosen on the host from a row of logits; `NO_TOKEN` if they are not valid."""
@@ -168,7 +168,7 @@ class DeviceSampler:
         if not np.isfinite(logits.max()):
             return NO_TOKEN
         candidates = Candidates(np.arange(len(logits)), logits)
-        llama_cpp.llama_sampler_apply(self._chain, ctypes.byref(candidates.array))
+        llama_cpp.llama_sampler_apply(self._host_chain, ctypes.byref(candidates.array))
         selected = candidates.array.selected
         token = int(candidates.array.data[selected].id) if selected >= 0 else NO_TOKEN
         if token >= 0:
@@ -177,7 +177,8 @@ class DeviceSampler:
 
     def accept(self, token: int) -> None:
         """Record a token of the reply, for the penalties."""
-        llama_cpp.llama_sampler_accept(self.place.chain if self.place is not None else self._chain, token)
+        handle = self._host_chain if self.chain is None else self.chain.handle
+        llama_cpp.llama_sampler_accept(handle, token)
 
     def advance(self, *, forced: tuple[int, ...], fast_forward: bool) -> tuple[int, ...]:
         """Record forced tokens. No constraint forces more."""
@@ -195,20 +196,26 @@ class DeviceSampler:
         if self._closed:
             raise IllegalCallError("a sampler was closed twice")
         self._closed = True
-        if self.place is not None:
-            self.place.sampler = None
-            self.place = None
-        llama_cpp.llama_sampler_free(self._chain)
+        if self.chain is not None:
+            self.chain.sampler = None
+            self.chain = None
+        llama_cpp.llama_sampler_free(self._host_chain)
 
 
 @dataclass(slots=True)
-class _Place:
-    """A sequence's chain."""
+class SequenceChain:
+    """A sequence's chain on the device."""
 
     spec: ChainSpec
-    chain: Any
+    handle: Any
     sampler: DeviceSampler | None = None
     """The request's sampler whose state the chain has."""
+
+    def free(self) -> None:
+        """Free the chain; its state goes back to the request's sampler."""
+        if self.sampler is not None:
+            self.sampler.leave()
+        llama_cpp.llama_sampler_free(self.handle)
 
 
 class DeviceChains:
@@ -217,12 +224,12 @@ class DeviceChains:
     def __init__(self, context: Any, n_vocab: int) -> None:
         self._context = context
         self._n_vocab = n_vocab
-        self._places: dict[int, _Place] = {}
+        self._chains: dict[int, SequenceChain] = {}
         """By sequence."""
         self.on_device: set[int] = set()
         """Sequences whose rows the last batch sampled on the device."""
         self.n_set = 0
-        """Number of chains that were set or removed, each of which makes llama.cpp build its graph again."""
+        """Number of times that a chain was set or removed, after which llama.cpp builds its graph again."""
         self.n_sampled = 0
         self._refused: set[tuple[bool, tuple[str, ...]]] = set()
         """Kinds of chains that the device cannot compute as a whole, whatever their parameters."""
@@ -231,7 +238,7 @@ class DeviceChains:
         """Have the chains of the sequences of a batch be those of `draws`, and no others where the host samples."""
         self.on_device = set()
         samplers = {seq: each for seq, each in draws if isinstance(each, DeviceSampler)}
-        if not samplers and not self._places:
+        if not samplers and not self._chains:
             return
         n_draws = Counter(seq for seq, _ in draws)
         for run in runs:
@@ -240,10 +247,10 @@ class DeviceChains:
             # Several requests draw from one row on the host.
             is_single = run.n_outputs == 1 and run.targets is None and n_draws[run.seq] == 1
             sampler = samplers.get(run.seq) if is_single else None
-            if sampler is not None and self._fits(run.seq, sampler.spec):
-                sampler.move_to(self._places[run.seq])
+            if sampler is not None and self._set(run.seq, sampler.spec):
+                sampler.move_to(self._chains[run.seq])
                 self.on_device.add(run.seq)
-            elif run.seq in self._places:
+            elif run.seq in self._chains:
                 self._remove(run.seq)
 
     def token(self, row: int, sampler: DeviceSampler) -> int:
@@ -262,38 +269,36 @@ class DeviceChains:
 
     def close(self) -> None:
         """Free the chains, after the context was freed. Their states go back to the requests' samplers."""
-        for place in self._places.values():
-            if place.sampler is not None:
-                place.sampler.leave()
-            llama_cpp.llama_sampler_free(place.chain)
-        self._places.clear()
+        for chain in self._chains.values():
+            chain.free()
+        self._chains.clear()
 
-    def _fits(self, seq: int, spec: ChainSpec) -> bool:
-        """Have a sequence's chain be the given one; False if the device cannot compute it."""
-        place = self._places.get(seq)
-        if place is not None and place.spec == spec:
+    def _set(self, seq: int, spec: ChainSpec) -> bool:
+        """Set a sequence's chain unless it has the same; False if the device cannot compute it as a whole.
+
+        Then the sequence is left with a chain that has to be removed.
+        """
+        old = self._chains.get(seq)
+        if old is not None and old.spec == spec:
             return True
         if spec.kind in self._refused:
             return False
-        chain = spec.make(self._n_vocab, seed=0)
-        if place is not None:
-            self._remove(seq)
+        handle = spec.make(self._n_vocab, seed=0)
+        # It takes the place of the old one.
+        is_set = llama_cpp.llama_set_sampler(self._context, seq, handle)
         self.n_set += 1
-        is_set = llama_cpp.llama_set_sampler(self._context, seq, chain)
-        self._places[seq] = _Place(spec, chain)
-        if not is_set or not _runs_on_device(chain):
-            self._refused.add(spec.kind)
-            self._remove(seq)
-            return False
-        return True
+        if old is not None:
+            old.free()
+        self._chains[seq] = SequenceChain(spec, handle)
+        if is_set and _runs_on_device(handle):
+            return True
+        self._refused.add(spec.kind)
+        return False
 
     def _remove(self, seq: int) -> None:
-        place = self._places.pop(seq)
-        if place.sampler is not None:
-            place.sampler.leave()
         llama_cpp.llama_set_sampler(self._context, seq, None)
         self.n_set += 1
-        llama_cpp.llama_sampler_free(place.chain)
+        self._chains.pop(seq).free()
 
 
 def _runs_on_device(chain: Any) -> bool:
