@@ -48,11 +48,9 @@ def ids(tokens: Sequence[int]) -> Tokens:
 class Streams:
     """A backend whose slots all compute the same token."""
 
-    def __init__(self, model: Path) -> None:
-        settings = LlamaSettings(
-            model, n_ctx=2048, n_slots=N_SLOTS, n_cache_seqs=1, n_ubatch=64, n_threads=1, backend_sampling=True
-        )
-        self.backend = LlamaBackend(settings)
+    def __init__(self, model: Path, **fields: object) -> None:
+        given: dict[str, object] = {"n_ctx": 2048, "n_slots": N_SLOTS, "n_cache_seqs": 1, "n_ubatch": 64} | fields
+        self.backend = LlamaBackend(LlamaSettings(model, n_threads=1, backend_sampling=True, **given))
         self.n_vocab = self.backend.vocab.n_tokens
         assert self.backend.decode([Run(0, 0, ids([START]), 1)]).status is Status.OK
         self.logits = self.backend._logits(0).astype(np.float64)
@@ -256,6 +254,26 @@ def test_a_request_keeps_its_state_when_it_moves_to_another_sequence(streams: St
     streams.clear()
     sampler.close()
     other.close()
+
+
+@pytest.mark.cpu_only
+def test_a_sampler_goes_on_in_another_layout(tiny_model: Path) -> None:
+    streams = Streams(tiny_model, n_ctx=1024, n_slots=2, may_partition=True)
+    backend, sampling = streams.backend, changed(DEFAULT, temperature=1.5, seed=4)
+    expected = streams.text(sampling, 8)
+    sampler = streams.sampler(sampling)
+    text = [START]
+    for i in range(8):
+        if i == 4:
+            streams.clear()
+            backend.set_layout(unified=False)
+            assert backend.decode([Run(0, 0, ids(text[:-1]), 0)]).status is Status.OK
+        text += streams.step([(0, sampler)], text[-1:])
+    assert text[1:] == expected
+    # Counted on: one chain in each context.
+    assert (streams.n_set, backend.n_device_sampled) == (2, 16)
+    sampler.close()
+    backend.close()
 
 
 def test_a_batch_may_mix_device_host_and_grammar(streams: Streams) -> None:

@@ -64,8 +64,9 @@ class LlamaBackend:
         except ConfigError:
             llama_cpp.llama_model_free(self._model)
             raise
-        self._use(made)
         self.vocab = LlamaVocab(self._model)
+        self._chains = DeviceChains(self.vocab.n_tokens)
+        self._use(made)
         self._breakers = BreakerIndex(self.vocab)
         eog = tuple(sorted(self.vocab.eog, key=lambda token: (token != self.vocab.eos, token)))
         tokenizer = ConstraintTokenizer(self.vocab)
@@ -290,7 +291,7 @@ class LlamaBackend:
             raise kv_ops.IllegalCallError("the layout of this pool is fixed, or a sequence holds something")
         was_unified = self.info.unified
         llama_cpp.llama_free(self._context)
-        self._chains.close()
+        self._chains.clear()
         # If no new context can be created, `close` must not free this one again.
         self._context = self._memory = None
         try:
@@ -305,15 +306,14 @@ class LlamaBackend:
             self._closed = True
             self._constraints.close()
             llama_cpp.llama_free(self._context)
-            self._chains.close()
+            self._chains.clear()
             llama_cpp.llama_model_free(self._model)
 
     def _use(self, made: Context) -> None:
         self._context = made.handle
         self._memory = llama_cpp.llama_get_memory(self._context)
         self.n_seqs: int = llama_cpp.llama_n_seq_max(self._context)
-        vocab = llama_cpp.llama_model_get_vocab(self._model)
-        self._chains = DeviceChains(self._context, llama_cpp.llama_vocab_n_tokens(vocab))
+        self._chains.context = made.handle
 
     def _remake(self, *, unified: bool) -> None:
         """Create a context in place of one that was freed; raises `ConfigError`."""
@@ -325,9 +325,7 @@ class LlamaBackend:
             # A spare id would take as much memory as a slot (fact 3).
             n_ctx, n_seqs = info.part_cells * info.n_slots, info.n_slots
         made = loading.make_context(self._model, settings, n_ctx=n_ctx, n_seqs=n_seqs, n_threads=self._n_threads)
-        chains = self._chains
         self._use(made)
-        self._chains.n_set, self._chains.n_sampled = chains.n_set, chains.n_sampled
         self._kv = KvOperations(self._context, info, self.n_seqs, earlier=self._kv)
         # The arrays point to logits of the old context.
         self._rows, self._targets, self._views = {}, {}, {}

@@ -219,10 +219,12 @@ class SequenceChain:
 
 
 class DeviceChains:
-    """The chains of a context's sequences."""
+    """The chains of the sequences of `context`."""
 
-    def __init__(self, context: Any, n_vocab: int) -> None:
-        self._context = context
+    context: Any
+    """llama.cpp's context; another one may follow after `clear`."""
+
+    def __init__(self, n_vocab: int) -> None:
         self._n_vocab = n_vocab
         self._chains: dict[int, SequenceChain] = {}
         """By sequence."""
@@ -256,22 +258,23 @@ class DeviceChains:
     def token(self, row: int, sampler: DeviceSampler) -> int:
         """Return the token sampled for a row of the last batch; `NO_TOKEN` if its logits were not valid."""
         sampler.check_open()
-        token = int(llama_cpp.llama_get_sampled_token_ith(self._context, row))
-        n = llama_cpp.llama_get_sampled_probs_count_ith(self._context, row)
+        token = int(llama_cpp.llama_get_sampled_token_ith(self.context, row))
+        n = llama_cpp.llama_get_sampled_probs_count_ith(self.context, row)
         if not 0 <= token < self._n_vocab or not n:
             return NO_TOKEN
-        probs = llama_cpp.llama_get_sampled_probs_ith(self._context, row)
+        probs = llama_cpp.llama_get_sampled_probs_ith(self.context, row)
         if np.isnan(np.ctypeslib.as_array(probs, (n,))).any():
             return NO_TOKEN
         sampler.accept(token)
         self.n_sampled += 1
         return token
 
-    def close(self) -> None:
+    def clear(self) -> None:
         """Free the chains, after the context was freed. Their states go back to the requests' samplers."""
         for chain in self._chains.values():
             chain.free()
         self._chains.clear()
+        self.on_device.clear()
 
     def _set(self, seq: int, spec: ChainSpec) -> bool:
         """Set a sequence's chain unless it has the same; False if the device cannot compute it as a whole.
@@ -285,7 +288,7 @@ class DeviceChains:
             return False
         handle = spec.make(self._n_vocab, seed=0)
         # It takes the place of the old one.
-        is_set = llama_cpp.llama_set_sampler(self._context, seq, handle)
+        is_set = llama_cpp.llama_set_sampler(self.context, seq, handle)
         self.n_set += 1
         if old is not None:
             old.free()
@@ -296,7 +299,7 @@ class DeviceChains:
         return False
 
     def _remove(self, seq: int) -> None:
-        llama_cpp.llama_set_sampler(self._context, seq, None)
+        llama_cpp.llama_set_sampler(self.context, seq, None)
         self.n_set += 1
         self._chains.pop(seq).free()
 
