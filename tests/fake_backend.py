@@ -39,6 +39,7 @@ from llamaslot.base.commands import Constraint
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.generation.token_probs import NOT_SCORED, TokenScore
 from llamaslot.base.model import Capabilities, CheckpointSize, ModelInfo, SegmentSize, StateKind
+from llamaslot.base.stats import BackendStats
 from llamaslot.base.tokens import Tokens
 from llamaslot.text.grammars.compiling import SPECIAL_PREFIX, LocalTrial, Vocabulary
 from tests.fake_pool import CellPool
@@ -312,8 +313,7 @@ class FakeBackend:
         seen = self.seen(seq)
         return range(seen[0][0], seen[-1][0] + 1) if seen else range(0)
 
-    n_device_sampled = n_sampler_changes = page_locked_bytes = 0
-    n_step_threads = 1
+    stats = BackendStats()
 
     def decode(self, runs: Sequence[Run], draws: Draws = ()) -> Decoded:
         """Place a batch in the pool, or fail as `failures` says."""

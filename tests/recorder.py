@@ -29,6 +29,7 @@ from llamaslot.base.kv_ops import (
     Share,
     Take,
 )
+from llamaslot.base.stats import BackendStats
 from llamaslot.base.tokens import Tokens
 from tests.fake_backend import FakeBackend, sent
 
@@ -285,8 +286,7 @@ class Recorder:
         self.held = [Held() for _ in range(self.n_seqs)]
         self.namespaces = {}
 
-    n_device_sampled = n_sampler_changes = page_locked_bytes = 0
-    n_step_threads = 1
+    stats = BackendStats()
 
     def decode(self, runs: Sequence[Run], draws: Draws = ()) -> Decoded:
         self.n_calls += 1

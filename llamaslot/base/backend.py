@@ -17,6 +17,7 @@ from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.generation.token_probs import TokenScore
 from llamaslot.base.kv_ops import IllegalCallError, Kv, Operation, StateRecord
 from llamaslot.base.model import ModelInfo
+from llamaslot.base.stats import BackendStats
 from llamaslot.base.tokens import Tokens
 
 
@@ -230,20 +231,8 @@ class Backend(Protocol):
         """
 
     @property
-    def n_device_sampled(self) -> int:
-        """Number of tokens sampled on the device so far."""
-
-    @property
-    def n_sampler_changes(self) -> int:
-        """Number of changes of a sequence's samplers on the device, each of which takes time."""
-
-    @property
-    def n_step_threads(self) -> int:
-        """Number of threads that a step computes with."""
-
-    @property
-    def page_locked_bytes(self) -> int:
-        """Bytes of page-locked host memory for KV, in use or not."""
+    def stats(self) -> BackendStats:
+        """Statistics as of now."""
 
     def decode(self, runs: Sequence[Run], draws: Draws = ()) -> Decoded:
         """Compute at most `info.n_ubatch` tokens, as one micro-batch; every run must continue its sequence.

@@ -365,6 +365,19 @@ class SlotState(msgspec.Struct):
     sampling: Sampling = Sampling()
 
 
+class BackendStats(msgspec.Struct):
+    """What the backend counts, so far or now."""
+
+    n_device_sampled: int = 0
+    """Tokens sampled on the device."""
+    n_sampler_changes: int = 0
+    """Changes of a sequence's samplers on the device, each of which takes time."""
+    n_step_threads: int = 0
+    """Threads that a step computes with."""
+    page_locked_bytes: int = 0
+    """Page-locked host memory for KV, in use or not."""
+
+
 class EngineState(msgspec.Struct):
     """Slots, queue, decode counters and cache statistics; the reply to `InspectEngine`."""
 
@@ -374,12 +387,5 @@ class EngineState(msgspec.Struct):
     n_decoded_tokens: int = 0
     n_busy_slots_total: int = 0
     """Sum over decode calls of the slots that took part."""
-    n_device_sampled: int = 0
-    """Tokens sampled on the device."""
-    n_sampler_changes: int = 0
-    """Changes of a sequence's samplers on the device."""
-    n_step_threads: int = 0
-    """Threads that a step computes with."""
-    page_locked_bytes: int = 0
-    """Page-locked host memory for KV."""
+    backend: BackendStats = msgspec.field(default_factory=BackendStats)
     cache: CacheStats = msgspec.field(default_factory=CacheStats)

@@ -128,10 +128,7 @@ class Queries:
             n_decode_calls=self._n_decode_calls,
             n_decoded_tokens=self._n_decoded,
             n_busy_slots_total=self._n_busy_slots,
-            n_device_sampled=self._backend.n_device_sampled,
-            n_sampler_changes=self._backend.n_sampler_changes,
-            n_step_threads=self._backend.n_step_threads,
-            page_locked_bytes=self._backend.page_locked_bytes,
+            backend=self._backend.stats,
             cache=scheduler.cache_stats(),
         )
 

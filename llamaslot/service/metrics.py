@@ -38,11 +38,15 @@ _REQUEST_COUNTERS = (
 _COUNTERS = (
     ("llamacpp:n_decode", "Calls of llama_decode.", "n_decode_calls"),
     ("llamaslot_decoded_tokens", "Tokens of requests that were sent to llama_decode.", "n_decoded_tokens"),
-    ("llamaslot_device_sampled_tokens", "Tokens sampled on the device (--backend-sampling).", "n_device_sampled"),
+    (
+        "llamaslot_device_sampled_tokens",
+        "Tokens sampled on the device (--backend-sampling).",
+        "backend.n_device_sampled",
+    ),
     (
         "llamaslot_sampler_changes",
         "Changes of a sequence's samplers on the device, after which llama.cpp builds its graph again.",
-        "n_sampler_changes",
+        "backend.n_sampler_changes",
     ),
     ("llamaslot_prefix_cache_miss_requests", "Requests that reused nothing.", "cache.requests.misses"),
     ("llamaslot_prefix_cache_anchored_requests", "Hits that used an anchor's tokens.", "cache.requests.anchored"),
@@ -95,7 +99,7 @@ _COUNTER_WITHOUT_SUFFIX = "llamacpp:n_tokens_max"
 """A counter of llama-server's whose name has no `_total`; the client library gives every counter that suffix."""
 _GAUGES = (
     ("llamacpp:requests_deferred", "Requests that wait for a slot.", "n_queued"),
-    ("llamaslot_step_threads", "Threads of a step: fewer while others use the CPUs.", "n_step_threads"),
+    ("llamaslot_step_threads", "Threads of a step: fewer while others use the CPUs.", "backend.n_step_threads"),
     ("llamaslot_prefix_cache_hit_rate", "Matched tokens / prompt tokens so far.", "cache.prompt_tokens.hit_rate"),
     ("llamaslot_cells", "Cells of the KV pool.", "cache.cells.total"),
     ("llamaslot_cells_used", "Cells of the KV pool that hold a token.", "cache.cells.used"),
@@ -104,7 +108,11 @@ _GAUGES = (
     ("llamaslot_ram_bytes", "Bytes of RAM that offloaded prefixes may take now.", "cache.ram.total_bytes"),
     ("llamaslot_ram_max_bytes", "Bytes that they may take while memory is ample.", "cache.ram.max_bytes"),
     ("llamaslot_ram_used_bytes", "Bytes of RAM that offloaded prefixes take.", "cache.ram.used_bytes"),
-    ("llamaslot_page_locked_bytes", "Bytes of host memory for KV that a GPU copies directly.", "page_locked_bytes"),
+    (
+        "llamaslot_page_locked_bytes",
+        "Bytes of host memory for KV that a GPU copies directly.",
+        "backend.page_locked_bytes",
+    ),
     ("llamaslot_ram_tokens", "Tokens of the prefixes in RAM.", "cache.ram.tokens"),
     ("llamaslot_ram_segments", "Segments in RAM.", "cache.ram.segments"),
     ("llamaslot_disk_bytes", "Bytes of disk that offloaded prefixes may take.", "cache.disk.total_bytes"),

@@ -59,7 +59,7 @@ class Streams:
     @property
     def n_set(self) -> int:
         """Number of times that a chain was set or removed."""
-        return self.backend.n_sampler_changes
+        return self.backend.stats.n_sampler_changes
 
     def sampler(self, sampling: Sampling, history: Sequence[int] = ()) -> DeviceSampler:
         sampler = self.backend.new_sampler(sampling, ids(history))
@@ -271,7 +271,7 @@ def test_a_sampler_goes_on_in_another_layout(tiny_model: Path) -> None:
         text += streams.step([(0, sampler)], text[-1:])
     assert text[1:] == expected
     # Counted on: one chain in each context.
-    assert (streams.n_set, backend.n_device_sampled) == (2, 16)
+    assert (streams.n_set, backend.stats.n_device_sampled) == (2, 16)
     sampler.close()
     backend.close()
 
@@ -413,9 +413,9 @@ def test_the_device_is_chosen_only_if_it_is_faster_for_one_stream_and_for_all_sl
     sampled: list[tuple[int, bool]] = []
 
     def step(*args: Any) -> float:
-        before = backend.n_device_sampled
+        before = backend.stats.n_device_sampled
         real(*args)
-        sampled.append((len(args[2]), backend.n_device_sampled > before))
+        sampled.append((len(args[2]), backend.stats.n_device_sampled > before))
         return left.pop(0)
 
     monkeypatch.setattr(costs, "_sampled_step", step)

@@ -151,7 +151,7 @@ def test_the_context_computes_with_the_number_of_the_step(tiny_model: Path) -> N
             start += n_tokens
             assert llama_cpp.llama_n_threads(backend._context) == n
             assert llama_cpp.llama_n_threads_batch(backend._context) == n
-            assert backend.n_step_threads == n
+            assert backend.stats.n_step_threads == n
             tops.append((n_tokens, int(np.argmax(backend._logits(n_tokens - 1)))))
         backend.change(Remove(0, 0))
     assert tops[:3] == tops[3:]

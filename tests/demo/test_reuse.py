@@ -78,8 +78,8 @@ async def warm_texts(
                 group.create_task(talk(i, turns))
     assert_sound(engine)
     # Each slot gets its chain of samplers once, whatever number of turns it computes.
-    assert backend.n_sampler_changes == (N_SLOTS if on_device else 0)
-    assert (backend.n_device_sampled > len(texts)) == on_device
+    assert backend.stats.n_sampler_changes == (N_SLOTS if on_device else 0)
+    assert (backend.stats.n_device_sampled > len(texts)) == on_device
     return texts, n_cached
 
 

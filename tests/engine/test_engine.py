@@ -13,6 +13,7 @@ from llamaslot.base.events import Cancelled, Failed, Finished, Output
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.namespaces import salt_namespace
 from llamaslot.base.prompt_jobs import AnswerBody
+from llamaslot.base.stats import BackendStats
 from llamaslot.kvcache.radix_tree import RadixTree
 from tests.engine.harness import GREEDY, Accepted, Harness, alone, running
 from tests.fake_backend import FakeBackend, FakeVocab
@@ -302,7 +303,9 @@ async def test_when_text_breaks_the_engine_every_request_still_ends(monkeypatch:
 
 
 async def test_queries_are_answered_while_a_request_runs() -> None:
-    async with running(FakeBackend(n_slots=2)) as engine:
+    backend = FakeBackend(n_slots=2)
+    backend.stats = BackendStats(n_device_sampled=1, n_sampler_changes=2, n_step_threads=3, page_locked_bytes=4)
+    async with running(backend) as engine:
         end = engine.submit("1", "x", max_tokens=100, sampling=Sampling(ignore_eos=True))
         await engine.wait_for("1", Output)
         tokenized = await engine.ask(AnswerBody("tokenize", b'{"content": "ab</s>", "add_special": true}'))
@@ -313,6 +316,7 @@ async def test_queries_are_answered_while_a_request_runs() -> None:
         state = await engine.ask(InspectEngine())
         assert [slot.request_id for slot in state.slots] == ["1", ""]
         assert state.cache.cells.used >= 2
+        assert state.backend == backend.stats
         finished(await end)
 
 

@@ -33,6 +33,7 @@ from llamaslot.base.files import parts
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.generation.token_probs import TokenScore
 from llamaslot.base.model import CPU, NOT_YET, CheckpointSize, ModelFile, ModelInfo, SegmentSize, StateKind
+from llamaslot.base.stats import BackendStats
 from llamaslot.base.tokens import Tokens
 
 _MAX_VIEWS = 1024
@@ -157,24 +158,14 @@ class LlamaBackend:
         return Decoded(_status(code), self._batch.sent())
 
     @property
-    def n_device_sampled(self) -> int:
-        """Number of tokens sampled on the device so far."""
-        return self._chains.n_sampled
-
-    @property
-    def n_sampler_changes(self) -> int:
-        """Number of changes of a sequence's samplers on the device, each of which takes time."""
-        return self._chains.n_set
-
-    @property
-    def n_step_threads(self) -> int:
-        """Number of threads that a step computes with."""
-        return self._n_threads if self._threads is None else self._threads.n_now
-
-    @property
-    def page_locked_bytes(self) -> int:
-        """Bytes of page-locked host memory for KV, in use or not."""
-        return page_locked.n_bytes()
+    def stats(self) -> BackendStats:
+        """Statistics as of now."""
+        return BackendStats(
+            n_device_sampled=self._chains.n_sampled,
+            n_sampler_changes=self._chains.n_set,
+            n_step_threads=self._n_threads if self._threads is None else self._threads.n_now,
+            page_locked_bytes=page_locked.n_bytes(),
+        )
 
     def compile(self, constraint: Constraint) -> CompiledConstraint:
         """Compile a constraint for this vocabulary."""
