@@ -5,6 +5,7 @@ Without a GPU the device is the CPU, which computes the same graph.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -381,12 +382,24 @@ def test_a_chain_that_the_device_computes_only_in_part_is_not_used(
 
 
 def test_parameters_without_an_effect_need_no_other_chain(streams: Streams) -> None:
-    specs = set()
-    for fields in ({}, {"top_p": 0.5, "min_p": 0.2, "top_k": 3}, {"repeat_penalty": 1.3, "repeat_last_n": 0}):
-        sampler = streams.sampler(changed(GREEDY, **fields))
-        specs.add(sampler.spec)
+    unused = {"repeat_penalty": 1.3, "repeat_last_n": 0}
+    for base, others in (
+        (GREEDY, ({"top_p": 0.5, "min_p": 0.2, "top_k": 3}, {"temperature": -1.0}, unused)),
+        (DEFAULT, ({"seed": 5}, {"min_keep": 1}, {"dynatemp_exponent": 2.0}, unused)),
+    ):
+        first, *samplers = [streams.sampler(changed(base, **fields)) for fields in ({}, *others)]
+        assert all(each.spec == first.spec for each in samplers)
+        for sampler in (first, *samplers):
+            sampler.close()
+
+
+def test_parameters_with_an_effect_need_another_chain(streams: Streams) -> None:
+    changes = {"top_k": 20, "top_p": 0.5, "min_p": 0.2, "temperature": 0.3, "repeat_penalty": 1.3}
+    samplers = [streams.sampler(changed(DEFAULT, **{name: value})) for name, value in changes.items()]
+    samplers += [streams.sampler(each) for each in (DEFAULT, GREEDY, changed(DEFAULT, logit_bias={5: 1.5}))]
+    assert all(one.spec != other.spec for one, other in itertools.combinations(samplers, 2))
+    for sampler in samplers:
         sampler.close()
-    assert len(specs) == 1
 
 
 def test_a_bias_outside_of_the_vocabulary_never_reaches_llama_cpp(streams: Streams) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import llama_cpp
 import numpy as np
+from msgspec.structs import replace
 
 from llamaslot.backend.llama.sampling.candidates import Candidates, Logits
 from llamaslot.backend.llama.sampling.penalties import penalty_window
@@ -22,6 +23,7 @@ from llamaslot.backend.llama.sampling.sampler import (
     SEED_MASK,
     active_samplers,
     bounded_biases,
+    constructors,
     takes_the_best,
 )
 from llamaslot.base.backend import NO_TOKEN, Draws, Run
@@ -39,18 +41,15 @@ _SUPPORTED = frozenset({"penalties", "top_k", "top_p", "min_p", "temperature", "
 
 @dataclass(frozen=True, slots=True)
 class ChainSpec:
-    """Samplers of a chain and their parameters, but for what belongs to one request."""
+    """Samplers of a chain and their parameters, but for the seed."""
 
     biases: tuple[tuple[int, float], ...]
     names: tuple[str, ...]
-    """In order; without `top_k`, the token with the highest logit is chosen."""
-    top_k: int
-    top_p: float
-    min_p: float
-    temperature: float
+    """In order, without the last sampler, which draws the token; without `top_k`, the best token is chosen."""
+    samplers: tuple[tuple[Any, ...], ...]
+    """Constructor and arguments of each."""
     window: int
-    penalties: tuple[float, float, float]
-    """For repetition, frequency and presence."""
+    """Number of tokens that the penalties count; 0 without penalties."""
 
     @property
     def kind(self) -> tuple[bool, tuple[str, ...]]:
@@ -75,7 +74,7 @@ class ChainSpec:
         n_first = names[0] == "penalties"
         first, rest = names[:n_first], names[n_first:]
         if takes_the_best(sampling, rest):
-            names = [*first, "temperature", "dist"]
+            names = [*first, "temperature"]
         elif (
             rest[0] != "top_k"
             or sampling.top_k > min(_MAX_TOP_K, n_vocab)
@@ -84,23 +83,23 @@ class ChainSpec:
             or sampling.min_keep > 1
         ):
             return None
+        else:
+            names = names[:-1]
         biases = bounded_biases(sampling, eog)
         # llama.cpp aborts at a token that is not in the vocabulary.
         if any(not 0 <= token < n_vocab for token in biases):
             return None
-        # What has no effect is left out, so that it makes no difference between chains.
-        has_penalties = "penalties" in names
+        # What has no effect is the same in all chains. At a temperature of 0 only the best token is left.
+        temperature = max(sampling.temperature, 0.0)
+        sampling = replace(sampling, temperature=temperature, dynatemp_range=0.0, dynatemp_exponent=1.0, min_keep=0)
+        penalties = window, sampling.repeat_penalty, sampling.frequency_penalty, sampling.presence_penalty
+        known = constructors(sampling, n_vocab)
+        known["penalties"] = llama_cpp.llama_sampler_init_penalties, n_vocab, *penalties
         return cls(
             biases=tuple(sorted(biases.items())),
             names=tuple(names),
-            top_k=sampling.top_k if "top_k" in names else 0,
-            top_p=sampling.top_p if "top_p" in names else 1.0,
-            min_p=sampling.min_p if "min_p" in names else 0.0,
-            temperature=max(sampling.temperature, 0.0) if "temperature" in names else 1.0,
-            window=window if has_penalties else 0,
-            penalties=(sampling.repeat_penalty, sampling.frequency_penalty, sampling.presence_penalty)
-            if has_penalties
-            else (1.0, 0.0, 0.0),
+            samplers=tuple(known[name] for name in names),
+            window=window if "penalties" in names else 0,
         )
 
     def make(self, n_vocab: int, seed: int) -> Any:
@@ -110,17 +109,9 @@ class ChainSpec:
         if self.biases:
             biases = (lib.llama_logit_bias * len(self.biases))(*self.biases)
             lib.llama_sampler_chain_add(chain, lib.llama_sampler_init_logit_bias(n_vocab, len(biases), biases))
-        constructors = {
-            "penalties": lambda: lib.llama_sampler_init_penalties(n_vocab, self.window, *self.penalties),
-            "top_k": lambda: lib.llama_sampler_init_top_k(self.top_k),
-            "top_p": lambda: lib.llama_sampler_init_top_p(self.top_p, 0),
-            "min_p": lambda: lib.llama_sampler_init_min_p(self.min_p, 0),
-            # At 0 only the best token is left.
-            "temperature": lambda: lib.llama_sampler_init_temp(self.temperature),
-            "dist": lambda: lib.llama_sampler_init_dist(seed & SEED_MASK),
-        }
-        for name in self.names:
-            lib.llama_sampler_chain_add(chain, constructors[name]())
+        for constructor, *arguments in self.samplers:
+            lib.llama_sampler_chain_add(chain, constructor(*arguments))
+        lib.llama_sampler_chain_add(chain, lib.llama_sampler_init_dist(seed & SEED_MASK))
         return chain
 
 
@@ -134,7 +125,7 @@ class DeviceSampler:
         """The sequence's chain that has the state; None if the sampler's own chain has it."""
         self.scores: list[TokenScore] = []
         self._closed = False
-        if "penalties" in spec.names:
+        if spec.window:
             for token in history[-spec.window :].tolist():
                 llama_cpp.llama_sampler_accept(self._host_chain, token)
 

@@ -265,7 +265,7 @@ class Chain:
         self._parts: list[tuple[Adjuster | None, Any]] = []
         """Parts of the chain: each is either one of our samplers, or a chain of llama.cpp's."""
         self._is_told = names[-1] == "adaptive_p"
-        constructors = _constructors(sampling, n_vocab)
+        known = constructors(sampling, n_vocab)
         for name in names:
             if name in adjusters:
                 self._parts.append((adjusters[name], None))
@@ -273,7 +273,7 @@ class Chain:
             if not self._parts or self._parts[-1][0] is not None:
                 chain = llama_cpp.llama_sampler_chain_init(llama_cpp.llama_sampler_chain_default_params())
                 self._parts.append((None, chain))
-            constructor, *arguments = constructors[name]
+            constructor, *arguments = known[name]
             llama_cpp.llama_sampler_chain_add(self._parts[-1][1], constructor(*arguments))
 
     def choose(self, candidates: Candidates) -> int:
@@ -298,7 +298,7 @@ class Chain:
                 llama_cpp.llama_sampler_free(chain)
 
 
-def _constructors(sampling: Sampling, n_vocab: int) -> dict[str, tuple[Any, ...]]:
+def constructors(sampling: Sampling, n_vocab: int) -> dict[str, tuple[Any, ...]]:
     """Return the constructor and arguments of each of llama.cpp's samplers."""
     seed, min_keep = sampling.seed & SEED_MASK, sampling.min_keep
     tau, eta = sampling.mirostat_tau, sampling.mirostat_eta
