@@ -238,7 +238,7 @@ class Backend(Protocol):
 
     @property
     def n_step_threads(self) -> int:
-        """Number of threads that a step computes with."""
+        """Number of threads that a step of few tokens computes with."""
 
     @property
     def page_locked_bytes(self) -> int:

@@ -379,7 +379,7 @@ class EngineState(msgspec.Struct):
     n_sampler_changes: int = 0
     """Changes of a sequence's samplers on the device."""
     n_step_threads: int = 0
-    """Threads that a step computes with."""
+    """Threads that a step of few tokens computes with."""
     page_locked_bytes: int = 0
     """Page-locked host memory for KV."""
     cache: CacheStats = msgspec.field(default_factory=CacheStats)

@@ -147,7 +147,7 @@ class LlamaBackend:
         self._rows, self._targets = self._batch.fill(runs)
         self._chains.prepare(runs)
         if self._threads is not None:
-            n_threads = self._threads.choose()
+            n_threads = self._threads.choose(sum(len(run.tokens) for run in runs))
             llama_cpp.llama_set_n_threads(self._context, n_threads, n_threads)
         code = llama_cpp.llama_decode(self._context, self._batch.struct)
         if code == 0:
@@ -174,8 +174,8 @@ class LlamaBackend:
 
     @property
     def n_step_threads(self) -> int:
-        """Number of threads that a step computes with."""
-        return self._n_threads if self._threads is None else self._threads.n_now
+        """Number of threads that a step of few tokens computes with."""
+        return self._n_threads if self._threads is None else self._threads.n_small
 
     @property
     def page_locked_bytes(self) -> int:
