@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import json
 import math
+import mmap
 import sys
 import time
 from io import StringIO
@@ -17,7 +19,9 @@ from rich.console import Console
 from bench import gpu
 from bench.__main__ import main
 from bench.gpu import DONE, Results, Row, Step
-from llamaslot.backend.llama import costs
+from llamaslot.backend import page_locked
+from llamaslot.backend.llama import costs, library
+from llamaslot.base.kv_ops import Kv
 
 FACTS: dict[str, Any] = {
     "commit": "c0ffee",
@@ -157,12 +161,15 @@ def test_without_figures_there_are_no_rows() -> None:
     assert [row for step in gpu.STEPS for row in step.rows("8b", {})] == []
 
 
-def test_loading_is_timed_by_the_servers_own_measurement(
-    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # However busy this machine is.
+@pytest.fixture
+def undisturbed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Costs are measured however busy this machine is."""
     monkeypatch.setattr(costs, "read_clocks", lambda: costs.Clocks(time.perf_counter(), 0.0, {}))
     monkeypatch.setattr(costs, "MAX_SPREAD", math.inf)
+
+
+@pytest.mark.usefixtures("undisturbed")
+def test_loading_is_timed_by_the_servers_own_measurement(tmp_path: Path, tiny_model: Path) -> None:
     measured = results(tmp_path)
     measured.content["settings"]["large"] = str(tiny_model)
     [step] = [each for each in gpu.STEPS if each.name == "kv-large"]
@@ -170,6 +177,41 @@ def test_loading_is_timed_by_the_servers_own_measurement(
     asyncio.run(step.measure(gpu.Task(step, measured)))
     load = gpu.rows(Results(tmp_path), [step])[0]
     assert (load.figure, load.verdict) == (f"{tiny_model.name}, 1,000 tokens: load", "met")
+
+
+@pytest.mark.usefixtures("undisturbed")
+def test_loading_is_timed_from_page_locked_memory(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chunks: list[mmap.mmap] = []
+    taken: list[bool] = []
+    take = page_locked.take
+
+    def allocate(n_bytes: int) -> int:
+        # Longer than the model loads.
+        time.sleep(2)
+        chunks.append(mmap.mmap(-1, n_bytes))
+        return ctypes.addressof(ctypes.c_char.from_buffer(chunks[-1]))
+
+    def noted_take(n_bytes: int) -> Kv | None:
+        found = take(n_bytes)
+        if n_bytes >= page_locked.MIN_BYTES:
+            taken.append(found is not None)
+        return found
+
+    monkeypatch.setattr(library, "device_used", lambda _: "a GPU")
+    monkeypatch.setattr(library, "page_locked_allocator", lambda: allocate)
+    # More than the few tokens that are saved at the start have.
+    monkeypatch.setattr(page_locked, "MIN_BYTES", 2**12)
+    monkeypatch.setattr(page_locked, "_memory", [])
+    monkeypatch.setattr(page_locked, "take", noted_take)
+    measured = results(tmp_path)
+    measured.content["settings"]["large"] = str(tiny_model)
+    [step] = [each for each in gpu.STEPS if each.name == "kv-large"]
+    measured.steps[step.name] = {"state": DONE, "raw": {}}
+    asyncio.run(step.measure(gpu.Task(step, measured)))
+    assert taken
+    assert all(taken)
 
 
 @pytest.mark.slow
