@@ -16,7 +16,6 @@ import ctypes
 import gc
 import os
 import signal
-import ssl
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -76,11 +75,7 @@ async def serve(config: Config) -> int:
         stack.push_async_callback(_stop, runtime, listeners)
         await runtime.engine.start()
         # Import these while the engine starts, because these imports take as long as its own.
-        # aiohttp would read the system's certificate authorities twice, for its client, which is not used: 40 ms.
-        ssl.SSLContext.set_default_verify_paths = lambda _: None  # type: ignore[method-assign, assignment]
         from llamaslot.api.context import READINESS, SETTINGS  # noqa: PLC0415
-
-        del ssl.SSLContext.set_default_verify_paths
         from llamaslot.app.http_config import check_vocabulary, max_queue_per_client  # noqa: PLC0415
         from llamaslot.app.start_lines import announce  # noqa: PLC0415
         from llamaslot.service.metrics import Metrics  # noqa: PLC0415
