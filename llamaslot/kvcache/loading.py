@@ -136,7 +136,7 @@ class Loader:
         parts = self._disk.readable(match.parts) if loads_all else self.worth_loading(match)
         if not parts:
             self._tiers.load_pins.pop(seq, None)
-            self._disk.measure(match.parts)
+            self._disk.probe_speed(match.parts)
             return LoadResult(LoadStatus.DONE)
         self._disk.prefetch(seq, parts)
         self._offloader.free_evicted()
@@ -170,7 +170,7 @@ class Loader:
             segment.source = ""
         if status is LoadStatus.DONE:
             self._tiers.load_pins.pop(seq, None)
-            self._disk.measure(match.parts[len(parts) :])
+            self._disk.probe_speed(match.parts[len(parts) :])
         self._tiers.counters.public_tokens += n_public
         return LoadResult(status, 0, n_loaded, n_read, n_fetched, n_public)
 
