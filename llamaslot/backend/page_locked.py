@@ -104,7 +104,7 @@ class PageLockedMemory:
     def _add_chunk(self, size: int) -> None:
         fits = size <= self._chunk_bytes and self.n_bytes + self._chunk_bytes <= self._max_bytes
         if fits and self._adding is None:
-            adding = threading.Thread(target=self._allocated, name="llamaslot-page-locked", daemon=True)
+            adding = threading.Thread(target=self._allocate_chunk, name="llamaslot-page-locked", daemon=True)
             try:
                 adding.start()
             except RuntimeError:
@@ -113,7 +113,7 @@ class PageLockedMemory:
             else:
                 self._adding = adding
 
-    def _allocated(self) -> None:
+    def _allocate_chunk(self) -> None:
         address = self._allocate(self._chunk_bytes)
         with self._lock:
             self._adding = None
