@@ -501,7 +501,7 @@ STEPS = (
     Step("sampling-large", 100, measure_forced_sampling, forced_rows, "large"),
     Step("sampling-small", 80, measure_forced_sampling, forced_rows, "small"),
 )
-"""In order of importance. A step takes about half of its limit on an H100."""
+"""In order of importance; not all fit into `TIME_LIMIT_S`. Limits are guesses until it ran on a GPU."""
 DONE = "done"
 
 
