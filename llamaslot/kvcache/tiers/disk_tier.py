@@ -98,6 +98,7 @@ class DiskTier:
             return None
         seconds = self._rate.seconds * max(segment.n_bytes, pacing.MIN_READ_BYTES)
         begun = self._watchdog.waiting_since
+        # Reads are executed in their order, one at a time, so only the first has begun.
         if begun is not None and segment.state is S.READING and segment is self.reading[0]:
             seconds = max(0.0, seconds - (self._tiers.now - begun))
         return 1e6 * seconds
@@ -174,11 +175,12 @@ class DiskTier:
                 return
             self.start_read(segment)
 
-    def measure(self, parts: Iterable[SegmentPart]) -> None:
+    def probe_speed(self, parts: Iterable[SegmentPart]) -> None:
         """Read a segment that a request computes instead, if it is in doubt that the disk is too slow."""
         if self.reading or not self._rate.is_doubtful(self._tiers.now):
             return
         for segment, n_wanted in ((part.segment, part.end - part.start) for part in parts):
+            # One that is wanted in part may be computed because too little of it is needed, whatever the speed.
             if n_wanted == segment.n_tokens and not segment.state.uses_ram and self.may_read(segment):
                 if self._tiers.free_ram(segment.tenant, segment.n_bytes):
                     self.start_read(segment)
