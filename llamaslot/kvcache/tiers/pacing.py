@@ -18,6 +18,8 @@ RETRY_DELAY_S = 30.0
 """Delay before a retry: of saves and loads after memory ran out, of reads, writes, and use of the remote tier."""
 READ_TIMEOUT_S = 10.0
 """Time without an answer to a read after which the disk counts as unresponsive, until it answers."""
+_LOOK_S = 0.1
+"""Interval at which a pending read is looked at."""
 _NEWEST_WEIGHT = 0.2
 """Weight of the newest transfer in the moving average."""
 _N_NEWEST_READS = 5
@@ -138,6 +140,11 @@ class ReadWatchdog:
     def times_out_at(self) -> float | None:
         """Time at which the pending read times out; None if there is none."""
         return None if self.waiting_since is None else self.waiting_since + READ_TIMEOUT_S
+
+    def due_at(self, now: float) -> float | None:
+        """Time at which to look whether waiting for the pending read still pays; None if there is none."""
+        times_out_at = self.times_out_at
+        return None if times_out_at is None else min(times_out_at, now + _LOOK_S)
 
     def is_unresponsive(self, now: float) -> bool:
         """True while no reads may be sent."""
