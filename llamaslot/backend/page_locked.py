@@ -46,7 +46,7 @@ class PageLockedMemory:
     Methods may be called from any thread.
     """
 
-    def __init__(self, allocate: AllocateChunk, max_bytes: int, chunk_bytes: int = _CHUNK_BYTES) -> None:
+    def __init__(self, allocate: AllocateChunk, max_bytes: int, chunk_bytes: int) -> None:
         self._allocate = allocate
         self._max_bytes = max_bytes
         self._chunk_bytes = chunk_bytes
@@ -135,7 +135,7 @@ def use(allocate: AllocateChunk | None, free_bytes: int) -> None:
     """
     max_bytes = min(_MAX_BYTES, int(free_bytes * _MAX_FREE_FRACTION))
     if allocate is not None and max_bytes >= _CHUNK_BYTES and not _memory:
-        _memory.append(PageLockedMemory(allocate, max_bytes))
+        _memory.append(PageLockedMemory(allocate, max_bytes, _CHUNK_BYTES))
         _memory[0].add_first()
 
 
