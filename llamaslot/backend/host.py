@@ -203,6 +203,7 @@ class MemoryReader:
             all_waiting=max((everything for _, everything in grown), default=0.0),
             is_warned=level >= _MAC_WARNING,
             is_critical=level >= _MAC_CRITICAL,
+            locked=page_locked.n_bytes(),
         )
 
 
