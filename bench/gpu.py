@@ -1,7 +1,7 @@
 """All figures of the project on a machine with a GPU, and the tests that are marked `gpu`, within a time limit.
 
 Each step is a process of its own, which is ended when its time is over, and keeps each figure as soon as it is
-known. A step that fails does not stop the others. Figures of earlier calls stay in `gpu.json`, so that all may be
+known. A step that fails does not stop the others. Figures of earlier calls stay in their files, so that all may be
 done in several calls. Most things are measured once or twice, so small differences prove nothing.
 """
 
@@ -84,6 +84,8 @@ REUSE_WORKLOADS = ("branching",)
 
 Raw = dict[str, Any]
 """What a step measured, by name."""
+ABOUT = "gpu.json"
+"""File with commit, machine and settings of all figures in its folder."""
 
 
 @dataclass(frozen=True)
@@ -92,9 +94,10 @@ class Row:
 
     figure: str
     value: str = ""
+    """For what was not run, the reason."""
     goal: str = ""
     verdict: str = ""
-    """`met`, `missed`, `not run` with the reason, or empty without a goal."""
+    """`met`, `missed`, `not run`, or empty without a goal."""
 
 
 @dataclass(frozen=True)
@@ -113,49 +116,13 @@ class Settings:
     """Of all servers."""
 
 
-class Results:
-    """`gpu.json`: the figures of all steps so far, and how each of them ended."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._path = folder / "gpu.json"
-        self.content: dict[str, Any] = json.loads(self._path.read_text()) if self._path.is_file() else {}
-
-    @property
-    def settings(self) -> Settings:
-        """The settings with which the figures were taken."""
-        given = self.content["settings"]
-        return Settings(**given | {"flags": tuple(given["flags"])})
-
-    @property
-    def steps(self) -> dict[str, Raw]:
-        """For each step that has begun its `state`, its `seconds`, and its figures so far (`raw`)."""
-        found: dict[str, Raw] = self.content["steps"]
-        return found
-
-    def begin(self, facts: dict[str, Any]) -> None:
-        """Drop what is of another commit, machine or settings."""
-        if any(self.content.get(name) != value for name, value in facts.items()):
-            if self.content:
-                notes.print("earlier results are dropped: another commit, machine or settings")
-            date = datetime.now(UTC).isoformat(timespec="seconds")
-            self.content = {"benchmark": "gpu", "date": date, **facts, "steps": {}}
-
-    def write(self) -> None:
-        """Replace the file."""
-        unfinished = self._path.with_suffix(".tmp")
-        unfinished.write_text(json.dumps(rounded(self.content), indent=1) + "\n")
-        unfinished.replace(self._path)
-
-
 class Task:
-    """One step in its process: the settings, and where its figures go."""
+    """One step in its process: its settings and files."""
 
-    def __init__(self, step: Step, results: Results) -> None:
+    def __init__(self, step: Step, folder: Path) -> None:
         self._step = step
-        self._results = results
-        self.settings = results.settings
-        self.folder = results.folder
+        self.folder = folder
+        self.settings = settings_in(folder)
 
     @property
     def model(self) -> Path:
@@ -173,8 +140,10 @@ class Task:
 
     def keep(self, name: str, value: Any) -> None:
         """Keep a figure; the step may be ended at any time."""
-        self._results.steps[self._step.name]["raw"][name] = value
-        self._results.write()
+        path = self._step.file(self.folder)
+        content = read(path)
+        content["raw"][name] = value
+        write(path, content)
 
 
 @dataclass(frozen=True)
@@ -193,16 +162,37 @@ class Step:
         """The name of the model; that of the step if it has none."""
         return Path(getattr(settings, self.model)).name if self.model else self.name
 
+    def file(self, folder: Path) -> Path:
+        """The file with how the step ended (`state`), its `seconds`, and its figures so far (`raw`).
+
+        It is written by the step's process, and by the one that runs the steps before and after.
+        """
+        return folder / f"gpu-{self.name}.json"
+
+
+def read(path: Path) -> Raw:
+    """The content of a file; empty if there is none."""
+    content: Raw = json.loads(path.read_text()) if path.is_file() else {}
+    return content
+
+
+def write(path: Path, content: Raw) -> None:
+    """Replace a file."""
+    unfinished = path.with_suffix(".tmp")
+    unfinished.write_text(json.dumps(rounded(content), indent=1) + "\n")
+    unfinished.replace(path)
+
+
+def settings_in(folder: Path) -> Settings:
+    """The settings with which the figures in a folder are taken."""
+    given = read(folder / ABOUT)["settings"]
+    return Settings(**given | {"flags": tuple(given["flags"])})
+
 
 async def write_models(task: Task) -> None:
     """Write the models that all other steps use."""
     for model in (task.settings.large, task.settings.small):
         task.keep(model, model_file(model).stat().st_size)
-
-
-def no_rows(_title: str, _raw: Raw) -> list[Row]:
-    """No figures."""
-    return []
 
 
 async def measure_decode(task: Task) -> None:
@@ -258,7 +248,7 @@ def decode_rows(title: str, raw: Raw) -> list[Row]:
                 if own and rate:
                     value = f"{own:,.0f} / {rate:,.0f} tokens/s"
                     figure = f"{title}, decode {n}, {kind} / {name}"
-                    rows.append(_judged(figure, own / rate, goal, at_least=True, value=value))
+                    rows.append(_judged_ratio(figure, own / rate, goal, at_least=True, value=value))
     if (n_sampled := raw.get("sampled on the device")) is not None:
         rows.append(Row(f"{title}, decode: tokens sampled on the device by default", f"{n_sampled:,.0f}"))
     return rows
@@ -299,9 +289,8 @@ def ready_rows(title: str, raw: Raw) -> list[Row]:
         if name in raw:
             own, peer = raw[name], raw["llama-server"]
             limit = MAX_READY * peer + MAX_READY_MORE_S
-            verdict = "met" if own <= limit else "missed"
             value = f"{own:.2f} s, llama-server {peer:.2f} s"
-            rows.append(Row(f"{title}, ready: {name}", value, f"at most {limit:.2f} s", verdict))
+            rows.append(_judged(f"{title}, ready: {name}", value, f"at most {limit:.2f} s", is_met=own <= limit))
     return rows
 
 
@@ -310,8 +299,10 @@ async def measure_kv(task: Task) -> None:
     common = task.common()
     flags = ["-c", str(common.n_ctx), "-np", str(common.n_slots), "-t", str(common.n_threads), "-fa", "on"]
     backend = LlamaBackend(backend_settings(common.model, [*flags, *common.more]))
-    tries = (backend.measure_costs() for _ in range(5))
-    if not any(tries):
+    for _ in range(5):
+        if backend.measure_costs():
+            break
+    else:
         raise BenchmarkError(f"costs could not be measured: {backend.info.costs_pending}")
     cost, size = backend.info.kv_cost, backend.info.segment_size
     if cost is None or size is None:
@@ -330,10 +321,12 @@ def kv_rows(title: str, raw: Raw) -> list[Row]:
     def value(name: str) -> str:
         return f"{raw[name]:.1f} ms, {raw['bytes'] / raw[name] / 1e3:.1f} GB/s"
 
-    verdict = "met" if raw["load_us"] <= MAX_LOAD_MS else "missed"
-    rows = [Row(f"{title}, 1,000 tokens: load", value("load_us"), f"at most {MAX_LOAD_MS:.1f} ms", verdict)]
-    rows.append(Row(f"{title}, 1,000 tokens: save", f"{value('save_us')}; first {raw['first_save_us']:.1f} ms"))
-    return [*rows, Row(f"{title}, 1,000 tokens: compute", f"{raw['prefill_us']:.1f} ms")]
+    goal, is_met = f"at most {MAX_LOAD_MS:.1f} ms", raw["load_us"] <= MAX_LOAD_MS
+    return [
+        _judged(f"{title}, 1,000 tokens: load", value("load_us"), goal, is_met=is_met),
+        Row(f"{title}, 1,000 tokens: save", f"{value('save_us')}; first {raw['first_save_us']:.1f} ms"),
+        Row(f"{title}, 1,000 tokens: compute", f"{raw['prefill_us']:.1f} ms"),
+    ]
 
 
 async def measure_restart(task: Task) -> None:
@@ -365,7 +358,7 @@ def restart_rows(title: str, raw: Raw) -> list[Row]:
     value = f"{1e3 * after:.0f} / {1e3 * computed:.0f} ms, "
     value += f"{raw['cached_tokens']:,} of {raw['prompt_tokens']:,} tokens read"
     figure = f"{title}, TTFT after a restart / computing"
-    return [_judged(figure, after / computed, MAX_RESTART, value=value)]
+    return [_judged_ratio(figure, after / computed, MAX_RESTART, value=value)]
 
 
 async def measure_ttft(task: Task) -> None:
@@ -388,7 +381,8 @@ def ttft_rows(title: str, raw: Raw) -> list[Row]:
         for ratio in compared(workload, [RunResult(**each) for each in raw[workload.name]])
     ]
     return [
-        _judged(f"{title}, {each.workload}: {each.metric} / {each.peer}", each.median, each.goal) for each in ratios
+        _judged_ratio(f"{title}, {each.workload}: {each.metric} / {each.peer}", each.median, each.goal)
+        for each in ratios
     ]
 
 
@@ -425,7 +419,7 @@ def reuse_rows(_title: str, raw: Raw) -> list[Row]:
         is_met = len(measured) == len(REUSE_WORKLOADS) and all(each.is_frugal for each in measured)
         value = f"{computed:,.0f} of {prompt:,.0f} prompt tokens computed" if measured else "failed"
         goal = f"at most {limit:,.0f}" if measured else ""
-        rows.append(Row(f"reuse, {kind}", value, goal, "met" if is_met else "missed"))
+        rows.append(_judged(f"reuse, {kind}", value, goal, is_met=is_met))
     return rows
 
 
@@ -437,12 +431,14 @@ async def run_tests(task: Task) -> None:
     files = _files_of_tests()
     folder = task.folder / "gpu-tests"
     folder.mkdir(exist_ok=True)
-    task.keep("files", len(files))
+    task.keep("n_files", len(files))
+    found: Raw = {}
     with ThreadPoolExecutor(max(1, min(8, (os.cpu_count() or 1) // 2))) as pool:
         running = [pool.submit(_run_file, file, folder / f"{Path(file).stem}.log") for file in files]
         for done in as_completed(running):
-            file, found = done.result()
-            task.keep(file, found)
+            file, result = done.result()
+            found[file] = result
+            task.keep("files", found)
 
 
 def _files_of_tests() -> list[str]:
@@ -470,13 +466,13 @@ def _last(text: str) -> str:
 
 def tests_rows(_title: str, raw: Raw) -> list[Row]:
     """How many passed, and which files did not."""
-    files = {name: found for name, found in raw.items() if name != "files"}
+    files: Raw = raw.get("files", {})
     rows = []
     n_passed = sum(each["counts"].get("passed", 0) for each in files.values())
     bad = {name: each for name, each in files.items() if each["status"] != 0}
     if files:
-        verdict = "missed" if bad else "met" if len(files) == raw["files"] else ""
-        value = f"{n_passed} passed, {len(files) - len(bad)} of {raw['files']} files without a failure"
+        verdict = "missed" if bad else "met" if len(files) == raw["n_files"] else ""
+        value = f"{n_passed} passed, {len(files) - len(bad)} of {raw['n_files']} files without a failure"
         rows.append(Row("tests marked gpu", value, "all pass", verdict))
     for name, each in bad.items():
         what = (
@@ -487,7 +483,7 @@ def tests_rows(_title: str, raw: Raw) -> list[Row]:
 
 
 STEPS = (
-    Step("models", 120, write_models, no_rows),
+    Step("models", 120, write_models, lambda _title, _raw: []),
     Step("decode-large", 180, measure_decode, decode_rows, "large"),
     Step("decode-small", 120, measure_decode, decode_rows, "small"),
     Step("kv-large", 60, measure_kv, kv_rows, "large"),
@@ -501,7 +497,7 @@ STEPS = (
     Step("sampling-large", 100, measure_forced_sampling, forced_rows, "large"),
     Step("sampling-small", 80, measure_forced_sampling, forced_rows, "small"),
 )
-"""In order of importance. A step takes about half of its limit on an H100."""
+"""In order of importance; not all fit into `TIME_LIMIT_S`. Limits are guesses until it ran on a GPU."""
 DONE = "done"
 
 
@@ -513,44 +509,53 @@ def run(*, settings: Settings, steps: Sequence[str], time_limit_s: float, commit
     facts = {"commit": commit or revision(ROOT) or "unknown", "gpus": gpus, "machine": about}
     facts["settings"] = asdict(settings) | {"flags": list(settings.flags)}
     folder.mkdir(parents=True, exist_ok=True)
-    results = Results(folder)
-    results.begin(facts)
-    results.write()
+    begin(folder, facts)
     # So that no process of a step is left when this one is told to end.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    run_steps(results, steps, time_limit_s, _command)
-    console.print(table(results))
-    return int(any(each["state"] != DONE for each in results.steps.values()))
+    run_steps(folder, steps, time_limit_s, _command)
+    console.print(table(folder))
+    return int(any(read(each.file(folder)).get("state", DONE) != DONE for each in STEPS))
 
 
-def _command(step: Step, results: Results) -> list[str]:
-    return [sys.executable, "-m", "bench", "gpu", "--run-step", step.name, "--out", str(results.folder.resolve())]
+def begin(folder: Path, facts: Raw) -> None:
+    """Write `gpu.json`, unless it is there; drop the figures of another commit, machine or settings."""
+    earlier = read(folder / ABOUT)
+    if any(earlier.get(name) != value for name, value in facts.items()):
+        if earlier:
+            notes.print("earlier results are dropped: another commit, machine or settings")
+        for each in folder.glob("gpu-*.json"):
+            each.unlink()
+        date = datetime.now(UTC).isoformat(timespec="seconds")
+        write(folder / ABOUT, {"benchmark": "gpu", "date": date, **facts})
+
+
+def _command(step: Step, folder: Path) -> list[str]:
+    return [sys.executable, "-m", "bench", "gpu", "--run-step", step.name, "--out", str(folder.resolve())]
 
 
 def run_steps(
-    results: Results,
+    folder: Path,
     names: Sequence[str],
     time_limit_s: float,
-    command: Callable[[Step, Results], list[str]],
+    command: Callable[[Step, Path], list[str]],
     steps: Sequence[Step] = STEPS,
 ) -> None:
     """Run the named steps, or those that are not done, one after another, while time is left."""
     ends_at = monotonic() + time_limit_s
     for step in steps:
-        is_done = results.steps.get(step.name, {}).get("state") == DONE
+        file = step.file(folder)
+        is_done = read(file).get("state") == DONE
         left_s = ends_at - monotonic()
         if (names and step.name not in names) or (is_done and not names) or left_s < min(_MIN_STEP_S, time_limit_s):
             continue
         limit_s = min(step.limit_s, left_s)
         notes.print(f"{step.name}: at most {limit_s:.0f} s, {left_s:.0f} s are left")
-        results.steps[step.name] = {"state": "interrupted", "raw": {}}
-        results.write()
+        write(file, {"state": "interrupted", "raw": {}})
         started = monotonic()
-        state = _ended(command(step, results), results.folder / f"gpu-{step.name}.log", limit_s)
-        results.content = Results(results.folder).content
-        results.steps[step.name] |= {"state": state, "seconds": round(monotonic() - started, 1)}
-        results.write()
-        notes.print(f"{step.name}: {state}, {monotonic() - started:.0f} s")
+        state = _ended(command(step, folder), folder / f"gpu-{step.name}.log", limit_s)
+        seconds = monotonic() - started
+        write(file, read(file) | {"state": state, "seconds": round(seconds, 1)})
+        notes.print(f"{step.name}: {state}, {seconds:.0f} s")
 
 
 def _ended(command: Sequence[str], log: Path, limit_s: float) -> str:
@@ -580,37 +585,41 @@ def _reason(log: Path, status: int) -> str:
 
 def run_step(name: str, folder: Path) -> int:
     """Run one step in this process; `run` starts it."""
-    results = Results(folder)
     step = next(each for each in STEPS if each.name == name)
-    asyncio.run(step.measure(Task(step, results)))
+    asyncio.run(step.measure(Task(step, folder)))
     return 0
 
 
-def table(results: Results, steps: Sequence[Step] = STEPS) -> Table:
+def table(folder: Path, steps: Sequence[Step] = STEPS) -> Table:
     """All figures with goals and verdicts, and what was not run."""
-    gpus = ", ".join(results.content["gpus"]) or "no GPU"
-    commit, changes, _ = results.content["commit"].partition(" with changes")
-    title = f"{gpus}, commit {commit[:10]}{changes}, flags {' '.join(results.settings.flags) or 'none'}"
+    about = read(folder / ABOUT)
+    gpus = ", ".join(about["gpus"]) or "no GPU"
+    commit, changes, _ = about["commit"].partition(" with changes")
+    title = f"{gpus}, commit {commit[:10]}{changes}, flags {' '.join(about['settings']['flags']) or 'none'}"
     found = new_table(title, ("figure", "value", "goal", "verdict"), ("figure", "value", "goal", "verdict"))
-    for row in rows(results, steps):
+    for row in rows(folder, steps):
         found.add_row(*(Text(cell) for cell in (row.figure, row.value, row.goal, row.verdict)))
     return found
 
 
-def rows(results: Results, steps: Sequence[Step] = STEPS) -> list[Row]:
+def rows(folder: Path, steps: Sequence[Step] = STEPS) -> list[Row]:
     """The rows of all steps; one for each that has not ended well."""
+    settings = settings_in(folder)
     found = []
     for step in steps:
-        begun = results.steps.get(step.name)
-        if begun is not None:
-            found += step.rows(step.title(results.settings), begun["raw"])
-        state = "" if begun is None else begun["state"]
+        begun = read(step.file(folder))
+        raw, state = begun.get("raw", {}), begun.get("state", "")
+        found += step.rows(step.title(settings), raw)
         if state != DONE:
-            found.append(Row(f"{step.name}{': the rest' if begun and begun['raw'] else ''}", state, "", "not run"))
+            found.append(Row(f"{step.name}{': the rest' if raw else ''}", state, "", "not run"))
     return found
 
 
-def _judged(figure: str, ratio: float, goal: float, *, at_least: bool = False, value: str = "") -> Row:
+def _judged(figure: str, value: str, goal: str, *, is_met: bool) -> Row:
+    return Row(figure, value, goal, "met" if is_met else "missed")
+
+
+def _judged_ratio(figure: str, ratio: float, goal: float, *, at_least: bool = False, value: str = "") -> Row:
     is_met = ratio >= goal if at_least else ratio <= goal
     text = f"{ratio:.2f} ({value})" if value else f"{ratio:.2f}"
-    return Row(figure, text, f"at {'least' if at_least else 'most'} {goal:.2f}", "met" if is_met else "missed")
+    return _judged(figure, text, f"at {'least' if at_least else 'most'} {goal:.2f}", is_met=is_met)

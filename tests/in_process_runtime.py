@@ -29,6 +29,13 @@ class HostOfBackend(EngineHost):
         return self._given
 
 
+class NoProcess:
+    """Takes the place of a supervisor until the model is loaded."""
+
+    async def start(self) -> None:
+        """There is no process."""
+
+
 class InProcessRuntime:
     """Takes the place of `llamaslot.app.composition.Runtime`."""
 
@@ -40,12 +47,10 @@ class InProcessRuntime:
         self._on_progress = on_progress
         self._is_interrupted = False
         self._host = EngineHost(config) if backend is None else HostOfBackend(config, backend)
-        self.prompts: LocalPrompts
+        self.engine = NoProcess()
+        self.prompts: LocalPrompts | NoProcess = NoProcess()
         self._engine: Engine | None = None
         self._running: asyncio.Task[None] | None = None
-
-    async def start(self) -> None:
-        """There is nothing to start before `load`."""
 
     async def load(self, settings: ApiSettings) -> Loaded | None:
         def on_progress(text: str, fraction: float) -> bool:
@@ -58,8 +63,9 @@ class InProcessRuntime:
             of_requests = settings.request_policy(loaded.info, self._config.max_queue)
             model = SetModel(loaded.info, *self._template, of_requests, loaded.records)
             trial = byte_trial(loaded.info.control_tokens, loaded.info.n_vocab)
-            self.prompts = LocalPrompts(prompt_worker(self._config, self._host.backend.vocab, model, trial))
-            self.prompts.worker.start()
+            worker = prompt_worker(self._config, self._host.backend.vocab, model, trial)
+            self.prompts = LocalPrompts(worker)
+            worker.start()
         return loaded
 
     def connect(self, service: Service) -> None:
@@ -77,7 +83,7 @@ class InProcessRuntime:
         if self._engine is not None and self._running is not None:
             self._engine.stop()
             await self._running
-        if hasattr(self, "prompts"):
+        if isinstance(self.prompts, LocalPrompts):
             # Its threads must not outlive the vocabulary.
             _, pending = await asyncio.wait([asyncio.wrap_future(self.prompts.close())], timeout=2.0)
             if pending:

@@ -16,7 +16,6 @@ import ctypes
 import gc
 import os
 import signal
-import ssl
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -74,20 +73,20 @@ async def serve(config: Config) -> int:
         stop = _Signals()
         listeners: list[Listener] = []
         stack.push_async_callback(_stop, runtime, listeners)
-        await runtime.start()
+        await runtime.engine.start()
         # Import these while the engine starts, because these imports take as long as its own.
-        # aiohttp would read the system's certificate authorities twice, for its client, which is not used: 40 ms.
-        ssl.SSLContext.set_default_verify_paths = lambda _: None  # type: ignore[method-assign, assignment]
         from llamaslot.api.context import READINESS, SETTINGS  # noqa: PLC0415
-
-        del ssl.SSLContext.set_default_verify_paths
         from llamaslot.app.http_config import check_vocabulary, max_queue_per_client  # noqa: PLC0415
         from llamaslot.app.start_lines import announce  # noqa: PLC0415
         from llamaslot.service.metrics import Metrics  # noqa: PLC0415
         from llamaslot.service.service import Service  # noqa: PLC0415
 
         app = await _listen(config, stop, stack, listeners)
-        loaded = await _load(runtime, app[SETTINGS], stop, on_progress) if app is not None else None
+        loaded = None
+        if app is not None:
+            # Only now: on two CPUs its imports would slow the engine's, and it loads faster than the engine.
+            await runtime.prompts.start()
+            loaded = await _load(runtime, app[SETTINGS], stop, on_progress)
         if app is None or loaded is None:
             _log.info("server.stopped")
             return 0
@@ -282,7 +281,7 @@ class _Signals:
 
 
 class Runtime:
-    """Call `start`, `load`, `connect` and `stop` in this order, the last one in any case.
+    """Start `engine` and `prompts`, then call `load`, `connect` and `stop` in this order, the last one in any case.
 
     `template` is what `read_template` returns.
     """
@@ -295,18 +294,8 @@ class Runtime:
         self._is_interrupted = False
         self.engine = EngineSupervisor(_ENGINE_MAIN, self._config, on_progress)
 
-    async def start(self) -> None:
-        """Start the engine, which begins to load; raises `OSError`."""
-        await self.engine.start()
-
     async def load(self, settings: ApiSettings) -> Loaded | None:
-        """Start the prompt worker, and wait until model and vocabulary are loaded; None if that was interrupted.
-
-        Raises `ConfigError` and `OSError`.
-        """
-        # Not in `start`: with two CPUs, the engine's imports would take longer beside its imports and those of this
-        # process, and it is ready before the engine anyway.
-        await self.prompts.start()
+        """Wait until model and vocabulary are loaded; None if that was interrupted. Raises `ConfigError`."""
         loaded = await self.engine.loaded()
         if loaded is None:
             return None

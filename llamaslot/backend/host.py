@@ -123,9 +123,12 @@ class CpuTimes(NamedTuple):
     """Time that this process used."""
 
 
-def cpu_times() -> CpuTimes:
-    """Read the CPU times."""
-    times = psutil.cpu_times(percpu=True)
+def cpu_times() -> CpuTimes | None:
+    """Read the CPU times; None where a sandbox does not let this process read them."""
+    try:
+        times = psutil.cpu_times(percpu=True)
+    except (OSError, psutil.Error):
+        return None
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ()
     # The list has no place for a CPU that is offline, so the numbers of the CPUs may not be its indices.
     if allowed and max(allowed) < len(times):
@@ -200,6 +203,7 @@ class MemoryReader:
             all_waiting=max((everything for _, everything in grown), default=0.0),
             is_warned=level >= _MAC_WARNING,
             is_critical=level >= _MAC_CRITICAL,
+            locked=page_locked.n_bytes(),
         )
 
 

@@ -8,7 +8,8 @@ States get blocks of a few large chunks, each in the first gap that suffices. Fo
   long (CUDA: tens of milliseconds), and the model's thread must not wait.
 - A block is free once nothing refers to its array any more. That may be noticed on any thread, and by the garbage
   collector in the middle of `take`. So it is only noted, and the next `take` makes a gap of it.
-- Chunks are kept to the end of the process: to free one, the driver waits for all that the GPU does.
+- Chunks are kept to the end of the process: to free one, the driver waits for all that the GPU does. The system can
+  use them for nothing else, so they have at most a quarter of what is free at the start.
 - Once a chunk cannot be had, no other is tried.
 
 Budgets of the RAM tier count states, whatever memory they are in. Nothing here knows llama.cpp.
@@ -32,8 +33,7 @@ MIN_BYTES = 2**20
 _CHUNK_BYTES = 2**28
 """Room for three segments of 512 tokens of an 8B model. Larger states go to ordinary memory."""
 _MAX_BYTES = 2**31
-_MAX_RAM_FRACTION = 0.25
-"""Most that is page-locked, also as a fraction of the RAM tier: the system can use it for nothing else."""
+_MAX_FREE_FRACTION = 0.25
 _ALIGNMENT = 4096
 
 AllocateChunk: TypeAlias = Callable[[int], int | None]
@@ -46,7 +46,7 @@ class PageLockedMemory:
     Methods may be called from any thread.
     """
 
-    def __init__(self, allocate: AllocateChunk, max_bytes: int, chunk_bytes: int = _CHUNK_BYTES) -> None:
+    def __init__(self, allocate: AllocateChunk, max_bytes: int, chunk_bytes: int) -> None:
         self._allocate = allocate
         self._max_bytes = max_bytes
         self._chunk_bytes = chunk_bytes
@@ -104,7 +104,7 @@ class PageLockedMemory:
     def _add_chunk(self, size: int) -> None:
         fits = size <= self._chunk_bytes and self.n_bytes + self._chunk_bytes <= self._max_bytes
         if fits and self._adding is None:
-            adding = threading.Thread(target=self._allocated, name="llamaslot-page-locked", daemon=True)
+            adding = threading.Thread(target=self._allocate_chunk, name="llamaslot-page-locked", daemon=True)
             try:
                 adding.start()
             except RuntimeError:
@@ -113,7 +113,7 @@ class PageLockedMemory:
             else:
                 self._adding = adding
 
-    def _allocated(self) -> None:
+    def _allocate_chunk(self) -> None:
         address = self._allocate(self._chunk_bytes)
         with self._lock:
             self._adding = None
@@ -128,15 +128,21 @@ _memory: list[PageLockedMemory] = []
 """Of this process; empty if there is none. Not passed around, since states come from many places (`new_kv`)."""
 
 
-def use(allocate: AllocateChunk | None, ram_bytes: int) -> None:
-    """Use page-locked memory from now on, for part of a RAM tier of `ram_bytes`; None for ordinary memory alone.
+def use(allocate: AllocateChunk | None, free_bytes: int) -> None:
+    """Use page-locked memory from now on, on a host with `free_bytes`; None for ordinary memory alone.
 
     What an earlier call began to use stays in use, because its chunks cannot be given back.
     """
-    max_bytes = min(_MAX_BYTES, int(ram_bytes * _MAX_RAM_FRACTION))
+    max_bytes = min(_MAX_BYTES, int(free_bytes * _MAX_FREE_FRACTION))
     if allocate is not None and max_bytes >= _CHUNK_BYTES and not _memory:
-        _memory.append(PageLockedMemory(allocate, max_bytes))
+        _memory.append(PageLockedMemory(allocate, max_bytes, _CHUNK_BYTES))
         _memory[0].add_first()
+
+
+def wait() -> None:
+    """Wait for the chunk that is being allocated: what is measured without it, is not what states take later."""
+    for each in _memory:
+        each.wait()
 
 
 def n_bytes() -> int:

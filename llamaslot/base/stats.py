@@ -373,7 +373,7 @@ class BackendStats(msgspec.Struct):
     n_sampler_changes: int = 0
     """Changes of a sequence's samplers on the device, each of which takes time."""
     n_step_threads: int = 0
-    """Threads that a step computes with."""
+    """Threads that a step of few tokens computes with."""
     page_locked_bytes: int = 0
     """Page-locked host memory for KV, in use or not."""
 

@@ -118,12 +118,13 @@ class Loader:
         end. In a partitioned pool the resident part is saved and loaded along with them.
         """
         parts = self._disk.readable(match.parts) if match.parts else []
-        saved = 0.0 if self._settings.unified else -self._settings.load_cost * 2 * match.n_resident
-        n_worth, most = 0, 0.0
+        # In tokens computed meanwhile.
+        gain = 0.0 if self._settings.unified else -self._settings.load_cost * 2 * match.n_resident
+        n_worth, best = 0, 0.0
         for n_parts, part in enumerate(parts, 1):
-            saved += part.end - part.start - self._cost(part.segment)
-            if saved > most and (n_parts == len(parts) or not self._settings.has_states):
-                n_worth, most = n_parts, saved
+            gain += part.end - part.start - self._cost(part.segment)
+            if gain > best and (n_parts == len(parts) or not self._settings.has_states):
+                n_worth, best = n_parts, gain
         return parts[:n_worth]
 
     def load(self, seq: int, match: Match, max_tokens: int | None, *, loads_all: bool = False) -> LoadResult:
@@ -135,7 +136,7 @@ class Loader:
         parts = self._disk.readable(match.parts) if loads_all else self.worth_loading(match)
         if not parts:
             self._tiers.load_pins.pop(seq, None)
-            self._disk.measure(match.parts)
+            self._disk.probe_speed(match.parts)
             return LoadResult(LoadStatus.DONE)
         self._disk.prefetch(seq, parts)
         self._offloader.free_evicted()
@@ -169,7 +170,7 @@ class Loader:
             segment.source = ""
         if status is LoadStatus.DONE:
             self._tiers.load_pins.pop(seq, None)
-            self._disk.measure(match.parts[len(parts) :])
+            self._disk.probe_speed(match.parts[len(parts) :])
         self._tiers.counters.public_tokens += n_public
         return LoadResult(status, 0, n_loaded, n_read, n_fetched, n_public)
 

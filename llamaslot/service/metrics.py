@@ -99,7 +99,11 @@ _COUNTER_WITHOUT_SUFFIX = "llamacpp:n_tokens_max"
 """A counter of llama-server's whose name has no `_total`; the client library gives every counter that suffix."""
 _GAUGES = (
     ("llamacpp:requests_deferred", "Requests that wait for a slot.", "n_queued"),
-    ("llamaslot_step_threads", "Threads of a step: fewer while others use the CPUs.", "backend.n_step_threads"),
+    (
+        "llamaslot_step_threads",
+        "Threads of a small step: fewer while others use the CPUs.",
+        "backend.n_step_threads",
+    ),
     ("llamaslot_prefix_cache_hit_rate", "Matched tokens / prompt tokens so far.", "cache.prompt_tokens.hit_rate"),
     ("llamaslot_cells", "Cells of the KV pool.", "cache.cells.total"),
     ("llamaslot_cells_used", "Cells of the KV pool that hold a token.", "cache.cells.used"),

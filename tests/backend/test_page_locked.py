@@ -157,3 +157,20 @@ def test_little_ram_is_not_locked(monkeypatch: pytest.MonkeyPatch) -> None:
     page_locked.use(None, 2**40)
     assert page_locked.take(2**21) is None
     assert page_locked.n_bytes() == 0
+
+
+def test_states_of_a_process_go_to_page_locked_memory_up_to_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page_locked, "_memory", [])
+    monkeypatch.setattr(page_locked, "_CHUNK_BYTES", 2**21)
+    chunks = Chunks()
+    # A quarter of 16 MiB are two chunks.
+    page_locked.use(chunks, 2**24)
+    page_locked.wait()
+    states = []
+    for _ in range(6):
+        states.append(new_kv(2**20))
+        page_locked.wait()
+    locked = [ctypes.addressof(chunk) for chunk in chunks.held]  # type: ignore[arg-type]
+    n_in_locked = sum(any(at <= each.ctypes.data < at + 2**21 for at in locked) for each in states)
+    assert page_locked.n_bytes() == 2 * 2**21
+    assert n_in_locked == 4, "one is in ordinary memory, because the second chunk was not there yet"

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import llama_cpp
 import numpy as np
+import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -23,6 +26,8 @@ from llamaslot.base.backend import Run, Status
 from llamaslot.base.kv_ops import Remove
 
 _WAIT_S = 30
+LARGE = 17
+"""Tokens of a step that is not small."""
 
 
 class Machine:
@@ -41,10 +46,11 @@ class Machine:
         )
 
 
-def until(is_true: Callable[[], bool]) -> None:
+def until(is_true: Callable[[], bool], pause_s: float = 0.02) -> None:
     deadline = time.monotonic() + _WAIT_S
     while not is_true():
         assert time.monotonic() < deadline
+        time.sleep(pause_s)
 
 
 @pytest.fixture
@@ -76,11 +82,65 @@ def test_a_step_leaves_out_a_thread_for_each_cpu_that_others_use(
 ) -> None:
     machine = Machine(n_cpus)
     threads = StepThreads(n, machine.read)
-    assert threads.choose() == n
+    assert threads.choose(1) == n
     machine.run(0.5, others=others, own=own)
-    assert threads.choose() == expected
+    assert threads.choose(1) == expected
     machine.run(0.5, others=0.0, own=own)
-    assert threads.choose() == min(n, n_cpus)
+    assert threads.choose(1) == min(n, n_cpus)
+
+
+@pytest.mark.usefixtures("always_due")
+def test_a_large_step_keeps_a_thread_that_has_most_of_a_cpu() -> None:
+    machine = Machine(2)
+    threads = StepThreads(2, machine.read)
+    threads.choose(1)
+    machine.run(0.5, others=0.6, own=1.4)
+    assert (threads.choose(1), threads.choose(LARGE)) == (1, 2)
+    machine.run(0.5, others=1.0, own=1.0)
+    assert (threads.choose(1), threads.choose(LARGE)) == (1, 1)
+
+
+@pytest.mark.usefixtures("always_due")
+def test_without_cpu_times_all_threads_compute() -> None:
+    machine = Machine(2)
+    readings = iter([machine.now, None, machine.now, None])
+    threads = StepThreads(2, lambda: next(readings))
+    assert [threads.choose(1) for _ in range(4)] == [2, 2, 2, 2]
+
+
+@pytest.mark.parametrize("error", [PermissionError(), psutil.AccessDenied()])
+def test_a_sandbox_may_hide_the_cpu_times(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    def refuse(**_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(psutil, "cpu_times", refuse)
+    assert cpu_times() is None
+
+
+def test_only_cpus_that_this_process_may_use_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process with CPU 1 alone does not see what others do on CPU 0."""
+    made = [SimpleNamespace(user=500.0, system=50.0, idle=5.0), SimpleNamespace(user=3.0, system=1.0, idle=90.0)]
+    monkeypatch.setattr(psutil, "cpu_times", lambda percpu: made)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1}, raising=False)
+    read = cpu_times()
+    assert read is not None
+    assert (read.n_cpus, read.all) == (1, 4.0)
+
+
+def test_times_are_read_more_rarely_where_that_takes_long() -> None:
+    n_read = 0
+
+    def read() -> CpuTimes:
+        nonlocal n_read
+        n_read += 1
+        time.sleep(0.01)
+        return Machine(2).now
+
+    threads = StepThreads(2, read)
+    started = time.perf_counter()
+    while time.perf_counter() - started < 1:
+        threads.choose(1)
+    assert n_read == 1
 
 
 @pytest.mark.usefixtures("always_due")
@@ -95,7 +155,7 @@ def test_the_number_is_never_illegal(n: int, n_cpus: int, uses: list[tuple[float
     threads = StepThreads(n, machine.read)
     for seconds, others, own in uses:
         machine.run(seconds, others=others, own=own)
-        assert 1 <= threads.choose() <= n
+        assert 1 <= threads.choose(1) <= threads.choose(LARGE) <= n
 
 
 def test_times_are_not_read_at_each_step() -> None:
@@ -109,25 +169,28 @@ def test_times_are_not_read_at_each_step() -> None:
     threads = StepThreads(2, read)
     started = time.perf_counter()
     while time.perf_counter() - started < 0.1:
-        threads.choose()
+        threads.choose(1)
     assert n_read == 1
 
 
 def test_busy_processes_are_seen() -> None:
-    """By the system's real times: of a process that uses a CPU, and of this one, which must not count."""
-    before = cpu_times()
+    """By the system's real times: of a process that uses a CPU, and of this one, which does not count as others."""
+
+    def others_and_own() -> tuple[float, float]:
+        now = cpu_times()
+        assert now is not None
+        return now.all - now.own, now.own
+
+    others, own = others_and_own()
     process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     try:
-        until(lambda: cpu_times().all - before.all > 0.3)
-        between = cpu_times()
-        until(lambda: cpu_times().own - between.own > 0.2)
+        until(lambda: others_and_own()[0] - others > 0.3)
     finally:
         process.kill()
         process.wait()
-    after = cpu_times()
-    assert 0 < after.own - between.own <= after.all - before.all
-    assert after.clock > before.clock
-    assert after.n_cpus >= 1
+    assert others_and_own()[1] - own < 0.2
+    own = others_and_own()[1]
+    until(lambda: others_and_own()[1] - own > 0.2, pause_s=0.0)
 
 
 def test_a_chosen_number_of_threads_stays(tiny_model: Path) -> None:

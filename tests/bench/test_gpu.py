@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import json
+import ctypes
 import math
+import mmap
 import sys
 import time
 from io import StringIO
@@ -16,8 +17,10 @@ from rich.console import Console
 
 from bench import gpu
 from bench.__main__ import main
-from bench.gpu import DONE, Results, Row, Step
-from llamaslot.backend.llama import costs
+from bench.gpu import DONE, Row, Step
+from llamaslot.backend import page_locked
+from llamaslot.backend.llama import costs, library
+from llamaslot.base.kv_ops import Kv
 
 FACTS: dict[str, Any] = {
     "commit": "c0ffee",
@@ -37,20 +40,20 @@ def values(title: str, raw: dict[str, Any]) -> list[Row]:
 FAKES = tuple(Step(name, 30.0, unused, values, "large") for name in ("first", "failing", "hanging", "last"))
 
 
-def results(folder: Path) -> Results:
-    found = Results(folder)
-    found.begin(FACTS)
-    found.write()
-    return found
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder without figures."""
+    gpu.begin(tmp_path, FACTS)
+    return tmp_path
 
 
-def script(step: Step, of: Results) -> list[str]:
+def script(step: Step, folder: Path) -> list[str]:
     """A command that keeps a figure, and then does what the step's name says."""
     code = f"""
 import json, sys, time
-content = json.load(open({str(of.folder / "gpu.json")!r}))
-content["steps"][{step.name!r}]["raw"]["figure"] = time.time()
-json.dump(content, open({str(of.folder / "gpu.json")!r}, "w"))
+content = json.load(open({str(step.file(folder))!r}))
+content["raw"]["figure"] = time.time()
+json.dump(content, open({str(step.file(folder))!r}, "w"))
 if {step.name == "failing"}:
     sys.exit("bench: no such device")
 if {step.name == "hanging"}:
@@ -59,54 +62,47 @@ if {step.name == "hanging"}:
     return [sys.executable, "-c", code]
 
 
-def states(of: Results) -> dict[str, str]:
-    return {name: each["state"] for name, each in of.steps.items()}
-
-
-def test_a_step_that_fails_or_hangs_keeps_its_figures_and_stops_no_other(tmp_path: Path) -> None:
+def test_a_step_that_fails_or_hangs_keeps_its_figures_and_stops_no_other(folder: Path) -> None:
     steps = [Step(**vars(each) | {"limit_s": 3.0 if each.name == "hanging" else 30.0}) for each in FAKES]
-    measured = results(tmp_path)
-    gpu.run_steps(measured, (), 100.0, script, steps)
+    gpu.run_steps(folder, (), 100.0, script, steps)
     ended = {"first": DONE, "failing": "failed: no such device", "hanging": "stopped after 3 s", "last": DONE}
-    assert states(measured) == ended
-    assert states(Results(tmp_path)) == ended
-    rows = {row.figure: row.verdict for row in gpu.rows(measured, steps) if row.verdict}
+    assert {each.name: gpu.read(each.file(folder))["state"] for each in steps} == ended
+    rows = {row.figure: row.verdict for row in gpu.rows(folder, steps) if row.verdict}
     assert rows == {"failing: the rest": "not run", "hanging: the rest": "not run"}
-    assert sum(row.figure == "60m, figure" for row in gpu.rows(measured, steps)) == len(steps)
+    assert sum(row.figure == "60m, figure" for row in gpu.rows(folder, steps)) == len(steps)
 
 
-def test_later_calls_run_what_is_missing_or_named(tmp_path: Path) -> None:
+def test_later_calls_run_what_is_missing_or_named(folder: Path) -> None:
     def figures() -> dict[str, float]:
-        return {name: each["raw"]["figure"] for name, each in Results(tmp_path).steps.items()}
+        begun = [each for each in steps if each.file(folder).is_file()]
+        return {each.name: gpu.read(each.file(folder))["raw"]["figure"] for each in begun}
 
     steps = [each for each in FAKES if each.name in ("first", "last")]
-    gpu.run_steps(results(tmp_path), ["first"], 30.0, script, steps)
+    gpu.run_steps(folder, ["first"], 30.0, script, steps)
     before = figures()
     assert before.keys() == {"first"}
-    gpu.run_steps(results(tmp_path), (), 30.0, script, steps)
+    gpu.run_steps(folder, (), 30.0, script, steps)
     both = figures()
     assert both.keys() == {"first", "last"}
     assert both["first"] == before["first"]
-    gpu.run_steps(results(tmp_path), ["first"], 30.0, script, steps)
+    gpu.run_steps(folder, ["first"], 30.0, script, steps)
     assert figures()["first"] > both["first"]
 
 
-def test_without_time_nothing_is_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_time_nothing_is_begun(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "monotonic", iter((0.0, 85.0, 85.0, 85.0, 85.0, 85.0)).__next__)
-    measured = results(tmp_path)
-    gpu.run_steps(measured, (), 100.0, script, FAKES)
-    assert measured.steps == {}
-    assert [row.verdict for row in gpu.rows(measured, FAKES)] == ["not run"] * len(FAKES)
+    gpu.run_steps(folder, (), 100.0, script, FAKES)
+    assert not any(each.file(folder).is_file() for each in FAKES)
+    assert [row.verdict for row in gpu.rows(folder, FAKES)] == ["not run"] * len(FAKES)
 
 
-def test_figures_of_another_commit_are_dropped(tmp_path: Path) -> None:
-    first = results(tmp_path)
-    first.steps["first"] = {"state": DONE, "raw": {}}
-    first.write()
-    assert results(tmp_path).steps
-    other = Results(tmp_path)
-    other.begin(FACTS | {"commit": "decaf"})
-    assert not other.steps
+def test_figures_of_another_commit_are_dropped(folder: Path) -> None:
+    file = FAKES[0].file(folder)
+    gpu.write(file, {"state": DONE, "raw": {}})
+    gpu.begin(folder, FACTS)
+    assert file.is_file()
+    gpu.begin(folder, FACTS | {"commit": "decaf"})
+    assert not file.is_file()
 
 
 def verdicts(rows: list[Row]) -> dict[str, str]:
@@ -136,20 +132,20 @@ def test_other_figures_are_judged() -> None:
     [row] = gpu.restart_rows("8b", raw)
     assert (row.value, row.verdict) == ("0.45 (45 / 100 ms, 1,200 of 1,266 tokens read)", "met")
     file: dict[str, Any] = {"status": 0, "counts": {"passed": 3, "skipped": 1}, "failed": []}
-    raw = {"files": 2, "tests/a.py": file}
+    raw = {"n_files": 2, "files": {"tests/a.py": file}}
     assert [row.verdict for row in gpu.tests_rows("", raw)] == [""]
-    raw["tests/b.py"] = {"status": -6, "counts": {}, "failed": []}
+    raw["files"]["tests/b.py"] = {"status": -6, "counts": {}, "failed": []}
     assert [row.verdict for row in gpu.tests_rows("", raw)] == ["missed", "missed"]
-    raw["tests/b.py"] = file
+    raw["files"]["tests/b.py"] = file
     assert [row.verdict for row in gpu.tests_rows("", raw)] == ["met"]
 
 
-def test_names_of_tests_are_printed_as_they_are(tmp_path: Path) -> None:
-    measured = results(tmp_path)
+def test_names_of_tests_are_printed_as_they_are(folder: Path) -> None:
+    [step] = [each for each in gpu.STEPS if each.name == "tests"]
     file = {"status": 1, "counts": {}, "failed": ["tests/a.py::test_a[tiny-mla]", "tests/a.py::test_a[/]"]}
-    measured.steps["tests"] = {"state": DONE, "raw": {"files": 1, "tests/a.py": file}}
+    gpu.write(step.file(folder), {"state": DONE, "raw": {"n_files": 1, "files": {"tests/a.py": file}}})
     console = Console(width=132, file=StringIO())
-    console.print(gpu.table(measured, [each for each in gpu.STEPS if each.name == "tests"]))
+    console.print(gpu.table(folder, [step]))
     assert "test_a[tiny-mla], test_a[/]" in console.file.getvalue()
 
 
@@ -157,19 +153,57 @@ def test_without_figures_there_are_no_rows() -> None:
     assert [row for step in gpu.STEPS for row in step.rows("8b", {})] == []
 
 
-def test_loading_is_timed_by_the_servers_own_measurement(
-    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # However busy this machine is.
+@pytest.fixture
+def undisturbed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Costs are measured however busy this machine is."""
     monkeypatch.setattr(costs, "read_clocks", lambda: costs.Clocks(time.perf_counter(), 0.0, {}))
     monkeypatch.setattr(costs, "MAX_SPREAD", math.inf)
-    measured = results(tmp_path)
-    measured.content["settings"]["large"] = str(tiny_model)
+
+
+def timed_loading(folder: Path, model: Path) -> Row:
+    """The row of the step that times it."""
+    gpu.begin(folder, FACTS | {"settings": FACTS["settings"] | {"large": str(model)}})
     [step] = [each for each in gpu.STEPS if each.name == "kv-large"]
-    measured.steps[step.name] = {"state": DONE, "raw": {}}
-    asyncio.run(step.measure(gpu.Task(step, measured)))
-    load = gpu.rows(Results(tmp_path), [step])[0]
+    gpu.write(step.file(folder), {"state": DONE, "raw": {}})
+    asyncio.run(step.measure(gpu.Task(step, folder)))
+    return gpu.rows(folder, [step])[0]
+
+
+@pytest.mark.usefixtures("undisturbed")
+def test_loading_is_timed_by_the_servers_own_measurement(tmp_path: Path, tiny_model: Path) -> None:
+    load = timed_loading(tmp_path, tiny_model)
     assert (load.figure, load.verdict) == (f"{tiny_model.name}, 1,000 tokens: load", "met")
+
+
+@pytest.mark.usefixtures("undisturbed")
+def test_loading_is_timed_from_page_locked_memory(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chunks: list[mmap.mmap] = []
+    taken: list[bool] = []
+    take = page_locked.take
+
+    def allocate(n_bytes: int) -> int:
+        # Longer than the model loads.
+        time.sleep(2)
+        chunks.append(mmap.mmap(-1, n_bytes))
+        return ctypes.addressof(ctypes.c_char.from_buffer(chunks[-1]))
+
+    def noted_take(n_bytes: int) -> Kv | None:
+        found = take(n_bytes)
+        if n_bytes >= page_locked.MIN_BYTES:
+            taken.append(found is not None)
+        return found
+
+    monkeypatch.setattr(library, "device_used", lambda _: "a GPU")
+    monkeypatch.setattr(library, "page_locked_allocator", lambda: allocate)
+    # More than the few tokens that are saved at the start have.
+    monkeypatch.setattr(page_locked, "MIN_BYTES", 2**12)
+    monkeypatch.setattr(page_locked, "_memory", [])
+    monkeypatch.setattr(page_locked, "take", noted_take)
+    timed_loading(tmp_path, tiny_model)
+    assert taken
+    assert all(taken)
 
 
 @pytest.mark.slow
@@ -179,8 +213,8 @@ def test_a_step_runs_in_a_process_and_a_table_has_all(
     monkeypatch.setattr(gpu.signal, "signal", lambda *_: None)
     model = ["--large", "tiny", "--small", "tiny", "--server=-ngl 0", "--quick"]
     assert main(["gpu", *model, "--steps", "models", "--out", str(tmp_path), "--commit", "c0ffee"]) == 0
-    content = json.loads((tmp_path / "gpu.json").read_text())
-    assert content["commit"] == "c0ffee"
-    assert content["steps"]["models"]["state"] == DONE
-    assert content["steps"]["models"]["raw"]["tiny"] > 0
+    assert gpu.read(tmp_path / "gpu.json")["commit"] == "c0ffee"
+    content = gpu.read(tmp_path / "gpu-models.json")
+    assert content["state"] == DONE
+    assert content["raw"]["tiny"] > 0
     assert capsys.readouterr().out.count("not run") == len(gpu.STEPS) - 1

@@ -8,7 +8,7 @@ import pytest
 from llamaslot.base.model import SegmentSize
 from llamaslot.base.tokens import WIDTH, packed
 from llamaslot.kvcache.cache import KVCache
-from llamaslot.kvcache.disk_io import Read, ReadDone, SegmentMeta, path_digest
+from llamaslot.kvcache.disk_io import Read, ReadDone, ReadStarted, SegmentMeta, path_digest
 from llamaslot.kvcache.match import LoadStatus
 from llamaslot.kvcache.tiers.pacing import MIN_READ_BYTES, RETRY_DELAY_S
 from tests.cache_settings import cache_settings
@@ -109,8 +109,36 @@ def test_the_time_that_a_read_has_taken_is_not_expected_again() -> None:
     assert reads(cache) == [0, 1, 2]
     done(cache, 0, 0.5, 1.0)
     match = cache.match("", PROMPT)
-    for now, expected in ((1.0, 0.5), (1.4, 0.1), (9.0, 0.0)):
+    for now, expected in ((1.0, 0.5), (1.4, 0.1), (1.5, 0.0), (1.9, 0.4)):
         cache.tick(now)
         assert cache._disk.read_us(match.parts[1].segment) == pytest.approx(1e6 * expected)
         rest = cache._disk.read_us(match.parts[2].segment)
         assert rest == pytest.approx(1e6 * 0.5 * MIN_READ_BYTES / (512 * N_BYTES)), "it waits for the other one"
+
+
+@pytest.mark.parametrize("is_known", [True, False], ids=["speed known", "speed unknown"])
+def test_a_request_waits_for_a_late_read_about_as_long_as_computing_takes(is_known: bool) -> None:
+    cache = restarted(n_paths=2)
+    assert reads(cache) == [3, 4, 5]
+    if is_known:
+        for number in (3, 4, 5):
+            done(cache, number, 0.1, 1.0)
+    else:
+        assert cache.on_io(ReadStarted(), 1.0) is None
+    wanted = PROMPT if is_known else packed(np.arange(N_TOKENS, dtype=np.int32) + 10_000)
+    cache.tick(1.0)
+    slot = cache.acquire([0], cache.match("", wanted)).slot
+    assert cache.load(slot, wanted).status is LoadStatus.READING
+    if is_known:
+        assert reads(cache) == [0, 1, 2]
+        assert cache.on_io(ReadStarted(), 1.0) is None
+    now = 1.0
+    while cache.load(slot, wanted).status is LoadStatus.READING:
+        # When the engine idles, it wakes at this time.
+        due_at = cache._policy.deadlines().idle
+        assert due_at is not None
+        assert now < due_at < now + 0.2
+        now = due_at
+        assert now < 5.0
+        cache.tick(now)
+    assert 2.5 < now < 4.0, "computing all of it takes 2.5 seconds"

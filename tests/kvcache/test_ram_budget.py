@@ -172,3 +172,14 @@ def test_small_containers_reserve_a_tenth() -> None:
     budget = RamBudget(128 * 2**20, is_fixed=False)
     assert not budget.observe(MemoryReading(total // 10, total), 2**20, 0.0)
     assert budget.observe(MemoryReading(total // 10 - 1, total), 2**20, 2.0)
+
+
+@pytest.mark.parametrize("free", [0.0, 0.1, 0.5, 1.2])
+def test_memory_that_evicting_would_not_free_stays_in_use(free: float) -> None:
+    budget = RamBudget(MAX, is_fixed=False)
+    for second in range(10):
+        budget.observe(reading(free, locked=2 * GIB), min(4 * GIB, budget.n_bytes), second)
+        assert budget.n_bytes >= 2 * GIB
+    budget = RamBudget(MAX, is_fixed=False)
+    budget.observe(reading(free, locked=20 * GIB), 4 * GIB, 0.0)
+    assert budget.n_bytes == MAX

@@ -24,17 +24,14 @@ from llamaslot.app.cache_tiers import (
     slot_save_path,
 )
 from llamaslot.app.config import Config
-from llamaslot.backend import page_locked
 from llamaslot.backend.disk import DiskStore
 from llamaslot.backend.host import MemoryReader, host_memory
 from llamaslot.backend.llama import LlamaBackend, LoadingStopped
-from llamaslot.backend.llama.library import page_locked_allocator
 from llamaslot.backend.llama.loading import LlamaSettings
 from llamaslot.backend.remote import StoreSettings
 from llamaslot.base.backend import Backend
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.events import Event
-from llamaslot.base.model import CPU
 from llamaslot.engine.engine import Engine
 from llamaslot.engine.model_worker import StepWatch, model_thread
 from llamaslot.kvcache.cache_settings import Budgets
@@ -138,8 +135,6 @@ class EngineHost:
             return None
         info = self._backend.info
         self._budgets = budgets = choose_budgets(config, info, host_memory()[0])
-        if info.device != CPU:
-            page_locked.use(page_locked_allocator(), budgets.ram_bytes)
 
         def on_read(fraction: float) -> bool:
             return on_progress("reading the model for its checksum", fraction)

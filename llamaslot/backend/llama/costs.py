@@ -101,7 +101,7 @@ MAX_SPREAD = 1.5
 MAX_AGE_S = 7 * 86_400
 """Age at which measurements are repeated, because the machine may have changed."""
 _MAX_FILE_BYTES = 2**16
-FORMAT = 6
+FORMAT = 7
 """Incremented whenever something is measured in another way."""
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from llamaslot.backend import page_locked
 from llamaslot.backend.constraints import Compiled, ConstraintCompiler
-from llamaslot.backend.host import host_cpus, trim_heap
+from llamaslot.backend.host import host_cpus, host_memory, trim_heap
 from llamaslot.backend.llama import capabilities, costs, library, loading, self_test, sizing
 from llamaslot.backend.llama.costs import DisturbedError, Measurements, Quiet, StoppedError
 from llamaslot.backend.llama.loading import Context, LlamaSettings, sequences
@@ -147,7 +147,7 @@ class LlamaBackend:
         self._rows, self._targets = self._batch.fill(runs)
         self._chains.prepare(runs, draws)
         if self._threads is not None:
-            n_threads = self._threads.choose()
+            n_threads = self._threads.choose(sum(len(run.tokens) for run in runs))
             llama_cpp.llama_set_n_threads(self._context, n_threads, n_threads)
         code = llama_cpp.llama_decode(self._context, self._batch.struct)
         if code == 0:
@@ -163,7 +163,7 @@ class LlamaBackend:
         return BackendStats(
             n_device_sampled=self._chains.n_sampled,
             n_sampler_changes=self._chains.n_set,
-            n_step_threads=self._n_threads if self._threads is None else self._threads.n_now,
+            n_step_threads=self._n_threads if self._threads is None else self._threads.n_small,
             page_locked_bytes=page_locked.n_bytes(),
         )
 
@@ -394,7 +394,12 @@ class LlamaBackend:
         return info.unified and info.n_slots > 1 and can_save and not self_test.is_needed(info)
 
     def _warm_up(self) -> None:
-        """Compute one token, so that the first request need not wait until the weights are read."""
+        """Compute one token, so that the first request need not wait until the weights are read.
+
+        Beside that, the first page-locked memory is allocated.
+        """
+        if self.info.device != CPU:
+            page_locked.use(library.page_locked_allocator(), host_memory()[0])
         token = np.array([max(self.vocab.bos, 0)], dtype=np.int32)
         llama_cpp.llama_set_warmup(self._context, True)
         status = self.decode([Run(seq=0, start=0, tokens=token, n_outputs=1)]).status
@@ -443,6 +448,7 @@ class LlamaBackend:
 
     def _measure(self, should_stop: Callable[[], bool] = lambda: False) -> Measurements | None:
         """Measure all costs; None, with the reason in `info`, if that was disturbed or stopped."""
+        page_locked.wait()
         info = self.info
         n_threads = max(self._settings.n_threads, self._settings.n_threads_batch)
         quiet = Quiet(

@@ -13,37 +13,41 @@ from collections.abc import Callable
 
 from llamaslot.backend.host import CpuTimes, cpu_times
 
+_SMALL_STEP_TOKENS = 16
+"""Most tokens of a step that computes little between two waits."""
 _INTERVAL_S = 0.25
 _MAX_READING_FRACTION = 0.005
 """Of the time, for reading the CPU times. That takes longer with many CPUs."""
-_IGNORED_CPUS = 1 / 3
-"""CPU time that others may use, in CPUs, such as clients of this server, before a thread is left out for them."""
+_IGNORED_CPUS = 1 / 3, 3 / 4
+"""CPU time that others may use, in CPUs, such as clients of this server, before a thread is left out for them: in
+small and in large steps, which lose less by waiting and more by a missing thread.
+"""
 
 
 class StepThreads:
-    """Chooses the number of threads, at most `n`; `read` returns the CPU times so far."""
+    """Chooses the number of threads, at most `n`; `read` returns the CPU times so far, None if they are unknown."""
 
-    def __init__(self, n: int, read: Callable[[], CpuTimes] = cpu_times) -> None:
-        self._n = n
-        self.n_now = n
-        """The number chosen last."""
+    def __init__(self, n: int, read: Callable[[], CpuTimes | None] = cpu_times) -> None:
+        self._n = self.n_small = self._n_large = n
+        """Threads of any, of a small and of a large step."""
         self._read = read
         self._last: CpuTimes | None = None
         self._due = 0.0
 
-    def choose(self) -> int:
-        """Return the number of threads for a step that begins now."""
+    def choose(self, n_tokens: int) -> int:
+        """Return the number of threads for a step of so many tokens that begins now."""
         if self._n > 1 and time.perf_counter() >= self._due:
             self._update()
-        return self.n_now
+        return self.n_small if n_tokens <= _SMALL_STEP_TOKENS else self._n_large
 
     def _update(self) -> None:
         started = time.perf_counter()
         now, last = self._read(), self._last
         self._last = now
         self._due = started + max(_INTERVAL_S, (time.perf_counter() - started) / _MAX_READING_FRACTION)
-        if last is None or now.clock <= last.clock:
+        if now is None or last is None or now.clock <= last.clock:
             return
         others = ((now.all - last.all) - (now.own - last.own)) / (now.clock - last.clock)
-        n_left_out = max(0, math.ceil(others - _IGNORED_CPUS))
-        self.n_now = max(1, min(self._n, now.n_cpus - n_left_out))
+        self.n_small, self._n_large = (
+            max(1, min(self._n, now.n_cpus - max(0, math.ceil(others - ignored)))) for ignored in _IGNORED_CPUS
+        )

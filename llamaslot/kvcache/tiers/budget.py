@@ -246,6 +246,8 @@ class MemoryReading:
     """True if macOS warns that memory is short."""
     is_critical: bool = False
     """True if macOS says that memory is critical."""
+    locked: int = 0
+    """Bytes that were allocated for segments and are kept, whatever they hold."""
 
 
 class RamState(Enum):
@@ -322,6 +324,8 @@ class RamBudget:
                 self._bytes = min(cap, self._bytes + max(1, int(self.max_bytes * GROWTH_FRACTION)))
                 if self._bytes == cap:
                     self.state = RAM_TABLE[self.state, E.GROWN]
+        # Evicting what is in locked memory would free nothing.
+        self._bytes = max(self._bytes, min(reading.locked, self.max_bytes))
         if self._bytes == self.max_bytes:
             self.reason = ""
         elif event in (E.SHORT, E.CRITICAL):

@@ -92,15 +92,16 @@ class DiskTier:
     def read_us(self, segment: Segment) -> float | None:
         """Microseconds to read a segment, at the speed of the newest reads; None if that is not known.
 
-        For one that is being read it is the time that remains.
+        For one that is being read it is the time that remains. If that is over, it is expected to take as long
+        again as it is late, so that a request does not wait for much longer than computing takes.
         """
-        if self._rate.seconds is None:
-            return None
-        seconds = self._rate.seconds * max(segment.n_bytes, pacing.MIN_READ_BYTES)
-        begun = self._watchdog.waiting_since
+        expected, begun = self._rate.seconds, self._watchdog.waiting_since
+        if expected is not None:
+            expected *= max(segment.n_bytes, pacing.MIN_READ_BYTES)
+        # Reads are executed in their order, one at a time, so only the first has begun.
         if begun is not None and segment.state is S.READING and segment is self.reading[0]:
-            seconds = max(0.0, seconds - (self._tiers.now - begun))
-        return 1e6 * seconds
+            expected = abs((expected or 0.0) - (self._tiers.now - begun))
+        return None if expected is None else 1e6 * expected
 
     @property
     def reading(self) -> list[Segment]:
@@ -121,8 +122,8 @@ class DiskTier:
 
     @property
     def due_at(self) -> float | None:
-        """Time at which a write is due, or a read times out; None for never."""
-        times = (self._write_due_at, self._watchdog.times_out_at)
+        """Time at which a write is due, or to look at a read again; None for never."""
+        times = (self._write_due_at, self._watchdog.due_at(self._tiers.now))
         return min((each for each in times if each is not None), default=None)
 
     @property
@@ -174,11 +175,12 @@ class DiskTier:
                 return
             self.start_read(segment)
 
-    def measure(self, parts: Iterable[SegmentPart]) -> None:
+    def probe_speed(self, parts: Iterable[SegmentPart]) -> None:
         """Read a segment that a request computes instead, if it is in doubt that the disk is too slow."""
         if self.reading or not self._rate.is_doubtful(self._tiers.now):
             return
         for segment, n_wanted in ((part.segment, part.end - part.start) for part in parts):
+            # One that is wanted in part may be computed because too little of it is needed, whatever the speed.
             if n_wanted == segment.n_tokens and not segment.state.uses_ram and self.may_read(segment):
                 if self._tiers.free_ram(segment.tenant, segment.n_bytes):
                     self.start_read(segment)

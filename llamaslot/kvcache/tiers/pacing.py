@@ -18,9 +18,12 @@ RETRY_DELAY_S = 30.0
 """Delay before a retry: of saves and loads after memory ran out, of reads, writes, and use of the remote tier."""
 READ_TIMEOUT_S = 10.0
 """Time without an answer to a read after which the disk counts as unresponsive, until it answers."""
+_LOOK_S = 0.1
+"""Interval at which a pending read is looked at."""
 _NEWEST_WEIGHT = 0.2
 """Weight of the newest transfer in the moving average."""
 _N_NEWEST_READS = 5
+"""Reads that decide: few, so that a disk that has become slow or fast is noticed soon."""
 N_TRUSTED_READS = 3
 """Reads whose median is believed. The first read after a start is often far slower than the others."""
 MIN_READ_BYTES = 2**18
@@ -129,18 +132,19 @@ class ReadWatchdog:
     """Detects a disk that does not answer a read within `READ_TIMEOUT_S`. Reads are sent one at a time."""
 
     def __init__(self) -> None:
-        self._waiting_since: float | None = None
-        self._unresponsive_until = 0.0
-
-    @property
-    def waiting_since(self) -> float | None:
+        self.waiting_since: float | None = None
         """Time at which the pending read was sent; None if there is none."""
-        return self._waiting_since
+        self._unresponsive_until = 0.0
 
     @property
     def times_out_at(self) -> float | None:
         """Time at which the pending read times out; None if there is none."""
-        return None if self._waiting_since is None else self._waiting_since + READ_TIMEOUT_S
+        return None if self.waiting_since is None else self.waiting_since + READ_TIMEOUT_S
+
+    def due_at(self, now: float) -> float | None:
+        """Time at which to look whether waiting for the pending read still pays; None if there is none."""
+        times_out_at = self.times_out_at
+        return None if times_out_at is None else min(times_out_at, now + _LOOK_S)
 
     def is_unresponsive(self, now: float) -> bool:
         """True while no reads may be sent."""
@@ -148,8 +152,8 @@ class ReadWatchdog:
 
     def on_read_started(self, now: float) -> None:
         """Record that a read was sent."""
-        if self._waiting_since is None:
-            self._waiting_since = now
+        if self.waiting_since is None:
+            self.waiting_since = now
 
     def on_answer(self, now: float, *, has_more: bool, failed: bool = False) -> None:
         """Record an answer; `has_more` is True if more reads are pending.
@@ -158,11 +162,11 @@ class ReadWatchdog:
         """
         retry = failed and self.is_unresponsive(now)
         self._unresponsive_until = now + RETRY_DELAY_S if retry else 0.0
-        self._waiting_since = now if has_more else None
+        self.waiting_since = now if has_more else None
 
     def check_timeout(self, now: float) -> bool:
         """Return True, once, if the pending read has timed out; it then no longer counts as pending."""
         if self.times_out_at is None or now < self.times_out_at:
             return False
-        self._unresponsive_until, self._waiting_since = math.inf, None
+        self._unresponsive_until, self.waiting_since = math.inf, None
         return True
