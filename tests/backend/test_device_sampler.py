@@ -99,6 +99,14 @@ def streams(tiny_model: Path) -> Iterator[Streams]:
     streams.backend.close()
 
 
+@pytest.fixture(autouse=True)
+def no_chain_has_a_freed_sampler(streams: Streams) -> Iterator[None]:
+    yield
+    for chain in streams.backend._chains._chains.values():
+        if chain.sampler is not None:
+            chain.sampler.check_open()
+
+
 def distribution(
     sampling: Sampling, logits: npt.NDArray[np.float64], history: Sequence[int]
 ) -> npt.NDArray[np.float64]:
@@ -350,6 +358,8 @@ REFUSED = {
     "typical": changed(DEFAULT, typical_p=0.5),
     "top-n-sigma": changed(DEFAULT, top_n_sigma=1.0),
     "XTC": changed(DEFAULT, xtc_probability=0.5),
+    "min-p near 1": changed(DEFAULT, min_p=1.0),
+    "min-p beside a large bias": changed(DEFAULT, logit_bias={5: 1e8}),
     "DRY": changed(DEFAULT, dry_multiplier=0.8),
     "Mirostat": changed(DEFAULT, mirostat=2),
     "adaptive-p": changed(DEFAULT, samplers=("top_k", "adaptive_p")),
@@ -379,6 +389,21 @@ def test_a_chain_that_the_device_computes_only_in_part_is_not_used(
         sampler.close()
     assert streams.n_set == n_set, "not tried again, whatever the parameters"
     streams.clear()
+
+
+def test_without_memory_for_the_graph_the_host_samples(streams: Streams, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the whole reply of that request: llama.cpp would abort."""
+    sampling = changed(DEFAULT, top_k=7, seed=3)
+    chains, expected = streams.backend._chains, streams.text(sampling, 8)
+    chains.remove_all()
+    n_set = streams.n_set
+    free = iter([0])
+    with monkeypatch.context() as patch:
+        patch.setattr(chains, "_free_bytes", lambda: next(free))
+        assert streams.text(sampling, 8) == expected
+    assert streams.n_set == n_set
+    assert streams.text(sampling, 8) == expected
+    assert chains.on_device == {0}, "the next request is tried again"
 
 
 def test_parameters_without_an_effect_need_no_other_chain(streams: Streams) -> None:
@@ -433,6 +458,7 @@ def test_the_device_is_chosen_only_if_it_is_faster_for_one_stream_and_for_all_sl
 
     monkeypatch.setattr(costs, "_sampled_step", step)
     assert backend._measure_sampling(costs.Quiet(on_cpu=True)) is is_faster
+    assert not backend._chains._chains, "they would take memory and time"
     assert sampled == [(1, False), (1, True), (N_SLOTS, False), (N_SLOTS, True)][: len(times)]
     assert not any(backend.seq_len(seq) for seq in range(N_SLOTS))
 

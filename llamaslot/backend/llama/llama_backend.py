@@ -66,7 +66,7 @@ class LlamaBackend:
             llama_cpp.llama_model_free(self._model)
             raise
         self.vocab = LlamaVocab(self._model)
-        self._chains = DeviceChains(self.vocab.n_tokens)
+        self._chains = DeviceChains(self.vocab.n_tokens, sizing.free_bytes)
         self._use(made)
         self._breakers = BreakerIndex(self.vocab)
         eog = tuple(sorted(self.vocab.eog, key=lambda token: (token != self.vocab.eos, token)))
@@ -492,12 +492,16 @@ class LlamaBackend:
 
     def _measure_sampling(self, quiet: Quiet) -> bool | None:
         request = Sampling(), np.zeros(0, dtype=np.int32)
-        return costs.measure_sampling(
-            self,
-            quiet,
-            host=lambda: self._host_sampler(*request),
-            device=lambda: self._device_sampler(*request) or self._host_sampler(*request),
-        )
+        try:
+            return costs.measure_sampling(
+                self,
+                quiet,
+                host=lambda: self._host_sampler(*request),
+                device=lambda: self._device_sampler(*request) or self._host_sampler(*request),
+            )
+        finally:
+            # They take memory, and time in each step.
+            self._chains.remove_all()
 
     def _set_costs(self, measured: Measurements) -> None:
         chosen = self._settings.backend_sampling

@@ -165,6 +165,11 @@ def most_cells(n_ctx_train: int, n_slots: int, *, on_host: bool) -> int:
     return max(n_ctx_train, min(n_slots * n_ctx_train, MAX_AUTO_CELLS_HOST if on_host else MAX_AUTO_CELLS_GPU))
 
 
+def free_bytes() -> int:
+    """Return the free memory of the GPU that has least, or of the host if there is none."""
+    return min((each.free for each in library.gpus()), default=host_memory()[0])
+
+
 def kv_places(gpu: KvBytes, host: KvBytes, n_mapped: int) -> list[Place]:
     """Return the memory in which the KV on GPUs and host will be, in addition to `n_mapped` bytes of weights."""
     found = []

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +36,11 @@ _MAX_TOP_K = 1024
 """llama.cpp aborts if top-k asks for more than the vocabulary has; and large ones are copied to the host."""
 _MAX_WINDOW = 1024
 """Largest window of the penalties: its tokens are sorted and copied to the device at each step."""
+_MAX_MIN_P = 0.99
+_MAX_BIAS = 1e4
+"""Min-p keeps logits above the highest plus its logarithm. Near 1, or of larger logits, rounding leaves none."""
+_ROWS_OF_A_CHAIN = 16
+"""Memory that a chain may add to the graph, in rows of logits; 11 were measured, with penalties."""
 _SUPPORTED = frozenset({"penalties", "top_k", "top_p", "min_p", "temperature", "dist"})
 
 
@@ -89,6 +94,8 @@ class ChainSpec:
         # llama.cpp aborts at a token that is not in the vocabulary.
         if any(not 0 <= token < n_vocab for token in biases):
             return None
+        if "min_p" in names and (sampling.min_p > _MAX_MIN_P or max(biases.values(), default=0.0) > _MAX_BIAS):
+            return None
         # What has no effect is the same in all chains. At a temperature of 0 only the best token is left.
         temperature = max(sampling.temperature, 0.0)
         sampling = replace(sampling, temperature=temperature, dynatemp_range=0.0, dynatemp_exponent=1.0, min_keep=0)
@@ -123,6 +130,8 @@ class DeviceSampler:
         self._host_chain = spec.make(n_vocab, seed)
         self.chain: SequenceChain | None = None
         """The sequence's chain that has the state; None if the sampler's own chain has it."""
+        self.has_room = True
+        """False once the device had too little memory for the chain."""
         self.scores: list[TokenScore] = []
         self._closed = False
         if spec.window:
@@ -210,13 +219,15 @@ class SequenceChain:
 
 
 class DeviceChains:
-    """The chains of the sequences of `context`."""
+    """The chains of the sequences of `context`, of a model with `n_vocab` tokens."""
 
     context: Any
     """llama.cpp's context; another one may follow after `clear`."""
 
-    def __init__(self, n_vocab: int) -> None:
+    def __init__(self, n_vocab: int, free_bytes: Callable[[], int]) -> None:
         self._n_vocab = n_vocab
+        self._free_bytes = free_bytes
+        """Returns the memory that is free where the graph is computed."""
         self._chains: dict[int, SequenceChain] = {}
         """By sequence."""
         self.on_device: set[int] = set()
@@ -240,7 +251,7 @@ class DeviceChains:
             # Several requests draw from one row on the host.
             is_single = run.n_outputs == 1 and run.targets is None and n_draws[run.seq] == 1
             sampler = samplers.get(run.seq) if is_single else None
-            if sampler is not None and self._set(run.seq, sampler.spec):
+            if sampler is not None and sampler.has_room and self._set(run.seq, sampler):
                 sampler.move_to(self._chains[run.seq])
                 self.on_device.add(run.seq)
             elif run.seq in self._chains:
@@ -267,15 +278,25 @@ class DeviceChains:
         self._chains.clear()
         self.on_device.clear()
 
-    def _set(self, seq: int, spec: ChainSpec) -> bool:
+    def remove_all(self) -> None:
+        """Remove the chains of all sequences."""
+        for seq in [*self._chains]:
+            self._remove(seq)
+
+    def _set(self, seq: int, sampler: DeviceSampler) -> bool:
         """Set a sequence's chain unless it has the same; False if the device cannot compute it as a whole.
 
-        Then the sequence is left with a chain that has to be removed.
+        Then the sequence may be left with a chain that has to be removed.
         """
-        old = self._chains.get(seq)
+        spec, old = sampler.spec, self._chains.get(seq)
         if old is not None and old.spec == spec:
             return True
         if spec.kind in self._refused:
+            return False
+        # llama.cpp aborts if there is no memory for the graph with the chain.
+        needed = _ROWS_OF_A_CHAIN * 4 * self._n_vocab * (len(self._chains) + 1)
+        sampler.has_room = needed <= self._free_bytes()
+        if not sampler.has_room:
             return False
         handle = spec.make(self._n_vocab, seed=0)
         # It takes the place of the old one.
