@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import llama_cpp
 import numpy as np
@@ -55,8 +56,16 @@ def until(is_true: Callable[[], bool], pause_s: float = 0.02) -> None:
 
 @pytest.fixture
 def always_due(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Times are read at each step, and no step comes after a pause."""
     monkeypatch.setattr(module, "_INTERVAL_S", 0.0)
     monkeypatch.setattr(module, "_MAX_READING_FRACTION", float("inf"))
+    init = StepThreads.__init__
+
+    def made(self: StepThreads, *args: Any) -> None:
+        init(self, *args)
+        self.ended_at = float("inf")
+
+    monkeypatch.setattr(StepThreads, "__init__", made)
 
 
 @pytest.mark.usefixtures("always_due")
@@ -98,6 +107,25 @@ def test_a_large_step_keeps_a_thread_that_has_most_of_a_cpu() -> None:
     assert (threads.choose(1), threads.choose(LARGE)) == (1, 2)
     machine.run(0.5, others=1.0, own=1.0)
     assert (threads.choose(1), threads.choose(LARGE)) == (1, 1)
+
+
+@pytest.mark.usefixtures("always_due")
+def test_what_others_did_in_a_pause_does_not_count() -> None:
+    machine = Machine(2)
+    threads = StepThreads(2, machine.read)
+    threads.choose(1)
+    threads.ended_at = time.perf_counter()
+    machine.run(20.0, others=2.0, own=0.0)
+    assert (threads.choose(1), threads.choose(LARGE)) == (2, 2)
+    threads.ended_at = float("inf")
+    machine.run(0.5, others=1.9, own=0.1)
+    assert (threads.choose(1), threads.choose(LARGE)) == (1, 1)
+    threads.ended_at = time.perf_counter()
+    machine.run(20.0, others=0.0, own=0.0)
+    assert (threads.choose(1), threads.choose(LARGE)) == (1, 1), "the other program may go on"
+    threads.ended_at = float("inf")
+    machine.run(0.5, others=0.0, own=1.0)
+    assert (threads.choose(1), threads.choose(LARGE)) == (2, 2)
 
 
 @pytest.mark.usefixtures("always_due")

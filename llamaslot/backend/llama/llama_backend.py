@@ -6,6 +6,7 @@ import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from time import perf_counter
 from typing import Any
 
 import llama_cpp
@@ -150,6 +151,8 @@ class LlamaBackend:
             n_threads = self._threads.choose(sum(len(run.tokens) for run in runs))
             llama_cpp.llama_set_n_threads(self._context, n_threads, n_threads)
         code = llama_cpp.llama_decode(self._context, self._batch.struct)
+        if self._threads is not None:
+            self._threads.ended_at = perf_counter()
         if code == 0:
             for run in runs:
                 self._kv.lengths[run.seq] += len(run.tokens)

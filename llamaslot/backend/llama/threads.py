@@ -33,15 +33,21 @@ class StepThreads:
         self._read = read
         self._last: CpuTimes | None = None
         self._due = 0.0
+        self.ended_at = 0.0
+        """The time at which the last step ended, by `perf_counter`; set by the caller."""
 
     def choose(self, n_tokens: int) -> int:
         """Return the number of threads for a step of so many tokens that begins now."""
-        if self._n > 1 and time.perf_counter() >= self._due:
-            self._update()
+        now = time.perf_counter()
+        if self._n > 1 and now >= self._due:
+            if now - self.ended_at > _INTERVAL_S:
+                # What others did while this process was idle says little about now. The numbers stay: a program
+                # that runs before a pause usually runs after it, too.
+                self._last = None
+            self._update(now)
         return self.n_small if n_tokens <= _SMALL_STEP_TOKENS else self._n_large
 
-    def _update(self) -> None:
-        started = time.perf_counter()
+    def _update(self, started: float) -> None:
         now, last = self._read(), self._last
         self._last = now
         self._due = started + max(_INTERVAL_S, (time.perf_counter() - started) / _MAX_READING_FRACTION)
