@@ -1,8 +1,8 @@
 """The number of threads that a step computes with: fewer while other programs use the CPUs.
 
 llama.cpp's threads wait for each other after each of a step's hundreds of operations. If one of them has to wait
-for a CPU, all of them do: two threads beside one busy process on two CPUs decoded 21 tokens/s, one thread 119
-(alone 145 and 122; SmolLM2-135M). A single thread waits for nobody.
+for a CPU, all of them do: beside two busy processes on two CPUs, two threads decode 33 tokens/s and one 84 (alone
+134 and 126; SmolLM2-135M, docs/install.md). A single thread waits for nobody.
 """
 
 from __future__ import annotations
