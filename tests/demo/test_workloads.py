@@ -284,7 +284,8 @@ async def test_one_known_in_cells_and_one_on_disk_in_one_batch(
                 assert isinstance(on_disk, Finished)
                 assert in_cells.progress is not None
                 assert in_cells.progress.n_cached > 0 == in_cells.progress.n_loaded
-                assert on_disk.progress.n_read > 0
+                # It may have been read ahead, at the start.
+                assert on_disk.progress.n_loaded > 0
                 for prompt in (first, second):
                     tokens, expected = engine.tokens(prompt), cold[prompt]
                     pairs = enumerate(zip(tokens, expected, strict=False))
