@@ -212,7 +212,8 @@ async def test_the_request_at_fault_fails_alone() -> None:
                 self.failures.append((Status.FATAL, 0))
             return super().decode(runs, draws)
 
-    async with running(Poisoned(n_slots=3)) as engine:
+    backend = Poisoned(n_slots=3)
+    async with running(backend) as engine:
         ends = [engine.submit(str(i), p, max_tokens=12) for i, p in enumerate(["good", "bad!", "fine"])]
         good, bad, fine = await asyncio.gather(*ends)
         assert failed(bad).error.type == "server_error"
@@ -220,6 +221,7 @@ async def test_the_request_at_fault_fails_alone() -> None:
         finished(fine)
         assert engine.text("0") == await alone("good", FakeBackend(n_slots=3), max_tokens=12)
         finished(await engine.submit("later", "works again"))
+    assert all(sampler.closed for sampler in backend.samplers), "of failed steps, too"
 
 
 async def test_when_the_engine_dies_every_request_ends_once() -> None:
