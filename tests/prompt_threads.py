@@ -20,7 +20,10 @@ from llamaslot.base.prompt_jobs import (
     Job,
     JobResult,
     Needs,
+    NextTurn,
     Prepare,
+    Release,
+    Remember,
     ReplyOptions,
     RequestContext,
     RequestPolicy,
@@ -47,6 +50,8 @@ class LocalPrompts:
         self.worker = worker
         self.lanes = Lanes()
         self._is_closed = False
+        self._dropped: set[str] = set()
+        """Requests of jobs that the end of the worker has dropped, such as their release."""
 
     @property
     def chat_template(self) -> str:
@@ -58,12 +63,15 @@ class LocalPrompts:
 
     @property
     def n_kept(self) -> int:
-        """Requests that were not released."""
-        return len(self.worker._requests)
+        """Requests that nothing was to release, not even as the worker ended."""
+        for pending in self.lanes.jobs.values():
+            self._drop(pending.job)
+        return len(self.worker._requests.keys() - self._dropped)
 
     def call(self, job: Job) -> asyncio.Future[Any]:
         """Start a job, unless the threads have ended."""
         if self._is_closed:
+            self._drop(job)
             future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
             future.set_exception(UnavailableError("the server is shutting down"))
             return future
@@ -76,6 +84,7 @@ class LocalPrompts:
         self._is_closed = True
         for pending in list(self.lanes.jobs.values()):
             if not pending.is_running:
+                self._drop(pending.job)
                 pending.fail(UnavailableError("the server is shutting down"))
 
         def join() -> None:
@@ -86,6 +95,10 @@ class LocalPrompts:
         joining = thread.submit(join)
         thread.shutdown(wait=False)
         return joining
+
+    def _drop(self, job: Job) -> None:
+        if isinstance(job, Release | Remember | NextTurn):
+            self._dropped.add(job.request_id)
 
     def _begin_jobs(self) -> None:
         while (pending := self.lanes.begin_next()) is not None:
