@@ -19,6 +19,7 @@ from rich.table import Table
 
 from bench.client import Client
 from bench.peers import build
+from bench.peers.baseline import revision
 from bench.report import console, machine, notes, write_json
 from bench.server import llamaslot, serving
 from bench.tokens import Tokens
@@ -50,6 +51,7 @@ def run(
     measured = asyncio.run(_measure(model, servers, folder, repeats=repeats, tokens=tokens))
     console.print(_table(measured, [*servers], title))
     settings = {"model": title, "flags": " ".join(flags), "repeats": repeats, "tokens": tokens, "busy": [*GOALS]}
+    settings["commit"] = revision(Path(__file__).parents[1]) or "unknown"
     runs = [{"measured": kind, "busy": n, "rates": rates} for (kind, n), rates in measured.items()]
     write_json(folder / "busy.json", {"benchmark": "busy", "settings": settings, "machine": facts, "runs": runs})
 

@@ -19,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llamaslot.backend.host import CpuTimes, cpu_times
+from llamaslot.backend.llama import library
 from llamaslot.backend.llama import threads as module
 from llamaslot.backend.llama.llama_backend import LlamaBackend
 from llamaslot.backend.llama.loading import LlamaSettings
@@ -226,6 +227,14 @@ def test_a_chosen_number_of_threads_stays(tiny_model: Path) -> None:
         backend = LlamaBackend(LlamaSettings(tiny_model, n_ctx=256, n_slots=2, reuse_self_test="off", **settings))
         assert backend._threads is None
         backend.close()
+
+
+def test_steps_of_a_gpu_are_not_delayed(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "device_used", lambda _: "GPU0")
+    monkeypatch.setattr(library, "page_locked_allocator", lambda: None)
+    backend = LlamaBackend(LlamaSettings(tiny_model, n_ctx=256, n_slots=2, reuse_self_test="off"))
+    assert backend._threads is None
+    backend.close()
 
 
 def test_the_context_computes_with_the_number_of_the_step(tiny_model: Path) -> None:

@@ -53,7 +53,9 @@ class LlamaBackend:
         self._settings = settings
         self._n_threads = n_threads
         is_chosen = settings.n_threads or settings.n_threads_batch
-        self._threads = None if is_chosen else StepThreads(n_threads)
+        # On a GPU few threads have something to do, and reading the CPU times would only delay its steps.
+        on_cpu = library.device_used(settings.n_gpu_layers) == CPU
+        self._threads = StepThreads(n_threads) if on_cpu and not is_chosen else None
         # `ModelInfo.kv_files`, in the version that is loaded next.
         files = tuple(map(ModelFile.of, (*parts(settings.model), *library.paths())))
         self._model, n_mapped = loading.load_model(settings, on_progress)
