@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import faulthandler
 import os
@@ -16,6 +17,7 @@ import msgspec
 import structlog
 
 _HEADER = 4
+_READ_SIZE = 1 << 18
 _PR_SET_PDEATHSIG = 1
 T = TypeVar("T")
 _log = structlog.get_logger(__name__)
@@ -37,10 +39,12 @@ class Channel(asyncio.Protocol, Generic[T]):
         self._on_lost = on_lost
         self._received = bytearray()
         self._transport: asyncio.Transport | None = None
+        self._socket: socket.socket | None = None
         self._closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def connect(self, connected: socket.socket) -> None:
         """Use a connected socket, which is closed with the channel. Messages may arrive before this returns."""
+        self._socket = connected.dup()
         await asyncio.get_running_loop().create_connection(lambda: self, sock=connected)
 
     def send(self, message: Any) -> None:
@@ -100,8 +104,19 @@ class Channel(asyncio.Protocol, Generic[T]):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Report the end (`asyncio.Protocol`)."""
+        assert self._socket is not None
+        with self._socket:
+            if exc is not None:
+                self._read_rest(self._socket)
         self._closed.set_result(None)
         self._report(str(exc) if exc is not None else "the other side has closed the connection")
+
+    def _read_rest(self, connected: socket.socket) -> None:
+        """Take what the other side sent before it ended: the transport drops it when a write fails."""
+        with contextlib.suppress(OSError):
+            connected.setblocking(False)
+            while data := connected.recv(_READ_SIZE):
+                self.data_received(data)
 
     def _fail(self, reason: str) -> None:
         assert self._transport is not None

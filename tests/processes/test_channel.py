@@ -162,6 +162,24 @@ async def test_the_end_of_the_other_side_is_reported_once(raw: tuple[End, socket
     assert len(end.lost) == 1
 
 
+@pytest.mark.parametrize("has_unread", [False, True])
+async def test_what_was_sent_arrives_although_a_write_failed_before_it_was_read(
+    raw: tuple[End, socket.socket], has_unread: bool
+) -> None:
+    """A process that ends has sent which requests ran: else the next engine would get one that crashes it."""
+    end, theirs = raw
+    if has_unread:
+        end.channel.send(Stop())
+        await asyncio.sleep(0.01)
+    sent = [Cancel("x" * n) for n in (3, 50_000, 0)]
+    theirs.sendall(b"".join(map(framed, sent)))
+    theirs.close()
+    end.channel.send(Stop())
+    await end.until(n_lost=1)
+    assert end.messages == sent
+    assert len(end.lost) == 1
+
+
 async def test_what_was_sent_arrives_although_the_channel_is_finished(pair: tuple[End, End]) -> None:
     a, b = pair
     sent = [Cancel("x" * 1_000_000) for _ in range(5)]
