@@ -36,6 +36,7 @@ from llamaslot.base.backend import (
     check_runs,
 )
 from llamaslot.base.commands import Constraint
+from llamaslot.base.errors import ConfigError
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.generation.token_probs import NOT_SCORED, TokenScore
 from llamaslot.base.model import Capabilities, CheckpointSize, ModelInfo, SegmentSize, StateKind
@@ -188,6 +189,9 @@ class FakeBackend:
         """Saved segments whose cells are bad once loaded."""
         self.samplers: list[FakeSampler] = []
         self.n_decoded = 0
+        self.is_loaded = True
+        self.load_error = ""
+        """Reason why the model cannot be loaded again."""
         self.alphabet = b"abcdefghijklmnopqrstuvwxyz"
         """Tokens that are generated."""
         self._eos_every = eos_every
@@ -207,8 +211,28 @@ class FakeBackend:
             lambda: byte_tokenizer(self.vocab), n_vocab=self.vocab.n_tokens, eog=sorted(self.vocab.eog)
         )
 
+    def unload(self) -> None:
+        """Refuse what needs the pools, which are empty."""
+        self._check_loaded()
+        if any(pool.n_used for pool in self.pools):
+            raise kv_ops.IllegalCallError("a sequence holds something")
+        self.is_loaded = False
+
+    def reload(self, should_stop: Callable[[], bool] = lambda: False) -> None:
+        """Allow what needs the pools again."""
+        if self.is_loaded:
+            raise kv_ops.IllegalCallError("the model is loaded")
+        if self.load_error or should_stop():
+            raise ConfigError(self.load_error or "loading the model was stopped")
+        self.is_loaded = True
+
+    def _check_loaded(self) -> None:
+        if not self.is_loaded:
+            raise kv_ops.IllegalCallError("the model is not loaded")
+
     def set_layout(self, *, unified: bool) -> None:
         """Make new pools."""
+        self._check_loaded()
         if not self.info.part_cells or any(pool.n_used for pool in self.pools):
             raise kv_ops.IllegalCallError("the layout is fixed, or a sequence holds something")
         self.info = msgspec.structs.replace(self.info, unified=unified)
@@ -224,9 +248,11 @@ class FakeBackend:
 
     def change(self, operation: kv_ops.Operation) -> None:  # noqa: PLR0912
         """Carry out an operation on sequences."""
+        if not isinstance(operation, kv_ops.Free):
+            self._check_loaded()
         kv_ops.check_operation(
             operation,
-            length_of=self.seq_len,
+            length_of=self._length,
             segments=self.segments,
             can_reuse=self._can_reuse,
             unified=self.info.unified,
@@ -303,6 +329,10 @@ class FakeBackend:
 
     def seq_len(self, seq: int) -> int:
         """Return the number of tokens of a sequence."""
+        self._check_loaded()
+        return self._length(seq)
+
+    def _length(self, seq: int) -> int:
         kv_ops.check_seq(seq, self.n_seqs)
         seen = self.seen(seq)
         return seen[-1][0] + 1 if seen else 0
@@ -317,6 +347,7 @@ class FakeBackend:
 
     def decode(self, runs: Sequence[Run], draws: Draws = ()) -> Decoded:
         """Place a batch in the pool, or fail as `failures` says."""
+        self._check_loaded()
         check_runs(runs, length_of=self.seq_len, info=self.info, states=self.states)
         status, n_applied = self.failures.popleft() if self.failures else (Status.OK, len(runs))
         self._rows = {}

@@ -109,6 +109,7 @@ class Recorder:
         """Parts of saved slots in memory; their numbers are below 0, and they belong to no tier."""
         self.saved: dict[int, Offloaded] = {}
         """All segments that were ever saved, by number."""
+        self.is_loaded = True
         self._n_cells = 0
         self._prefixes: dict[tuple[str | int, int], int] = {}
 
@@ -142,6 +143,9 @@ class Recorder:
             for seq, (held, seen) in enumerate(zip(self.held, self.inner.contents(), strict=True)):
                 assert seen == list(enumerate(held.tokens)), seq
             return [range(len(held)) for held in self.held]
+        if not self.is_loaded:
+            assert not any(self.held)
+            return [range(0)] * self.n_seqs
         for seq, held in enumerate(self.held):
             assert self.inner.seq_len(seq) == len(held), seq
         return [*map(self.inner.seq_range, range(self.n_seqs))]
@@ -277,6 +281,17 @@ class Recorder:
 
     def end_changes(self) -> None:
         self.inner.end_changes()
+
+    def unload(self) -> None:
+        """Unload the model; nothing may be held."""
+        assert not any(self.held)
+        self.inner.unload()
+        self.is_loaded = False
+
+    def reload(self, should_stop: Callable[[], bool] = lambda: False) -> None:
+        """Load it again."""
+        self.inner.reload(should_stop)
+        self.is_loaded = True
 
     def set_layout(self, *, unified: bool) -> None:
         self.n_calls += 1

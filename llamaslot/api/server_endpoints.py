@@ -73,7 +73,7 @@ async def props(request: web.Request) -> web.Response:
             "bos_token": info.bos_token,
             "eos_token": info.eos_token,
             "build_info": FINGERPRINT,
-            "is_sleeping": False,
+            "is_sleeping": not service.is_loaded,
             "prefix_reuse": _prefix_reuse(info),
         }
     )

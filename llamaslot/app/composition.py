@@ -106,6 +106,9 @@ async def serve(config: Config) -> int:
         # which all streams stalled.
         gc.freeze()
         app[READINESS].set(service)
+        if config.sleep_idle_seconds:
+            sleeping = asyncio.create_task(service.unload_when_idle(config.sleep_idle_seconds))
+            stack.callback(sleeping.cancel)
         announce(loaded, _urls(listeners[0], "https" if config.ssl_cert_file else "http"), config)
         await _first(service.stopped, stop.first)
         if service.stopped.done():

@@ -412,6 +412,12 @@ class Config:
         "seconds after SIGTERM in which /health returns 503 but requests are still served, so that gateways stop "
         "sending requests before they are refused",
     )
+    sleep_idle_seconds: Count = llama(
+        0,
+        "seconds without a request after which the model is unloaded until the next one; prefixes are kept in RAM; "
+        "0: never",
+        words={"-1": 0},
+    )
     shutdown_timeout: Annotated[float, Meta(ge=0, le=INT32_MAX)] = own(
         30.0, "seconds for running requests to finish, after --drain-delay"
     )

@@ -68,7 +68,7 @@ NOT_SUPPORTED = {
         "--no-prefill-assistant --skip-chat-parsing --no-skip-chat-parsing -td --threads-draft -tbd "
         "--threads-batch-draft --draft --draft-n --draft-max --draft-min --draft-n-min --draft-p-min -md "
         "--model-draft -ngld --gpu-layers-draft --n-gpu-layers-draft -devd --device-draft -cd --ctx-size-draft "
-        "-ctkd --cache-type-k-draft -ctvd --cache-type-v-draft --spec-type --spec-replace --sleep-idle-seconds "
+        "-ctkd --cache-type-k-draft -ctvd --cache-type-v-draft --spec-type --spec-replace "
         "-mv --model-vocoder --tts-use-guide-tokens --completion-bash -cl --cache-list"
     ),
 }

@@ -288,5 +288,19 @@ class Backend(Protocol):
         layout is unchanged.
         """
 
+    def unload(self) -> None:
+        """Free the model and its pool until `reload`; vocabulary, segments and checkpoints are kept.
+
+        Until then only they can be used: besides `vocab`, `info` and `stats` these are `put`, `kv_of` and freeing.
+        Raises `IllegalCallError` if a sequence holds something.
+        """
+
+    def reload(self, should_stop: Callable[[], bool] = lambda: False) -> None:
+        """Load the model again after `unload`, with a pool of the same size.
+
+        `should_stop` is polled. Raises `ConfigError` if that was stopped, if memory does not suffice or a file is
+        missing, and `RuntimeError` if one was changed: saved KV is of the old one. It is still unloaded then.
+        """
+
     def close(self) -> None:
         """Free the model; further use is an error."""

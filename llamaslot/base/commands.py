@@ -179,6 +179,17 @@ class WriteTexts(msgspec.Struct, frozen=True, tag="write_texts"):
     records: tuple[TextRecord, ...]
 
 
+class Unload(msgspec.Struct, frozen=True, tag="unload"):
+    """Free the model and its pool, whose KV goes to RAM, unless it is needed by then; then the event `ModelLoaded`.
+
+    The next `Generate`, `SlotAction` or `Load` loads it again.
+    """
+
+
+class Load(msgspec.Struct, frozen=True, tag="load"):
+    """Load the model if it is unloaded, for a request that is about to come."""
+
+
 class SlotAction(msgspec.Struct, frozen=True, tag="slot_action"):
     """Save a slot to a file, restore it from one, or erase it, once no request runs in it; answered by
     `SlotActionDone`.
@@ -230,4 +241,4 @@ class Query(msgspec.Struct, frozen=True, tag="query"):
     body: EngineQuery
 
 
-EngineCommand: TypeAlias = Generate | Cancel | Query | WriteTexts
+EngineCommand: TypeAlias = Generate | Cancel | Query | WriteTexts | Unload | Load

@@ -172,4 +172,12 @@ class ModelInfoChanged(msgspec.Struct, frozen=True, tag="model_info_changed"):
     info: ModelInfo
 
 
-Event: TypeAlias = Started | Output | Finished | Failed | Cancelled | Reply | ModelInfoChanged | Stopped
+class ModelLoaded(msgspec.Struct, frozen=True, tag="model_loaded"):
+    """The model was unloaded, or loaded again."""
+
+    is_loaded: bool
+
+
+Event: TypeAlias = (
+    Started | Output | Finished | Failed | Cancelled | Reply | ModelInfoChanged | ModelLoaded | Stopped
+)

@@ -21,13 +21,15 @@ import structlog
 from llamaslot.base import commands
 from llamaslot.base.backend import Backend, Status
 from llamaslot.base.errors import (
+    ConfigError,
     InvalidRequestError,
     LlamaslotError,
     NotSupportedError,
     ServerError,
+    UnavailableError,
     stopped_error,
 )
-from llamaslot.base.events import Cancelled, Event, Failed, Progress, Reply, Started, Stopped
+from llamaslot.base.events import Cancelled, Event, Failed, ModelLoaded, Progress, Reply, Started, Stopped
 from llamaslot.base.kv_ops import NotSavedError
 from llamaslot.base.namespaces import PUBLIC_SALT
 from llamaslot.engine.constraint_worker import ConstraintWorker
@@ -48,6 +50,8 @@ _FLUSH_TIMEOUT_S = 5.0
 """Time that shutting down may take to write what is not on disk yet."""
 _CLOSE_TIMEOUT_S = 5.0
 """Time after that for calls that still run: of the disk, of slot files."""
+_RELOAD_PAUSE_S = 1.0
+"""Time after a failed attempt to load the model again in which it is not tried, or as long as that took."""
 _MAX_FATAL_DECODES = 3
 """Requests in a row that may fail alone because llama.cpp could not compute; the engine then ends."""
 
@@ -146,6 +150,14 @@ class Engine:
         self._outbox: list[Event] = []
         self._wake = asyncio.Event()
         self._stopping = self._is_closed = self._is_checked = False
+        self._is_loaded = True
+        self._must_unload = False
+        self._must_load = False
+        """True if a command has come that needs the model."""
+        self._why_unloaded = ""
+        """Reason why the model could not be loaded again when that was last tried."""
+        self._reload_at = 0.0
+        """Time at which it is tried again."""
         self._n_arrived = 0
         self._n_fatal = 0
         """Requests that failed with `Status.FATAL` since a decode succeeded."""
@@ -156,6 +168,7 @@ class Engine:
         """Hand in a command; it takes effect between two steps."""
         match command:
             case commands.Generate():
+                self._must_load = True
                 arrived = self._clock() - command.waited_s
                 self._post(lambda: self._begin(command, arrived))
             case commands.Cancel():
@@ -163,6 +176,11 @@ class Engine:
             case commands.Query(query_id, body):
                 is_read = isinstance(body, commands.ReadOnlyQuery)
                 self._post(lambda: self._answer(body, partial(self._reply, query_id)), is_read=is_read)
+            case commands.Unload():
+                self._post(self._ask_to_unload, is_read=True)
+            case commands.Load():
+                self._must_load = True
+                self._post(lambda: None, is_read=True)
             case commands.WriteTexts(records) if self._disk is not None and not self._is_closed:
                 self._disk.write_texts(records)
 
@@ -212,14 +230,24 @@ class Engine:
         # 1. Commands that have come since the last step.
         self._watch.begin()
         self._take_inbox()
-        self._slot_actions.begin()
+        if not self._is_loaded and self._needs_model:
+            await self._reload()
+            if self._stopping:
+                return
+        self._must_unload = self._must_unload and not self._needs_model
+        self._must_load = False
+        if self._is_loaded:
+            self._slot_actions.begin()
         self._flush()
         # 2. What needs an idle pool, or empties it.
         if self._self_test.is_pending:
             await self._test_reuse()
-        unified = self.scheduler.wants_unified(self._clock())
-        if unified != self.scheduler.cache.settings.unified:
-            await self._change_layout(unified=unified)
+        if self._must_unload:
+            await self._unload()
+        if self._is_loaded:
+            unified = self.scheduler.wants_unified(self._clock())
+            if unified != self.scheduler.cache.settings.unified:
+                await self._change_layout(unified=unified)
         # 3. The plan, and the events that come before its step.
         plan = self.scheduler.plan(self._clock())
         if self.scheduler.admitted:
@@ -240,12 +268,13 @@ class Engine:
 
     async def _idle(self) -> None:
         """Check and measure what can be while nothing runs, then wait for a command or a deadline."""
-        if self._debug_invariants and not self._is_checked:
+        if self._debug_invariants and not self._is_checked and self._is_loaded:
             await self._check_invariants()
         background = self.scheduler.admission.background
         # A background request that waits does not fit, and keeps nothing busy.
         n_others = len(self._replies) - (background is not None and background.state is RequestState.QUEUED)
-        is_idle = not (self._has_commands or n_others or self._stopping or self._self_test.is_pending)
+        is_busy = self._has_commands or n_others or self._stopping or self._self_test.is_pending
+        is_idle = self._is_loaded and not is_busy
         self._costs.note(self._clock(), is_idle=is_idle)
         due_at = self._costs.due_at
         if due_at is not None and due_at <= self._clock():
@@ -354,9 +383,7 @@ class Engine:
         """Make the context again with the pool unified or in parts; what it holds goes to RAM before that."""
         scheduler, started = self.scheduler, self._clock()
         n_cells = scheduler.cache.cells.used
-        scheduler.empty_pool(started)
-        if operations := scheduler.cache.take_operations():
-            await self._worker.run(StepPlan(operations), self._commit)
+        await self._empty_pool()
         # Not watched: how long llama.cpp takes to make a context is not known, as at load.
         self._watch.end()
         try:
@@ -373,6 +400,80 @@ class Engine:
         scheduler.set_layout(self._backend.info, self._backend.n_seqs)
         seconds = round(self._clock() - started, 3)
         _log.info("layout.changed", unified=unified, cells=n_cells, seconds=seconds)
+
+    async def _empty_pool(self) -> None:
+        """Move all that the pool holds to RAM, as far as it fits."""
+        self.scheduler.empty_pool(self._clock())
+        if operations := self.scheduler.cache.take_operations():
+            await self._worker.run(StepPlan(operations), self._commit)
+
+    def _ask_to_unload(self) -> None:
+        """Have the model unloaded in this step, unless something needs it by then."""
+        self._cancel_background()
+        self._must_unload = self._is_loaded
+
+    @property
+    def _needs_model(self) -> bool:
+        """True if a command that has come needs the model."""
+        return self._must_load or bool(self._replies) or self._slot_actions.is_busy
+
+    async def _unload(self) -> None:
+        """Free the model, after what the pool holds went to RAM; not if anything needs it by then."""
+        self._must_unload = False
+        if self._needs_model or self._self_test.is_pending or self._stopping:
+            return
+        started, n_cells = self._clock(), self.scheduler.cache.cells.used
+        await self._empty_pool()
+        if self._must_load or self._stopping:
+            return
+        # Not watched: how long it takes to free the model is not known, nor to load it.
+        self._watch.end()
+        await self._worker.call(self._backend.unload)
+        self._watch.begin()
+        self._is_loaded = False
+        _log.info("model.unloaded", cells=n_cells, seconds=round(self._clock() - started, 3))
+        self._outbox.append(ModelLoaded(False))
+        self._flush()
+
+    async def _reload(self) -> None:
+        """Load the model for what needs it, which fails if that does. Commands are taken meanwhile."""
+        started = self._clock()
+        if started < self._reload_at:
+            self._fail_unloaded()
+            return
+        self._watch.end()
+        loading = asyncio.ensure_future(self._worker.call(lambda: self._backend.reload(lambda: self._stopping)))
+        loading.add_done_callback(lambda _: self._wake.set())
+        while not loading.done():
+            self._take_inbox()
+            self._flush()
+            self._wake.clear()
+            await self._wake.wait()
+        self._watch.begin()
+        self._must_load = False
+        try:
+            loading.result()
+        except ConfigError as error:
+            if not self._stopping:
+                _log.error("model.not_loaded", reason=error.message)
+                self._why_unloaded = f"the model could not be loaded again: {error.message}"
+                now = self._clock()
+                self._reload_at = now + max(_RELOAD_PAUSE_S, now - started)
+                self._fail_unloaded()
+            return
+        self._is_loaded = True
+        _log.info("model.loaded", seconds=round(self._clock() - started, 3))
+        self._outbox.append(ModelLoaded(True))
+
+    def _fail_unloaded(self) -> None:
+        """Fail all that needs the model, because it could not be loaded."""
+        error = UnavailableError(self._why_unloaded, retry_after=1)
+        self._slot_actions.refuse(error)
+        for completion_id, reply in [*self._replies.items()]:
+            self.scheduler.end(reply.request, self._clock(), cancelled=True)
+            del self._replies[completion_id]
+            self._fail(completion_id, error, reply.request)
+        self._flush()
 
     async def _measure_costs(self) -> None:
         """Measure the costs that are pending, once the pool is empty: idle prefixes go to RAM for that.

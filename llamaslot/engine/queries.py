@@ -268,6 +268,11 @@ class SlotActions:
         self._in_step: list[_Job] = []
         """Saves and restores whose KV operations are in the current plan."""
 
+    @property
+    def is_busy(self) -> bool:
+        """True while an action waits for its file, its slot or a step."""
+        return bool(self._n_reading or self._waiting or self._in_step)
+
     def handle(self, command: SlotAction, respond: Respond) -> None:
         """Accept or refuse an action; it begins as soon as its slot is idle."""
         if self._store is None or not self._cache.settings.saves:
@@ -317,6 +322,12 @@ class SlotActions:
                 self._write(job, job.save)
             else:
                 self._end(job)
+
+    def refuse(self, error: LlamaslotError) -> None:
+        """Answer the actions that wait for their slots with an error."""
+        waiting, self._waiting = self._waiting, []
+        for job in waiting:
+            job.respond(error)
 
     def close(self) -> Future[None]:
         """End the thread. The future is done once all files are read or written. Waiting actions get no answer."""

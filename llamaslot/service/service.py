@@ -33,9 +33,12 @@ from llamaslot.base.commands import (
     InspectCache,
     InspectEngine,
     InspectHitCurve,
+    Load,
     LocalTier,
     ProbePrompt,
     Query,
+    ReadOnlyQuery,
+    Unload,
     WriteTexts,
 )
 from llamaslot.base.errors import (
@@ -51,6 +54,7 @@ from llamaslot.base.events import (
     Finished,
     Generated,
     ModelInfoChanged,
+    ModelLoaded,
     Output,
     Reply,
     Started,
@@ -58,6 +62,7 @@ from llamaslot.base.events import (
 )
 from llamaslot.base.model import ModelInfo
 from llamaslot.base.prompt_jobs import (
+    AnswerBody,
     BadBody,
     ClearTexts,
     DropSession,
@@ -90,6 +95,8 @@ _T = TypeVar("_T")
 
 _AHEAD_PAUSE_S = 0.1
 """Time without a request after a reply until its next turn is predicted."""
+_IDLE_POLL_S = 0.25
+"""Time between two looks at whether anything has used the model."""
 _POLL_S = 0.01
 """Time between two looks at whether all requests have ended."""
 
@@ -146,6 +153,10 @@ class Service:
         self._unwritten: list[TextRecord] = []
         """New records that no engine has got yet."""
         self._is_closing = False
+        self.is_loaded = True
+        """False while the model is unloaded because nobody used it; the next request loads it again."""
+        self._used_at = clock()
+        """Time of the last request, or of its end."""
         self._n_prepared = 0
         """Requests so far."""
         self.stopped: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -285,6 +296,9 @@ class Service:
                 case ModelInfoChanged(info):
                     # The backend does not know the limits that the server has chosen.
                     self.info = msgspec.structs.replace(info, checkpoint_limits=self.info.checkpoint_limits)
+                case ModelLoaded(is_loaded):
+                    self.is_loaded = is_loaded
+                    self._used_at = self._clock()
                 case Stopped(reason):
                     self._stop(reason)
                 case _:
@@ -349,9 +363,20 @@ class Service:
 
     def engine_restarted(self) -> None:
         """Send the requests that wait: another engine takes commands."""
-        self._is_connected = True
+        self._is_connected = self.is_loaded = True
         self._write_texts()
         self._send_waiting()
+
+    async def unload_when_idle(self, seconds: float) -> None:
+        """Have the engine unload the model whenever nothing has used it for so long, until this is cancelled."""
+        while True:
+            if self._completions or self._preparing:
+                self._used_at = self._clock()
+            idle_s = self._clock() - self._used_at
+            if idle_s >= seconds and self.is_loaded and self._is_connected:
+                self._used_at = self._clock()
+                self._send(Unload())
+            await asyncio.sleep(_IDLE_POLL_S)
 
     async def close(self, seconds: float) -> None:
         """End all requests as unavailable, and wait until their replies are remembered, at most `seconds`."""
@@ -502,7 +527,7 @@ class Service:
         if predicted is None:
             return
         self._write_texts(predicted.records)
-        if self._is_connected and not self._is_closing:
+        if self._is_connected and self.is_loaded and not self._is_closing:
             # If the engine ends, it is lost: the next turn computes it.
             self._ahead.take(predicted.n_new)
             self._send(predicted.generate)
@@ -533,6 +558,8 @@ class Service:
         self._check_stopped()
         if not self._is_connected:
             raise _restarting_error()
+        if not isinstance(body, ReadOnlyQuery):
+            self._used_at = self._clock()
         query_id = f"query-{next(self._ids)}"
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._queries[query_id] = future
@@ -546,6 +573,11 @@ class Service:
     async def answer(self, job: Job) -> Any:
         """Return the prompt worker's answer, or raise its error; the job is cancelled with the task that waits."""
         self._check_stopped()
+        if isinstance(job, Prepare | AnswerBody):
+            self._used_at = self._clock()
+            if not self.is_loaded and self._is_connected:
+                # While the prompt worker reads the body. As with llama-server, counting tokens loads the model too.
+                self._send(Load())
         future = self._prompts.call(job)
         self._preparing.add(future)
         try:

@@ -55,6 +55,7 @@ LLAMA: dict[str, tuple[str, object]] = {
     "-c 1234": ("n_ctx", 1234),
     "--kv-mem-fraction 0.5": ("kv_mem_fraction", 0.5),
     "-np 7": ("n_slots", 7),
+    "--sleep-idle-seconds 60": ("may_unload", True),
     "--cache-seqs 9": ("n_cache_seqs", 9),
     "--cache-seqs 0": ("n_cache_seqs", 0),
     "--cache-seqs -1": ("n_cache_seqs", None),

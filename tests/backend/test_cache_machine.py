@@ -31,6 +31,7 @@ class AllLayouts(LlamaMachine):
                 n_threads=1,
                 unified=shape.layout != "partitions",
                 may_partition=shape.layout == "changing",
+                may_unload=True,
             )
         )
 

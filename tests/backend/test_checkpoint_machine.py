@@ -26,7 +26,7 @@ class LlamaCheckpointMachine(LlamaMachine, CheckpointMachine):
     def new_backend(self, shape: Shape) -> Backend:
         chosen = LlamaSettings(
             self.model, n_ctx=shape.n_ctx, n_slots=shape.n_slots, n_cache_seqs=shape.n_spare,
-            n_ubatch=shape.n_ubatch,
+            n_ubatch=shape.n_ubatch, may_unload=True,
             **EXACT,
         )  # fmt: skip
         backend = LlamaBackend(chosen)

@@ -25,10 +25,12 @@ from llamaslot.base.commands import (
     InspectCache,
     InspectEngine,
     InspectHitCurve,
+    Load,
     ProbePrompt,
     Query,
     SlotAction,
     SlotActionDone,
+    Unload,
     WriteTexts,
 )
 from llamaslot.base.errors import ErrorInfo
@@ -187,6 +189,8 @@ def test_a_query_comes_back_equal(body: Any) -> None:
         Generate(PARAMS, TokenizedPrompt(b"\1\0\0\0", session_match="diverge", n_approximate=1), 0.5),
         WriteTexts(RECORDS),
         Cancel("r"),
+        Unload(),
+        Load(),
     ],
     ids=repr,
 )

@@ -24,6 +24,7 @@ from llamaslot.base.events import (
     Failed,
     Finished,
     ModelInfoChanged,
+    ModelLoaded,
     Output,
     Reply,
     Stopped,
@@ -214,7 +215,7 @@ class LocalEngine:
 
     def _receive(self, events: list[Event]) -> None:
         self.service.receive(events)
-        self._outbox += [each for each in events if isinstance(each, ModelInfoChanged | Stopped)]
+        self._outbox += [each for each in events if isinstance(each, ModelInfoChanged | ModelLoaded | Stopped)]
         self._flush()
 
     def _emit(self, *events: Any) -> None:
@@ -379,7 +380,7 @@ class Harness:
                 self.stopped = event
                 self._fail_replies(event)
                 continue
-            if isinstance(event, ModelInfoChanged):
+            if isinstance(event, ModelInfoChanged | ModelLoaded):
                 continue
             if isinstance(event, Reply):
                 reply = self.replies[event.query_id]

@@ -86,7 +86,7 @@ SHARES = "lost of its share", "lost beyond its share"
 """Events that must come up in a long run with two API keys."""
 SELDOM = (
     *("loads", "reads", "read", "not saved", "overtaken", "preempted", "restored", "RAM normal"),
-    *("copied between partitions", "partitioned", "unified again"),
+    *("copied between partitions", "partitioned", "unified again", "unloaded", "loaded again"),
     *("losses for RAM", "losses for cells", "slots saved", "slots restored", "padded steps"),
     *("padded steps with extra ones", "looked for idle prefixes that slow prompts", "wrote everything at the end"),
     *("dropped: everything", "dropped: namespace", "padded in a partition", "rows between streams"),
@@ -565,6 +565,7 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(slot=st.integers(0, 2))
     def save_slot(self, slot: int) -> None:
         """Save what a slot holds, as `POST /slots/{id}?action=save` does."""
+        self.load_model()
         slot %= self.shape.n_slots
         if self.scheduler.slots[slot].request is not None:
             return
@@ -592,6 +593,7 @@ class CacheMachine(RuleBasedStateMachine):
         slot %= self.shape.n_slots
         if self.scheduler.slots[slot].request is not None:
             return
+        self.load_model()
         snapshot, contents, taken = self.snapshots[index % len(self.snapshots)]
         parts = self.cache.load_slot(slot, snapshot)
         if parts is None:
@@ -711,22 +713,43 @@ class CacheMachine(RuleBasedStateMachine):
         """Change the layout if the requests of now want another one: all that the pool holds goes to RAM."""
         if self.scheduler.wants_unified(self.now) == self.backend.info.unified:
             return
-        # What was dropped meanwhile is not lost by the change.
-        self.carry_out(StepPlan(self.cache.take_operations()))
-        before = Before(self)
-        self.scheduler.empty_pool(self.now)
-        self.carry_out(StepPlan(self.cache.take_operations()))
-        lost = before.prefixes_in({each.namespace for each in self.living}) - self.offloaded
-        lacks_ram = self.was_short or self.is_squeezed or self.has_little_ram or self.is_ram_full
-        assert not lost or lacks_ram, "lost by a change of layout"
+        self.empty_pool()
         is_unified = not self.backend.info.unified
         self.backend.set_layout(unified=is_unified)
         info = msgspec.structs.replace(self.backend.info, step_cost=self.step_cost)
         self.scheduler.set_layout(info, self.backend.n_seqs)
         COUNTS["unified again" if is_unified else "partitioned"] += 1
 
+    def empty_pool(self) -> None:
+        """Move all that the pool holds to RAM."""
+        # What was dropped meanwhile is not lost by this.
+        self.carry_out(StepPlan(self.cache.take_operations()))
+        before = Before(self)
+        self.scheduler.empty_pool(self.now)
+        self.carry_out(StepPlan(self.cache.take_operations()))
+        lost = before.prefixes_in({each.namespace for each in self.living}) - self.offloaded
+        lacks_ram = self.was_short or self.is_squeezed or self.has_little_ram or self.is_ram_full
+        assert not lost or lacks_ram or not self.cache.settings.offloads, "lost with the pool"
+
+    @precondition(lambda self: self.backend.is_loaded and not self.living)
+    @rule()
+    def unload(self) -> None:
+        """Unload the model until a request comes."""
+        self.empty_pool()
+        self.backend.unload()
+        COUNTS["unloaded"] += 1
+
+    def load_model(self) -> None:
+        """Load the model if it is unloaded."""
+        if not self.backend.is_loaded:
+            self.backend.reload()
+            COUNTS["loaded again"] += 1
+
     def plan(self) -> StepPlan:
-        self.follow_layout()
+        if self.living:
+            self.load_model()
+        if self.backend.is_loaded:
+            self.follow_layout()
         before = Before(self)
         suspected = [a for a in self.running if a.request.is_suspect]
         plan = self.scheduler.plan(self.now)

@@ -210,6 +210,8 @@ class CheckpointMachine(FakeMachine):
     # --- a plan ---
 
     def plan(self) -> StepPlan:
+        if self.living:
+            self.load_model()
         before = self.states_now()
         running = {asked: len(self.backend.held[asked.slot]) for asked in self.running}
         was_recovering, self.is_recovering = self.is_recovering, False

@@ -78,6 +78,7 @@ def llama_settings(config: Config, model: Path) -> LlamaSettings:
         backend_sampling=config.backend_sampling,
         unified=config.kv_unified is not False,
         may_partition=config.kv_unified is None,
+        may_unload=config.sleep_idle_seconds > 0,
         cache_type_k=config.cache_type_k,
         cache_type_v=config.cache_type_v,
         measure_costs=True,

@@ -18,7 +18,7 @@ from llamaslot.backend.constraints import Compiled, ConstraintCompiler
 from llamaslot.backend.host import host_cpus, host_memory, trim_heap
 from llamaslot.backend.llama import capabilities, costs, library, loading, self_test, sizing
 from llamaslot.backend.llama.costs import DisturbedError, Measurements, Quiet, StoppedError
-from llamaslot.backend.llama.loading import Context, LlamaSettings, sequences
+from llamaslot.backend.llama.loading import Context, LlamaSettings, LoadingStopped, sequences
 from llamaslot.backend.llama.operations import KvOperations
 from llamaslot.backend.llama.sampling.candidates import Logits, score_of
 from llamaslot.backend.llama.sampling.device_sampler import ChainSpec, DeviceChains, DeviceSampler
@@ -49,7 +49,7 @@ class LlamaBackend:
     def __init__(self, settings: LlamaSettings, on_progress: Callable[[float], bool] = lambda _share: True) -> None:
         library.initialise()
         n_threads = settings.n_threads or host_cpus().n_threads
-        self._closed = False
+        self._closed = self._is_unloaded = False
         self._settings = settings
         self._n_threads = n_threads
         is_chosen = settings.n_threads or settings.n_threads_batch
@@ -57,18 +57,17 @@ class LlamaBackend:
         on_cpu = library.device_used(settings.n_gpu_layers) == CPU
         self._threads = StepThreads(n_threads) if on_cpu and not is_chosen else None
         # `ModelInfo.kv_files`, in the version that is loaded next.
-        files = tuple(map(ModelFile.of, (*parts(settings.model), *library.paths())))
+        files = _files(settings)
         self._model, n_mapped = loading.load_model(settings, on_progress)
         try:
-            has_states = capabilities.has_partial_state(self._model)
-            reusable = not capabilities.why_not_reusable(self._model)
-            n_cache_seqs, n_seqs = sequences(settings, reusable=reusable, has_states=has_states)
+            n_cache_seqs, n_seqs = self._sequences()
+            # Other threads may use the vocabulary while the model is unloaded.
+            self.vocab = LlamaVocab.load(settings.model) if settings.may_unload else LlamaVocab(self._model)
             n_ctx, size = sizing.choose(self._model, settings, n_seqs, n_mapped)
             made = loading.make_context(self._model, settings, n_ctx=n_ctx, n_seqs=n_seqs, n_threads=n_threads)
         except ConfigError:
             llama_cpp.llama_model_free(self._model)
             raise
-        self.vocab = LlamaVocab(self._model)
         self._chains = DeviceChains(self.vocab.n_tokens, sizing.free_bytes)
         self._use(made)
         self._breakers = BreakerIndex(self.vocab)
@@ -102,7 +101,8 @@ class LlamaBackend:
 
     def change(self, operation: kv_ops.Operation) -> None:
         """Check and execute a KV operation."""
-        self._check_open()
+        if not isinstance(operation, kv_ops.Free):
+            self._check_open()
         self._kv.change(operation)
 
     def kv_of(self, segment: int) -> kv_ops.Kv | None:
@@ -286,24 +286,72 @@ class LlamaBackend:
         if not self.info.part_cells or any(self._kv.lengths):
             raise kv_ops.IllegalCallError("the layout of this pool is fixed, or a sequence holds something")
         was_unified = self.info.unified
-        llama_cpp.llama_free(self._context)
-        self._chains.clear()
-        # If no new context can be created, `close` must not free this one again.
-        self._context = self._memory = None
+        self._free_context()
         try:
             self._remake(unified=unified)
         except ConfigError as error:
             self._remake(unified=was_unified)
             raise MemoryError(str(error)) from error
 
+    def unload(self) -> None:
+        """Free context and model until `reload`; vocabulary, segments and checkpoints are kept."""
+        self._check_open()
+        if not self._settings.may_unload or any(self._kv.lengths):
+            raise kv_ops.IllegalCallError("this model stays loaded, or a sequence holds something")
+        self._is_unloaded = True
+        self._free_context()
+        self._free_model()
+        trim_heap()
+
+    def reload(self, should_stop: Callable[[], bool] = lambda: False) -> None:
+        """Load the model again after `unload`; it is still unloaded after an error."""
+        if self._closed or not self._is_unloaded:
+            raise kv_ops.IllegalCallError("the model is not unloaded")
+        settings = self._settings
+        try:
+            self._model, _ = loading.load_model(settings, lambda _: not should_stop())
+        except LoadingStopped:
+            raise ConfigError("loading the model was stopped") from None
+        try:
+            # After it was read: it may have been changed until then.
+            if _files(settings) != self.info.kv_files:
+                raise RuntimeError(f"{settings.model} was changed since it was loaded first")
+            self._remake(unified=self.info.unified)
+            self._is_unloaded = False
+            self._compute_once()
+            self._clear()
+        except (ConfigError, RuntimeError):
+            self._is_unloaded = True
+            self._free_context()
+            self._free_model()
+            raise
+
     def close(self) -> None:
         """Free context and model. May be called again."""
         if not self._closed:
             self._closed = True
             self._constraints.close()
-            llama_cpp.llama_free(self._context)
-            self._chains.clear()
-            llama_cpp.llama_model_free(self._model)
+            self._free_context()
+            self._free_model()
+
+    def _free_context(self) -> None:
+        llama_cpp.llama_free(self._context)
+        self._chains.clear()
+        # If no other one can be created, `close` must not free this one again. The arrays point to its logits.
+        self._context = self._memory = None
+        self._rows, self._targets, self._views = {}, {}, {}
+
+    def _free_model(self) -> None:
+        llama_cpp.llama_model_free(self._model)
+        self._model = None
+
+    def _sequences(self) -> tuple[int, int]:
+        """Return the numbers of spare and of all sequences in the layout in which the pool is made first."""
+        return sequences(
+            self._settings,
+            reusable=not capabilities.why_not_reusable(self._model),
+            has_states=capabilities.has_partial_state(self._model),
+        )
 
     def _use(self, made: Context) -> None:
         self._context = made.handle
@@ -315,16 +363,14 @@ class LlamaBackend:
         """Create a context in place of one that was freed; raises `ConfigError`."""
         info = msgspec.structs.replace(self.info, unified=unified)
         settings = replace(self._settings, unified=unified)
-        if unified:
-            n_ctx, n_seqs = info.n_ctx, sequences(settings, reusable=True)[1]
+        if unified == self._settings.unified:
+            n_ctx, n_seqs = info.n_ctx, self._sequences()[1]
         else:
             # A spare id would take as much memory as a slot (fact 3).
             n_ctx, n_seqs = info.part_cells * info.n_slots, info.n_slots
         made = loading.make_context(self._model, settings, n_ctx=n_ctx, n_seqs=n_seqs, n_threads=self._n_threads)
         self._use(made)
         self._kv = KvOperations(self._context, info, self.n_seqs, earlier=self._kv)
-        # The arrays point to logits of the old context.
-        self._rows, self._targets, self._views = {}, {}, {}
         self.info = info
 
     def _logits(self, row: int) -> Logits:
@@ -405,17 +451,22 @@ class LlamaBackend:
         """
         if self.info.device != CPU:
             page_locked.use(library.page_locked_allocator(), host_memory()[0])
+        token = self._compute_once()
+        if self.info.keeps_checkpoints:
+            self._kv.partial.save_blanks(one=0, empty=1)
+        if self.info.can_reuse and (self.n_seqs > self.info.n_slots or not self.info.unified):
+            self._measure_sizes(token)
+        self._clear()
+
+    def _compute_once(self) -> Tokens:
+        """Compute one token in sequence 0, with all weights, and return it; raises `ConfigError`."""
         token = np.array([max(self.vocab.bos, 0)], dtype=np.int32)
         llama_cpp.llama_set_warmup(self._context, True)
         status = self.decode([Run(seq=0, start=0, tokens=token, n_outputs=1)]).status
         llama_cpp.llama_set_warmup(self._context, False)
         if status is not Status.OK:
             raise ConfigError(f"the model loads but cannot compute ({status.name})", param="--model")
-        if self.info.keeps_checkpoints:
-            self._kv.partial.save_blanks(one=0, empty=1)
-        if self.info.can_reuse and (self.n_seqs > self.info.n_slots or not self.info.unified):
-            self._measure_sizes(token)
-        self._clear()
+        return token
 
     def _clear(self) -> None:
         self._kv.clear()
@@ -548,12 +599,17 @@ class LlamaBackend:
         )
 
     def _check_open(self) -> None:
-        if self._closed:
-            raise kv_ops.IllegalCallError("the backend is closed")
+        if self._closed or self._is_unloaded:
+            raise kv_ops.IllegalCallError("the model is not loaded")
 
     def _check_seq(self, seq: int) -> None:
         self._check_open()
         kv_ops.check_seq(seq, self.n_seqs)
+
+
+def _files(settings: LlamaSettings) -> tuple[ModelFile, ...]:
+    """Return the files on which KV depends, as they are now: those of the model and of llama.cpp."""
+    return tuple(map(ModelFile.of, (*parts(settings.model), *library.paths())))
 
 
 def _status(code: int) -> Status:

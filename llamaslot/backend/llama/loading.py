@@ -105,6 +105,8 @@ class LlamaSettings:
     """Layout at start: one pool for all sequences, or a part for each."""
     may_partition: bool = False
     """Allow a unified pool to be partitioned at run time, if the model allows it."""
+    may_unload: bool = False
+    """Allow the model to be unloaded and loaded again; its vocabulary is then loaded on its own."""
     swa_full: bool = False
     """Give layers with a sliding window as many cells as the others. Checkpoints are needed nevertheless."""
     checkpoints: bool = False

@@ -51,7 +51,9 @@ class KvOperations:
         kind = info.state.kind if info.keeps_checkpoints else StateKind.NONE
         self.states = kv_ops.StateRecord(kind, info.state.n_swa)
         """Record of which sequences have their partial state, and so can be decoded."""
-        self.partial = PartialStates(context, kind)
+        self.partial: PartialStates = PartialStates(
+            context, kind, earlier=earlier.partial if earlier is not None else None
+        )
         self._scratch = n_seqs - 1 if info.unified and n_seqs > info.n_slots else None
         """Id of the scratch sequence, through which a unified pool saves and loads."""
         self.transfer: PoolTransfer | StreamTransfer = (
@@ -62,6 +64,8 @@ class KvOperations:
         self.segments: dict[int, kv_ops.Kv] = earlier.segments if earlier is not None else {}
         self.positions: dict[int, range] = earlier.positions if earlier is not None else {}
         """Token positions of each segment."""
+        if earlier is not None:
+            self.states.checkpoints = earlier.states.checkpoints
         self._context = context
         self._memory = llama_cpp.llama_get_memory(context)
         self._info = info

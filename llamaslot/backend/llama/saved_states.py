@@ -57,17 +57,20 @@ def _pointer(state: Kv) -> Any:
 
 
 class PartialStates:
-    """Checkpoints of one context. Operations must have been checked."""
+    """Checkpoints of one context. Operations must have been checked.
 
-    def __init__(self, context: Any, kind: StateKind) -> None:
+    Those of an `earlier` context of the same model are taken over.
+    """
+
+    def __init__(self, context: Any, kind: StateKind, *, earlier: PartialStates | None = None) -> None:
         self._context = context
         self._memory = llama_cpp.llama_get_memory(context)
         self._kind = kind
-        self.states: dict[int, Kv] = {}
+        self.states: dict[int, Kv] = earlier.states if earlier is not None else {}
         """The checkpoints by number."""
-        self._blanks: list[Kv] = []
+        self._blanks: list[Kv] = earlier._blanks if earlier is not None else []
         """Blank states that `strip` loads in this order."""
-        self._one: Kv | None = None
+        self._one: Kv | None = earlier._one if earlier is not None else None
         """The state of one token, for a model with a recurrent state."""
 
     def save_blanks(self, one: int, empty: int) -> None:

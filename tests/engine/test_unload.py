@@ -1,0 +1,200 @@
+"""An engine whose model is unloaded while nobody uses it: prefixes go to RAM, and the next request uses them."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+
+from llamaslot.base.commands import (
+    CacheCleared,
+    ClearCache,
+    EngineCommand,
+    InspectCache,
+    InspectEngine,
+    Load,
+    Unload,
+)
+from llamaslot.base.events import Cancelled, Failed, Finished, Output
+from llamaslot.base.stats import CacheState, EngineState
+from llamaslot.engine import engine as engine_module
+from tests.engine.harness import Harness, Threaded, alone, running
+from tests.fake_backend import FakeBackend
+
+RAM = {"ram_bytes": 10**6}
+PROMPT = "a" * 60
+
+
+class SlowFake(FakeBackend):
+    """Is loaded again when `may_load` is set."""
+
+    def __init__(self, **shape: int) -> None:
+        super().__init__(**shape)
+        self.may_load = threading.Event()
+
+    def reload(self, should_stop: Callable[[], bool] = lambda: False) -> None:
+        assert self.may_load.wait(10)
+        super().reload(should_stop)
+
+
+async def settled(engine: Harness, command: EngineCommand) -> bool:
+    """Send a command, and return whether the model is loaded once it was taken."""
+    engine.engine.send(command)
+    assert isinstance(await engine.ask(InspectEngine()), EngineState)
+    # The answer is sent before the step in which the model is unloaded.
+    await asyncio.sleep(0.01)
+    assert isinstance(engine.backend, FakeBackend)
+    assert engine.backend.is_loaded == engine.local.service.is_loaded
+    return engine.backend.is_loaded
+
+
+async def answer(engine: Harness, name: str, prompt: str) -> Finished:
+    """The end of a request, whose text was compared with that of an engine of its own."""
+    end = await engine.submit(name, prompt)
+    assert isinstance(end, Finished), end
+    assert engine.text(name) == await alone(prompt, FakeBackend())
+    return end
+
+
+@pytest.fixture
+async def engine() -> AsyncIterator[Harness]:
+    async with running(FakeBackend(n_reserved=2), debug_invariants=True, **RAM) as engine:
+        yield engine
+
+
+async def test_the_next_request_continues_from_what_was_in_the_pool(engine: Harness) -> None:
+    await answer(engine, "a", PROMPT)
+    for i in range(3):
+        assert not await settled(engine, Unload())
+        end = await answer(engine, f"b{i}", PROMPT + "bcd"[i] * 20)
+        assert end.progress.n_cached >= len(PROMPT)
+        assert end.progress.n_loaded >= len(PROMPT)
+
+
+async def test_a_request_that_is_about_to_come_loads_it(engine: Harness) -> None:
+    assert await settled(engine, Load())
+    assert not await settled(engine, Unload())
+    assert not await settled(engine, Unload())
+    assert await settled(engine, Load())
+
+
+async def test_what_only_reads_does_not_load_it(engine: Harness) -> None:
+    await answer(engine, "a", PROMPT)
+    await settled(engine, Unload())
+    state = await engine.ask(InspectCache(5, text=True))
+    assert isinstance(state, CacheState)
+    assert PROMPT[:9] in str(state)
+    cleared = await engine.ask(ClearCache())
+    assert isinstance(cleared, CacheCleared)
+    assert cleared.cleared_ram_tokens >= len(PROMPT)
+    assert isinstance(engine.backend, FakeBackend)
+    assert not engine.backend.is_loaded
+    assert not engine.backend.segments, "RAM is given back meanwhile"
+    assert (await answer(engine, "b", PROMPT)).progress.n_cached == 0
+
+
+async def test_it_stays_loaded_while_a_request_runs(engine: Harness) -> None:
+    end = engine.submit("a", PROMPT, max_tokens=30)
+    await engine.wait_for("a", Output)
+    assert await settled(engine, Unload())
+    assert isinstance(await end, Finished)
+    assert not await settled(engine, Unload())
+
+
+async def test_a_request_that_comes_with_the_command_runs(engine: Harness) -> None:
+    for i in range(20):
+        engine.engine.send(Unload())
+        for _ in range(i):
+            await asyncio.sleep(0)
+        await answer(engine, f"{i}", PROMPT[: 10 + i])
+
+
+async def test_requests_fail_while_it_cannot_be_loaded(engine: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine and what is in RAM outlive that."""
+    monkeypatch.setattr(engine_module, "_RELOAD_PAUSE_S", 0.05)
+    backend = engine.backend
+    assert isinstance(backend, FakeBackend)
+    await answer(engine, "a", PROMPT)
+    await settled(engine, Unload())
+    backend.load_error = "not enough memory"
+    ends = await asyncio.gather(*(engine.submit(name, PROMPT) for name in "bc"))
+    for end in ends:
+        assert isinstance(end, Failed)
+        assert end.error.type == "unavailable_error"
+        assert "could not be loaded again: not enough memory" in end.error.message
+    backend.load_error = ""
+    assert isinstance(await engine.submit("e", PROMPT), Failed), "it is not tried again at once"
+    await asyncio.sleep(0.1)
+    assert (await answer(engine, "d", PROMPT)).progress.n_cached >= len(PROMPT) - 1
+
+
+async def test_a_command_that_comes_with_it_keeps_it_loaded(engine: Harness) -> None:
+    engine.engine.send(Unload())
+    assert await settled(engine, Load())
+
+
+async def test_while_it_is_loaded_requests_can_be_cancelled_and_queries_are_answered() -> None:
+    backend = SlowFake(n_reserved=2)
+    async with running(backend, kind=Threaded, **RAM) as engine:
+        await engine.submit("a", PROMPT)
+        engine.engine.send(Unload())
+        async with asyncio.timeout(10):
+            while engine.local.service.is_loaded:
+                await asyncio.sleep(0.001)
+        ends = engine.submit("b", PROMPT), engine.submit("c", PROMPT)
+        await asyncio.sleep(0.01)
+        assert isinstance(await engine.ask(InspectEngine()), EngineState)
+        engine.cancel("b")
+        assert isinstance(await ends[0], Cancelled)
+        assert not backend.is_loaded
+        backend.may_load.set()
+        assert isinstance(await ends[1], Finished)
+
+
+async def test_it_ends_while_the_model_is_unloaded(engine: Harness) -> None:
+    await answer(engine, "a", PROMPT)
+    await settled(engine, Unload())
+
+
+async def test_it_is_stopped_while_the_model_is_loaded_for_a_request() -> None:
+    backend = SlowFake(n_reserved=2)
+    async with running(backend, kind=Threaded, **RAM) as engine:
+        engine.engine.send(Unload())
+        async with asyncio.timeout(10):
+            while engine.local.service.is_loaded:
+                await asyncio.sleep(0.001)
+        end = engine.submit("a", PROMPT)
+        await asyncio.sleep(0.01)
+        engine.engine.stop()
+        await asyncio.sleep(0.01)
+        backend.may_load.set()
+        failed = await end
+        assert isinstance(failed, Failed)
+        assert "shutting down" in failed.error.message
+
+
+async def test_without_ram_the_prefixes_are_lost() -> None:
+    async with running(FakeBackend(), ram_bytes=0) as engine:
+        await answer(engine, "a", PROMPT)
+        assert not await settled(engine, Unload())
+        assert (await answer(engine, "b", PROMPT)).progress.n_cached == 0
+
+
+async def test_the_service_unloads_it_when_nothing_has_used_it(engine: Harness) -> None:
+    service = engine.local.service
+    await answer(engine, "a", PROMPT)
+    waiting = asyncio.create_task(service.unload_when_idle(0.1))
+    try:
+        end = engine.submit("b", PROMPT, max_tokens=40)
+        async with asyncio.timeout(10):
+            while service.is_loaded:
+                # What only reads is no use.
+                await engine.ask(InspectEngine())
+                await asyncio.sleep(0.01)
+        assert isinstance(await end, Finished)
+        assert (await answer(engine, "c", PROMPT)).progress.n_cached >= len(PROMPT) - 1
+        assert service.is_loaded
+    finally:
+        waiting.cancel()
