@@ -25,7 +25,7 @@ from bench.suite.exceptions import reason
 ROOT = Path(__file__).resolve().parent.parent.parent
 FILES = (
     "basic", "chat_completion", "completion", "tokenize", "template", "tool_call", "compat_anthropic",
-    "compat_oai_responses", "security", "metrics", "ignore_eos",
+    "compat_oai_responses", "security", "metrics", "ignore_eos", "sleep",
 )  # fmt: skip
 OWN, PEER = "llamaslot", "llama-server"
 OUTCOMES = ("passed", "failed", "skipped")

@@ -439,6 +439,7 @@ class Engine:
         """Load the model for what needs it, which fails if that does. Commands are taken meanwhile."""
         started = self._clock()
         if started < self._reload_at:
+            self._outbox.append(ModelLoaded(False))
             self._fail_unloaded()
             return
         self._watch.end()
@@ -459,6 +460,7 @@ class Engine:
                 self._why_unloaded = f"the model could not be loaded again: {error.message}"
                 now = self._clock()
                 self._reload_at = now + max(_RELOAD_PAUSE_S, now - started)
+                self._outbox.append(ModelLoaded(False))
                 self._fail_unloaded()
             return
         self._is_loaded = True

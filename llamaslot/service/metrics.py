@@ -150,6 +150,8 @@ class Metrics(Collector):
         self._registry = CollectorRegistry()
         self._state = EngineState()
         self._totals = {field: 0.0 for _, _, field in _REQUEST_COUNTERS}
+        self._scraped = self._totals.copy()
+        """The totals when the metrics were last read."""
         self._max_held = 0
         self._requests = Counter(
             "llamaslot_requests", "Requests by how they ended.", ["finish_reason"], registry=self._registry
@@ -220,11 +222,13 @@ class Metrics(Collector):
         """Return all metrics in Prometheus' text format, with the engine's state as of now."""
         self._state = state
         text, name = generate_latest(self._registry), _COUNTER_WITHOUT_SUFFIX
+        self._scraped = self._totals.copy()
         return text.replace(f"# TYPE {name} gauge\n".encode(), f"# TYPE {name} counter\n".encode())
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics that are read from the engine's state and from the sums over ended requests."""
         state, totals = self._state, self._totals
+        new = {field: total - self._scraped[field] for field, total in totals.items()}
         for name, text, field in _REQUEST_COUNTERS:
             yield CounterMetricFamily(name, text, totals[field] / 1e3 if field.endswith("_ms") else totals[field])
         for name, text, path in _COUNTERS:
@@ -239,13 +243,13 @@ class Metrics(Collector):
             (_COUNTER_WITHOUT_SUFFIX, "Most tokens that a slot has held.", self._max_held),
             (
                 "llamacpp:prompt_tokens_seconds",
-                "Mean prompt tokens per second.",
-                _ratio(totals["n_prompt_computed"] * 1e3, totals["prompt_ms"]),
+                "Mean prompt tokens per second of requests that ended since the last scrape.",
+                _ratio(new["n_prompt_computed"] * 1e3, new["prompt_ms"]),
             ),
             (
                 "llamacpp:predicted_tokens_seconds",
-                "Mean generated tokens per second.",
-                _ratio(totals["n_generated"] * 1e3, totals["predicted_ms"]),
+                "Mean generated tokens per second of requests that ended since the last scrape.",
+                _ratio(new["n_generated"] * 1e3, new["predicted_ms"]),
             ),
             ("llamacpp:requests_processing", "Requests that hold a slot.", n_busy),
             (

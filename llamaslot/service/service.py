@@ -578,6 +578,7 @@ class Service:
             if not self.is_loaded and self._is_connected:
                 # While the prompt worker reads the body. As with llama-server, counting tokens loads the model too.
                 self._send(Load())
+                self.is_loaded = True
         future = self._prompts.call(job)
         self._preparing.add(future)
         try:

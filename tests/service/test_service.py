@@ -115,6 +115,18 @@ async def test_counters_are_named_as_prometheus_recommends() -> None:
     assert not [name for name, each in families.items() if each.type != "counter" and name.endswith("_total")]
 
 
+async def test_mean_rates_are_those_since_the_last_scrape() -> None:
+    """As in llama-server; nothing new is no rate."""
+    service = Metrics()
+    progress = Progress(10, 2, 8, 5, 0.0, 100.0, 50.0)
+    names = "llamacpp:prompt_tokens_seconds", "llamacpp:predicted_tokens_seconds"
+    for n_requests, expected in ((0, [0, 0]), (1, [80, 100]), (0, [0, 0]), (2, [80, 100])):
+        for _ in range(n_requests):
+            service.record_end("eos", progress)
+        found = parsed(service.exposition(EngineState()).decode())
+        assert [found[name] for name in names] == expected
+
+
 async def test_what_llama_server_counts_is_of_the_type_counter() -> None:
     async with running(FakeBackend()) as service:
         text = (await service.exposition()).decode()
