@@ -17,7 +17,7 @@ from bench.client import BenchmarkError, Client, connected
 
 START_SECONDS = 300.0
 END_SECONDS = 15.0
-POLL_SECONDS = 0.05
+POLL_SECONDS = 0.02
 
 
 class NotReadyError(Exception):

@@ -46,6 +46,10 @@ GOALS: dict[str, tuple[tuple[Metric, float], ...]] = {
     "decode 8": ((DECODE, 1.15),),
     "sampled 8": ((DECODE, 1.15),),
     "long prefill": ((GAP_P99, 0.7),),
+    "SmolLM2, first turn": ((TTFT_MEAN, 1.0),),
+    "SmolLM2, six at once": ((WALL, 0.95),),
+    "SmolLM2, decode 1": ((DECODE, 1.0),),
+    "SmolLM2, decode 4": ((DECODE, 1.0),),
 }
 """Ratios to the best llama-server: at most, or at least if more is better."""
 FRUGAL = ("fan-out cold", "twenty", "agent", "branching", "groups", "interleaved", "pressure")

@@ -20,7 +20,8 @@ _REQUESTS = ("main", "sub-agent", "sub-agent", "title")
 
 def svg(results: Sequence[RunResult]) -> str:
     """Return the plot of the runs of `WORKLOAD`, medians over the pairs on a logarithmic axis in milliseconds."""
-    lines = {server: _medians(results, server) for server in SERVERS}
+    # Not all take part in a quick try.
+    lines = {server: line for server in SERVERS if (line := _medians(results, server))}
     values = [value for line in lines.values() for value in line]
     low, high = (10 ** math.floor(math.log10(min(values))), 10 ** math.ceil(math.log10(max(values))))
     n = len(lines["llamaslot"])

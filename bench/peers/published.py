@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -23,10 +24,11 @@ from bench.peers.goals import N_ALL, Ratio, Selection, compared
 from bench.peers.results import RunResult
 from bench.peers.runner import ENGINE, N_SLOTS, EnginePair, Runner
 from bench.peers.servers import OWN, SERVERS, CommonSettings
-from bench.peers.workloads import MANY, WORKLOADS
+from bench.peers.workloads import MANY, REAL, WORKLOADS
 from bench.progress import duration
 from bench.report import ROOT, machine, model_file, notes, replaced_part, rounded, wrapped
 from bench.tokens import Tokens
+from llamaslot.app.models import resolve_model
 
 FOLDER = ROOT / "bench" / "published"
 README = ROOT / "README.md"
@@ -34,8 +36,9 @@ BEGIN, END = "<!-- published benchmark: begin -->", "<!-- published benchmark: e
 """Around the generated part of the project's README."""
 COMMAND = "make bench-publish"
 SHAPE = "60m"
-N_PAIRS = {each.name: each.n_pairs for each in WORKLOADS} | {"fan-out warm": 8, "groups": MANY}
-"""The plan, fixed before the run; the whole fits into two hours on 2 cores."""
+REAL_MODEL = "smollm2-135m"
+N_PAIRS = {each.name: each.n_pairs for each in (*WORKLOADS, *REAL)} | {"fan-out warm": 8, "groups": MANY}
+"""The plan, fixed before the run; the whole fits into two and a half hours on 2 cores."""
 N_ENGINE_PAIRS = MANY
 N_REFERENCE_PAIRS = 1
 """Pairs of the servers that no goal depends on."""
@@ -60,9 +63,14 @@ IN_WORDS = {
     "decode 8": "eight streams",
     "sampled 8": "eight streams that are not greedy",
     "long prefill": "streams beside a prompt of 16,000 tokens",
+    "SmolLM2, first turn": "700 tokens, real weights",
+    "SmolLM2, six at once": "six of these at once, with replies of 80",
+    "SmolLM2, decode 1": "one stream",
+    "SmolLM2, decode 4": "four streams",
     ENGINE: "eight streams without HTTP",
 }
 """The workloads that have goals, for the project's README."""
+READY_WORKLOADS = "decode 1", "SmolLM2, decode 1"
 CPU_NOTE = (
     "Ratios depend on the CPU, most of all those of chat, agent and branching, where few new tokens follow a "
     "cached prefix: llama.cpp's attention computes 64 tokens at once and fewer one by one."
@@ -78,13 +86,23 @@ def run(*, threads: int, logs: Path, quick: bool) -> None:
     servers = [each for each in SERVERS if not quick or each.name in (OWN, "llama-server -kvu")]
     n_pairs = dict.fromkeys(N_PAIRS, 1) if quick else N_PAIRS
     facts = machine()
-    model = model_file(SHAPE)
+    model, real = model_file(SHAPE), resolve_model(REAL_MODEL)
     common = CommonSettings(model, N_SLOTS, threads, 0)
     started = monotonic()
-    runner = Runner(Tokens(model), common, 0.25 if quick else 1.0, logs)
+    scale = 0.25 if quick else 1.0
+    runner = Runner(Tokens(model), common, scale, logs)
+    real_runner = Runner(Tokens(real), replace(common, model=real), scale, logs, runner.seed)
     engine = runner.measure_engine(1 if quick else N_ENGINE_PAIRS)
-    results = asyncio.run(runner.measure(n_pairs, WORKLOADS, Selection(servers, N_REFERENCE_PAIRS)))
-    settings = {"model": f"{SHAPE} shape (random weights, Q8_0)", "slots": N_SLOTS, "threads": threads}
+    selection = Selection(servers, N_REFERENCE_PAIRS)
+    results = [
+        *asyncio.run(runner.measure({each.name: n_pairs[each.name] for each in WORKLOADS}, WORKLOADS, selection)),
+        *asyncio.run(real_runner.measure({each.name: n_pairs[each.name] for each in REAL}, REAL, selection)),
+    ]
+    settings = {
+        "model": f"{SHAPE} shape (random weights, Q8_0), and SmolLM2-135M in Q4_1",
+        "slots": N_SLOTS,
+        "threads": threads,
+    }
     content: dict[str, Any] = {
         "commit": commit,
         "command": COMMAND,
@@ -94,13 +112,13 @@ def run(*, threads: int, logs: Path, quick: bool) -> None:
         "pairs": n_pairs,
         "reference_pairs": N_REFERENCE_PAIRS,
         "seconds": monotonic() - started,
-        "failures": runner.failures,
+        "failures": runner.failures | real_runner.failures,
         "engine": [asdict(each) for each in engine],
         "runs": [asdict(each) for each in results],
     }
     publish(content, logs / "published", None)
-    if runner.own_failures:
-        raise BenchmarkError(f"nothing is published: {runner.own_failures}")
+    if failures := runner.own_failures or real_runner.own_failures:
+        raise BenchmarkError(f"nothing is published: {failures}")
     require_revision(ROOT, commit)
     if not quick:
         publish(content, FOLDER, README)
@@ -143,7 +161,7 @@ def replaced(text: str, content: Mapping[str, Any]) -> str | None:
 def ratios_of(content: Mapping[str, Any]) -> list[Ratio]:
     """The goals' ratios, computed from the raw data."""
     results = _results(content)
-    ratios = [ratio for each in WORKLOADS for ratio in compared(each, results)]
+    ratios = [ratio for each in (*WORKLOADS, *REAL) for ratio in compared(each, results)]
     return ratios + engine_ratio([EnginePair(**each) for each in content["engine"]])
 
 
@@ -194,6 +212,7 @@ def page(content: Mapping[str, Any]) -> str:
         "",
         *_method(content, results),
         "",
+        *_ready(results),
         "## Medians by server",
         "",
         "Times in ms, rates in tokens/s; computed: prompt tokens; x: computed / fewest possible.",
@@ -232,6 +251,32 @@ def _method(content: Mapping[str, Any], results: Sequence[RunResult]) -> list[st
         ),
         *_item("Workloads, figures and verdicts are explained in [bench/README.md](../README.md)."),
         *(line for name, reason in content["failures"].items() for line in _item(f"Failed: {name}: {reason}")),
+    ]
+
+
+def _ready(results: Sequence[RunResult]) -> list[str]:
+    """The times until servers were ready; nothing for raw data without them."""
+    names = {"60m": READY_WORKLOADS[0], "SmolLM2": READY_WORKLOADS[1]}
+    rows = []
+    for server in SERVERS:
+        times = [
+            [run.ready for run in results if (run.server, run.workload) == (server.name, name) and run.ready]
+            for name in names.values()
+        ]
+        if any(times):
+            rows.append([server.name, *(f"{1e3 * statistics.median(each):,.0f}" if each else "" for each in times)])
+    if not rows:
+        return []
+    return [
+        "## Time until ready",
+        "",
+        *wrapped(
+            "From the start of the process until `/health` answers 200, in ms; medians of the runs of two "
+            f"workloads ({', '.join(READY_WORKLOADS)}), with the pool that each of them asks for."
+        ),
+        "",
+        *tables.markdown_table(("", *names), rows),
+        "",
     ]
 
 

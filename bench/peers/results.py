@@ -32,6 +32,8 @@ class RunResult:
     """Prompt tokens that the server computed for all requests, by its own count; None if it does not report any."""
     n_fewest: int
     """The fewest prompt tokens that any server could compute for these prompts and replies."""
+    ready: float = 0.0
+    """From the server's start until it was healthy; 0 in older raw data."""
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from bench.client import BenchmarkError
 from bench.decode import Commands
 from bench.peers.results import RunResult
 from bench.peers.servers import OWN, CommonSettings, ServerSetup
-from bench.peers.workloads import WORKLOADS, Workload, WorkloadRun
+from bench.peers.workloads import REAL, WORKLOADS, Workload, WorkloadRun
 from bench.progress import Estimate, duration, progress
 from bench.report import decode_rate, notes
 from bench.server import serving
@@ -55,12 +55,14 @@ class EnginePair:
 class Runner:
     """Runs workloads; `failures` has the reason for each run that failed, by server and workload."""
 
-    def __init__(self, tokens: Tokens, common: CommonSettings, scale: float, folder: Path) -> None:
+    def __init__(
+        self, tokens: Tokens, common: CommonSettings, scale: float, folder: Path, seed: str | None = None
+    ) -> None:
         self._tokens = tokens
         self._common = common
         self._scale = scale
         self._folder = folder
-        self.seed = secrets.token_hex(8)
+        self.seed = seed or secrets.token_hex(8)
         self.failures: dict[str, str] = {}
 
     async def measure(
@@ -88,7 +90,7 @@ class Runner:
         took = duration(estimate.of(planned))
         for server in servers.of(workloads[0], 0, ()):
             server.command(self._common)  # Builds llama-server where that was not done yet: no estimate has that.
-        notes.print(f"{planned.total()} runs of {len(workloads)} workloads: about {took} (60m shape, 2 cores)")
+        notes.print(f"{planned.total()} runs of {len(workloads)} workloads: about {took} (on 2 cores)")
         n_done, began = 0, monotonic()
         with progress("run", planned.total()) as advance:
             for repeat, workload in pairs:
@@ -133,7 +135,7 @@ class Runner:
 
         Servers with other flags fail where a workload does not fit them, such as a long prompt in a divided pool.
         """
-        own = {f"{OWN}, {name}" for name in (ENGINE, *(each.name for each in WORKLOADS))}
+        own = {f"{OWN}, {name}" for name in (ENGINE, *(each.name for each in (*WORKLOADS, *REAL)))}
         return "; ".join(f"{name}: {reason}" for name, reason in self.failures.items() if name in own)
 
     async def _try(self, workload: Workload, server: ServerSetup, repeat: int) -> list[RunResult]:
@@ -155,12 +157,15 @@ class Runner:
         with tempfile.TemporaryDirectory() as folder:
             command = server.command(common, workload.flags.get(server.kind, ()), Path(folder))
             async with serving(command, log=self._folder / "peers-server.log") as process:
+                ready = process.ready_s
                 run = WorkloadRun(process, self._tokens, words, self._scale, server.saves_slots)
                 await run.ask({"role": "user", "content": run.text(8)}, n_reply=4, measured=False)
                 await workload.script(run)
-        return self._result(workload, server, repeat, run)
+        return self._result(workload, server, repeat, run, ready)
 
-    def _result(self, workload: Workload, server: ServerSetup, repeat: int, run: WorkloadRun) -> RunResult:
+    def _result(
+        self, workload: Workload, server: ServerSetup, repeat: int, run: WorkloadRun, ready: float
+    ) -> RunResult:
         sent = run.requests
         measured = [each for each in sent if each.measured]
         answers = [each.answer for each in measured]
@@ -186,6 +191,7 @@ class Runner:
             n_prompt=sum(len(prompt) for prompt, _ in requests),
             n_computed=sum(counts) if len(counts) == len(sent) else None,
             n_fewest=fewest(requests),
+            ready=ready,
         )
 
 

@@ -103,6 +103,7 @@ SERVERS = (
     ServerSetup(
         "llama-server -kvu, slots saved", "llama-server", ("-kvu", "--slot-save-path", FOLDER), ("restart",)
     ),
+    ServerSetup("llama-server -bs", "llama-server", ("--backend-sampling",), ("decode 1", "decode 8", "sampled 8")),
     ServerSetup(OWN, "llamaslot"),
     ServerSetup("llamaslot, slots apart", "llamaslot", ("--no-kv-unified",)),
     ServerSetup("llamaslot, no cache", "llamaslot", ("--no-cache-prompt",)),

@@ -249,6 +249,16 @@ async def conversations(run: WorkloadRun, *, measured: int) -> None:
         await asyncio.gather(*(turn(3, history, 300, 30) for history in talks))
 
 
+async def first_turn(run: WorkloadRun) -> None:
+    """A prompt of 700 tokens that shares nothing."""
+    await run.ask(user(run.long(700)))
+
+
+async def six_at_once(run: WorkloadRun) -> None:
+    """First turns of six conversations at once: prompts of 700 tokens that share nothing, replies of 80."""
+    await asyncio.gather(*(run.ask(user(run.long(700)), n_reply=80) for _ in range(6)))
+
+
 async def decode(run: WorkloadRun, *, n_streams: int, sampling: Mapping[str, float] = GREEDY) -> None:
     """Short prompts side by side, 128 tokens each."""
     prompts = [user(run.text(16)) for _ in range(n_streams)]
@@ -308,5 +318,12 @@ WORKLOADS = (
     Workload("long prefill", long_prefill, 16_100, 15),
     Workload("restart", restart, 1500, 20, flags={"llamaslot": ("--cache-disk", FOLDER)}),
 )
+REAL = (
+    Workload("SmolLM2, first turn", first_turn, 800, 6, n_pairs=MANY),
+    Workload("SmolLM2, six at once", six_at_once, 900, 20, n_pairs=SEVERAL),
+    Workload("SmolLM2, decode 1", lambda run: decode(run, n_streams=1), 256, 5, n_pairs=MANY),
+    Workload("SmolLM2, decode 4", lambda run: decode(run, n_streams=4), 256, 8, n_pairs=MANY),
+)
+"""Workloads on real weights, SmolLM2-135M-Instruct in Q4_1: what users see first."""
 EXTRA = (Workload("decode 32", lambda run: decode(run, n_streams=32), 256, 15, n_pairs=MANY, n_slots=32),)
 """Workloads that are run only if they are asked for: more streams than a CPU is used for."""

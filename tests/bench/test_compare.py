@@ -168,7 +168,7 @@ def test_the_help_of_llamaslot_names_its_flags() -> None:
 def test_slots_are_saved_only_in_the_restart_workload() -> None:
     [saving] = [each for each in SERVERS if each.saves_slots]
     assert [each.name for each in WORKLOADS if saving.takes_part(each.name)] == ["restart"]
-    assert all(each.takes_part("restart") for each in SERVERS)
+    assert all(each.takes_part("restart") for each in SERVERS if each.name != "llama-server -bs")
 
 
 def test_a_server_of_another_build_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

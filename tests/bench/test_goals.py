@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,9 +13,9 @@ from bench.peers.plots import draw
 from bench.peers.results import RunResult
 from bench.peers.servers import OWN, SERVERS
 from bench.peers.tables import goal_rows, markdown, rows
-from bench.peers.workloads import FEW, MANY, SEVERAL, WORKLOADS
+from bench.peers.workloads import FEW, MANY, REAL, SEVERAL, WORKLOADS
 
-BY_NAME = {each.name: each for each in WORKLOADS}
+BY_NAME = {each.name: each for each in (*WORKLOADS, *REAL)}
 GROUPS = BY_NAME["groups"]
 
 
@@ -97,9 +98,9 @@ def test_a_goal_is_met_by_the_median_and_the_end_of_its_interval(
 
 
 def test_goals_near_one_need_many_pairs() -> None:
-    for workload in WORKLOADS:
+    for workload in (*WORKLOADS, *REAL):
         is_near = any(0.8 < goal < 1.25 for _, goal in GOALS.get(workload.name, ()))
-        expected = SEVERAL if workload.name.startswith("conversations") else MANY if is_near else FEW
+        expected = SEVERAL if re.match("conversations|.*six", workload.name) else MANY if is_near else FEW
         assert workload.n_pairs == expected, workload.name
     assert set(GOALS) | set(FRUGAL) <= set(BY_NAME)
     assert N_ALL % 2 == 0

@@ -1,4 +1,4 @@
-"""The published benchmark: its plan fits into two hours, and every published figure comes from the raw data."""
+"""The published benchmark: its plan fits into its time, and every published figure comes from the raw data."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from bench.peers.goals import GOALS, Selection
 from bench.peers.results import RunResult
 from bench.peers.runner import ENGINE, ENGINE_SECONDS, EnginePair, Runner
 from bench.peers.servers import OWN, SERVERS
-from bench.peers.workloads import WORKLOADS
+from bench.peers.workloads import REAL, WORKLOADS
 from bench.progress import Estimate
 
 FACTS = {"date": "2026-01-02T03:04:05", "processor": "a CPU", "threads": 2, "memory_gib": 8}
@@ -38,8 +38,9 @@ def content() -> dict[str, Any]:
             "n_prompt": 100,
             "n_computed": 50,
             "n_fewest": 50,
+            "ready": seconds,
         }
-        for workload in WORKLOADS
+        for workload in (*WORKLOADS, *REAL)
         for server in SERVERS
         if server.takes_part(workload.name)
         for repeat in range(2)
@@ -60,16 +61,16 @@ def content() -> dict[str, Any]:
     }
 
 
-def test_the_plan_has_every_workload_and_fits_into_two_and_a_quarter_hours() -> None:
+def test_the_plan_has_every_workload_and_fits_into_two_and_a_half_hours() -> None:
     selection = Selection(SERVERS, published.N_REFERENCE_PAIRS)
     runs = Counter(
         {
             each.name: sum(selection.expected(each, repeat) for repeat in range(published.N_PAIRS[each.name]))
-            for each in WORKLOADS
+            for each in (*WORKLOADS, *REAL)
         }
     )
-    seconds = Estimate({each.name: each.seconds for each in WORKLOADS}).of(runs)
-    assert seconds + 2 * published.N_ENGINE_PAIRS * ENGINE_SECONDS < 8100
+    seconds = Estimate({each.name: each.seconds for each in (*WORKLOADS, *REAL)}).of(runs)
+    assert seconds + 2 * published.N_ENGINE_PAIRS * ENGINE_SECONDS < 9000
     assert all(published.N_PAIRS[each.name] >= each.n_pairs for each in WORKLOADS)
 
 
