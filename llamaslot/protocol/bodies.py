@@ -110,37 +110,12 @@ class PromptObject(msgspec.Struct):
     multimodal_data: Any = None
 
 
-class Options(msgspec.Struct, kw_only=True):
-    """Fields of all endpoints that generate."""
+class SamplingOptions(msgspec.Struct, kw_only=True):
+    """Fields for sampling, for the end of the text, and for the cache."""
 
-    functions: Any = None
-    """Like the next four not supported: refused unless the value leaves the feature off (`refuse_missing`)."""
-    function_call: Any = None
-    lora: Any = None
-    modalities: list[str] | None = None
-    moderation: Any = None
-
-    response_format: ResponseFormat | None = None
-    """Like the next seven a constraint of the reply; at most one may be present."""
-    json_schema: Any = None
-    grammar: str | None = None
-    structured_outputs: StructuredOutputs | None = None
-    guided_json: Any = None
-    guided_regex: str | None = None
-    guided_choice: Choices | None = None
-    guided_grammar: str | None = None
-
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    n: Annotated[int, Meta(ge=1, le=INT32_MAX)] | None = None
-    n_cmpl: Annotated[int, Meta(ge=1, le=INT32_MAX)] | None = None
-    n_predict: Count | None = None
-    max_completion_tokens: Count | None = None
-    max_tokens: Count | None = None
     stop: str | list[str] | None = None
     n_indent: Annotated[int, Meta(ge=0, le=INT32_MAX)] | None = None
     t_max_predict_ms: Annotated[int, Meta(ge=-1, le=2**63 - 1)] | None = None
-    return_progress: bool | None = None
 
     temperature: Factor | None = None
     dynatemp_range: Factor | None = None
@@ -168,10 +143,6 @@ class Options(msgspec.Struct, kw_only=True):
     adaptive_decay: Annotated[float, Meta(ge=0, le=0.99)] | None = None
     min_keep: Annotated[int, Meta(ge=0, le=INT32_MAX)] | None = None
     samplers: Samplers | None = None
-    logprobs: bool | Annotated[int, Meta(ge=0, le=MAX_PROBS)] | None = None
-    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    n_probs: Annotated[int, Meta(ge=0, le=MAX_PROBS)] | None = None
-    post_sampling_probs: bool | None = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     logit_bias: list[tuple[Token | str, Bias]] | dict[str, Bias] | None = None
     ignore_eos: bool | None = None
@@ -182,6 +153,40 @@ class Options(msgspec.Struct, kw_only=True):
     session_id: SessionId | None = None
     prompt_cache_key: SessionId | None = None
     id_slot: Count | None = None
+
+
+class Options(SamplingOptions, kw_only=True):
+    """Fields of all endpoints that generate."""
+
+    functions: Any = None
+    """Like the next four not supported: refused unless the value leaves the feature off (`refuse_missing`)."""
+    function_call: Any = None
+    lora: Any = None
+    modalities: list[str] | None = None
+    moderation: Any = None
+
+    response_format: ResponseFormat | None = None
+    """Like the next seven a constraint of the reply; at most one may be present."""
+    json_schema: Any = None
+    grammar: str | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Any = None
+    guided_regex: str | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: str | None = None
+
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Meta(ge=1, le=INT32_MAX)] | None = None
+    n_cmpl: Annotated[int, Meta(ge=1, le=INT32_MAX)] | None = None
+    n_predict: Count | None = None
+    max_completion_tokens: Count | None = None
+    max_tokens: Count | None = None
+    return_progress: bool | None = None
+    logprobs: bool | Annotated[int, Meta(ge=0, le=MAX_PROBS)] | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    n_probs: Annotated[int, Meta(ge=0, le=MAX_PROBS)] | None = None
+    post_sampling_probs: bool | None = None
     return_tokens: bool | None = None
     timings_per_token: bool | None = None
     verbose: bool | None = None
