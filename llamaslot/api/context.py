@@ -6,6 +6,7 @@ from pathlib import PurePath
 from typing import Any
 
 import msgspec
+import psutil
 from aiohttp import web
 
 from llamaslot.base.callers import Caller
@@ -161,6 +162,11 @@ class Readiness:
         if self._is_draining:
             raise stopped_error("")
         service.check_running()
+
+
+def started() -> int:
+    """Return the start of this process in seconds since 1970."""
+    return int(psutil.Process().create_time())
 
 
 def shown_id(request: web.BaseRequest) -> str:

@@ -1,7 +1,7 @@
 """Errors as HTTP: a status for each type of error, and a body `{"error": {...}}`.
 
-At the paths of Anthropic's API the body has Anthropic's form. Unexpected exceptions go to the log and never into a
-body.
+At the paths of Anthropic's and of Ollama's API the body has their form. Unexpected exceptions go to the log and
+never into a body.
 """
 
 from __future__ import annotations
@@ -37,12 +37,13 @@ _STATUS = {
 }
 
 _OTHER_MODELS = {
-    **dict.fromkeys(("/embedding", "/embeddings", "/v1/embeddings"), "embeddings"),
+    **dict.fromkeys(("/embedding", "/embeddings", "/v1/embeddings", "/api/embed", "/api/embeddings"), "embeddings"),
     **dict.fromkeys(("/rerank", "/reranking", "/v1/rerank", "/v1/reranking"), "reranking"),
 }
-"""Endpoints of llama-server that need another kind of model, and what they are for."""
+"""Endpoints of llama-server and of Ollama that need another kind of model, and what they are for."""
 _encoder = msgspec.json.Encoder()
 _ANTHROPIC_PATH = "/v1/messages"
+_OLLAMA_PATH = "/api"
 
 AnthropicErrorType = Literal[
     "invalid_request_error",
@@ -119,6 +120,8 @@ def body(error: errors.LlamaslotError, request: web.BaseRequest | None = None) -
     """Return the error as JSON, in the form of the API to which the request belongs."""
     if request is not None and is_anthropic(request.path):
         return _encoder.encode(anthropic_error(error, shown_id(request)))
+    if request is not None and is_ollama(request.path):
+        return _encoder.encode(OllamaError(error.message))
     detail = ErrorDetail(status(error), error.message, error.type, error.param)
     if isinstance(error, errors.ContextSizeError):
         detail.n_prompt_tokens, detail.n_ctx = error.n_prompt_tokens, error.n_ctx
@@ -190,10 +193,10 @@ def translated(request: web.BaseRequest, error: web.HTTPException) -> errors.Lla
 def _not_found(request: web.BaseRequest) -> errors.LlamaslotError:
     if request.method == "POST" and (feature := _OTHER_MODELS.get(request.path)) is not None:
         return errors.NotSupportedError(f"this server generates text; it has no {feature}")
-    if request.path == "/api" or request.path.startswith("/api/"):
+    if is_ollama(request.path):
         return errors.NotFoundError(
-            f"there is nothing at {request.path}: Ollama's API is not served; this server has OpenAI's API at /v1 "
-            "(chat: POST /v1/chat/completions, text: POST /v1/completions, models: GET /v1/models)"
+            f"there is nothing at {request.path}: of Ollama's API this server has POST /api/chat, /api/generate, "
+            "/api/show, and GET /api/tags, /api/ps, /api/version; it serves one model and manages none"
         )
     return errors.NotFoundError(f"there is nothing at {request.path}; GET /openapi.json lists the endpoints")
 
@@ -219,9 +222,20 @@ class AnthropicError(msgspec.Struct, tag_field="type", tag="error"):
     request_id: str
 
 
+class OllamaError(msgspec.Struct):
+    """An error in Ollama's form, as a reply or as the last line of a stream."""
+
+    error: str
+
+
 def is_anthropic(path: str) -> bool:
     """Return True if errors at a path have Anthropic's form."""
     return path == _ANTHROPIC_PATH or path.startswith(f"{_ANTHROPIC_PATH}/")
+
+
+def is_ollama(path: str) -> bool:
+    """Return True if errors at a path have Ollama's form."""
+    return path == _OLLAMA_PATH or path.startswith(f"{_OLLAMA_PATH}/")
 
 
 def anthropic_error(error: errors.LlamaslotError, request_id: str) -> AnthropicError:

@@ -17,7 +17,7 @@ from aiohttp import web
 from msgspec import UNSET, UnsetType, structs
 
 from llamaslot import __version__
-from llamaslot.api import anthropic, cache_endpoints, server_endpoints
+from llamaslot.api import anthropic, cache_endpoints, ollama, server_endpoints
 from llamaslot.api.bodies import MAX_LIMIT, ListReply
 from llamaslot.api.completions import native_completion as native
 from llamaslot.api.completions import openai_completions as openai
@@ -26,11 +26,12 @@ from llamaslot.api.completions.native_completion import generation_settings
 from llamaslot.api.completions.openai_completions import ChatChoice, ChatChunkChoice, Envelope, TextChoice
 from llamaslot.api.credentials import Access
 from llamaslot.api.generation.reply_parts import CacheUse, Prob, PromptProgress, Timings, TokenCount
-from llamaslot.api.http_errors import AnthropicError, ErrorBody, Handler, is_anthropic
+from llamaslot.api.http_errors import AnthropicError, ErrorBody, Handler, OllamaError, is_anthropic, is_ollama
 from llamaslot.api.middleware import SESSION_HEADERS
 from llamaslot.api.responses import bodies as response_types
 from llamaslot.api.responses import responses
 from llamaslot.api.responses.responses import LLAMA_SERVER_PATH, N_FIRST, Compaction
+from llamaslot.api.sse import EVENTS, JSON_LINES
 from llamaslot.base.advice import CacheAdvice
 from llamaslot.base.commands import CacheCleared
 from llamaslot.base.events import FinishReason
@@ -39,6 +40,7 @@ from llamaslot.base.model import Capabilities, SelfTestOutcome
 from llamaslot.base.stats import CacheProbe, CacheState, Warmed
 from llamaslot.protocol import bodies
 from llamaslot.protocol.anthropic import CountTokensBody, MessagesBody
+from llamaslot.protocol.ollama import OllamaChatBody, OllamaGenerateBody
 from llamaslot.protocol.responses import ResponsesBody
 from llamaslot.service.activity import PrefixesUpdate, RequestUpdate, StateUpdate
 
@@ -345,10 +347,14 @@ class Route(msgspec.Struct, frozen=True):
     body_required: bool = True
     content_type: str = JSON
     """The reply's."""
+    stream_type: str = EVENTS
+    """That of a reply in `chunks`."""
 
     @property
     def error(self) -> Any:
         """The type of its errors."""
+        if is_ollama(self.path):
+            return OllamaError
         return AnthropicError if is_anthropic(self.path) else ErrorBody
 
 
@@ -416,7 +422,7 @@ _ROUTES = (
         chunks=(StateUpdate, PrefixesUpdate, RequestUpdate),
         parameters=(_TOP,),
         access=Access.ADMIN,
-        content_type="text/event-stream",
+        content_type=EVENTS,
     ),
     Route("GET", PATH, openapi, (dict[str, Any],)),
     Route(
@@ -482,6 +488,30 @@ _ROUTES = (
         (CountTokensBody,),
         parameters=_SESSION,
     ),
+    Route(
+        "POST",
+        "/api/chat",
+        ollama.chat,
+        (ollama.OllamaChatReply,),
+        (OllamaChatBody,),
+        (ollama.OllamaChatReply,),
+        _SESSION,
+        stream_type=JSON_LINES,
+    ),
+    Route(
+        "POST",
+        "/api/generate",
+        ollama.generate,
+        (ollama.OllamaGenerateReply,),
+        (OllamaGenerateBody,),
+        (ollama.OllamaGenerateReply,),
+        _SESSION,
+        stream_type=JSON_LINES,
+    ),
+    Route("POST", "/api/show", ollama.show, (ollama.OllamaShown,), (ollama.OllamaShowBody,)),
+    Route("GET", "/api/tags", ollama.tags, (ollama.OllamaModels,)),
+    Route("GET", "/api/ps", ollama.ps, (ollama.OllamaRunning,)),
+    Route("GET", "/api/version", ollama.version, (ollama.OllamaVersion,)),
     Route("POST", "/completion", native.completion, _NATIVE, _TEXT, _NATIVE_CHUNKS, _SESSION, alias="/completions"),
     Route("POST", "/infill", native.infill, _NATIVE, _INFILL, _NATIVE_CHUNKS, _SESSION),
     Route("POST", "/apply-template", server_endpoints.apply_template, (TemplateReply,), _CHAT),
@@ -582,7 +612,7 @@ def _responses(route: Route, schema_of: dict[Any, Any]) -> dict[str, Any]:
     content = {route.content_type: {"schema": _any_of(route.replies, schema_of)}}
     if route.chunks:
         # OpenAPI 3.1 cannot describe the events of a stream; 3.2 does it in `itemSchema`.
-        content["text/event-stream"] = {"x-itemSchema": _any_of(route.chunks, schema_of)}
+        content[route.stream_type] = {"x-itemSchema": _any_of(route.chunks, schema_of)}
     error: dict[str, Any] = {"$ref": f"#/components/responses/{_ERROR}"}
     if route.error is not ErrorBody:
         error = {"description": "An error.", "content": {JSON: {"schema": schema_of[route.error]}}}

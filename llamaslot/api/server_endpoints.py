@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import msgspec
-import psutil
 from aiohttp import web
 
 from llamaslot.api.bodies import BODY_READER, json_response, send_json
 from llamaslot.api.completions.native_completion import generation_settings
 from llamaslot.api.completions.openai_completions import FINGERPRINT
-from llamaslot.api.context import READINESS, SETTINGS, ApiSettings
+from llamaslot.api.context import READINESS, SETTINGS, ApiSettings, started
 from llamaslot.api.middleware import caller_of, check_sees_all
 from llamaslot.base.errors import NotFoundError, NotSupportedError
 from llamaslot.base.model import ModelInfo
@@ -88,7 +87,7 @@ async def metrics(request: web.Request) -> web.Response:
         body=await request.app[READINESS].check().exposition(),
         headers={
             "Content-Type": "text/plain; version=0.0.4; charset=utf-8",
-            "Process-Start-Time-Unix": str(_started()),
+            "Process-Start-Time-Unix": str(started()),
         },
     )
 
@@ -137,7 +136,7 @@ def _model(request: web.Request) -> dict[str, Any]:
         "aliases": names,
         "tags": settings.model_tags(),
         "object": "model",
-        "created": _started(),
+        "created": started(),
         "owned_by": settings.owned_by,
         "meta": {
             "vocab_type": info.vocab_type,
@@ -149,11 +148,6 @@ def _model(request: web.Request) -> dict[str, Any]:
             "size": info.size_bytes,
         },
     }
-
-
-def _started() -> int:
-    """Return the start of this process in seconds since 1970."""
-    return int(psutil.Process().create_time())
 
 
 class TokenizerInfo(msgspec.Struct):

@@ -1,4 +1,4 @@
-"""Server-sent events.
+"""Server-sent events, and streams of JSON lines.
 
 Headers are sent by `open`, so errors that need another status must be raised before. A `send` is one write unless
 it is large. So is each `write_now`, which needs no turn of the event loop: where the model uses all cores, turns
@@ -19,6 +19,10 @@ from llamaslot.api.connections import Connection
 
 DONE = b"data: [DONE]\n\n"
 PING = b": ping\n\n"
+EVENTS = "text/event-stream"
+JSON_LINES = "application/x-ndjson"
+_ESCAPED_ENDS = tuple((end.encode(), f"\\u{ord(end):04x}".encode()) for end in "\x85\u2028\u2029")
+"""Ends of lines in Unicode that JSON may contain, and their escapes."""
 T = TypeVar("T")
 
 
@@ -39,6 +43,19 @@ def typed_event(body: msgspec.Struct, data: bytes | None = None) -> bytes:
     return b"event: %b\ndata: %b\n\n" % (str(body.__struct_config__.tag).encode(), data or encode(body))
 
 
+def json_line(pieces: Iterable[bytes]) -> Iterator[bytes]:
+    """Yield the pieces of a JSON value as a line.
+
+    Clients that use httpx, such as Ollama's, divide lines also where Unicode does.
+    """
+    for piece in pieces:
+        escaped = piece
+        for end, escape in _ESCAPED_ENDS:
+            escaped = escaped.replace(end, escape)
+        yield escaped
+    yield b"\n"
+
+
 class EventStream:
     """The writing side of one stream; `ping_interval` is in seconds, 0 or less for no `ping`s.
 
@@ -46,7 +63,14 @@ class EventStream:
     the connection is closed.
     """
 
-    def __init__(self, request: web.Request, ping_interval: int, max_buffer: int, ping: bytes = PING) -> None:
+    def __init__(
+        self,
+        request: web.Request,
+        ping_interval: int,
+        max_buffer: int,
+        ping: bytes = PING,
+        content_type: str = EVENTS,
+    ) -> None:
         self._request = request
         self._max_buffer = max_buffer
         self._ping = ping
@@ -57,7 +81,7 @@ class EventStream:
         """The connection, once events can be written to it directly."""
         self._is_chunked = self._has_begun = False
         self.response = web.StreamResponse(
-            headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+            headers={"Content-Type": content_type, "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         )
 
     async def open(self) -> None:

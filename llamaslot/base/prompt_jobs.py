@@ -20,7 +20,9 @@ from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.generation.tools import ParserOptions, ReasoningFormat
 from llamaslot.base.text_records import TextRecord
 
-BodyKind: TypeAlias = Literal["chat", "responses", "compact", "messages", "text", "native", "infill", "any"]
+BodyKind: TypeAlias = Literal[
+    "chat", "responses", "compact", "messages", "ollama_chat", "text", "native", "infill", "ollama_generate", "any"
+]
 Purpose: TypeAlias = Literal["run", "inspect", "warm"]
 """Purpose of a prepared prompt: to generate a reply; to count its tokens, or to look up what is cached of it; or
 to compute it for later prompts, so that it is cut where these may differ (`TextRequest.others`). Only a reply needs
@@ -94,9 +96,10 @@ class Prepare(msgspec.Struct, frozen=True, tag="prepare"):
     Answered by `Prepared`, `BadBody`, or `Needs`: then it is sent again with what is missing. The worker keeps the
     prompts' texts for `Remember` and `Locate` until `Release`.
 
-    The body has a conversation in the format of OpenAI's chats (`chat`), of its Responses API (`responses`) or of
-    Anthropic's Messages API (`messages`), or prompts in OpenAI's format (`text`) or llama-server's (`native`,
-    `infill`). `any` is a body of any of these that `/cache/probe` or `/cache/warm` got.
+    The body has a conversation in the format of OpenAI's chats (`chat`), of its Responses API (`responses`), of
+    Anthropic's Messages API (`messages`) or of Ollama's API (`ollama_chat`), or prompts in the format of OpenAI
+    (`text`), llama-server (`native`, `infill`) or Ollama (`ollama_generate`). `any` is a body that `/cache/probe`
+    or `/cache/warm` got, in the format of any API but Ollama's.
     """
 
     kind: BodyKind
@@ -152,6 +155,12 @@ class ChatToStore(msgspec.Struct, frozen=True):
 class ReplyOptions(msgspec.Struct, frozen=True):
     """Fields of a request that shape its reply, and not what is generated."""
 
+    model: str = ""
+    """The client's name of the model, for replies that repeat it; empty if it gave none."""
+    generates: bool = True
+    """False for a request that only asks whether the model is loaded: it has a prompt, which is not run."""
+    is_text: bool = False
+    """The reply is a text, and not parsed as the message of a chat; only for APIs in which it may be either."""
     stream: bool = False
     include_usage: bool = False
     """The last event of a stream has the usage."""

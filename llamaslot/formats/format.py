@@ -194,13 +194,15 @@ class Format(ABC):
 class ParsedMessage:
     """Content, reasoning and tool calls of one completion, parsed as its text arrives.
 
-    Calls without an id in the output get one derived from `completion_id` and their index. The prompt worker parses
-    the complete text again to remember the message, and thereby gets the same ids that the client received.
+    Calls without an id in the output get one derived from `completion_id` and their index, unless calls are to have
+    none. The prompt worker parses the complete text again to remember the message, and thereby gets the same ids as
+    the client.
     """
 
     def __init__(self, format_: Format, options: ParserOptions, completion_id: str) -> None:
         self._format = format_
         self._completion_id = completion_id
+        self._call_ids = options.call_ids
         # Without reasoning, calls and markers to drop, all text is content and needs no parser.
         is_plain = format_.reasoning is None and not options.reads_calls and not format_.markers.ignored
         self._parser = None if is_plain else format_.parser(options)
@@ -271,10 +273,11 @@ class ParsedMessage:
         return self._parser is not None and self._parser.output.is_partial
 
     def _with_ids(self, part: Delta) -> Delta:
-        calls = [
-            replace(call, id=self._format.call_id(self._completion_id, call.index))
-            if call.name is not None and call.id is None
-            else call
-            for call in part.tool_calls
-        ]
-        return replace(part, tool_calls=tuple(calls))
+        return replace(part, tool_calls=tuple(map(self._with_id, part.tool_calls)))
+
+    def _with_id(self, call: ToolCallDelta) -> ToolCallDelta:
+        if not self._call_ids:
+            return replace(call, id=None)
+        if call.name is None or call.id is not None:
+            return call
+        return replace(call, id=self._format.call_id(self._completion_id, call.index))

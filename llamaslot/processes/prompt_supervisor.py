@@ -300,7 +300,8 @@ class PromptSupervisor(Supervisor):
             pending.n_tries += 1
             activity = activity_of(pending.job)
             if pending in overdue:
-                has_prompt = isinstance(pending.job, Prepare) and pending.job.kind in ("text", "native", "infill")
+                kinds = ("text", "native", "infill", "ollama_generate")
+                has_prompt = isinstance(pending.job, Prepare) and pending.job.kind in kinds
                 param = "prompt" if has_prompt else None
                 message = f"{activity} took more than {self._timeout:g} s (--prompt-timeout)"
                 pending.fail(InvalidRequestError(message, param=param))

@@ -68,8 +68,10 @@ _ACTIVITIES: dict[type[msgspec.Struct] | str, str] = {
     DropSession: "dropping the session",
     ClearTexts: "dropping records of the token memory",
     ListItems: "listing the items",
-    **dict.fromkeys(("text", "native", "infill"), "tokenizing the prompt"),
-    **dict.fromkeys(("chat", "messages", "responses", "compact", "any"), "rendering and tokenizing the messages"),
+    **dict.fromkeys(("text", "native", "infill", "ollama_generate"), "tokenizing the prompt"),
+    **dict.fromkeys(
+        ("chat", "messages", "responses", "compact", "ollama_chat", "any"), "rendering and tokenizing the messages"
+    ),
     "apply_template": "rendering the messages",
     "tokenize": "tokenizing the text",
     "detokenize": "detokenizing the tokens",

@@ -156,7 +156,7 @@ class SamplingOptions(msgspec.Struct, kw_only=True):
 
 
 class Options(SamplingOptions, kw_only=True):
-    """Fields of all endpoints that generate."""
+    """Fields of all endpoints that generate, but for those of Ollama's API."""
 
     functions: Any = None
     """Like the next four not supported: refused unless the value leaves the feature off (`refuse_missing`)."""
@@ -321,11 +321,18 @@ def _decoded(raw: bytes, kind: type[B]) -> B:
     except msgspec.ValidationError as error:
         if "got `float`" not in str(error):
             raise
-    fields = {
-        name: int(value) if isinstance(value, float) and value.is_integer() else value
-        for name, value in msgspec.json.decode(raw, type=dict[str, Any]).items()
-    }
+    fields = _with_integers(msgspec.json.decode(raw, type=dict[str, Any]))
+    if isinstance(options := fields.get("options"), dict):
+        # Ollama's fields for sampling.
+        fields["options"] = _with_integers(options)
     return msgspec.convert(fields, kind)
+
+
+def _with_integers(fields: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: int(value) if isinstance(value, float) and value.is_integer() else value
+        for name, value in fields.items()
+    }
 
 
 def whole(field: str) -> str:

@@ -46,6 +46,13 @@ from llamaslot.protocol.bodies import (
 )
 from llamaslot.protocol.chat_prompt import ChatReader, checked_messages, conversation_branch, wants_reply
 from llamaslot.protocol.constraints import RAW_GRAMMAR, ConstraintReader, read_tools
+from llamaslot.protocol.ollama import (
+    FIELD_NAMES,
+    GENERATE_FIELD_NAMES,
+    OllamaChatBody,
+    OllamaGenerateBody,
+    converted,
+)
 from llamaslot.protocol.replies.meaning import digest_of
 from llamaslot.protocol.replies.restoring import ReplyRestorer
 from llamaslot.protocol.responses import ResponsesBody, read_compaction, read_response, references
@@ -139,6 +146,8 @@ class RequestReader:
                 return self._response(job)
             case "messages":
                 return self._messages(job)
+            case "ollama_chat" | "ollama_generate":
+                return self._ollama(job)
             case "any":
                 return self._any(job)
             case _:
@@ -155,13 +164,16 @@ class RequestReader:
 
     def _completions(self, job: Prepare) -> ReadBody:
         """Read a body with prompts."""
-        body: CompletionBody | InfillBody
         if job.kind == "infill":
-            body = decode(job.body, InfillBody)
+            return self._texts(decode(job.body, InfillBody), job)
+        return self._texts(decode(job.body, CompletionBody), job)
+
+    def _texts(self, body: CompletionBody | InfillBody, job: Prepare, **of_api: Any) -> ReadBody:
+        """Read prompts: the body of a job, or one converted from another API's body; `of_api` is as in `_chat`."""
+        if isinstance(body, InfillBody):
             refuse_missing(body)
             prompts = [self._infill.of_parts(body, self._settings)]
         else:
-            body = decode(job.body, CompletionBody)
             refuse_missing(body, is_text=job.kind != "native")
             prompts = prompts_of(body, self._info.n_vocab, self._settings.max_prompts)
             if body.suffix:
@@ -180,7 +192,7 @@ class RequestReader:
             raise InvalidRequestError("'prompt' must be one prompt to probe or warm the cache", param="prompt")
         if job.purpose == "warm":
             requests = tuple(map(open_ended, requests))
-        return requests, _reply_options(body, requests[0], self._settings)
+        return requests, _reply_options(body, requests[0], self._settings, **of_api)
 
     def _messages(self, job: Prepare) -> ReadBody:
         """Read a body in Anthropic's form."""
@@ -191,16 +203,42 @@ class RequestReader:
         except LlamaslotError as error:
             raise renamed(error, field_names(body)) from error
 
+    def _ollama(self, job: Prepare) -> ReadBody:
+        """Read a body in Ollama's form."""
+        body: OllamaChatBody | OllamaGenerateBody
+        if job.kind == "ollama_chat":
+            body, names = decode(job.body, OllamaChatBody), FIELD_NAMES
+        else:
+            body, names = decode(job.body, OllamaGenerateBody), GENERATE_FIELD_NAMES
+        model, request = body.model or "", converted(body)
+        if request is None:
+            # A request has a prompt, but this one will not be run.
+            unused = msgspec.structs.replace(job, purpose="inspect")
+            return self._texts(CompletionBody(prompt=[0]), unused, model=model, generates=False)
+        try:
+            if isinstance(request, CompletionBody):
+                return self._texts(request, job, model=model, is_text=True)
+            context = body.context if isinstance(body, OllamaGenerateBody) else None
+            before = checked(context or (), self._info.n_vocab, "context")
+            return self._chat(request, job, before=before, call_ids=False, model=model)
+        except LlamaslotError as error:
+            raise renamed(error, names) from error
+
     def _chat(self, body: ChatBody, job: Prepare, **of_api: Any) -> ReadBody:
         """Read a chat: the body of a job, or one converted from another API's body.
 
-        `of_api` has fields of `ReplyOptions` that chats do not have.
+        `of_api` has fields of `ReplyOptions` that chats do not have, and arguments of `_one_chat`.
         """
         refuse_missing(body)
         return self._warming(body, job) if job.purpose == "warm" else self._one_chat(body, job, **of_api)
 
-    def _one_chat(self, body: ChatBody, job: Prepare, **of_api: Any) -> ReadBody:
-        """Read a chat with the messages that its prompt has."""
+    def _one_chat(
+        self, body: ChatBody, job: Prepare, *, before: tuple[int, ...] = (), call_ids: bool = True, **of_api: Any
+    ) -> ReadBody:
+        """Read a chat with the messages that its prompt has, after the tokens `before`.
+
+        Without `call_ids` its messages have no ids of calls, and its reply gets none.
+        """
         chats, is_run = self._chats, job.purpose == "run"
         # The prompt.
         use, variables = read_tools(body), chats.variables(body)
@@ -216,7 +254,8 @@ class RequestReader:
             constraint = constraints.for_reply(chats.format, own, use, thinking)
         is_raw = own is not None and own.param == RAW_GRAMMAR
         budget = chats.budget(body, thinking, is_raw=is_raw)
-        self._check_size(parts)
+        prompt: Prompt = (TokensPart(before), *parts) if before else parts
+        self._check_size(prompt)
         if is_run:
             default = next(self._defaults, None)
         if default is not None and own is None:
@@ -224,7 +263,7 @@ class RequestReader:
             constraint, budget = default, None
         (request,) = text_requests(
             body,
-            [parts],
+            [prompt],
             job.context,
             self._settings,
             self._info,
@@ -241,11 +280,12 @@ class RequestReader:
             calls_only=use.mode == "required",
             reasoning_open=reasoning_open,
             reasoning_format=body.reasoning_format or self._settings.reasoning_format,
+            call_ids=call_ids,
         )
         request = replace(request, tools=parser.packed_tools)
         # Remembered replies as their tokens. The reply may then have to be parsed differently.
         found = None
-        if request.params.cache_prompt and self._restorer is not None and has_reply:
+        if request.params.cache_prompt and self._restorer is not None and has_reply and not before:
             of_template = json.dumps(variables, sort_keys=True).encode()
             found = self._restorer.prompt(
                 self.template.prepared(messages),

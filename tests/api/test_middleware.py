@@ -273,17 +273,14 @@ async def test_a_preflight_allows_the_headers_that_the_page_names(start: Any) ->
                 assert response.headers["Access-Control-Allow-Headers"] == allowed
 
 
-OLLAMA = ("chat", "generate", "tags", "show", "ps", "version", "embed", "embeddings", "pull", "create", "blobs/a:0")
-
-
-@pytest.mark.parametrize("name", OLLAMA)
-async def test_ollamas_endpoints_are_told_where_openais_are(server: Any, name: str) -> None:
+@pytest.mark.parametrize("name", ["", "pull", "push", "create", "copy", "delete", "blobs/a:0", "chats"])
+async def test_a_missing_endpoint_of_ollama_is_told_which_are_there(server: Any, name: str) -> None:
     for method in ("GET", "POST", "DELETE"):
         async with server.session.request(method, f"{server.url}/api/{name}", json={"model": "x"}) as response:
             assert response.status == 404
-            message = (await response.json())["error"]["message"]
-        assert "Ollama" in message
-        assert "/v1/chat/completions" in message
+            message = (await response.json())["error"]
+        assert f"/api/{name}" in message
+        assert "POST /api/chat" in message
 
 
 CHAT = [{"role": "user", "content": "a"}]
@@ -299,6 +296,9 @@ JSON_BODIES: dict[str, Any] = {
     "/v1/responses/compact": {"input": "a", "max_output_tokens": 1},
     "/v1/messages": {"messages": CHAT, "max_tokens": 1},
     "/v1/messages/count_tokens": {"messages": CHAT},
+    "/api/chat": {"messages": CHAT, "stream": False, "options": {"num_predict": 1.0}},
+    "/api/generate": {"prompt": "a", "stream": False, "options": {"num_predict": 1}},
+    "/api/show": {"model": "a"},
     "/cache/probe": {"messages": CHAT},
     "/tokenize": {"content": "a"},
     "/detokenize": {"tokens": [97]},

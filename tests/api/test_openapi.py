@@ -35,6 +35,8 @@ RESPONSE_FIELDS = {
     "tool_choice": "none",
     "metadata": {"a": "b"},
 }
+OLLAMA = {"options": {"num_predict": 3, "ignore_eos": True}}
+SCORED_BY_OLLAMA = {"logprobs": True, "top_logprobs": 2}
 STORED = "/v1/responses/{response_id}"
 CHATS = "/v1/chat/completions/{completion_id}"
 
@@ -64,6 +66,10 @@ REQUESTS: list[tuple[str, str, dict[str, str], Any]] = [
     ("POST", "/v1/completions", {}, {**TEXT, "logprobs": 2, "echo": True}),
     *[("POST", "/v1/messages", {}, {**CHAT, **more}) for more in ({}, {"n": 2}, {"stop_sequences": ["e"]})],
     ("POST", "/v1/messages/count_tokens", {}, CHAT),
+    *[("POST", "/api/chat", {}, {**CHAT, **OLLAMA, **more}) for more in ({}, SCORED_BY_OLLAMA, {"format": 5})],
+    *[("POST", "/api/generate", {}, {**TEXT, **OLLAMA, **more}) for more in ({}, SCORED_BY_OLLAMA, {"raw": True})],
+    ("POST", "/api/show", {}, {"model": "any"}),
+    *[("GET", f"/api/{name}", {}, None) for name in ("tags", "ps", "version")],
     *[("POST", "/completion", {}, {**TEXT, **more}) for more in ({}, ALL, SCORED, {"return_tokens": True})],
     ("POST", "/completion", {}, {**TEXT, **SCORED, "post_sampling_probs": True}),
     ("POST", "/completion", {}, {**TEXT, "response_fields": ["content", "generation_settings/seed"]}),

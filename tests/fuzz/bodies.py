@@ -71,6 +71,19 @@ _RESPONSES: dict[str, Any] = {
     "text": {"format": {"type": "json_schema", "name": "x", "schema": {"enum": [1]}}, "verbosity": "low"},
     "max_output_tokens": 4, "metadata": {"a": "b"}, "truncation": "disabled",
 }  # fmt: skip
+_OLLAMA: dict[str, Any] = {
+    "model": "any:latest",
+    "messages": [
+        {"role": "system", "content": "You are a cat."},
+        {"role": "user", "content": "Hi", "images": []},
+        {"role": "assistant", "content": "", "thinking": "Hm.", "tool_calls": [
+            {"function": {"index": 0, "name": "f", "arguments": {"a": 1}}}]},
+        {"role": "tool", "content": "1", "tool_name": "f"},
+    ],
+    "tools": [_TOOL],
+    "options": {"num_predict": 4, "temperature": 0.7, "top_k": 5, "stop": ["zz"], "num_ctx": 4096},
+    "keep_alive": "5m", "think": False,
+}  # fmt: skip
 VALID: dict[str, list[dict[str, Any]]] = {
     "/v1/chat/completions": [
         _CHAT,
@@ -89,6 +102,18 @@ VALID: dict[str, list[dict[str, Any]]] = {
             "format": {"type": "json_schema", "schema": {"type": "object"}}}},
     ],
     "/v1/messages/count_tokens": [_MESSAGES],
+    "/api/chat": [
+        _OLLAMA,
+        {"messages": _OLLAMA["messages"][:2], "format": _SCHEMA, "stream": False, "options": {"num_predict": 8}},
+        {"messages": [], "keep_alive": 0},
+    ],
+    "/api/generate": [
+        {"model": "any", "prompt": STORY, "system": "Be brief.", "options": {"num_predict": 2}, "context": [1, 2]},
+        {"prompt": STORY, "raw": True, "format": "json", "logprobs": True, "top_logprobs": 2, "stream": False},
+        {"prompt": STORY, "suffix": "The end.", "think": "low", "options": {"seed": 1, "num_predict": 2}},
+        {"model": "any", "prompt": "", "template": ""},
+    ],
+    "/api/show": [{"model": "any", "verbose": True}],
     "/v1/chat/completions/input_tokens": [_CHAT],
     "/v1/responses": [
         _RESPONSES,
@@ -301,9 +326,11 @@ class BodyFuzzer:
 
 def _bound(body: Any) -> None:
     """Ask for few tokens where the body asks for as many as fit, so that a long reply is not taken for a hang."""
-    for name in ("n_predict", "max_tokens", "max_completion_tokens", "max_output_tokens"):
+    for name in ("n_predict", "max_tokens", "max_completion_tokens", "max_output_tokens", "num_predict"):
         if isinstance(body, dict) and isinstance(limit := body.get(name), int) and not 0 <= limit <= MAX_TOKENS:
-            body[name] = MAX_TOKENS if -1 <= limit < 2**31 else limit
+            body[name] = MAX_TOKENS if -1 - (name == "num_predict") <= limit < 2**31 else limit
+    if isinstance(body, dict):
+        _bound(body.get("options"))
 
 
 def _places(value: Any) -> Iterator[tuple[Any, Any]]:

@@ -9,6 +9,7 @@ import msgspec
 
 from llamaslot.api.http_errors import ErrorDetail
 from llamaslot.api.routes import ROUTES, Route
+from llamaslot.api.sse import JSON_LINES
 
 
 def route_of(method: str, path: str) -> Route:
@@ -30,6 +31,8 @@ def check_reply(method: str, path: str, status: int, content_type: str, raw: byt
             return error
         if content_type == "text/event-stream":
             return _events(raw, _without_picked(route.chunks, picked), route.error)
+        if content_type == JSON_LINES:
+            return _lines(raw, route.chunks, route.error)
         assert content_type == route.content_type, content_type
         if route.content_type != "application/json":
             return raw.decode()
@@ -57,6 +60,15 @@ def _events(raw: bytes, types: Sequence[Any], error: Any) -> list[Any]:
         else:
             events.append(_decoded(data, [*types, error]))
     return events
+
+
+def _lines(raw: bytes, types: Sequence[Any], error: Any) -> list[Any]:
+    """The lines of a stream, of which the last one alone is done, or is an error."""
+    *lines, rest = raw.split(b"\n")
+    assert rest == b"", rest
+    parts = [_decoded(line, [*types, error]) for line in lines]
+    assert [getattr(part, "done", True) for part in parts] == [*([False] * (len(parts) - 1)), True], raw
+    return parts
 
 
 def _without_picked(types: Sequence[Any], picked: bool) -> Sequence[Any]:

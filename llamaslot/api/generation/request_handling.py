@@ -20,7 +20,7 @@ from llamaslot.api.context import READINESS, SETTINGS, UNIQUE_ID
 from llamaslot.api.credentials import GRANTED, Access
 from llamaslot.api.generation.reply_parts import ProbsWriter
 from llamaslot.api.middleware import caller_of, given_key
-from llamaslot.api.sse import PING, EventStream
+from llamaslot.api.sse import EVENTS, PING, EventStream
 from llamaslot.base.errors import ForbiddenError, LlamaslotError
 from llamaslot.base.events import Finished, FinishReason, Output
 from llamaslot.base.prompt_jobs import (
@@ -50,12 +50,14 @@ async def complete(
     settings = request.app[SETTINGS]
     context = _context(request, writer_type.id_prefix, writer_type)
     async with _prepared(request, kind, context, find) as (service, live):
-        service.start(live, writer_type.probs_limit(live.options, settings.max_reply_probs))
+        if live.options.generates:
+            service.start(live, writer_type.probs_limit(live.options, settings.max_reply_probs))
         writer = writer_type(request, service, live)
         if live.options.stream:
             interval = live.options.sse_ping_interval
             interval = settings.sse_ping_interval if interval is None else interval
-            stream = EventStream(request, interval, settings.max_stream_buffer_bytes, writer.ping)
+            most = settings.max_stream_buffer_bytes
+            stream = EventStream(request, interval, most, writer.ping, writer.content_type)
             return await _stream(stream, live, writer)
         while await live.next_batch():
             pass
@@ -149,7 +151,9 @@ class ReplyWriter(ABC):
 
     id_prefix: ClassVar[str]
     """Beginning of the reply's id."""
-    ping: ClassVar[bytes] = PING
+    content_type: ClassVar[str] = EVENTS
+    """The type of a stream."""
+    ping: bytes = PING
     """An event without content, which keeps a stream's connection open."""
     shows_prompt: ClassVar[bool] = False
     """True if the reply contains the prompt."""
@@ -182,7 +186,7 @@ class ReplyWriter(ABC):
 
     @abstractmethod
     def events(self, completion: Completion, output: Output | Finished) -> Iterable[bytes]:
-        """Yield the server-sent events for an event of a completion, each whole or in parts."""
+        """Yield the server-sent events, or lines, for an event of a completion, each whole or in parts."""
 
     def closing(self) -> Iterable[bytes]:
         """Yield the server-sent events after all completions are finished, if there are any."""

@@ -45,6 +45,8 @@ class ParserOptions(msgspec.Struct, frozen=True):
     """The end of the prompt from the tag that opens reasoning; empty if it opens none."""
     reasoning_format: ReasoningFormat = "auto"
     """With `none` reasoning stays in the content, with its tags."""
+    call_ids: bool = True
+    """False for calls without ids, also if the model writes some."""
 
     @property
     def reads_calls(self) -> bool:
