@@ -26,6 +26,7 @@ LIGHT: dict[str, tuple[str, ...]] = {
     "instructor": ("test_instructor.py",),
     "litellm": ("test_litellm.py",),
     "llm": ("test_llm.py",),
+    "ollama": ("test_ollama.py",),
     "lm-eval": ("test_lm_eval.py",),
 }
 """Files of tests by client; together they take minutes."""

@@ -13,7 +13,7 @@ from tests.clients.servers import Server, grammar_files, serving
 
 collect_ignore_glob: list[str] = []
 FLAGS = ("-c", "16384", "-np", "4", "-n", "512", "--temp", "0")
-OTHER_SERVERS = ("OPENAI_", "ANTHROPIC_", "LITELLM_", "LANGCHAIN_", "LANGSMITH_")
+OTHER_SERVERS = ("OPENAI_", "ANTHROPIC_", "LITELLM_", "LANGCHAIN_", "LANGSMITH_", "OLLAMA_")
 """Beginnings of variables that would lead a client elsewhere."""
 
 Lead = Callable[..., Server]
