@@ -1,4 +1,4 @@
-"""litellm: chats, streams, tools and Responses through its providers for OpenAI, Anthropic, vLLM and texts."""
+"""litellm: chats, streams, tools and Responses by its providers for OpenAI, Anthropic, vLLM, Ollama and texts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.clients.servers import Server, call
 MESSAGES = [{"role": "user", "content": "Hello! My name is Ada."}]
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOL = {"type": "function", "function": {"name": "get_weather", "parameters": PARAMETERS}}
-PROVIDERS = {"openai/demo": "/v1", "anthropic/demo": "", "hosted_vllm/demo": "/v1"}
+PROVIDERS = {"openai/demo": "/v1", "anthropic/demo": "", "hosted_vllm/demo": "/v1", "ollama_chat/demo": ""}
 """Paths of the API's base, by the model's name."""
 
 
