@@ -310,7 +310,7 @@ class OllamaModels(msgspec.Struct):
 
 
 class OllamaRunning(msgspec.Struct):
-    """The list of models in memory, which has one."""
+    """The list of models in memory, which has one or none."""
 
     models: list[OllamaLoaded]
 
@@ -350,7 +350,7 @@ async def tags(request: web.Request) -> web.Response:
 
 
 async def ps(request: web.Request) -> web.Response:
-    """Return the model in Ollama's list of those in memory; it stays there."""
+    """Return the model in Ollama's list of those in memory, unless nobody uses it and it was unloaded."""
     service = request.app[READINESS].check()
     info = service.info
     loaded = OllamaLoaded(
@@ -359,7 +359,7 @@ async def ps(request: web.Request) -> web.Response:
         size_vram=0 if info.device == CPU else info.size_bytes,
         context_length=info.n_ctx_slot,
     )
-    return json_response(OllamaRunning([loaded]))
+    return json_response(OllamaRunning([loaded] if service.is_loaded else []))
 
 
 async def show(request: web.Request) -> web.Response:

@@ -158,7 +158,7 @@ class ReplyOptions(msgspec.Struct, frozen=True):
     model: str = ""
     """The client's name of the model, for replies that repeat it; empty if it gave none."""
     generates: bool = True
-    """False for a request that only asks whether the model is loaded: it has a prompt, which is not run."""
+    """False for a request that only asks for the model to be loaded: it has a prompt, which is not run."""
     is_text: bool = False
     """The reply is a text, and not parsed as the message of a chat; only for APIs in which it may be either."""
     stream: bool = False

@@ -2,8 +2,8 @@
 
 `POST /api/chat` has a conversation. `POST /api/generate` has one question, a text that the chat template is not
 applied to (`raw`), or one with a gap to fill (`suffix`). A body with nothing of this only asks for the model to be
-loaded, which it is. Fields for sampling and for the cache are in `options`, whose unknown ones are ignored, as by
-Ollama: most of them set up a model before it is loaded.
+loaded, as any body does. Fields for sampling and for the cache are in `options`, whose unknown ones are ignored, as
+by Ollama: most of them set up a model before it is loaded.
 
 Ollama's clients do not keep the ids of calls, so calls have none here. A reply is recognised without when it comes
 back.
@@ -66,7 +66,7 @@ class OllamaBody(msgspec.Struct, kw_only=True):
     options: OllamaOptions | None = None
     think: Think | None = None
     keep_alive: float | str | None = None
-    """Without effect: the model stays loaded."""
+    """Without effect: the server's flags decide when the model is unloaded."""
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
 
