@@ -16,8 +16,9 @@ from llamaslot.base.errors import QueueFullError
 from llamaslot.base.model import CPU, FimTokens
 from llamaslot.formats.calls import ToolCall
 from llamaslot.formats.recognition import format_of
-from tests.api.test_restored_messages import TEMPLATE
+from tests.api.test_restored_messages import QUESTION, TEMPLATE, chats
 from tests.api.test_tools import CALL, CITY, NOW, WEATHER, served, template
+from tests.api.test_warm_ahead import ANSWERS, REPLIES, settled
 from tests.fake_backend import FakeBackend
 from tests.formats.messages import EXCERPTS
 
@@ -152,6 +153,20 @@ async def test_a_tool_turn_is_restored_without_ids(start: Any) -> None:
     # The reply's tokens but the last, which was never computed.
     assert second["cache"]["restored_tokens"] >= first["eval_count"] - 1
     assert second["cache"]["cells"] >= first["prompt_eval_count"] + first["eval_count"] - 1
+
+
+async def test_the_next_turn_is_computed_ahead(start: Any) -> None:
+    server = (await chats(start, *REPLIES, warm_ahead=10_000)).server
+    messages, computed = [], []
+    for answer in ANSWERS:
+        messages.append(QUESTION)
+        ahead = await settled(server)
+        reply = await server.ok(CHAT, {"messages": messages, "stream": False, "options": {"temperature": 0}})
+        messages.append({"role": "assistant", "content": reply["message"]["content"]})
+        assert reply["message"]["content"].strip() == answer.strip()
+        computed.append((ahead, reply["cache"]["computed"]))
+    assert [ahead > len(ANSWERS[0]) for ahead, _ in computed] == [False, False, True, True]
+    assert all(n < 60 for _, n in computed[2:])
 
 
 async def test_a_format(start: Any) -> None:
