@@ -20,7 +20,7 @@ SETUP = @command -v $(PYTHON) >/dev/null 2>&1 || { echo "llamaslot setup: $(PYTH
 # Hundreds of processes are started here: each would compile every module that it imports, which takes over a second.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: screenshots help serve setup test test-all test-slow check audit bench bench-peers bench-publish eval-demo dist size clean setup-dev setup-bench fuzz setup-fuzz soak test-clients test-remote test-real
+.PHONY: screenshots flags help serve setup test test-all test-slow check audit bench bench-peers bench-publish eval-demo dist size clean setup-dev setup-bench fuzz setup-fuzz soak test-clients test-remote test-real
 
 help: ## list the targets (the default)
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -48,6 +48,9 @@ test-clients: setup ## other projects' clients against a server, each in an envi
 
 screenshots: setup-dev ## the pictures of the page in README.md; needs chromium
 	$(BIN)/python -m tests.browser.screenshots
+
+flags: setup-dev ## docs/flags.md, from the tables of flags; fetches llama.cpp's source
+	$(BIN)/python -m tests.app.flags_page
 
 check: setup-dev ## ruff, mypy and the import contracts
 	@$(CHECKS)

@@ -83,6 +83,8 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens that the model may reason; -1 for no limit."""
     reasoning_format: ReasoningFormat = "auto"
     """Place of the reasoning in chat replies."""
+    template_kwargs: dict[str, Any] = {}
+    """Variables of the chat template."""
     sampling: dict[str, Any] = {}
     """Fields of `Sampling` that flags set; they win over those that the model file recommends."""
 
@@ -105,6 +107,7 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
             reasoning=self.reasoning,
             reasoning_budget=self.reasoning_budget,
             reasoning_format=self.reasoning_format,
+            template_kwargs=self.template_kwargs,
         )
 
     def key_secret(self, api_key: str) -> str:

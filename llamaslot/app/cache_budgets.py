@@ -29,7 +29,7 @@ def choose_budgets(config: Config, info: ModelInfo, n_free: int) -> Budgets:
 
     Raises `ConfigError`.
     """
-    if config.mmap and not config.mlock:
+    if config.maps_weights:
         n_free = max(0, n_free - info.size_bytes)
     checkpoints = _checkpoint_limits(config, info, n_free)
     ram_bytes = 0

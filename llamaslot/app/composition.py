@@ -27,6 +27,7 @@ import structlog
 from llamaslot.app.cache_budgets import restart_flags
 from llamaslot.app.config import Config
 from llamaslot.app.config_reader import listed, read_template
+from llamaslot.app.model_config import metadata_overrides
 from llamaslot.app.models import resolve_model
 from llamaslot.base.errors import ConfigError, LlamaslotError, stopped_error
 from llamaslot.base.files import check_metadata
@@ -62,7 +63,7 @@ async def serve(config: Config) -> int:
     """Serve until a signal arrives or the engine dies; return the process's exit status. Raises `ConfigError`."""
     model = resolve_model(config.model)
     # Report a broken file before any process is started.
-    check_metadata(model)
+    check_metadata(model, metadata_overrides(config))
     template = read_template(config)
     config = replace(config, model=str(model))
     start_default_executor()

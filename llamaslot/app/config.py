@@ -23,6 +23,8 @@ CountOrMinusOne = Annotated[int, Meta(ge=-1, le=INT32_MAX)]
 Fraction = Annotated[float, Meta(ge=0, le=1)]
 Factor = Annotated[float, Meta(ge=0, le=100)]
 Penalty = Annotated[float, Meta(ge=-100, le=100)]
+Scale = Annotated[float, Meta(ge=0.001, le=1000)]
+YarnFactor = Annotated[float, Meta(ge=-1, le=1000)]
 SWITCH = dict.fromkeys(("on", "enabled", "true", "1"), True) | dict.fromkeys(
     ("off", "disabled", "false", "0"), False
 )
@@ -30,6 +32,8 @@ SWITCH = dict.fromkeys(("on", "enabled", "true", "1"), True) | dict.fromkeys(
 _TRISTATE = {word: "on" if on else "off" for word, on in SWITCH.items()} | {"-1": "auto"}
 """llama-server's words for the values on, off and auto."""
 
+_LOAD_MODES = {(True, True): "mmap+mlock", (False, False): "none", (False, True): "mlock"}
+"""Values of `--load-mode` by `--mmap` and `--mlock`."""
 AUTO_WARM_AHEAD = 50_000
 """Tokens an hour of `--warm-ahead auto`."""
 _ELSE = "default for requests; if unset,"
@@ -45,14 +49,16 @@ def llama(
     *,
     env: str = "LLAMA_ARG_{}",
     words: Mapping[str, Any] = MappingProxyType({}),
+    negatives: str = "",
 ) -> _T:
     """Describe an option that llama-server also has, by its default and help text.
 
     An option `ctx_size` has the flag `--ctx-size` and the environment variable `LLAMA_ARG_CTX_SIZE` by default.
     `flags` lists other flags, separated by spaces, and `env` is another variable. `words` maps words to the values
-    that they stand for.
+    that they stand for, and `negatives` lists flags that turn a switch off, besides `--no-...`.
     """
-    return field(default=default, metadata={"text": text, "flags": flags, "env": env, "words": words})
+    meta = {"text": text, "flags": flags, "env": env, "words": words, "negatives": negatives}
+    return field(default=default, metadata=meta)
 
 
 own = partial(llama, env="LLAMASLOT_{}")
@@ -71,6 +77,8 @@ class Option:
     text: str
     words: Mapping[str, Any]
     """Words that stand for values."""
+    negatives: list[str]
+    """Flags that turn a switch off."""
 
     @property
     def flag(self) -> str:
@@ -111,6 +119,14 @@ class Config:
         "or the embedded demo if that fails",
         "-m --model",
     )
+    hf_repo: str = llama(
+        "",
+        "model of a Hugging Face repository, OWNER/REPO[:QUANT], which is downloaded once; without QUANT Q4_K_M, "
+        "Q8_0 or the first file",
+        "-hf -hfr --hf-repo",
+    )
+    hf_file: str = llama("", "GGUF file of --hf-repo, in place of QUANT", "-hff --hf-file")
+    hf_token: str = llama("", "access token for --hf-repo", "-hft --hf-token", env="HF_TOKEN")
     offline: bool = llama(False, "download no model")
     host: str = llama("127.0.0.1", "addresses to listen on, comma-separated")
     port: Annotated[int, Meta(ge=0, le=65535)] = llama(8080, "port to listen on; 0: any free one")
@@ -186,7 +202,10 @@ class Config:
         "-ctxcp --ctx-checkpoints --swa-checkpoints",
     )
     checkpoint_min_step: Annotated[int, Meta(ge=64, le=INT32_MAX)] = llama(
-        1024, "tokens between two checkpoints of a long prompt", "-cms --checkpoint-min-step"
+        1024,
+        "tokens between two checkpoints of a long prompt",
+        "-cms --checkpoint-min-step",
+        env="LLAMA_ARG_CHECKPOINT_MIN_SPACING_NT",
     )
     checkpoint_ram: Positive | Literal["auto"] = own(
         "auto",
@@ -210,11 +229,99 @@ class Config:
         "-t --threads",
     )
     threads_batch: CountOrMinusOne = llama(-1, "threads of prefill; -1: as --threads", "-tb --threads-batch")
+    cpu_mask: str = llama("", "CPUs that the engine may use, as a hexadecimal mask; empty: all", "-C --cpu-mask")
+    cpu_range: str = llama("", "CPUs that the engine may use, LO-HI, in addition to --cpu-mask", "-Cr --cpu-range")
+    numa: Literal["off", "distribute", "isolate", "numactl"] = llama(
+        "off",
+        "on several NUMA nodes: distribute threads over all, isolate them on the one of the start, or use the CPUs "
+        "of numactl",
+    )
     gpu_layers: int | Literal["auto", "all"] = llama(
         "auto", "layers on the GPU", "-ngl --gpu-layers --n-gpu-layers", env="LLAMA_ARG_N_GPU_LAYERS"
     )
-    mmap: bool = llama(True, "map the weights' file into memory instead of reading it")
-    mlock: bool = llama(False, "lock the weights in RAM, so that they are never swapped out")
+    device: str = llama(
+        "all",
+        "GPUs to use, comma-separated (`llamaslot doctor` lists them); all: all of them; none: no GPU",
+        "-dev --device",
+    )
+    split_mode: Literal["none", "layer", "row", "tensor"] = llama(
+        "layer",
+        "how several GPUs share a model: none: one GPU has it all; layer: each has some layers; row: each has rows "
+        "of each weight; tensor is not supported",
+        "-sm --split-mode",
+    )
+    tensor_split: str = llama(
+        "",
+        "share of the model for each GPU, comma-separated, such as 3,1; empty: by free memory",
+        "-ts --tensor-split",
+    )
+    main_gpu: Count = llama(
+        0, "GPU that has the model with --split-mode none, and KV with row; counted from 0", "-mg --main-gpu"
+    )
+    kv_offload: bool = llama(
+        True, "keep the KV of layers on the GPU there; off: on the host", "-kvo --kv-offload", negatives="-nkvo"
+    )
+    op_offload: bool = llama(True, "compute large batches on the GPU also for weights on the host")
+    override_tensor: tuple[str, ...] = llama(
+        (),
+        "memory for tensors by their names: REGEX=TYPE, comma-separated, such as ffn_.*_exps=CPU; the first match "
+        "counts; may be given again",
+        "-ot --override-tensor",
+    )
+    cpu_moe: bool = llama(False, "keep the experts of all layers on the CPU", "-cmoe --cpu-moe")
+    n_cpu_moe: Count = llama(0, "keep the experts of the first N layers on the CPU", "-ncmoe --n-cpu-moe")
+    n_cpu_ffn: Count = llama(
+        0, "keep the dense feed-forward weights of the first N layers on the CPU", "-ncffn --n-cpu-ffn"
+    )
+    load_mode: Literal["auto", "none", "mmap", "mlock", "mmap+mlock", "dio"] = llama(
+        "auto",
+        "how weights are loaded: none: read; mmap: mapped from their file; mlock: read, and locked in RAM; dio: "
+        "read without the page cache; auto: mapped, if every device can",
+        "-lm --load-mode",
+    )
+    mmap: bool = llama(True, "older flag for --load-mode: map the weights' file into memory instead of reading it")
+    mlock: bool = llama(
+        False, "older flag for --load-mode: lock the weights in RAM, so that they are never swapped out"
+    )
+    direct_io: bool = llama(
+        False,
+        "older flag for --load-mode dio: read the weights without the page cache",
+        "-dio --direct-io",
+        env="LLAMA_ARG_DIO",
+    )
+    lazy_mode: Literal["auto", "on", "off"] = llama(
+        "auto",
+        "read rows of certain tensors, such as per-layer embeddings, when needed; auto: of those above 4 GiB",
+        "-lzm --lazy-mode",
+    )
+    check_tensors: bool = llama(False, "check the weights for invalid values while they are loaded")
+    repack: bool = llama(True, "repack weights on the CPU so that they are computed faster", negatives="-nr")
+    no_host: bool = llama(
+        False,
+        "do not keep weights in the GPU's buffers on the host, so that they can be repacked",
+        "--no-host",
+        env="LLAMA_ARG_NO_HOST",
+    )
+    override_kv: tuple[str, ...] = llama(
+        (),
+        "metadata of the model file to override: KEY=TYPE:VALUE, comma-separated, TYPE being int, float, bool or "
+        "str; may be given again",
+    )
+    rope_scaling: Literal["auto", "none", "linear", "yarn"] = llama(
+        "auto",
+        "how RoPE is scaled for longer contexts; auto: as the model file says",
+        env="LLAMA_ARG_ROPE_SCALING_TYPE",
+    )
+    rope_scale: Scale | None = llama(None, "factor by which RoPE expands the context; unset: the model file's")
+    rope_freq_scale: Scale | None = llama(None, "1 / --rope-scale")
+    rope_freq_base: Annotated[float, Meta(ge=0, le=1e12)] = llama(
+        0.0, "base frequency of RoPE; 0: the model file's"
+    )
+    yarn_orig_ctx: Count = llama(0, "context that YaRN expands; 0: the model's training context")
+    yarn_ext_factor: YarnFactor = llama(-1.0, "YaRN: weight of extrapolation, 0: none; -1: the model file's")
+    yarn_attn_factor: YarnFactor = llama(-1.0, "YaRN: scale of attention; -1: the model file's")
+    yarn_beta_slow: YarnFactor = llama(-1.0, "YaRN: rotations below which it interpolates; -1: the model file's")
+    yarn_beta_fast: YarnFactor = llama(-1.0, "YaRN: rotations above which it extrapolates; -1: the model file's")
     flash_attn: Literal["auto", "on", "off"] = llama("auto", "flash attention", "-fa --flash-attn", words=_TRISTATE)
     backend_sampling: bool | None = llama(
         None,
@@ -305,6 +412,9 @@ class Config:
         "default for requests: most tokens of reasoning; 0: off, -1: no limit",
         env="LLAMA_ARG_THINK_BUDGET",
     )
+    reasoning_effort: str = llama(
+        "default", "default for requests: level of reasoning for the chat template; default: the template's own"
+    )
     reasoning_format: Literal["none", "deepseek", "auto"] = llama(
         "auto",
         "where chat replies have the reasoning; none: in the content, otherwise in reasoning_content",
@@ -312,6 +422,10 @@ class Config:
     )
     chat_template: str = llama("", "name of a built-in template, or Jinja source")
     chat_template_file: str = llama("", "file with a Jinja template")
+    chat_template_kwargs: str = llama(
+        "",
+        'default for requests: variables of the chat template as a JSON object, such as {"enable_thinking": false}',
+    )
     jinja: bool = llama(
         True, "use Jinja templates; --no-jinja: the built-in template that llama.cpp detects for the model"
     )
@@ -434,7 +548,26 @@ class Config:
         "auto", "format of log lines; auto: console on a terminal, otherwise JSON"
     )
     log_level: Literal["debug", "info", "warning", "error"] = own("info", "lowest level that is logged")
-    verbose: bool = own(False, "like --log-level debug; also the default of the request field", "-v --verbose")
+    verbose: bool = own(
+        False, "like --log-level debug; also the default of the request field", "-v --verbose --log-verbose"
+    )
+
+    @property
+    def wanted_gpu_layers(self) -> int | Literal["auto", "all"]:
+        """`--gpu-layers`, or 0 because of `--device none`."""
+        return 0 if self.device == "none" else self.gpu_layers
+
+    @property
+    def weights_load_mode(self) -> str:
+        """`--load-mode`, or what the older flags for it ask for."""
+        if self.direct_io:
+            return "dio"
+        return self.load_mode if self.mmap and not self.mlock else _LOAD_MODES[self.mmap, self.mlock]
+
+    @property
+    def maps_weights(self) -> bool:
+        """True if weights are mapped from their file and not locked, so that their memory counts as available."""
+        return self.weights_load_mode in ("auto", "mmap")
 
     @property
     def n_warm_ahead(self) -> int:
@@ -455,5 +588,15 @@ def options() -> Iterator[Option]:
     for row in fields(Config):
         name, kind, meta = row.name, kinds[row.name], row.metadata
         flags = meta["flags"].split() or [f"--{name.replace('_', '-')}"]
-        words = SWITCH if kind in (bool, bool | None) else meta["words"]
-        yield Option(name, kind, flags, meta["env"].format(name.upper()), row.default, meta["text"], words)
+        is_switch = kind in (bool, bool | None)
+        words = SWITCH if is_switch else meta["words"]
+        negatives = [*map(_negative, flags), *meta["negatives"].split()] if is_switch else []
+        env = meta["env"].format(name.upper())
+        yield Option(name, kind, flags, env, row.default, meta["text"], words, [*filter(None, negatives)])
+
+
+def _negative(flag: str) -> str:
+    """Return the flag that turns a switch off; empty for one of a single letter, and for `--no-...`."""
+    if flag.startswith("--no-") or len(flag) == 2:
+        return ""
+    return f"--no-{flag[2:]}" if flag.startswith("--") else f"-no{flag}"

@@ -3,8 +3,8 @@
 Every invalid value raises a `ConfigError` that names its source: the flag, the variable or the file's key.
 
 The command line has a flag for each row of the configuration table, and llama-server's others, which have no effect
-or are refused. llama-server has flags with several letters after one dash (`-ts`, `-hf`). So only complete flags
-match: no abbreviations, and no short flags with the value attached.
+or are refused (`foreign_flags.py`). llama-server has flags with several letters after one dash (`-ts`, `-hf`). So
+only complete flags match: no abbreviations, and no short flags with the value attached.
 """
 
 from __future__ import annotations
@@ -18,61 +18,13 @@ from typing import Any, NoReturn
 
 import msgspec
 
+from llamaslot.app import model_config
 from llamaslot.app.config import Config, Option, options
+from llamaslot.app.foreign_flags import FOREIGN_FLAGS, ForeignFlag, in_environment
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.files import read_named_text
 from llamaslot.text.builtin_templates import resolve
 from llamaslot.text.conversation import volatile_pattern
-
-WITHOUT_EFFECT = {
-    0: "-cb --cont-batching --no-context-shift --perf --no-perf --warmup --no-warmup "
-    "--no-mmproj --no-mmproj-auto --log-disable --log-prefix --no-log-prefix --log-timestamps --no-log-timestamps "
-    "-e --escape --no-escape --repack --op-offload -kvo --kv-offload",
-    1: "-lv --verbosity --log-verbosity --log-colors -to --timeout --threads-http -dt --defrag-thold -fit --fit "
-    "-fitt --fit-target -fitc --fit-ctx",
-}
-"""Flags of llama-server that are accepted and ignored, by their number of values.
-
-What they ask for is done anyway, or has no counterpart here.
-"""
-
-NOT_SUPPORTED = {
-    "not needed: cached prefixes are always reused, from any slot; remove the flag": (
-        "--cache-reuse -sps --slot-prompt-similarity --cache-idle-slots --no-cache-idle-slots"
-    ),
-    "not supported yet; download with `llamaslot pull OWNER/REPO:FILE.gguf` and give that name as --model": (
-        "-hf -hfr --hf-repo -hff --hf-file -hft --hf-token -mu --model-url -dr --docker-repo"
-    ),
-    "not supported yet; redirect standard error instead": "--log-file --log-jsonl",
-    "requests are always batched continuously; remove the flag": "-nocb --no-cont-batching",
-    "llamaslot's page has no settings": ("--path --ui-config --webui-config --ui-config-file --webui-config-file"),
-    "not supported yet": (
-        "--context-shift "
-        "-C --cpu-mask -Cr --cpu-range --cpu-strict --prio --poll -Cb --cpu-mask-batch -Crb --cpu-range-batch "
-        "--cpu-strict-batch --prio-batch --poll-batch --keep --rope-scaling --rope-scale --rope-freq-base "
-        "--rope-freq-scale --yarn-orig-ctx --yarn-ext-factor --yarn-attn-factor --yarn-beta-slow --yarn-beta-fast "
-        "-nkvo --no-kv-offload -nr --no-repack --no-host --no-op-offload --rpc --numa -lm --load-mode -lzm "
-        "--lazy-mode -dio --direct-io -dev --device --list-devices -ot --override-tensor -cmoe --cpu-moe -ncmoe "
-        "--n-cpu-moe -sm --split-mode -ts --tensor-split -mg --main-gpu --check-tensors --override-kv --lora "
-        "--lora-scaled --lora-init-without-apply --control-vector --control-vector-scaled "
-        "--control-vector-layer-range "
-        "--grammar -j --json-schema -jf --json-schema-file "
-        "-lcs --lookup-cache-static -lcd --lookup-cache-dynamic --kv-unified-per-slot -r --reverse-prompt "
-        "-sp --special --spm-infill --pooling -mm --mmproj -mmu --mmproj-url --mmproj-auto --mmproj-offload "
-        "--no-mmproj-offload --image-min-tokens --image-max-tokens --media-path --embd-normalize --embedding "
-        "--embeddings --rerank --reranking --reuse-port --cors-methods --cors-headers --cors-credentials "
-        "--no-cors-credentials --api-prefix --tools --mcp-servers-config --mcp-servers-json -ag --agent "
-        "--chat-template-kwargs --props --models-dir --models-preset --models-max --models-autoload "
-        "--no-models-autoload --reasoning-effort "
-        "--reasoning-budget-message --reasoning-preserve --no-reasoning-preserve --prefill-assistant "
-        "--no-prefill-assistant --skip-chat-parsing --no-skip-chat-parsing -td --threads-draft -tbd "
-        "--threads-batch-draft --draft --draft-n --draft-max --draft-min --draft-n-min --draft-p-min -md "
-        "--model-draft -ngld --gpu-layers-draft --n-gpu-layers-draft -devd --device-draft -cd --ctx-size-draft "
-        "-ctkd --cache-type-k-draft -ctvd --cache-type-v-draft --spec-type --spec-replace "
-        "-mv --model-vocoder --tts-use-guide-tokens --completion-bash -cl --cache-list"
-    ),
-}
-"""Flags of llama-server that are rejected, by the reason."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -106,6 +58,12 @@ def _hint(word: str, known: Iterable[str]) -> str:
     return f"; did you mean {nearest[0]}?" if nearest else ""
 
 
+def _foreign_hint(name: str, table: Iterable[str]) -> str:
+    flag = f"--{name.replace('_', '-')}"
+    reasons = (row.reason for row in FOREIGN_FLAGS if flag in row.flags)
+    return next((f": {reason}" for reason in reasons), None) or _hint(name, table)
+
+
 def _with_dashes(arg: str) -> str:
     if not arg.startswith("--"):
         return arg
@@ -116,44 +74,59 @@ def _with_dashes(arg: str) -> str:
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add a flag for each option, `--config`, and llama-server's flags that are not options here."""
     parser.set_defaults(parser=parser)
-    ignored = ", ".join(" ".join(WITHOUT_EFFECT.values()).split())
-    parser.epilog = f"Flags of llama-server that are accepted without effect: {ignored}."
+    ignored = ", ".join(flag for row in FOREIGN_FLAGS if not row.is_refused for flag in row.flags)
+    parser.epilog = f"Flags of llama-server that are accepted without effect: {ignored}. docs/flags.md says why."
+    parser.add_argument("--usage", action="help", help=argparse.SUPPRESS)
     parser.add_argument("name", nargs="?", metavar="MODEL", help="the same as --model")
     parser.add_argument("--config", metavar="FILE", help="TOML file with any of these options [LLAMASLOT_CONFIG]")
     for option in options():
-        text = f"{option.text} [{option.env}] (default: {_shown(option.default)})".replace("%", "%%")
+        text = f"{option.text} [{option.env}] (default: {shown(option.default)})".replace("%", "%%")
         if option.is_bool:
-            negative = [f"-no{flag}" for flag in option.flags if not flag.startswith("--") and len(flag) > 2]
-            negative.append(f"--no-{option.flag[2:]}")
-            parser.add_argument(*option.flags, *negative, dest=option.name, nargs=0, action=_Switch, help=text)
+            flags = *option.flags, *option.negatives
+            parser.add_argument(
+                *flags, dest=option.name, nargs=0, const=option.negatives, action=_Switch, help=text
+            )
         else:
             action = "append" if option.is_list else "store"
             metavar = {int: "N", float: "X"}.get(option.types[0], "TEXT")
             if option.choices:
                 metavar = "{" + ",".join(option.choices) + "}"
             parser.add_argument(*option.flags, dest=option.name, action=action, metavar=metavar, help=text)
-    for n_values, flags in WITHOUT_EFFECT.items():
-        parser.add_argument(*flags.split(), dest="ignored", nargs=n_values, action=_Foreign, help=argparse.SUPPRESS)
-    for reason, flags in NOT_SUPPORTED.items():
-        parser.add_argument(*flags.split(), nargs="?", const=reason, action=_Foreign, help=argparse.SUPPRESS)
+    for row in FOREIGN_FLAGS:
+        # A refused flag is refused without its values, too.
+        n_values = "?" if row.is_refused and row.values else len(row.values)
+        parser.add_argument(*row.flags, nargs=n_values, const=row, action=_Foreign, help=argparse.SUPPRESS)
 
 
 class _Switch(argparse.Action):
-    """`--x` and `--no-x`, without a value."""
+    """`--x` and `--no-x`, without a value; `const` has the flags that turn it off."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        setattr(namespace, self.dest, not (option_string or "").startswith(("--no-", "-no-")))
+        setattr(namespace, self.dest, option_string not in self.const)
 
 
 class _Foreign(argparse.Action):
-    """A flag of llama-server that is no option here: without effect, or an error if `const` has a reason."""
+    """A flag of llama-server that is no option here, `const`: an error, or noted among those without effect."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, **kwargs: Any) -> None:
+        super().__init__(option_strings, "without_effect", **kwargs)
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        if self.const:
-            raise ConfigError(f"{option_string} is a flag of llama-server: {self.const}", param=option_string)
+        row: ForeignFlag = self.const
+        if row.is_refused:
+            raise ConfigError(f"{option_string} is a flag of llama-server: {row.reason}", param=option_string)
+        noted = getattr(namespace, self.dest) or []
+        setattr(namespace, self.dest, [*noted, (option_string, row.reason)])
 
 
-def _shown(default: Any) -> str:
+def without_effect(flags: argparse.Namespace, environ: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Return llama-server's flags and variables that are set but change nothing, and why."""
+    variables = [(name, row.reason) for name, row in in_environment(environ) if not row.is_refused]
+    return [*(flags.without_effect or ()), *variables]
+
+
+def shown(default: Any) -> str:
+    """Return an option's default as help texts show it."""
     if isinstance(default, bool):
         return "on" if default else "off"
     return str(default) if default not in ("", None, ()) else "none"
@@ -173,8 +146,11 @@ def read_config(flags: argparse.Namespace, environ: Mapping[str, str]) -> Config
         for key, value in content.items():
             name = key.replace("-", "_")
             if name not in table:
-                raise ConfigError(f"{file} has an unknown key {key}{_hint(name, table)}", param="--config")
+                raise ConfigError(f"{file} has an unknown key {key}{_foreign_hint(name, table)}", param="--config")
             found[name] = (f"{key} in {file}", value)
+    for variable, row in in_environment(environ):
+        if row.is_refused:
+            raise ConfigError(f"{variable} is a variable of llama-server: {row.reason}", param=row.flags[0])
     for option in table.values():
         negated = option.env.replace("_ARG_", "_ARG_NO_")
         if option.is_bool and negated != option.env and negated in environ:
@@ -223,6 +199,7 @@ def _checked(config: Config) -> Config:
         raise ConfigError(
             "--no-jinja allows only built-in templates: give the name of one as --chat-template", param="--no-jinja"
         )
+    model_config.check(config)
     return config
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import msgspec
 from msgspec.structs import fields
 
 from llamaslot.api.context import ApiSettings
@@ -64,10 +65,22 @@ def api_settings(config: Config) -> ApiSettings:
         # Any name if other machines may use the server under names that are not given.
         "allowed_hosts": ("localhost", *map(host_name, [*names, *outside])) if names or not outside else (),
         "reasoning": config.reasoning != "off",
+        "template_kwargs": template_kwargs(config),
         "sampling": sampling_defaults(config),
     }
     same = {name: getattr(config, name) for name in ApiSettings.__struct_fields__ if name not in converted}
     return ApiSettings(**same, **converted)
+
+
+def template_kwargs(config: Config) -> dict[str, Any]:
+    """Return the variables of the chat template that flags set. Raises `ConfigError`."""
+    flag = "--chat-template-kwargs"
+    try:
+        found = msgspec.json.decode(config.chat_template_kwargs or "{}", type=dict[str, Any])
+    except (msgspec.DecodeError, UnicodeEncodeError) as error:
+        raise ConfigError(f"{flag} is not a JSON object: {error}", param=flag) from None
+    # As in llama-server, the level that the template itself chooses.
+    return found if config.reasoning_effort == "default" else found | {"reasoning_effort": config.reasoning_effort}
 
 
 def max_queue_per_client(config: Config) -> int:

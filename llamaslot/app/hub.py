@@ -20,7 +20,7 @@ import hashlib
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, Literal, TypeAlias
@@ -39,6 +39,11 @@ _PAUSE_S = 1.0
 _BLOCK = 1 << 20
 """Bytes read at once when a file is verified."""
 _IS_SHA256 = re.compile(r"[0-9a-f]{64}").fullmatch
+
+_DEFAULT_QUANTIZATIONS = ("Q4_K_M", "Q8_0")
+_IS_NO_MODEL = re.compile(r"mmproj|imatrix|mtp-|eagle3-|dflash-|dspark-").search
+"""Finds the names that llama-server does not take for a model: projectors and drafts, for example."""
+_IS_LATER_PART = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$").search
 
 Stage: TypeAlias = Literal["download", "check"]
 Report: TypeAlias = Callable[[Stage, int], None]
@@ -74,6 +79,48 @@ def look_up(repo: str, file: str) -> RemoteFile:
     card = info.card_data or {}
     licence = card.get("license_name") or card.get("license") or ""
     return RemoteFile(repo, file, info.sha, stored.lfs.size, stored.lfs.sha256, str(licence))
+
+
+def find_file(repo: str, quantization: str, *, offline: bool) -> str:
+    """Return the name of a repository's file with a quantization, as llama-server chooses it.
+
+    Without a quantization it is Q4_K_M, Q8_0 or the first. If that is on this machine, the hub is not asked. Raises
+    `ConfigError`.
+    """
+    here = _cached_files(repo)
+    if found := _chosen(here, quantization or _DEFAULT_QUANTIZATIONS[0]):
+        return found
+    if offline:
+        if found := _chosen(here, quantization):
+            return found
+        raise ConfigError(f"--hf-repo: no model of {repo} is on this machine, and --offline forbids to download it")
+    with _explained(repo):
+        names = [each.rfilename for each in hf.HfApi().model_info(repo, timeout=_TIMEOUT_S).siblings or ()]
+    if found := _chosen(names, quantization):
+        return found
+    ggufs = ", ".join(sorted(name for name in names if name.endswith(".gguf"))) or "none"
+    wanted = f"GGUF file for {quantization}" if quantization else "model"
+    raise ConfigError(f"--hf-repo: {repo} has no {wanted}; its GGUF files: {ggufs}", param="--hf-repo")
+
+
+def _chosen(names: Iterable[str], quantization: str) -> str | None:
+    """Return the first model with the quantization in its name, in parts its first part; None if there is none."""
+    models = [
+        name for name in sorted(names) if name.endswith(".gguf") and not _IS_NO_MODEL(name.rpartition("/")[2])
+    ]
+    models = [name for name in models if not _IS_LATER_PART(name)]
+    for each in [quantization] if quantization else _DEFAULT_QUANTIZATIONS:
+        pattern = re.compile(re.escape(each) + "[.-]", re.IGNORECASE)
+        if found := next(filter(pattern.search, models), None):
+            return found
+    return None if quantization or not models else models[0]
+
+
+def _cached_files(repo: str) -> list[str]:
+    """Return the names of a repository's GGUF files in the cache."""
+    snapshots = _repo_folder(repo) / "snapshots"
+    paths = (path for path in snapshots.glob("*/**/*.gguf") if path.is_file())
+    return ["/".join(path.relative_to(snapshots).parts[1:]) for path in paths]
 
 
 def cached(repo: str, file: str) -> Path | None:

@@ -44,7 +44,7 @@ def announce(loaded: Loaded, urls: Sequence[str], config: Config) -> None:
     size = f"{info.size_bytes / _MIB:,.0f} MiB"
     name, description = printable(info.name), printable(info.description)
     print(f"llamaslot {__version__}: {_styled(name, _BOLD)} ({description}, {size}) on {info.device}")
-    if unused := unused_gpu(config.gpu_layers, info.device, info.backends, host_gpus()):
+    if unused := unused_gpu(config.wanted_gpu_layers, info.device, info.backends, host_gpus()):
         reason = ": ".join(unused)
         print(_yellow(f"{reason}."))
         _log.warning("gpu.unused", reason=reason)

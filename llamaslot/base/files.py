@@ -13,8 +13,11 @@ import os
 import re
 import stat
 import struct
+from collections.abc import Mapping
 from io import BufferedReader
 from pathlib import Path
+from types import MappingProxyType
+from typing import TypeAlias
 
 from llamaslot.base.errors import ConfigError
 
@@ -32,6 +35,9 @@ MAX_TOKENS = 2**22
 MAX_TENSOR_NAME_BYTES = 63
 MAX_DIMENSIONS = 4
 
+MetadataValue: TypeAlias = int | float | bool | str
+"""A value that overrides one of a model file's metadata."""
+_NO_OVERRIDES: Mapping[str, MetadataValue] = MappingProxyType({})
 _TOKENS_KEY = "tokenizer.ggml.tokens"
 _READ_BYTES = 2**22
 _MAX_SHOWN_BYTES = 100
@@ -71,6 +77,8 @@ _NOT_SERVED = {
     "t5encoder": _NO_TEXT.format("an encoder"),
 }
 """Reasons by architecture; `{}` stands for its name."""
+_ROPE_SCALING = ("none", "linear", "yarn", "longrope")
+"""At any other type llama.cpp aborts (fact 39)."""
 _WITHOUT_EXPERTS = ("hunyuan-dense", "hunyuan_vl")
 """Architectures for which llama.cpp treats a single expert as none."""
 MAX_BYTES = 16 * 2**20
@@ -84,15 +92,16 @@ def check_file(path: Path) -> None:
             raise ConfigError(f"{path} is not a GGUF file", param="--model")
 
 
-def check_metadata(path: Path) -> None:
+def check_metadata(path: Path, overrides: Mapping[str, MetadataValue] = _NO_OVERRIDES) -> None:
     """Raise `ConfigError` if one of a model's files is not a GGUF file, or its metadata exceeds a limit.
 
-    Time and memory are bounded. A version of the format that llama.cpp refuses is not checked here.
+    `overrides` are in place of the file's own values (`--override-kv`). Time and memory are bounded. A version of
+    the format that llama.cpp refuses is not checked here.
     """
     for part in parts(path):
         check_file(part)
         with _opened(part) as file:
-            _Metadata(file, part).check()
+            _Metadata(file, part, overrides).check()
 
 
 def why_not_served(architecture: str, *, is_causal: bool = True) -> str:
@@ -116,9 +125,10 @@ def parts(path: Path) -> list[Path]:
 class _Metadata:
     """Incremental reader of a GGUF file's header, metadata and tensor list, which precede the weights."""
 
-    def __init__(self, file: BufferedReader, path: Path) -> None:
+    def __init__(self, file: BufferedReader, path: Path, overrides: Mapping[str, MetadataValue]) -> None:
         self._file = file
         self._path = path
+        self._overrides = overrides
         self._data = b""
         """Bytes around the current position `_at`: older ones are discarded."""
         self._at = 0
@@ -145,10 +155,14 @@ class _Metadata:
             self._bound(n_dimensions, MAX_DIMENSIONS, f"dimensions in tensor {name}")
             # Its dimensions, its type, and where its data begin.
             self._skip(8 * n_dimensions + 4 + 8)
+        self._numbers |= {key: int(value) for key, value in self._overrides.items() if isinstance(value, int)}
         is_causal = self._model_number("attention.causal", 1) != 0
         if reason := why_not_served(self._architecture, is_causal=is_causal):
             raise ConfigError(f"{self._path} {reason}", param="--model")
         self._check_layers()
+        scaling = self._overrides.get(f"{self._architecture}.rope.scaling.type", _ROPE_SCALING[0])
+        if scaling not in _ROPE_SCALING:
+            raise self._override_error(f"'{scaling}' is no type of RoPE scaling; use {', '.join(_ROPE_SCALING)}")
 
     def _pass_value(self, key: str) -> None:
         kind = self._number(_U32)
@@ -233,8 +247,11 @@ class _Metadata:
             ),
         ):
             if not is_right:
-                beside = f" with {self._architecture}.{other} {self._model_number(other)}" if other else ""
-                raise self._error(f"its key {self._architecture}.{key} is {number}{beside}")
+                name, other_name = f"{self._architecture}.{key}", f"{self._architecture}.{other}"
+                beside = f" with {other_name} {self._model_number(other)}" if other else ""
+                if name in self._overrides or other_name in self._overrides:
+                    raise self._override_error(f"llama.cpp cannot load {name} {number}{beside}")
+                raise self._error(f"its key {name} is {number}{beside}")
 
     def _model_number(self, key: str, default: int = 0) -> int:
         return self._numbers.get(f"{self._architecture}.{key}", default)
@@ -291,6 +308,9 @@ class _Metadata:
     def _bound(self, count: int, most: int, what: str) -> None:
         if count > most:
             raise self._error(f"it has {count:,} {what[:200]}, and at most {most:,} are accepted")
+
+    def _override_error(self, reason: str) -> ConfigError:
+        return ConfigError(f"--override-kv: {reason}", param="--override-kv")
 
     def _error(self, reason: str) -> ConfigError:
         return ConfigError(f"{self._path} is damaged or hostile: {reason}", param="--model")

@@ -8,7 +8,7 @@ Responses API.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 
@@ -52,6 +52,8 @@ class RequestPolicy(msgspec.Struct, frozen=True, kw_only=True):
     reasoning_budget: int
     """Tokens that the model may reason; -1 for no limit."""
     reasoning_format: ReasoningFormat
+    template_kwargs: dict[str, Any] = {}
+    """Variables of the chat template."""
 
 
 class RequestContext(msgspec.Struct, frozen=True):

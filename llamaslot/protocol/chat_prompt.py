@@ -126,7 +126,7 @@ class ChatReader:
 
     def variables(self, body: ChatBody) -> dict[str, Any]:
         """Return the template variables that a request sets, in addition to the server's."""
-        kwargs: dict[str, Any] = {}
+        kwargs = dict(self._settings.template_kwargs)
         if not self._settings.reasoning:
             kwargs["enable_thinking"] = False
         n_tokens = _budget_tokens(body)

@@ -8,7 +8,7 @@ from typing import get_args
 import pytest
 
 from llamaslot.app.config import CacheType, Config, options
-from llamaslot.app.config_reader import NOT_SUPPORTED, WITHOUT_EFFECT, Parser, add_flags, read_config
+from llamaslot.app.config_reader import Parser, add_flags, read_config
 from llamaslot.backend.llama import CACHE_TYPES
 from llamaslot.base.errors import ConfigError
 
@@ -95,6 +95,22 @@ def test_a_flag_beats_the_environment_beats_the_file_beats_the_default(tmp_path:
         ([], "logit_bias", ()),
         (["--no-mmap"], "mmap", False),
         (["--mlock"], "mlock", True),
+        ([], "weights_load_mode", "auto"),
+        (["--mmap"], "weights_load_mode", "auto"),
+        (["--no-mmap"], "weights_load_mode", "none"),
+        (["--load-mode", "mmap+mlock"], "weights_load_mode", "mmap+mlock"),
+        (["--direct-io", "--no-mmap"], "weights_load_mode", "dio"),
+        (["--load-mode", "mmap"], "maps_weights", True),
+        (["--mlock"], "maps_weights", False),
+        (["-dio"], "maps_weights", False),
+        (["--no-host"], "no_host", True),
+        (["--no-kv-offload"], "kv_offload", False),
+        (["-nkvo"], "kv_offload", False),
+        (["-kvo"], "kv_offload", True),
+        (["--no-ui"], "webui", False),
+        (["--device", "none", "-ngl", "9"], "wanted_gpu_layers", 0),
+        (["-hf", "a/b:Q8_0"], "hf_repo", "a/b:Q8_0"),
+        (["--log-verbose"], "verbose", True),
         (["--swa-full"], "swa_full", True),
         (["--no-jinja"], "jinja", False),
         (["-v"], "verbose", True),
@@ -124,7 +140,7 @@ def test_flags(argv: list[str], name: str, value: object) -> None:
         ([], {"LLAMASLOT_KV_MEM_FRACTION": "2"}, ["LLAMASLOT_KV_MEM_FRACTION", "1.0"]),
         (["-ctxcp", "-1"], {}, ["--ctx-checkpoints", ">= 0"]),
         (["--checkpoint-min-step", "63"], {}, ["--checkpoint-min-step", ">= 64"]),
-        ([], {"LLAMA_ARG_CHECKPOINT_MIN_STEP": "0"}, ["LLAMA_ARG_CHECKPOINT_MIN_STEP", ">= 64"]),
+        ([], {"LLAMA_ARG_CHECKPOINT_MIN_SPACING_NT": "0"}, ["LLAMA_ARG_CHECKPOINT_MIN_SPACING_NT", ">= 64"]),
         (["--checkpoint-ram", "0"], {}, ["--checkpoint-ram", "auto, N"]),
         ([], {"LLAMASLOT_CHECKPOINT_RAM": "much"}, ["LLAMASLOT_CHECKPOINT_RAM", "auto, N"]),
         (["--cache-seqs", "-2"], {}, ["--cache-seqs", "-1"]),
@@ -174,6 +190,7 @@ def test_sampling_in_a_file(tmp_path: Path) -> None:
         ("port = 'x'", ["port in"]),
         ("port = ", ["TOML"]),
         ("port = true", ["port in"]),
+        ("context-shift = true", ["context-shift", "raise --ctx-size"]),
     ],
 )
 def test_wrong_files_are_named(tmp_path: Path, text: str, words: list[str]) -> None:
@@ -196,7 +213,7 @@ def test_wrong_files_are_named(tmp_path: Path, text: str, words: list[str]) -> N
         ({"LLAMA_ARG_PORT": ""}, "port", 8080),
         ({"LLAMASLOT_CACHE_SEQS": "9"}, "cache_seqs", 9),
         ({"LLAMA_ARG_CTX_CHECKPOINTS": "9"}, "ctx_checkpoints", 9),
-        ({"LLAMA_ARG_CHECKPOINT_MIN_STEP": "900"}, "checkpoint_min_step", 900),
+        ({"LLAMA_ARG_CHECKPOINT_MIN_SPACING_NT": "900"}, "checkpoint_min_step", 900),
         ({"LLAMASLOT_CHECKPOINT_RAM": "9"}, "checkpoint_ram", 9),
         ({"LLAMASLOT_CACHE_IDLE_CELLS": "100"}, "cache_idle_cells", 100),
         ({"LLAMASLOT_CACHE_SALT_FROM_API_KEY": "1"}, "cache_salt_from_api_key", True),
@@ -204,6 +221,11 @@ def test_wrong_files_are_named(tmp_path: Path, text: str, words: list[str]) -> N
         ({"LLAMASLOT_CACHE_DEBUG_TEXT": "off"}, "cache_debug_text", False),
         ({"LLAMASLOT_DEBUG_INVARIANTS": "true"}, "debug_invariants", True),
         ({"LLAMASLOT_KV_MEM_FRACTION": "0.25"}, "kv_mem_fraction", 0.25),
+        ({"LLAMA_ARG_NO_HOST": "1"}, "no_host", True),
+        ({"LLAMA_ARG_KV_OFFLOAD": "0"}, "kv_offload", False),
+        ({"LLAMA_ARG_NO_KV_OFFLOAD": "1"}, "kv_offload", False),
+        ({"LLAMA_ARG_HF_REPO": "a/b"}, "hf_repo", "a/b"),
+        ({"HF_TOKEN": "x"}, "hf_token", "x"),
         ({"LLAMA_ARG_TEMPERATURE": "0.5"}, "temperature", 0.5),
         ({"LLAMA_ARG_REPEAT_PENALTY": "1.5"}, "repeat_penalty", 1.5),
         ({"LLAMA_ARG_PRESENCE_PENALTY": "0.5"}, "presence_penalty", 0.5),
@@ -218,11 +240,6 @@ def test_the_environment(environ: dict[str, str], name: str, value: object) -> N
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        ("-ts 1,1", ["-ts is a flag of llama-server", "not supported yet"]),
-        ("-hf ggml-org/x", ["-hf is a flag of llama-server", "llamaslot pull"]),
-        ("--lora=adapter.gguf", ["--lora is a flag of llama-server", "not supported yet"]),
-        ("--log-file x", ["--log-file is a flag of llama-server", "redirect standard error"]),
-        ("-nocb", ["-nocb is a flag of llama-server", "remove the flag"]),
         ("-tz 4", ["there is no flag -tz"]),
         ("-t4", ["there is no flag -t4", "did you mean -t"]),
         ("-np4", ["there is no flag -np4", "did you mean -np"]),
@@ -237,23 +254,12 @@ def test_a_flag_that_is_not_an_option_here_is_refused_by_its_name(argv: str, wor
         assert word in caught.value.message
 
 
-@pytest.mark.parametrize("argv", ["--jinja", "--mmap", "-cb --cont-batching", "-lv 3 --no-perf"])
-def test_flags_of_llama_server_that_change_nothing_here_are_accepted(argv: str) -> None:
-    assert read(argv.split()) == Config()
-
-
 def test_underscores_in_a_flag_are_dashes_as_in_llama_server() -> None:
     assert read(["--ctx_size", "4096", "--alias=a_b", "--no_mmap"]) == Config(
         ctx_size=4096, alias="a_b", mmap=False
     )
     with pytest.raises(ConfigError, match="there is no flag --ctx-sizes"):
         read(["--ctx_sizes", "4096"])
-
-
-def test_no_flag_of_llama_server_is_listed_twice() -> None:
-    other = [flag for flags in (*WITHOUT_EFFECT.values(), *NOT_SUPPORTED.values()) for flag in flags.split()]
-    own = [flag for row in options() for flag in row.flags]
-    assert len({*other, *own}) == len(other) + len(own)
 
 
 def test_without_jinja_a_template_has_to_be_a_built_in_one() -> None:

@@ -9,7 +9,9 @@ import msgspec
 import pytest
 from huggingface_hub import constants
 
+from llamaslot.app import hub
 from llamaslot.app.config import Config
+from llamaslot.app.model_config import with_hub_model
 from llamaslot.app.models import (
     AUTO,
     DEFAULT,
@@ -158,6 +160,45 @@ def test_of_two_commits_the_one_that_came_last_is_taken(cache: Path):
     for seconds, path in enumerate((older, newer)):
         os.utime(path, (seconds, seconds))
     assert resolve_model(REFERENCE) == newer
+
+
+@pytest.mark.parametrize(
+    ("names", "quantization", "chosen"),
+    [
+        (("m-Q8_0.gguf", "m-Q4_K_M.gguf", "m-F16.gguf"), "", "m-Q4_K_M.gguf"),
+        (("m-Q8_0.gguf", "m-F16.gguf"), "", "m-Q8_0.gguf"),
+        (("z-F16.gguf", "b-Q5_0.gguf", "README.md"), "", "b-Q5_0.gguf"),
+        (("m-Q8_0.gguf", "m-q4_k_m.gguf"), "Q4_K_M", "m-q4_k_m.gguf"),
+        (("m-Q8_0.gguf",), "q8_0", "m-Q8_0.gguf"),
+        (("m-Q8_0.gguf",), "Q4_0", None),
+        (("m-IQ4_XS.gguf",), "Q4", None),
+        (("mmproj-m-Q8_0.gguf", "m-Q8_0.gguf", "mtp-m-Q8_0.gguf"), "Q8_0", "m-Q8_0.gguf"),
+        (
+            ("Q8_0/m-Q8_0-00002-of-00002.gguf", "Q8_0/m-Q8_0-00001-of-00002.gguf"),
+            "Q8_0",
+            "Q8_0/m-Q8_0-00001-of-00002.gguf",
+        ),
+        (("README.md",), "", None),
+        ((), "", None),
+    ],
+)
+def test_the_file_of_a_repository_is_chosen_as_llama_server_does(
+    names: tuple[str, ...], quantization: str, chosen: str | None
+):
+    assert hub._chosen(names, quantization) == chosen
+
+
+def test_offline_the_file_of_a_repository_is_one_that_is_here(cache: Path):
+    with pytest.raises(ConfigError, match="no model of somebody/Some-GGUF is on this machine"):
+        hub.find_file("somebody/Some-GGUF", "", offline=True)
+    put(cache, "somebody/Some-GGUF", "c0ffee", "some-Q8_0.gguf")
+    assert hub.find_file("somebody/Some-GGUF", "", offline=True) == "some-Q8_0.gguf"
+    assert hub.find_file("somebody/Some-GGUF", "q8_0", offline=False) == "some-Q8_0.gguf", "without asking the hub"
+    with pytest.raises(ConfigError, match="no model of"):
+        hub.find_file("somebody/Some-GGUF", "Q4_K_M", offline=True)
+    config = Config(hf_repo="somebody/Some-GGUF:Q8_0")
+    assert with_hub_model(config, offline=True).model == REFERENCE
+    assert with_hub_model(Config(hf_repo="a/b", hf_file="x.gguf"), offline=True).model == "a/b:x.gguf"
 
 
 @pytest.mark.parametrize("name", ["qwen3-0.6b", REFERENCE])

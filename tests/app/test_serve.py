@@ -123,6 +123,15 @@ def test_wrong_models_and_flags_are_one_line(tiny_model: Path, tmp_path: Path) -
         ("x 768 bytes = ", "-m", tiny_model, "-ngl", "0", "-c", "2000000000"),
         ("--cache-seqs", "-m", tiny_model, "-np", "128", "--cache-seqs", "128"),
         ("--chat-template", "-m", tiny_model, "--chat-template", "{% if %}"),
+        ("--device: there is no GPU X; ", "-m", tiny_model, "-dev", "X"),
+        ("--override-tensor: there is no memory X; use CPU", "-m", tiny_model, "-ot", "a=X"),
+        ("--override-kv: llama.cpp cannot load llama.block_count 0", "--override-kv", "llama.block_count=int:0"),
+        (
+            "--override-kv: llama.context_length has the type int, not str",
+            "--override-kv",
+            "llama.context_length=str:9",
+        ),
+        ("--chat-template-kwargs is not a JSON object", "-m", tiny_model, "--chat-template-kwargs", "[]"),
     ):
         assert words in refused(tmp_path, *args, "--in-process")
 

@@ -27,6 +27,7 @@ from llamaslot.app.config_reader import Parser, add_flags, read_config, read_tem
 from llamaslot.app.http_config import api_settings, check_vocabulary, max_queue_per_client
 from llamaslot.app.runtime.engine_host import llama_settings
 from llamaslot.backend.llama import LlamaSettings
+from llamaslot.backend.llama.loading import Rope
 from llamaslot.base.backend import Decoded, Draws, Run
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.model import CheckpointLimits, KvCost, StateKind
@@ -72,8 +73,43 @@ LLAMA: dict[str, tuple[str, object]] = {
     "-ngl auto": ("n_gpu_layers", -1),
     "-fa on": ("flash_attn", "on"),
     "-fa off": ("flash_attn", "off"),
-    "--no-mmap": ("use_mmap", False),
-    "--mlock": ("use_mlock", True),
+    "--no-mmap": ("load_mode", "none"),
+    "--mlock": ("load_mode", "mmap+mlock"),
+    "--no-mmap --mlock": ("load_mode", "mlock"),
+    "--direct-io": ("load_mode", "dio"),
+    "-lm mmap": ("load_mode", "mmap"),
+    "-lzm on": ("lazy_mode", "on"),
+    "--check-tensors": ("check_tensors", True),
+    "-nr": ("repack", False),
+    "--no-host": ("no_host", True),
+    "-nkvo": ("kv_offload", False),
+    "--no-op-offload": ("op_offload", False),
+    "-dev none": ("devices", ()),
+    "-dev CUDA1,CUDA0": ("devices", ("CUDA1", "CUDA0")),
+    "-sm row": ("split_mode", "row"),
+    "-ts 3,1": ("tensor_split", (3.0, 1.0)),
+    "-ts 0.5/0/2": ("tensor_split", (0.5, 0.0, 2.0)),
+    "-mg 1": ("main_gpu", 1),
+    "--numa distribute": ("numa", "distribute"),
+    "-cmoe": ("tensor_overrides", ((r"\.ffn_(up|down|gate|gate_up)_(ch|)exps", "CPU"),)),
+    "-ncmoe 2 -ot a.*=CUDA0,b=CPU": (
+        "tensor_overrides",
+        (("a.*", "CUDA0"), ("b", "CPU"), (r"blk\.(0|1)\.ffn_(up|down|gate|gate_up)_(ch|)exps", "CPU")),
+    ),
+    "-ncffn 1": ("tensor_overrides", ((r"blk\.(0)\.ffn_(up|down|gate)\.", "CPU"),)),
+    "--override-kv a=int:-3,b=bool:true --override-kv c=float:0.5,d=str:x=y:z": (
+        "overrides",
+        (("a", -3), ("b", True), ("c", 0.5), ("d", "x=y:z")),
+    ),
+    "--rope-scaling yarn": ("rope", Rope(scaling="yarn")),
+    "--rope-scale 4": ("rope", Rope(freq_scale=0.25)),
+    "--rope-freq-scale 0.25": ("rope", Rope(freq_scale=0.25)),
+    "--rope-freq-base 50000": ("rope", Rope(freq_base=50_000.0)),
+    "--yarn-orig-ctx 4096": ("rope", Rope(yarn_orig_ctx=4096)),
+    "--yarn-ext-factor 0": ("rope", Rope(yarn_ext_factor=0.0)),
+    "--yarn-attn-factor 0.5": ("rope", Rope(yarn_attn_factor=0.5)),
+    "--yarn-beta-slow 2": ("rope", Rope(yarn_beta_slow=2.0)),
+    "--yarn-beta-fast 16": ("rope", Rope(yarn_beta_fast=16.0)),
     "--swa-full": ("swa_full", True),
     "-ctxcp 0": ("checkpoints", False),
     "-no-kvu": ("unified", False),
@@ -122,6 +158,11 @@ API: dict[str, tuple[str, object]] = {
     "-rea 0": ("reasoning", False),
     "--reasoning-budget 9": ("reasoning_budget", 9),
     "--reasoning-format none": ("reasoning_format", "none"),
+    "--reasoning-effort high": ("template_kwargs", {"reasoning_effort": "high"}),
+    '--chat-template-kwargs {"a":1,"reasoning_effort":"low"}': (
+        "template_kwargs",
+        {"a": 1, "reasoning_effort": "low"},
+    ),
 }
 
 SAMPLING: dict[str, tuple[str, object]] = {
@@ -160,6 +201,7 @@ SAMPLING: dict[str, tuple[str, object]] = {
 
 ELSEWHERE = {
     *("cache_disk", "cache_disk_size", "cache_disk_write_per_day", "cache_ram_per_key", "cache_disk_per_key"),
+    *("hf_repo", "hf_file", "hf_token", "cpu_mask", "cpu_range"),
     *("model", "offline", "port", "chat_template", "chat_template_file", "grammar_file", "restore_messages"),
     *(
         "max_queue",
@@ -337,6 +379,33 @@ async def test_without_jinja_the_built_in_template_that_fits_the_model_is_used(
     backend.info = msgspec.structs.replace(backend.info, chat_template=own, builtin_template=builtin)
     async with serving(tmp_path, backend, **config) as server, server.session.get(f"{server.url}/props") as reply:
         assert (await reply.json())["chat_template"] == (resolve(used) if used else own)
+
+
+async def test_template_variables_of_flags_are_the_defaults_of_requests(tmp_path: Path) -> None:
+    config = {
+        "chat_template": "{{ messages[0].content }} {{ a }}/{{ b }}/{{ reasoning_effort }}/{{ enable_thinking }}",
+        "chat_template_kwargs": '{"a": 1, "b": "x", "enable_thinking": true}',
+        "reasoning_effort": "high",
+    }
+
+    async def prompts(*bodies: dict[str, Any], **more: Any) -> list[str]:
+        async with serving(tmp_path, FakeBackend(), **config, **more) as server:
+            messages = [{"role": "user", "content": "hi"}]
+            replies = [await server.post("/apply-template", {"messages": messages, **body}) for body in bodies]
+            return [reply["prompt"] for _, reply in replies]
+
+    assert await prompts(
+        {},
+        {"chat_template_kwargs": {"a": "y"}, "reasoning_effort": "low"},
+        {"reasoning_effort": "none"},
+    ) == ["hi 1/x/high/True", "hi y/x/low/True", "hi 1/x/high/False"]
+    assert await prompts({}, reasoning="off") == ["hi 1/x/high/False"]
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "1", '{"a": 1} x', "{1: 2}"])
+def test_template_variables_are_a_json_object(text: str) -> None:
+    with pytest.raises(ConfigError, match="--chat-template-kwargs is not a JSON object"):
+        api_settings(configured(["--chat-template-kwargs", text]))
 
 
 def test_an_empty_api_key_flag_is_refused() -> None:

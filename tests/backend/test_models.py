@@ -180,14 +180,14 @@ def test_no_built_in_template_is_named_where_none_fits(source: str) -> None:
 
 
 def test_weights_are_mapped_read_or_locked(tiny_model: Path) -> None:
-    for use_mmap in (True, False):
+    for mode in ("auto", "mmap", "mmap+mlock", "none", "mlock", "dio"):
         model, n_mapped = loading.load_model(
-            LlamaSettings(tiny_model, n_gpu_layers=0, use_mmap=use_mmap), lambda _: True
+            LlamaSettings(tiny_model, n_gpu_layers=0, load_mode=mode), lambda _: True
         )
         llama_cpp.llama_model_free(model)
-        assert (n_mapped > 0) == use_mmap
-    with loaded(tiny_model, use_mlock=True) as backend:
-        assert feed(backend, 0, [300]).status is Status.OK
+        assert (n_mapped > 0) == (mode in ("auto", "mmap", "mmap+mlock"))
+        with loaded(tiny_model, load_mode=mode) as backend:
+            assert feed(backend, 0, [300]).status is Status.OK
 
 
 def test_types_of_the_kv_pool(tiny_model: Path) -> None:

@@ -21,7 +21,15 @@ from llamaslot.backend import host as host_module
 from llamaslot.backend.host import host_memory
 from llamaslot.backend.llama import LlamaSettings, library, sizing
 from llamaslot.backend.llama.library import Device
-from llamaslot.backend.llama.loading import in_parts, load_model, logged_bytes, padded, sequences
+from llamaslot.backend.llama.loading import (
+    gpus,
+    in_parts,
+    load_model,
+    load_structure,
+    logged_bytes,
+    padded,
+    sequences,
+)
 from llamaslot.backend.llama.sizing import (
     HOST,
     MAX_AUTO_CELLS_GPU,
@@ -371,7 +379,7 @@ def test_a_model_whose_layers_are_not_alike_gets_the_cells_that_fit(
     models: dict[str, Path], monkeypatch: pytest.MonkeyPatch, shape: str
 ) -> None:
     scarce(monkeypatch, available=2**21, total=2**21)
-    monkeypatch.setattr(sizing, "kv_places", lambda gpu, host, _: kv_places(gpu, host, 0))
+    monkeypatch.setattr(sizing, "kv_places", lambda gpu, host, _, used: kv_places(gpu, host, 0, used))
     with loaded(models[shape], n_ctx=0, kv_mem_fraction=1.0, n_gpu_layers=0) as backend:
         assert 256 <= backend.info.n_ctx < 8192
         assert "outside the cells) / " in backend.info.sizing
@@ -447,33 +455,53 @@ GPUS = [Device("GPU0", "a", 1, 60, 80), Device("GPU1", "b", 1, 20, 80)]
 
 
 @pytest.mark.parametrize(("n_gpu_layers", "n_on_gpu"), [(-1, 4), (0, 0), (1, 0), (4, 3), (5, 4), (99, 4)])
-def test_kv_lies_where_its_layer_does(monkeypatch: pytest.MonkeyPatch, n_gpu_layers: int, n_on_gpu: int) -> None:
-    monkeypatch.setattr(library, "devices", lambda: [])
-    assert layers_on_gpu(4, 0, n_gpu_layers) == 0
-    monkeypatch.setattr(library, "devices", lambda: [Device("CPU", "", 0, 1, 1), *GPUS])
+def test_kv_lies_where_its_layer_does(n_gpu_layers: int, n_on_gpu: int) -> None:
     assert layers_on_gpu(4, 0, n_gpu_layers) == n_on_gpu
     assert layers_on_gpu(4, 1, n_gpu_layers + 1 if n_gpu_layers > 0 else n_gpu_layers) == n_on_gpu
 
 
+@pytest.mark.parametrize(
+    ("settings", "names"),
+    [
+        ({}, ["GPU0", "GPU1"]),
+        ({"n_gpu_layers": 0}, []),
+        ({"devices": ()}, []),
+        ({"devices": ("GPU1",)}, ["GPU1"]),
+        ({"devices": ("GPU1", "GPU0"), "split_mode": "none"}, ["GPU1"]),
+        ({"split_mode": "none", "main_gpu": 1}, ["GPU1"]),
+        ({"split_mode": "row", "main_gpu": 1}, ["GPU0", "GPU1"]),
+    ],
+)
+def test_kv_counts_for_the_gpus_in_use(
+    monkeypatch: pytest.MonkeyPatch, models: dict[str, Path], settings: dict[str, Any], names: list[str]
+) -> None:
+    monkeypatch.setattr(library, "devices", lambda: [Device("CPU", "", 0, 1, 1), *GPUS])
+    found = gpus(of(**settings))
+    assert [gpu.name for gpu in found] == names
+    model = load_structure(models["tiny"])
+    on_gpu, on_host = kv_bytes(model, of(**settings), 1, 0)
+    assert (on_gpu.per_cell > 0, on_host.per_cell > 0) == (bool(names), not names)
+    assert kv_bytes(model, of(**settings, kv_offload=False), 1, 0)[0] == KvBytes()
+    llama_cpp.llama_model_free(model)
+
+
 def test_the_memory_of_all_gpus_counts_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "linux")
-    monkeypatch.setattr(library, "devices", lambda: GPUS)
     monkeypatch.setattr(sizing, "host_memory", lambda: (50, 90))
     on_gpu, on_host = Place("GPU0 + GPU1", 80, 160, 900, 7), Place(HOST, 40, 90, 100, 3)
-    assert kv_places(KvBytes(900, 7), KvBytes(100, 3), 10) == [on_gpu, on_host]
-    assert kv_places(KvBytes(900, 7), KvBytes(), 10) == [on_gpu]
-    assert kv_places(KvBytes(), KvBytes(100, 3), 10) == [on_host]
+    assert kv_places(KvBytes(900, 7), KvBytes(100, 3), 10, GPUS) == [on_gpu, on_host]
+    assert kv_places(KvBytes(900, 7), KvBytes(), 10, GPUS) == [on_gpu]
+    assert kv_places(KvBytes(), KvBytes(100, 3), 10, []) == [on_host]
 
 
 def test_a_gpu_without_memory_of_its_own_is_bound_by_the_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     integrated = Device("iGPU", "", 2, 70, 80)
     monkeypatch.setattr(sys, "platform", "linux")
-    monkeypatch.setattr(library, "devices", lambda: [integrated])
     monkeypatch.setattr(sizing, "host_memory", lambda: (50, 90))
     both = [Place("iGPU", 70, 80, 900), Place(HOST, 40, 90, 1000)]
-    assert kv_places(KvBytes(900), KvBytes(100), 10) == both
+    assert kv_places(KvBytes(900), KvBytes(100), 10, [integrated]) == both
     monkeypatch.setattr(library, "devices", lambda: [integrated, *GPUS])
-    assert [place.name for place in kv_places(KvBytes(900), KvBytes(), 10)] == ["GPU0 + GPU1"]
+    assert gpus(of()) == GPUS
 
 
 def test_a_gpu_that_does_not_say_what_is_free_is_not_guessed(

@@ -273,6 +273,28 @@ def test_impossible_metadata_is_refused_without_memory(path: Path, raw: bytes) -
     assert peak < 32 * 2**20
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("llama.block_count", 0, "llama.cpp cannot load llama.block_count 0"),
+        ("llama.expert_count", 4, "llama.cpp cannot load llama.expert_used_count 0 with llama.expert_count 4"),
+        ("llama.nextn_predict_layers", 3, "llama.nextn_predict_layers 3 with llama.block_count 2"),
+        ("llama.rope.scaling.type", "other", "'other' is no type of RoPE scaling"),
+        ("llama.rope.scaling.type", 1, "'1' is no type of RoPE scaling"),
+    ],
+)
+def test_what_would_end_the_process_is_refused_of_overrides_too(
+    path: Path, key: str, value: int | str, said: str
+) -> None:
+    path.write_bytes(GOOD)
+    with pytest.raises(ConfigError) as caught:
+        check_metadata(path, {key: value})
+    assert caught.value.param == "--override-kv"
+    assert caught.value.message.startswith("--override-kv: ")
+    assert said in caught.value.message
+    check_metadata(path, {"llama.block_count": 3, "llama.rope.scaling.type": "yarn", "other": 0.5})
+
+
 def test_a_file_that_ends_early_is_refused(path: Path) -> None:
     for length in range(len(GOOD)):
         refusal(path, GOOD[:length])

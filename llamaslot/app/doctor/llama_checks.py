@@ -17,8 +17,10 @@ from pathlib import Path
 
 import msgspec
 
+from llamaslot.app.config import Config
 from llamaslot.app.doctor import Check, fail, ok, shown_size, warn
 from llamaslot.app.logs import configure_logging
+from llamaslot.app.model_config import metadata_overrides
 from llamaslot.app.models import DEFAULT, EMBEDDED, find_model, local_file, resolve_model
 from llamaslot.app.start_lines import HostGpu, unused_gpu
 from llamaslot.base.errors import ConfigError
@@ -48,11 +50,11 @@ class LlamaFacts(msgspec.Struct, frozen=True):
     """Why llama.cpp cannot load the model; empty if it can."""
 
 
-def model_file(name: str) -> Path | Check:
+def model_file(config: Config) -> Path | Check:
     """Return the file that `--model` names if it can be served, otherwise a failed check."""
     try:
-        path = resolve_model(name)
-        check_metadata(path)
+        path = resolve_model(config.model)
+        check_metadata(path, metadata_overrides(config))
     except ConfigError as error:
         return fail("model", error.message, "give another --model or get it with `llamaslot pull`")
     return path

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -24,10 +25,12 @@ from llamaslot.app.cache_tiers import (
     slot_save_path,
 )
 from llamaslot.app.config import Config
+from llamaslot.app.config_reader import listed
+from llamaslot.app.model_config import engine_cpus, metadata_overrides, tensor_overrides, tensor_split
 from llamaslot.backend.disk import DiskStore
 from llamaslot.backend.host import MemoryReader, host_memory
 from llamaslot.backend.llama import LlamaBackend, LoadingStopped
-from llamaslot.backend.llama.loading import LlamaSettings
+from llamaslot.backend.llama.loading import LlamaSettings, Rope
 from llamaslot.backend.remote import StoreSettings
 from llamaslot.base.backend import Backend
 from llamaslot.base.errors import ConfigError
@@ -47,6 +50,7 @@ _FOLDER_TIMEOUT_S, _FOLDER_TIMEOUT_AGAIN_S = 10.0, 3.0
 """Time that a disk gets to answer when the server starts, and when the engine is started again: requests wait then,
 and the disk that hangs may be why the last engine ended.
 """
+_MAX_SHOWN_CPUS = 8
 OnProgress = Callable[[str, float], bool]
 """Gets what is being done and the fraction done, on another thread; false to stop."""
 
@@ -69,8 +73,21 @@ def llama_settings(config: Config, model: Path) -> LlamaSettings:
         n_threads=max(config.threads, 0),
         n_threads_batch=max(config.threads_batch, 0),
         n_gpu_layers=config.gpu_layers if isinstance(config.gpu_layers, int) else -1,
-        use_mmap=config.mmap,
-        use_mlock=config.mlock,
+        devices=_devices(config),
+        split_mode=config.split_mode,
+        tensor_split=tensor_split(config),
+        main_gpu=config.main_gpu,
+        kv_offload=config.kv_offload,
+        op_offload=config.op_offload,
+        tensor_overrides=tensor_overrides(config),
+        load_mode=config.weights_load_mode,
+        lazy_mode=config.lazy_mode,
+        check_tensors=config.check_tensors,
+        repack=config.repack,
+        no_host=config.no_host,
+        numa=config.numa,
+        overrides=tuple(metadata_overrides(config).items()),
+        rope=_rope(config),
         swa_full=config.swa_full,
         checkpoints=config.ctx_checkpoints > 0,
         reuse_self_test=config.reuse_self_test,
@@ -85,6 +102,45 @@ def llama_settings(config: Config, model: Path) -> LlamaSettings:
         # Otherwise idle prefixes are offloaded for it, which needs RAM and would empty slots that are to be saved.
         measure_at_load=config.cache_ram == 0 or bool(config.slot_save_path),
         measurements=platformdirs.user_cache_path("llamaslot") / "measurements",
+    )
+
+
+def _devices(config: Config) -> tuple[str, ...] | None:
+    """Return the names of the GPUs to use; None for all."""
+    names = tuple(listed(config.device))
+    if names in ((), ("all",)):
+        return None
+    return () if names == ("none",) else names
+
+
+def _keep_to_cpus(config: Config) -> None:
+    """Have this thread, and those that it starts, use only the CPUs that flags name. Raises `ConfigError`."""
+    cpus = engine_cpus(config)
+    if not cpus:
+        return
+    flag = "--cpu-mask" if config.cpu_mask else "--cpu-range"
+    if not hasattr(os, "sched_setaffinity"):
+        raise ConfigError(
+            f"{flag}: this system does not let a program choose its CPUs; remove the flag", param=flag
+        )
+    allowed = os.sched_getaffinity(0)
+    if not cpus & allowed:
+        shown = ", ".join(map(str, sorted(allowed)[:_MAX_SHOWN_CPUS]))
+        raise ConfigError(f"{flag} names no CPU that this process may use, such as {shown}", param=flag)
+    os.sched_setaffinity(0, cpus & allowed)
+
+
+def _rope(config: Config) -> Rope:
+    scale = 1 / config.rope_scale if config.rope_scale is not None else config.rope_freq_scale or 0.0
+    return Rope(
+        scaling=config.rope_scaling,
+        freq_base=config.rope_freq_base,
+        freq_scale=scale,
+        yarn_orig_ctx=config.yarn_orig_ctx,
+        yarn_ext_factor=config.yarn_ext_factor,
+        yarn_attn_factor=config.yarn_attn_factor,
+        yarn_beta_slow=config.yarn_beta_slow,
+        yarn_beta_fast=config.yarn_beta_fast,
     )
 
 
@@ -168,9 +224,13 @@ class EngineHost:
         settings = llama_settings(self._config, Path(self._config.model))
         _log.info("model.loading", path=str(settings.model))
         text = f"loading {settings.model.name}"
-        return await asyncio.get_running_loop().run_in_executor(
-            self._thread, LlamaBackend, settings, lambda fraction: on_progress(text, fraction)
-        )
+
+        def load() -> Backend:
+            # On the thread that computes: the other threads that compute are started by it.
+            _keep_to_cpus(self._config)
+            return LlamaBackend(settings, lambda fraction: on_progress(text, fraction))
+
+        return await asyncio.get_running_loop().run_in_executor(self._thread, load)
 
     @contextlib.contextmanager
     def _optional_folders(self) -> Iterator[None]:
@@ -190,7 +250,7 @@ class EngineHost:
         snapshots = slot_files(self._slot_folder, backend.info, self._disk)
         if self._slot_folder is not None and snapshots is None:
             _log.warning("slot_files.disabled", reason=backend.info.unsaved_reason)
-        is_mapped = self._config.mmap and not self._config.mlock
+        is_mapped = self._config.maps_weights
         self._engine = Engine(
             backend,
             on_events,

@@ -24,6 +24,7 @@ import uvloop
 
 from llamaslot.app.config import Config
 from llamaslot.app.logs import configure_logging, get_logger
+from llamaslot.app.model_config import metadata_overrides
 from llamaslot.backend.host import trim_heap
 from llamaslot.backend.llama import LlamaVocab
 from llamaslot.backend.llama.vocab import token_texts
@@ -151,7 +152,8 @@ class PromptMain:
         self._config = msgspec.convert(message.config, Config)
         configure_logging(self._config.log_format, self._config.lowest_log_level)
         try:
-            self._vocab = LlamaVocab.load(Path(self._config.model))
+            overrides = tuple(metadata_overrides(self._config).items())
+            self._vocab = LlamaVocab.load(Path(self._config.model), overrides)
         except LlamaslotError as error:
             self._refuse(error)
 

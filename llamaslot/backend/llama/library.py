@@ -6,11 +6,11 @@ import ctypes
 import os
 import re
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import llama_cpp
 import structlog
@@ -20,6 +20,11 @@ from llamaslot.base.model import CPU
 
 _log = structlog.get_logger("llama.cpp")
 
+_NUMA = {
+    "distribute": llama_cpp.GGML_NUMA_STRATEGY_DISTRIBUTE,
+    "isolate": llama_cpp.GGML_NUMA_STRATEGY_ISOLATE,
+    "numactl": llama_cpp.GGML_NUMA_STRATEGY_NUMACTL,
+}
 _DEBUG, _INFO, _WARN, _ERROR = 1, 2, 3, 4
 GPU, INTEGRATED_GPU = 1, 2
 """ggml's device types: GPUs with their own memory, and GPUs that use the host's (0 is the CPU)."""
@@ -30,7 +35,7 @@ _HARMLESS = ("possible training context overflow",)
 _NO_GPU = re.compile(r"ggml_cuda_init: failed to initialize \w+: ")
 """Logged if no GPU can be used. An error, unless GPUs are hidden from this process on purpose."""
 
-_recent: deque[str] = deque(maxlen=200)
+_recent: deque[str] = deque(maxlen=1000)
 _errors: deque[str] = deque(maxlen=20)
 _watching: list[bool] = []
 """An entry for each `watched` in progress: True if warnings are not to be logged either."""
@@ -139,6 +144,8 @@ class Device:
     kind: int
     free: int
     total: int
+    handle: int = 0
+    """ggml's own."""
 
 
 def gpus() -> list[Device]:
@@ -147,9 +154,8 @@ def gpus() -> list[Device]:
     return [each for each in found if each.kind == GPU] or [each for each in found if each.kind == INTEGRATED_GPU]
 
 
-def device_used(n_gpu_layers: int) -> str:
-    """Return `ModelInfo.device` for a model with `n_gpu_layers` on the GPU."""
-    used = gpus() if n_gpu_layers != 0 else []
+def device_used(used: Sequence[Device]) -> str:
+    """Return `ModelInfo.device` for a model on these GPUs."""
     return ", ".join(f"{each.name} ({each.description})" for each in used) or CPU
 
 
@@ -172,8 +178,26 @@ def devices() -> list[Device]:
         libggml.ggml_backend_dev_memory(device, ctypes.byref(free), ctypes.byref(total))
         name = libggml.ggml_backend_dev_name(device).decode(errors="replace")
         description = libggml.ggml_backend_dev_description(device).decode(errors="replace")
-        found.append(Device(name, description, libggml.ggml_backend_dev_type(device), free.value, total.value))
+        kind = libggml.ggml_backend_dev_type(device)
+        found.append(Device(name, description, kind, free.value, total.value, device))
     return found
+
+
+def buffer_types() -> dict[str, int]:
+    """Return ggml's types of memory in which weights may be, one for each device, by their names."""
+    libggml.ggml_backend_dev_buffer_type.argtypes = [ctypes.c_void_p]
+    libggml.ggml_backend_dev_buffer_type.restype = ctypes.c_void_p
+    libggml.ggml_backend_buft_name.argtypes = [ctypes.c_void_p]
+    libggml.ggml_backend_buft_name.restype = ctypes.c_char_p
+    kinds = (libggml.ggml_backend_dev_buffer_type(device.handle) for device in devices())
+    return {libggml.ggml_backend_buft_name(kind).decode(errors="replace"): kind for kind in kinds if kind}
+
+
+def use_numa(strategy: Literal["off", "distribute", "isolate", "numactl"]) -> None:
+    """Have threads keep to NUMA nodes from now on, in all of this process. Call `initialise` first."""
+    # Off is not passed on: it changes nothing, and an earlier choice stays.
+    if strategy != "off":
+        llama_cpp.llama_numa_init(_NUMA[strategy])
 
 
 def page_locked_allocator() -> Callable[[int], int | None] | None:

@@ -54,7 +54,7 @@ class LlamaBackend:
         self._n_threads = n_threads
         is_chosen = settings.n_threads or settings.n_threads_batch
         # On a GPU few threads have something to do, and reading the CPU times would only delay its steps.
-        on_cpu = library.device_used(settings.n_gpu_layers) == CPU
+        on_cpu = library.device_used(loading.gpus(settings)) == CPU
         self._threads = StepThreads(n_threads) if on_cpu and not is_chosen else None
         # `ModelInfo.kv_files`, in the version that is loaded next.
         files = _files(settings)
@@ -62,13 +62,17 @@ class LlamaBackend:
         try:
             n_cache_seqs, n_seqs = self._sequences()
             # Other threads may use the vocabulary while the model is unloaded.
-            self.vocab = LlamaVocab.load(settings.model) if settings.may_unload else LlamaVocab(self._model)
+            self.vocab = (
+                LlamaVocab.load(settings.model, settings.overrides)
+                if settings.may_unload
+                else LlamaVocab(self._model, settings.overrides)
+            )
             n_ctx, size = sizing.choose(self._model, settings, n_seqs, n_mapped)
             made = loading.make_context(self._model, settings, n_ctx=n_ctx, n_seqs=n_seqs, n_threads=n_threads)
         except ConfigError:
             llama_cpp.llama_model_free(self._model)
             raise
-        self._chains = DeviceChains(self.vocab.n_tokens, sizing.free_bytes)
+        self._chains = DeviceChains(self.vocab.n_tokens, partial(sizing.free_bytes, settings))
         self._use(made)
         self._breakers = BreakerIndex(self.vocab)
         eog = tuple(sorted(self.vocab.eog, key=lambda token: (token != self.vocab.eos, token)))
@@ -418,7 +422,7 @@ class LlamaBackend:
             sizing=size,
             cache_type_k=settings.cache_type_k,
             cache_type_v=settings.cache_type_v,
-            device=library.device_used(settings.n_gpu_layers),
+            device=library.device_used(loading.gpus(settings)),
             backends=library.backends(),
             reuse_reason=reason,
             state=capabilities.read(model, context, made.caches),

@@ -9,18 +9,22 @@ import ctypes
 import math
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Literal
 
 import llama_cpp
+import structlog
 
 from llamaslot.backend.llama import capabilities, library
 from llamaslot.backend.llama.capabilities import Caches
+from llamaslot.backend.llama.library import Device
 from llamaslot.base.errors import ConfigError
-from llamaslot.base.files import check_file
+from llamaslot.base.files import MetadataValue, check_file
+
+_log = structlog.get_logger(__name__)
 
 PADDING = 256
 """In llama.cpp the number of cells of a sequence's context is a multiple of this."""
@@ -34,12 +38,31 @@ _FLASH_ATTN = {
     "off": llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED,
 }
 _LOAD_MODES = {
-    (True, False): llama_cpp.LLAMA_LOAD_MODE_AUTO,
-    (True, True): llama_cpp.LLAMA_LOAD_MODE_MMAP_MLOCK,
-    (False, False): llama_cpp.LLAMA_LOAD_MODE_NONE,
-    (False, True): llama_cpp.LLAMA_LOAD_MODE_MLOCK,
+    "auto": llama_cpp.LLAMA_LOAD_MODE_AUTO,
+    "none": llama_cpp.LLAMA_LOAD_MODE_NONE,
+    "mmap": llama_cpp.LLAMA_LOAD_MODE_MMAP,
+    "mlock": llama_cpp.LLAMA_LOAD_MODE_MLOCK,
+    "mmap+mlock": llama_cpp.LLAMA_LOAD_MODE_MMAP_MLOCK,
+    "dio": llama_cpp.LLAMA_LOAD_MODE_DIRECT_IO,
 }
-"""llama.cpp's modes of loading weights, by whether they are mapped from the file and locked in memory."""
+_LAZY_MODES = {
+    "auto": llama_cpp.LLAMA_LAZY_MODE_AUTO,
+    "on": llama_cpp.LLAMA_LAZY_MODE_ON,
+    "off": llama_cpp.LLAMA_LAZY_MODE_OFF,
+}
+_SPLIT_MODES = {
+    "none": llama_cpp.LLAMA_SPLIT_MODE_NONE,
+    "layer": llama_cpp.LLAMA_SPLIT_MODE_LAYER,
+    "row": llama_cpp.LLAMA_SPLIT_MODE_ROW,
+}
+_ROPE_SCALING = {
+    "auto": llama_cpp.LLAMA_ROPE_SCALING_TYPE_UNSPECIFIED,
+    "none": llama_cpp.LLAMA_ROPE_SCALING_TYPE_NONE,
+    "linear": llama_cpp.LLAMA_ROPE_SCALING_TYPE_LINEAR,
+    "yarn": llama_cpp.LLAMA_ROPE_SCALING_TYPE_YARN,
+}
+_BAD_OVERRIDE = re.compile(r"Bad metadata override type for key '(.*)', expected (\w+) but got (\w+)")
+_USED_OVERRIDE = re.compile(r"Using metadata override \( *\w+\) '(.*)' =")
 _INT32_MAX = 2**31 - 1
 _SAMPLING_KEYS: dict[str, tuple[str, type[int] | type[float], float, float]] = {
     "temp": ("temperature", float, 0, 100),
@@ -74,6 +97,26 @@ MAX_SEQS = 256
 """llama.cpp's LLAMA_MAX_SEQ."""
 
 
+class _BufferOverride(ctypes.Structure):
+    """llama.cpp's `llama_model_tensor_buft_override`."""
+
+    _fields_ = (("pattern", ctypes.c_char_p), ("kind", ctypes.c_void_p))
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """How positions are encoded; the defaults stand for the model's own."""
+
+    scaling: Literal["auto", "none", "linear", "yarn"] = "auto"
+    freq_base: float = 0.0
+    freq_scale: float = 0.0
+    yarn_orig_ctx: int = 0
+    yarn_ext_factor: float = -1.0
+    yarn_attn_factor: float = -1.0
+    yarn_beta_slow: float = -1.0
+    yarn_beta_fast: float = -1.0
+
+
 @dataclass(frozen=True, slots=True)
 class LlamaSettings:
     """Settings for loading a model; 0 means llama.cpp's or the model's own choice."""
@@ -96,8 +139,28 @@ class LlamaSettings:
     """Threads of prefill; 0 for as many as `n_threads`."""
     n_gpu_layers: int = -1
     """Layers on the GPU; -1 for all."""
-    use_mmap: bool = True
-    use_mlock: bool = False
+    devices: tuple[str, ...] | None = None
+    """Names of the GPUs to use; None for all."""
+    split_mode: str = "layer"
+    """How several GPUs share the model, by llama-server's names (`_SPLIT_MODES`)."""
+    tensor_split: tuple[float, ...] = ()
+    """Share of the model for each GPU; none for llama.cpp's choice, by free memory."""
+    main_gpu: int = 0
+    """GPU of the whole model (`none`), or of its KV (`row`), among those to use."""
+    kv_offload: bool = True
+    op_offload: bool = True
+    tensor_overrides: tuple[tuple[str, str], ...] = ()
+    """Regular expressions for names of tensors with the buffer type that these get; the first match counts."""
+    load_mode: str = "auto"
+    """How weights are loaded, by llama-server's names (`_LOAD_MODES`)."""
+    lazy_mode: Literal["auto", "on", "off"] = "auto"
+    check_tensors: bool = False
+    repack: bool = True
+    no_host: bool = False
+    numa: Literal["off", "distribute", "isolate", "numactl"] = "off"
+    overrides: tuple[tuple[str, MetadataValue], ...] = ()
+    """Keys and values in place of those of the model file's metadata."""
+    rope: Rope = Rope()
     flash_attn: Literal["auto", "on", "off"] = "auto"
     backend_sampling: bool | None = None
     """Sample on the device where llama.cpp can; None for a GPU on which that is measured to be faster."""
@@ -180,10 +243,10 @@ def load_model(settings: LlamaSettings, on_progress: Callable[[float], bool]) ->
         stopped = not on_progress(share)
         return not stopped
 
-    params = llama_cpp.llama_model_default_params()
-    params.n_gpu_layers = settings.n_gpu_layers
+    library.initialise()
+    library.use_numa(settings.numa)
+    params = model_params(settings)
     params.progress_callback = progress
-    params.load_mode = _LOAD_MODES[settings.use_mmap, settings.use_mlock]
     with library.watched() as (lines, errors):
         model = _loaded(settings.model, params)
         if stopped:
@@ -192,6 +255,10 @@ def load_model(settings: LlamaSettings, on_progress: Callable[[float], bool]) ->
             reason = f"it is damaged, incomplete or of a kind that llama.cpp does not know ({_reason(errors)})"
             raise ConfigError(f"cannot load {settings.model}: {reason}", param="--model")
         n_mapped = logged_bytes("_Mapped model buffer", lines)
+        reason = _check_overrides(settings, lines)
+    if reason:
+        llama_cpp.llama_model_free(model)
+        raise ConfigError(f"--override-kv: {reason}", param="--override-kv")
     reason = capabilities.why_not_served(model)
     if not llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model)):
         reason = reason or "has no vocabulary"
@@ -201,10 +268,131 @@ def load_model(settings: LlamaSettings, on_progress: Callable[[float], bool]) ->
     return model, n_mapped
 
 
-def load_vocab(path: Path) -> Any:
+def model_params(settings: LlamaSettings) -> Any:
+    """Return llama.cpp's parameters for a model. The arrays in them live as long. Raises `ConfigError`."""
+    params = llama_cpp.llama_model_default_params()
+    params.n_gpu_layers = settings.n_gpu_layers
+    params.load_mode = _LOAD_MODES[settings.load_mode]
+    params.lazy_mode = _LAZY_MODES[settings.lazy_mode]
+    params.check_tensors = settings.check_tensors
+    params.use_extra_bufts = settings.repack
+    params.no_host = settings.no_host
+    params.split_mode = _SPLIT_MODES[settings.split_mode]
+    params.main_gpu = settings.main_gpu
+    found = _chosen_gpus(settings)
+    _check_gpu_flags(settings, found)
+    kept: list[Any] = []
+    if settings.devices is not None:
+        handles = (ctypes.c_void_p * (len(found) + 1))(*(gpu.handle for gpu in found), None)
+        params.devices = _address(handles, kept)
+    if settings.tensor_split and found:
+        # llama.cpp reads a share for as many GPUs as it could have.
+        params.tensor_split = (ctypes.c_float * llama_cpp.llama_max_devices())(*settings.tensor_split)
+    if settings.tensor_overrides:
+        params.tensor_buft_overrides = _address(_buffer_overrides(settings), kept)
+    params.kv_overrides = _metadata_overrides(settings.overrides)
+    params.kept = kept
+    return params
+
+
+def _check_gpu_flags(settings: LlamaSettings, found: Sequence[Device]) -> None:
+    """Raise `ConfigError` for a number that no GPU has; without GPUs, say that flags for several have no effect."""
+    names, n = ", ".join(gpu.name for gpu in found), len(found)
+    given = {
+        "--split-mode": settings.split_mode != "layer",
+        "--tensor-split": bool(settings.tensor_split),
+        "--main-gpu": settings.main_gpu != 0,
+    }
+    if not found and (unused := [flag for flag, is_given in given.items() if is_given]):
+        _log.info("flag.without_effect", flag=", ".join(unused), reason="no GPU is used")
+    if found and settings.main_gpu >= n:
+        message = f"--main-gpu {settings.main_gpu}: the GPUs have the numbers 0 to {n - 1} ({names})"
+        raise ConfigError(message, param="--main-gpu")
+    if found and len(settings.tensor_split) > n:
+        message = f"--tensor-split has {len(settings.tensor_split)} shares for {n} GPUs ({names})"
+        raise ConfigError(message, param="--tensor-split")
+
+
+def _address(array: Any, kept: list[Any]) -> int:
+    """Return the address of an array, which stays valid while `kept` exists."""
+    kept.append(array)
+    return ctypes.addressof(array)
+
+
+def _buffer_overrides(settings: LlamaSettings) -> Any:
+    kinds = library.buffer_types()
+    unknown = next((kind for _, kind in settings.tensor_overrides if kind not in kinds), None)
+    if unknown is not None:
+        known = ", ".join(kinds)
+        raise ConfigError(
+            f"--override-tensor: there is no memory {unknown}; use {known}", param="--override-tensor"
+        )
+    array = (_BufferOverride * (len(settings.tensor_overrides) + 1))()
+    for row, (pattern, kind) in zip(array, settings.tensor_overrides, strict=False):
+        row.pattern, row.kind = os.fsencode(pattern), kinds[kind]
+    return array
+
+
+def _metadata_overrides(overrides: Sequence[tuple[str, MetadataValue]]) -> Any:
+    """Return llama.cpp's array of overrides, which an empty key ends; None for none."""
+    if not overrides:
+        return None
+    array = (llama_cpp.llama_model_kv_override * (len(overrides) + 1))()
+    for row, (key, value) in zip(array, overrides, strict=False):
+        row.key = os.fsencode(key)
+        match value:
+            case bool():
+                row.tag, row.value.val_bool = llama_cpp.LLAMA_KV_OVERRIDE_TYPE_BOOL, value
+            case int():
+                row.tag, row.value.val_i64 = llama_cpp.LLAMA_KV_OVERRIDE_TYPE_INT, value
+            case float():
+                row.tag, row.value.val_f64 = llama_cpp.LLAMA_KV_OVERRIDE_TYPE_FLOAT, value
+            case str():
+                row.tag, row.value.val_str = llama_cpp.LLAMA_KV_OVERRIDE_TYPE_STR, os.fsencode(value)
+    return array
+
+
+def _check_overrides(settings: LlamaSettings, lines: Iterable[str]) -> str:
+    """Return which override has another type than its key; warn of keys that llama.cpp never read (fact 39)."""
+    used = set()
+    for line in lines:
+        if found := _BAD_OVERRIDE.search(line):
+            return f"{found[1]} has the type {found[2]}, not {found[3]}"
+        if found := _USED_OVERRIDE.search(line):
+            used.add(found[1])
+    for key, _ in settings.overrides:
+        if key not in used:
+            _log.warning("override_kv.unused", key=key, reason="llama.cpp reads no such key of this model")
+    return ""
+
+
+def _chosen_gpus(settings: LlamaSettings) -> list[Device]:
+    """Return the GPUs that llama.cpp is given; raises `ConfigError` for an unknown one of `--device`."""
+    if settings.devices is None:
+        return library.gpus()
+    known = {each.name: each for each in library.devices() if each.kind in (library.GPU, library.INTEGRATED_GPU)}
+    for name in settings.devices:
+        if name not in known:
+            here = f"there are {', '.join(known)}" if known else "this machine, or llama.cpp's build, has none"
+            raise ConfigError(f"--device: there is no GPU {name}; {here}", param="--device")
+        if settings.devices.count(name) > 1:
+            raise ConfigError(f"--device: {name} is there twice", param="--device")
+    return [known[name] for name in settings.devices]
+
+
+def gpus(settings: LlamaSettings) -> list[Device]:
+    """Return the GPUs that have a part of the model; raises `ConfigError`."""
+    if not settings.n_gpu_layers:
+        return []
+    found = _chosen_gpus(settings)
+    return found[settings.main_gpu : settings.main_gpu + 1] if settings.split_mode == "none" else found
+
+
+def load_vocab(path: Path, overrides: Sequence[tuple[str, MetadataValue]] = ()) -> Any:
     """Load only the vocabulary of a model, without weights; raises `ConfigError`."""
     params = llama_cpp.llama_model_default_params()
     params.vocab_only = True
+    params.kv_overrides = _metadata_overrides(overrides)
     with library.watched() as (_, errors):
         if model := _loaded(path, params):
             return model
@@ -238,8 +426,13 @@ def kv_facts(model: Any, context: Any, settings: LlamaSettings, *, flash_attn: b
         "llama-cpp-python": llama_cpp.__version__,
         "types": f"{settings.cache_type_k}/{settings.cache_type_v}",
         "flash attention": flash_attn,
-        "long positions": llama_cpp.llama_n_ctx_seq(context) > _long_rope_start(model),
+        "long positions": llama_cpp.llama_n_ctx_seq(context) > _long_rope_start(model, settings),
     }
+    # Only if they are given, so that what was stored before stays valid.
+    if settings.rope != Rope():
+        facts["RoPE"] = settings.rope
+    if settings.overrides:
+        facts["overrides"] = sorted(settings.overrides)
     return "; ".join(f"{name}: {value}" for name, value in facts.items())
 
 
@@ -277,8 +470,10 @@ def part_cells(model: Any, context: Any, settings: LlamaSettings) -> int:
     """
     n_ctx = llama_cpp.llama_n_ctx(context)
     part = n_ctx // settings.n_slots // PADDING * PADDING
-    n_short = _long_rope_start(model)
-    is_same = not _has_long_rope(model) or (part > n_short) == (n_ctx > n_short)
+    n_short = _long_rope_start(model, settings)
+    # Other settings of RoPE change what llama.cpp says of the training context.
+    is_known = settings.rope == Rope() and (part > n_short) == (n_ctx > n_short)
+    is_same = is_known or not _has_long_rope(model, settings)
     return part if part >= MIN_PART and is_same else 0
 
 
@@ -305,6 +500,14 @@ def context_params(settings: LlamaSettings, *, n_ctx: int, n_seqs: int, n_thread
     params.swa_full = settings.swa_full
     params.type_k = CACHE_TYPES[settings.cache_type_k]
     params.type_v = CACHE_TYPES[settings.cache_type_v]
+    params.offload_kqv = settings.kv_offload
+    params.op_offload = settings.op_offload
+    rope = settings.rope
+    params.rope_scaling_type = _ROPE_SCALING[rope.scaling]
+    params.rope_freq_base, params.rope_freq_scale = rope.freq_base, rope.freq_scale
+    params.yarn_orig_ctx = rope.yarn_orig_ctx
+    params.yarn_ext_factor, params.yarn_attn_factor = rope.yarn_ext_factor, rope.yarn_attn_factor
+    params.yarn_beta_slow, params.yarn_beta_fast = rope.yarn_beta_slow, rope.yarn_beta_fast
     params.no_perf = True
     return params
 
@@ -358,18 +561,23 @@ def builtin_template(source: str) -> str:
     return next(fitting, b"").decode()
 
 
-def _has_long_rope(model: Any) -> bool:
+def _has_long_rope(model: Any, settings: LlamaSettings) -> bool:
     """True if RoPE factors may depend on the size of the context. Files of MiniCPM3 do not say so."""
     architecture = library.metadata(model, "general.architecture")
     names = "type", "original_context_length"
-    kind, n_short = (library.metadata(model, f"{architecture}.rope.scaling.{each}") for each in names)
+    kind, n_short = (_scaling(model, settings, each) for each in names)
     return kind == "longrope" or bool(n_short) or architecture == "minicpm3"
 
 
-def _long_rope_start(model: Any) -> int:
+def _scaling(model: Any, settings: LlamaSettings, name: str) -> str:
+    """Return a value of the model's metadata on RoPE, unless it is overridden (fact 39); empty if it is missing."""
+    key = f"{library.metadata(model, 'general.architecture')}.rope.scaling.{name}"
+    return str(dict(settings.overrides).get(key, library.metadata(model, key)))
+
+
+def _long_rope_start(model: Any, settings: LlamaSettings) -> int:
     """Return the size of a sequence's context above which a model with long RoPE uses other factors."""
-    architecture = library.metadata(model, "general.architecture")
-    n_short = library.metadata(model, f"{architecture}.rope.scaling.original_context_length")
+    n_short = _scaling(model, settings, "original_context_length")
     return int(n_short) if n_short.isdecimal() else int(llama_cpp.llama_model_n_ctx_train(model))
 
 

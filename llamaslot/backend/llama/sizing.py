@@ -28,7 +28,8 @@ import structlog
 
 from llamaslot.backend.host import host_memory
 from llamaslot.backend.llama import library
-from llamaslot.backend.llama.loading import CACHE_TYPES, PADDING, LlamaSettings, context_params, padded
+from llamaslot.backend.llama.library import Device
+from llamaslot.backend.llama.loading import CACHE_TYPES, PADDING, LlamaSettings, context_params, gpus, padded
 from llamaslot.base.errors import ConfigError
 
 _log = structlog.get_logger(__name__)
@@ -70,7 +71,7 @@ def choose(model: Any, settings: LlamaSettings, n_seqs: int, n_mapped: int) -> t
     """
     n_parts, n_streams = (1, 1) if settings.unified else (settings.n_slots, n_seqs)
     gpu, host = kv_bytes(model, settings, n_seqs, padded(padded(settings.n_ctx) // n_parts))
-    places = kv_places(gpu, host, n_mapped)
+    places = kv_places(gpu, host, n_mapped, gpus(settings))
     n_fixed = gpu.fixed + host.fixed
     if settings.n_ctx:
         n_cells = settings.n_ctx
@@ -165,20 +166,22 @@ def most_cells(n_ctx_train: int, n_slots: int, *, on_host: bool) -> int:
     return max(n_ctx_train, min(n_slots * n_ctx_train, MAX_AUTO_CELLS_HOST if on_host else MAX_AUTO_CELLS_GPU))
 
 
-def free_bytes() -> int:
-    """Return the free memory of the GPU that has least, or of the host if there is none."""
-    return min((each.free for each in library.gpus()), default=host_memory()[0])
+def free_bytes(settings: LlamaSettings) -> int:
+    """Return the free memory of the GPU in use that has least, or of the host if there is none."""
+    return min((each.free for each in gpus(settings)), default=host_memory()[0])
 
 
-def kv_places(gpu: KvBytes, host: KvBytes, n_mapped: int) -> list[Place]:
-    """Return the memory in which the KV on GPUs and host will be, in addition to `n_mapped` bytes of weights."""
+def kv_places(gpu: KvBytes, host: KvBytes, n_mapped: int, used: Sequence[Device]) -> list[Place]:
+    """Return the memory in which the KV on the `used` GPUs and on the host will be.
+
+    `n_mapped` bytes of the host will have weights, in addition.
+    """
     found = []
     if gpu != KvBytes():
-        gpus = library.gpus()
-        name = " + ".join(each.name for each in gpus)
-        free, total = sum(each.free for each in gpus), sum(each.total for each in gpus)
+        name = " + ".join(each.name for each in used)
+        free, total = sum(each.free for each in used), sum(each.total for each in used)
         found.append(Place(name, free, total, gpu.per_cell, gpu.fixed))
-        if sys.platform == "darwin" or gpus[0].kind == library.INTEGRATED_GPU:
+        if sys.platform == "darwin" or used[0].kind == library.INTEGRATED_GPU:
             # Such a GPU uses the host's memory.
             host = KvBytes(host.per_cell + gpu.per_cell, host.fixed + gpu.fixed)
     if host != KvBytes():
@@ -208,14 +211,15 @@ def kv_bytes(model: Any, settings: LlamaSettings, n_seqs: int, n_ctx_seq: int) -
     if not _is_uniform(model):
         return measured_bytes(model, settings, n_seqs, n_ctx_seq)
     n_layer, n_nextn = llama_cpp.llama_model_n_layer(model), llama_cpp.llama_model_n_layer_nextn(model)
-    n_on_gpu = layers_on_gpu(n_layer, n_nextn, settings.n_gpu_layers)
+    has_gpu = settings.kv_offload and bool(gpus(settings))
+    n_on_gpu = layers_on_gpu(n_layer, n_nextn, settings.n_gpu_layers) if has_gpu else 0
     size = layer_bytes(model, settings.cache_type_k, settings.cache_type_v)
     return KvBytes(size * n_on_gpu), KvBytes(size * (n_layer - n_on_gpu))
 
 
 def layers_on_gpu(n_layer: int, n_nextn: int, n_gpu_layers: int) -> int:
-    """Return how many layers keep their KV on a GPU: llama.cpp puts them there from the output layer on down."""
-    if not n_gpu_layers or not library.gpus():
+    """Return how many layers are on a GPU, if there is one: llama.cpp puts them there from the output on down."""
+    if not n_gpu_layers:
         return 0
     return min(max(n_gpu_layers - 1 - n_nextn, 0), n_layer) if n_gpu_layers > 0 else n_layer
 

@@ -20,11 +20,13 @@ from llguidance import LLTokenizer
 from llamaslot.backend.llama import library
 from llamaslot.backend.llama.loading import load_vocab
 from llamaslot.base.errors import InvalidRequestError, NotSupportedError
+from llamaslot.base.files import MetadataValue
 from llamaslot.base.kv_ops import IllegalCallError
 from llamaslot.base.model import FimTokens
 from llamaslot.base.tokens import Tokens
 from llamaslot.text.grammars.compiling import SPECIAL_PREFIX
 
+_SPLITTER_KEY = "tokenizer.ggml.pre"
 _SPLITTERS_WITHOUT_REGEX = frozenset(
     """
     llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano dbrx smaug-bpe chatglm-bpe glm4
@@ -65,7 +67,7 @@ _TOKENIZE = ctypes.CFUNCTYPE(
 class LlamaVocab:
     """Vocabulary of a loaded model. Valid as long as the model."""
 
-    def __init__(self, model: int) -> None:
+    def __init__(self, model: int, overrides: Sequence[tuple[str, MetadataValue]] = ()) -> None:
         self.pointer: Any = llama_cpp.llama_model_get_vocab(model)
         """llama.cpp's pointer to the vocabulary."""
         # The tokens that begin and end a text, or -1.
@@ -91,16 +93,18 @@ class LlamaVocab:
         texts = map(llama_cpp.llama_vocab_get_text, repeat(self.pointer), range(self.n_tokens))
         self.longest_piece = max(map(len, texts)) if keeps_text else 0
         is_bpe = self.type == llama_cpp.LLAMA_VOCAB_TYPE_BPE
-        self._splits_by_regex = (
-            is_bpe and library.metadata(model, "tokenizer.ggml.pre") not in _SPLITTERS_WITHOUT_REGEX
-        )
+        splitter = dict(overrides).get(_SPLITTER_KEY, library.metadata(model, _SPLITTER_KEY))
+        self._splits_by_regex = is_bpe and splitter not in _SPLITTERS_WITHOUT_REGEX
         self.stack_bytes = _REGEX_STACK_BYTES if self._splits_by_regex else 0
         self._pieces: dict[int, bytes] = {}
 
     @classmethod
-    def load(cls, path: Path) -> LlamaVocab:
-        """Load the vocabulary of a model file, which stays loaded until the process ends; raises `ConfigError`."""
-        return cls(load_vocab(path))
+    def load(cls, path: Path, overrides: Sequence[tuple[str, MetadataValue]] = ()) -> LlamaVocab:
+        """Load the vocabulary of a model file, with values in place of its metadata's; raises `ConfigError`.
+
+        It stays loaded until the process ends.
+        """
+        return cls(load_vocab(path, overrides), overrides)
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> Tokens:
         """Return the token ids of `text`. A long text is tokenized in parts if that gives the same ids."""

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from bench import synthetic
+from llamaslot.app.config import Config
 from llamaslot.app.doctor import Check, Outcome
 from llamaslot.app.doctor import llama_checks as module
 from llamaslot.app.doctor.llama_checks import LlamaFacts, ask_llama, default_model, llama_checks, model_file
@@ -101,11 +102,11 @@ def test_a_model_that_cannot_be_served_fails(tmp_path: Path, tiny_model: Path) -
     text = tmp_path / "text.gguf"
     text.write_text("not a model")
     for name, words in ((str(text), "not a GGUF file"), ("no-such-model", "unknown model")):
-        check = model_file(name)
+        check = model_file(Config(model=name))
         assert isinstance(check, Check)
         assert check.outcome is Outcome.FAIL
         assert words in check.found
-    assert model_file(str(tiny_model)) == tiny_model
+    assert model_file(Config(model=str(tiny_model))) == tiny_model
 
 
 def test_a_model_that_llama_cpp_does_not_know_fails(tmp_path: Path, tiny_model: Path) -> None:
