@@ -93,7 +93,8 @@ def find_file(repo: str, quantization: str, *, offline: bool) -> str:
     if offline:
         if found := _chosen(here, quantization):
             return found
-        raise ConfigError(f"--hf-repo: no model of {repo} is on this machine, and --offline forbids to download it")
+        advice = "without --offline, `llamaslot serve` downloads it"
+        raise ConfigError(f"--hf-repo: no model of {repo} is on this machine; {advice}", param="--hf-repo")
     with _explained(repo):
         names = [each.rfilename for each in hf.HfApi().model_info(repo, timeout=_TIMEOUT_S).siblings or ()]
     if found := _chosen(names, quantization):

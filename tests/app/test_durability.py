@@ -179,3 +179,28 @@ def test_the_end_of_a_prompt_is_on_disk_soon(tmp_path: Path, tiny_model: Path) -
         wait_until_written(server)
         # A busy machine may take longer, but not much.
         assert time.monotonic() - started < 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--rope-freq-base", "500"),
+        ("--rope-scaling", "yarn", "--rope-scale", "2"),
+        ("--override-kv", "llama.rope.freq_base=float:500"),
+    ],
+)
+def test_kv_on_disk_is_not_for_a_server_with_other_positions(
+    tiny_model: Path, tmp_path: Path, flags: Sequence[str]
+) -> None:
+    args = *FLAGS, "-m", tiny_model, "--cache-disk", tmp_path / "cache"
+    body = {"prompt": story("positions", 60), "n_predict": 1}
+    with serving(tmp_path, *args, fault=WRITE_SOON) as server:
+        n_prompt = server.post("/completion", body)["tokens_evaluated"]
+        assert server.stop() == 0
+    cached = []
+    for more in (flags, flags, ()):
+        with serving(tmp_path, *args, *more, fault=WRITE_SOON + READS_PAY) as server:
+            cached.append(server.post("/completion", body)["timings"]["cache_n"])
+            assert server.stop() == 0
+    assert cached == [0, n_prompt - 1, n_prompt - 1]

@@ -50,5 +50,5 @@ async def test_a_model_of_a_hub_is_downloaded_once_and_served(tmp_path: Path) ->
 
         assert "has no GGUF file for Q2_K; its GGUF files: mmproj" in await refused("-hf", f"{REPO}:Q2_K")
         assert "has no repository a/b" in await refused("-hf", "a/b")
-        assert "--offline forbids to download it" in await refused("-hf", "a/b", "--offline")
+        assert "no model of a/b is on this machine; without --offline" in await refused("-hf", "a/b", "--offline")
         assert "--offline forbids to download it" in await refused("-hf", REPO, "-hff", "z.gguf", "--offline")
