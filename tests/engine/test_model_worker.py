@@ -147,7 +147,9 @@ async def test_a_command_given_between_plan_and_step_is_not_overlooked() -> None
         engine.on_state = cancel
         engine.local.ask("state", InspectEngine())
         assert isinstance(await end, Cancelled)
-        assert 0 < backend.n_decodes - n_before <= 2
+        # The step may have ended by the time that the answer arrives.
+        assert n_before > 0
+        assert backend.n_decodes - n_before <= 2
 
 
 async def test_stopping_waits_for_one_step_only() -> None:
