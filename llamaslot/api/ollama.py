@@ -359,7 +359,7 @@ async def ps(request: web.Request) -> web.Response:
         size_vram=0 if info.device == CPU else info.size_bytes,
         context_length=info.n_ctx_slot,
     )
-    return json_response(OllamaRunning([loaded] if service.is_loaded else []))
+    return json_response(OllamaRunning([] if service.is_sleeping else [loaded]))
 
 
 async def show(request: web.Request) -> web.Response:

@@ -72,7 +72,7 @@ async def props(request: web.Request) -> web.Response:
             "bos_token": info.bos_token,
             "eos_token": info.eos_token,
             "build_info": FINGERPRINT,
-            "is_sleeping": not service.is_loaded,
+            "is_sleeping": service.is_sleeping,
             "prefix_reuse": _prefix_reuse(info),
         }
     )

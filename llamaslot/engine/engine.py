@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections import deque
 from collections.abc import Callable
@@ -34,7 +35,7 @@ from llamaslot.base.kv_ops import NotSavedError
 from llamaslot.base.namespaces import PUBLIC_SALT
 from llamaslot.engine.constraint_worker import ConstraintWorker
 from llamaslot.engine.disk_worker import Disk, DiskWorker
-from llamaslot.engine.measurements import PendingCosts, PendingSelfTest, ReadMemory, watch_memory
+from llamaslot.engine.measurements import IDLE_S, PendingCosts, PendingSelfTest, ReadMemory, watch_memory
 from llamaslot.engine.model_worker import StepWatch, Worker
 from llamaslot.engine.queries import Queries, Respond, SlotActions
 from llamaslot.engine.remote_worker import RemoteWorker
@@ -415,12 +416,20 @@ class Engine:
     @property
     def _needs_model(self) -> bool:
         """True if a command that has come needs the model."""
-        return self._must_load or bool(self._replies) or self._slot_actions.is_busy
+        return self._must_load or bool(self._replies) or self._slot_actions.needs_model
 
     async def _unload(self) -> None:
         """Free the model, after what the pool holds went to RAM; not if anything needs it by then."""
         self._must_unload = False
-        if self._needs_model or self._self_test.is_pending or self._stopping:
+        due_at = self._costs.due_at
+        is_due = due_at is not None and due_at - self._clock() < IDLE_S
+        if (
+            self._needs_model
+            or self._slot_actions.is_busy
+            or self._self_test.is_pending
+            or is_due
+            or self._stopping
+        ):
             return
         started, n_cells = self._clock(), self.scheduler.cache.cells.used
         await self._empty_pool()
@@ -469,7 +478,8 @@ class Engine:
 
     def _fail_unloaded(self) -> None:
         """Fail all that needs the model, because it could not be loaded."""
-        error = UnavailableError(self._why_unloaded, retry_after=1)
+        seconds = math.ceil(max(1.0, self._reload_at - self._clock()))
+        error = UnavailableError(self._why_unloaded, retry_after=seconds)
         self._slot_actions.refuse(error)
         for completion_id, reply in [*self._replies.items()]:
             self.scheduler.end(reply.request, self._clock(), cancelled=True)

@@ -269,9 +269,14 @@ class SlotActions:
         """Saves and restores whose KV operations are in the current plan."""
 
     @property
+    def needs_model(self) -> bool:
+        """True while an action waits for its slot or a step; one whose file is read may still fail."""
+        return bool(self._waiting or self._in_step)
+
+    @property
     def is_busy(self) -> bool:
         """True while an action waits for its file, its slot or a step."""
-        return bool(self._n_reading or self._waiting or self._in_step)
+        return bool(self._n_reading) or self.needs_model
 
     def handle(self, command: SlotAction, respond: Respond) -> None:
         """Accept or refuse an action; it begins as soon as its slot is idle."""

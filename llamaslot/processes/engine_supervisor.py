@@ -170,6 +170,8 @@ class EngineSupervisor(Supervisor):
             self._info = info
             self._started.set_result(loaded)
         elif reason := _why_incompatible(self._info, info):
+            # It did not run, so its end is no failure to stop.
+            self._state = _State.STOPPED
             self.kill()
             _log.error("engine.not_restarted", reason=reason)
             self._on_events([Stopped(reason)])

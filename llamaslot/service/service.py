@@ -153,8 +153,10 @@ class Service:
         self._unwritten: list[TextRecord] = []
         """New records that no engine has got yet."""
         self._is_closing = False
-        self.is_loaded = True
+        self._is_loaded = True
         """False while the model is unloaded because nobody used it; the next request loads it again."""
+        self._is_loading = False
+        """True from the command to load it until that has succeeded or failed."""
         self._used_at = clock()
         """Time of the last request, or of its end."""
         self._n_prepared = 0
@@ -297,7 +299,7 @@ class Service:
                     # The backend does not know the limits that the server has chosen.
                     self.info = msgspec.structs.replace(info, checkpoint_limits=self.info.checkpoint_limits)
                 case ModelLoaded(is_loaded):
-                    self.is_loaded = is_loaded
+                    self._is_loaded, self._is_loading = is_loaded, False
                     self._used_at = self._clock()
                 case Stopped(reason):
                     self._stop(reason)
@@ -344,7 +346,8 @@ class Service:
         self._is_connected = False
         in_engine = [each for each in self._completions.values() if each.is_in_engine]
         alone, self._alone = self._alone, None
-        if is_crash and in_engine:
+        # What crashes while the model is loaded again is not a request.
+        if is_crash and in_engine and self._is_loaded:
             self._add_suspects(in_engine, alone)
         message = "the engine ended while it ran this request, and is restarting"
         error = stopped_error("") if self._is_closing else UnavailableError(message, retry_after=1)
@@ -363,9 +366,15 @@ class Service:
 
     def engine_restarted(self) -> None:
         """Send the requests that wait: another engine takes commands."""
-        self._is_connected = self.is_loaded = True
+        self._is_connected = self._is_loaded = True
+        self._is_loading = False
         self._write_texts()
         self._send_waiting()
+
+    @property
+    def is_sleeping(self) -> bool:
+        """True while the model is unloaded and nothing loads it."""
+        return not (self._is_loaded or self._is_loading)
 
     async def unload_when_idle(self, seconds: float) -> None:
         """Have the engine unload the model whenever nothing has used it for so long, until this is cancelled."""
@@ -373,7 +382,7 @@ class Service:
             if self._completions or self._preparing:
                 self._used_at = self._clock()
             idle_s = self._clock() - self._used_at
-            if idle_s >= seconds and self.is_loaded and self._is_connected:
+            if idle_s >= seconds and self._is_loaded and self._is_connected:
                 self._used_at = self._clock()
                 self._send(Unload())
             await asyncio.sleep(_IDLE_POLL_S)
@@ -527,7 +536,7 @@ class Service:
         if predicted is None:
             return
         self._write_texts(predicted.records)
-        if self._is_connected and self.is_loaded and not self._is_closing:
+        if self._is_connected and self._is_loaded and not self._is_closing:
             # If the engine ends, it is lost: the next turn computes it.
             self._ahead.take(predicted.n_new)
             self._send(predicted.generate)
@@ -575,10 +584,10 @@ class Service:
         self._check_stopped()
         if isinstance(job, Prepare | AnswerBody):
             self._used_at = self._clock()
-            if not self.is_loaded and self._is_connected:
+            if self.is_sleeping and self._is_connected:
                 # While the prompt worker reads the body. As with llama-server, counting tokens loads the model too.
+                self._is_loading = True
                 self._send(Load())
-                self.is_loaded = True
         future = self._prompts.call(job)
         self._preparing.add(future)
         try:

@@ -63,6 +63,8 @@ def test_a_server_whose_engine_is_killed_in_its_sleep_serves_again(tmp_path: Pat
         text, n_cached = complete(server)
         assert text == expected
         assert n_cached >= 256
+        assert not is_sleeping(server)
+        wait(lambda: is_sleeping(server))
 
 
 def test_a_model_whose_file_is_gone_says_so_until_it_is_back(tmp_path: Path) -> None:

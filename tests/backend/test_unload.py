@@ -14,8 +14,9 @@ from bench import synthetic
 from llamaslot.backend.llama import LlamaBackend, loading
 from llamaslot.base.backend import Run
 from llamaslot.base.errors import ConfigError
+from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.kv_ops import Free, IllegalCallError, Load, Remove, Restore, Save, Take
-from tests.backend.test_models import load
+from tests.backend.test_models import load, logits
 from tests.backend.test_partial_states import EXACT, HELD, TAIL, cold, feed
 
 pytestmark = pytest.mark.gpu
@@ -60,6 +61,21 @@ def test_what_was_saved_continues_as_before(backend: LlamaBackend) -> None:
             restore(backend, seq, len(HELD))
             assert np.abs(feed(backend, seq, TAIL) - expected).max() < 1e-4
             backend.change(Remove(seq, 0))
+
+
+def test_a_live_sequence_is_cut_back_after_it(backend: LlamaBackend) -> None:
+    """What is loaded to remove a partial state was made before."""
+    save(backend, HELD)
+    backend.unload()
+    backend.reload()
+    feed(backend, 0, HELD)
+    backend.change(Remove(0, 20))
+    assert backend.seq_len(0) == 20
+    backend.change(Remove(0, 0))
+    restore(backend, 0, len(HELD))
+    feed(backend, 0, TAIL)
+    ((token,),) = backend.sample([(0, backend.new_sampler(Sampling(temperature=0.0), TAIL[:0]))])
+    assert token == int(logits(backend, len(TAIL) - 1).argmax())
 
 
 def test_the_model_is_the_same_after_it(backend: LlamaBackend) -> None:

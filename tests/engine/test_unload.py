@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable
 
+import msgspec
 import pytest
 
 from llamaslot.base.commands import (
@@ -21,6 +22,7 @@ from llamaslot.base.events import Cancelled, Failed, Finished, Output
 from llamaslot.base.stats import CacheState, EngineState
 from llamaslot.engine import engine as engine_module
 from tests.engine.harness import Harness, Threaded, alone, running
+from tests.engine.test_layout import COST
 from tests.fake_backend import FakeBackend
 
 RAM = {"ram_bytes": 10**6}
@@ -46,7 +48,7 @@ async def settled(engine: Harness, command: EngineCommand) -> bool:
     # The answer is sent before the step in which the model is unloaded.
     await asyncio.sleep(0.01)
     assert isinstance(engine.backend, FakeBackend)
-    assert engine.backend.is_loaded == engine.local.service.is_loaded
+    assert engine.backend.is_loaded != engine.local.service.is_sleeping
     return engine.backend.is_loaded
 
 
@@ -120,6 +122,7 @@ async def test_requests_fail_while_it_cannot_be_loaded(engine: Harness, monkeypa
     await settled(engine, Unload())
     backend.load_error = "not enough memory"
     ends = await asyncio.gather(*(engine.submit(name, PROMPT) for name in "bc"))
+    assert engine.local.service.is_sleeping
     for end in ends:
         assert isinstance(end, Failed)
         assert end.error.type == "unavailable_error"
@@ -141,7 +144,7 @@ async def test_while_it_is_loaded_requests_can_be_cancelled_and_queries_are_answ
         await engine.submit("a", PROMPT)
         engine.engine.send(Unload())
         async with asyncio.timeout(10):
-            while engine.local.service.is_loaded:
+            while not engine.local.service.is_sleeping:
                 await asyncio.sleep(0.001)
         ends = engine.submit("b", PROMPT), engine.submit("c", PROMPT)
         await asyncio.sleep(0.01)
@@ -158,12 +161,45 @@ async def test_it_ends_while_the_model_is_unloaded(engine: Harness) -> None:
     await settled(engine, Unload())
 
 
+async def test_the_layout_stays_while_it_is_unloaded() -> None:
+    backend = FakeBackend(may_partition=True)
+    backend.info = msgspec.structs.replace(backend.info, kv_cost=COST)
+    async with running(backend, **RAM) as engine:
+        await asyncio.gather(*(engine.submit(letter, letter * 40) for letter in "abc"))
+        assert not backend.info.unified
+        assert not await settled(engine, Unload())
+        # Nothing runs, which asks for another layout after a while.
+        engine.engine.scheduler.wants_unified = lambda _now: True  # type: ignore[method-assign]
+        assert isinstance(await engine.ask(InspectEngine()), EngineState)
+        assert (await answer(engine, "d", "a" * 40 + "d")).progress.n_cached >= 40
+        assert backend.info.unified
+
+
+async def test_a_crash_while_it_is_loaded_again_blames_no_request() -> None:
+    backend = SlowFake(n_reserved=2)
+    async with running(backend, kind=Threaded, **RAM) as engine:
+        service = engine.local.service
+        engine.engine.send(Unload())
+        async with asyncio.timeout(10):
+            while not service.is_sleeping:
+                await asyncio.sleep(0.001)
+        end = engine.submit("a", PROMPT)
+        async with asyncio.timeout(10):
+            while not service._completions:
+                await asyncio.sleep(0.001)
+        service.engine_lost(True)
+        assert not service._suspects
+        engine.cancel("a")
+        assert isinstance(await end, Cancelled)
+        backend.may_load.set()
+
+
 async def test_it_is_stopped_while_the_model_is_loaded_for_a_request() -> None:
     backend = SlowFake(n_reserved=2)
     async with running(backend, kind=Threaded, **RAM) as engine:
         engine.engine.send(Unload())
         async with asyncio.timeout(10):
-            while engine.local.service.is_loaded:
+            while not engine.local.service.is_sleeping:
                 await asyncio.sleep(0.001)
         end = engine.submit("a", PROMPT)
         await asyncio.sleep(0.01)
@@ -189,12 +225,12 @@ async def test_the_service_unloads_it_when_nothing_has_used_it(engine: Harness) 
     try:
         end = engine.submit("b", PROMPT, max_tokens=40)
         async with asyncio.timeout(10):
-            while service.is_loaded:
+            while not service.is_sleeping:
                 # What only reads is no use.
                 await engine.ask(InspectEngine())
                 await asyncio.sleep(0.01)
         assert isinstance(await end, Finished)
         assert (await answer(engine, "c", PROMPT)).progress.n_cached >= len(PROMPT) - 1
-        assert service.is_loaded
+        assert not service.is_sleeping
     finally:
         waiting.cancel()

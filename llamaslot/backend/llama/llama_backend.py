@@ -317,8 +317,9 @@ class LlamaBackend:
         except LoadingStopped:
             raise ConfigError("loading the model was stopped") from None
         try:
-            # After it was read: it may have been changed until then.
-            if _files(settings) != self.info.kv_files:
+            # After it was read: it may have been changed until then. The library stays as it was loaded first.
+            n = len(parts(settings.model))
+            if _files(settings)[:n] != self.info.kv_files[:n]:
                 raise RuntimeError(f"{settings.model} was changed since it was loaded first")
             self._remake(unified=self.info.unified)
             self._is_unloaded = False
