@@ -77,7 +77,9 @@ def template_kwargs(config: Config) -> dict[str, Any]:
     flag = "--chat-template-kwargs"
     try:
         found = msgspec.json.decode(config.chat_template_kwargs or "{}", type=dict[str, Any])
-    except (msgspec.DecodeError, UnicodeEncodeError) as error:
+        # The prompt worker gets it in this form, which has no larger integers.
+        msgspec.msgpack.encode(found)
+    except (msgspec.DecodeError, UnicodeEncodeError, OverflowError, RecursionError) as error:
         raise ConfigError(f"{flag} is not a JSON object: {error}", param=flag) from None
     # As in llama-server, the level that the template itself chooses.
     return found if config.reasoning_effort == "default" else found | {"reasoning_effort": config.reasoning_effort}

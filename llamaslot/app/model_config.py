@@ -119,8 +119,13 @@ def _items(text: str) -> Iterable[str]:
 
 def _value(key: str, kind: str, text: str) -> MetadataValue:
     match kind:
-        case "int" if re.fullmatch(r"[+-]?\d{1,19}", text) and -(2**63) <= int(text) < 2**63:
-            return int(text)
+        case "int" if key.endswith(".context_length") and not 0 < _integer(text) < 2**31:
+            raise _error("--override-kv", f"'{text}' for {key} is not a number of 1 to {2**31 - 1}")
+        # llama.cpp cuts off the other bits.
+        case "int" if -(2**31) <= _integer(text) < 2**32:
+            return _integer(text)
+        case "float" if key.endswith("epsilon") and not (_number(text) or 0.0) >= 0:
+            raise _error("--override-kv", f"'{text}' for {key} is less than 0")
         case "float" if (number := _number(text)) is not None:
             return number
         case "bool" if text in _BOOLEANS:
@@ -131,6 +136,11 @@ def _value(key: str, kind: str, text: str) -> MetadataValue:
             limit = f" of at most {_MAX_TEXT_BYTES} bytes" if kind == "str" else ""
             raise _error("--override-kv", f"'{text}' is no value{limit} of type {kind} for {key}")
     raise _error("--override-kv", f"'{kind}' for {key} is not one of int, float, bool, str")
+
+
+def _integer(text: str) -> int:
+    """Return an integer; one that fits nowhere for what is none."""
+    return int(text) if re.fullmatch(r"[+-]?[0-9]{1,19}", text) else 2**64
 
 
 def _number(text: str) -> float | None:

@@ -49,6 +49,8 @@ _VALUES = {
     kind: struct.Struct(f"<{form}") for kind, form in zip((*range(8), 10, 11, 12), "BbHhIif?Qqd", strict=True)
 }
 """Forms of values by their type; strings and arrays have a length of their own."""
+_MOST_LAYERS, _MOST_EXPERTS = 512, 1024
+"""Those for which llama.cpp has room; it aborts beyond them."""
 _MAX_LAYERS = 2**16
 """Most items that are read of an array with a number for each layer."""
 _KEPT = (
@@ -234,7 +236,8 @@ class _Metadata:
         if n_experts <= 1 and self._architecture in _WITHOUT_EXPERTS:
             n_experts = n_used = 0
         for key, number, other, is_right in (
-            ("block_count", n_layers, "", n_layers > 0),
+            ("block_count", n_layers, "", 0 < n_layers <= _MOST_LAYERS),
+            ("expert_count", n_experts, "", n_experts <= _MOST_EXPERTS),
             ("nextn_predict_layers", n_nextn, "block_count", n_nextn <= n_layers),
             ("expert_used_count", n_used, "expert_count", bool(n_experts) <= n_used <= n_experts),
             ("expert_group_count", n_groups, "expert_count", n_groups < max(n_experts, 1)),

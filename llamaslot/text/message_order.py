@@ -509,7 +509,8 @@ def _one_call_each(conversation: Conversation) -> Iterator[Message]:
         while i < len(conversation) and conversation[i]["role"] == "tool":
             results.append(conversation[i])
             i += 1
-        of_id: dict[str | None, list[int]] = {call.get("id"): [] for call in calls}
+        # Ollama's calls have no ids.
+        of_id: dict[str | None, list[int]] = {call["id"]: [] for call in calls if call.get("id") is not None}
         others: deque[int] = deque()
         """Results that belong to none of the calls. Each is used for the first call without a result."""
         for n, result in enumerate(results):

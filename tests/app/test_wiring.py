@@ -402,7 +402,9 @@ async def test_template_variables_of_flags_are_the_defaults_of_requests(tmp_path
     assert await prompts({}, reasoning="off") == ["hi 1/x/high/False"]
 
 
-@pytest.mark.parametrize("text", ["{", "[]", "1", '{"a": 1} x', "{1: 2}"])
+@pytest.mark.parametrize(
+    "text", ["{", "[]", "1", '{"a": 1} x', "{1: 2}", f'{{"a": {10**30}}}', f'{{"a": {"[" * 100_000}'], ids=range(7)
+)
 def test_template_variables_are_a_json_object(text: str) -> None:
     with pytest.raises(ConfigError, match="--chat-template-kwargs is not a JSON object"):
         api_settings(configured(["--chat-template-kwargs", text]))

@@ -17,7 +17,7 @@ from llamaslot.protocol.bodies import ChatBody
 from llamaslot.protocol.chat_prompt import ChatReader
 from llamaslot.protocol.replies.rendering import n_common_characters
 from llamaslot.text.builtin_templates import builtin_names, resolve
-from llamaslot.text.message_order import MessageOrder
+from llamaslot.text.message_order import MessageOrder, _one_call_each
 from llamaslot.text.template import ChatTemplate
 from tests.conftest import LONG
 from tests.prompt_threads import SETTINGS
@@ -323,3 +323,16 @@ def test_an_error_blames_the_tools_for_what_the_template_does_with_them() -> Non
     with pytest.raises(InvalidRequestError, match="the tools: not this one") as raised:
         prompt(chat, history("u")[0])
     assert raised.value.param == "tools"
+
+
+def test_calls_without_ids_are_followed_by_their_results_in_order() -> None:
+    """Ollama's have none."""
+    calls = [{"type": "function", "function": {"name": name, "arguments": {}}} for name in ("a", "b")]
+    results = [{"role": "tool", "content": text} for text in ("A", "B")]
+    divided = [*_one_call_each([{"role": "assistant", "content": "", "tool_calls": calls}, *results])]
+    assert [each.get("content") or each["tool_calls"][0]["function"]["name"] for each in divided] == [
+        "a",
+        "A",
+        "b",
+        "B",
+    ]
