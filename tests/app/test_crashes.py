@@ -477,7 +477,7 @@ def test_a_model_file_that_is_gone_is_waited_for_and_a_changed_one_is_not_served
     ("fault", "line"),
     [
         (
-            "import os\nfrom llamaslot.backend.llama import LlamaVocab\nLlamaVocab.load = lambda _: os.abort()\n"
+            "import os\nfrom llamaslot.backend.llama import LlamaVocab\nLlamaVocab.load = lambda *_: os.abort()\n"
             "from llamaslot.processes import prompt_supervisor\nprompt_supervisor._PAUSE_S = 0.1",
             "SIGABRT",
         ),
