@@ -16,7 +16,7 @@ import re
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, TypeAlias
+from typing import ClassVar, Literal, TypeAlias
 
 import msgspec
 import numpy as np
@@ -39,7 +39,15 @@ from llamaslot.base.commands import Constraint
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.generation.token_probs import NOT_SCORED, TokenScore
-from llamaslot.base.model import Capabilities, CheckpointSize, ModelInfo, SegmentSize, StateKind
+from llamaslot.base.model import (
+    Capabilities,
+    CheckpointSize,
+    ModelInfo,
+    Pooling,
+    RerankFormat,
+    SegmentSize,
+    StateKind,
+)
 from llamaslot.base.stats import BackendStats
 from llamaslot.base.tokens import Tokens
 from llamaslot.text.grammars.compiling import SPECIAL_PREFIX, LocalTrial, Vocabulary
@@ -53,6 +61,8 @@ BOS, EOS = 256, 257
 WINDOW = 8
 """Tokens of a sliding window."""
 N_VOCAB = 258
+N_VECTOR, N_SCORES = 6, 2
+"""Numbers of a vector, and scores of a reranker."""
 
 
 class FakeVocab:
@@ -160,10 +170,13 @@ class FakeBackend:
         eos_every: int = 40,
         kind: StateKind = StateKind.NONE,
         may_partition: bool = False,
+        pooling: Pooling | Literal[""] = "",
+        rerank: RerankFormat | None = None,
     ) -> None:
         self.vocab = vocab or FakeVocab()
         has_states = kind is not StateKind.NONE
-        can_trim = can_trim and not has_states
+        embeds_whole = pooling in ("none", "mean", "cls")
+        can_trim = can_trim and not has_states and not embeds_whole
         n_seqs = n_seqs or (n_slots + n_reserved + 2 if has_states else None)
         self.n_seqs = n_seqs or n_slots + n_reserved + 2 * (unified and can_trim)
         self._scratch = self.n_seqs - 1 if unified and self.n_seqs > n_slots else None
@@ -181,6 +194,8 @@ class FakeBackend:
             segment_size=segment_size if can_save else None, n_spare_rows=n_spare_rows,
             state=Capabilities(kind=kind, can_trim=can_trim, n_swa=WINDOW), keeps_checkpoints=has_states,
             checkpoint_size=CheckpointSize(64, 8 * ("window" in kind), WINDOW) if has_states else None,
+            pooling=pooling, embeds_whole=embeds_whole, rerank=rerank,
+            n_vector=0 if not pooling else N_SCORES if pooling == "rank" else N_VECTOR,
         )  # fmt: skip
         self.failures: deque[tuple[Status, int]] = deque()
         self.poison: set[int] = set()
@@ -410,6 +425,16 @@ class FakeBackend:
             scores.append(TokenScore(token, NOT_SCORED) if is_bad else prompt_score(before, token, n_top))
         return scores
 
+    def vector(self, seq: int) -> bytes:
+        """Return a vector that is a hash of the (position, token) pairs of a sequence, or scores."""
+        if not self.info.pooling or seq not in self._rows or self._targets:
+            raise kv_ops.IllegalCallError(f"sequence {seq} has no vector")
+        (row,), n = self._rows[seq], self.info.n_vector
+        if self.info.pooling == "none":
+            seen = self.seen(seq)
+            return b"".join(vector_of(_digest(seen[:end]), n) for end in range(1, len(seen) + 1))
+        return np.full(n, np.nan, dtype="<f4").tobytes() if row == NO_TOKEN else vector_of(row, n)
+
     def run_self_test(self, should_stop: Callable[[], bool] = lambda: False) -> bool:
         """Return True: no test of this backend is ever pending."""
         return True
@@ -533,6 +558,18 @@ class FakeBackend:
 
     def _pool(self, seq: int) -> CellPool:
         return self.pools[0 if self.info.unified else seq]
+
+
+def vector_of(row: int, n: int) -> bytes:
+    """Return numbers between -1 and 1, those of scores between 0 and 1, for a hash of a sequence."""
+    values = [_digest((row, i)) % 2**20 / 2**20 for i in range(n)]
+    return np.array(values if n == N_SCORES else [2 * value - 1 for value in values], dtype="<f4").tobytes()
+
+
+def cold_vector(tokens: Sequence[int], n: int = N_VECTOR) -> list[float]:
+    """Return the vector of a sequence of these tokens, as it is in any backend without a partial state."""
+    numbers: list[float] = np.frombuffer(vector_of(_digest(list(enumerate(tokens))), n), dtype="<f4").tolist()
+    return numbers
 
 
 def score_of(row: int, token: int, n_top: int) -> TokenScore:

@@ -9,7 +9,7 @@ import gguf
 import numpy as np
 import numpy.typing as npt
 
-Value = bool | int | float | str | list[int]
+Value = bool | int | float | str | list[int] | list[str]
 
 
 def rewritten(

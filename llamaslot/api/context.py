@@ -85,6 +85,8 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Place of the reasoning in chat replies."""
     template_kwargs: dict[str, Any] = {}
     """Variables of the chat template."""
+    embd_normalize: int = 2
+    """How vectors are normalized: `VectorParams.normalize`."""
     sampling: dict[str, Any] = {}
     """Fields of `Sampling` that flags set; they win over those that the model file recommends."""
 
@@ -108,6 +110,7 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
             reasoning_budget=self.reasoning_budget,
             reasoning_format=self.reasoning_format,
             template_kwargs=self.template_kwargs,
+            embd_normalize=self.embd_normalize,
         )
 
     def key_secret(self, api_key: str) -> str:

@@ -36,11 +36,8 @@ _STATUS = {
     "timeout_error": 504,
 }
 
-_OTHER_MODELS = {
-    **dict.fromkeys(("/embedding", "/embeddings", "/v1/embeddings", "/api/embed", "/api/embeddings"), "embeddings"),
-    **dict.fromkeys(("/rerank", "/reranking", "/v1/rerank", "/v1/reranking"), "reranking"),
-}
-"""Endpoints of llama-server and of Ollama that need another kind of model, and what they are for."""
+_OLLAMA_EMBEDDINGS = ("/api/embed", "/api/embeddings")
+"""Endpoints of Ollama that are not served."""
 _encoder = msgspec.json.Encoder()
 _ANTHROPIC_PATH = "/v1/messages"
 _OLLAMA_PATH = "/api"
@@ -191,8 +188,8 @@ def translated(request: web.BaseRequest, error: web.HTTPException) -> errors.Lla
 
 
 def _not_found(request: web.BaseRequest) -> errors.LlamaslotError:
-    if request.method == "POST" and (feature := _OTHER_MODELS.get(request.path)) is not None:
-        return errors.NotSupportedError(f"this server generates text; it has no {feature}")
+    if request.method == "POST" and request.path in _OLLAMA_EMBEDDINGS:
+        return errors.NotSupportedError("embeddings are at /v1/embeddings; start the server with --embeddings")
     if is_ollama(request.path):
         return errors.NotFoundError(
             f"there is nothing at {request.path}: of Ollama's API this server has POST /api/chat, /api/generate, "

@@ -17,7 +17,7 @@ from aiohttp import web
 from msgspec import UNSET, UnsetType, structs
 
 from llamaslot import __version__
-from llamaslot.api import anthropic, cache_endpoints, ollama, server_endpoints
+from llamaslot.api import anthropic, cache_endpoints, embeddings, ollama, server_endpoints
 from llamaslot.api.bodies import MAX_LIMIT, ListReply
 from llamaslot.api.completions import native_completion as native
 from llamaslot.api.completions import openai_completions as openai
@@ -235,6 +235,8 @@ class Props(msgspec.Struct, forbid_unknown_fields=True):
     chat_template: str
     chat_format: str
     """Name of the format in which the model writes reasoning and tool calls."""
+    pooling: str
+    """Pooling of a server of embeddings or scores; empty for one that generates text."""
     bos_token: str
     eos_token: str
     build_info: str
@@ -404,6 +406,9 @@ _ANY = (*_CHAT, *_TEXT, MessagesBody, ResponsesBody)
 _CHATS = "/v1/chat/completions"
 _MESSAGE = (anthropic.AnthropicMessage,)
 _ITEMS = (ListReply[dict[str, Any]],)
+_EMBEDDING = (bodies.EmbeddingBody,)
+_NATIVE_EMBEDDINGS = list[embeddings.NativeEmbedding]
+_RANKS = (embeddings.RerankReply, list[embeddings.TeiRank])
 
 _ROUTES = (
     Route("GET", "/health", server_endpoints.health, (Health,), alias="/v1/health", access=Access.PUBLIC),
@@ -514,6 +519,18 @@ _ROUTES = (
     Route("GET", "/api/version", ollama.version, (ollama.OllamaVersion,)),
     Route("POST", "/completion", native.completion, _NATIVE, _TEXT, _NATIVE_CHUNKS, _SESSION, alias="/completions"),
     Route("POST", "/infill", native.infill, _NATIVE, _INFILL, _NATIVE_CHUNKS, _SESSION),
+    Route(
+        "POST",
+        "/v1/embeddings",
+        embeddings.embeddings,
+        (embeddings.EmbeddingsReply, _NATIVE_EMBEDDINGS),
+        _EMBEDDING,
+    ),
+    Route(
+        "POST", "/embedding", embeddings.native_embedding, (_NATIVE_EMBEDDINGS,), _EMBEDDING, alias="/embeddings"
+    ),
+    Route("POST", "/v1/rerank", embeddings.rerank, _RANKS, (bodies.RerankBody,), alias="/v1/reranking"),
+    Route("POST", "/rerank", embeddings.rerank, _RANKS, (bodies.RerankBody,), alias="/reranking"),
     Route("POST", "/apply-template", server_endpoints.apply_template, (TemplateReply,), _CHAT),
     Route("POST", "/cache/clear", cache_endpoints.clear, (CacheCleared,), parameters=(_TIER,), access=Access.ADMIN),
     Route("POST", "/cache/probe", cache_endpoints.probe, (CacheProbe,), _ANY, (), _SESSION),

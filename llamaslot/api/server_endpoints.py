@@ -16,6 +16,9 @@ from llamaslot.base.errors import NotFoundError, NotSupportedError
 from llamaslot.base.model import ModelInfo
 from llamaslot.base.prompt_jobs import AnswerBody
 
+_CAPABILITIES = {"": "completion", "rank": "rerank"}
+"""What a server does, by its pooling; one with any other pooling computes embeddings."""
+
 
 async def health(request: web.Request) -> web.Response:
     """Return 200; a model that is loading, an engine that is restarting or a server that is stopping is a 503."""
@@ -32,7 +35,7 @@ async def models(request: web.Request) -> web.Response:
         "model": described["id"],
         "type": "model",
         "description": info.description,
-        "capabilities": ["completion"],
+        "capabilities": [_CAPABILITIES.get(info.pooling, "embedding")],
         "details": {"format": "gguf", "family": info.architecture},
     }
     return json_response({"object": "list", "data": [described], "models": [ollama]})
@@ -69,6 +72,7 @@ async def props(request: web.Request) -> web.Response:
             "endpoint_metrics": settings.metrics,
             "chat_template": service.chat_template,
             "chat_format": service.output_format.name,
+            "pooling": info.pooling,
             "bos_token": info.bos_token,
             "eos_token": info.eos_token,
             "build_info": FINGERPRINT,

@@ -420,6 +420,27 @@ class Config:
         "where chat replies have the reasoning; none: in the content, otherwise in reasoning_content",
         env="LLAMA_ARG_THINK",
     )
+    embeddings: bool = llama(
+        False,
+        "compute embeddings (/v1/embeddings, /embedding) instead of text",
+        "--embeddings --embedding",
+    )
+    reranking: bool = llama(
+        False,
+        "score documents for a query (/v1/rerank) instead of generating text; with a model that has a head for it",
+        "--reranking --rerank",
+    )
+    pooling: Literal["auto", "none", "mean", "cls", "last", "rank"] = llama(
+        "auto",
+        "how the vectors of a text's tokens become one, with --embeddings; rank: scores, the same as --reranking; "
+        "auto: as the model file says",
+    )
+    embd_normalize: Annotated[int, Meta(ge=-1, le=INT32_MAX)] = llama(
+        2,
+        "default for requests: how vectors are normalized; -1: not at all, 0: to a greatest absolute value of "
+        "32,760, 1: by the sum of absolute values, 2: Euclidean, more: by that p-norm",
+        env="LLAMASLOT_EMBD_NORMALIZE",
+    )
     chat_template: str = llama("", "name of a built-in template, or Jinja source")
     chat_template_file: str = llama("", "file with a Jinja template")
     chat_template_kwargs: str = llama(
@@ -575,6 +596,11 @@ class Config:
         if isinstance(self.warm_ahead, int):
             return self.warm_ahead
         return AUTO_WARM_AHEAD if self.warm_ahead == "auto" else 0
+
+    @property
+    def embeds(self) -> bool:
+        """True if the server computes vectors or scores instead of text."""
+        return self.embeddings or self.reranking
 
     @property
     def lowest_log_level(self) -> str:

@@ -193,6 +193,12 @@ def _checked(config: Config) -> Config:
         raise ConfigError("--kv-mem-fraction must be greater than 0", param="--kv-mem-fraction")
     if config.cache_type_v not in ("f32", "f16", "bf16") and config.flash_attn == "off":
         raise ConfigError("a quantized --cache-type-v needs flash attention", param="--cache-type-v")
+    if config.reranking and config.pooling not in ("auto", "rank"):
+        message = f"--reranking is --pooling rank, and --pooling {config.pooling} is given"
+        raise ConfigError(message, param="--pooling")
+    if config.embeds and config.kv_unified is False:
+        message = "--embeddings and --reranking need one pool shared by all slots: remove --no-kv-unified"
+        raise ConfigError(message, param="--kv-unified")
     if config.chat_template and config.chat_template_file:
         raise ConfigError("give --chat-template or --chat-template-file, not both", param="--chat-template")
     if not config.jinja and (config.chat_template_file or "{" in config.chat_template):

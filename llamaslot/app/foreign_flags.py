@@ -101,11 +101,7 @@ _WITHOUT_EFFECT = {
 
 _REFUSED = {
     # Those of planned features come first; remove the lines of what becomes an option.
-    "embeddings are not supported yet; use llama-server for them": """
-        --embedding --embeddings [LLAMA_ARG_EMBEDDINGS]
-        --rerank --reranking [LLAMA_ARG_RERANKING]
-        --pooling TYPE [LLAMA_ARG_POOLING]
-        --embd-normalize N
+    "models that attend to later tokens are not supported yet; use llama-server for them": """
         --embd-gemma-default
     """,
     "adapters are not supported yet; merge them into the model with llama.cpp's llama-export-lora": """

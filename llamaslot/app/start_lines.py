@@ -35,6 +35,13 @@ _NVIDIA = "0x10de"
 """PCI vendor id."""
 _MIB = 2**20
 
+_EXAMPLES = {
+    "": ("/v1/chat/completions", '{"messages": [{"role": "user", "content": "Hello!"}]}'),
+    "last": ("/v1/embeddings", '{"input": "Hello!"}'),
+    "rank": ("/v1/rerank", '{"query": "Hello?", "documents": ["Hello!", "Goodbye."]}'),
+}
+"""Paths and bodies of requests to try, by `ModelInfo.pooling`."""
+
 _log = structlog.get_logger(__name__)
 
 
@@ -84,10 +91,8 @@ def announce(loaded: Loaded, urls: Sequence[str], config: Config) -> None:
     print(f"listening on {', '.join(urls)}{page}")
     key = " -H 'Authorization: Bearer KEY'" if config.api_key or config.api_key_file else ""
     ca = f" --cacert {shlex.quote(config.ssl_cert_file)}" if config.ssl_cert_file else ""
-    print(
-        f"try:  curl{ca} {urls[0]}/v1/chat/completions{key} -H 'Content-Type: application/json' "
-        """-d '{"messages": [{"role": "user", "content": "Hello!"}]}'""",
-    )
+    path, body = _EXAMPLES.get(info.pooling, _EXAMPLES["last"])
+    print(f"try:  curl{ca} {urls[0]}{path}{key} -H 'Content-Type: application/json' -d '{body}'")
     sys.stdout.flush()
     _log.info(
         "server.ready",

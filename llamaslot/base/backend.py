@@ -51,7 +51,10 @@ class Run:
     """Position of the first token, equal to the number of tokens that the sequence holds."""
     tokens: Tokens
     n_outputs: int
-    """Number of last tokens whose logits are needed. Those after the first of them are drafted (see `sample`)."""
+    """Number of last tokens whose logits are needed. Those after the first of them are drafted (see `sample`).
+
+    With `ModelInfo.pooling` it is at most 1, and the vector after the last token is needed instead.
+    """
     targets: Tokens | None = None
     """Tokens to score: those that follow the first ones of `tokens`, whose logits are needed too."""
 
@@ -96,6 +99,7 @@ def check_runs(
     targets = [run.targets for run in runs if run.targets is not None]
     if sum(map(len, targets)) + sum(run.n_drafted for run in runs) > info.n_spare_rows:
         raise IllegalCallError("more drafted tokens, and tokens to score, than there are rows of logits")
+    _check_outputs(runs, info)
     for each in targets:
         if len(each) and (each.min() < 0 or each.max() >= n_vocab):
             raise IllegalCallError("a token to score is outside of the vocabulary")
@@ -114,6 +118,14 @@ def check_runs(
         least, most = (run.tokens.min(), run.tokens.max()) if len(run.tokens) > 1 else (run.tokens[0],) * 2
         if least < 0 or most >= n_vocab:
             raise IllegalCallError("a token outside of the vocabulary")
+
+
+def _check_outputs(runs: Sequence[Run], info: ModelInfo) -> None:
+    """Raise `IllegalCallError` for outputs that a model of vectors does not have."""
+    if info.pooling and any(run.n_outputs > 1 for run in runs):
+        raise IllegalCallError("drafted tokens in a model whose outputs are vectors")
+    if info.embeds_whole and any(run.start or not run.n_outputs for run in runs):
+        raise IllegalCallError("a part of an input whose vector is of all of its tokens")
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,6 +276,13 @@ class Backend(Protocol):
         """Return the log-probabilities of a sequence's `targets` in the last `decode`, each with `n_top` more.
 
         They are NaN where the logits are not valid.
+        """
+
+    def vector(self, seq: int) -> bytes:
+        """Return the vector of a sequence, or its scores; the last `decode` had an output for it, and no `targets`.
+
+        They are `info.n_vector` float32 numbers, little-endian, and are not normalized; with the pooling `none`
+        there are as many of each token.
         """
 
     def run_self_test(self, should_stop: Callable[[], bool] = lambda: False) -> bool:

@@ -54,6 +54,15 @@ class Constraint(msgspec.Struct, frozen=True):
     """Memory of the compiled grammar, measured then; 0 if unknown."""
 
 
+class VectorParams(msgspec.Struct, frozen=True):
+    """Form of the vector of a prompt; scores are returned as they are."""
+
+    normalize: int = -1
+    """-1: not at all, 0: to a greatest absolute value of 32,760, p: by the p-norm."""
+    dimensions: int = 0
+    """Leading numbers to keep, before they are normalized; 0 for all."""
+
+
 class GenerateParams(msgspec.Struct, frozen=True):
     """Generation parameters of the `n` completions of a prompt."""
 
@@ -99,6 +108,8 @@ class GenerateParams(msgspec.Struct, frozen=True):
     """Compute the prompt for a later request, only while nothing else runs or waits. Nobody waits for its end."""
     pin: bool | None = None
     """Pin the prompt in the cache once it is computed, or unpin it; None leaves it as it is."""
+    vector: VectorParams | None = None
+    """Return the vector of the prompt, or its scores; `max_tokens` is 0 then."""
 
     @property
     def ends_by_text(self) -> bool:

@@ -112,13 +112,20 @@ class ContextSizeError(LlamaslotError):
     type = "exceed_context_size_error"
 
     @classmethod
-    def of(cls, n_prompt_tokens: int, n_ctx: int, *, at_least: bool = False) -> ContextSizeError:
-        """Return the error for a prompt of that many tokens."""
+    def of(
+        cls, n_prompt_tokens: int, n_ctx: int, *, at_least: bool = False, is_whole: bool = False
+    ) -> ContextSizeError:
+        """Return the error for a prompt of that many tokens; with `is_whole` it has to fit into one step."""
         count = f"{'at least ' if at_least else ''}{n_prompt_tokens} tokens"
         message = (
             f"the request ({count}) exceeds the available context size of a slot ({n_ctx} tokens); "
             "shorten the prompt or raise --ctx-size"
         )
+        if is_whole:
+            message = (
+                f"the input ({count}) is too large to process: its vector is of all of its tokens, and a step has "
+                f"{n_ctx} at most; shorten the input or raise --ubatch-size"
+            )
         return cls(message, n_prompt_tokens=n_prompt_tokens, n_ctx=n_ctx, at_least=at_least)
 
 

@@ -128,6 +128,8 @@ class Finished(msgspec.Struct, frozen=True, tag="finished"):
     """None if the reply is not to be remembered."""
     probs: TokenProbs | None = None
     """As in `Output`."""
+    vector: bytes = b""
+    """Little-endian float32: the vector of `GenerateParams.vector`, or the scores; empty without one."""
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):

@@ -106,6 +106,17 @@ def check_metadata(path: Path, overrides: Mapping[str, MetadataValue] = _NO_OVER
             _Metadata(file, part, overrides).check()
 
 
+def has_tensor(path: Path, prefix: str, overrides: Mapping[str, MetadataValue] = _NO_OVERRIDES) -> bool:
+    """Return True if a model's files have a tensor whose name begins with a prefix. Raises as `check_metadata`."""
+    for part in parts(path):
+        with _opened(part) as file:
+            metadata = _Metadata(file, part, overrides)
+            metadata.check()
+            if any(name.startswith(prefix) for name in metadata.tensors):
+                return True
+    return False
+
+
 def why_not_served(architecture: str, *, is_causal: bool = True) -> str:
     """Return why models of an architecture are not served; empty if they are.
 
@@ -139,6 +150,8 @@ class _Metadata:
         self._architecture = ""
         self._numbers: dict[str, int] = {}
         """Integers and booleans by key; of a list of them by layer, the largest."""
+        self.tensors: list[str] = []
+        """Names of the tensors."""
 
     def check(self) -> None:
         """Raise `ConfigError` for what is out of bounds."""
@@ -153,6 +166,7 @@ class _Metadata:
             self._pass_value(self._text(MAX_KEY_BYTES, "bytes in a metadata key"))
         for _ in range(n_tensors):
             name = self._text(MAX_TENSOR_NAME_BYTES, "bytes in a tensor's name")
+            self.tensors.append(name)
             n_dimensions = self._number(_U32)
             self._bound(n_dimensions, MAX_DIMENSIONS, f"dimensions in tensor {name}")
             # Its dimensions, its type, and where its data begin.

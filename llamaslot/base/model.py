@@ -89,6 +89,8 @@ class StateCost(msgspec.Struct, frozen=True):
     """Milliseconds to give it back to a sequence."""
 
 
+Pooling: TypeAlias = Literal["none", "mean", "cls", "last", "rank"]
+"""How llama.cpp makes one vector of those of a sequence's tokens; `rank` makes scores of it by the model's head."""
 CPU = "CPU"
 """`ModelInfo.device` of a model that runs on the CPU alone."""
 NOT_YET = "not measured yet"
@@ -147,6 +149,19 @@ class FimTokens(msgspec.Struct, frozen=True):
     file_separator: int = -1
     bos: int = -1
     """The BOS, where the tokenizer puts one before a prompt."""
+
+
+class RerankFormat(msgspec.Struct, frozen=True):
+    """Form of the prompt by which a reranker scores a document for a query."""
+
+    template: str = ""
+    """Text with `{query}` and `{document}`, by the model's file; without one there are only tokens around them."""
+    start: tuple[int, ...] = ()
+    """Tokens before the query."""
+    middle: tuple[int, ...] = ()
+    """Tokens between query and document."""
+    end: tuple[int, ...] = ()
+    """Tokens after the document."""
 
 
 class ModelFile(msgspec.Struct, frozen=True):
@@ -321,6 +336,19 @@ class ModelInfo(msgspec.Struct, frozen=True):
     """Rows of logits of a step besides one a sequence: for prompt tokens to be scored, and for drafted tokens."""
     sizing: str = ""
     """Human-readable reason for the pool's size; empty if a flag sets it."""
+    pooling: Pooling | Literal[""] = ""
+    """Pooling of a server of embeddings or scores; empty for one that generates text."""
+    embeds_whole: bool = False
+    """True if each input must be computed whole in one step, and nothing is reused: its vector is of all tokens."""
+    n_vector: int = 0
+    """Numbers of a vector, or scores of a reranker; 0 without a pooling."""
+    rerank: RerankFormat | None = None
+    """None unless the pooling is `rank`."""
+
+    @property
+    def max_prompt(self) -> int:
+        """Most tokens of a prompt: one with a reply leaves place for a token."""
+        return self.n_ctx_slot if self.embeds_whole else self.n_ctx_slot - 1
 
     @property
     def can_trim(self) -> bool:

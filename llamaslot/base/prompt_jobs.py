@@ -21,7 +21,19 @@ from llamaslot.base.generation.tools import ParserOptions, ReasoningFormat
 from llamaslot.base.text_records import TextRecord
 
 BodyKind: TypeAlias = Literal[
-    "chat", "responses", "compact", "messages", "ollama_chat", "text", "native", "infill", "ollama_generate", "any"
+    "chat",
+    "responses",
+    "compact",
+    "messages",
+    "ollama_chat",
+    "text",
+    "native",
+    "infill",
+    "ollama_generate",
+    "any",
+    "embedding",
+    "embeddings",
+    "rerank",
 ]
 Purpose: TypeAlias = Literal["run", "inspect", "warm"]
 """Purpose of a prepared prompt: to generate a reply; to count its tokens, or to look up what is cached of it; or
@@ -54,6 +66,8 @@ class RequestPolicy(msgspec.Struct, frozen=True, kw_only=True):
     reasoning_format: ReasoningFormat
     template_kwargs: dict[str, Any] = {}
     """Variables of the chat template."""
+    embd_normalize: int = 2
+    """`VectorParams.normalize` of a vector."""
 
 
 class RequestContext(msgspec.Struct, frozen=True):
@@ -101,7 +115,8 @@ class Prepare(msgspec.Struct, frozen=True, tag="prepare"):
     The body has a conversation in the format of OpenAI's chats (`chat`), of its Responses API (`responses`), of
     Anthropic's Messages API (`messages`) or of Ollama's API (`ollama_chat`), or prompts in the format of OpenAI
     (`text`), llama-server (`native`, `infill`) or Ollama (`ollama_generate`). `any` is a body that `/cache/probe`
-    or `/cache/warm` got, in the format of any API but Ollama's.
+    or `/cache/warm` got, in the format of any API but Ollama's. Inputs to embed are in OpenAI's format
+    (`embeddings`) or llama-server's (`embedding`); documents to be scored for a query are `rerank`.
     """
 
     kind: BodyKind
@@ -154,6 +169,20 @@ class ChatToStore(msgspec.Struct, frozen=True):
     metadata: Mapping[str, str] = {}
 
 
+class VectorReply(msgspec.Struct, frozen=True):
+    """Form of a reply with vectors or scores."""
+
+    form: Literal["openai", "native", "rerank", "tei"]
+    """`openai` and `native` (llama-server's own) have vectors, `rerank` and `tei` (Hugging Face's) have scores."""
+    model: str = ""
+    """The model's name in the request; empty for the server's own."""
+    base64: bool = False
+    top_n: int = 0
+    """Most documents in the reply, those with the highest scores."""
+    texts: tuple[str, ...] = ()
+    """The documents, if the reply repeats them."""
+
+
 class ReplyOptions(msgspec.Struct, frozen=True):
     """Fields of a request that shape its reply, and not what is generated."""
 
@@ -187,12 +216,15 @@ class ReplyOptions(msgspec.Struct, frozen=True):
     """Further fields of a Responses request."""
     chat: ChatToStore | None = None
     """A chat that is to be stored."""
+    vectors: VectorReply | None = None
+    """None for a reply of text."""
 
     @property
     def n_bytes(self) -> int:
         """Bytes of the parts of the body that are kept for the reply, or to be stored with it."""
         chat = len(self.chat.messages) if self.chat is not None else 0
-        return len(self.response.echo) + len(self.response.input) + chat
+        texts = sum(map(len, (self.vectors.model, *self.vectors.texts))) if self.vectors is not None else 0
+        return len(self.response.echo) + len(self.response.input) + chat + texts
 
 
 class Prepared(msgspec.Struct, frozen=True, tag="prepared"):

@@ -622,7 +622,7 @@ class Engine:
         if reason is not None:
             del self._replies[reply.request.id]
             progress, truncated = self._progress(reply.request, now), sampled.truncated and not n_unused
-            self._outbox.append(reply.finished(text, reason, progress, truncated=truncated))
+            self._outbox.append(reply.finished(text, reason, progress, truncated=truncated, vector=sampled.vector))
         elif text:
             shown = self._progress(reply.request, now) if reply.wants_progress else None
             self._outbox.append(reply.output(text, shown))

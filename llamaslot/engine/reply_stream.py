@@ -11,6 +11,7 @@ from llamaslot.base.backend import Vocab
 from llamaslot.base.events import Finished, FinishReason, Generated, Output, Prefill, Progress
 from llamaslot.base.generation.token_probs import TokenProbs, TokenScore
 from llamaslot.base.tokens import packed
+from llamaslot.engine.vectors import formed
 from llamaslot.scheduler.request import Request
 from llamaslot.scheduler.scheduler import Sampled
 from llamaslot.scheduler.step import StepPlan
@@ -93,8 +94,10 @@ class ReplyStream:
         tokens, probs = self._take(self._n_within_text())
         return Output(self.request.id, text, tokens, progress, probs=probs)
 
-    def finished(self, text: str, reason: FinishReason, progress: Progress, *, truncated: bool) -> Finished:
-        """Return the terminal event, with the text that was held back."""
+    def finished(
+        self, text: str, reason: FinishReason, progress: Progress, *, truncated: bool, vector: bytes = b""
+    ) -> Finished:
+        """Return the terminal event, with the text that was held back, or with the vector as it is wanted."""
         text += self._text.flush()
         self.n_sent += len(text)
         is_cut = self._text.stopped is not None or self._text.is_cut
@@ -109,12 +112,15 @@ class ReplyStream:
             truncated=truncated,
             generated=self.generated(),
             probs=probs,
+            vector=formed(vector, self.request.params.vector) if self.request.params.vector is not None else b"",
         )
 
     def generated(self) -> Generated | None:
-        """Return the reply's tokens to remember; None for a private request, and for one that never ran."""
+        """Return the reply's tokens to remember; None for a private request, for one that never ran, and for one
+        whose reply is a vector.
+        """
         request = self.request
-        if request.is_private or not request.has_started:
+        if request.is_private or not request.has_started or request.params.vector is not None:
             return None
         return Generated(packed(request.tokens.view(request.n_prompt)), self.n_sent)
 

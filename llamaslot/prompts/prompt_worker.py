@@ -163,11 +163,13 @@ class PromptWorker:
             if contexts:
                 on_prompt()
             contexts.append(self._tokenizer.tokenize_prompt(each))
+            if each.params.vector is not None and not contexts[-1].prompt.n_tokens:
+                raise InvalidRequestError("Input content cannot be empty", param="input")
             if job.purpose != "inspect":
                 self._tokenizer.check_fits(contexts[-1].prompt)
         is_run, chat = job.purpose == "run", contexts[0].request.chat
-        if job.purpose != "warm":
-            # What is warmed has no reply to be remembered.
+        if job.purpose != "warm" and requests[0].params.vector is None:
+            # What is warmed or embedded has no reply to be remembered.
             # Of a long body too much would be kept, and the prediction would take long.
             is_predicted = self._predicts and is_run and chat is not None and chat.returns and is_short(job)
             self._requests[job.context.request_id] = _Request(contexts, job if is_predicted else None)

@@ -76,6 +76,8 @@ def tokenize_parts(vocab: Vocab, parts: Iterable[PromptPart], *, add_special: bo
 class Tokenizer:
     """Tokenizes prompts for slots of `n_ctx` tokens, and remembers the tokens of replies in `memory`.
 
+    `is_whole` is true if prompts have no replies and are computed in one step, which may have all `n_ctx` tokens.
+
     May be used by several threads.
 
     `use_anchors` is false where texts always get their own tokens. `template` is the model's chat template. A
@@ -91,12 +93,15 @@ class Tokenizer:
         min_match: float,
         use_anchors: bool = True,
         template: str = "",
+        is_whole: bool = False,
         clock: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self.memory = TokenMemory(clock=clock)
         self._vocab = vocab
         self.pieces = Pieces(vocab)
         self._n_ctx = n_ctx
+        self._max_prompt = n_ctx - (not is_whole)
+        self._is_whole = is_whole
         self._use_anchors = use_anchors
         self._min_match = min_match
         self._template = template
@@ -132,13 +137,13 @@ class Tokenizer:
         # The reader of the body has checked its other parts, before a text that is too long could take any time.
         self.check_size(request.rest)
         restored = self._with_replies(request)
-        if restored is not None and restored.prompt.n_tokens < self._n_ctx:
+        if restored is not None and restored.prompt.n_tokens <= self._max_prompt:
             return restored
         text = self._scan(request)
         has_session = request.session_id and request.params.cache_prompt
         found = self._from_session(request, text) if has_session else self._from_anchor(request, text)
         prompt = found.prompt
-        if len(prompt.tokens) >= self._n_ctx and (prompt.n_anchored or prompt.session_match):
+        if len(prompt.tokens) > self._max_prompt and (prompt.n_anchored or prompt.session_match):
             # The text's own tokens may be fewer.
             own = _with(self._from_anchor(request, None), session_match="tokens" if prompt.session_match else "")
             return replace(own, text=text)
@@ -151,15 +156,15 @@ class Tokenizer:
         longest = self._vocab.longest_piece
         n_bytes = sum(_n_bytes(part.text) for part in prompt if isinstance(part, TextPart))
         n_min = n_bytes // longest if longest else 0
-        if n_min >= self._n_ctx:
-            raise ContextSizeError.of(n_min, self._n_ctx, at_least=True)
+        if n_min > self._max_prompt:
+            raise ContextSizeError.of(n_min, self._n_ctx, at_least=True, is_whole=self._is_whole)
 
     def check_fits(self, prompt: TokenizedPrompt) -> None:
         """Raise `InvalidRequestError` for an empty prompt, `ContextSizeError` for one without place for a reply."""
         if not prompt.n_tokens:
             raise InvalidRequestError("the prompt is empty", param="prompt")
-        if prompt.n_tokens >= self._n_ctx:
-            raise ContextSizeError.of(prompt.n_tokens, self._n_ctx)
+        if prompt.n_tokens > self._max_prompt:
+            raise ContextSizeError.of(prompt.n_tokens, self._n_ctx, is_whole=self._is_whole)
 
     def remember(
         self,

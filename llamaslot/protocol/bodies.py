@@ -227,6 +227,51 @@ class CompletionBody(Options, kw_only=True):
     response_fields: Annotated[list[str], Meta(max_length=MAX_FIELDS)] | None = None
 
 
+class ContentPart(msgspec.Struct):
+    """A part of an input in OpenAI's form of messages; only those of type `text` are supported."""
+
+    type: str
+    text: str | None = None
+
+
+class InputObject(msgspec.Struct):
+    """An input as an object: llama-server's form of a prompt, or the content of a message."""
+
+    prompt_string: str | Parts | None = None
+    multimodal_data: Any = None
+    content: list[ContentPart] | None = None
+
+
+Inputs: TypeAlias = str | list[str | Token | Parts | InputObject] | InputObject
+
+
+class EmbeddingBody(msgspec.Struct, kw_only=True):
+    """`POST /v1/embeddings`, and `POST /embedding`, which replies in llama-server's own form."""
+
+    input: Inputs | None = None
+    content: Inputs | None = None
+    """llama-server's name of it; the reply then has llama-server's form."""
+    model: str | None = None
+    encoding_format: str | None = None
+    dimensions: Annotated[int, Meta(ge=1, le=INT32_MAX)] | None = None
+    embd_normalize: Annotated[int, Meta(ge=-1, le=INT32_MAX)] | None = None
+    cache_prompt: bool | None = None
+    cache_salt: Salt | None = None
+
+
+class RerankBody(msgspec.Struct, kw_only=True):
+    """`POST /rerank`, in Jina's form (`documents`) or in that of Hugging Face's TEI (`texts`)."""
+
+    query: str | None = None
+    documents: list[str] | None = None
+    texts: list[str] | None = None
+    model: str | None = None
+    top_n: Annotated[int, Meta(ge=0, le=INT32_MAX)] | None = None
+    return_text: bool | None = None
+    cache_prompt: bool | None = None
+    cache_salt: Salt | None = None
+
+
 class AnyBody(msgspec.Struct, kw_only=True):
     """`POST /cache/warm`: the body of a chat, a message, a response or a text completion, and `pin`.
 

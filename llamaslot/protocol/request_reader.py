@@ -36,9 +36,11 @@ from llamaslot.protocol.bodies import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
+    EmbeddingBody,
     InfillBody,
     Metadata,
     Options,
+    RerankBody,
     TokenizeBody,
     decode,
     renamed,
@@ -72,6 +74,7 @@ from llamaslot.protocol.text_requests import (
     wants_probs,
     warming,
 )
+from llamaslot.protocol.vector_requests import embedding_requests, rerank_requests
 from llamaslot.text.conversation import clean_message
 from llamaslot.text.grammars.compiling import GrammarChecker, Trial, UnknownGrammarError
 from llamaslot.text.template import ChatTemplate
@@ -138,7 +141,7 @@ class RequestReader:
         except RecursionError as error:
             raise too_deep() from error
 
-    def _read(self, job: Prepare) -> ReadBody | Needs:
+    def _read(self, job: Prepare) -> ReadBody | Needs:  # noqa: PLR0911 - one for each kind
         match job.kind:
             case "chat":
                 return self._chat(decode(job.body, ChatBody), job)
@@ -150,6 +153,8 @@ class RequestReader:
                 return self._ollama(job)
             case "any":
                 return self._any(job)
+            case "embedding" | "embeddings" | "rerank":
+                return self._vectors(job)
             case _:
                 return self._completions(job)
 
@@ -193,6 +198,19 @@ class RequestReader:
         if job.purpose == "warm":
             requests = tuple(map(open_ended, requests))
         return requests, _reply_options(body, requests[0], self._settings, **of_api)
+
+    def _vectors(self, job: Prepare) -> ReadBody:
+        """Read a body with inputs to embed, or with documents to be scored."""
+        if job.kind == "rerank":
+            # A server without a format refuses such bodies unread.
+            assert self._info.rerank is not None
+            body = decode(job.body, RerankBody)
+            read = rerank_requests(body, job, self._settings, self._info.rerank)
+        else:
+            read = embedding_requests(decode(job.body, EmbeddingBody), job, self._settings, self._info)
+        for request in read[0]:
+            self._check_size(request.parts)
+        return read
 
     def _messages(self, job: Prepare) -> ReadBody:
         """Read a body in Anthropic's form."""
@@ -361,7 +379,8 @@ class RequestReader:
         """
         n_min = sum(len(part.tokens) if isinstance(part, TokensPart) else 1 for part in prompt)
         if n_min > self._info.n_ctx_slot:
-            raise ContextSizeError.of(n_min, self._info.n_ctx_slot, at_least=True)
+            is_whole = self._info.embeds_whole
+            raise ContextSizeError.of(n_min, self._info.n_ctx_slot, at_least=True, is_whole=is_whole)
         self._tokenizer.check_size(prompt)
 
     def answer(self, job: AnswerBody) -> bytes:

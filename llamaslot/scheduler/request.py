@@ -357,8 +357,11 @@ class Request:
     def is_decoding(self, n_pending: int) -> bool:
         """True if it has only one token to compute, or the last sampled one with those forced after it.
 
-        So a prompt that is cached whole counts as decoding, and waits no longer.
+        So a prompt that is cached whole counts as decoding, and waits no longer. One without a reply never does: no
+        client waits for its next token.
         """
+        if not self.wants_tokens:
+            return False
         return n_pending == 1 or (self.n_generated > 0 and n_pending <= 1 + self.n_forced)
 
     @property
@@ -383,6 +386,11 @@ class Request:
     def wants_tokens(self) -> bool:
         """True if it generates tokens; False if only the prompt is to be computed."""
         return self.params.max_tokens != 0
+
+    @property
+    def has_output(self) -> bool:
+        """True if its last token has an output: tokens are sampled from it, or it is a vector."""
+        return self.wants_tokens or self.params.vector is not None
 
     def targets(self, start: int, n: int) -> Tokens | None:
         """Return the prompt tokens that follow those at `[start, start + n)`, if any are still to be scored."""

@@ -26,6 +26,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+import numpy as np
+
 from llamaslot.base.backend import CONSTRAINT_FAILED, NO_TOKEN, Status
 from llamaslot.base.events import FinishReason
 from llamaslot.base.generation.token_probs import TokenScore
@@ -57,6 +59,8 @@ class Sampled:
     truncated: bool = False
     scores: Sequence[TokenScore] = ()
     """Probabilities of the tokens, if the request asks for them."""
+    vector: bytes = b""
+    """The vector of the prompt, float32, if the request asks for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +110,7 @@ class Scheduler:
         if info.n_ubatch < cache_settings.n_slots:
             raise ValueError("n_ubatch must be at least n_slots")
         self.n_ctx_slot = info.n_ctx_slot
+        self._max_prompt = info.max_prompt
         self._eog = eog
         self.chunks = ChunkSizer(
             n_ubatch=info.n_ubatch, gap_ms=cache_settings.gap_ms, unified=cache_settings.unified
@@ -142,11 +147,11 @@ class Scheduler:
         return sorted((s.request for s in self.slots if s.request), key=lambda r: r.arrival)
 
     def submit(self, request: Request) -> None:
-        """Queue a request; its prompt must be shorter than a slot's context.
+        """Queue a request; its prompt must have at most `ModelInfo.max_prompt` tokens.
 
         One in the background takes the place of an earlier one, which must have ended.
         """
-        if not 0 < request.n_prompt < self.n_ctx_slot:
+        if not 0 < request.n_prompt <= self._max_prompt:
             raise ValueError(f"a prompt of {request.n_prompt} tokens cannot run")
         self.admission.enqueue(request)
 
@@ -321,11 +326,15 @@ class Scheduler:
             if scores := request.new_scores(work.run.start, scores):
                 outcomes.append(Scored(request, scores))
         if not request.wants_tokens and self.cache.length(work.run.seq) == request.n_prompt:
+            vector = results[0].vector
+            if not np.isfinite(np.frombuffer(vector, dtype="<f4")).all():
+                return [*outcomes, *self._fail_sampling(work, now)]
+            self._drop_distrusted(request)
             if request.params.pin is not None and not request.is_private:
                 change = self._pins.add if request.params.pin else self._pins.remove
                 change(request.namespace, request.prompt.packed_tokens)
             self.end(request, now)
-            return [*outcomes, Sampled(request, (), "limit")]
+            return [*outcomes, Sampled(request, (), "limit", vector=vector)]
         if any(each.tokens == (NO_TOKEN,) for each in results):
             return [*outcomes, *self._fail_sampling(work, now)]
         for each in results:
@@ -371,13 +380,7 @@ class Scheduler:
     def _take_tokens(self, result: RequestResult, now: float) -> Sampled:
         """Append sampled tokens to a request, and those forced after them, as far as the request's limits allow."""
         request, tokens = result.request, result.tokens + result.forced
-        if request.distrusted:
-            # Without that cached prefix the logits are valid, so its KV is dropped. Only the last node is: if the
-            # fault is further up, the next request that reuses it will show that.
-            self._dropper.invalidate_path(
-                salt_namespace(request.params.cache_salt), request.distrusted, with_public=request.n_public > 0
-            )
-            request.distrusted = b""
+        self._drop_distrusted(request)
         reason, truncated, n_taken = None, False, 0
         while reason is None and n_taken < len(tokens):
             request.add_token(tokens[n_taken], now, forced=n_taken >= len(result.tokens))
@@ -386,6 +389,17 @@ class Scheduler:
         if reason:
             self.end(request, now)
         return Sampled(request, tokens[:n_taken], reason, truncated, result.scores[:n_taken])
+
+    def _drop_distrusted(self, request: Request) -> None:
+        """Drop a cached prefix without which the outputs are valid now.
+
+        Only the last node is dropped: if the fault is further up, the next request that reuses it will show that.
+        """
+        if request.distrusted:
+            self._dropper.invalidate_path(
+                salt_namespace(request.params.cache_salt), request.distrusted, with_public=request.n_public > 0
+            )
+            request.distrusted = b""
 
     def _end_reason(self, request: Request, token: int) -> tuple[FinishReason | None, bool]:
         """Return why a request ends after a token (None if it does not), and True if its context is full."""

@@ -47,7 +47,7 @@ class Work:
     @property
     def samples(self) -> tuple[Request, ...]:
         """Requests that get tokens by this work: one each, or several of a draft."""
-        return (self.request, *self.siblings) if self.run.n_outputs else ()
+        return (self.request, *self.siblings) if self.run.n_outputs and self.request.wants_tokens else ()
 
     def kept(self, sampled: Sequence[int]) -> Tokens:
         """Return the tokens that the sequence keeps of the run: not the part of a draft that was not sampled."""
@@ -130,6 +130,8 @@ class RequestResult:
     """Tokens forced after the sampled ones."""
     prompt_scores: Sequence[TokenScore] = ()
     """Probabilities of the prompt tokens that were to be scored."""
+    vector: bytes = b""
+    """The vector of the whole prompt, float32, if the request wants it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +203,8 @@ def _sample(works: Sequence[Work], draws: Draws, backend: Backend) -> list[tuple
             scores = tuple(sampler.scores)
             of_work.append(RequestResult(request, sampler, tokens, scores, _forced(request, sampler, tokens)))
         if not of_work:
-            of_work.append(RequestResult(work.request))
+            vector = backend.vector(work.run.seq) if work.run.n_outputs else b""
+            of_work.append(RequestResult(work.request, vector=vector))
         if work.run.n_drafted:
             _cut(work.run, len(work.kept(of_work[0].tokens)), backend)
         if work.run.targets is not None:

@@ -298,9 +298,9 @@ class StepPlanner:
 
     def _work(self, request: Request, n: int, before: Sequence[Work], *, is_last: bool) -> Work:
         start = self._cache.length(request.slot)
-        n_outputs = int(is_last and request.wants_tokens)
+        n_outputs = int(is_last and request.has_output)
         run = Run(request.slot, start, request.tokens.view(start, start + n), n_outputs, request.targets(start, n))
-        if not n_outputs or request.sampler is not None:
+        if not n_outputs or not request.wants_tokens or request.sampler is not None:
             return Work(request, run)
         served = [other for each in before for other in each.siblings]
         return Work(request, run, tuple(each for each in self._admission.siblings(request) if each not in served))

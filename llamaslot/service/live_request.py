@@ -24,7 +24,7 @@ import msgspec
 from llamaslot.base.callers import Caller
 from llamaslot.base.commands import Generate, GenerateParams
 from llamaslot.base.errors import LlamaslotError, ServerError, next_state
-from llamaslot.base.events import Cancelled, Failed, Finished, Output
+from llamaslot.base.events import Cancelled, Failed, Finished, Output, Progress
 from llamaslot.base.generation.token_probs import FLOAT_MIN, ProbRows, TokenProbs
 from llamaslot.base.prompt_jobs import ReplyOptions
 from llamaslot.base.tokens import TokenizedPrompt
@@ -147,6 +147,7 @@ class Completion:
                 self.probs.extend(event.probs)
                 n_bytes += event.probs.n_bytes
         if isinstance(event, Finished):
+            n_bytes += len(event.vector)
             # What it carried is kept here.
             self.end = msgspec.structs.replace(event, probs=None, tokens=(), generated=None)
         elif event.prompt_probs is not None:
@@ -176,7 +177,14 @@ class LiveRequest:
         """Ends its completions at the deadline."""
         self.is_expired = False
         self.n_reserved = 0
-        """Places it takes in `Capacity`: 1 until its body is read, then one for each unfinished completion."""
+        """Places it takes in `Capacity`: 1 until its body is read, then one for each unfinished completion.
+
+        All inputs of a request for vectors take one together.
+        """
+        self.n_running = 0
+        """Completions that have not ended."""
+        self.end: Finished | Failed | Cancelled | None = None
+        """The worst end so far of a request for vectors, with the sums of all."""
         self.id = ""
         """Request id, and key of its prompts in the prompt worker; empty once released."""
         self.prepared_at = 0.0
@@ -228,7 +236,31 @@ class LiveRequest:
         for number, each in enumerate(self.prompts):
             for params in each.params.completions():
                 self.completions.append(Completion(len(self.completions), params, each.prompt, number, self))
-        self._n_unread = len(self.completions)
+        self._n_unread = self.n_running = len(self.completions)
+
+    def end_one(self) -> None:
+        """Give back the place of a completion that has ended."""
+        self.n_running -= 1
+        if not self.is_batch:
+            self.count(-1)
+        elif not self.n_running:
+            self.count(-self.n_reserved)
+
+    def add_end(self, event: Finished | Failed | Cancelled) -> None:
+        """Add the end of an input to that of a request for vectors."""
+        worst = event if self.end is None or _BADNESS[type(event)] > _BADNESS[type(self.end)] else self.end
+        request_id = event.completion_id
+        if len(self.completions) > 1:
+            request_id = request_id.rpartition("-")[0]
+        progress = _sum_of(event.progress, self.end.progress if self.end is not None else None)
+        self.end = msgspec.structs.replace(worst, completion_id=request_id, progress=progress)
+        if isinstance(self.end, Finished):
+            self.end = msgspec.structs.replace(self.end, vector=b"")
+
+    @property
+    def is_batch(self) -> bool:
+        """True for a prepared request for vectors, whose inputs count as one request."""
+        return self.options.vectors is not None
 
     def close(self) -> None:
         """Release the memory; further events take none."""
@@ -317,6 +349,21 @@ class LiveRequest:
             return
         self._budget.charge(self.caller.owner, n_bytes, n_own=self._n_bytes)
         self._n_bytes += n_bytes
+
+
+_BADNESS: dict[type[msgspec.Struct], int] = {Finished: 0, Cancelled: 1, Failed: 2}
+_SUMS = ("n_prompt", "n_cached", "n_prompt_computed", "n_copied", "n_loaded", "n_read", "n_fetched")
+"""Fields of `Progress` that are added up over the inputs of a request."""
+
+
+def _sum_of(one: Progress | None, other: Progress | None) -> Progress | None:
+    """Return the progress of a request with several inputs, whose time ends with the last one."""
+    if one is None or other is None:
+        return one or other
+    queue_ms = min(one.queue_ms, other.queue_ms)
+    ms = max(each.queue_ms + each.prompt_ms for each in (one, other))
+    sums = {name: getattr(one, name) + getattr(other, name) for name in _SUMS}
+    return msgspec.structs.replace(one, queue_ms=queue_ms, prompt_ms=ms - queue_ms, **sums)
 
 
 def _probs_of(event: Output | Finished) -> Iterator[TokenProbs]:

@@ -217,7 +217,7 @@ class Service:
         live.charge(live.options.n_bytes + sum(map(len, (*live.texts, *live.echoes))))
         # Its body may name another client.
         live.reserve(
-            sum(each.params.n for each in live.prompts) if job.purpose == "run" else 1,
+            sum(each.params.n for each in live.prompts) if job.purpose == "run" and not live.is_batch else 1,
             live.prompts[0].params.client,
         )
 
@@ -323,6 +323,9 @@ class Service:
 
     def _on_start(self, completion: Completion, event: Started) -> None:
         """Find out where the prompt diverges from what is cached, and why."""
+        if completion.live.is_batch:
+            # Texts to embed are no conversations.
+            return
         client, n_prompt = completion.params.client, completion.prompt.n_tokens
         self._adviser.count(client, n_prompt, event.n_matched)
         match event.miss:
@@ -475,7 +478,7 @@ class Service:
         live = completion.live
         completion.handle(CompletionEvent.END)
         del self._completions[completion.id]
-        live.count(-1)
+        live.end_one()
         was_alone = completion is self._alone
         if was_alone:
             self._alone = None
@@ -501,7 +504,15 @@ class Service:
             asyncio.get_running_loop().call_soon(self._send_waiting)
 
     def _record(self, live: LiveRequest, event: Finished | Failed | Cancelled) -> None:
-        """Count and log the end of a request, and tell those who watch."""
+        """Count and log the end of a request, and tell those who watch.
+
+        A request for vectors ends with its last input.
+        """
+        if live.is_batch:
+            live.add_end(event)
+            if live.n_running or live.end is None:
+                return
+            event = live.end
         reason, fields = self.metrics.record(event, live.caller.client_request_id)
         self.activity.record(event.completion_id, reason, fields)
 

@@ -348,7 +348,10 @@ async def test_errors_of_the_middleware_have_it_too(start: Any) -> None:
     assert (await refused(**key, Origin="https://example.org"))[0] == 403
     assert (await refused(method="PUT", **key))[0] == 405
     assert (await refused(body=large, **key))[0] == 413
-    assert await refused("/api/embed", **key) == (501, "this server generates text; it has no embeddings")
+    assert await refused("/api/embed", **key) == (
+        501,
+        "embeddings are at /v1/embeddings; start the server with --embeddings",
+    )
     assert (await server.post(CHAT, {**PLAIN, "stream": False}, headers=key))[0] == 200
     server.service.capacity.refusal = QueueFullError("too many", retry_after=1)
     assert await refused(**key) == (429, "too many")

@@ -16,7 +16,7 @@ from llamaslot.api.http_server import create_app
 from llamaslot.api.routes import ROUTES, document
 from llamaslot.api.web_page import page
 from llamaslot.backend.disk import SlotFiles
-from llamaslot.base.model import FimTokens
+from llamaslot.base.model import FimTokens, RerankFormat
 from tests.fake_backend import FakeBackend
 from tests.fuzz.replies import check_reply, route_of
 
@@ -100,6 +100,23 @@ REQUESTS: list[tuple[str, str, dict[str, str], Any]] = [
 ]
 
 
+VECTOR_REQUESTS: dict[Any, list[tuple[str, Any]]] = {
+    "last": [
+        ("/v1/embeddings", {"input": ["x", "y"]}),
+        ("/v1/embeddings", {"input": "x", "encoding_format": "base64"}),
+        ("/v1/embeddings", {"content": "x"}),
+        ("/embedding", {"input": "x"}),
+        ("/rerank", {"query": "x", "documents": ["y"]}),
+    ],
+    "rank": [
+        ("/v1/rerank", {"query": "x", "documents": ["y"]}),
+        ("/rerank", {"query": "x", "texts": ["y"], "return_text": True}),
+        ("/embedding", {"input": "x"}),
+    ],
+}
+"""Requests to servers of vectors and of scores, by their pooling."""
+
+
 async def test_every_route_is_described_with_the_access_that_it_needs(server: Any) -> None:
     _, described = await server.get("/openapi.json")
     found = {
@@ -152,8 +169,15 @@ async def test_replies_are_what_is_described(start: Any, tmp_path: Path) -> None
                 reply = await _checked(method, pattern, response, "response_fields" in (body or ()))
             assert stream is not True or body is None or response.status != 200 or len(reply) > 1
             endpoints.add((response.status, pattern))
+    for pooling, vector_requests in VECTOR_REQUESTS.items():
+        own = FakeBackend(pooling=pooling, rerank=RerankFormat() if pooling == "rank" else None)
+        server = await start(backend=own)
+        for pattern, body in vector_requests:
+            async with server.session.post(server.url + pattern, json=body) as response:
+                await _checked("POST", pattern, response)
+                endpoints.add((response.status, pattern))
     succeeded = {pattern for status, pattern in endpoints if status == 200}
-    aliases = {"/v1/health", "/models", "/completions", "/responses"}
+    aliases = {"/v1/health", "/models", "/completions", "/responses", "/embeddings", "/reranking", "/v1/reranking"}
     aliases |= {"/chat/completions", "/chat/completions/input_tokens"}
     # A stream without end: `test_web_page.py` has its events.
     assert succeeded | aliases | {"/events"} == {route.path for route in ROUTES}

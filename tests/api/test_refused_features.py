@@ -116,22 +116,3 @@ async def test_what_the_server_does_not_have_is_named(
         else:
             assert (error["code"], error["param"]) == (400, param)
             assert error["type"] in {"invalid_request_error", "not_supported_error"}
-
-
-@pytest.mark.parametrize("path", ["/v1/embeddings", "/embedding", "/embeddings"])
-async def test_embeddings_are_not_supported_and_not_worth_a_retry(server: Any, path: str) -> None:
-    await refused_for_good(server, path, "embeddings")
-
-
-@pytest.mark.parametrize("path", ["/v1/rerank", "/rerank", "/v1/reranking", "/reranking"])
-async def test_reranking_is_not_supported_and_not_worth_a_retry(server: Any, path: str) -> None:
-    await refused_for_good(server, path, "reranking")
-
-
-async def refused_for_good(server: Any, path: str, feature: str) -> None:
-    async with server.session.post(server.url + path, json={"input": "x"}) as response:
-        error = (await response.json())["error"]
-        assert (response.status, error["type"]) == (501, "not_supported_error")
-        assert response.headers["X-Should-Retry"] == "false"
-    assert error["message"].endswith(f"no {feature}")
-    assert (await server.get(path))[0] == 404

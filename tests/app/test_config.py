@@ -124,6 +124,10 @@ def test_flags(argv: list[str], name: str, value: object) -> None:
     ("argv", "environ", "words"),
     [
         (["--prot", "1"], {}, ["--prot", "did you mean --port"]),
+        (["--pooling", "max"], {}, ["--pooling", "auto, none, mean, cls, last, rank"]),
+        (["--reranking", "--pooling", "last"], {}, ["--reranking", "--pooling last"]),
+        (["--embedding", "-no-kvu"], {}, ["--embeddings", "--no-kv-unified"]),
+        (["--embd-normalize", "-2"], {}, ["--embd-normalize", "-1"]),
         (["--no-kv-unifed"], {}, ["did you mean --no-kv-unified"]),
         (["--cache-reuse", "256"], {}, ["--cache-reuse is a flag of llama-server", "remove the flag"]),
         (["--port", "x"], {}, ["--port", "'x'", "int"]),

@@ -115,6 +115,10 @@ LLAMA: dict[str, tuple[str, object]] = {
     "-no-kvu": ("unified", False),
     "-ctk q8_0": ("cache_type_k", "q8_0"),
     "-ctv q4_1": ("cache_type_v", "q4_1"),
+    "--embeddings": ("embeds", True),
+    "--embedding": ("embeds", True),
+    "--pooling last": ("pooling", "last"),
+    "--pooling auto": ("pooling", None),
 }
 
 API: dict[str, tuple[str, object]] = {
@@ -163,6 +167,7 @@ API: dict[str, tuple[str, object]] = {
         "template_kwargs",
         {"a": 1, "reasoning_effort": "low"},
     ),
+    "--embd-normalize -1": ("embd_normalize", -1),
 }
 
 SAMPLING: dict[str, tuple[str, object]] = {
@@ -220,7 +225,7 @@ ELSEWHERE = {
         "text_anchors",
         "drop_volatile",
     ),
-    *("checkpoint_min_step", "checkpoint_ram"),
+    *("checkpoint_min_step", "checkpoint_ram", "reranking"),
     *("cache_remote", "cache_remote_key_file", "cache_remote_password_file", "cache_remote_ca"),
     *("cache_remote_size", "cache_remote_ttl", "cache_remote_timeout"),
     *("session_min_match", "slot_save_path", "warm_ahead", "escape_special", "jinja"),
@@ -248,8 +253,14 @@ def test_a_flag_reaches_the_backend_and_nothing_else_changes(argv: str, field: s
     settings = llama_settings(configured(argv), MODEL)
     assert getattr(settings, field) == value
     # A layout that is asked for does not change. Without RAM the pool is not emptied for a measurement.
-    others = {"unified": "may_partition", "n_cache_seqs_a_slot": "measure_at_load"}
+    others = {"unified": "may_partition", "embeds": "may_partition", "n_cache_seqs_a_slot": "measure_at_load"}
     assert set(changes(settings, defaults)) <= {field, others.get(field, field)}
+
+
+@pytest.mark.parametrize("argv", ["--reranking", "--rerank", "--embeddings --pooling rank"])
+def test_reranking_is_a_pooling(argv: str) -> None:
+    changed = changes(llama_settings(configured(argv), MODEL), llama_settings(Config(), MODEL))
+    assert changed == {"embeds": True, "pooling": "rank", "may_partition": False}
 
 
 @pytest.mark.parametrize("argv", ["--cache-ram 0", "--slot-save-path slots"])

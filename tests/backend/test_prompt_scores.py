@@ -63,7 +63,7 @@ def rows(harness: Harness, name: str) -> list[TokenProb]:
 async def test_prompts_and_replies_are_scored_as_by_a_plain_decode(
     n_spare_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loading, "spare_rows", lambda model, n_ubatch: min(n_spare_rows, n_ubatch))
+    monkeypatch.setattr(loading, "spare_rows", lambda model, settings, n_ubatch: min(n_spare_rows, n_ubatch))
     backend = loaded()
     tokens = backend.vocab.tokenize(PROMPT, add_special=True, parse_special=True)
     sampling = Sampling(temperature=0.0, n_probs=4)

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from bench import synthetic
-from llamaslot.backend.llama import LlamaBackend, LlamaSettings
+from llamaslot.backend.llama import LlamaBackend, LlamaSettings, loading
 from llamaslot.base.backend import Backend, Run, Status
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.kv_ops import (
@@ -105,7 +105,10 @@ class SequencesMachine(RuleBasedStateMachine):
         assert decoded.sent == {run.seq: (run.start, len(run.tokens)) for run in runs}
         for run in runs:
             self.extend(run.seq, run.tokens.tolist())
-        wanted = [run.seq for run in runs if run.n_outputs]
+        self.check_answers([run.seq for run in runs if run.n_outputs])
+
+    def check_answers(self, wanted: list[int]) -> None:
+        """Compare the greedy tokens after these sequences with those of cold runs."""
         draws = [(seq, self.backend.new_sampler(GREEDY, np.empty(0, dtype=np.int32))) for seq in wanted * 2]
         answers = self.backend.sample(draws)
         for _, sampler in draws:
@@ -506,6 +509,39 @@ def cold_answers(new_backend: Callable[[], Backend], history: list[int], n: int)
         backend.close()
 
 
+class VectorMachine(SequencesMachine):
+    """The answers are vectors, and nothing is drafted."""
+
+    verify = None  # type: ignore[assignment]
+    tolerance = 0.0
+
+    def check_answers(self, wanted: list[int]) -> None:
+        for seq in wanted:
+            warm, cold = vector_of(self.backend, seq), cold_vector(self.new_backend, self.held(seq))
+            assert np.abs(warm - cold).max() <= self.tolerance
+        for seq in set(self.oracle) - set(wanted):
+            with pytest.raises(IllegalCallError):
+                self.backend.vector(seq)
+
+
+def vector_of(backend: Backend, seq: int) -> np.ndarray:
+    """The normalized vector of a sequence."""
+    vector = np.frombuffer(backend.vector(seq), dtype="<f4")
+    assert len(vector) == backend.info.n_vector
+    return vector / np.linalg.norm(vector)
+
+
+def cold_vector(new_backend: Callable[[], Backend], history: list[int]) -> np.ndarray:
+    backend = new_backend()
+    try:
+        for at in range(0, len(history), N_UBATCH):
+            chunk = np.array(history[at : at + N_UBATCH], dtype=np.int32)
+            assert backend.decode([Run(0, at, chunk, at + N_UBATCH >= len(history))]).status is Status.OK
+        return vector_of(backend, 0)
+    finally:
+        backend.close()
+
+
 class FakeMachine(SequencesMachine):
     backend: FakeBackend
 
@@ -535,6 +571,37 @@ def test_fake_backend(kind: StateKind) -> None:
 def test_partitioned_fake_backend() -> None:
     machine = type("FakeMachine", (FakeMachine,), {"unified": False})
     run_state_machine_as_test(machine, settings=settings(max_examples=600 if LONG else 20))
+
+
+@pytest.mark.slow
+def test_fake_backend_of_vectors() -> None:
+    class Machine(VectorMachine):
+        def new_backend(self) -> FakeBackend:
+            sizes = {"n_slots": N_SLOTS, "n_reserved": N_RESERVED, "n_ctx": N_CTX, "n_ubatch": N_UBATCH}
+            return FakeBackend(pooling="last", **sizes)
+
+    run_state_machine_as_test(Machine, settings=settings(max_examples=600 if LONG else 20))
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("n_rows", [8, N_UBATCH])
+def test_llama_backend_of_vectors(n_rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With few rows of outputs, larger steps are computed in two batches."""
+    monkeypatch.setattr(loading, "spare_rows", lambda *_: n_rows)
+    chosen = LlamaSettings(
+        synthetic.ensure("tiny", folder=tmp_path, is_exact=True), n_ctx=N_CTX, n_slots=N_SLOTS,
+        n_cache_seqs=N_RESERVED, n_ubatch=N_UBATCH, n_threads=1, cache_type_k="f32", cache_type_v="f32",
+        flash_attn="off", embeds=True, pooling="last",
+    )  # fmt: skip
+
+    class Machine(VectorMachine):
+        tolerance = 1e-4
+
+        def new_backend(self) -> Backend:
+            return LlamaBackend(chosen)
+
+    run_state_machine_as_test(Machine, settings=settings(max_examples=100 if LONG else 5, stateful_step_count=40))
 
 
 @pytest.mark.gpu

@@ -31,6 +31,7 @@ from llamaslot.base.commands import (
     SlotAction,
     SlotActionDone,
     Unload,
+    VectorParams,
     WriteTexts,
 )
 from llamaslot.base.errors import ErrorInfo
@@ -49,6 +50,7 @@ from llamaslot.base.prompt_jobs import (
     References,
     ReplyOptions,
     RequestContext,
+    VectorReply,
 )
 from llamaslot.base.stats import CachePrefix, CacheState, CacheStats, CellStats, DiskStats, EngineState, SlotState
 from llamaslot.base.text_records import Session, TextAnchor
@@ -81,6 +83,7 @@ VALUES: dict[str, Any] = {
     "tokens": (3, 4),
     "reason": "word",
     "content": "text",
+    "vector": b"\0\0\0\0",
     "n_prompt": 9,
     "error": ErrorInfo("exceed_context_size_error", "too long", n_prompt_tokens=9, n_ctx=8, at_least=True),
 }
@@ -140,6 +143,12 @@ RESULTS = [
         ("text",),
         ("echo",),
         ReplyOptions(stream=True, response_fields=("content",), sse_ping_interval=3),
+    ),
+    Prepared(
+        (Generate(GenerateParams("r", max_tokens=0, vector=VectorParams(2, 3)), TokenizedPrompt(b"\1\0\0\0")),),
+        ("",),
+        ("",),
+        ReplyOptions(vectors=VectorReply("tei", top_n=3, texts=("a",))),
     ),
     Needs(may_compile=True),
     BadBody(ErrorInfo("invalid_request_error", "'prompt' is required", "prompt")),

@@ -92,9 +92,10 @@ class LocalEngine:
         tokenizer = Tokenizer(
             backend.vocab,
             info.n_ctx_slot,
-            use_anchors=use_anchors and info.can_reuse and not info.adds_eos,
+            use_anchors=use_anchors and info.can_reuse and not info.adds_eos and not info.pooling,
             min_match=settings.pop("session_min_match", 0.8),
             template=info.chat_template,
+            is_whole=info.embeds_whole,
         )
         if "disk" in files:
             tokenizer.add_records(files["disk"].texts.records())
@@ -107,7 +108,7 @@ class LocalEngine:
             template,
             grammars,
             settings=of_requests,
-            restoring=backend.vocab if restore and info.can_reuse else None,
+            restoring=backend.vocab if restore and info.can_reuse and not info.pooling else None,
             predicts=bool((service or {}).get("warm_ahead")),
         )
         own = {"metrics": Metrics(), "max_queue": 10**6, **(service or {})}

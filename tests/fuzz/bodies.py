@@ -145,6 +145,15 @@ VALID: dict[str, list[dict[str, Any]]] = {
          "input_extra": [{"text": "x = 1", "filename": "a.py"}]},
         {"input_prefix": "", "input_suffix": STORY, "n_predict": 2, "n": 2, "stream": True, "n_probs": 2},
     ],
+    "/v1/embeddings": [
+        {"input": STORY, "encoding_format": "base64", "dimensions": 3, "embd_normalize": 1, "cache_salt": "x"},
+        {"input": ["a", [1, 2], [3, "b"], {"prompt_string": "c"}, {"content": [{"type": "text", "text": "d"}]}]},
+    ],
+    "/embedding": [{"content": ["a", "b"], "cache_prompt": False}, {"input": [1, 2, "c"]}],
+    "/rerank": [
+        {"query": STORY, "documents": ["a", "b"], "top_n": 1, "model": "x"},
+        {"query": STORY, "texts": ["a", "b"], "return_text": True},
+    ],
     "/tokenize": [{"content": STORY, "add_special": True, "with_pieces": True}, {"content": ["a", 5, "b"]}],
     "/detokenize": [{"tokens": [1, 2, 3, 4]}],
     "/slots/{id_slot}": [{"filename": "a.bin"}],

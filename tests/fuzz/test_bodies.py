@@ -15,7 +15,7 @@ import pytest
 from llamaslot.api.routes import ROUTES
 from llamaslot.backend.disk import SlotFiles
 from llamaslot.base.errors import ServerError
-from llamaslot.base.model import FimTokens
+from llamaslot.base.model import FimTokens, RerankFormat
 from tests.conftest import LONG, new_seed
 from tests.fake_backend import FakeBackend
 from tests.fuzz.bodies import STORY, VALID, BodyFuzzer, Request
@@ -41,6 +41,18 @@ async def test_no_body_brings_a_500_or_a_hang(start: Any, tmp_path: Path) -> Non
     assert min(statuses[200], statuses[400]) > N_FAKE / 10, "neither all too wrong nor all valid"
     await server.idle()
     assert (await server.ok("/completion", REFERENCE))["content"] == before
+
+
+@pytest.mark.parametrize("pooling", ["last", "rank"])
+async def test_no_body_with_texts_to_embed_or_to_score_brings_a_500(start: Any, pooling: Any) -> None:
+    server = await start(backend=FakeBackend(n_ctx=512, pooling=pooling, rerank=RerankFormat(start=(1,))))
+    seed = new_seed()
+    print(f"seed {seed}")
+    paths = ("/rerank",) if pooling == "rank" else ("/v1/embeddings", "/embedding")
+    requests = [each for each in BodyFuzzer(seed).requests(10 * N_FAKE) if each.pattern in paths]
+    statuses = await send_all(server.session, server.url, requests, at_once=4)
+    assert min(statuses[200], statuses[400]) > len(requests) / 10, "neither all too wrong nor all valid"
+    await server.idle()
 
 
 async def test_a_500_is_noticed(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -94,10 +94,12 @@ def llama_settings(config: Config, model: Path) -> LlamaSettings:
         flash_attn=config.flash_attn,
         backend_sampling=config.backend_sampling,
         unified=config.kv_unified is not False,
-        may_partition=config.kv_unified is None,
+        may_partition=config.kv_unified is None and not config.embeds,
         may_unload=config.sleep_idle_seconds > 0,
         cache_type_k=config.cache_type_k,
         cache_type_v=config.cache_type_v,
+        embeds=config.embeds,
+        pooling="rank" if config.reranking else None if config.pooling == "auto" else config.pooling,
         measure_costs=True,
         # Otherwise idle prefixes are offloaded for it, which needs RAM and would empty slots that are to be saved.
         measure_at_load=config.cache_ram == 0 or bool(config.slot_save_path),

@@ -71,14 +71,15 @@ def prompt_worker(config: Config, vocab: Vocab, model: SetModel, trial: Trial) -
         vocab,
         info.n_ctx_slot,
         # EOS after every prompt would also follow the text before a cut point.
-        use_anchors=config.text_anchors and info.can_reuse and not info.adds_eos,
+        use_anchors=config.text_anchors and info.can_reuse and not info.adds_eos and not info.pooling,
         min_match=config.session_min_match,
         template=info.chat_template,
+        is_whole=info.embeds_whole,
         clock=time.monotonic,
     )
     tokenizer.add_records(model.records)
     # Prompts of models that reuse nothing gain nothing by it.
-    restores = config.restore_messages and info.can_reuse and not info.adds_eos
+    restores = config.restore_messages and info.can_reuse and not info.adds_eos and not info.pooling
     restorer = ReplyRestorer(tokenizer.memory, vocab) if restores else None
     try:
         reader = RequestReader(
@@ -104,7 +105,8 @@ def _chat_template(config: Config, model: SetModel) -> ChatTemplate:
         source, flag = resolve(info.builtin_template), "--no-jinja"
     source = source or info.chat_template
     if not source:
-        _log.warning("template.missing", fallback=_FALLBACK_TEMPLATE)
+        if not info.pooling:
+            _log.warning("template.missing", fallback=_FALLBACK_TEMPLATE)
         source = resolve(_FALLBACK_TEMPLATE)
     try:
         return ChatTemplate(

@@ -33,7 +33,16 @@ from llamaslot.base.errors import ConfigError
 from llamaslot.base.files import parts
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.generation.token_probs import TokenScore
-from llamaslot.base.model import CPU, NOT_YET, CheckpointSize, ModelFile, ModelInfo, SegmentSize, StateKind
+from llamaslot.base.model import (
+    CPU,
+    NOT_YET,
+    QUERY_BLOCK,
+    CheckpointSize,
+    ModelFile,
+    ModelInfo,
+    SegmentSize,
+    StateKind,
+)
 from llamaslot.base.stats import BackendStats
 from llamaslot.base.tokens import Tokens
 
@@ -45,6 +54,8 @@ class LlamaBackend:
 
     _context: Any
     _memory: Any
+    _has_vectors = False
+    """True if the outputs of the last decode are vectors."""
 
     def __init__(self, settings: LlamaSettings, on_progress: Callable[[float], bool] = lambda _share: True) -> None:
         library.initialise()
@@ -60,6 +71,7 @@ class LlamaBackend:
         files = _files(settings)
         self._model, n_mapped = loading.load_model(settings, on_progress)
         try:
+            settings = self._settings = loading.for_vectors(self._model, settings)
             n_cache_seqs, n_seqs = self._sequences()
             # Other threads may use the vocabulary while the model is unloaded.
             self.vocab = (
@@ -151,8 +163,56 @@ class LlamaBackend:
         self._check_open()
         check_runs(runs, length_of=self._kv.length, info=self.info, states=self._kv.states)
         self._kv.transfer.end_changes()
-        self._rows, self._targets = self._batch.fill(runs)
         self._chains.prepare(runs, draws)
+        *earlier, last = self._batches(runs)
+        status, sent = Status.OK, {run.seq: (run.start, 0) for run in runs}
+        for batch in earlier:
+            status = self._compute(batch)
+            sent |= self._batch.sent()
+        if status is Status.OK:
+            status = self._compute(last, embeds=self._has_vectors)
+            for seq, (first, n) in self._batch.sent().items():
+                n_before = sent[seq][1]
+                sent[seq] = first - n_before, n_before + n
+        if status in (Status.ABORTED, Status.FATAL):
+            for run in reversed(runs):
+                self._kv.lengths[run.seq] = run.start
+            self._kv.failed(runs)
+        return Decoded(status, sent)
+
+    def _batches(self, runs: Sequence[Run]) -> Sequence[Sequence[Run]]:
+        """Return the batches of a step: one, or two if its vectors need that.
+
+        With embeddings on, every token has an output and gets logits too, and llama.cpp aborts if there may not be
+        so many (facts 4 and 40). So of a large step most tokens are computed before that. The others are those with
+        vectors, and what makes them a query block: fewer are rounded unlike those of a single batch (fact 9).
+        """
+        wants_vectors = bool(self.info.pooling) and any(run.n_outputs for run in runs)
+        self._has_vectors = wants_vectors and all(run.targets is None for run in runs)
+        n_rows = self.n_seqs + self.info.n_spare_rows
+        if not self._has_vectors or sum(len(run.tokens) for run in runs) <= n_rows:
+            return [runs]
+        n_last: dict[int, int] = {}
+        n_left = min(QUERY_BLOCK, self.info.n_spare_rows)
+        ordered = sorted(runs, key=lambda run: (not run.n_outputs, len(run.tokens)))
+        for i, run in enumerate(ordered, start=1):
+            n_vectors = sum(each.n_outputs for each in ordered[i:])
+            n_last[run.seq] = min(max(-(-n_left // (1 + n_vectors)), run.n_outputs), len(run.tokens))
+            n_left = max(n_left - n_last[run.seq], 0)
+        before, last = [], []
+        for run in runs:
+            n = len(run.tokens) - n_last[run.seq]
+            if n:
+                before.append(replace(run, tokens=run.tokens[:n], n_outputs=0))
+            if n_last[run.seq]:
+                last.append(replace(run, start=run.start + n, tokens=run.tokens[n:]))
+        return [before, last]
+
+    def _compute(self, runs: Sequence[Run], *, embeds: bool = False) -> Status:
+        """Compute one batch; with `embeds` each of its sequences gets a vector. A failure is left to the caller."""
+        self._rows, self._targets = self._batch.fill(runs, has_outputs=embeds)
+        if self.info.pooling:
+            llama_cpp.llama_set_embeddings(self._context, embeds)
         if self._threads is not None:
             n_threads = self._threads.choose(sum(len(run.tokens) for run in runs))
             llama_cpp.llama_set_n_threads(self._context, n_threads, n_threads)
@@ -162,9 +222,7 @@ class LlamaBackend:
         if code == 0:
             for run in runs:
                 self._kv.lengths[run.seq] += len(run.tokens)
-        elif _status(code) in (Status.ABORTED, Status.FATAL):
-            self._kv.failed(runs)
-        return Decoded(_status(code), self._batch.sent())
+        return _status(code)
 
     @property
     def stats(self) -> BackendStats:
@@ -235,6 +293,22 @@ class LlamaBackend:
             raise kv_ops.IllegalCallError(f"sequence {seq} has nothing to score")
         first, targets = self._targets[seq]
         return [score_of(token, self._logits(first + i), n_top) for i, token in enumerate(targets.tolist())]
+
+    def vector(self, seq: int) -> bytes:
+        """Return the vector of a sequence after the last `decode`, or its scores."""
+        if seq not in self._rows or not self._has_vectors:
+            raise kv_ops.IllegalCallError(f"sequence {seq} has no vector")
+        if self.info.pooling == "none":
+            # Inputs are computed whole, so these rows are those of all tokens of the sequence.
+            end = self._rows[seq][0] + 1
+            rows = range(end - self._kv.lengths[seq], end)
+            pointers = [llama_cpp.llama_get_embeddings_ith(self._context, row) for row in rows]
+        else:
+            pointers = [llama_cpp.llama_get_embeddings_seq(self._context, seq)]
+        if not all(pointers):
+            raise kv_ops.IllegalCallError(f"llama.cpp has no vector for sequence {seq}")
+        size = (self.info.n_vector,)
+        return b"".join(np.ctypeslib.as_array(each, size).astype("<f4").tobytes() for each in pointers)
 
     def run_self_test(self, should_stop: Callable[[], bool] = lambda: False) -> bool:
         """Run the self-test of reuse if it is pending; returns False if `should_stop` ended it without a result."""
@@ -354,7 +428,7 @@ class LlamaBackend:
         """Return the numbers of spare and of all sequences in the layout in which the pool is made first."""
         return sequences(
             self._settings,
-            reusable=not capabilities.why_not_reusable(self._model),
+            reusable=not (capabilities.why_not_reusable(self._model) or self._settings.embeds_whole),
             has_states=capabilities.has_partial_state(self._model),
         )
 
@@ -395,7 +469,13 @@ class LlamaBackend:
         model, context, vocab = self._model, self._context, self.vocab
         n_ctx_train = llama_cpp.llama_model_n_ctx_train(model)
         n_ctx_seq = llama_cpp.llama_n_ctx_seq(context)
+        n_ctx = llama_cpp.llama_n_ctx(context) if settings.unified else n_ctx_seq * settings.n_slots
         reason = capabilities.why_not_reusable(model, made.caches)
+        state = capabilities.read(model, context, made.caches)
+        if settings.embeds_whole:
+            n_ctx = n_ctx_seq = llama_cpp.llama_n_ubatch(context)
+            reason = f"with the pooling {settings.pooling}, a vector is of all tokens of an input"
+            state = msgspec.structs.replace(state, can_trim=False)
         template = (llama_cpp.llama_model_chat_template(model, None) or b"").decode(errors="replace")
         return ModelInfo(
             name=library.metadata(model, "general.name") or settings.model.stem,
@@ -408,13 +488,13 @@ class LlamaBackend:
             vocab_type=vocab.type,
             n_embd=llama_cpp.llama_model_n_embd(model),
             n_ctx_train=n_ctx_train,
-            n_ctx=llama_cpp.llama_n_ctx(context) if settings.unified else n_ctx_seq * settings.n_slots,
+            n_ctx=n_ctx,
             n_ctx_slot=min(n_ctx_seq, n_ctx_train) if n_ctx_train > 0 else n_ctx_seq,
             n_slots=settings.n_slots,
             n_cache_seqs=n_cache_seqs,
             n_batch=llama_cpp.llama_n_batch(context),
             n_ubatch=llama_cpp.llama_n_ubatch(context),
-            n_spare_rows=loading.spare_rows(model, llama_cpp.llama_n_ubatch(context)),
+            n_spare_rows=loading.spare_rows(model, settings, llama_cpp.llama_n_ubatch(context)),
             unified=settings.unified,
             context_ms=1e3 * made.seconds,
             flash_attn=made.flash_attn,
@@ -426,7 +506,7 @@ class LlamaBackend:
             device=library.device_used(loading.gpus(settings)),
             backends=library.backends(),
             reuse_reason=reason,
-            state=capabilities.read(model, context, made.caches),
+            state=state,
             keeps_checkpoints=settings.checkpoints
             and settings.unified
             and self.n_seqs > settings.n_slots
@@ -441,6 +521,7 @@ class LlamaBackend:
             adds_eos=vocab.adds_eos,
             control_tokens=vocab.control_tokens,
             eog=tuple(sorted(vocab.eog)),
+            **loading.vector_facts(model, settings),
         )
 
     def _can_partition(self) -> bool:
@@ -523,7 +604,7 @@ class LlamaBackend:
             "step_cost": lambda: costs.measure_step_cost(self, self._context, quiet),
             "state_cost": lambda: costs.measure_state_cost(self, self._context, self._kv.partial, quiet),
         }
-        if self._settings.backend_sampling is None and info.device != CPU:
+        if self._settings.backend_sampling is None and info.device != CPU and not info.pooling:
             measures["samples_faster"] = lambda: self._measure_sampling(quiet)
         pending = ""
         try:
@@ -566,7 +647,7 @@ class LlamaBackend:
 
     def _set_costs(self, measured: Measurements) -> None:
         chosen = self._settings.backend_sampling
-        on_device = bool(measured.samples_faster) if chosen is None else chosen
+        on_device = bool(measured.samples_faster) if chosen is None else chosen and not self.info.pooling
         self.info = msgspec.structs.replace(self.info, **measured.costs, samples_on_device=on_device)
 
     def _set_measured(self, measured: Measurements, *, is_later: bool = False) -> None:
@@ -653,8 +734,10 @@ class Batch:
             logits=_as(self._output, ctypes.c_int8),
         )
 
-    def fill(self, runs: Sequence[Run]) -> tuple[dict[int, tuple[int, list[int]]], dict[int, tuple[int, Tokens]]]:
-        """Write the runs one after another.
+    def fill(
+        self, runs: Sequence[Run], *, has_outputs: bool = False
+    ) -> tuple[dict[int, tuple[int, list[int]]], dict[int, tuple[int, Tokens]]]:
+        """Write the runs one after another; with `has_outputs` every token has an output.
 
         Returns, by sequence id, the first row of logits to sample from and the draft, and the first row and
         tokens to be scored.
@@ -666,7 +749,7 @@ class Batch:
             self._tokens[at : at + n] = run.tokens
             self._positions[at : at + n] = np.arange(run.start, run.start + n) if n > 1 else run.start
             self._seqs[at : at + n] = run.seq
-            self._output[at : at + n] = 0
+            self._output[at : at + n] = has_outputs
             if run.targets is not None and len(run.targets):
                 self._output[at : at + len(run.targets)] = 1
                 targets[run.seq] = at, run.targets

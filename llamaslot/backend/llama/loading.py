@@ -10,7 +10,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Literal
@@ -22,7 +22,8 @@ from llamaslot.backend.llama import capabilities, library
 from llamaslot.backend.llama.capabilities import Caches
 from llamaslot.backend.llama.library import Device
 from llamaslot.base.errors import ConfigError
-from llamaslot.base.files import MetadataValue, check_file
+from llamaslot.base.files import MetadataValue, check_file, has_tensor
+from llamaslot.base.model import QUERY_BLOCK, Pooling, RerankFormat
 
 _log = structlog.get_logger(__name__)
 
@@ -63,6 +64,15 @@ _ROPE_SCALING = {
 }
 _BAD_OVERRIDE = re.compile(r"Bad metadata override type for key '(.*)', expected (\w+) but got (\w+)")
 _USED_OVERRIDE = re.compile(r"Using metadata override \( *\w+\) '(.*)' =")
+_WHOLE: frozenset[Pooling | None] = frozenset({"none", "mean", "cls"})
+"""Poolings of a micro-batch's tokens, so of whole inputs only if these are in one (fact 40)."""
+_POOLINGS: dict[int, Pooling] = {
+    llama_cpp.LLAMA_POOLING_TYPE_NONE: "none",
+    llama_cpp.LLAMA_POOLING_TYPE_MEAN: "mean",
+    llama_cpp.LLAMA_POOLING_TYPE_CLS: "cls",
+    llama_cpp.LLAMA_POOLING_TYPE_LAST: "last",
+    llama_cpp.LLAMA_POOLING_TYPE_RANK: "rank",
+}
 _INT32_MAX = 2**31 - 1
 _SAMPLING_KEYS: dict[str, tuple[str, type[int] | type[float], float, float]] = {
     "temp": ("temperature", float, 0, 100),
@@ -182,8 +192,17 @@ class LlamaSettings:
     """Measure them before the model is used: the pool may never be empty afterwards."""
     measurements: Path | None = None
     """Folder in which measurements are kept for the next start; None to keep none."""
+    embeds: bool = False
+    """Compute vectors or scores of prompts instead of text."""
+    pooling: Pooling | None = None
+    """Pooling of vectors; None for that of the model's file (`for_vectors`)."""
     reuse_self_test: Literal["auto", "on", "off"] = "auto"
     """`on` reuses prefixes without the self-test, or although it failed; `off` reuses nothing that needs one."""
+
+    @property
+    def embeds_whole(self) -> bool:
+        """`ModelInfo.embeds_whole`."""
+        return self.embeds and self.pooling in _WHOLE
 
 
 def sequences(settings: LlamaSettings, *, reusable: bool, has_states: bool = False) -> tuple[int, int]:
@@ -439,7 +458,7 @@ def kv_facts(model: Any, context: Any, settings: LlamaSettings, *, flash_attn: b
 def make_context(model: Any, settings: LlamaSettings, *, n_ctx: int, n_seqs: int, n_threads: int) -> Context:
     """Return a context for `n_seqs` sequences with `n_ctx` cells for the slots. Raises `ConfigError`."""
     params = context_params(settings, n_ctx=n_ctx, n_seqs=n_seqs, n_threads=n_threads)
-    params.n_outputs_max += spare_rows(model, settings.n_ubatch)
+    params.n_outputs_max += spare_rows(model, settings, settings.n_ubatch)
     with library.watched() as (lines, errors):
         started = perf_counter()
         context = llama_cpp.llama_init_from_model(model, params)
@@ -477,10 +496,69 @@ def part_cells(model: Any, context: Any, settings: LlamaSettings) -> int:
     return part if part >= MIN_PART and is_same else 0
 
 
-def spare_rows(model: Any, n_ubatch: int) -> int:
-    """Return `ModelInfo.n_spare_rows`."""
+def spare_rows(model: Any, settings: LlamaSettings, n_ubatch: int) -> int:
+    """Return `ModelInfo.n_spare_rows`; with vectors so many that a step of more tokens has two query blocks."""
+    if settings.embeds_whole:
+        return n_ubatch
     n_vocab: int = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
-    return max(1, min(n_ubatch, _MAX_SPARE_BYTES // (4 * n_vocab)))
+    return max(2 * QUERY_BLOCK if settings.embeds else 1, min(n_ubatch, _MAX_SPARE_BYTES // (4 * n_vocab)))
+
+
+def for_vectors(model: Any, settings: LlamaSettings) -> LlamaSettings:
+    """Return the settings with the pooling that the model's file asks for, unless they have one.
+
+    If inputs are computed whole, the pool has as many cells as a step has tokens: so only inputs that fit into one
+    step together are admitted. Raises `ConfigError` for a model without such vectors or scores.
+    """
+    if not settings.embeds:
+        return settings
+    name = settings.model.name
+    key = f"{library.metadata(model, 'general.architecture')}.pooling_type"
+    # A file that says nothing of it has `none`; an override is not in the metadata (fact 39).
+    of_file = str(dict(settings.overrides).get(key, library.number(model, "pooling_type")))
+    pooling = settings.pooling or next((each for n, each in _POOLINGS.items() if str(n) == of_file), None)
+    if pooling is None:
+        raise ConfigError(f"{name} asks for a pooling that is not known: give --pooling", param="--pooling")
+    settings = replace(settings, pooling=pooling)
+    # llama.cpp would read scores from the rows of hidden states.
+    has_head = (
+        has_tensor(settings.model, "cls.output", dict(settings.overrides))
+        and llama_cpp.llama_model_n_cls_out(model) > 0
+    )
+    if pooling == "rank" and not has_head:
+        raise ConfigError(f"{name} cannot rerank: it has no classification head", param="--pooling")
+    if not settings.embeds_whole:
+        return settings
+    if capabilities.kind_of(model).has_recurrent_state:
+        # llama.cpp may split a step into micro-batches, and then pools those of an input one by one.
+        reason = f"the pooling {pooling} is not supported with recurrent states, which {name} has"
+        raise ConfigError(f"{reason}: give --pooling last", param="--pooling")
+    return replace(settings, n_ctx=padded(settings.n_ubatch), checkpoints=False, n_cache_seqs=None)
+
+
+def vector_facts(model: Any, settings: LlamaSettings) -> dict[str, Any]:
+    """Return the fields of `ModelInfo` about vectors and scores; empty for a server that generates text."""
+    if not settings.embeds:
+        return {}
+    if settings.pooling == "rank":
+        n_scores = llama_cpp.llama_model_n_cls_out(model)
+        return {"pooling": "rank", "n_vector": n_scores, "rerank": _rerank_format(model)}
+    width = llama_cpp.llama_model_n_embd_out(model)
+    return {"pooling": settings.pooling, "n_vector": width, "embeds_whole": settings.embeds_whole}
+
+
+def _rerank_format(model: Any) -> RerankFormat:
+    """Return the form of prompts that llama-server uses for a reranker (`format_prompt_rerank`)."""
+    if template := llama_cpp.llama_model_chat_template(model, b"rerank"):
+        return RerankFormat(template.decode(errors="replace"))
+    vocab = llama_cpp.llama_model_get_vocab(model)
+    eos = llama_cpp.llama_vocab_eos(vocab)
+    sep = llama_cpp.llama_vocab_sep(vocab)
+    ends = (eos if eos >= 0 else sep,) if llama_cpp.llama_vocab_get_add_eos(vocab) else ()
+    seps = (sep,) if llama_cpp.llama_vocab_get_add_sep(vocab) else ()
+    starts = (llama_cpp.llama_vocab_bos(vocab),) if llama_cpp.llama_vocab_get_add_bos(vocab) else ()
+    start, middle, end = (tuple(each for each in ids if each >= 0) for ids in (starts, ends + seps, ends))
+    return RerankFormat(start=start, middle=middle, end=end)
 
 
 def context_params(settings: LlamaSettings, *, n_ctx: int, n_seqs: int, n_threads: int) -> Any:
@@ -509,6 +587,8 @@ def context_params(settings: LlamaSettings, *, n_ctx: int, n_seqs: int, n_thread
     params.yarn_ext_factor, params.yarn_attn_factor = rope.yarn_ext_factor, rope.yarn_attn_factor
     params.yarn_beta_slow, params.yarn_beta_fast = rope.yarn_beta_slow, rope.yarn_beta_fast
     params.no_perf = True
+    if settings.pooling is not None:
+        params.pooling_type = next(number for number, name in _POOLINGS.items() if name == settings.pooling)
     return params
 
 
