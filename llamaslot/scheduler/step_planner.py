@@ -61,8 +61,9 @@ class PromptTurns:
 
         `pending` has the number of tokens that each request which may run has to compute, in order of their share.
         """
-        decodes = [request for request, n in pending.items() if request.is_decoding(n)]
-        prompts = [request for request, n in pending.items() if not request.is_decoding(n)]
+        # The last token of a prompt without a reply has the length of a decode, so it takes no step of its own.
+        decodes = [request for request, n in pending.items() if n == 1 or request.is_decoding(n)]
+        prompts = [request for request in pending if request not in decodes]
         waited_s = None if self._waiting_since is None else now - self._waiting_since
         if not prompts:
             return Turn(decodes, waited_s=waited_s)

@@ -144,7 +144,7 @@ class WrongBackend(NoisyBackend):
             case "no load", Load(dst):
                 kv.lengths[dst] = operation.end
             case "no copy between partitions", Copy(_, dst, 0, end):
-                self._compute(dst, self._held[dst][:1] * end)
+                self._run(dst, self._held[dst][:1] * end)
             case "a load into another sequence", Load(0, start, parts):
                 super().change(Load(1, start, parts))
                 kv.lengths[0] = operation.end
@@ -152,9 +152,9 @@ class WrongBackend(NoisyBackend):
                 kv.segments[second] = shifted(kv.segments[first], half)
                 super().change(operation)
             case "cells of another branch", Copy(src, dst, 0, end):
-                self._compute(dst, self._held[src][:end][::-1])
+                self._run(dst, self._held[src][:end][::-1])
             case "a fork of another branch", Copy(src, dst, 0, end) if end == self.seq_len(src):
-                self._compute(dst, self._held[src][:end][::-1])
+                self._run(dst, self._held[src][:end][::-1])
             case "no trim", Remove(seq, keep) if keep:
                 kv.lengths[seq] = keep
             case _:
@@ -170,11 +170,11 @@ class WrongBackend(NoisyBackend):
 
     def _of_other(self, seq: int, ids: list[int], operation: Operation) -> None:
         """Carry out an operation on an empty sequence while it holds other tokens."""
-        self._compute(seq, ids)
+        self._run(seq, ids)
         super().change(operation)
         super().change(Remove(seq, 0))
 
-    def _compute(self, seq: int, ids: list[int]) -> None:
+    def _run(self, seq: int, ids: list[int]) -> None:
         n = self.info.n_ubatch
         for at in range(0, len(ids), n):
             run = Run(seq, at, np.array(ids[at : at + n], np.int32), n_outputs=0)
@@ -515,7 +515,7 @@ def test_a_later_test_leaves_sequences_as_they_were(
     with loaded(models.get(shape, shape), bug, self_test_limit_s=0.0, **fields) as backend:
         seqs = range(backend.info.n_slots)
         for seq in seqs:
-            backend._compute(seq, list(range(300 + seq, 350 + 7 * seq)))
+            backend._run(seq, list(range(300 + seq, 350 + 7 * seq)))
         if backend.info.keeps_checkpoints:
             super(WrongBackend, backend).change(Take(5, 0, 50))
         if len(seqs) > 1:
@@ -536,7 +536,7 @@ def test_a_later_test_leaves_sequences_as_they_were(
 
 def test_a_later_test_does_not_run_without_memory_for_what_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
     with loaded("tiny-swa", self_test_limit_s=0.0) as backend:
-        backend._compute(0, list(range(300, 350)))
+        backend._run(0, list(range(300, 350)))
         before = held(backend, 0)
         monkeypatch.setattr(operations, "_MAX_SET_ASIDE_BYTES", 1000)
         with pytest.raises(NotSavedError):

@@ -1219,7 +1219,8 @@ class CacheMachine(RuleBasedStateMachine):
             is_prompt = not self.backend.info.unified and any(len(run.tokens) - run.n_drafted > 1 for run in runs)
             assert not is_prompt or len(workers) == 1
             for asked in self.running if not is_prompt else ():
-                is_stream = len(asked.tokens) - len(self.backend.held[asked.slot]) == 1
+                n_left = len(asked.tokens) - len(self.backend.held[asked.slot])
+                is_stream = n_left == 1 and asked.params.max_tokens != 0
                 assert not is_stream or asked in workers, "a stream was held up"
         assert sum(len(work.run.tokens) for work in plan.work) <= self.backend.info.n_ubatch
         # What is public is loaded by the plan after the one that saves it. So is what was saved to make place, in
