@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 
 from llamaslot.api.context import ApiSettings
-from llamaslot.app.composition import OnProgress
 from llamaslot.app.config import Config
+from llamaslot.app.runtime.children import OnProgress
 from llamaslot.app.runtime.engine_host import EngineHost
 from llamaslot.app.runtime.engine_host import OnProgress as EngineProgress
 from llamaslot.app.runtime.prompt_main import prompt_worker
@@ -37,7 +37,7 @@ class NoProcess:
 
 
 class InProcessRuntime:
-    """Takes the place of `llamaslot.app.composition.Runtime`."""
+    """Takes the place of `llamaslot.app.runtime.children.Runtime` where `composition` uses it."""
 
     def __init__(
         self, config: Config, template: tuple[str, str], on_progress: OnProgress, backend: Backend | None

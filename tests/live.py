@@ -100,7 +100,9 @@ def serving(
         (folder / "fault").mkdir(exist_ok=True)
         (folder / "fault" / "sitecustomize.py").write_text(fault)
         own["PYTHONPATH"] = f"{folder / 'fault'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
-    command = ["serve", "-m", "demo", "--port", "0", "-t", "1", *map(str, args)]
+    given = [*map(str, args)]
+    model = [] if "-m" in given or "--models-dir" in given else ["-m", "demo"]
+    command = ["serve", *model, "--port", "0", "-t", "1", *given]
     log.write_bytes(b"")
     process: subprocess.Popen[bytes] | ForkedProcess
     if is_forked:

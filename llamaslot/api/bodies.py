@@ -20,7 +20,7 @@ from aiohttp.http import HttpProcessingError
 
 from llamaslot.api import http_errors
 from llamaslot.api.connections import OWNER_SHARE, Connection
-from llamaslot.api.context import CALLER, READINESS, ApiSettings
+from llamaslot.api.context import CALLER, ApiSettings, service_of
 from llamaslot.api.middleware import caller_of, valid_unicode
 from llamaslot.base.callers import Amounts
 from llamaslot.base.errors import (
@@ -39,6 +39,8 @@ _CHUNK_BYTES = 2**16
 """Bytes of a reply that are made and written at a time."""
 _CHUNK_S = 0.004
 """Time after which a chunk is complete, however short it is."""
+_RECEIVED = web.RequestKey("_RECEIVED", io.BytesIO)
+"""The body of a request, if it was received before its handler asks for it."""
 _MARK = b"\0"
 DEFAULT_LIMIT, MAX_LIMIT = 20, 100
 is_count = re.compile(r"[0-9]{1,9}").fullmatch
@@ -69,23 +71,47 @@ class BodyReader:
         `UnsupportedMediaTypeError` for a compressed body, whose size is not known before it is decompressed. A
         client that waits for `100 Continue` gets it only if its body will be read.
         """
+        limit = self._settings.max_body_bytes
+        most = limit if max_bytes is None else min(max_bytes, limit)
+        received: io.BytesIO | None = request.pop(_RECEIVED, None)
+        if received is None:
+            received = await self._received(request, most)
+        try:
+            _check_size(received.tell(), most, limit)
+            # Without a copy, which would hold up the event loop.
+            yield received.getvalue()
+        finally:
+            self._release(request, received)
+
+    @asynccontextmanager
+    async def received(self, request: web.Request) -> AsyncIterator[bytes]:
+        """Receive the body of a request, and keep it in the block for the handler, which calls `body`."""
+        received = request[_RECEIVED] = await self._received(request, self._settings.max_body_bytes)
+        try:
+            yield received.getvalue()
+        finally:
+            if (unread := request.pop(_RECEIVED, None)) is not None:
+                self._release(request, unread)
+
+    async def _received(self, request: web.Request, most: int) -> io.BytesIO:
         encodings = request.headers.getall("Content-Encoding", [])
         if any(encoding.strip().lower() not in ("", "identity") for encoding in encodings):
             message = "compressed bodies are not supported: send it without Content-Encoding"
             raise UnsupportedMediaTypeError(message, param="Content-Encoding")
-        limit = self._settings.max_body_bytes
-        most = limit if max_bytes is None else min(max_bytes, limit)
-        _check_size(request.content_length or 0, most, limit)
+        _check_size(request.content_length or 0, most, self._settings.max_body_bytes)
         await _continue(request)
         received = io.BytesIO()
         try:
             await self._receive(request, received, most)
-            # Without a copy, which would hold up the event loop.
-            yield received.getvalue()
-        finally:
-            self._bytes.add(request[CALLER].owner, -received.tell())
-            # aiohttp keeps what broke the connection, and with it these frames, for longer than the connection.
-            received.close()
+        except BaseException:
+            self._release(request, received)
+            raise
+        return received
+
+    def _release(self, request: web.Request, received: io.BytesIO) -> None:
+        self._bytes.add(request[CALLER].owner, -received.tell())
+        # aiohttp keeps what broke the connection, and with it these frames, for longer than the connection.
+        received.close()
 
     async def _receive(self, request: web.Request, received: io.BytesIO, most: int) -> None:
         owner = request[CALLER].owner
@@ -134,6 +160,11 @@ def _check_size(n_bytes: int, most: int, flag_bytes: int) -> None:
     else:
         return
     raise TooLargeError(f"the body is larger than {limit}")
+
+
+def has_body(request: web.Request) -> bool:
+    """Return True if a request has a body that nobody has read."""
+    return _RECEIVED in request or request.can_read_body
 
 
 async def read(request: web.Request, kind: type[B]) -> B:
@@ -319,7 +350,7 @@ async def page_of_stored(request: web.Request, lists: Sequence[bytes], paging: P
         after=valid_unicode(paging.after),
         client=caller.client(),
     )
-    service = request.app[READINESS].check()
+    service = service_of(request)
     reply: bytes = await service.answer(job)
     with service.reply_budget.held(caller.owner, len(reply)):
         return await send_json(request, [reply])

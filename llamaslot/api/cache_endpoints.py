@@ -15,9 +15,9 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from llamaslot.api.bodies import is_count, json_response, read
+from llamaslot.api.bodies import has_body, is_count, json_response, read
 from llamaslot.api.completions.native_completion import generation_settings
-from llamaslot.api.context import CALLER, READINESS, SETTINGS
+from llamaslot.api.context import CALLER, SETTINGS, service_of
 from llamaslot.api.credentials import GRANTED, Access
 from llamaslot.api.generation.request_handling import probe_cache, warm_cache
 from llamaslot.api.middleware import check_sees_all, given_key, sees_all, valid_unicode
@@ -70,7 +70,7 @@ async def probe(request: web.Request) -> web.Response:
 
 async def warm(request: web.Request) -> web.Response:
     """Compute a prompt for later requests that begin with it, and generate nothing; `pin` keeps it cached."""
-    info = request.app[READINESS].check().info
+    info = service_of(request).info
     is_dropped = info.self_test == "failed" or (info.self_test == "pending" and not info.keeps_checkpoints)
     if is_dropped or not info.can_reuse:
         raise NotSupportedError(f"no prefix of this model is reused: {info.self_test_note or info.reuse_reason}")
@@ -92,7 +92,7 @@ async def clear(request: web.Request) -> web.Response:
 
 async def drop_session(request: web.Request) -> web.Response:
     """Drop a session of the caller's namespace or of the public one, and the KV that only it uses."""
-    service, settings = request.app[READINESS].check(), request.app[SETTINGS]
+    service, settings = service_of(request), request.app[SETTINGS]
     is_admin = request[GRANTED] is Access.ADMIN
     if not is_admin and not settings.cache_salt_from_api_key:
         raise ForbiddenError(
@@ -100,7 +100,7 @@ async def drop_session(request: web.Request) -> web.Response:
             "--cache-salt-from-api-key"
         )
     session_id = valid_unicode(request.match_info["session_id"])
-    body = await read(request, SessionBody) if request.can_read_body else SessionBody()
+    body = await read(request, SessionBody) if has_body(request) else SessionBody()
     salt = request_salt(
         settings.key_secret(given_key(request)),
         body.cache_salt or "",
@@ -142,7 +142,7 @@ async def events(request: web.Request) -> web.StreamResponse:
 def _service(request: web.Request) -> Service:
     if not request.app[SETTINGS].slots:
         raise NotSupportedError("this server does not show its slots and its cache; start it with --slots")
-    return request.app[READINESS].check()
+    return service_of(request)
 
 
 def _top(request: web.Request, default: int) -> int:
@@ -170,7 +170,7 @@ async def slots(request: web.Request) -> web.Response:
 
 async def act(request: web.Request) -> web.Response:
     """Carry out the slot action in `?action=`, with llama-server's reply."""
-    service = request.app[READINESS].check()
+    service = service_of(request)
     slot = request.match_info["id_slot"]
     if not is_count(slot):
         raise InvalidRequestError(f"{slot!r} is not a slot number", param="id_slot")

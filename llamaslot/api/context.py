@@ -1,4 +1,4 @@
-"""The state that handlers share: settings, the service once the model is loaded, and the ids of requests."""
+"""The state that handlers share: settings, the models, and of a request its model's service and its ids."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from llamaslot.base.generation.tools import ReasoningFormat
 from llamaslot.base.model import ModelInfo
 from llamaslot.base.namespaces import key_secret
 from llamaslot.base.prompt_jobs import RequestPolicy
+from llamaslot.service.models import Models
 from llamaslot.service.service import Service
 
 
@@ -131,43 +132,49 @@ def _sorted_names(text: str) -> list[str]:
 
 
 class Readiness:
-    """The service once the model is loaded, or the error that requests get until then."""
+    """The models once the server takes requests, or the error that requests get until then."""
 
     def __init__(self) -> None:
-        self._service: Service | None = None
+        self._models: Models | None = None
         self._reason: ServerError | UnavailableError = UnavailableError("Loading model", retry_after=1)
         self._is_draining = False
 
-    def set(self, service: Service) -> None:
-        """Accept requests: the model is loaded."""
-        self._service = service
+    def set(self, models: Models) -> None:
+        """Accept requests: a server of one model has loaded it."""
+        self._models = models
 
     def fail(self, reason: ServerError | UnavailableError) -> None:
         """Answer every request with this error from now on."""
-        self._service = None
+        self._models = None
         self._reason = reason
 
     def drain(self) -> None:
-        """Report unhealthy from now on, before the server stops. Requests are served until the service refuses."""
+        """Report unhealthy from now on, before the server stops. Requests are served until the models refuse."""
         self._is_draining = True
-        if self._service is not None:
-            self._service.activity.close()
+        for service in self._models.services if self._models is not None else ():
+            service.activity.close()
 
-    def check(self) -> Service:
-        """Return the service; raises the error if there is none."""
-        if self._service is None:
+    def check(self) -> Models:
+        """Return the models; raises the error if there are none."""
+        if self._models is None:
             raise type(self._reason)(self._reason.message, retry_after=self._reason.retry_after)
-        return self._service
+        return self._models
 
     def check_health(self) -> None:
         """Raise the error of a server that new requests should not be sent to.
 
-        It is one whose model is loading, whose engine is restarting, or which is about to stop.
+        It is one that loads its only model, or whose engine is restarting, or which is about to stop.
         """
-        service = self.check()
+        models = self.check()
         if self._is_draining:
             raise stopped_error("")
-        service.check_running()
+        if models.is_one:
+            models.running("").check_running()
+
+
+def service_of(request: web.Request) -> Service:
+    """Return the service of the model that a request names, which the middleware has chosen."""
+    return request[SERVICE]
 
 
 def started() -> int:
@@ -182,6 +189,8 @@ def shown_id(request: web.BaseRequest) -> str:
 
 READINESS = web.AppKey("READINESS", Readiness)
 SETTINGS = web.AppKey("SETTINGS", ApiSettings)
+SERVICE = web.RequestKey("SERVICE", Service)
+"""The service of the model that a request is for."""
 UNIQUE_ID = web.RequestKey("UNIQUE_ID", str)
 """The server's id of a request; the ids of completions and replies derive from it."""
 CALLER = web.RequestKey("CALLER", Caller)

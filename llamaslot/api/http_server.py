@@ -24,6 +24,7 @@ from llamaslot.api.context import READINESS, SETTINGS, ApiSettings, Readiness
 from llamaslot.api.credentials import Access, ApiKeys
 from llamaslot.api.http_errors import error_middleware
 from llamaslot.api.middleware import ACCESS, KEYS, add_headers, admit, identify
+from llamaslot.api.model_choice import NEEDS, choose_model
 from llamaslot.api.responses.responses import RESPONSES, RUNNING
 from llamaslot.api.responses.store import ResponseStore
 from llamaslot.api.routes import ROUTES
@@ -40,14 +41,15 @@ _CLOSE_TIMEOUT_S = 5.0
 
 
 def create_app(settings: ApiSettings) -> web.Application:
-    """Return the HTTP application. Every endpoint answers 503 until `app[READINESS].set(service)`.
+    """Return the HTTP application. Every endpoint answers 503 until `app[READINESS].set(models)`.
 
     Raises `ConfigError` for an unusable file of API keys.
     """
-    app = web.Application(middlewares=[identify, error_middleware, admit])
+    app = web.Application(middlewares=[identify, error_middleware, admit, choose_model])
     app[SETTINGS] = settings
     app[KEYS] = ApiKeys(settings.api_keys, settings.api_key_file)
     app[ACCESS] = {**{route.handler: route.access for route in ROUTES}, page: Access.PUBLIC}
+    app[NEEDS] = {route.handler: route.needs for route in ROUTES}
     app[BODY_READER] = BodyReader(settings)
     app[RESPONSES] = ResponseStore(
         max_responses=settings.max_stored_responses, max_bytes=settings.max_stored_responses_bytes

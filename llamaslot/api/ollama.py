@@ -18,16 +18,17 @@ from msgspec import UNSET, UnsetType
 
 from llamaslot.api import http_errors
 from llamaslot.api.bodies import LATER, encode, joined_lists, json_response, read, with_values
-from llamaslot.api.context import READINESS, SETTINGS, started
+from llamaslot.api.context import READINESS, started
 from llamaslot.api.generation.reply_parts import CacheUse, Prob, ProbsWriter, cache_use
 from llamaslot.api.generation.request_handling import ReplyWriter, complete, end_reason
 from llamaslot.api.sse import JSON_LINES, json_line
 from llamaslot.base.errors import LlamaslotError
 from llamaslot.base.events import Finished, Output, Progress
-from llamaslot.base.model import CPU
+from llamaslot.base.model import CPU, ModelInfo
 from llamaslot.base.tokens import ids_of
 from llamaslot.formats.calls import Delta, is_object
 from llamaslot.service.live_request import Completion, LiveRequest
+from llamaslot.service.models import ServedModel
 from llamaslot.service.service import Service
 
 API_VERSION = "0.12.11"
@@ -341,45 +342,58 @@ class OllamaShowBody(msgspec.Struct, kw_only=True):
 
 
 async def tags(request: web.Request) -> web.Response:
-    """Return the model in Ollama's list."""
-    service = request.app[READINESS].check()
-    listed = OllamaListed(
-        **_identity(request, service), modified_at=_modified(), capabilities=_capabilities(service)
+    """Return the models in Ollama's list."""
+    models = request.app[READINESS].check().all
+    return json_response(
+        OllamaModels(
+            [
+                OllamaListed(**_identity(each), modified_at=_modified(), capabilities=_capabilities(each))
+                for each in models
+            ]
+        )
     )
-    return json_response(OllamaModels([listed]))
 
 
 async def ps(request: web.Request) -> web.Response:
-    """Return the model in Ollama's list of those in memory, unless nobody uses it and it was unloaded."""
-    service = request.app[READINESS].check()
-    info = service.info
-    loaded = OllamaLoaded(
-        **_identity(request, service),
-        expires_at=_NEVER,
-        size_vram=0 if info.device == CPU else info.size_bytes,
-        context_length=info.n_ctx_slot,
+    """Return the models that are loaded in Ollama's list of those in memory."""
+    loaded = [each for each in request.app[READINESS].check().all if each.is_ready and each.info is not None]
+    return json_response(
+        OllamaRunning(
+            [
+                OllamaLoaded(
+                    **_identity(each),
+                    expires_at=_NEVER,
+                    size_vram=0 if info.device == CPU else info.size_bytes,
+                    context_length=info.n_ctx_slot,
+                )
+                for each in loaded
+                if (info := each.info) is not None
+            ]
+        )
     )
-    return json_response(OllamaRunning([] if service.is_sleeping else [loaded]))
 
 
 async def show(request: web.Request) -> web.Response:
-    """Return what Ollama's clients need to know of the model: its template, its context, what it can do."""
-    await read(request, OllamaShowBody)
-    service = request.app[READINESS].check()
-    info = service.info
+    """Return what Ollama's clients need to know of a model: its template, its context, what it can do."""
+    body = await read(request, OllamaShowBody)
+    model = request.app[READINESS].check().find(body.model or body.name or "")
+    info = model.info
+    facts: dict[str, str | int] = {}
+    if info is not None:
+        facts = {
+            "general.architecture": info.architecture,
+            "general.basename": info.name,
+            "general.parameter_count": info.n_params,
+            f"{info.architecture}.context_length": info.n_ctx_slot,
+            f"{info.architecture}.embedding_length": info.n_embd,
+        }
     return json_response(
         OllamaShown(
-            parameters=f"{'num_ctx':<30} {info.n_ctx_slot}",
-            template=service.chat_template,
-            details=_details(service),
-            model_info={
-                "general.architecture": info.architecture,
-                "general.basename": info.name,
-                "general.parameter_count": info.n_params,
-                f"{info.architecture}.context_length": info.n_ctx_slot,
-                f"{info.architecture}.embedding_length": info.n_embd,
-            },
-            capabilities=_capabilities(service),
+            parameters=f"{'num_ctx':<30} {info.n_ctx_slot}" if info is not None else "",
+            template=model.service.chat_template if model.service is not None else "",
+            details=_details(info),
+            model_info=facts,
+            capabilities=_capabilities(model),
             modified_at=_modified(),
         )
     )
@@ -390,22 +404,23 @@ async def version(request: web.Request) -> web.Response:
     return json_response(OllamaVersion(API_VERSION))
 
 
-def _identity(request: web.Request, service: Service) -> dict[str, Any]:
-    info = service.info
-    own = request.app[SETTINGS].model_names(info)[0]
-    facts = f"{own} {info.architecture} {info.n_params} {info.size_bytes}"
+def _identity(model: ServedModel) -> dict[str, Any]:
+    info = model.info
+    facts = f"{model.id} {info.architecture} {info.n_params} {info.size_bytes}" if info is not None else model.id
     return {
-        "name": _with_tag(own),
-        "model": _with_tag(own),
-        "size": info.size_bytes,
+        "name": _with_tag(model.id),
+        "model": _with_tag(model.id),
+        "size": info.size_bytes if info is not None else model.n_bytes,
         # Clients show the first twelve digits, and some fail if there are fewer.
         "digest": hashlib.sha256(facts.encode(errors="replace")).hexdigest(),
-        "details": _details(service),
+        "details": _details(info),
     }
 
 
-def _details(service: Service) -> OllamaDetails:
-    info = service.info
+def _details(info: ModelInfo | None) -> OllamaDetails:
+    """Return what is known of a model's format; little before it was loaded for the first time."""
+    if info is None:
+        return OllamaDetails(family="", families=[], parameter_size="", quantization_level="")
     # As in `llama 8B Q4_K - Medium`.
     _, size, kind = (*info.description.split(maxsplit=2), "", "", "")[:3]
     kind, _, variant = kind.partition(" - ")
@@ -419,12 +434,12 @@ def _details(service: Service) -> OllamaDetails:
     )
 
 
-def _capabilities(service: Service) -> list[str]:
-    """Return what the model can do; tools are told to every model."""
+def _capabilities(model: ServedModel) -> list[str]:
+    """Return what a model can do; tools are told to every model."""
     found = ["completion", "tools"]
-    if service.info.fim is not None:
+    if model.info is not None and model.info.fim is not None:
         found.append("insert")
-    if service.output_format.reasoning is not None:
+    if model.service is not None and model.service.output_format.reasoning is not None:
         found.append("thinking")
     return found
 

@@ -28,6 +28,7 @@ from llamaslot.api.credentials import Access
 from llamaslot.api.generation.reply_parts import CacheUse, Prob, PromptProgress, Timings, TokenCount
 from llamaslot.api.http_errors import AnthropicError, ErrorBody, Handler, OllamaError, is_anthropic, is_ollama
 from llamaslot.api.middleware import SESSION_HEADERS
+from llamaslot.api.model_choice import Needs
 from llamaslot.api.responses import bodies as response_types
 from llamaslot.api.responses import responses
 from llamaslot.api.responses.responses import LLAMA_SERVER_PATH, N_FIRST, Compaction
@@ -157,8 +158,23 @@ class ModelMeta(msgspec.Struct, forbid_unknown_fields=True):
     size: int
 
 
+class ModelStatus(msgspec.Struct, forbid_unknown_fields=True):
+    """State of one of several models, as in llama-server."""
+
+    value: Literal["unloaded", "loading", "loaded", "sleeping"]
+    failed: bool = False
+    reason: str = ""
+    """Why it could not be loaded."""
+
+
+class Done(msgspec.Struct, forbid_unknown_fields=True):
+    """The reply to what is done in the background."""
+
+    success: Literal[True]
+
+
 class Model(msgspec.Struct, forbid_unknown_fields=True):
-    """The model in OpenAI's format."""
+    """A model in OpenAI's format."""
 
     id: str
     aliases: list[str]
@@ -166,11 +182,14 @@ class Model(msgspec.Struct, forbid_unknown_fields=True):
     object: Literal["model"]
     created: int
     owned_by: str
-    meta: ModelMeta
+    meta: ModelMeta | UnsetType = UNSET
+    """Unknown until the model is loaded for the first time."""
+    status: ModelStatus | UnsetType = UNSET
+    """If the server may have several models."""
 
 
 class OllamaModel(msgspec.Struct, forbid_unknown_fields=True):
-    """The model in Ollama's format."""
+    """A model in Ollama's format."""
 
     name: str
     model: str
@@ -181,7 +200,7 @@ class OllamaModel(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Models(msgspec.Struct, forbid_unknown_fields=True):
-    """The list of models, which has one."""
+    """The list of models."""
 
     object: Literal["list"]
     data: list[Model]
@@ -242,6 +261,16 @@ class Props(msgspec.Struct, forbid_unknown_fields=True):
     build_info: str
     is_sleeping: bool
     prefix_reuse: PrefixReuse
+
+
+class RouterProps(msgspec.Struct, forbid_unknown_fields=True):
+    """The properties of a server of several models; `?model=` gives those of one."""
+
+    role: Literal["router"]
+    max_instances: int
+    """Models that are loaded at once at most."""
+    models_autoload: bool
+    build_info: str
 
 
 class NextToken(msgspec.Struct, forbid_unknown_fields=True):
@@ -351,6 +380,8 @@ class Route(msgspec.Struct, frozen=True):
     """The reply's."""
     stream_type: str = EVENTS
     """That of a reply in `chunks`."""
+    needs: Needs = Needs.MODEL
+    """What it needs of the model."""
 
     @property
     def error(self) -> Any:
@@ -389,6 +420,8 @@ _SESSION = tuple(_parameter(name, "header", _STRING) for name in SESSION_HEADERS
 """Only the first one that a request has is read: the others may be of any length."""
 _ACTION = _parameter("action", "query", {"enum": ["save", "restore", "erase"]}, required=True)
 _TOP = _parameter("top", "query", {"type": "integer", "minimum": 1, "maximum": cache_endpoints.MAX_TOP})
+_MODEL = _parameter("model", "query", _STRING)
+"""Names the model where a server has several, and no body names it."""
 _TIER = _parameter("tier", "query", {"enum": ["pool", "ram", "disk"]})
 _NO_SLOT = _parameter("fail_on_no_slot", "query", _STRING)
 _STREAM = (
@@ -404,6 +437,7 @@ _EVENTS = get_args(response_types.AnyEvent)
 _CHAT, _TEXT, _INFILL = (bodies.ChatBody,), (bodies.CompletionBody,), (bodies.InfillBody,)
 _ANY = (*_CHAT, *_TEXT, MessagesBody, ResponsesBody)
 _CHATS = "/v1/chat/completions"
+_CHAT_BY_ID, _RESPONSE_BY_ID = f"{_CHATS}/{{completion_id}}", "/v1/responses/{response_id}"
 _MESSAGE = (anthropic.AnthropicMessage,)
 _ITEMS = (ListReply[dict[str, Any]],)
 _EMBEDDING = (bodies.EmbeddingBody,)
@@ -411,25 +445,75 @@ _NATIVE_EMBEDDINGS = list[embeddings.NativeEmbedding]
 _RANKS = (embeddings.RerankReply, list[embeddings.TeiRank])
 
 _ROUTES = (
-    Route("GET", "/health", server_endpoints.health, (Health,), alias="/v1/health", access=Access.PUBLIC),
-    Route("GET", "/v1/models", server_endpoints.models, (Models,), alias="/models"),
-    Route("GET", "/v1/models/{name:.+}", server_endpoints.model, (Model,)),
-    Route("GET", "/props", server_endpoints.props, (Props,)),
-    Route("GET", "/slots", cache_endpoints.slots, (list[Slot],), parameters=(_NO_SLOT,)),
-    Route("GET", "/cache", cache_endpoints.cache, (CacheState,), parameters=(_TOP,)),
-    Route("GET", "/cache/advice", cache_endpoints.advice, (CacheAdvice,), access=Access.ADMIN),
-    Route("GET", "/metrics", server_endpoints.metrics, (str,), content_type="text/plain"),
+    Route(
+        "GET",
+        "/health",
+        server_endpoints.health,
+        (Health,),
+        alias="/v1/health",
+        access=Access.PUBLIC,
+        needs=Needs.NOTHING,
+    ),
+    Route("GET", "/v1/models", server_endpoints.models, (Models,), alias="/models", needs=Needs.NOTHING),
+    Route("GET", "/v1/models/{name:.+}", server_endpoints.model, (Model,), needs=Needs.NOTHING),
+    Route(
+        "POST",
+        "/models/load",
+        server_endpoints.load,
+        (Done,),
+        (server_endpoints.ModelBody,),
+        access=Access.ADMIN,
+        needs=Needs.NOTHING,
+    ),
+    Route(
+        "POST",
+        "/models/unload",
+        server_endpoints.unload,
+        (Done,),
+        (server_endpoints.ModelBody,),
+        access=Access.ADMIN,
+        needs=Needs.NOTHING,
+    ),
+    Route("GET", "/props", server_endpoints.props, (Props, RouterProps), parameters=(_MODEL,), needs=Needs.NOTHING),
+    Route(
+        "GET",
+        "/slots",
+        cache_endpoints.slots,
+        (list[Slot],),
+        parameters=(_NO_SLOT, _MODEL),
+        needs=Needs.PROCESSES,
+    ),
+    Route("GET", "/cache", cache_endpoints.cache, (CacheState,), parameters=(_TOP, _MODEL), needs=Needs.PROCESSES),
+    Route(
+        "GET",
+        "/cache/advice",
+        cache_endpoints.advice,
+        (CacheAdvice,),
+        parameters=(_MODEL,),
+        access=Access.ADMIN,
+        needs=Needs.PROCESSES,
+    ),
+    Route(
+        "GET",
+        "/metrics",
+        server_endpoints.metrics,
+        (str,),
+        parameters=(_MODEL,),
+        content_type="text/plain",
+        needs=Needs.PROCESSES,
+    ),
     Route(
         "GET",
         "/events",
         cache_endpoints.events,
         (str,),
         chunks=(StateUpdate, PrefixesUpdate, RequestUpdate),
-        parameters=(_TOP,),
+        parameters=(_TOP, _MODEL),
         access=Access.ADMIN,
         content_type=EVENTS,
+        needs=Needs.PROCESSES,
     ),
-    Route("GET", PATH, openapi, (dict[str, Any],)),
+    Route("GET", PATH, openapi, (dict[str, Any],), needs=Needs.NOTHING),
     Route(
         "POST",
         _CHATS,
@@ -455,11 +539,26 @@ _ROUTES = (
         stored_chats.list_chats,
         (ListReply[StoredChatReply],),
         parameters=(*_page(0), _parameter("model", "query", _STRING)),
+        needs=Needs.ANY_PROCESSES,
     ),
-    Route("GET", f"{_CHATS}/{{completion_id}}", stored_chats.retrieve, (StoredChatReply,)),
-    Route("POST", f"{_CHATS}/{{completion_id}}", stored_chats.update, (StoredChatReply,), (bodies.StoredChatBody,)),
-    Route("DELETE", f"{_CHATS}/{{completion_id}}", stored_chats.delete, (stored_chats.ChatDeleted,)),
-    Route("GET", f"{_CHATS}/{{completion_id}}/messages", stored_chats.list_messages, _ITEMS, parameters=_page(0)),
+    Route("GET", _CHAT_BY_ID, stored_chats.retrieve, (StoredChatReply,), needs=Needs.NOTHING),
+    Route(
+        "POST",
+        _CHAT_BY_ID,
+        stored_chats.update,
+        (StoredChatReply,),
+        (bodies.StoredChatBody,),
+        needs=Needs.NOTHING,
+    ),
+    Route("DELETE", _CHAT_BY_ID, stored_chats.delete, (stored_chats.ChatDeleted,), needs=Needs.NOTHING),
+    Route(
+        "GET",
+        f"{_CHAT_BY_ID}/messages",
+        stored_chats.list_messages,
+        _ITEMS,
+        parameters=_page(0),
+        needs=Needs.ANY_PROCESSES,
+    ),
     Route(
         "POST",
         "/v1/responses",
@@ -479,10 +578,17 @@ _ROUTES = (
         parameters=_SESSION,
     ),
     Route("POST", "/v1/responses/compact", responses.compact, (Compaction,), (ResponsesBody,), (), _SESSION),
-    Route("POST", "/v1/responses/{response_id}/cancel", responses.cancel, _RESPONSE),
-    Route("GET", "/v1/responses/{response_id}", responses.retrieve, _RESPONSE, (), _EVENTS, _STREAM),
-    Route("DELETE", "/v1/responses/{response_id}", responses.delete, (response_types.Deleted,)),
-    Route("GET", "/v1/responses/{response_id}/input_items", responses.input_items, _ITEMS, parameters=_page(1)),
+    Route("POST", f"{_RESPONSE_BY_ID}/cancel", responses.cancel, _RESPONSE, needs=Needs.NOTHING),
+    Route("GET", _RESPONSE_BY_ID, responses.retrieve, _RESPONSE, (), _EVENTS, _STREAM, needs=Needs.NOTHING),
+    Route("DELETE", _RESPONSE_BY_ID, responses.delete, (response_types.Deleted,), needs=Needs.NOTHING),
+    Route(
+        "GET",
+        f"{_RESPONSE_BY_ID}/input_items",
+        responses.input_items,
+        _ITEMS,
+        parameters=_page(1),
+        needs=Needs.ANY_PROCESSES,
+    ),
     Route("POST", "/v1/completions", openai.completions, (TextReply,), _TEXT, (TextReply,), _SESSION),
     Route("POST", "/v1/messages", anthropic.messages, _MESSAGE, (MessagesBody,), (anthropic.Event,), _SESSION),
     Route(
@@ -513,10 +619,10 @@ _ROUTES = (
         _SESSION,
         stream_type=JSON_LINES,
     ),
-    Route("POST", "/api/show", ollama.show, (ollama.OllamaShown,), (ollama.OllamaShowBody,)),
-    Route("GET", "/api/tags", ollama.tags, (ollama.OllamaModels,)),
-    Route("GET", "/api/ps", ollama.ps, (ollama.OllamaRunning,)),
-    Route("GET", "/api/version", ollama.version, (ollama.OllamaVersion,)),
+    Route("POST", "/api/show", ollama.show, (ollama.OllamaShown,), (ollama.OllamaShowBody,), needs=Needs.NOTHING),
+    Route("GET", "/api/tags", ollama.tags, (ollama.OllamaModels,), needs=Needs.NOTHING),
+    Route("GET", "/api/ps", ollama.ps, (ollama.OllamaRunning,), needs=Needs.NOTHING),
+    Route("GET", "/api/version", ollama.version, (ollama.OllamaVersion,), needs=Needs.NOTHING),
     Route("POST", "/completion", native.completion, _NATIVE, _TEXT, _NATIVE_CHUNKS, _SESSION, alias="/completions"),
     Route("POST", "/infill", native.infill, _NATIVE, _INFILL, _NATIVE_CHUNKS, _SESSION),
     Route(
@@ -532,8 +638,16 @@ _ROUTES = (
     Route("POST", "/v1/rerank", embeddings.rerank, _RANKS, (bodies.RerankBody,), alias="/v1/reranking"),
     Route("POST", "/rerank", embeddings.rerank, _RANKS, (bodies.RerankBody,), alias="/reranking"),
     Route("POST", "/apply-template", server_endpoints.apply_template, (TemplateReply,), _CHAT),
-    Route("POST", "/cache/clear", cache_endpoints.clear, (CacheCleared,), parameters=(_TIER,), access=Access.ADMIN),
-    Route("POST", "/cache/probe", cache_endpoints.probe, (CacheProbe,), _ANY, (), _SESSION),
+    Route(
+        "POST",
+        "/cache/clear",
+        cache_endpoints.clear,
+        (CacheCleared,),
+        parameters=(_TIER, _MODEL),
+        access=Access.ADMIN,
+        needs=Needs.PROCESSES,
+    ),
+    Route("POST", "/cache/probe", cache_endpoints.probe, (CacheProbe,), _ANY, (), _SESSION, needs=Needs.PROCESSES),
     Route(
         "POST",
         "/cache/warm",
@@ -548,20 +662,29 @@ _ROUTES = (
         cache_endpoints.act,
         (SlotActionReply,),
         (bodies.SlotBody, Any),  # `erase` ignores its body
-        parameters=(_ACTION,),
+        parameters=(_ACTION, _MODEL),
         access=Access.ADMIN,
         body_required=False,
     ),
     Route("POST", "/tokenize", server_endpoints.tokenize, (TokenizeReply,), (bodies.TokenizeBody,)),
     Route("POST", "/detokenize", server_endpoints.detokenize, (DetokenizeReply,), (bodies.DetokenizeBody,)),
-    Route("GET", "/tokenizer_info", server_endpoints.tokenizer_info, (server_endpoints.TokenizerInfo,)),
+    Route(
+        "GET",
+        "/tokenizer_info",
+        server_endpoints.tokenizer_info,
+        (server_endpoints.TokenizerInfo,),
+        parameters=(_MODEL,),
+        needs=Needs.PROCESSES,
+    ),
     Route(
         "DELETE",
         "/sessions/{session_id:.+}",
         cache_endpoints.drop_session,
         (SessionDropped,),
         (bodies.SessionBody,),
+        parameters=(_MODEL,),
         body_required=False,
+        needs=Needs.PROCESSES,
     ),
 )
 ROUTES = tuple(structs.replace(route, path=path) for route in _ROUTES for path in (route.path, route.alias) if path)

@@ -7,14 +7,17 @@ from typing import Any, Literal
 import msgspec
 from aiohttp import web
 
-from llamaslot.api.bodies import BODY_READER, json_response, send_json
+from llamaslot.api.bodies import BODY_READER, json_response, read, send_json
 from llamaslot.api.completions.native_completion import generation_settings
 from llamaslot.api.completions.openai_completions import FINGERPRINT
-from llamaslot.api.context import READINESS, SETTINGS, ApiSettings, started
+from llamaslot.api.context import READINESS, SETTINGS, service_of, started
+from llamaslot.api.credentials import GRANTED, Access
 from llamaslot.api.middleware import caller_of, check_sees_all
 from llamaslot.base.errors import NotFoundError, NotSupportedError
+from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.model import ModelInfo
 from llamaslot.base.prompt_jobs import AnswerBody
+from llamaslot.service.models import Models, ServedModel
 
 _CAPABILITIES = {"": "completion", "rank": "rerank"}
 """What a server does, by its pooling; one with any other pooling computes embeddings."""
@@ -27,44 +30,76 @@ async def health(request: web.Request) -> web.Response:
 
 
 async def models(request: web.Request) -> web.Response:
-    """Return the model in OpenAI's list and in Ollama's."""
-    info = request.app[READINESS].check().info
-    described = _model(request)
-    ollama = {
-        "name": described["id"],
-        "model": described["id"],
-        "type": "model",
-        "description": info.description,
-        "capabilities": [_CAPABILITIES.get(info.pooling, "embedding")],
-        "details": {"format": "gguf", "family": info.architecture},
-    }
-    return json_response({"object": "list", "data": [described], "models": [ollama]})
+    """Return the models in OpenAI's list and in Ollama's; with their state if there may be several."""
+    served = request.app[READINESS].check()
+    described = [_described(request, each, has_status=not served.is_one) for each in served.all]
+    ollama = [_in_ollamas_form(each) for each in served.all]
+    return json_response({"object": "list", "data": described, "models": ollama})
 
 
 async def model(request: web.Request) -> web.Response:
-    """Return the model, by any of its names."""
-    name, described = request.match_info["name"], _model(request)
-    if name not in described["aliases"]:
-        raise NotFoundError(f"there is no model '{name}' here, only '{described['id']}'", param="model")
-    return json_response(described)
+    """Return a model, by any of its names."""
+    served, name = request.app[READINESS].check(), request.match_info["name"]
+    # A server of one model answers to any name, but has only its own.
+    found = next((each for each in served.all if name in each.names), None)
+    if found is None:
+        known = "', '".join(each.id for each in served.all)
+        raise NotFoundError(f"there is no model '{name}' here, only '{known}'", param="model")
+    return json_response(_described(request, found, has_status=not served.is_one))
+
+
+class ModelBody(msgspec.Struct):
+    """`POST /models/load` and `/models/unload`."""
+
+    model: str
+
+
+async def load(request: web.Request) -> web.Response:
+    """Begin to load a model; its state is in the list of models."""
+    _of_several(request).load((await read(request, ModelBody)).model)
+    return json_response({"success": True})
+
+
+async def unload(request: web.Request) -> web.Response:
+    """Begin to unload a model, once the requests that use it have ended; what is cached stays in RAM or on disk."""
+    _of_several(request).unload((await read(request, ModelBody)).model)
+    return json_response({"success": True})
+
+
+def _of_several(request: web.Request) -> Models:
+    models = request.app[READINESS].check()
+    if models.is_one:
+        raise NotSupportedError("this server has one model, which stays loaded; several come by --models-dir")
+    return models
 
 
 async def props(request: web.Request) -> web.Response:
     """Return the server's properties."""
-    service, settings = request.app[READINESS].check(), request.app[SETTINGS]
+    models, settings = request.app[READINESS].check(), request.app[SETTINGS]
+    name = request.query.get("model", "")
+    if not models.is_one and not name:
+        return json_response(
+            {
+                "role": "router",
+                "max_instances": models.max_loaded,
+                "models_autoload": models.autoload,
+                "build_info": FINGERPRINT,
+            }
+        )
+    service = models.running(name)
     info = service.info
     return json_response(
         {
             "default_generation_settings": {
                 "n_ctx": info.n_ctx_slot,
                 "params": {
-                    **generation_settings(settings.default_sampling(info), settings.n_predict),
-                    **_texts_of_flags(settings),
+                    **generation_settings(service.policy.sampling, service.policy.max_tokens),
+                    **_texts_of_flags(service.policy.sampling),
                     "stream": False,
                 },
             },
             "total_slots": info.n_slots,
-            "model_alias": settings.model_names(info)[0],
+            "model_alias": service.names[0],
             "model_path": info.path,
             "modalities": {"vision": False, "video": False, "audio": False},
             "endpoint_slots": settings.slots,
@@ -76,7 +111,7 @@ async def props(request: web.Request) -> web.Response:
             "bos_token": info.bos_token,
             "eos_token": info.eos_token,
             "build_info": FINGERPRINT,
-            "is_sleeping": service.is_sleeping,
+            "is_sleeping": not service.is_loaded,
             "prefix_reuse": _prefix_reuse(info),
         }
     )
@@ -88,7 +123,7 @@ async def metrics(request: web.Request) -> web.Response:
         raise NotSupportedError("this server does not show its metrics; start it with --metrics")
     check_sees_all(request, "metrics")
     return web.Response(
-        body=await request.app[READINESS].check().exposition(),
+        body=await service_of(request).exposition(),
         headers={
             "Content-Type": "text/plain; version=0.0.4; charset=utf-8",
             "Process-Start-Time-Unix": str(started()),
@@ -116,13 +151,13 @@ def _prefix_reuse(info: ModelInfo) -> dict[str, Any]:
     }
 
 
-def _texts_of_flags(settings: ApiSettings) -> dict[str, Any]:
+def _texts_of_flags(sampling: Sampling) -> dict[str, Any]:
     """Return the defaults that `/slots` hides in requests, if flags set them, in the form that requests take.
 
     No request can ask for no sequence breakers, as with llama-server.
     """
-    names = settings.sampling.keys() & {"logit_bias", "dry_sequence_breakers"}
-    shown = {name: settings.sampling[name] for name in names if settings.sampling[name]}
+    texts = {name: getattr(sampling, name) for name in ("logit_bias", "dry_sequence_breakers")}
+    shown = {name: value for name, value in texts.items() if value and value != getattr(Sampling(), name)}
     if "logit_bias" in shown:
         shown["logit_bias"] = [
             [token, False if bias == float("-inf") else bias] for token, bias in shown["logit_bias"].items()
@@ -130,19 +165,25 @@ def _texts_of_flags(settings: ApiSettings) -> dict[str, Any]:
     return shown
 
 
-def _model(request: web.Request) -> dict[str, Any]:
-    """Return the model in OpenAI's format with llama-server's `meta`."""
-    info = request.app[READINESS].check().info
-    settings = request.app[SETTINGS]
-    names = settings.model_names(info)
-    return {
-        "id": names[0],
-        "aliases": names,
-        "tags": settings.model_tags(),
+def _described(request: web.Request, model: ServedModel, *, has_status: bool) -> dict[str, Any]:
+    """Return a model in OpenAI's format with llama-server's `meta`, if it has been loaded so far."""
+    described: dict[str, Any] = {
+        "id": model.id,
+        "aliases": model.names,
+        "tags": model.tags,
         "object": "model",
         "created": started(),
-        "owned_by": settings.owned_by,
-        "meta": {
+        "owned_by": request.app[SETTINGS].owned_by,
+    }
+    if has_status:
+        described["status"] = {"value": model.status}
+        if model.failure is not None:
+            described["status"]["failed"] = True
+            if request[GRANTED] is Access.ADMIN:
+                # It may name files.
+                described["status"]["reason"] = model.failure.message
+    if (info := model.info) is not None:
+        described["meta"] = {
             "vocab_type": info.vocab_type,
             "n_vocab": info.n_vocab,
             "n_ctx": info.n_ctx_slot,
@@ -150,7 +191,20 @@ def _model(request: web.Request) -> dict[str, Any]:
             "n_embd": info.n_embd,
             "n_params": info.n_params,
             "size": info.size_bytes,
-        },
+        }
+    return described
+
+
+def _in_ollamas_form(model: ServedModel) -> dict[str, Any]:
+    info = model.info
+    capability = "completion" if info is None else _CAPABILITIES.get(info.pooling, "embedding")
+    return {
+        "name": model.id,
+        "model": model.id,
+        "type": "model",
+        "description": info.description if info is not None else "",
+        "capabilities": [capability],
+        "details": {"format": "gguf", "family": info.architecture if info is not None else ""},
     }
 
 
@@ -180,7 +234,7 @@ async def detokenize(request: web.Request) -> web.StreamResponse:
 
 async def tokenizer_info(request: web.Request) -> web.StreamResponse:
     """Return what vLLM's clients need to know of the vocabulary, such as lm-eval."""
-    service = request.app[READINESS].check()
+    service = service_of(request)
     info, template = service.info, service.chat_template
     return json_response(TokenizerInfo(info.bos_token or None, info.eos_token or None, info.n_ctx_slot, template))
 
@@ -188,7 +242,7 @@ async def tokenizer_info(request: web.Request) -> web.StreamResponse:
 async def _answered(
     request: web.Request, kind: Literal["apply_template", "tokenize", "detokenize"]
 ) -> web.StreamResponse:
-    service = request.app[READINESS].check()
+    service = service_of(request)
     async with request.app[BODY_READER].body(request) as raw:
         caller = caller_of(request)
         job = AnswerBody(kind, raw, caller.client())

@@ -17,30 +17,32 @@ import gc
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
-import msgspec
 import structlog
 
-from llamaslot.app.cache_budgets import restart_flags
 from llamaslot.app.config import Config
 from llamaslot.app.config_reader import listed, read_template
 from llamaslot.app.model_config import metadata_overrides
+from llamaslot.app.model_table import ModelEntry
 from llamaslot.app.models import resolve_model
-from llamaslot.base.errors import ConfigError, LlamaslotError, stopped_error
+from llamaslot.app.runtime.children import OnProgress, Runtime
+from llamaslot.base.errors import stopped_error
 from llamaslot.base.files import check_metadata
-from llamaslot.processes.engine_supervisor import EngineSupervisor
-from llamaslot.processes.messages import Loaded, SetModel
-from llamaslot.processes.prompt_supervisor import PromptSupervisor
+from llamaslot.processes.messages import Loaded
 from llamaslot.processes.threads import in_daemon_thread, start_default_executor
 
 if TYPE_CHECKING:
-    from llamaslot.api.context import ApiSettings, Readiness
+    from llamaslot.api.context import Readiness
     from llamaslot.api.credentials import FileChanges
     from llamaslot.api.http_server import Application, Listener
+    from llamaslot.service.models import Models
     from llamaslot.service.service import Service
+
+    _Served: TypeAlias = tuple[Application, Models, Callable[[Sequence[str]], None]]
+    """The application, its models, and what prints the start lines with the addresses."""
 
 _log = structlog.get_logger(__name__)
 _M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8
@@ -48,76 +50,96 @@ _M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8
 _MAPPED_BLOCK_BYTES = 64 * 2**10
 _REMEMBER_TIMEOUT_S = 2.0
 """Time limit for ending the remaining requests and remembering their replies."""
-_ENGINE_MAIN = "llamaslot.app.runtime.engine_main"
-_PROMPT_MAIN = "llamaslot.app.runtime.prompt_main"
-_END_TIMEOUT_S = 20.0
-"""Time that an engine's process may take to end: 5 s each to flush the disk, to end threads, to close the disk."""
-_PROMPT_TIMEOUT_S = 2.0
-"""Time that the prompt worker may take to end."""
-
-OnProgress: TypeAlias = Callable[[str, float], None]
-"""Gets what is being done and the fraction done."""
 
 
-async def serve(config: Config) -> int:
-    """Serve until a signal arrives or the engine dies; return the process's exit status. Raises `ConfigError`."""
-    model = resolve_model(config.model)
-    # Report a broken file before any process is started.
-    check_metadata(model, metadata_overrides(config))
-    template = read_template(config)
-    config = replace(config, model=str(model))
+async def serve(config: Config, entries: Sequence[ModelEntry] = ()) -> int:
+    """Serve until a signal arrives or the only engine dies; return the process's exit status. Raises `ConfigError`.
+
+    `entries` are the models of a server that may have several; without them `config` names the model.
+    """
     start_default_executor()
     _bound_heap()
     async with contextlib.AsyncExitStack() as stack:
-        on_progress = stack.enter_context(_progress())
-        runtime = Runtime(config, template, on_progress)
         stop = _Signals()
         listeners: list[Listener] = []
-        stack.push_async_callback(_stop, runtime, listeners)
-        await runtime.engine.start()
-        # Import these while the engine starts, because these imports take as long as its own.
-        from llamaslot.api.context import READINESS, SETTINGS  # noqa: PLC0415
-        from llamaslot.app.http_config import check_vocabulary, max_queue_per_client  # noqa: PLC0415
-        from llamaslot.app.start_lines import announce  # noqa: PLC0415
-        from llamaslot.service.metrics import Metrics  # noqa: PLC0415
-        from llamaslot.service.service import Service  # noqa: PLC0415
-
-        app = await _listen(config, stop, stack, listeners)
-        loaded = None
-        if app is not None:
-            # Only now: on two CPUs its imports would slow the engine's, and it loads faster than the engine.
-            await runtime.prompts.start()
-            loaded = await _load(runtime, app[SETTINGS], stop, on_progress)
-        if app is None or loaded is None:
+        served = await (
+            _several(config, entries, stop, stack, listeners) if entries else _one(config, stop, stack, listeners)
+        )
+        if served is None:
             _log.info("server.stopped")
             return 0
-        check_vocabulary(config, loaded.info)
-        service = Service(
-            loaded.info,
-            runtime.prompts,
-            Metrics(app[SETTINGS].model_names(loaded.info)[0], has_remote=bool(config.cache_remote)),
-            max_queue=config.max_queue,
-            max_queue_per_client=max_queue_per_client(config),
-            request_timeout=config.request_timeout,
-            warm_ahead=config.n_warm_ahead,
-        )
-        runtime.connect(service)
-        stack.push_async_callback(service.close, _REMEMBER_TIMEOUT_S)
+        from llamaslot.api.context import READINESS  # noqa: PLC0415
+
+        app, models, announced = served
+        stack.push_async_callback(models.close, _REMEMBER_TIMEOUT_S)
         # Exclude modules and other permanent objects from garbage collection: a full collection took 90 ms, during
         # which all streams stalled.
         gc.freeze()
-        app[READINESS].set(service)
-        if config.sleep_idle_seconds:
-            sleeping = asyncio.create_task(service.unload_when_idle(config.sleep_idle_seconds))
-            stack.callback(sleeping.cancel)
-        announce(loaded, _urls(listeners[0], "https" if config.ssl_cert_file else "http"), config)
-        await _first(service.stopped, stop.first)
-        if service.stopped.done():
+        app[READINESS].set(models)
+        unloading = asyncio.create_task(models.unload_idle(), name="unload-idle-models")
+        stack.callback(unloading.cancel)
+        announced(_urls(listeners[0], "https" if config.ssl_cert_file else "http"))
+        models.load_pinned()
+        # If one of several engines cannot go on, the others can.
+        ended = models.services[0].stopped if models.is_one else asyncio.get_running_loop().create_future()
+        await _first(ended, stop.first)
+        if ended.done():
             app[READINESS].fail(stopped_error("the engine failed"))
             return 1
-        await _drain(service, app[READINESS], stop.second, config)
+        await _drain(models, ended, app[READINESS], stop.second, config)
     _log.info("server.stopped")
     return 0
+
+
+async def _one(
+    config: Config, stop: _Signals, stack: contextlib.AsyncExitStack, listeners: list[Listener]
+) -> _Served | None:
+    """Listen, and load the only model; None if a signal came first."""
+    path = resolve_model(config.model)
+    # Report a broken file before any process is started.
+    check_metadata(path, metadata_overrides(config))
+    config = replace(config, model=str(path))
+    template = read_template(config)
+    on_progress = stack.enter_context(_progress())
+    runtime = Runtime(config, template, on_progress)
+    stack.push_async_callback(_stop, runtime, listeners)
+    await runtime.engine.start()
+    # Import this while the engine starts, because these imports take as long as its own.
+    from llamaslot.api.context import SETTINGS  # noqa: PLC0415
+    from llamaslot.app.served_models import load_service  # noqa: PLC0415
+    from llamaslot.app.start_lines import announce  # noqa: PLC0415
+    from llamaslot.service.models import Models, ServedModel  # noqa: PLC0415
+
+    app = await _listen(config, stop, stack, listeners)
+    if app is None:
+        return None
+    # Only now: on two CPUs its imports would slow the engine's, and it loads faster than the engine.
+    await runtime.prompts.start()
+    loading = asyncio.ensure_future(load_service(runtime, config, app[SETTINGS]))
+    found = await _loaded(loading, runtime, stop, on_progress)
+    if found is None:
+        return None
+    service, loaded = found
+    model = ServedModel(service.names, idle_seconds=config.sleep_idle_seconds, tags=service.tags)
+    models = Models.of_one(model, service, timeout=config.load_timeout)
+    return app, models, lambda urls: announce(loaded, urls, config)
+
+
+async def _several(
+    config: Config,
+    entries: Sequence[ModelEntry],
+    stop: _Signals,
+    stack: contextlib.AsyncExitStack,
+    listeners: list[Listener],
+) -> _Served | None:
+    """Listen, with models that are loaded when requests name them; None if a signal came first."""
+    from llamaslot.app.served_models import several  # noqa: PLC0415
+    from llamaslot.app.start_lines import announce_several  # noqa: PLC0415
+
+    models = several(config, entries)
+    stack.push_async_callback(_stop, models, listeners)
+    app = await _listen(config, stop, stack, listeners)
+    return (app, models, lambda urls: announce_several(entries, urls, config)) if app is not None else None
 
 
 def _bound_heap() -> None:
@@ -165,13 +187,17 @@ def _urls(listener: Listener, scheme: str) -> list[str]:
     return [f"{scheme}://{name}:{port}" for name, port in names]
 
 
-async def _load(runtime: Runtime, settings: ApiSettings, stop: _Signals, on_progress: OnProgress) -> Loaded | None:
-    """Load the model; None if a signal came first.
+async def _loaded(
+    loading: asyncio.Future[tuple[Service, Loaded] | None],
+    runtime: Runtime,
+    stop: _Signals,
+    on_progress: OnProgress,
+) -> tuple[Service, Loaded] | None:
+    """Wait until the model is loaded; None if a signal came first.
 
     The first signal interrupts the reading of weights. llama.cpp's work after that cannot be interrupted, so a
     second signal ends the process.
     """
-    loading = asyncio.ensure_future(runtime.load(settings))
     await _first(loading, stop.first)
     if not loading.done():
         runtime.interrupt()
@@ -179,9 +205,9 @@ async def _load(runtime: Runtime, settings: ApiSettings, stop: _Signals, on_prog
     if not loading.done():
         runtime.kill()
         _abort("second signal while starting", 130)
-    loaded = loading.result()
+    found = loading.result()
     on_progress("", 1.0)
-    return loaded
+    return found
 
 
 @contextlib.contextmanager
@@ -210,9 +236,9 @@ def _progress() -> Iterator[OnProgress]:
         yield on_progress
 
 
-async def _stop(runtime: Runtime, listeners: list[Listener]) -> None:
-    """Stop the engine and close the connections; exit hard if a thread hangs, because Python would wait for it."""
-    reason = await runtime.stop()
+async def _stop(engines: Runtime | Models, listeners: list[Listener]) -> None:
+    """Stop all engines and close the connections; exit hard if a thread hangs, because Python would wait for it."""
+    reason = await engines.stop()
     for listener in listeners:
         await listener.close()
     if reason:
@@ -231,7 +257,11 @@ async def _first(*futures: asyncio.Future[Any]) -> None:
 
 
 async def _drain(
-    service: Service, readiness: Readiness, second_signal: asyncio.Future[None], config: Config
+    models: Models,
+    ended: asyncio.Future[str],
+    readiness: Readiness,
+    second_signal: asyncio.Future[None],
+    config: Config,
 ) -> None:
     """Report unhealthy for `--drain-delay`, then refuse new requests and wait for those in flight.
 
@@ -239,14 +269,12 @@ async def _drain(
     """
     readiness.drain()
     delay = config.drain_delay
-    _log.info(
-        "server.draining", in_flight=service.capacity.n_in_flight, delay_s=delay, timeout_s=config.shutdown_timeout
-    )
-    await asyncio.wait((second_signal, service.stopped), timeout=delay, return_when=asyncio.FIRST_COMPLETED)
-    service.capacity.refusal = stopped_error("")
+    _log.info("server.draining", in_flight=models.n_in_flight, delay_s=delay, timeout_s=config.shutdown_timeout)
+    await asyncio.wait((second_signal, ended), timeout=delay, return_when=asyncio.FIRST_COMPLETED)
+    models.refuse()
     now = asyncio.get_running_loop().time
     deadline = now() + config.shutdown_timeout
-    while service.capacity.n_in_flight and not second_signal.done() and now() < deadline:
+    while models.n_in_flight and not second_signal.done() and now() < deadline:
         await asyncio.wait([second_signal], timeout=0.05)
 
 
@@ -282,69 +310,3 @@ class _Signals:
         pending = next((f for f in (self.first, self.second) if not f.done()), None)
         if pending is not None:
             pending.set_result(None)
-
-
-class Runtime:
-    """Start `engine` and `prompts`, then call `load`, `connect` and `stop` in this order, the last one in any case.
-
-    `template` is what `read_template` returns.
-    """
-
-    def __init__(self, config: Config, template: tuple[str, str], on_progress: OnProgress) -> None:
-        self._template = template
-        self._max_queue = config.max_queue
-        self._config = msgspec.to_builtins(config)
-        self.prompts = PromptSupervisor(_PROMPT_MAIN, self._config, timeout=config.prompt_timeout)
-        self._is_interrupted = False
-        self.engine = EngineSupervisor(_ENGINE_MAIN, self._config, on_progress)
-
-    async def load(self, settings: ApiSettings) -> Loaded | None:
-        """Wait until model and vocabulary are loaded; None if that was interrupted. Raises `ConfigError`."""
-        loaded = await self.engine.loaded()
-        if loaded is None:
-            return None
-        # The sizes of the pool and of checkpoints must not depend on what memory is free when it is started again.
-        self.engine.config = {**self._config, **restart_flags(loaded.info)}
-        try:
-            of_requests = settings.request_policy(loaded.info, self._max_queue)
-            await self.prompts.set_model(SetModel(loaded.info, *self._template, of_requests, loaded.records))
-        except LlamaslotError as error:
-            if self._is_interrupted:
-                return None
-            raise ConfigError(error.message, param=error.param) from None
-        return loaded
-
-    def connect(self, service: Service) -> None:
-        """Run the engine for a service, and count restarts."""
-
-        def on_restarted() -> None:
-            service.metrics.record_restart("engine")
-            service.engine_restarted()
-
-        service.connect(self.engine.send, self._why_stopped)
-        self.engine.listen(service.receive, service.engine_lost, on_restarted)
-        self.prompts.on_restarted = lambda: service.metrics.record_restart("prompt_worker")
-
-    def interrupt(self) -> None:
-        """Have `load` stop as soon as possible."""
-        self._is_interrupted = True
-        self.engine.interrupt()
-        self.prompts.kill()
-
-    def kill(self) -> None:
-        """End the child processes at once."""
-        self.engine.kill()
-        self.prompts.kill()
-
-    async def stop(self) -> str:
-        """End all in order; return why that is not possible, or an empty text."""
-        reason = await self.engine.stop(_END_TIMEOUT_S)
-        await self.prompts.stop(_PROMPT_TIMEOUT_S)
-        return reason
-
-    def _why_stopped(self) -> str:
-        """Return why no request is carried out though no process has ended; empty if they are."""
-        for process, name in ((self.engine, "engine"), (self.prompts, "prompt worker")):
-            if process.is_suspended:
-                return f"the {name} is stopped, by a signal or a debugger"
-        return ""

@@ -128,6 +128,22 @@ class Config:
     hf_file: str = llama("", "GGUF file of --hf-repo, in place of QUANT", "-hff --hf-file")
     hf_token: str = llama("", "access token for --hf-repo", "-hft --hf-token", env="HF_TOKEN")
     offline: bool = llama(False, "download no model")
+    models_dir: str = llama(
+        "",
+        "folder of GGUF files, and of folders with one: each is a model, which is loaded when a request names it",
+    )
+    models_max: Count = llama(4, "with several models: how many are loaded at once at most; 0: any number")
+    models_autoload: bool = llama(
+        True, "with several models: load one when a request names it; otherwise only /models/load does"
+    )
+    models_memory: Count | Literal["auto"] = own(
+        "auto",
+        "with several models: MiB of host and device memory for all of them and --cache-ram; auto: 85% of what is "
+        "free at start",
+    )
+    load_timeout: Annotated[float, Meta(gt=0, le=INT32_MAX)] = own(
+        600.0, "time limit in seconds for a request to wait until its model is loaded"
+    )
     host: str = llama("127.0.0.1", "addresses to listen on, comma-separated")
     port: Annotated[int, Meta(ge=0, le=65535)] = llama(8080, "port to listen on; 0: any free one")
     alias: str = llama("", "the model's name in replies", "-a --alias")

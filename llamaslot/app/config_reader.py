@@ -21,6 +21,7 @@ import msgspec
 from llamaslot.app import model_config
 from llamaslot.app.config import Config, Option, options
 from llamaslot.app.foreign_flags import FOREIGN_FLAGS, ForeignFlag, in_environment
+from llamaslot.app.model_table import MODEL_OPTIONS, ModelEntry, check_table, files_in, model_id
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.files import read_named_text
 from llamaslot.text.builtin_templates import resolve
@@ -87,7 +88,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
                 *flags, dest=option.name, nargs=0, const=option.negatives, action=_Switch, help=text
             )
         else:
-            action = "append" if option.is_list else "store"
+            # Several models may be given, but the option has one.
+            action = "append" if option.is_list or option.name == "model" else "store"
             metavar = {int: "N", float: "X"}.get(option.types[0], "TEXT")
             if option.choices:
                 metavar = "{" + ",".join(option.choices) + "}"
@@ -133,25 +135,89 @@ def shown(default: Any) -> str:
 
 
 def read_config(flags: argparse.Namespace, environ: Mapping[str, str]) -> Config:
-    """Return the configuration from flags, environment and the file that either names. Raises `ConfigError`."""
-    table = {option.name: option for option in options()}
-    file = flags.config or environ.get("LLAMASLOT_CONFIG")
-    found: dict[str, tuple[str, Any]] = {}
-    if file:
-        path = Path(file)
+    """Return the configuration from flags, environment and the file that either names. Raises `ConfigError`.
+
+    With several models it has what they share.
+    """
+    in_file, _ = _in_file(flags, environ)
+    return _configured(in_file | _given(flags, environ))
+
+
+def read_models(flags: argparse.Namespace, environ: Mapping[str, str]) -> list[ModelEntry]:
+    """Return the models of a server that may have several; none for one of a single model. Raises `ConfigError`."""
+    in_file, tables = _in_file(flags, environ)
+    given = _given(flags, environ)
+    found = in_file | given
+    folder = _configured(found).models_dir
+    named = list(getattr(flags, "model", None) or ())
+    if len(named) < 2 and not folder and not tables:
+        return []
+    if own := next((name for name in MODEL_OPTIONS if name in found), None):
+        flag = f"--{own.replace('_', '-')}"
+        raise ConfigError(f"{flag} is for a server of one model: write it into a table [models.NAME]", param=flag)
+    if not named and "model" in found:
+        named = [found["model"][1]]
+    sources = [(model_id(name), "--model", name) for name in named]
+    sources += [(name, "--models-dir", path) for name, path in files_in(folder).items()] if folder else []
+    models: dict[str, dict[str, tuple[str, Any]]] = {}
+    for name, flag, path in sources:
+        if name in models:
+            raise ConfigError(f"two models have the name {name}: give one of them another in a table", param=flag)
+        models[name] = {"model": (flag, path)}
+    pinned: set[str] = set()
+    for name, table in tables.items():
+        values = dict(check_table(name, table))
+        if values.pop("pin", False):
+            pinned.add(name)
+        _check_keys(values, f"[models.{name}]")
+        own_values = {key: (f"{key} of [models.{name}]", value) for key, value in values.items()}
+        models[name] = models.get(name, {}) | own_values
+        if "model" not in models[name]:
+            raise ConfigError(f"[models.{name}] has no model", param="--config")
+    if not models:
+        raise ConfigError(f"--models-dir: there is no model in {folder}", param="--models-dir")
+    entries = []
+    default = model_id(named[0]) if named else ""
+    for name, own_values in models.items():
+        values_of_model = in_file | own_values | given | {"model": own_values["model"]}
         try:
-            content = tomllib.loads(read_named_text(path, "--config"))
-        except tomllib.TOMLDecodeError as error:
-            raise ConfigError(f"{path} is not valid TOML: {error}", param="--config") from None
-        for key, value in content.items():
-            name = key.replace("-", "_")
-            if name not in table:
-                raise ConfigError(f"{file} has an unknown key {key}{_foreign_hint(name, table)}", param="--config")
-            found[name] = (f"{key} in {file}", value)
+            config = _configured(values_of_model)
+        except ConfigError as error:
+            raise ConfigError(f"model {name}: {error.message}", param=error.param) from None
+        names = (name, *(each for each in listed(config.alias) if each != name))
+        entries.append(ModelEntry(names, config, name in pinned, is_default=name == default))
+    taken = [name for each in entries for name in each.names]
+    if twice := next((name for name in taken if taken.count(name) > 1), None):
+        raise ConfigError(f"two models have the name {twice}", param="--config")
+    return entries
+
+
+def _in_file(
+    flags: argparse.Namespace, environ: Mapping[str, str]
+) -> tuple[dict[str, tuple[str, Any]], Mapping[str, Any]]:
+    """Return the options of the configuration file, each with its source, and its tables of models."""
+    file = flags.config or environ.get("LLAMASLOT_CONFIG")
+    if not file:
+        return {}, {}
+    path = Path(file)
+    try:
+        content = tomllib.loads(read_named_text(path, "--config"))
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}", param="--config") from None
+    tables = content.pop("models", {})
+    if not isinstance(tables, dict):
+        raise ConfigError(f"models in {file} is not a table of tables: write [models.NAME]", param="--config")
+    _check_keys(content, file)
+    return {key.replace("-", "_"): (f"{key} in {file}", value) for key, value in content.items()}, tables
+
+
+def _given(flags: argparse.Namespace, environ: Mapping[str, str]) -> dict[str, tuple[str, Any]]:
+    """Return the options of flags and environment variables, each with its source."""
+    found: dict[str, tuple[str, Any]] = {}
     for variable, row in in_environment(environ):
         if row.is_refused:
             raise ConfigError(f"{variable} is a variable of llama-server: {row.reason}", param=row.flags[0])
-    for option in table.values():
+    for option in options():
         negated = option.env.replace("_ARG_", "_ARG_NO_")
         if option.is_bool and negated != option.env and negated in environ:
             found[option.name] = (negated, False)
@@ -159,12 +225,29 @@ def read_config(flags: argparse.Namespace, environ: Mapping[str, str]) -> Config
             found[option.name] = (option.env, environ[option.env])
         if getattr(flags, option.name, None) is not None:
             found[option.name] = (option.flag, getattr(flags, option.name))
+    named = getattr(flags, "model", None)
+    if named is not None:
+        found["model"] = ("--model", named[0])
     if flags.name:
-        if getattr(flags, "model", None) not in (None, flags.name):
-            raise ConfigError(f"two models are given: {flags.name} and {flags.model}", param="--model")
+        if named not in (None, [flags.name]):
+            raise ConfigError(f"two models are given: {flags.name} and {named[0]}", param="--model")
         found["model"] = ("MODEL", flags.name)
-    values = {name: _convert(table[name], source, value) for name, (source, value) in found.items()}
-    return _checked(Config(**values))
+    return found
+
+
+def _check_keys(keys: Iterable[str], source: str) -> None:
+    """Raise `ConfigError` for a key of a file that is no option."""
+    known = {option.name for option in options()}
+    for key in keys:
+        name = key.replace("-", "_")
+        if name not in known:
+            raise ConfigError(f"{source} has an unknown key {key}{_foreign_hint(name, known)}", param="--config")
+
+
+def _configured(found: Mapping[str, tuple[str, Any]]) -> Config:
+    """Return the configuration of some values."""
+    table = {option.name: option for option in options()}
+    return _checked(Config(**{name: _convert(table[name], *each) for name, each in found.items()}))
 
 
 def listed(text: str) -> list[str]:

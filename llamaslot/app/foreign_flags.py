@@ -87,7 +87,6 @@ _WITHOUT_EFFECT = {
         --no-mmproj --no-mmproj-auto [LLAMA_ARG_NO_MMPROJ_AUTO]
         --no-ui-mcp-proxy --no-webui-mcp-proxy [LLAMA_ARG_NO_UI_MCP_PROXY]
         -no-ag --no-agent [LLAMA_ARG_NO_AGENT]
-        --no-models-autoload [LLAMA_ARG_NO_MODELS_AUTOLOAD]
         --no-skip-chat-parsing [LLAMA_ARG_NO_SKIP_CHAT_PARSING]
         --no-reasoning-preserve [LLAMA_ARG_NO_REASONING_PRESERVE]
         --no-prefill-assistant [LLAMA_ARG_NO_PREFILL_ASSISTANT]
@@ -132,11 +131,8 @@ _REFUSED = {
     "not needed for prefixes, which are always reused, from any slot; remove the flag": """
         --cache-reuse N [LLAMA_ARG_CACHE_REUSE]
     """,
-    "a server has one model; start one for each, behind a gateway (examples/fleet)": """
-        --models-dir FOLDER [LLAMA_ARG_MODELS_DIR]
+    "write tables [models.NAME] into the file of --config, with the names of flags as keys": """
         --models-preset FILE [LLAMA_ARG_MODELS_PRESET]
-        --models-max N [LLAMA_ARG_MODELS_MAX]
-        --models-autoload [LLAMA_ARG_MODELS_AUTOLOAD]
     """,
     "speculative decoding is not supported yet; remove it to decode without": """
         -hfd -hfrd --hf-repo-draft --spec-draft-hf REPO [LLAMA_ARG_SPEC_DRAFT_HF_REPO]

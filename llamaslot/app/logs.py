@@ -42,6 +42,11 @@ def get_logger(name: str) -> structlog.typing.FilteringBoundLogger:
     return cast(structlog.typing.FilteringBoundLogger, structlog.get_logger(name))
 
 
+def bind_fields(**fields: str) -> None:
+    """Add fields to what this task, and those that it starts, log from now on."""
+    structlog.contextvars.bind_contextvars(**fields)
+
+
 class _Lenient(io.TextIOBase):
     """A text stream that ignores write errors (closed pipe, full disk): they only lose log lines."""
 

@@ -6,6 +6,7 @@ of their drivers; on macOS all of Apple silicon has one (untested).
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import shlex
@@ -19,6 +20,7 @@ import structlog
 from llamaslot import __version__
 from llamaslot.app.cache_budgets import why_not_offloaded
 from llamaslot.app.config import Config
+from llamaslot.app.model_table import ModelEntry
 from llamaslot.base.errors import printable
 from llamaslot.base.model import CPU, NOT_YET, QUERY_BLOCK, CheckpointLimits, KvCost, ModelInfo, StateKind, StepCost
 from llamaslot.kvcache.cache_settings import Budgets
@@ -87,13 +89,7 @@ def announce(loaded: Loaded, urls: Sequence[str], config: Config) -> None:
         print(_yellow("--cache-remote is not used: only prefixes that are offloaded to RAM are shared."))
     if not info.flash_attn:
         print(_yellow("Without flash attention, idle prefixes slow down running requests."))
-    page = " (in a browser: chat, and what is cached)" if config.webui else ""
-    print(f"listening on {', '.join(urls)}{page}")
-    key = " -H 'Authorization: Bearer KEY'" if config.api_key or config.api_key_file else ""
-    ca = f" --cacert {shlex.quote(config.ssl_cert_file)}" if config.ssl_cert_file else ""
-    path, body = _EXAMPLES.get(info.pooling, _EXAMPLES["last"])
-    print(f"try:  curl{ca} {urls[0]}{path}{key} -H 'Content-Type: application/json' -d '{body}'")
-    sys.stdout.flush()
+    _print_addresses(urls, config, *_EXAMPLES.get(info.pooling, _EXAMPLES["last"]))
     _log.info(
         "server.ready",
         urls=urls,
@@ -109,6 +105,27 @@ def announce(loaded: Loaded, urls: Sequence[str], config: Config) -> None:
         disk=config.cache_disk if loaded.disk is not None else "off",
         remote="on" if loaded.remote_address else "off",
     )
+
+
+def announce_several(entries: Sequence[ModelEntry], urls: Sequence[str], config: Config) -> None:
+    """Print the start lines of a server that may have several models, and log the same as one event."""
+    names = ", ".join(printable(each.names[0]) for each in entries)
+    at_once = f", at most {config.models_max} of them at once" if 0 < config.models_max < len(entries) else ""
+    how = "loaded when a request names them" if config.models_autoload else "loaded by POST /models/load"
+    print(f"llamaslot {__version__}: {len(entries)} models, {how}{at_once}: {names}")
+    path, body = _EXAMPLES[""]
+    _print_addresses(urls, config, path, body.replace("{", f'{{"model": {json.dumps(entries[0].names[0])}, ', 1))
+    _log.info("server.ready", urls=urls, models=[each.names[0] for each in entries])
+
+
+def _print_addresses(urls: Sequence[str], config: Config, path: str, body: str) -> None:
+    """Print where the server listens, and a request to try."""
+    page = " (in a browser: chat, and what is cached)" if config.webui else ""
+    print(f"listening on {', '.join(urls)}{page}")
+    key = " -H 'Authorization: Bearer KEY'" if config.api_key or config.api_key_file else ""
+    ca = f" --cacert {shlex.quote(config.ssl_cert_file)}" if config.ssl_cert_file else ""
+    print(f"try:  curl{ca} {urls[0]}{path}{key} -H 'Content-Type: application/json' -d {shlex.quote(body)}")
+    sys.stdout.flush()
 
 
 def _yellow(text: str) -> str:

@@ -191,14 +191,11 @@ class WriteTexts(msgspec.Struct, frozen=True, tag="write_texts"):
 
 
 class Unload(msgspec.Struct, frozen=True, tag="unload"):
-    """Free the model and its pool, whose KV goes to RAM, unless it is needed by then; then the event `ModelLoaded`.
-
-    The next `Generate`, `SlotAction` or `Load` loads it again.
-    """
+    """Free the model and its pool, whose KV goes to RAM, unless it is needed; answered by `ModelLoaded`."""
 
 
 class Load(msgspec.Struct, frozen=True, tag="load"):
-    """Load the model if it is unloaded, for a request that is about to come."""
+    """Load the model again; answered by `ModelLoaded`. `Generate` and `SlotAction` come only after that."""
 
 
 class SlotAction(msgspec.Struct, frozen=True, tag="slot_action"):

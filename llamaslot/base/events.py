@@ -175,9 +175,11 @@ class ModelInfoChanged(msgspec.Struct, frozen=True, tag="model_info_changed"):
 
 
 class ModelLoaded(msgspec.Struct, frozen=True, tag="model_loaded"):
-    """The model was unloaded, or loaded again."""
+    """Answers `Load` and `Unload`: whether the model is loaded now."""
 
     is_loaded: bool
+    reason: str = ""
+    """Why it could not be loaded again."""
 
 
 Event: TypeAlias = (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from typing import TypeVar
+from urllib.parse import quote
 
 import msgspec
 from msgspec import UNSET
@@ -25,6 +26,9 @@ _R = TypeVar("_R", bound=msgspec.Struct)
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `llamaslot cache`."""
     add_access(parser)
+    parser.add_argument(
+        "-m", "--model", default="", metavar="NAME", help="one of the models of a server that has several"
+    )
     parser.add_argument("--top", type=int, default=20, metavar="N", help="prefixes to show (default: %(default)s)")
     parser.add_argument("--clear", action="store_true", help="first drop everything not used by running requests")
 
@@ -33,13 +37,14 @@ def run(args: argparse.Namespace) -> int:
     """Clear the cache if requested, then print its state. Raises ConfigError if the server has no such endpoint."""
     client = Client(args.url, args.api_key, args.cacert)
     console = plain_console()
+    of_model = f"model={quote(args.model, safe='')}" if args.model else ""
     if args.clear:
-        cleared = client.fetch("POST", "/cache/clear", CacheCleared)
+        cleared = client.fetch("POST", f"/cache/clear?{of_model}", CacheCleared)
         console.print(
             f"cleared: {counted(cleared.cleared_tokens, 'idle token')}, {cleared.cleared_ram_tokens:,} in RAM, "
             f"{cleared.cleared_disk_tokens:,} on disk"
         )
-    state = client.fetch("GET", f"/cache?top={args.top}", CacheState)
+    state = client.fetch("GET", f"/cache?top={args.top}&{of_model}", CacheState)
     for line in summary(state):
         console.print(line, soft_wrap=True)
     console.print(tree(state.prefixes, n_namespaces=state.namespaces))

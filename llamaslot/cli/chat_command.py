@@ -30,6 +30,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `llamaslot chat`."""
     add_access(parser)
     parser.add_argument("--url", dest="named_url", metavar="URL", help="the same as URL")
+    parser.add_argument("-m", "--model", metavar="NAME", help="one of the models of a server that has several")
     parser.add_argument("--system", default="", metavar="TEXT", help="the system prompt")
     parser.add_argument("--temp", type=float, metavar="X", help="the temperature (default: the server's)")
     parser.add_argument("--max-tokens", type=int, metavar="N", help="at most N tokens per answer")
@@ -40,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
 
     Raises ConfigError if the server fails; on a terminal, only before the first message.
     """
-    options = {"temperature": args.temp, "max_tokens": args.max_tokens}
+    options = {"model": args.model, "temperature": args.temp, "max_tokens": args.max_tokens}
     options = {key: value for key, value in options.items() if value is not None}
     url = args.named_url or args.url
     server = Server(url, args.api_key, args.cacert, options)
@@ -156,6 +157,8 @@ class Server(Client):
 
     def model(self) -> str:
         """Return the name of the model."""
+        if self._options.get("model"):
+            return str(self._options["model"])
         models = self.ask("GET", "/v1/models").get("data") or [{}]
         return str(models[0].get("id", "a model"))
 

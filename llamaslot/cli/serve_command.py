@@ -12,7 +12,7 @@ from typing import Any
 import uvloop
 
 from llamaslot.app.config import Config
-from llamaslot.app.config_reader import add_flags, read_config, without_effect
+from llamaslot.app.config_reader import add_flags, read_config, read_models, without_effect
 from llamaslot.app.logs import configure_logging, get_logger
 from llamaslot.app.model_config import with_hub_model
 from llamaslot.app.models import AUTO, DEFAULT, EMBEDDED, Model, find_model, known_models, local_file
@@ -35,14 +35,20 @@ def run(args: argparse.Namespace) -> int:
     configure_logging(config.log_format, config.lowest_log_level)
     for flag, reason in without_effect(args, os.environ):
         _log.info("flag.without_effect", flag=flag, reason=reason)
-    config = replace(_with_hub_model(config) if config.hf_repo else _with_model(config), hf_token="")
+    entries = [
+        replace(each, config=replace(_with_model(each.config), hf_token=""))
+        for each in read_models(args, os.environ)
+    ]
+    if not entries:
+        config = _with_hub_model(config) if config.hf_repo else _with_model(config)
+    config = replace(config, hf_token="")
     # Load llama.cpp only now, so that wrong flags are reported at once.
     from llamaslot.app.composition import serve  # noqa: PLC0415
 
     ended: list[int] = []
 
     async def main() -> None:
-        ended.append(await serve(config))
+        ended.append(await serve(config, entries))
 
     try:
         uvloop.run(main())

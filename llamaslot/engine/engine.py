@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import time
 from collections import deque
 from collections.abc import Callable
@@ -51,8 +50,7 @@ _FLUSH_TIMEOUT_S = 5.0
 """Time that shutting down may take to write what is not on disk yet."""
 _CLOSE_TIMEOUT_S = 5.0
 """Time after that for calls that still run: of the disk, of slot files."""
-_RELOAD_PAUSE_S = 1.0
-"""Time after a failed attempt to load the model again in which it is not tried, or as long as that took."""
+_UNLOADED = "the model is unloaded"
 _MAX_FATAL_DECODES = 3
 """Requests in a row that may fail alone because llama.cpp could not compute; the engine then ends."""
 
@@ -154,11 +152,6 @@ class Engine:
         self._is_loaded = True
         self._must_unload = False
         self._must_load = False
-        """True if a command has come that needs the model."""
-        self._why_unloaded = ""
-        """Reason why the model could not be loaded again when that was last tried."""
-        self._reload_at = 0.0
-        """Time at which it is tried again."""
         self._n_arrived = 0
         self._n_fatal = 0
         """Requests that failed with `Status.FATAL` since a decode succeeded."""
@@ -169,7 +162,6 @@ class Engine:
         """Hand in a command; it takes effect between two steps."""
         match command:
             case commands.Generate():
-                self._must_load = True
                 arrived = self._clock() - command.waited_s
                 self._post(lambda: self._begin(command, arrived))
             case commands.Cancel():
@@ -180,8 +172,7 @@ class Engine:
             case commands.Unload():
                 self._post(self._ask_to_unload, is_read=True)
             case commands.Load():
-                self._must_load = True
-                self._post(lambda: None, is_read=True)
+                self._post(self._ask_to_load, is_read=True)
             case commands.WriteTexts(records) if self._disk is not None and not self._is_closed:
                 self._disk.write_texts(records)
 
@@ -231,12 +222,10 @@ class Engine:
         # 1. Commands that have come since the last step.
         self._watch.begin()
         self._take_inbox()
-        if not self._is_loaded and self._needs_model:
+        if self._must_load:
             await self._reload()
             if self._stopping:
                 return
-        self._must_unload = self._must_unload and not self._needs_model
-        self._must_load = False
         if self._is_loaded:
             self._slot_actions.begin()
         self._flush()
@@ -409,48 +398,44 @@ class Engine:
             await self._worker.run(StepPlan(operations), self._commit)
 
     def _ask_to_unload(self) -> None:
-        """Have the model unloaded in this step, unless something needs it by then."""
+        """Have the model unloaded in this step, unless something needs it."""
         self._cancel_background()
-        self._must_unload = self._is_loaded
+        self._must_unload = True
+
+    def _ask_to_load(self) -> None:
+        """Have the model loaded in this step."""
+        self._must_load = True
 
     @property
     def _needs_model(self) -> bool:
-        """True if a command that has come needs the model."""
-        return self._must_load or bool(self._replies) or self._slot_actions.needs_model
-
-    async def _unload(self) -> None:
-        """Free the model, after what the pool holds went to RAM; not if anything needs it by then."""
-        self._must_unload = False
+        """True if a command that has come needs the model, or a measurement is about to."""
         due_at = self._costs.due_at
         is_due = due_at is not None and due_at - self._clock() < IDLE_S
-        if (
-            self._needs_model
-            or self._slot_actions.is_busy
-            or self._self_test.is_pending
-            or is_due
-            or self._stopping
-        ):
-            return
+        is_busy = self._slot_actions.is_busy or self._self_test.is_pending
+        return bool(self._replies) or is_busy or is_due or self._stopping
+
+    async def _unload(self) -> None:
+        """Free the model, after what the pool holds went to RAM, unless anything needs it; and answer."""
+        self._must_unload = False
         started, n_cells = self._clock(), self.scheduler.cache.cells.used
-        await self._empty_pool()
-        if self._must_load or self._stopping:
-            return
-        # Not watched: how long it takes to free the model is not known, nor to load it.
-        self._watch.end()
-        await self._worker.call(self._backend.unload)
-        self._watch.begin()
-        self._is_loaded = False
-        _log.info("model.unloaded", cells=n_cells, seconds=round(self._clock() - started, 3))
-        self._outbox.append(ModelLoaded(False))
+        if self._is_loaded and not self._needs_model:
+            await self._empty_pool()
+            # Not watched: how long it takes to free the model is not known, nor to load it.
+            self._watch.end()
+            await self._worker.call(self._backend.unload)
+            self._watch.begin()
+            self._is_loaded = False
+            _log.info("model.unloaded", cells=n_cells, seconds=round(self._clock() - started, 3))
+        self._outbox.append(ModelLoaded(self._is_loaded))
         self._flush()
 
     async def _reload(self) -> None:
-        """Load the model for what needs it, which fails if that does. Commands are taken meanwhile."""
-        started = self._clock()
-        if started < self._reload_at:
-            self._outbox.append(ModelLoaded(False))
-            self._fail_unloaded()
+        """Load the model unless it is loaded, and answer. Commands are taken meanwhile."""
+        self._must_load = False
+        if self._is_loaded:
+            self._outbox.append(ModelLoaded(True))
             return
+        started = self._clock()
         self._watch.end()
         loading = asyncio.ensure_future(self._worker.call(lambda: self._backend.reload(lambda: self._stopping)))
         loading.add_done_callback(lambda _: self._wake.set())
@@ -460,32 +445,18 @@ class Engine:
             self._wake.clear()
             await self._wake.wait()
         self._watch.begin()
-        self._must_load = False
         try:
             loading.result()
         except ConfigError as error:
             if not self._stopping:
                 _log.error("model.not_loaded", reason=error.message)
-                self._why_unloaded = f"the model could not be loaded again: {error.message}"
-                now = self._clock()
-                self._reload_at = now + max(_RELOAD_PAUSE_S, now - started)
-                self._outbox.append(ModelLoaded(False))
-                self._fail_unloaded()
+                reason = f"the model could not be loaded again: {error.message}"
+                self._outbox.append(ModelLoaded(False, reason))
+                self._flush()
             return
         self._is_loaded = True
         _log.info("model.loaded", seconds=round(self._clock() - started, 3))
         self._outbox.append(ModelLoaded(True))
-
-    def _fail_unloaded(self) -> None:
-        """Fail all that needs the model, because it could not be loaded."""
-        seconds = math.ceil(max(1.0, self._reload_at - self._clock()))
-        error = UnavailableError(self._why_unloaded, retry_after=seconds)
-        self._slot_actions.refuse(error)
-        for completion_id, reply in [*self._replies.items()]:
-            self.scheduler.end(reply.request, self._clock(), cancelled=True)
-            del self._replies[completion_id]
-            self._fail(completion_id, error, reply.request)
-        self._flush()
 
     async def _measure_costs(self) -> None:
         """Measure the costs that are pending, once the pool is empty: idle prefixes go to RAM for that.
@@ -539,6 +510,9 @@ class Engine:
         if isinstance(body, commands.ClearCache | commands.DropPaths | commands.SlotAction):
             # None of them waits for it, or leaves what it uses.
             self._cancel_background()
+        if isinstance(body, commands.SlotAction) and not self._is_loaded:
+            respond(UnavailableError(_UNLOADED))
+            return
         self._queries.answer(body, respond)
 
     def _cancel_background(self) -> None:
@@ -566,6 +540,9 @@ class Engine:
         if command.params.cache_salt == PUBLIC_SALT and not self.scheduler.cache.settings.offloads:
             message = "'cache_public' needs prefixes in RAM, which are off here; the start line of the log says why"
             self._fail(command.params.completion_id, NotSupportedError(message, param="cache_public"))
+            return
+        if not self._is_loaded:
+            self._fail(command.params.completion_id, UnavailableError(_UNLOADED))
             return
         self._n_arrived += 1
         cache, params, why_not = self.scheduler.cache, command.params, self._self_test.why_not_reused

@@ -269,14 +269,9 @@ class SlotActions:
         """Saves and restores whose KV operations are in the current plan."""
 
     @property
-    def needs_model(self) -> bool:
-        """True while an action waits for its slot or a step; one whose file is read may still fail."""
-        return bool(self._waiting or self._in_step)
-
-    @property
     def is_busy(self) -> bool:
         """True while an action waits for its file, its slot or a step."""
-        return bool(self._n_reading) or self.needs_model
+        return bool(self._n_reading or self._waiting or self._in_step)
 
     def handle(self, command: SlotAction, respond: Respond) -> None:
         """Accept or refuse an action; it begins as soon as its slot is idle."""
@@ -327,12 +322,6 @@ class SlotActions:
                 self._write(job, job.save)
             else:
                 self._end(job)
-
-    def refuse(self, error: LlamaslotError) -> None:
-        """Answer the actions that wait for their slots with an error."""
-        waiting, self._waiting = self._waiting, []
-        for job in waiting:
-            job.respond(error)
 
     def close(self) -> Future[None]:
         """End the thread. The future is done once all files are read or written. Waiting actions get no answer."""

@@ -8,7 +8,8 @@
     RUNNING    the process ends                               LOADING, after a pause
     ENDING     the process ends                               LOADING, after a pause
     any        the process ends after `stop` or `kill`,       STOPPED
-               or because the model was changed
+               because the model was changed, or while
+               none is wanted
 
 The pause grows with each process that neither serves a request nor runs for ten seconds.
 """
@@ -57,18 +58,23 @@ class _State(Enum):
 class EngineSupervisor(Supervisor):
     """Keeps an engine running in `module`. All methods are called on the event loop.
 
-    `config` is sent to each new process. `on_progress` gets what is loaded and the fraction done.
+    `config` and `memory_bytes` are sent to each new process. `on_progress` gets what is loaded and the fraction
+    done.
     """
 
-    def __init__(self, module: str, config: Any, on_progress: Callable[[str, float], None]) -> None:
+    def __init__(
+        self, module: str, config: Any, on_progress: Callable[[str, float], None], *, memory_bytes: int = 0
+    ) -> None:
         super().__init__(module, FromEngine)
         self.config = config
+        self._memory_bytes = memory_bytes
         self._on_progress = on_progress
         self._early: list[Event] = []
         """Events before `listen`, such as the end of a self-test while the vocabulary is loaded."""
         self._on_events: Callable[[list[Event]], None] = self._early.extend
         self._on_lost: Callable[[bool], None] = lambda _: None
         self._on_restarted: Callable[[], None] = lambda: None
+        self._is_wanted: Callable[[], bool] = lambda: True
         self._state = _State.LOADING
         self._info: ModelInfo | None = None
         """Of the first engine."""
@@ -82,6 +88,11 @@ class EngineSupervisor(Supervisor):
         self._timer: asyncio.TimerHandle | None = None
         """Until a running process counts as healthy, or an ending one is killed."""
 
+    @property
+    def has_ended(self) -> bool:
+        """True if there is no engine, and none will be started."""
+        return self._state is _State.STOPPED
+
     async def loaded(self) -> Loaded | None:
         """Wait until the model is loaded for the first time; None if it was stopped.
 
@@ -94,13 +105,15 @@ class EngineSupervisor(Supervisor):
         on_events: Callable[[list[Event]], None],
         on_lost: Callable[[bool], None],
         on_restarted: Callable[[], None],
+        is_wanted: Callable[[], bool] = lambda: True,
     ) -> None:
         """Pass events to `on_events`.
 
         `on_lost` is called when the running engine has ended, with True if it crashed; `on_restarted` when it runs
-        again.
+        again, which it does if `is_wanted` returns True then.
         """
         self._on_events, self._on_lost, self._on_restarted = on_events, on_lost, on_restarted
+        self._is_wanted = is_wanted
         if self._early:
             on_events(self._early)
         if self._state is not _State.RUNNING:
@@ -131,7 +144,7 @@ class EngineSupervisor(Supervisor):
         return ""
 
     def _on_started(self) -> None:
-        self.send(LoadEngine(self.config, needs_folders=self._info is None))
+        self.send(LoadEngine(self.config, needs_folders=self._info is None, memory_bytes=self._memory_bytes))
 
     def _receive(self, message: FromEngine) -> None:
         match message:
@@ -206,6 +219,9 @@ class EngineSupervisor(Supervisor):
         _log.error("engine.ended", reason=shown, crashed=end.is_crash, restart_in_s=pause)
         if was_running:
             self._on_lost(end.is_crash)
+        if not self._is_wanted():
+            self._state = _State.STOPPED
+            return None
         return pause
 
 

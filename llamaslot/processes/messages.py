@@ -29,6 +29,8 @@ class LoadEngine(msgspec.Struct, frozen=True, tag="load_engine"):
     """`llamaslot.app.config.Config` as builtins: this layer does not know its type."""
     needs_folders: bool = True
     """False after the first start: a running server continues without unusable folders."""
+    memory_bytes: int = 0
+    """Bytes that weights and pool may take beside other models, for which it may be unloaded; 0: as there are."""
 
 
 class Stop(msgspec.Struct, frozen=True, tag="stop"):

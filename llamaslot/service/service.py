@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
@@ -37,7 +37,6 @@ from llamaslot.base.commands import (
     LocalTier,
     ProbePrompt,
     Query,
-    ReadOnlyQuery,
     Unload,
     WriteTexts,
 )
@@ -62,7 +61,6 @@ from llamaslot.base.events import (
 )
 from llamaslot.base.model import ModelInfo
 from llamaslot.base.prompt_jobs import (
-    AnswerBody,
     BadBody,
     ClearTexts,
     DropSession,
@@ -78,6 +76,7 @@ from llamaslot.base.prompt_jobs import (
     References,
     Release,
     Remember,
+    RequestPolicy,
 )
 from llamaslot.base.stats import CacheProbe, CacheState, EngineState
 from llamaslot.base.text_records import TextRecord
@@ -95,8 +94,6 @@ _T = TypeVar("_T")
 
 _AHEAD_PAUSE_S = 0.1
 """Time without a request after a reply until its next turn is predicted."""
-_IDLE_POLL_S = 0.25
-"""Time between two looks at whether anything has used the model."""
 _POLL_S = 0.01
 """Time between two looks at whether all requests have ended."""
 
@@ -114,6 +111,9 @@ class Service:
         prompts: PromptSupervisor,
         metrics: Metrics,
         *,
+        names: Sequence[str],
+        policy: RequestPolicy,
+        tags: Sequence[str] = (),
         max_queue: int,
         max_queue_per_client: int = 0,
         request_timeout: float = 0,
@@ -121,6 +121,11 @@ class Service:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.info = info
+        self.names = names
+        """The model's names; the first one is in replies."""
+        self.tags = tags
+        self.policy = policy
+        """Defaults of requests."""
         self.metrics = metrics
         self.activity = Activity(self.engine_state, self.cache_state)
         self._adviser = Adviser()
@@ -138,7 +143,7 @@ class Service:
         """Jobs of the prompt worker that a handler waits for."""
         self._send: Callable[[EngineCommand], None]
         self._why_stopped: Callable[[], str] = lambda: ""
-        self._is_connected = False
+        self.is_connected = False
         """True while an engine takes commands."""
         self._completions: dict[str, Completion] = {}
         """Those that have not ended, by id."""
@@ -153,12 +158,10 @@ class Service:
         self._unwritten: list[TextRecord] = []
         """New records that no engine has got yet."""
         self._is_closing = False
-        self._is_loaded = True
-        """False while the model is unloaded because nobody used it; the next request loads it again."""
-        self._is_loading = False
-        """True from the command to load it until that has succeeded or failed."""
-        self._used_at = clock()
-        """Time of the last request, or of its end."""
+        self.is_loaded = True
+        """False while the model is unloaded: then no request may be started."""
+        self._loading: asyncio.Future[None] | None = None
+        """Done when the engine has loaded or unloaded the model, or could not."""
         self._n_prepared = 0
         """Requests so far."""
         self.stopped: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -280,11 +283,11 @@ class Service:
         """Set the function that passes commands to the engine, and one that says why nothing is carried out."""
         self._send = send
         self._why_stopped = why_stopped
-        self._is_connected = True
+        self.is_connected = True
 
     def check_running(self) -> None:
         """Raise `UnavailableError` while the engine is restarting, or stopped by a signal."""
-        if not self._is_connected:
+        if not self.is_connected:
             raise _restarting_error()
         if reason := self._why_stopped():
             raise UnavailableError(reason, retry_after=1)
@@ -298,9 +301,9 @@ class Service:
                 case ModelInfoChanged(info):
                     # The backend does not know the limits that the server has chosen.
                     self.info = msgspec.structs.replace(info, checkpoint_limits=self.info.checkpoint_limits)
-                case ModelLoaded(is_loaded):
-                    self._is_loaded, self._is_loading = is_loaded, False
-                    self._used_at = self._clock()
+                case ModelLoaded(is_loaded, reason):
+                    self.is_loaded = is_loaded
+                    self._end_loading(UnavailableError(reason, retry_after=1) if reason else None)
                 case Stopped(reason):
                     self._stop(reason)
                 case _:
@@ -341,16 +344,17 @@ class Service:
         """End everything: the engine has ended for good."""
         self.capacity.refusal = stopped_error(reason)
         self._end_all(self.capacity.refusal)
+        self._end_loading(self.capacity.refusal)
         if not self.stopped.done():
             self.stopped.set_result(reason)
 
     def engine_lost(self, is_crash: bool) -> None:
         """Fail the requests that had started, and keep the others for the next engine: this one has ended."""
-        self._is_connected = False
+        self.is_connected = False
         in_engine = [each for each in self._completions.values() if each.is_in_engine]
         alone, self._alone = self._alone, None
         # What crashes while the model is loaded again is not a request.
-        if is_crash and in_engine and self._is_loaded:
+        if is_crash and in_engine and self.is_loaded:
             self._add_suspects(in_engine, alone)
         message = "the engine ended while it ran this request, and is restarting"
         error = stopped_error("") if self._is_closing else UnavailableError(message, retry_after=1)
@@ -366,29 +370,50 @@ class Service:
             else:
                 completion.handle(CompletionEvent.LOSE)
         self._fail_queries(_restarting_error())
+        self._end_loading(_restarting_error())
 
     def engine_restarted(self) -> None:
         """Send the requests that wait: another engine takes commands."""
-        self._is_connected = self._is_loaded = True
-        self._is_loading = False
+        self.is_connected = self.is_loaded = True
+        self._end_loading(None)
         self._write_texts()
         self._send_waiting()
 
-    @property
-    def is_sleeping(self) -> bool:
-        """True while the model is unloaded and nothing loads it."""
-        return not (self._is_loaded or self._is_loading)
+    async def load(self) -> None:
+        """Have the engine load the model again. Raises `UnavailableError` with the reason if it cannot.
 
-    async def unload_when_idle(self, seconds: float) -> None:
-        """Have the engine unload the model whenever nothing has used it for so long, until this is cancelled."""
-        while True:
-            if self._completions or self._preparing:
-                self._used_at = self._clock()
-            idle_s = self._clock() - self._used_at
-            if idle_s >= seconds and self._is_loaded and self._is_connected:
-                self._used_at = self._clock()
-                self._send(Unload())
-            await asyncio.sleep(_IDLE_POLL_S)
+        If the engine has ended, wait for the next one, which has it loaded.
+        """
+        if not self.is_loaded:
+            await self._have_loaded(Load() if self.is_connected else None)
+
+    async def unload(self) -> bool:
+        """Have the engine unload the model, whose KV goes to RAM; return False if the engine needs it.
+
+        Raises `UnavailableError` if the engine is not there.
+        """
+        self.check_running()
+        await self._have_loaded(Unload())
+        return not self.is_loaded
+
+    async def _have_loaded(self, command: Load | Unload | None) -> None:
+        """Send a command, if there is one, and wait until it is known whether the model is loaded now."""
+        assert self._loading is None, "the model is loaded and unloaded by one caller"
+        self._loading = asyncio.get_running_loop().create_future()
+        if command is not None:
+            self._send(command)
+        try:
+            await self._loading
+        finally:
+            self._loading = None
+
+    def _end_loading(self, error: LlamaslotError | None) -> None:
+        if self._loading is None or self._loading.done():
+            return
+        if error is None:
+            self._loading.set_result(None)
+        else:
+            self._loading.set_exception(error)
 
     async def close(self, seconds: float) -> None:
         """End all requests as unavailable, and wait until their replies are remembered, at most `seconds`."""
@@ -407,7 +432,7 @@ class Service:
     def _send_waiting(self) -> None:
         """Send completions to the engine in order; a suspect waits until the engine has nothing else."""
         for completion in [each for each in self._completions.values() if each.state is CompletionState.WAITING]:
-            if not self._is_connected or self._alone is not None:
+            if not self.is_connected or self._alone is not None:
                 return
             try:
                 has_to_run_alone = bool(self._suspects) and self._suspects.check(completion.digest)
@@ -547,7 +572,7 @@ class Service:
         if predicted is None:
             return
         self._write_texts(predicted.records)
-        if self._is_connected and self._is_loaded and not self._is_closing:
+        if self.is_connected and self.is_loaded and self._loading is None and not self._is_closing:
             # If the engine ends, it is lost: the next turn computes it.
             self._ahead.take(predicted.n_new)
             self._send(predicted.generate)
@@ -558,7 +583,7 @@ class Service:
     def _write_texts(self, records: tuple[TextRecord, ...] = ()) -> None:
         """Have the engine write new records to disk, and those that no engine has got yet."""
         self._unwritten += records
-        if self._unwritten and self._is_connected:
+        if self._unwritten and self.is_connected:
             unwritten, self._unwritten = tuple(self._unwritten), []
             self._send(WriteTexts(unwritten))
 
@@ -576,10 +601,8 @@ class Service:
     async def ask(self, body: EngineQuery, reply_type: type[_R]) -> _R:
         """Return the engine's reply to a query, or raise its error."""
         self._check_stopped()
-        if not self._is_connected:
+        if not self.is_connected:
             raise _restarting_error()
-        if not isinstance(body, ReadOnlyQuery):
-            self._used_at = self._clock()
         query_id = f"query-{next(self._ids)}"
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._queries[query_id] = future
@@ -593,12 +616,6 @@ class Service:
     async def answer(self, job: Job) -> Any:
         """Return the prompt worker's answer, or raise its error; the job is cancelled with the task that waits."""
         self._check_stopped()
-        if isinstance(job, Prepare | AnswerBody):
-            self._used_at = self._clock()
-            if self.is_sleeping and self._is_connected:
-                # While the prompt worker reads the body. As with llama-server, counting tokens loads the model too.
-                self._is_loading = True
-                self._send(Load())
         future = self._prompts.call(job)
         self._preparing.add(future)
         try:

@@ -19,6 +19,7 @@ from llamaslot.api.context import READINESS, ApiSettings
 from llamaslot.api.http_server import Listener, create_app, serve
 from llamaslot.base.stats import EngineState
 from llamaslot.service.metrics import Metrics
+from llamaslot.service.models import Models, ServedModel
 from llamaslot.service.service import Service
 from tests.engine.harness import LocalEngine
 from tests.fake_backend import FakeBackend
@@ -110,6 +111,8 @@ async def start(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Start]:
             api_settings = ApiSettings(**settings)
             limits = {
                 "metrics": Metrics(api_settings.model_names(backend.info)[0]),
+                "names": api_settings.model_names(backend.info),
+                "tags": api_settings.model_tags(),
                 "max_queue": max_queue,
                 "max_queue_per_client": max_queue_per_client,
                 "request_timeout": request_timeout,
@@ -133,7 +136,7 @@ async def start(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Start]:
             app = app or create_app(api_settings)
             listener = await serve(app, ["127.0.0.1"], 0, tls=tls)
             stack.push_async_callback(listener.close)
-            app[READINESS].set(service)
+            app[READINESS].set(Models.of_one(ServedModel(service.names, tags=service.tags), service))
             # The certificates of tests are self-signed.
             connector = aiohttp.TCPConnector(ssl=tls is None)
             session = await stack.enter_async_context(aiohttp.ClientSession(connector=connector))

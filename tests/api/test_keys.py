@@ -81,6 +81,8 @@ ROUTES = {
         ("GET", "/cache/advice"),
         ("GET", "/events"),
         ("POST", "/cache/clear"),
+        ("POST", "/models/load"),
+        ("POST", "/models/unload"),
         ("POST", "/slots/{id_slot}"),
     },
 }

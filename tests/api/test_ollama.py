@@ -287,7 +287,7 @@ async def test_the_model_is_described(start: Any) -> None:
     assert {key: running[key] for key in same} == {key: model[key] for key in same}
     assert (running["size_vram"], running["context_length"]) == (0, 256)
     assert running["expires_at"].startswith("9999-12-31T23:59:59")
-    server.service._is_loaded = False
+    server.service.is_loaded = False
     assert (await server.get("/api/ps"))[1] == {"models": []}
     for body in ({"model": "any"}, {"name": "any", "verbose": True}, {}):
         shown = await server.ok("/api/show", body)

@@ -46,6 +46,8 @@ REQUESTS: list[tuple[str, str, dict[str, str], Any]] = [
     ("GET", "/v1/models/{name:.+}", {"name:.+": "fake"}, None),
     ("GET", "/v1/models/{name:.+}", {"name:.+": "other"}, None),
     ("GET", "/props", {}, None),
+    ("POST", "/models/load", {}, {"model": "fake"}),
+    ("POST", "/models/unload", {}, {"model": "fake"}),
     ("GET", "/slots", {}, None),
     ("GET", "/cache", {}, None),
     ("GET", "/cache/advice", {}, None),
@@ -179,8 +181,9 @@ async def test_replies_are_what_is_described(start: Any, tmp_path: Path) -> None
     succeeded = {pattern for status, pattern in endpoints if status == 200}
     aliases = {"/v1/health", "/models", "/completions", "/responses", "/embeddings", "/reranking", "/v1/reranking"}
     aliases |= {"/chat/completions", "/chat/completions/input_tokens"}
-    # A stream without end: `test_web_page.py` has its events.
-    assert succeeded | aliases | {"/events"} == {route.path for route in ROUTES}
+    # A stream without end: `test_web_page.py` has its events. This server has one model.
+    elsewhere = {"/events", "/models/load", "/models/unload"}
+    assert succeeded | aliases | elsewhere == {route.path for route in ROUTES}
 
 
 async def test_the_slots_of_running_requests_are_described(start: Any) -> None:

@@ -8,7 +8,8 @@ from typing import get_args
 import pytest
 
 from llamaslot.app.config import CacheType, Config, options
-from llamaslot.app.config_reader import Parser, add_flags, read_config
+from llamaslot.app.config_reader import Parser, add_flags, read_config, read_models
+from llamaslot.app.model_table import ModelEntry
 from llamaslot.backend.llama import CACHE_TYPES
 from llamaslot.base.errors import ConfigError
 
@@ -283,3 +284,94 @@ def test_every_option_has_flags_a_variable_and_a_text_of_its_own() -> None:
     assert len(flags) == len(set(flags))
     assert len({row.env for row in rows}) == len(rows)
     assert all(row.text and row.flag.startswith("--") for row in rows)
+
+
+def models(argv: list[str], environ: dict[str, str] | None = None) -> list[ModelEntry]:
+    parser = Parser(allow_abbrev=False)
+    add_flags(parser)
+    return read_models(parser.parse(argv), environ or {})
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder of models, and of what is none."""
+    for name in (
+        "b.gguf",
+        "a.gguf",
+        "mmproj-a.gguf",
+        "notes.txt",
+        "big-00001-of-00002.gguf",
+        "big-00002-of-00002.gguf",
+    ):
+        (tmp_path / name).touch()
+    (tmp_path / "in-folder").mkdir()
+    (tmp_path / "in-folder" / "model-q4.gguf").touch()
+    (tmp_path / "empty").mkdir()
+    return tmp_path
+
+
+def test_each_model_of_a_folder_is_named_after_its_file_or_folder(folder: Path) -> None:
+    found = models(["--models-dir", str(folder), "-c", "4096"], {"LLAMA_ARG_N_PARALLEL": "2"})
+    assert [each.names for each in found] == [("a",), ("b",), ("big",), ("in-folder",)]
+    assert {(each.config.ctx_size, each.config.parallel) for each in found} == {(4096, 2)}
+    assert found[2].config.model == str(folder / "big-00001-of-00002.gguf")
+    assert found[3].config.model == str(folder / "in-folder" / "model-q4.gguf")
+    assert not any(each.is_default for each in found)
+
+
+def test_one_model_is_no_table() -> None:
+    assert models([]) == models(["-m", "a.gguf"]) == models(["a.gguf"]) == []
+
+
+def test_the_first_of_several_models_is_the_default() -> None:
+    found = models(["-m", "some/a.gguf", "-m", "b.gguf"])
+    assert [(each.names, each.config.model, each.is_default) for each in found] == [
+        (("a",), "some/a.gguf", True),
+        (("b",), "b.gguf", False),
+    ]
+
+
+def test_a_table_changes_a_model_or_adds_one(folder: Path) -> None:
+    file = folder / "models.toml"
+    file.write_text(
+        f"parallel = 3\n[models.a]\nctx-size = 512\nalias = 'x,y'\npin = true\n"
+        f"[models.new]\nmodel = '{folder / 'b.gguf'}'\ntemperature = 0.5\n"
+    )
+    found = {
+        each.names[0]: each for each in models(["--config", str(file), "--models-dir", str(folder), "-np", "5"])
+    }
+    assert found["a"].names == ("a", "x", "y")
+    assert (found["a"].config.ctx_size, found["a"].config.parallel, found["a"].is_pinned) == (512, 5, True)
+    assert (found["new"].config.temperature, found["new"].is_pinned) == (0.5, False)
+    assert found["b"].config.ctx_size == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[models.a]\n", ["[models.a] has no model"]),
+        ("models = 3\n", ["[models.NAME]"]),
+        ("[models]\na = 3\n", ["[models.a] is not a table"]),
+        ("[models.a]\nmodel = 'x.gguf'\nport = 3\n", ["[models.a]", "port", "outside"]),
+        ("[models.a]\nmodel = 'x.gguf'\nprot = 3\n", ["[models.a]", "prot"]),
+        ("[models.a]\nmodel = 'x.gguf'\npin = 3\n", ["[models.a]", "pin"]),
+        ("[models.a]\nmodel = 'x.gguf'\nparallel = 'x'\n", ["parallel of [models.a]", "invalid"]),
+        ("[models.a]\nmodel = 'x.gguf'\nalias = 'b'\n[models.b]\nmodel = 'y.gguf'\n", ["name b"]),
+        ("hf-repo = 'a/b'\n[models.a]\nmodel = 'x.gguf'\n", ["--hf-repo"]),
+    ],
+)
+def test_wrong_tables_are_named(tmp_path: Path, text: str, words: list[str]) -> None:
+    file = tmp_path / "models.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        models(["--config", str(file)])
+    assert all(word in caught.value.message for word in words), caught.value.message
+
+
+def test_models_that_cannot_be_told_apart_are_refused(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="have the name a"):
+        models(["-m", "x/a.gguf", "-m", "y/a.gguf"])
+    with pytest.raises(ConfigError, match=r"--models-dir: .* cannot be read"):
+        models(["--models-dir", str(folder / "nowhere")])
+    with pytest.raises(ConfigError, match="there is no model"):
+        models(["--models-dir", str(folder / "empty")])

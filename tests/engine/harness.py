@@ -111,7 +111,13 @@ class LocalEngine:
             restoring=backend.vocab if restore and info.can_reuse and not info.pooling else None,
             predicts=bool((service or {}).get("warm_ahead")),
         )
-        own = {"metrics": Metrics(), "max_queue": 10**6, **(service or {})}
+        own = {
+            "metrics": Metrics(),
+            "names": ["test"],
+            "policy": of_requests,
+            "max_queue": 10**6,
+            **(service or {}),
+        }
         if "clock" in files:
             own["clock"] = files["clock"]
         self.service = Service(info, self.prompts, **own)

@@ -18,9 +18,9 @@ from llamaslot.base.commands import (
     Load,
     Unload,
 )
-from llamaslot.base.events import Cancelled, Failed, Finished, Output
+from llamaslot.base.errors import UnavailableError
+from llamaslot.base.events import Failed, Finished, Output
 from llamaslot.base.stats import CacheState, EngineState
-from llamaslot.engine import engine as engine_module
 from tests.engine.harness import Harness, Threaded, alone, running
 from tests.engine.test_layout import COST
 from tests.fake_backend import FakeBackend
@@ -48,7 +48,7 @@ async def settled(engine: Harness, command: EngineCommand) -> bool:
     # The answer is sent before the step in which the model is unloaded.
     await asyncio.sleep(0.01)
     assert isinstance(engine.backend, FakeBackend)
-    assert engine.backend.is_loaded != engine.local.service.is_sleeping
+    assert engine.backend.is_loaded == engine.local.service.is_loaded
     return engine.backend.is_loaded
 
 
@@ -70,12 +70,13 @@ async def test_the_next_request_continues_from_what_was_in_the_pool(engine: Harn
     await answer(engine, "a", PROMPT)
     for i in range(3):
         assert not await settled(engine, Unload())
+        assert await settled(engine, Load())
         end = await answer(engine, f"b{i}", PROMPT + "bcd"[i] * 20)
         assert end.progress.n_cached >= len(PROMPT)
         assert end.progress.n_loaded >= len(PROMPT)
 
 
-async def test_a_request_that_is_about_to_come_loads_it(engine: Harness) -> None:
+async def test_each_command_is_answered_also_where_there_is_nothing_to_do(engine: Harness) -> None:
     assert await settled(engine, Load())
     assert not await settled(engine, Unload())
     assert not await settled(engine, Unload())
@@ -94,6 +95,7 @@ async def test_what_only_reads_does_not_load_it(engine: Harness) -> None:
     assert isinstance(engine.backend, FakeBackend)
     assert not engine.backend.is_loaded
     assert not engine.backend.segments, "RAM is given back meanwhile"
+    assert await settled(engine, Load())
     assert (await answer(engine, "b", PROMPT)).progress.n_cached == 0
 
 
@@ -105,55 +107,38 @@ async def test_it_stays_loaded_while_a_request_runs(engine: Harness) -> None:
     assert not await settled(engine, Unload())
 
 
-async def test_a_request_that_comes_with_the_command_runs(engine: Harness) -> None:
-    for i in range(20):
-        engine.engine.send(Unload())
-        for _ in range(i):
-            await asyncio.sleep(0)
-        await answer(engine, f"{i}", PROMPT[: 10 + i])
-
-
-async def test_requests_fail_while_it_cannot_be_loaded(engine: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_requests_fail_while_it_cannot_be_loaded(engine: Harness) -> None:
     """The engine and what is in RAM outlive that."""
-    monkeypatch.setattr(engine_module, "_RELOAD_PAUSE_S", 0.05)
-    backend = engine.backend
+    backend, service = engine.backend, engine.local.service
     assert isinstance(backend, FakeBackend)
     await answer(engine, "a", PROMPT)
-    await settled(engine, Unload())
+    assert await service.unload()
     backend.load_error = "not enough memory"
-    ends = await asyncio.gather(*(engine.submit(name, PROMPT) for name in "bc"))
-    assert engine.local.service.is_sleeping
-    for end in ends:
-        assert isinstance(end, Failed)
-        assert end.error.type == "unavailable_error"
-        assert "could not be loaded again: not enough memory" in end.error.message
+    for _ in range(2):
+        with pytest.raises(UnavailableError, match="could not be loaded again: not enough memory"):
+            await service.load()
+        assert not service.is_loaded
+    failed = await engine.submit("b", PROMPT)
+    assert isinstance(failed, Failed)
+    assert failed.error.type == "unavailable_error"
     backend.load_error = ""
-    assert isinstance(await engine.submit("e", PROMPT), Failed), "it is not tried again at once"
-    await asyncio.sleep(0.1)
+    await service.load()
     assert (await answer(engine, "d", PROMPT)).progress.n_cached >= len(PROMPT) - 1
 
 
-async def test_a_command_that_comes_with_it_keeps_it_loaded(engine: Harness) -> None:
-    engine.engine.send(Unload())
-    assert await settled(engine, Load())
-
-
-async def test_while_it_is_loaded_requests_can_be_cancelled_and_queries_are_answered() -> None:
+async def test_while_it_is_loaded_queries_are_answered() -> None:
     backend = SlowFake(n_reserved=2)
     async with running(backend, kind=Threaded, **RAM) as engine:
+        service = engine.local.service
         await engine.submit("a", PROMPT)
-        engine.engine.send(Unload())
-        async with asyncio.timeout(10):
-            while not engine.local.service.is_sleeping:
-                await asyncio.sleep(0.001)
-        ends = engine.submit("b", PROMPT), engine.submit("c", PROMPT)
+        assert await service.unload()
+        loading = asyncio.create_task(service.load())
         await asyncio.sleep(0.01)
         assert isinstance(await engine.ask(InspectEngine()), EngineState)
-        engine.cancel("b")
-        assert isinstance(await ends[0], Cancelled)
         assert not backend.is_loaded
         backend.may_load.set()
-        assert isinstance(await ends[1], Finished)
+        await loading
+        assert isinstance(await engine.submit("c", PROMPT), Finished)
 
 
 async def test_it_ends_while_the_model_is_unloaded(engine: Harness) -> None:
@@ -171,66 +156,43 @@ async def test_the_layout_stays_while_it_is_unloaded() -> None:
         # Nothing runs, which asks for another layout after a while.
         engine.engine.scheduler.wants_unified = lambda _now: True  # type: ignore[method-assign]
         assert isinstance(await engine.ask(InspectEngine()), EngineState)
+        assert not backend.info.unified
+        assert await settled(engine, Load())
         assert (await answer(engine, "d", "a" * 40 + "d")).progress.n_cached >= 40
         assert backend.info.unified
 
 
-async def test_a_crash_while_it_is_loaded_again_blames_no_request() -> None:
+async def test_a_crash_while_it_is_loaded_again_is_told() -> None:
     backend = SlowFake(n_reserved=2)
     async with running(backend, kind=Threaded, **RAM) as engine:
         service = engine.local.service
-        engine.engine.send(Unload())
-        async with asyncio.timeout(10):
-            while not service.is_sleeping:
-                await asyncio.sleep(0.001)
-        end = engine.submit("a", PROMPT)
-        async with asyncio.timeout(10):
-            while not service._completions:
-                await asyncio.sleep(0.001)
+        assert await service.unload()
+        loading = asyncio.create_task(service.load())
+        await asyncio.sleep(0.01)
         service.engine_lost(True)
+        with pytest.raises(UnavailableError, match="restarting"):
+            await loading
         assert not service._suspects
-        engine.cancel("a")
-        assert isinstance(await end, Cancelled)
         backend.may_load.set()
 
 
-async def test_it_is_stopped_while_the_model_is_loaded_for_a_request() -> None:
+async def test_it_is_stopped_while_the_model_is_loaded() -> None:
     backend = SlowFake(n_reserved=2)
     async with running(backend, kind=Threaded, **RAM) as engine:
-        engine.engine.send(Unload())
-        async with asyncio.timeout(10):
-            while not engine.local.service.is_sleeping:
-                await asyncio.sleep(0.001)
-        end = engine.submit("a", PROMPT)
+        service = engine.local.service
+        assert await service.unload()
+        loading = asyncio.create_task(service.load())
         await asyncio.sleep(0.01)
         engine.engine.stop()
         await asyncio.sleep(0.01)
         backend.may_load.set()
-        failed = await end
-        assert isinstance(failed, Failed)
-        assert "shutting down" in failed.error.message
+        with pytest.raises(UnavailableError, match="shutting down"):
+            await loading
 
 
 async def test_without_ram_the_prefixes_are_lost() -> None:
     async with running(FakeBackend(), ram_bytes=0) as engine:
         await answer(engine, "a", PROMPT)
         assert not await settled(engine, Unload())
+        assert await settled(engine, Load())
         assert (await answer(engine, "b", PROMPT)).progress.n_cached == 0
-
-
-async def test_the_service_unloads_it_when_nothing_has_used_it(engine: Harness) -> None:
-    service = engine.local.service
-    await answer(engine, "a", PROMPT)
-    waiting = asyncio.create_task(service.unload_when_idle(0.1))
-    try:
-        end = engine.submit("b", PROMPT, max_tokens=40)
-        async with asyncio.timeout(10):
-            while not service.is_sleeping:
-                # What only reads is no use.
-                await engine.ask(InspectEngine())
-                await asyncio.sleep(0.01)
-        assert isinstance(await end, Finished)
-        assert (await answer(engine, "c", PROMPT)).progress.n_cached >= len(PROMPT) - 1
-        assert not service.is_sleeping
-    finally:
-        waiting.cancel()

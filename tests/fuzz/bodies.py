@@ -114,6 +114,8 @@ VALID: dict[str, list[dict[str, Any]]] = {
         {"model": "any", "prompt": "", "template": ""},
     ],
     "/api/show": [{"model": "any", "verbose": True}],
+    "/models/load": [{"model": "any"}],
+    "/models/unload": [{"model": "any"}],
     "/v1/chat/completions/input_tokens": [_CHAT],
     "/v1/responses": [
         _RESPONSES,

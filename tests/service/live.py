@@ -18,7 +18,7 @@ from llamaslot.service.live_request import LiveRequest
 from llamaslot.service.metrics import Metrics
 from llamaslot.service.service import Service
 from tests.fake_backend import FakeBackend, FakeVocab
-from tests.prompt_threads import prepare_text, prompt_thread
+from tests.prompt_threads import SETTINGS, prepare_text, prompt_thread
 
 _open: dict[LiveRequest, AbstractAsyncContextManager[LiveRequest]] = {}
 
@@ -80,7 +80,10 @@ class Wire:
         self.clock = Clock()
         self.prompts = prompt_thread(Tokenizer(FakeVocab(), 1000, min_match=0.8))
         info = FakeBackend(n_slots=n_slots).info
-        self.service = Service(info, self.prompts, Metrics(), max_queue=max_queue, clock=self.clock, **limits)
+        named: dict[str, Any] = {"names": ["test"], "policy": SETTINGS}
+        self.service = Service(
+            info, self.prompts, Metrics(), max_queue=max_queue, clock=self.clock, **named, **limits
+        )
         self.sent: list[EngineCommand] = []
         self.service.connect(self.sent.append)
 

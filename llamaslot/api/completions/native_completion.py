@@ -10,7 +10,7 @@ import msgspec
 from aiohttp import web
 
 from llamaslot.api.bodies import LATER, list_of, with_values
-from llamaslot.api.context import READINESS
+from llamaslot.api.context import service_of
 from llamaslot.api.generation.reply_parts import ProbsWriter, PromptProgress, progress_of, stats_of, timings
 from llamaslot.api.generation.request_handling import ReplyWriter, complete
 from llamaslot.api.sse import event
@@ -99,7 +99,7 @@ async def completion(request: web.Request) -> web.StreamResponse:
 
 async def infill(request: web.Request) -> web.StreamResponse:
     """Complete the middle between a prefix and a suffix."""
-    if request.app[READINESS].check().info.fim is None:
+    if service_of(request).info.fim is None:
         raise NotSupportedError("this model cannot infill: its vocabulary has no fill-in-the-middle tokens")
     return await complete(request, "infill", NativeReplyWriter)
 

@@ -16,7 +16,7 @@ from aiohttp import web
 
 from llamaslot.api import http_errors
 from llamaslot.api.bodies import BODY_READER, send_json
-from llamaslot.api.context import READINESS, SETTINGS, UNIQUE_ID
+from llamaslot.api.context import SETTINGS, UNIQUE_ID, service_of
 from llamaslot.api.credentials import GRANTED, Access
 from llamaslot.api.generation.reply_parts import ProbsWriter
 from llamaslot.api.middleware import caller_of, given_key
@@ -105,7 +105,7 @@ async def _prepared(
 
     The body is not kept while the reply is generated.
     """
-    service = request.app[READINESS].check()
+    service = service_of(request)
     if purpose == "run":
         _check_served(kind, service.info)
     async with service.open(context.caller) as live:
@@ -192,7 +192,7 @@ class ReplyWriter(ABC):
         self.id = self.id_prefix + request[UNIQUE_ID]
         self.created = int(time.time())
         """Seconds since 1970."""
-        self.model = request.app[SETTINGS].model_names(service.info)[0]
+        self.model = service.names[0]
         self.info = service.info
         self.options = live.options
         self.completions = live.completions

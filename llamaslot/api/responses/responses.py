@@ -18,7 +18,7 @@ from aiohttp import web
 from msgspec import UNSET
 
 from llamaslot.api.bodies import Paging, encode, json_response, page_of_stored, send_json
-from llamaslot.api.context import CALLER, READINESS, SETTINGS, UNIQUE_ID
+from llamaslot.api.context import CALLER, SETTINGS, UNIQUE_ID, service_of
 from llamaslot.api.generation.reply_parts import (
     CacheUse,
     Prob,
@@ -344,11 +344,11 @@ async def cancel(request: web.Request) -> web.StreamResponse:
 
     If its completion has ended, and its client has yet to read the rest, it is in progress until then.
     """
-    service, key = request.app[READINESS].check(), (key_namespace(request), request.match_info["response_id"])
+    key = (key_namespace(request), request.match_info["response_id"])
     running = request.app[RUNNING].get(key)
     if running is None:
         return await send_json(request, [_stored(request).body])
-    running.is_cancelled |= service.cancel(running.id)
+    running.is_cancelled |= service_of(running.request).cancel(running.id)
     return web.Response(body=running.unfinished(), content_type="application/json")
 
 

@@ -21,6 +21,12 @@ export function say(text) {
   $("status").textContent = text;
 }
 
+/** Return a path with the chosen model, where the server has several. */
+function withModel(path) {
+  const name = $("models").value;
+  return name ? `${path}${path.includes("?") ? "&" : "?"}model=${encodeURIComponent(name)}` : path;
+}
+
 /** Return the response of the server to a request; throws its error message. */
 export async function ask(path, { body, method, signal } = {}) {
   const headers = {};
@@ -29,7 +35,7 @@ export async function ask(path, { body, method, signal } = {}) {
   if (body) headers["Content-Type"] = "application/json";
   const options = { headers, signal, method: method ?? (body ? "POST" : "GET") };
   if (body) options.body = JSON.stringify(body);
-  const response = await fetch(path, options);
+  const response = await fetch(withModel(path), options);
   if (!response.ok) {
     const error = (await response.json().catch(() => ({}))).error ?? {};
     if (response.status === 401) $("access").open = true;
@@ -75,7 +81,12 @@ async function showModel() {
   for (;;) {
     try {
       const models = await (await ask("v1/models")).json();
-      $("model").textContent = models.data.map((each) => each.id).join(", ");
+      // A server that may have several says which are loaded.
+      const several = models.data.some((each) => each.status);
+      const names = models.data.map((each) => each.id);
+      $("models").hidden = !several;
+      $("models").replaceChildren(...(several ? names : []).map((name) => element("option", {}, name)));
+      $("model").textContent = several ? "" : names.join(", ");
       return say("");
     } catch (error) {
       say(error.message);
@@ -93,6 +104,8 @@ $("key-form").addEventListener("submit", (event) => {
   showModel();
   cache.restart();
 });
+
+$("models").addEventListener("change", () => cache.restart());
 
 const cache = startCache();
 startChat();

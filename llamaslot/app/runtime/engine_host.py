@@ -59,11 +59,12 @@ _T = TypeVar("_T")
 _log = structlog.get_logger(__name__)
 
 
-def llama_settings(config: Config, model: Path) -> LlamaSettings:
-    """Return the settings of the llama backend."""
+def llama_settings(config: Config, model: Path, memory_bytes: int = 0) -> LlamaSettings:
+    """Return the settings of the llama backend; `memory_bytes` as in `LoadEngine`."""
     return LlamaSettings(
         model=model,
         n_ctx=config.ctx_size,
+        max_bytes=memory_bytes,
         kv_mem_fraction=config.kv_mem_fraction,
         n_slots=config.parallel,
         n_cache_seqs=config.cache_seqs if config.cache_seqs >= 0 else None,
@@ -95,7 +96,7 @@ def llama_settings(config: Config, model: Path) -> LlamaSettings:
         backend_sampling=config.backend_sampling,
         unified=config.kv_unified is not False,
         may_partition=config.kv_unified is None and not config.embeds,
-        may_unload=config.sleep_idle_seconds > 0,
+        may_unload=config.sleep_idle_seconds > 0 or memory_bytes > 0,
         cache_type_k=config.cache_type_k,
         cache_type_v=config.cache_type_v,
         embeds=config.embeds,
@@ -150,10 +151,12 @@ class EngineHost:
     """Call `lock`, `load`, `start` and `close` in this order, the last one in any case.
 
     Without `needs_folders`, a folder that cannot be used is logged, and the engine runs without it.
+    `memory_bytes` is as in `LoadEngine`.
     """
 
-    def __init__(self, config: Config, *, needs_folders: bool = True) -> None:
+    def __init__(self, config: Config, *, needs_folders: bool = True, memory_bytes: int = 0) -> None:
         self._config = config
+        self._memory_bytes = memory_bytes
         self._needs_folders = needs_folders
         self._thread = model_thread()
         self._disk: DiskStore | None = None
@@ -223,7 +226,7 @@ class EngineHost:
 
     async def _loaded_backend(self, on_progress: OnProgress) -> Backend:
         """Load the model; raises `LoadingStopped` if `on_progress` stopped that."""
-        settings = llama_settings(self._config, Path(self._config.model))
+        settings = llama_settings(self._config, Path(self._config.model), self._memory_bytes)
         _log.info("model.loading", path=str(settings.model))
         text = f"loading {settings.model.name}"
 

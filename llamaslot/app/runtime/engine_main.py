@@ -21,7 +21,7 @@ import msgspec
 import uvloop
 
 from llamaslot.app.config import Config
-from llamaslot.app.logs import configure_logging, get_logger
+from llamaslot.app.logs import bind_fields, configure_logging, get_logger
 from llamaslot.app.runtime.engine_host import EngineHost
 from llamaslot.base.errors import LlamaslotError
 from llamaslot.base.events import Event, Stopped
@@ -53,7 +53,9 @@ class EngineMain:
         load = await self._load
         config = msgspec.convert(load.config, Config)
         configure_logging(config.log_format, config.lowest_log_level)
-        host = EngineHost(config, needs_folders=load.needs_folders)
+        if load.memory_bytes:
+            bind_fields(model=config.alias.partition(",")[0])
+        host = EngineHost(config, needs_folders=load.needs_folders, memory_bytes=load.memory_bytes)
         try:
             has_failed = await self._serve(host)
         except LlamaslotError as error:

@@ -134,6 +134,8 @@ class LlamaSettings:
     model: Path
     n_ctx: int = 0
     """Cells of the KV pool; 0 for as many as fit into memory (`sizing.py`)."""
+    max_bytes: int = 0
+    """Without `n_ctx`: bytes that weights and pool may take; 0 for as many as there are."""
     kv_mem_fraction: float = 0.85
     """Without `n_ctx`: the fraction of memory that may be in use, including weights and other programs."""
     n_slots: int = 4

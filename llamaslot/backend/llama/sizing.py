@@ -42,6 +42,10 @@ MAX_AUTO_CELLS_GPU = 131_072
 HOST = "the host"
 _OTHER_ATTENTION = ("kv_lora_rank", "key_length_mla", "indexer.key_length", "shared_kv_layers")
 """Metadata keys of attention whose cells are not simply K and V of every layer."""
+_COMPUTE_BYTES = 640 * 2**20
+"""About what a model's processes take beside weights and pool, where several models share memory."""
+_MIN_SLOT = 1024
+"""Cells for each slot that a model gets even so."""
 _PROBE_UBATCH = 32
 """Batch size of the small context whose buffers are measured."""
 _LOGGED_BUFFER = re.compile(r"(\S+) (KV|RS) buffer size = +([\d.]+) MiB")
@@ -106,6 +110,10 @@ def _fitting(
             f"KV pool: {n_ctx_train:,} cells, the model's context, regardless of free memory: {reason}",
         )
     most = most_cells(n_ctx_train, settings.n_slots, on_host=any(place.name == HOST for place in growing))
+    if settings.max_bytes:
+        # Less than that would be of no use: other models make place for such a pool.
+        left = settings.max_bytes - llama_cpp.llama_model_size(model) - _COMPUTE_BYTES
+        most = min(most, max(left // sum(place.cell_bytes for place in growing), settings.n_slots * _MIN_SLOT))
     return pool_size(growing, fraction=settings.kv_mem_fraction, most=most, n_parts=n_parts, n_streams=n_streams)
 
 

@@ -1,0 +1,69 @@
+"""Choice of the model that a request is for: that of `?model=`, or else the one that its body names.
+
+A server of one model answers whatever name a request has.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from llamaslot.api.bodies import BODY_READER, has_body
+from llamaslot.api.context import READINESS, SERVICE
+from llamaslot.api.http_errors import Handler
+from llamaslot.protocol.bodies import decode
+
+
+class Needs(Enum):
+    """What an endpoint needs of a model."""
+
+    NOTHING = "nothing"
+    ANY_PROCESSES = "any processes"
+    """The processes of any model."""
+    PROCESSES = "processes"
+    """Its processes: an endpoint that only looks loads nothing."""
+    MODEL = "model"
+    """The model loaded, until the reply has ended."""
+
+
+NEEDS = web.AppKey("NEEDS", dict[Any, Needs])
+"""What the endpoint of each handler needs."""
+
+
+class _Named(msgspec.Struct):
+    """The one field of any body that matters here."""
+
+    model: str | None = None
+
+
+@web.middleware
+async def choose_model(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Give a request the service of the model that it is for; load that if the endpoint needs it."""
+    needs = request.app[NEEDS].get(request.match_info.handler, Needs.NOTHING)
+    if needs is Needs.NOTHING:
+        return await handler(request)
+    models = request.app[READINESS].check()
+    if needs is Needs.ANY_PROCESSES:
+        request[SERVICE] = models.any_running()
+        return await handler(request)
+    name = request.query.get("model", "")
+    if models.is_one or name or not has_body(request):
+        return await _answer(request, handler, needs, name)
+    async with request.app[BODY_READER].received(request) as raw:
+        # Here, since msgspec passes over all else: a GiB takes about a second.
+        name = decode(raw, _Named).model or ""
+        del raw
+        return await _answer(request, handler, needs, name)
+
+
+async def _answer(request: web.Request, handler: Handler, needs: Needs, name: str) -> web.StreamResponse:
+    models = request.app[READINESS].check()
+    if needs is Needs.PROCESSES:
+        request[SERVICE] = models.running(name)
+        return await handler(request)
+    async with models.use(name) as service:
+        request[SERVICE] = service
+        return await handler(request)
