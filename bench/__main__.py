@@ -32,6 +32,7 @@ from bench import (
     scenarios,
     size,
     steps,
+    swap,
     toolloop,
     tree,
 )
@@ -80,6 +81,10 @@ def parser() -> ArgumentParser:
     _common(sharing, run=_scenarios, repeats=(3, 1), of="runs of each scenario")
     names = sorted({scenario.name for scenario in scenarios.SCENARIOS})
     sharing.add_argument("--only", choices=names, metavar="NAME", help=f"one of {', '.join(names)}")
+
+    swapping = commands.add_parser("swap", help="the next turn of a model that had made place for another one")
+    _common(swapping, run=_swap, repeats=(7, 2), of="conversations")
+    _threads(swapping)
 
     idling = commands.add_parser("idle", help="prefill beside idle prefixes")
     _common(idling, run=_idle, repeats=(7, 2), of="prompts for each measurement")
@@ -245,6 +250,10 @@ def _scenarios(options: Namespace) -> None:
 def _idle(options: Namespace) -> None:
     n_requests = min(options.requests, 50) if options.quick else options.requests
     idle.run(**_measured(options, "-t", str(options.threads)), repeats=options.repeats, n_requests=n_requests)
+
+
+def _swap(options: Namespace) -> None:
+    swap.run(**_measured(options, "-t", str(options.threads)), repeats=options.repeats)
 
 
 def _peers(options: Namespace) -> None:
