@@ -82,7 +82,7 @@ def parser() -> ArgumentParser:
     names = sorted({scenario.name for scenario in scenarios.SCENARIOS})
     sharing.add_argument("--only", choices=names, metavar="NAME", help=f"one of {', '.join(names)}")
 
-    swapping = commands.add_parser("swap", help="the next turn of a model that had made place for another one")
+    swapping = commands.add_parser("swap", help="the next turn of a model that had made room for another one")
     _common(swapping, run=_swap, repeats=(7, 2), of="conversations")
     _threads(swapping)
 

@@ -1,4 +1,4 @@
-"""The next turn of a conversation whose model had made place for another one, on a server with room for one.
+"""The next turn of a conversation whose model had made room for another one, on a server with room for one.
 
 Each pair is a conversation of its own: a first turn, computed; a request for the other model; and the next turn,
 for which the model is loaded again. What unloading and loading took is in the server's log, and is taken off:

@@ -11,7 +11,6 @@ from llamaslot.api.bodies import BODY_READER, json_response, read, send_json
 from llamaslot.api.completions.native_completion import generation_settings
 from llamaslot.api.completions.openai_completions import FINGERPRINT
 from llamaslot.api.context import READINESS, SETTINGS, service_of, started
-from llamaslot.api.credentials import GRANTED, Access
 from llamaslot.api.middleware import caller_of, check_sees_all
 from llamaslot.base.errors import NotFoundError, NotSupportedError
 from llamaslot.base.generation.sampling import Sampling
@@ -178,10 +177,7 @@ def _described(request: web.Request, model: ServedModel, *, has_status: bool) ->
     if has_status:
         described["status"] = {"value": model.status}
         if model.failure is not None:
-            described["status"]["failed"] = True
-            if request[GRANTED] is Access.ADMIN:
-                # It may name files.
-                described["status"]["reason"] = model.failure.message
+            described["status"] |= {"failed": True, "reason": model.failure.message}
     if (info := model.info) is not None:
         described["meta"] = {
             "vocab_type": info.vocab_type,

@@ -63,22 +63,25 @@ async def serve(config: Config, entries: Sequence[ModelEntry] = ()) -> int:
         stop = _Signals()
         listeners: list[Listener] = []
         served = await (
-            _several(config, entries, stop, stack, listeners) if entries else _one(config, stop, stack, listeners)
+            _start_several(config, entries, stop, stack, listeners)
+            if entries
+            else _start_one(config, stop, stack, listeners)
         )
         if served is None:
             _log.info("server.stopped")
             return 0
         from llamaslot.api.context import READINESS  # noqa: PLC0415
 
-        app, models, announced = served
+        app, models, announce = served
         stack.push_async_callback(models.close, _REMEMBER_TIMEOUT_S)
         # Exclude modules and other permanent objects from garbage collection: a full collection took 90 ms, during
         # which all streams stalled.
         gc.freeze()
         app[READINESS].set(models)
-        unloading = asyncio.create_task(models.unload_idle(), name="unload-idle-models")
-        stack.callback(unloading.cancel)
-        announced(_urls(listeners[0], "https" if config.ssl_cert_file else "http"))
+        if models.have_idle_time:
+            unloading = asyncio.create_task(models.unload_idle(), name="unload-idle-models")
+            stack.callback(unloading.cancel)
+        announce(_urls(listeners[0], "https" if config.ssl_cert_file else "http"))
         models.load_pinned()
         # If one of several engines cannot go on, the others can.
         ended = models.services[0].stopped if models.is_one else asyncio.get_running_loop().create_future()
@@ -91,7 +94,7 @@ async def serve(config: Config, entries: Sequence[ModelEntry] = ()) -> int:
     return 0
 
 
-async def _one(
+async def _start_one(
     config: Config, stop: _Signals, stack: contextlib.AsyncExitStack, listeners: list[Listener]
 ) -> _Served | None:
     """Listen, and load the only model; None if a signal came first."""
@@ -121,11 +124,13 @@ async def _one(
         return None
     service, loaded = found
     model = ServedModel(service.names, idle_seconds=config.sleep_idle_seconds, tags=service.tags)
-    models = Models.of_one(model, service, timeout=config.load_timeout)
+    # The request timeout begins only once the model is loaded, and does not allow more than that.
+    timeout = min(config.load_timeout, config.request_timeout or config.load_timeout)
+    models = Models.of_one(model, service, max_waiting=max(config.max_queue, 1), timeout=timeout)
     return app, models, lambda urls: announce(loaded, urls, config)
 
 
-async def _several(
+async def _start_several(
     config: Config,
     entries: Sequence[ModelEntry],
     stop: _Signals,
@@ -133,10 +138,10 @@ async def _several(
     listeners: list[Listener],
 ) -> _Served | None:
     """Listen, with models that are loaded when requests name them; None if a signal came first."""
-    from llamaslot.app.served_models import several  # noqa: PLC0415
+    from llamaslot.app.served_models import create_models  # noqa: PLC0415
     from llamaslot.app.start_lines import announce_several  # noqa: PLC0415
 
-    models = several(config, entries)
+    models = create_models(config, entries)
     stack.push_async_callback(_stop, models, listeners)
     app = await _listen(config, stop, stack, listeners)
     return (app, models, lambda urls: announce_several(entries, urls, config)) if app is not None else None

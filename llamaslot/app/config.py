@@ -138,8 +138,8 @@ class Config:
     )
     models_memory: Count | Literal["auto"] = own(
         "auto",
-        "with several models: MiB of host and device memory for all of them and --cache-ram; auto: 85% of what is "
-        "free at start",
+        "with several models: MiB of host and device memory for all of them and --cache-ram; auto: 85% of the "
+        "host's free memory at start, so set it with a GPU",
     )
     load_timeout: Annotated[float, Meta(gt=0, le=INT32_MAX)] = own(
         600.0, "time limit in seconds for a request to wait until its model is loaded"

@@ -1,7 +1,9 @@
 """The models of a server, made from its configuration: one, or several that share memory.
 
-budget = --models-memory;  RAM of prefixes = --cache-ram, in equal parts for the models that keep processes;
-a model's weights and pool = the rest / --models-max
+    budget = --models-memory;  RAM of prefixes = --cache-ram, in equal parts for the models that keep processes;
+    a model's weights and pool = the rest, without what processes of unloaded models take, / --models-max
+
+These parts are fixed at the start.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from llamaslot.base.files import check_metadata, parts
 from llamaslot.base.model import CPU
 from llamaslot.processes.messages import Loaded
 from llamaslot.service.metrics import Metrics
-from llamaslot.service.models import ASLEEP_BYTES, Models, ServedModel
+from llamaslot.service.models import KEPT_BYTES, Models, ServedModel
 from llamaslot.service.service import Service
 
 _MEMORY_FRACTION = 0.85
@@ -81,7 +83,7 @@ async def load_service(
     return service, loaded
 
 
-def several(config: Config, entries: Sequence[ModelEntry]) -> Models:
+def create_models(config: Config, entries: Sequence[ModelEntry]) -> Models:
     """Return the models of a server that may have several; none is loaded. Raises `ConfigError`."""
     # It brings numpy, which a server of one model does not need here.
     from llamaslot.backend.host import host_memory  # noqa: PLC0415
@@ -94,7 +96,9 @@ def several(config: Config, entries: Sequence[ModelEntry]) -> Models:
         ram_bytes = config.cache_ram * _MIB
     else:
         ram_bytes = min(int(n_bytes * _RAM_FRACTION), _MAX_AUTO_RAM_BYTES)
-    for_models = n_bytes - ram_bytes - (n_kept - n_loaded) * ASLEEP_BYTES
+    if sum(each.is_pinned for each in entries) > n_loaded:
+        raise ConfigError(f"more models are pinned than --models-max {n_loaded} allows", param="--models-max")
+    for_models = n_bytes - ram_bytes - (n_kept - n_loaded) * KEPT_BYTES
     if for_models <= 0:
         message = (
             f"--models-memory: {n_bytes // _MIB:,} MiB leave nothing for models beside {ram_bytes // _MIB:,} of "
@@ -126,7 +130,7 @@ def several(config: Config, entries: Sequence[ModelEntry]) -> Models:
         max_loaded=n_loaded,
         max_bytes=n_bytes - ram_bytes,
         max_kept=n_kept,
-        max_waiting=config.max_queue,
+        max_waiting=max(config.max_queue, 1),
         autoload=config.models_autoload,
         timeout=config.load_timeout,
     )

@@ -212,17 +212,16 @@ class EngineSupervisor(Supervisor):
                 failed = ConfigError(f"the engine ended while it loaded the model: {reason}")
                 self._started.set_exception(error or failed)
             return None
-        self._state = _State.LOADING
+        is_wanted = self._is_wanted()
+        self._state = _State.LOADING if is_wanted else _State.STOPPED
         pause = _FIRST_PAUSE_S * 2 ** min(self._n_failures - 1, _MAX_DOUBLINGS) if self._n_failures else 0.0
         self._n_failures += 1
         shown = error.message if error is not None else reason
         _log.error("engine.ended", reason=shown, crashed=end.is_crash, restart_in_s=pause)
-        if was_running:
+        if was_running or not is_wanted:
+            # Also to one that died before, and was reported then: what waits for another engine waits for none.
             self._on_lost(end.is_crash)
-        if not self._is_wanted():
-            self._state = _State.STOPPED
-            return None
-        return pause
+        return pause if is_wanted else None
 
 
 def _why_incompatible(before: ModelInfo, after: ModelInfo) -> str:

@@ -1,16 +1,16 @@
-"""The models of a server: which of them are loaded, and which make place for others.
+"""The models of a server: which of them are loaded, and which make room for others.
 
     state       event                                            next state
-    UNLOADED    a request wants it, and there is place            LOADING
+    UNLOADED    a request wants it, and there is room            LOADING
     LOADING     it is loaded                                      LOADED
     LOADING     that fails                                        UNLOADED; what waits fails with the reason
-    LOADED      another one needs its place                       LEAVING: new requests wait
+    LOADED      another one needs its room                       LEAVING: new requests wait
     LEAVING     nothing uses it any more                          UNLOADED
-    LEAVING     the other one needs no place any more             LOADED
+    LEAVING     the other one needs no room any more             LOADED
     LOADED      nobody has used it for `idle_seconds`             UNLOADED
 
 Models are loaded one after another, in the order in which they were wanted. The one that has been unused for
-longest makes place first; a pinned one never does. An unloaded model may keep its processes, with its radix tree
+longest makes room first; a pinned one never does. An unloaded model may keep its processes, with its radix tree
 and what is in RAM: then it continues where it was. At most `max_kept` models have processes; those of others end,
 and what they have in RAM goes to disk.
 """
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from contextvars import Context
@@ -42,11 +43,13 @@ from llamaslot.service.service import Service
 
 _log = structlog.get_logger(__name__)
 
+_UNLOAD_TIMEOUT_S = 120.0
+"""Time that an engine gets to move its pool to RAM and to free the model; then it is ended."""
 _RETRY_S = 1.0
 """Time after a failed load in which it is not tried again, or as long as that took: requests get the same error."""
 _IDLE_POLL_S = 0.25
 """Time between two looks for models that nobody uses."""
-ASLEEP_BYTES = 320 * 2**20
+KEPT_BYTES = 320 * 2**20
 """About what the processes of an unloaded model take, without what they keep in RAM (`--cache-ram`)."""
 _GROWTH = 1.15
 """What a model takes once it is used, to what it takes when it was loaded: buffers are touched later."""
@@ -104,7 +107,7 @@ class ServedModel:
     n_waiting: int = 0
     """Requests that wait until it is loaded."""
     used_at: float = 0.0
-    is_idle: bool = False
+    was_idle: bool = False
     """True if it was unloaded because nobody used it."""
     failure: ServerError | UnavailableError | None = None
     """Why it could not be loaded when that was last tried."""
@@ -134,7 +137,7 @@ class ServedModel:
         """Its state in llama-server's words."""
         match self.state:
             case ModelState.UNLOADED:
-                return "sleeping" if self.is_idle and self.is_running else "unloaded"
+                return "sleeping" if self.was_idle and self.is_running else "unloaded"
             case ModelState.LOADING:
                 return "loading"
             case _:
@@ -182,11 +185,11 @@ class Models:
         self._refusal: ServerError | UnavailableError | None = None
 
     @classmethod
-    def of_one(cls, model: ServedModel, service: Service, *, timeout: float = 600) -> Models:
+    def of_one(cls, model: ServedModel, service: Service, **limits: Any) -> Models:
         """Return those of a server of one model, which is loaded already, and answers to any name."""
         model.service, model.state, model.info = service, ModelState.LOADED, service.info
         model.used_at = asyncio.get_running_loop().time()
-        models = cls([model], default=model, timeout=timeout)
+        models = cls([model], default=model, **limits)
         models.is_one = True
         return models
 
@@ -227,7 +230,7 @@ class Models:
 
     def any_running(self) -> Service:
         """Return the service of any model, for what is no model's own. Raises `InvalidRequestError` without one."""
-        service = next(iter(self.services), None)
+        service = next((each.service for each in self.all if each.is_running), None)
         if service is None:
             raise InvalidRequestError("no model is loaded", param="model")
         return service
@@ -236,7 +239,7 @@ class Models:
     async def use(self, name: str) -> AsyncIterator[Service]:
         """Give the service of a model, which stays loaded until the caller leaves the block.
 
-        An unloaded model is loaded first. Raises its error if that fails, `UnavailableError` if there is no place
+        An unloaded model is loaded first. Raises its error if that fails, `UnavailableError` if there is no room
         for it within the time limit, and `QueueFullError` if too many wait for it.
         """
         model = self.find(name)
@@ -257,6 +260,11 @@ class Models:
             model.used_at = self._now()
             self._changed.set()
 
+    @property
+    def have_idle_time(self) -> bool:
+        """True if a model is unloaded once nobody has used it for some time."""
+        return any(each.idle_seconds for each in self.all)
+
     def load_pinned(self) -> None:
         """Begin to load the pinned models."""
         for model in self.all:
@@ -271,12 +279,15 @@ class Models:
         self._spawn(self._wait_for(model), self._commands)
 
     def unload(self, name: str) -> None:
-        """Begin to unload a model, once nothing uses it. Raises `InvalidRequestError` if it is not loaded."""
+        """Begin to unload a model, at the first moment in which nothing uses it.
+
+        Raises `InvalidRequestError` if it is not loaded.
+        """
         model = self.find(name)
         if model.status not in ("loaded", "sleeping"):
             raise InvalidRequestError("model is not running", param="model")
-        model.is_idle = False
-        self._spawn(self._unload(model), self._commands)
+        model.was_idle = False
+        self._spawn(self._unload_when_unused(model), self._commands)
 
     async def _wait_for(self, model: ServedModel) -> None:
         """Wait until a model is loaded; it is not loaded for those who wait no longer."""
@@ -287,11 +298,11 @@ class Models:
                     if model.loading is None:
                         model.loading = asyncio.get_running_loop().create_future()
                         model.loading.add_done_callback(_ignored)
-                        self._spawn(self._load(model, model.loading), self._tasks)
+                        self._spawn(self._load_in_turn(model, model.loading), self._tasks)
                     # Others wait for it too.
                     await asyncio.shield(model.loading)
         except TimeoutError:
-            message = f"there was no place for model '{model.id}' within {self._timeout:g} s (--load-timeout)"
+            message = f"model '{model.id}' was not loaded within {self._timeout:g} s (--load-timeout)"
             raise UnavailableError(message, retry_after=1) from None
         finally:
             model.n_waiting -= 1
@@ -299,7 +310,7 @@ class Models:
 
     # Loading and unloading
 
-    async def _load(self, model: ServedModel, loading: asyncio.Future[None]) -> None:
+    async def _load_in_turn(self, model: ServedModel, loading: asyncio.Future[None]) -> None:
         """Load a model when it is its turn, and tell those who wait by `loading`."""
         async with self._turn:
             if loading.done():
@@ -308,11 +319,12 @@ class Models:
             error: LlamaslotError | None = None
             try:
                 self._check(model)
-                if not model.is_ready and await self._make_place(model):
-                    await self._load_now(model)
+                if not model.is_ready and await self._make_room(model):
+                    await self._try_load(model)
             except LlamaslotError as failed:
                 error = failed
             except Exception as failed:
+                # A bug: those who wait must not wait for ever.
                 _log.exception("model.failed", model=model.id)
                 error = ServerError(f"model '{model.id}' could not be loaded: {failed}")
             model.loading = None
@@ -320,7 +332,7 @@ class Models:
                 loading.set_exception(error)
             else:
                 loading.set_result(None)
-                # The next turn may be that of a model that needs the place of this one.
+                # The next turn may be that of a model that needs the room of this one.
                 while model.is_ready and model.n_waiting:
                     await asyncio.sleep(0)
 
@@ -329,26 +341,31 @@ class Models:
         if self._refusal is not None:
             raise self._refusal
         if model.failure is not None and self._now() < model.retry_at:
-            raise type(model.failure)(model.failure.message, retry_after=model.failure.retry_after)
+            seconds = math.ceil(model.retry_at - self._now())
+            raise type(model.failure)(model.failure.message, retry_after=seconds)
 
-    async def _load_now(self, model: ServedModel) -> None:
+    async def _try_load(self, model: ServedModel) -> None:
         model.state, started = ModelState.LOADING, self._now()
         try:
-            await self._load_service(model)
-        except (LlamaslotError, OSError) as error:
-            now = self._now()
+            async with asyncio.timeout(self._timeout):
+                await self._load_or_launch(model)
+        except Exception as error:
+            pause = max(_RETRY_S, self._now() - started)
+            reason, seconds = str(error) or f"it took more than {self._timeout:g} s", math.ceil(pause)
             if isinstance(error, UnavailableError):
                 # Its processes go on, with what they have cached.
-                model.failure = error
+                model.failure = UnavailableError(reason, retry_after=seconds)
             else:
+                message = f"model '{model.id}' could not be loaded: {reason}"
+                model.failure = ServerError(message, retry_after=seconds)
                 await self._end(model)
-                model.failure = ServerError(f"model '{model.id}' could not be loaded: {error}")
-            model.retry_at = now + max(_RETRY_S, now - started)
-            _log.error("model.failed", model=model.id, reason=str(error))
+            model.retry_at = self._now() + pause
+            is_expected = isinstance(error, LlamaslotError | OSError)
+            _log.error("model.failed", model=model.id, reason=reason, exc_info=not is_expected)
             raise model.failure from None
         else:
             assert model.service is not None
-            model.state, model.failure, model.is_idle = ModelState.LOADED, None, False
+            model.state, model.failure, model.was_idle = ModelState.LOADED, None, False
             model.info, model.used_at = model.service.info, self._now()
             if self._refusal is not None:
                 model.service.capacity.refusal = self._refusal
@@ -356,7 +373,7 @@ class Models:
             if model.state is ModelState.LOADING:
                 model.state = ModelState.UNLOADED
 
-    async def _load_service(self, model: ServedModel) -> None:
+    async def _load_or_launch(self, model: ServedModel) -> None:
         """Load a model in its processes or, if it has none, in new ones."""
         while model.is_running:
             assert model.service is not None
@@ -372,27 +389,29 @@ class Models:
         assert model.launch is not None
         model.processes = model.launch()
         model.service = await model.processes.load()
-        model.n_bytes = int(model.processes.n_bytes * _GROWTH)
+        n_bytes = model.processes.n_bytes
+        # Its pool was made for the estimate, so more than that is used only if it is used already.
+        model.n_bytes = max(n_bytes, min(int(n_bytes * _GROWTH), model.n_bytes))
 
-    async def _make_place(self, model: ServedModel) -> bool:
-        """Unload others until there is place for a model; return False if nobody waits for it any more.
+    async def _make_room(self, model: ServedModel) -> bool:
+        """Unload others until there is room for a model; return False if nobody waits for it any more.
 
-        Raises `UnavailableError` if no other model can make place.
+        Raises `UnavailableError` if no other model can make room.
         """
         leaving: ServedModel | None = None
         try:
-            while self._lacks_place(model):
+            while self._lacks_room(model):
                 if not model.n_waiting or self._refusal is not None:
                     return False
                 others = [each for each in self.all if each.state is not ModelState.UNLOADED and each is not model]
                 candidates = [each for each in others if not each.is_pinned]
                 unused = [each for each in candidates if not each.n_uses]
-                asleep = self._asleep(model)
-                if not unused and asleep and len(others) < self.max_loaded:
-                    await self._end(asleep[0])
+                kept = self._kept(model)
+                if not unused and kept and len(others) < self.max_loaded:
+                    await self._end(kept[0])
                     continue
                 if not candidates:
-                    message = f"there is no place for model '{model.id}': the models that are loaded are pinned"
+                    message = f"there is no room for model '{model.id}': the models that are loaded are pinned"
                     raise UnavailableError(message, retry_after=60)
                 # Of those in use, the one that leaves already has fewer requests from moment to moment.
                 chosen = min(unused or ([leaving] if leaving else candidates), key=lambda each: each.used_at)
@@ -404,7 +423,7 @@ class Models:
                     leaving = None
                 else:
                     await self._until_changed()
-            await self._end_asleep(model)
+            await self._end_kept(model)
             return True
         finally:
             if leaving is not None:
@@ -413,43 +432,44 @@ class Models:
     def _stay(self, model: ServedModel) -> None:
         """Let a model that was leaving take requests again, and those first that have waited meanwhile."""
         model.state = ModelState.LOADED
-        if model.loading is not None and model.is_ready:
+        if model.loading is not None and not model.loading.done() and model.is_ready:
             model.loading.set_result(None)
             model.loading = None
 
-    def _lacks_place(self, model: ServedModel) -> bool:
+    def _lacks_room(self, model: ServedModel) -> bool:
         """Return True if a model can be loaded only once another one is unloaded."""
         loaded = [each for each in self.all if each is not model and each.state is not ModelState.UNLOADED]
         return len(loaded) >= self.max_loaded or (bool(loaded) and not self._has_bytes_for(model))
 
     def _has_bytes_for(self, model: ServedModel) -> bool:
-        others = [each for each in self.all if each is not model and each.is_running]
-        taken = sum(ASLEEP_BYTES if each.state is ModelState.UNLOADED else each.n_bytes for each in others)
+        others = [each for each in self.all if each is not model and each.processes is not None]
+        taken = sum(KEPT_BYTES if each.state is ModelState.UNLOADED else each.n_bytes for each in others)
         return not self._max_bytes or taken + model.n_bytes <= self._max_bytes
 
-    def _asleep(self, model: ServedModel) -> list[ServedModel]:
+    def _kept(self, model: ServedModel) -> list[ServedModel]:
         """Return the other unloaded models that have processes, the one unused for longest first."""
-        unloaded = [each for each in self.all if each.state is ModelState.UNLOADED and each.is_running]
+        unloaded = [each for each in self.all if each.state is ModelState.UNLOADED and each.processes is not None]
         return sorted((each for each in unloaded if each is not model), key=lambda each: each.used_at)
 
-    async def _end_asleep(self, model: ServedModel) -> None:
-        """End processes of unloaded models as far as a model that is about to be loaded needs their place."""
-        while asleep := self._asleep(model):
-            n_running = sum(each.is_running for each in self.all if each is not model)
+    async def _end_kept(self, model: ServedModel) -> None:
+        """End processes of unloaded models as far as a model that is about to be loaded needs their room."""
+        while kept := self._kept(model):
+            n_running = sum(each.processes is not None for each in self.all if each is not model)
             if n_running < self._max_kept and self._has_bytes_for(model):
                 return
-            await self._end(asleep[0])
+            await self._end(kept[0])
 
-    async def _unload(self, model: ServedModel) -> None:
-        """Unload a model as soon as nothing uses it, unless it takes too long until then."""
-        async with asyncio.timeout(self._timeout):
-            while True:
-                async with self._turn:
-                    if not model.is_ready or await self._unload_now(model):
-                        return
-                await self._until_changed()
+    async def _unload_when_unused(self, model: ServedModel) -> None:
+        """Unload a model at the first moment in which nothing uses it, unless that does not come in time."""
+        until = self._now() + self._timeout
+        while self._now() < until:
+            async with self._turn:
+                if not model.is_ready or await self._try_unload(model):
+                    return
+            await self._until_changed()
+        _log.warning("model.not_unloaded", model=model.id, reason="requests used it all the time")
 
-    async def _unload_now(self, model: ServedModel) -> bool:
+    async def _try_unload(self, model: ServedModel) -> bool:
         """Unload a loaded model in this turn; return False if that is not possible."""
         model.state = ModelState.LEAVING
         try:
@@ -465,23 +485,29 @@ class Models:
         """
         if model.n_uses:
             return False
-        if model.is_running:
-            assert model.service is not None
-            try:
-                model.service.check_running()
-                if model.processes is not None:
-                    n_bytes, state = model.processes.n_bytes, await model.service.engine_state()
-                    model.n_bytes = max(n_bytes - state.cache.ram.used_bytes, 0)
-                if not await model.service.unload():
-                    return False
-            except LlamaslotError:
-                if model.launch is None:
-                    # Its engine is started again.
-                    return False
-                # It may not get that far, and others need its place.
+        try:
+            is_unloaded = model.is_running and await self._unload_measured(model)
+        except (LlamaslotError, TimeoutError):
+            is_unloaded = False
+            if model.launch is not None:
+                # Its engine is being started again, or hangs, and others need its room.
                 await self._end(model)
-        model.state = ModelState.UNLOADED
-        return True
+        if not model.is_running and model.launch is not None:
+            await self._end(model)
+            is_unloaded = True
+        if is_unloaded:
+            model.state = ModelState.UNLOADED
+        return is_unloaded
+
+    async def _unload_measured(self, model: ServedModel) -> bool:
+        """Have the engine unload a model, and measure it before; return False if the engine is busy with it."""
+        assert model.service is not None
+        model.service.check_running()
+        async with asyncio.timeout(_UNLOAD_TIMEOUT_S):
+            if model.processes is not None:
+                n_bytes, state = model.processes.n_bytes, await model.service.engine_state()
+                model.n_bytes = max(n_bytes - state.cache.ram.used_bytes, 0)
+            return await model.service.unload()
 
     async def _until_changed(self) -> None:
         """Wait until a request has left a model, or a moment, for an engine that is busy."""
@@ -508,7 +534,7 @@ class Models:
                     async with self._turn:
                         # It may have been used meanwhile.
                         if self._is_idle(model):
-                            model.is_idle = await self._unload_now(model)
+                            model.was_idle = await self._try_unload(model)
 
     def _is_idle(self, model: ServedModel) -> bool:
         idle_s = self._now() - model.used_at

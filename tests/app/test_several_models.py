@@ -99,6 +99,21 @@ def test_a_model_that_cannot_be_loaded_costs_no_other_anything(folder: Path, tmp
         assert server.stop() == 0
 
 
+def test_a_file_that_was_replaced_is_loaded_anew(folder: Path, tmp_path: Path) -> None:
+    """Nothing of the old one is used, and no other model waits."""
+    models = tmp_path / "models"
+    shutil.copytree(folder, models)
+    args = ("--models-dir", models, "--models-max", "1", "-c", "2048", "-cram", "64", "--load-timeout", "20")
+    with serving(tmp_path, *args) as server:
+        complete(server, "a")
+        complete(server, "b")
+        (models / "a.gguf").unlink()
+        shutil.copy(folder / "b.gguf", models / "a.gguf")
+        assert complete(server, "a")["timings"]["cache_n"] == 0
+        assert complete(server, "b")["timings"]["cache_n"] > 100
+        assert server.stop() == 0
+
+
 def test_models_are_loaded_and_unloaded_by_name(folder: Path, tmp_path: Path) -> None:
     args = ("--models-dir", folder, "--no-models-autoload", "-c", "2048", "-cram", "256")
     with serving(tmp_path, *args) as server:

@@ -145,7 +145,7 @@ async def test_requests_that_come_together_load_a_model_once() -> None:
         assert server.n_launched["a"] == 1
 
 
-async def test_the_one_unused_for_longest_makes_place_and_keeps_its_prefixes() -> None:
+async def test_the_one_unused_for_longest_makes_room_and_keeps_its_prefixes() -> None:
     async with desk(max_loaded=2) as server:
         await server.complete("a")
         await server.complete("b")
@@ -177,7 +177,7 @@ async def test_a_model_in_use_stays_and_new_requests_wait_behind_the_one_that_ne
         assert order == ["b", "a"]
 
 
-async def test_a_request_that_waits_no_longer_costs_nobody_its_place() -> None:
+async def test_a_request_that_waits_no_longer_costs_nobody_its_room() -> None:
     async with desk(max_loaded=1) as server:
         async with server.models.use("a"):
             waiting = asyncio.create_task(server.complete("b"))
@@ -215,7 +215,7 @@ async def test_a_model_that_cannot_be_loaded_says_why_and_costs_no_other_anythin
 async def test_memory_limits_what_is_loaded() -> None:
     async with desk("abcd", max_bytes=2 * SIZE + 50) as server:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(models_module, "ASLEEP_BYTES", 1)
+            patch.setattr(models_module, "KEPT_BYTES", 1)
             for name in "abcdabcd":
                 await server.complete(name)
                 taken = sum(each.n_bytes for processes in server.processes.values() for each in processes[-1:])
@@ -226,7 +226,7 @@ async def test_memory_limits_what_is_loaded() -> None:
 
 async def test_processes_of_unloaded_models_end_where_they_take_too_much() -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(models_module, "ASLEEP_BYTES", 60)
+        patch.setattr(models_module, "KEPT_BYTES", 60)
         async with desk(max_bytes=SIZE + 70) as server:
             for name in "abc":
                 await server.complete(name)
@@ -243,7 +243,7 @@ async def test_only_so_many_models_keep_processes() -> None:
         assert [each.id for each in server.models.all if each.is_running] == ["c", "d"]
 
 
-async def test_a_pinned_model_makes_no_place() -> None:
+async def test_a_pinned_model_makes_no_room() -> None:
     async with desk(pinned="a", max_loaded=1) as server:
         server.models.load_pinned()
         await until(lambda: server.states() == "a")
@@ -352,7 +352,7 @@ async def test_a_model_that_is_to_be_unloaded_once_it_is_unused_holds_up_no_othe
         assert server.states() == "ab"
 
 
-async def test_an_engine_that_is_being_started_again_makes_place() -> None:
+async def test_an_engine_that_is_being_started_again_makes_room() -> None:
     async with desk(max_loaded=1) as server:
         await server.complete("a")
         service = server.model("a").service
@@ -389,7 +389,8 @@ async def test_the_only_model_waits_for_the_next_engine() -> None:
         await models.close(1)
 
 
-async def test_a_bug_in_a_load_is_told_and_leaves_the_others() -> None:
+async def test_a_bug_in_a_load_is_told_and_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(models_module, "_RETRY_S", 0.0)
     async with desk() as server:
         server.errors["b"] = RuntimeError("a bug")
         with pytest.raises(ServerError, match="a bug"):
@@ -437,7 +438,7 @@ async def test_only_so_many_requests_wait_for_a_model() -> None:
 @pytest.mark.parametrize("seed", range(30 if LONG else 4))
 async def test_random_requests_of_eight_clients_on_four_models(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each ends, on its own model, which is loaded all the time; no more are loaded than may be."""
-    monkeypatch.setattr(models_module, "ASLEEP_BYTES", 10)
+    monkeypatch.setattr(models_module, "KEPT_BYTES", 10)
     monkeypatch.setattr(models_module, "_IDLE_POLL_S", 0.01)
     chance = random.Random(seed)
     limits = {"max_loaded": 2, "max_kept": chance.choice([2, 3, 4]), "max_bytes": chance.choice([0, 2 * SIZE + 20])}
