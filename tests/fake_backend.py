@@ -172,10 +172,11 @@ class FakeBackend:
         may_partition: bool = False,
         pooling: Pooling | Literal[""] = "",
         rerank: RerankFormat | None = None,
+        attends_later: bool = False,
     ) -> None:
         self.vocab = vocab or FakeVocab()
         has_states = kind is not StateKind.NONE
-        embeds_whole = pooling in ("none", "mean", "cls")
+        embeds_whole = attends_later or pooling in ("none", "mean", "cls")
         can_trim = can_trim and not has_states and not embeds_whole
         n_seqs = n_seqs or (n_slots + n_reserved + 2 if has_states else None)
         self.n_seqs = n_seqs or n_slots + n_reserved + 2 * (unified and can_trim)

@@ -100,7 +100,7 @@ async def _start_one(
     """Listen, and load the only model; None if a signal came first."""
     path = resolve_model(config.model)
     # Report a broken file before any process is started.
-    check_metadata(path, metadata_overrides(config))
+    check_metadata(path, metadata_overrides(config), embeds=config.embeds)
     config = replace(config, model=str(path))
     template = read_template(config)
     on_progress = stack.enter_context(_progress())

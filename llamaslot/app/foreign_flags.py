@@ -100,9 +100,6 @@ _WITHOUT_EFFECT = {
 
 _REFUSED = {
     # Those of planned features come first; remove the lines of what becomes an option.
-    "models that attend to later tokens are not supported yet; use llama-server for them": """
-        --embd-gemma-default
-    """,
     "adapters are not supported yet; merge them into the model with llama.cpp's llama-export-lora": """
         --lora FILES
         --lora-scaled FILES
@@ -203,6 +200,7 @@ _REFUSED = {
         -dr --docker-repo REPO [LLAMA_ARG_DOCKER_REPO]
     """,
     "llama-server's presets are not known here: name the model with --hf-repo, and give its flags": """
+        --embd-gemma-default
         --fim-qwen-1.5b-default
         --fim-qwen-3b-default
         --fim-qwen-7b-default

@@ -204,7 +204,7 @@ class ModelProcesses:
     async def load(self) -> Service:
         """Start the processes and load the model. Raises `LlamaslotError`, and `OSError`."""
         config = self._entry.config
-        check_metadata(Path(config.model), metadata_overrides(config))
+        check_metadata(Path(config.model), metadata_overrides(config), embeds=config.embeds)
         runtime = self._runtime = Runtime(
             config, read_template(config), lambda _text, _share: None, memory_bytes=self._memory_bytes
         )

@@ -123,8 +123,8 @@ class ContextSizeError(LlamaslotError):
         )
         if is_whole:
             message = (
-                f"the input ({count}) is too large to process: its vector is of all of its tokens, and a step has "
-                f"{n_ctx} at most; shorten the input or raise --ubatch-size"
+                f"input ({count}) is too large to process: its vector is of all of its tokens, and at most {n_ctx} "
+                "fit into a step (--ubatch-size, or the model's own context if that is smaller); shorten the input"
             )
         return cls(message, n_prompt_tokens=n_prompt_tokens, n_ctx=n_ctx, at_least=at_least)
 

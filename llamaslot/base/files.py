@@ -39,12 +39,14 @@ MetadataValue: TypeAlias = int | float | bool | str
 """A value that overrides one of a model file's metadata."""
 _NO_OVERRIDES: Mapping[str, MetadataValue] = MappingProxyType({})
 _TOKENS_KEY = "tokenizer.ggml.tokens"
+_TYPES_KEY, _BYTE_TOKEN = "tokenizer.ggml.token_type", 6
+_TOKENIZER_KEY, _WORD_PIECES = "tokenizer.ggml.model", "bert"
 _READ_BYTES = 2**22
 _MAX_SHOWN_BYTES = 100
 """Bytes of a token in an error message."""
 _VERSIONS = (2, 3)
 """Versions of the format that llama.cpp reads."""
-_STRING, _ARRAY = 8, 9
+_INT32, _STRING, _ARRAY = 5, 8, 9
 _VALUES = {
     kind: struct.Struct(f"<{form}") for kind, form in zip((*range(8), 10, 11, 12), "BbHhIif?Qqd", strict=True)
 }
@@ -65,14 +67,15 @@ _DIFFUSION = "is a diffusion model ({}); only models that generate token by toke
 _ENCODER_DECODER = "is an encoder-decoder model ({}); only models with a decoder alone are served"
 _DRAFT = "is a draft model ({}), which needs another model; only models that generate text alone are served"
 _NO_TEXT = "is {} ({{}}); only models that generate text are served"
-_EMBEDDING = (
+_ONLY_EMBEDS = "generates no text: start the server with --embeddings, or for its scores with --reranking"
+ENCODERS = frozenset({
     *("bert", "eurobert", "gemma-embedding", "jina-bert-v2", "jina-bert-v3", "llama-embed", "modern-bert"),
     *("neo-bert", "nomic-bert", "nomic-bert-moe"),
-)
+})  # fmt: skip
+"""Architectures in which all tokens of a step attend to each other, and to none of earlier steps (fact 40)."""
 _NOT_SERVED = {
     **dict.fromkeys(("dream", "llada", "llada-moe", "rnd1"), _DIFFUSION),
     **dict.fromkeys(("dflash", "eagle3", "gemma4-assistant"), _DRAFT),
-    **dict.fromkeys(_EMBEDDING, _NO_TEXT.format("an embedding model")),
     **dict.fromkeys(("pockettts", "wavtokenizer-dec"), _NO_TEXT.format("an audio model")),
     "clip": _NO_TEXT.format("a projector for images or audio"),
     "t5": _ENCODER_DECODER,
@@ -94,36 +97,45 @@ def check_file(path: Path) -> None:
             raise ConfigError(f"{path} is not a GGUF file", param="--model")
 
 
-def check_metadata(path: Path, overrides: Mapping[str, MetadataValue] = _NO_OVERRIDES) -> None:
+def check_metadata(
+    path: Path, overrides: Mapping[str, MetadataValue] = _NO_OVERRIDES, *, embeds: bool = False
+) -> None:
     """Raise `ConfigError` if one of a model's files is not a GGUF file, or its metadata exceeds a limit.
 
-    `overrides` are in place of the file's own values (`--override-kv`). Time and memory are bounded. A version of
-    the format that llama.cpp refuses is not checked here.
+    `overrides` are in place of the file's own values (`--override-kv`); with `embeds` the model is not to generate
+    text. Time and memory are bounded. A version of the format that llama.cpp refuses is not checked here.
     """
     for part in parts(path):
         check_file(part)
         with _opened(part) as file:
-            _Metadata(file, part, overrides).check()
+            _Metadata(file, part, overrides, embeds=embeds).check()
 
 
 def has_tensor(path: Path, prefix: str, overrides: Mapping[str, MetadataValue] = _NO_OVERRIDES) -> bool:
-    """Return True if a model's files have a tensor whose name begins with a prefix. Raises as `check_metadata`."""
+    """Return True if files of a model that embeds have a tensor whose name begins with a prefix.
+
+    Raises as `check_metadata`.
+    """
     for part in parts(path):
         with _opened(part) as file:
-            metadata = _Metadata(file, part, overrides)
+            metadata = _Metadata(file, part, overrides, embeds=True)
             metadata.check()
             if any(name.startswith(prefix) for name in metadata.tensors):
                 return True
     return False
 
 
-def why_not_served(architecture: str, *, is_causal: bool = True) -> str:
+def why_not_served(architecture: str, *, is_causal: bool = True, embeds: bool = False) -> str:
     """Return why models of an architecture are not served; empty if they are.
 
-    Without causal attention each token sees those after it too, so KV of a prefix is not that of a longer prompt.
+    Without causal attention each token sees those after it too, so KV of a prefix is not that of a longer prompt:
+    such a model can compute the vector of a whole text, but generates none.
     """
-    reason = _NOT_SERVED.get(architecture, "").format(architecture)
-    return reason or ("" if is_causal else "has no causal attention; only models that generate text are served")
+    if reason := _NOT_SERVED.get(architecture, "").format(architecture):
+        return reason
+    if architecture in ENCODERS and not embeds:
+        return f"is an embedding model ({architecture}), which {_ONLY_EMBEDS}"
+    return "" if is_causal or embeds else f"has no causal attention, so it {_ONLY_EMBEDS}"
 
 
 def parts(path: Path) -> list[Path]:
@@ -138,16 +150,21 @@ def parts(path: Path) -> list[Path]:
 class _Metadata:
     """Incremental reader of a GGUF file's header, metadata and tensor list, which precede the weights."""
 
-    def __init__(self, file: BufferedReader, path: Path, overrides: Mapping[str, MetadataValue]) -> None:
+    def __init__(
+        self, file: BufferedReader, path: Path, overrides: Mapping[str, MetadataValue], *, embeds: bool
+    ) -> None:
         self._file = file
         self._path = path
         self._overrides = overrides
+        self._embeds = embeds
         self._data = b""
         """Bytes around the current position `_at`: older ones are discarded."""
         self._at = 0
         self._n_passed = 0
         """Bytes of the file before `_data`."""
         self._architecture = ""
+        self._tokenizer = ""
+        self._has_byte_tokens = False
         self._numbers: dict[str, int] = {}
         """Integers and booleans by key; of a list of them by layer, the largest."""
         self.tensors: list[str] = []
@@ -173,8 +190,11 @@ class _Metadata:
             self._skip(8 * n_dimensions + 4 + 8)
         self._numbers |= {key: int(value) for key, value in self._overrides.items() if isinstance(value, int)}
         is_causal = self._model_number("attention.causal", 1) != 0
-        if reason := why_not_served(self._architecture, is_causal=is_causal):
+        if reason := why_not_served(self._architecture, is_causal=is_causal, embeds=self._embeds):
             raise ConfigError(f"{self._path} {reason}", param="--model")
+        if self._has_byte_tokens and self._tokenizer == _WORD_PIECES:
+            # At which llama.cpp would abort (fact 40).
+            raise self._error("its vocabulary of word pieces has tokens of bytes")
         self._check_layers()
         scaling = self._overrides.get(f"{self._architecture}.rope.scaling.type", _ROPE_SCALING[0])
         if scaling not in _ROPE_SCALING:
@@ -185,6 +205,8 @@ class _Metadata:
         limit = MAX_TEMPLATE_BYTES if key.startswith("tokenizer.chat_template") else MAX_STRING_BYTES
         if kind == _STRING and key == "general.architecture":
             self._architecture = self._text(MAX_KEY_BYTES, f"bytes in {key}")
+        elif kind == _STRING and key == _TOKENIZER_KEY:
+            self._tokenizer = self._text(MAX_KEY_BYTES, f"bytes in {key}")
         elif kind == _STRING:
             self._skip_strings(1, key, limit)
         elif kind == _ARRAY:
@@ -197,6 +219,12 @@ class _Metadata:
                 self._check_tokens(tokens)
             elif item == _STRING:
                 self._skip_strings(n_items, key, limit)
+            elif item == _INT32 and key == _TYPES_KEY:
+                self._bound(n_items, MAX_TOKENS, f"items in {key}")
+                self._need(4 * n_items)
+                types = memoryview(self._data)[self._at : self._at + 4 * n_items].cast("i")
+                self._has_byte_tokens = _BYTE_TOKEN in types
+                self._skip(4 * n_items)
             elif key.endswith(".expert_used_count") and n_items <= _MAX_LAYERS:
                 self._numbers[key] = max((self._value(item, key) for _ in range(n_items)), default=0)
             else:

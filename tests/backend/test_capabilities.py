@@ -204,6 +204,9 @@ def test_models_that_do_not_generate_token_by_token_are_refused(
     for name, reason in refused.items():
         assert REFUSED[name] in reason
         assert f"({name})" in reason
+        is_served = not capabilities.why_not_served(known[name], embeds=True)
+        assert is_served == (REFUSED[name] == "embedding model"), name
+        assert capabilities.attends_later(known[name], {}) == is_served, name
     monkeypatch.setattr(files, "why_not_served", lambda *_, **__: "")
     for name, model in known.items():
         reason = capabilities.why_not_served(model)

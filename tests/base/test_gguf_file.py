@@ -172,7 +172,7 @@ def model(architecture: str, **values: int | bool | list[int]) -> bytes:
     ("architecture", "values", "reason"),
     [
         ("llada", {}, "is a diffusion model (llada)"),
-        ("nomic-bert", {}, "is an embedding model (nomic-bert); only models that generate text are served"),
+        ("nomic-bert", {}, "is an embedding model (nomic-bert), which generates no text: start the server"),
         ("t5", {}, "is an encoder-decoder model (t5)"),
         ("eagle3", {}, "is a draft model (eagle3), which needs another model"),
         ("clip", {}, "is a projector for images or audio (clip)"),
@@ -216,6 +216,19 @@ def test_a_model_that_llama_cpp_accepts_is_not_refused(
 ) -> None:
     path.write_bytes(model(architecture, **values))
     check_metadata(path)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "values"), [("nomic-bert", {}), ("llama-embed", {}), ("qwen3", {"attention__causal": False})]
+)
+def test_a_model_that_only_embeds_is_not_refused_where_it_may(
+    path: Path, architecture: str, values: dict[str, int | bool | list[int]]
+) -> None:
+    path.write_bytes(model(architecture, **values))
+    check_metadata(path, embeds=True)
+    path.write_bytes(model("t5encoder"))
+    with pytest.raises(ConfigError, match="is an encoder"):
+        check_metadata(path, embeds=True)
 
 
 def test_llama_cpp_aborts_at_more_used_experts_than_there_are(path: Path, tiny_model: Path) -> None:

@@ -186,14 +186,15 @@ def test_no_vector_makes_normalizing_fail(p: int, values: list[float]) -> None:
     assert len(formed(np.array(values, dtype="<f4").tobytes(), VectorParams(p))) == 8
 
 
-@pytest.mark.parametrize("pooling", ["mean", "none"])
+@pytest.mark.parametrize("pooling", ["mean", "none", "last"])
 async def test_random_inputs_are_computed_whole_and_as_many_at_once_as_fit(pooling: str) -> None:
     chance = random.Random(new_seed())
     for _ in range(6):
         n_ubatch = chance.choice((16, 64))
         backend = FakeBackend(
-            pooling=pooling, n_ctx=n_ubatch, n_ubatch=n_ubatch, n_slots=chance.randint(1, 6), n_spare_rows=n_ubatch
-        )
+            pooling=pooling, n_ctx=n_ubatch, n_ubatch=n_ubatch, n_slots=chance.randint(1, 6), n_spare_rows=n_ubatch,
+            attends_later=pooling == "last",
+        )  # fmt: skip
         async with running(backend, debug_invariants=True) as harness:
             texts = {str(i): "x" * chance.randint(0, n_ubatch - 1) + str(i % 7) for i in range(40)}
             texts = {name: text[-(n_ubatch - 1) :] for name, text in texts.items()}

@@ -54,7 +54,7 @@ def model_file(config: Config) -> Path | Check:
     """Return the file that `--model` names if it can be served, otherwise a failed check."""
     try:
         path = resolve_model(config.model)
-        check_metadata(path, metadata_overrides(config))
+        check_metadata(path, metadata_overrides(config), embeds=config.embeds)
     except ConfigError as error:
         return fail("model", error.message, "give another --model or get it with `llamaslot pull`")
     return path
@@ -161,8 +161,10 @@ def main() -> None:
         except ConfigError as error:
             facts = msgspec.structs.replace(facts, model_error=error.message)
         else:
-            reason = capabilities.why_not_reusable(handle)
-            reuse = "by checkpoints" if capabilities.has_partial_state(handle) else reason or "to the token"
+            later = "its tokens attend to later ones" if capabilities.attends_later(handle, {}) else ""
+            reason = later or capabilities.why_not_reusable(handle)
+            by_states = capabilities.has_partial_state(handle) and not later
+            reuse = "by checkpoints" if by_states else reason or "to the token"
             architecture = library.metadata(handle, "general.architecture")
             facts = msgspec.structs.replace(facts, architecture=architecture, reuse=reuse)
     sys.stdout.buffer.write(msgspec.json.encode(facts))

@@ -8,7 +8,7 @@ They never come from the result of `seq_rm`, which claims success on sliding-win
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ import llama_cpp
 
 from llamaslot.backend.llama import library
 from llamaslot.base import files
+from llamaslot.base.files import MetadataValue
 from llamaslot.base.model import Capabilities, StateKind
 
 _OWN_CACHES = frozenset({"deepseek32", "deepseek4", "dots3note", "glm-dsa", "glm5-next", "minimax-m3", "qwen4exp"})
@@ -48,16 +49,30 @@ class Caches:
 _NO_CACHES = Caches()
 
 
-def why_not_served(model: Any) -> str:
-    """Return the reason why this model cannot generate text token by token; empty if it can."""
+def why_not_served(model: Any, *, embeds: bool = False) -> str:
+    """Return the reason why this model cannot generate text token by token, or embed texts; empty if it can."""
     architecture = library.metadata(model, "general.architecture")
-    is_causal = library.metadata(model, f"{architecture}.attention.causal") != "false"
-    if reason := files.why_not_served(architecture, is_causal=is_causal):
+    if reason := files.why_not_served(architecture, is_causal=_is_causal(model), embeds=embeds):
         return reason
     # For architectures that a later llama.cpp may add.
     if llama_cpp.llama_model_is_diffusion(model) or llama_cpp.llama_model_has_encoder(model):
         return f"is not a decoder alone ({architecture}); only models that generate token by token are served"
     return ""
+
+
+def attends_later(model: Any, overrides: Mapping[str, MetadataValue]) -> bool:
+    """Return True if tokens attend to those after them too, so that KV of a prefix is worth nothing.
+
+    `overrides` are in place of the file's metadata (`--override-kv`).
+    """
+    architecture = library.metadata(model, "general.architecture")
+    is_causal = bool(overrides.get(f"{architecture}.attention.causal", _is_causal(model)))
+    return architecture in files.ENCODERS or not is_causal
+
+
+def _is_causal(model: Any) -> bool:
+    architecture = library.metadata(model, "general.architecture")
+    return library.metadata(model, f"{architecture}.attention.causal") != "false"
 
 
 def kind_of(model: Any) -> StateKind:
@@ -106,13 +121,14 @@ def why_not_reusable(model: Any, caches: Caches = _NO_CACHES) -> str:
 
 
 def read(model: Any, context: Any, caches: Caches) -> Capabilities:
-    """Return the capabilities of a model in a context (`ModelInfo.state`)."""
+    """Return the capabilities of a model in a context (`ModelInfo.state`). A context may have no memory."""
+    memory = llama_cpp.llama_get_memory(context)
     return Capabilities(
-        kind=kind_of(model),
-        can_trim=not why_not_reusable(model, caches),
-        can_shift=llama_cpp.llama_memory_can_shift(llama_cpp.llama_get_memory(context)),
+        kind=kind_of(model) if memory else StateKind.NONE,
+        can_trim=bool(memory) and not why_not_reusable(model, caches),
+        can_shift=llama_cpp.llama_memory_can_shift(memory),
         has_own_cache=has_own_cache(model) or bool(caches.unknown),
-        n_swa=llama_cpp.llama_model_n_swa(model),
+        n_swa=llama_cpp.llama_model_n_swa(model) if memory else 0,
         n_window_cells=caches.n_window_cells,
         n_layers=llama_cpp.llama_model_n_layer(model),
         n_attention_layers=caches.n_layers,

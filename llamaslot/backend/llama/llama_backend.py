@@ -142,8 +142,9 @@ class LlamaBackend:
     def seq_len(self, seq: int) -> int:
         """Return the number of tokens in a sequence. Asks llama.cpp, and corrects the backend's own record."""
         self._check_seq(seq)
-        if self._kv.states.has_states:
-            # llama.cpp reports the position of the partial state, which the sequence may have lost.
+        if self._kv.states.has_states or not self._memory:
+            # llama.cpp reports the position of the partial state, which the sequence may have lost; without a
+            # memory it knows of no sequence.
             return self._kv.lengths[seq]
         self._kv.lengths[seq] = llama_cpp.llama_memory_seq_pos_max(self._memory, seq) + 1
         return self._kv.lengths[seq]
@@ -151,7 +152,7 @@ class LlamaBackend:
     def seq_range(self, seq: int) -> range:
         """Return the positions that a sequence holds, from the lowest to the highest."""
         self._check_seq(seq)
-        if not self._kv.states.is_live(seq):
+        if not self._kv.states.is_live(seq) or not self._memory:
             return range(self._kv.lengths[seq])
         end = llama_cpp.llama_memory_seq_pos_max(self._memory, seq) + 1
         # With windows and recurrent states, llama.cpp's lowest position is not that of the KV of every token.
@@ -428,7 +429,7 @@ class LlamaBackend:
         """Return the numbers of spare and of all sequences in the layout in which the pool is made first."""
         return sequences(
             self._settings,
-            reusable=not (capabilities.why_not_reusable(self._model) or self._settings.embeds_whole),
+            reusable=not (capabilities.why_not_reusable(self._model) or self._settings.why_whole),
             has_states=capabilities.has_partial_state(self._model),
         )
 
@@ -472,9 +473,9 @@ class LlamaBackend:
         n_ctx = llama_cpp.llama_n_ctx(context) if settings.unified else n_ctx_seq * settings.n_slots
         reason = capabilities.why_not_reusable(model, made.caches)
         state = capabilities.read(model, context, made.caches)
-        if settings.embeds_whole:
+        if settings.why_whole:
             n_ctx = n_ctx_seq = llama_cpp.llama_n_ubatch(context)
-            reason = f"with the pooling {settings.pooling}, a vector is of all tokens of an input"
+            reason = settings.why_whole
             state = msgspec.structs.replace(state, can_trim=False)
         template = (llama_cpp.llama_model_chat_template(model, None) or b"").decode(errors="replace")
         return ModelInfo(

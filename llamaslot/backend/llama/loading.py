@@ -64,7 +64,7 @@ _ROPE_SCALING = {
 }
 _BAD_OVERRIDE = re.compile(r"Bad metadata override type for key '(.*)', expected (\w+) but got (\w+)")
 _USED_OVERRIDE = re.compile(r"Using metadata override \( *\w+\) '(.*)' =")
-_WHOLE: frozenset[Pooling | None] = frozenset({"none", "mean", "cls"})
+_OF_ALL: frozenset[Pooling] = frozenset({"none", "mean", "cls"})
 """Poolings of a micro-batch's tokens, so of whole inputs only if these are in one (fact 40)."""
 _POOLINGS: dict[int, Pooling] = {
     llama_cpp.LLAMA_POOLING_TYPE_NONE: "none",
@@ -198,13 +198,10 @@ class LlamaSettings:
     """Compute vectors or scores of prompts instead of text."""
     pooling: Pooling | None = None
     """Pooling of vectors; None for that of the model's file (`for_vectors`)."""
+    why_whole: str = ""
+    """Why inputs must be computed whole (`ModelInfo.embeds_whole`); empty if not. Set by `for_vectors`."""
     reuse_self_test: Literal["auto", "on", "off"] = "auto"
     """`on` reuses prefixes without the self-test, or although it failed; `off` reuses nothing that needs one."""
-
-    @property
-    def embeds_whole(self) -> bool:
-        """`ModelInfo.embeds_whole`."""
-        return self.embeds and self.pooling in _WHOLE
 
 
 def sequences(settings: LlamaSettings, *, reusable: bool, has_states: bool = False) -> tuple[int, int]:
@@ -280,7 +277,7 @@ def load_model(settings: LlamaSettings, on_progress: Callable[[float], bool]) ->
     if reason:
         llama_cpp.llama_model_free(model)
         raise ConfigError(f"--override-kv: {reason}", param="--override-kv")
-    reason = capabilities.why_not_served(model)
+    reason = capabilities.why_not_served(model, embeds=settings.embeds)
     if not llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model)):
         reason = reason or "has no vocabulary"
     if reason:
@@ -479,6 +476,11 @@ def make_context(model: Any, settings: LlamaSettings, *, n_ctx: int, n_seqs: int
                 "raise --ctx-size, --batch-size and --ubatch-size, or lower --parallel",
                 param="--parallel",
             )
+        sees_all = not (llama_cpp.llama_get_memory(context) and llama_cpp.llama_get_causal_attn(context))
+        if sees_all and not settings.why_whole:
+            # A model of which only llama.cpp knows it: computed in parts, its results would be wrong.
+            llama_cpp.llama_free(context)
+            raise ConfigError(f"the tokens of {settings.model} attend to later ones", param="--model")
         disabled = settings.flash_attn == "off" or any("Flash Attention not supported" in line for line in lines)
         caches = capabilities.caches_from_log(lines)
     return Context(context, not disabled, caches, seconds)
@@ -500,7 +502,7 @@ def part_cells(model: Any, context: Any, settings: LlamaSettings) -> int:
 
 def spare_rows(model: Any, settings: LlamaSettings, n_ubatch: int) -> int:
     """Return `ModelInfo.n_spare_rows`; with vectors so many that a step of more tokens has two query blocks."""
-    if settings.embeds_whole:
+    if settings.why_whole:
         return n_ubatch
     n_vocab: int = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
     return max(2 * QUERY_BLOCK if settings.embeds else 1, min(n_ubatch, _MAX_SPARE_BYTES // (4 * n_vocab)))
@@ -522,31 +524,38 @@ def for_vectors(model: Any, settings: LlamaSettings) -> LlamaSettings:
     if pooling is None:
         raise ConfigError(f"{name} asks for a pooling that is not known: give --pooling", param="--pooling")
     settings = replace(settings, pooling=pooling)
-    # llama.cpp would read scores from the rows of hidden states.
-    has_head = (
-        has_tensor(settings.model, "cls.output", dict(settings.overrides))
-        and llama_cpp.llama_model_n_cls_out(model) > 0
-    )
-    if pooling == "rank" and not has_head:
+    if pooling == "rank" and not _has_head(model, settings):
         raise ConfigError(f"{name} cannot rerank: it has no classification head", param="--pooling")
-    if not settings.embeds_whole:
+    if capabilities.attends_later(model, dict(settings.overrides)):
+        why = "its tokens attend to later ones too"
+    elif pooling in _OF_ALL:
+        why = f"with the pooling {pooling}, a vector is of all tokens of an input"
+    else:
         return settings
     if capabilities.kind_of(model).has_recurrent_state:
         # llama.cpp may split a step into micro-batches, and then pools those of an input one by one.
         reason = f"the pooling {pooling} is not supported with recurrent states, which {name} has"
         raise ConfigError(f"{reason}: give --pooling last", param="--pooling")
-    return replace(settings, n_ctx=padded(settings.n_ubatch), checkpoints=False, n_cache_seqs=None)
+    n_ctx = padded(settings.n_ubatch)
+    return replace(settings, why_whole=why, n_ctx=n_ctx, checkpoints=False, n_cache_seqs=None)
+
+
+def _has_head(model: Any, settings: LlamaSettings) -> bool:
+    """True if the model has a head for scores; without one llama.cpp would read them from hidden states."""
+    # Jina's rerankers have one layer where others have two, and the last one of those.
+    is_jina = library.metadata(model, "general.architecture") == "jina-bert-v2"
+    found = has_tensor(settings.model, "cls." if is_jina else "cls.output", dict(settings.overrides))
+    return found and llama_cpp.llama_model_n_cls_out(model) > 0
 
 
 def vector_facts(model: Any, settings: LlamaSettings) -> dict[str, Any]:
     """Return the fields of `ModelInfo` about vectors and scores; empty for a server that generates text."""
     if not settings.embeds:
         return {}
+    facts: dict[str, Any] = {"pooling": settings.pooling, "embeds_whole": bool(settings.why_whole)}
     if settings.pooling == "rank":
-        n_scores = llama_cpp.llama_model_n_cls_out(model)
-        return {"pooling": "rank", "n_vector": n_scores, "rerank": _rerank_format(model)}
-    width = llama_cpp.llama_model_n_embd_out(model)
-    return {"pooling": settings.pooling, "n_vector": width, "embeds_whole": settings.embeds_whole}
+        return facts | {"n_vector": llama_cpp.llama_model_n_cls_out(model), "rerank": _rerank_format(model)}
+    return facts | {"n_vector": llama_cpp.llama_model_n_embd_out(model)}
 
 
 def _rerank_format(model: Any) -> RerankFormat:

@@ -19,7 +19,7 @@ from llguidance import LLTokenizer
 
 from llamaslot.backend.llama import library
 from llamaslot.backend.llama.loading import load_vocab
-from llamaslot.base.errors import InvalidRequestError, NotSupportedError
+from llamaslot.base.errors import ConfigError, InvalidRequestError, NotSupportedError
 from llamaslot.base.files import MetadataValue
 from llamaslot.base.kv_ops import IllegalCallError
 from llamaslot.base.model import FimTokens
@@ -77,6 +77,9 @@ class LlamaVocab:
         self.type: int = llama_cpp.llama_vocab_type(self.pointer)
         self.adds_bos: bool = llama_cpp.llama_vocab_get_add_bos(self.pointer)
         self.adds_eos: bool = llama_cpp.llama_vocab_get_add_eos(self.pointer)
+        # That of BERT puts BOS before a text and SEP after it, whatever the file says.
+        self._adds_sep = self.type == llama_cpp.LLAMA_VOCAB_TYPE_WPM
+        self._check_added()
         # Some 100,000 calls of each function: by `map`, each takes half the time.
         self.eog = frozenset(np.flatnonzero(self._of_all(llama_cpp.llama_vocab_is_eog)).tolist())
         self._attributes = self._of_all(llama_cpp.llama_vocab_get_attr)
@@ -105,6 +108,19 @@ class LlamaVocab:
         It stays loaded until the process ends.
         """
         return cls(load_vocab(path, overrides), overrides)
+
+    def _check_added(self) -> None:
+        """Raise `ConfigError` if a token is added to texts and there is none: llama.cpp would abort (fact 40)."""
+        if self.type == llama_cpp.LLAMA_VOCAB_TYPE_RWKV:
+            return
+        for name, token, is_added in (
+            ("BOS", self.bos, self.adds_bos or self._adds_sep),
+            ("EOS", self.eos, self.adds_eos),
+            ("SEP", llama_cpp.llama_vocab_sep(self.pointer), self._adds_sep),
+        ):
+            if is_added and token < 0:
+                message = f"the model's vocabulary adds the token {name} to texts, and has no such token"
+                raise ConfigError(message, param="--model")
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> Tokens:
         """Return the token ids of `text`. A long text is tokenized in parts if that gives the same ids."""
@@ -140,7 +156,10 @@ class LlamaVocab:
             if cut is not None:
                 cuts.append(cut)
         parts = (text[a:b] for a, b in pairwise([*cuts, len(text)]))
-        return np.concatenate([self._tokenize(p, add_special and i == 0, True) for i, p in enumerate(parts)])
+        runs = [self._tokenize(p, add_special and i == 0, True) for i, p in enumerate(parts)]
+        if add_special and self._adds_sep:
+            runs = [runs[0][:-1], *runs[1:], runs[0][-1:]]
+        return np.concatenate(runs)
 
     def piece(self, token: int) -> bytes:
         """Return the text of a generated token as bytes; empty for control tokens."""
