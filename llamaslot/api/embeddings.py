@@ -114,15 +114,16 @@ class VectorWriter(ReplyWriter):
         form = self.options.vectors
         assert form is not None
         if form.form == "openai":
-            data = list_of(self._piece(self._embedding(each, form)) for each in self.completions)
+            data = list_of(self.piece(self._embedding(each, form)) for each in self.completions)
             reply = EmbeddingsReply(form.model or self.model, self._usage(), LATER)
             return with_values(reply, data)
         if form.form == "native":
-            return list_of(self._piece(NativeEmbedding(each.index, self._rows(each))) for each in self.completions)
+            return list_of(self.piece(NativeEmbedding(each.index, self._rows(each))) for each in self.completions)
         return self._ranks(form)
 
     @staticmethod
-    def _piece(value: Any) -> Iterator[bytes]:
+    def piece(value: Any) -> Iterator[bytes]:
+        """Yield the JSON of a value, once it is asked for."""
         yield encode(value)
 
     @staticmethod
@@ -130,24 +131,24 @@ class VectorWriter(ReplyWriter):
         if form.base64:
             text = base64.b64encode(completion.end.vector).decode()
             return Embedding(text, completion.index, encoding_format="base64")
-        return Embedding(_numbers(completion), completion.index)
+        return Embedding(numbers_of(completion), completion.index)
 
     def _rows(self, completion: Completion) -> list[tuple[float, ...]]:
         """Return the vectors of all tokens with the pooling `none`, else that of the input."""
-        numbers = _numbers(completion)
+        numbers = numbers_of(completion)
         width = self.info.n_vector if self.info.pooling == "none" else len(numbers)
         return [numbers[at : at + width] for at in range(0, len(numbers), width)]
 
     def _ranks(self, form: VectorReply) -> Iterator[bytes]:
         """Yield the documents with the highest scores; the first one of those that are alike comes first."""
-        scores = [(each.index, _numbers(each)[0]) for each in self.completions]
+        scores = [(each.index, numbers_of(each)[0]) for each in self.completions]
         best = sorted(scores, key=lambda each: -each[1])[: form.top_n]
         if form.form == "tei":
             texts = form.texts
             tei = (TeiRank(index, score, texts[index] if texts else UNSET) for index, score in best)
-            return list_of(self._piece(each) for each in tei)
+            return list_of(self.piece(each) for each in tei)
         ranks = [Rank(index, score) for index, score in best]
-        return self._piece(RerankReply(form.model or self.model, self._usage(), ranks))
+        return self.piece(RerankReply(form.model or self.model, self._usage(), ranks))
 
     def _usage(self) -> VectorUsage:
         progress = [each.end.progress for each in self.completions]
@@ -155,7 +156,7 @@ class VectorWriter(ReplyWriter):
         return VectorUsage(n_tokens, n_tokens, PromptDetails(sum(each.n_cached for each in progress)))
 
 
-def _numbers(completion: Completion) -> tuple[float, ...]:
+def numbers_of(completion: Completion) -> tuple[float, ...]:
     """Return the vector of a completion, or its scores."""
     data = completion.end.vector
     return struct.unpack(f"<{len(data) // 4}f", data)

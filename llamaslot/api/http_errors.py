@@ -36,8 +36,6 @@ _STATUS = {
     "timeout_error": 504,
 }
 
-_OLLAMA_EMBEDDINGS = ("/api/embed", "/api/embeddings")
-"""Endpoints of Ollama that are not served."""
 _encoder = msgspec.json.Encoder()
 _ANTHROPIC_PATH = "/v1/messages"
 _OLLAMA_PATH = "/api"
@@ -188,12 +186,11 @@ def translated(request: web.BaseRequest, error: web.HTTPException) -> errors.Lla
 
 
 def _not_found(request: web.BaseRequest) -> errors.LlamaslotError:
-    if request.method == "POST" and request.path in _OLLAMA_EMBEDDINGS:
-        return errors.NotSupportedError("embeddings are at /v1/embeddings; start the server with --embeddings")
     if is_ollama(request.path):
         return errors.NotFoundError(
             f"there is nothing at {request.path}: of Ollama's API this server has POST /api/chat, /api/generate, "
-            "/api/show, and GET /api/tags, /api/ps, /api/version; it serves one model and manages none"
+            "/api/embed, /api/embeddings, /api/show, and GET /api/tags, /api/ps, /api/version; it serves one model "
+            "and manages none"
         )
     return errors.NotFoundError(f"there is nothing at {request.path}; GET /openapi.json lists the endpoints")
 

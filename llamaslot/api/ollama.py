@@ -1,4 +1,4 @@
-"""Ollama's API: chats and texts, streamed as lines of JSON, and what its clients ask about the model.
+"""Ollama's API: chats and texts, streamed as lines of JSON, vectors, and what its clients ask about the model.
 
 Errors in Ollama's form are in `http_errors.py`.
 """
@@ -17,8 +17,9 @@ from aiohttp import web
 from msgspec import UNSET, UnsetType
 
 from llamaslot.api import http_errors
-from llamaslot.api.bodies import LATER, encode, joined_lists, json_response, read, with_values
+from llamaslot.api.bodies import LATER, encode, joined_lists, json_response, list_of, read, with_values
 from llamaslot.api.context import READINESS, started
+from llamaslot.api.embeddings import VectorWriter, numbers_of
 from llamaslot.api.generation.reply_parts import CacheUse, Prob, ProbsWriter, cache_use
 from llamaslot.api.generation.request_handling import ReplyWriter, complete, end_reason
 from llamaslot.api.sse import JSON_LINES, json_line
@@ -100,6 +101,23 @@ class OllamaGenerateReply(OllamaReply, kw_only=True):
     """The tokens of the prompt and the reply, if the chat template was applied."""
 
 
+class OllamaEmbedReply(msgspec.Struct, kw_only=True):
+    """Vectors, with the durations in nanoseconds unless there was nothing to embed."""
+
+    model: str
+    embeddings: Sequence[Sequence[float]]
+    total_duration: int | UnsetType = UNSET
+    load_duration: int | UnsetType = UNSET
+    """As in `OllamaReply`."""
+    prompt_eval_count: int | UnsetType = UNSET
+
+
+class OllamaEmbeddingsReply(msgspec.Struct):
+    """A vector in the older form; without numbers if there was nothing to embed."""
+
+    embedding: Sequence[float]
+
+
 async def chat(request: web.Request) -> web.StreamResponse:
     """Complete a conversation in Ollama's format."""
     return await complete(request, "ollama_chat", OllamaChatWriter)
@@ -108,6 +126,43 @@ async def chat(request: web.Request) -> web.StreamResponse:
 async def generate(request: web.Request) -> web.StreamResponse:
     """Answer a question, or complete a text, in Ollama's format."""
     return await complete(request, "ollama_generate", OllamaGenerateWriter)
+
+
+async def embed(request: web.Request) -> web.StreamResponse:
+    """Return the vectors of texts in Ollama's format."""
+    return await complete(request, "ollama_embed", OllamaEmbedWriter)
+
+
+async def embeddings(request: web.Request) -> web.StreamResponse:
+    """Return the vector of a text in Ollama's older format."""
+    return await complete(request, "ollama_embeddings", OllamaEmbeddingsWriter)
+
+
+class OllamaEmbedWriter(VectorWriter):
+    """Writes the replies of `/api/embed`."""
+
+    def __init__(self, request: web.Request, service: Service, live: LiveRequest) -> None:
+        super().__init__(request, service, live)
+        self._live = live
+
+    def whole(self) -> Iterator[bytes]:
+        """Yield the vectors, or none of a request without inputs."""
+        form, end = self.options.vectors, self._live.end
+        assert form is not None
+        reply = OllamaEmbedReply(model=form.model or _with_tag(self.model), embeddings=LATER)
+        if end is not None and end.progress is not None:
+            durations = _durations(end.progress)
+            reply.total_duration, reply.load_duration = durations["total_duration"], durations["load_duration"]
+            reply.prompt_eval_count = durations["prompt_eval_count"]
+        return with_values(reply, list_of(self.piece(numbers_of(each)) for each in self.completions))
+
+
+class OllamaEmbeddingsWriter(VectorWriter):
+    """Writes the replies of `/api/embeddings`."""
+
+    def whole(self) -> Iterator[bytes]:
+        """Yield the vector, or none of a request without a prompt."""
+        return self.piece(OllamaEmbeddingsReply(numbers_of(self.completions[0]) if self.completions else ()))
 
 
 class OllamaReplyWriter(ReplyWriter):
@@ -435,7 +490,9 @@ def _details(info: ModelInfo | None) -> OllamaDetails:
 
 
 def _capabilities(model: ServedModel) -> list[str]:
-    """Return what a model can do; tools are told to every model."""
+    """Return what a model does here; tools are told to every model that generates text."""
+    if model.info is not None and model.info.pooling:
+        return ["embedding"]
     found = ["completion", "tools"]
     if model.info is not None and model.info.fim is not None:
         found.append("insert")

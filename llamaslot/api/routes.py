@@ -41,7 +41,7 @@ from llamaslot.base.model import Capabilities, SelfTestOutcome
 from llamaslot.base.stats import CacheProbe, CacheState, Warmed
 from llamaslot.protocol import bodies
 from llamaslot.protocol.anthropic import CountTokensBody, MessagesBody
-from llamaslot.protocol.ollama import OllamaChatBody, OllamaGenerateBody
+from llamaslot.protocol.ollama import OllamaChatBody, OllamaEmbedBody, OllamaEmbeddingsBody, OllamaGenerateBody
 from llamaslot.protocol.responses import ResponsesBody
 from llamaslot.service.activity import PrefixesUpdate, RequestUpdate, StateUpdate
 
@@ -619,6 +619,8 @@ _ROUTES = (
         _SESSION,
         stream_type=JSON_LINES,
     ),
+    Route("POST", "/api/embed", ollama.embed, (ollama.OllamaEmbedReply,), (OllamaEmbedBody,)),
+    Route("POST", "/api/embeddings", ollama.embeddings, (ollama.OllamaEmbeddingsReply,), (OllamaEmbeddingsBody,)),
     Route("POST", "/api/show", ollama.show, (ollama.OllamaShown,), (ollama.OllamaShowBody,), needs=Needs.NOTHING),
     Route("GET", "/api/tags", ollama.tags, (ollama.OllamaModels,), needs=Needs.NOTHING),
     Route("GET", "/api/ps", ollama.ps, (ollama.OllamaRunning,), needs=Needs.NOTHING),

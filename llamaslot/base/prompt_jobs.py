@@ -34,6 +34,8 @@ BodyKind: TypeAlias = Literal[
     "embedding",
     "embeddings",
     "rerank",
+    "ollama_embed",
+    "ollama_embeddings",
 ]
 Purpose: TypeAlias = Literal["run", "inspect", "warm"]
 """Purpose of a prepared prompt: to generate a reply; to count its tokens, or to look up what is cached of it; or
@@ -116,7 +118,8 @@ class Prepare(msgspec.Struct, frozen=True, tag="prepare"):
     Anthropic's Messages API (`messages`) or of Ollama's API (`ollama_chat`), or prompts in the format of OpenAI
     (`text`), llama-server (`native`, `infill`) or Ollama (`ollama_generate`). `any` is a body that `/cache/probe`
     or `/cache/warm` got, in the format of any API but Ollama's. Inputs to embed are in OpenAI's format
-    (`embeddings`) or llama-server's (`embedding`); documents to be scored for a query are `rerank`.
+    (`embeddings`), llama-server's (`embedding`) or one of Ollama's (`ollama_embed`, `ollama_embeddings`); documents
+    to be scored for a query are `rerank`.
     """
 
     kind: BodyKind
@@ -173,7 +176,10 @@ class VectorReply(msgspec.Struct, frozen=True):
     """Form of a reply with vectors or scores."""
 
     form: Literal["openai", "native", "rerank", "tei"]
-    """`openai` and `native` (llama-server's own) have vectors, `rerank` and `tei` (Hugging Face's) have scores."""
+    """`openai` and `native` (llama-server's own) have vectors, `rerank` and `tei` (Hugging Face's) have scores.
+
+    Ollama's endpoints have one form each, whatever this is.
+    """
     model: str = ""
     """The model's name in the request; empty for the server's own."""
     base64: bool = False

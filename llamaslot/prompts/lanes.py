@@ -69,7 +69,7 @@ _ACTIVITIES: dict[type[msgspec.Struct] | str, str] = {
     ClearTexts: "dropping records of the token memory",
     ListItems: "listing the items",
     **dict.fromkeys(("text", "native", "infill", "ollama_generate"), "tokenizing the prompt"),
-    **dict.fromkeys(("embedding", "embeddings"), "tokenizing the inputs"),
+    **dict.fromkeys(("embedding", "embeddings", "ollama_embed", "ollama_embeddings"), "tokenizing the inputs"),
     "rerank": "tokenizing the documents",
     **dict.fromkeys(
         ("chat", "messages", "responses", "compact", "ollama_chat", "any"), "rendering and tokenizing the messages"

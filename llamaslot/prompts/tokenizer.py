@@ -126,6 +126,8 @@ class Tokenizer:
 
         Raises `ContextSizeError` at once if it cannot fit a slot.
         """
+        if request.is_cut:
+            return PromptContext(request, TokenizedPrompt(packed(self._cut(request))))
         context = self._tokenized(request)
         if not request.others:
             return context
@@ -148,6 +150,20 @@ class Tokenizer:
             own = _with(self._from_anchor(request, None), session_match="tokens" if prompt.session_match else "")
             return replace(own, text=text)
         return found
+
+    def _cut(self, request: TextRequest) -> Tokens:
+        """Tokenize a text as far as it fits, with the token that the model wants after a text, if it wants one."""
+        (part,) = request.parts
+        assert isinstance(part, TextPart)
+        # No more characters than that can matter.
+        n_most = (self._max_prompt + 1) * self._vocab.longest_piece or len(part.text)
+        text = structs.replace(part, text=part.text[:n_most])
+        tokens = tokenize_parts(self._vocab, (text,), add_special=True)
+        if len(tokens) <= self._max_prompt:
+            return tokens
+        n_after = int(tokens[-1] in self._added_tokens[-1:])
+        n = self._max_prompt - n_after
+        return np.concatenate([tokens[:n], tokens[len(tokens) - n_after :]])
 
     def check_size(self, prompt: Iterable[PromptPart]) -> None:
         """Raise `ContextSizeError` for a prompt with more bytes of text than tokens that fit can stand for, and

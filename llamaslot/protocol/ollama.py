@@ -1,9 +1,10 @@
 """Ollama's API: fields of its request bodies, and their conversion to the bodies of chats and of texts.
 
 `POST /api/chat` has a conversation. `POST /api/generate` has one question, a text that the chat template is not
-applied to (`raw`), or one with a gap to fill (`suffix`). A body with nothing of this only asks for the model to be
-loaded, as any body does. Fields for sampling and for the cache are in `options`, whose unknown ones are ignored, as
-by Ollama: most of them set up a model before it is loaded.
+applied to (`raw`), or one with a gap to fill (`suffix`). `POST /api/embed` has texts to embed, and
+`POST /api/embeddings` one. A body with nothing of this only asks for the model to be loaded, as any body does.
+Fields for sampling and for the cache are in `options`, whose unknown ones are ignored, as by Ollama: most of them
+set up a model before it is loaded.
 
 Ollama's clients do not keep the ids of calls, so calls have none here. A reply is recognised without when it comes
 back.
@@ -24,6 +25,7 @@ from llamaslot.protocol.bodies import (
     MAX_TOP_LOGPROBS,
     ChatBody,
     CompletionBody,
+    EmbeddingBody,
     FieldNames,
     JsonSchemaFormat,
     ResponseFormat,
@@ -89,6 +91,52 @@ class OllamaGenerateBody(OllamaBody, kw_only=True):
     suffix: str | None = None
     template: str | None = None
     images: list[Any] | None = None
+
+
+class OllamaEmbedBody(msgspec.Struct, kw_only=True):
+    """`POST /api/embed`."""
+
+    model: Annotated[str, Meta(max_length=MAX_NAME_CHARS)] | None = None
+    input: str | list[str] | None = None
+    truncate: bool | None = None
+    """Unlike in other APIs, an input that is too long is cut unless this is false."""
+    dimensions: int | None = None
+    """Without effect unless it is less than the vector has."""
+    options: OllamaOptions | None = None
+    keep_alive: float | str | None = None
+    """As in `OllamaBody`."""
+
+
+class OllamaEmbeddingsBody(msgspec.Struct, kw_only=True):
+    """`POST /api/embeddings`, the older form."""
+
+    model: Annotated[str, Meta(max_length=MAX_NAME_CHARS)] | None = None
+    prompt: str | None = None
+    options: OllamaOptions | None = None
+    keep_alive: float | str | None = None
+    """As in `OllamaBody`."""
+
+
+def embedding_of(body: OllamaEmbedBody | OllamaEmbeddingsBody, n_vector: int) -> EmbeddingBody | None:
+    """Convert a body to that of an embedding; None if it only asks for the model to be loaded.
+
+    Vectors have length 1, but in the older form they are as the model gives them, as by Ollama.
+    """
+    inputs: str | list[Any] | None = body.input if isinstance(body, OllamaEmbedBody) else body.prompt
+    if not inputs:
+        return None
+    options, dimensions, normalize = body.options or OllamaOptions(), None, -1
+    if isinstance(body, OllamaEmbedBody):
+        normalize = 2
+        dimensions = body.dimensions if 0 < (body.dimensions or 0) < n_vector else None
+    return EmbeddingBody(
+        input=inputs,
+        model=body.model,
+        dimensions=dimensions,
+        embd_normalize=normalize,
+        cache_prompt=options.cache_prompt,
+        cache_salt=options.cache_salt,
+    )
 
 
 def converted(body: OllamaChatBody | OllamaGenerateBody) -> ChatBody | CompletionBody | None:

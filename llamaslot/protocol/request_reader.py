@@ -52,8 +52,11 @@ from llamaslot.protocol.ollama import (
     FIELD_NAMES,
     GENERATE_FIELD_NAMES,
     OllamaChatBody,
+    OllamaEmbedBody,
+    OllamaEmbeddingsBody,
     OllamaGenerateBody,
     converted,
+    embedding_of,
 )
 from llamaslot.protocol.replies.meaning import digest_of
 from llamaslot.protocol.replies.restoring import ReplyRestorer
@@ -153,7 +156,7 @@ class RequestReader:
                 return self._ollama(job)
             case "any":
                 return self._any(job)
-            case "embedding" | "embeddings" | "rerank":
+            case "embedding" | "embeddings" | "rerank" | "ollama_embed" | "ollama_embeddings":
                 return self._vectors(job)
             case _:
                 return self._completions(job)
@@ -206,11 +209,32 @@ class RequestReader:
             assert self._info.rerank is not None
             body = decode(job.body, RerankBody)
             read = rerank_requests(body, job, self._settings, self._info.rerank)
+        elif job.kind in ("ollama_embed", "ollama_embeddings"):
+            read = self._ollama_vectors(job)
         else:
             read = embedding_requests(decode(job.body, EmbeddingBody), job, self._settings, self._info)
         for request in read[0]:
-            self._check_size(request.parts)
+            if not request.is_cut:
+                self._check_size(request.parts)
         return read
+
+    def _ollama_vectors(self, job: Prepare) -> ReadBody:
+        """Read a body with inputs to embed in Ollama's form."""
+        body: OllamaEmbedBody | OllamaEmbeddingsBody
+        if job.kind == "ollama_embed":
+            body = decode(job.body, OllamaEmbedBody)
+            is_cut = body.truncate is not False
+        else:
+            body, is_cut = decode(job.body, OllamaEmbeddingsBody), False
+        found = embedding_of(body, self._info.n_vector)
+        # A request has a prompt, but one without inputs will not be run.
+        embedding = found or EmbeddingBody(input=[0], model=body.model)
+        try:
+            requests, options = embedding_requests(embedding, job, self._settings, self._info)
+        except LlamaslotError as error:
+            raise renamed(error, FIELD_NAMES) from error
+        options = msgspec.structs.replace(options, generates=found is not None)
+        return tuple(replace(each, is_cut=is_cut and found is not None) for each in requests), options
 
     def _messages(self, job: Prepare) -> ReadBody:
         """Read a body in Anthropic's form."""

@@ -86,6 +86,8 @@ class TextRequest:
     """`ParserOptions.packed_tools` of a chat."""
     others: tuple[TextRequest, ...] = ()
     """The same prompt with other continuations: only the tokens with which all begin are computed."""
+    is_cut: bool = False
+    """True for one text that is cut to what fits instead of being refused."""
 
     @property
     def namespace(self) -> str:

@@ -6,13 +6,17 @@ import asyncio
 import base64
 import math
 import struct
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import openai
 import pytest
 from structlog.testing import capture_logs
 
 from llamaslot.base.model import RerankFormat
+from tests.backend.test_vectors import loaded
+from tests.encoders import CLS, tiny_bert
 from tests.fake_backend import BOS, EOS, N_SCORES, N_VECTOR, FakeBackend, FakeVocab, cold_vector
 
 HEAD = "Represent this sentence for searching relevant passages in a library of books about ships and the sea: "
@@ -382,6 +386,117 @@ async def test_a_reply_of_many_vectors_is_sent_whole(start: Any) -> None:
     assert [each["index"] for each in reply["data"]] == list(range(2048))
     assert all(math.isclose(sum(x * x for x in each["embedding"]), 1, rel_tol=1e-5) for each in reply["data"])
     assert reply["data"][2047]["embedding"] == vector("text 2047")
+
+
+async def test_ollama_s_form(start: Any) -> None:
+    server = await start(backend=embedder(), alias="embedder", embd_normalize=-1)
+    reply = await server.ok("/api/embed", {"model": "any", "input": ["one", "two"], "options": {"num_ctx": 9}})
+    durations = [reply.pop(name) for name in ("load_duration", "total_duration")]
+    assert 0 < durations[0] < durations[1]
+    expected = [vector("one"), vector("two")]
+    assert reply == {"model": "any", "embeddings": expected, "prompt_eval_count": 8}
+    raw = cold_vector(ids("one"))
+    for dimensions, numbers in ((2, raw[:2]), (0, raw), (-1, raw), (99, raw), (None, raw)):
+        reply = await server.ok("/api/embed", {"input": "one", "dimensions": dimensions})
+        assert reply["embeddings"] == [pytest.approx(unit(numbers), abs=1e-6)]
+    assert reply["model"] == "embedder:latest"
+    # The older form is not normalized.
+    assert await server.ok("/api/embeddings", {"prompt": "one"}) == {"embedding": pytest.approx(raw, rel=1e-5)}
+    assert (await server.get("/api/tags"))[1]["models"][0]["capabilities"] == ["embedding"]
+    for options, n_computed in (({}, len(HEAD)), ({"cache_prompt": False}, len(HEAD) + 1), ({}, 1)):
+        before = server.local.engine._backend.n_decoded
+        await server.ok("/api/embed", {"input": HEAD, "options": options})
+        assert server.local.engine._backend.n_decoded - before == n_computed
+
+
+@pytest.mark.parametrize("body", [{}, {"input": ""}, {"input": []}, {"input": None, "truncate": True}])
+async def test_without_inputs_ollama_s_form_has_no_vectors(server: Any, body: dict[str, Any]) -> None:
+    assert await server.ok("/api/embed", body) == {"model": "embedder:latest", "embeddings": []}
+    for prompt in ({}, {"prompt": ""}):
+        assert await server.ok("/api/embeddings", prompt) == {"embedding": []}
+    assert server.service.capacity.n_in_flight == 0
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "said"),
+    [
+        ("/api/embed", {"input": 5}, "'input'"),
+        ("/api/embed", {"input": [5]}, "'input"),
+        ("/api/embed", {"input": ["x"] * 2049}, "the limit is 2048"),
+        ("/api/embed", {"input": "x", "options": {"cache_salt": 5}}, "'options.cache_salt'"),
+        ("/api/embed", {"input": "x" * 2000, "truncate": False}, "context size"),
+        ("/api/embeddings", {"prompt": ["x"]}, "'prompt'"),
+        ("/api/embeddings", {"prompt": "x" * 2000}, "context size"),
+    ],
+    ids=str,
+)
+async def test_wrong_bodies_in_ollama_s_form_are_refused(server: Any, path: str, body: Any, said: str) -> None:
+    status, reply = await server.post(path, body)
+    assert (status, reply.keys()) == (400, {"error"})
+    assert said in reply["error"]
+
+
+class BertVocab(FakeVocab):
+    """Adds a token after a text too."""
+
+    def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> Any:
+        tokens = super().tokenize(text, add_special=add_special, parse_special=parse_special)
+        return np.append(tokens, np.int32(EOS)) if add_special else tokens
+
+
+@pytest.mark.parametrize("is_whole", [False, True])
+async def test_ollama_s_form_cuts_what_is_too_long(start: Any, is_whole: bool) -> None:
+    n = 64 if is_whole else 63
+    fields = {"n_ctx": 64, "n_ubatch": 64, "n_spare_rows": 64, "attends_later": is_whole}
+    for vocab in (FakeVocab(), BertVocab()):
+        server = await start(backend=embedder(vocab=vocab, **fields))
+        for text in ("x" * n, "x" * 50_000):
+            tokens = ids(text)
+            end = [EOS] if isinstance(vocab, BertVocab) else []
+            cut = [*tokens[: n - len(end)], *end]
+            reply = await server.ok("/api/embed", {"input": [text, "short"]})
+            assert reply["embeddings"][0] == pytest.approx(unit(cold_vector(cut)), abs=1e-6)
+            assert reply["embeddings"][1] == pytest.approx(unit(cold_vector([*ids("short"), *end])), abs=1e-6)
+            assert reply["prompt_eval_count"] == n + len(ids("short")) + len(end)
+            status, reply = await server.post("/api/embed", {"input": text, "truncate": False})
+            assert status == 400
+
+
+async def test_a_model_without_memory(start: Any, tmp_path: Path) -> None:
+    """Over HTTP, with a real BERT: as many inputs in a step as fit, and none depends on the others."""
+    backend = loaded(tiny_bert(tmp_path / "bert.gguf"), n_slots=4, n_ubatch=256)
+    server = await start(backend=backend)
+    texts = [f"where is the whale {i}? " * (1 + i % 9) for i in range(40)]
+    together = await server.ok("/v1/embeddings", {"input": texts})
+    for text, each in zip(texts, together["data"], strict=True):
+        alone = (await server.ok("/v1/embeddings", {"input": text}))["data"][0]["embedding"]
+        assert each["embedding"] == pytest.approx(alone, abs=1e-4)
+        assert math.isclose(sum(x * x for x in alone), 1, rel_tol=1e-5)
+    assert together["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
+    rows = (await server.ok("/embedding", {"content": ["the sea", ""]}))[1]["embedding"]
+    assert (len(rows), len(rows[0])) == (1, 64)
+    status, reply = await server.post("/v1/embeddings", {"input": "a " * 127})
+    assert (status, reply["error"]["type"]) == (400, "exceed_context_size_error")
+    assert (reply["error"]["n_prompt_tokens"], reply["error"]["n_ctx"]) == (129, 128)
+    assert reply["error"]["message"].startswith("input (129 tokens) is too large to process")
+    cut = await server.ok("/api/embed", {"input": "a " * 500})
+    assert cut["prompt_eval_count"] == 128
+    assert (await server.post("/cache/warm", {"prompt": "the sea"}))[0] == 501
+    assert (await server.get("/slots"))[0] == (await server.get("/cache"))[0] == 200
+    assert (await server.ok("/tokenize", {"content": "the sea", "add_special": True}))["tokens"][0] == CLS
+
+
+async def test_a_reranker_without_memory(start: Any, tmp_path: Path) -> None:
+    server = await start(backend=loaded(tiny_bert(tmp_path / "bert.gguf", "rank", head="cls.output"), n_ubatch=256))
+    documents = [f"the captain is {i} " * (i + 1) for i in range(9)]
+    together = (await server.ok("/rerank", {"query": "where is the captain?", "documents": documents}))["results"]
+    for each in together:
+        body = {"query": "where is the captain?", "documents": [documents[each["index"]]]}
+        alone = (await server.ok("/rerank", body))["results"][0]
+        assert each["relevance_score"] == pytest.approx(alone["relevance_score"], abs=1e-4)
+    assert [each["relevance_score"] for each in together] == sorted(
+        (each["relevance_score"] for each in together), reverse=True
+    )
 
 
 def whole(pooling: str) -> FakeBackend:

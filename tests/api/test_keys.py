@@ -55,6 +55,8 @@ ROUTES = {
         ("POST", "/v1/messages/count_tokens"),
         ("POST", "/api/chat"),
         ("POST", "/api/generate"),
+        ("POST", "/api/embed"),
+        ("POST", "/api/embeddings"),
         ("POST", "/api/show"),
         ("GET", "/api/tags"),
         ("GET", "/api/ps"),

@@ -348,10 +348,9 @@ async def test_errors_of_the_middleware_have_it_too(start: Any) -> None:
     assert (await refused(**key, Origin="https://example.org"))[0] == 403
     assert (await refused(method="PUT", **key))[0] == 405
     assert (await refused(body=large, **key))[0] == 413
-    assert await refused("/api/embed", **key) == (
-        501,
-        "embeddings are at /v1/embeddings; start the server with --embeddings",
-    )
+    said = "this server does not compute embeddings; start it with --embeddings"
+    for path in ("/api/embed", "/api/embeddings"):
+        assert await refused(path, **key) == (501, said)
     assert (await server.post(CHAT, {**PLAIN, "stream": False}, headers=key))[0] == 200
     server.service.capacity.refusal = QueueFullError("too many", retry_after=1)
     assert await refused(**key) == (429, "too many")

@@ -108,6 +108,11 @@ VECTOR_REQUESTS: dict[Any, list[tuple[str, Any]]] = {
         ("/v1/embeddings", {"input": "x", "encoding_format": "base64"}),
         ("/v1/embeddings", {"content": "x"}),
         ("/embedding", {"input": "x"}),
+        ("/api/embed", {"input": ["x", "y"]}),
+        ("/api/embed", {}),
+        ("/api/embed", {"input": 5}),
+        ("/api/embeddings", {"prompt": "x"}),
+        ("/api/embeddings", {}),
         ("/rerank", {"query": "x", "documents": ["y"]}),
     ],
     "rank": [

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import math
+from pathlib import Path
 from typing import Any, Literal
 
 import ollama
@@ -10,7 +12,7 @@ import pydantic
 import pytest
 
 from tests.clients.conftest import Lead
-from tests.clients.servers import Server, call
+from tests.clients.servers import Server, call, serving
 
 HELLO: list[Any] = [{"role": "user", "content": "Hello! My name is Ada."}]
 
@@ -89,6 +91,27 @@ def test_a_question_and_its_context(client: ollama.Client) -> None:
     assert raw.context is None
     assert "".join(row.token for row in raw.logprobs) == raw.response
     assert client.generate("demo", keep_alive="5m").done_reason == "load"
+
+
+def test_vectors(tmp_path: Path) -> None:
+    with serving(tmp_path, "--embeddings", "--pooling", "last", "-c", "2048", template=None) as server:
+        client = ollama.Client(host=server.url)
+        got = client.embed("demo", ["Hello!", "My name is Ada."])
+        assert (got.model, len(got.embeddings)) == ("demo", 2)
+        assert all(math.isclose(sum(x * x for x in each), 1, rel_tol=1e-4) for each in got.embeddings)
+        assert 0 < got.load_duration < got.total_duration
+        (one,) = client.embed("demo", "Hello!").embeddings
+        assert one == pytest.approx(list(got.embeddings[0]), abs=1e-3)
+        raw = client.embeddings("demo", "Hello!").embedding
+        length = math.sqrt(sum(x * x for x in raw))
+        assert [x / length for x in raw] == pytest.approx(list(one), abs=1e-3)
+        assert len(client.embed("demo", "Hello!", dimensions=8).embeddings[0]) == 8
+        long = "Hello! " * 5_000
+        assert client.embed("demo", long).prompt_eval_count < 2048
+        with pytest.raises(ollama.ResponseError, match="context size") as failed:
+            client.embed("demo", long, truncate=False)
+        assert failed.value.status_code == 400
+        assert client.show("demo").capabilities == ["embedding"]
 
 
 def test_the_model_is_listed(client: ollama.Client) -> None:

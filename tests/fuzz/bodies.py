@@ -152,6 +152,11 @@ VALID: dict[str, list[dict[str, Any]]] = {
         {"input": ["a", [1, 2], [3, "b"], {"prompt_string": "c"}, {"content": [{"type": "text", "text": "d"}]}]},
     ],
     "/embedding": [{"content": ["a", "b"], "cache_prompt": False}, {"input": [1, 2, "c"]}],
+    "/api/embed": [
+        {"model": "x", "input": ["a", STORY], "truncate": False, "dimensions": 3, "options": {"num_ctx": 9}},
+        {"input": STORY, "keep_alive": "5m", "options": {"cache_prompt": False, "cache_salt": "x"}},
+    ],
+    "/api/embeddings": [{"model": "x", "prompt": STORY, "keep_alive": 5}],
     "/rerank": [
         {"query": STORY, "documents": ["a", "b"], "top_n": 1, "model": "x"},
         {"query": STORY, "texts": ["a", "b"], "return_text": True},

@@ -44,7 +44,8 @@ async def _send(session: aiohttp.ClientSession, url: str, request: Request) -> i
         # `/sessions/..` is `/`, the page.
         more = {"/slots/{id_slot}": (503,), "/infill": (501,), "/sessions/{session_id:.+}": (405,)}
         # What a server was not started for.
-        more |= dict.fromkeys(("/v1/embeddings", "/embedding", "/rerank", "/models/load", "/models/unload"), (501,))
+        unserved = "/v1/embeddings", "/embedding", "/api/embed", "/api/embeddings", "/rerank"
+        more |= dict.fromkeys((*unserved, "/models/load", "/models/unload"), (501,))
         explained = (200, 400, 404, 413, 429, *more.get(request.pattern, ()))
         assert response.status in explained, (response.status, raw)
         check_reply(

@@ -48,7 +48,8 @@ async def test_no_body_with_texts_to_embed_or_to_score_brings_a_500(start: Any, 
     server = await start(backend=FakeBackend(n_ctx=512, pooling=pooling, rerank=RerankFormat(start=(1,))))
     seed = new_seed()
     print(f"seed {seed}")
-    paths = ("/rerank",) if pooling == "rank" else ("/v1/embeddings", "/embedding")
+    vectors = "/v1/embeddings", "/embedding", "/api/embed", "/api/embeddings"
+    paths = ("/rerank",) if pooling == "rank" else vectors
     requests = [each for each in BodyFuzzer(seed).requests(10 * N_FAKE) if each.pattern in paths]
     statuses = await send_all(server.session, server.url, requests, at_once=4)
     assert min(statuses[200], statuses[400]) > len(requests) / 10, "neither all too wrong nor all valid"

@@ -117,15 +117,16 @@ async def _prepared(
 def _check_served(kind: BodyKind, info: ModelInfo) -> None:
     """Raise `NotSupportedError` for what the server was not started for."""
     match kind:
-        case "embedding" | "embeddings":
+        case "embedding" | "embeddings" | "ollama_embed" | "ollama_embeddings":
             if not info.pooling:
                 raise NotSupportedError("this server does not compute embeddings; start it with --embeddings")
             if info.pooling == "rank":
                 # llama.cpp has only scores then.
                 raise NotSupportedError("this server computes scores only; start it with another --pooling")
-            if kind == "embeddings" and info.pooling == "none":
+            if kind != "embedding" and info.pooling == "none":
+                api = "OAI" if kind == "embeddings" else "Ollama"
                 raise InvalidRequestError(
-                    "Pooling type 'none' is not OAI compatible. Please use a different pooling type (--pooling)"
+                    f"Pooling type 'none' is not {api} compatible. Please use a different pooling type (--pooling)"
                 )
         case "rerank":
             if info.rerank is None:
