@@ -22,6 +22,7 @@ from bench import (
     chat,
     constrained,
     decode,
+    embed,
     gpu,
     idle,
     layouts,
@@ -76,6 +77,10 @@ def parser() -> ArgumentParser:
         "--tokens", type=_positive, default=256, metavar="N", help="tokens of each answer (default: 256)"
     )
     _threads(constraining)
+
+    embedding = commands.add_parser("embed", help="embeddings and reranking against llama-server")
+    _common(embedding, run=_embed, repeats=(5, 1), of="measurements of each side")
+    _threads(embedding)
 
     sharing = commands.add_parser("scenarios", help="six ways to share prompts, with and without the cache")
     _common(sharing, run=_scenarios, repeats=(3, 1), of="runs of each scenario")
@@ -241,6 +246,11 @@ def _decode(options: Namespace) -> None:
 
 def _constrained(options: Namespace) -> None:
     constrained.run(**_measured(options), repeats=options.repeats, tokens=options.tokens, threads=options.threads)
+
+
+def _embed(options: Namespace) -> None:
+    scale = 0.25 if options.quick else 1.0
+    embed.run(**_measured(options), repeats=options.repeats, scale=scale, threads=options.threads)
 
 
 def _scenarios(options: Namespace) -> None:
