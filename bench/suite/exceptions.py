@@ -10,7 +10,6 @@ EXCEPTIONS: tuple[tuple[str, str], ...] = (
     ("test_cors_origins_defaults_to_localhost_with_tools_enabled", "there are no built-in tools"),
     ("test_local_media_file|_vision_|_with_image", "there is no vision"),
     ("test_server_sleep_read_only_endpoints", "metrics show that the pool is empty while the model is unloaded"),
-    ("test_metrics_embedding_prompt_is_counted", "BERT is not served yet"),
     (r"test_invalid_chat_completion_req\[messages7\]", "two replies in a row are rendered as one"),
     (
         r"test_cors_options\[web.mydomain.fr-Access-Control-Allow-Headers-\*\]",
