@@ -189,8 +189,8 @@ def _not_found(request: web.BaseRequest) -> errors.LlamaslotError:
     if is_ollama(request.path):
         return errors.NotFoundError(
             f"there is nothing at {request.path}: of Ollama's API this server has POST /api/chat, /api/generate, "
-            "/api/embed, /api/embeddings, /api/show, and GET /api/tags, /api/ps, /api/version; it serves one model "
-            "and manages none"
+            "/api/embed, /api/embeddings, /api/show, and GET /api/tags, /api/ps, /api/version; it pulls "
+            "and deletes no models"
         )
     return errors.NotFoundError(f"there is nothing at {request.path}; GET /openapi.json lists the endpoints")
 
