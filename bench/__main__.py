@@ -101,8 +101,9 @@ def parser() -> ArgumentParser:
     comparing = commands.add_parser("peers", help="against llama-server and llama-cpp-python's server")
     of = f"runs of each workload on each server, instead of {FEW} or {MANY}"
     _common(comparing, run=_peers, repeats=(None, 1), of=of)
-    names = list(compare.NAMES)
-    comparing.add_argument("--only", action="append", choices=names, metavar="WORKLOAD", help=", ".join(names))
+    comparing.add_argument(
+        "--only", action="append", choices=compare.NAMES, metavar="WORKLOAD", help=", ".join(compare.NAMES)
+    )
     names = [server.name for server in SERVERS]
     comparing.add_argument("--against", action="append", choices=names, metavar="SERVER", help=", ".join(names))
     text = "begin no pair that would not end within this time"
