@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Protocol, TypeAlias
 
+from llamaslot.base.adapters import Adapters
 from llamaslot.base.commands import Constraint
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.generation.token_probs import TokenScore
@@ -79,6 +80,13 @@ def accepted(draft: Sequence[int], eog: frozenset[int], choose: Callable[[int], 
         if row == len(draft) or token != draft[row] or token in eog:
             break
     return tuple(tokens)
+
+
+def check_adapters(adapters: Adapters, info: ModelInfo) -> None:
+    """Raise `IllegalCallError` for adapters that are not those of a model."""
+    loaded = [each.digest for each in info.adapters]
+    if any(loaded[each.id : each.id + 1] != [each.digest] for each in adapters):
+        raise IllegalCallError("an adapter that is not loaded")
 
 
 def check_runs(
@@ -245,6 +253,12 @@ class Backend(Protocol):
     @property
     def stats(self) -> BackendStats:
         """Statistics as of now."""
+
+    def use_adapters(self, adapters: Adapters) -> None:
+        """Have all that `decode` computes from now on computed with these adapters; none at first.
+
+        A change takes `info.adapter_switch_ms`. A self-test or a measurement leaves the model without adapters.
+        """
 
     def decode(self, runs: Sequence[Run], draws: Draws = ()) -> Decoded:
         """Compute at most `info.n_ubatch` tokens, as one micro-batch; every run must continue its sequence.

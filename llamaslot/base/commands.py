@@ -11,8 +11,10 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
+from llamaslot.base.adapters import Adapters, adapters_key
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.generation.tools import ReasoningBudget
+from llamaslot.base.namespaces import salt_namespace
 from llamaslot.base.text_records import TextRecord
 from llamaslot.base.tokens import TokenizedPrompt
 
@@ -88,7 +90,9 @@ class GenerateParams(msgspec.Struct, frozen=True):
     """Control tokens that are kept in the reply's text, for the parser of its format (llama.cpp's name)."""
     cache_prompt: bool = True
     cache_salt: str = ""
-    """Namespace: only requests with the same salt share KV."""
+    """Only requests with the same salt share KV."""
+    adapters: Adapters = ()
+    """LoRA adapters that it is computed with; only requests with the same ones share KV, and steps."""
     group: str = ""
     """Id shared by the `n` completions of one prompt; empty if `n` is 1."""
     id_slot: int = -1
@@ -110,6 +114,11 @@ class GenerateParams(msgspec.Struct, frozen=True):
     """Pin the prompt in the cache once it is computed, or unpin it; None leaves it as it is."""
     vector: VectorParams | None = None
     """Return the vector of the prompt, or its scores; `max_tokens` is 0 then."""
+
+    @property
+    def namespace(self) -> str:
+        """The namespace in which its KV and its texts may be reused."""
+        return salt_namespace(self.cache_salt, adapters_key(self.adapters))
 
     @property
     def ends_by_text(self) -> bool:
@@ -177,9 +186,8 @@ class DropPaths(msgspec.Struct, frozen=True, tag="drop_paths"):
     `NotFoundError` if there are no paths.
     """
 
-    namespace: str
-    paths: tuple[bytes, ...]
-    """The tokens of the session's sequences, packed."""
+    paths: tuple[tuple[str, bytes], ...]
+    """Namespace and packed tokens of each of the session's sequences."""
     session: bytes
     """The digest of its record."""
 

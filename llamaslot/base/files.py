@@ -2,9 +2,10 @@
 
 Only regular files are read: a pipe may never end.
 
-A model file is downloaded and not trusted. llama.cpp reads what its metadata announces into memory, several times
-larger than in the file, and a sparse file can announce what no disk would hold; so the metadata is bounded first.
-Models that cannot be served are refused by their metadata too, before their weights are read.
+A model file is downloaded and not trusted, nor is a LoRA adapter. llama.cpp reads what its metadata announces into
+memory, several times larger than in the file, and a sparse file can announce what no disk would hold; so the
+metadata is bounded first. Models that cannot be served are refused by their metadata too, before their weights are
+read.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import re
 import stat
 import struct
 from collections.abc import Mapping
+from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
 from types import MappingProxyType
@@ -60,6 +62,21 @@ _KEPT = (
     *("expert_count", "expert_used_count", "expert_group_count", "expert_group_used_count"),
 )
 """Keys of an architecture whose numbers are checked."""
+_ARCHITECTURE = "general.architecture"
+_TEXTS = (
+    *(_ARCHITECTURE, _TOKENIZER_KEY, "general.type", "adapter.type"),
+    *("adapter.lora.task_name", "adapter.lora.prompt_prefix"),
+)
+"""Keys whose texts are kept."""
+_ALPHA, _INVOCATION = "adapter.lora.alpha", "adapter.alora.invocation_tokens"
+_FLOAT = 6
+"""Type of a value that is a 32-bit float."""
+_ADAPTER_TYPES = (0, 1, 8, 30)
+"""Types of an adapter's tensors: F32, F16, Q8_0 and BF16, which llama.cpp's converter writes."""
+_NVFP4 = 40
+"""A type of tensors to which llama.cpp cannot apply adapters."""
+_LORA_A, _LORA_B = ".lora_a", ".lora_b"
+_EMBEDDING_TENSOR, _OUTPUT_TENSOR = "token_embd.weight", "output.weight"
 _HEADER = struct.Struct("<4sIQQ")
 _U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
 
@@ -125,6 +142,67 @@ def has_tensor(path: Path, prefix: str, overrides: Mapping[str, MetadataValue] =
     return False
 
 
+def read_adapter(path: Path, model: Path) -> Mapping[str, str]:
+    """Return texts of a LoRA adapter's metadata by key; raises `ConfigError` if it cannot be applied to a model.
+
+    llama.cpp refuses tensors that the model does not have, and compares their first two dimensions. For most of
+    what is checked here it would abort, at once or when it computes (fact 42).
+    """
+    flag = "--lora"
+    if not path.exists():
+        raise ConfigError(f"{flag}: there is no file {path}", param=flag)
+    try:
+        adapter, *of_model = map(_read_metadata, (path, *parts(model)))
+    except ConfigError as error:
+        raise ConfigError(f"{flag}: {error.message}", param=flag) from None
+    architecture = of_model[0].texts.get(_ARCHITECTURE, "")
+    tensors = {name: tensor for part in of_model for name, tensor in part.tensors.items()}
+    if reason := _why_no_adapter(adapter, architecture) or _why_unfitting(adapter.tensors, tensors):
+        raise ConfigError(f"{flag}: {path} {reason}", param=flag)
+    return adapter.texts
+
+
+def _why_no_adapter(adapter: _Metadata, architecture: str) -> str:
+    """Return why a file is no adapter for models of an architecture; empty if it is one."""
+    kind, own = adapter.texts.get("adapter.type"), adapter.texts.get(_ARCHITECTURE)
+    if adapter.texts.get("general.type") != "adapter" or kind != "lora":
+        return "is not a LoRA adapter"
+    if own != architecture:
+        return f"is an adapter for models of the architecture {own}, not {architecture}"
+    if _INVOCATION in adapter.kinds:
+        return "is an activated LoRA (aLoRA), which has no effect before its invocation tokens: not supported yet"
+    return "" if adapter.kinds.get(_ALPHA, _FLOAT) == _FLOAT else f"is damaged or hostile: {_ALPHA} is not a float"
+
+
+def _why_unfitting(adapter: Mapping[str, _Tensor], model: Mapping[str, _Tensor]) -> str:
+    """Return why an adapter's tensors do not fit those of a model; empty if they do, or if llama.cpp says it."""
+    for name, tensor in model.items():
+        a, b = adapter.get(name + _LORA_A), adapter.get(name + _LORA_B)
+        if a is None or b is None:
+            continue
+        if not {a.kind, b.kind} <= {*_ADAPTER_TYPES}:
+            return f"has tensors of another type than F32, F16, BF16 and Q8_0, such as {name}{_LORA_A}"
+        if tensor.kind == _NVFP4:
+            return f"cannot be applied to {name}, which has the type NVFP4"
+        if name == _EMBEDDING_TENSOR and _OUTPUT_TENSOR not in model:
+            return f"changes {name}, which is the output matrix too: llama.cpp cannot apply it"
+        # That of the embedding is transposed.
+        n_rank = a.shape[name != _EMBEDDING_TENSOR]
+        is_whole = n_rank == b.shape[0] and 0 < n_rank <= max(tensor.shape)
+        if not is_whole or not a.shape[2:] == tensor.shape[2:] == b.shape[2:]:
+            return f"has another shape than the model's {name}"
+    return ""
+
+
+def _read_metadata(path: Path) -> _Metadata:
+    """Return the metadata of a file, within its bounds; raises `ConfigError`."""
+    check_file(path)
+    with _opened(path) as file:
+        metadata = _Metadata(file, path, _NO_OVERRIDES, embeds=False)
+        metadata.read()
+    return metadata
+
+
 def why_not_served(architecture: str, *, is_causal: bool = True, embeds: bool = False) -> str:
     """Return why models of an architecture are not served; empty if they are.
 
@@ -147,6 +225,15 @@ def parts(path: Path) -> list[Path]:
     return [path.with_name(f"{name}-{i:05}-of-{n_parts:05}.gguf") for i in range(1, n_parts + 1)]
 
 
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    """A tensor of a file."""
+
+    shape: tuple[int, ...]
+    """`MAX_DIMENSIONS` numbers; those after its own dimensions are 1."""
+    kind: int
+
+
 class _Metadata:
     """Incremental reader of a GGUF file's header, metadata and tensor list, which precede the weights."""
 
@@ -162,20 +249,21 @@ class _Metadata:
         self._at = 0
         self._n_passed = 0
         """Bytes of the file before `_data`."""
-        self._architecture = ""
-        self._tokenizer = ""
         self._has_byte_tokens = False
+        self.texts: dict[str, str] = {}
+        """Those of `_TEXTS`."""
+        self.kinds: dict[str, int] = {}
+        """Types of values by key."""
         self._numbers: dict[str, int] = {}
         """Integers and booleans by key; of a list of them by layer, the largest."""
-        self.tensors: list[str] = []
-        """Names of the tensors."""
+        self.tensors: dict[str, _Tensor] = {}
 
-    def check(self) -> None:
-        """Raise `ConfigError` for what is out of bounds."""
+    def read(self) -> bool:
+        """Read it; returns False for another version of the format. Raises `ConfigError` if it is out of bounds."""
         self._need(_HEADER.size)
         _, version, n_tensors, n_keys = _HEADER.unpack_from(self._data)
         if version not in _VERSIONS:
-            return
+            return False
         self._at = _HEADER.size
         self._bound(n_tensors, MAX_TENSORS, "tensors")
         self._bound(n_keys, MAX_KEYS, "metadata keys")
@@ -183,16 +271,24 @@ class _Metadata:
             self._pass_value(self._text(MAX_KEY_BYTES, "bytes in a metadata key"))
         for _ in range(n_tensors):
             name = self._text(MAX_TENSOR_NAME_BYTES, "bytes in a tensor's name")
-            self.tensors.append(name)
             n_dimensions = self._number(_U32)
             self._bound(n_dimensions, MAX_DIMENSIONS, f"dimensions in tensor {name}")
-            # Its dimensions, its type, and where its data begin.
-            self._skip(8 * n_dimensions + 4 + 8)
+            shape = [self._number(_U64) for _ in range(n_dimensions)]
+            more = [1] * (MAX_DIMENSIONS - n_dimensions)
+            self.tensors[name] = _Tensor((*shape, *more), self._number(_U32))
+            # Where its data begin.
+            self._skip(8)
+        return True
+
+    def check(self) -> None:
+        """Read a model's, and raise `ConfigError` for what is out of bounds, or cannot be served."""
+        if not self.read():
+            return
         self._numbers |= {key: int(value) for key, value in self._overrides.items() if isinstance(value, int)}
         is_causal = self._model_number("attention.causal", 1) != 0
         if reason := why_not_served(self._architecture, is_causal=is_causal, embeds=self._embeds):
             raise ConfigError(f"{self._path} {reason}", param="--model")
-        if self._has_byte_tokens and self._tokenizer == _WORD_PIECES:
+        if self._has_byte_tokens and self.texts.get(_TOKENIZER_KEY) == _WORD_PIECES:
             # At which llama.cpp would abort (fact 40).
             raise self._error("its vocabulary of word pieces has tokens of bytes")
         self._check_layers()
@@ -201,12 +297,10 @@ class _Metadata:
             raise self._override_error(f"'{scaling}' is no type of RoPE scaling; use {', '.join(_ROPE_SCALING)}")
 
     def _pass_value(self, key: str) -> None:
-        kind = self._number(_U32)
+        self.kinds[key] = kind = self._number(_U32)
         limit = MAX_TEMPLATE_BYTES if key.startswith("tokenizer.chat_template") else MAX_STRING_BYTES
-        if kind == _STRING and key == "general.architecture":
-            self._architecture = self._text(MAX_KEY_BYTES, f"bytes in {key}")
-        elif kind == _STRING and key == _TOKENIZER_KEY:
-            self._tokenizer = self._text(MAX_KEY_BYTES, f"bytes in {key}")
+        if kind == _STRING and key in _TEXTS:
+            self.texts[key] = self._text(MAX_KEY_BYTES, f"bytes in {key}")
         elif kind == _STRING:
             self._skip_strings(1, key, limit)
         elif kind == _ARRAY:
@@ -297,6 +391,10 @@ class _Metadata:
                 if name in self._overrides or other_name in self._overrides:
                     raise self._override_error(f"llama.cpp cannot load {name} {number}{beside}")
                 raise self._error(f"its key {name} is {number}{beside}")
+
+    @property
+    def _architecture(self) -> str:
+        return self.texts.get(_ARCHITECTURE, "")
 
     def _model_number(self, key: str, default: int = 0) -> int:
         return self._numbers.get(f"{self._architecture}.{key}", default)

@@ -181,6 +181,18 @@ class ModelFile(msgspec.Struct, frozen=True):
         return cls(str(path), f"{stat.st_size} {stat.st_mtime_ns} {stat.st_ino}")
 
 
+class Adapter(msgspec.Struct, frozen=True):
+    """A LoRA adapter that is loaded with the model; its id is its place in `ModelInfo.adapters`."""
+
+    path: str
+    digest: str
+    """Digest of its file, on which KV depends that is computed with it."""
+    scale: float
+    """Scale at start, for requests that name no adapters."""
+    task_name: str = ""
+    prompt_prefix: str = ""
+
+
 class StateKind(StrEnum):
     """Kinds of partial state: what a model keeps besides KV of every token; it cannot be trimmed to a position."""
 
@@ -332,6 +344,10 @@ class ModelInfo(msgspec.Struct, frozen=True):
     """Everything but `kv_files` that KV depends on: KV saved under other facts must not be loaded."""
     kv_files: tuple[ModelFile, ...] = ()
     """The files of the weights, and of what computes with them."""
+    adapters: tuple[Adapter, ...] = ()
+    """Adapters that requests may apply. The KV of requests without one does not depend on them."""
+    adapter_switch_ms: float = 0.0
+    """Milliseconds that a step takes longer if its adapters are not those of the step before; 0 if not measured."""
     n_spare_rows: int = 1
     """Rows of logits of a step besides one a sequence: for prompt tokens to be scored, and for drafted tokens."""
     sizing: str = ""

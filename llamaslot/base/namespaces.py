@@ -4,6 +4,9 @@ The namespaces of one API key form a tenant: its KV counts against the key's sha
 requests have.
 
 Other tenants find prefixes of the public namespace, and of no other. Only administrators send requests to it.
+
+KV depends on the LoRA adapters that it was computed with, so requests with adapters have namespaces of their own:
+the same name with a key of the adapters at its end. That holds for the public namespace as well.
 """
 
 from __future__ import annotations
@@ -15,6 +18,8 @@ _RESERVED = "\0"
 """Prefix of salts that clients cannot choose."""
 _KEY = _RESERVED + "key "
 _PRIVATE = "request "
+_ADAPTERS = "+"
+"""Between a namespace's name and the key of its adapters."""
 PUBLIC_TENANT = "public"
 """Tenant of the public namespace; those of API keys are named by a digest."""
 PUBLIC_SALT = _RESERVED + "public"
@@ -47,16 +52,17 @@ def tenant_name(api_key: str) -> str:
     return hashlib.blake2b(key, digest_size=6, person=b"llamaslot tenant").hexdigest()
 
 
-def salt_namespace(salt: str) -> str:
-    """Return the namespace of all requests with a salt.
+def salt_namespace(salt: str, adapters: str = "") -> str:
+    """Return the namespace of all requests with a salt, and with adapters of this key (`adapters_key`).
 
     Its name does not disclose the salt, since names are written to disk.
     """
+    suffix = _ADAPTERS + adapters if adapters else ""
     if not salt:
-        return ""
+        return suffix
     digest = hashlib.blake2b(salt.encode(errors="surrogatepass"), digest_size=16).hexdigest()
     tenant = _tenant_of_salt(salt)
-    return f"{tenant}.{digest}" if tenant else digest
+    return (f"{tenant}.{digest}" if tenant else digest) + suffix
 
 
 def private_namespace(name: str, salt: str = "") -> str:
@@ -78,6 +84,16 @@ def tenant_of(namespace: str) -> str:
 def reads_public(namespace: str) -> bool:
     """True if lookups of a namespace continue in the public one: namespaces of API keys, except private ones."""
     return tenant_of(namespace) not in ("", PUBLIC_TENANT) and not is_private(namespace)
+
+
+def public_of(namespace: str) -> str:
+    """Return the public namespace of requests with the same adapters."""
+    return salt_namespace(PUBLIC_SALT, namespace.partition(_ADAPTERS)[2])
+
+
+def is_salted(namespace: str) -> bool:
+    """True if the requests of a namespace have a salt."""
+    return bool(namespace.partition(_ADAPTERS)[0])
 
 
 def _tenant_of_salt(salt: str) -> str:

@@ -85,6 +85,8 @@ class RequestContext(msgspec.Struct, frozen=True):
     """The reply shows the prompt's text."""
     counts_tokens: bool = False
     """Every event of a stream has the number of tokens so far."""
+    adapter_scales: tuple[float, ...] = ()
+    """Scale of each adapter for a request that names none."""
 
 
 class References(msgspec.Struct, frozen=True):

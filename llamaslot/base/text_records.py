@@ -78,6 +78,8 @@ class Session(Remembered, frozen=True, kw_only=True, tag="session"):
     n_added: int
     n_prompt: int
     n_text: int
+    adapters: str = ""
+    """`adapters_key` of the LoRA adapters that it was computed with."""
     is_text: bool = True
     """True if the prompt was text, and its tokens detokenize to that text. Prompts of token ids match no text."""
     branches: tuple[tuple[int, bytes], ...] = ()

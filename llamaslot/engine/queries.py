@@ -31,7 +31,6 @@ from llamaslot.base.errors import (
     ServerError,
     UnavailableError,
 )
-from llamaslot.base.namespaces import salt_namespace
 from llamaslot.base.stats import CacheProbe, CacheState, EngineState, SlotState
 from llamaslot.base.threads import close_after_queue, started_executor
 from llamaslot.base.tokens import WIDTH
@@ -148,7 +147,7 @@ class Queries:
         why_not = self._self_test.why_not_reused
         if why_not or not self._scheduler.cache.settings.can_reuse:
             return CacheProbe(n_tokens, 0, 0, 0, n_tokens, 0, why_not or "unsupported")
-        found = self._scheduler.cache.probe(salt_namespace(params.cache_salt), prompt.packed_tokens)
+        found = self._scheduler.cache.probe(params.namespace, prompt.packed_tokens)
         if found.miss == "diverged" and prompt.is_reply_edited:
             found.miss = "changed"
         found.session_match = prompt.session_match or None
@@ -188,8 +187,8 @@ class Queries:
 
     def _drop_paths(self, query: commands.DropPaths, respond: Respond) -> None:
         """Drop the paths of a session."""
-        forks = self._dropper.forks(query.namespace, query.paths)
-        dropped = self._dropper.drop_paths(query.namespace, query.paths)
+        forks = self._dropper.forks(query.paths)
+        dropped = self._dropper.drop_paths(query.paths)
         _log.info("session.dropped", **msgspec.structs.asdict(dropped))
         if self._disk is not None:
             self._disk.start(self._scheduler.cache.take_jobs())
@@ -197,7 +196,7 @@ class Queries:
         # Even if the session is unknown, the disk may still have it, if an earlier deletion failed there.
         answer = dropped if query.paths else NotFoundError("there is no such session")
         remote = self._remote
-        drop = (lambda then: remote.drop(query.namespace, forks, then)) if remote is not None and forks else None
+        drop = (lambda then: remote.drop(forks, then)) if remote is not None and forks else None
         self._respond_when_written(respond, answer, drop)
 
     def _respond_when_written(

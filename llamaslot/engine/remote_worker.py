@@ -126,9 +126,9 @@ class RemoteWorker:
         self._tier.uploads.offer_all_again()
         self._spawn(self._delete([self._store.clear], then))
 
-    def drop(self, namespace: str, paths: Sequence[tuple[bytes, int]], then: Callable[[str], None]) -> None:
+    def drop(self, paths: Sequence[tuple[str, bytes, int]], then: Callable[[str], None]) -> None:
         """Delete the objects that have tokens after the given position of a path; calls `then` as `clear` does."""
-        calls = [lambda path=path, at=at: self._store.drop(namespace, path, at) for path, at in paths]
+        calls = [lambda path=path: self._store.drop(*path) for path in paths]
         self._spawn(self._delete(calls, then))
 
     def close(self) -> list[Future[None]]:

@@ -217,7 +217,7 @@ class KVCache:
         self._tiers.touch(self._tree.match(match.namespace, match.tokens).segments)
         self.pins.use(now)
         if match.public is not None:
-            self._public.mark_used(match.tokens)
+            self._public.mark_used(match.namespace, match.tokens)
         self._pool.ensure_free_id()
         n_resident = self.length(slot)
         n_cached = match.n_cached

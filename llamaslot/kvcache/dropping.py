@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from llamaslot.base.commands import CacheCleared, LocalTier
-from llamaslot.base.namespaces import PUBLIC_NAMESPACE
+from llamaslot.base.namespaces import public_of
 from llamaslot.base.tokens import WIDTH
 from llamaslot.kvcache.match import Match
 from llamaslot.kvcache.nodes import Node, Segment, SegmentEvent, checkpoints_on
@@ -57,16 +57,16 @@ class Dropper:
             if not self._tree.is_pinned(seq):
                 self._sequences.clear(seq)
 
-    def drop_paths(self, namespace: str, paths: Sequence[bytes]) -> CacheCleared:
+    def drop_paths(self, paths: Iterable[tuple[str, bytes]]) -> CacheCleared:
         """Drop paths, each back to the last position at which another path branches off, ends, or is running."""
         before = self._counts()
-        for tokens in paths:
+        for namespace, tokens in paths:
             self._drop_path(self._tree.match(namespace, tokens))
         return self._cleared(before)
 
-    def forks(self, namespace: str, paths: Iterable[bytes]) -> list[tuple[bytes, int]]:
+    def forks(self, paths: Iterable[tuple[str, bytes]]) -> list[tuple[str, bytes, int]]:
         """Return paths, each with the last position at which another path branches off, ends, or is running."""
-        return [(path, self._tree.match(namespace, path).last_fork()) for path in paths]
+        return [(namespace, path, self._tree.match(namespace, path).last_fork()) for namespace, path in paths]
 
     def invalidate_path(self, namespace: str, tokens: bytes, *, with_public: bool) -> None:
         """Drop the last node of a path whose KV may be invalid, with everything below it.
@@ -76,7 +76,7 @@ class Dropper:
         """
         self._drop_subtree(self._tree.match(namespace, tokens).matched_end)
         if with_public:
-            public = self._tree.match(PUBLIC_NAMESPACE, tokens)
+            public = self._tree.match(public_of(namespace), tokens)
             if public.n_matched * WIDTH == len(tokens):
                 self._drop_subtree(public.matched_end)
         self._offloader.free_evicted()

@@ -43,7 +43,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from llamaslot.base.kv_ops import Save
-from llamaslot.base.namespaces import PUBLIC_NAMESPACE, PUBLIC_TENANT, reads_public
+from llamaslot.base.namespaces import PUBLIC_TENANT, public_of, reads_public
 from llamaslot.kvcache.cache_settings import CacheSettings
 from llamaslot.kvcache.match import LoadResult, LoadStatus, Match, SegmentPart
 from llamaslot.kvcache.nodes import Checkpoint, Node, Segment, SegmentState, checkpoints_on
@@ -69,7 +69,7 @@ class PublicPrefix:
         own = self._tree.match(namespace, tokens)
         if not reads_public(namespace):
             return own
-        public = self._tree.match(PUBLIC_NAMESPACE, own.tokens)
+        public = self._tree.match(public_of(namespace), own.tokens)
         own = replace(own, public_end=public.whole_end)
         if public.n_matched <= own.n_resident:
             return own
@@ -82,15 +82,15 @@ class PublicPrefix:
             end = more[-1].end
         return replace(own, parts=tuple(parts), public=public) if is_public else own
 
-    def mark_used(self, tokens: bytes) -> None:
+    def mark_used(self, namespace: str, tokens: bytes) -> None:
         """Record that a tenant uses public segments, so that they are evicted late and keep their share."""
-        self._tiers.touch(self._tree.match(PUBLIC_NAMESPACE, tokens).segments)
+        self._tiers.touch(self._tree.match(public_of(namespace), tokens).segments)
         self._tiers.shares.keep_active(PUBLIC_TENANT)
 
     def save_if_public(self, seq: int, *, has_ended: bool) -> None:
         """Save a public request's sequence to RAM: full segments while it runs, the rest once it has ended."""
         end = self._tree.end_node(seq)
-        if end is not None and end.namespace == PUBLIC_NAMESPACE:
+        if end is not None and end.namespace == public_of(end.namespace):
             self._offloader.offload_path(seq, with_partial=has_ended)
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import takewhile
 
+from llamaslot.base.namespaces import is_salted
 from llamaslot.base.stats import Miss
 from llamaslot.base.tokens import WIDTH
 from llamaslot.kvcache.ghost_list import GhostList
@@ -192,5 +193,5 @@ def miss_reason(match: Match, ghosts: GhostList, min_shared: int) -> Miss:
     if ghosts.continues(match.namespace, match.tokens, n + match.n_without_state):
         return "evicted"
     if n < min_shared:
-        return "salted" if match.namespace else "cold"
+        return "salted" if is_salted(match.namespace) else "cold"
     return "diverged" if any(each.diverges_at(n) for each in (match, match.public) if each is not None) else ""

@@ -22,7 +22,6 @@ import numpy.typing as npt
 
 from llamaslot.base.advice import Divergence
 from llamaslot.base.generation.tools import ParserOptions
-from llamaslot.base.text_records import session_digest
 from llamaslot.base.tokens import WIDTH, Tokens, n_common, unpacked
 from llamaslot.formats.message import ReasoningTags
 from llamaslot.prompts.cut_points import MARKER, MarkedText, Pieces, n_characters
@@ -82,8 +81,7 @@ class EarlierPrompts:
     def add(self, context: PromptContext, generated: bytes) -> None:
         """Remember a prompt with its reply, in place of those that it continues."""
         request, prompt = context.request, context.prompt.packed_tokens
-        session = session_digest(request.namespace, request.session_id) if request.session_id else b""
-        new = _Earlier(request.namespace, session, prompt, generated, request.tools)
+        new = _Earlier(request.namespace, request.session, prompt, generated, request.tools)
         if new.n_bytes > MAX_PROMPT_BYTES or not request.params.cache_prompt:
             return
         kept = self._owners.setdefault(request.owner, deque())

@@ -238,13 +238,19 @@ class PromptWorker:
             # It was dropped meanwhile.
             return None
         params = GenerateParams(
-            f"{job.completion_id}-next", max_tokens=0, cache_salt=following.params.cache_salt, is_background=True
+            f"{job.completion_id}-next",
+            max_tokens=0,
+            cache_salt=following.params.cache_salt,
+            adapters=following.params.adapters,
+            is_background=True,
         )
         return PredictedPrompt(Generate(params, prompt), n_new, records)
 
     def _drop_session(self, job: DropSession) -> DropPaths:
-        namespace = salt_namespace(job.cache_salt)
-        digest = session_digest(namespace, job.session_id)
+        digest = session_digest(salt_namespace(job.cache_salt), job.session_id)
         dropped = self._tokenizer.memory.drop_session(digest)
         self.earlier.drop_session(digest)
-        return DropPaths(namespace, tuple(path for each in dropped for path in each.paths), digest)
+        paths = tuple(
+            (salt_namespace(job.cache_salt, each.adapters), path) for each in dropped for path in each.paths
+        )
+        return DropPaths(paths, digest)

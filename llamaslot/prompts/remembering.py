@@ -16,7 +16,7 @@ from msgspec import structs
 from llamaslot.base.commands import TextPart
 from llamaslot.base.events import FinishReason
 from llamaslot.base.generation.tools import ParserOptions
-from llamaslot.base.text_records import ChatTurn, RememberedReply, session_digest
+from llamaslot.base.text_records import ChatTurn, RememberedReply
 from llamaslot.base.tokens import WIDTH, TokenizedPrompt, packed
 from llamaslot.formats.format import Format, ParsedMessage
 from llamaslot.prompts.cut_points import PromptText
@@ -83,7 +83,7 @@ def remembered_reply(
         closing=text[-_MAX_CLOSING:],
         tokens=own,
         n_reply=before.n_reply + len(ids),
-        session=session_digest(request.namespace, request.session_id) if request.session_id else b"",
+        session=request.session,
         owner=request.owner,
     )
 

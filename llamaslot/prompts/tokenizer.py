@@ -27,6 +27,7 @@ from functools import cached_property
 import numpy as np
 from msgspec import structs
 
+from llamaslot.base.adapters import adapters_key
 from llamaslot.base.backend import Vocab
 from llamaslot.base.commands import PromptPart, TextPart
 from llamaslot.base.errors import ContextSizeError, InvalidRequestError
@@ -375,7 +376,7 @@ class Tokenizer:
             text.digest_with(reply),
             packed(tokens),
             parent,
-            session=session_digest(request.namespace, request.session_id) if request.session_id else b"",
+            session=request.session,
             owner=request.owner,
         )
 
@@ -385,7 +386,8 @@ class Tokenizer:
         n_added, n_prompt = len(self._added_tokens), len(tokens)
         session = Session(
             key=_session_key(request),
-            session=session_digest(request.namespace, request.session_id),
+            session=request.session,
+            adapters=adapters_key(request.params.adapters),
             owner=request.owner,
             tokens=packed(np.concatenate([tokens, generated])),
             n_added=n_added,

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 import msgspec
 from msgspec import Meta
 
+from llamaslot.base.adapters import MAX_ADAPTERS, MAX_SCALE
 from llamaslot.base.errors import InvalidRequestError, LlamaslotError
 from llamaslot.base.generation.tools import ReasoningFormat
 
@@ -53,7 +54,7 @@ Metadata: TypeAlias = Annotated[
 ]
 """OpenAI's `metadata` of stored chats and responses."""
 Choices: TypeAlias = Annotated[list[str], Meta(min_length=1)]
-B = TypeVar("B", bound=msgspec.Struct)
+B = TypeVar("B")
 FieldNames: TypeAlias = Sequence[tuple[str, str]]
 """Regular expressions for chat fields, and the names of these fields in another API."""
 _BOM = b"\xef\xbb\xbf"
@@ -110,8 +111,18 @@ class PromptObject(msgspec.Struct):
     multimodal_data: Any = None
 
 
+class AdapterScale(msgspec.Struct):
+    """A LoRA adapter, by its place among those of the flags, and how strongly it is applied."""
+
+    id: Annotated[int, Meta(ge=0, le=INT32_MAX)]
+    scale: Annotated[float, Meta(ge=-MAX_SCALE, le=MAX_SCALE)] = 0.0
+
+
+AdapterScales: TypeAlias = Annotated[list[AdapterScale], Meta(max_length=MAX_ADAPTERS)]
+
+
 class SamplingOptions(msgspec.Struct, kw_only=True):
-    """Fields for sampling, for the end of the text, and for the cache."""
+    """Fields for sampling, for the end of the text, for the cache, and for adapters."""
 
     stop: str | list[str] | None = None
     n_indent: Annotated[int, Meta(ge=0, le=INT32_MAX)] | None = None
@@ -153,15 +164,15 @@ class SamplingOptions(msgspec.Struct, kw_only=True):
     session_id: SessionId | None = None
     prompt_cache_key: SessionId | None = None
     id_slot: Count | None = None
+    lora: AdapterScales | None = None
 
 
 class Options(SamplingOptions, kw_only=True):
     """Fields of all endpoints that generate, but for those of Ollama's API."""
 
     functions: Any = None
-    """Like the next four not supported: refused unless the value leaves the feature off (`refuse_missing`)."""
+    """Like the next three not supported: refused unless the value leaves the feature off (`refuse_missing`)."""
     function_call: Any = None
-    lora: Any = None
     modalities: list[str] | None = None
     moderation: Any = None
 
@@ -364,7 +375,7 @@ def _decoded(raw: bytes, kind: type[B]) -> B:
     try:
         return msgspec.json.decode(raw, type=kind)
     except msgspec.ValidationError as error:
-        if "got `float`" not in str(error):
+        if "got `float`" not in str(error) or not raw.lstrip().startswith(b"{"):
             raise
     fields = _with_integers(msgspec.json.decode(raw, type=dict[str, Any]))
     if isinstance(options := fields.get("options"), dict):

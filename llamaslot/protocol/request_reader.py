@@ -208,7 +208,7 @@ class RequestReader:
             # A server without a format refuses such bodies unread.
             assert self._info.rerank is not None
             body = decode(job.body, RerankBody)
-            read = rerank_requests(body, job, self._settings, self._info.rerank)
+            read = rerank_requests(body, job, self._settings, self._info, self._info.rerank)
         elif job.kind in ("ollama_embed", "ollama_embeddings"):
             read = self._ollama_vectors(job)
         else:

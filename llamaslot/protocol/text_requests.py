@@ -21,15 +21,17 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 
 import msgspec
 
+from llamaslot.base.adapters import Adapters, applied
 from llamaslot.base.commands import N_SEEDS, GenerateParams, PromptPart, TextPart, TokensPart
 from llamaslot.base.errors import ForbiddenError, InvalidRequestError, NotSupportedError
 from llamaslot.base.generation.sampling import INFILL, Sampling, named_samplers
 from llamaslot.base.model import FimTokens, ModelInfo
 from llamaslot.base.namespaces import PUBLIC_SALT, client_salt, key_salt, salt_namespace
 from llamaslot.base.prompt_jobs import RequestContext, RequestPolicy
-from llamaslot.base.text_records import ChatTurn
+from llamaslot.base.text_records import ChatTurn, session_digest
 from llamaslot.protocol.bodies import (
     MAX_TOP_LOGPROBS,
+    AdapterScale,
     ChatBody,
     CompletionBody,
     FileExtract,
@@ -92,7 +94,17 @@ class TextRequest:
     @property
     def namespace(self) -> str:
         """The namespace in which its KV and its texts may be reused."""
-        return salt_namespace(self.params.cache_salt)
+        return self.params.namespace
+
+    @property
+    def session(self) -> bytes:
+        """Digest of its session, with which all that is remembered of it is dropped; empty for none.
+
+        Its turns may have had other adapters.
+        """
+        if not self.session_id:
+            return b""
+        return session_digest(salt_namespace(self.params.cache_salt), self.session_id)
 
 
 class BodyTokenizer(Protocol):
@@ -114,7 +126,6 @@ class BodyTokenizer(Protocol):
 _IS_OFF: Mapping[str, Callable[[Any], bool]] = {
     "functions": operator.not_,
     "function_call": lambda value: value in ("none", "auto"),
-    "lora": operator.not_,
     "modalities": lambda value: value == ["text"],
     # Without a blocking policy there are only scores, which would not change the reply.
     "moderation": lambda value: b"block" not in msgspec.json.encode(value),
@@ -190,6 +201,7 @@ def text_requests(
         reports_progress=bool(options.stream and (options.timings_per_token or context.counts_tokens)),
         cache_prompt=_first(options.cache_prompt, options.cache_public or None, settings.cache_prompt),
         cache_salt=salt,
+        adapters=adapters_of(options.lora, context, info),
         id_slot=id_slot,
         client=context.caller.client(session_id),
         n=n,
@@ -217,6 +229,7 @@ def warming(request: TextRequest, pin: bool | None) -> TextRequest:
         params.completion_id,
         max_tokens=0,
         cache_salt=params.cache_salt,
+        adapters=params.adapters,
         id_slot=params.id_slot,
         client=params.client,
         pin=pin,
@@ -303,6 +316,29 @@ def request_salt(key_secret: str, own: str, *, is_public: bool, is_admin: bool, 
     if not is_cached:
         refuse_field("cache_public", "cannot be combined with 'cache_prompt': false")
     return PUBLIC_SALT
+
+
+def adapters_of(chosen: Sequence[AdapterScale] | None, context: RequestContext, info: ModelInfo) -> Adapters:
+    """Return the adapters that a request applies: those `chosen` by its field, else those of the server.
+
+    Raises `InvalidRequestError`.
+    """
+    n = len(info.adapters)
+    return applied(info.adapters, adapter_scales(chosen, n, "lora") if chosen else context.adapter_scales)
+
+
+def adapter_scales(chosen: Sequence[AdapterScale], n_adapters: int, param: str) -> tuple[float, ...]:
+    """Return the scale of each adapter; as in llama-server, those that are not named have 0.
+
+    Raises `InvalidRequestError` for an id that no adapter has.
+    """
+    scales = [0.0] * n_adapters
+    for each in chosen:
+        if each.id >= n_adapters:
+            has = f"the ids are 0 to {n_adapters - 1}" if n_adapters else "there are none; --lora loads them"
+            refuse_field(param, f"names adapter {each.id}, but {has}")
+        scales[each.id] = each.scale
+    return tuple(scales)
 
 
 def _sampling(options: Options, settings: RequestPolicy, info: ModelInfo, tokens_of: TokensOf) -> Sampling:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import re
 
+from llamaslot.base.adapters import Adapters
 from llamaslot.base.commands import GenerateParams, TextPart, TokensPart, VectorParams
 from llamaslot.base.errors import InvalidRequestError, NotSupportedError
 from llamaslot.base.model import ModelInfo, RerankFormat
 from llamaslot.base.prompt_jobs import Prepare, ReplyOptions, RequestPolicy, VectorReply
 from llamaslot.protocol.bodies import EmbeddingBody, InputObject, Inputs, RerankBody
-from llamaslot.protocol.text_requests import Prompt, TextRequest, parse_prompt, request_salt
+from llamaslot.protocol.text_requests import Prompt, TextRequest, adapters_of, parse_prompt, request_salt
 from llamaslot.text.conversation import refuse_field
 
 MAX_INPUTS = 2048
@@ -45,11 +46,12 @@ def embedding_requests(
     form = VectorReply(
         "openai" if is_openai else "native", body.model or "", base64=is_openai and body.encoding_format == "base64"
     )
-    return _requests(body, prompts, job, settings, vector), ReplyOptions(vectors=form)
+    adapters = adapters_of(None, job.context, info)
+    return _requests(body, prompts, job, settings, adapters=adapters, vector=vector), ReplyOptions(vectors=form)
 
 
 def rerank_requests(
-    body: RerankBody, job: Prepare, settings: RequestPolicy, form: RerankFormat
+    body: RerankBody, job: Prepare, settings: RequestPolicy, info: ModelInfo, form: RerankFormat
 ) -> tuple[tuple[TextRequest, ...], ReplyOptions]:
     """Return a request for each document, and the form of the reply. Raises `InvalidRequestError`."""
     query, documents = body.query, body.documents if body.documents is not None else body.texts
@@ -63,7 +65,9 @@ def rerank_requests(
     texts = tuple(documents) if is_tei and body.return_text else ()
     reply = VectorReply("tei" if is_tei else "rerank", body.model or "", top_n=top_n, texts=texts)
     prompts = [_rerank_prompt(form, query, document) for document in documents]
-    return _requests(body, prompts, job, settings, VectorParams()), ReplyOptions(vectors=reply)
+    adapters = adapters_of(None, job.context, info)
+    requests = _requests(body, prompts, job, settings, adapters=adapters, vector=VectorParams())
+    return requests, ReplyOptions(vectors=reply)
 
 
 def _requests(
@@ -71,6 +75,8 @@ def _requests(
     prompts: list[Prompt],
     job: Prepare,
     settings: RequestPolicy,
+    *,
+    adapters: Adapters,
     vector: VectorParams,
 ) -> tuple[TextRequest, ...]:
     context, caller = job.context, job.context.caller
@@ -83,6 +89,7 @@ def _requests(
                 max_tokens=0,
                 cache_prompt=cache_prompt,
                 cache_salt=salt,
+                adapters=adapters,
                 client=caller.client(),
                 vector=vector,
             ),

@@ -24,7 +24,7 @@ from llamaslot.base.errors import next_state
 from llamaslot.base.events import Progress
 from llamaslot.base.generation.token_probs import NOT_SCORED, TokenScore
 from llamaslot.base.generation.tools import ReasoningBudget
-from llamaslot.base.namespaces import private_namespace, salt_namespace
+from llamaslot.base.namespaces import private_namespace
 from llamaslot.base.stats import CacheStats, Miss, PromptStats, RequestStats
 from llamaslot.base.tokens import WIDTH, TokenizedPrompt, Tokens, packed
 from llamaslot.kvcache.match import Acquired, LoadResult, Match
@@ -254,7 +254,7 @@ class Request:
         self.namespace = (
             private_namespace(self.id if self.wants_scores else params.group or self.id, params.cache_salt)
             if self.is_private
-            else salt_namespace(params.cache_salt)
+            else params.namespace
         )
         self.miss: Miss = "" if not self.is_private else "off" if can_reuse else why_not
         """Reason why no more of its prompt was cached at the first admission."""

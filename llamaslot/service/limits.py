@@ -190,7 +190,7 @@ class ProbsLimit(NamedTuple):
 
 def request_digest(params: GenerateParams, prompt: TokenizedPrompt) -> bytes:
     """Return the 16 bytes by which a request is recognized: its namespace and its tokens."""
-    digest = hashlib.blake2b(params.cache_salt.encode(errors="surrogatepass"), digest_size=16)
+    digest = hashlib.blake2b(params.namespace.encode(), digest_size=16)
     digest.update(b"\0" + prompt.packed_tokens)
     return digest.digest()
 

@@ -262,7 +262,7 @@ async def computing(start: Any, **fields: Any) -> Any:
 
 @pytest.mark.parametrize(
     "query",
-    [ClearCache(), DropPaths(salt_namespace(""), (packed(np.array([*PROMPT.encode()], dtype=np.int32)),), b"")],
+    [ClearCache(), DropPaths(((salt_namespace(""), packed(np.array([*PROMPT.encode()], dtype=np.int32))),), b"")],
     ids=["clear", "drop"],
 )
 async def test_clearing_and_dropping_end_what_runs_in_the_background(start: Any, query: Any) -> None:

@@ -11,6 +11,7 @@ import pytest
 from msgspec.structs import asdict
 
 from llamaslot.base import prompt_jobs
+from llamaslot.base.adapters import AppliedAdapter
 from llamaslot.base.advice import Divergence, HitCurve, SizeAdvice
 from llamaslot.base.callers import Caller
 from llamaslot.base.commands import (
@@ -106,7 +107,7 @@ PROMPT_JOBS = [
     Prepare(
         "chat",
         b"{}",
-        RequestContext("r", Caller("k", "a", "mine"), key_secret="a b"),
+        RequestContext("r", Caller("k", "a", "mine"), key_secret="a b", adapter_scales=(0.5, 0.0)),
     ),
     AnswerBody("tokenize", b"\xff"),
     ListItems((b"[]", b'[{"id": "a"}]'), 20, is_descending=True),
@@ -120,14 +121,14 @@ QUERIES = [
     InspectHitCurve(),
     SlotAction(1, "restore", "a.bin"),
     ClearCache(),
-    DropPaths("space", (b"\1\0\0\0",), b"digest"),
+    DropPaths((("space", b"\1\0\0\0"),), b"digest"),
 ]
 RECORDS = (
     TextAnchor(key=b"key", tokens=b"abcd", parent=b"parent", start=3),
     Session(key=b"key", tokens=b"abcd", session=b"key", n_added=0, n_prompt=1, n_text=1, branches=((0, b"efgh"),)),
     reply(b"key", owner="one"),
 )
-PARAMS = GenerateParams("r", sampling=SAMPLING)
+PARAMS = GenerateParams("r", sampling=SAMPLING, adapters=(AppliedAdapter(1, 0.5, "digest"),))
 JOBS = [
     prompt_jobs.Remember("r", b"\1\0\0\0", 3),
     prompt_jobs.NextTurn("r", b"\1\0\0\0", 3, "chatcmpl-1", 100),

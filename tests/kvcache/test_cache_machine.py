@@ -517,7 +517,7 @@ class CacheMachine(RuleBasedStateMachine):
             tokens = asked.tokens[: int(share * len(asked.tokens))]
             path = packed(np.array(tokens, dtype=np.int32))
             fork = cache._tree.match(namespace, path).last_fork()
-            cache.dropper.drop_paths(namespace, [path])
+            cache.dropper.drop_paths([(namespace, path)])
             left = cache._tree.match(namespace, path)
             assert left.n_resident <= fork
             # A segment that starts before the fork cannot be cut: it stays whole.

@@ -235,7 +235,7 @@ async def test_a_dropped_session_gives_its_tokens_once(worker: LocalPrompts) -> 
     worker.call(Remember("a", BROKEN, 2))
     found = [await worker.call(DropSession("mine")) for _ in range(2)]
     assert all(isinstance(each, DropPaths) for each in found)
-    assert [each.paths for each in found] == [(prompt.packed_tokens + BROKEN,), ()]
+    assert [each.paths for each in found] == [(("", prompt.packed_tokens + BROKEN),), ()]
 
 
 async def test_a_session_is_dropped_with_its_branches(worker: LocalPrompts) -> None:
