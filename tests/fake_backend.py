@@ -3,9 +3,9 @@
 A cell holds a token, its position and the set of sequence ids that use it, as in llama.cpp (`seq_rm`, `seq_cp`).
 A generated token is a hash of the (position, token) pairs of its sequence, so wrong KV gives a wrong token. So does
 a wrong partial state, in models of a `kind` that has one: a hash of the tokens that were computed in the sequence.
-Constraints are followed by the real matcher, on a vocabulary of bytes. Tests choose which decodes fail. The state
-machine that tests the real backend (`tests/backend/test_state_machine.py`) tests this one too, so it cannot be bent
-to pass.
+What is computed with LoRA adapters has other tokens in its cells (`adapted`). Constraints are followed by the real
+matcher, on a vocabulary of bytes. Tests choose which decodes fail. The state machine that tests the real backend
+(`tests/backend/test_state_machine.py`) tests this one too, so it cannot be bent to pass.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from llguidance import LLTokenizer, TokenizerWrapper
 
 from llamaslot.backend.constraints import Compiled, ConstraintCompiler, Matcher
 from llamaslot.base import kv_ops
+from llamaslot.base.adapters import Adapters
 from llamaslot.base.backend import (
     CONSTRAINT_FAILED,
     NO_TOKEN,
@@ -33,6 +34,7 @@ from llamaslot.base.backend import (
     Run,
     Status,
     accepted,
+    check_adapters,
     check_runs,
 )
 from llamaslot.base.commands import Constraint
@@ -40,6 +42,7 @@ from llamaslot.base.errors import ConfigError
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.generation.token_probs import NOT_SCORED, TokenScore
 from llamaslot.base.model import (
+    Adapter,
     Capabilities,
     CheckpointSize,
     ModelInfo,
@@ -61,6 +64,8 @@ BOS, EOS = 256, 257
 WINDOW = 8
 """Tokens of a sliding window."""
 N_VOCAB = 258
+N_TOKENS = 2**12
+"""More than the tokens of any vocabulary, so that a cell can also have a number for the adapters."""
 N_VECTOR, N_SCORES = 6, 2
 """Numbers of a vector, and scores of a reranker."""
 
@@ -173,6 +178,7 @@ class FakeBackend:
         pooling: Pooling | Literal[""] = "",
         rerank: RerankFormat | None = None,
         attends_later: bool = False,
+        n_adapters: int = 0,
     ) -> None:
         self.vocab = vocab or FakeVocab()
         has_states = kind is not StateKind.NONE
@@ -197,6 +203,7 @@ class FakeBackend:
             checkpoint_size=CheckpointSize(64, 8 * ("window" in kind), WINDOW) if has_states else None,
             pooling=pooling, embeds_whole=embeds_whole, rerank=rerank,
             n_vector=0 if not pooling else N_SCORES if pooling == "rank" else N_VECTOR,
+            adapters=tuple(Adapter(f"{i}.gguf", f"digest-{i}", 0.0) for i in range(n_adapters)),
         )  # fmt: skip
         self.failures: deque[tuple[Status, int]] = deque()
         self.poison: set[int] = set()
@@ -212,6 +219,9 @@ class FakeBackend:
         """Tokens that are generated."""
         self._eos_every = eos_every
         self._make_pools()
+        self._adapters: Adapters = ()
+        self.n_switches = 0
+        """Number of steps with other adapters than the one before."""
         self._rows: dict[int, list[int]] = {}
         self._drafts: dict[int, list[int]] = {}
         self._targets: dict[int, Run] = {}
@@ -361,6 +371,13 @@ class FakeBackend:
 
     stats = BackendStats()
 
+    def use_adapters(self, adapters: Adapters) -> None:
+        """Have KV depend on these adapters from now on."""
+        self._check_loaded()
+        check_adapters(adapters, self.info)
+        self.n_switches += adapters != self._adapters
+        self._adapters = adapters
+
     def decode(self, runs: Sequence[Run], draws: Draws = ()) -> Decoded:
         """Place a batch in the pool, or fail as `failures` says."""
         self._check_loaded()
@@ -376,7 +393,7 @@ class FakeBackend:
             n_before = len(run.tokens) - max(run.n_outputs, 1) + 1
             # All tokens up to the first row of logits at once, then the drafted ones.
             for start, end in [(0, n_before), *((i, i + 1) for i in range(n_before, len(run.tokens)))]:
-                tokens = run.tokens[start:end].tolist()
+                tokens = [adapted(token, self._adapters) for token in run.tokens[start:end].tolist()]
                 self._place(run.seq, [(token, run.start + start + i) for i, token in enumerate(tokens)])
                 if self.states.has_states:
                     self._partial[run.seq] = _state_of(tokens, self._partial.get(run.seq, 0))
@@ -559,6 +576,11 @@ class FakeBackend:
 
     def _pool(self, seq: int) -> CellPool:
         return self.pools[0 if self.info.unified else seq]
+
+
+def adapted(token: int, adapters: Adapters) -> int:
+    """Return what a cell has of a token that was computed with these adapters."""
+    return token + (1 + _digest(adapters) % 2**18) * N_TOKENS if adapters else token
 
 
 def vector_of(row: int, n: int) -> bytes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from llamaslot.base.tokens import unpacked
 from llamaslot.kvcache.radix_tree import RadixTree
 from llamaslot.scheduler.scheduler import Scheduler
-from tests.fake_backend import FakeBackend
+from tests.fake_backend import N_TOKENS, FakeBackend
 
 
 def check_pool(scheduler: Scheduler, backend: FakeBackend, *, computing: bool = False) -> None:
@@ -19,7 +19,9 @@ def check_pool(scheduler: Scheduler, backend: FakeBackend, *, computing: bool = 
     if cache._sequences.operations:
         return
     for seq in range(backend.n_seqs):
-        held, seen = list(enumerate(tokens_of(tree, seq))), backend.seen(seq)
+        held, in_cells = list(enumerate(tokens_of(tree, seq))), backend.seen(seq)
+        seen = [(position, token % N_TOKENS) for position, token in in_cells]
+        assert len({token // N_TOKENS for _, token in in_cells}) <= 1, f"sequence {seq} has KV of other adapters"
         running = seq < len(scheduler.slots) and scheduler.slots[seq].request is not None
         assert seen[: len(held)] == held, seq
         assert seen == held or (running and computing), seq

@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
+from llamaslot.base.adapters import Adapters
 from llamaslot.base.backend import Backend, CompiledConstraint, Decoded, Draws, Run, Sampler, Status
 from llamaslot.base.commands import Constraint
 from llamaslot.base.generation.sampling import Sampling
@@ -302,6 +303,9 @@ class Recorder:
         self.namespaces = {}
 
     stats = BackendStats()
+
+    def use_adapters(self, adapters: Adapters) -> None:
+        self.inner.use_adapters(adapters)
 
     def decode(self, runs: Sequence[Run], draws: Draws = ()) -> Decoded:
         self.n_calls += 1

@@ -228,6 +228,8 @@ def _why_incompatible(before: ModelInfo, after: ModelInfo) -> str:
     """Return why an engine cannot continue for the one before; empty if it can."""
     if before.kv_files != after.kv_files:
         return "the model's file or the library was changed while it was served: start the server again"
+    if before.adapters != after.adapters:
+        return "a file of --lora was changed while it was served: start the server again"
     sizes = (before.n_ctx_slot, before.n_slots, before.n_vocab)
     if sizes != (after.n_ctx_slot, after.n_slots, after.n_vocab):
         return "the KV pool got another size: start the server again"

@@ -24,6 +24,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeAlias
 
 import numpy as np
@@ -32,7 +33,6 @@ from llamaslot.base.backend import CONSTRAINT_FAILED, NO_TOKEN, Status
 from llamaslot.base.events import FinishReason
 from llamaslot.base.generation.token_probs import TokenScore
 from llamaslot.base.model import ModelInfo
-from llamaslot.base.namespaces import salt_namespace
 from llamaslot.base.stats import CacheStats
 from llamaslot.base.tokens import WIDTH, packed
 from llamaslot.kvcache.cache import KVCache
@@ -45,7 +45,10 @@ from llamaslot.scheduler.chunk_sizer import ChunkSizer
 from llamaslot.scheduler.layout import LayoutChoice
 from llamaslot.scheduler.request import NO_TOKENS, Request, RequestEvent, ReuseStats, Slot
 from llamaslot.scheduler.step import RequestResult, StepPlan, StepResult, Turn, Work
-from llamaslot.scheduler.step_planner import PromptTurns, RunTurns, StepPlanner
+from llamaslot.scheduler.step_planner import AdapterTurns, PromptTurns, RunTurns, StepPlanner
+
+_MIN_TURN = 20
+"""Shortest turn of requests with the same LoRA adapters, in durations of a change: changes so take under 5%."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -367,14 +370,14 @@ class Scheduler:
         if request.n_reused and not request.n_generated and not request.is_private:
             reused = tokens[: request.n_reused * WIDTH]
             self.admission.preempt(request, now)
-            self._dropper.drop_paths(namespace, [tokens])
+            self._dropper.drop_paths([(namespace, tokens)])
             is_left = self.cache.match(namespace, reused).n_cached >= request.n_reused
             request.isolate(reused if is_left else b"")
             return [DecodeFailed(request, "INVALID_LOGITS", is_retried=True)]
         failed = work.samples or (request,)
         for each in failed:
             self.end(each, now)
-        self._dropper.drop_paths(namespace, [tokens])
+        self._dropper.drop_paths([(namespace, tokens)])
         return [DecodeFailed(each, "INVALID_LOGITS") for each in failed]
 
     def _take_tokens(self, result: RequestResult, now: float) -> Sampled:
@@ -397,7 +400,7 @@ class Scheduler:
         """
         if request.distrusted:
             self._dropper.invalidate_path(
-                salt_namespace(request.params.cache_salt), request.distrusted, with_public=request.n_public > 0
+                request.params.namespace, request.distrusted, with_public=request.n_public > 0
             )
             request.distrusted = b""
 
@@ -471,7 +474,12 @@ class Scheduler:
         self.cache.invalidate(request.slot)
         request.is_invalidated = True
 
-    def _turns_for(self, info: ModelInfo) -> PromptTurns | RunTurns | None:
+    def _turns_for(self, info: ModelInfo) -> AdapterTurns | PromptTurns | RunTurns | None:
+        """Return the turns that requests take where a step may not have all of them."""
+        new_turns = partial(self._turns_of_lengths, info)
+        return AdapterTurns(_MIN_TURN * info.adapter_switch_ms / 1e3, new_turns) if info.adapters else new_turns()
+
+    def _turns_of_lengths(self, info: ModelInfo) -> PromptTurns | RunTurns | None:
         """Return the turns that requests take where a step may not have runs of any lengths."""
         if not info.state.kind.allows_mixed_lengths:
             return RunTurns()

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from llamaslot.base.adapters import Adapters
 from llamaslot.base.backend import Backend, Decoded, Draws, Run, Sampler, Status
 from llamaslot.base.generation.token_probs import TokenScore
 from llamaslot.base.kv_ops import (
@@ -71,6 +72,16 @@ class Turn:
     """Number of decoding requests that are not in this step and wait for its end."""
     waiting_since: float | None = None
     """`PromptTurns` only: when the first step that these requests wait for was planned."""
+    order: tuple[Adapters, ...] = ()
+    """`AdapterTurns` only: the adapters of all requests that can run, in the order of their turns; those of this
+    step at the end.
+    """
+    changes_adapters: bool = False
+    """True if the adapters of this step are not those of the last one."""
+    since: float = 0.0
+    """`AdapterTurns` only: when the turn of its adapters began."""
+    n_apart: int = 0
+    """Number of decoding requests with other adapters, which wait for the end of the step too."""
     waited_s: float | None = None
     """Seconds that prompt steps have delayed the decoding requests; None if none ran since their last step."""
     n_overtaken: int | None = None
@@ -96,6 +107,11 @@ class StepPlan:
     uploads: list[Upload] = field(default_factory=list)
     """Uploads to the remote tier to start once the operations are done."""
     turn: Turn = Turn()
+
+    @property
+    def adapters(self) -> Adapters:
+        """Adapters of the step, which all of its requests apply."""
+        return self.work[0].request.params.adapters if self.work else ()
 
     @property
     def n_tokens(self) -> int:
@@ -162,6 +178,7 @@ def apply(plan: StepPlan, backend: Backend, clock: Callable[[], float]) -> StepR
     if not plan.work:
         return StepResult(Decoded(Status.OK, {}), started, unsaved=unsaved, incomplete=incomplete)
     draws = _draws(plan.work, backend)
+    backend.use_adapters(plan.adapters)
     decoded = _decode(plan, draws, backend)
     results: Sequence[tuple[RequestResult, ...]] = ()
     lengths: dict[int, int] = {}

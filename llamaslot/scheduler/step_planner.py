@@ -8,6 +8,7 @@ Where llama.cpp should not compute runs of different lengths together, requests 
     PromptTurns    all decoding requests, or one prompt: in a partitioned pool
     RunTurns       single tokens of any number of requests, or a longer run of one: for models with both sliding
                    windows and recurrent states
+    AdapterTurns   requests with the same LoRA adapters, and of these the ones whose turn it is
 
 `next` returns the requests for the next step. Only `commit` changes state, so a plan that is not executed takes no
 turn.
@@ -16,11 +17,12 @@ turn.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
+from llamaslot.base.adapters import Adapters
 from llamaslot.base.backend import Run
 from llamaslot.base.model import ModelInfo
 from llamaslot.kvcache.cache import KVCache
@@ -138,6 +140,66 @@ class RunTurns:
                 request.place = place
 
 
+class AdapterTurns:
+    """Turns of requests with different LoRA adapters: llama.cpp applies adapters to a whole step.
+
+    1. A change of adapters takes time (fact 42). So those of a step keep their turn for `min_s` seconds, as long as
+       they have something to compute.
+    2. Then it is the turn of those that have waited longest. New ones come after those that wait already, as in
+       `RunTurns`.
+    3. Among the requests with these adapters, the turns that `new_turns` makes say which may be in the step. Each
+       set of adapters has its own, since they remember how long its decodes have waited.
+
+    Decodes with other adapters wait meanwhile, so a prompt may take no more than their gap in one step.
+    """
+
+    def __init__(self, min_s: float, new_turns: Callable[[], PromptTurns | RunTurns | None]) -> None:
+        self._min_s = min_s
+        self._new_turns = new_turns
+        self._turns: dict[Adapters, PromptTurns | RunTurns | None] = {}
+        """By adapters, in the order of their turns; those of the last step at the end."""
+        self._last: Adapters = ()
+        """Adapters of the last step."""
+        self._since = 0.0
+        """When their turn began."""
+
+    def next(self, pending: Mapping[Request, int], now: float) -> Turn:
+        """Return the turn of the next step, as `PromptTurns` does."""
+        groups: dict[Adapters, dict[Request, int]] = {}
+        for request, n in pending.items():
+            groups.setdefault(request.params.adapters, {})[request] = n
+        if not groups:
+            return Turn()
+        waiting = [each for each in self._turns if each in groups and each != self._last]
+        waiting += [each for each in groups if each not in self._turns and each != self._last]
+        keeps = self._last in groups and (not waiting or now - self._since < self._min_s)
+        chosen = self._last if keeps else waiting.pop(0)
+        if not keeps and self._last in groups:
+            waiting.append(self._last)
+        own, turns = groups[chosen], self._turns.get(chosen) or self._new_turns()
+        turn = turns.next(own, now) if turns is not None else Turn([*own])
+        n_apart = sum(request.is_decoding(n) for each in waiting for request, n in groups[each].items())
+        return replace(
+            turn,
+            order=(*waiting, chosen),
+            changes_adapters=chosen != self._last,
+            since=self._since if keeps else now,
+            n_apart=n_apart,
+            # Without own decodes that wait, it is the first step of prompts for the others.
+            waited_s=turn.waited_s if turn.n_waiting else None,
+        )
+
+    def commit(self, turn: Turn) -> None:
+        """Record that a step with this turn was carried out."""
+        if not turn.order:
+            return
+        self._turns = {each: self._turns.get(each) or self._new_turns() for each in turn.order}
+        self._last, self._since = turn.order[-1], turn.since
+        turns = self._turns[self._last]
+        if turns is not None:
+            turns.commit(turn)
+
+
 @dataclass(slots=True)
 class _Grant:
     """Tokens of one request that a step may compute."""
@@ -170,6 +232,7 @@ class StepPlanner:
 
     def set_costs(self, info: ModelInfo) -> None:
         """Take over the costs of steps."""
+        self._switch_s = info.adapter_switch_ms / 1e3
         self.set_layout(info)
         # Without `step_cost` there are no dummy rows. It is measured only for models whose sequences can be
         # truncated, so dummy rows can always be removed.
@@ -219,14 +282,17 @@ class StepPlanner:
 
     def observe(self, plan: StepPlan, result: StepResult) -> None:
         """Learn the costs of prompt tokens, decodes and dummy rows from a step that was computed."""
+        seconds = result.seconds
+        if plan.turn.changes_adapters:
+            seconds = max(seconds - self._switch_s, 0.0)
         # Tokens forced by constraints cost as much as prompt tokens, so they count as such.
         lengths = [(len(work.run.tokens), work.request) for work in plan.work]
         n_decoding = sum(request.is_decoding(n) for n, request in lengths)
         n_prefill = sum(n for n, _ in lengths) - n_decoding
         n_padding = sum(len(run.tokens) for run in plan.padding) if n_prefill else 0
-        self._chunks.observe(n_prefill + n_padding, n_decoding, result.seconds)
+        self._chunks.observe(n_prefill + n_padding, n_decoding, seconds)
         if n_prefill == 0 and not self._cache.settings.unified:
-            self._dummy_rows.observe([*(work.run for work in plan.work), *plan.padding], result.seconds)
+            self._dummy_rows.observe([*(work.run for work in plan.work), *plan.padding], seconds)
 
     def _grant(self, requests: Sequence[Request], turn: Turn) -> list[_Grant]:
         """Return how many tokens each request may compute, if there are cells for them."""
@@ -241,7 +307,9 @@ class StepPlanner:
                 n_rows -= n_wanted
             grants.append(_Grant(request, n_pending, n_due, n_wanted, request.is_decoding(n_pending)))
         n_decoding = sum(each.is_decoding for each in grants)
-        limit = self._chunks.limit(n_decoding, n_waiting=turn.n_waiting, waited_s=turn.waited_s)
+        # Those that have waited for a known time have the same adapters.
+        n_waiting = turn.n_waiting + (turn.n_apart if turn.waited_s is None else 0)
+        limit = self._chunks.limit(n_decoding, n_waiting=n_waiting, waited_s=turn.waited_s)
         if any(request.params.is_background for request in requests):
             # It runs alone.
             limit = min(limit, self._chunks.background())

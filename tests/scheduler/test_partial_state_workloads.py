@@ -213,7 +213,7 @@ class Workload:
     def drop_path(self) -> None:
         """A client drops what one request has left."""
         request = self.rng.choice(self.requests)
-        self.driver.cache.dropper.drop_paths(request.namespace, [packed(request.tokens.view())])
+        self.driver.cache.dropper.drop_paths([(request.namespace, packed(request.tokens.view()))])
         self.counts["dropped a path"] += 1
         self.step()
 

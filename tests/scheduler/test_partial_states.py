@@ -80,7 +80,7 @@ def test_what_is_dropped_of_a_path_takes_its_checkpoints_along(kind: StateKind, 
 
     kept = positions(other)
     assert {32, 48, 56} <= {*positions(dropped)} - {*kept}
-    driver.cache.dropper.drop_paths(dropped.namespace, [packed(dropped.tokens.view())])
+    driver.cache.dropper.drop_paths([(dropped.namespace, packed(dropped.tokens.view()))])
     driver.step()
     assert max(positions(dropped)) <= 30
     assert positions(other) == kept

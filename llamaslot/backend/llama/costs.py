@@ -494,6 +494,7 @@ def key_of(settings: LlamaSettings, info: ModelInfo, n_seqs: int) -> str:
         replace(
             settings,
             model=Path(),
+            adapters=(),
             n_ctx=0,
             kv_mem_fraction=0.0,
             measure_at_load=False,

@@ -27,7 +27,17 @@ from llamaslot.backend.llama.sampling.sampler import LlamaSampler
 from llamaslot.backend.llama.threads import StepThreads
 from llamaslot.backend.llama.vocab import ConstraintTokenizer, LlamaVocab
 from llamaslot.base import kv_ops
-from llamaslot.base.backend import CompiledConstraint, Decoded, Draws, Run, Status, accepted, check_runs
+from llamaslot.base.adapters import Adapters, applied
+from llamaslot.base.backend import (
+    CompiledConstraint,
+    Decoded,
+    Draws,
+    Run,
+    Status,
+    accepted,
+    check_adapters,
+    check_runs,
+)
 from llamaslot.base.commands import Constraint
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.files import parts
@@ -54,6 +64,8 @@ class LlamaBackend:
 
     _context: Any
     _memory: Any
+    _applied: Adapters = ()
+    """Adapters that the context has."""
     _has_vectors = False
     """True if the outputs of the last decode are vectors."""
 
@@ -71,6 +83,8 @@ class LlamaBackend:
         files = _files(settings)
         self._model, n_mapped = loading.load_model(settings, on_progress)
         try:
+            # Before the pool, which gets what memory they leave.
+            self._adapters, adapters = loading.load_adapters(self._model, settings)
             settings = self._settings = loading.for_vectors(self._model, settings)
             n_cache_seqs, n_seqs = self._sequences()
             # Other threads may use the vocabulary while the model is unloaded.
@@ -90,7 +104,7 @@ class LlamaBackend:
         eog = tuple(sorted(self.vocab.eog, key=lambda token: (token != self.vocab.eos, token)))
         tokenizer = ConstraintTokenizer(self.vocab)
         self._constraints = ConstraintCompiler(lambda: tokenizer.make(eog), n_vocab=self.vocab.n_tokens, eog=eog)
-        self.info = self._describe(settings, made, n_cache_seqs, size, files)
+        self.info = self._describe(settings, made, n_cache_seqs, sizing=size, kv_files=files, adapters=adapters)
         self._batch = Batch(self.info.n_ubatch)
         self._kv = KvOperations(self._context, self.info, self.n_seqs)
         self._rows: dict[int, tuple[int, list[int]]] = {}
@@ -158,6 +172,18 @@ class LlamaBackend:
         # With windows and recurrent states, llama.cpp's lowest position is not that of the KV of every token.
         start = llama_cpp.llama_memory_seq_pos_min(self._memory, seq) if self.info.can_trim else 0
         return range(start, end) if end else range(0)
+
+    def use_adapters(self, adapters: Adapters) -> None:
+        """Have the next batches computed with these adapters; a change takes time (fact 42)."""
+        self._check_open()
+        check_adapters(adapters, self.info)
+        if adapters == self._applied:
+            return
+        n = len(adapters)
+        handles = (llama_cpp.llama_adapter_lora_p_ctypes * n)(*(self._adapters[each.id] for each in adapters))
+        scales = (ctypes.c_float * n)(*(each.scale for each in adapters))
+        llama_cpp.llama_set_adapters_lora(self._context, handles, n, scales)
+        self._applied = adapters
 
     def decode(self, runs: Sequence[Run], draws: Draws = ()) -> Decoded:
         """Compute a batch, and on the device as many of the `draws` as can be."""
@@ -317,6 +343,7 @@ class LlamaBackend:
         if self.info.self_test != "pending":
             return True
         held = self._kv.set_aside()
+        self.use_adapters(())
         result = self_test.run(self, self._context, limit_s=None, should_stop=should_stop)
         self._rows, self._targets = {}, {}
         if not self._kv.put_back(held):
@@ -346,6 +373,7 @@ class LlamaBackend:
             self._set_costs(kept)
             self.info = msgspec.structs.replace(self.info, costs_pending="")
             return True
+        self.use_adapters(())
         measured = self._measure(should_stop)
         self._rows, self._targets = {}, {}
         if measured is not None:
@@ -396,6 +424,9 @@ class LlamaBackend:
             n = len(parts(settings.model))
             if _files(settings)[:n] != self.info.kv_files[:n]:
                 raise RuntimeError(f"{settings.model} was changed since it was loaded first")
+            self._adapters, adapters = loading.load_adapters(self._model, settings)
+            if adapters != self.info.adapters:
+                raise RuntimeError("a file of --lora was changed since it was loaded first")
             self._remake(unified=self.info.unified)
             self._is_unloaded = False
             self._compute_once()
@@ -438,6 +469,7 @@ class LlamaBackend:
         self._memory = llama_cpp.llama_get_memory(self._context)
         self.n_seqs: int = llama_cpp.llama_n_seq_max(self._context)
         self._chains.context = made.handle
+        self._applied = ()
 
     def _remake(self, *, unified: bool) -> None:
         """Create a context in place of one that was freed; raises `ConfigError`."""
@@ -464,9 +496,7 @@ class LlamaBackend:
             self._views[address] = view
         return view
 
-    def _describe(
-        self, settings: LlamaSettings, made: Context, n_cache_seqs: int, size: str, files: tuple[ModelFile, ...]
-    ) -> ModelInfo:
+    def _describe(self, settings: LlamaSettings, made: Context, n_cache_seqs: int, **others: Any) -> ModelInfo:
         model, context, vocab = self._model, self._context, self.vocab
         n_ctx_train = llama_cpp.llama_model_n_ctx_train(model)
         n_ctx_seq = llama_cpp.llama_n_ctx_seq(context)
@@ -500,8 +530,7 @@ class LlamaBackend:
             context_ms=1e3 * made.seconds,
             flash_attn=made.flash_attn,
             kv_facts=loading.kv_facts(model, context, settings, flash_attn=made.flash_attn),
-            kv_files=files,
-            sizing=size,
+            **others,
             cache_type_k=settings.cache_type_k,
             cache_type_v=settings.cache_type_v,
             device=library.device_used(loading.gpus(settings)),
@@ -543,6 +572,8 @@ class LlamaBackend:
             self._kv.partial.save_blanks(one=0, empty=1)
         if self.info.can_reuse and (self.n_seqs > self.info.n_slots or not self.info.unified):
             self._measure_sizes(token)
+        if self.info.adapters:
+            self._measure_switch(token)
         self._clear()
 
     def _compute_once(self) -> Tokens:
@@ -684,6 +715,26 @@ class LlamaBackend:
             if info.keeps_checkpoints
             else None,
         )
+
+    def _measure_switch(self, token: Tokens) -> None:
+        """Set `adapter_switch_ms`, from steps with all adapters and steps with none.
+
+        llama.cpp ends the process if there is no memory for its graphs, so that had better happen now.
+        """
+        everything = applied(self.info.adapters, [1.0] * len(self.info.adapters))
+        more_ms = []
+        for adapters in (everything, (), everything, ()):
+            self.use_adapters(adapters)
+            ms = []
+            for _ in range(2):
+                self.change(kv_ops.Remove(0, 0))
+                started = perf_counter()
+                self.decode([Run(seq=0, start=0, tokens=token, n_outputs=1)])
+                llama_cpp.llama_synchronize(self._context)
+                ms.append(1e3 * (perf_counter() - started))
+            more_ms.append(max(ms[0] - ms[1], 0.0))
+        # The first two changes also touch memory for the first time.
+        self.info = msgspec.structs.replace(self.info, adapter_switch_ms=sum(more_ms[2:]) / 2)
 
     def _check_open(self) -> None:
         if self._closed or self._is_unloaded:

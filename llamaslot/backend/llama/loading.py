@@ -6,6 +6,7 @@ Every failure becomes one line for the terminal (`ConfigError`).
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import math
 import os
 import re
@@ -22,8 +23,8 @@ from llamaslot.backend.llama import capabilities, library
 from llamaslot.backend.llama.capabilities import Caches
 from llamaslot.backend.llama.library import Device
 from llamaslot.base.errors import ConfigError
-from llamaslot.base.files import MetadataValue, check_file, has_tensor
-from llamaslot.base.model import QUERY_BLOCK, Pooling, RerankFormat
+from llamaslot.base.files import MetadataValue, check_file, has_tensor, open_regular, read_adapter
+from llamaslot.base.model import QUERY_BLOCK, Adapter, ModelFile, Pooling, RerankFormat
 
 _log = structlog.get_logger(__name__)
 
@@ -172,6 +173,8 @@ class LlamaSettings:
     numa: Literal["off", "distribute", "isolate", "numactl"] = "off"
     overrides: tuple[tuple[str, MetadataValue], ...] = ()
     """Keys and values in place of those of the model file's metadata."""
+    adapters: tuple[tuple[Path, float], ...] = ()
+    """Files of LoRA adapters, each with its scale at start."""
     rope: Rope = Rope()
     flash_attn: Literal["auto", "on", "off"] = "auto"
     backend_sampling: bool | None = None
@@ -284,6 +287,32 @@ def load_model(settings: LlamaSettings, on_progress: Callable[[float], bool]) ->
         llama_cpp.llama_model_free(model)
         raise ConfigError(f"{settings.model} {reason}", param="--model")
     return model, n_mapped
+
+
+def load_adapters(model: Any, settings: LlamaSettings) -> tuple[list[Any], tuple[Adapter, ...]]:
+    """Return the handles of the adapters, which are freed with the model, and facts about them by the same ids.
+
+    Raises `ConfigError`.
+    """
+    handles, found = [], []
+    for path, scale in settings.adapters:
+        before = ModelFile.of(path)
+        texts = read_adapter(path, settings.model)
+        try:
+            with open_regular(path) as file:
+                digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+        except OSError as error:
+            raise ConfigError(f"--lora: cannot read {path}: {error.strerror}", param="--lora") from None
+        with library.watched() as (_, errors):
+            handle = llama_cpp.llama_adapter_lora_init(model, os.fsencode(path))
+            if not handle:
+                raise ConfigError(f"--lora: cannot load {path}: {_reason(errors)}", param="--lora")
+        if ModelFile.of(path) != before:
+            raise ConfigError(f"--lora: {path} was changed while it was loaded", param="--lora")
+        handles.append(handle)
+        name, prefix = (texts.get(f"adapter.lora.{key}", "") for key in ("task_name", "prompt_prefix"))
+        found.append(Adapter(str(path), digest, scale, name, prefix))
+    return handles, tuple(found)
 
 
 def model_params(settings: LlamaSettings) -> Any:
