@@ -45,7 +45,7 @@ _MARK = b"\0"
 DEFAULT_LIMIT, MAX_LIMIT = 20, 100
 is_count = re.compile(r"[0-9]{1,9}").fullmatch
 
-B = TypeVar("B", bound=msgspec.Struct)
+B = TypeVar("B")
 T = TypeVar("T")
 LATER: Any = msgspec.Raw(_MARK)
 """Place of a value for `with_values`: a byte that JSON never has."""

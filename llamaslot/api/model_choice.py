@@ -54,7 +54,7 @@ async def choose_model(request: web.Request, handler: Handler) -> web.StreamResp
         return await _answer(request, handler, needs, name)
     async with request.app[BODY_READER].received(request) as raw:
         # Here, since msgspec passes over all else: a GiB takes about a second.
-        name = decode(raw, _Named).model or ""
+        name = "" if raw.lstrip().startswith(b"[") else decode(raw, _Named).model or ""
         del raw
         return await _answer(request, handler, needs, name)
 

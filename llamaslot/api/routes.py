@@ -167,12 +167,6 @@ class ModelStatus(msgspec.Struct, forbid_unknown_fields=True):
     """Why it could not be loaded."""
 
 
-class Done(msgspec.Struct, forbid_unknown_fields=True):
-    """The reply to what is done in the background."""
-
-    success: Literal[True]
-
-
 class Model(msgspec.Struct, forbid_unknown_fields=True):
     """A model in OpenAI's format."""
 
@@ -460,7 +454,7 @@ _ROUTES = (
         "POST",
         "/models/load",
         server_endpoints.load,
-        (Done,),
+        (server_endpoints.Success,),
         (server_endpoints.ModelBody,),
         access=Access.ADMIN,
         needs=Needs.NOTHING,
@@ -469,7 +463,7 @@ _ROUTES = (
         "POST",
         "/models/unload",
         server_endpoints.unload,
-        (Done,),
+        (server_endpoints.Success,),
         (server_endpoints.ModelBody,),
         access=Access.ADMIN,
         needs=Needs.NOTHING,
@@ -667,6 +661,24 @@ _ROUTES = (
         parameters=(_ACTION, _MODEL),
         access=Access.ADMIN,
         body_required=False,
+    ),
+    Route(
+        "GET",
+        "/lora-adapters",
+        server_endpoints.lora_adapters,
+        (list[server_endpoints.LoraAdapter],),
+        parameters=(_MODEL,),
+        needs=Needs.PROCESSES,
+    ),
+    Route(
+        "POST",
+        "/lora-adapters",
+        server_endpoints.scale_adapters,
+        (server_endpoints.Success,),
+        (list[bodies.AdapterScale],),
+        parameters=(_MODEL,),
+        access=Access.ADMIN,
+        needs=Needs.PROCESSES,
     ),
     Route("POST", "/tokenize", server_endpoints.tokenize, (TokenizeReply,), (bodies.TokenizeBody,)),
     Route("POST", "/detokenize", server_endpoints.detokenize, (DetokenizeReply,), (bodies.DetokenizeBody,)),

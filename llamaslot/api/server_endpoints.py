@@ -16,6 +16,8 @@ from llamaslot.base.errors import NotFoundError, NotSupportedError
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.model import ModelInfo
 from llamaslot.base.prompt_jobs import AnswerBody
+from llamaslot.protocol.bodies import AdapterScale
+from llamaslot.protocol.text_requests import adapter_scales
 from llamaslot.service.models import Models, ServedModel
 
 _CAPABILITIES = {"": "completion", "rank": "rerank"}
@@ -56,13 +58,13 @@ class ModelBody(msgspec.Struct):
 async def load(request: web.Request) -> web.Response:
     """Begin to load a model; its state is in the list of models."""
     _of_several(request).load((await read(request, ModelBody)).model)
-    return json_response({"success": True})
+    return json_response(Success())
 
 
 async def unload(request: web.Request) -> web.Response:
     """Begin to unload a model, once the requests that use it have ended; what is cached stays in RAM or on disk."""
     _of_several(request).unload((await read(request, ModelBody)).model)
-    return json_response({"success": True})
+    return json_response(Success())
 
 
 def _of_several(request: web.Request) -> Models:
@@ -202,6 +204,42 @@ def _in_ollamas_form(model: ServedModel) -> dict[str, Any]:
         "capabilities": [capability],
         "details": {"format": "gguf", "family": info.architecture if info is not None else ""},
     }
+
+
+class LoraAdapter(msgspec.Struct):
+    """A LoRA adapter, as in llama-server."""
+
+    id: int
+    path: str
+    scale: float
+    task_name: str
+    prompt_prefix: str
+
+
+class Success(msgspec.Struct):
+    """llama-server's reply to a change."""
+
+    success: Literal[True] = True
+
+
+async def lora_adapters(request: web.Request) -> web.Response:
+    """Return the LoRA adapters, and the scales of requests that name none."""
+    service = service_of(request)
+    pairs = zip(service.info.adapters, service.adapter_scales, strict=True)
+    return json_response(
+        [
+            LoraAdapter(i, each.path, scale, each.task_name, each.prompt_prefix)
+            for i, (each, scale) in enumerate(pairs)
+        ]
+    )
+
+
+async def scale_adapters(request: web.Request) -> web.Response:
+    """Set the scales of LoRA adapters for later requests that name none; those that it does not name get 0."""
+    service = service_of(request)
+    chosen = await read(request, list[AdapterScale])
+    service.adapter_scales = adapter_scales(chosen, len(service.info.adapters), "id")
+    return json_response(Success())
 
 
 class TokenizerInfo(msgspec.Struct):

@@ -323,6 +323,22 @@ class Config:
         "metadata of the model file to override: KEY=TYPE:VALUE, comma-separated, TYPE being int, float, bool or "
         "str; may be given again",
     )
+    lora: tuple[str, ...] = llama(
+        (),
+        "LoRA adapters, GGUF files, comma-separated; requests choose them by their places; may be given again",
+        env="LLAMASLOT_LORA",
+    )
+    lora_scaled: tuple[str, ...] = llama(
+        (),
+        "further adapters with their scales for requests that name none: FILE:SCALE, comma-separated; may be given "
+        "again",
+        env="LLAMASLOT_LORA_SCALED",
+    )
+    lora_init_without_apply: bool = llama(
+        False,
+        "scale all adapters by 0 until POST /lora-adapters; only requests that name them apply them",
+        env="LLAMASLOT_LORA_INIT_WITHOUT_APPLY",
+    )
     rope_scaling: Literal["auto", "none", "linear", "yarn"] = llama(
         "auto",
         "how RoPE is scaled for longer contexts; auto: as the model file says",

@@ -100,11 +100,6 @@ _WITHOUT_EFFECT = {
 
 _REFUSED = {
     # Those of planned features come first; remove the lines of what becomes an option.
-    "adapters are not supported yet; merge them into the model with llama.cpp's llama-export-lora": """
-        --lora FILES
-        --lora-scaled FILES
-        --lora-init-without-apply
-    """,
     "images and audio are not supported yet; remove it to serve the model for text": """
         -mm --mmproj FILE [LLAMA_ARG_MMPROJ]
         -mmu --mmproj-url URL [LLAMA_ARG_MMPROJ_URL]

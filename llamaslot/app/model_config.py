@@ -11,8 +11,10 @@ import os
 import re
 from collections.abc import Iterable
 from dataclasses import replace
+from pathlib import Path
 
 from llamaslot.app.config import Config
+from llamaslot.base.adapters import MAX_ADAPTERS, MAX_SCALE
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.files import MetadataValue
 
@@ -41,6 +43,7 @@ def check(config: Config) -> None:
     tensor_overrides(config)
     metadata_overrides(config)
     engine_cpus(config)
+    adapters(config)
     check_hub_model(config)
     is_older = not config.mmap or config.mlock or config.direct_io
     if config.load_mode != "auto" and is_older:
@@ -96,7 +99,7 @@ def metadata_overrides(config: Config) -> dict[str, MetadataValue]:
     """Return the values of `--override-kv` by key; the first one counts, as in llama-server."""
     found: dict[str, MetadataValue] = {}
     for text in config.override_kv:
-        for item in _items(text):
+        for item in _items(text, "--override-kv"):
             key, equals, typed = item.partition("=")
             kind, colon, value = typed.partition(":")
             if not equals or not colon:
@@ -109,12 +112,27 @@ def metadata_overrides(config: Config) -> dict[str, MetadataValue]:
     return found
 
 
-def _items(text: str) -> Iterable[str]:
+def _items(text: str, flag: str) -> Iterable[str]:
     """Return the items of a comma-separated list in which quotes may stand around an item."""
     try:
         return next(csv.reader([text], strict=True), [])
     except csv.Error:
-        raise _error("--override-kv", f"'{text}' has a quote that does not end") from None
+        raise _error(flag, f"'{text}' has a quote that does not end") from None
+
+
+def adapters(config: Config) -> tuple[tuple[Path, float], ...]:
+    """Return the files of `--lora`, then those of `--lora-scaled`, each with its scale at start."""
+    found = [(item, 1.0) for text in config.lora for item in _items(text, "--lora")]
+    for item in (item for text in config.lora_scaled for item in _items(text, "--lora-scaled")):
+        name, _, text = item.rpartition(":")
+        scale = _number(text)
+        if not name or scale is None or abs(scale) > MAX_SCALE:
+            raise _error("--lora-scaled", f"'{item}' is not FILE:SCALE, such as adapter.gguf:0.5")
+        found.append((name, scale))
+    if len(found) > MAX_ADAPTERS:
+        raise _error("--lora", f"{len(found)} adapters are more than {MAX_ADAPTERS}")
+    is_applied = not config.lora_init_without_apply
+    return tuple((Path(name).expanduser(), scale * is_applied) for name, scale in found)
 
 
 def _value(key: str, kind: str, text: str) -> MetadataValue:

@@ -22,12 +22,12 @@ from llamaslot.api.context import ApiSettings
 from llamaslot.app.config import Config
 from llamaslot.app.config_reader import read_template
 from llamaslot.app.http_config import api_settings, check_vocabulary, max_queue_per_client
-from llamaslot.app.model_config import metadata_overrides
+from llamaslot.app.model_config import adapters, metadata_overrides
 from llamaslot.app.model_table import ModelEntry
 from llamaslot.app.models import resolve_model
 from llamaslot.app.runtime.children import Runtime
 from llamaslot.base.errors import ConfigError, stopped_error
-from llamaslot.base.files import check_metadata, parts
+from llamaslot.base.files import check_metadata, parts, read_adapter
 from llamaslot.base.model import CPU
 from llamaslot.processes.messages import Loaded
 from llamaslot.service.metrics import Metrics
@@ -205,6 +205,8 @@ class ModelProcesses:
         """Start the processes and load the model. Raises `LlamaslotError`, and `OSError`."""
         config = self._entry.config
         check_metadata(Path(config.model), metadata_overrides(config), embeds=config.embeds)
+        for adapter, _ in adapters(config):
+            read_adapter(adapter, Path(config.model))
         runtime = self._runtime = Runtime(
             config, read_template(config), lambda _text, _share: None, memory_bytes=self._memory_bytes
         )

@@ -131,6 +131,8 @@ class Service:
         self._adviser = Adviser()
         self.capacity = Capacity(info.n_slots, max_queue, max_queue_per_client, metrics)
         self.reply_budget = ReplyBudget()
+        self.adapter_scales = tuple(each.scale for each in info.adapters)
+        """Scale of each LoRA adapter for requests that come from now on and name none."""
         self._ahead = AheadBudget(warm_ahead, clock)
         self.chat_template = prompts.chat_template
         """Jinja source of the template in use."""
@@ -197,6 +199,8 @@ class Service:
         Raises what `Capacity.check` raises, and `InvalidRequestError` or `ContextSizeError` for what cannot run.
         """
         live.reserve(1, live.client)
+        context = msgspec.structs.replace(job.context, adapter_scales=self.adapter_scales)
+        job = msgspec.structs.replace(job, context=context)
         self._n_prepared += 1
         live.id, live.prepared_at = job.context.request_id, self._clock()
         try:

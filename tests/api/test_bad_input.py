@@ -58,6 +58,7 @@ SAMPLING = [
     ("cache_prompt", 1),
     ("id_slot", 4),
     ("id_slot", -2),
+    ("lora", [{"id": 0, "scale": 1}]),
     ("ignore_eos", "no"),
     ("logit_bias", 5),
     ("logit_bias", [[258, 1]]),
@@ -142,7 +143,6 @@ async def test_best_of_is_for_openais_completions(server: Any, path: str) -> Non
     [
         ("functions", [{}]),
         ("suffix", "the end"),
-        ("lora", [{"id": 0, "scale": 1}]),
         ("samplers", ["top_k", "infill"]),
         ("samplers", "ki"),
         ("modalities", ["text", "audio"]),

@@ -77,6 +77,7 @@ ROUTES = {
         ("POST", "/tokenize"),
         ("POST", "/detokenize"),
         ("GET", "/tokenizer_info"),
+        ("GET", "/lora-adapters"),
         ("DELETE", "/sessions/{session_id}"),
     },
     Access.ADMIN: {
@@ -86,6 +87,7 @@ ROUTES = {
         ("POST", "/models/load"),
         ("POST", "/models/unload"),
         ("POST", "/slots/{id_slot}"),
+        ("POST", "/lora-adapters"),
     },
 }
 """Every route by what it needs: a new one is an administrator's until it has a line here."""

@@ -60,6 +60,8 @@ REQUESTS: list[tuple[str, str, dict[str, str], Any]] = [
     ("POST", "/tokenize", {}, {"prompt": "aé", "return_token_strs": True}),
     ("POST", "/detokenize", {}, {"tokens": [97, 98]}),
     ("GET", "/tokenizer_info", {}, None),
+    ("GET", "/lora-adapters", {}, None),
+    *[("POST", "/lora-adapters", {}, body) for body in ([{"id": 0, "scale": 0.5}], [{"id": 1}])],
     ("POST", "/cache/clear", {}, None),
     *[("POST", "/cache/probe", {}, body) for body in (CHAT, TEXT, {**TEXT, "prompt": ["a", "b"]})],
     *[("POST", "/cache/warm", {}, body) for body in (CHAT, {**TEXT, "pin": True}, {"input": "Hello"}, {})],
@@ -157,7 +159,7 @@ def test_every_reference_leads_to_a_schema_and_every_schema_is_used() -> None:
 
 
 async def test_replies_are_what_is_described(start: Any, tmp_path: Path) -> None:
-    backend = FakeBackend(n_ctx=1024)
+    backend = FakeBackend(n_ctx=1024, n_adapters=1)
     backend.info = msgspec.structs.replace(backend.info, fim=FimTokens(1, 2, 3))
     assert backend.info.segment_size is not None
     store = SlotFiles(tmp_path, lambda: bytes(32), backend.info.segment_size, backend.info.n_ctx_slot)

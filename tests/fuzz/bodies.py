@@ -141,6 +141,7 @@ VALID: dict[str, list[dict[str, Any]]] = {
         {"prompt": STORY, "n_predict": 8, "grammar": 'root ::= "a" [b-d]{1,3} | <[5]> root'},
         {"prompt": STORY, "n_predict": 8, "structured_outputs": {"regex": "a(b|c)*"}},
         {"prompt": STORY, "n_predict": 8, "guided_choice": ["one", "two"]},
+        {"prompt": STORY, "n_predict": 2, "lora": [{"id": 0, "scale": 0.5}]},
     ],
     "/infill": [
         {"input_prefix": "def f(", "input_suffix": ["):", 5], "prompt": "a", **_SAMPLED,
@@ -163,6 +164,7 @@ VALID: dict[str, list[dict[str, Any]]] = {
     ],
     "/tokenize": [{"content": STORY, "add_special": True, "with_pieces": True}, {"content": ["a", 5, "b"]}],
     "/detokenize": [{"tokens": [1, 2, 3, 4]}],
+    "/lora-adapters": [[{"id": 0, "scale": 0.5}], []],
     "/slots/{id_slot}": [{"filename": "a.bin"}],
     "/sessions/{session_id:.+}": [{"cache_salt": "x"}],
     "/cache/clear": [{}],

@@ -21,7 +21,7 @@ from llamaslot.base.generation.sampling import Sampling
 from llamaslot.service.live_request import Completion
 
 _NEUTRAL: dict[str, Any] = {"n_keep": 0, "n_discard": 0, "lora": []}
-"""llama-server's settings for features that this server does not have: all are off."""
+"""llama-server's settings for features that this server does not have, and for adapters: all are off."""
 
 
 def native_body(
@@ -75,6 +75,7 @@ def _own_settings(params: GenerateParams, eog: Sequence[int]) -> dict[str, Any]:
         "logit_bias": [{"token": token, "bias": bias} for token, bias in biases.items()],
         "grammar": params.constraint.grammar if params.constraint is not None else "",
         "dry_sequence_breakers": params.sampling.dry_sequence_breakers,
+        "lora": [{"id": each.id, "scale": each.scale} for each in params.adapters],
     }
 
 

@@ -26,7 +26,13 @@ from llamaslot.app.cache_tiers import (
 )
 from llamaslot.app.config import Config
 from llamaslot.app.config_reader import listed
-from llamaslot.app.model_config import engine_cpus, metadata_overrides, tensor_overrides, tensor_split
+from llamaslot.app.model_config import (
+    adapters,
+    engine_cpus,
+    metadata_overrides,
+    tensor_overrides,
+    tensor_split,
+)
 from llamaslot.backend.disk import DiskStore
 from llamaslot.backend.host import MemoryReader, host_memory
 from llamaslot.backend.llama import LlamaBackend, LoadingStopped
@@ -88,6 +94,7 @@ def llama_settings(config: Config, model: Path, memory_bytes: int = 0) -> LlamaS
         no_host=config.no_host,
         numa=config.numa,
         overrides=tuple(metadata_overrides(config).items()),
+        adapters=adapters(config),
         rope=_rope(config),
         swa_full=config.swa_full,
         checkpoints=config.ctx_checkpoints > 0,

@@ -1,0 +1,193 @@
+"""LoRA adapters over HTTP: the field `lora`, `/lora-adapters`, and what other endpoints do with them."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+import pytest
+
+from llamaslot.base.model import Adapter
+from tests.fake_backend import FakeBackend
+
+PROMPT = "a prompt that all of these requests begin with, longer than what is worth sharing " * 2
+GREEDY = {"temperature": 0, "ignore_eos": True}
+CHAT = "/v1/chat/completions"
+
+
+def backend(*scales: float) -> FakeBackend:
+    """A model with an adapter for each scale at start."""
+    made = FakeBackend(n_ctx=4096, n_reserved=4, n_adapters=len(scales))
+    adapters = (
+        Adapter(f"/models/{i}.gguf", f"digest-{i}", scale, f"task {i}", "Do: ") for i, scale in enumerate(scales)
+    )
+    made.info = msgspec.structs.replace(made.info, adapters=tuple(adapters))
+    return made
+
+
+@pytest.fixture
+async def server(start: Any) -> Any:
+    return await start(backend=backend(1.0, 0.0))
+
+
+async def complete(server: Any, *scales: float | None, n: int = 8, prompt: str = PROMPT, **fields: Any) -> Any:
+    """A completion with these scales of adapters; with the server's own without any."""
+    lora = {"lora": [{"id": i, "scale": scale} for i, scale in enumerate(scales)]} if scales else {}
+    return await server.ok("/completion", {"prompt": prompt, "n_predict": n, **GREEDY, **lora, **fields})
+
+
+async def scales_of(server: Any) -> list[float]:
+    status, found = await server.get("/lora-adapters")
+    assert status == 200
+    return [each["scale"] for each in found]
+
+
+async def test_the_adapters_are_listed_as_by_llama_server(server: Any) -> None:
+    status, found = await server.get("/lora-adapters")
+    assert status == 200
+    assert found[0] == {
+        "id": 0,
+        "path": "/models/0.gguf",
+        "scale": 1.0,
+        "task_name": "task 0",
+        "prompt_prefix": "Do: ",
+    }
+    assert [each["id"] for each in found] == [0, 1]
+
+
+async def test_a_server_without_adapters_lists_none_and_takes_an_empty_list(start: Any) -> None:
+    server = await start()
+    assert await server.get("/lora-adapters") == (200, [])
+    assert await server.ok("/lora-adapters", []) == {"success": True}
+    await complete(server, lora=[])
+    for path, field in (("/completion", "lora"), (CHAT, "lora")):
+        body = {"prompt": "x", "messages": [{"role": "user", "content": "x"}], "lora": [{"id": 0, "scale": 1}]}
+        status, reply = await server.post(path, body)
+        assert (status, reply["error"]["type"]) == (400, "invalid_request_error")
+        assert field in reply["error"]["message"]
+
+
+async def test_replies_depend_on_the_adapters_and_only_on_them(server: Any) -> None:
+    texts = {}
+    for scales in ((0, 0), (1, 0), (0, 1), (1, 1), (0.5, 0)):
+        texts[scales] = (await complete(server, *scales))["content"]
+    assert len(set(texts.values())) == len(texts)
+    for scales, text in texts.items():
+        again = await complete(server, *scales)
+        assert again["content"] == text
+        assert again["timings"]["prompt_n"] == 1
+    assert (await complete(server))["content"] == texts[1, 0]
+    # Those that are not named have the scale 0, and [] names none, so it is as if the field were not there.
+    assert (await complete(server, lora=[{"id": 1, "scale": 1}]))["content"] == texts[0, 1]
+    assert (await complete(server, lora=[{"id": 1}]))["content"] == texts[0, 0]
+    assert (await complete(server, lora=[]))["content"] == texts[1, 0]
+    assert (await complete(server, lora=[{"id": 0, "scale": 9}, {"id": 0, "scale": 1}]))["content"] == texts[1, 0]
+
+
+async def test_the_settings_of_a_reply_name_the_adapters_that_were_applied(server: Any) -> None:
+    assert (await complete(server))["generation_settings"]["lora"] == [{"id": 0, "scale": 1.0}]
+    assert (await complete(server, 0, 0.5))["generation_settings"]["lora"] == [{"id": 1, "scale": 0.5}]
+    assert (await complete(server, 0, 0))["generation_settings"]["lora"] == []
+
+
+async def test_requests_at_once_give_what_they_give_alone(server: Any, start: Any) -> None:
+    chosen = [(i % 3 / 2, i % 2) for i in range(12)]
+    replies = await asyncio.gather(*(complete(server, *scales, prompt=f"{PROMPT}{scales}") for scales in chosen))
+    fresh = await start(backend=backend(1.0, 0.0))
+    for scales, reply in zip(chosen, replies, strict=True):
+        alone = await complete(fresh, *scales, prompt=f"{PROMPT}{scales}", cache_prompt=False)
+        assert alone["content"] == reply["content"]
+
+
+async def test_new_scales_count_for_later_requests_only(server: Any) -> None:
+    running = asyncio.create_task(complete(server, n=600))
+    await server.state_where(lambda state: any(slot.n_generated > 2 for slot in state.slots))
+    assert await server.ok("/lora-adapters", [{"id": 1, "scale": 1.5}]) == {"success": True}
+    assert await scales_of(server) == [0.0, 1.5]
+    assert (await running)["content"] == (await complete(server, 1, n=600))["content"]
+    assert (await complete(server))["content"] == (await complete(server, 0, 1.5))["content"]
+    await server.ok("/lora-adapters", [])
+    assert await scales_of(server) == [0.0, 0.0]
+    assert (await complete(server))["content"] == (await complete(server, 0, 0))["content"]
+
+
+@pytest.mark.parametrize(
+    ("lora", "reason"),
+    [
+        ([{"id": 2, "scale": 1}], "names adapter 2, but the ids are 0 to 1"),
+        ([{"scale": 1}], "is required"),
+        ([{"id": -1, "scale": 1}], "an integer"),
+        ([{"id": 0, "scale": "much"}], "a number"),
+        ([{"id": 0, "scale": 1e300}], "<= 1"),
+        ([0], "an object"),
+        ({"id": 0, "scale": 1}, "a list"),
+        ("all", "a list"),
+    ],
+)
+async def test_wrong_adapters_are_refused_by_name(server: Any, lora: Any, reason: str) -> None:
+    messages = [{"role": "user", "content": "x"}]
+    for path, body in (
+        ("/completion", {"prompt": "x"}),
+        ("/v1/completions", {"prompt": "x"}),
+        (CHAT, {"messages": messages}),
+        ("/v1/messages", {"messages": messages, "max_tokens": 1}),
+        ("/v1/responses", {"input": "x"}),
+    ):
+        status, reply = await server.post(path, {**body, "lora": lora})
+        assert status == 400, (path, reply)
+        assert reason in reply["error"]["message"]
+        assert "lora" in reply["error"]["message"]
+    before = await scales_of(server)
+    status, reply = await server.post("/lora-adapters", lora)
+    assert status == 400
+    assert (await scales_of(server)) == before
+
+
+async def test_every_api_that_generates_takes_the_field(server: Any) -> None:
+    messages, lora = [{"role": "user", "content": PROMPT}], [{"id": 1, "scale": 1}]
+    for path, body in (
+        (CHAT, {"messages": messages, "max_tokens": 1}),
+        ("/v1/messages", {"messages": messages, "max_tokens": 1}),
+        ("/v1/responses", {"input": PROMPT, "max_output_tokens": 1}),
+        ("/api/chat", {"messages": messages, "stream": False, "options": {"num_predict": 1}}),
+    ):
+        own = (
+            {**body, "options": {**body["options"], "lora": lora}} if "options" in body else {**body, "lora": lora}
+        )
+        await server.post("/cache/clear", {})
+        await server.ok(path, body)
+        probe = {"messages": messages, "lora": lora}
+        probed = await server.ok("/cache/probe", probe)
+        assert probed["computed"] == probed["prompt_tokens"]
+        await server.ok(path, own)
+        assert (await server.ok("/cache/probe", probe))["computed"] < 20, path
+
+
+async def test_what_is_warmed_and_probed_is_that_of_the_same_adapters(server: Any) -> None:
+    body = {"prompt": PROMPT, "lora": [{"id": 1, "scale": 1}]}
+    await server.ok("/cache/warm", body)
+    n = (await server.ok("/cache/probe", {"prompt": PROMPT}))["prompt_tokens"]
+    assert (await server.ok("/cache/probe", {"prompt": PROMPT}))["computed"] == n
+    assert (await server.ok("/cache/probe", {**body}))["computed"] < n
+    assert (await complete(server, 0, 1))["timings"]["cache_n"] > 0
+
+
+async def test_a_dropped_session_takes_what_it_has_with_all_adapters(server: Any) -> None:
+    for scales in ((1, 0), (0, 1)):
+        await complete(server, *scales, session_id="mine")
+    async with server.session.delete(f"{server.url}/sessions/mine") as response:
+        dropped = await response.json()
+    assert dropped["dropped_tokens"] >= 2 * len(PROMPT)
+    for scales in ((1, 0), (0, 1)):
+        assert (await complete(server, *scales, n=1))["timings"]["cache_n"] == 0
+
+
+async def test_a_session_continues_from_the_tokens_of_its_own_adapters(server: Any) -> None:
+    """What another model would have said is not in its text."""
+    first = await complete(server, 1, 0, session_id="mine")
+    for scales in ((1, 0), (0, 1)):
+        text = PROMPT + first["content"] + " and then"
+        warm = await complete(server, *scales, prompt=text, session_id="mine")
+        cold = await complete(server, *scales, prompt=text, cache_prompt=False)
+        assert warm["content"] == cold["content"]
