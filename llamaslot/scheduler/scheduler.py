@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeAlias
 
@@ -238,18 +238,21 @@ class Scheduler:
         n_prefill = sum(n for each in ready if (n := pending[each]) > 1 and not each.is_decoding(n))
         self.cache.offload_idle(n_prefill, lambda: map(self.admission.match, self.queue))
         # 6. The others compute their next tokens, as far as one step has room. Steps that repeat this one may
-        #    follow only if no request was left out: it may be in the next step.
+        #    follow only if no request was left out that may be in the next step.
         plan = self._planner.plan(
             [request for request in able if request in ready],
             turn,
             now,
             running=running,
             may_pad=not suspects,
-            may_repeat=not suspects and not is_loading and len(ready) == len(able),
+            may_repeat=not suspects and not is_loading and len(ready) + turn.n_others == len(able),
         )
         # 7. What else is due: offloading ahead of time, disk jobs, uploads.
         is_busy = bool(self.running or self.queue)
         self.deadlines = self.cache.maintain(now, is_running=bool(running), is_busy=is_busy)
+        if turn.until is not None:
+            until = turn.until if self.deadlines.running is None else min(self.deadlines.running, turn.until)
+            self.deadlines = replace(self.deadlines, running=until)
         plan.operations = self.cache.take_operations()
         plan.jobs = self.cache.take_jobs()
         plan.uploads = self._remote.take_uploads()

@@ -80,8 +80,12 @@ class Turn:
     """True if the adapters of this step are not those of the last one."""
     since: float = 0.0
     """`AdapterTurns` only: when the turn of its adapters began."""
+    until: float | None = None
+    """`AdapterTurns` only: when it ends; None if no request with other adapters can run."""
+    n_others: int = 0
+    """Number of requests with other adapters that can run."""
     n_apart: int = 0
-    """Number of decoding requests with other adapters, which wait for the end of the step too."""
+    """Of these, the decoding ones: they wait for the end of the step too."""
     waited_s: float | None = None
     """Seconds that prompt steps have delayed the decoding requests; None if none ran since their last step."""
     n_overtaken: int | None = None

@@ -178,13 +178,16 @@ class AdapterTurns:
             waiting.append(self._last)
         own, turns = groups[chosen], self._turns.get(chosen) or self._new_turns()
         turn = turns.next(own, now) if turns is not None else Turn([*own])
-        n_apart = sum(request.is_decoding(n) for each in waiting for request, n in groups[each].items())
+        others = [each for adapters in waiting for each in groups[adapters].items()]
+        since = self._since if keeps else now
         return replace(
             turn,
             order=(*waiting, chosen),
             changes_adapters=chosen != self._last,
-            since=self._since if keeps else now,
-            n_apart=n_apart,
+            since=since,
+            until=since + self._min_s if waiting else None,
+            n_others=len(others),
+            n_apart=sum(request.is_decoding(n) for request, n in others),
             # Without own decodes that wait, it is the first step of prompts for the others.
             waited_s=turn.waited_s if turn.n_waiting else None,
         )

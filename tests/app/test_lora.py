@@ -25,7 +25,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return [write_adapter(folder / f"{i}.gguf", MODEL, i, strength=0.5) for i in range(2)]
 
 
-def complete(server: Server, scales: Sequence[float] | None = None, prompt: str = STORY * 3) -> tuple[str, int]:
+def complete(server: Server, scales: Sequence[float] | None = None, prompt: str = STORY * 10) -> tuple[str, int]:
     """The text of a greedy completion, and the prompt's tokens that were reused."""
     lora = [] if scales is None else [{"id": i, "scale": scale} for i, scale in enumerate(scales)]
     body = server.post("/completion", {"prompt": prompt, "n_predict": 16, "temperature": 0, "lora": lora})

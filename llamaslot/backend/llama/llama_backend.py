@@ -727,9 +727,10 @@ class LlamaBackend:
             self.use_adapters(adapters)
             ms = []
             for _ in range(2):
-                self.change(kv_ops.Remove(0, 0))
+                for seq in range(self.info.n_slots):
+                    self.change(kv_ops.Remove(seq, 0))
                 started = perf_counter()
-                self.decode([Run(seq=0, start=0, tokens=token, n_outputs=1)])
+                self.decode([Run(seq, 0, token, n_outputs=1) for seq in range(self.info.n_slots)])
                 llama_cpp.llama_synchronize(self._context)
                 ms.append(1e3 * (perf_counter() - started))
             more_ms.append(max(ms[0] - ms[1], 0.0))
