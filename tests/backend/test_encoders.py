@@ -226,6 +226,18 @@ def test_a_decoder_without_causal_attention_is_computed_whole(tmp_path: Path, po
     backend.close()
 
 
+def test_a_decoder_whose_graph_does_not_read_its_cache_is_computed_whole(tmp_path: Path) -> None:
+    source = synthetic.ensure("tiny", folder=tmp_path, is_exact=True)
+    path = rewritten(source, tmp_path / "llama-embed.gguf", "llama-embed")
+    backend = loaded(path, "last", n_ubatch=N_UBATCH, n_slots=3)
+    assert llama_cpp.llama_get_memory(backend._context)
+    assert backend.info.embeds_whole
+    inputs = [[300 + i for i in range(n)] for n in (80, 1, 40)]
+    for tokens, got in zip(inputs, embed(backend, inputs), strict=True):
+        assert np.abs(unit(got) - unit(whole_reference(path, "none", tokens)[-1])).max() < TOLERANCE
+    backend.close()
+
+
 def test_a_model_of_which_only_llama_cpp_knows_it_is_refused(bert: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("llamaslot.backend.llama.capabilities.attends_later", lambda *_: False)
     with pytest.raises(ConfigError, match="attend to later ones"):
