@@ -22,13 +22,14 @@ def write_adapter(
     names: Sequence[str] = NAMES,
     values: Mapping[str, Any] | None = None,
     shapes: Mapping[str, tuple[int, ...]] | None = None,
+    renamed: Mapping[str, str] | None = None,
     dtype: Any = np.float32,
 ) -> Path:
     """Write an adapter for the tensors of a model whose names end with one of `names`.
 
     What it adds to a tensor's output is about `strength` times what that is. `values` are further metadata, or
     in place of what an adapter has; None stands for a key that is missing. `shapes` are those of tensors whose
-    names end so, the outermost dimension first.
+    names end so, the outermost dimension first; `renamed` has other names of tensors.
     """
     reader, chance = gguf.GGUFReader(model), np.random.default_rng(seed)
     architecture = str(reader.fields["general.architecture"].contents())
@@ -52,7 +53,8 @@ def write_adapter(
             given = next(
                 (each for name, each in (shapes or {}).items() if (tensor.name + end).endswith(name)), shape
             )
-            writer.add_tensor(tensor.name + end, chance.normal(0, std, given).astype(dtype))
+            name = tensor.name + end
+            writer.add_tensor((renamed or {}).get(name, name), chance.normal(0, std, given).astype(dtype))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

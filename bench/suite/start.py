@@ -15,6 +15,8 @@ SERVER = "LLAMASLOT_SUITE_SERVER"
 """Environment variable with the command that starts the server, as a JSON list."""
 MODEL = "LLAMASLOT_SUITE_MODEL"
 """Environment variable with the GGUF file."""
+DEFAULT = "LLAMASLOT_SUITE_DEFAULT"
+"""Environment variable with the flags that name a model where the suite names none."""
 FLAGS = "LLAMASLOT_SUITE_FLAGS"
 """Environment variable with further flags, separated by spaces."""
 STARTS = "LLAMASLOT_SUITE_STARTS"
@@ -33,7 +35,7 @@ def command(flags: Sequence[str]) -> list[str]:
             is_value = has_model = True
         else:
             kept.append(flag)
-    model = ["--model", os.environ[MODEL]] if has_model else []
+    model = ["--model", os.environ[MODEL]] if has_model else os.environ.get(DEFAULT, "").split()
     return [*json.loads(os.environ[SERVER]), *model, *kept, *os.environ.get(FLAGS, "").split()]
 
 

@@ -491,8 +491,10 @@ def _details(info: ModelInfo | None) -> OllamaDetails:
 
 def _capabilities(model: ServedModel) -> list[str]:
     """Return what a model does here; tools are told to every model that generates text."""
-    if model.info is not None and model.info.pooling:
-        return ["embedding"]
+    if model.capability != "completion":
+        # Ollama reranks nothing, so it has no word for that.
+        is_reranker = model.capability == "rerank" or (model.info is not None and model.info.pooling == "rank")
+        return [] if is_reranker else ["embedding"]
     found = ["completion", "tools"]
     if model.info is not None and model.info.fim is not None:
         found.append("insert")

@@ -20,9 +20,6 @@ from llamaslot.protocol.bodies import AdapterScale
 from llamaslot.protocol.text_requests import adapter_scales
 from llamaslot.service.models import Models, ServedModel
 
-_CAPABILITIES = {"": "completion", "rank": "rerank"}
-"""What a server does, by its pooling; one with any other pooling computes embeddings."""
-
 
 async def health(request: web.Request) -> web.Response:
     """Return 200; a model that is loading, an engine that is restarting or a server that is stopping is a 503."""
@@ -195,7 +192,8 @@ def _described(request: web.Request, model: ServedModel, *, has_status: bool) ->
 
 def _in_ollamas_form(model: ServedModel) -> dict[str, Any]:
     info = model.info
-    capability = "completion" if info is None else _CAPABILITIES.get(info.pooling, "embedding")
+    # The model's file may say that it is a reranker.
+    capability = "rerank" if info is not None and info.pooling == "rank" else model.capability
     return {
         "name": model.id,
         "model": model.id,

@@ -14,6 +14,7 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import psutil
 import structlog
@@ -136,6 +137,13 @@ def create_models(config: Config, entries: Sequence[ModelEntry]) -> Models:
     )
 
 
+def capability_of(config: Config) -> Literal["completion", "embedding", "rerank"]:
+    """Return what a model is to do, by its flags."""
+    if config.reranking or (config.embeddings and config.pooling == "rank"):
+        return "rerank"
+    return "embedding" if config.embeds else "completion"
+
+
 def _served(entry: ModelEntry, memory_bytes: int) -> ServedModel:
     config = entry.config
     settings = api_settings(config)
@@ -150,6 +158,7 @@ def _served(entry: ModelEntry, memory_bytes: int) -> ServedModel:
         n_bytes=memory_bytes,
         idle_seconds=config.sleep_idle_seconds,
         tags=settings.model_tags(),
+        capability=capability_of(config),
         is_pinned=entry.is_pinned,
     )
 

@@ -13,8 +13,10 @@ from llamaslot.base.model import Adapter
 
 MAX_ADAPTERS = 256
 """Most adapters of a server, and of a request."""
-MAX_SCALE = 1e6
-"""Greatest absolute value of a scale."""
+MAX_SCALE = 100.0
+"""Greatest absolute value of a scale. With 10,000, K and V of a request were infinite, and without flash attention
+other requests, which only mask its cells, got invalid logits.
+"""
 _FLOAT32 = struct.Struct("<f")
 
 

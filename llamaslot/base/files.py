@@ -176,6 +176,11 @@ def _why_no_adapter(adapter: _Metadata, architecture: str) -> str:
 
 def _why_unfitting(adapter: Mapping[str, _Tensor], model: Mapping[str, _Tensor]) -> str:
     """Return why an adapter's tensors do not fit those of a model; empty if they do, or if llama.cpp says it."""
+    for name in adapter:
+        stem = name.removesuffix(_LORA_A).removesuffix(_LORA_B)
+        if _LORA_A in stem or _LORA_B in stem:
+            # llama.cpp removes each of them, and so takes the tensor for another one's.
+            return f"is damaged or hostile: the name {name}"
     for name, tensor in model.items():
         a, b = adapter.get(name + _LORA_A), adapter.get(name + _LORA_B)
         if a is None or b is None:

@@ -179,8 +179,10 @@ class Admission:
             n_fresh = 0
             for request in group:
                 is_fresh = not _is_due(request)
-                slots = _free_slots(request, free)
-                if not request.is_ready or not slots or (is_fresh and n_fresh >= MAX_CANDIDATES):
+                # In this order: texts to embed come by the thousand.
+                if is_fresh and n_fresh >= MAX_CANDIDATES:
+                    continue
+                if not request.is_ready or not _free_slots(request, free):
                     continue
                 if not waits(request):
                     candidates.append(request)

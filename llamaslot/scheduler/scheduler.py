@@ -49,6 +49,8 @@ from llamaslot.scheduler.step_planner import AdapterTurns, PromptTurns, RunTurns
 
 _MIN_TURN = 20
 """Shortest turn of requests with the same LoRA adapters, in durations of a change: changes so take under 5%."""
+_MAX_TURN_S = 1.0
+"""Most seconds of that, if the change was measured beside other work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -480,7 +482,8 @@ class Scheduler:
     def _turns_for(self, info: ModelInfo) -> AdapterTurns | PromptTurns | RunTurns | None:
         """Return the turns that requests take where a step may not have all of them."""
         new_turns = partial(self._turns_of_lengths, info)
-        return AdapterTurns(_MIN_TURN * info.adapter_switch_ms / 1e3, new_turns) if info.adapters else new_turns()
+        turn_s = min(_MIN_TURN * info.adapter_switch_ms / 1e3, _MAX_TURN_S)
+        return AdapterTurns(turn_s, new_turns) if info.adapters else new_turns()
 
     def _turns_of_lengths(self, info: ModelInfo) -> PromptTurns | RunTurns | None:
         """Return the turns that requests take where a step may not have runs of any lengths."""

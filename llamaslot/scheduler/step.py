@@ -21,6 +21,7 @@ from llamaslot.base.generation.token_probs import TokenScore
 from llamaslot.base.kv_ops import (
     Copy,
     Free,
+    IllegalCallError,
     Load,
     NotLoadedError,
     NotSavedError,
@@ -114,8 +115,11 @@ class StepPlan:
 
     @property
     def adapters(self) -> Adapters:
-        """Adapters of the step, which all of its requests apply."""
-        return self.work[0].request.params.adapters if self.work else ()
+        """Adapters of the step, which all of its requests apply. Raises `IllegalCallError` if they do not."""
+        found = self.work[0].request.params.adapters if self.work else ()
+        if any(work.request.params.adapters != found for work in self.work):
+            raise IllegalCallError("requests with different adapters in one step")
+        return found
 
     @property
     def n_tokens(self) -> int:

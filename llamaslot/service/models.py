@@ -95,6 +95,10 @@ class ServedModel:
     idle_seconds: float = 0
     """Unload it after so many seconds without a request; 0: never."""
     tags: Sequence[str] = ()
+    capability: Literal["completion", "embedding", "rerank"] = "completion"
+    """What it does here."""
+    adapter_scales: Sequence[float] = ()
+    """Of its last service, for the next one."""
     is_pinned: bool = False
     info: ModelInfo | None = None
     """As of when it was last loaded."""
@@ -389,6 +393,8 @@ class Models:
         assert model.launch is not None
         model.processes = model.launch()
         model.service = await model.processes.load()
+        if len(model.adapter_scales) == len(model.service.adapter_scales):
+            model.service.adapter_scales = tuple(model.adapter_scales)
         n_bytes = model.processes.n_bytes
         # Its pool was made for the estimate, so more than that is used only if it is used already.
         model.n_bytes = max(n_bytes, min(int(n_bytes * _GROWTH), model.n_bytes))
@@ -517,7 +523,9 @@ class Models:
 
     async def _end(self, model: ServedModel) -> None:
         """End the processes of a model."""
-        model.service = None
+        if model.service is not None:
+            model.adapter_scales = model.service.adapter_scales
+            model.service = None
         if model.processes is not None and (reason := await model.processes.stop()):
             _log.error("model.not_ended", model=model.id, reason=reason)
         model.processes = None

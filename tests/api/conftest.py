@@ -136,7 +136,9 @@ async def start(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Start]:
             app = app or create_app(api_settings)
             listener = await serve(app, ["127.0.0.1"], 0, tls=tls)
             stack.push_async_callback(listener.close)
-            app[READINESS].set(Models.of_one(ServedModel(service.names, tags=service.tags), service))
+            capability: Any = "embedding" if backend.info.pooling else "completion"
+            model = ServedModel(service.names, tags=service.tags, capability=capability)
+            app[READINESS].set(Models.of_one(model, service))
             # The certificates of tests are self-signed.
             connector = aiohttp.TCPConnector(ssl=tls is None)
             session = await stack.enter_async_context(aiohttp.ClientSession(connector=connector))

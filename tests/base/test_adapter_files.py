@@ -49,6 +49,7 @@ def test_an_adapter_that_fits_gives_its_texts(tiny_model: Path, tmp_path: Path) 
         ({"shapes": {"attn_q.weight.lora_b": (128, 3)}}, "another shape than the model's blk.0.attn_q.weight"),
         ({"shapes": {"attn_q.weight.lora_a": (2, 4, 128)}}, "another shape"),
         ({"names": ["token_embd.weight"]}, "the output matrix too"),
+        ({"renamed": {"blk.0.attn_q.weight.lora_a": "blk.0.attn_q.lora_a.weight.lora_a"}}, "hostile: the name blk"),
         ({"dtype": np.float64}, "another type than F32"),
         ({"dtype": np.int32}, "another type than F32"),
     ],

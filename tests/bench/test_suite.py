@@ -56,7 +56,7 @@ def suite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         (folder / name).write_text(text)
     (folder / "pytest.ini").write_text("[pytest]\n")
     monkeypatch.setattr(build, "llama_cpp_source", lambda: tmp_path)
-    monkeypatch.setattr(run, "llamaslot", lambda _: ["echo"])
+    monkeypatch.setattr(run, "llamaslot", lambda: ["echo"])
     monkeypatch.setattr(build, "llama_server", lambda: Path("/bin/echo"))
     return folder
 

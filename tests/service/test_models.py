@@ -41,7 +41,7 @@ class Process:
     def __init__(self, desk: Desk, name: str) -> None:
         self.desk, self.name = desk, name
         self.has_ended = False
-        self.backend = FakeBackend(n_reserved=2)
+        self.backend = FakeBackend(n_reserved=2, n_adapters=1)
         self.engine: LocalEngine | None = None
         self._running: asyncio.Task[None] | None = None
 
@@ -425,6 +425,16 @@ async def test_the_server_ends_while_processes_start_and_end() -> None:
             (found,) = await asyncio.gather(waiting, return_exceptions=True)
             assert isinstance(found, LlamaslotError | Finished)
         assert all(each.has_ended for all_of in server.processes.values() for each in all_of)
+
+
+async def test_scales_of_adapters_outlive_the_processes() -> None:
+    async with desk(max_loaded=1, max_kept=1) as server:
+        async with server.models.use("a") as service:
+            service.adapter_scales = (0.5,)
+        await server.complete("b")
+        assert server.model("a").processes is None
+        async with server.models.use("a") as service:
+            assert service.adapter_scales == (0.5,)
 
 
 async def test_only_so_many_requests_wait_for_a_model() -> None:
