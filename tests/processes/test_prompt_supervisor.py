@@ -226,7 +226,7 @@ async def test_what_was_remembered_of_a_predicted_turn_survives_its_crash(start:
     predicted = await worker.call(NextTurn("second", known, len("a  time"), "second", 10_000))
     assert predicted.records
     await outcomes(worker.call(tokenize("x", "CRASH")))
-    paths = (await worker.call(DropSession("mine"))).paths
+    paths = [tokens for _, tokens in (await worker.call(DropSession("mine"))).paths]
     assert predicted.generate.prompt.packed_tokens in paths
 
 
