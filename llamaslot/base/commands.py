@@ -201,6 +201,9 @@ class WriteTexts(msgspec.Struct, frozen=True, tag="write_texts"):
 class Unload(msgspec.Struct, frozen=True, tag="unload"):
     """Free the model and its pool, whose KV goes to RAM, unless it is needed; answered by `ModelLoaded`."""
 
+    is_urgent: bool = False
+    """Also while costs are about to be measured: another model needs the room."""
+
 
 class Load(msgspec.Struct, frozen=True, tag="load"):
     """Load the model again; answered by `ModelLoaded`. `Generate` and `SlotAction` come only after that."""

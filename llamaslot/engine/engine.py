@@ -150,7 +150,7 @@ class Engine:
         self._wake = asyncio.Event()
         self._stopping = self._is_closed = self._is_checked = False
         self._is_loaded = True
-        self._must_unload = False
+        self._must_unload = self._is_urgent = False
         self._must_load = False
         self._n_arrived = 0
         self._n_fatal = 0
@@ -169,8 +169,9 @@ class Engine:
             case commands.Query(query_id, body):
                 is_read = isinstance(body, commands.ReadOnlyQuery)
                 self._post(lambda: self._answer(body, partial(self._reply, query_id)), is_read=is_read)
-            case commands.Unload():
-                self._post(self._ask_to_unload, is_read=True)
+            case commands.Unload(is_urgent):
+                # What only reads stops no measurement.
+                self._post(lambda: self._ask_to_unload(is_urgent=is_urgent), is_read=not is_urgent)
             case commands.Load():
                 self._post(self._ask_to_load, is_read=True)
             case commands.WriteTexts(records) if self._disk is not None and not self._is_closed:
@@ -397,10 +398,10 @@ class Engine:
         if operations := self.scheduler.cache.take_operations():
             await self._worker.run(StepPlan(operations), self._commit)
 
-    def _ask_to_unload(self) -> None:
+    def _ask_to_unload(self, *, is_urgent: bool) -> None:
         """Have the model unloaded in this step, unless something needs it."""
         self._cancel_background()
-        self._must_unload = True
+        self._must_unload, self._is_urgent = True, is_urgent
 
     def _ask_to_load(self) -> None:
         """Have the model loaded in this step."""
@@ -412,7 +413,7 @@ class Engine:
         due_at = self._costs.due_at
         is_due = due_at is not None and due_at - self._clock() < IDLE_S
         is_busy = self._slot_actions.is_busy or self._self_test.is_pending
-        return bool(self._replies) or is_busy or is_due or self._stopping
+        return bool(self._replies) or is_busy or (is_due and not self._is_urgent) or self._stopping
 
     async def _unload(self) -> None:
         """Free the model, after what the pool holds went to RAM, unless anything needs it; and answer."""

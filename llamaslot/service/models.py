@@ -475,16 +475,16 @@ class Models:
             await self._until_changed()
         _log.warning("model.not_unloaded", model=model.id, reason="requests used it all the time")
 
-    async def _try_unload(self, model: ServedModel) -> bool:
+    async def _try_unload(self, model: ServedModel, *, is_urgent: bool = True) -> bool:
         """Unload a loaded model in this turn; return False if that is not possible."""
         model.state = ModelState.LEAVING
         try:
-            return await self._unload_unused(model)
+            return await self._unload_unused(model, is_urgent=is_urgent)
         finally:
             if model.state is ModelState.LEAVING:
                 self._stay(model)
 
-    async def _unload_unused(self, model: ServedModel) -> bool:
+    async def _unload_unused(self, model: ServedModel, *, is_urgent: bool = True) -> bool:
         """Unload a model that is leaving; return False if a request uses it, or the engine is busy with it.
 
         Its memory is measured before.
@@ -492,7 +492,7 @@ class Models:
         if model.n_uses:
             return False
         try:
-            is_unloaded = model.is_running and await self._unload_measured(model)
+            is_unloaded = model.is_running and await self._unload_measured(model, is_urgent=is_urgent)
         except (LlamaslotError, TimeoutError):
             is_unloaded = False
             if model.launch is not None:
@@ -505,7 +505,7 @@ class Models:
             model.state = ModelState.UNLOADED
         return is_unloaded
 
-    async def _unload_measured(self, model: ServedModel) -> bool:
+    async def _unload_measured(self, model: ServedModel, *, is_urgent: bool) -> bool:
         """Have the engine unload a model, and measure it before; return False if the engine is busy with it."""
         assert model.service is not None
         model.service.check_running()
@@ -513,7 +513,7 @@ class Models:
             if model.processes is not None:
                 n_bytes, state = model.processes.n_bytes, await model.service.engine_state()
                 model.n_bytes = max(n_bytes - state.cache.ram.used_bytes, 0)
-            return await model.service.unload()
+            return await model.service.unload(is_urgent=is_urgent)
 
     async def _until_changed(self) -> None:
         """Wait until a request has left a model, or a moment, for an engine that is busy."""
@@ -542,7 +542,7 @@ class Models:
                     async with self._turn:
                         # It may have been used meanwhile.
                         if self._is_idle(model):
-                            model.was_idle = await self._try_unload(model)
+                            model.was_idle = await self._try_unload(model, is_urgent=False)
 
     def _is_idle(self, model: ServedModel) -> bool:
         idle_s = self._now() - model.used_at

@@ -391,13 +391,15 @@ class Service:
         if not self.is_loaded:
             await self._have_loaded(Load() if self.is_connected else None)
 
-    async def unload(self) -> bool:
+    async def unload(self, *, is_urgent: bool = False) -> bool:
         """Have the engine unload the model, whose KV goes to RAM; return False if the engine needs it.
+
+        `is_urgent` is as in `Unload`.
 
         Raises `UnavailableError` if the engine is not there.
         """
         self.check_running()
-        await self._have_loaded(Unload())
+        await self._have_loaded(Unload(is_urgent))
         return not self.is_loaded
 
     async def _have_loaded(self, command: Load | Unload | None) -> None:

@@ -141,6 +141,16 @@ async def test_while_it_is_loaded_queries_are_answered() -> None:
         assert isinstance(await engine.submit("c", PROMPT), Finished)
 
 
+async def test_a_measurement_that_is_due_keeps_it_loaded_unless_another_model_needs_the_room() -> None:
+    backend = FakeBackend(n_reserved=2)
+    backend.info = msgspec.structs.replace(backend.info, costs_pending="not measured yet")
+    async with running(backend, **RAM) as engine:
+        await answer(engine, "a", PROMPT)
+        await asyncio.sleep(0.05)
+        assert await settled(engine, Unload())
+        assert not await settled(engine, Unload(is_urgent=True))
+
+
 async def test_it_ends_while_the_model_is_unloaded(engine: Harness) -> None:
     await answer(engine, "a", PROMPT)
     await settled(engine, Unload())
