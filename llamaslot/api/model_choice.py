@@ -18,7 +18,7 @@ from llamaslot.protocol.bodies import decode
 
 
 class Needs(Enum):
-    """What an endpoint needs of a model."""
+    """Requirement of an endpoint on a model."""
 
     NOTHING = "nothing"
     ANY_PROCESSES = "any processes"
@@ -30,7 +30,7 @@ class Needs(Enum):
 
 
 NEEDS = web.AppKey("NEEDS", dict[Any, Needs])
-"""What the endpoint of each handler needs."""
+"""Requirement of each handler's endpoint."""
 
 
 class _Named(msgspec.Struct):
@@ -53,7 +53,7 @@ async def choose_model(request: web.Request, handler: Handler) -> web.StreamResp
     if models.is_one or name or not has_body(request):
         return await _answer(request, handler, needs, name)
     async with request.app[BODY_READER].received(request) as raw:
-        # Here, since msgspec passes over all else: a GiB takes about a second.
+        # On the event loop: msgspec skips all other fields.
         name = "" if raw.lstrip().startswith(b"[") else decode(raw, _Named).model or ""
         del raw
         return await _answer(request, handler, needs, name)

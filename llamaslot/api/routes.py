@@ -375,7 +375,7 @@ class Route(msgspec.Struct, frozen=True):
     stream_type: str = EVENTS
     """That of a reply in `chunks`."""
     needs: Needs = Needs.MODEL
-    """What it needs of the model."""
+    """Its requirement on the model."""
 
     @property
     def error(self) -> Any:

@@ -1,12 +1,12 @@
 """The models of a server: which of them are loaded, and which make room for others.
 
-    state       event                                            next state
-    UNLOADED    a request wants it, and there is room            LOADING
+    state       event                                             next state
+    UNLOADED    a request wants it, and there is room             LOADING
     LOADING     it is loaded                                      LOADED
     LOADING     that fails                                        UNLOADED; what waits fails with the reason
-    LOADED      another one needs its room                       LEAVING: new requests wait
+    LOADED      another one needs its room                        LEAVING: new requests wait
     LEAVING     nothing uses it any more                          UNLOADED
-    LEAVING     the other one needs no room any more             LOADED
+    LEAVING     the other one needs no room any more              LOADED
     LOADED      nobody has used it for `idle_seconds`             UNLOADED
 
 Models are loaded one after another, in the order in which they were wanted. The one that has been unused for
@@ -96,7 +96,7 @@ class ServedModel:
     """Unload it after so many seconds without a request; 0: never."""
     tags: Sequence[str] = ()
     capability: Literal["completion", "embedding", "rerank"] = "completion"
-    """What it does here."""
+    """Its task, by its flags."""
     adapter_scales: Sequence[float] = ()
     """Of its last service, for the next one."""
     is_pinned: bool = False
@@ -118,7 +118,7 @@ class ServedModel:
     retry_at: float = 0.0
     """Time at which that is tried again."""
     loading: asyncio.Future[None] | None = field(default=None, repr=False)
-    """What requests wait for until it is loaded."""
+    """Done when a load has ended; requests for it wait for that."""
 
     @property
     def id(self) -> str:
@@ -183,9 +183,9 @@ class Models:
         self._changed = asyncio.Event()
         """Set when a request has left a model, or waits no longer."""
         self._tasks: set[asyncio.Task[None]] = set()
-        """What loads models in the background."""
+        """Loads that requests wait for."""
         self._commands: set[asyncio.Task[None]] = set()
-        """What loads and unloads models for administrators; it ends when the server stops."""
+        """Loads and unloads for administrators; cancelled when the server stops."""
         self._refusal: ServerError | UnavailableError | None = None
 
     @classmethod
@@ -436,7 +436,7 @@ class Models:
                 self._stay(leaving)
 
     def _stay(self, model: ServedModel) -> None:
-        """Let a model that was leaving take requests again, and those first that have waited meanwhile."""
+        """Return a leaving model to `LOADED`, and wake the requests that waited for it."""
         model.state = ModelState.LOADED
         if model.loading is not None and not model.loading.done() and model.is_ready:
             model.loading.set_result(None)
