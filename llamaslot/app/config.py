@@ -572,7 +572,9 @@ class Config:
         "of the text matches; 1: never",
     )
     prefill_gap_ms: Annotated[float, Meta(ge=1, le=60000)] = own(
-        100.0, "target inter-token latency of streams while other prompts are prefilled, in ms"
+        200.0,
+        "target inter-token latency of streams while other prompts are prefilled, in ms: smaller values make streams "
+        "smoother and other users' first tokens later",
     )
     drain_delay: Annotated[float, Meta(ge=0, le=INT32_MAX)] = own(
         0.0,

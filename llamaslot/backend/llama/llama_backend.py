@@ -642,7 +642,10 @@ class LlamaBackend:
         try:
             if self._is_slow is None:
                 is_slow = costs.is_slow(self, self._context, quiet)
-                quiet.check()
+                if is_slow:
+                    # Only then it matters: a disturbed step that is fast enough is fast enough. These steps are
+                    # the first after a pause, and in 30 ms one wait for a CPU is too much.
+                    quiet.check()
                 self._is_slow = is_slow
             if self._is_slow:
                 return Measurements()
