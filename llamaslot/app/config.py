@@ -573,8 +573,8 @@ class Config:
     )
     prefill_gap_ms: Annotated[float, Meta(ge=1, le=60000)] = own(
         200.0,
-        "target inter-token latency of streams while other prompts are prefilled, in ms: smaller values make streams "
-        "smoother and other users' first tokens later",
+        "target inter-token latency of streams while other prompts are prefilled, in ms: smaller values make "
+        "streams smoother and other users' first tokens later",
     )
     drain_delay: Annotated[float, Meta(ge=0, le=INT32_MAX)] = own(
         0.0,

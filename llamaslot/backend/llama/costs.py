@@ -95,8 +95,8 @@ _N_UNTIMED, _N_TIMED = 3, 9
 MAX_WAITING_SHARE = 0.1
 """Largest fraction of the time that threads may have waited for a CPU."""
 MIN_WAITING_S = MAX_WAITING_SHARE * _TARGET_S
-"""Shorter waits never count. Some parts take only 30 ms, and there the shortest of five times is kept: a process that
-wakes up on one of their CPUs costs a thread 10 ms, but not the shortest time.
+"""Shorter waits never count. Some parts take only 30 ms, and there the shortest of five times is kept: a process
+that wakes up on one of their CPUs costs a thread 10 ms, but not the shortest time.
 """
 MAX_SPREAD = 1.5
 """Largest ratio of the median time of equal work to the shortest time."""
