@@ -88,6 +88,8 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Variables of the chat template."""
     embd_normalize: int = 2
     """How vectors are normalized: `VectorParams.normalize`."""
+    max_draft: int = 0
+    """Most tokens to draft at once."""
     sampling: dict[str, Any] = {}
     """Fields of `Sampling` that flags set; they win over those that the model file recommends."""
 
@@ -112,6 +114,7 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
             reasoning_format=self.reasoning_format,
             template_kwargs=self.template_kwargs,
             embd_normalize=self.embd_normalize,
+            max_draft=self.max_draft,
         )
 
     def key_secret(self, api_key: str) -> str:

@@ -14,6 +14,8 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_t
 
 from msgspec import Meta
 
+from llamaslot.base.model import QUERY_BLOCK
+
 INT32_MAX = 2**31 - 1
 
 CacheType = Literal["f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1"]
@@ -32,6 +34,8 @@ SWITCH = dict.fromkeys(("on", "enabled", "true", "1"), True) | dict.fromkeys(
 _TRISTATE = {word: "on" if on else "off" for word, on in SWITCH.items()} | {"-1": "auto"}
 """llama-server's words for the values on, off and auto."""
 
+_NGRAM_TYPES = ("ngram-simple", "ngram-map-k", "ngram-map-k4v", "ngram-mod", "ngram-cache")
+"""llama-server's types of speculation without a second model."""
 _LOAD_MODES = {(True, True): "mmap+mlock", (False, False): "none", (False, True): "mlock"}
 """Values of `--load-mode` by `--mmap` and `--mlock`."""
 AUTO_WARM_AHEAD = 50_000
@@ -360,6 +364,14 @@ class Config:
         "sample tokens on the device where llama.cpp can; if unset, on a GPU where that is measured to be faster",
         "-bs --backend-sampling",
     )
+    speculate: Count | Literal["auto", "off"] = llama(
+        "auto",
+        "draft text that a request repeats from its own tokens, and compute it in one step; auto: as many tokens as "
+        "are expected to pay; N: at most N at once",
+        "--speculate --spec-type",
+        env="LLAMA_ARG_SPEC_TYPE",
+        words={"none": "off", "default": "auto", **dict.fromkeys(_NGRAM_TYPES, "auto")},
+    )
     kv_unified: bool | None = llama(
         None,
         "one KV pool shared by all slots; off: an equal part for each slot; if unset, the server switches to the "
@@ -623,6 +635,13 @@ class Config:
     def maps_weights(self) -> bool:
         """True if weights are mapped from their file and not locked, so that their memory counts as available."""
         return self.weights_load_mode in ("auto", "mmap")
+
+    @property
+    def max_draft(self) -> int:
+        """The most tokens to draft at once, by `--speculate`; those of `auto` fill a query block."""
+        if isinstance(self.speculate, int):
+            return self.speculate
+        return QUERY_BLOCK - 1 if self.speculate == "auto" else 0
 
     @property
     def n_warm_ahead(self) -> int:

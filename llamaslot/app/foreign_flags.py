@@ -83,6 +83,28 @@ _WITHOUT_EFFECT = {
         --ui-config --webui-config JSON [LLAMA_ARG_UI_CONFIG]
         --ui-config-file --webui-config-file FILE [LLAMA_ARG_UI_CONFIG_FILE]
     """,
+    "drafts are as long as is expected to pay (--speculate)": """
+        --spec-draft-n-max N [LLAMA_ARG_SPEC_DRAFT_N_MAX]
+        --spec-draft-n-min N [LLAMA_ARG_SPEC_DRAFT_N_MIN]
+        --spec-ngram-mod-n-min N
+        --spec-ngram-mod-n-max N
+        --spec-ngram-mod-n-match N
+        --spec-ngram-simple-size-n N
+        --spec-ngram-simple-size-m N
+        --spec-ngram-simple-min-hits N
+        --spec-ngram-map-k-size-n N
+        --spec-ngram-map-k-size-m N
+        --spec-ngram-map-k-min-hits N
+        --spec-ngram-map-k4v-size-n N
+        --spec-ngram-map-k4v-size-m N
+        --spec-ngram-map-k4v-min-hits N
+        --spec-ngram-size-n N
+        --spec-ngram-size-m N
+        --spec-ngram-min-hits N
+        --draft --draft-n --draft-max N [LLAMA_ARG_DRAFT_MAX]
+        --draft-min --draft-n-min N [LLAMA_ARG_DRAFT_MIN]
+        --spec-default
+    """,
     "it is off": """
         --no-mmproj --no-mmproj-auto [LLAMA_ARG_NO_MMPROJ_AUTO]
         --no-ui-mcp-proxy --no-webui-mcp-proxy [LLAMA_ARG_NO_UI_MCP_PROXY]
@@ -126,7 +148,7 @@ _REFUSED = {
     "write tables [models.NAME] into the file of --config, with the names of flags as keys": """
         --models-preset FILE [LLAMA_ARG_MODELS_PRESET]
     """,
-    "speculative decoding is not supported yet; remove it to decode without": """
+    "there are no draft models; what a request repeats is drafted without one (--speculate), so remove it": """
         -hfd -hfrd --hf-repo-draft --spec-draft-hf REPO [LLAMA_ARG_SPEC_DRAFT_HF_REPO]
         -md --model-draft --spec-draft-model FILE [LLAMA_ARG_SPEC_DRAFT_MODEL]
         -td --threads-draft --spec-draft-threads N
@@ -145,36 +167,15 @@ _REFUSED = {
         -otd --override-tensor-draft --spec-draft-override-tensor PATTERNS
         -cmoed --cpu-moe-draft --spec-draft-cpu-moe [LLAMA_ARG_SPEC_DRAFT_CPU_MOE]
         -ncmoed --n-cpu-moe-draft --spec-draft-ncmoe --spec-draft-n-cpu-moe N [LLAMA_ARG_SPEC_DRAFT_N_CPU_MOE]
-        --spec-draft-n-max N [LLAMA_ARG_SPEC_DRAFT_N_MAX]
-        --spec-draft-n-min N [LLAMA_ARG_SPEC_DRAFT_N_MIN]
         --draft-p-split --spec-draft-p-split P [LLAMA_ARG_SPEC_DRAFT_P_SPLIT]
         --draft-p-min --spec-draft-p-min P [LLAMA_ARG_SPEC_DRAFT_P_MIN]
         --spec-draft-backend-sampling [LLAMA_ARG_SPEC_DRAFT_BACKEND_SAMPLING]
         -devd --device-draft --spec-draft-device DEVICES
         -ngld --gpu-layers-draft --n-gpu-layers-draft --spec-draft-ngl N [LLAMA_ARG_N_GPU_LAYERS_DRAFT]
-        --spec-type TYPES [LLAMA_ARG_SPEC_TYPE]
         --spec-synth-len N [LLAMA_ARG_SPEC_SYNTH_LEN]
         --spec-synth-rates RATES [LLAMA_ARG_SPEC_SYNTH_RATES]
-        --spec-ngram-mod-n-min N
-        --spec-ngram-mod-n-max N
-        --spec-ngram-mod-n-match N
-        --spec-ngram-simple-size-n N
-        --spec-ngram-simple-size-m N
-        --spec-ngram-simple-min-hits N
-        --spec-ngram-map-k-size-n N
-        --spec-ngram-map-k-size-m N
-        --spec-ngram-map-k-min-hits N
-        --spec-ngram-map-k4v-size-n N
-        --spec-ngram-map-k4v-size-m N
-        --spec-ngram-map-k4v-min-hits N
-        --spec-ngram-size-n N
-        --spec-ngram-size-m N
-        --spec-ngram-min-hits N
-        --draft --draft-n --draft-max N [LLAMA_ARG_DRAFT_MAX]
-        --draft-min --draft-n-min N [LLAMA_ARG_DRAFT_MIN]
         -lcs --lookup-cache-static FILE
         -lcd --lookup-cache-dynamic FILE
-        --spec-default
     """,
     "requests are always batched continuously; remove the flag": """
         -nocb --no-cont-batching [LLAMA_ARG_NO_CONT_BATCHING]

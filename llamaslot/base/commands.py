@@ -82,6 +82,8 @@ class GenerateParams(msgspec.Struct, frozen=True):
     """Send an `Output` with `prefill` before the first and after each step that computes the prompt."""
     reports_progress: bool = False
     """Each `Output` has a `Progress`, not only the first one."""
+    max_draft: int = 0
+    """Most tokens to draft at once; 0: none."""
     constraint: Constraint | None = None
     """The grammar that the reply must match."""
     reasoning_budget: ReasoningBudget | None = None

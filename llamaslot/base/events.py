@@ -82,6 +82,9 @@ class Progress(msgspec.Struct, frozen=True):
     """Character of the prompt's text at which the cached tokens continue differently; -1 if they do not, or that is
     not computed yet.
     """
+    n_drafted: int = 0
+    n_accepted: int = 0
+    """Of the drafted tokens, those that were sampled."""
 
 
 class Prefill(msgspec.Struct, frozen=True):

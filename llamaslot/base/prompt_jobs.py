@@ -70,6 +70,8 @@ class RequestPolicy(msgspec.Struct, frozen=True, kw_only=True):
     """Variables of the chat template."""
     embd_normalize: int = 2
     """`VectorParams.normalize` of a vector."""
+    max_draft: int = 0
+    """`GenerateParams.max_draft` of a request that does not turn drafts off."""
 
 
 class RequestContext(msgspec.Struct, frozen=True):

@@ -245,6 +245,15 @@ class PromptStats(msgspec.Struct):
     """Tokens computed ahead of conversations' next turns, by no request."""
 
 
+class SpeculationStats(msgspec.Struct):
+    """Tokens of replies that were drafted from the request's own tokens, and computed in one step."""
+
+    drafts: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    """Drafted tokens that were sampled: each saved a step."""
+
+
 class CacheStats(msgspec.Struct, kw_only=True):
     """State of the cache now, and its counters since the start; `*_tokens` count tokens."""
 
@@ -260,6 +269,7 @@ class CacheStats(msgspec.Struct, kw_only=True):
     pins: PinStats = msgspec.field(default_factory=PinStats)
     requests: RequestStats = msgspec.field(default_factory=RequestStats)
     prompt_tokens: PromptStats = msgspec.field(default_factory=PromptStats)
+    speculation: SpeculationStats = msgspec.field(default_factory=SpeculationStats)
     miss_reasons: dict[Miss, int] = {}
     """Ended requests by their `Miss`."""
     copied_tokens: int = 0

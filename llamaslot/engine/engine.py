@@ -499,7 +499,8 @@ class Engine:
     def _needs_plan(self) -> bool:
         """True if the next step needs a plan; called on the worker's thread."""
         until = self.scheduler.deadlines.running
-        return self._stopping or bool(self._inbox) or (until is not None and self._clock() >= until)
+        is_due = until is not None and self._clock() >= until
+        return self._stopping or bool(self._inbox) or is_due or self.scheduler.has_drafts
 
     def _reply(self, query_id: str, answer: msgspec.Struct | LlamaslotError) -> None:
         if isinstance(answer, LlamaslotError):

@@ -122,7 +122,7 @@ AdapterScales: TypeAlias = Annotated[list[AdapterScale], Meta(max_length=MAX_ADA
 
 
 class SamplingOptions(msgspec.Struct, kw_only=True):
-    """Fields for sampling, for the end of the text, for the cache, and for adapters."""
+    """Fields for sampling, for the end of the text, for the cache, for adapters, and for drafts."""
 
     stop: str | list[str] | None = None
     n_indent: Annotated[int, Meta(ge=0, le=INT32_MAX)] | None = None
@@ -165,6 +165,7 @@ class SamplingOptions(msgspec.Struct, kw_only=True):
     prompt_cache_key: SessionId | None = None
     id_slot: Count | None = None
     lora: AdapterScales | None = None
+    speculate: bool | None = None
 
 
 class Options(SamplingOptions, kw_only=True):

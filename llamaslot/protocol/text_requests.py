@@ -203,6 +203,7 @@ def text_requests(
         cache_salt=salt,
         adapters=adapters_of(options.lora, context, info),
         id_slot=id_slot,
+        max_draft=0 if options.speculate is False else settings.max_draft,
         client=context.caller.client(session_id),
         n=n,
         prompt_probs=prompt_probs,

@@ -58,7 +58,7 @@ class ChunkSizer:
         whole = self.n_ubatch - n_decoding
         if n_decoding + n_waiting == 0:
             return whole
-        decode = self._decode_seconds(n_decoding + n_waiting)
+        decode = self.decode_seconds(n_decoding + n_waiting)
         allowed = self._gap_s - decode - (waited_s or 0.0)
         if waited_s is None:
             # If the decodes alone take most of the gap, little or nothing is left. One step of prompts may then
@@ -67,7 +67,7 @@ class ChunkSizer:
         elif allowed <= 0:
             return 0
         n = max(min(self._chunk(allowed, n_decoding), whole), min(MIN_CHUNK, whole))
-        if waited_s is not None and self._chunk_seconds(n, n_decoding) > FIRST_BLOCK_FACTOR * allowed:
+        if waited_s is not None and self.chunk_seconds(n, n_decoding) > FIRST_BLOCK_FACTOR * allowed:
             return 0
         return n
 
@@ -114,13 +114,25 @@ class ChunkSizer:
         """Return the expected seconds to compute `n_tokens` prompt tokens; 0 before any was observed."""
         return n_tokens * (self._alone or self._small or 0.0)
 
+    def chunk_seconds(self, n: int, n_decoding: int) -> float:
+        """Return the seconds that a chunk is expected to add to a step; 0 before any was observed."""
+        if n < self.block(n_decoding) or self._large is None:
+            return n * (self._small or self._alone or 0.0)
+        return self._large.seconds(n)
+
+    def decode_seconds(self, n_decoding: int) -> float:
+        """Return the seconds of a step of `n_decoding` requests, or of the nearest number observed."""
+        if not n_decoding or not self._decode:
+            return 0.0
+        return self._decode[min(self._decode, key=lambda n: (abs(n - n_decoding), n))]
+
     def observe(self, n_prefill: int, n_decoding: int, seconds: float) -> None:
         """Learn from a step of `n_prefill` prompt tokens (including padding) and `n_decoding` decoding requests."""
         if n_prefill == 0:
             if n_decoding:
                 self._decode[n_decoding] = _blend(self._decode.get(n_decoding), seconds)
             return
-        added = max(seconds - self._decode_seconds(n_decoding), 1e-6)
+        added = max(seconds - self.decode_seconds(n_decoding), 1e-6)
         if n_prefill < MIN_OBSERVED_TOKENS:
             return
         is_small = n_prefill < self.block(n_decoding)
@@ -138,12 +150,6 @@ class ChunkSizer:
             self._large = _LinearCost(added / n_prefill)
         else:
             self._large.learn(n_prefill, added)
-
-    def _chunk_seconds(self, n: int, n_decoding: int) -> float:
-        """Return the seconds that a chunk is expected to add to a step; 0 before any was observed."""
-        if n < self.block(n_decoding) or self._large is None:
-            return n * (self._small or self._alone or 0.0)
-        return self._large.seconds(n)
 
     def _chunk(self, allowed: float, n_decoding: int) -> int:
         """Return the number of prompt tokens that adds about `allowed` seconds to a step of `n_decoding` requests.
@@ -163,12 +169,6 @@ class ChunkSizer:
         if (large := line.tokens(allowed)) >= block:
             return block + (large - block + QUERY_BLOCK // 2) // QUERY_BLOCK * QUERY_BLOCK
         return block if line.seconds(block) <= max(FIRST_BLOCK_FACTOR * allowed, small_cost * small) else small
-
-    def _decode_seconds(self, n_decoding: int) -> float:
-        """Return the seconds of a step of `n_decoding` requests, or of the nearest number observed."""
-        if not n_decoding or not self._decode:
-            return 0.0
-        return self._decode[min(self._decode, key=lambda n: (abs(n - n_decoding), n))]
 
 
 class _LinearCost:

@@ -159,6 +159,32 @@ class ReasoningLimit:
         return next((n for n in range(min(len(tag), len(last)), 0, -1) if last[-n:] == tag[:n]), 0)
 
 
+class Acceptance:
+    """Estimate of how many of a request's drafted tokens will be right. The last drafts count most."""
+
+    _KEPT = 0.7
+    """Factor on what was counted, at each draft."""
+    _MAX_RIGHT = 16.0
+    """Most right tokens that count: after a long repeated text, few wrong drafts must lower the estimate."""
+    _WEIGHT = 4.0
+    """Weight of the estimate by the length of the match, in tokens."""
+    _DOUBT = 3.0
+    """Length of a match after which the next token is as likely to be right as to be wrong."""
+
+    def __init__(self) -> None:
+        self._n_right = self._n_wrong = 0.0
+
+    def add(self, n_drafted: int, n_accepted: int) -> None:
+        """Count a draft. The first wrong token is the only one that is known to be wrong."""
+        self._n_right = min(self._KEPT * self._n_right + n_accepted, self._MAX_RIGHT)
+        self._n_wrong = self._KEPT * self._n_wrong + (n_accepted < n_drafted)
+
+    def rate(self, n_matched: int) -> float:
+        """Return the probability, below 1, that a token is right after `n_matched` repeated ones."""
+        guess = n_matched / (n_matched + self._DOUBT)
+        return (self._n_right + self._WEIGHT * guess) / (self._n_right + self._n_wrong + self._WEIGHT)
+
+
 class Request:
     """State of one request. Times are seconds on the caller's clock.
 
@@ -208,6 +234,9 @@ class Request:
 
     draft: Tokens = NO_TOKENS
     """Tokens that may come next, to be computed and verified in one step; a new token drops them."""
+    n_drafted = 0
+    n_accepted = 0
+    """Of the drafted tokens, those that were sampled."""
     n_generated = 0
     n_forced = 0
     """Tokens that were forced after the last sampled one; they are computed together with it."""
@@ -269,6 +298,7 @@ class Request:
         """
         self.stops = CheckpointStops()
         """Positions at which a step must end, so that a checkpoint can be taken."""
+        self.acceptance = Acceptance()
         budget = params.reasoning_budget
         self.reasoning_limit = ReasoningLimit(budget) if budget is not None else None
 
@@ -337,6 +367,12 @@ class Request:
         self._last_token = now
         if self._first_token is None:
             self._first_token = now
+
+    def count_draft(self, n_drafted: int, n_accepted: int) -> None:
+        """Count the tokens of a draft, and those of them that were sampled."""
+        self.n_drafted += n_drafted
+        self.n_accepted += n_accepted
+        self.acceptance.add(n_drafted, n_accepted)
 
     def drop_tokens(self, n: int) -> None:
         """Remove the last `n` generated tokens, which follow a stop string. The slot may hold them, if drafted."""
@@ -470,6 +506,8 @@ class Request:
             session_match=self.prompt.session_match,
             n_approximate=self.prompt.n_approximate,
             miss=self.miss if self.has_started else "",
+            n_drafted=self.n_drafted,
+            n_accepted=self.n_accepted,
         )
 
     def _mark_started(self, now: float) -> None:
@@ -492,6 +530,13 @@ class ReuseStats:
         self.requests = RequestStats()
         self.prompt_tokens = PromptStats()
         self.miss_reasons: dict[Miss, int] = {}
+        self.speculation = SpeculationStats()
+
+    def count_draft(self, n_drafted: int, n_accepted: int) -> None:
+        """Count a draft that was computed, and the tokens of it that were sampled."""
+        self.speculation.drafts += 1
+        self.speculation.drafted_tokens += n_drafted
+        self.speculation.accepted_tokens += n_accepted
 
     def count(self, request: Request) -> None:
         """Count a request that has ended."""
@@ -531,3 +576,4 @@ class ReuseStats:
         stats.requests = replace(self.requests)
         stats.prompt_tokens = replace(self.prompt_tokens)
         stats.miss_reasons = dict(self.miss_reasons)
+        stats.speculation = replace(self.speculation)

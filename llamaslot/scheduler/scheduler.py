@@ -137,6 +137,8 @@ class Scheduler:
         """Times at which to plan again even if no command arrives."""
         self.admitted: list[Request] = []
         """Requests that the last plan admitted."""
+        self.has_drafts = False
+        """True if a request has a draft, so that the next step must be planned."""
         self.keeps_layout = False
         """True once memory did not suffice to create the context in another layout."""
         self._is_stopping = False
@@ -290,6 +292,10 @@ class Scheduler:
                 if each.sampler is not None:
                     each.request.sampler = each.sampler
             outcomes += self._advance(work, results, now)
+        # 4. Drafts for the next step, if the part of them that is wrong can be removed.
+        if self.cache.settings.can_trim:
+            decoding = [each for each in self.running if each.n_generated and not each.is_suspect]
+            self.has_drafts = self._planner.drafter.propose(decoding)
         return outcomes
 
     def cache_stats(self) -> CacheStats:
@@ -326,6 +332,10 @@ class Scheduler:
         """Take over the results of computing a request's tokens: its own, and those of its siblings."""
         request = work.request
         self.cache.append(work.run.seq, work.kept(results[0].tokens))
+        if n_drafted := work.run.n_drafted:
+            n_accepted = len(results[0].tokens) - 1
+            request.count_draft(n_drafted, n_accepted)
+            self.reuse.count_draft(n_drafted, n_accepted)
         outcomes: list[Outcome] = []
         if not request.is_scored:
             scores = results[0].prompt_scores

@@ -28,6 +28,7 @@ from llamaslot.base.model import ModelInfo
 from llamaslot.kvcache.cache import KVCache
 from llamaslot.scheduler.admission import Admission
 from llamaslot.scheduler.chunk_sizer import ChunkSizer
+from llamaslot.scheduler.drafter import Drafter
 from llamaslot.scheduler.padding import DummyRows, Padding
 from llamaslot.scheduler.request import Request
 from llamaslot.scheduler.step import StepPlan, StepResult, Turn, Work
@@ -231,10 +232,12 @@ class StepPlanner:
         self._cache = cache
         self._admission = admission
         self._chunks = chunks
+        self.drafter = Drafter(info, chunks)
         self.set_costs(info)
 
     def set_costs(self, info: ModelInfo) -> None:
         """Take over the costs of steps."""
+        self.drafter.set_costs(info)
         self._switch_s = info.adapter_switch_ms / 1e3
         self.set_layout(info)
         # Without `step_cost` there are no dummy rows. It is measured only for models whose sequences can be
@@ -243,6 +246,7 @@ class StepPlanner:
 
     def set_layout(self, info: ModelInfo) -> None:
         """Take over the layout that the cache's settings have now."""
+        self.drafter.forget_costs()
         settings = self._cache.settings
         # With recurrent states llama.cpp splits steps of several sequences, so padding would only cost time.
         is_split = info.keeps_checkpoints and info.state.kind.has_recurrent_state
@@ -289,9 +293,13 @@ class StepPlanner:
         if plan.turn.changes_adapters:
             seconds = max(seconds - self._switch_s, 0.0)
         # Tokens forced by constraints cost as much as prompt tokens, so they count as such.
-        lengths = [(len(work.run.tokens), work.request) for work in plan.work]
+        lengths = [(len(work.run.tokens) - work.run.n_drafted, work.request) for work in plan.work]
         n_decoding = sum(request.is_decoding(n) for n, request in lengths)
         n_prefill = sum(n for n, _ in lengths) - n_decoding
+        if n_drafted := sum(work.run.n_drafted for work in plan.work):
+            if not n_prefill:
+                self.drafter.observe(n_drafted, n_decoding, seconds)
+            return
         n_padding = sum(len(run.tokens) for run in plan.padding) if n_prefill else 0
         self._chunks.observe(n_prefill + n_padding, n_decoding, seconds)
         if n_prefill == 0 and not self._cache.settings.unified:

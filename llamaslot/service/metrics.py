@@ -87,14 +87,15 @@ _COUNTERS = (
     ("llamaslot_checkpoints_evicted", "Checkpoints evicted from RAM.", "cache.checkpoints.evicted"),
     ("llamaslot_preemptions", "Times that a running request went back to the queue.", "cache.preemptions"),
     ("llamaslot_layout_changes", "Times that the layout of the KV pool changed.", "cache.layout_changes"),
+    ("llamacpp:spec_decode_num_draft_tokens", "Tokens drafted.", "cache.speculation.drafted_tokens"),
+    (
+        "llamacpp:spec_decode_num_accepted_tokens",
+        "Drafted tokens that were accepted.",
+        "cache.speculation.accepted_tokens",
+    ),
+    ("llamacpp:spec_decode_num_drafts", "Drafts that were verified.", "cache.speculation.drafts"),
 )
 """Name, text and path of fields of `EngineState` that only grow."""
-_SPECULATION = (
-    ("llamacpp:spec_decode_num_draft_tokens", "Tokens drafted; none, as nothing is speculated."),
-    ("llamacpp:spec_decode_num_accepted_tokens", "Drafted tokens that were accepted."),
-    ("llamacpp:spec_decode_num_drafts", "Drafts that were verified."),
-)
-"""Counters of llama-server that stay 0 here."""
 _COUNTER_WITHOUT_SUFFIX = "llamacpp:n_tokens_max"
 """A counter of llama-server's whose name has no `_total`; the client library gives every counter that suffix."""
 _GAUGES = (
@@ -233,8 +234,6 @@ class Metrics(Collector):
             yield CounterMetricFamily(name, text, totals[field] / 1e3 if field.endswith("_ms") else totals[field])
         for name, text, path in _COUNTERS:
             yield CounterMetricFamily(name, text, attrgetter(path)(state))
-        for name, text in _SPECULATION:
-            yield CounterMetricFamily(name, text, 0)
         for name, text, path in _GAUGES:
             yield GaugeMetricFamily(name, text, attrgetter(path)(state))
         sequences = state.cache.sequences

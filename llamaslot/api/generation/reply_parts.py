@@ -38,6 +38,9 @@ class Timings(msgspec.Struct):
     predicted_ms: float
     predicted_per_token_ms: float
     predicted_per_second: float
+    draft_n: int | UnsetType = UNSET
+    """Tokens drafted; only if any were, as in llama-server."""
+    draft_n_accepted: int | UnsetType = UNSET
 
 
 class CacheUse(msgspec.Struct):
@@ -134,6 +137,7 @@ def timings(progress: Iterable[Progress]) -> Timings:
     prompt_ms = sum(p.prompt_ms for p in several)
     predicted_ms = sum(p.predicted_ms for p in several)
     steps = sum(max(p.n_generated - 1, 0) for p in several)
+    n_drafted = sum(p.n_drafted for p in several)
     return Timings(
         cache_n=sum(p.n_cached for p in several),
         prompt_n=prompt_n,
@@ -144,6 +148,8 @@ def timings(progress: Iterable[Progress]) -> Timings:
         predicted_ms=predicted_ms,
         predicted_per_token_ms=_ratio(predicted_ms, steps),
         predicted_per_second=_ratio(1e3 * steps, predicted_ms),
+        draft_n=n_drafted or UNSET,
+        draft_n_accepted=sum(p.n_accepted for p in several) if n_drafted else UNSET,
     )
 
 

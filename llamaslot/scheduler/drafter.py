@@ -1,0 +1,142 @@
+"""Speculative decoding by prompt lookup: drafts from the tokens that a request has already.
+
+A request that rewrites a file or quotes a tool's result generates text that its prompt contains. The tokens after the
+longest earlier occurrence of its last ones may come next. One step computes them all and samples after each, as far as
+the samples are the drafted tokens (`base.backend.accepted`). So the reply is the one without drafts, and each right
+token saves a step.
+
+    commit     after each token, the event loop looks for a draft, while the model's thread computes the next step
+    plan       if there is one, multi-step decode ends, and the step is planned with it (`step_planner.py`)
+    observe    what the step took longer, and how many tokens were right
+
+The length of a draft is the one with the largest difference of
+
+    gain       tokens that are expected to be right, by how long the text has been repeated, and how many tokens of this
+               request's last drafts were right
+    cost       tokens that all decoding requests would get in the additional time, as measured for steps of that length
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from llamaslot.base.model import ModelInfo
+from llamaslot.base.tokens import Tokens
+from llamaslot.scheduler.chunk_sizer import ChunkSizer
+from llamaslot.scheduler.request import NO_TOKENS, Request
+
+MIN_MATCH = 8
+"""Fewest repeated tokens before a draft: shorter ones are often phrases after which the text differs."""
+MAX_MATCH = 64
+"""Most repeated tokens that are compared."""
+LENGTHS = (3, 7, 15, 31, 63)
+"""Lengths of drafts. With the token before, they fill up the four rows that llama.cpp's CPU kernels compute together
+(fact 36), and the largest a query block.
+"""
+MAX_DELAY = 0.1
+"""Largest fraction of a step by which drafts of some streams may delay others that have none."""
+MIN_GAIN = 0.5
+"""Fewest tokens by which the gain must exceed the cost."""
+_NEWEST_WEIGHT = 0.3
+"""Weight of the newest observation of a cost."""
+_DECAY = 0.999
+"""Factor on all costs at each draft, so that a slowdown does not rule out a length forever."""
+_UNKNOWN_COST = 0.25
+"""Cost of a token while nothing is known of it, as a fraction of a step."""
+
+
+class Drafter:
+    """Proposes drafts for decoding requests of a model whose sequences can be truncated."""
+
+    def __init__(self, info: ModelInfo, chunks: ChunkSizer) -> None:
+        self._chunks = chunks
+        self._added_s: dict[tuple[int, int], float] = {}
+        """Seconds by which drafts make a step longer, by the smallest of `LENGTHS` that is not shorter than all of
+        them together, and by the bit length of the number of decoding requests.
+        """
+        self.set_costs(info)
+
+    def set_costs(self, info: ModelInfo) -> None:
+        """Take over the costs of steps, which are the estimates of what was not observed yet."""
+        self._step_cost = info.step_cost
+
+    def forget_costs(self) -> None:
+        """Forget the observed costs. In a partitioned pool, drafts beside other decodes take a pass of their own."""
+        self._added_s.clear()
+
+    def propose(self, requests: Sequence[Request]) -> bool:
+        """Set the drafts of all requests that decode; returns True if there are any."""
+        n_decoding = len(requests)
+        step_s = self._chunks.decode_seconds(n_decoding)
+        found: list[tuple[Request, int, Tokens]] = []
+        for request in requests:
+            request.draft = NO_TOKENS
+            if request.params.max_draft and step_s:
+                most = min(request.params.max_draft, LENGTHS[-1])
+                n_matched, follows = continuation(request.tokens.view(), most)
+                if n_matched >= MIN_MATCH:
+                    found.append((request, n_matched, follows))
+        # A stream without a draft only has to wait longer. If all have one, each gets more tokens for it.
+        most_s = math.inf if n_decoding == 1 else step_s * (1 if len(found) == n_decoding else MAX_DELAY)
+        n_all, all_s = 0, 0.0
+        for request, n_matched, follows in found:
+            rate = request.acceptance.rate(n_matched)
+            best, best_s = MIN_GAIN, all_s
+            for n in sorted({min(length, len(follows)) for length in LENGTHS}):
+                added_s = self._seconds(n_all + n, n_decoding, len(request.tokens), step_s)
+                gain = rate * (1 - rate**n) / (1 - rate) - (added_s - all_s) * n_decoding / step_s
+                if gain > best and added_s <= most_s:
+                    best, best_s, request.draft = gain, added_s, follows[:n]
+            n_all, all_s = n_all + len(request.draft), best_s
+        return n_all > 0
+
+    def observe(self, n_drafted: int, n_decoding: int, seconds: float) -> None:
+        """Learn from a step of `n_decoding` requests without prompts, with `n_drafted` drafted tokens in all."""
+        added_s = max(seconds - self._chunks.decode_seconds(n_decoding), 0.0)
+        key = _key(n_drafted, n_decoding)
+        before = self._added_s.get(key, added_s)
+        for each in self._added_s:
+            self._added_s[each] *= _DECAY
+        self._added_s[key] = (1 - _NEWEST_WEIGHT) * before + _NEWEST_WEIGHT * added_s
+
+    def _seconds(self, n: int, n_decoding: int, n_cells: int, step_s: float) -> float:
+        """Return by how many seconds `n` drafted tokens after `n_cells` make a step longer."""
+        if not n:
+            return 0.0
+        if (observed := self._added_s.get(_key(n, n_decoding))) is not None:
+            return observed
+        if self._step_cost is None:
+            return self._chunks.chunk_seconds(n, n_decoding) or n * _UNKNOWN_COST * step_s
+        few = self._step_cost.small_ms(n, n * n_cells) - self._step_cost.small_ms(0, 0)
+        # The step is padded to a query block where that is faster (`padding.py`).
+        block = self._step_cost.block_ms(n_cells) - 1e3 * step_s
+        return max(min(few, block), 0.0) / 1e3
+
+
+def continuation(tokens: Tokens, n: int) -> tuple[int, Tokens]:
+    """Return how many of the last tokens occur before, and the up to `n` tokens that follow there.
+
+    Of the longest occurrences (of at most `MAX_MATCH` tokens) the latest is taken. One that overlaps the end is a text
+    that repeats itself: it is continued as often as needed.
+    """
+    last = len(tokens) - 1
+    ends = np.flatnonzero(tokens[:last] == tokens[last])
+    length = 0
+    while len(ends):
+        length += 1
+        found = int(ends[-1])
+        if length == MAX_MATCH:
+            break
+        ends = ends[np.searchsorted(ends, length) :]
+        ends = ends[tokens[ends - length] == tokens[last - length]]
+    if not length:
+        return 0, NO_TOKENS
+    follows = tokens[found + 1 : found + 1 + n]
+    return length, np.resize(follows, n) if found + n > last else follows.copy()
+
+
+def _key(n_drafted: int, n_decoding: int) -> tuple[int, int]:
+    return next((each for each in LENGTHS if each >= n_drafted), LENGTHS[-1]), n_decoding.bit_length()

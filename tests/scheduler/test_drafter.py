@@ -1,0 +1,212 @@
+"""Drafts from a request's own tokens: where they are found, how long they are, and that replies stay the same."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llamaslot.base.commands import GenerateParams
+from llamaslot.base.model import StepCost
+from llamaslot.scheduler.chunk_sizer import ChunkSizer
+from llamaslot.scheduler.drafter import LENGTHS, MAX_MATCH, MIN_MATCH, Drafter, continuation
+from llamaslot.scheduler.request import Acceptance, Request
+from tests.fake_backend import FakeBackend
+from tests.scheduler.test_scheduler import Driver, TimedBackend, generated, tokenized
+
+STEP_S, TOKEN_S = 0.016, 0.001
+"""Seconds of a step of decodes, and those that each drafted token adds."""
+
+
+@given(tokens=st.lists(st.integers(0, 2), min_size=1, max_size=100), n=st.integers(1, 70))
+def test_a_continuation_follows_the_longest_and_latest_earlier_occurrence(tokens: list[int], n: int) -> None:
+    n_matched, follows = continuation(np.array(tokens, dtype=np.int32), n)
+
+    def matched(end: int) -> int:
+        lengths = range(1, min(end, MAX_MATCH) + 1)
+        return max((k for k in lengths if tokens[end - k : end] == tokens[-k:]), default=0)
+
+    best = max(((matched(end), end) for end in range(1, len(tokens))), default=(0, 0))
+    assert n_matched == best[0]
+    if not n_matched:
+        assert not len(follows)
+        return
+    text = tokens[:]
+    for _ in range(n):
+        text.append(text[best[1] + len(text) - len(tokens)])
+    is_periodic = best[1] + n > len(tokens)
+    assert follows.tolist() == text[len(tokens) :], is_periodic
+
+
+def drafter(*, token_s: float = TOKEN_S, n_streams: Sequence[int] = range(1, 9)) -> Drafter:
+    """A drafter that has seen steps of decodes, and what a prompt token costs beside them."""
+    sizer = ChunkSizer(n_ubatch=512, gap_ms=100.0)
+    for n in n_streams:
+        sizer.observe(0, n, STEP_S)
+    sizer.observe(32, 1, STEP_S + 32 * token_s)
+    return Drafter(FakeBackend().info, sizer)
+
+
+def request(text: str, *, max_draft: int = LENGTHS[-1]) -> Request:
+    params = GenerateParams("r", max_draft=max_draft)
+    return Request(params, tokenized(text), arrival=0, now=0.0)
+
+
+def letters(n: int, seed: int = 1) -> str:
+    return "".join(map(chr, np.random.default_rng(seed).integers(97, 123, n)))
+
+
+def drafted(proposing: Drafter, *requests: Request) -> list[int]:
+    has_drafts = proposing.propose(requests)
+    lengths = [len(each.draft) for each in requests]
+    assert has_drafts == any(lengths)
+    return lengths
+
+
+def test_a_repeated_text_is_drafted_as_it_went_on() -> None:
+    text = letters(100)
+    for n_repeated in (MIN_MATCH, 20, 50):
+        asked = request(text + text[:n_repeated])
+        (n,) = drafted(drafter(), asked)
+        assert n
+        assert asked.draft.tolist() == [ord(each) for each in text[n_repeated : n_repeated + n]]
+
+
+def test_a_longer_repetition_has_a_longer_draft() -> None:
+    text = letters(200)
+    lengths = [drafted(drafter(), request(text + text[:n]))[0] for n in (MIN_MATCH, 16, 64)]
+    assert lengths == sorted(set(lengths))
+    assert set(lengths) <= set(LENGTHS)
+
+
+def test_nothing_is_drafted_after_a_short_match_or_where_drafts_are_off() -> None:
+    text = letters(100)
+    assert drafted(drafter(), request(text + text[: MIN_MATCH - 1])) == [0]
+    assert drafted(drafter(), request(text + text[:30], max_draft=0)) == [0]
+    assert drafted(drafter(), request(text + text[:30], max_draft=5)) == [5]
+
+
+def test_nothing_is_drafted_before_the_time_of_a_step_is_known() -> None:
+    text = letters(100)
+    assert drafted(drafter(n_streams=()), request(text + text[:30])) == [0]
+
+
+def test_nothing_is_drafted_that_takes_longer_than_single_steps() -> None:
+    text = letters(100)
+    assert drafted(drafter(token_s=1.2 * STEP_S), request(text + text[:50])) == [0]
+
+
+def test_what_a_draft_took_counts_more_than_the_estimate() -> None:
+    text = letters(100)
+    proposing, asked = drafter(), request(text + text[:50])
+    (n,) = drafted(proposing, asked)
+    for _ in range(10):
+        proposing.observe(n, 1, STEP_S + 2 * n * STEP_S)
+    assert drafted(proposing, asked)[0] < n
+    for length in LENGTHS:
+        proposing.observe(length, 1, STEP_S + 2 * length * STEP_S)
+    assert drafted(proposing, asked) == [0]
+    # As after a disturbance: the length is tried again some time.
+    for _ in range(5000):
+        proposing.observe(LENGTHS[0], 1, STEP_S)
+    assert drafted(proposing, asked)[0] > LENGTHS[0]
+    proposing.forget_costs()
+    assert drafted(proposing, asked) == [n]
+
+
+def test_wrong_drafts_end_drafting_soon_and_right_ones_begin_it_again() -> None:
+    text = letters(200)
+    proposing, asked = drafter(), request(text + text[:MIN_MATCH])
+    asked.count_draft(60, 60)
+    for n_wrong in range(20):
+        if not drafted(proposing, asked)[0]:
+            break
+        asked.count_draft(len(asked.draft), 0)
+    assert 1 < n_wrong < 10
+    assert (asked.n_drafted > 60, asked.n_accepted) == (True, 60)
+    # A long match is tried all the same.
+    other = request(text + text[:60])
+    other.acceptance = asked.acceptance
+    assert drafted(proposing, other)[0]
+
+
+def test_the_estimate_is_a_probability() -> None:
+    acceptance = Acceptance()
+    for right in (0, 3, 63, 63, 63, 0, 0, 0):
+        acceptance.add(63, right)
+        assert 0 < acceptance.rate(MIN_MATCH) < acceptance.rate(MAX_MATCH) < 1
+
+
+def test_drafts_of_several_streams_make_a_step_little_longer() -> None:
+    texts = [letters(150, seed) for seed in range(8)]
+    repeating = [request(text + text[:60]) for text in texts]
+    lengths = drafted(drafter(), *repeating)
+    assert sum(lengths) * TOKEN_S <= STEP_S
+    assert sum(map(bool, lengths)) > 1
+    # A stream that repeats nothing is delayed by a tenth at most.
+    *lengths, n_other = drafted(drafter(token_s=TOKEN_S / 10), *repeating[:7], request(texts[7]))
+    assert 0 < sum(lengths) * TOKEN_S / 10 <= 0.1 * STEP_S
+    assert not n_other
+    # Alone, a longer step delays nobody else.
+    assert drafted(drafter(), request(texts[0] + texts[0][:60]))[0] > max(lengths)
+
+
+def test_estimates_are_those_of_measured_steps() -> None:
+    text = letters(100)
+    costly = StepCost(step_us=1e6 * STEP_S, token_us=2e6 * STEP_S, token_cell_us=0.0, block_us=1e9, block_cell_us=0.0)
+    proposing, asked = drafter(), request(text + text[:50])
+    proposing.set_costs(msgspec.structs.replace(FakeBackend().info, step_cost=costly))
+    assert drafted(proposing, asked) == [0]
+
+
+class CopyingBackend(TimedBackend):
+    """A model that repeats the first `PERIOD` tokens again and again, with a change in each repetition.
+
+    The changed token depends on all that the sequence holds, so a cell that should have been removed is noticed.
+    """
+
+    PERIOD = 40
+
+    def _logits(self, seq: int) -> int:
+        seen = self.seen(seq)
+        n = len(seen)
+        tokens = {position: token for token, position in seen}
+        is_change = n % (self.PERIOD + 1) == 0
+        if is_change or n < self.PERIOD or sorted(tokens) != list(range(n)):
+            return super()._logits(seq)
+        index = self.alphabet.index(tokens[n - self.PERIOD] % 2**18)
+        return index * self._eos_every + 1
+
+
+@pytest.mark.parametrize("unified", [True, False])
+@pytest.mark.parametrize("n_streams", [1, 3])
+def test_a_reply_that_repeats_its_prompt_takes_fewer_steps_and_is_the_same(n_streams: int, unified: bool) -> None:
+    replies, n_steps = [], []
+    for max_draft in (0, 63):
+        backend = CopyingBackend(n_slots=4, n_ctx=4096, n_ubatch=256, n_spare_rows=64, unified=unified)
+        driver = Driver(backend=backend)
+        prompts = [letters(CopyingBackend.PERIOD, seed) for seed in range(n_streams)]
+        asked = [driver.submit(each, max_tokens=200, max_draft=max_draft) for each in prompts]
+        driver.finish(*asked)
+        replies.append([generated(each) for each in asked])
+        n_steps.append(len(driver.plans))
+        stats = driver.scheduler.cache_stats().speculation
+        assert stats.drafted_tokens == sum(each.n_drafted for each in asked)
+        assert stats.accepted_tokens == sum(each.n_accepted for each in asked)
+        assert bool(stats.drafts) == bool(max_draft)
+    assert replies[0] == replies[1]
+    assert n_steps[1] < (0.5 if n_streams == 1 else 0.8) * n_steps[0]
+
+
+def test_multi_step_decode_ends_only_for_a_draft() -> None:
+    backend = CopyingBackend(n_slots=4, n_ctx=4096, n_ubatch=256, n_spare_rows=64)
+    driver = Driver(backend=backend)
+    asked = driver.submit(letters(CopyingBackend.PERIOD), max_tokens=100, max_draft=63)
+    for _ in range(60):
+        plan = driver.step()
+        assert driver.scheduler.has_drafts == bool(len(asked.draft))
+        assert not (plan.n_extra_steps and any(work.run.n_drafted for work in plan.work))
