@@ -39,7 +39,7 @@ from llamaslot.base.stats import (
     SequenceStats,
     TierStats,
 )
-from llamaslot.base.tokens import WIDTH, Tokens, packed
+from llamaslot.base.tokens import WIDTH, Tokens, packed, unpacked
 from llamaslot.kvcache.cache_settings import CacheSettings
 from llamaslot.kvcache.disk_io import IoEvent, Job, SegmentMeta
 from llamaslot.kvcache.dropping import Dropper
@@ -134,6 +134,10 @@ class KVCache:
     def length(self, seq: int) -> int:
         """Number of tokens that a sequence holds."""
         return self._tree.length(seq)
+
+    def following(self, seq: int, token: int, n: int) -> Tokens:
+        """Return up to `n` tokens that followed a sequence's tokens and `token` before; empty if none are known."""
+        return unpacked(self._tree.following(seq, token.to_bytes(WIDTH, "little"), n))
 
     def match(self, namespace: str, tokens: bytes, last: Match | None = None) -> Match:
         """Return the longest cached prefix of `tokens`: `last` if the tree has not changed since that lookup."""

@@ -82,6 +82,19 @@ class RadixTree:
         node = self._ends.get(seq)
         return node.end if node is not None else 0
 
+    def following(self, seq: int, token: bytes, n: int) -> bytes:
+        """Return up to `n` tokens that follow the path of a sequence and one token more; empty if none are known.
+
+        Where paths branch, the one that was used last is followed.
+        """
+        end = self._ends.get(seq)
+        node = end.children.get(token) if end is not None else None
+        found = bytearray()
+        while node is not None and len(found) <= n * WIDTH:
+            found += node.run
+            node = max(node.children.values(), key=lambda each: each.last_used, default=None)
+        return bytes(found[WIDTH : (n + 1) * WIDTH])
+
     def is_pinned(self, seq: int) -> bool:
         """True while a request runs in the sequence."""
         return seq in self._pinned

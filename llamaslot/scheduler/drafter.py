@@ -1,9 +1,11 @@
-"""Speculative decoding by prompt lookup: drafts from the tokens that a request has already.
+"""Speculative decoding without a second model: drafts of text that is known already.
 
-A request that rewrites a file or quotes a tool's result generates text that its prompt contains. The tokens after the
-longest earlier occurrence of its last ones may come next. One step computes them all and samples after each, as far as
-the samples are the drafted tokens (`base.backend.accepted`). So the reply is the one without drafts, and each right
-token saves a step.
+    the tree            this prompt was answered before: its reply goes on as the one that the tree has
+    prompt lookup       a reply that rewrites a file or quotes a tool's result: the tokens after the longest earlier
+                        occurrence of the request's last ones
+
+One step computes a draft and samples after each of its tokens, as far as the samples are the drafted tokens
+(`base.backend.accepted`). So the reply is the one without drafts, and each right token saves a step.
 
     commit     after each token, the event loop looks for a draft, while the model's thread computes the next step
     plan       if there is one, multi-step decode ends, and the step is planned with it (`step_planner.py`)
@@ -25,6 +27,7 @@ import numpy as np
 
 from llamaslot.base.model import ModelInfo
 from llamaslot.base.tokens import Tokens
+from llamaslot.kvcache.cache import KVCache
 from llamaslot.scheduler.chunk_sizer import ChunkSizer
 from llamaslot.scheduler.request import NO_TOKENS, Request
 
@@ -51,8 +54,9 @@ _UNKNOWN_COST = 0.25
 class Drafter:
     """Proposes drafts for decoding requests of a model whose sequences can be truncated."""
 
-    def __init__(self, info: ModelInfo, chunks: ChunkSizer) -> None:
+    def __init__(self, info: ModelInfo, chunks: ChunkSizer, cache: KVCache) -> None:
         self._chunks = chunks
+        self._cache = cache
         self._added_s: dict[tuple[int, int], float] = {}
         """Seconds by which drafts make a step longer, by the smallest of `LENGTHS` that is not shorter than all of
         them together, and by the bit length of the number of decoding requests.
@@ -75,8 +79,7 @@ class Drafter:
         for request in requests:
             request.draft = NO_TOKENS
             if request.params.max_draft and step_s:
-                most = min(request.params.max_draft, LENGTHS[-1])
-                n_matched, follows = continuation(request.tokens.view(), most)
+                n_matched, follows = self._find(request, min(request.params.max_draft, LENGTHS[-1]))
                 if n_matched >= MIN_MATCH:
                     found.append((request, n_matched, follows))
         # A stream without a draft only has to wait longer. If all have one, each gets more tokens for it.
@@ -101,6 +104,15 @@ class Drafter:
         for each in self._added_s:
             self._added_s[each] *= _DECAY
         self._added_s[key] = (1 - _NEWEST_WEIGHT) * before + _NEWEST_WEIGHT * added_s
+
+    def _find(self, request: Request, n: int) -> tuple[int, Tokens]:
+        """Return up to `n` tokens that may come next, and after how many repeated ones."""
+        tokens = request.tokens.view()
+        if self._cache.length(request.slot) == len(tokens) - 1:
+            follows = self._cache.following(request.slot, int(tokens[-1]), n)
+            if len(follows) >= LENGTHS[0]:
+                return MAX_MATCH, follows
+        return continuation(tokens, n)
 
     def _seconds(self, n: int, n_decoding: int, n_cells: int, step_s: float) -> float:
         """Return by how many seconds `n` drafted tokens after `n_cells` make a step longer."""

@@ -232,7 +232,7 @@ class StepPlanner:
         self._cache = cache
         self._admission = admission
         self._chunks = chunks
-        self.drafter = Drafter(info, chunks)
+        self.drafter = Drafter(info, chunks, cache)
         self.set_costs(info)
 
     def set_costs(self, info: ModelInfo) -> None:

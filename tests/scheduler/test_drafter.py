@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 from llamaslot.base.commands import GenerateParams
 from llamaslot.base.model import StepCost
+from llamaslot.kvcache.cache import KVCache
+from llamaslot.kvcache.cache_settings import CacheSettings
 from llamaslot.scheduler.chunk_sizer import ChunkSizer
 from llamaslot.scheduler.drafter import LENGTHS, MAX_MATCH, MIN_MATCH, Drafter, continuation
 from llamaslot.scheduler.request import Acceptance, Request
@@ -48,7 +50,7 @@ def drafter(*, token_s: float = TOKEN_S, n_streams: Sequence[int] = range(1, 9))
     for n in n_streams:
         sizer.observe(0, n, STEP_S)
     sizer.observe(32, 1, STEP_S + 32 * token_s)
-    return Drafter(FakeBackend().info, sizer)
+    return Drafter(FakeBackend().info, sizer, KVCache(CacheSettings(n_slots=1, n_cells=64, n_seqs=1, gap_ms=100.0)))
 
 
 def request(text: str, *, max_draft: int = LENGTHS[-1]) -> Request:
@@ -210,3 +212,29 @@ def test_multi_step_decode_ends_only_for_a_draft() -> None:
         plan = driver.step()
         assert driver.scheduler.has_drafts == bool(len(asked.draft))
         assert not (plan.n_extra_steps and any(work.run.n_drafted for work in plan.work))
+
+
+def test_a_prompt_that_was_answered_before_is_answered_in_fewer_steps() -> None:
+    """By the tree, and only within the namespace: another tenant's reply is never drafted."""
+    driver = Driver(n_slots=2, n_ctx=1024, n_ubatch=128, n_spare_rows=64)
+    first = driver.run("a prompt", max_tokens=60)
+    n_first = len(driver.plans)
+    again = driver.run("a prompt", max_tokens=60, max_draft=63)
+    assert generated(again) == generated(first)
+    assert len(driver.plans) - n_first < n_first / 3
+    assert again.n_accepted > 40
+    other = driver.run("a prompt", max_tokens=60, max_draft=63, cache_salt="another tenant")
+    assert generated(other) == generated(first)
+    assert not other.n_drafted
+    private = driver.run("a prompt", max_tokens=60, max_draft=63, cache_prompt=False)
+    assert not private.n_drafted
+
+
+def test_a_reply_that_goes_on_otherwise_leaves_the_path_of_the_first() -> None:
+    driver = Driver(n_slots=2, n_ctx=1024, n_ubatch=128, n_spare_rows=64)
+    first = driver.run("a prompt", max_tokens=60)
+    forked = driver.run("a prompt" + "".join(map(chr, generated(first)[:20])) + "?", max_tokens=60, max_draft=63)
+    assert not forked.n_drafted
+    # Only what was sampled is in the tree.
+    match = driver.match("a prompt" + "".join(map(chr, generated(first))))
+    assert match.n_cached == len("a prompt") + 59
