@@ -56,6 +56,7 @@ SAMPLING = [
     ("stream", "yes"),
     ("stream_options", 1),
     ("cache_prompt", 1),
+    ("speculate", "auto"),
     ("id_slot", 4),
     ("id_slot", -2),
     ("lora", [{"id": 0, "scale": 1}]),

@@ -26,7 +26,8 @@ COPIED = (
     "--yarn-attn-factor 1 --yarn-beta-slow 1 --yarn-beta-fast 32 --override-kv llama.context_length=int:4096 "
     "--mmap --mlock --n-cpu-moe 4 -ot ffn_.*=CPU --no-kv-offload --no-op-offload --no-repack --check-tensors "
     "--lazy-mode off "
-    '--chat-template-kwargs {"enable_thinking":false} --reasoning-effort low --poll-batch 1 -dev none -dt 0.1',
+    '--chat-template-kwargs {"enable_thinking":false} --reasoning-effort low --poll-batch 1 -dev none -dt 0.1 '
+    "--spec-type ngram-mod --spec-ngram-mod-n-match 24 --draft-max 16 --spec-default",
 )
 """Lines copied from llama-server, with all flags for which one would expect an error."""
 

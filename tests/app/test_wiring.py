@@ -171,6 +171,9 @@ API: dict[str, tuple[str, object]] = {
         {"a": 1, "reasoning_effort": "low"},
     ),
     "--embd-normalize -1": ("embd_normalize", -1),
+    "--speculate 5": ("max_draft", 5),
+    "--speculate off": ("max_draft", 0),
+    "--spec-type none": ("max_draft", 0),
 }
 
 SAMPLING: dict[str, tuple[str, object]] = {
