@@ -42,10 +42,11 @@ def run(
     """Measure, print the table, write `busy.json` and the servers' logs. `threads` is the fixed number."""
     facts = machine()
     flags = ["-np", "1", "-c", "2048", *server_flags]
+    own = llamaslot(model, *flags, "--speculate", "off")
     servers = {
-        OWN: llamaslot(model, *flags),
-        f"{OWN} -t {threads}": llamaslot(model, *flags, "-t", str(threads)),
-        f"{OWN} -t 1": llamaslot(model, *flags, "-t", "1"),
+        OWN: own,
+        f"{OWN} -t {threads}": [*own, "-t", str(threads)],
+        f"{OWN} -t 1": [*own, "-t", "1"],
         PEER: [str(build.llama_server()), "-m", str(model), *flags],
     }
     measured = asyncio.run(_measure(model, servers, folder, repeats=repeats, tokens=tokens))

@@ -55,7 +55,7 @@ class Commands:
             flags,
             peer=[str(build.batched_bench()), "-m", str(model), *flags, *lengths],
             engine=[*engine, "--prompt-tokens", str(PROMPT_TOKENS), "--streams"],
-            server=llamaslot(model, *own),
+            server=llamaslot(model, *own, "--speculate", "off"),
         )
 
     def peer_rate(self, streams: int) -> float:

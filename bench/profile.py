@@ -79,7 +79,7 @@ async def measure(
     text, words = Tokens(model), random.Random(secrets.token_hex(8))
     measured = []
     with tempfile.TemporaryDirectory() as folder:
-        command = ["env", *clocks.environment(Path(folder)), *llamaslot(model, *flags)]
+        command = ["env", *clocks.environment(Path(folder)), *llamaslot(model, *flags, "--speculate", "off")]
         async with serving(command, log=log) as server:
             # What only the first requests take is not of interest.
             await _spent(server.client, Path(folder), [text.draw(words, PROMPT_TOKENS)] * max(streams), FEW)

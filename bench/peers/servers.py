@@ -79,6 +79,9 @@ class ServerSetup:
             # Each version would keep what it measured on another day for a week. So all runs measure anew.
             command = llamaslot(common.model, checkout=self.checkout, measurements=folder / "measurements")
             more = more if more and more[0] in llamaslot_flags(self.checkout) else ()
+            if "--speculate" in llamaslot_flags(self.checkout):
+                # Models with random weights repeat themselves, so drafts would make decoding faster than it is.
+                command += ["--speculate", "off"]
         else:
             raise BenchmarkError(f"there is no server of the kind {self.kind}")
         command += ["-np", str(common.n_slots), "-c", n_ctx, "-t", threads, "-tb", threads, "-fa", "on"]

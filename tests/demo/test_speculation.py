@@ -16,6 +16,8 @@ from tests.demo.test_reuse import assert_sound, open_backend
 from tests.engine.harness import running
 from tests.live import Server
 
+pytestmark = pytest.mark.gpu
+
 GREEDY = Sampling(temperature=0.0)
 SEEDED = Sampling(temperature=0.7, top_k=40, repeat_penalty=1.1, seed=5)
 MAX_DRAFT = 63
