@@ -228,6 +228,8 @@ class FakeBackend:
         self.states = kv_ops.StateRecord(kind, WINDOW)
         self._partial: dict[int, int] = {}
         """The partial state of each sequence that has one: a hash of all tokens that it stands for."""
+        self._after: dict[tuple[int, int], int] = {}
+        """Partial states within the last step, by sequence and length."""
         self._taken: dict[int, int] = {}
         """That of each checkpoint, by number."""
         self.segments: dict[int, range] = {}
@@ -285,6 +287,8 @@ class FakeBackend:
             scratch=self._scratch,
             states=self.states,
         )
+        if not isinstance(operation, kv_ops.Remove):
+            self.states.decoded({})
         match operation:
             case kv_ops.Remove(seq, keep):
                 if not self._can_reuse and not self.info.can_trim and 0 < keep < self.seq_len(seq):
@@ -384,6 +388,8 @@ class FakeBackend:
         check_runs(runs, length_of=self.seq_len, info=self.info, states=self.states)
         status, n_applied = self.failures.popleft() if self.failures else (Status.OK, len(runs))
         self._rows = {}
+        self._after = {}
+        self.states.decoded({})
         self._targets = {run.seq: run for run in runs if run.targets is not None}
         if status in (Status.NO_CELLS, Status.INVALID) or not self._fits(runs):
             return Decoded(status if status is not Status.OK else Status.NO_CELLS, sent(runs))
@@ -397,6 +403,7 @@ class FakeBackend:
                 self._place(run.seq, [(token, run.start + start + i) for i, token in enumerate(tokens)])
                 if self.states.has_states:
                     self._partial[run.seq] = _state_of(tokens, self._partial.get(run.seq, 0))
+                    self._after[run.seq, run.start + end] = self._partial[run.seq]
                 if status is Status.OK and run.n_outputs:
                     is_bad = self._pool(run.seq).is_bad(run.seq, self.poison)
                     rows.append(NO_TOKEN if is_bad else self._logits(run.seq))
@@ -405,6 +412,8 @@ class FakeBackend:
                 self._drafts[run.seq] = run.tokens[len(run.tokens) - run.n_drafted :].tolist()
         if self.states.has_states and status in (Status.ABORTED, Status.FATAL):
             self._lose_states(runs)
+        if status is Status.OK and (self.info.unified or len(sent(runs)) == 1):
+            self.states.decoded({run.seq: run.start for run in reversed(runs)})
         return Decoded(status, sent(runs))
 
     def compile(self, constraint: Constraint) -> CompiledConstraint:
@@ -503,8 +512,10 @@ class FakeBackend:
             return
         self.states.truncate(seq, length, keep)
         self._pool(seq).remove(seq, keep, length)
-        if self.states.is_live(seq) and keep:
-            # A window that was never full: it has lost nothing.
+        if (seq, keep) in self._after and self.states.is_live(seq):
+            self._partial[seq] = self._after[seq, keep]
+        elif self.states.is_live(seq) and keep:
+            # A window that was never full, or that only tokens of the last step left: it has lost nothing.
             self._partial[seq] = _state_of([token for _, token in self.seen(seq)])
         else:
             self._set_state(seq, None)

@@ -178,6 +178,8 @@ class StateRecord:
         self._kind = kind
         self._n_swa = n_swa
         self._stateless: set[int] = set()
+        self._starts: dict[int, int] = {}
+        """Lengths before the last decode of the sequences in it, until cells are taken for anything else."""
         self.checkpoints: dict[int, int] = {}
         """Length of the source when each checkpoint was taken, by the checkpoint's number."""
 
@@ -195,10 +197,18 @@ class StateRecord:
         """Return True if a sequence can be decoded."""
         return seq not in self._stateless
 
+    def decoded(self, starts: Mapping[int, int]) -> None:
+        """Record a decode of sequences that had these lengths, all in one micro-batch; without any, that cells were
+        taken for something else.
+        """
+        self._starts = dict(starts)
+
     def truncate(self, seq: int, length: int, keep: int) -> None:
         """Record that a sequence of `length` tokens is cut to fewer, `keep`."""
-        # Once the window is full, other sequences may take its oldest cell, which the next token does not see.
-        is_whole = self._kind is StateKind.WINDOW and length < self._n_swa and self.is_live(seq)
+        # Once the window is full, other sequences may take its oldest cell, which the next token does not see. In
+        # the last decode they took none that the first token of it sees, so all tokens after that may be removed.
+        has_lost_none = length < self._n_swa or keep > self._starts.get(seq, length)
+        is_whole = self._kind is StateKind.WINDOW and has_lost_none and self.is_live(seq)
         self._set(seq, is_live=not keep or is_whole)
 
     def copy(self, operation: Copy, length: int) -> None:
@@ -224,6 +234,7 @@ class StateRecord:
         `starts` are the lengths of its sequences before the batch, `lengths` those of all sequences. llama.cpp
         moves recurrent states of sequences outside the batch as well, so on such models none can be trusted then.
         """
+        self._starts = {}
         lost = {**lengths, **starts}.keys() if self._kind.has_recurrent_state else starts.keys()
         for seq in lost:
             self._set(seq, is_live=not starts.get(seq, lengths.get(seq, 0)))
@@ -236,6 +247,7 @@ class StateRecord:
     def clear(self) -> None:
         """Record that all sequences are empty."""
         self._stateless.clear()
+        self._starts = {}
 
     def _set(self, seq: int, *, is_live: bool) -> None:
         if is_live or not self.has_states:

@@ -372,6 +372,13 @@ class ModelInfo(msgspec.Struct, frozen=True):
         return self.state.can_trim
 
     @property
+    def can_draft(self) -> bool:
+        """True if the last tokens of a step can be removed again, as those of a wrong draft are: also where layers
+        keep a window, which these tokens leave whole, but not with recurrent states.
+        """
+        return self.can_trim or (self.keeps_checkpoints and self.state.kind is StateKind.WINDOW)
+
+    @property
     def can_reuse(self) -> bool:
         """True if prefixes of this model are reused: by trimming sequences, or by checkpoints."""
         return self.can_trim or self.keeps_checkpoints

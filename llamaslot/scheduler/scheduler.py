@@ -293,7 +293,7 @@ class Scheduler:
                     each.request.sampler = each.sampler
             outcomes += self._advance(work, results, now)
         # 4. Drafts for the next step, if the part of them that is wrong can be removed.
-        if self.cache.settings.can_trim:
+        if self._planner.can_draft:
             decoding = [each for each in self.running if each.n_generated and not each.is_suspect]
             self.has_drafts = self._planner.drafter.propose(decoding)
         return outcomes

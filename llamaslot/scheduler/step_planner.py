@@ -247,6 +247,8 @@ class StepPlanner:
     def set_layout(self, info: ModelInfo) -> None:
         """Take over the layout that the cache's settings have now."""
         self.drafter.forget_costs()
+        # In a partitioned pool, windows are whole after a draft only if its request is alone in the step.
+        self.can_draft = info.can_trim or (info.can_draft and self._cache.settings.unified)
         settings = self._cache.settings
         # With recurrent states llama.cpp splits steps of several sequences, so padding would only cost time.
         is_split = info.keeps_checkpoints and info.state.kind.has_recurrent_state
@@ -388,9 +390,9 @@ class StepPlanner:
     def _with_drafts(self, granted: list[Work]) -> list[Work]:
         """Return the work with the drafts of requests, as far as the step, free cells and rows of logits have room.
 
-        The part of a draft that is rejected is removed, so the model must be able to truncate sequences.
+        The part of a draft that is rejected is removed, so the model must allow that.
         """
-        if not any(len(work.request.draft) for work in granted) or not self._cache.settings.can_trim:
+        if not any(len(work.request.draft) for work in granted) or not self.can_draft:
             return granted
         n_granted = sum(len(work.run.tokens) for work in granted)
         n_rows = self._n_spare_rows - sum(len(work.run.targets) for work in granted if work.run.targets is not None)
@@ -401,6 +403,8 @@ class StepPlanner:
         for each in granted:
             run, request = each.run, each.request
             limits = [left, self._n_ctx() - len(request.tokens) - 1]
+            n_run = len(run.tokens)
+            limits.append(request.stops.limit(run.start, n_run + left) - n_run)
             if (most := request.n_draftable) is not None:
                 limits.append(most)
             # Siblings have no KV of their own in which several tokens could be kept.

@@ -158,8 +158,18 @@ def draft_once(harness: Harness, expected: str) -> None:
     scheduler.plan = planned
 
 
-@pytest.mark.parametrize("kind", [kind for kind in StateKind if kind is not StateKind.NONE])
-async def test_a_model_that_cannot_truncate_sequences_computes_no_drafts(kind: StateKind) -> None:
+@pytest.mark.parametrize("n_drafted", [(7, 0), (3, 4), (0, 3)])
+async def test_a_model_with_windows_removes_wrong_drafts(n_drafted: tuple[int, int]) -> None:
+    backend = {"kind": StateKind.WINDOW, "n_ctx": 1024, "eos_every": 1000}
+    plain, _ = await reply((0, 0), "", backend=backend, max_tokens=200, sampling=OPEN)
+    drafted, counts = await reply(n_drafted, plain["text"], backend=backend, max_tokens=200, sampling=OPEN)
+    assert drafted == plain
+    assert counts["drafted"] > 100
+    assert bool(counts["rejected"]) == bool(n_drafted[1])
+
+
+@pytest.mark.parametrize("kind", [kind for kind in StateKind if kind.has_recurrent_state])
+async def test_a_model_with_recurrent_states_computes_no_drafts(kind: StateKind) -> None:
     plain, _ = await reply((0, 0), "", backend={"kind": kind}, max_tokens=20, sampling=OPEN)
     drafted, counts = await reply((7, 0), plain["text"], backend={"kind": kind}, max_tokens=20, sampling=OPEN)
     assert (drafted, counts["drafted"]) == (plain, 0)

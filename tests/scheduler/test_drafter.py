@@ -176,11 +176,11 @@ class CopyingBackend(TimedBackend):
     def _logits(self, seq: int) -> int:
         seen = self.seen(seq)
         n = len(seen)
-        tokens = {position: token for token, position in seen}
         is_change = n % (self.PERIOD + 1) == 0
-        if is_change or n < self.PERIOD or sorted(tokens) != list(range(n)):
+        if is_change or n < self.PERIOD or [position for position, _ in seen] != list(range(n)):
             return super()._logits(seq)
-        index = self.alphabet.index(tokens[n - self.PERIOD] % 2**18)
+        _, token = seen[n - self.PERIOD]
+        index = self.alphabet.index(token)
         return index * self._eos_every + 1
 
 

@@ -85,6 +85,8 @@ class KvOperations:
             scratch=self._scratch,
             states=self.states,
         )
+        if not isinstance(operation, kv_ops.Remove):
+            self.states.decoded({})
         match operation:
             case kv_ops.Remove(seq, keep):
                 self._remove(seq, keep)
