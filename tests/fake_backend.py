@@ -288,7 +288,7 @@ class FakeBackend:
             states=self.states,
         )
         if not isinstance(operation, kv_ops.Remove):
-            self.states.decoded({})
+            self.states.forget_decode()
         match operation:
             case kv_ops.Remove(seq, keep):
                 if not self._can_reuse and not self.info.can_trim and 0 < keep < self.seq_len(seq):
@@ -389,7 +389,7 @@ class FakeBackend:
         status, n_applied = self.failures.popleft() if self.failures else (Status.OK, len(runs))
         self._rows = {}
         self._after = {}
-        self.states.decoded({})
+        self.states.forget_decode()
         self._targets = {run.seq: run for run in runs if run.targets is not None}
         if status in (Status.NO_CELLS, Status.INVALID) or not self._fits(runs):
             return Decoded(status if status is not Status.OK else Status.NO_CELLS, sent(runs))
@@ -413,7 +413,7 @@ class FakeBackend:
         if self.states.has_states and status in (Status.ABORTED, Status.FATAL):
             self._lose_states(runs)
         if status is Status.OK and (self.info.unified or len(sent(runs)) == 1):
-            self.states.decoded({run.seq: run.start for run in reversed(runs)})
+            self.states.record_decode({run.seq: run.start for run in reversed(runs)})
         return Decoded(status, sent(runs))
 
     def compile(self, constraint: Constraint) -> CompiledConstraint:

@@ -212,7 +212,7 @@ def _slot(slot: SlotState) -> dict[str, Any]:
         "id": slot.id,
         "n_ctx": slot.n_ctx,
         "n_held": slot.n_held,
-        "speculative": False,
+        "speculative": slot.speculates,
         "is_processing": running,
         "next_token": [
             {

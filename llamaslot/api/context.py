@@ -13,7 +13,7 @@ from llamaslot.base.callers import Caller
 from llamaslot.base.errors import ServerError, UnavailableError, stopped_error
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.generation.tools import ReasoningFormat
-from llamaslot.base.model import QUERY_BLOCK, ModelInfo
+from llamaslot.base.model import MAX_DRAFT, ModelInfo
 from llamaslot.base.namespaces import key_secret
 from llamaslot.base.prompt_jobs import RequestPolicy
 from llamaslot.service.models import Models
@@ -88,7 +88,7 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Variables of the chat template."""
     embd_normalize: int = 2
     """How vectors are normalized: `VectorParams.normalize`."""
-    max_draft: int = QUERY_BLOCK - 1
+    max_draft: int = MAX_DRAFT
     """Most tokens to draft at once."""
     sampling: dict[str, Any] = {}
     """Fields of `Sampling` that flags set; they win over those that the model file recommends."""

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_t
 
 from msgspec import Meta
 
-from llamaslot.base.model import QUERY_BLOCK
+from llamaslot.base.model import MAX_DRAFT
 
 INT32_MAX = 2**31 - 1
 
@@ -366,8 +366,8 @@ class Config:
     )
     speculate: Count | Literal["auto", "off"] = llama(
         "auto",
-        "draft text that a request repeats from its own tokens, and compute it in one step; auto: as many tokens as "
-        "are expected to pay; N: at most N at once",
+        "speculative decoding: draft what a request's own tokens or the prefix tree say may come next, and compute "
+        "it in one step; auto: as many tokens as are expected to pay; N: at most N of them (63 are the most)",
         "--speculate --spec-type",
         env="LLAMA_ARG_SPEC_TYPE",
         words={"none": "off", "default": "auto", **dict.fromkeys(_NGRAM_TYPES, "auto")},
@@ -638,10 +638,10 @@ class Config:
 
     @property
     def max_draft(self) -> int:
-        """The most tokens to draft at once, by `--speculate`; those of `auto` fill a query block."""
+        """The most tokens to draft at once, by `--speculate`."""
         if isinstance(self.speculate, int):
             return self.speculate
-        return QUERY_BLOCK - 1 if self.speculate == "auto" else 0
+        return MAX_DRAFT if self.speculate == "auto" else 0
 
     @property
     def n_warm_ahead(self) -> int:

@@ -83,7 +83,7 @@ _WITHOUT_EFFECT = {
         --ui-config --webui-config JSON [LLAMA_ARG_UI_CONFIG]
         --ui-config-file --webui-config-file FILE [LLAMA_ARG_UI_CONFIG_FILE]
     """,
-    "drafts are as long as is expected to pay (--speculate)": """
+    "drafts are as long as is expected to pay; --speculate N limits them": """
         --spec-draft-n-max N [LLAMA_ARG_SPEC_DRAFT_N_MAX]
         --spec-draft-n-min N [LLAMA_ARG_SPEC_DRAFT_N_MIN]
         --spec-ngram-mod-n-min N
@@ -103,6 +103,8 @@ _WITHOUT_EFFECT = {
         --spec-ngram-min-hits N
         --draft --draft-n --draft-max N [LLAMA_ARG_DRAFT_MAX]
         --draft-min --draft-n-min N [LLAMA_ARG_DRAFT_MIN]
+    """,
+    "drafting is on by default (--speculate)": """
         --spec-default
     """,
     "it is off": """

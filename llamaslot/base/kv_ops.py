@@ -197,16 +197,19 @@ class StateRecord:
         """Return True if a sequence can be decoded."""
         return seq not in self._stateless
 
-    def decoded(self, starts: Mapping[int, int]) -> None:
-        """Record a decode of sequences that had these lengths, all in one micro-batch; without any, that cells were
-        taken for something else.
-        """
+    def record_decode(self, starts: Mapping[int, int]) -> None:
+        """Record a decode in one micro-batch of sequences that had these lengths before."""
         self._starts = dict(starts)
+
+    def forget_decode(self) -> None:
+        """Record that cells may have been taken for something else since the last decode."""
+        self._starts = {}
 
     def truncate(self, seq: int, length: int, keep: int) -> None:
         """Record that a sequence of `length` tokens is cut to fewer, `keep`."""
         # Once the window is full, other sequences may take its oldest cell, which the next token does not see. In
-        # the last decode they took none that the first token of it sees, so all tokens after that may be removed.
+        # the last decode they took none that the first token of it sees, so all tokens after that may be removed
+        # (fact 43).
         has_lost_none = length < self._n_swa or keep > self._starts.get(seq, length)
         is_whole = self._kind is StateKind.WINDOW and has_lost_none and self.is_live(seq)
         self._set(seq, is_live=not keep or is_whole)

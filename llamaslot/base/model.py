@@ -97,6 +97,8 @@ NOT_YET = "not measured yet"
 """`ModelInfo.costs_pending` if no earlier start has kept the costs of the model."""
 QUERY_BLOCK = 64
 """Query block: tokens of a step that llama.cpp's flash attention computes together on a CPU."""
+MAX_DRAFT = QUERY_BLOCK - 1
+"""Most tokens of a draft: with the one before, they fill a query block."""
 
 
 class SegmentSize(msgspec.Struct, frozen=True):

@@ -246,7 +246,7 @@ class PromptStats(msgspec.Struct):
 
 
 class SpeculationStats(msgspec.Struct):
-    """Tokens of replies that were drafted from the request's own tokens, and computed in one step."""
+    """Drafts of replies, whose tokens were computed in one step."""
 
     drafts: int = 0
     drafted_tokens: int = 0
@@ -372,6 +372,8 @@ class SlotState(msgspec.Struct):
     n_prompt_computed: int = 0
     n_generated: int = 0
     max_tokens: int = -1
+    speculates: bool = False
+    """True if its reply may be drafted."""
     sampling: Sampling = Sampling()
 
 

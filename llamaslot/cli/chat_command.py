@@ -99,7 +99,7 @@ class Answer:
                 f"{self.usage.get('completion_tokens', 0)} tokens" + (f" at {speed:.1f}/s" if speed else "")
             )
         if n_drafted := self.timings.get("draft_n"):
-            parts.append(f"{self.timings.get('draft_n_accepted', 0)} of {n_drafted} drafted tokens were right")
+            parts.append(f"{self.timings.get('draft_n_accepted', 0)} of {n_drafted} drafted tokens accepted")
         return " · ".join(parts)
 
 

@@ -169,6 +169,7 @@ class Queries:
             n_prompt_computed=request.n_prompt_computed,
             n_generated=request.n_generated,
             max_tokens=request.params.max_tokens,
+            speculates=self._scheduler.can_draft and request.params.max_draft > 0,
             sampling=request.params.sampling,
         )
 

@@ -135,9 +135,9 @@ class KVCache:
         """Number of tokens that a sequence holds."""
         return self._tree.length(seq)
 
-    def following(self, seq: int, token: int, n: int) -> Tokens:
+    def continuation(self, seq: int, token: int, n: int) -> Tokens:
         """Return up to `n` tokens that followed a sequence's tokens and `token` before; empty if none are known."""
-        return unpacked(self._tree.following(seq, token.to_bytes(WIDTH, "little"), n))
+        return unpacked(self._tree.continuation(seq, token.to_bytes(WIDTH, "little"), n))
 
     def match(self, namespace: str, tokens: bytes, last: Match | None = None) -> Match:
         """Return the longest cached prefix of `tokens`: `last` if the tree has not changed since that lookup."""

@@ -82,7 +82,7 @@ class RadixTree:
         node = self._ends.get(seq)
         return node.end if node is not None else 0
 
-    def following(self, seq: int, token: bytes, n: int) -> bytes:
+    def continuation(self, seq: int, token: bytes, n: int) -> bytes:
         """Return up to `n` tokens that follow the path of a sequence and one token more; empty if none are known.
 
         Where paths branch, the one that was used last is followed.

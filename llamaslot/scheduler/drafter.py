@@ -4,17 +4,18 @@
     prompt lookup       a reply that rewrites a file or quotes a tool's result: the tokens after the longest earlier
                         occurrence of the request's last ones
 
-One step computes a draft and samples after each of its tokens, as far as the samples are the drafted tokens
-(`base.backend.accepted`). So the reply is the one without drafts, and each right token saves a step.
+One step computes a draft and samples after each of its tokens, as long as the sample is the drafted token
+(`base.backend.accepted`). So the reply is the one without drafts, and each accepted token saves a step.
 
-    commit     after each token, the event loop looks for a draft, while the model's thread computes the next step
-    plan       if there is one, multi-step decode ends, and the step is planned with it (`step_planner.py`)
-    observe    what the step took longer, and how many tokens were right
+    commit     after each token, the event loop looks for drafts (`propose`). In multi-step decode the model's thread
+               computes the next step meanwhile: its token drops the draft, which only ends multi-step decode
+    plan       the step is planned with the drafts that were found after the last one (`step_planner.py`)
+    commit     what the step took longer, and how many tokens were accepted, is learned (`observe`)
 
 The length of a draft is the one with the largest difference of
 
-    gain       tokens that are expected to be right, by how long the text has been repeated, and how many tokens of this
-               request's last drafts were right
+    gain       tokens that are expected to be accepted, by how long the text has been repeated, and how many tokens of
+               this request's last drafts were accepted
     cost       tokens that all decoding requests would get in the additional time, as measured for steps of that length
 """
 
@@ -25,7 +26,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from llamaslot.base.model import ModelInfo
+from llamaslot.base.model import MAX_DRAFT, ModelInfo
 from llamaslot.base.tokens import Tokens
 from llamaslot.kvcache.cache import KVCache
 from llamaslot.scheduler.chunk_sizer import ChunkSizer
@@ -35,24 +36,22 @@ MIN_MATCH = 8
 """Fewest repeated tokens before a draft: shorter ones are often phrases after which the text differs."""
 MAX_MATCH = 64
 """Most repeated tokens that are compared."""
-LENGTHS = (3, 7, 15, 31, 63)
-"""Lengths of drafts. With the token before, they fill up the four rows that llama.cpp's CPU kernels compute together
-(fact 36), and the largest a query block.
+LENGTHS = (3, 7, 15, 31, MAX_DRAFT)
+"""Lengths of drafts. A draft and the token before it fill groups of the four rows that llama.cpp's CPU kernels compute
+together (fact 36).
 """
 MAX_DELAY = 0.1
 """Largest fraction of a step by which drafts of some streams may delay others that have none."""
 MIN_GAIN = 0.5
-"""Fewest tokens by which the gain must exceed the cost."""
+"""Fewest tokens by which the gain must exceed the cost; less than that is within the noise of the estimates."""
 _NEWEST_WEIGHT = 0.3
 """Weight of the newest observation of a cost."""
 _DECAY = 0.999
 """Factor on all costs at each draft, so that a slowdown does not rule out a length forever."""
-_UNKNOWN_COST = 0.25
-"""Cost of a token while nothing is known of it, as a fraction of a step."""
 
 
 class Drafter:
-    """Proposes drafts for decoding requests of a model whose sequences can be truncated."""
+    """Proposes drafts for decoding requests, and learns what they cost."""
 
     def __init__(self, info: ModelInfo, chunks: ChunkSizer, cache: KVCache) -> None:
         self._chunks = chunks
@@ -61,14 +60,16 @@ class Drafter:
         """Seconds by which drafts make a step longer, by the smallest of `LENGTHS` that is not shorter than all of
         them together, and by the bit length of the number of decoding requests.
         """
-        self.set_costs(info)
+        self.set_model(info)
 
-    def set_costs(self, info: ModelInfo) -> None:
-        """Take over the costs of steps, which are the estimates of what was not observed yet."""
+    def set_model(self, info: ModelInfo) -> None:
+        """Take over what depends on measured costs and on the layout of the pool, and forget what drafts cost."""
+        settings = self._cache.settings
+        # In a partitioned pool, windows are whole after a draft only if its request is alone in the step.
+        self.can_draft = info.can_trim or (info.can_draft and settings.unified)
+        self._n_ctx = min(info.n_ctx_slot, settings.seq_cells)
+        self._most = min(MAX_DRAFT, info.n_spare_rows)
         self._step_cost = info.step_cost
-
-    def forget_costs(self) -> None:
-        """Forget the observed costs. In a partitioned pool, drafts beside other decodes take a pass of their own."""
         self._added_s.clear()
 
     def propose(self, requests: Sequence[Request]) -> bool:
@@ -78,12 +79,20 @@ class Drafter:
         found: list[tuple[Request, int, Tokens]] = []
         for request in requests:
             request.draft = NO_TOKENS
-            if request.params.max_draft and step_s:
-                n_matched, follows = self._find(request, min(request.params.max_draft, LENGTHS[-1]))
+            n = min(request.params.max_draft, self._most, self._n_ctx - len(request.tokens) - 1)
+            if request.n_draftable is not None:
+                n = min(n, request.n_draftable)
+            if self.can_draft and step_s and n > 0:
+                n_matched, follows = self._find(request, n)
                 if n_matched >= MIN_MATCH:
                     found.append((request, n_matched, follows))
-        # A stream without a draft only has to wait longer. If all have one, each gets more tokens for it.
-        most_s = math.inf if n_decoding == 1 else step_s * (1 if len(found) == n_decoding else MAX_DELAY)
+        if n_decoding == 1:
+            most_s = math.inf
+        elif len(found) == n_decoding:
+            # Each may get more tokens for the longer step.
+            most_s = step_s
+        else:
+            most_s = MAX_DELAY * step_s
         n_all, all_s = 0, 0.0
         for request, n_matched, follows in found:
             rate = request.acceptance.rate(n_matched)
@@ -106,33 +115,32 @@ class Drafter:
         self._added_s[key] = (1 - _NEWEST_WEIGHT) * before + _NEWEST_WEIGHT * added_s
 
     def _find(self, request: Request, n: int) -> tuple[int, Tokens]:
-        """Return up to `n` tokens that may come next, and after how many repeated ones."""
+        """Return how many repeated tokens precede what may come next, and up to `n` tokens of that."""
         tokens = request.tokens.view()
         if self._cache.length(request.slot) == len(tokens) - 1:
-            follows = self._cache.following(request.slot, int(tokens[-1]), n)
-            if len(follows) >= LENGTHS[0]:
-                return MAX_MATCH, follows
-        return continuation(tokens, n)
+            follows = self._cache.continuation(request.slot, int(tokens[-1]), n)
+            if len(follows) >= min(n, LENGTHS[0]):
+                # The whole prompt and the reply so far are repeated.
+                return max(MIN_MATCH, min(len(tokens), MAX_MATCH)), follows
+        return prompt_lookup(tokens, n)
 
     def _seconds(self, n: int, n_decoding: int, n_cells: int, step_s: float) -> float:
-        """Return by how many seconds `n` drafted tokens after `n_cells` make a step longer."""
-        if not n:
-            return 0.0
+        """Return by how many seconds `n` drafted tokens after `n_cells` make a step longer; infinite if unknown."""
         if (observed := self._added_s.get(_key(n, n_decoding))) is not None:
             return observed
         if self._step_cost is None:
-            return self._chunks.chunk_seconds(n, n_decoding) or n * _UNKNOWN_COST * step_s
+            return self._chunks.chunk_seconds(n, n_decoding) or math.inf
         few = self._step_cost.small_ms(n, n * n_cells) - self._step_cost.small_ms(0, 0)
         # The step is padded to a query block where that is faster (`padding.py`).
         block = self._step_cost.block_ms(n_cells) - 1e3 * step_s
         return max(min(few, block), 0.0) / 1e3
 
 
-def continuation(tokens: Tokens, n: int) -> tuple[int, Tokens]:
-    """Return how many of the last tokens occur before, and the up to `n` tokens that follow there.
+def prompt_lookup(tokens: Tokens, n: int) -> tuple[int, Tokens]:
+    """Return how many of the last tokens occur before, and `n` tokens that may follow.
 
-    Of the longest occurrences (of at most `MAX_MATCH` tokens) the latest is taken. One that overlaps the end is a text
-    that repeats itself: it is continued as often as needed.
+    Of the longest occurrences (of at most `MAX_MATCH` tokens) the latest is taken, with the tokens after it. If these
+    are fewer than `n`, the text is assumed to go on with that period.
     """
     last = len(tokens) - 1
     ends = np.flatnonzero(tokens[:last] == tokens[last])
@@ -144,10 +152,7 @@ def continuation(tokens: Tokens, n: int) -> tuple[int, Tokens]:
             break
         ends = ends[np.searchsorted(ends, length) :]
         ends = ends[tokens[ends - length] == tokens[last - length]]
-    if not length:
-        return 0, NO_TOKENS
-    follows = tokens[found + 1 : found + 1 + n]
-    return length, np.resize(follows, n) if found + n > last else follows.copy()
+    return (length, np.resize(tokens[found + 1 : found + 1 + n], n)) if length else (0, NO_TOKENS)
 
 
 def _key(n_drafted: int, n_decoding: int) -> tuple[int, int]:

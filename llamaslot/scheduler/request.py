@@ -160,29 +160,29 @@ class ReasoningLimit:
 
 
 class Acceptance:
-    """Estimate of how many of a request's drafted tokens will be right. The last drafts count most."""
+    """Estimate of how many of a request's drafted tokens will be accepted. The last drafts count most."""
 
     _KEPT = 0.7
     """Factor on what was counted, at each draft."""
-    _MAX_RIGHT = 16.0
-    """Most right tokens that count: after a long repeated text, few wrong drafts must lower the estimate."""
+    _MAX_ACCEPTED = 16.0
+    """Most accepted tokens that count: after a long repeated text, few rejected drafts must lower the estimate."""
     _WEIGHT = 4.0
     """Weight of the estimate by the length of the match, in tokens."""
     _DOUBT = 3.0
-    """Length of a match after which the next token is as likely to be right as to be wrong."""
+    """Length of a match after which the next token is as likely to be accepted as not."""
 
     def __init__(self) -> None:
-        self._n_right = self._n_wrong = 0.0
+        self._n_accepted = self._n_rejected = 0.0
 
     def add(self, n_drafted: int, n_accepted: int) -> None:
-        """Count a draft. The first wrong token is the only one that is known to be wrong."""
-        self._n_right = min(self._KEPT * self._n_right + n_accepted, self._MAX_RIGHT)
-        self._n_wrong = self._KEPT * self._n_wrong + (n_accepted < n_drafted)
+        """Count a draft. Of its rejected tokens only the first is known to be wrong."""
+        self._n_accepted = min(self._KEPT * self._n_accepted + n_accepted, self._MAX_ACCEPTED)
+        self._n_rejected = self._KEPT * self._n_rejected + (n_accepted < n_drafted)
 
     def rate(self, n_matched: int) -> float:
-        """Return the probability, below 1, that a token is right after `n_matched` repeated ones."""
+        """Return the probability, below 1, that a token is accepted after `n_matched` repeated ones."""
         guess = n_matched / (n_matched + self._DOUBT)
-        return (self._n_right + self._WEIGHT * guess) / (self._n_right + self._n_wrong + self._WEIGHT)
+        return (self._n_accepted + self._WEIGHT * guess) / (self._n_accepted + self._n_rejected + self._WEIGHT)
 
 
 class Request:

@@ -42,6 +42,7 @@ from llamaslot.kvcache.match import Deadlines, LoadStatus
 from llamaslot.scheduler.admission import Admission, by_share
 from llamaslot.scheduler.checkpoint_taker import CheckpointTaker
 from llamaslot.scheduler.chunk_sizer import ChunkSizer
+from llamaslot.scheduler.drafter import Drafter
 from llamaslot.scheduler.layout import LayoutChoice
 from llamaslot.scheduler.request import NO_TOKENS, Request, RequestEvent, ReuseStats, Slot
 from llamaslot.scheduler.step import RequestResult, StepPlan, StepResult, Turn, Work
@@ -131,7 +132,8 @@ class Scheduler:
         """Waiting requests by arrival."""
         self._layout = LayoutChoice(self.cache, self.admission)
         self.reuse = ReuseStats()
-        self._planner = StepPlanner(info, self.cache, self.admission, self.chunks)
+        self._drafter = Drafter(info, self.chunks, self.cache)
+        self._planner = StepPlanner(info, self.cache, self.admission, self.chunks, self._drafter)
         self._turns = self._turns_for(info)
         self.deadlines = Deadlines()
         """Times at which to plan again even if no command arrives."""
@@ -147,6 +149,12 @@ class Scheduler:
         """Take over costs that were measured after the model was loaded."""
         self.cache.settings.set_costs(info)
         self._planner.set_costs(info)
+        self._drafter.set_model(info)
+
+    @property
+    def can_draft(self) -> bool:
+        """True if replies may be drafted in this layout of the pool."""
+        return self._drafter.can_draft
 
     @property
     def running(self) -> list[Request]:
@@ -208,6 +216,7 @@ class Scheduler:
         """Switch to a context of another layout, which is empty."""
         self.cache.set_layout(unified=info.unified, n_seqs=n_seqs)
         self._planner.set_layout(info)
+        self._drafter.set_model(info)
         self._turns = self._turns_for(info)
         self.chunks.set_layout(unified=info.unified)
 
@@ -264,6 +273,7 @@ class Scheduler:
 
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> list[Outcome]:
         """Update the state to what the backend did for `plan`."""
+        self.has_drafts = False
         if self._turns is not None:
             self._turns.commit(plan.turn)
         # 1. Operations for which there was no memory.
@@ -292,10 +302,9 @@ class Scheduler:
                 if each.sampler is not None:
                     each.request.sampler = each.sampler
             outcomes += self._advance(work, results, now)
-        # 4. Drafts for the next step, if the part of them that is wrong can be removed.
-        if self._planner.can_draft:
-            decoding = [each for each in self.running if each.n_generated and not each.is_suspect]
-            self.has_drafts = self._planner.drafter.propose(decoding)
+        # 4. Drafts for the next step.
+        decoding = [each for each in self.running if each.n_generated and not each.is_suspect]
+        self.has_drafts = self._drafter.propose(decoding)
         return outcomes
 
     def cache_stats(self) -> CacheStats:

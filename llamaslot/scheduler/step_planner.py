@@ -226,18 +226,19 @@ class StepPlanner:
     `n_ctx_slot` is the number of tokens that a slot may hold.
     """
 
-    def __init__(self, info: ModelInfo, cache: KVCache, admission: Admission, chunks: ChunkSizer) -> None:
+    def __init__(
+        self, info: ModelInfo, cache: KVCache, admission: Admission, chunks: ChunkSizer, drafter: Drafter
+    ) -> None:
         self._n_ctx_slot = info.n_ctx_slot
         self._n_spare_rows = info.n_spare_rows
         self._cache = cache
         self._admission = admission
         self._chunks = chunks
-        self.drafter = Drafter(info, chunks, cache)
+        self._drafter = drafter
         self.set_costs(info)
 
     def set_costs(self, info: ModelInfo) -> None:
         """Take over the costs of steps."""
-        self.drafter.set_costs(info)
         self._switch_s = info.adapter_switch_ms / 1e3
         self.set_layout(info)
         # Without `step_cost` there are no dummy rows. It is measured only for models whose sequences can be
@@ -246,9 +247,6 @@ class StepPlanner:
 
     def set_layout(self, info: ModelInfo) -> None:
         """Take over the layout that the cache's settings have now."""
-        self.drafter.forget_costs()
-        # In a partitioned pool, windows are whole after a draft only if its request is alone in the step.
-        self.can_draft = info.can_trim or (info.can_draft and self._cache.settings.unified)
         settings = self._cache.settings
         # With recurrent states llama.cpp splits steps of several sequences, so padding would only cost time.
         is_split = info.keeps_checkpoints and info.state.kind.has_recurrent_state
@@ -299,8 +297,9 @@ class StepPlanner:
         n_decoding = sum(request.is_decoding(n) for n, request in lengths)
         n_prefill = sum(n for n, _ in lengths) - n_decoding
         if n_drafted := sum(work.run.n_drafted for work in plan.work):
+            # What drafts cost is learned apart: they are shorter than chunks, and sampled after each token.
             if not n_prefill:
-                self.drafter.observe(n_drafted, n_decoding, seconds)
+                self._drafter.observe(n_drafted, n_decoding, seconds)
             return
         n_padding = sum(len(run.tokens) for run in plan.padding) if n_prefill else 0
         self._chunks.observe(n_prefill + n_padding, n_decoding, seconds)
@@ -392,7 +391,7 @@ class StepPlanner:
 
         The part of a draft that is rejected is removed, so the model must allow that.
         """
-        if not any(len(work.request.draft) for work in granted) or not self.can_draft:
+        if not any(len(work.request.draft) for work in granted) or not self._drafter.can_draft:
             return granted
         n_granted = sum(len(work.run.tokens) for work in granted)
         n_rows = self._n_spare_rows - sum(len(work.run.targets) for work in granted if work.run.targets is not None)
@@ -402,11 +401,9 @@ class StepPlanner:
         work = []
         for each in granted:
             run, request = each.run, each.request
-            limits = [left, self._n_ctx() - len(request.tokens) - 1]
-            n_run = len(run.tokens)
-            limits.append(request.stops.limit(run.start, n_run + left) - n_run)
-            if (most := request.n_draftable) is not None:
-                limits.append(most)
+            # A draft must not pass the position of the next checkpoint.
+            n_due = request.stops.limit(run.start, len(run.tokens) + max(left, 0)) - len(run.tokens)
+            limits = [left, n_due, self._n_ctx() - len(request.tokens) - 1]
             # Siblings have no KV of their own in which several tokens could be kept.
             has_rows = run.n_outputs > 0 and not each.siblings
             if n := min(len(request.draft), max(min(limits), 0)) * has_rows:

@@ -57,7 +57,6 @@ async def texts(
 @pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
 async def test_replies_with_drafts_are_those_without(sampling: Sampling) -> None:
     talks = [turns(each) for each in dialogues(8, seed=31, filler_tokens=60)]
-    # The same turns again in one prompt: much to repeat.
     plain, none = await texts(talks, sampling, 0)
     drafted, stats = await texts(talks, sampling, MAX_DRAFT)
     assert not none.drafts

@@ -1,4 +1,4 @@
-"""Drafts from a request's own tokens: where they are found, how long they are, and that replies stay the same."""
+"""Drafts: where they are found, how long they are, and that replies stay the same."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ from llamaslot.base.model import StepCost
 from llamaslot.kvcache.cache import KVCache
 from llamaslot.kvcache.cache_settings import CacheSettings
 from llamaslot.scheduler.chunk_sizer import ChunkSizer
-from llamaslot.scheduler.drafter import LENGTHS, MAX_MATCH, MIN_MATCH, Drafter, continuation
+from llamaslot.scheduler.drafter import LENGTHS, MAX_MATCH, MIN_MATCH, Drafter, prompt_lookup
 from llamaslot.scheduler.request import Acceptance, Request
 from tests.fake_backend import FakeBackend
 from tests.scheduler.test_scheduler import Driver, TimedBackend, generated, tokenized
 
+INFO = FakeBackend(n_ctx=1024, n_spare_rows=64).info
 STEP_S, TOKEN_S = 0.016, 0.001
 """Seconds of a step of decodes, and those that each drafted token adds."""
 
 
 @given(tokens=st.lists(st.integers(0, 2), min_size=1, max_size=100), n=st.integers(1, 70))
-def test_a_continuation_follows_the_longest_and_latest_earlier_occurrence(tokens: list[int], n: int) -> None:
-    n_matched, follows = continuation(np.array(tokens, dtype=np.int32), n)
+def test_prompt_lookup_follows_the_longest_and_latest_earlier_occurrence(tokens: list[int], n: int) -> None:
+    n_matched, follows = prompt_lookup(np.array(tokens, dtype=np.int32), n)
 
     def matched(end: int) -> int:
         lengths = range(1, min(end, MAX_MATCH) + 1)
@@ -40,8 +41,7 @@ def test_a_continuation_follows_the_longest_and_latest_earlier_occurrence(tokens
     text = tokens[:]
     for _ in range(n):
         text.append(text[best[1] + len(text) - len(tokens)])
-    is_periodic = best[1] + n > len(tokens)
-    assert follows.tolist() == text[len(tokens) :], is_periodic
+    assert follows.tolist() == text[len(tokens) :]
 
 
 def drafter(*, token_s: float = TOKEN_S, n_streams: Sequence[int] = range(1, 9)) -> Drafter:
@@ -50,7 +50,7 @@ def drafter(*, token_s: float = TOKEN_S, n_streams: Sequence[int] = range(1, 9))
     for n in n_streams:
         sizer.observe(0, n, STEP_S)
     sizer.observe(32, 1, STEP_S + 32 * token_s)
-    return Drafter(FakeBackend().info, sizer, KVCache(CacheSettings(n_slots=1, n_cells=64, n_seqs=1, gap_ms=100.0)))
+    return Drafter(INFO, sizer, KVCache(CacheSettings(n_slots=1, n_cells=1024, n_seqs=1, gap_ms=100.0)))
 
 
 def request(text: str, *, max_draft: int = LENGTHS[-1]) -> Request:
@@ -116,7 +116,7 @@ def test_what_a_draft_took_counts_more_than_the_estimate() -> None:
     for _ in range(5000):
         proposing.observe(LENGTHS[0], 1, STEP_S)
     assert drafted(proposing, asked)[0] > LENGTHS[0]
-    proposing.forget_costs()
+    proposing.set_model(INFO)
     assert drafted(proposing, asked) == [n]
 
 
@@ -161,7 +161,7 @@ def test_estimates_are_those_of_measured_steps() -> None:
     text = letters(100)
     costly = StepCost(step_us=1e6 * STEP_S, token_us=2e6 * STEP_S, token_cell_us=0.0, block_us=1e9, block_cell_us=0.0)
     proposing, asked = drafter(), request(text + text[:50])
-    proposing.set_costs(msgspec.structs.replace(FakeBackend().info, step_cost=costly))
+    proposing.set_model(msgspec.structs.replace(INFO, step_cost=costly))
     assert drafted(proposing, asked) == [0]
 
 

@@ -42,7 +42,7 @@ export function reuseBar(cache, timings) {
   const line = [`${total.toLocaleString("en")} prompt tokens: ${words.join(", ")}`];
   if (timings.ttft_ms !== undefined) line.push(`TTFT ${Math.round(timings.ttft_ms)} ms`);
   if (timings.predicted_per_second) line.push(`${timings.predicted_per_second.toFixed(1)} tokens/s`);
-  if (timings.draft_n) line.push(`${timings.draft_n_accepted} of ${timings.draft_n} drafted tokens were right`);
+  if (timings.draft_n) line.push(`${timings.draft_n_accepted} of ${timings.draft_n} drafted tokens accepted`);
   const note = element("p", { className: "note" }, line.join(" · "));
   if (cache.miss) {
     const place = (cache.diverged_at ?? -1) >= 0 ? ` (from character ${cache.diverged_at.toLocaleString("en")} on)` : "";

@@ -86,7 +86,7 @@ class KvOperations:
             states=self.states,
         )
         if not isinstance(operation, kv_ops.Remove):
-            self.states.decoded({})
+            self.states.forget_decode()
         match operation:
             case kv_ops.Remove(seq, keep):
                 self._remove(seq, keep)
