@@ -288,12 +288,11 @@ class FakeBackend:
             states=self.states,
         )
         if not isinstance(operation, kv_ops.Remove):
-            self.states.forget_decode()
-        match operation:
+            match operation:
             case kv_ops.Remove(seq, keep):
                 if not self._can_reuse and not self.info.can_trim and 0 < keep < self.seq_len(seq):
                     raise kv_ops.IllegalCallError("this model's sequences can only be cleared whole")
-                self._remove(seq, keep)
+                self._remove(operation)
             case kv_ops.Share(src, dst, start, end):
                 self._pool(dst).remove(dst, start, end)
                 self._pool(dst).copy(src, dst, start, end)
@@ -389,7 +388,6 @@ class FakeBackend:
         status, n_applied = self.failures.popleft() if self.failures else (Status.OK, len(runs))
         self._rows = {}
         self._after = {}
-        self.states.forget_decode()
         self._targets = {run.seq: run for run in runs if run.targets is not None}
         if status in (Status.NO_CELLS, Status.INVALID) or not self._fits(runs):
             return Decoded(status if status is not Status.OK else Status.NO_CELLS, sent(runs))
@@ -412,8 +410,6 @@ class FakeBackend:
                 self._drafts[run.seq] = run.tokens[len(run.tokens) - run.n_drafted :].tolist()
         if self.states.has_states and status in (Status.ABORTED, Status.FATAL):
             self._lose_states(runs)
-        if status is Status.OK and (self.info.unified or len(sent(runs)) == 1):
-            self.states.record_decode({run.seq: run.start for run in reversed(runs)})
         return Decoded(status, sent(runs))
 
     def compile(self, constraint: Constraint) -> CompiledConstraint:
@@ -506,16 +502,16 @@ class FakeBackend:
             raise kv_ops.IllegalCallError(f"{len(saved)} tokens cannot be placed in {pool.n_free} cells")
         pool.place(seq, saved, is_bad=is_bad)
 
-    def _remove(self, seq: int, keep: int) -> None:
-        length = self.seq_len(seq)
+    def _remove(self, operation: kv_ops.Remove) -> None:
+        seq, keep, length = operation.seq, operation.keep, self.seq_len(operation.seq)
         if keep >= length:
             return
-        self.states.truncate(seq, length, keep)
+        self.states.truncate(operation, length)
         self._pool(seq).remove(seq, keep, length)
-        if (seq, keep) in self._after and self.states.is_live(seq):
+        if operation.is_rejected and self.states.is_live(seq) and self.states.has_states:
             self._partial[seq] = self._after[seq, keep]
         elif self.states.is_live(seq) and keep:
-            # A window that was never full, or that only tokens of the last step left: it has lost nothing.
+            # A window that was never full: it has lost nothing.
             self._partial[seq] = _state_of([token for _, token in self.seen(seq)])
         else:
             self._set_state(seq, None)

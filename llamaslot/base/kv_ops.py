@@ -63,6 +63,8 @@ class Remove:
 
     seq: int
     keep: int
+    is_rejected: bool = False
+    """True if what is removed are tokens of the last step, but not its first one: it leaves a window whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,8 +180,6 @@ class StateRecord:
         self._kind = kind
         self._n_swa = n_swa
         self._stateless: set[int] = set()
-        self._starts: dict[int, int] = {}
-        """Lengths before the last decode of the sequences in it, until cells are taken for anything else."""
         self.checkpoints: dict[int, int] = {}
         """Length of the source when each checkpoint was taken, by the checkpoint's number."""
 
@@ -197,22 +197,13 @@ class StateRecord:
         """Return True if a sequence can be decoded."""
         return seq not in self._stateless
 
-    def record_decode(self, starts: Mapping[int, int]) -> None:
-        """Record a decode in one micro-batch of sequences that had these lengths before."""
-        self._starts = dict(starts)
-
-    def forget_decode(self) -> None:
-        """Record that cells may have been taken for something else since the last decode."""
-        self._starts = {}
-
-    def truncate(self, seq: int, length: int, keep: int) -> None:
-        """Record that a sequence of `length` tokens is cut to fewer, `keep`."""
-        # Once the window is full, other sequences may take its oldest cell, which the next token does not see. In
-        # the last decode they took none that the first token of it sees, so all tokens after that may be removed
-        # (fact 43).
-        has_lost_none = length < self._n_swa or keep > self._starts.get(seq, length)
-        is_whole = self._kind is StateKind.WINDOW and has_lost_none and self.is_live(seq)
-        self._set(seq, is_live=not keep or is_whole)
+    def truncate(self, operation: Remove, length: int) -> None:
+        """Record that a sequence of `length` tokens is cut to fewer."""
+        # Once the window is full, other sequences may take its oldest cell, which the next token does not see. Those
+        # that were taken in the last step are not seen by any of its tokens (fact 43).
+        has_lost_none = length < self._n_swa or operation.is_rejected
+        is_whole = self._kind is StateKind.WINDOW and has_lost_none and self.is_live(operation.seq)
+        self._set(operation.seq, is_live=not operation.keep or is_whole)
 
     def copy(self, operation: Copy, length: int) -> None:
         """Record a copy of cells from a sequence of `length` tokens.
@@ -237,7 +228,6 @@ class StateRecord:
         `starts` are the lengths of its sequences before the batch, `lengths` those of all sequences. llama.cpp
         moves recurrent states of sequences outside the batch as well, so on such models none can be trusted then.
         """
-        self._starts = {}
         lost = {**lengths, **starts}.keys() if self._kind.has_recurrent_state else starts.keys()
         for seq in lost:
             self._set(seq, is_live=not starts.get(seq, lengths.get(seq, 0)))
@@ -250,7 +240,6 @@ class StateRecord:
     def clear(self) -> None:
         """Record that all sequences are empty."""
         self._stateless.clear()
-        self._starts = {}
 
     def _set(self, seq: int, *, is_live: bool) -> None:
         if is_live or not self.has_states:

@@ -267,10 +267,10 @@ class KVCache:
         """True if a running sequence cannot be decoded yet, because its partial state is not restored."""
         return self._restorer.lacks_state(seq)
 
-    def append(self, seq: int, tokens: Tokens) -> None:
-        """Append tokens that a running sequence computed."""
+    def append(self, seq: int, tokens: Tokens, *, is_draft: bool = False) -> None:
+        """Append tokens that a running sequence computed; with `is_draft`, all but the first were drafted."""
         self._sequences.append(seq, packed(tokens))
-        if len(tokens) > 1:
+        if len(tokens) > 1 and not is_draft:
             self._sequences.clock += len(tokens)
         if self.settings.unified:
             # In a partitioned pool saving any part saves the whole sequence (fact 3): `release` does it once.

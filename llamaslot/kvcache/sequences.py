@@ -173,6 +173,6 @@ class Sequences:
         self._tree.version += 1
 
     def _remove(self, seq: int, length: int, keep: int) -> None:
-        self.states.truncate(seq, length, keep)
+        self.states.truncate(Remove(seq, keep), length)
         self.operations.append(Remove(seq, keep))
         self.duplicates.truncate(seq, keep)

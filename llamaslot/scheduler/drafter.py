@@ -12,10 +12,10 @@ One step computes a draft and samples after each of its tokens, as long as the s
     plan       the step is planned with the drafts that were found after the last one (`step_planner.py`)
     commit     what the step took longer, and how many tokens were accepted, is learned (`observe`)
 
-The length of a draft is the one with the largest difference of
+All drafts of a step have the same length, the one with the largest difference of
 
     gain       tokens that are expected to be accepted, by how long the text has been repeated, and how many tokens of
-               this request's last drafts were accepted
+               each request's last drafts were accepted
     cost       tokens that all decoding requests would get in the additional time, as measured for steps of that length
 """
 
@@ -41,13 +41,15 @@ LENGTHS = (3, 7, 15, 31, MAX_DRAFT)
 together (fact 36).
 """
 MAX_DELAY = 0.1
-"""Largest fraction of a step by which drafts of some streams may delay others that have none."""
+"""Fraction of a step by which drafts may delay a stream that gains nothing by them."""
 MIN_GAIN = 0.5
 """Fewest tokens by which the gain must exceed the cost; less than that is within the noise of the estimates."""
 _NEWEST_WEIGHT = 0.3
 """Weight of the newest observation of a cost."""
 _DECAY = 0.999
-"""Factor on all costs at each draft, so that a slowdown does not rule out a length forever."""
+"""Factor on all observed costs after each step, so that a slowdown does not rule out a length for long."""
+_MAX_ENDS = 1024
+"""Most occurrences of a token that are compared, the latest ones: a text of few different tokens has many."""
 
 
 class Drafter:
@@ -58,7 +60,7 @@ class Drafter:
         self._cache = cache
         self._added_s: dict[tuple[int, int], float] = {}
         """Seconds by which drafts make a step longer, by the smallest of `LENGTHS` that is not shorter than all of
-        them together, and by the bit length of the number of decoding requests.
+        them together (those of more tokens in proportion), and by the bit length of the number of decoding requests.
         """
         self.set_model(info)
 
@@ -68,7 +70,7 @@ class Drafter:
         # In a partitioned pool, windows are whole after a draft only if its request is alone in the step.
         self.can_draft = info.can_trim or (info.can_draft and settings.unified)
         self._n_ctx = min(info.n_ctx_slot, settings.seq_cells)
-        self._most = min(MAX_DRAFT, info.n_spare_rows)
+        self._n_rows = info.n_spare_rows
         self._step_cost = info.step_cost
         self._added_s.clear()
 
@@ -76,42 +78,41 @@ class Drafter:
         """Set the drafts of all requests that decode; returns True if there are any."""
         n_decoding = len(requests)
         step_s = self._chunks.decode_seconds(n_decoding)
-        found: list[tuple[Request, int, Tokens]] = []
+        for key in self._added_s:
+            self._added_s[key] *= _DECAY
+        found: list[tuple[Request, float, Tokens]] = []
         for request in requests:
             request.draft = NO_TOKENS
-            n = min(request.params.max_draft, self._most, self._n_ctx - len(request.tokens) - 1)
+            n = min(request.params.max_draft, self._n_rows, self._n_ctx - len(request.tokens) - 1)
             if request.n_draftable is not None:
                 n = min(n, request.n_draftable)
             if self.can_draft and step_s and n > 0:
-                n_matched, follows = self._find(request, n)
-                if n_matched >= MIN_MATCH:
-                    found.append((request, n_matched, follows))
-        if n_decoding == 1:
-            most_s = math.inf
-        elif len(found) == n_decoding:
-            # Each may get more tokens for the longer step.
-            most_s = step_s
-        else:
-            most_s = MAX_DELAY * step_s
-        n_all, all_s = 0, 0.0
-        for request, n_matched, follows in found:
-            rate = request.acceptance.rate(n_matched)
-            best, best_s = MIN_GAIN, all_s
-            for n in sorted({min(length, len(follows)) for length in LENGTHS}):
-                added_s = self._seconds(n_all + n, n_decoding, len(request.tokens), step_s)
-                gain = rate * (1 - rate**n) / (1 - rate) - (added_s - all_s) * n_decoding / step_s
-                if gain > best and added_s <= most_s:
-                    best, best_s, request.draft = gain, added_s, follows[:n]
-            n_all, all_s = n_all + len(request.draft), best_s
-        return n_all > 0
+                n_matched, follows = self._find(request, min(n, MAX_DRAFT))
+                rate = request.acceptance.rate(n_matched)
+                if n_matched >= MIN_MATCH and _expected(rate, min(n, LENGTHS[0])) > MIN_GAIN:
+                    found.append((request, rate, follows))
+        best = MIN_GAIN
+        n_cells = max((len(request.tokens) for request, *_ in found), default=0)
+        for length in LENGTHS if found else ():
+            lengths = [min(length, len(follows)) for *_, follows in found]
+            gains = [_expected(rate, n) for (_, rate, _), n in zip(found, lengths, strict=True)]
+            added = self._seconds(sum(lengths), n_decoding, n_cells, step_s) / step_s
+            # Nobody is delayed by much more than what they gain themselves. One that is alone delays nobody.
+            least = min(gains) if len(found) == n_decoding else 0.0
+            is_fair = n_decoding == 1 or added <= max(least, MAX_DELAY)
+            gain = sum(gains) - added * n_decoding
+            if gain > best and is_fair and sum(lengths) <= self._n_rows:
+                best = gain
+                for (request, _, follows), n in zip(found, lengths, strict=True):
+                    request.draft = follows[:n]
+        return best > MIN_GAIN
 
     def observe(self, n_drafted: int, n_decoding: int, seconds: float) -> None:
         """Learn from a step of `n_decoding` requests without prompts, with `n_drafted` drafted tokens in all."""
         added_s = max(seconds - self._chunks.decode_seconds(n_decoding), 0.0)
+        added_s *= min(MAX_DRAFT / n_drafted, 1.0)
         key = _key(n_drafted, n_decoding)
         before = self._added_s.get(key, added_s)
-        for each in self._added_s:
-            self._added_s[each] *= _DECAY
         self._added_s[key] = (1 - _NEWEST_WEIGHT) * before + _NEWEST_WEIGHT * added_s
 
     def _find(self, request: Request, n: int) -> tuple[int, Tokens]:
@@ -127,12 +128,12 @@ class Drafter:
     def _seconds(self, n: int, n_decoding: int, n_cells: int, step_s: float) -> float:
         """Return by how many seconds `n` drafted tokens after `n_cells` make a step longer; infinite if unknown."""
         if (observed := self._added_s.get(_key(n, n_decoding))) is not None:
-            return observed
+            return observed * max(n / MAX_DRAFT, 1.0)
         if self._step_cost is None:
             return self._chunks.chunk_seconds(n, n_decoding) or math.inf
         few = self._step_cost.small_ms(n, n * n_cells) - self._step_cost.small_ms(0, 0)
         # The step is padded to a query block where that is faster (`padding.py`).
-        block = self._step_cost.block_ms(n_cells) - 1e3 * step_s
+        block = self._step_cost.block_ms(n_cells) - 1e3 * step_s if n <= MAX_DRAFT else math.inf
         return max(min(few, block), 0.0) / 1e3
 
 
@@ -143,7 +144,7 @@ def prompt_lookup(tokens: Tokens, n: int) -> tuple[int, Tokens]:
     are fewer than `n`, the text is assumed to go on with that period.
     """
     last = len(tokens) - 1
-    ends = np.flatnonzero(tokens[:last] == tokens[last])
+    ends = np.flatnonzero(tokens[:last] == tokens[last])[-_MAX_ENDS:]
     length = 0
     while len(ends):
         length += 1
@@ -153,6 +154,11 @@ def prompt_lookup(tokens: Tokens, n: int) -> tuple[int, Tokens]:
         ends = ends[np.searchsorted(ends, length) :]
         ends = ends[tokens[ends - length] == tokens[last - length]]
     return (length, np.resize(tokens[found + 1 : found + 1 + n], n)) if length else (0, NO_TOKENS)
+
+
+def _expected(rate: float, n: int) -> float:
+    """Return how many of `n` tokens are expected to be accepted, if each is with this probability."""
+    return rate * (1 - rate**n) / (1 - rate)
 
 
 def _key(n_drafted: int, n_decoding: int) -> tuple[int, int]:

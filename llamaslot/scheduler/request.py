@@ -166,7 +166,7 @@ class Acceptance:
     """Factor on what was counted, at each draft."""
     _MAX_ACCEPTED = 16.0
     """Most accepted tokens that count: after a long repeated text, few rejected drafts must lower the estimate."""
-    _WEIGHT = 4.0
+    _WEIGHT = 2.0
     """Weight of the estimate by the length of the match, in tokens."""
     _DOUBT = 3.0
     """Length of a match after which the next token is as likely to be accepted as not."""

@@ -303,8 +303,9 @@ class Scheduler:
                     each.request.sampler = each.sampler
             outcomes += self._advance(work, results, now)
         # 4. Drafts for the next step.
-        decoding = [each for each in self.running if each.n_generated and not each.is_suspect]
-        self.has_drafts = self._drafter.propose(decoding)
+        adapters = plan.work[0].request.params.adapters
+        decoding = [each for each in self.running if each.n_generated and each.params.adapters == adapters]
+        self.has_drafts = self._drafter.propose([each for each in decoding if not each.is_suspect])
         return outcomes
 
     def cache_stats(self) -> CacheStats:
@@ -340,8 +341,9 @@ class Scheduler:
     def _advance(self, work: Work, results: Sequence[RequestResult], now: float) -> list[Outcome]:
         """Take over the results of computing a request's tokens: its own, and those of its siblings."""
         request = work.request
-        self.cache.append(work.run.seq, work.kept(results[0].tokens))
-        if n_drafted := work.run.n_drafted:
+        n_drafted = work.run.n_drafted
+        self.cache.append(work.run.seq, work.kept(results[0].tokens), is_draft=n_drafted > 0)
+        if n_drafted:
             n_accepted = len(results[0].tokens) - 1
             request.count_draft(n_drafted, n_accepted)
             self.reuse.count_draft(n_drafted, n_accepted)
@@ -471,6 +473,9 @@ class Scheduler:
         # 4. If anything but one request may be at fault, each request is retried alone.
         is_alone = len(plan.work) == 1 and not plan.padding and not plan.work[0].run.n_drafted
         for work in plan.work:
+            if n_drafted := work.run.n_drafted:
+                # So that a step that fails for its size is not tried again and again.
+                work.request.acceptance.add(n_drafted, 0)
             work.request.draft = NO_TOKENS
             work.request.is_suspect = not is_alone
         if not is_alone:

@@ -243,7 +243,7 @@ def _cut(run: Run, n: int, backend: Backend) -> None:
     """Remove what a sequence holds after the first `n` tokens of a run."""
     # After a failure only the backend knows which tokens it computed; `seq_len` also corrects its own record.
     if backend.seq_len(run.seq) > run.start + n:
-        backend.change(Remove(run.seq, run.start + n))
+        backend.change(Remove(run.seq, run.start + n, is_rejected=n > 0))
 
 
 def _forced(request: Request, sampler: Sampler, sampled: tuple[int, ...]) -> tuple[int, ...]:

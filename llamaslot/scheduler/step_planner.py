@@ -296,11 +296,12 @@ class StepPlanner:
         lengths = [(len(work.run.tokens) - work.run.n_drafted, work.request) for work in plan.work]
         n_decoding = sum(request.is_decoding(n) for n, request in lengths)
         n_prefill = sum(n for n, _ in lengths) - n_decoding
-        if n_drafted := sum(work.run.n_drafted for work in plan.work):
+        n_drafted = sum(work.run.n_drafted for work in plan.work)
+        if n_drafted and not n_prefill:
             # What drafts cost is learned apart: they are shorter than chunks, and sampled after each token.
-            if not n_prefill:
-                self._drafter.observe(n_drafted, n_decoding, seconds)
+            self._drafter.observe(n_drafted, n_decoding, seconds)
             return
+        n_prefill += n_drafted
         n_padding = sum(len(run.tokens) for run in plan.padding) if n_prefill else 0
         self._chunks.observe(n_prefill + n_padding, n_decoding, seconds)
         if n_prefill == 0 and not self._cache.settings.unified:
@@ -397,6 +398,10 @@ class StepPlanner:
         n_rows = self._n_spare_rows - sum(len(work.run.targets) for work in granted if work.run.targets is not None)
         left = min(self._chunks.n_ubatch - n_granted, n_rows)
         if self._cache.settings.unified:
+            missing = sum(len(work.request.draft) for work in granted) + n_granted - self._cache.cells.free
+            if missing > 0:
+                # As for extra steps, few idle cells at once: most of a draft may be rejected.
+                self._cache.evict(min(missing, MAX_CELLS_AHEAD))
             left = min(left, self._cache.limit_by_windows(self._cache.cells.free - n_granted, n_granted))
         work = []
         for each in granted:

@@ -29,7 +29,6 @@ from llamaslot.base.kv_ops import (
     IllegalCallError,
     Load,
     NotLoadedError,
-    NotSavedError,
     Operation,
     Remove,
     Restore,
@@ -82,20 +81,6 @@ class SequencesMachine(RuleBasedStateMachine):
         """Sequences with the state of their last token, or without tokens."""
         self.checkpoints: dict[int, list[int]] = {}
         """All tokens after which each was taken."""
-        self.starts: dict[int, int] = {}
-        """Lengths before the last step of the sequences in it, until anything but a removal follows."""
-        change = self.backend.change
-
-        def changed(operation: Operation) -> None:
-            try:
-                change(operation)
-            except (NotSavedError, NotLoadedError):
-                self.starts = {}
-                raise
-            if not isinstance(operation, Remove):
-                self.starts = {}
-
-        self.backend.change = changed
 
     def teardown(self) -> None:
         self.backend.close()
@@ -112,15 +97,12 @@ class SequencesMachine(RuleBasedStateMachine):
         is_full = self.unified and self.cells_used + total > N_CTX
         if is_full and self.kind is StateKind.RECURRENT:
             return  # There are no cells to run out of.
-        self.starts = {}
         decoded = self.backend.decode(runs)
         if is_full:
             assert decoded.status is Status.NO_CELLS
             return
         assert decoded.status is Status.OK
         assert decoded.sent == {run.seq: (run.start, len(run.tokens)) for run in runs}
-        if self.unified or len(runs) == 1:
-            self.starts = {run.seq: run.start for run in runs}
         for run in runs:
             self.extend(run.seq, run.tokens.tolist())
         self.check_answers([run.seq for run in runs if run.n_outputs])
@@ -157,12 +139,12 @@ class SequencesMachine(RuleBasedStateMachine):
             assert self.same_answer([*history, *expected[:i]], token, cold)
             if token != cold:
                 break  # within noise: the cold run went another way
-        self.starts = {seq: new.start}
         self.extend(seq, [*run, *draft])
         if self.kind in (StateKind.NONE, StateKind.WINDOW):
             keep = len(history) + n
-            self.backend.change(Remove(seq, keep))
-            self.cut(seq, keep)
+            self.backend.change(Remove(seq, keep, is_rejected=True))
+            # The window is whole, so the next step gives the answers of a cold run.
+            del self.oracle[seq][keep:]
 
     @rule(seq=seqs, share=st.floats(0, 1))
     def remove(self, seq: int, share: float) -> None:
@@ -332,7 +314,6 @@ class SequencesMachine(RuleBasedStateMachine):
             return
         if not self.may_mix(batch.values()):
             return
-        self.starts = {}
         with self.failing():
             decoded = self.backend.decode([self.run_of(seq, run, True) for seq, run in batch.items()])
         assert decoded.status is Status.ABORTED
@@ -416,8 +397,7 @@ class SequencesMachine(RuleBasedStateMachine):
         """A sequence is truncated."""
         length = len(self.oracle[seq])
         if keep < length:
-            has_lost_none = length < self.n_swa or keep > self.starts.get(seq, length)
-            is_whole = self.kind is StateKind.WINDOW and has_lost_none and seq in self.live
+            is_whole = self.kind is StateKind.WINDOW and length < self.n_swa and seq in self.live
             del self.oracle[seq][keep:]
             self.set_live(seq, is_live=is_whole)
 
@@ -466,7 +446,6 @@ class SequencesMachine(RuleBasedStateMachine):
 
     def fails_with_too_few_cells(self, load: Load, n_free: int) -> None:
         """Fail to load while another sequence leaves only so many cells."""
-        self.starts = {}
         other = (load.dst + 1) % SCRATCH
         n_missing = N_CTX - self.cells_used - n_free
         for n in [N_UBATCH] * (n_missing // N_UBATCH) + [n_missing % N_UBATCH] * (n_missing % N_UBATCH > 0):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import string
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -15,6 +16,7 @@ from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.generation.tools import ReasoningBudget
 from llamaslot.base.model import StateKind
 from llamaslot.engine.engine import Engine
+from llamaslot.scheduler import drafter
 from llamaslot.scheduler.step import StepPlan
 from llamaslot.text.grammars.json_schema import json_schema_constraint
 from tests.engine.harness import Harness, draft_replies, running
@@ -209,3 +211,26 @@ async def test_drafts_of_several_streams_share_the_room_of_a_step() -> None:
             await end
         assert {name * 5: harness.text(name) for name in "abc"} == texts
         assert steps.counts["drafted"] > 60
+
+
+class CopyingBackend(FakeBackend):
+    """A model that repeats its prompt of 40 tokens again and again, with a changed token in each repetition."""
+
+    def _logits(self, seq: int) -> int:
+        seen = self.seen(seq)
+        if len(seen) % 41 == 0 or len(seen) < 40:
+            return super()._logits(seq)
+        return self.alphabet.index(seen[-40][1]) * self._eos_every + 1
+
+
+async def test_multi_step_decode_makes_way_for_a_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All tokens would be computed by the first plan, if nothing asked for another one."""
+    monkeypatch.setattr(drafter, "MIN_GAIN", -100.0)
+    prompt, replies = string.ascii_lowercase + string.ascii_lowercase[:14], []
+    for max_draft in (0, 7):
+        async with running(CopyingBackend(n_ctx=1024, n_ubatch=64)) as harness:
+            steps = Steps(harness.engine)
+            await harness.submit("r", prompt, max_tokens=300, sampling=OPEN, max_draft=max_draft)
+            replies.append(harness.text("r"))
+            assert (steps.counts["drafted"] > 20) == bool(max_draft)
+    assert replies[0] == replies[1]

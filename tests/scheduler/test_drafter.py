@@ -112,15 +112,14 @@ def test_what_a_draft_took_counts_more_than_the_estimate() -> None:
     for length in LENGTHS:
         proposing.observe(length, 1, STEP_S + 2 * length * STEP_S)
     assert drafted(proposing, asked) == [0]
-    # As after a disturbance: the length is tried again some time.
-    for _ in range(5000):
-        proposing.observe(LENGTHS[0], 1, STEP_S)
-    assert drafted(proposing, asked)[0] > LENGTHS[0]
+    # As after a disturbance: after a while they are tried again.
+    n_steps = next(i for i in range(10_000) if drafted(proposing, asked)[0])
+    assert n_steps > 100
     proposing.set_model(INFO)
     assert drafted(proposing, asked) == [n]
 
 
-def test_wrong_drafts_end_drafting_soon_and_right_ones_begin_it_again() -> None:
+def test_rejected_drafts_end_drafting_until_more_is_repeated() -> None:
     text = letters(200)
     proposing, asked = drafter(), request(text + text[:MIN_MATCH])
     asked.count_draft(60, 60)
@@ -128,7 +127,7 @@ def test_wrong_drafts_end_drafting_soon_and_right_ones_begin_it_again() -> None:
         if not drafted(proposing, asked)[0]:
             break
         asked.count_draft(len(asked.draft), 0)
-    assert 1 < n_wrong < 10
+    assert 1 < n_wrong < 15
     assert (asked.n_drafted > 60, asked.n_accepted) == (True, 60)
     # A long match is tried all the same.
     other = request(text + text[:60])
@@ -143,18 +142,19 @@ def test_the_estimate_is_a_probability() -> None:
         assert 0 < acceptance.rate(MIN_MATCH) < acceptance.rate(MAX_MATCH) < 1
 
 
-def test_drafts_of_several_streams_make_a_step_little_longer() -> None:
+def test_nobody_waits_for_drafts_much_longer_than_they_gain() -> None:
     texts = [letters(150, seed) for seed in range(8)]
     repeating = [request(text + text[:60]) for text in texts]
     lengths = drafted(drafter(), *repeating)
-    assert sum(lengths) * TOKEN_S <= STEP_S
-    assert sum(map(bool, lengths)) > 1
-    # A stream that repeats nothing is delayed by a tenth at most.
-    *lengths, n_other = drafted(drafter(token_s=TOKEN_S / 10), *repeating[:7], request(texts[7]))
-    assert 0 < sum(lengths) * TOKEN_S / 10 <= 0.1 * STEP_S
+    assert len({*lengths}) == 1
+    assert lengths[0] > sum(lengths) * TOKEN_S / STEP_S > 1
+    # One that repeats nothing is delayed by a tenth of a step at most.
+    *lengths, n_other = drafted(drafter(token_s=TOKEN_S / 20), *repeating[:7], request(texts[7]))
+    assert 0 < sum(lengths) * TOKEN_S / 20 <= 0.1 * STEP_S
     assert not n_other
+    assert not any(drafted(drafter(), *repeating[:7], request(texts[7])))
     # Alone, a longer step delays nobody else.
-    assert drafted(drafter(), request(texts[0] + texts[0][:60]))[0] > max(lengths)
+    assert drafted(drafter(token_s=STEP_S / 2), repeating[0])[0] > 1
 
 
 def test_estimates_are_those_of_measured_steps() -> None:

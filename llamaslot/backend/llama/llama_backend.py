@@ -190,7 +190,6 @@ class LlamaBackend:
         self._check_open()
         check_runs(runs, length_of=self._kv.length, info=self.info, states=self._kv.states)
         self._kv.transfer.end_changes()
-        self._kv.states.forget_decode()
         self._chains.prepare(runs, draws)
         *earlier, last = self._batches(runs)
         status, sent = Status.OK, {run.seq: (run.start, 0) for run in runs}
@@ -202,9 +201,6 @@ class LlamaBackend:
             for seq, (first, n) in self._batch.sent().items():
                 n_before = sent[seq][1]
                 sent[seq] = first - n_before, n_before + n
-        # In a partitioned pool, sequences with different numbers of tokens take several micro-batches (fact 3).
-        if status is Status.OK and not earlier and (self.info.unified or len({run.seq for run in runs}) == 1):
-            self._kv.states.record_decode({run.seq: run.start for run in reversed(runs)})
         if status in (Status.ABORTED, Status.FATAL):
             for run in reversed(runs):
                 self._kv.lengths[run.seq] = run.start

@@ -85,11 +85,9 @@ class KvOperations:
             scratch=self._scratch,
             states=self.states,
         )
-        if not isinstance(operation, kv_ops.Remove):
-            self.states.forget_decode()
         match operation:
-            case kv_ops.Remove(seq, keep):
-                self._remove(seq, keep)
+            case kv_ops.Remove():
+                self._remove(operation)
             case kv_ops.Copy(src=src, dst=dst, end=end):
                 with self._emptied_if_it_fails(dst):
                     self.transfer.copy(operation)
@@ -214,15 +212,16 @@ class KvOperations:
 
     def _empty(self, seq: int) -> None:
         llama_cpp.llama_memory_seq_rm(self._memory, seq, -1, -1)
-        self.states.truncate(seq, self.lengths[seq], 0)
+        self.states.truncate(kv_ops.Remove(seq, 0), self.lengths[seq])
         self.lengths[seq] = 0
 
-    def _remove(self, seq: int, keep: int) -> None:
+    def _remove(self, operation: kv_ops.Remove) -> None:
+        seq, keep = operation.seq, operation.keep
         if keep >= self.lengths[seq]:
             return
         if keep > 0 and not self._info.can_reuse:
             raise kv_ops.IllegalCallError("this model's sequences can only be cleared whole")
-        self.states.truncate(seq, self.lengths[seq], keep)
+        self.states.truncate(operation, self.lengths[seq])
         self._set_length(seq, keep)
         if not llama_cpp.llama_memory_seq_rm(self._memory, seq, keep if keep else -1, -1):
             raise kv_ops.IllegalCallError(f"llama.cpp did not truncate sequence {seq} to {keep} tokens")
