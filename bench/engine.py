@@ -32,6 +32,9 @@ from llamaslot.engine.engine import Engine
 from llamaslot.engine.model_worker import StepWatch, model_thread
 from llamaslot.kvcache.cache_settings import Budgets
 
+_TRIES = 10
+"""Most tries to measure costs, which another program may disturb."""
+
 
 async def measure(config: Config, *, streams: int, tokens: int, prompt_tokens: int) -> float:
     """Tokens per second of all streams together, while all of them decode; raises `BenchmarkError`."""
@@ -39,7 +42,11 @@ async def measure(config: Config, *, streams: int, tokens: int, prompt_tokens: i
     model = llama_settings(config, resolve_model(config.model))
     loop = asyncio.get_running_loop()
     backend = await loop.run_in_executor(thread, LlamaBackend, model, lambda _share: True)
-    if not await loop.run_in_executor(thread, backend.measure_costs):
+    for _ in range(_TRIES):
+        if await loop.run_in_executor(thread, backend.measure_costs):
+            break
+        await asyncio.sleep(1.0)
+    else:
         raise BenchmarkError(f"costs could not be measured: {backend.info.costs_pending}")
     arrivals: dict[str, list[float]] = {str(i): [] for i in range(streams)}
     ended: asyncio.Queue[Event] = asyncio.Queue()

@@ -162,13 +162,19 @@ def test_what_another_server_cannot_run_is_published_with_the_reason(
     assert "**Goals missed:**" in (tmp_path / "README.md").read_text()
 
 
-@pytest.mark.parametrize("reason", ["llamaslot failed", "the checkout changed"])
-def test_an_incomplete_run_is_kept_and_not_published(
-    reason: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_a_workload_that_failed_here_is_a_missed_goal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    finish(monkeypatch, tmp_path, {f"{OWN}, {ENGINE}": "no costs"}, ["0123456789"] * 2)
+    (tmp_path / "README.md").write_text(f"{published.BEGIN}\n{published.END}")
+    published.run(threads=1, logs=tmp_path / "logs", quick=False)
+    for page in (tmp_path / "published" / "README.md", tmp_path / "README.md"):
+        (missed,) = (line for line in page.read_text().split("\n\n") if line.startswith("**Goals missed:**"))
+        assert f"{ENGINE} (failed)" in " ".join(missed.split())
+
+
+def test_a_run_of_a_checkout_that_changed_is_kept_and_not_published(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    has_failed = reason == "llamaslot failed"
-    failures = {f"{OWN}, chat": "no answer"} if has_failed else {}
-    finish(monkeypatch, tmp_path, failures, ["0123456789", "0123456789" if has_failed else "other"])
+    finish(monkeypatch, tmp_path, {}, ["0123456789", "other"])
     with pytest.raises(BenchmarkError, match="nothing is published"):
         published.run(threads=1, logs=tmp_path / "logs", quick=False)
     assert (tmp_path / "logs" / "published" / "peers.json").is_file()
