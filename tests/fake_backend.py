@@ -287,8 +287,7 @@ class FakeBackend:
             scratch=self._scratch,
             states=self.states,
         )
-        if not isinstance(operation, kv_ops.Remove):
-            match operation:
+        match operation:
             case kv_ops.Remove(seq, keep):
                 if not self._can_reuse and not self.info.can_trim and 0 < keep < self.seq_len(seq):
                     raise kv_ops.IllegalCallError("this model's sequences can only be cleared whole")

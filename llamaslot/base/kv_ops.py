@@ -199,8 +199,8 @@ class StateRecord:
 
     def truncate(self, operation: Remove, length: int) -> None:
         """Record that a sequence of `length` tokens is cut to fewer."""
-        # Once the window is full, other sequences may take its oldest cell, which the next token does not see. Those
-        # that were taken in the last step are not seen by any of its tokens (fact 43).
+        # Once the window is full, other sequences may take its oldest cell, which the next token does not see.
+        # Those that were taken in the last step are not seen by any of its tokens (fact 43).
         has_lost_none = length < self._n_swa or operation.is_rejected
         is_whole = self._kind is StateKind.WINDOW and has_lost_none and self.is_live(operation.seq)
         self._set(operation.seq, is_live=not operation.keep or is_whole)

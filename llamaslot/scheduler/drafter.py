@@ -7,16 +7,17 @@
 One step computes a draft and samples after each of its tokens, as long as the sample is the drafted token
 (`base.backend.accepted`). So the reply is the one without drafts, and each accepted token saves a step.
 
-    commit     after each token, the event loop looks for drafts (`propose`). In multi-step decode the model's thread
-               computes the next step meanwhile: its token drops the draft, which only ends multi-step decode
+    commit     after each token, the event loop looks for drafts (`propose`). In multi-step decode the model's
+               thread computes the next step meanwhile: its token drops the draft, which only ends multi-step decode
     plan       the step is planned with the drafts that were found after the last one (`step_planner.py`)
     commit     what the step took longer, and how many tokens were accepted, is learned (`observe`)
 
 All drafts of a step have the same length, the one with the largest difference of
 
-    gain       tokens that are expected to be accepted, by how long the text has been repeated, and how many tokens of
-               each request's last drafts were accepted
-    cost       tokens that all decoding requests would get in the additional time, as measured for steps of that length
+    gain       tokens that are expected to be accepted, by how long the text has been repeated, and how many tokens
+               of each request's last drafts were accepted
+    cost       tokens that all decoding requests would get in the additional time, as measured for steps of that
+               length
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ MIN_MATCH = 8
 MAX_MATCH = 64
 """Most repeated tokens that are compared."""
 LENGTHS = (3, 7, 15, 31, MAX_DRAFT)
-"""Lengths of drafts. A draft and the token before it fill groups of the four rows that llama.cpp's CPU kernels compute
-together (fact 36).
+"""Lengths of drafts. A draft and the token before it fill groups of the four rows that llama.cpp's CPU kernels
+compute together (fact 36).
 """
 MAX_DELAY = 0.1
 """Fraction of a step by which drafts may delay a stream that gains nothing by them."""
@@ -60,7 +61,7 @@ class Drafter:
         self._cache = cache
         self._added_s: dict[tuple[int, int], float] = {}
         """Seconds by which drafts make a step longer, by the smallest of `LENGTHS` that is not shorter than all of
-        them together (those of more tokens in proportion), and by the bit length of the number of decoding requests.
+        them together (more tokens in proportion), and by the bit length of the number of decoding requests.
         """
         self.set_model(info)
 
@@ -140,8 +141,8 @@ class Drafter:
 def prompt_lookup(tokens: Tokens, n: int) -> tuple[int, Tokens]:
     """Return how many of the last tokens occur before, and `n` tokens that may follow.
 
-    Of the longest occurrences (of at most `MAX_MATCH` tokens) the latest is taken, with the tokens after it. If these
-    are fewer than `n`, the text is assumed to go on with that period.
+    Of the longest occurrences (of at most `MAX_MATCH` tokens) the latest is taken, with the tokens after it. If
+    these are fewer than `n`, the text is assumed to go on with that period.
     """
     last = len(tokens) - 1
     ends = np.flatnonzero(tokens[:last] == tokens[last])[-_MAX_ENDS:]

@@ -25,7 +25,7 @@ from llamaslot.base.events import Progress
 from llamaslot.base.generation.token_probs import NOT_SCORED, TokenScore
 from llamaslot.base.generation.tools import ReasoningBudget
 from llamaslot.base.namespaces import private_namespace
-from llamaslot.base.stats import CacheStats, Miss, PromptStats, RequestStats
+from llamaslot.base.stats import CacheStats, Miss, PromptStats, RequestStats, SpeculationStats
 from llamaslot.base.tokens import WIDTH, TokenizedPrompt, Tokens, packed
 from llamaslot.kvcache.match import Acquired, LoadResult, Match
 

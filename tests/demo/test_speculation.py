@@ -40,9 +40,7 @@ async def texts(
 
         async def talk(i: int) -> None:
             for t, prompt in enumerate(prompts[i]):
-                end = await engine.submit(
-                    f"{i}-{t}", prompt, max_tokens=60, sampling=sampling, max_draft=max_draft
-                )
+                end = await engine.submit(f"{i}-{t}", prompt, max_tokens=60, sampling=sampling, max_draft=max_draft)
                 assert isinstance(end, Finished), end
                 found[i, t] = engine.text(f"{i}-{t}")
 

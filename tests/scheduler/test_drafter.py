@@ -123,11 +123,11 @@ def test_rejected_drafts_end_drafting_until_more_is_repeated() -> None:
     text = letters(200)
     proposing, asked = drafter(), request(text + text[:MIN_MATCH])
     asked.count_draft(60, 60)
-    for n_wrong in range(20):
-        if not drafted(proposing, asked)[0]:
-            break
+    n_rejected = 0
+    while drafted(proposing, asked)[0] and n_rejected < 20:
         asked.count_draft(len(asked.draft), 0)
-    assert 1 < n_wrong < 15
+        n_rejected += 1
+    assert 1 < n_rejected < 15
     assert (asked.n_drafted > 60, asked.n_accepted) == (True, 60)
     # A long match is tried all the same.
     other = request(text + text[:60])
@@ -159,7 +159,9 @@ def test_nobody_waits_for_drafts_much_longer_than_they_gain() -> None:
 
 def test_estimates_are_those_of_measured_steps() -> None:
     text = letters(100)
-    costly = StepCost(step_us=1e6 * STEP_S, token_us=2e6 * STEP_S, token_cell_us=0.0, block_us=1e9, block_cell_us=0.0)
+    costly = StepCost(
+        step_us=1e6 * STEP_S, token_us=2e6 * STEP_S, token_cell_us=0.0, block_us=1e9, block_cell_us=0.0
+    )
     proposing, asked = drafter(), request(text + text[:50])
     proposing.set_model(msgspec.structs.replace(INFO, step_cost=costly))
     assert drafted(proposing, asked) == [0]
