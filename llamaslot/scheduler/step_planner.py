@@ -394,29 +394,38 @@ class StepPlanner:
         """
         if not any(len(work.request.draft) for work in granted) or not self._drafter.can_draft:
             return granted
+        wanted = [self._n_drafted(each) for each in granted]
         n_granted = sum(len(work.run.tokens) for work in granted)
         n_rows = self._n_spare_rows - sum(len(work.run.targets) for work in granted if work.run.targets is not None)
-        left = min(self._chunks.n_ubatch - n_granted, n_rows)
+        left = min(sum(wanted), self._chunks.n_ubatch - n_granted, n_rows)
         if self._cache.settings.unified:
-            missing = sum(len(work.request.draft) for work in granted) + n_granted - self._cache.cells.free
+            missing = n_granted + left - self._cache.cells.free
             if missing > 0:
                 # As for extra steps, few idle cells at once: most of a draft may be rejected.
                 self._cache.evict(min(missing, MAX_CELLS_AHEAD))
             left = min(left, self._cache.limit_by_windows(self._cache.cells.free - n_granted, n_granted))
         work = []
-        for each in granted:
-            run, request = each.run, each.request
-            # A draft must not pass the position of the next checkpoint.
-            n_due = request.stops.limit(run.start, len(run.tokens) + max(left, 0)) - len(run.tokens)
-            limits = [left, n_due, self._n_ctx() - len(request.tokens) - 1]
-            # Siblings have no KV of their own in which several tokens could be kept.
-            has_rows = run.n_outputs > 0 and not each.siblings
-            if n := min(len(request.draft), max(min(limits), 0)) * has_rows:
-                tokens = np.concatenate([run.tokens, request.draft[:n]])
+        for each, n_wanted in zip(granted, wanted, strict=True):
+            run = each.run
+            if n := min(n_wanted, max(left, 0)):
+                tokens = np.concatenate([run.tokens, each.request.draft[:n]])
                 run = replace(run, tokens=tokens, n_outputs=1 + n)
                 left -= n
             work.append(replace(each, run=run))
         return work
+
+    def _n_drafted(self, work: Work) -> int:
+        """Return how many drafted tokens a request may have in its run."""
+        request, run = work.request, work.run
+        # Siblings have no KV of their own in which several tokens could be kept.
+        if not run.n_outputs or work.siblings:
+            return 0
+        # A draft must not pass the position of the next checkpoint.
+        n_due = request.stops.limit(run.start, len(run.tokens) + len(request.draft)) - len(run.tokens)
+        limits = [n_due, self._n_ctx() - len(request.tokens) - 1]
+        if (most := request.n_draftable) is not None:
+            limits.append(most)
+        return max(min(limits), 0)
 
     def _pad_parts(self, work: Sequence[Work]) -> Sequence[Run]:
         """Return dummy rows that join decodes into fewer passes, or padding after a prompt that is alone."""

@@ -75,7 +75,7 @@ def test_a_repeated_text_is_drafted_as_it_went_on() -> None:
         asked = request(text + text[:n_repeated])
         (n,) = drafted(drafter(), asked)
         assert n
-        assert asked.draft.tolist() == [ord(each) for each in text[n_repeated : n_repeated + n]]
+        assert asked.draft.tolist() == [ord(each) for each in (text + text)[n_repeated : n_repeated + n]]
 
 
 def test_a_longer_repetition_has_a_longer_draft() -> None:
