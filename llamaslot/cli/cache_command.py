@@ -89,14 +89,14 @@ def summary(state: CacheState) -> list[str]:
         f"anchors    {counted(state.anchors.replies, 'reply', 'replies')}, {state.anchors.bytes / 2**20:,.1f} MiB; "
         f"{counted(requests.anchored, 'request')} continued from one",
         f"reused     {prompt.matched:,} of {counted(prompt.total, 'prompt token')} ({prompt.hit_rate:.1%})",
-        f"drafts     {state.speculation.accepted_tokens:,} of "
-        f"{counted(state.speculation.drafted_tokens, 'drafted token')} accepted",
         f"moved      {state.copied_tokens:,} tokens copied, {state.offloaded_tokens:,} to RAM, "
         f"{state.loaded_tokens:,} from RAM; "
         f"{counted(state.moved_prefixes, 'prefix', 'prefixes')} moved to spare sequences",
         f"evicted    {state.evicted_tokens:,} tokens; "
         f"{counted(state.dropped_prefixes, 'prefix', 'prefixes')} dropped for lack of a sequence id; "
         f"{counted(state.preemptions, 'preemption')}",
+        f"drafts     {state.speculation.accepted_tokens:,} of "
+        f"{counted(state.speculation.drafted_tokens, 'drafted token')} accepted",
     ]
 
 

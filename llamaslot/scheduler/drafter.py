@@ -87,7 +87,8 @@ class Drafter:
             n = min(request.params.max_draft, self._n_rows, self._n_ctx - len(request.tokens) - 1)
             if request.n_draftable is not None:
                 n = min(n, request.n_draftable)
-            if self.can_draft and step_s and n > 0:
+            # A grammar appends forced tokens without sampling: sampled, they would use up random numbers.
+            if self.can_draft and step_s and n > 0 and not request.fast_forwards:
                 n_matched, follows = self._find(request, min(n, MAX_DRAFT))
                 rate = request.acceptance.rate(n_matched)
                 if n_matched >= MIN_MATCH and _expected(rate, min(n, LENGTHS[0])) > MIN_GAIN:

@@ -98,6 +98,7 @@ async def test_an_empty_cache(start: Any) -> None:
             "waits": 0,
         },
         "prompt_tokens": {"total": 0, "matched": 0, "hit_rate": 0.0, "restored": 0, "ahead": 0},
+        "speculation": {"drafts": 0, "drafted_tokens": 0, "accepted_tokens": 0},
         "miss_reasons": {},
         "copied_tokens": 0,
         "evicted_tokens": 0,

@@ -69,14 +69,15 @@ def test_the_state_and_the_tree(server: Server) -> None:
     assert lines[6] == f"reused     {matched} of {total} prompt tokens ({matched / total:.1%})"
     assert "tokens copied, 0 to RAM, 0 from RAM; " in lines[7]
     assert lines[8] == "evicted    0 tokens; 0 prefixes dropped for lack of a sequence id; 0 preemptions"
-    assert lines[9] == f"prefixes   {told['nodes']}, most hits first"
+    assert lines[9] == "drafts     0 of 0 drafted tokens accepted"
+    assert lines[10] == f"prefixes   {told['nodes']}, most hits first"
     head, *tails = told["prefixes"]
     held = ", ".join(map(str, head["holders"]))
-    assert lines[10].startswith(
+    assert lines[11].startswith(
         f"└── +{head['edge_tokens']} = {head['tokens']} tokens · 1 hit · held by {held} · used #"
     )
-    assert [line[:8] for line in lines[11:]] == ["    ├── ", "    └── "]
-    for line, prefix in zip(lines[11:], tails, strict=True):
+    assert [line[:8] for line in lines[12:]] == ["    ├── ", "    └── "]
+    for line, prefix in zip(lines[12:], tails, strict=True):
         assert f"+{prefix['edge_tokens']} = {prefix['tokens']} tokens" in line
     assert not any("head of all" in line for line in lines)
 
@@ -85,8 +86,8 @@ def test_top_and_clear(server: Server) -> None:
     fill(server)
     status, lines, _ = cache(server.url, "--top", "1")
     assert status == 0
-    assert lines[9] == "prefixes   1, most hits first"
-    assert len(lines) == 11
+    assert lines[10] == "prefixes   1, most hits first"
+    assert len(lines) == 12
     idle = server.get("/cache")["cells"]["idle"]
     assert idle > 0
     status, lines, _ = cache(server.url, "--clear")
