@@ -32,6 +32,7 @@ from bench import (
     retokenizing,
     scenarios,
     size,
+    speculate,
     steps,
     swap,
     toolloop,
@@ -169,6 +170,8 @@ def _add_parts(commands: Any) -> None:
     looping = commands.add_parser("toolloop", help="an agent's tool loop, with and without restored messages")
     _common(looping, run=_toolloop, repeats=(6, 1), of="conversations of each kind", shape=toolloop.SHAPE)
     _threads(looping)
+
+    _add_speculate(commands.add_parser("speculate", help="drafts from what a reply repeats, and llama-server's"))
 
     warming = commands.add_parser("ahead", help="turns that were computed ahead, and what that costs others")
     _common(warming, run=_ahead, repeats=(2, 1), of="conversations", shape=ahead.SHAPE)
@@ -321,6 +324,38 @@ def _families(options: Namespace) -> None:
     flags = options.server.split()
     common = {"repeats": options.repeats, "threads": options.threads, "folder": options.out}
     families.run(settings=settings, **common, server_flags=flags)
+
+
+def _add_speculate(command: ArgumentParser) -> None:
+    of = f"pairs, instead of {FEW} or {speculate.MANY}"
+    _common(command, run=_speculate, repeats=(None, 1), of=of, shape=None)
+    text = f"{speculate.REAL}, a GGUF file, or a shape written with weights that continue a chain (default: "
+    command.add_argument("--model", metavar="MODEL", help=f"{text}{speculate.REAL})")
+    names = list(speculate.NAMES)
+    command.add_argument("--only", action="append", choices=names, metavar="WORKLOAD", help=", ".join(names))
+    names = [each.name for each in speculate.PEERS]
+    text = "(may be repeated; default: all with trained weights, else the first three)"
+    command.add_argument(
+        "--against", action="append", choices=names, metavar="SERVER", help=f"{', '.join(names)} {text}"
+    )
+    text = "begin no pair that would not end within this time"
+    command.add_argument("--time-limit", type=_positive, default=math.inf, metavar="SECONDS", help=text)
+    command.add_argument("--server", default="", metavar="FLAGS", help="more flags for all servers")
+    _threads(command)
+
+
+def _speculate(options: Namespace) -> None:
+    speculate.run(
+        model=options.model or ("60m" if options.quick else speculate.REAL),
+        repeats=options.repeats,
+        scale=speculate.QUICK_SCALE if options.quick else 1.0,
+        threads=options.threads,
+        folder=options.out,
+        server_flags=options.server.split(),
+        only=options.only or (),
+        against=options.against,
+        time_limit_s=options.time_limit,
+    )
 
 
 def _add_checkpoints(command: ArgumentParser) -> None:

@@ -78,6 +78,8 @@ class Completion:
     started: float
     arrivals: tuple[float, ...]
     """When each chunk with text or tokens came; the end of the stream if none did."""
+    counts: tuple[int, ...]
+    """The number of tokens in each of these chunks."""
     ended: float
     timings: dict[str, Any] = field(repr=False)
 
@@ -226,6 +228,7 @@ def parse_completion(started: float, received: Sequence[tuple[float, bytes]], *,
     """The completion in a stream of llama-server's own events."""
     tokens: list[int] = []
     arrivals: list[float] = []
+    counts: list[int] = []
     timings: dict[str, Any] | None = None
     for came, payload in _events(received):
         if payload == b"[DONE]":
@@ -236,11 +239,14 @@ def parse_completion(started: float, received: Sequence[tuple[float, bytes]], *,
         if chunk["content"] or chunk["tokens"]:
             tokens += chunk["tokens"]
             arrivals.append(came)
+            counts.append(len(chunk["tokens"]))
         if chunk["stop"]:
             timings = chunk["timings"]
     if timings is None:
         raise BenchmarkError("the stream ended before the completion did")
-    return Completion(tuple(tokens), started, tuple(arrivals) or (ended,), ended, timings)
+    if not arrivals:
+        arrivals, counts = [ended], [0]
+    return Completion(tuple(tokens), started, tuple(arrivals), tuple(counts), ended, timings)
 
 
 def _extend(calls: dict[int, dict[str, Any]], part: dict[str, Any]) -> None:

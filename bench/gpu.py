@@ -29,6 +29,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from bench import speculate
 from bench.client import BenchmarkError
 from bench.decode import batched_bench_runs
 from bench.families import goals as family_goals
@@ -78,6 +79,8 @@ MAX_RESTART = 0.5
 """The goals that `bench peers` and `bench families` do not have."""
 TTFT = ("agent", "chat", "fan-out warm")
 TTFT_SERVERS = ("llama-server", "llama-server -kvu", OWN)
+SPECULATION = (speculate.DRAFTING, speculate.WITHOUT, *speculate.PEERS[:2])
+"""In order of importance."""
 REUSED = ("window 5:1", "window 1:1", "short conv", "delta net", "mamba2", "mla")
 """Kinds of models, in order of importance."""
 REUSE_WORKLOADS = ("branching",)
@@ -423,6 +426,40 @@ def reuse_rows(_title: str, raw: Raw) -> list[Row]:
     return rows
 
 
+async def measure_speculation(task: Task) -> None:
+    """One run of the workloads of `bench speculate`, on one server after another: memory for one is enough."""
+    settings = task.settings
+    model = settings.large
+    path, title = speculate.model_of(model)
+    task.keep("model", title)
+    prompts = speculate.prompts_for(path, model, settings.scale)
+    common = CommonSettings(path, N_SLOTS, settings.threads, speculate.context(settings.scale), settings.flags)
+    bench = speculate.Bench(prompts, common, task.folder, SPECULATION)
+    for setup in SPECULATION:
+        async with bench.serving(setup) as process:
+            for workload in speculate.WORKLOADS:
+                if workload.has_peers or not setup.is_peer:
+                    for n in workload.streams:
+                        await bench.run(process.client, setup, workload, n, 0)
+                        task.keep("runs", [asdict(each) for each in bench.runs])
+    if bench.failures:
+        raise BenchmarkError("; ".join(f"{name}: {reason}" for name, reason in bench.failures.items()))
+
+
+def speculation_rows(title: str, raw: Raw) -> list[Row]:
+    """Ratios with the goals of `bench speculate`, and how many drafted tokens were right."""
+    runs = [speculate.Run(**each) for each in raw.get("runs", ())]
+    rows = []
+    for each in speculate.ratios(runs):
+        figure = f"{title}, {each.workload}: {each.metric} / {each.peer}"
+        rows.append(_judged_ratio(figure, each.median, each.goal, at_least=each.at_least))
+    own = [each for each in runs if each.server == OWN]
+    n_drafted, n_accepted = (sum(getattr(each, name) for each in own) for name in ("n_drafted", "n_accepted"))
+    if own:
+        rows.append(Row(f"{title}, drafted tokens that were right", f"{n_accepted:,} of {n_drafted:,}"))
+    return rows
+
+
 PYTEST = (sys.executable, "-X", "faulthandler", "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider")
 
 
@@ -494,6 +531,7 @@ STEPS = (
     Step("ttft-large", 150, measure_ttft, ttft_rows, "large"),
     Step("reuse", 120, measure_reuse, reuse_rows),
     Step("ttft-small", 90, measure_ttft, ttft_rows, "small"),
+    Step("speculate", 360, measure_speculation, speculation_rows, "large"),
     Step("sampling-large", 100, measure_forced_sampling, forced_rows, "large"),
     Step("sampling-small", 80, measure_forced_sampling, forced_rows, "small"),
 )

@@ -37,7 +37,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
 from bench import sentencepiece
-from bench.synthetic_layers import FLAT_LOGIT_STD, Shape, add_metadata, model_tensors
+from bench.synthetic_layers import FLAT_LOGIT_STD, Shape, add_metadata, as_chain, model_tensors
 from bench.synthetic_weights import Drawn, Tensors
 
 RECIPE = 1
@@ -106,24 +106,33 @@ AddTokenizer: TypeAlias = Callable[[gguf.GGUFWriter], None]
 
 
 def ensure(
-    shape: str, *, folder: Path | None = None, vocabulary: Path | None = None, is_exact: bool = False
+    shape: str,
+    *,
+    folder: Path | None = None,
+    vocabulary: Path | None = None,
+    is_exact: bool = False,
+    is_chain: bool = False,
 ) -> Path:
     """The GGUF file of a shape, written to `folder` (default: the user's cache) unless it is there.
 
     The shape is one of `SHAPES` or `SENTENCEPIECE`. One in `BORROWING` gets its tokenizer from the GGUF
     `vocabulary`, which has as many tokens as the shape. An exact file has the same weights as float32, for tests
     that compare logits: with quantized weights llama.cpp also rounds the activations, the largest error of all.
+    In a chain each word is followed by the next one of the vocabulary (`as_chain`), so that a text can be chosen
+    whose continuation is known. Only for shapes without experts, windows, and states alone.
     """
     folder = folder or platformdirs.user_cache_path("llamaslot") / "models"
     dimensions = (SHAPES | SENTENCEPIECE)[shape] if vocabulary is None else BORROWING[shape]
-    recipe = (RECIPE, astuple(dimensions), "f32") if is_exact else (RECIPE, astuple(dimensions))
+    recipe = (RECIPE, astuple(dimensions), *("f32",) * is_exact, *("chain",) * is_chain)
     mark = hashlib.sha256(repr(recipe).encode()).hexdigest()[:12]
-    path = folder / f"{shape}-{mark}.gguf"
+    path = folder / f"{shape}{'-chain' * is_chain}-{mark}.gguf"
     tokenizer = _tokenizer(shape, vocabulary)
     if shape in SENTENCEPIECE:
         tensors = model_tensors(dimensions, sentencepiece.N_QUIET, FLAT_LOGIT_STD)
     else:
         tensors = model_tensors(dimensions, len(quiet_tokens()))
+    if is_chain:
+        tensors = as_chain(tensors, dimensions)
     if is_exact:
         tensors = {name: replace(t, is_exact=True) if isinstance(t, Drawn) else t for name, t in tensors.items()}
     if not _complete(path, mark, tensors):
@@ -214,7 +223,9 @@ def _in_parallel(name: str, tensors: Tensors) -> Iterator[npt.NDArray[Any]]:
 
     def data(tensor_name: str) -> npt.NDArray[Any]:
         tensor = tensors[tensor_name]
-        return tensor.data(f"{name} {tensor_name}") if isinstance(tensor, Drawn) else tensor
+        if isinstance(tensor, Drawn):
+            return tensor.data(f"{name} {tensor.drawn_as or tensor_name}")
+        return tensor
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         waiting: deque[Future[npt.NDArray[Any]]] = deque()

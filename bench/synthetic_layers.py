@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import gguf
 import numpy as np
@@ -43,6 +43,10 @@ EXPERT_MODELS = ("gpt-oss", "qwen3next", "deepseek2")
 WITHOUT_QK_NORM = ("llama", "gpt-oss", "granitehybrid")
 UNTIED = ("gpt-oss", "rwkv7")
 """Architectures whose output matrix is not the embedding."""
+WRITES = ("attn_output.weight", "ffn_down.weight", "shortconv.out_proj.weight", "ssm_out.weight")
+"""Ends of the names of the tensors that add to what the next layers get."""
+CHAIN_GAIN = 0.15
+"""Gain of these in a chain, before it is divided among the layers: they add a third of the embedding, or less."""
 
 
 @dataclass(frozen=True)
@@ -149,6 +153,23 @@ def model_tensors(shape: Shape, n_quiet: int, logit_std: float = LOGIT_STD) -> T
     for index in range(shape.layers):
         tensors |= {f"blk.{index}.{name}": tensor for name, tensor in _layer(shape, index).items()}
     return tensors
+
+
+def as_chain(tensors: Tensors, shape: Shape) -> Tensors:
+    """Return the tensors changed so that the token after t is t + 1, whatever is before it.
+
+    The output matrix is the embedding with its rows moved down by one, and layers add little to the embedding.
+    """
+    embedding = tensors["token_embd.weight"]
+    assert isinstance(embedding, Drawn), "a matrix"
+    gain = CHAIN_GAIN / math.sqrt(shape.layers)
+    quiet = {
+        name: replace(tensor, std=gain * tensor.std)
+        for name, tensor in tensors.items()
+        if name.endswith(WRITES) and isinstance(tensor, Drawn)
+    }
+    output = replace(embedding, drawn_as="token_embd.weight", shift=1)
+    return tensors | quiet | {"token_embd.weight": replace(embedding, std=1.0), "output.weight": output}
 
 
 def _layer(shape: Shape, index: int) -> Tensors:

@@ -29,6 +29,10 @@ class Drawn:
     quiet: int = 0
     stack: int = 0
     is_exact: bool = False
+    drawn_as: str = ""
+    """Name of the tensor whose weights these are, if it is another one."""
+    shift: int = 0
+    """Number of rows by which the weights are moved down; those that fall out come first."""
 
     @property
     def n_bytes(self) -> int:
@@ -62,8 +66,8 @@ class Drawn:
         scale = np.full((self.rows, self.columns // 32, 1), self.std / uniform_std, np.float16)
         scale[: self.quiet] *= np.float16(QUIET)
         weights = rng.integers(-127, 128, (self.rows, self.columns // 32, 32), np.int8)
-        blocks = np.concatenate([scale.view(np.uint8), weights.view(np.uint8)], axis=2)
-        return blocks.reshape(self.rows, -1)
+        blocks = np.concatenate([scale.view(np.uint8), weights.view(np.uint8)], axis=2).reshape(self.rows, -1)
+        return np.roll(blocks, self.shift, axis=0) if self.shift else blocks
 
 
 Tensors: TypeAlias = dict[str, "Drawn | npt.NDArray[np.float32]"]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from bench import chat, constrained, decode, idle, scenarios, tree
+from bench import chat, constrained, decode, idle, scenarios, speculate, tree
 from bench.__main__ import QUICK, main
 from bench.fleet import run as fleet
 from bench.fleet import setups
@@ -24,6 +24,7 @@ BENCHMARKS = {
     "idle": idle,
     "peers": compare,
     "scenarios": scenarios,
+    "speculate": speculate,
     "traces": traces,
     "tree": tree,
 }
@@ -57,6 +58,7 @@ def called(
         ("idle", 7, 2),
         ("peers", None, 1),
         ("scenarios", 3, 1),
+        ("speculate", None, 1),
         ("tree", 9, 2),
     ],
 )
