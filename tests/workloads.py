@@ -71,6 +71,7 @@ async def answered(
     max_tokens: int,
     name: str = "request",
     together: int | None = None,
+    max_draft: int = 0,
 ) -> list[Answer]:
     """Send requests, at most `together` at once, in their order; return the replies in the order of their ends."""
     answers = []
@@ -87,6 +88,7 @@ async def answered(
             cache_prompt=each.cache_prompt,
             id_slot=each.id_slot,
             n=each.n,
+            max_draft=max_draft,
         )
         async with places:
             engine.submit_all(request)
