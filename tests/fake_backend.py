@@ -3,7 +3,8 @@
 A cell holds a token, its position and the set of sequence ids that use it, as in llama.cpp (`seq_rm`, `seq_cp`).
 A generated token is a hash of the (position, token) pairs of its sequence, so wrong KV gives a wrong token. So does
 a wrong partial state, in models of a `kind` that has one: a hash of the tokens that were computed in the sequence.
-What is computed with LoRA adapters has other tokens in its cells (`adapted`). Constraints are followed by the real
+What is computed with LoRA adapters has other tokens in its cells (`adapted`), and so has what was moved to other
+positions (`moved`). Constraints are followed by the real
 matcher, on a vocabulary of bytes. Tests choose which decodes fail. The state machine that tests the real backend
 (`tests/backend/test_state_machine.py`) tests this one too, so it cannot be bent to pass.
 """
@@ -232,6 +233,8 @@ class FakeBackend:
         """Partial states within the last step, by sequence and length."""
         self._taken: dict[int, int] = {}
         """That of each checkpoint, by number."""
+        self._unrotated: set[int] = set()
+        """Sequences with tokens that were moved since the last decode."""
         self.segments: dict[int, range] = {}
         """Token positions of each saved segment, by number."""
         self._states: dict[int, _Saved] = {}
@@ -283,6 +286,7 @@ class FakeBackend:
             length_of=self._length,
             segments=self.segments,
             can_reuse=self._can_reuse,
+            can_shift=not self.info.unshifted_reason,
             unified=self.info.unified,
             scratch=self._scratch,
             states=self.states,
@@ -295,6 +299,10 @@ class FakeBackend:
             case kv_ops.Share(src, dst, start, end):
                 self._pool(dst).remove(dst, start, end)
                 self._pool(dst).copy(src, dst, start, end)
+            case kv_ops.Shift():
+                self._shift(operation)
+            case kv_ops.Copy(src) | kv_ops.Save(src=src) if src in self._unrotated:
+                raise kv_ops.IllegalCallError(f"{operation}: the keys of moved tokens are not rotated yet")
             case kv_ops.Copy(src, dst, start, end):
                 self.states.copy(operation, self.seq_len(src))
                 if self.info.unified:
@@ -384,6 +392,7 @@ class FakeBackend:
         """Place a batch in the pool, or fail as `failures` says."""
         self._check_loaded()
         check_runs(runs, length_of=self.seq_len, info=self.info, states=self.states)
+        self._unrotated.clear()
         status, n_applied = self.failures.popleft() if self.failures else (Status.OK, len(runs))
         self._rows = {}
         self._after = {}
@@ -501,8 +510,16 @@ class FakeBackend:
             raise kv_ops.IllegalCallError(f"{len(saved)} tokens cannot be placed in {pool.n_free} cells")
         pool.place(seq, saved, is_bad=is_bad)
 
+    def _shift(self, shift: kv_ops.Shift) -> None:
+        pool, discarded = self._pool(shift.seq), self.seen(shift.seq)[shift.start : shift.end]
+        copies = shift.copies and self.info.unified
+        pool.shift(shift.seq, shift.start, shift.end, lambda token: moved(token, discarded), copies=copies)
+        self._unrotated.add(shift.seq)
+
     def _remove(self, operation: kv_ops.Remove) -> None:
         seq, keep, length = operation.seq, operation.keep, self.seq_len(operation.seq)
+        if not keep:
+            self._unrotated.discard(seq)
         if keep >= length:
             return
         self.states.truncate(operation, length)
@@ -587,6 +604,19 @@ class FakeBackend:
 def adapted(token: int, adapters: Adapters) -> int:
     """Return what a cell has of a token that was computed with these adapters."""
     return token + (1 + _digest(adapters) % 2**18) * N_TOKENS if adapters else token
+
+
+def moved(token: int, discarded: Sequence[tuple[int, int]]) -> int:
+    """Return what a cell has of a token that was moved after these (position, token) pairs were discarded.
+
+    It depends on them, and is negative, unlike that of any token that was computed where it is.
+    """
+    return ~(token_of(token) + _digest((token, discarded)) % 2**18 * N_TOKENS)
+
+
+def token_of(cell: int) -> int:
+    """Return the token that was computed for a cell."""
+    return (~cell if cell < 0 else cell) % N_TOKENS
 
 
 def vector_of(row: int, n: int) -> bytes:

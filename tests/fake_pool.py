@@ -7,8 +7,9 @@ after every step. `check` compares the two.
 from __future__ import annotations
 
 import heapq
+import sys
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 
@@ -80,6 +81,26 @@ class CellPool:
             del self._held[seq][cell.number]
             if not cell.seqs:
                 heapq.heappush(self._free, cell.number)
+        self._seen.pop(seq, None)
+
+    def shift(self, seq: int, start: int, end: int, moved: Callable[[int], int], *, copies: bool) -> None:
+        """Remove cells at these positions, and move those after them, which become `moved` tokens.
+
+        With `copies` all that is left gets cells of its own first; raises `MemoryError` if there are too few, and
+        the sequence is then empty.
+        """
+        self.remove(seq, start, end)
+        if copies:
+            left = [(cell.token, cell.position, cell.is_bad) for cell in self.of(seq, 0, sys.maxsize)]
+            self.remove(seq, 0, sys.maxsize)
+            if self.n_free < len(left):
+                raise MemoryError
+            for token, position, is_bad in left:
+                self.place(seq, [(token, position)], is_bad=is_bad)
+        for cell in self.of(seq, end, sys.maxsize):
+            # llama.cpp would move it in all sequences.
+            assert cell.seqs == {seq}, f"sequences {cell.seqs} share a cell that is moved"
+            cell.token, cell.position = moved(cell.token), cell.position - (end - start)
         self._seen.pop(seq, None)
 
     def copy_from(self, other: CellPool, src: int, dst: int, start: int, end: int) -> None:

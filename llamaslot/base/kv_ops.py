@@ -96,6 +96,22 @@ class Share:
 
 
 @dataclass(frozen=True, slots=True)
+class Shift:
+    """Discard positions `[start, end)` of `seq`, and move the tokens after them down to `start`.
+
+    With `copies`, what is left gets cells of its own first in a unified pool: llama.cpp moves a cell for all
+    sequences that hold it (fact 18). Without it no other sequence may hold any. The next decode rotates the keys;
+    until then `seq` may be neither copied nor saved. Raises `MemoryError` if there is not enough memory, and `seq`
+    is then empty.
+    """
+
+    seq: int
+    start: int
+    end: int
+    copies: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Save:
     """Copy the KV of `src` in `[start, end)` to host memory, as a segment with a number that is not in use.
 
@@ -166,7 +182,7 @@ class Free:
     segment: int
 
 
-Operation: TypeAlias = Remove | Copy | Share | Save | Load | Take | Restore | Free
+Operation: TypeAlias = Remove | Copy | Share | Shift | Save | Load | Take | Restore | Free
 """One change of sequences or segments between two decodes."""
 
 
@@ -260,6 +276,7 @@ def check_operation(
     length_of: Callable[[int], int],
     segments: Mapping[int, range],
     can_reuse: bool,
+    can_shift: bool,
     unified: bool,
     scratch: int | None,
     states: StateRecord,
@@ -267,8 +284,9 @@ def check_operation(
     """Raise `IllegalCallError` for what would leave a hole, a duplicate position, or a foreign cell or state.
 
     `length_of` returns the tokens of a sequence, `segments` has the positions of each saved segment by number,
-    `can_reuse` says if anything but whole sequences may be changed, `unified` if they share one pool, and
-    `scratch` is the empty sequence through which such a pool saves and loads; None where it has none to spare.
+    `can_reuse` says if anything but whole sequences may be changed, `can_shift` if tokens may be moved, `unified`
+    if sequences share one pool, and `scratch` is the empty sequence through which such a pool saves and loads; None
+    where it has none to spare.
     """
     if isinstance(operation, Remove):
         if operation.keep < 0:
@@ -282,6 +300,9 @@ def check_operation(
         return
     if not can_reuse:
         raise IllegalCallError(f"{operation}: nothing is reused here")
+    if isinstance(operation, Shift):
+        _check_shift(operation, length_of(operation.seq), can_shift=can_shift and not states.has_states)
+        return
     if isinstance(operation, Share) and (states.has_states or not unified):
         raise IllegalCallError(f"{operation}: the target would get the source's state, or cells of another stream")
     if isinstance(operation, Save | Load | Free):
@@ -295,6 +316,13 @@ def check_operation(
         raise IllegalCallError(f"{operation}: the source holds {n_src} tokens")
     if n_dst != start if isinstance(operation, Copy) else n_dst < end:
         raise IllegalCallError(f"{operation}: the target holds {n_dst} tokens")
+
+
+def _check_shift(operation: Shift, n_tokens: int, *, can_shift: bool) -> None:
+    if not can_shift:
+        raise IllegalCallError(f"{operation}: tokens of this model cannot be moved")
+    if not 0 <= operation.start < operation.end < n_tokens:
+        raise IllegalCallError(f"{operation}: the sequence holds {n_tokens} tokens")
 
 
 def _check_checkpoint(

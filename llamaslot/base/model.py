@@ -350,6 +350,8 @@ class ModelInfo(msgspec.Struct, frozen=True):
     """Adapters that requests may apply. The KV of requests without one does not depend on them."""
     adapter_switch_ms: float = 0.0
     """Milliseconds that a step takes longer if its adapters are not those of the step before; 0 if not measured."""
+    shift_failure: str = ""
+    """Why the backend, which was asked to, cannot move tokens of one sequence without changing others."""
     n_spare_rows: int = 1
     """Rows of logits of a step besides one a sequence: for prompt tokens to be scored, and for drafted tokens."""
     sizing: str = ""
@@ -396,6 +398,18 @@ class ModelInfo(msgspec.Struct, frozen=True):
         if self.self_test == "failed":
             return f"{self.self_test_reason}; --reuse-self-test on reuses prefixes all the same"
         return self.self_test_reason if self.self_test == "off" else ""
+
+    @property
+    def unshifted_reason(self) -> str:
+        """Reason why no context of this model can be shifted; empty where it can."""
+        reasons = (
+            (bool(self.pooling), "this model generates no text"),
+            (not self.can_trim, self.self_test_note or self.reuse_reason),
+            (self.state.has_mrope, "positions of this model have several dimensions (M-RoPE)"),
+            (not self.state.can_shift, "llama.cpp cannot move KV of this model to other positions"),
+            (bool(self.shift_failure), self.shift_failure),
+        )
+        return next((reason for holds, reason in reasons if holds), "")
 
     @property
     def unsaved_reason(self) -> str:

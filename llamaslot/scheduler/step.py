@@ -30,6 +30,7 @@ from llamaslot.base.kv_ops import (
     Restore,
     Save,
     Share,
+    Shift,
     Take,
 )
 from llamaslot.base.tokens import Tokens
@@ -291,7 +292,9 @@ def _change(operations: Sequence[Operation], backend: Backend) -> tuple[frozense
                 unsaved.add(number)
             case Remove(seq, 0) if is_done and seq in incomplete:
                 incomplete.remove(seq)
-            case Remove(seq) | Copy(dst=seq) | Share(dst=seq) | Load(dst=seq) | Restore(dst=seq) if not is_done:
+            case Remove(seq) | Shift(seq) | Copy(dst=seq) | Share(dst=seq) | Load(dst=seq) if not is_done:
+                incomplete.add(seq)
+            case Restore(dst=seq) if not is_done:
                 incomplete.add(seq)
     return frozenset(unsaved), frozenset(incomplete)
 
@@ -301,7 +304,7 @@ def _needed(operation: Operation) -> tuple[int, ...]:
     match operation:
         case Copy(src, dst) | Share(src, dst):
             return src, dst
-        case Save(src=seq) | Load(dst=seq) | Take(src=seq) | Restore(dst=seq):
+        case Shift(seq) | Save(src=seq) | Load(dst=seq) | Take(src=seq) | Restore(dst=seq):
             return (seq,)
     return ()
 

@@ -34,6 +34,7 @@ from llamaslot.base.kv_ops import (
     Restore,
     Save,
     Share,
+    Shift,
     Take,
 )
 from llamaslot.base.model import StateKind
@@ -180,6 +181,31 @@ class SequencesMachine(RuleBasedStateMachine):
             return
         self.backend.change(Share(src, dst, start, end))
         self.oracle[dst][start:end] = self.oracle[src][start:end]
+
+    @precondition(lambda self: any(len(held) > 1 for held in self.oracle.values()))
+    @rule(data=st.data())
+    def shift(self, data: st.DataObject) -> None:
+        """Discard a part in the middle. Others keep their cells; what is left is not computed, so it is removed."""
+        seq = data.draw(st.sampled_from([seq for seq, held in self.oracle.items() if len(held) > 1]))
+        n = len(self.oracle[seq])
+        start = data.draw(st.integers(0, n - 2))
+        end = data.draw(st.integers(start + 1, n - 1))
+        self.refuses(Shift(seq, start, n, copies=True))
+        self.refuses(Shift(seq, end, end, copies=True))
+        self.refuses(Shift(seq, -1, end, copies=True))
+        shift = Shift(seq, start, end, copies=True)
+        if self.backend.info.unshifted_reason:
+            self.refuses(shift)
+            return
+        others = {cell for other, held in self.oracle.items() if other != seq for cell, _ in held}
+        if self.unified and len(others) + n - (end - start) > N_CTX:
+            with pytest.raises(MemoryError):
+                self.backend.change(shift)
+        else:
+            self.backend.change(shift)
+            assert self.backend.seq_range(seq) == range(n - (end - start))
+            self.backend.change(Remove(seq, 0))
+        self.cut(seq, 0)
 
     @rule(src=seqs, dst=seqs, run=tokens)
     def compute_side_by_side(self, src: int, dst: int, run: list[int]) -> None:
@@ -336,7 +362,8 @@ class SequencesMachine(RuleBasedStateMachine):
 
     @rule(seq=st.sampled_from([-1, N_SEQS, 255, 256]))
     def use_a_sequence_that_does_not_exist(self, seq: int) -> None:
-        for operation in (Remove(seq, 0), Copy(seq, 0, 0, 1), Copy(0, seq, 0, 1), Share(0, seq, 0, 1)):
+        shift = Shift(seq, 0, 1, copies=True)
+        for operation in (Remove(seq, 0), Copy(seq, 0, 0, 1), Copy(0, seq, 0, 1), Share(0, seq, 0, 1), shift):
             self.refuses(operation)
         self.refused(lambda: self.backend.seq_len(seq))
         self.refused(lambda: self.backend.decode([Run(seq, 0, np.array([97], dtype=np.int32), 1)]))

@@ -499,6 +499,7 @@ def key_of(settings: LlamaSettings, info: ModelInfo, n_seqs: int) -> str:
             adapters=(),
             n_ctx=0,
             kv_mem_fraction=0.0,
+            context_shift=False,
             measure_at_load=False,
             measurements=None,
             reuse_self_test="auto",

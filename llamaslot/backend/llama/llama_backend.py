@@ -574,6 +574,8 @@ class LlamaBackend:
             self._measure_sizes(token)
         if self.info.adapters:
             self._measure_switch(token)
+        if self._settings.context_shift and not self.info.unshifted_reason:
+            self._test_shift(token)
         self._clear()
 
     def _compute_once(self) -> Tokens:
@@ -739,6 +741,22 @@ class LlamaBackend:
             more_ms.append(max(ms[0] - ms[1], 0.0))
         # The first two changes also touch memory for the first time.
         self.info = msgspec.structs.replace(self.info, adapter_switch_ms=sum(more_ms[2:]) / 2)
+
+    def _test_shift(self, token: Tokens) -> None:
+        """Set `shift_failure` if moving tokens changes those that stay (fact 18), or that cannot be tested."""
+        info, kv = self.info, self._kv
+        if info.unified and self.n_seqs == info.n_slots:
+            failure = "no sequence id is left to test it, so lower --parallel"
+        else:
+            self._clear()
+            for position in range(3):
+                self.decode([Run(0, position, token, n_outputs=0)])
+            before = kv.transfer.save(0, range(1))
+            kv.change(kv_ops.Shift(0, 1, 2, copies=False))
+            self.decode([Run(0, 2, token, n_outputs=0)])
+            is_same = np.array_equal(before, kv.transfer.save(0, range(1)))
+            failure = "" if is_same else "llama.cpp would also change the KV that stays where it is (RoPE scaling)"
+        self.info = msgspec.structs.replace(info, shift_failure=failure)
 
     def _check_open(self) -> None:
         if self._closed or self._is_unloaded:

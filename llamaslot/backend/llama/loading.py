@@ -189,6 +189,8 @@ class LlamaSettings:
     """Give layers with a sliding window as many cells as the others. Checkpoints are needed nevertheless."""
     checkpoints: bool = False
     """Take and restore checkpoints of partial states. Only in a unified pool."""
+    context_shift: bool = False
+    """Test at load if tokens can be moved."""
     cache_type_k: str = "f16"
     cache_type_v: str = "f16"
     measure_costs: bool = False

@@ -81,6 +81,7 @@ class KvOperations:
             length_of=self.length,
             segments=self.positions,
             can_reuse=self._info.can_reuse,
+            can_shift=not self._info.unshifted_reason,
             unified=self._info.unified,
             scratch=self._scratch,
             states=self.states,
@@ -96,6 +97,9 @@ class KvOperations:
             case kv_ops.Share(src, dst, start, end):
                 llama_cpp.llama_memory_seq_rm(self._memory, dst, start, end)
                 llama_cpp.llama_memory_seq_cp(self._memory, src, dst, start, end)
+            case kv_ops.Shift():
+                with self._emptied_if_it_fails(operation.seq):
+                    self._shift(operation)
             case kv_ops.Save(segment, src, start, end):
                 try:
                     kv = self.transfer.save(src, range(start, end))
@@ -225,6 +229,18 @@ class KvOperations:
         self._set_length(seq, keep)
         if not llama_cpp.llama_memory_seq_rm(self._memory, seq, keep if keep else -1, -1):
             raise kv_ops.IllegalCallError(f"llama.cpp did not truncate sequence {seq} to {keep} tokens")
+
+    def _shift(self, operation: kv_ops.Shift) -> None:
+        """Discard a part of a sequence and move the rest; raises `MemoryError`."""
+        seq, start, end = operation.seq, operation.start, operation.end
+        llama_cpp.llama_memory_seq_rm(self._memory, seq, start, end)
+        if operation.copies and self._info.unified:
+            state = save_sequence(self._context, seq)
+            # Its own cells are free now, as far as no other sequence holds them.
+            if not load_sequence(self._context, seq, state):
+                raise MemoryError(f"llama.cpp could not load {len(state)} bytes")
+        llama_cpp.llama_memory_seq_add(self._memory, seq, end, self.lengths[seq], start - end)
+        self.lengths[seq] -= end - start
 
     def _load(self, operation: kv_ops.Load) -> None:
         """Append parts of segments; raises `NotLoadedError`.
