@@ -65,6 +65,17 @@ class VectorParams(msgspec.Struct, frozen=True):
     """Leading numbers to keep, before they are normalized; 0 for all."""
 
 
+class ContextShift(msgspec.Struct, frozen=True):
+    """Form of a context shift, by which a reply continues when its context is full: a part of that is discarded."""
+
+    is_on: bool = False
+    """False if a full context ends the reply."""
+    n_keep: int = 0
+    """First tokens to keep, besides a BOS; -1 for the whole prompt."""
+    n_discard: int = 0
+    """Tokens after these to discard; 0 for half of all that follow."""
+
+
 class GenerateParams(msgspec.Struct, frozen=True):
     """Generation parameters of the `n` completions of a prompt."""
 
@@ -72,7 +83,10 @@ class GenerateParams(msgspec.Struct, frozen=True):
     """If `n` is not 1, the ids of the completions begin with it (`completions`)."""
     sampling: Sampling = Sampling()
     max_tokens: int = -1
-    """Tokens to generate: -1 up to the end of the slot's context, 0 none (the prompt is evaluated)."""
+    """Tokens to generate: 0 none (the prompt is evaluated), -1 up to the end of the slot's context, or without end
+    if that is shifted.
+    """
+    shift: ContextShift = ContextShift()
     stop: tuple[str, ...] = ()
     n_indent: int = 0
     """Minimum indentation (spaces and tabs) of all lines but the first; a line with less ends the text."""

@@ -126,7 +126,7 @@ class Finished(msgspec.Struct, frozen=True, tag="finished"):
     tokens: tuple[int, ...] = ()
     stopping_word: str = ""
     truncated: bool = False
-    """True if the end of the slot's context, not `max_tokens`, was the limit."""
+    """True if the end of the slot's context, not `max_tokens`, was the limit, or if the context was shifted."""
     generated: Generated | None = None
     """None if the reply is not to be remembered."""
     probs: TokenProbs | None = None

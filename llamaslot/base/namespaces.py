@@ -18,6 +18,8 @@ _RESERVED = "\0"
 """Prefix of salts that clients cannot choose."""
 _KEY = _RESERVED + "key "
 _PRIVATE = "request "
+_SHIFTED = _RESERVED + "shifted"
+"""Suffix of private namespaces for KV that was moved to other positions."""
 _ADAPTERS = "+"
 """Between a namespace's name and the key of its adapters."""
 PUBLIC_TENANT = "public"
@@ -68,6 +70,16 @@ def salt_namespace(salt: str, adapters: str = "") -> str:
 def private_namespace(name: str, salt: str = "") -> str:
     """Return the namespace of one request with a salt, or of a group of requests."""
     return f"{_PRIVATE}{_tenant_of_salt(salt)}.{name}"
+
+
+def shifted_namespace(name: str, salt: str = "") -> str:
+    """Return the private namespace of a request once its context was shifted."""
+    return private_namespace(name, salt) + _SHIFTED
+
+
+def is_shifted(namespace: str) -> bool:
+    """True for a namespace of KV that is not that of its tokens, because these were moved to other positions."""
+    return namespace.endswith(_SHIFTED)
 
 
 def is_private(namespace: str) -> bool:

@@ -14,7 +14,7 @@ import msgspec
 
 from llamaslot.base.advice import Divergence
 from llamaslot.base.callers import Caller
-from llamaslot.base.commands import DropPaths, Generate
+from llamaslot.base.commands import ContextShift, DropPaths, Generate
 from llamaslot.base.errors import ErrorInfo
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.generation.tools import ParserOptions, ReasoningFormat
@@ -59,6 +59,7 @@ class RequestPolicy(msgspec.Struct, frozen=True, kw_only=True):
     """A `seed` of -1 stands for a new one each time."""
     max_tokens: int
     """Limit of new tokens."""
+    shift: ContextShift = ContextShift()
     cache_prompt: bool
     verbose: bool
     reasoning: bool

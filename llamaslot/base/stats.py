@@ -11,6 +11,7 @@ from typing import Literal, TypeAlias
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from llamaslot.base.commands import ContextShift
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.tokens import SessionMatch
 
@@ -294,6 +295,8 @@ class CacheStats(msgspec.Struct, kw_only=True):
     """Times that a running request went back to the queue because cells were short."""
     layout_changes: int = 0
     """Times that the pool was partitioned or unified again, to suit the running requests."""
+    context_shifts: int = 0
+    """Times that a part of a full context was discarded, so that its reply could continue."""
 
 
 class CachePrefix(msgspec.Struct):
@@ -374,6 +377,7 @@ class SlotState(msgspec.Struct):
     max_tokens: int = -1
     speculates: bool = False
     """True if its reply may be drafted."""
+    shift: ContextShift = ContextShift()
     sampling: Sampling = Sampling()
 
 

@@ -600,7 +600,8 @@ class Engine:
             self.scheduler.end(reply.request, now)
         if reason is not None:
             del self._replies[reply.request.id]
-            progress, truncated = self._progress(reply.request, now), sampled.truncated and not n_unused
+            progress = self._progress(reply.request, now)
+            truncated = (sampled.truncated and not n_unused) or reply.request.n_discarded > 0
             self._outbox.append(reply.finished(text, reason, progress, truncated=truncated, vector=sampled.vector))
         elif text:
             shown = self._progress(reply.request, now) if reply.wants_progress else None

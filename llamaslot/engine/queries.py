@@ -170,6 +170,7 @@ class Queries:
             n_generated=request.n_generated,
             max_tokens=request.params.max_tokens,
             speculates=self._scheduler.can_draft and request.params.max_draft > 0,
+            shift=request.params.shift,
             sampling=request.params.sampling,
         )
 

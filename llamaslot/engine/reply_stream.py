@@ -116,11 +116,13 @@ class ReplyStream:
         )
 
     def generated(self) -> Generated | None:
-        """Return the reply's tokens to remember; None for a private request, for one that never ran, and for one
-        whose reply is a vector.
+        """Return the reply's tokens to remember; None for a private request, for one that never ran, for one that
+        has discarded a part of its context, and for one whose reply is a vector.
         """
         request = self.request
-        if request.is_private or not request.has_started or request.params.vector is not None:
+        if request.is_private or request.n_discarded:
+            return None
+        if not request.has_started or request.params.vector is not None:
             return None
         return Generated(packed(request.tokens.view(request.n_prompt)), self.n_sent)
 

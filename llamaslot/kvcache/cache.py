@@ -29,7 +29,7 @@ from msgspec import structs
 from llamaslot.base.advice import HitCurve, SizeAdvice
 from llamaslot.base.kv_ops import Copy, Free, Load, Operation, Restore
 from llamaslot.base.model import SegmentSize
-from llamaslot.base.namespaces import is_private, tenant_of
+from llamaslot.base.namespaces import is_private, is_shifted, tenant_of
 from llamaslot.base.stats import (
     CacheProbe,
     CacheState,
@@ -280,8 +280,22 @@ class KVCache:
         """Truncate a sequence to its first `keep` tokens."""
         self._sequences.truncate(seq, keep)
 
+    def shift(self, seq: int, namespace: str, start: int, end: int) -> None:
+        """Discard tokens `[start, end)` of a running sequence, which holds the rest in a shifted namespace then.
+
+        That KV is not the KV of its tokens, so it is neither shared nor saved, and is gone once the slot is
+        released. What was computed before the first shift stays cached. The sequence is empty if there are not
+        enough cells for the rest.
+        """
+        if not is_shifted(self._sequences.end(seq).namespace):
+            self.release(seq)
+        self._pool.shift(seq, namespace, start, end)
+        self._tiers.counters.context_shifts += 1
+
     def release(self, seq: int) -> None:
-        """Unpin a slot whose request ended or was preempted; its KV stays cached if the model allows reuse."""
+        """Unpin a slot whose request ended or was preempted; its KV stays cached if the model allows reuse, unless
+        it was shifted.
+        """
         self._tiers.load_pins.pop(seq, None)
         self.checkpoints.pending_restores.pop(seq, None)
         end = self._tree.end_node(seq)
@@ -289,6 +303,9 @@ class KVCache:
             return
         if not is_private(end.namespace):
             self._ghosts.add(end.namespace, end.prefix())
+        if is_shifted(end.namespace):
+            self._sequences.clear(seq)
+            return
         if end.is_root:
             self._tree.release(seq)
         else:
@@ -560,6 +577,10 @@ class KVCache:
             assert range_of(seq) == range(self.length(seq)), f"sequence {seq}"
             assert seq in self._sequences.slots or not self._tree.is_pinned(seq)
             assert self._tree.is_pinned(seq) or seq not in self._tiers.load_pins, f"sequence {seq} keeps segments"
+        for node in self._tree.nodes():
+            if is_shifted(node.namespace):
+                assert node.n_pins == len(list(node.holders())) == 1, "shifted KV is shared or idle"
+                assert node.segment is node.checkpoint is None, "shifted KV is saved"
         assert self.settings.scratch is None or range_of(self.settings.scratch) == range(0)
         assert 0 <= self.cells.used <= self.settings.pool_cells
 

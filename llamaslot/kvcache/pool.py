@@ -14,6 +14,9 @@ from collections import Counter
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 
+from llamaslot.base.kv_ops import Remove, Shift
+from llamaslot.base.namespaces import is_private, is_shifted
+from llamaslot.base.tokens import WIDTH
 from llamaslot.kvcache.cache_settings import CacheSettings
 from llamaslot.kvcache.loading import StateRestorer
 from llamaslot.kvcache.match import Match
@@ -91,6 +94,27 @@ class Pool:
         self._sequences.copy(source, seq, end, match.tokens)
         self._tiers.counters.copied_tokens += end - start
         return end - start
+
+    def shift(self, seq: int, namespace: str, start: int, end: int) -> None:
+        """Discard tokens `[start, end)` of a slot; it holds the rest in another namespace, pinned.
+
+        Its old path stays: other sequences hold it, or it moves as if another request got the slot. Private and
+        shifted paths do not. If there are not enough cells for the rest, the slot is empty, to be computed again.
+        """
+        sequences, old = self._sequences, self._sequences.end(seq)
+        tokens, is_first = old.prefix(), not is_shifted(old.namespace)
+        if not is_private(old.namespace) and not sequences.is_covered(seq):
+            self._move_to_spare(seq, 0)
+        sequences.leave(seq)
+        rest = tokens[: start * WIDTH] + tokens[end * WIDTH :]
+        fits = self._offloader.free_cells(len(rest) // WIDTH)
+        # Other sequences may hold cells of the old path. None holds any of a shifted one.
+        sequences.operations.append(Shift(seq, start, end, copies=is_first) if fits else Remove(seq, 0))
+        self._tree.hold(seq, namespace)
+        self._tree.pin(seq)
+        if fits:
+            self._tree.extend(seq, rest)
+        self.ensure_free_id()
 
     def deduplicate(self) -> None:
         """Remove duplicate cells, and free spare ids whose paths other sequences hold."""

@@ -130,6 +130,11 @@ class Sequences:
             self._tree.release(seq)
             self._remove(seq, length, 0)
 
+    def leave(self, seq: int) -> None:
+        """Take a sequence out of use in the tree; the caller says what the backend does with its cells."""
+        self._tree.release(seq)
+        self.duplicates.truncate(seq, 0)
+
     def reset(self, seq: int) -> None:
         """Make the backend empty a sequence that is not in use: after a failed step it may hold anything."""
         self._remove(seq, 0, 0)

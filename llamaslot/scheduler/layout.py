@@ -16,9 +16,9 @@ A change saves the pool to RAM, creates the context again, and loads the KV of r
     several     no                     few           partitioned                      stays
     several     no                     any           unified                          unified
 
-While memory is short, the layout stays too. Savings are estimated up to the end of the current requests, but a long
-request that arrives meanwhile forces a change back. So each time that happens, the next partition must save twice
-as much, until no such request has come for a while.
+While memory is short, the layout stays too, and while a request runs whose context was shifted. Savings are
+estimated up to the end of the current requests, but a long request that arrives meanwhile forces a change back. So
+each time that happens, the next partition must save twice as much, until no such request has come for a while.
 """
 
 from __future__ import annotations
@@ -71,6 +71,9 @@ class LayoutChoice:
                 self._n_changes = min(2 * self._n_changes, _MAX_CHANGES)
                 self._rarer_until = now + _RARER_FOR_S
             return True
+        if any(request.n_discarded for request in running):
+            # What a context shift has left cannot be saved.
+            return settings.unified
         requests = [*running, *waiting]
         seen = settings.unified, frozenset(request.id for request in requests)
         if seen != self._seen:

@@ -24,7 +24,7 @@ from llamaslot.base.errors import next_state
 from llamaslot.base.events import Progress
 from llamaslot.base.generation.token_probs import NOT_SCORED, TokenScore
 from llamaslot.base.generation.tools import ReasoningBudget
-from llamaslot.base.namespaces import private_namespace
+from llamaslot.base.namespaces import private_namespace, shifted_namespace
 from llamaslot.base.stats import CacheStats, Miss, PromptStats, RequestStats, SpeculationStats
 from llamaslot.base.tokens import WIDTH, TokenizedPrompt, Tokens, packed
 from llamaslot.kvcache.match import Acquired, LoadResult, Match
@@ -82,6 +82,11 @@ class TokenBuffer:
             self._data = grown
         self._data[self._length] = token
         self._length += 1
+
+    def remove(self, start: int, end: int) -> None:
+        """Remove the tokens `[start, end)`. Earlier views keep them."""
+        self._data = np.concatenate([self._data[:start], self._data[end : self._length]])
+        self._length = len(self._data)
 
     def truncate(self, length: int) -> None:
         """Remove the tokens from `length` on. Views of them are overwritten by the next tokens."""
@@ -238,6 +243,8 @@ class Request:
     n_accepted = 0
     """Of the drafted tokens, those that were sampled."""
     n_generated = 0
+    n_discarded = 0
+    """Tokens that context shifts have removed from `tokens`."""
     n_forced = 0
     """Tokens that were forced after the last sampled one; they are computed together with it."""
     n_scored = 0
@@ -275,7 +282,7 @@ class Request:
         """Order of submission; unchanged by preemption."""
         self._submitted = now
         self.tokens = TokenBuffer(prompt.tokens)
-        """The prompt and the tokens generated so far."""
+        """The prompt and the tokens generated so far, without those that a context shift has discarded."""
         self.n_prompt = len(self.tokens)
         self.wants_scores = params.prompt_probs >= 0
         self.is_private = self.wants_scores or not (params.cache_prompt and can_reuse)
@@ -335,6 +342,18 @@ class Request:
         self.n_reused = 0
         self.distrusted = distrusted
 
+    def shift(self, start: int, end: int) -> None:
+        """Discard tokens `[start, end)`; the rest belongs to the namespace `shifted` from now on."""
+        self.tokens.remove(start, end)
+        self.n_discarded += end - start
+        self.namespace = self.shifted
+        self.match, self._prefix = None, b""
+
+    @property
+    def shifted(self) -> str:
+        """The namespace of what it holds after a context shift."""
+        return shifted_namespace(self.id, self.params.cache_salt)
+
     def restart(self) -> None:
         """Continue from what is cached of its tokens. That counts as reused only if it has computed nothing yet."""
         self._was_preempted |= self._computing is not None
@@ -345,6 +364,9 @@ class Request:
         """Count positions `[start, start + n)` as computed; `now` is when their computation began."""
         if self._computing is None:
             self._computing = now
+        if self.n_discarded:
+            # These are other positions than the prompt's.
+            return
         self.n_prompt_computed += max(0, min(start + n, self.n_prompt) - start)
 
     def count_loaded(self, loaded: LoadResult) -> None:
@@ -376,7 +398,7 @@ class Request:
 
     def drop_tokens(self, n: int) -> None:
         """Remove the last `n` generated tokens, which follow a stop string. The slot may hold them, if drafted."""
-        self.tokens.truncate(len(self.tokens) - n)
+        self.tokens.truncate(max(len(self.tokens) - n, 0))
         self.n_generated -= n
         self.n_forced = max(self.n_forced - n, 0)
 

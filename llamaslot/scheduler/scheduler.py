@@ -52,6 +52,8 @@ _MIN_TURN = 20
 """Shortest turn of requests with the same LoRA adapters, in durations of a change: changes so take under 5%."""
 _MAX_TURN_S = 1.0
 """Most seconds of that, if the change was measured beside other work."""
+_MIN_SHIFTED = 4
+"""Places at the end of a context that `n_keep` leaves to other tokens, as in llama-server."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +119,7 @@ class Scheduler:
             raise ValueError("n_ubatch must be at least n_slots")
         self.n_ctx_slot = info.n_ctx_slot
         self._max_prompt = info.max_prompt
+        self._adds_bos = info.adds_bos
         self._eog = eog
         self.chunks = ChunkSizer(
             n_ubatch=info.n_ubatch, gap_ms=cache_settings.gap_ms, unified=cache_settings.unified
@@ -184,7 +187,11 @@ class Scheduler:
         self.reuse.count(request)
         if not cancelled and request.wants_tokens:
             self.admission.observe_length(request.n_generated)
-        others = (*self.queue, *self.running)
+        self._drop_private(request)
+
+    def _drop_private(self, request: Request) -> None:
+        """Drop what a private request has computed, unless others of its group are left."""
+        others = {*self.queue, *self.running} - {request}
         if request.is_private and all(other.namespace != request.namespace for other in others):
             self._dropper.drop(request.namespace)
 
@@ -235,10 +242,13 @@ class Scheduler:
         self.admitted = self.admission.admit(now) if not suspects else []
         for request in self.admitted:
             self._taker.choose_stops(request)
-        # 3. Prompts are extended by what is cached of them by now.
+        # 3. Prompts are extended by what is cached of them by now, and full contexts are shifted.
         running = self.running
         self.cache.has_decodes = any(request.is_decoding(self._n_pending(request)) for request in running)
         loaded, is_loading = self._load(running)
+        for request in loaded:
+            if request.params.shift.is_on and self.cache.length(request.slot) >= self.n_ctx_slot - 1:
+                self._shift(request)
         for request in self.admitted:
             self._remote.unpin(request.id)
         # 4. Requests take turns where a step may not have all of them. Some stop for a checkpoint.
@@ -338,6 +348,22 @@ class Scheduler:
             loaded.append(request)
         return loaded, is_loading
 
+    def _shift(self, request: Request) -> None:
+        """Discard a part of a full context, as llama-server does: after the tokens to keep, half of the rest.
+
+        Tokens that the slot does not hold yet, such as those that a constraint has forced, follow the rest.
+        """
+        shift, n_held = request.params.shift, self.cache.length(request.slot)
+        n_keep = (request.n_prompt if shift.n_keep < 0 else shift.n_keep) + self._adds_bos
+        start = min(n_keep, self.n_ctx_slot - _MIN_SHIFTED)
+        n_left = n_held - start
+        end = start + min(shift.n_discard or n_left // 2, n_left - 1)
+        self.cache.shift(request.slot, request.shifted, start, end)
+        if not request.n_discarded:
+            # It has left its first namespace.
+            self._drop_private(request)
+        request.shift(start, end)
+
     def _advance(self, work: Work, results: Sequence[RequestResult], now: float) -> list[Outcome]:
         """Take over the results of computing a request's tokens: its own, and those of its siblings."""
         request = work.request
@@ -436,7 +462,7 @@ class Scheduler:
             return "eos", False
         if request.n_remaining == 0:
             return "limit", False
-        is_full = len(request.tokens) >= self.n_ctx_slot
+        is_full = len(request.tokens) >= self.n_ctx_slot and not request.params.shift.is_on
         return ("limit" if is_full else None), is_full
 
     def _drop_incomplete(self, plan: StepPlan, incomplete: Collection[int], now: float) -> None:

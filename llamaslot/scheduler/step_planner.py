@@ -314,7 +314,11 @@ class StepPlanner:
         for request in requests:
             length = self._cache.length(request.slot)
             n_pending = len(request.tokens) - length
-            n_wanted = n_due = request.stops.limit(length, n_pending)
+            n_due = request.stops.limit(length, n_pending)
+            if request.params.shift.is_on:
+                # Tokens that a constraint forced may exceed the context: the next plan shifts it.
+                n_due = min(n_due, self._n_ctx_slot - 1 - length)
+            n_wanted = n_due
             if not request.is_scored:
                 n_wanted = min(n_due, n_rows)
                 n_rows -= n_wanted

@@ -86,6 +86,7 @@ _COUNTERS = (
     ("llamaslot_checkpoints_restored", "Checkpoints restored.", "cache.checkpoints.restored"),
     ("llamaslot_checkpoints_evicted", "Checkpoints evicted from RAM.", "cache.checkpoints.evicted"),
     ("llamaslot_preemptions", "Times that a running request went back to the queue.", "cache.preemptions"),
+    ("llamaslot_context_shifts", "Times that a full context was shifted.", "cache.context_shifts"),
     ("llamaslot_layout_changes", "Times that the layout of the KV pool changed.", "cache.layout_changes"),
     ("llamacpp:spec_decode_num_draft_tokens", "Tokens drafted.", "cache.speculation.drafted_tokens"),
     (

@@ -15,10 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llamaslot.base.backend import Status
+from llamaslot.base.commands import ContextShift
 from llamaslot.base.events import Cancelled, Failed, Finished
+from llamaslot.base.generation.sampling import Sampling
 from tests.engine.harness import Harness, Threaded, alone, draft_replies, running
 from tests.fake_backend import FakeBackend
 
+ENDLESS = Sampling(temperature=0.0, ignore_eos=True)
 HEADS = ("", "a" * 9, "ab" * 8, "ab" * 8 + "c" * 12, "system prompt ")
 
 
@@ -33,6 +36,8 @@ class Job:
     """Turns of the event loop before it is sent."""
     patience: int | None
     """Turns of the event loop after which it is cancelled, None for never."""
+    shifts: bool
+    """It goes on beyond its context, if the model can, for many more tokens."""
 
     @property
     def prompt(self) -> str:
@@ -48,6 +53,7 @@ jobs = st.builds(
     id_slot=st.just(-1) | st.integers(0, 1),
     pause=st.integers(0, 30),
     patience=st.none() | st.integers(0, 60),
+    shifts=st.sampled_from([False, False, False, True]),
 )
 failures = st.lists(
     st.tuples(st.integers(0, 60), st.sampled_from(list(Status)[1:]), st.integers(0, 3)), max_size=6
@@ -77,9 +83,10 @@ async def run_jobs(
 
         async def run_job(i: int, job: Job) -> None:
             await turns(job.pause)
-            end = engine.submit(
-                str(i), job.prompt, max_tokens=job.max_tokens, cache_prompt=job.cache_prompt, id_slot=job.id_slot
-            )
+            fields: dict[str, object] = {"cache_prompt": job.cache_prompt, "id_slot": job.id_slot}
+            if job.shifts:
+                fields |= {"shift": ContextShift(backend.info.can_trim), "sampling": ENDLESS}
+            end = engine.submit(str(i), job.prompt, max_tokens=n_tokens(job), **fields)
             if job.patience is not None:
                 await turns(job.patience)
                 engine.cancel(str(i))
@@ -100,6 +107,11 @@ async def run_jobs(
                 await asyncio.sleep(0.001)
         assert all(sampler.closed for sampler in backend.samplers)
         return {i: (engine.ends[str(i)].result(), engine.text(str(i))) for i in range(len(todo))}
+
+
+def n_tokens(job: Job) -> int:
+    """The limit of tokens that a job generates."""
+    return job.max_tokens * (8 if job.shifts else 1)
 
 
 async def turns(n: int) -> None:
@@ -146,6 +158,10 @@ def test_every_answer_is_the_cold_one(
     run = run_jobs(todo, faults, backend, kind, n_drafted=n_drafted, replies=replies, **storing)
     for i, (end, text) in asyncio.run(run).items():
         job = todo[i]
+        if job.shifts:
+            if isinstance(end, Finished) and backend.info.can_trim:
+                assert end.progress.n_generated == n_tokens(job)
+            continue
         expected = cold(job.prompt, job.max_tokens)
         if isinstance(end, Finished):
             assert text == expected, job

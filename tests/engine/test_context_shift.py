@@ -1,0 +1,182 @@
+"""Context shift in the engine: replies go on beyond their context, and change no other reply."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from llamaslot.base.backend import Run, Status
+from llamaslot.base.commands import ContextShift, InspectEngine
+from llamaslot.base.events import Finished
+from llamaslot.base.generation.sampling import Sampling
+from llamaslot.base.kv_ops import Copy, Load, Operation, Remove, Save, Share, Shift
+from llamaslot.scheduler import admission
+from llamaslot.text.grammars.json_schema import json_schema_constraint
+from tests.conftest import LONG
+from tests.engine.harness import Accepted, Harness, alone, draft_replies, running
+from tests.engine.test_no_memory import Failing
+from tests.fake_backend import FakeBackend
+
+N_CTX = 96
+ON = ContextShift(is_on=True)
+OPEN = Sampling(temperature=0.0, ignore_eos=True)
+LAYOUTS: tuple[dict[str, Any], ...] = (
+    {"n_slots": 2, "n_ctx": N_CTX, "n_reserved": 2},
+    {"n_slots": 1, "n_ctx": N_CTX},
+    {"n_slots": 2, "n_ctx": 2 * N_CTX, "unified": False},
+)
+
+
+def as_llama_server_replies(prompt: Sequence[int], n: int, n_keep: int, n_discard: int) -> list[int]:
+    """The greedy tokens of a reply that shifts its context, on a backend of its own."""
+    backend = FakeBackend(n_slots=1, n_ctx=N_CTX)
+    sampler = backend.new_sampler(OPEN, np.empty(0, dtype=np.int32))
+    n_kept = min(len(prompt) if n_keep < 0 else n_keep, N_CTX - 4)
+    found: list[int] = []
+    pending = list(prompt)
+    while True:
+        for at in range(0, len(pending), 16):
+            chunk = np.array(pending[at : at + 16], dtype=np.int32)
+            run = Run(0, backend.seq_len(0), chunk, n_outputs=at + 16 >= len(pending))
+            assert backend.decode([run]).status is Status.OK
+        ((token,),) = backend.sample([(0, sampler)])
+        found.append(token)
+        pending = [token]
+        if len(found) == n:
+            backend.close()
+            return found
+        n_held = backend.seq_len(0)
+        if n_held + 1 >= N_CTX:
+            n_left = n_held - n_kept
+            n_gone = max(0, min(n_discard or n_left // 2, n_left - 1))
+            backend.change(Shift(0, n_kept, n_kept + n_gone, copies=True))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("shift", [(0, 0), (-1, 0), (5, 3), (0, 10**6), (10**6, 0)])
+@pytest.mark.parametrize("n_drafted", [(0, 0), (3, 4)])
+async def test_a_reply_goes_on_as_with_llama_server(
+    layout: dict[str, Any], shift: tuple[int, int], n_drafted: tuple[int, int]
+) -> None:
+    prompt = "a prompt of some words"
+    async with running(FakeBackend(n_ubatch=16, **layout), ram_bytes=10**6) as engine:
+        first = await alone(prompt, FakeBackend(n_slots=1, n_ctx=N_CTX), sampling=OPEN, max_tokens=-1)
+        draft_replies(engine, n_drafted, {prompt: first})
+        end = await engine.submit("r", prompt, sampling=OPEN, max_tokens=250, shift=ContextShift(True, *shift))
+        assert isinstance(end, Finished)
+        (accepted,) = [each for each in engine.events["r"] if isinstance(each, Accepted)]
+        assert engine.tokens("r") == as_llama_server_replies(accepted.prompt_tokens, 250, *shift)
+        assert (end.reason, end.truncated, end.progress.n_generated) == ("limit", True, 250)
+        assert (end.generated, end.progress.n_held) == (None, 0)
+        progress = end.progress
+        assert progress.n_cached + progress.n_prompt_computed == progress.n_prompt
+        state = await engine.ask(InspectEngine())
+        assert state.cache.context_shifts > 0
+        # Again: what the prompt has computed is still there.
+        again = await engine.submit("again", prompt, sampling=OPEN, max_tokens=60)
+        assert isinstance(again, Finished)
+        assert engine.text("again") == first[:60]
+        assert again.progress.n_cached == again.progress.n_prompt - 1
+
+
+async def test_a_reply_within_its_context_is_not_truncated() -> None:
+    async with running(FakeBackend(n_slots=1, n_ctx=N_CTX)) as engine:
+        end = await engine.submit("r", "a prompt", sampling=OPEN, max_tokens=20, shift=ON)
+        assert isinstance(end, Finished)
+        assert not end.truncated
+        assert end.generated is not None
+
+
+async def test_a_stop_string_after_a_shift_ends_the_reply_as_truncated() -> None:
+    async with running(FakeBackend(n_slots=1, n_ctx=N_CTX)) as engine:
+        await engine.submit("whole", "a prompt", sampling=OPEN, max_tokens=150, shift=ON)
+        text = engine.text("whole")
+        stop = text[120:124]
+        end = await engine.submit("r", "a prompt", sampling=OPEN, max_tokens=150, shift=ON, stop=(stop,))
+        assert isinstance(end, Finished)
+        assert (end.reason, engine.text("r"), end.truncated) == ("word", text[: text.index(stop)], True)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+async def test_tokens_that_a_constraint_forces_may_exceed_the_context(layout: dict[str, Any]) -> None:
+    text = "0123456789" * 25
+    properties = {"a": {"const": text}, "b": {"type": "string"}}
+    schema = {"type": "object", "properties": properties, "required": ["a", "b"]}
+    constraint = json_schema_constraint(schema, "json_schema", compact=True)
+    async with running(FakeBackend(n_ubatch=16, **layout)) as engine:
+        end = await engine.submit("r", "a prompt", max_tokens=-1, shift=ON, constraint=constraint)
+        assert isinstance(end, Finished)
+        assert engine.text("r").startswith(f'{{"a":"{text}","b":"')
+        assert (end.reason, end.truncated) == ("eos", True)
+
+
+async def burst(engine: Harness, chance: random.Random, name: str, heads: Sequence[str]) -> list[tuple[str, str]]:
+    """Run some requests at once; returns names and prompts of those that do not shift."""
+    asked, plain = [], []
+    for i in range(5):
+        prompt = chance.choice(heads)[: chance.randint(5, 70)] + chance.choice(["", "x", "yz"])
+        if shifts := chance.random() < 0.5:
+            keep, discard = chance.choice([0, 3, -1]), chance.choice([0, 0, 5, 60])
+            fields: dict[str, Any] = {
+                "shift": ContextShift(True, keep, discard), "sampling": OPEN, "max_tokens": chance.randint(50, 250),
+            }  # fmt: skip
+        else:
+            fields = {"max_tokens": chance.randint(1, 24)}
+            plain.append((f"{name}-{i}", prompt))
+        fields["cache_prompt"] = chance.random() < 0.8
+        asked.append((engine.submit(f"{name}-{i}", prompt, **fields), shifts, fields["max_tokens"]))
+        if chance.random() < 0.1:
+            engine.cancel(f"{name}-{i}")
+    for end, shifts, max_tokens in asked:
+        ended = await end
+        if isinstance(ended, Finished) and shifts:
+            assert ended.progress.n_generated == max_tokens
+    return plain
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_failing", [False, True])
+async def test_no_other_reply_changes_whatever_is_shifted(
+    monkeypatch: pytest.MonkeyPatch, *, is_failing: bool
+) -> None:
+    # Requests outgrow the pool only if they are expected to be short.
+    monkeypatch.setattr(admission, "MIN_EXPECTED_TOKENS", 1)
+    monkeypatch.setattr(admission, "_NEWEST_WEIGHT", 0.0)
+    counts: Counter[str] = Counter()
+    for seed in range(200 if LONG else 6):
+        chance = random.Random(seed)
+        layout = chance.choice([*LAYOUTS, {"n_slots": 3, "n_ctx": N_CTX}, {"n_slots": 3, "n_ctx": 3 * N_CTX}])
+        backend = Failing(n_ubatch=16, **layout)
+        backend.info = msgspec.structs.replace(backend.info, n_ctx_slot=N_CTX)
+        backend.chance = chance
+        heads = ["".join(chance.choices("abc", k=70)) for _ in range(3)]
+        storing: dict[str, Any] = chance.choice([{}, {"ram_bytes": 10**6}, {"ram_bytes": 10**6, "idle_cells": 0}])
+        async with running(backend, debug_invariants=True, **storing) as engine:
+            for i in range(6):
+                kinds: list[type[Operation]] = [Save, Load, Copy, Share, Remove, Shift]
+                backend.kinds = tuple(chance.sample(kinds, chance.choice([0, 1, 6]))) if is_failing else ()
+                for name, prompt in await burst(engine, chance, str(i), heads):
+                    end = engine.ends[name].result()
+                    if isinstance(end, Finished):
+                        n = end.progress.n_generated
+                        cold = await alone(prompt, FakeBackend(n_slots=1, n_ctx=N_CTX), max_tokens=n)
+                        assert engine.text(name) == cold, (seed, name)
+            await asyncio.sleep(0)
+            state = await engine.ask(InspectEngine())
+            counts["shifts"] += state.cache.context_shifts
+            counts["preemptions"] += state.cache.preemptions
+            counts["hits"] += state.cache.requests.hits
+        assert engine.stopped is not None
+        assert not engine.stopped.reason
+        counts["failed"] += backend.failed["Shift"]
+    assert counts["shifts"]
+    assert counts["preemptions"]
+    assert counts["hits"]
+    assert counts["failed"] or not is_failing
