@@ -226,5 +226,5 @@ def _slot(slot: SlotState) -> dict[str, Any]:
         body["request_id"] = slot.request_id
         body["n_prompt_tokens"] = slot.n_prompt
         body["n_prompt_tokens_processed"] = slot.n_prompt_computed
-        body["params"] = generation_settings(slot.sampling, slot.max_tokens)
+        body["params"] = generation_settings(slot.sampling, slot.max_tokens, slot.shift)
     return body

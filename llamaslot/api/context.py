@@ -10,6 +10,7 @@ import psutil
 from aiohttp import web
 
 from llamaslot.base.callers import Caller
+from llamaslot.base.commands import ContextShift
 from llamaslot.base.errors import ServerError, UnavailableError, stopped_error
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.generation.tools import ReasoningFormat
@@ -77,6 +78,10 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
     verbose: bool = False
     """Default of the field: replies in OpenAI's form include llama-server's reply, with the prompt."""
     n_predict: int = -1
+    context_shift: bool = False
+    """Discard a part of a full context, so that the reply continues, where the model allows that."""
+    keep: int = 0
+    """First tokens that are kept then; -1 for the whole prompt."""
     cache_prompt: bool = True
     reasoning: bool = True
     """True if the model reasons before it answers; only for chat templates that leave the choice."""
@@ -107,6 +112,7 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
             max_stop_chars=self.max_stop_chars,
             sampling=self.default_sampling(info),
             max_tokens=self.n_predict,
+            shift=ContextShift(self.context_shift and not info.unshifted_reason, n_keep=self.keep),
             cache_prompt=self.cache_prompt,
             verbose=self.verbose,
             reasoning=self.reasoning,

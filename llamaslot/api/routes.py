@@ -34,7 +34,7 @@ from llamaslot.api.responses import responses
 from llamaslot.api.responses.responses import LLAMA_SERVER_PATH, N_FIRST, Compaction
 from llamaslot.api.sse import EVENTS, JSON_LINES
 from llamaslot.base.advice import CacheAdvice
-from llamaslot.base.commands import CacheCleared
+from llamaslot.base.commands import CacheCleared, ContextShift
 from llamaslot.base.events import FinishReason
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.model import Capabilities, SelfTestOutcome
@@ -70,7 +70,7 @@ class TextReply(Envelope, kw_only=True):
     choices: Sequence[TextChoice]
 
 
-_SETTINGS = [(name, type(value)) for name, value in generation_settings(Sampling(), -1).items()]
+_SETTINGS = [(name, type(value)) for name, value in generation_settings(Sampling(), -1, ContextShift()).items()]
 GenerationSettings = msgspec.defstruct("GenerationSettings", _SETTINGS, kw_only=True, forbid_unknown_fields=True)
 """Settings of a request that reveal nothing of its text."""
 DefaultParams = msgspec.defstruct(

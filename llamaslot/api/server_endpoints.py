@@ -91,7 +91,7 @@ async def props(request: web.Request) -> web.Response:
             "default_generation_settings": {
                 "n_ctx": info.n_ctx_slot,
                 "params": {
-                    **generation_settings(service.policy.sampling, service.policy.max_tokens),
+                    **generation_settings(service.policy.sampling, service.policy.max_tokens, service.policy.shift),
                     **_texts_of_flags(service.policy.sampling),
                     "stream": False,
                 },

@@ -394,6 +394,16 @@ class Config:
         False, "check the cache against the KV pool whenever idle; a difference ends the engine"
     )
     n_predict: CountOrMinusOne = llama(-1, "default limit of new tokens; -1: none", "-n --predict --n-predict")
+    context_shift: bool = llama(
+        False,
+        "when a reply fills its context, discard half of it and go on; what is left is not shared, nor kept "
+        "afterwards; off: the reply ends",
+    )
+    keep: CountOrMinusOne = llama(
+        0,
+        "default for requests: first tokens that --context-shift keeps, besides a BOS; -1: the prompt",
+        env="LLAMASLOT_KEEP",
+    )
     seed: Annotated[int, Meta(ge=-1, le=2**32 - 1)] = llama(
         -1, "default seed; -1: a random one for each request", "-s --seed"
     )

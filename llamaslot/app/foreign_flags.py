@@ -25,10 +25,6 @@ _WITHOUT_EFFECT = {
         --cache-idle-slots [LLAMA_ARG_CACHE_IDLE_SLOTS]
         --no-cache-idle-slots [LLAMA_ARG_NO_CACHE_IDLE_SLOTS]
     """,
-    "only a context shift would discard tokens, and there is none": """
-        --keep N
-        --no-context-shift [LLAMA_ARG_NO_CONTEXT_SHIFT]
-    """,
     "one event loop serves all connections; --max-connections limits them": """
         --threads-http N [LLAMA_ARG_THREADS_HTTP]
     """,
@@ -141,10 +137,7 @@ _REFUSED = {
         --vision-gemma-4b-default
         --vision-gemma-12b-default
     """,
-    "a full context ends the reply, and nothing is shifted; raise --ctx-size": """
-        --context-shift [LLAMA_ARG_CONTEXT_SHIFT]
-    """,
-    "not needed for prefixes, which are always reused, from any slot; remove the flag": """
+    "prefixes are always reused, from any slot; chunks moved to other positions would not be exact; remove it": """
         --cache-reuse N [LLAMA_ARG_CACHE_REUSE]
     """,
     "write tables [models.NAME] into the file of --config, with the names of flags as keys": """

@@ -87,6 +87,8 @@ def announce(loaded: Loaded, urls: Sequence[str], config: Config) -> None:
         print(f"Remote tier: {loaded.remote_address}, {shared}{limit}")
     elif config.cache_remote:
         print(_yellow("--cache-remote is not used: only prefixes that are offloaded to RAM are shared."))
+    if config.context_shift and info.unshifted_reason:
+        print(_yellow(f"--context-shift is not used: {info.unshifted_reason}."))
     if not info.flash_attn:
         print(_yellow("Without flash attention, idle prefixes slow down running requests."))
     _print_addresses(urls, config, *_EXAMPLES.get(info.pooling, _EXAMPLES["last"]))

@@ -122,7 +122,7 @@ AdapterScales: TypeAlias = Annotated[list[AdapterScale], Meta(max_length=MAX_ADA
 
 
 class SamplingOptions(msgspec.Struct, kw_only=True):
-    """Fields for sampling, for the end of the text, for the cache, for adapters, and for drafts."""
+    """Fields for sampling, for the end of text and context, for the cache, for adapters, and for drafts."""
 
     stop: str | list[str] | None = None
     n_indent: Annotated[int, Meta(ge=0, le=INT32_MAX)] | None = None
@@ -157,6 +157,8 @@ class SamplingOptions(msgspec.Struct, kw_only=True):
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     logit_bias: list[tuple[Token | str, Bias]] | dict[str, Bias] | None = None
     ignore_eos: bool | None = None
+    n_keep: Count | None = None
+    n_discard: Annotated[int, Meta(ge=0, le=INT32_MAX)] | None = None
 
     cache_prompt: bool | None = None
     cache_salt: Salt | None = None

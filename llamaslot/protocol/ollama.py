@@ -52,6 +52,8 @@ class OllamaOptions(SamplingOptions, kw_only=True):
 
     num_predict: Annotated[int, Meta(ge=-2, le=INT32_MAX)] | None = None
     """Most tokens to generate; no limit if it is negative."""
+    num_keep: Annotated[int, Meta(ge=-1, le=INT32_MAX)] | None = None
+    """Ollama's name of `n_keep`."""
     num_ctx: int | None = None
     """Without effect: the server's flags set the size of the context."""
 
@@ -185,6 +187,7 @@ def _shared(body: OllamaBody) -> dict[str, Any]:
     n_predict = options.num_predict
     return {
         **{name: getattr(options, name) for name in _SAMPLING},
+        "n_keep": options.num_keep if options.n_keep is None else options.n_keep,
         "n_predict": n_predict if n_predict is None else max(n_predict, -1),
         "stream": body.stream is not False,
         "response_format": _format(body.format),

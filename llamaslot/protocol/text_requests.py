@@ -22,7 +22,7 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 import msgspec
 
 from llamaslot.base.adapters import Adapters, applied
-from llamaslot.base.commands import N_SEEDS, GenerateParams, PromptPart, TextPart, TokensPart
+from llamaslot.base.commands import N_SEEDS, ContextShift, GenerateParams, PromptPart, TextPart, TokensPart
 from llamaslot.base.errors import ForbiddenError, InvalidRequestError, NotSupportedError
 from llamaslot.base.generation.sampling import INFILL, Sampling, named_samplers
 from llamaslot.base.model import FimTokens, ModelInfo
@@ -194,6 +194,11 @@ def text_requests(
         completion_id=context.request_id,
         sampling=sampling,
         max_tokens=max_tokens_of(options, settings),
+        shift=ContextShift(
+            settings.shift.is_on,
+            n_keep=_first(options.n_keep, settings.shift.n_keep),
+            n_discard=_first(options.n_discard, settings.shift.n_discard),
+        ),
         stop=stop,
         n_indent=_first(options.n_indent, 0),
         t_max_predict_ms=_first(options.t_max_predict_ms, -1),

@@ -29,6 +29,8 @@ BOUNDS: list[tuple[str, list[Any], list[Any]]] = [
     ("adaptive_target", [-1, 1], [-1.1, 1.1]),
     ("adaptive_decay", [0, 0.99], [-0.1, 1.0]),
     ("min_keep", [0, INT32_MAX], [-1, INT32_MAX + 1]),
+    ("n_keep", [-1, 0, INT32_MAX], [-2, INT32_MAX + 1]),
+    ("n_discard", [0, INT32_MAX], [-1, INT32_MAX + 1]),
 ]
 
 

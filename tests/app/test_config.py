@@ -134,7 +134,7 @@ def test_flags(argv: list[str], name: str, value: object) -> None:
         (["--embedding", "-no-kvu"], {}, ["--embeddings", "--no-kv-unified"]),
         (["--embd-normalize", "-2"], {}, ["--embd-normalize", "-1"]),
         (["--no-kv-unifed"], {}, ["did you mean --no-kv-unified"]),
-        (["--cache-reuse", "256"], {}, ["--cache-reuse is a flag of llama-server", "remove the flag"]),
+        (["--cache-reuse", "256"], {}, ["--cache-reuse is a flag of llama-server", "remove it"]),
         (["--port", "x"], {}, ["--port", "'x'", "int"]),
         (["--port", "70000"], {}, ["--port", "65535"]),
         (["--port"], {}, ["--port"]),
@@ -199,7 +199,7 @@ def test_sampling_in_a_file(tmp_path: Path) -> None:
         ("port = 'x'", ["port in"]),
         ("port = ", ["TOML"]),
         ("port = true", ["port in"]),
-        ("context-shift = true", ["context-shift", "raise --ctx-size"]),
+        ("cache-reuse = 256", ["cache-reuse", "remove it"]),
     ],
 )
 def test_wrong_files_are_named(tmp_path: Path, text: str, words: list[str]) -> None:

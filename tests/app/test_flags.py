@@ -142,7 +142,6 @@ def test_every_flag_without_effect_is_accepted_and_noted() -> None:
             "LLAMA_ARG_CONT_BATCHING is a variable of llama-server: requests are always",
         ),
         ({"LLAMA_ARG_NO_CONT_BATCHING": ""}, "LLAMA_ARG_NO_CONT_BATCHING is a variable"),
-        ({"LLAMA_ARG_CONTEXT_SHIFT": "1"}, "LLAMA_ARG_CONTEXT_SHIFT is a variable"),
         ({"LLAMA_ARG_CONTEXT_SHIFT": "off"}, ""),
         ({"LLAMA_ARG_AGENT": "false"}, ""),
         ({"LLAMA_ARG_AGENT": "on"}, "LLAMA_ARG_AGENT is a variable"),

@@ -141,7 +141,7 @@ VALID: dict[str, list[dict[str, Any]]] = {
         {"prompt": STORY, "n_predict": 8, "grammar": 'root ::= "a" [b-d]{1,3} | <[5]> root'},
         {"prompt": STORY, "n_predict": 8, "structured_outputs": {"regex": "a(b|c)*"}},
         {"prompt": STORY, "n_predict": 8, "guided_choice": ["one", "two"]},
-        {"prompt": STORY, "n_predict": 2, "lora": [{"id": 0, "scale": 0.5}]},
+        {"prompt": STORY, "n_predict": 2, "lora": [{"id": 0, "scale": 0.5}], "n_keep": -1, "n_discard": 2},
     ],
     "/infill": [
         {"input_prefix": "def f(", "input_suffix": ["):", 5], "prompt": "a", **_SAMPLED,

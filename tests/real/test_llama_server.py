@@ -18,9 +18,10 @@ from typing import Any, NamedTuple
 
 import pytest
 
+import llamaslot
 from bench.peers import build
 from tests.live import Server, serving
-from tests.real.cold import N_SCORES, Comparison, Control, Reply
+from tests.real.cold import N_SCORES, Comparison, Control, Reply, moves
 from tests.real.conftest import NAMES, REAL, note, path_of
 from tests.real.conversations import (
     GEMMA_TEMPLATE,
@@ -114,7 +115,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         yield started
 
 
-def ask(server: Server, prompt: str, n: int, **fields: Any) -> dict[str, Any]:
+def ask(server: Server, prompt: str | list[int], n: int, **fields: Any) -> dict[str, Any]:
     """Return a greedy completion with its tokens and log-probabilities."""
     body = {
         "prompt": prompt,
@@ -203,6 +204,26 @@ def parity(pair: Pair, shared: Path, kind: str, comparison: Comparison) -> None:
         **{"largest move": max(comparison.moves)},
     )
     comparison.check(cold_model(pair.name))
+
+
+def test_replies_beyond_their_context_are_those_of_llama_server(tmp_path: Path) -> None:
+    """On the embedded model, which computes thousands of tokens in a second."""
+    model = Path(llamaslot.__file__).parent / "demo" / "demo.gguf"
+    flags = ("-m", model, "-np", "1", "-c", "256", "-fa", "on", "-t", "1", "--context-shift")
+    story = "Once upon a time there was a cat called Milo. He liked to sleep on the roof, and Ada fed him. " * 30
+    n_equal, n = 0, 200
+    with serving(tmp_path, *flags) as own_server, llama_server(tmp_path, *flags) as peer_server:
+        ids = own_server.post("/tokenize", {"content": story})["tokens"][:250]
+        for n_keep, n_discard in [(0, 0), (-1, 0), (100, 0), (8, 100), (3, 20)]:
+            fields = {"n_keep": n_keep, "n_discard": n_discard, "ignore_eos": True, "cache_prompt": False}
+            peer, own = (ask(server, ids, n, **fields) for server in (peer_server, own_server))
+            assert own["truncated"] is peer["truncated"] is True
+            assert own["tokens_predicted"] == peer["tokens_predicted"] == n
+            one, other = (reply_of(each["completion_probabilities"]) for each in (peer, own))
+            assert max(moves(one, other)) < 0.25
+            n_equal += one.tokens == other.tokens
+    # The others part where rounding decides between two tokens.
+    assert n_equal >= 2
 
 
 def test_chats_are_those_of_llama_server(pair: Pair, shared: Path) -> None:

@@ -14,14 +14,11 @@ from llamaslot.api.context import service_of
 from llamaslot.api.generation.reply_parts import ProbsWriter, PromptProgress, progress_of, stats_of, timings
 from llamaslot.api.generation.request_handling import ReplyWriter, complete
 from llamaslot.api.sse import event
-from llamaslot.base.commands import GenerateParams
+from llamaslot.base.commands import ContextShift, GenerateParams
 from llamaslot.base.errors import NotSupportedError
 from llamaslot.base.events import Finished, Output
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.service.live_request import Completion
-
-_NEUTRAL: dict[str, Any] = {"n_keep": 0, "n_discard": 0, "lora": []}
-"""llama-server's settings for features that this server does not have, and for adapters: all are off."""
 
 
 def native_body(
@@ -39,7 +36,7 @@ def native_body(
         "tokens_predicted": end.progress.n_generated,
         "tokens_evaluated": end.progress.n_prompt,
         "generation_settings": {
-            **generation_settings(params.sampling, params.max_tokens),
+            **generation_settings(params.sampling, params.max_tokens, params.shift),
             **_own_settings(params, reply.info.eog),
             "stream": reply.options.stream,
             "timings_per_token": reply.options.timings_per_token,
@@ -79,13 +76,18 @@ def _own_settings(params: GenerateParams, eog: Sequence[int]) -> dict[str, Any]:
     }
 
 
-def generation_settings(sampling: Sampling, max_tokens: int) -> dict[str, Any]:
-    """Return settings that reveal nothing of a request's text, under llama-server's names; seed -1 is 2**32 - 1."""
+def generation_settings(sampling: Sampling, max_tokens: int, shift: ContextShift) -> dict[str, Any]:
+    """Return settings that reveal nothing of a request's text, under llama-server's names; seed -1 is 2**32 - 1.
+
+    Only the request's own client sees its adapters.
+    """
     settings = msgspec.structs.asdict(sampling)
     del settings["logit_bias"], settings["dry_sequence_breakers"]
     return {
-        **_NEUTRAL,
         **settings,
+        "n_keep": shift.n_keep,
+        "n_discard": shift.n_discard,
+        "lora": [],
         "n_probs": max(sampling.n_probs, 0),
         "seed": sampling.seed % 2**32,
         "max_tokens": max_tokens,

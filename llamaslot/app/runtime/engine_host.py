@@ -98,6 +98,7 @@ def llama_settings(config: Config, model: Path, memory_bytes: int = 0) -> LlamaS
         rope=_rope(config),
         swa_full=config.swa_full,
         checkpoints=config.ctx_checkpoints > 0,
+        context_shift=config.context_shift,
         reuse_self_test=config.reuse_self_test,
         flash_attn=config.flash_attn,
         backend_sampling=config.backend_sampling,
@@ -262,6 +263,8 @@ class EngineHost:
         snapshots = slot_files(self._slot_folder, backend.info, self._disk)
         if self._slot_folder is not None and snapshots is None:
             _log.warning("slot_files.disabled", reason=backend.info.unsaved_reason)
+        if self._config.context_shift and backend.info.unshifted_reason:
+            _log.warning("context_shift.disabled", reason=backend.info.unshifted_reason)
         is_mapped = self._config.maps_weights
         self._engine = Engine(
             backend,
