@@ -27,6 +27,7 @@ from llamaslot.base.prompt_jobs import (
     ReplyOptions,
     RequestContext,
     RequestPolicy,
+    VectorReply,
 )
 from llamaslot.base.stats import AnchorStats, MessageStats, SessionStats
 from llamaslot.prompts.lanes import Lanes, PendingJob
@@ -136,7 +137,8 @@ class TextReader(RequestReader):
 
     def read(self, job: Prepare) -> ReadBody | Needs:
         if isinstance(job, PrepareText):
-            return job.requests, ReplyOptions()
+            is_batch = job.requests[0].params.vector is not None
+            return job.requests, ReplyOptions(vectors=VectorReply("native") if is_batch else None)
         return super().read(job)
 
 

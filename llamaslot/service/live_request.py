@@ -30,6 +30,12 @@ from llamaslot.base.prompt_jobs import ReplyOptions
 from llamaslot.base.tokens import TokenizedPrompt
 from llamaslot.service.limits import Capacity, ProbsLimit, ReplyBudget, request_digest
 
+MAX_INPUTS_SENT = 256
+"""Most inputs of a request for vectors that an engine has, or two for each slot if that is more.
+
+The scheduler goes through its queue for each plan: with 2,000 texts in it, each took 2.5 to 4 ms longer.
+"""
+
 
 class CompletionState(Enum):
     """State of a completion."""
@@ -194,6 +200,8 @@ class LiveRequest:
         self.echoes: Sequence[str] = ()
         self.options = ReplyOptions()
         self.completions: list[Completion] = []
+        self._later: Iterator[Completion] = iter(())
+        """Inputs that are sent to the engine once earlier ones have ended."""
         self.is_closed = False
         """True once its handler has ended."""
         self._capacity = capacity
@@ -237,6 +245,16 @@ class LiveRequest:
             for params in each.params.completions():
                 self.completions.append(Completion(len(self.completions), params, each.prompt, number, self))
         self._n_unread = self.n_running = len(self.completions)
+
+    def first_inputs(self, n_slots: int) -> Sequence[Completion]:
+        """Return the completions to be sent to the engine at first: of a request for vectors, so many at most."""
+        n = max(MAX_INPUTS_SENT, 2 * n_slots) if self.is_batch else len(self.completions)
+        self._later = iter(self.completions[n:])
+        return self.completions[:n]
+
+    def next_input(self) -> Completion | None:
+        """Return the next input to be sent to the engine as one has ended; None if there is none."""
+        return next((each for each in self._later if each.state is CompletionState.WAITING), None)
 
     def end_one(self) -> None:
         """Give back the place of a completion that has ended."""

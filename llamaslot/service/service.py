@@ -149,6 +149,8 @@ class Service:
         """True while an engine takes commands."""
         self._completions: dict[str, Completion] = {}
         """Those that have not ended, by id."""
+        self._waiting: dict[str, Completion] = {}
+        """Those of them that are to be sent to an engine, in order."""
         self._alone: Completion | None = None
         """Suspect that runs alone: nothing else is sent to the engine until it ends."""
         self._suspects = Suspects(clock)
@@ -258,6 +260,7 @@ class Service:
             # The engine has it now: it ends by a terminal event, once its slot is free.
             live.timer = asyncio.get_running_loop().call_at(live.deadline, self._expire, live)
         self._completions |= {each.id: each for each in live.completions}
+        self._waiting |= {each.id: each for each in live.first_inputs(self.info.n_slots)}
         self._send_waiting()
 
     def cancel(self, completion_id: str) -> bool:
@@ -362,6 +365,7 @@ class Service:
             self._add_suspects(in_engine, alone)
         message = "the engine ended while it ran this request, and is restarting"
         error = stopped_error("") if self._is_closing else UnavailableError(message, retry_after=1)
+        lost: dict[str, Completion] = {}
         for completion in in_engine:
             if completion.is_cancelled:
                 self._end(completion, Cancelled(completion.id))
@@ -373,6 +377,9 @@ class Service:
                 self._fail(completion, error)
             else:
                 completion.handle(CompletionEvent.LOSE)
+                lost[completion.id] = completion
+        # They came before those that no engine has had.
+        self._waiting = lost | self._waiting
         self._fail_queries(_restarting_error())
         self._end_loading(_restarting_error())
 
@@ -437,7 +444,7 @@ class Service:
 
     def _send_waiting(self) -> None:
         """Send completions to the engine in order; a suspect waits until the engine has nothing else."""
-        for completion in [each for each in self._completions.values() if each.state is CompletionState.WAITING]:
+        for completion in list(self._waiting.values()):
             if not self.is_connected or self._alone is not None:
                 return
             try:
@@ -450,6 +457,7 @@ class Service:
                     return
                 self._alone = completion
             completion.handle(CompletionEvent.SEND)
+            del self._waiting[completion.id]
             waited = self._clock() - completion.live.prepared_at
             self._send(Generate(completion.params, completion.prompt, waited))
 
@@ -509,6 +517,7 @@ class Service:
         live = completion.live
         completion.handle(CompletionEvent.END)
         del self._completions[completion.id]
+        self._waiting.pop(completion.id, None)
         live.end_one()
         was_alone = completion is self._alone
         if was_alone:
@@ -530,6 +539,11 @@ class Service:
             event = Failed(event.completion_id, error.info(), event.progress)
         live.put(completion, event)
         self._record(live, event)
+        # If an input fails, so does its request: no other one is sent.
+        following = live.next_input() if isinstance(event, Finished) else None
+        if following is not None:
+            self._waiting[following.id] = following
+            self._send_waiting()
         if was_alone or self._suspects:
             # Others may have waited for this end. Not at once: the caller may be going through all completions.
             asyncio.get_running_loop().call_soon(self._send_waiting)

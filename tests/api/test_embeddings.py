@@ -15,6 +15,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from llamaslot.base.model import RerankFormat
+from llamaslot.service.live_request import MAX_INPUTS_SENT
 from tests.backend.test_vectors import loaded
 from tests.encoders import CLS, tiny_bert
 from tests.fake_backend import BOS, EOS, N_SCORES, N_VECTOR, FakeBackend, FakeVocab, cold_vector
@@ -381,8 +382,17 @@ async def test_the_server_says_what_it_does(start: Any) -> None:
 
 async def test_a_reply_of_many_vectors_is_sent_whole(start: Any) -> None:
     server = await start(backend=embedder(n_ctx=4096, n_ubatch=128))
+    scheduler = server.local.engine.scheduler
+    plan, n_waiting = scheduler.plan, []
+
+    def planned(now: float) -> Any:
+        n_waiting.append(len(scheduler.queue))
+        return plan(now)
+
+    scheduler.plan = planned
     texts = [f"text {i}" for i in range(2048)]
     reply = await server.ok("/v1/embeddings", {"input": texts})
+    assert 200 < max(n_waiting) <= MAX_INPUTS_SENT, "each plan goes through all of them"
     assert [each["index"] for each in reply["data"]] == list(range(2048))
     assert all(math.isclose(sum(x * x for x in each["embedding"]), 1, rel_tol=1e-5) for each in reply["data"])
     assert reply["data"][2047]["embedding"] == vector("text 2047")

@@ -7,14 +7,16 @@ import math
 
 import msgspec
 import pytest
+from structlog.testing import capture_logs
 
 from llamaslot.base.callers import Caller
-from llamaslot.base.commands import Cancel
+from llamaslot.base.commands import Cancel, VectorParams
 from llamaslot.base.errors import ErrorInfo, IllegalTransitionError, ServerError
 from llamaslot.base.events import Cancelled, Failed, Finished, Output, Progress
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.generation.token_probs import FLOAT_MIN, TokenProbs, TokenScore
 from llamaslot.base.tokens import TokenizedPrompt
+from llamaslot.service import live_request
 from llamaslot.service.limits import Capacity, ProbsLimit, ReplyBudget
 from llamaslot.service.live_request import (
     COMPLETION_TABLE,
@@ -113,6 +115,68 @@ async def test_leaving_cancels_only_what_has_not_ended() -> None:
     wire.receive(Output(second, "late", ()), Cancelled(second))
     assert wire.service.capacity.n_in_flight == 0
     assert wire.service.reply_budget.n_bytes == 0
+    await wire.close()
+    assert wire.prompts.n_kept == 0
+
+
+INPUTS = [f"r-{i}" for i in range(9)]
+
+
+async def embedding(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> LiveRequest:
+    """A request for the vectors of nine inputs, of which the engine gets four at a time."""
+    monkeypatch.setattr(live_request, "MAX_INPUTS_SENT", 4)
+    vector = VectorParams()
+    return await begin(wire.service, *(text_request(name, "a", vector=vector, max_tokens=0) for name in INPUTS))
+
+
+async def test_of_many_inputs_the_engine_gets_some_at_a_time_in_their_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    wire = Wire(n_slots=1, max_queue=0)
+    with capture_logs() as logs:
+        live = await embedding(wire, monkeypatch)
+        assert wire.generates == INPUTS[:4]
+        assert wire.service.capacity.n_in_flight == 1
+        wire.receive(Finished(INPUTS[1], "limit", PROGRESS), Finished(INPUTS[0], "limit", PROGRESS))
+        assert wire.generates == INPUTS[:6]
+        # The next engine gets what this one had, and no more.
+        wire.service.engine_lost(is_crash=False)
+        wire.service.engine_restarted()
+        assert wire.generates[6:] == INPUTS[2:6]
+        for name in INPUTS[2:]:
+            wire.receive(Finished(name, "limit", PROGRESS))
+        assert wire.generates[10:] == INPUTS[6:]
+        found = [completion.index for completion, _ in await live.next_batch()]
+    assert found == [1, 0, *range(2, 9)]
+    assert live.is_done
+    assert len([each for each in logs if each["event"] == "request.done"]) == 1
+    assert wire.service.capacity.n_in_flight == 0
+    await wire.close([live])
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_inputs_that_the_engine_has_not_got_end_with_their_request(
+    monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    wire = Wire(n_slots=1)
+    with capture_logs() as logs:
+        live = await embedding(wire, monkeypatch)
+        if fails:
+            wire.receive(Failed(INPUTS[0], OUT_OF_LUCK))
+            with pytest.raises(ServerError, match="out of luck"):
+                await live.next_batch()
+        await leave(live)
+        assert wire.generates == INPUTS[:4]
+        assert wire.sent[4:] == [Cancel(name) for name in INPUTS[fails:4]]
+        # One had ended before the engine learned of that.
+        wire.receive(Finished(INPUTS[1], "limit", PROGRESS))
+        assert wire.service.capacity.n_in_flight == 1
+        wire.receive(*(Cancelled(name) for name in (INPUTS[0], *INPUTS[2:4])))
+    assert wire.generates == INPUTS[:4]
+    assert wire.service.capacity.n_in_flight == 0
+    assert not wire.service._completions
+    (done,) = [each for each in logs if each["event"] == "request.done"]
+    assert done["finish_reason"] == ("error" if fails else "cancelled")
     await wire.close()
     assert wire.prompts.n_kept == 0
 
