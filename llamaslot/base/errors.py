@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from enum import Enum
 from typing import ClassVar, TypeVar
 
@@ -86,6 +87,18 @@ class LlamaslotError(Exception):
         """Return the error as a plain value."""
         sizes = (self.n_prompt_tokens, self.n_ctx)
         return ErrorInfo(self.type, self.message, self.param, *sizes, self.retry_after, self.at_least)
+
+
+@contextmanager
+def about(field: str) -> Iterator[None]:
+    """Have errors in the block name a request's field, if it is not empty: one of several inputs."""
+    try:
+        yield
+    except LlamaslotError as error:
+        if not field:
+            raise
+        info = msgspec.structs.replace(error.info(), message=f"'{field}': {error.message}", param=field)
+        raise info.exception() from error
 
 
 class IllegalTransitionError(AssertionError):

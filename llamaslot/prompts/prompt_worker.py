@@ -14,7 +14,7 @@ import numpy as np
 import structlog
 
 from llamaslot.base.commands import DropPaths, Generate, GenerateParams
-from llamaslot.base.errors import InvalidRequestError, LlamaslotError, ServerError
+from llamaslot.base.errors import InvalidRequestError, LlamaslotError, ServerError, about
 from llamaslot.base.namespaces import salt_namespace
 from llamaslot.base.prompt_jobs import (
     AnswerBody,
@@ -162,11 +162,12 @@ class PromptWorker:
         for each in requests:
             if contexts:
                 on_prompt()
-            contexts.append(self._tokenizer.tokenize_prompt(each))
-            if each.params.vector is not None and not contexts[-1].prompt.n_tokens:
-                raise InvalidRequestError("Input content cannot be empty", param="input")
-            if job.purpose != "inspect":
-                self._tokenizer.check_fits(contexts[-1].prompt)
+            with about(each.field):
+                contexts.append(self._tokenizer.tokenize_prompt(each))
+                if each.params.vector is not None and not contexts[-1].prompt.n_tokens:
+                    raise InvalidRequestError("Input content cannot be empty", param="input")
+                if job.purpose != "inspect":
+                    self._tokenizer.check_fits(contexts[-1].prompt)
         is_run, chat = job.purpose == "run", contexts[0].request.chat
         if job.purpose != "warm" and requests[0].params.vector is None:
             # What is warmed or embedded has no reply to be remembered.

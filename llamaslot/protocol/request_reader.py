@@ -17,7 +17,7 @@ import msgspec
 from msgspec import UNSET
 
 from llamaslot.base.commands import Constraint, TextPart, TokensPart
-from llamaslot.base.errors import ContextSizeError, InvalidRequestError, LlamaslotError
+from llamaslot.base.errors import ContextSizeError, InvalidRequestError, LlamaslotError, about
 from llamaslot.base.generation.tools import ParserOptions, encoded_tools
 from llamaslot.base.model import ModelInfo
 from llamaslot.base.prompt_jobs import (
@@ -185,11 +185,9 @@ class RequestReader:
             refuse_missing(body, is_text=job.kind != "native")
             prompts = prompts_of(body, self._info.n_vocab, self._settings.max_prompts)
             if body.suffix:
-                for prompt in prompts:
-                    self._check_size(prompt)
+                self._check_sizes(prompts)
                 prompts = [self._infill.of_suffix(prompt, body, self._settings) for prompt in prompts]
-        for prompt in prompts:
-            self._check_size(prompt)
+        self._check_sizes(prompts)
         own = self._constraints_for(job).read(body)
         default = next(self._defaults, None) if job.purpose == "run" else None
         constraint = own or default
@@ -215,7 +213,8 @@ class RequestReader:
             read = embedding_requests(decode(job.body, EmbeddingBody), job, self._settings, self._info)
         for request in read[0]:
             if not request.is_cut:
-                self._check_size(request.parts)
+                with about(request.field):
+                    self._check_size(request.parts)
         return read
 
     def _ollama_vectors(self, job: Prepare) -> ReadBody:
@@ -394,6 +393,12 @@ class RequestReader:
 
     def _constraints_for(self, job: Prepare) -> ConstraintReader:
         return self._constraints if job.may_compile else self._known_constraints
+
+    def _check_sizes(self, prompts: Sequence[Prompt]) -> None:
+        """Check the size of each prompt of a body."""
+        for i, prompt in enumerate(prompts):
+            with about(f"prompt[{i}]" if len(prompts) > 1 else ""):
+                self._check_size(prompt)
 
     def _check_size(self, prompt: Prompt) -> None:
         """Raise `ContextSizeError` for a prompt that cannot fit into a slot.

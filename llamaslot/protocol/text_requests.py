@@ -90,6 +90,8 @@ class TextRequest:
     """The same prompt with other continuations: only the tokens with which all begin are computed."""
     is_cut: bool = False
     """True for one text that is cut to what fits instead of being refused."""
+    field: str = ""
+    """The request field of one of several prompts, with its index, for errors."""
 
     @property
     def namespace(self) -> str:
@@ -220,7 +222,10 @@ def text_requests(
     # Several prompts are no conversation, and have no session.
     return tuple(
         TextRequest(
-            msgspec.structs.replace(params, completion_id=f"{params.completion_id}-{i}"), prompt, owner=owner
+            msgspec.structs.replace(params, completion_id=f"{params.completion_id}-{i}"),
+            prompt,
+            owner=owner,
+            field=f"prompt[{i}]",
         )
         for i, prompt in enumerate(prompts)
     )

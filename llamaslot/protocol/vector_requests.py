@@ -47,7 +47,8 @@ def embedding_requests(
         "openai" if is_openai else "native", body.model or "", base64=is_openai and body.encoding_format == "base64"
     )
     adapters = adapters_of(None, job.context, info)
-    return _requests(body, prompts, job, settings, adapters=adapters, vector=vector), ReplyOptions(vectors=form)
+    requests = _requests(body, prompts, job, settings, adapters=adapters, vector=vector, param=param)
+    return requests, ReplyOptions(vectors=form)
 
 
 def rerank_requests(
@@ -66,7 +67,8 @@ def rerank_requests(
     reply = VectorReply("tei" if is_tei else "rerank", body.model or "", top_n=top_n, texts=texts)
     prompts = [_rerank_prompt(form, query, document) for document in documents]
     adapters = adapters_of(None, job.context, info)
-    requests = _requests(body, prompts, job, settings, adapters=adapters, vector=VectorParams())
+    param = "documents" if body.documents is not None else "texts"
+    requests = _requests(body, prompts, job, settings, adapters=adapters, vector=VectorParams(), param=param)
     return requests, ReplyOptions(vectors=reply)
 
 
@@ -78,6 +80,7 @@ def _requests(
     *,
     adapters: Adapters,
     vector: VectorParams,
+    param: str,
 ) -> tuple[TextRequest, ...]:
     context, caller = job.context, job.context.caller
     cache_prompt = settings.cache_prompt if body.cache_prompt is None else body.cache_prompt
@@ -95,6 +98,7 @@ def _requests(
             ),
             prompt,
             owner=caller.owner,
+            field=f"{param}[{i}]" if len(prompts) > 1 else "",
         )
         for i, prompt in enumerate(prompts)
     )

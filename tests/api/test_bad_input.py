@@ -274,8 +274,10 @@ async def test_a_prompt_longer_than_the_context_is_refused_with_both_lengths(sta
 
 async def test_the_refusal_of_one_prompt_refuses_the_request(start: Any) -> None:
     server = await start(backend=FakeBackend(n_ctx=64, n_slots=1))
-    status, _ = await server.post(TEXT, {"prompt": ["fits", "x" * 100], "ignore_eos": True})
-    assert status == 400
+    for text in ("x" * 100, "x" * 9999, [1] * 100):
+        status, reply = await server.post(TEXT, {"prompt": ["fits", text], "ignore_eos": True})
+        assert (status, reply["error"]["type"]) == (400, "exceed_context_size_error")
+        assert reply["error"]["param"] == "prompt[1]"
     await server.idle()
 
 

@@ -168,6 +168,9 @@ async def test_no_token_at_all_is_refused(start: Any) -> None:
 
     server = await start(backend=embedder(vocab=WithoutBos()))
     status, reply = await server.post("/v1/embeddings", {"input": ["a", ""]})
+    message = "'input[1]': Input content cannot be empty"
+    assert (status, reply["error"]["message"], reply["error"]["param"]) == (400, message, "input[1]")
+    status, reply = await server.post("/v1/embeddings", {"input": ""})
     assert (status, reply["error"]["message"]) == (400, "Input content cannot be empty")
 
 
@@ -175,8 +178,35 @@ async def test_one_input_that_is_too_long_fails_the_request_before_any_is_comput
     status, reply = await server.post("/v1/embeddings", {"input": ["fits", "x" * 1023]})
     assert (status, reply["error"]["type"]) == (400, "exceed_context_size_error")
     assert (reply["error"]["n_prompt_tokens"], reply["error"]["n_ctx"]) == (1024, 1024)
+    assert reply["error"]["param"] == "input[1]"
+    assert reply["error"]["message"].startswith("'input[1]': the request (1024 tokens) exceeds")
     await server.ok("/v1/embeddings", {"input": "x" * 1022})
     assert server.local.engine._backend.n_decoded == 1023
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"input": ["a", "b", [9999]]}, "input[2]"),
+        ({"content": ["a", {"prompt_string": [9999]}]}, "content[1].prompt_string"),
+        ({"content": ["a", "x" * 1023]}, "content[1]"),
+        # Refused before it is tokenized.
+        ({"input": ["a", "b", [1] * 1025]}, "input[2]"),
+        ({"input": ["x" * 1023]}, None),
+    ],
+    ids=str,
+)
+async def test_errors_name_the_input_that_is_wrong(server: Any, body: dict[str, Any], param: str | None) -> None:
+    status, reply = await server.post("/v1/embeddings", body)
+    assert (status, reply["error"].get("param")) == (400, param)
+    assert f"'{param}'" in reply["error"]["message"] or param is None
+
+
+@pytest.mark.parametrize("field", ["documents", "texts"])
+async def test_errors_name_the_document_that_is_too_long(ranker: Any, field: str) -> None:
+    for text in ("x" * 1023, "x" * 9999):
+        status, reply = await ranker.post("/rerank", {"query": "a", field: ["a", text, "b"]})
+        assert (status, reply["error"]["param"]) == (400, f"{field}[1]")
 
 
 async def test_the_openai_client(server: Any) -> None:
@@ -524,6 +554,7 @@ async def test_inputs_that_are_computed_whole(start: Any) -> None:
     for given in ("x" * 64, "x" * 5000, [1] * 65):
         status, reply = await server.post("/v1/embeddings", {"input": ["fits", given]})
         assert (status, reply["error"]["type"]) == (400, "exceed_context_size_error")
+        assert "'input[1]': input (" in reply["error"]["message"]
         assert "too large to process" in reply["error"]["message"]
         assert "--ubatch-size" in reply["error"]["message"]
         assert reply["error"]["n_ctx"] == 64
