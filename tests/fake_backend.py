@@ -79,6 +79,7 @@ class FakeVocab:
     """
 
     stack_bytes = 0
+    words_per_token = 0
 
     def __init__(
         self, others: Sequence[str] = (), *, end: str = "</s>", ends: Sequence[str] = (), tags: Sequence[str] = ()

@@ -181,6 +181,8 @@ class Vocab(Protocol):
     """Size of the vocabulary."""
     longest_piece: int
     """Maximum bytes of text per token; 0 if the tokenizer may drop text."""
+    words_per_token: int
+    """Maximum words per token, where only text without ASCII letters and digits may be dropped; else 0."""
     stack_bytes: int
     """Stack size that a thread needs to call `tokenize`; 0 for the default size."""
     eog: frozenset[int]

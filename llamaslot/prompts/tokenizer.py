@@ -20,9 +20,11 @@ never give tokens to a text.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
+from itertools import islice
 
 import numpy as np
 from msgspec import structs
@@ -59,6 +61,10 @@ from llamaslot.text.conversation import Message
 
 _MAX_TAIL = 2**14
 """Most characters after the last cut point for a reply to get an anchor: all of them are tokenized again then."""
+_MAX_CHARACTERS = 2**20
+"""Most characters of a text where a token may stand for any number of them: 128 for each token of BGE-M3."""
+_WORD = re.compile(r"[0-9A-Za-z][^ \t\n\r]*")
+"""A word that has at least a part of a token: these characters are never dropped, and these blanks end any word."""
 MIN_KEPT_CHARACTERS = 100
 """Characters of a session's text that a prompt must keep where it diverges from it."""
 
@@ -102,6 +108,8 @@ class Tokenizer:
         self.pieces = Pieces(vocab)
         self._n_ctx = n_ctx
         self._max_prompt = n_ctx - (not is_whole)
+        self._n_words = (self._max_prompt + 1) * vocab.words_per_token
+        """Words that do not fit; 0 if that is not known."""
         self._is_whole = is_whole
         self._use_anchors = use_anchors
         self._min_match = min_match
@@ -157,7 +165,10 @@ class Tokenizer:
         (part,) = request.parts
         assert isinstance(part, TextPart)
         # No more characters than that can matter.
-        n_most = (self._max_prompt + 1) * self._vocab.longest_piece or len(part.text)
+        n_most = (self._max_prompt + 1) * self._vocab.longest_piece or _MAX_CHARACTERS
+        words = self._first_words(part.text)
+        if words and len(words) == self._n_words:
+            n_most = words[-1].end()
         text = structs.replace(part, text=part.text[:n_most])
         tokens = tokenize_parts(self._vocab, (text,), add_special=True)
         if len(tokens) <= self._max_prompt:
@@ -170,11 +181,20 @@ class Tokenizer:
         """Raise `ContextSizeError` for a prompt with more bytes of text than tokens that fit can stand for, and
         `InvalidRequestError` for invalid Unicode, which templates can make.
         """
-        longest = self._vocab.longest_piece
-        n_bytes = sum(_n_bytes(part.text) for part in prompt if isinstance(part, TextPart))
-        n_min = n_bytes // longest if longest else 0
+        texts = [part.text for part in prompt if isinstance(part, TextPart)]
+        n_bytes, n_min = sum(map(_n_bytes, texts)), 0
+        if longest := self._vocab.longest_piece:
+            n_min = n_bytes // longest
+        elif most := self._vocab.words_per_token:
+            n_min = sum(len(self._first_words(text)) for text in texts) // most
         if n_min > self._max_prompt:
             raise ContextSizeError.of(n_min, self._n_ctx, at_least=True, is_whole=self._is_whole)
+        if self._vocab.words_per_token and sum(map(len, texts)) > _MAX_CHARACTERS:
+            raise InvalidRequestError(f"the text has more than {_MAX_CHARACTERS} characters")
+
+    def _first_words(self, text: str) -> list[re.Match[str]]:
+        """Return words of which each has at least a part of a token, at most as many as are one token too many."""
+        return list(islice(_WORD.finditer(text), self._n_words))
 
     def check_fits(self, prompt: TokenizedPrompt) -> None:
         """Raise `InvalidRequestError` for an empty prompt, `ContextSizeError` for one without place for a reply."""

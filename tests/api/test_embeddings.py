@@ -15,6 +15,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from llamaslot.base.model import RerankFormat
+from llamaslot.prompts import tokenizer
 from llamaslot.service.live_request import MAX_INPUTS_SENT
 from tests.backend.test_vectors import loaded
 from tests.encoders import CLS, tiny_bert
@@ -519,11 +520,35 @@ async def test_a_model_without_memory(start: Any, tmp_path: Path) -> None:
     assert (status, reply["error"]["type"]) == (400, "exceed_context_size_error")
     assert (reply["error"]["n_prompt_tokens"], reply["error"]["n_ctx"]) == (129, 128)
     assert reply["error"]["message"].startswith("input (129 tokens) is too large to process")
-    cut = await server.ok("/api/embed", {"input": "a " * 500})
-    assert cut["prompt_eval_count"] == 128
+    for text, n_tokens in (("a " * 500, 128), ("a " * 128 + "b" * 500, 128), ("a" + " " * 2000 + "b", 4)):
+        cut = await server.ok("/api/embed", {"input": text})
+        assert cut["prompt_eval_count"] == n_tokens
     assert (await server.post("/cache/warm", {"prompt": "the sea"}))[0] == 501
     assert (await server.get("/slots"))[0] == (await server.get("/cache"))[0] == 200
     assert (await server.ok("/tokenize", {"content": "the sea", "add_special": True}))["tokens"][0] == CLS
+
+
+async def test_a_text_that_is_far_too_long_is_not_tokenized(
+    start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenizer, "_MAX_CHARACTERS", 1000)
+    backend = loaded(tiny_bert(tmp_path / "bert.gguf"), n_ubatch=256)
+    server = await start(backend=backend)
+    tokenize, n_most = backend.vocab.tokenize, 0
+
+    def watched(text: str, **fields: bool) -> Any:
+        nonlocal n_most
+        n_most = max(n_most, len(text))
+        return tokenize(text, **fields)
+
+    monkeypatch.setattr(backend.vocab, "tokenize", watched)
+    for text, said in (("a " * 5000, "at least 129 tokens"), ("\u4e2d" * 1001, "more than 1000 characters")):
+        status, reply = await server.post("/v1/embeddings", {"input": ["a", text]})
+        assert status == 400
+        assert said in reply["error"]["message"]
+        assert reply["error"]["param"] == "input[1]"
+        assert (await server.ok("/api/embed", {"input": text}))["prompt_eval_count"] == 128
+    assert 0 < n_most <= 1000
 
 
 async def test_a_reranker_without_memory(start: Any, tmp_path: Path) -> None:

@@ -52,6 +52,8 @@ _SEARCHED = 2**10
 searched within the third.
 """
 
+_ESCAPED_BLANK = "\u2581".encode()
+"""How the raw text of a token has a blank."""
 _MAX_TEXT_BYTES = 1024
 """Size of the buffer for the text of one token, in bytes; few have more than 100."""
 _MAX_TOKENIZE_BYTES = 2048
@@ -93,8 +95,10 @@ class LlamaVocab:
         # A token's raw text is at least as long as the text that it stands for. Tokenizers of other types may drop
         # spaces, so for them the longest text is unknown (0).
         keeps_text = self.type in (llama_cpp.LLAMA_VOCAB_TYPE_SPM, llama_cpp.LLAMA_VOCAB_TYPE_BPE)
+        has_words = self.type in (llama_cpp.LLAMA_VOCAB_TYPE_WPM, llama_cpp.LLAMA_VOCAB_TYPE_UGM)
         texts = map(llama_cpp.llama_vocab_get_text, repeat(self.pointer), range(self.n_tokens))
         self.longest_piece = max(map(len, texts)) if keeps_text else 0
+        self.words_per_token = max(map(_n_words, texts)) if has_words else 0
         is_bpe = self.type == llama_cpp.LLAMA_VOCAB_TYPE_BPE
         splitter = dict(overrides).get(_SPLITTER_KEY, library.metadata(model, _SPLITTER_KEY))
         self._splits_by_regex = is_bpe and splitter not in _SPLITTERS_WITHOUT_REGEX
@@ -124,7 +128,7 @@ class LlamaVocab:
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> Tokens:
         """Return the token ids of `text`. A long text is tokenized in parts if that gives the same ids."""
-        if parse_special and len(text) > _LONG_TEXT and not self.adds_eos:
+        if parse_special and len(text) > _LONG_TEXT:
             return self._tokenize_in_parts(text, add_special)
         return self._tokenize(text, add_special, parse_special)
 
@@ -156,9 +160,12 @@ class LlamaVocab:
             if cut is not None:
                 cuts.append(cut)
         parts = (text[a:b] for a, b in pairwise([*cuts, len(text)]))
-        runs = [self._tokenize(p, add_special and i == 0, True) for i, p in enumerate(parts)]
-        if add_special and self._adds_sep:
-            runs = [runs[0][:-1], *runs[1:], runs[0][-1:]]
+        runs = [self._tokenize(part, False, True) for part in parts]
+        if add_special:
+            # The tokens that llama.cpp adds do not depend on the text.
+            added = self._tokenize("", True, True)
+            n_before = int(self.adds_bos or self._adds_sep)
+            runs = [added[:n_before], *runs, added[n_before:]]
         return np.concatenate(runs)
 
     def piece(self, token: int) -> bytes:
@@ -234,6 +241,11 @@ class LlamaVocab:
             if n >= 0:
                 return buffer.raw[:n]
             size = -n
+
+
+def _n_words(text: bytes) -> int:
+    """Return the most words, with blanks between them, that the raw text of a token can have."""
+    return 1 + text.count(_ESCAPED_BLANK, 1) + text.count(b" ", 1)
 
 
 def is_tag(text: str) -> bool:
