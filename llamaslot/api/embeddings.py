@@ -118,7 +118,7 @@ class VectorWriter(ReplyWriter):
             reply = EmbeddingsReply(form.model or self.model, self._usage(), LATER)
             return with_values(reply, data)
         if form.form == "native":
-            return list_of(self.piece(NativeEmbedding(each.index, self._rows(each))) for each in self.completions)
+            return list_of(map(self._native, self.completions))
         return self._ranks(form)
 
     @staticmethod
@@ -133,11 +133,12 @@ class VectorWriter(ReplyWriter):
             return Embedding(text, completion.index, encoding_format="base64")
         return Embedding(numbers_of(completion), completion.index)
 
-    def _rows(self, completion: Completion) -> list[tuple[float, ...]]:
-        """Return the vectors of all tokens with the pooling `none`, else that of the input."""
-        numbers = numbers_of(completion)
-        width = self.info.n_vector if self.info.pooling == "none" else len(numbers)
-        return [numbers[at : at + width] for at in range(0, len(numbers), width)]
+    def _native(self, completion: Completion) -> Iterator[bytes]:
+        """Return the pieces of an input's matrix: with the pooling `none`, a row of each of thousands of tokens."""
+        vector = completion.end.vector
+        n_numbers = self.info.n_vector if self.info.pooling == "none" else len(vector) // 4
+        rows = struct.iter_unpack(f"<{n_numbers}f", vector)
+        return with_values(NativeEmbedding(completion.index, LATER), list_of(map(self.piece, rows)))
 
     def _ranks(self, form: VectorReply) -> Iterator[bytes]:
         """Yield the documents with the highest scores; the first one of those that are alike comes first."""

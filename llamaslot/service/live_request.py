@@ -323,7 +323,7 @@ class LiveRequest:
         try:
             can_pass = self._sink is not None and self._queue.empty() and self._is_ready()
             if self._sink is None or not isinstance(event, Output) or not can_pass:
-                if isinstance(event, Output):
+                if isinstance(event, Output | Finished):
                     # The client of a stream may read slowly.
                     self.charge(_waiting_bytes(event))
                 self._queue.put_nowait((completion, event))
@@ -336,8 +336,7 @@ class LiveRequest:
     def _take(self, completion: Completion, event: ReplyEvent | Exception, batch: Batch) -> None:
         match event:
             case Output() | Finished():
-                if isinstance(event, Output):
-                    self.charge(-_waiting_bytes(event))
+                self.charge(-_waiting_bytes(event))
                 try:
                     self._add(completion, event)
                 except LlamaslotError as error:
@@ -390,6 +389,8 @@ def _probs_of(event: Output | Finished) -> Iterator[TokenProbs]:
             yield probs
 
 
-def _waiting_bytes(event: Output) -> int:
-    """Return the bytes that an event takes in the queue, about."""
+def _waiting_bytes(event: Output | Finished) -> int:
+    """Return the bytes that an event takes in the queue, about; of the only last one, those of its vector."""
+    if isinstance(event, Finished):
+        return len(event.vector)
     return 512 + len(event.content) + sum(each.n_bytes for each in _probs_of(event))

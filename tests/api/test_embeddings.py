@@ -14,6 +14,8 @@ import openai
 import pytest
 from structlog.testing import capture_logs
 
+from llamaslot.api import embeddings
+from llamaslot.api.bodies import encode
 from llamaslot.base.model import RerankFormat
 from llamaslot.prompts import tokenizer
 from llamaslot.service.live_request import MAX_INPUTS_SENT
@@ -586,13 +588,25 @@ async def test_inputs_that_are_computed_whole(start: Any) -> None:
     assert (await server.post("/cache/warm", {"prompt": "x"}))[0] == 501
 
 
-async def test_a_vector_of_each_token(start: Any) -> None:
+async def test_a_vector_of_each_token(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     server = await start(backend=whole("none"))
     tokens = ids("abc")
     rows = [cold_vector(tokens[: i + 1]) for i in range(4)]
     for path in ("/embedding", "/embeddings"):
         reply = await server.ok(path, {"input": ["abc", "a"], "embd_normalize": 2})
         assert reply == [{"index": 0, "embedding": rows}, {"index": 1, "embedding": rows[:2]}]
+    sizes: list[int] = []
+
+    def encoded(value: Any) -> bytes:
+        data = encode(value)
+        sizes.append(len(data))
+        return data
+
+    # A reply is made in pieces, of which none has more than a token's vector.
+    monkeypatch.setattr(embeddings, "encode", encoded)
+    (reply,) = await server.ok("/embedding", {"input": "x" * 60})
+    assert [len(row) for row in reply["embedding"]] == [N_VECTOR] * 61
+    assert len(sizes) == 61
     status, reply = await server.post("/v1/embeddings", {"input": "a"})
     assert status == 400
     assert "not OAI compatible" in reply["error"]["message"]

@@ -154,6 +154,18 @@ async def test_of_many_inputs_the_engine_gets_some_at_a_time_in_their_order(
     await wire.close([live])
 
 
+async def test_vectors_are_charged_as_they_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
+    wire = Wire()
+    live = await embedding(wire, monkeypatch)
+    n_before = wire.service.reply_budget.n_bytes
+    wire.receive(*(Finished(name, "limit", PROGRESS, vector=bytes(1000)) for name in INPUTS))
+    assert wire.service.reply_budget.n_bytes == n_before + 9000
+    assert len(await live.next_batch()) == 9
+    assert wire.service.reply_budget.n_bytes == n_before + 9000
+    await wire.close([live])
+    assert wire.service.reply_budget.n_bytes == 0
+
+
 @pytest.mark.parametrize("fails", [False, True])
 async def test_inputs_that_the_engine_has_not_got_end_with_their_request(
     monkeypatch: pytest.MonkeyPatch, fails: bool
