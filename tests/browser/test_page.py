@@ -225,6 +225,24 @@ def test_the_advice_names_what_made_prompts_be_computed_again(
 
 
 @pytest.mark.slow
+def test_a_server_that_embeds_texts_offers_the_view_of_its_cache_alone(
+    folder: Path, open_page: Callable[..., Page]
+) -> None:
+    own = folder / "embedding"
+    own.mkdir()
+    with serving(own, "-c", "1024", "-np", "1", "--embeddings", "--pooling", "last") as server:
+        page = open_page(server.url)
+        expect(page.get_by_text("embeds texts and does not chat")).to_be_visible()
+        expect(page.get_by_role("link", name="Chat")).to_have_count(0)
+        server.post("/v1/embeddings", {"input": "A text to embed"})
+        expect(page.locator("#requests tbody tr")).to_have_count(1)
+        page.goto("/#/chat")
+        expect(page.get_by_label("Message", exact=True)).to_be_hidden()
+        found = Axe().run(page)
+        assert found.violations_count == 0, found.generate_report()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_both_views_are_accessible(server: Server, open_page: Callable[..., Page], scheme: str) -> None:
     page = open_page(server.url, color_scheme=scheme)

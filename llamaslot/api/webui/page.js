@@ -66,8 +66,20 @@ export async function* events(response) {
   }
 }
 
+const TASKS = { embedding: "embeds texts and does not chat", rerank: "scores documents and does not chat" };
+let models = [];
+
+/** Return what the chosen model does instead of chatting; empty for one that chats. */
+function otherTask() {
+  const chosen = models.find((each) => each.name === $("models").value) ?? models[0];
+  return TASKS[chosen?.capabilities[0]] ?? "";
+}
+
 function show() {
-  const isCache = location.hash === "#/cache";
+  const task = otherTask();
+  const isCache = task !== "" || location.hash === "#/cache";
+  $("task").textContent = task;
+  $("to-chat").hidden = task !== "";
   $("chat").hidden = isCache;
   $("cache").hidden = !isCache;
   for (const [id, isCurrent] of [["to-chat", !isCache], ["to-cache", isCache]]) {
@@ -80,14 +92,16 @@ function show() {
 async function showModel() {
   for (;;) {
     try {
-      const models = await (await ask("v1/models")).json();
+      const reply = await (await ask("v1/models")).json();
+      models = reply.models;
       // A server that may have several says which are loaded.
-      const several = models.data.some((each) => each.status);
-      const names = models.data.map((each) => each.id);
+      const several = reply.data.some((each) => each.status);
+      const names = reply.data.map((each) => each.id);
       $("models").hidden = !several;
       $("models").replaceChildren(...(several ? names : []).map((name) => element("option", {}, name)));
       $("model").textContent = several ? "" : names.join(", ");
-      return say("");
+      say("");
+      return show();
     } catch (error) {
       say(error.message);
       // A model that is loading, an engine that is restarting.
@@ -105,7 +119,10 @@ $("key-form").addEventListener("submit", (event) => {
   cache.restart();
 });
 
-$("models").addEventListener("change", () => cache.restart());
+$("models").addEventListener("change", () => {
+  show();
+  cache.restart();
+});
 
 const cache = startCache();
 startChat();
