@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 
-from llamaslot.base.backend import Status
+from llamaslot.base.backend import Decoded, Draws, Run, Status
 from llamaslot.base.commands import VectorParams
 from llamaslot.base.events import Cancelled, Event, Failed, Finished
 from llamaslot.base.model import StateKind
@@ -128,6 +129,14 @@ async def test_bad_kv_is_dropped_and_the_text_computed_again() -> None:
 
 async def test_a_failed_step_is_computed_again_for_each_text_alone() -> None:
     backend = embedder()
+    steps: list[list[int]] = []
+    decode = backend.decode
+
+    def recorded(runs: Sequence[Run], draws: Draws = ()) -> Decoded:
+        steps.append([run.seq for run in runs])
+        return decode(runs, draws)
+
+    backend.decode = recorded  # type: ignore[method-assign]
     async with running(backend, debug_invariants=True) as harness:
         backend.failures.append((Status.FATAL, 1))
         texts = [f"{i} has nothing in common" for i in range(3)]
@@ -135,10 +144,45 @@ async def test_a_failed_step_is_computed_again_for_each_text_alone() -> None:
             futures = [send(harness, str(i), text) for i, text in enumerate(texts)]
         for text, end in zip(texts, await asyncio.gather(*futures), strict=True):
             assert numbers(end) == expected(text)
+        assert len(steps[0]) == 3
+        assert [len(each) for each in steps[1:]] == [1, 1, 1]
+        assert {seq for each in steps[1:] for seq in each} == set(steps[0])
         backend.failures.append((Status.FATAL, 0))
         failed = await send(harness, "alone", "and this fails alone")
         assert isinstance(failed, Failed)
+        assert "FATAL" in failed.error.message
         await embed(harness, "later", "and this fails alone")
+
+
+class Faults:
+    """Decodes that fail, and requests that are cancelled, at random; `ended` says which ends they explain."""
+
+    def __init__(self, harness: Harness, backend: FakeBackend, chance: random.Random) -> None:
+        self._harness, self._backend, self._chance = harness, backend, chance
+        self._cancelled: set[str] = set()
+        self._statuses: list[Status] = []
+
+    async def draw(self, name: str, n_applied: int) -> None:
+        """Inject what is to happen after a request was sent."""
+        if self._chance.random() < 0.1:
+            # The engine ends after the third one in a row.
+            is_fatal = self._chance.random() < 0.5 and self._statuses.count(Status.FATAL) < 2
+            self._statuses.append(Status.FATAL if is_fatal else Status.ABORTED)
+            self._backend.failures.append((self._statuses[-1], n_applied))
+        if self._chance.random() < 0.1:
+            self._cancelled.add(name)
+            self._harness.cancel(name)
+        if self._chance.random() < 0.3:
+            await asyncio.sleep(0)
+
+    async def ended(self, futures: dict[str, asyncio.Future[Event]]) -> dict[str, Finished]:
+        """Return the requests that finished: all but those cancelled, and at most one for each failed decode."""
+        ends = {name: await future for name, future in futures.items()}
+        assert {name for name, end in ends.items() if isinstance(end, Cancelled)} <= self._cancelled
+        assert sum(isinstance(end, Failed) for end in ends.values()) <= len(self._statuses)
+        finished = {name: end for name, end in ends.items() if isinstance(end, Finished)}
+        assert len(finished) >= len(ends) - len(self._cancelled) - len(self._statuses) > 0
+        return finished
 
 
 async def test_random_texts_failures_and_cancels_leave_every_vector_right() -> None:
@@ -147,21 +191,13 @@ async def test_random_texts_failures_and_cancels_leave_every_vector_right() -> N
         backend = embedder(n_ctx=chance.choice((128, 256)), n_slots=chance.randint(1, 4), n_reserved=2)
         async with running(backend, debug_invariants=True, ram_bytes=chance.choice((0, 10**6))) as harness:
             texts = {str(i): "".join(chance.choices("ab", k=chance.randint(1, 100))) for i in range(30)}
-            futures = {}
+            faults = Faults(harness, backend, chance)
+            futures: dict[str, asyncio.Future[Event]] = {}
             for name, text in texts.items():
                 futures[name] = send(harness, name, text, cache_prompt=chance.random() < 0.9)
-                if chance.random() < 0.1:
-                    backend.failures.append((chance.choice((Status.FATAL, Status.ABORTED)), chance.randint(0, 1)))
-                if chance.random() < 0.1:
-                    harness.cancel(name)
-                if chance.random() < 0.3:
-                    await asyncio.sleep(0)
-            for name, future in futures.items():
-                end = await future
-                if isinstance(end, Finished):
-                    assert numbers(end) == expected(texts[name])
-                else:
-                    assert isinstance(end, Failed | Cancelled)
+                await faults.draw(name, n_applied=chance.randint(0, 1))
+            for name, end in (await faults.ended(futures)).items():
+                assert numbers(end) == expected(texts[name])
 
 
 async def test_a_vector_is_cut_before_it_is_normalized() -> None:
@@ -198,25 +234,17 @@ async def test_random_inputs_are_computed_whole_and_as_many_at_once_as_fit(pooli
         async with running(backend, debug_invariants=True) as harness:
             texts = {str(i): "x" * chance.randint(0, n_ubatch - 1) + str(i % 7) for i in range(40)}
             texts = {name: text[-(n_ubatch - 1) :] for name, text in texts.items()}
-            futures = {}
+            faults = Faults(harness, backend, chance)
+            futures: dict[str, asyncio.Future[Event]] = {}
             for name, text in texts.items():
                 futures[name] = send(harness, name, text)
-                if chance.random() < 0.1:
-                    backend.failures.append((chance.choice((Status.FATAL, Status.ABORTED)), 0))
-                if chance.random() < 0.05:
-                    harness.cancel(name)
-                if chance.random() < 0.2:
-                    await asyncio.sleep(0)
-            for name, future in futures.items():
-                end = await future
+                await faults.draw(name, n_applied=0)
+            for name, end in (await faults.ended(futures)).items():
                 tokens = [BOS, *texts[name].encode()]
-                if isinstance(end, Finished):
-                    assert end.progress.n_prompt_computed >= len(tokens)
-                    assert end.progress.n_cached == 0
-                    own = cold_vector(tokens)
-                    rows = [x for i in range(len(tokens)) for x in cold_vector(tokens[: i + 1])]
-                    assert numbers(end) == (rows if pooling == "none" else own)
-                else:
-                    assert isinstance(end, Failed | Cancelled)
+                assert end.progress.n_prompt_computed >= len(tokens)
+                assert end.progress.n_cached == 0
+                own = cold_vector(tokens)
+                rows = [x for i in range(len(tokens)) for x in cold_vector(tokens[: i + 1])]
+                assert numbers(end) == (rows if pooling == "none" else own)
         assert harness.stopped is not None
         assert not harness.stopped.reason
