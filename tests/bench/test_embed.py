@@ -2,32 +2,54 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from bench import embed
-from bench.embed import Case, table
+from bench.client import BenchmarkError
+from bench.embed import SHAPES, Case, table
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings
 from tests.gguf_copies import rewritten
 
 
 @pytest.mark.parametrize(
-    ("is_rate", "peer", "own", "is_met"),
+    ("is_rate", "goal", "peer", "own", "is_met"),
     [
-        (True, [100, 200, 100], [95, 190, 60], True),
-        (True, [100, 200, 100], [94, 180, 200], False),
-        (False, [10, 20], [5, 9], True),
-        (False, [10, 20], [5.1, 10.1], False),
+        (True, 0.95, [100, 200, 100], [95, 190, 60], True),
+        (True, 0.95, [100, 200, 100], [94, 180, 200], False),
+        (False, 0.5, [10, 20], [5, 9], True),
+        (False, 0.5, [10, 20], [5.1, 10.1], False),
+        (False, 1.05, [10, 20], [10.4, 20.9], True),
     ],
 )
 def test_goals_are_those_of_the_median_of_pairs(
-    is_rate: bool, peer: list[float], own: list[float], is_met: bool
+    is_rate: bool, goal: float, peer: list[float], own: list[float], is_met: bool
 ) -> None:
-    case = Case("any", is_rate, peer, own)
+    case = Case("any", is_rate, goal, peer, own)
     assert case.is_met is is_met
     assert list(table([case]).columns[-1].cells) == ["yes" if is_met else "NO"]
+
+
+def test_requests_have_all_texts_and_each_server_is_the_first_every_other_time() -> None:
+    for shape in SHAPES:
+        requests = embed._texts(random.Random(1), 1000, shape, 1.0)
+        texts = [text for request in requests for text in request]
+        assert {len(text) for text in texts} == {shape.n_tokens}
+        assert {len(request) for request in requests[:-1]} <= {shape.n_inputs}
+        assert len({tuple(text[:2]) for text in texts}) > 0.9 * len(texts)
+    sides: Any = "peer", "own"
+    assert [embed._in_turn(i, *sides)[0] for i in range(4)] == ["peer", "own", "peer", "own"]
+
+
+def test_servers_that_do_other_work_are_not_compared() -> None:
+    embed._check_close("the vectors", [1.0, -2.0], [1.01, -2.01])
+    for other in ([1.0, -1.9], [1.0]):
+        with pytest.raises(BenchmarkError, match="the vectors"):
+            embed._check_close("the vectors", [1.0, -2.0], other)
 
 
 def test_the_reranker_has_a_head(tiny_model: Path, tmp_path: Path) -> None:
