@@ -39,6 +39,10 @@ class _Named(msgspec.Struct):
     model: str | None = None
 
 
+_BODY: Any = _Named | list[msgspec.Raw]
+"""A list names no model, such as one of adapters."""
+
+
 @web.middleware
 async def choose_model(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Give a request the service of the model that it is for; load that if the endpoint needs it."""
@@ -54,7 +58,7 @@ async def choose_model(request: web.Request, handler: Handler) -> web.StreamResp
         return await _answer(request, handler, needs, name)
     async with request.app[BODY_READER].received(request) as raw:
         # On the event loop: msgspec skips all other fields.
-        name = "" if raw.lstrip().startswith(b"[") else decode(raw, _Named).model or ""
+        name = getattr(decode(raw, _BODY), "model", None) or ""
         del raw
         return await _answer(request, handler, needs, name)
 

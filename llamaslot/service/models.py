@@ -89,7 +89,7 @@ class ServedModel:
     names: Sequence[str]
     """Its names; the first one is its id."""
     launch: Callable[[], Processes] | None = None
-    """Return processes for it; None if it is loaded from the start."""
+    """Return processes for it; None for the only model of a server, which is loaded from the start."""
     n_bytes: int = 0
     """Bytes that it takes while it is loaded: estimated at first, then as measured."""
     idle_seconds: float = 0
@@ -169,8 +169,6 @@ class Models:
     ) -> None:
         self.all = list(models)
         self.default = default
-        self.is_one = False
-        """True for a server of one model, which answers to any name."""
         self.max_loaded = max_loaded or len(self.all)
         self.autoload = autoload
         self._max_bytes = max_bytes
@@ -193,9 +191,12 @@ class Models:
         """Return those of a server of one model, which is loaded already, and answers to any name."""
         model.service, model.state, model.info = service, ModelState.LOADED, service.info
         model.used_at = asyncio.get_running_loop().time()
-        models = cls([model], default=model, **limits)
-        models.is_one = True
-        return models
+        return cls([model], default=model, **limits)
+
+    @property
+    def is_one(self) -> bool:
+        """True for a server of one model, which answers to any name, and whose processes are not replaced."""
+        return self.all[0].launch is None
 
     @property
     def services(self) -> list[Service]:
@@ -495,10 +496,10 @@ class Models:
             is_unloaded = model.is_running and await self._unload_measured(model, is_urgent=is_urgent)
         except (LlamaslotError, TimeoutError):
             is_unloaded = False
-            if model.launch is not None:
+            if not self.is_one:
                 # Its engine is being started again, or hangs, and others need its room.
                 await self._end(model)
-        if not model.is_running and model.launch is not None:
+        if not (self.is_one or model.is_running):
             await self._end(model)
             is_unloaded = True
         if is_unloaded:
@@ -535,7 +536,7 @@ class Models:
         while True:
             await asyncio.sleep(_IDLE_POLL_S)
             for model in self.all:
-                if model.launch is None and model.service is not None and model.service.is_loaded:
+                if self.is_one and model.service is not None and model.service.is_loaded:
                     # An engine that ended while its model was unloaded was started again, with the model.
                     model.state = ModelState.LOADED
                 if self._is_idle(model):
