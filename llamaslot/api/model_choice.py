@@ -14,7 +14,9 @@ from aiohttp import web
 from llamaslot.api.bodies import BODY_READER, has_body
 from llamaslot.api.context import READINESS, SERVICE
 from llamaslot.api.http_errors import Handler
+from llamaslot.base.errors import NotSupportedError
 from llamaslot.protocol.bodies import decode
+from llamaslot.service.models import ServedModel
 
 
 class Needs(Enum):
@@ -27,6 +29,12 @@ class Needs(Enum):
     """Its processes: an endpoint that only looks loads nothing."""
     MODEL = "model"
     """The model loaded, until the reply has ended."""
+    COMPLETION = "completion"
+    """The same of a model that generates text, ..."""
+    EMBEDDING = "embedding"
+    """... of one that embeds texts, ..."""
+    RERANK = "rerank"
+    """... and of one that scores documents."""
 
 
 NEEDS = web.AppKey("NEEDS", dict[Any, Needs])
@@ -68,6 +76,27 @@ async def _answer(request: web.Request, handler: Handler, needs: Needs, name: st
     if needs is Needs.PROCESSES:
         request[SERVICE] = models.running(name)
         return await handler(request)
+    model = models.find(name)
+    _check_task(needs, model)
     async with models.use(name) as service:
+        # Its file may have said that it is a reranker.
+        _check_task(needs, model)
         request[SERVICE] = service
         return await handler(request)
+
+
+def _check_task(needs: Needs, model: ServedModel) -> None:
+    """Raise `NotSupportedError` for what a model was not started for, as far as that is known by now."""
+    match needs, model.task:
+        case Needs.EMBEDDING, "completion":
+            raise NotSupportedError("this server does not compute embeddings; start it with --embeddings")
+        case Needs.EMBEDDING, "rerank":
+            # llama.cpp has only scores then.
+            raise NotSupportedError("this server computes scores only; start it with another --pooling")
+        case Needs.RERANK, "embedding" if model.info is None:
+            pass
+        case Needs.RERANK, "completion" | "embedding":
+            raise NotSupportedError("this server does not rerank; start it with --reranking")
+        case Needs.COMPLETION, "embedding" | "rerank" as task:
+            flag = "--reranking" if task == "rerank" else "--embeddings"
+            raise NotSupportedError(f"this server generates no text; start it without {flag}")

@@ -491,10 +491,9 @@ def _details(info: ModelInfo | None) -> OllamaDetails:
 
 def _capabilities(model: ServedModel) -> list[str]:
     """Return what a model does here; tools are told to every model that generates text."""
-    if model.capability != "completion":
+    if model.task != "completion":
         # Ollama reranks nothing, so it has no word for that.
-        is_reranker = model.capability == "rerank" or (model.info is not None and model.info.pooling == "rank")
-        return [] if is_reranker else ["embedding"]
+        return ["embedding"] if model.task == "embedding" else []
     found = ["completion", "tools"]
     if model.info is not None and model.info.fim is not None:
         found.append("insert")

@@ -192,14 +192,12 @@ def _described(request: web.Request, model: ServedModel, *, has_status: bool) ->
 
 def _in_ollamas_form(model: ServedModel) -> dict[str, Any]:
     info = model.info
-    # The model's file may say that it is a reranker.
-    capability = "rerank" if info is not None and info.pooling == "rank" else model.capability
     return {
         "name": model.id,
         "model": model.id,
         "type": "model",
         "description": info.description if info is not None else "",
-        "capabilities": [capability],
+        "capabilities": [model.task],
         "details": {"format": "gguf", "family": info.architecture if info is not None else ""},
     }
 

@@ -14,7 +14,6 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
 import psutil
 import structlog
@@ -32,7 +31,7 @@ from llamaslot.base.files import check_metadata, parts, read_adapter
 from llamaslot.base.model import CPU
 from llamaslot.processes.messages import Loaded
 from llamaslot.service.metrics import Metrics
-from llamaslot.service.models import KEPT_BYTES, Models, ServedModel
+from llamaslot.service.models import KEPT_BYTES, Models, ServedModel, Task
 from llamaslot.service.service import Service
 
 _MEMORY_FRACTION = 0.85
@@ -137,7 +136,7 @@ def create_models(config: Config, entries: Sequence[ModelEntry]) -> Models:
     )
 
 
-def capability_of(config: Config) -> Literal["completion", "embedding", "rerank"]:
+def capability_of(config: Config) -> Task:
     """Return what a model is to do, by its flags."""
     if config.reranking or (config.embeddings and config.pooling == "rank"):
         return "rerank"

@@ -25,7 +25,7 @@ from contextlib import asynccontextmanager
 from contextvars import Context
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeAlias
 
 import structlog
 
@@ -53,6 +53,8 @@ KEPT_BYTES = 320 * 2**20
 """About what the processes of an unloaded model take, without what they keep in RAM (`--cache-ram`)."""
 _GROWTH = 1.15
 """What a model takes once it is used, to what it takes when it was loaded: buffers are touched later."""
+
+Task: TypeAlias = Literal["completion", "embedding", "rerank"]
 
 
 class Processes(Protocol):
@@ -95,7 +97,7 @@ class ServedModel:
     idle_seconds: float = 0
     """Unload it after so many seconds without a request; 0: never."""
     tags: Sequence[str] = ()
-    capability: Literal["completion", "embedding", "rerank"] = "completion"
+    capability: Task = "completion"
     """Its task, by its flags."""
     adapter_scales: Sequence[float] = ()
     """Of its last service, for the next one."""
@@ -124,6 +126,13 @@ class ServedModel:
     def id(self) -> str:
         """Its first name."""
         return self.names[0]
+
+    @property
+    def task(self) -> Task:
+        """Its task; until it was loaded, by its flags alone: its file may say that it is a reranker."""
+        if self.info is None:
+            return self.capability
+        return "rerank" if self.info.pooling == "rank" else "embedding" if self.info.pooling else "completion"
 
     @property
     def is_running(self) -> bool:

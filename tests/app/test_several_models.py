@@ -51,7 +51,9 @@ def refusal(server: Server, path: str, body: Any = None) -> tuple[int, str]:
     try:
         server.get(path) if body is None else server.post(path, body)
     except urllib.error.HTTPError as error:
-        return error.code, json.load(error)["error"]["message"]
+        told = json.load(error)["error"]
+        # Ollama's errors are texts.
+        return error.code, told if isinstance(told, str) else told["message"]
     raise AssertionError(f"{path} was answered")
 
 
@@ -64,6 +66,8 @@ def engines(server: Server) -> Iterator[psutil.Process]:
 def test_models_are_loaded_when_they_are_named_and_lose_no_prefix(folder: Path, tmp_path: Path) -> None:
     with serving(tmp_path, "--models-dir", folder, "--models-max", "2", "-c", "8192", "-cram", "512") as server:
         assert set(states(server)) == {*NAMES, "broken"}
+        assert refusal(server, "/v1/embeddings", {"model": "a", "input": "x"})[0] == 501
+        assert refusal(server, "/rerank", {"model": "a", "query": "x", "documents": ["x"]})[0] == 501
         assert set(states(server).values()) == {"unloaded"}
         cold = {name: complete(server, name) for name in "abc"}
         assert {name for name, state in states(server).items() if state == "loaded"} == {"b", "c"}
@@ -80,6 +84,23 @@ def test_models_are_loaded_when_they_are_named_and_lose_no_prefix(folder: Path, 
             chat = {"model": name, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
             assert server.post("/v1/chat/completions", chat)["model"] == name
         assert server.stop() == 0
+
+
+def test_a_model_that_embeds_is_not_loaded_for_a_chat(folder: Path, tmp_path: Path) -> None:
+    with serving(tmp_path, "--models-dir", folder, "-c", "1024", "--embeddings", "--pooling", "last") as server:
+        chat = {"model": "a", "messages": [{"role": "user", "content": "Hello"}]}
+        for path, body in (
+            ("/v1/chat/completions", chat),
+            ("/v1/messages", {**chat, "max_tokens": 3}),
+            ("/completion", {"model": "a", "prompt": "x"}),
+            ("/api/generate", {"model": "a", "prompt": "x"}),
+        ):
+            assert refusal(server, path, body)[0] == 501
+        assert set(states(server).values()) == {"unloaded"}
+        assert len(server.post("/v1/embeddings", {"model": "a", "input": ["x", "y"]})["data"]) == 2
+        # Only once it is loaded is it known that its file makes it no reranker.
+        assert refusal(server, "/rerank", {"model": "a", "query": "x", "documents": ["x"]})[0] == 501
+        assert states(server)["a"] == "loaded"
 
 
 def test_a_model_that_cannot_be_loaded_costs_no_other_anything(folder: Path, tmp_path: Path) -> None:

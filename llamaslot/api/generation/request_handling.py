@@ -21,7 +21,7 @@ from llamaslot.api.credentials import GRANTED, Access
 from llamaslot.api.generation.reply_parts import ProbsWriter
 from llamaslot.api.middleware import caller_of, given_key
 from llamaslot.api.sse import EVENTS, PING, EventStream
-from llamaslot.base.errors import ForbiddenError, InvalidRequestError, LlamaslotError, NotSupportedError
+from llamaslot.base.errors import ForbiddenError, InvalidRequestError, LlamaslotError
 from llamaslot.base.events import Finished, FinishReason, Output
 from llamaslot.base.model import ModelInfo
 from llamaslot.base.prompt_jobs import (
@@ -106,35 +106,20 @@ async def _prepared(
     The body is not kept while the reply is generated.
     """
     service = service_of(request)
-    if purpose == "run":
-        _check_served(kind, service.info)
+    _check_pooling(kind, service.info)
     async with service.open(context.caller) as live:
         async with service.until_deadline(live), request.app[BODY_READER].body(request) as raw:
             await service.prepare(live, Prepare(kind, raw, context, purpose), find)
         yield service, live
 
 
-def _check_served(kind: BodyKind, info: ModelInfo) -> None:
-    """Raise `NotSupportedError` for what the server was not started for."""
-    match kind:
-        case "embedding" | "embeddings" | "ollama_embed" | "ollama_embeddings":
-            if not info.pooling:
-                raise NotSupportedError("this server does not compute embeddings; start it with --embeddings")
-            if info.pooling == "rank":
-                # llama.cpp has only scores then.
-                raise NotSupportedError("this server computes scores only; start it with another --pooling")
-            if kind != "embedding" and info.pooling == "none":
-                api = "OAI" if kind == "embeddings" else "Ollama"
-                raise InvalidRequestError(
-                    f"Pooling type 'none' is not {api} compatible. Please use a different pooling type (--pooling)"
-                )
-        case "rerank":
-            if info.rerank is None:
-                raise NotSupportedError("this server does not rerank; start it with --reranking")
-        case _:
-            if info.pooling:
-                flag = "--reranking" if info.pooling == "rank" else "--embeddings"
-                raise NotSupportedError(f"this server generates no text; start it without {flag}")
+def _check_pooling(kind: BodyKind, info: ModelInfo) -> None:
+    """Raise `InvalidRequestError` for a reply whose form has one vector of each input, where each token has one."""
+    if info.pooling == "none" and kind in ("embeddings", "ollama_embed", "ollama_embeddings"):
+        api = "OAI" if kind == "embeddings" else "Ollama"
+        raise InvalidRequestError(
+            f"Pooling type 'none' is not {api} compatible. Please use a different pooling type (--pooling)"
+        )
 
 
 def _context(request: web.Request, id_prefix: str, writer_type: type[ReplyWriter] | None = None) -> RequestContext:
