@@ -181,6 +181,7 @@ class FakeBackend:
         rerank: RerankFormat | None = None,
         attends_later: bool = False,
         n_adapters: int = 0,
+        flash_attn: bool = True,
     ) -> None:
         self.vocab = vocab or FakeVocab()
         has_states = kind is not StateKind.NONE
@@ -190,12 +191,12 @@ class FakeBackend:
         self.n_seqs = n_seqs or n_slots + n_reserved + 2 * (unified and can_trim)
         self._scratch = self.n_seqs - 1 if unified and self.n_seqs > n_slots else None
         self._can_reuse = can_trim or has_states
-        can_save = self._can_reuse and (self._scratch is not None or not unified)
+        can_save = self._can_reuse and flash_attn and (self._scratch is not None or not unified)
         self.info = ModelInfo(
             name="fake", path="fake.gguf", architecture="fake", description="fake", n_params=0, size_bytes=0,
             n_vocab=self.vocab.n_tokens, vocab_type=2, n_embd=1, n_ctx_train=n_ctx, n_ctx=n_ctx,
             n_ctx_slot=n_ctx if unified else n_ctx // n_slots, n_slots=n_slots, n_batch=n_ubatch,
-            n_ubatch=n_ubatch, unified=unified, flash_attn=True, cache_type_k="f16", cache_type_v="f16",
+            n_ubatch=n_ubatch, unified=unified, flash_attn=flash_attn, cache_type_k="f16", cache_type_v="f16",
             device="none", part_cells=n_ctx // n_slots * may_partition,
             reuse_reason="" if can_trim else "turned off by the test",
             bos_token="<s>",
@@ -221,6 +222,8 @@ class FakeBackend:
         """Tokens that are generated."""
         self._eos_every = eos_every
         self._make_pools()
+        self.is_spoiled = False
+        """True once a token of `poison` was computed without flash attention, until its data is cleared."""
         self._adapters: Adapters = ()
         self.n_switches = 0
         """Number of steps with other adapters than the one before."""
@@ -242,6 +245,14 @@ class FakeBackend:
         self._constraints = ConstraintCompiler(
             lambda: byte_tokenizer(self.vocab), n_vocab=self.vocab.n_tokens, eog=sorted(self.vocab.eog)
         )
+
+    def clear(self) -> None:
+        """Make the pools anew, which are empty."""
+        self._check_loaded()
+        if any(pool.n_used for pool in self.pools):
+            raise kv_ops.IllegalCallError("a sequence holds something")
+        self._make_pools()
+        self.is_spoiled = False
 
     def unload(self) -> None:
         """Refuse what needs the pools, which are empty."""
@@ -413,10 +424,11 @@ class FakeBackend:
                     self._after[run.seq, run.start + end] = self._partial[run.seq]
                 if status is Status.OK and run.n_outputs:
                     is_bad = self._pool(run.seq).is_bad(run.seq, self.poison)
-                    rows.append(NO_TOKEN if is_bad else self._logits(run.seq))
+                    rows.append(NO_TOKEN if is_bad or self.is_spoiled else self._logits(run.seq))
             if rows:
                 self._rows[run.seq] = rows
                 self._drafts[run.seq] = run.tokens[len(run.tokens) - run.n_drafted :].tolist()
+        self.is_spoiled |= not self.info.flash_attn and any(NO_TOKEN in rows for rows in self._rows.values())
         if self.states.has_states and status in (Status.ABORTED, Status.FATAL):
             self._lose_states(runs)
         return Decoded(status, sent(runs))

@@ -323,6 +323,12 @@ class Backend(Protocol):
         layout is unchanged.
         """
 
+    def clear(self) -> None:
+        """Clear the data of all cells: what is infinite in one may spoil sequences that only mask it.
+
+        Raises `IllegalCallError` if a sequence holds something.
+        """
+
     def unload(self) -> None:
         """Free the model and its pool until `reload`; vocabulary, segments and checkpoints are kept.
 

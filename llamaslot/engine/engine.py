@@ -43,7 +43,14 @@ from llamaslot.kvcache.cache_settings import Budgets, cache_settings
 from llamaslot.kvcache.slot_snapshots import SnapshotStore
 from llamaslot.kvcache.tiers.remote_tier import RemoteStore
 from llamaslot.scheduler.request import Request, RequestEvent, RequestState
-from llamaslot.scheduler.scheduler import ConstraintFailed, DecodeFailed, Sampled, Scheduler, Scored
+from llamaslot.scheduler.scheduler import (
+    INVALID_LOGITS,
+    ConstraintFailed,
+    DecodeFailed,
+    Sampled,
+    Scheduler,
+    Scored,
+)
 from llamaslot.scheduler.step import StepPlan, StepResult
 
 _FLUSH_TIMEOUT_S = 5.0
@@ -152,6 +159,8 @@ class Engine:
         self._is_loaded = True
         self._must_unload = self._is_urgent = False
         self._must_load = False
+        self._must_clear = False
+        """True if cells may hold infinite KV, although no sequence has them any more."""
         self._n_arrived = 0
         self._n_fatal = 0
         """Requests that failed with `Status.FATAL` since a decode succeeded."""
@@ -231,6 +240,8 @@ class Engine:
             self._slot_actions.begin()
         self._flush()
         # 2. What needs an idle pool, or empties it.
+        if self._must_clear:
+            await self._clear_pool()
         if self._self_test.is_pending:
             await self._test_reuse()
         if self._must_unload:
@@ -397,6 +408,19 @@ class Engine:
         self.scheduler.empty_pool(self._clock())
         if operations := self.scheduler.cache.take_operations():
             await self._worker.run(StepPlan(operations), self._commit)
+
+    async def _clear_pool(self) -> None:
+        """Empty the pool and clear its data; running requests start again from what is in RAM.
+
+        Without flash attention, llama.cpp masks cells of other sequences, and free ones, by weights of zero, which
+        times infinity is no number: other requests would get invalid logits too, until all those cells are used
+        again.
+        """
+        self._must_clear = False
+        n_cells = self.scheduler.cache.cells.used
+        await self._empty_pool()
+        await self._worker.call(self._backend.clear)
+        _log.warning("pool.cleared", cells=n_cells, reason="invalid logits without flash attention")
 
     def _ask_to_unload(self, *, is_urgent: bool) -> None:
         """Have the model unloaded in this step, unless something needs it."""
@@ -609,6 +633,7 @@ class Engine:
 
     def _fail_decode(self, failed: DecodeFailed) -> None:
         _log.error("decode.failed", request_id=failed.request.id, reason=failed.reason, retried=failed.is_retried)
+        self._must_clear |= failed.reason == INVALID_LOGITS and not self._backend.info.flash_attn
         if failed.is_retried:
             return
         self._n_fatal += failed.reason == Status.FATAL.name

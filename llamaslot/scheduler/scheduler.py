@@ -48,6 +48,8 @@ from llamaslot.scheduler.request import NO_TOKENS, Request, RequestEvent, ReuseS
 from llamaslot.scheduler.step import RequestResult, StepPlan, StepResult, Turn, Work
 from llamaslot.scheduler.step_planner import AdapterTurns, PromptTurns, RunTurns, StepPlanner
 
+INVALID_LOGITS = "INVALID_LOGITS"
+"""Reason of a decode that succeeded, and whose logits are NaN or infinite."""
 _MIN_TURN = 20
 """Shortest turn of requests with the same LoRA adapters, in durations of a change: changes so take under 5%."""
 _MAX_TURN_S = 1.0
@@ -85,7 +87,7 @@ class DecodeFailed:
 
     request: Request
     reason: str
-    """Name of the `Status`, or INVALID_LOGITS."""
+    """Name of the `Status`, or `INVALID_LOGITS`."""
     is_retried: bool = False
     """True if the request was not ended, but will be computed again without cached KV."""
 
@@ -425,12 +427,12 @@ class Scheduler:
             self._dropper.drop_paths([(namespace, tokens)])
             is_left = self.cache.match(namespace, reused).n_cached >= request.n_reused
             request.isolate(reused if is_left else b"")
-            return [DecodeFailed(request, "INVALID_LOGITS", is_retried=True)]
+            return [DecodeFailed(request, INVALID_LOGITS, is_retried=True)]
         failed = work.samples or (request,)
         for each in failed:
             self.end(each, now)
         self._dropper.drop_paths([(namespace, tokens)])
-        return [DecodeFailed(each, "INVALID_LOGITS") for each in failed]
+        return [DecodeFailed(each, INVALID_LOGITS) for each in failed]
 
     def _take_tokens(self, result: RequestResult, now: float) -> Sampled:
         """Append sampled tokens to a request, and those forced after them, as far as the request's limits allow."""

@@ -15,7 +15,7 @@ from llamaslot.backend.llama import LlamaBackend, LlamaSettings
 from llamaslot.base.adapters import Adapters, applied
 from llamaslot.base.backend import Run
 from llamaslot.base.errors import ConfigError
-from llamaslot.base.events import Finished
+from llamaslot.base.events import Failed, Finished
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.kv_ops import IllegalCallError, Load, Remove, Save
 from tests.backend.test_models import logits
@@ -150,6 +150,27 @@ def test_saved_kv_continues_with_its_adapters(tiny_model: Path, tmp_path: Path) 
         assert np.abs(logits(backend, 9) - expected).max() < 0.05
         backend.change(Remove(1, 0))
     backend.close()
+
+
+async def test_infinite_kv_of_an_adapter_spoils_no_other_request(tiny_model: Path, tmp_path: Path) -> None:
+    """Without flash attention, where it would through cells that others only mask."""
+    wild = write_adapter(tmp_path / "wild.gguf", tiny_model, 1, strength=1e6)
+    backend = load(tiny_model, ((wild, 0.0),), flash_attn="off")
+    adapters = applied(backend.info.adapters, [1.0])
+    prompt = "A prompt of some words, which is no matter, but for its length. " * 3
+    async with running(backend, debug_invariants=True) as harness:
+
+        async def tokens(name: str) -> list[int]:
+            end = await harness.submit(name, prompt, sampling=GREEDY, max_tokens=8, cache_prompt=False)
+            assert isinstance(end, Finished), end
+            return harness.tokens(name)
+
+        before = await tokens("before")
+        for i in range(3):
+            end = await harness.submit(f"bad {i}", prompt * 2, sampling=GREEDY, max_tokens=8, adapters=adapters)
+            assert isinstance(end, Failed)
+            assert "INVALID_LOGITS" in end.error.message
+            assert await tokens(f"good {i}") == before
 
 
 @pytest.mark.parametrize("trained", [EMBEDDED, *MODELS], ids=lambda path: path.stem)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from llamaslot.backend.disk import DiskStore
+from llamaslot.base.adapters import applied
 from llamaslot.base.backend import NO_TOKEN, Decoded, Draws, Run, Sampler, Status
 from llamaslot.base.commands import ClearCache, InspectCache, TextPart
 from llamaslot.base.events import Failed, Finished, Output
@@ -16,7 +17,7 @@ from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.namespaces import PUBLIC_SALT, PUBLIC_TENANT, key_salt, key_secret, salt_namespace
 from llamaslot.kvcache.tiers import pacing
 from tests.engine.harness import GREEDY, Harness, alone, running
-from tests.fake_backend import FakeBackend
+from tests.fake_backend import FakeBackend, adapted
 from tests.fake_pool import Cell
 from tests.prompt_threads import text_request
 
@@ -167,6 +168,28 @@ async def test_a_request_whose_own_tokens_are_bad_fails_after_one_more_attempt(n
             assert isinstance(end, Failed)
             assert "INVALID_LOGITS" in end.error.message
         assert (await finished(harness, "after", HEAD + "?")).progress.n_cached >= len(HEAD)
+
+
+async def test_without_flash_attention_data_of_bad_cells_is_cleared_before_others_go_on() -> None:
+    """Such as with an adapter that makes KV infinite, for its own requests alone."""
+    backend = FakeBackend(n_ctx=1024, n_ubatch=64, n_adapters=1, flash_attn=False)
+    adapters = applied(backend.info.adapters, [1.0])
+    backend.poison = {adapted(ord("!"), adapters)}
+    async with running(backend, debug_invariants=True) as harness:
+        await finished(harness, "first", HEAD + "?")
+        async with harness.held():
+            others = {name: harness.submit(name, f"{HEAD}{name}") for name in ("a", "b")}
+            bad = harness.submit("bad", HEAD + "!", adapters=adapters)
+        end = await bad
+        assert isinstance(end, Failed)
+        assert "INVALID_LOGITS" in end.error.message
+        for name, other in others.items():
+            assert isinstance(await other, Finished)
+            assert harness.text(name) == await prompt_alone(f"{HEAD}{name}")
+        assert not backend.is_spoiled
+        await finished(harness, "after", HEAD + "!")
+    assert harness.stopped is not None
+    assert not harness.stopped.reason
 
 
 class Damaging(FakeBackend):

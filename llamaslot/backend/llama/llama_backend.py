@@ -400,6 +400,13 @@ class LlamaBackend:
             self._remake(unified=was_unified)
             raise MemoryError(str(error)) from error
 
+    def clear(self) -> None:
+        """Clear the data of all cells; no sequence may hold any."""
+        self._check_open()
+        if any(self._kv.lengths):
+            raise kv_ops.IllegalCallError("a sequence holds something")
+        self._clear()
+
     def unload(self) -> None:
         """Free context and model until `reload`; vocabulary, segments and checkpoints are kept."""
         self._check_open()
