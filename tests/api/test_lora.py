@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
+from llamaslot.backend.disk import SlotFiles
 from llamaslot.base.model import Adapter
 from tests.fake_backend import FakeBackend
 
@@ -98,6 +100,35 @@ async def test_requests_at_once_give_what_they_give_alone(server: Any, start: An
     for scales, reply in zip(chosen, replies, strict=True):
         alone = await complete(fresh, *scales, prompt=f"{PROMPT}{scales}", cache_prompt=False)
         assert alone["content"] == reply["content"]
+
+
+async def test_all_choices_of_a_prompt_have_its_adapters(server: Any) -> None:
+    chosen = [(0, 1), (1, 0), (0, 0)]
+
+    async def choices(scales: tuple[float, float]) -> list[str]:
+        lora = [{"id": i, "scale": scale} for i, scale in enumerate(scales)]
+        body = {"prompt": PROMPT, "max_tokens": 8, "n": 3, **GREEDY, "lora": lora}
+        return [each["text"] for each in (await server.ok("/v1/completions", body))["choices"]]
+
+    together = await asyncio.gather(*map(choices, chosen))
+    for scales, texts in zip(chosen, together, strict=True):
+        assert texts == [(await complete(server, *scales, cache_prompt=False))["content"]] * 3
+
+
+async def test_a_slot_is_restored_for_its_adapters_alone(start: Any, tmp_path: Path) -> None:
+    made = backend(0.0, 0.0)
+    assert made.info.segment_size is not None
+    store = SlotFiles(tmp_path, lambda: b"k" * 32, made.info.segment_size, made.info.n_ctx_slot)
+    server = await start(backend=made, engine={"snapshots": store})
+    first = await complete(server, 1, 0, id_slot=0)
+    await server.ok("/slots/0?action=save", {"filename": "a"})
+    await server.post("/cache/clear", {})
+    await server.ok("/slots/1?action=restore", {"filename": "a"})
+    for scales in ((0, 1), (0, 0), (0.5, 0)):
+        assert (await complete(server, *scales))["timings"]["cache_n"] == 0
+    again = await complete(server, 1, 0)
+    assert again["timings"]["prompt_n"] == 1
+    assert again["content"] == first["content"]
 
 
 async def test_new_scales_count_for_later_requests_only(server: Any) -> None:

@@ -87,14 +87,20 @@ class Chats:
 
 
 async def chats(
-    start: Any, *texts: str, n_ctx: int = 4096, template: str = TEMPLATE, warm_ahead: int = 0, **settings: Any
+    start: Any,
+    *texts: str,
+    n_ctx: int = 4096,
+    template: str = TEMPLATE,
+    warm_ahead: int = 0,
+    n_adapters: int = 0,
+    **settings: Any,
 ) -> Chats:
     """A server that replies with texts, and then with what the fake model likes.
 
     The choice at the end of each text has all before it computed.
     """
     grammars = [f'start: {json.dumps(text)} " "?' for text in texts] + ["start: /x{1,9}/"] * (len(texts) == 1)
-    backend = FakeBackend(n_ctx=n_ctx, n_slots=2, n_reserved=2)
+    backend = FakeBackend(n_ctx=n_ctx, n_slots=2, n_reserved=2, n_adapters=n_adapters)
     return Chats(
         await start(
             backend=backend,

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from llamaslot.base.adapters import applied
 from llamaslot.base.commands import CacheCleared, ClearCache, DropPaths, Generate, GenerateParams
 from llamaslot.base.namespaces import salt_namespace
 from llamaslot.base.prompt_jobs import ClearTexts
@@ -154,6 +155,21 @@ async def test_salts_and_sessions_are_kept(start: Any) -> None:
     ) as response:
         assert response.status == 200
     assert (await chat.server.ok("/cache/probe", probe))["cells"] < 40
+
+
+async def test_the_next_turn_is_computed_with_the_adapters_of_its_conversation(start: Any) -> None:
+    chat = await chats(start, *REPLIES, warm_ahead=10_000, n_adapters=1)
+    sent: list[Generate] = []
+    send = chat.server.service._send
+    chat.server.service.connect(lambda command: (sent.append(command), send(command)))
+    ours = Conversation(chat, lora=[{"id": 0, "scale": 0.5}])
+    for _ in range(3):
+        reply = await ours.turn()
+    assert await settled(chat.server) > 0
+    background = [each for each in sent if isinstance(each, Generate) and each.params.is_background]
+    adapters = applied(chat.server.service.info.adapters, [0.5])
+    assert [each.params.adapters for each in background] == [adapters] * 2
+    assert reply["timings"]["prompt_n"] < 60
 
 
 async def test_nothing_is_computed_ahead_while_others_are_served(start: Any) -> None:

@@ -11,7 +11,7 @@ import llamaslot.demo
 from llamaslot.app.config import Config
 from llamaslot.app.model_config import adapters
 from llamaslot.base.errors import ConfigError
-from tests.app.test_crashes import STORY, wait
+from tests.app.test_crashes import STORY, engine_of, wait
 from tests.live import WRITE_SOON, Server, serving
 from tests.lora_files import write_adapter
 
@@ -72,6 +72,18 @@ def test_prefixes_of_each_set_survive_sleep_and_a_restart_and_are_found_by_it_al
             assert again == text
             assert n_cached > 100
         assert complete(server)[1] == 0
+
+
+@pytest.mark.slow
+def test_scales_that_were_set_are_those_of_the_next_engine(tmp_path: Path, files: list[Path]) -> None:
+    with serving(tmp_path, "--lora", f"{files[0]},{files[1]}") as server:
+        expected = complete(server, (0.0, 0.5))[0]
+        assert complete(server)[0] != expected
+        server.post("/lora-adapters", [{"id": 1, "scale": 0.5}])
+        engine_of(server).kill()
+        wait(lambda: len(server.log_lines("engine.restarted")) == 1)
+        assert [each["scale"] for each in server.get("/lora-adapters")] == [0.0, 0.5]
+        assert complete(server) == (expected, 0)
 
 
 @pytest.mark.slow
