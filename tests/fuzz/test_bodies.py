@@ -69,9 +69,9 @@ async def test_a_500_is_noticed(start: Any, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_requests_are_the_same_for_a_seed_and_reach_every_endpoint() -> None:
-    requests = list(BodyFuzzer(5).requests(200))
-    assert requests == list(BodyFuzzer(5).requests(200))
-    assert requests != list(BodyFuzzer(6).requests(200))
+    requests = list(BodyFuzzer(5).requests(400))
+    assert requests == list(BodyFuzzer(5).requests(400))
+    assert requests != list(BodyFuzzer(6).requests(400))
     assert {request.pattern for request in requests} == set(VALID)
     changing = {route.handler for route in ROUTES if route.method != "GET"}
     assert changing <= {route.handler for route in ROUTES if route.path in VALID}
