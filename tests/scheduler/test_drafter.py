@@ -201,9 +201,11 @@ def test_a_reply_that_repeats_its_prompt_takes_fewer_steps_and_is_the_same(n_str
         stats = driver.scheduler.cache_stats().speculation
         assert stats.drafted_tokens == sum(each.n_drafted for each in asked)
         assert stats.accepted_tokens == sum(each.n_accepted for each in asked)
-        assert bool(stats.drafts) == bool(max_draft)
+        # In a partitioned pool only a stream that is alone has drafts.
+        assert bool(stats.drafts) == (max_draft > 0 and (unified or n_streams == 1))
     assert replies[0] == replies[1]
-    assert n_steps[1] < (0.5 if n_streams == 1 else 0.8) * n_steps[0]
+    if unified or n_streams == 1:
+        assert n_steps[1] < (0.5 if n_streams == 1 else 0.8) * n_steps[0]
 
 
 def test_multi_step_decode_ends_only_for_a_draft() -> None:
