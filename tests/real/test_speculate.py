@@ -68,7 +68,7 @@ KINDS = {
     "scored": Kind(together=2, sampling=SCORED),
     "streams": Kind(together=8, n_slots=8),
     "several replies": Kind(together=2, copies=3, n_slots=6),
-    "parts": Kind(together=4, settings={"unified": False, "n_cache_seqs": 0}),
+    "parts": Kind(settings={"unified": False, "n_cache_seqs": 0}),
     "small pool": Kind(together=8, n_slots=8, is_crowded=True),
     "cancelled": Kind(together=4, is_cancelled=True),
 }
@@ -238,8 +238,8 @@ def seeded(i: int) -> dict[str, Any]:
 
 
 def constrained(_i: int) -> dict[str, Any]:
-    """Return the fields of a reply that matches a schema."""
-    return {"sampling": GREEDY, "max_tokens": 80, "constraint": PERSON}
+    """Return the fields of a reply that matches a schema; with probabilities, forced tokens are sampled too."""
+    return {"sampling": SCORED, "max_tokens": 80, "constraint": PERSON}
 
 
 @pytest.mark.parametrize("fields", [seeded, constrained])
