@@ -235,9 +235,10 @@ def _method(content: Mapping[str, Any], results: Sequence[RunResult]) -> list[st
     names = ", ".join(f"`{each.name}`" for each in SERVERS if any(run.server == each.name for run in results))
     pairs = ", ".join(f"{name} {n}" for name, n in content["pairs"].items())
     settings, facts = content["settings"], content["machine"]
+    n_engine = len(content["engine"]) or f"{N_ENGINE_PAIRS}, which failed"
     return [
         *_item(f"Servers: {names}."),
-        *_item(f"Pairs, fixed beforehand: {pairs}, {ENGINE} {len(content['engine'])}."),
+        *_item(f"Pairs, fixed beforehand: {pairs}, {ENGINE} {n_engine}."),
         *_item(
             f"All servers run the first {N_ALL} pairs, but those that no goal depends on only "
             f"{content['reference_pairs']}. The other pairs are run by llamaslot and by the llama-server that was "

@@ -377,8 +377,9 @@ class ModelInfo(msgspec.Struct, frozen=True):
 
     @property
     def can_draft(self) -> bool:
-        """True if the last tokens of a step can be removed again, as those of a wrong draft are: also where layers
-        keep a window, which these tokens leave whole, but not with recurrent states.
+        """True if the last tokens of a step can be removed again, as those of a rejected draft are.
+
+        Also where layers keep a window, which these tokens leave whole (fact 43), but not with recurrent states.
         """
         return self.can_trim or (self.keeps_checkpoints and self.state.kind is StateKind.WINDOW)
 

@@ -78,8 +78,12 @@ def test_a_reply_says_what_was_drafted(demo: Server) -> None:
     body = {"prompt": text, "n_predict": 60, "temperature": 0, "ignore_eos": True}
     plain = demo.post("/completion", {**body, "speculate": False})
     assert not {"draft_n", "draft_n_accepted"} & {*plain["timings"]}
-    for _ in range(3):
+    n_drafted = n_accepted = 0
+    for _ in range(4):
         drafted = demo.post("/completion", body)
         assert drafted["content"] == plain["content"]
         timings = drafted["timings"]
-        assert 0 <= timings.get("draft_n_accepted", 0) <= timings.get("draft_n", 0)
+        n_drafted += timings.get("draft_n", 0)
+        n_accepted += timings.get("draft_n_accepted", 0)
+    # The tree has the reply to this prompt.
+    assert 0 < n_accepted <= n_drafted
