@@ -223,8 +223,7 @@ class CopyingBackend(FakeBackend):
         return self.alphabet.index(seen[-40][1]) * self._eos_every + 1
 
 
-async def test_multi_step_decode_makes_way_for_a_draft(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All tokens would be computed by the first plan, if nothing asked for another one."""
+async def test_a_reply_that_repeats_its_prompt_is_drafted_and_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drafter, "MIN_GAIN", -100.0)
     prompt, replies = string.ascii_lowercase + string.ascii_lowercase[:14], []
     for max_draft in (0, 7):
@@ -234,3 +233,11 @@ async def test_multi_step_decode_makes_way_for_a_draft(monkeypatch: pytest.Monke
             replies.append(harness.text("r"))
             assert (steps.counts["drafted"] > 20) == bool(max_draft)
     assert replies[0] == replies[1]
+
+
+async def test_multi_step_decode_makes_way_for_a_draft() -> None:
+    async with running(FakeBackend()) as harness:
+        await harness.submit("r", "a prompt", max_tokens=2, sampling=OPEN)
+        assert not harness.engine._needs_plan()
+        harness.engine.scheduler.has_drafts = True
+        assert harness.engine._needs_plan()
