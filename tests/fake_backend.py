@@ -176,6 +176,7 @@ class FakeBackend:
         n_spare_rows: int = 8,
         eos_every: int = 40,
         kind: StateKind = StateKind.NONE,
+        n_rollback: int = 0,
         may_partition: bool = False,
         pooling: Pooling | Literal[""] = "",
         rerank: RerankFormat | None = None,
@@ -202,7 +203,8 @@ class FakeBackend:
             bos_token="<s>",
             eos_token=self.vocab.names[EOS], eog=(EOS,), n_cache_seqs=n_reserved,
             segment_size=segment_size if can_save else None, n_spare_rows=n_spare_rows,
-            state=Capabilities(kind=kind, can_trim=can_trim, n_swa=WINDOW), keeps_checkpoints=has_states,
+            state=Capabilities(kind=kind, can_trim=can_trim, n_swa=WINDOW, n_rollback=n_rollback),
+            keeps_checkpoints=has_states,
             checkpoint_size=CheckpointSize(64, 8 * ("window" in kind), WINDOW) if has_states else None,
             pooling=pooling, embeds_whole=embeds_whole, rerank=rerank,
             n_vector=0 if not pooling else N_SCORES if pooling == "rank" else N_VECTOR,
@@ -230,7 +232,7 @@ class FakeBackend:
         self._rows: dict[int, list[int]] = {}
         self._drafts: dict[int, list[int]] = {}
         self._targets: dict[int, Run] = {}
-        self.states = kv_ops.StateRecord(kind, WINDOW)
+        self.states = kv_ops.StateRecord(kind, WINDOW, n_rollback)
         self._partial: dict[int, int] = {}
         """The partial state of each sequence that has one: a hash of all tokens that it stands for."""
         self._after: dict[tuple[int, int], int] = {}
@@ -411,6 +413,7 @@ class FakeBackend:
         self._targets = {run.seq: run for run in runs if run.targets is not None}
         if status in (Status.NO_CELLS, Status.INVALID) or not self._fits(runs):
             return Decoded(status if status is not Status.OK else Status.NO_CELLS, sent(runs))
+        self.states.decoded(run.seq for run in runs[:n_applied])
         for run in runs[:n_applied]:
             self.n_decoded += len(run.tokens)
             rows = []

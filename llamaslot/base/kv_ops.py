@@ -12,11 +12,12 @@ and restoring a checkpoint makes it live again:
     stateless --Restore------> live          any other Copy, and Load     --> stateless target
     any       --Remove all---> live, empty
     live      --Remove some--> live, if the model has no state but windows, and none was full
+    live      --Remove some--> live, if these tokens of its last step were rejected (`Remove.is_rejected`)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -64,7 +65,10 @@ class Remove:
     seq: int
     keep: int
     is_rejected: bool = False
-    """True if what is removed are tokens of the last step, but not its first one: it leaves a window whole."""
+    """True if what is removed are tokens of the last step, but not its first one.
+
+    It leaves a window whole. With a recurrent state at most `Capabilities.n_rollback` tokens, once after a step.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,10 +196,12 @@ class StateRecord:
     Backends update it with each operation that they carry out; `length` is that of the sequence before it.
     """
 
-    def __init__(self, kind: StateKind, n_swa: int) -> None:
+    def __init__(self, kind: StateKind, n_swa: int, n_rollback: int = 0) -> None:
         self._kind = kind
         self._n_swa = n_swa
+        self._n_rollback = n_rollback
         self._stateless: set[int] = set()
+        self._rolled_back: set[int] = set()
         self.checkpoints: dict[int, int] = {}
         """Length of the source when each checkpoint was taken, by the checkpoint's number."""
 
@@ -213,13 +219,34 @@ class StateRecord:
         """Return True if a sequence can be decoded."""
         return seq not in self._stateless
 
+    def is_rolled_back(self, seq: int) -> bool:
+        """Return True if the state of a sequence is one that its last step passed through (fact 44).
+
+        Until its next step, it cannot be rolled back again, and llama.cpp would copy the wrong state.
+        """
+        return seq in self._rolled_back
+
+    def check_rejected(self, operation: Remove, length: int) -> None:
+        """Raise `IllegalCallError` if the state cannot go back by as many tokens of the last step."""
+        if not (operation.is_rejected and self._kind.has_recurrent_state and self.is_live(operation.seq)):
+            return
+        if self.is_rolled_back(operation.seq) or length - operation.keep > self._n_rollback:
+            raise IllegalCallError(f"{operation} of {length}: the state cannot go back by so many tokens")
+
+    def decoded(self, seqs: Iterable[int]) -> None:
+        """Record that a step continued these sequences."""
+        self._rolled_back.difference_update(seqs)
+
     def truncate(self, operation: Remove, length: int) -> None:
         """Record that a sequence of `length` tokens is cut to fewer."""
         # Once the window is full, other sequences may take its oldest cell, which the next token does not see.
         # Those that were taken in the last step are not seen by any of its tokens (fact 43).
-        has_lost_none = length < self._n_swa or operation.is_rejected
-        is_whole = self._kind is StateKind.WINDOW and has_lost_none and self.is_live(operation.seq)
-        self._set(operation.seq, is_live=not operation.keep or is_whole)
+        is_whole = self._kind is StateKind.WINDOW and (length < self._n_swa or operation.is_rejected)
+        goes_back = self._kind.has_recurrent_state and operation.is_rejected and operation.keep < length
+        is_live = (is_whole or goes_back) and self.is_live(operation.seq)
+        self._set(operation.seq, is_live=not operation.keep or is_live)
+        if goes_back and is_live:
+            self._rolled_back.add(operation.seq)
 
     def copy(self, operation: Copy, length: int) -> None:
         """Record a copy of cells from a sequence of `length` tokens.
@@ -229,6 +256,10 @@ class StateRecord:
         """
         is_whole = self.copies_live and operation.end == length
         self._set(operation.dst, is_live=is_whole and self.is_live(operation.src))
+
+    def settle(self, seq: int) -> None:
+        """Record that the state to which a sequence was rolled back is now the one that llama.cpp copies."""
+        self._rolled_back.discard(seq)
 
     def load(self, seq: int) -> None:
         """Record that a segment was loaded into a sequence; segments have no partial state."""
@@ -256,8 +287,10 @@ class StateRecord:
     def clear(self) -> None:
         """Record that all sequences are empty."""
         self._stateless.clear()
+        self._rolled_back.clear()
 
     def _set(self, seq: int, *, is_live: bool) -> None:
+        self._rolled_back.discard(seq)
         if is_live or not self.has_states:
             self._stateless.discard(seq)
         else:
@@ -291,7 +324,7 @@ def check_operation(
     if isinstance(operation, Remove):
         if operation.keep < 0:
             raise IllegalCallError(f"{operation} keeps less than nothing")
-        length_of(operation.seq)
+        states.check_rejected(operation, length_of(operation.seq))
         return
     if isinstance(operation, Take | Restore):
         _check_checkpoint(operation, length_of, segments, states)

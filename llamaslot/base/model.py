@@ -243,6 +243,8 @@ class Capabilities(msgspec.Struct, frozen=True):
     """Tokens of a sliding window; 0 without one."""
     n_window_cells: int = 0
     """Cells that layers with a sliding window have, all sequences together."""
+    n_rollback: int = 0
+    """Tokens of a sequence's last step that can be removed again although it has a recurrent state (fact 44)."""
     n_layers: int = 0
     """All layers, also those without any state."""
     n_attention_layers: int = 0
@@ -376,12 +378,14 @@ class ModelInfo(msgspec.Struct, frozen=True):
         return self.state.can_trim
 
     @property
-    def can_draft(self) -> bool:
-        """True if the last tokens of a step can be removed again, as those of a rejected draft are.
+    def max_draft(self) -> int:
+        """Most tokens of a draft: as many last tokens of a step can be removed again if they are rejected.
 
-        Also where layers keep a window, which these tokens leave whole (fact 43), but not with recurrent states.
+        They leave a window whole (fact 43). Of a recurrent state llama.cpp keeps the last few (fact 44).
         """
-        return self.can_trim or (self.keeps_checkpoints and self.state.kind is StateKind.WINDOW)
+        if self.self_test == "pending" or not self.can_reuse:
+            return 0
+        return self.state.n_rollback if self.state.kind.has_recurrent_state else MAX_DRAFT
 
     @property
     def can_reuse(self) -> bool:

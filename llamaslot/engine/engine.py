@@ -376,8 +376,7 @@ class Engine:
         allows_reuse = not self._self_test.why_not_reused
         if not allows_reuse:
             self._dropper.drop_resident()
-        scheduler.cache.settings.is_on_trial = False
-        scheduler.admission.end_trial(allows_reuse=allows_reuse)
+        scheduler.end_trial(self._backend.info, allows_reuse=allows_reuse)
         self._outbox.append(tested)
         self._flush()
 

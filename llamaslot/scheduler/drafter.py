@@ -12,18 +12,21 @@ One step computes a draft and samples after each of its tokens, as long as the s
     plan       the step is planned with the drafts that were found after the last one (`step_planner.py`)
     commit     what the step took longer, and how many tokens were accepted, is learned (`observe`)
 
-All drafts of a step have the same length, the one with the largest difference of
+All drafts of a step have the same length, the one with the most tokens per second. It pays by the difference of
 
     gain       tokens that are expected to be accepted, by how long the text has been repeated, and how many tokens
                of each request's last drafts were accepted
     cost       tokens that all decoding requests would get in the additional time, as measured for steps of that
                length
+
+A longer draft may gain more than it costs, but less than the next drafts would gain in that time.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -53,6 +56,14 @@ _MAX_ENDS = 1024
 """Most occurrences of a token that are compared, the latest ones: a text of few different tokens has many."""
 
 
+class _Candidate(NamedTuple):
+    request: Request
+    rate: float
+    """Probability that a token is accepted."""
+    follows: Tokens
+    """Tokens that may follow."""
+
+
 class Drafter:
     """Proposes drafts for decoding requests, and learns what they cost."""
 
@@ -68,9 +79,10 @@ class Drafter:
     def set_model(self, info: ModelInfo) -> None:
         """Take over what depends on measured costs and on the layout of the pool, and forget what drafts cost."""
         settings = self._cache.settings
-        # In a partitioned pool, windows are whole after a draft only if its request is alone in the step.
-        self.can_draft = info.can_trim or (info.can_draft and settings.unified)
-        self._is_unified = settings.unified
+        self.max_draft = info.max_draft
+        # llama.cpp computes runs of another length in a pass over the weights of their own, in a partitioned pool
+        # and with recurrent states (fact 44). So all streams have drafts of one length there, or none has.
+        self._may_differ = settings.unified and not info.state.kind.has_recurrent_state
         self._n_ctx = min(info.n_ctx_slot, settings.seq_cells)
         self._n_rows = info.n_spare_rows
         self._step_cost = info.step_cost
@@ -78,48 +90,63 @@ class Drafter:
 
     def propose(self, requests: Sequence[Request]) -> bool:
         """Set the drafts of all requests that decode; returns True if there are any."""
-        n_decoding = len(requests)
-        # In a partitioned pool, drafts beside other decodes take a pass over the weights of their own: eight
-        # streams that all rewrote a text were 2 to 7% slower.
-        can_draft = self.can_draft and (self._is_unified or n_decoding == 1)
-        step_s = self._chunks.decode_seconds(n_decoding)
         for key in self._added_s:
             self._added_s[key] *= _DECAY
-        found: list[tuple[Request, float, Tokens]] = []
+        step_s = self._chunks.decode_seconds(len(requests))
+        found = [each for request in requests if step_s and (each := self._candidate(request)) is not None]
+        lengths: list[int] = []
+        if found and (len(found) == len(requests) or self._may_differ):
+            lengths = self._lengths(found, len(requests), step_s)
         for request in requests:
             request.draft = NO_TOKENS
-            n = min(request.params.max_draft, self._n_rows, self._n_ctx - len(request.tokens) - 1)
-            if request.n_draftable is not None:
-                n = min(n, request.n_draftable)
-            # A grammar appends forced tokens without sampling: sampled, they would use up random numbers.
-            if can_draft and step_s and n > 0 and not request.fast_forwards:
-                n_matched, follows = self._find(request, min(n, MAX_DRAFT))
-                rate = request.acceptance.rate(n_matched)
-                if n_matched >= MIN_MATCH and _expected(rate, min(n, LENGTHS[0])) > MIN_GAIN:
-                    found.append((request, rate, follows))
-        best = MIN_GAIN
-        n_cells = max((len(request.tokens) for request, *_ in found), default=0)
-        for length in LENGTHS if found else ():
-            lengths = [min(length, len(follows)) for *_, follows in found]
-            gains = [_expected(rate, n) for (_, rate, _), n in zip(found, lengths, strict=True)]
+        for each, n in zip(found, lengths, strict=False):
+            each.request.draft = each.follows[:n]
+        return bool(lengths)
+
+    def _candidate(self, request: Request) -> _Candidate | None:
+        """Return what may follow the tokens of a request; None if that is not likely enough, or not allowed."""
+        n = min(request.params.max_draft, self.max_draft, self._n_rows, self._n_ctx - len(request.tokens) - 1)
+        if request.n_draftable is not None:
+            n = min(n, request.n_draftable)
+        # A grammar appends forced tokens without sampling: sampled, they would use up random numbers.
+        if n <= 0 or request.fast_forwards:
+            return None
+        n_matched, follows = self._find(request, n)
+        rate = request.acceptance.rate(n_matched)
+        is_likely = n_matched >= MIN_MATCH and _expected(rate, min(n, LENGTHS[0])) > MIN_GAIN
+        return _Candidate(request, rate, follows) if is_likely else None
+
+    def _lengths(self, found: Sequence[_Candidate], n_decoding: int, step_s: float) -> list[int]:
+        """Return the lengths of drafts with which a step has the most tokens per second; none if none pays."""
+        best, best_rate = list[int](), 0.0
+        n_cells = max(len(each.request.tokens) for each in found)
+        for length in LENGTHS:
+            lengths = [min(length, len(each.follows)) for each in found]
+            if not self._may_differ:
+                lengths = [min(lengths)] * len(found)
+            gains = [_expected(each.rate, n) for each, n in zip(found, lengths, strict=True)]
             added = self._seconds(sum(lengths), n_decoding, n_cells, step_s) / step_s
             # Nobody is delayed by much more than what they gain themselves. One that is alone delays nobody.
             least = min(gains) if len(found) == n_decoding else 0.0
             is_fair = n_decoding == 1 or added <= max(least, MAX_DELAY)
-            gain = sum(gains) - added * n_decoding
-            if gain > best and is_fair and sum(lengths) <= self._n_rows:
-                best = gain
-                for (request, _, follows), n in zip(found, lengths, strict=True):
-                    request.draft = follows[:n]
-        return best > MIN_GAIN
+            pays = sum(gains) - added * n_decoding > MIN_GAIN
+            rate = (n_decoding + sum(gains)) / (1 + added)
+            if rate > best_rate and pays and is_fair and sum(lengths) <= self._n_rows:
+                best, best_rate = lengths, rate
+        return best
 
-    def observe(self, n_drafted: int, n_decoding: int, seconds: float) -> None:
-        """Learn from a step of `n_decoding` requests without prompts, with `n_drafted` drafted tokens in all."""
-        added_s = max(seconds - self._chunks.decode_seconds(n_decoding), 0.0)
-        added_s *= min(MAX_DRAFT / n_drafted, 1.0)
-        key = _key(n_drafted, n_decoding)
-        before = self._added_s.get(key, added_s)
-        self._added_s[key] = (1 - _NEWEST_WEIGHT) * before + _NEWEST_WEIGHT * added_s
+    def observe(self, n_drafted: int, n_decoding: int, n_cells: int, seconds: float) -> None:
+        """Learn from a step of `n_decoding` requests without prompts, with `n_drafted` drafted tokens in all.
+
+        The longest request has `n_cells` tokens. A first step that was disturbed must not end all drafts of this
+        length, so it counts as much as later ones beside the estimate.
+        """
+        step_s = self._chunks.decode_seconds(n_decoding)
+        added_s = max(seconds - step_s, 0.0)
+        before = self._seconds(n_drafted, n_decoding, n_cells, step_s)
+        if before < math.inf:
+            added_s = (1 - _NEWEST_WEIGHT) * before + _NEWEST_WEIGHT * added_s
+        self._added_s[_key(n_drafted, n_decoding)] = added_s * min(MAX_DRAFT / n_drafted, 1.0)
 
     def _find(self, request: Request, n: int) -> tuple[int, Tokens]:
         """Return how many repeated tokens precede what may come next, and up to `n` tokens of that."""

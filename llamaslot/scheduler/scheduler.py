@@ -156,10 +156,16 @@ class Scheduler:
         self._planner.set_costs(info)
         self._drafter.set_model(info)
 
+    def end_trial(self, info: ModelInfo, *, allows_reuse: bool) -> None:
+        """Take over the result of the self-test: until now nothing was reused, and nothing drafted."""
+        self.cache.settings.is_on_trial = False
+        self.admission.end_trial(allows_reuse=allows_reuse)
+        self._drafter.set_model(info)
+
     @property
     def can_draft(self) -> bool:
         """True if replies may be drafted in this layout of the pool."""
-        return self._drafter.can_draft
+        return self._drafter.max_draft > 0
 
     @property
     def running(self) -> list[Request]:

@@ -299,7 +299,8 @@ class StepPlanner:
         n_drafted = sum(work.run.n_drafted for work in plan.work)
         if n_drafted and not n_prefill:
             # What drafts cost is learned apart: they are shorter than chunks, and sampled after each token.
-            self._drafter.observe(n_drafted, n_decoding, seconds)
+            n_cells = max(work.run.start for work in plan.work)
+            self._drafter.observe(n_drafted, n_decoding, n_cells, seconds)
             return
         n_prefill += n_drafted
         n_padding = sum(len(run.tokens) for run in plan.padding) if n_prefill else 0
@@ -396,7 +397,7 @@ class StepPlanner:
 
         The part of a draft that is rejected is removed, so the model must allow that.
         """
-        if not any(len(work.request.draft) for work in granted) or not self._drafter.can_draft:
+        if not any(len(work.request.draft) for work in granted):
             return granted
         wanted = [self._n_drafted(each) for each in granted]
         n_granted = sum(len(work.run.tokens) for work in granted)
@@ -426,7 +427,7 @@ class StepPlanner:
             return 0
         # A draft must not pass the position of the next checkpoint.
         n_due = request.stops.limit(run.start, len(run.tokens) + len(request.draft)) - len(run.tokens)
-        limits = [n_due, self._n_ctx() - len(request.tokens) - 1]
+        limits = [n_due, self._drafter.max_draft, self._n_ctx() - len(request.tokens) - 1]
         if (most := request.n_draftable) is not None:
             limits.append(most)
         return max(min(limits), 0)

@@ -29,6 +29,9 @@ ALL_STATEFUL = (*ALL_WINDOWS, *ALL_HYBRIDS, *ALL_RECURRENT)
 WINDOWS = ALL_WINDOWS if LONG else ALL_WINDOWS[:1]
 HYBRIDS = ALL_HYBRIDS if LONG else ALL_HYBRIDS[:1]
 RECURRENT = ALL_RECURRENT if LONG else ALL_RECURRENT[:1]
+ALL_ROLLED_BACK = ("tiny-lfm2", "tiny-qwen35")
+ROLLED_BACK = ALL_ROLLED_BACK if LONG else ALL_ROLLED_BACK[:1]
+N_ROLLBACK = 7
 STATEFUL = (*WINDOWS, *HYBRIDS, *RECURRENT)
 """The short form takes one model for each of llama.cpp's kinds of memory, where no more is needed."""
 SERVED = {
@@ -315,6 +318,50 @@ def test_a_window_loses_cells_in_a_step_of_several_micro_batches(
         moved = distance(context.logits(64)[:n_tokens], cold.logits[:n_tokens]).max() / cold.bound
         assert moved > OBVIOUS if is_split else moved <= 1
     model.close()
+
+
+@pytest.mark.parametrize("name", ROLLED_BACK)
+def test_a_state_goes_back_by_the_last_tokens_of_a_step_once(models: Models, name: str) -> None:
+    """Beside another sequence, whose tokens llama.cpp then computes in a micro-batch of their own."""
+    with opened(models[name], n_rs_seq=N_ROLLBACK, is_watched=True) as context:
+        context.feed(0, 0, IDS[: REUSED - 1])
+        context.feed(1, 0, BRANCH[:20])
+        context.micro_batches.clear()
+        run = [IDS[REUSED - 1], *BRANCH[:N_ROLLBACK]]
+        assert context.decode((0, REUSED - 1, run), (1, 20, BRANCH[20:21])) == 0
+        assert sorted(context.micro_batches) == [1, len(run)]
+        assert not context.remove(0, REUSED - 1)
+        assert context.remove(0, REUSED)
+        assert not context.remove(0, REUSED - 1)
+        blob = context.take(0)
+        assert models.cold(name).share(continued(context, 0)) <= 1
+        # What is saved after going back is right too.
+        context.copy(0, 2, 0, REUSED)
+        assert context.restore(2, blob)
+        assert models.cold(name).share(continued(context, 2)) <= 1
+
+
+@pytest.mark.parametrize("name", ROLLED_BACK)
+def test_a_copy_of_a_state_that_went_back_is_wrong_until_it_is_loaded_again(models: Models, name: str) -> None:
+    for is_settled in (False, True):
+        with opened(models[name], n_rs_seq=N_ROLLBACK) as context:
+            context.feed(0, 0, IDS[: REUSED - 1])
+            context.feed(0, REUSED - 1, [IDS[REUSED - 1], *BRANCH[:N_ROLLBACK]])
+            assert context.remove(0, REUSED)
+            if is_settled:
+                assert context.restore(0, context.take(0))
+            context.copy(0, 1)
+            share = models.cold(name).share(continued(context, 1))
+            assert share <= 1 if is_settled else share > OBVIOUS
+            if is_settled:
+                assert models.cold(name).share(continued(context, 0)) <= 1
+
+
+@pytest.mark.parametrize("name", sorted({*ALL_HYBRIDS, *ALL_RECURRENT} - {*ALL_ROLLED_BACK}))
+def test_other_states_do_not_go_back(models: Models, name: str) -> None:
+    with opened(models[name], n_rs_seq=N_ROLLBACK) as context:
+        context.feed(0, 0, IDS[:REUSED])
+        assert not context.remove(0, REUSED - 1)
 
 
 @pytest.mark.parametrize("name", [*WINDOWS, *HYBRIDS])

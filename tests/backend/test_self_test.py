@@ -21,6 +21,7 @@ from llamaslot.backend.state_format import HEADER_BYTES, LAYOUTS, SavedCells, di
 from llamaslot.base.backend import Decoded, Draws, Run, Status
 from llamaslot.base.kv_ops import (
     Copy,
+    Free,
     IllegalCallError,
     Kv,
     Load,
@@ -84,6 +85,7 @@ PLANTED = [
     *(("no restore in place", shape, "after a checkpoint in its own") for shape in ("tiny-lfm2", "tiny-rwkv7")),
     *(("no copy", shape, "after a checkpoint in another") for shape in (*WINDOWS, "hybrid window", "tiny-lfm2")),
     *(("a fork of another branch", shape, "in a copy of a whole") for shape in ("tiny-lfm2", "tiny-mamba")),
+    *(("a state one token late", shape, "after a rejected draft") for shape in ("tiny-lfm2", "tiny-qwen35")),
     ("no trim", "tiny-mla", "in a sequence that was cut"),
     ("cells of another branch", "tiny-mla", "in a copy of a sequence"),
     ("no copy", "M-RoPE", "in a copy of a sequence"),
@@ -155,6 +157,11 @@ class WrongBackend(NoisyBackend):
                 self._run(dst, self._held[src][:end][::-1])
             case "a fork of another branch", Copy(src, dst, 0, end) if end == self.seq_len(src):
                 self._run(dst, self._held[src][:end][::-1])
+            case "a state one token late", Remove(seq, keep, is_rejected=True):
+                super().change(operation)
+                self._of_other(1, self._held[seq][: keep + 1], Take(OTHER, 1, keep + 1))
+                assert kv.partial._load(seq, moved(kv.partial.states[OTHER], self.info.state.kind))
+                super().change(Free(OTHER))
             case "no trim", Remove(seq, keep) if keep:
                 kv.lengths[seq] = keep
             case _:
@@ -249,6 +256,7 @@ def loaded(
     shape: str | Path, bug: str = "", noise: float = 0.0, is_exact: bool = False, **fields: Any
 ) -> Iterator[WrongBackend]:
     chosen: dict[str, Any] = {"n_ctx": 1024, "n_slots": 2, "n_ubatch": 512, "n_threads": 1, "checkpoints": True}
+    chosen["n_rollback"] = 7
     # A busy machine, or the first steps on a GPU, may take longer than a start should.
     limit_s = fields.pop("self_test_limit_s", 60.0)
     is_exact |= fields.get("flash_attn") == "off"

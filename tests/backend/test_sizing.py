@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -43,6 +44,7 @@ from llamaslot.backend.llama.sizing import (
     layers_on_gpu,
     most_cells,
     pool_size,
+    with_rollback,
 )
 from llamaslot.base.backend import Status
 from llamaslot.base.errors import ConfigError
@@ -294,6 +296,49 @@ def test_layers_with_a_sliding_window_take_little_in_a_large_pool(models: dict[s
         settings = LlamaSettings(models["tiny-swa"], swa_full=swa_full, n_gpu_layers=0)
         _, host = kv_bytes(model, settings, 4, 65_536)
         assert (host.per_cell, host.fixed) == pytest.approx((per_cell, fixed), rel=0.05)
+    llama_cpp.llama_model_free(model)
+
+
+@pytest.mark.parametrize(
+    ("fields", "n_rollback"),
+    [
+        ({}, 15),
+        ({"n_rollback": 5}, 5),
+        ({"n_rollback": 0}, 0),
+        ({"n_ubatch": 16}, 7),
+        ({"n_ubatch": 4}, 0),
+        ({"checkpoints": False}, 0),
+        ({"unified": False}, 0),
+    ],
+    ids=str,
+)
+def test_recurrent_states_go_back_as_far_as_is_wanted_and_a_step_is_long(
+    models: dict[str, Path], fields: dict[str, object], n_rollback: int
+) -> None:
+    chosen = {"n_ctx": 256, "n_slots": 2, "n_gpu_layers": 0, "checkpoints": True, "n_rollback": 63}
+    with loaded(models["tiny-lfm2"], **chosen | fields) as backend:
+        assert backend.info.state.n_rollback == n_rollback
+        assert (f", {n_rollback} earlier ones of each sequence" in backend.info.sizing) == bool(n_rollback)
+
+
+@pytest.mark.parametrize("shape", ["tiny", "tiny-swa", "tiny-mamba"])
+def test_models_whose_states_do_not_go_back_keep_no_earlier_ones(models: dict[str, Path], shape: str) -> None:
+    with loaded(models[shape], n_ctx=256, n_slots=2, n_gpu_layers=0, checkpoints=True, n_rollback=63) as backend:
+        assert backend.info.state.n_rollback == 0
+        assert "earlier" not in backend.info.sizing
+
+
+def test_earlier_states_take_a_part_of_the_free_memory(
+    models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, _ = load_model(LlamaSettings(models["tiny-lfm2"], n_gpu_layers=0), lambda _share: True)
+    chosen = LlamaSettings(models["tiny-lfm2"], n_gpu_layers=0, checkpoints=True, n_rollback=63)
+    _, one = kv_bytes(model, replace(chosen, n_rollback=0), 64, 256)
+    _, all_of_them = kv_bytes(model, replace(chosen, n_rollback=15), 64, 256)
+    assert all_of_them.fixed == pytest.approx(16 * one.fixed, rel=0.05)
+    for n_bytes, n_rollback in ((16 * 15 * one.fixed, 15), (16 * 14 * one.fixed, 7), (16 * 2 * one.fixed, 0)):
+        scarce(monkeypatch, available=n_bytes, total=2 * n_bytes)
+        assert with_rollback(model, chosen, 64).n_rollback == n_rollback
     llama_cpp.llama_model_free(model)
 
 

@@ -60,6 +60,7 @@ class SequencesMachine(RuleBasedStateMachine):
     kind = StateKind.NONE
     """Kind of the model's partial state."""
     n_swa = 0
+    n_rollback = 0
     unified = True
     """False if each sequence has `N_CTX` cells of its own."""
 
@@ -141,11 +142,14 @@ class SequencesMachine(RuleBasedStateMachine):
             if token != cold:
                 break  # within noise: the cold run went another way
         self.extend(seq, [*run, *draft])
-        if self.kind in (StateKind.NONE, StateKind.WINDOW):
-            keep = len(history) + n
-            self.backend.change(Remove(seq, keep, is_rejected=True))
-            # The window is whole, so the next step gives the answers of a cold run.
-            del self.oracle[seq][keep:]
+        rejected = Remove(seq, len(history) + n, is_rejected=True)
+        if not self.kind.has_recurrent_state or 0 < len(draft) - n <= self.n_rollback:
+            self.backend.change(rejected)
+            # The state is whole, so the next step gives the answers of a cold run.
+            del self.oracle[seq][rejected.keep :]
+        if self.kind.has_recurrent_state and n < len(draft):
+            # It cannot go back so far, or not again.
+            self.refuses(Remove(seq, len(history), is_rejected=True))
 
     @rule(seq=seqs, share=st.floats(0, 1))
     def remove(self, seq: int, share: float) -> None:
@@ -576,7 +580,8 @@ class FakeMachine(SequencesMachine):
     def new_backend(self) -> FakeBackend:
         if not self.unified:
             return FakeBackend(n_slots=N_SEQS, n_ctx=N_SEQS * N_CTX, n_ubatch=N_UBATCH, unified=False)
-        return FakeBackend(n_slots=N_SLOTS, n_reserved=N_RESERVED, n_ctx=N_CTX, n_ubatch=N_UBATCH, kind=self.kind)
+        sizes = {"n_slots": N_SLOTS, "n_reserved": N_RESERVED, "n_ctx": N_CTX, "n_ubatch": N_UBATCH}
+        return FakeBackend(kind=self.kind, n_rollback=self.n_rollback, **sizes)
 
     def same_answer(self, history: list[int], warm: int, cold: int) -> bool:
         return warm == cold
@@ -590,7 +595,8 @@ class FakeMachine(SequencesMachine):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", list(StateKind))
 def test_fake_backend(kind: StateKind) -> None:
-    machine = type("FakeMachine", (FakeMachine,), {"kind": kind, "n_swa": WINDOW})
+    fields = {"kind": kind, "n_swa": WINDOW, "n_rollback": 5 * (kind is StateKind.HYBRID)}
+    machine = type("FakeMachine", (FakeMachine,), fields)
     n = (1200 if LONG else 40) // (1 if kind is StateKind.NONE else 2)
     run_state_machine_as_test(machine, settings=settings(max_examples=n))
 
@@ -660,11 +666,12 @@ def test_llama_backend(tiny_model: Path, *, is_unified: bool) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", ["tiny-lfm2", "tiny-mamba", "tiny-swa"])
+@pytest.mark.parametrize("shape", ["tiny-lfm2", "tiny-qwen35", "tiny-mamba", "tiny-swa"])
 def test_llama_backend_with_a_partial_state(shape: str) -> None:
     chosen = LlamaSettings(
         synthetic.ensure(shape, is_exact=True), n_ctx=N_CTX, n_slots=N_SLOTS, n_cache_seqs=N_RESERVED + 1,
         n_ubatch=N_UBATCH, n_threads=1, flash_attn="off", cache_type_k="f32", cache_type_v="f32", checkpoints=True,
+        n_rollback=5,
     )  # fmt: skip
     noise = Noise(chosen)
     backend = LlamaBackend(chosen)
@@ -672,7 +679,7 @@ def test_llama_backend_with_a_partial_state(shape: str) -> None:
     backend.close()
 
     class LlamaMachine(SequencesMachine):
-        kind, n_swa = state.kind, state.n_swa
+        kind, n_swa, n_rollback = state.kind, state.n_swa, state.n_rollback
         backend: LlamaBackend
 
         def new_backend(self) -> LlamaBackend:
@@ -685,6 +692,7 @@ def test_llama_backend_with_a_partial_state(shape: str) -> None:
             return failing(self.backend)
 
     assert state.kind is not StateKind.NONE
+    assert state.n_rollback == 5 * (state.kind is StateKind.HYBRID)
     run_state_machine_as_test(
         LlamaMachine, settings=settings(max_examples=100 if LONG else 5, stateful_step_count=40)
     )

@@ -170,8 +170,20 @@ async def test_a_model_with_windows_removes_wrong_drafts(n_drafted: tuple[int, i
     assert bool(counts["rejected"]) == bool(n_drafted[1])
 
 
+@pytest.mark.parametrize("n_drafted", [(7, 0), (3, 4), (0, 3)])
+async def test_a_recurrent_state_goes_back_to_the_last_right_token(n_drafted: tuple[int, int]) -> None:
+    """As far as earlier states are kept: longer drafts are cut."""
+    backend = {"kind": StateKind.HYBRID, "n_rollback": 5, "n_ctx": 1024, "eos_every": 1000}
+    plain, _ = await reply((0, 0), "", backend=backend, max_tokens=200, sampling=OPEN)
+    drafted, counts = await reply(n_drafted, plain["text"], backend=backend, max_tokens=200, sampling=OPEN)
+    assert drafted == plain
+    assert counts["drafted"] > 100
+    assert counts["longest"] <= 5
+    assert bool(counts["rejected"]) == bool(n_drafted[1])
+
+
 @pytest.mark.parametrize("kind", [kind for kind in StateKind if kind.has_recurrent_state])
-async def test_a_model_with_recurrent_states_computes_no_drafts(kind: StateKind) -> None:
+async def test_nothing_is_drafted_where_recurrent_states_cannot_go_back(kind: StateKind) -> None:
     plain, _ = await reply((0, 0), "", backend={"kind": kind}, max_tokens=20, sampling=OPEN)
     drafted, counts = await reply((7, 0), plain["text"], backend={"kind": kind}, max_tokens=20, sampling=OPEN)
     assert (drafted, counts["drafted"]) == (plain, 0)

@@ -99,6 +99,8 @@ async def test_the_first_conversation_is_reused_if_the_test_passes_and_else_drop
         assert (first.progress.miss, first.progress.n_cached) == ("self_test_pending", 0)
         again = await ask(engine, "again", FIRST)
         assert (again.progress.miss, again.progress.n_cached) == ("self_test_pending", 0)
+        scheduler = engine.engine.scheduler
+        assert not scheduler.can_draft
         assert engine.text("first") == engine.text("again")
         assert not backend.reused
         assert backend.n_taken
@@ -106,12 +108,13 @@ async def test_the_first_conversation_is_reused_if_the_test_passes_and_else_drop
         backend.outcome = outcome
         second = await ask(engine, "second", text)
         assert backend.info.self_test == outcome
+        assert scheduler.can_draft == (outcome == "passed" and kind is StateKind.WINDOW)
         if outcome == "passed":
             assert second.progress.n_cached > len(FIRST) / 2
             assert (await ask(engine, "third", text)).progress.n_cached > 0
         else:
             assert (second.progress.miss, second.progress.n_cached) == ("self_test_failed", 0)
-            stats = engine.engine.scheduler.cache.stats()
+            stats = scheduler.cache.stats()
             assert (stats.checkpoints.count, stats.cells.used, stats.ram.segments) == (0, 0, 0)
             assert not backend.reused
 

@@ -1240,7 +1240,7 @@ class CacheMachine(RuleBasedStateMachine):
         assert held.tokens + tokens == asked.tokens[: run.start + len(tokens)]
         is_last = run.start + len(tokens) == len(asked.tokens)
         assert bool(run.n_outputs) == (is_last and asked.params.max_tokens != 0)
-        assert not run.n_drafted or self.backend.info.can_draft
+        assert run.n_drafted <= self.backend.info.max_draft
 
     @invariant()
     @precondition(lambda self: hasattr(self, "scheduler"))

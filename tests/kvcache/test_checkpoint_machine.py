@@ -147,6 +147,7 @@ class CheckpointMachine(FakeMachine):
             eos_every=shape.eos_every,
             segment_size=SegmentSize(20, 10),
             kind=self.kind,
+            n_rollback=6 * (self.kind is StateKind.HYBRID),
         )
 
     def cache_settings(self, **fields: Any) -> CacheSettings:

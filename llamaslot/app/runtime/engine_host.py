@@ -98,6 +98,7 @@ def llama_settings(config: Config, model: Path, memory_bytes: int = 0) -> LlamaS
         rope=_rope(config),
         swa_full=config.swa_full,
         checkpoints=config.ctx_checkpoints > 0,
+        n_rollback=config.max_draft,
         context_shift=config.context_shift,
         reuse_self_test=config.reuse_self_test,
         flash_attn=config.flash_attn,

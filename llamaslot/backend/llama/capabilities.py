@@ -130,6 +130,7 @@ def read(model: Any, context: Any, caches: Caches) -> Capabilities:
         has_own_cache=has_own_cache(model) or bool(caches.unknown),
         n_swa=llama_cpp.llama_model_n_swa(model) if memory else 0,
         n_window_cells=caches.n_window_cells,
+        n_rollback=llama_cpp.llama_n_rs_seq(context),
         n_layers=llama_cpp.llama_model_n_layer(model),
         n_attention_layers=caches.n_layers,
         n_window_layers=caches.n_window_layers,

@@ -75,18 +75,20 @@ class LlamaBackend:
         self._closed = self._is_unloaded = False
         self._settings = settings
         self._n_threads = n_threads
-        is_chosen = settings.n_threads or settings.n_threads_batch
         # On a GPU few threads have something to do, and reading the CPU times would only delay its steps.
-        on_cpu = library.device_used(loading.gpus(settings)) == CPU
-        self._threads = StepThreads(n_threads) if on_cpu and not is_chosen else None
+        chooses = library.device_used(loading.gpus(settings)) == CPU and not (
+            settings.n_threads or settings.n_threads_batch
+        )
+        self._threads = StepThreads(n_threads) if chooses else None
         # `ModelInfo.kv_files`, in the version that is loaded next.
         files = _files(settings)
         self._model, n_mapped = loading.load_model(settings, on_progress)
         try:
             # Before the pool, which gets what memory they leave.
             self._adapters, adapters = loading.load_adapters(self._model, settings)
-            settings = self._settings = loading.for_vectors(self._model, settings)
+            self._settings = loading.for_vectors(self._model, settings)
             n_cache_seqs, n_seqs = self._sequences()
+            settings = self._settings = sizing.with_rollback(self._model, self._settings, n_seqs)
             # Other threads may use the vocabulary while the model is unloaded.
             self.vocab = (
                 LlamaVocab.load(settings.model, settings.overrides)
@@ -249,6 +251,7 @@ class LlamaBackend:
         if code == 0:
             for run in runs:
                 self._kv.lengths[run.seq] += len(run.tokens)
+            self._kv.states.decoded(run.seq for run in runs)
         return _status(code)
 
     @property

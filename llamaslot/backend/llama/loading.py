@@ -189,6 +189,8 @@ class LlamaSettings:
     """Give layers with a sliding window as many cells as the others. Checkpoints are needed nevertheless."""
     checkpoints: bool = False
     """Take and restore checkpoints of partial states. Only in a unified pool."""
+    n_rollback: int = 0
+    """Earlier states of each sequence that are kept for drafts: at most, until `sizing.with_rollback` chooses."""
     context_shift: bool = False
     """Test at load if tokens can be moved."""
     cache_type_k: str = "f16"
@@ -610,6 +612,8 @@ def context_params(settings: LlamaSettings, *, n_ctx: int, n_seqs: int, n_thread
     params.n_batch = max(settings.n_batch, settings.n_ubatch)
     params.n_ubatch = settings.n_ubatch
     params.n_seq_max = n_seqs
+    # llama.cpp takes 0 instead for models without recurrent states, and for those that cannot go back.
+    params.n_rs_seq = settings.n_rollback
     # A step samples from at most one row of logits per slot, but llama.cpp requires one per sequence (fact 1).
     params.n_outputs_max = n_seqs
     params.n_threads = n_threads

@@ -49,7 +49,7 @@ class KvOperations:
         self.lengths = [0] * n_seqs
         """Number of tokens that each sequence holds."""
         kind = info.state.kind if info.keeps_checkpoints else StateKind.NONE
-        self.states = kv_ops.StateRecord(kind, info.state.n_swa)
+        self.states = kv_ops.StateRecord(kind, info.state.n_swa, info.state.n_rollback)
         """Record of which sequences have their partial state, and so can be decoded."""
         self.partial: PartialStates = PartialStates(
             context, kind, earlier=earlier.partial if earlier is not None else None
@@ -91,6 +91,7 @@ class KvOperations:
                 self._remove(operation)
             case kv_ops.Copy(src=src, dst=dst, end=end):
                 with self._emptied_if_it_fails(dst):
+                    self._settle(src, dst)
                     self.transfer.copy(operation)
                 self.states.copy(operation, self.lengths[src])
                 self._set_length(dst, end)
@@ -229,6 +230,13 @@ class KvOperations:
         self._set_length(seq, keep)
         if not llama_cpp.llama_memory_seq_rm(self._memory, seq, keep if keep else -1, -1):
             raise kv_ops.IllegalCallError(f"llama.cpp did not truncate sequence {seq} to {keep} tokens")
+
+    def _settle(self, *seqs: int) -> None:
+        """Have llama.cpp copy the states to which these sequences were rolled back; raises `MemoryError`."""
+        for seq in seqs:
+            if self.states.is_rolled_back(seq):
+                self.partial.settle(seq)
+                self.states.settle(seq)
 
     def _shift(self, operation: kv_ops.Shift) -> None:
         """Discard a part of a sequence and move the rest; raises `MemoryError`."""

@@ -104,6 +104,14 @@ class PartialStates:
         if not llama_cpp.llama_memory_seq_rm(self._memory, seq, end, -1):
             raise IllegalCallError(f"{operation}: the state does not belong to {end} tokens")
 
+    def settle(self, seq: int) -> None:
+        """Make the state to which a sequence was rolled back the one that llama.cpp copies (fact 44).
+
+        Raises `MemoryError` if memory does not suffice.
+        """
+        if not self._load(seq, self._saved(seq)):
+            raise MemoryError(f"the state of sequence {seq} cannot be saved and loaded again")
+
     def strip(self, seq: int) -> None:
         """Remove the partial state of a sequence, so that its other cells can be truncated at any position.
 

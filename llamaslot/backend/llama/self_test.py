@@ -14,6 +14,8 @@ segments. A model that can be truncated is truncated and copied instead. Each ti
    with that of a cold run in the same chunks but other cells (fact 35: on a GPU equal chunks do not give equal
    bits), and with that of a run after another prefix. A slightly wrong state may pass this check, but never the
    first.
+
+Where recurrent states can go back (fact 44), the second check follows after rejected drafts.
 """
 
 from __future__ import annotations
@@ -66,6 +68,8 @@ _N_PREFILLS = 3
 _SMALL_STEP_TOKENS = 16
 _N_SMALL_STEPS = 12
 """Number of steps of a few tokens in a test, and their size, for the estimate."""
+_N_DRAFT_PREFILLS, _N_DRAFT_STEPS = 2, 3
+"""What drafts add to these numbers."""
 _NOISE_FACTOR = 1.5
 """Distances up to this multiple of the measured noise count as noise: other cells may move logits farther."""
 _LEAST_SHARE = 0.05
@@ -207,8 +211,12 @@ class _Trial:
             seconds = min(seconds, self._seconds(n))
         small = seconds * _SMALL_STEP_TOKENS
 
+        n_prefills, n_small_steps = _N_PREFILLS, _N_SMALL_STEPS
+        if self._info.state.n_rollback:
+            n_prefills, n_small_steps = n_prefills + _N_DRAFT_PREFILLS, n_small_steps + _N_DRAFT_STEPS
+
         def estimate() -> float:
-            return _N_PREFILLS * self._n_prefix / n * seconds + _N_SMALL_STEPS * small
+            return n_prefills * self._n_prefix / n * seconds + n_small_steps * small
 
         while estimate() > limit_s and n < most and seconds * _PROBE_GROWTH < limit_s:
             n = min(n * _PROBE_GROWTH, most)
@@ -240,6 +248,8 @@ class _Trial:
             self._check_trimming()
         if self._info.segment_size is not None:
             self._check_segments()
+        if self._info.state.n_rollback:
+            self._check_drafts()
 
     def clean_up(self) -> None:
         """Empty the sequences and free what was saved."""
@@ -322,6 +332,20 @@ class _Trial:
             backend.change(Restore(_CHECKPOINT, seq))
         self._check(seq, "after segments that were loaded")
 
+    def _check_drafts(self) -> None:
+        """Check that rejected tokens leave no trace in the logits after them.
+
+        What is held cannot be compared: a step of other size rounds differently, and experts may with other tokens.
+        """
+        backend, end = self._backend, self._n_prefix
+        for n_rejected in (1, self._info.max_draft):
+            backend.change(Remove(0, 0))
+            self._feed(0, self._prefix[:-1])
+            drafted = np.concatenate([self._prefix[-1:], self._other[:n_rejected]])
+            self._step(Run(0, end - 1, drafted, n_outputs=0))
+            backend.change(Remove(0, end, is_rejected=True))
+            self._check_logits(0, "after a rejected draft (--speculate off reuses prefixes without drafts)")
+
     def _check(self, seq: int, where: str) -> None:
         """Check that a sequence holds exactly the prefix, and uses it. Afterwards it also holds the tail."""
         held, computed = self._held(seq), self._computed
@@ -330,6 +354,10 @@ class _Trial:
             parts = wrong or [*held.keys() - computed.keys()]
             more = f" and {len(parts) - 1} more" if len(parts) > 1 else ""
             raise _FailedError(f"{where}, {parts[0]}{more} are not what was computed")
+        self._check_logits(seq, where)
+
+    def _check_logits(self, seq: int, where: str) -> None:
+        """Check that the tail has the logits of a cold run. Afterwards the sequence also holds the tail."""
         distance = _distance(self._rows(seq), self._cold)
         if not distance <= self._bound:
             raise _FailedError(

@@ -20,17 +20,18 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import llama_cpp
 import structlog
 
 from llamaslot.backend.host import host_memory
-from llamaslot.backend.llama import library
+from llamaslot.backend.llama import capabilities, library
 from llamaslot.backend.llama.library import Device
 from llamaslot.backend.llama.loading import CACHE_TYPES, PADDING, LlamaSettings, context_params, gpus, padded
 from llamaslot.base.errors import ConfigError
+from llamaslot.base.model import StateKind
 
 _log = structlog.get_logger(__name__)
 
@@ -46,6 +47,10 @@ _COMPUTE_BYTES = 640 * 2**20
 """About what a model's processes take beside weights and pool, where several models share memory."""
 _MIN_SLOT = 1024
 """Cells for each slot that a model gets even so."""
+ROLLBACK_LENGTHS = (15, 7, 3)
+"""Drafts for which earlier states are kept: with the token before them they fill tiles of four rows (fact 36)."""
+ROLLBACK_SHARE = 1 / 16
+"""Most of the free memory that these states take."""
 _PROBE_UBATCH = 32
 """Batch size of the small context whose buffers are measured."""
 _LOGGED_BUFFER = re.compile(r"(\S+) (KV|RS) buffer size = +([\d.]+) MiB")
@@ -89,11 +94,29 @@ def choose(model: Any, settings: LlamaSettings, n_seqs: int, n_mapped: int) -> t
     if n_fixed:
         size = f", {_size(cell_bytes * part * n_streams)}" if cell_bytes else ""
         line += f"{size}; plus {_size(n_fixed)} for sliding windows or recurrent states"
+        if settings.n_rollback:
+            line += f", {settings.n_rollback} earlier ones of each sequence among them for drafts (--speculate)"
     if n_streams > n_parts:
         more = part * (n_streams - n_parts)
         size = f" ({_size(more * cell_bytes)})" if cell_bytes else ""
         line += f"; spare sequences add {more:,} cells{size}"
     return n_cells, line
+
+
+def with_rollback(model: Any, settings: LlamaSettings, n_seqs: int) -> LlamaSettings:
+    """Return the settings with so many earlier states (`n_rollback`) as drafts need and memory allows.
+
+    None for a model without recurrent states, or whose prefixes are not reused. Each takes as much memory as all
+    states without drafts (fact 44), and a step must be longer than that.
+    """
+    without = replace(settings, n_rollback=0)
+    is_reused = settings.checkpoints and settings.unified and capabilities.has_partial_state(model)
+    if not (settings.n_rollback and is_reused and capabilities.kind_of(model) is StateKind.HYBRID):
+        return without
+    gpu, host = measured_bytes(model, without, n_seqs, 0)
+    most = ROLLBACK_SHARE * free_bytes(settings)
+    lengths = [min(each, settings.n_rollback) for each in ROLLBACK_LENGTHS if each + 1 < settings.n_ubatch]
+    return replace(settings, n_rollback=next((n for n in lengths if (gpu.fixed + host.fixed) * n <= most), 0))
 
 
 def _fitting(
