@@ -28,7 +28,7 @@ from llamaslot.base.model import QUERY_BLOCK
 from llamaslot.scheduler.padding import Padding
 
 PREFIXES = (0, 1024, 4096)
-NEW = (8, 16, 32, 48)
+NEW = (1, 4, 8, 16, 32, 48)
 """Tokens after a prefix."""
 STREAMS = 8
 """Of one token each, all on one prefix."""
