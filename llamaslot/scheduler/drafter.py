@@ -80,9 +80,10 @@ class Drafter:
         """Take over what depends on measured costs and on the layout of the pool, and forget what drafts cost."""
         settings = self._cache.settings
         self.max_draft = info.max_draft
-        # llama.cpp computes runs of another length in a pass over the weights of their own, in a partitioned pool
-        # and with recurrent states (fact 44). So all streams have drafts of one length there, or none has.
-        self._may_differ = settings.unified and not info.state.kind.has_recurrent_state
+        # In a partitioned pool, llama.cpp computes runs of another length in a pass over the weights of their own.
+        # With recurrent states, it may then move a state of which a draft needs an earlier one (fact 44). So all
+        # runs of a step have drafts of one length there, or none has.
+        self.may_differ = settings.unified and not info.state.kind.has_recurrent_state
         self._n_ctx = min(info.n_ctx_slot, settings.seq_cells)
         self._n_rows = info.n_spare_rows
         self._step_cost = info.step_cost
@@ -95,7 +96,7 @@ class Drafter:
         step_s = self._chunks.decode_seconds(len(requests))
         found = [each for request in requests if step_s and (each := self._candidate(request)) is not None]
         lengths: list[int] = []
-        if found and (len(found) == len(requests) or self._may_differ):
+        if found and (len(found) == len(requests) or self.may_differ):
             lengths = self._lengths(found, len(requests), step_s)
         for request in requests:
             request.draft = NO_TOKENS
@@ -122,7 +123,7 @@ class Drafter:
         n_cells = max(len(each.request.tokens) for each in found)
         for length in LENGTHS:
             lengths = [min(length, len(each.follows)) for each in found]
-            if not self._may_differ:
+            if not self.may_differ:
                 lengths = [min(lengths)] * len(found)
             gains = [_expected(each.rate, n) for each, n in zip(found, lengths, strict=True)]
             added = self._seconds(sum(lengths), n_decoding, n_cells, step_s) / step_s

@@ -409,6 +409,10 @@ class StepPlanner:
                 # As for extra steps, few idle cells at once: most of a draft may be rejected.
                 self._cache.evict(min(missing, MAX_CELLS_AHEAD))
             left = min(left, self._cache.limit_by_windows(self._cache.cells.free - n_granted, n_granted))
+        if not self._drafter.may_differ:
+            # One more run, or one of another length, would end up in a micro-batch of its own.
+            most = 0 if any(len(each.run.tokens) > 1 for each in granted) else left // len(granted)
+            wanted = [max(min(*wanted, most), 0)] * len(granted)
         work = []
         for each, n_wanted in zip(granted, wanted, strict=True):
             run = each.run

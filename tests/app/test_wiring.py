@@ -115,8 +115,8 @@ LLAMA: dict[str, tuple[str, object]] = {
     "--yarn-beta-fast 16": ("rope", Rope(yarn_beta_fast=16.0)),
     "--swa-full": ("swa_full", True),
     "-ctxcp 0": ("checkpoints", False),
-    "--speculate 9": ("n_rollback", 9),
-    "--speculate off": ("n_rollback", 0),
+    "--speculate 9": ("max_draft", 9),
+    "--speculate off": ("max_draft", 0),
     "--context-shift": ("context_shift", True),
     "-no-kvu": ("unified", False),
     "-ctk q8_0": ("cache_type_k", "q8_0"),
@@ -305,7 +305,7 @@ def test_the_defaults_of_every_layer_are_the_same() -> None:
     settings = llama_settings(Config(), MODEL)
     assert settings.measurements is not None
     assert replace(settings, measurements=None) == LlamaSettings(
-        MODEL, n_cache_seqs_a_slot=2, measure_costs=True, checkpoints=True, may_partition=True, n_rollback=63
+        MODEL, n_cache_seqs_a_slot=2, measure_costs=True, checkpoints=True, may_partition=True, max_draft=63
     )
 
 

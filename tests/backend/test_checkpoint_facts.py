@@ -357,6 +357,36 @@ def test_a_copy_of_a_state_that_went_back_is_wrong_until_it_is_loaded_again(mode
                 assert models.cold(name).share(continued(context, 0)) <= 1
 
 
+@pytest.mark.parametrize("name", ROLLED_BACK)
+def test_a_later_micro_batch_of_other_sequences_spoils_earlier_states(models: Models, name: str) -> None:
+    """Between the runs of two prompts, that of a draft is one micro-batch, and the rest of the prompts the next."""
+    with opened(models[name], n_rs_seq=N_ROLLBACK) as context:
+        for seq in range(3):
+            context.feed(seq, 0, IDS[:1])
+            assert context.remove(seq)
+        context.feed(1, 0, IDS[: REUSED - 1])
+        prompts = (0, 0, BRANCH[:60]), (2, 0, BRANCH[60:120])
+        draft = 1, REUSED - 1, [IDS[REUSED - 1], *BRANCH[:N_ROLLBACK]]
+        assert context.decode(prompts[0], draft, prompts[1]) == 0
+        assert context.remove(1, REUSED)
+        assert models.cold(name).share(continued(context, 1)) > OBVIOUS
+
+
+@pytest.mark.parametrize("name", ROLLED_BACK)
+def test_states_of_runs_of_one_length_go_back(models: Models, name: str) -> None:
+    with opened(models[name], n_rs_seq=N_ROLLBACK, is_watched=True) as context:
+        for seq in (2, 0, 1):
+            context.feed(seq, 0, IDS[: REUSED - 1])
+        context.micro_batches.clear()
+        run = [IDS[REUSED - 1], *BRANCH[:N_ROLLBACK]]
+        assert context.decode(*((seq, REUSED - 1, run) for seq in range(3))) == 0
+        assert context.micro_batches == [3 * len(run)]
+        for seq in (1, 2, 0):
+            assert context.remove(seq, REUSED)
+        for seq in (0, 2, 1):
+            assert models.cold(name).share(continued(context, seq)) <= 1
+
+
 @pytest.mark.parametrize("name", sorted({*ALL_HYBRIDS, *ALL_RECURRENT} - {*ALL_ROLLED_BACK}))
 def test_other_states_do_not_go_back(models: Models, name: str) -> None:
     with opened(models[name], n_rs_seq=N_ROLLBACK) as context:

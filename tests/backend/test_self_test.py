@@ -85,7 +85,6 @@ PLANTED = [
     *(("no restore in place", shape, "after a checkpoint in its own") for shape in ("tiny-lfm2", "tiny-rwkv7")),
     *(("no copy", shape, "after a checkpoint in another") for shape in (*WINDOWS, "hybrid window", "tiny-lfm2")),
     *(("a fork of another branch", shape, "in a copy of a whole") for shape in ("tiny-lfm2", "tiny-mamba")),
-    *(("a state one token late", shape, "after a rejected draft") for shape in ("tiny-lfm2", "tiny-qwen35")),
     ("no trim", "tiny-mla", "in a sequence that was cut"),
     ("cells of another branch", "tiny-mla", "in a copy of a sequence"),
     ("no copy", "M-RoPE", "in a copy of a sequence"),
@@ -157,7 +156,10 @@ class WrongBackend(NoisyBackend):
                 self._run(dst, self._held[src][:end][::-1])
             case "a fork of another branch", Copy(src, dst, 0, end) if end == self.seq_len(src):
                 self._run(dst, self._held[src][:end][::-1])
-            case "a state one token late", Remove(seq, keep, is_rejected=True):
+            case (
+                ("a state one token late" | "a state one token late after a long draft"),
+                Remove(seq, keep, is_rejected=True),
+            ) if "long" not in self._bug or self.seq_len(seq) > keep + 1:
                 super().change(operation)
                 self._of_other(1, self._held[seq][: keep + 1], Take(OTHER, 1, keep + 1))
                 assert kv.partial._load(seq, moved(kv.partial.states[OTHER], self.info.state.kind))
@@ -256,7 +258,7 @@ def loaded(
     shape: str | Path, bug: str = "", noise: float = 0.0, is_exact: bool = False, **fields: Any
 ) -> Iterator[WrongBackend]:
     chosen: dict[str, Any] = {"n_ctx": 1024, "n_slots": 2, "n_ubatch": 512, "n_threads": 1, "checkpoints": True}
-    chosen["n_rollback"] = 7
+    chosen["max_draft"] = 7
     # A busy machine, or the first steps on a GPU, may take longer than a start should.
     limit_s = fields.pop("self_test_limit_s", 60.0)
     is_exact |= fields.get("flash_attn") == "off"
@@ -348,6 +350,17 @@ def test_a_planted_bug_fails_in_any_noise(
         assert backend.info.self_test == "failed"
         assert backend.info.reuse_reason.startswith(f"self-test failed: {where}")
         assert is_empty(backend)
+
+
+@pytest.mark.parametrize("shape", ["tiny-lfm2", "tiny-qwen35"])
+@pytest.mark.parametrize("is_later", [False, True])
+def test_a_state_that_goes_back_to_a_wrong_token_ends_drafts_alone(shape: str, is_later: bool) -> None:
+    for bug in ("", "a state one token late", "a state one token late after a long draft"):
+        with loaded(shape, bug, self_test_limit_s=0.0 if is_later else 60.0) as backend:
+            assert backend.run_self_test()
+            info = backend.info
+            assert (info.self_test, info.can_reuse, info.max_draft) == ("passed", True, 0 if bug else 7)
+            assert is_empty(backend)
 
 
 @pytest.mark.parametrize("noise", NOISES)

@@ -38,13 +38,13 @@ from llamaslot.backend.llama.sizing import (
     KvBytes,
     Place,
     bytes_from_log,
+    choose,
     kv_bytes,
     kv_places,
     layer_bytes,
     layers_on_gpu,
     most_cells,
     pool_size,
-    with_rollback,
 )
 from llamaslot.base.backend import Status
 from llamaslot.base.errors import ConfigError
@@ -56,13 +56,15 @@ DEMO_CELL = 5 * 2 * (64 + 64) * 2
 """Layers, heads, K and V, bytes of f16."""
 UNLIKE = ("tiny-swa", "tiny-mamba", "tiny-lfm2")
 """Shapes whose layers are not alike."""
+NEVER_BACK = ("tiny-granite", "tiny-next")
+"""Hybrids whose states cannot go back."""
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Model files by name."""
     folder = tmp_path_factory.mktemp("models")
-    shapes = {name: synthetic.ensure(name, folder=folder) for name in ("tiny", *UNLIKE)}
+    shapes = {name: synthetic.ensure(name, folder=folder) for name in ("tiny", *UNLIKE, *NEVER_BACK)}
     return {"demo": resolve_model("demo"), **shapes}
 
 
@@ -302,11 +304,13 @@ def test_layers_with_a_sliding_window_take_little_in_a_large_pool(models: dict[s
 @pytest.mark.parametrize(
     ("fields", "n_rollback"),
     [
-        ({}, 15),
-        ({"n_rollback": 5}, 5),
-        ({"n_rollback": 0}, 0),
-        ({"n_ubatch": 16}, 7),
+        ({}, 7),
+        ({"max_draft": 5}, 5),
+        ({"max_draft": 0}, 0),
+        ({"n_ubatch": 8}, 3),
         ({"n_ubatch": 4}, 0),
+        ({"reuse_self_test": "off"}, 0),
+        ({"embeds": True, "pooling": "last"}, 0),
         ({"checkpoints": False}, 0),
         ({"unified": False}, 0),
     ],
@@ -315,30 +319,32 @@ def test_layers_with_a_sliding_window_take_little_in_a_large_pool(models: dict[s
 def test_recurrent_states_go_back_as_far_as_is_wanted_and_a_step_is_long(
     models: dict[str, Path], fields: dict[str, object], n_rollback: int
 ) -> None:
-    chosen = {"n_ctx": 256, "n_slots": 2, "n_gpu_layers": 0, "checkpoints": True, "n_rollback": 63}
+    chosen = {"n_ctx": 256, "n_slots": 2, "n_gpu_layers": 0, "checkpoints": True, "max_draft": 63}
     with loaded(models["tiny-lfm2"], **chosen | fields) as backend:
         assert backend.info.state.n_rollback == n_rollback
         assert (f", {n_rollback} earlier ones of each sequence" in backend.info.sizing) == bool(n_rollback)
 
 
-@pytest.mark.parametrize("shape", ["tiny", "tiny-swa", "tiny-mamba"])
+@pytest.mark.parametrize("shape", ["tiny", "tiny-swa", "tiny-mamba", *NEVER_BACK])
 def test_models_whose_states_do_not_go_back_keep_no_earlier_ones(models: dict[str, Path], shape: str) -> None:
-    with loaded(models[shape], n_ctx=256, n_slots=2, n_gpu_layers=0, checkpoints=True, n_rollback=63) as backend:
+    with loaded(models[shape], n_ctx=256, n_slots=2, n_gpu_layers=0, checkpoints=True, max_draft=63) as backend:
         assert backend.info.state.n_rollback == 0
         assert "earlier" not in backend.info.sizing
 
 
-def test_earlier_states_take_a_part_of_the_free_memory(
-    models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_earlier_states_take_a_part_of_the_memory(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     model, _ = load_model(LlamaSettings(models["tiny-lfm2"], n_gpu_layers=0), lambda _share: True)
-    chosen = LlamaSettings(models["tiny-lfm2"], n_gpu_layers=0, checkpoints=True, n_rollback=63)
-    _, one = kv_bytes(model, replace(chosen, n_rollback=0), 64, 256)
-    _, all_of_them = kv_bytes(model, replace(chosen, n_rollback=15), 64, 256)
-    assert all_of_them.fixed == pytest.approx(16 * one.fixed, rel=0.05)
-    for n_bytes, n_rollback in ((16 * 15 * one.fixed, 15), (16 * 14 * one.fixed, 7), (16 * 2 * one.fixed, 0)):
-        scarce(monkeypatch, available=n_bytes, total=2 * n_bytes)
-        assert with_rollback(model, chosen, 64).n_rollback == n_rollback
+    chosen = LlamaSettings(
+        models["tiny-lfm2"], n_ctx=256, n_slots=64, n_gpu_layers=0, checkpoints=True, max_draft=63
+    )
+    _, one = kv_bytes(model, chosen, 64, 256)
+    for n_planes, n_rollback in ((7, 7), (6, 3), (2, 0)):
+        n_bytes = 32 * n_planes * one.fixed
+        scarce(monkeypatch, available=10 * n_bytes, total=n_bytes)
+        assert choose(model, chosen, 64, 0)[1] == n_rollback
+        limited = replace(chosen, max_bytes=n_bytes)
+        scarce(monkeypatch, available=10 * GIB, total=10 * GIB)
+        assert choose(model, limited, 64, 0)[1] == n_rollback
     llama_cpp.llama_model_free(model)
 
 

@@ -671,7 +671,7 @@ def test_llama_backend_with_a_partial_state(shape: str) -> None:
     chosen = LlamaSettings(
         synthetic.ensure(shape, is_exact=True), n_ctx=N_CTX, n_slots=N_SLOTS, n_cache_seqs=N_RESERVED + 1,
         n_ubatch=N_UBATCH, n_threads=1, flash_attn="off", cache_type_k="f32", cache_type_v="f32", checkpoints=True,
-        n_rollback=5,
+        max_draft=5,
     )  # fmt: skip
     noise = Noise(chosen)
     backend = LlamaBackend(chosen)

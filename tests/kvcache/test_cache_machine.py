@@ -846,6 +846,8 @@ class CacheMachine(RuleBasedStateMachine):
         return admitted
 
     def apply(self, plan: StepPlan) -> StepResult:
+        if any(work.run.n_drafted for work in plan.work) and self.backend.info.state.kind.has_recurrent_state:
+            assert len({len(work.run.tokens) for work in plan.work}) == 1
         for work in plan.work:
             asked = self.find(work.request)
             self.backend.namespaces[asked.slot] = asked.namespace

@@ -24,6 +24,8 @@ _OWN_CACHES = frozenset({"deepseek32", "deepseek4", "dots3note", "glm-dsa", "glm
 
 For HY V4 it does so only if the file has an indexer, so that is recognized by its metadata.
 """
+_GO_BACK, _GO_BACK_ON_CPU = frozenset({"lfm2", "lfm2moe"}), frozenset({"qwen35", "qwen35moe"})
+"""Architectures whose recurrent states can go back."""
 _COMMON_CACHES = (
     *("llama_kv_cache", "llama_kv_cache_iswa", "llama_memory_recurrent", "llama_memory_hybrid"),
     "llama_memory_hybrid_iswa",
@@ -97,6 +99,17 @@ def has_partial_state(model: Any, caches: Caches = _NO_CACHES) -> bool:
     `caches` are those of its context, if there is one already.
     """
     return kind_of(model) is not StateKind.NONE and not has_own_cache(model) and not caches.unknown
+
+
+def can_go_back(model: Any, *, on_gpu: bool) -> bool:
+    """Return True if recurrent states of this model can go back by the last tokens of a step (fact 44).
+
+    Those of other architectures can, too, but no test has a model of them. Qwen3.5 copies all of its earlier states
+    for each token, which takes no time on a CPU and was never measured on a GPU.
+    """
+    architecture = library.metadata(model, "general.architecture")
+    is_known = architecture in _GO_BACK or (architecture in _GO_BACK_ON_CPU and not on_gpu)
+    return is_known and kind_of(model) is StateKind.HYBRID and has_partial_state(model)
 
 
 def why_not_reusable(model: Any, caches: Caches = _NO_CACHES) -> str:

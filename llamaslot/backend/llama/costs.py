@@ -500,6 +500,7 @@ def key_of(settings: LlamaSettings, info: ModelInfo, n_seqs: int) -> str:
             n_ctx=0,
             kv_mem_fraction=0.0,
             context_shift=False,
+            max_draft=0,
             measure_at_load=False,
             measurements=None,
             reuse_self_test="auto",

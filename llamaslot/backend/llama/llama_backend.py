@@ -86,16 +86,16 @@ class LlamaBackend:
         try:
             # Before the pool, which gets what memory they leave.
             self._adapters, adapters = loading.load_adapters(self._model, settings)
-            self._settings = loading.for_vectors(self._model, settings)
+            settings = self._settings = loading.for_vectors(self._model, settings)
             n_cache_seqs, n_seqs = self._sequences()
-            settings = self._settings = sizing.with_rollback(self._model, self._settings, n_seqs)
             # Other threads may use the vocabulary while the model is unloaded.
             self.vocab = (
                 LlamaVocab.load(settings.model, settings.overrides)
                 if settings.may_unload
                 else LlamaVocab(self._model, settings.overrides)
             )
-            n_ctx, size = sizing.choose(self._model, settings, n_seqs, n_mapped)
+            n_ctx, n_rollback, size = sizing.choose(self._model, settings, n_seqs, n_mapped)
+            settings = self._settings = replace(settings, n_rollback=n_rollback)
             made = loading.make_context(self._model, settings, n_ctx=n_ctx, n_seqs=n_seqs, n_threads=n_threads)
         except ConfigError:
             llama_cpp.llama_model_free(self._model)

@@ -189,8 +189,10 @@ class LlamaSettings:
     """Give layers with a sliding window as many cells as the others. Checkpoints are needed nevertheless."""
     checkpoints: bool = False
     """Take and restore checkpoints of partial states. Only in a unified pool."""
+    max_draft: int = 0
+    """Most tokens of a draft; 0 if nothing is drafted."""
     n_rollback: int = 0
-    """Earlier states of each sequence that are kept for drafts: at most, until `sizing.with_rollback` chooses."""
+    """Earlier recurrent states of each sequence that are kept for drafts. Chosen by `sizing.choose`."""
     context_shift: bool = False
     """Test at load if tokens can be moved."""
     cache_type_k: str = "f16"

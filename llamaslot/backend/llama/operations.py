@@ -91,7 +91,10 @@ class KvOperations:
                 self._remove(operation)
             case kv_ops.Copy(src=src, dst=dst, end=end):
                 with self._emptied_if_it_fails(dst):
-                    self._settle(src, dst)
+                    if end == self.lengths[src]:
+                        # Else `dst` is stripped. `seq_cp` copies the latest state of `src`, and leaves it to `dst`
+                        # to go back (fact 44).
+                        self._settle(src, dst)
                     self.transfer.copy(operation)
                 self.states.copy(operation, self.lengths[src])
                 self._set_length(dst, end)

@@ -101,7 +101,9 @@ class PartialStates:
         seq = operation.dst
         if not self._load(seq, self.states[operation.checkpoint]):
             raise NotLoadedError(operation.checkpoint)
-        if not llama_cpp.llama_memory_seq_rm(self._memory, seq, end, -1):
+        # A later recurrent state must not go back (fact 44): it would to one that was never in its place.
+        is_later = self._kind.has_recurrent_state and llama_cpp.llama_memory_seq_pos_max(self._memory, seq) >= end
+        if is_later or not llama_cpp.llama_memory_seq_rm(self._memory, seq, end, -1):
             raise IllegalCallError(f"{operation}: the state does not belong to {end} tokens")
 
     def settle(self, seq: int) -> None:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import llama_cpp
@@ -31,7 +31,6 @@ from llamaslot.backend.llama import capabilities, library
 from llamaslot.backend.llama.library import Device
 from llamaslot.backend.llama.loading import CACHE_TYPES, PADDING, LlamaSettings, context_params, gpus, padded
 from llamaslot.base.errors import ConfigError
-from llamaslot.base.model import StateKind
 
 _log = structlog.get_logger(__name__)
 
@@ -47,10 +46,12 @@ _COMPUTE_BYTES = 640 * 2**20
 """About what a model's processes take beside weights and pool, where several models share memory."""
 _MIN_SLOT = 1024
 """Cells for each slot that a model gets even so."""
-ROLLBACK_LENGTHS = (15, 7, 3)
-"""Drafts for which earlier states are kept: with the token before them they fill tiles of four rows (fact 36)."""
-ROLLBACK_SHARE = 1 / 16
-"""Most of the free memory that these states take."""
+ROLLBACK_LENGTHS = (7, 3)
+"""Drafts for which earlier states are kept: with the token before them they fill tiles of four rows (fact 36). With
+15 the graphs of larger models exceed llama.cpp's limit, and the process ends (fact 44).
+"""
+ROLLBACK_SHARE = 1 / 32
+"""Most of the memory that these states take."""
 _PROBE_UBATCH = 32
 """Batch size of the small context whose buffers are measured."""
 _LOGGED_BUFFER = re.compile(r"(\S+) (KV|RS) buffer size = +([\d.]+) MiB")
@@ -73,13 +74,16 @@ class Place:
         return max(int(self.free - self.total * (1 - fraction)) - self.fixed, 0) // self.cell_bytes
 
 
-def choose(model: Any, settings: LlamaSettings, n_seqs: int, n_mapped: int) -> tuple[int, str]:
+def choose(model: Any, settings: LlamaSettings, n_seqs: int, n_mapped: int) -> tuple[int, int, str]:
     """Return the cells of all slots together, and a line that explains the number. Raises `ConfigError`.
 
     The pool has `n_seqs` sequences; `n_mapped` bytes of weights are mapped from the file.
     """
     n_parts, n_streams = (1, 1) if settings.unified else (settings.n_slots, n_seqs)
     gpu, host = kv_bytes(model, settings, n_seqs, padded(padded(settings.n_ctx) // n_parts))
+    # Only models without windows keep earlier states, so what is fixed are states.
+    n_rollback = _rollback(model, settings, gpu.fixed + host.fixed)
+    gpu, host = (KvBytes(each.per_cell, each.fixed * (1 + n_rollback)) for each in (gpu, host))
     places = kv_places(gpu, host, n_mapped, gpus(settings))
     n_fixed = gpu.fixed + host.fixed
     if settings.n_ctx:
@@ -94,29 +98,30 @@ def choose(model: Any, settings: LlamaSettings, n_seqs: int, n_mapped: int) -> t
     if n_fixed:
         size = f", {_size(cell_bytes * part * n_streams)}" if cell_bytes else ""
         line += f"{size}; plus {_size(n_fixed)} for sliding windows or recurrent states"
-        if settings.n_rollback:
-            line += f", {settings.n_rollback} earlier ones of each sequence among them for drafts (--speculate)"
+        if n_rollback:
+            line += f", {n_rollback} earlier ones of each sequence among them for drafts (--speculate)"
     if n_streams > n_parts:
         more = part * (n_streams - n_parts)
         size = f" ({_size(more * cell_bytes)})" if cell_bytes else ""
         line += f"; spare sequences add {more:,} cells{size}"
-    return n_cells, line
+    return n_cells, n_rollback, line
 
 
-def with_rollback(model: Any, settings: LlamaSettings, n_seqs: int) -> LlamaSettings:
-    """Return the settings with so many earlier states (`n_rollback`) as drafts need and memory allows.
+def _rollback(model: Any, settings: LlamaSettings, n_bytes: int) -> int:
+    """Return how many earlier states are kept for drafts, each of which takes `n_bytes`.
 
-    None for a model without recurrent states, or whose prefixes are not reused. Each takes as much memory as all
-    states without drafts (fact 44), and a step must be longer than that.
+    None where nothing is drafted. A step must be longer than a draft (fact 44). By all memory, not what is free, so
+    that the next start keeps as many, and what was measured counts for it.
     """
-    without = replace(settings, n_rollback=0)
-    is_reused = settings.checkpoints and settings.unified and capabilities.has_partial_state(model)
-    if not (settings.n_rollback and is_reused and capabilities.kind_of(model) is StateKind.HYBRID):
-        return without
-    gpu, host = measured_bytes(model, without, n_seqs, 0)
-    most = ROLLBACK_SHARE * free_bytes(settings)
-    lengths = [min(each, settings.n_rollback) for each in ROLLBACK_LENGTHS if each + 1 < settings.n_ubatch]
-    return replace(settings, n_rollback=next((n for n in lengths if (gpu.fixed + host.fixed) * n <= most), 0))
+    is_reused = settings.checkpoints and settings.unified and settings.reuse_self_test != "off"
+    used = gpus(settings)
+    if not is_reused or settings.embeds or not capabilities.can_go_back(model, on_gpu=bool(used)):
+        return 0
+    most = ROLLBACK_SHARE * min((each.total for each in used), default=host_memory()[1])
+    if settings.max_bytes:
+        most = min(most, ROLLBACK_SHARE * settings.max_bytes)
+    lengths = [min(each, settings.max_draft) for each in ROLLBACK_LENGTHS if each + 1 < settings.n_ubatch]
+    return next((n for n in lengths if n * n_bytes <= most), 0)
 
 
 def _fitting(
