@@ -248,6 +248,7 @@ class StepPlanner:
     def set_layout(self, info: ModelInfo) -> None:
         """Take over the layout that the cache's settings have now."""
         settings = self._cache.settings
+        self._keeps_earlier_states = info.state.n_rollback > 0
         # With recurrent states llama.cpp splits steps of several sequences, so padding would only cost time.
         is_split = info.keeps_checkpoints and info.state.kind.has_recurrent_state
         has_place = settings.scratch is not None if settings.unified else settings.can_trim
@@ -277,6 +278,9 @@ class StepPlanner:
         work, preempted = self._take_cells(grants, running, now)
         # 3. Drafted tokens get what is left of the step and of the cells.
         work = sorted(self._with_drafts(work), key=lambda each: each.run.seq)
+        if self._keeps_earlier_states:
+            # Before a shorter run, llama.cpp may compute a prompt token by token (fact 44).
+            work.sort(key=lambda each: len(each.run.tokens))
         plan = StepPlan(work=work, preempted=preempted, turn=turn)
         # 4. Padding may make the step faster (`padding.py`). Not if a request has more tokens than the step
         #    computes, because step 1 has filled it with those.

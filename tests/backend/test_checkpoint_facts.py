@@ -373,6 +373,16 @@ def test_a_later_micro_batch_of_other_sequences_spoils_earlier_states(models: Mo
 
 
 @pytest.mark.parametrize("name", ROLLED_BACK)
+def test_with_earlier_states_the_shortest_runs_should_come_first(models: Models, name: str) -> None:
+    with opened(models[name], n_rs_seq=N_ROLLBACK, is_watched=True) as context:
+        for lengths, micro_batches in (((1, 1, 5, 20), [2, 10, 15]), ((20, 5, 1, 1), [*[1] * 12, 8, 5, 2])):
+            context.micro_batches.clear()
+            assert context.decode(*((seq, 0, IDS[:n]) for seq, n in enumerate(lengths))) == 0
+            assert context.micro_batches == micro_batches
+            assert all(context.remove(seq) for seq in range(4))
+
+
+@pytest.mark.parametrize("name", ROLLED_BACK)
 def test_states_of_runs_of_one_length_go_back(models: Models, name: str) -> None:
     with opened(models[name], n_rs_seq=N_ROLLBACK, is_watched=True) as context:
         for seq in (2, 0, 1):

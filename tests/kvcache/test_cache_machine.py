@@ -846,8 +846,10 @@ class CacheMachine(RuleBasedStateMachine):
         return admitted
 
     def apply(self, plan: StepPlan) -> StepResult:
-        if any(work.run.n_drafted for work in plan.work) and self.backend.info.state.kind.has_recurrent_state:
-            assert len({len(work.run.tokens) for work in plan.work}) == 1
+        if self.backend.info.state.n_rollback:
+            lengths = [len(work.run.tokens) for work in plan.work]
+            assert lengths == sorted(lengths)
+            assert len({*lengths}) == 1 or not any(work.run.n_drafted for work in plan.work)
         for work in plan.work:
             asked = self.find(work.request)
             self.backend.namespaces[asked.slot] = asked.namespace
