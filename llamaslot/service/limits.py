@@ -171,7 +171,8 @@ class ProbsLimit(NamedTuple):
         for params, n_prompt in ((each.params, each.prompt.n_tokens) for each in prompts):
             n_new = n_ctx - n_prompt
             if params.max_tokens >= 0:
-                n_new = min(n_new, params.max_tokens)
+                # A context that is shifted limits no reply.
+                n_new = params.max_tokens if params.shift.is_on else min(n_new, params.max_tokens)
             elif not params.sampling.ignore_eos:
                 n_new = 0
             n += params.n * (n_new * (1 + params.sampling.n_probs) + n_prompt * (1 + params.prompt_probs))

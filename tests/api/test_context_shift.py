@@ -53,3 +53,35 @@ async def test_a_prompt_that_does_not_fit_is_refused_as_before(start: Any) -> No
     server = await start(backend=FakeBackend(n_slots=1, n_ctx=256), context_shift=True)
     status, reply = await server.post("/completion", {"prompt": "x" * 300, "n_predict": 4})
     assert (status, reply["error"]["type"]) == (400, "exceed_context_size_error")
+
+
+async def test_each_api_says_that_the_limit_of_tokens_ended_the_reply(start: Any) -> None:
+    server = await start(backend=FakeBackend(n_slots=1, n_ctx=256), context_shift=True)
+    messages = {"messages": CHAT["messages"], "temperature": 0, "ignore_eos": True}
+    chat = await server.ok("/v1/chat/completions", {**messages, "max_tokens": 300})
+    assert (chat["choices"][0]["finish_reason"], chat["usage"]["completion_tokens"]) == ("length", 300)
+    text = await server.ok("/v1/completions", {**BODY, "max_tokens": 300})
+    assert (text["choices"][0]["finish_reason"], text["usage"]["completion_tokens"]) == ("length", 300)
+    message = await server.ok("/v1/messages", {**messages, "max_tokens": 300})
+    assert (message["stop_reason"], message["usage"]["output_tokens"]) == ("max_tokens", 300)
+    response = await server.ok(
+        "/v1/responses", {"input": BODY["prompt"], "max_output_tokens": 300, "temperature": 0, "ignore_eos": True}
+    )
+    assert (response["status"], response["usage"]["output_tokens"]) == ("incomplete", 300)
+    assert response["incomplete_details"] == {"reason": "max_output_tokens"}
+    options = {"num_predict": 300, "temperature": 0, "ignore_eos": True}
+    ollama = await server.ok("/api/chat", {"messages": CHAT["messages"], "options": options, "stream": False})
+    assert (ollama["done_reason"], ollama["eval_count"]) == ("length", 300)
+
+
+@pytest.mark.parametrize("context_shift", [True, False])
+async def test_probabilities_beyond_the_context_count_before_the_reply(start: Any, *, context_shift: bool) -> None:
+    server = await start(
+        backend=FakeBackend(n_slots=1, n_ctx=256), context_shift=context_shift, max_reply_probs=1000
+    )
+    status, reply = await server.post("/completion", {**BODY, "n_predict": 600, "n_probs": 1})
+    if context_shift:
+        assert (status, reply["error"]["param"]) == (400, "n_probs")
+        assert "would have 1200 probabilities" in reply["error"]["message"]
+    else:
+        assert (status, reply["stop_type"]) == (200, "limit")
