@@ -48,7 +48,7 @@ class Admission:
     def __init__(self, cache: KVCache, slots: Sequence[Slot], n_ctx_slot: int) -> None:
         self._cache = cache
         self._slots = slots
-        self._n_ctx_slot = n_ctx_slot
+        self.n_ctx_slot = n_ctx_slot
         self._turns = Turns()
         self._round_start = 0
         """Number of the last turn of a client before this round."""
@@ -150,6 +150,8 @@ class Admission:
 
     def observe_length(self, n_generated: int) -> None:
         """Learn the usual length of replies from a request that ended after `n_generated` tokens."""
+        # With a context shift a reply may be far longer than what a slot holds of it at once.
+        n_generated = min(n_generated, self.n_ctx_slot)
         self._mean_generated += _NEWEST_WEIGHT * (n_generated - self._mean_generated)
 
     def siblings(self, request: Request) -> list[Request]:
@@ -317,7 +319,7 @@ class Admission:
     def n_expected(self, request: Request) -> int:
         """Return how many more tokens a request is expected to generate."""
         expected = max(MIN_EXPECTED_TOKENS, round(self._mean_generated) - request.n_generated)
-        expected = min(expected, self._n_ctx_slot - len(request.tokens))
+        expected = min(expected, self.n_ctx_slot - len(request.tokens))
         remaining = request.n_remaining
         return expected if remaining is None else min(remaining, expected)
 

@@ -17,6 +17,8 @@ from llamaslot.base.kv_ops import Remove, Shift
 from llamaslot.base.namespaces import is_shifted
 from llamaslot.base.tokens import n_common
 from llamaslot.kvcache.offloading import Offloader
+from llamaslot.kvcache.slot_snapshots import UnsavableSlotError
+from llamaslot.scheduler import admission
 from llamaslot.scheduler.request import Request, RequestState
 from tests.scheduler.test_scheduler import Driver, TimedBackend, as_letters, generated
 
@@ -148,6 +150,35 @@ def test_a_preempted_request_starts_again_from_what_it_has_left() -> None:
     driver.finish(request)
     assert request.n_generated == 100
     assert request.n_cached <= request.n_prompt
+
+
+def test_a_cancelled_request_leaves_only_what_it_had_computed_before() -> None:
+    driver = Driver(n_slots=2, n_ctx=N_CTX, n_reserved=2, ram_bytes=10**6)
+    request = driver.submit("abcdefgh" * 2, max_tokens=-1, shift=ON)
+    before, _ = until_shifted(driver, request)
+    driver.scheduler.end(request, driver.backend.now, cancelled=True)
+    driver.step()
+    assert not shifted_paths(driver)
+    assert driver.cache.length(request.slot) == 0
+    assert driver.match(as_letters(before)).n_cached == N_CTX - 1
+
+
+def test_the_slot_of_a_reply_that_was_shifted_cannot_be_saved() -> None:
+    driver = Driver(n_slots=2, n_ctx=N_CTX, n_reserved=2, ram_bytes=10**6)
+    request = driver.run("a" * 20, max_tokens=100, shift=ON)
+    assert request.n_discarded
+    with pytest.raises(UnsavableSlotError, match="empty"):
+        driver.cache.save_slot(request.slot)
+
+
+def test_a_long_reply_counts_as_one_that_fills_its_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or the next ones would each be expected to fill theirs, and so run one after another."""
+    monkeypatch.setattr(admission, "MIN_EXPECTED_TOKENS", 1)
+    monkeypatch.setattr(admission, "_NEWEST_WEIGHT", 0.25)
+    driver = Driver(n_slots=2, n_ctx=N_CTX, n_reserved=2)
+    driver.run("a" * 20, max_tokens=4 * N_CTX, shift=ON)
+    later = driver.submit("b" * 8, max_tokens=-1)
+    assert driver.scheduler.admission.n_expected(later) == N_CTX // 4
 
 
 def test_a_private_request_leaves_nothing() -> None:
