@@ -63,7 +63,9 @@ class LayoutChoice:
         """Return the layout (True for unified) for running requests and those that free slots go to next."""
         settings = self._cache.settings
         waiting = self._admission.next_up()
-        is_too_long = any(len(request.tokens) > settings.part_cells for request in running)
+        # Forced tokens may exceed a context that is shifted before they are computed.
+        n_ctx = self._admission.n_ctx_slot
+        is_too_long = any(min(len(request.tokens), n_ctx) > settings.part_cells for request in running)
         # While memory is short, running requests would lose their KV by a change, so a long request waits for them.
         may_change = settings.unified or not running or self._cache.can_empty_pool
         if is_too_long or (may_change and any(map(self._admission.exceeds_part, waiting))):

@@ -7,12 +7,14 @@ import asyncio
 import msgspec
 import pytest
 
-from llamaslot.base.commands import InspectEngine
+from llamaslot.base.commands import ContextShift, InspectEngine
 from llamaslot.base.events import Finished, Started
+from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.model import KvCost
 from llamaslot.base.stats import EngineState
 from llamaslot.kvcache.cache_settings import Budgets, cache_settings
 from llamaslot.scheduler.admission import MAX_CANDIDATES
+from llamaslot.text.grammars.json_schema import json_schema_constraint
 from tests.engine.harness import Harness, alone, running
 from tests.fake_backend import FakeBackend
 
@@ -167,6 +169,39 @@ async def test_a_reply_may_outgrow_its_part() -> None:
         assert end.progress.n_generated == 100
         assert engine.text("long") == await alone("f" * 50, cold, max_tokens=100)
         assert backend.info.unified
+
+
+async def test_the_pool_stays_as_it_is_beside_a_request_whose_context_was_shifted() -> None:
+    """What it has left can be neither saved nor loaded."""
+    backend = Backend()
+    backend.info = msgspec.structs.replace(backend.info, n_ctx_slot=64)
+    async with running(backend, **RAM) as engine:
+        fields = {"sampling": Sampling(temperature=0.0, ignore_eos=True), "shift": ContextShift(is_on=True)}
+        long = engine.submit("long", "f" * 40, max_tokens=300, **fields)
+        while not any(request.n_discarded for request in engine.engine.scheduler.running):
+            await asyncio.sleep(0)
+        await answers(engine, PROMPTS)
+        assert not long.done()
+        assert not backend.layouts
+        assert isinstance(await long, Finished)
+        await answers(engine, [prompt + "h" for prompt in PROMPTS])
+        assert backend.layouts == [False]
+
+
+async def test_forced_tokens_beyond_a_context_that_is_shifted_fit_into_a_part() -> None:
+    backend = Backend()
+    backend.info = msgspec.structs.replace(backend.info, n_ctx_slot=64)
+    properties = {"a": {"const": "0123456789" * 12}, "b": {"type": "string"}}
+    schema = {"type": "object", "properties": properties, "required": ["a", "b"]}
+    constraint = json_schema_constraint(schema, "json_schema", compact=True)
+    async with running(backend, **RAM) as engine:
+        await answers(engine, PROMPTS)
+        assert backend.layouts == [False]
+        fields = {"shift": ContextShift(is_on=True), "constraint": constraint}
+        end = await engine.submit("long", "f" * 40, max_tokens=-1, **fields)
+        assert isinstance(end, Finished)
+        assert end.truncated
+        assert backend.layouts == [False]
 
 
 async def test_the_pool_stays_as_it_is() -> None:
