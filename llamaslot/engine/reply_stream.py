@@ -143,7 +143,8 @@ def prefill_events(
     """Yield the progress of a step's prompts for clients that want it; before the step unless `is_computed`."""
     for request, run in ((each.request, each.run) for each in plan.work):
         reply = replies.get(request.id) if request.params.return_progress else None
-        if reply is not None and run.start < request.n_prompt:
+        # After a context shift, positions are not those of the prompt.
+        if reply is not None and run.start < request.n_prompt and not request.n_discarded:
             n_processed = run.start + (len(run.tokens) - run.n_drafted) * is_computed
             if event := reply.prefill(n_processed, request.progress(now, n_processed)):
                 yield event

@@ -12,17 +12,20 @@ import msgspec
 import numpy as np
 import pytest
 
+from llamaslot.base.adapters import Adapters, applied
 from llamaslot.base.backend import Run, Status
 from llamaslot.base.commands import ContextShift, InspectEngine
-from llamaslot.base.events import Finished
+from llamaslot.base.events import Finished, Output
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.kv_ops import Copy, Load, Operation, Remove, Save, Share, Shift
-from llamaslot.scheduler import admission
+from llamaslot.scheduler import admission, drafter
+from llamaslot.scheduler.step import StepPlan
 from llamaslot.text.grammars.json_schema import json_schema_constraint
 from tests.conftest import LONG
 from tests.engine.harness import Accepted, Harness, alone, draft_replies, running
 from tests.engine.test_no_memory import Failing
-from tests.fake_backend import FakeBackend
+from tests.fake_backend import BOS, FakeBackend, token_of
+from tests.prompt_threads import text_request
 
 N_CTX = 96
 ON = ContextShift(is_on=True)
@@ -34,10 +37,30 @@ LAYOUTS: tuple[dict[str, Any], ...] = (
 )
 
 
-def as_llama_server_replies(prompt: Sequence[int], n: int, n_keep: int, n_discard: int) -> list[int]:
-    """The greedy tokens of a reply that shifts its context, on a backend of its own."""
-    backend = FakeBackend(n_slots=1, n_ctx=N_CTX)
-    sampler = backend.new_sampler(OPEN, np.empty(0, dtype=np.int32))
+def ids_of(prompt: str) -> list[int]:
+    return [BOS, *prompt.encode()]
+
+
+def wide(n_slots: int, **shape: Any) -> FakeBackend:
+    """A pool with cells for a whole context of each slot."""
+    backend = FakeBackend(n_slots=n_slots, n_ctx=n_slots * N_CTX, n_reserved=2, n_ubatch=16, **shape)
+    backend.info = msgspec.structs.replace(backend.info, n_ctx_slot=N_CTX)
+    return backend
+
+
+def as_llama_server_replies(
+    prompt: Sequence[int],
+    n: int,
+    n_keep: int = 0,
+    n_discard: int = 0,
+    *,
+    sampling: Sampling = OPEN,
+    adapters: Adapters = (),
+) -> list[int]:
+    """The tokens of a reply that shifts its context, on a backend of its own."""
+    backend = FakeBackend(n_slots=1, n_ctx=N_CTX, n_adapters=2)
+    backend.use_adapters(adapters)
+    sampler = backend.new_sampler(sampling, np.empty(0, dtype=np.int32))
     n_kept = min(len(prompt) if n_keep < 0 else n_keep, N_CTX - 4)
     found: list[int] = []
     pending = list(prompt)
@@ -61,29 +84,108 @@ def as_llama_server_replies(prompt: Sequence[int], n: int, n_keep: int, n_discar
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("shift", [(0, 0), (-1, 0), (5, 3), (0, 10**6), (10**6, 0)])
-@pytest.mark.parametrize("n_drafted", [(0, 0), (3, 4)])
+@pytest.mark.parametrize("n_drafted", [(0, 0), (3, 4), (7, 0)])
 async def test_a_reply_goes_on_as_with_llama_server(
     layout: dict[str, Any], shift: tuple[int, int], n_drafted: tuple[int, int]
 ) -> None:
     prompt = "a prompt of some words"
+    expected = as_llama_server_replies(ids_of(prompt), 250, *shift)
+    text = bytes(expected).decode()
     async with running(FakeBackend(n_ubatch=16, **layout), ram_bytes=10**6) as engine:
-        first = await alone(prompt, FakeBackend(n_slots=1, n_ctx=N_CTX), sampling=OPEN, max_tokens=-1)
-        draft_replies(engine, n_drafted, {prompt: first})
+        draft_replies(engine, n_drafted, {prompt: text})
         end = await engine.submit("r", prompt, sampling=OPEN, max_tokens=250, shift=ContextShift(True, *shift))
         assert isinstance(end, Finished)
         (accepted,) = [each for each in engine.events["r"] if isinstance(each, Accepted)]
-        assert engine.tokens("r") == as_llama_server_replies(accepted.prompt_tokens, 250, *shift)
+        assert list(accepted.prompt_tokens) == ids_of(prompt)
+        assert engine.tokens("r") == expected
         assert (end.reason, end.truncated, end.progress.n_generated) == ("limit", True, 250)
         assert (end.generated, end.progress.n_held) == (None, 0)
         progress = end.progress
         assert progress.n_cached + progress.n_prompt_computed == progress.n_prompt
+        if n_drafted == (7, 0) and shift != (10**6, 0):
+            # Unless a shift leaves place for one token only, drafts go on after it: a context has not so many.
+            assert progress.n_accepted > N_CTX
         state = await engine.ask(InspectEngine())
         assert state.cache.context_shifts > 0
         # Again: what the prompt has computed is still there.
         again = await engine.submit("again", prompt, sampling=OPEN, max_tokens=60)
         assert isinstance(again, Finished)
-        assert engine.text("again") == first[:60]
+        assert engine.text("again") == text[:60]
         assert again.progress.n_cached == again.progress.n_prompt - 1
+
+
+class Repeating(FakeBackend):
+    """A model that repeats its last 20 tokens, whatever was discarded before."""
+
+    def _logits(self, seq: int) -> int:
+        seen = self.seen(seq)
+        return self.alphabet.index(token_of(seen[-20][1])) * self._eos_every + 1
+
+
+async def test_what_a_reply_repeats_is_drafted_after_a_shift_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drafter, "MIN_GAIN", -100.0)
+    prompt, n_drafted, replies = "abcdefghijklmnopqrst" * 2, [0, 0], []
+    for i, max_draft in enumerate((0, 7)):
+        async with running(Repeating(n_slots=1, n_ctx=N_CTX, n_ubatch=64)) as engine:
+            plan = engine.engine.scheduler.plan
+
+            def planned(now: float, plan: Any = plan, i: int = i) -> StepPlan:
+                made: StepPlan = plan(now)
+                n_drafted[i] += sum(work.run.n_drafted for work in made.work if work.request.n_discarded)
+                return made
+
+            engine.engine.scheduler.plan = planned
+            fields = {"sampling": OPEN, "max_tokens": 300, "max_draft": max_draft, "shift": ON}
+            await engine.submit("r", prompt, **fields)
+            replies.append(engine.text("r"))
+    assert replies == [(prompt * 8)[:300]] * 2
+    assert n_drafted[0] == 0 < n_drafted[1]
+
+
+@pytest.mark.parametrize("cache_prompt", [True, False])
+async def test_each_choice_of_a_prompt_is_shifted_for_itself(*, cache_prompt: bool) -> None:
+    prompt = "a few words " * 7
+    sampling = Sampling(seed=3, ignore_eos=True)
+    async with running(wide(2)) as engine:
+        fields = {"sampling": sampling, "max_tokens": 200, "shift": ON, "cache_prompt": cache_prompt}
+        ends = engine.submit_all(text_request("r", prompt, n=2, return_progress=True, **fields))
+        for i, end in enumerate(ends):
+            ended = await end
+            assert isinstance(ended, Finished)
+            assert (ended.reason, ended.truncated, ended.generated) == ("limit", True, None)
+            own = msgspec.structs.replace(sampling, seed=3 + i)
+            assert engine.tokens(f"r-{i}") == as_llama_server_replies(ids_of(prompt), 200, sampling=own)
+            # After a shift the first positions are not the prompt's, so they are no progress of it.
+            outputs = [event for event in engine.events[f"r-{i}"] if isinstance(event, Output)]
+            has_begun = [bool(event.tokens) for event in outputs]
+            assert all(event.prefill is None for event in outputs[has_begun.index(True) :])
+
+
+async def test_replies_with_different_adapters_are_shifted_side_by_side() -> None:
+    backend = wide(3, n_adapters=2)
+    sets = [applied(backend.info.adapters, scales) for scales in ((0.0, 0.0), (1.0, 0.0), (0.0, 1.0))]
+    prompt = "a prompt of some words"
+    async with running(backend, ram_bytes=10**6) as engine:
+        fields = {"sampling": OPEN, "max_tokens": 200, "shift": ON}
+        ends = [engine.submit(str(i), prompt, adapters=each, **fields) for i, each in enumerate(sets)]
+        for i, (end, adapters) in enumerate(zip(ends, sets, strict=True)):
+            assert isinstance(await end, Finished)
+            assert engine.tokens(str(i)) == as_llama_server_replies(ids_of(prompt), 200, adapters=adapters)
+        for i, adapters in enumerate(sets):
+            end = await engine.submit(f"again {i}", prompt, sampling=OPEN, max_tokens=20, adapters=adapters)
+            assert isinstance(end, Finished)
+            assert engine.tokens(f"again {i}") == engine.tokens(str(i))[:20]
+            assert end.progress.n_cached == end.progress.n_prompt - 1
+
+
+async def test_where_moving_tokens_has_become_impossible_a_full_context_ends_the_reply() -> None:
+    backend = FakeBackend(n_slots=1, n_ctx=N_CTX)
+    async with running(backend) as engine:
+        backend.info = msgspec.structs.replace(backend.info, shift_failure="the self-test has failed")
+        end = await engine.submit("r", "a prompt", sampling=OPEN, max_tokens=200, shift=ON)
+        assert isinstance(end, Finished)
+        assert (end.reason, end.truncated) == ("limit", True)
+        assert end.progress.n_prompt + end.progress.n_generated == N_CTX
 
 
 async def test_a_reply_within_its_context_is_not_truncated() -> None:
