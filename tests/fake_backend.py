@@ -4,9 +4,9 @@ A cell holds a token, its position and the set of sequence ids that use it, as i
 A generated token is a hash of the (position, token) pairs of its sequence, so wrong KV gives a wrong token. So does
 a wrong partial state, in models of a `kind` that has one: a hash of the tokens that were computed in the sequence.
 What is computed with LoRA adapters has other tokens in its cells (`adapted`), and so has what was moved to other
-positions (`moved`). Constraints are followed by the real
-matcher, on a vocabulary of bytes. Tests choose which decodes fail. The state machine that tests the real backend
-(`tests/backend/test_state_machine.py`) tests this one too, so it cannot be bent to pass.
+positions (`moved`). Constraints are followed by the real matcher, on a vocabulary of bytes. Tests choose which
+decodes fail. The state machine that tests the real backend (`tests/backend/test_state_machine.py`) tests this one
+too, so it cannot be bent to pass.
 """
 
 from __future__ import annotations
@@ -310,13 +310,13 @@ class FakeBackend:
                 if not self._can_reuse and not self.info.can_trim and 0 < keep < self.seq_len(seq):
                     raise kv_ops.IllegalCallError("this model's sequences can only be cleared whole")
                 self._remove(operation)
+            case kv_ops.Copy(src) | kv_ops.Share(src) | kv_ops.Save(src=src) if src in self._unrotated:
+                raise kv_ops.IllegalCallError(f"{operation}: the keys of moved tokens are not rotated yet")
             case kv_ops.Share(src, dst, start, end):
                 self._pool(dst).remove(dst, start, end)
                 self._pool(dst).copy(src, dst, start, end)
             case kv_ops.Shift():
                 self._shift(operation)
-            case kv_ops.Copy(src) | kv_ops.Save(src=src) if src in self._unrotated:
-                raise kv_ops.IllegalCallError(f"{operation}: the keys of moved tokens are not rotated yet")
             case kv_ops.Copy(src, dst, start, end):
                 self.states.copy(operation, self.seq_len(src))
                 if self.info.unified:

@@ -14,6 +14,7 @@ from llamaslot.backend.llama import LlamaBackend, LlamaSettings
 from llamaslot.base.backend import Run
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.kv_ops import Remove
+from tests.recorder import Past
 
 
 class Noise:
@@ -33,11 +34,11 @@ class Noise:
         with self._opened() as backend:
             return max(noise for _, noise in self._spread(backend, history))
 
-    def explains(self, history: Sequence[int], warm: int, cold: int) -> bool:
-        """True if `warm` may stand for `cold` as the greedy token after `history`."""
+    def explains(self, history: Sequence[int], warm: int, cold: int, past: Past = ()) -> bool:
+        """True if `warm` may stand for `cold` as the greedy token after `history`, and the shifts before."""
         self.n_explained += 1
         with self._opened() as backend:
-            spread = self._spread(backend, history)
+            spread = self._spread(backend, history, past)
             return any(abs(reference[warm] - reference[cold]) <= 2 * noise for reference, noise in spread)
 
     def explains_draw(
@@ -106,10 +107,12 @@ class Noise:
         sampler.close()
         return drawn
 
-    def _spread(self, backend: LlamaBackend, history: Sequence[int]) -> Iterator[tuple[np.ndarray, float]]:
+    def _spread(
+        self, backend: LlamaBackend, history: Sequence[int], past: Past = ()
+    ) -> Iterator[tuple[np.ndarray, float]]:
         """Logits after `history`, and the distance that rounding moves them, which grows with what was computed."""
         whole = self._settings.n_ubatch
-        reference = self._logits(backend, history, whole, 0)
+        reference = logits_after(backend, history, whole, past=past)
         # A token alone in its batch goes through other kernels, and cells out of order are added up in another one.
         last_alone = next(n for n in range(whole, 0, -1) if n == 1 or len(history) % n == 1)
         shapes = [(last_alone, 0, False), (7, 0, False), (20, 40, True), (1, 40, False), (whole, 33, False)]
@@ -117,25 +120,26 @@ class Noise:
         shapes += [(1, 0, False), (3, 60, False), (5, 9, False), (12, 1, False)]
         noise = 0.0
         for shape in shapes:
-            other = self._logits(backend, history, *shape)
+            other = logits_after(backend, history, *shape, past=past)
             noise = max(noise, float(np.abs(reference - other).max()))
             yield reference, noise
 
     def logits(self, history: Sequence[int], chunk: int, n_before: int) -> np.ndarray:
         """Logits after `history`, decoded in chunks, the first behind `n_before` cells that then come free."""
         with self._opened() as backend:
-            return self._logits(backend, history, chunk, n_before)
-
-    def _logits(
-        self, backend: LlamaBackend, history: Sequence[int], chunk: int, n_before: int, is_scattered: bool = False
-    ) -> np.ndarray:
-        return logits_after(backend, history, chunk, n_before, is_scattered)
+            return logits_after(backend, history, chunk, n_before)
 
 
 def logits_after(
-    backend: LlamaBackend, history: Sequence[int], chunk: int, n_before: int = 0, is_scattered: bool = False
+    backend: LlamaBackend,
+    history: Sequence[int],
+    chunk: int,
+    n_before: int = 0,
+    is_scattered: bool = False,
+    *,
+    past: Past = (),
 ) -> np.ndarray:
-    """Return the logits after `history`, decoded in chunks into sequence 0 of an empty pool.
+    """Return the logits after `history`, decoded in chunks into sequence 0 of an empty pool, with `past` shifts.
 
     Sequence 1 takes `n_before` cells before the first chunk, which come free behind it. If it `is_scattered`, each
     chunk of the first half lies behind as many, which come free before the second half: its chunks lie between
@@ -143,18 +147,22 @@ def logits_after(
     times as far as chunk sizes do.
     """
     backend._clear()
-    n_free = backend.info.n_ctx - len(history)
+    parts = [*past, (history, None)]
+    n_free = backend.info.n_ctx - max(len(tokens) for tokens, _ in parts)
     n_taken = 0
-    for at in range(0, len(history), chunk):
-        n_others = min(n_before, n_free - n_taken, backend.info.n_ubatch)
-        if n_others > 0 and (at == 0 or (is_scattered and at < len(history) // 2)):
-            backend.decode([Run(1, n_taken, np.full(n_others, 97, dtype=np.int32), 0)])
-            n_taken += n_others
-        elif n_taken:
-            backend.change(Remove(1, 0))
-            n_taken = n_free
-        part = np.array(history[at : at + chunk], dtype=np.int32)
-        backend.decode([Run(0, at, part, at + chunk >= len(history))])
+    for tokens, shift in parts:
+        for at in range(backend.seq_len(0), len(tokens), chunk):
+            n_others = min(n_before, n_free - n_taken, backend.info.n_ubatch)
+            if n_others > 0 and (at == 0 or (is_scattered and at < len(tokens) // 2)):
+                backend.decode([Run(1, n_taken, np.full(n_others, 97, dtype=np.int32), 0)])
+                n_taken += n_others
+            elif n_taken:
+                backend.change(Remove(1, 0))
+                n_taken = n_free
+            part = np.array(tokens[at : at + chunk], dtype=np.int32)
+            backend.decode([Run(0, at, part, at + chunk >= len(tokens))])
+        if shift is not None:
+            backend.change(replace(shift, seq=0))
     return last_logits(backend)
 
 

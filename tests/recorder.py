@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 from llamaslot.base.adapters import Adapters
 from llamaslot.base.backend import Backend, CompiledConstraint, Decoded, Draws, Run, Sampler, Status
@@ -28,11 +28,16 @@ from llamaslot.base.kv_ops import (
     Restore,
     Save,
     Share,
+    Shift,
     Take,
 )
 from llamaslot.base.stats import BackendStats
 from llamaslot.base.tokens import Tokens
-from tests.fake_backend import FakeBackend, sent
+from tests.fake_backend import FakeBackend, sent, token_of
+
+Past: TypeAlias = Sequence[tuple[Sequence[int], Shift]]
+"""The shifts of a sequence, each with all tokens that it held before: what is left depends on those that are gone.
+"""
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,8 @@ class Held:
     tokens: list[int] = field(default_factory=list)
     prefixes: list[int] = field(default_factory=list)
     namespace: str = ""
+    past: list[tuple[Sequence[int], Shift]] = field(default_factory=list)
+    """A `Past`; empty for KV that is that of its tokens."""
 
     def __len__(self) -> int:
         """Tokens held."""
@@ -62,6 +69,8 @@ class Held:
     def truncate(self, keep: int) -> None:
         for each in (self.cells, self.tokens, self.prefixes):
             del each[keep:]
+        if not keep:
+            self.past.clear()
 
 
 @dataclass(frozen=True)
@@ -76,6 +85,8 @@ class Offloaded:
 
 class Recorder:
     """Passes everything on to `inner`; `namespaces` has the namespace in which each sequence is computed next.
+
+    A shift moves its sequence to that namespace. What was moved is neither copied nor saved.
 
     What was saved in the namespace `public` may be loaded into any other.
     """
@@ -142,7 +153,8 @@ class Recorder:
         if isinstance(self.inner, FakeBackend):
             assert self.inner.cells_used == n_cells
             for seq, (held, seen) in enumerate(zip(self.held, self.inner.contents(), strict=True)):
-                assert seen == list(enumerate(held.tokens)), seq
+                tokens = [(position, token_of(token)) for position, token in seen] if held.past else seen
+                assert tokens == list(enumerate(held.tokens)), seq
             return [range(len(held)) for held in self.held]
         if not self.is_loaded:
             assert not any(self.held)
@@ -159,6 +171,9 @@ class Recorder:
             raise NotSavedError(operation.segment)
         if isinstance(operation, Take | Restore):
             self._take(operation) if isinstance(operation, Take) else self._restore(operation)
+            return
+        if isinstance(operation, Shift):
+            self._shift(operation)
             return
         if isinstance(operation, Free) and operation.segment in self.checkpoints:
             self.inner.change(operation)
@@ -181,6 +196,7 @@ class Recorder:
             return
         source, target = self.held[operation.src], self.held[operation.dst]
         start, end = operation.start, operation.end
+        assert not source.past, f"{operation} of what was moved"
         assert source.namespace == target.namespace or not target.cells, f"{operation} between two namespaces"
         if isinstance(operation, Copy):
             assert source.prefixes[:start] == target.prefixes, f"{operation} of something else"
@@ -256,9 +272,32 @@ class Recorder:
         assert save.segment not in self._place_of(save.segment)
         source, part = self.held[save.src], slice(save.start, save.end)
         assert save.end <= len(source)
+        assert not source.past, f"{save} of what was moved"
         tokens, prefixes = source.tokens[part], source.prefixes[part]
         stored = Offloaded(source.namespace, save.start, tokens, prefixes)
         self._place_of(save.segment)[save.segment] = self.saved[save.segment] = stored
+
+    def _shift(self, shift: Shift) -> None:
+        """Discard tokens of a sequence, which has cells of its own and a namespace of its own from now on."""
+        held = self.held[shift.seq]
+        others = {cell for each in self.held if each is not held for cell in each.cells}
+        copies = shift.copies and self.info.unified
+        assert copies or others.isdisjoint(held.cells), f"{shift} moves cells of others"
+        try:
+            self.inner.change(shift)
+        except MemoryError as error:
+            raise AssertionError(f"{shift}: too few cells") from error
+        held.past.append((tuple(held.tokens), shift))
+        for each in (held.cells, held.tokens):
+            del each[shift.start : shift.end]
+        if copies:
+            held.cells.clear()
+            self._take_cells(held)
+        assert held.namespace != self.namespaces[shift.seq], f"{shift} in a namespace in which it was computed"
+        held.namespace = self.namespaces[shift.seq]
+        held.prefixes = self.named(held.namespace, held.tokens)
+        if self.info.unified:
+            assert len(self.cells) <= self.info.n_ctx, f"{shift} of more than there was room for"
 
     def _load(self, load: Load) -> None:
         """Load parts of segments that continue what the target holds; it gets cells of its own."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.kv_ops import Remove
 from tests.kvcache.test_cache_machine import COUNTS, CacheMachine
 from tests.noise import Noise
+from tests.recorder import Past
 
 N_CTX = 512
 N_UBATCH = 64
@@ -31,14 +33,17 @@ class LlamaMachine(CacheMachine):
     cold: LlamaBackend
     noise: Noise
 
-    def check_token(self, history: list[int], sampling: Sampling, n_drawn: int, token: int) -> None:
+    def check_token(
+        self, history: list[int], sampling: Sampling, n_drawn: int, token: int, past: Past = ()
+    ) -> None:
         if sampling.temperature > 0:
             return
-        (expected,) = self.cold_tokens(history, sampling, 1)
-        assert token == expected or self.noise.explains(history, token, expected), "not what a cold run gives"
+        (expected,) = self.cold_tokens(history, sampling, 1, past=past)
+        is_same = token == expected or self.noise.explains(history, token, expected, past)
+        assert is_same, "not what a cold run gives"
 
-    def cold_tokens(self, history: list[int], sampling: Sampling, n: int) -> list[int]:
-        compute(self.cold, history)
+    def cold_tokens(self, history: list[int], sampling: Sampling, n: int, *, past: Past = ()) -> list[int]:
+        compute(self.cold, history, past)
         sampler = self.cold.new_sampler(sampling, np.empty(0, dtype=np.int32))
         found: list[int] = []
         for end in range(len(history), min(len(history) + n, N_CTX)):
@@ -51,10 +56,21 @@ class LlamaMachine(CacheMachine):
         return found
 
 
-def compute(backend: LlamaBackend, tokens: Sequence[int]) -> None:
-    """Compute all tokens in the first sequence, from an empty one on, with logits for the last."""
+def compute(backend: LlamaBackend, tokens: Sequence[int], past: Past = ()) -> None:
+    """Compute all tokens in the first sequence, from an empty one on, with logits for the last.
+
+    The shifts of `past` come before.
+    """
     backend.change(Remove(0, 0))
-    for at in range(0, len(tokens), N_UBATCH):
+    for held, shift in past:
+        append(backend, held)
+        backend.change(replace(shift, seq=0))
+    append(backend, tokens)
+
+
+def append(backend: LlamaBackend, tokens: Sequence[int]) -> None:
+    """Compute the tokens that the first sequence does not hold yet, with logits for the last."""
+    for at in range(backend.seq_len(0), len(tokens), N_UBATCH):
         chunk = np.array(tokens[at : at + N_UBATCH], dtype=np.int32)
         run = Run(0, at, chunk, n_outputs=at + N_UBATCH >= len(tokens))
         assert backend.decode([run]).status is Status.OK

@@ -30,10 +30,10 @@ from hypothesis.stateful import (
 )
 
 from llamaslot.base.backend import Backend, Run, Status
-from llamaslot.base.commands import GenerateParams, LocalTier
+from llamaslot.base.commands import ContextShift, GenerateParams, LocalTier
 from llamaslot.base.generation.sampling import Sampling
-from llamaslot.base.kv_ops import Copy, Kv, Load, Remove, Save
-from llamaslot.base.model import SegmentSize, StepCost
+from llamaslot.base.kv_ops import Copy, Kv, Load, Remove, Save, Shift
+from llamaslot.base.model import ModelInfo, SegmentSize, StepCost
 from llamaslot.base.namespaces import PUBLIC_SALT, key_salt, key_secret
 from llamaslot.base.tokens import TokenizedPrompt, packed, unpacked
 from llamaslot.kvcache import ghost_list
@@ -66,10 +66,11 @@ from tests.conftest import LONG
 from tests.fake_backend import EOS, FakeBackend, FakeSampler
 from tests.fake_disk import FakeDisk
 from tests.pool import tokens_of
-from tests.recorder import Failure, Offloaded, Recorder
+from tests.recorder import Failure, Offloaded, Past, Recorder
 
 LETTERS = 97, 98
 MIN_SHARED = 4
+NO_SHIFT = ContextShift()
 
 ALWAYS_PADDED = StepCost(step_us=1.0, token_us=0.0, token_cell_us=0.0, block_us=0.0, block_cell_us=0.0)
 
@@ -128,6 +129,8 @@ class Asked:
     prompt: list[int]
     namespace: str
     generated: list[int] = field(default_factory=list)
+    discarded: list[tuple[int, int]] = field(default_factory=list)
+    """Ranges of its tokens that were discarded, each in what was left then."""
     slot: int = -1
     """Where it runs; -1 while it does not."""
     n_start: int = 0
@@ -146,7 +149,10 @@ class Asked:
 
     @property
     def tokens(self) -> list[int]:
-        return self.prompt + self.generated
+        tokens = self.prompt + self.generated
+        for start, end in self.discarded:
+            del tokens[start:end]
+        return tokens
 
     @property
     def params(self) -> GenerateParams:
@@ -195,15 +201,27 @@ class CacheMachine(RuleBasedStateMachine):
     control: ClassVar[tuple[int, ...]] = ()
     """Letters that count as control tokens."""
 
+    asked: list[Asked]
+    names: dict[str, str]
+    """The machine's names of all namespaces, by the scheduler's."""
+    just_shifted: AbstractSet[Asked] = frozenset()
+    """Requests whose context the last plan has shifted."""
+
     def new_backend(self, shape: Shape) -> Backend:
         raise NotImplementedError
 
-    def check_token(self, history: list[int], sampling: Sampling, n_drawn: int, token: int) -> None:
+    def check_token(
+        self, history: list[int], sampling: Sampling, n_drawn: int, token: int, past: Past = ()
+    ) -> None:
         raise NotImplementedError
 
-    def cold_tokens(self, history: list[int], sampling: Sampling, n: int) -> list[int]:
-        """The greedy tokens that follow a history in a cold run, at most `n`."""
+    def cold_tokens(self, history: list[int], sampling: Sampling, n: int, *, past: Past = ()) -> list[int]:
+        """The greedy tokens that follow a history in a cold run with the same shifts, at most `n`."""
         raise NotImplementedError
+
+    def slot_context(self) -> int:
+        """Tokens that a slot may hold."""
+        return self.backend.info.n_ctx_slot
 
     @initialize(
         layout=st.integers(0, 20),
@@ -260,7 +278,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.shape = shape
         self.backend = Recorder(self.new_backend(shape), self.public)
         info = self.backend.info
-        self.n_ctx_slot = info.n_ctx_slot
+        self.n_ctx_slot = self.slot_context()
         self.ram_bytes = self.size_of(int(ram * n_ctx))
         self.disk_bytes = self.size_of(int(disk * n_ctx))
         self.bytes_per_key = self.size_of(int(self.pools_per_key * n_ctx))
@@ -279,7 +297,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.memory_read_at = 0.0
         self.step_cost = ALWAYS_PADDED if query_block else None
         self.scheduler = Scheduler(
-            msgspec.structs.replace(info, step_cost=self.step_cost),
+            self.model_info(),
             self.cache_settings(
                 n_slots=info.n_slots,
                 n_cells=info.n_ctx,
@@ -308,7 +326,7 @@ class CacheMachine(RuleBasedStateMachine):
         )
         self.acquire_slot, self.cache.acquire = self.cache.acquire, self.acquire
         self.is_sound = True
-        self.asked: list[Asked] = []
+        self.asked, self.names = [], {}
         self.now = 0.0
         self.incomplete: AbstractSet[int] = frozenset()
         """Sequences that do not hold what the last plan said, for want of memory."""
@@ -320,6 +338,10 @@ class CacheMachine(RuleBasedStateMachine):
         """State in which `check_agreement` last compared everything: calls, version of the tree, requests."""
         self.is_recovering = False
         """True if the last step failed, so that the next plan may evict what it likes."""
+
+    def model_info(self) -> ModelInfo:
+        """The model as the scheduler knows it."""
+        return msgspec.structs.replace(self.backend.info, step_cost=self.step_cost, n_ctx_slot=self.n_ctx_slot)
 
     def cache_settings(self, **fields: Any) -> CacheSettings:
         """Settings of the cache, with those of `start`."""
@@ -337,7 +359,7 @@ class CacheMachine(RuleBasedStateMachine):
     def new_request(
         self, prompt: list[int], *, salt: int = 0, cached: bool = True, max_tokens: int = 1, seed: int = 0,
         greedy: bool = True, group: str = "", pin: int = -1, endless: bool = False, is_background: bool = False,
-        is_kept: bool | None = None,
+        is_kept: bool | None = None, shift: ContextShift = NO_SHIFT,
     ) -> None:  # fmt: skip
         prompt = prompt[: self.n_ctx_slot - 1]
         name = f"r{len(self.asked)}"
@@ -345,6 +367,7 @@ class CacheMachine(RuleBasedStateMachine):
             name,
             sampling=Sampling(temperature=0.0 if greedy else 1.0, seed=seed, ignore_eos=endless),
             max_tokens=max_tokens,
+            shift=shift,
             cache_prompt=cached,
             cache_salt=self.salts[salt],
             group=group,
@@ -361,6 +384,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.scheduler.submit(request)
         namespace = f"salt {salt}" if cached and can_reuse else f"private {group or name}"
         self.asked.append(Asked(request, prompt, namespace))
+        self.names[request.namespace] = namespace
         COUNTS["requests"] += 1
 
     def prompt(self, origin: int, share: float, tail: int, n_tail: int) -> list[int]:
@@ -716,8 +740,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.empty_pool()
         is_unified = not self.backend.info.unified
         self.backend.set_layout(unified=is_unified)
-        info = msgspec.structs.replace(self.backend.info, step_cost=self.step_cost)
-        self.scheduler.set_layout(info, self.backend.n_seqs)
+        self.scheduler.set_layout(self.model_info(), self.backend.n_seqs)
         COUNTS["unified again" if is_unified else "partitioned"] += 1
 
     def empty_pool(self) -> None:
@@ -727,7 +750,7 @@ class CacheMachine(RuleBasedStateMachine):
         before = Before(self)
         self.scheduler.empty_pool(self.now)
         self.carry_out(StepPlan(self.cache.take_operations()))
-        lost = before.prefixes_in({each.namespace for each in self.living}) - self.offloaded
+        lost = before.prefixes_in(self.wanted) - self.offloaded
         lacks_ram = self.was_short or self.is_squeezed or self.has_little_ram or self.is_ram_full
         assert not lost or lacks_ram or not self.cache.settings.offloads, "lost with the pool"
 
@@ -756,6 +779,7 @@ class CacheMachine(RuleBasedStateMachine):
         was_suspected = self.without_way_made(suspected, plan)
         COUNTS["plans"] += 1
         admitted = self.record_slots(plan)
+        self.record_shifts(plan)
         for each in plan.operations:
             COUNTS["copied between partitions"] += isinstance(each, Copy) and not self.backend.info.unified
         self.carry_out(plan)
@@ -845,6 +869,35 @@ class CacheMachine(RuleBasedStateMachine):
         COUNTS["ran in the background"] += any(is_ahead)
         return admitted
 
+    def record_shifts(self, plan: StepPlan) -> None:
+        """Record what a plan has discarded of full contexts: the rest is the request's own from now on."""
+        shifted = set()
+        for asked in self.living:
+            n_discarded = asked.request.n_discarded - sum(end - start for start, end in asked.discarded)
+            if not n_discarded:
+                continue
+            shift, slot = asked.params.shift, asked.request.slot
+            assert shift.is_on
+            assert asked.slot == slot or asked.request in plan.preempted
+            # As in llama-server's update_slots.
+            n_keep = len(asked.prompt) if shift.n_keep < 0 else shift.n_keep
+            n_keep = min(n_keep + self.backend.info.adds_bos, self.n_ctx_slot - 4)
+            n_left = self.n_ctx_slot - 1 - n_keep
+            assert n_discarded == min(shift.n_discard or n_left // 2, n_left - 1), "not as llama-server"
+            done = [each for each in plan.operations if isinstance(each, Shift) and each.seq == slot]
+            ranges = {(each.start, each.end) for each in done}
+            assert ranges <= {(n_keep, n_keep + n_discarded)}, "not what the request discards"
+            COUNTS["shifted"] += 1
+            COUNTS["shifted again"] += bool(asked.discarded)
+            COUNTS["too few cells to shift"] += Remove(slot, 0) in plan.operations and asked.slot == slot
+            COUNTS["preempted with a shift"] += asked.slot < 0
+            asked.discarded.append((n_keep, n_keep + n_discarded))
+            asked.namespace, asked.prefixes = f"private {asked.request.id} shift {len(asked.discarded)}", []
+            self.names[asked.request.namespace] = asked.namespace
+            self.backend.namespaces[slot] = asked.namespace
+            shifted.add(asked)
+        self.just_shifted = shifted
+
     def apply(self, plan: StepPlan) -> StepResult:
         if self.backend.info.state.n_rollback:
             lengths = [len(work.run.tokens) for work in plan.work]
@@ -854,9 +907,9 @@ class CacheMachine(RuleBasedStateMachine):
             asked = self.find(work.request)
             self.backend.namespaces[asked.slot] = asked.namespace
             self.check_run(asked, work.run)
-            asked.n_computed += max(
-                0, min(work.run.start + len(work.run.tokens), len(asked.prompt)) - work.run.start
-            )
+            if not asked.discarded:
+                end = min(work.run.start + len(work.run.tokens), len(asked.prompt))
+                asked.n_computed += max(0, end - work.run.start)
         COUNTS["steps"] += 1
         if plan.padding:
             unified = self.backend.info.unified
@@ -882,14 +935,20 @@ class CacheMachine(RuleBasedStateMachine):
         """Draft so many tokens for each reply, the first ones as a cold run would choose them."""
         for asked in self.running:
             if asked.generated and asked.params.sampling.temperature == 0 and n_right + n_wrong:
-                draft = self.cold_tokens(asked.tokens, asked.params.sampling, n_right) if n_right else []
+                sampling, past = asked.params.sampling, self.past(asked)
+                draft = self.cold_tokens(asked.tokens, sampling, n_right, past=past) if n_right else []
                 asked.request.draft = np.array([*draft, *LETTERS * n_wrong][: n_right + n_wrong], dtype=np.int32)
 
     def record_token(self, asked: Asked, token: int) -> None:
         """Record a sampled token, which must be the one of a cold run."""
-        self.check_token(asked.tokens, asked.params.sampling, len(asked.generated), token)
+        self.check_token(asked.tokens, asked.params.sampling, len(asked.generated), token, self.past(asked))
         asked.generated.append(token)
         COUNTS["tokens"] += 1
+        COUNTS["tokens after a shift"] += bool(self.past(asked))
+
+    def past(self, asked: Asked) -> Past:
+        """The shifts on which the KV of a request depends: none if it was computed again since."""
+        return self.backend.held[asked.slot].past if asked.slot >= 0 else ()
 
     def commit(self, plan: StepPlan, result: StepResult) -> None:
         self.now += 1e-3
@@ -928,7 +987,7 @@ class CacheMachine(RuleBasedStateMachine):
         assert asked.generated[n - len(outcome.tokens) : n] == [*outcome.tokens]
         if outcome.tokens[-1] in self.backend.vocab.eog:
             return "eos"
-        is_full = len(asked.prompt) + n == self.n_ctx_slot
+        is_full = len(asked.prompt) + n == self.n_ctx_slot and not asked.params.shift.is_on
         assert outcome.truncated == (is_full and n != asked.params.max_tokens)
         return "limit" if n == asked.params.max_tokens or is_full else None
 
@@ -981,11 +1040,10 @@ class CacheMachine(RuleBasedStateMachine):
         if self.shares:
             assert self.cache.cells.idle == len(everything - pinned)
         held_by = {seq: set(held.prefixes) for seq, held in enumerate(backend.held) if held.cells}
-        namespaces = {asked.request.namespace: asked.namespace for asked in self.asked}
         named: dict[Node | None, list[int]] = {}
         for node in tree.nodes():
             tokens = unpacked(bytes(node.run)).tolist()
-            prefixes = backend.named(namespaces[node.namespace], tokens, named.get(node.parent, ()))
+            prefixes = backend.named(self.names[node.namespace], tokens, named.get(node.parent, ()))
             named[node] = prefixes
             holders = set(node.holders())
             assert holders == {seq for seq, prefixes_of in held_by.items() if prefixes[-1] in prefixes_of}
@@ -996,16 +1054,19 @@ class CacheMachine(RuleBasedStateMachine):
 
     def own_prefixes(self, node: Node) -> list[int]:
         """The prefixes that end in a node."""
-        namespaces = {asked.request.namespace: asked.namespace for asked in self.asked}
         prefix = unpacked(node.prefix()).tolist()
-        return [*self.backend.named(namespaces[node.namespace], prefix)[node.start :]]
+        return [*self.backend.named(self.names[node.namespace], prefix)[node.start :]]
 
     def check_running(self, before: Before, plan: StepPlan) -> None:
         """Nothing was taken from requests that ran already, and each used cell holds another prefix."""
         held = self.backend.held
         for asked, prefixes in before.running.items():
-            if asked.slot not in self.shaken and asked.slot >= 0:
+            if asked.slot not in self.shaken and asked.slot >= 0 and asked not in self.just_shifted:
                 assert held[asked.slot].prefixes[: len(prefixes)] == prefixes, "taken from a running request"
+        for asked in self.just_shifted & {*self.running}:
+            start, end = asked.discarded[-1]
+            n_left = self.n_ctx_slot - 1 - (end - start)
+            assert held[asked.slot].prefixes in ([], self.prefixes(asked)[:n_left]), "not what a shift leaves"
         if self.shares:
             assert len(self.backend.cells) == len(self.backend.prefixes()), "duplicate cells"
             budget, idle = self.shape.idle_cells, self.idle
@@ -1180,9 +1241,11 @@ class CacheMachine(RuleBasedStateMachine):
 
     def check_losses(self, before: Before, plan: StepPlan) -> None:
         """Prefixes that may be wanted again are evicted only for lack of RAM, ids, cells or budget."""
-        namespaces = {asked.namespace for asked in self.living}
-        lost = before.prefixes_in(namespaces) - self.backend.prefixes() - self.offloaded
-        if not lost or self.is_recovering:
+        lost = before.prefixes_in(self.wanted) - self.backend.prefixes() - self.offloaded
+        # Private KV goes with a shift, and what is left after one with a preemption.
+        is_dropped = any(asked.request.is_private for asked in self.just_shifted)
+        is_dropped |= any(request.n_discarded for request in plan.preempted)
+        if not lost or self.is_recovering or is_dropped:
             return
         COUNTS["losses"] += 1
         if self.shape.ram:
@@ -1194,6 +1257,8 @@ class CacheMachine(RuleBasedStateMachine):
             return
         n_free = self.backend.info.n_ctx - len(self.backend.cells) - sum(len(work.run.tokens) for work in plan.work)
         n_free -= sum(len(run.tokens) for run in plan.padding)
+        # Further shifts come after the eviction for the first one of another request.
+        n_free -= sum(each.end - each.start for each in plan.operations if isinstance(each, Shift))
         are_decoding = bool(plan.work) and all(
             work.run.n_outputs and len(work.run.tokens) == 1 for work in plan.work
         )
@@ -1312,6 +1377,11 @@ class CacheMachine(RuleBasedStateMachine):
         """Verify that the samplers of ended requests are freed."""
 
     # --- lookups ---
+
+    @property
+    def wanted(self) -> set[str]:
+        """Namespaces of requests whose KV is kept for them while they wait."""
+        return {asked.namespace for asked in self.living if not asked.discarded}
 
     @property
     def living(self) -> list[Asked]:
@@ -1433,12 +1503,20 @@ class FakeMachine(CacheMachine):
             segment_size=SegmentSize(20, 10),
         )
 
-    def check_token(self, history: list[int], sampling: Sampling, n_drawn: int, token: int) -> None:
-        assert self.cold_tokens(history, sampling, 1, n_drawn) == [token], "not what a cold run gives"
+    def check_token(
+        self, history: list[int], sampling: Sampling, n_drawn: int, token: int, past: Past = ()
+    ) -> None:
+        assert self.cold_tokens(history, sampling, 1, n_drawn, past=past) == [token], "not what a cold run gives"
 
-    def cold_tokens(self, history: list[int], sampling: Sampling, n: int, n_drawn: int = 0) -> list[int]:
+    def cold_tokens(
+        self, history: list[int], sampling: Sampling, n: int, n_drawn: int = 0, *, past: Past = ()
+    ) -> list[int]:
         self.cold.change(Remove(0, 0))
-        sampler, tokens, found = FakeSampler(sampling, n_drawn), history, []
+        for held, shift in past:
+            added = np.array(held[self.cold.seq_len(0) :], dtype=np.int32)
+            self.cold.decode([Run(0, self.cold.seq_len(0), added, 1)])
+            self.cold.change(replace(shift, seq=0))
+        sampler, tokens, found = FakeSampler(sampling, n_drawn), history[self.cold.seq_len(0) :], []
         while len(found) < n and self.cold.seq_len(0) + len(tokens) <= self.cold.info.n_ubatch:
             self.cold.decode([Run(0, self.cold.seq_len(0), np.array(tokens, dtype=np.int32), 1)])
             ((token,),) = self.cold.sample([(0, sampler)])
@@ -1527,7 +1605,7 @@ def test_the_cache_with_a_public_namespace() -> None:
 
 def test_the_cache_on_a_fake_model() -> None:
     before = COUNTS.copy()
-    chosen = settings(max_examples=2000 if LONG else 40, stateful_step_count=100, deadline=None)
+    chosen = settings(max_examples=2000 if LONG else 60, stateful_step_count=100, deadline=None)
     run_state_machine_as_test(FakeMachine, settings=chosen)
     counts = COUNTS - before
     missing = [event for event in (*OFTEN, *(SELDOM if LONG else ())) if not counts[event]]
