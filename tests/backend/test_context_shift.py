@@ -21,6 +21,8 @@ WORDS = np.random.default_rng(5).integers(300, 500, 400).astype(np.int32)
 N, NEXT = 60, 301
 TOLERANCE = 1e-3
 """Of logits without rounding, in other cells. What a shift changes is a hundred times as large."""
+ROUNDED_TOLERANCE = 0.5
+"""Of logits with it: they differ by up to 0.14 (q4_0), and by 4 to 10 from those of tokens that were not moved."""
 
 
 def load(model: Path, **settings: Any) -> LlamaBackend:
@@ -104,6 +106,25 @@ def test_cells_that_other_sequences_share_are_not_moved(model: Path) -> None:
     finally:
         backend.close()
         cold.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cache_type_k", ["f16", "q8_0", "q4_0"])
+def test_keys_that_are_not_exact_are_moved_as_by_llama_server(model: Path, cache_type_k: str) -> None:
+    types = {"flash_attn": "on", "cache_type_k": cache_type_k, "cache_type_v": "f16"}
+    backend, reference = load(model, **types), load(model, **types)
+    try:
+        for each in (backend, reference):
+            feed(each, 0, WORDS[:N])
+        backend.change(Copy(0, 1, 0, N))
+        backend.change(Shift(0, 3, 30, copies=True))
+        as_llama_server_does(reference, 0, 3, 30)
+        for word in WORDS[100:110]:
+            following = np.array([word], dtype=np.int32)
+            assert np.abs(feed(backend, 0, following) - feed(reference, 0, following)).max() < ROUNDED_TOLERANCE
+    finally:
+        backend.close()
+        reference.close()
 
 
 def test_without_cells_for_the_copy_the_sequence_is_empty(model: Path) -> None:
