@@ -256,7 +256,7 @@ class Config:
         "on several NUMA nodes: distribute threads over all, isolate them on the one of the start, or use the CPUs "
         "of numactl",
     )
-    gpu_layers: int | Literal["auto", "all"] = llama(
+    gpu_layers: Annotated[int, Meta(ge=-2, le=INT32_MAX)] | Literal["auto", "all"] = llama(
         "auto", "layers on the GPU", "-ngl --gpu-layers --n-gpu-layers", env="LLAMA_ARG_N_GPU_LAYERS"
     )
     device: str = llama(

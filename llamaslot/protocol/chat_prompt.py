@@ -160,7 +160,8 @@ def conversation_branch(template: ChatTemplate, body: ChatBody) -> str:
     """
     opening = list(takewhile(lambda message: message["role"] != "assistant", body.messages))
     first = next((i for i, message in enumerate(opening) if message["role"] == "user"), len(opening))
-    start = without_volatile(template.volatile, opening[: first + 1])
+    cleaned = [clean_message(message, index) for index, message in enumerate(opening[: first + 1])]
+    start = without_volatile(template.volatile, cleaned)
     return hashlib.blake2b(msgspec.json.encode((body.tools, start), order="sorted"), digest_size=16).hexdigest()
 
 

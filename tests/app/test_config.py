@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import get_args
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import pytest
+from msgspec import Meta
 
 from llamaslot.app.config import CacheType, Config, options
 from llamaslot.app.config_reader import Parser, add_flags, read_config, read_models
@@ -380,3 +381,22 @@ def test_models_that_cannot_be_told_apart_are_refused(folder: Path) -> None:
         models(["--models-dir", str(folder / "nowhere")])
     with pytest.raises(ConfigError, match="there is no model"):
         models(["--models-dir", str(folder / "empty")])
+
+
+def is_unbounded(annotation: Any) -> bool:
+    """True if an option may be a number without a lower and an upper bound."""
+    if get_origin(annotation) is Annotated:
+        number, *metas = get_args(annotation)
+        bounds = [each for each in metas if isinstance(each, Meta)]
+        has_least = any(each.ge is not None or each.gt is not None for each in bounds)
+        has_most = any(each.le is not None or each.lt is not None for each in bounds)
+        return number in (int, float) and not (has_least and has_most)
+    return annotation in (int, float) or any(map(is_unbounded, get_args(annotation)))
+
+
+def test_each_number_is_bounded() -> None:
+    # ctypes keeps the lowest bits of a number that is too large: none of the layers on a GPU instead of all.
+    hints = get_type_hints(Config, include_extras=True)
+    assert [name for name, annotation in hints.items() if is_unbounded(annotation)] == []
+    assert is_unbounded(int | None)
+    assert is_unbounded(Annotated[int, Meta(ge=0)] | str)

@@ -53,3 +53,10 @@ def test_later_turns_are_of_the_same_branch(later: str) -> None:
 )
 def test_other_tools_system_prompts_and_first_messages_are_other_branches(other: str) -> None:
     assert other != START
+
+
+def test_a_system_message_may_have_a_refusal() -> None:
+    parts = [{"type": "refusal", "refusal": "No."}, {"type": "text", "text": "x"}]
+    same = [{"type": "text", "text": "No."}, {"type": "text", "text": "x"}]
+    given, known = {"role": "system", "content": parts}, {"role": "system", "content": same}
+    assert branch(given, USER) == branch(known, USER)
