@@ -63,7 +63,8 @@ class Process:
         self.has_ended = True
         if self.engine is not None and self._running is not None:
             await self.engine.stop()
-            await self._running
+            # A caller that is cancelled does not end it.
+            await asyncio.wait([self._running])
         return ""
 
 
