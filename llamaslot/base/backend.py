@@ -16,6 +16,7 @@ from llamaslot.base.adapters import Adapters
 from llamaslot.base.commands import Constraint
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.generation.token_probs import TokenScore
+from llamaslot.base.images import ImageLayout, ImageSize, PromptImage, Tile
 from llamaslot.base.kv_ops import IllegalCallError, Kv, Operation, StateRecord
 from llamaslot.base.model import ModelInfo
 from llamaslot.base.stats import BackendStats
@@ -58,6 +59,10 @@ class Run:
     """
     targets: Tokens | None = None
     """Tokens to score: those that follow the first ones of `tokens`, whose logits are needed too."""
+    image: PromptImage | None = None
+    """The image to which all of the tokens belong, if they are of a tile. Such a run is alone in its batch."""
+    tile: Tile | None = None
+    """The tile, of which `tokens` are all, or a part: where `Projector.is_whole` is false."""
 
     @property
     def n_drafted(self) -> int:
@@ -108,6 +113,7 @@ def check_runs(
     if sum(map(len, targets)) + sum(run.n_drafted for run in runs) > info.n_spare_rows:
         raise IllegalCallError("more drafted tokens, and tokens to score, than there are rows of logits")
     _check_outputs(runs, info)
+    _check_images(runs, info)
     for each in targets:
         if len(each) and (each.min() < 0 or each.max() >= n_vocab):
             raise IllegalCallError("a token to score is outside of the vocabulary")
@@ -124,7 +130,7 @@ def check_runs(
         if run.targets is not None and len(run.targets) > len(run.tokens):
             raise IllegalCallError("more tokens to score than are computed")
         least, most = (run.tokens.min(), run.tokens.max()) if len(run.tokens) > 1 else (run.tokens[0],) * 2
-        if least < 0 or most >= n_vocab:
+        if most >= (0 if run.tile is not None else n_vocab) or (least < 0 and run.tile is None):
             raise IllegalCallError("a token outside of the vocabulary")
 
 
@@ -134,6 +140,22 @@ def _check_outputs(runs: Sequence[Run], info: ModelInfo) -> None:
         raise IllegalCallError("drafted tokens in a model whose outputs are vectors")
     if info.embeds_whole and any(run.start or not run.n_outputs for run in runs):
         raise IllegalCallError("a part of an input whose vector is of all of its tokens")
+
+
+def _check_images(runs: Sequence[Run], info: ModelInfo) -> None:
+    """Raise `IllegalCallError` for tokens of images that cannot be computed so."""
+    for run in runs:
+        if run.tile is None:
+            continue
+        tile, end = run.tile, run.start + len(run.tokens)
+        if info.projector is None or run.image is None or tile not in run.image.tiles:
+            raise IllegalCallError("a tile without its image, or without a projector")
+        if len(runs) > 1 or run.n_outputs > 1 or run.targets is not None:
+            raise IllegalCallError("a tile beside other tokens, or with more outputs than one")
+        if not tile.start <= run.start < end <= tile.end:
+            raise IllegalCallError(f"{run.start} to {end} is not within the tile")
+        if info.projector.is_whole and (run.start, end) != (tile.start, tile.end):
+            raise IllegalCallError("a part of a tile that must be computed whole")
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,6 +288,13 @@ class Backend(Protocol):
         """Compute at most `info.n_ubatch` tokens, as one micro-batch; every run must continue its sequence.
 
         `draws` are those of the `sample` that follows; what the device can sample of them is computed there.
+        """
+
+    def image_layout(self, size: ImageSize) -> ImageLayout:
+        """Return the tokens of an image of a size. May be called from any thread, also while `decode` runs.
+
+        Raises `InvalidRequestError` for a size of which no tokens can be made, `NotSupportedError` without a
+        projector.
         """
 
     def compile(self, constraint: Constraint) -> CompiledConstraint:

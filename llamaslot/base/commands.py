@@ -14,6 +14,7 @@ import msgspec
 from llamaslot.base.adapters import Adapters, adapters_key
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.generation.tools import ReasoningBudget
+from llamaslot.base.images import ImageLayout, ImageSize, PromptImage
 from llamaslot.base.namespaces import salt_namespace
 from llamaslot.base.text_records import TextRecord
 from llamaslot.base.tokens import TokenizedPrompt
@@ -37,7 +38,15 @@ class TokensPart(msgspec.Struct, frozen=True, tag="tokens"):
     tokens: tuple[int, ...]
 
 
-PromptPart: TypeAlias = TextPart | TokensPart
+class ImagePart(msgspec.Struct, frozen=True, tag="image"):
+    """An image in a prompt."""
+
+    image: PromptImage
+    """It has no tiles yet: they follow from the layout and the place in the prompt."""
+    layout: ImageLayout
+
+
+PromptPart: TypeAlias = TextPart | TokensPart | ImagePart
 
 
 class Constraint(msgspec.Struct, frozen=True):
@@ -197,6 +206,18 @@ class InspectHitCurve(msgspec.Struct, frozen=True, tag="inspect_hit_curve"):
     """Ask for the hit rates with other sizes of the cache; answered by `HitCurve` of `base/advice.py`."""
 
 
+class LayOutImages(msgspec.Struct, frozen=True, tag="lay_out_images"):
+    """Ask for the tokens of images of these sizes; answered by `ImageLayouts`."""
+
+    sizes: tuple[ImageSize, ...]
+
+
+class ImageLayouts(msgspec.Struct, frozen=True):
+    """Layouts in the order of their sizes."""
+
+    layouts: tuple[ImageLayout, ...]
+
+
 class DropPaths(msgspec.Struct, frozen=True, tag="drop_paths"):
     """Drop a session's record from the disk, and KV that nothing else uses; answered by `CacheCleared`, or by
     `NotFoundError` if there are no paths.
@@ -265,7 +286,7 @@ class CacheCleared(msgspec.Struct, frozen=True):
     cleared_disk_tokens: int = 0
 
 
-ReadOnlyQuery: TypeAlias = InspectEngine | InspectCache | ProbePrompt | InspectHitCurve
+ReadOnlyQuery: TypeAlias = InspectEngine | InspectCache | ProbePrompt | InspectHitCurve | LayOutImages
 EngineQuery: TypeAlias = ReadOnlyQuery | DropPaths | SlotAction | ClearCache
 
 

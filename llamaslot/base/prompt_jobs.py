@@ -18,6 +18,7 @@ from llamaslot.base.commands import ContextShift, DropPaths, Generate
 from llamaslot.base.errors import ErrorInfo
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.generation.tools import ParserOptions, ReasoningFormat
+from llamaslot.base.images import ImageLayout, ImageSize
 from llamaslot.base.text_records import TextRecord
 
 BodyKind: TypeAlias = Literal[
@@ -136,6 +137,8 @@ class Prepare(msgspec.Struct, frozen=True, tag="prepare"):
     """The reply to a chat, a message as JSON: what is warmed has it as the last one."""
     earlier: EarlierItems | None = None
     """The `references` that `Needs` named."""
+    layouts: Mapping[ImageSize, ImageLayout] = {}
+    """The `layouts` that `Needs` named."""
     may_compile: bool = False
     """True if a grammar may be compiled to check it, which may take seconds; otherwise a grammar that is not known
     to be valid is answered by `Needs`.
@@ -250,10 +253,14 @@ class Prepared(msgspec.Struct, frozen=True, tag="prepared"):
 
 
 class Needs(msgspec.Struct, frozen=True, tag="needs"):
-    """A body cannot be read yet: it needs items of earlier responses, or `Prepare.may_compile`."""
+    """A body cannot be read yet: it needs one of these."""
 
     references: References = References()
+    """Items of earlier responses."""
     may_compile: bool = False
+    """`Prepare.may_compile`."""
+    layouts: tuple[ImageSize, ...] = ()
+    """The tokens of images of these sizes, which the engine knows."""
 
 
 class BadBody(msgspec.Struct, frozen=True, tag="bad_body"):

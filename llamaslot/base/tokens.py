@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import msgspec
 
+from llamaslot.base.images import PromptImage
+
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
@@ -76,6 +78,8 @@ class TokenizedPrompt(msgspec.Struct, frozen=True):
     """Leading tokens taken from remembered replies and their prompts."""
     n_of_replies: int = 0
     """Of them, tokens of replies."""
+    images: tuple[PromptImage, ...] = ()
+    """Images that its negative ids stand for, in the order of their places."""
 
     @property
     def n_tokens(self) -> int:
